@@ -1,0 +1,193 @@
+"""Pure geometry of boxes in row-major tensors; nothing here knows of files or bytes.
+
+A *box* is (start, shape): one interval per dimension. Two facts carry the engine:
+
+* A flat range of a row-major tensor is at most 2n-1 boxes (`flat_to_boxes`), each contiguous in the range.
+* A *slab* (leading indices fixed, one interval, all of the rest) meets any box in a part that is contiguous in the
+  memory of that box. So a tensor can be streamed in row-major order, slab by slab, while every chunk of it, whatever
+  its shape, is read or written from its first byte to its last (`slabs`, `meet`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+Shape = tuple[int, ...]
+
+__all__ = ["box_is_flat", "chunk_sizes", "cover", "flat_start", "flat_to_boxes", "meet", "slabs", "strides"]
+
+
+def strides(shape: Sequence[int]) -> Shape:
+    """Row-major strides, in elements: strides((2, 3, 4)) == (12, 4, 1)."""
+    out, step = [], 1
+    for n in reversed(shape):
+        out.append(step)
+        step *= n
+    return tuple(reversed(out))
+
+
+def chunk_sizes(n: int, parts: int) -> list[int]:
+    """Lengths of the `parts` pieces torch.chunk makes of n, zeros appended: chunk_sizes(5, 4) == [2, 2, 1, 0].
+
+    FSDP2 shards every parameter so on dim 0 (torch/distributed/tensor/placement_types.py, Shard._split_tensor).
+    """
+    step = -(-n // parts)
+    return [max(0, min(step, n - i * step)) for i in range(parts)]
+
+
+def flat_start(shape: Sequence[int], start: Sequence[int]) -> int:
+    """Index of the element at `start` when the tensor is flattened."""
+    at = 0
+    for n, s in zip(shape, start, strict=True):
+        at = at * n + s
+    return at
+
+
+def box_is_flat(shape: Sequence[int], start: Sequence[int], size: Sequence[int]) -> bool:
+    """Whether a box of a tensor of `shape` is one contiguous range of the flattened tensor."""
+    inner = False  # a dimension has been met that is cut into more than one index: all after it must be whole
+    for n, s, k in zip(shape, start, size, strict=True):
+        if inner and (s != 0 or k != n):
+            return prod(size) == 0
+        inner = inner or k != 1
+    return True
+
+
+def flat_to_boxes(shape: Sequence[int], first: int, last: int) -> list[tuple[Shape, Shape]]:
+    """The boxes, in row-major order, that make up elements [first, last) of the flattened tensor; at most 2n-1.
+
+    flat_to_boxes((4, 3), 2, 10) == [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
+    """
+    if first >= last:
+        return []
+    if not shape:
+        return [((), ())]
+    row = prod(shape[1:])
+    if row == 0:
+        return []
+    head, tail = -(-first // row), last // row
+    out: list[tuple[Shape, Shape]] = []
+
+    def part(i: int, a: int, b: int) -> None:
+        out.extend(((i, *s), (1, *k)) for s, k in flat_to_boxes(shape[1:], a, b))
+
+    if head > tail:  # within one row
+        part(tail, first - tail * row, last - tail * row)
+        return out
+    if first < head * row:
+        part(head - 1, first - (head - 1) * row, row)
+    if head < tail:
+        out.append(((head, *([0] * (len(shape) - 1))), (tail - head, *shape[1:])))
+    if tail * row < last:
+        part(tail, 0, last - tail * row)
+    return out
+
+
+def slabs(shape: Sequence[int], most: int) -> Iterator[tuple[Shape, Shape]]:
+    """Cut a tensor into slabs of at most `most` elements (at least one), in row-major order.
+
+    Every slab is leading indices fixed, one interval, all of the rest.
+    """
+    if prod(shape) == 0:
+        return
+    depth, row = 0, prod(shape)
+    while depth < len(shape) and row > most:
+        row //= shape[depth]
+        depth += 1
+    if depth == 0:
+        yield (0,) * len(shape), tuple(shape)
+        return
+    depth -= 1  # the dimension that is cut into intervals
+    row = prod(shape[depth + 1 :])
+    step = max(1, most // row)
+    rest = (0,) * (len(shape) - depth - 1)
+    for outer in _indices(shape[:depth]):
+        for i in range(0, shape[depth], step):
+            n = min(step, shape[depth] - i)
+            yield (*outer, i, *rest), (*(1 for _ in outer), n, *shape[depth + 1 :])
+
+
+def _indices(shape: Sequence[int]) -> Iterator[Shape]:
+    if not shape:
+        yield ()
+        return
+    for i in range(shape[0]):
+        for rest in _indices(shape[1:]):
+            yield (i, *rest)
+
+
+def meet(a: tuple[Sequence[int], Sequence[int]], b: tuple[Sequence[int], Sequence[int]]) -> tuple[Shape, Shape] | None:
+    """The intersection of two boxes, or None when it is empty."""
+    start, size = [], []
+    for s1, k1, s2, k2 in zip(a[0], a[1], b[0], b[1], strict=True):
+        s = s1 if s1 > s2 else s2
+        k = min(s1 + k1, s2 + k2) - s
+        if k <= 0:
+            return None
+        start.append(s)
+        size.append(k)
+    return tuple(start), tuple(size)
+
+
+def cover(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str | None:
+    """Why the boxes do not cover a tensor of `shape` exactly once, or None when they do. Empty boxes are legal.
+
+    The proof: every box lies inside, the volumes add up to the whole, no two boxes meet.
+    """
+    volume, real = 0, []
+    for start, size in boxes:
+        if len(start) != len(shape) or len(size) != len(shape):
+            return f"a chunk has {len(start)} dimensions, the tensor has {len(shape)}"
+        for n, s, k in zip(shape, start, size, strict=True):
+            if s < 0 or k < 0 or s + k > n:
+                return f"chunk [{_text(start, size)}] reaches outside shape {tuple(shape)}"
+        v = prod(size)
+        if v:
+            volume += v
+            real.append((tuple(start), tuple(size)))
+    clash = _clash(real)
+    if clash:
+        (s1, k1), (s2, k2) = clash
+        return f"chunks [{_text(s1, k1)}] and [{_text(s2, k2)}] overlap"
+    if volume != prod(shape):
+        return f"chunks hold {volume} of {prod(shape)} elements"
+    return None
+
+
+def _text(start: Sequence[int], size: Sequence[int]) -> str:
+    return ", ".join(f"{s}:{s + k}" for s, k in zip(start, size, strict=True))
+
+
+Box = tuple[Shape, Shape]
+
+
+def _clash(boxes: list[Box]) -> tuple[Box, Box] | None:
+    """Two boxes that meet, or None.
+
+    Cut the set along one dimension into groups whose intervals do not meet and look into each; when no dimension
+    separates the set any more, compare all pairs. Grids of any mesh fall apart at once, so this is n log n for them.
+    """
+    todo = [boxes]
+    while todo:
+        group = todo.pop()
+        if len(group) < 2:
+            continue
+        for d in range(len(group[0][0])):
+            group.sort(key=lambda b: (b[0][d], b[1][d]))
+            parts: list[list[Box]] = []
+            end = -1
+            for b in group:
+                if b[0][d] >= end:
+                    parts.append([])
+                parts[-1].append(b)
+                end = max(end, b[0][d] + b[1][d])
+            if len(parts) > 1:
+                todo.extend(parts)
+                break
+        else:
+            for i, a in enumerate(group):
+                for b in group[i + 1 :]:
+                    if meet(a, b):
+                        return a, b
+    return None

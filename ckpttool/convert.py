@@ -1,0 +1,507 @@
+"""open -> write -> fill -> commit -> verify: one checkpoint becomes another.
+
+`open` reads an index and proves it sound. `convert` asks the target layout for a draft, fills it, commits it in one
+rename, reads the result back from the disk and compares digests. `verify` and `digest` read a checkpoint without
+writing one.
+
+The digest of a tensor is BLAKE3 over its row-major little-endian bytes, whatever layout they lie in. The digest of a
+checkpoint, or of one component of it, is the root of a Merkle tree whose leaves are BLAKE3 over (name, dtype, shape,
+digest), sorted by name: equal digests are the same state at any world size.
+"""
+
+from __future__ import annotations
+
+import builtins
+import fnmatch
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from blake3 import blake3
+
+from . import layouts
+from ._version import __version__
+from .draft import Draft, Staging
+from .errors import Corrupt, Differs, Interrupted, Unsupported, UsageError
+from .fill import Progress, fill, tensor_digests
+from .index import ITEMSIZE, Checkpoint, TensorEntry, check
+from .store import Source, raise_file_limit
+
+__all__ = ["Opened", "Result", "convert", "digest", "merkle_root", "open", "plan", "verify"]
+
+RECORD = "ckpttool.json"
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    return None
+
+
+@dataclass
+class Opened:
+    """A checkpoint that was read and checked, with the files it lies in."""
+
+    checkpoint: Checkpoint
+    source: Source
+    layout: layouts.Layout
+    located: bool = False
+
+    def locate(self) -> Checkpoint:
+        """The index with raw byte ranges, checked again; every item's framing has been looked into."""
+        if not self.located:
+            self.checkpoint = self.layout.locate(self.checkpoint, self.source)
+            check(self.checkpoint)
+            self.located = True
+        return self.checkpoint
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.source.close()
+
+
+def open(
+    path: str | os.PathLike[str],
+    *,
+    layout: str | None = None,
+    config: str | None = None,
+    like: str | os.PathLike[str] | None = None,
+    only: Iterable[str] | None = None,
+) -> Opened:
+    """Read the index of a checkpoint in any layout and prove it sound; no tensor byte is read.
+
+    Args:
+        path: a folder or a file.
+        layout: its layout, where the files alone do not tell.
+        config: folder or id of a Hugging Face model with the same architecture.
+        like: another checkpoint of the same model, whose optimizer names its parameters.
+        only: components to keep ("model", "optim", ...).
+
+    Raises:
+        NotRecognised, Unsupported, Corrupt, Unsafe: as errors.py tells them apart.
+    """
+    raise_file_limit()
+    where = layouts.place(path)
+    found = layouts.find(layout) if layout else layouts.detect(where)
+    order = None
+    if like is not None:
+        with open(like) as other:
+            order = optimizer_order(other.checkpoint)
+    try:
+        ckpt = found.read(where, layouts.ReadOptions(config, order))
+        if only is not None:
+            ckpt = _only(ckpt, only)
+        check(ckpt)
+    except BaseException:
+        where.source.close()
+        raise
+    return Opened(ckpt, where.source, found)
+
+
+def _only(ckpt: Checkpoint, only: Iterable[str]) -> Checkpoint:
+    wanted = list(only)
+    have = {ckpt.component(n) for n in [*ckpt.tensors, *ckpt.values]}
+    missing = [w for w in wanted if w not in have]
+    if missing:
+        raise UsageError(f"--only {','.join(missing)}: the checkpoint holds {', '.join(sorted(have))}.")
+    return ckpt.only(wanted)
+
+
+def optimizer_order(ckpt: Checkpoint) -> tuple[str, ...] | None:
+    """FQNs in the order of the optimizer, as its param groups list them.
+
+    Raises:
+        Unsupported: the checkpoint has no such list.
+    """
+    groups = {
+        v.path[2]: v.data for v in ckpt.values.values() if v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("params",)
+    }
+    names = [n for _, group in sorted(groups.items(), key=lambda kv: int(kv[0])) for n in group]
+    if not names or not all(isinstance(n, str) for n in names):
+        raise Unsupported("--like: that checkpoint has no optimizer that names its parameters.")
+    return tuple(names)
+
+
+# --------------------------------------------------------------------------------------------------------- digests
+
+
+def merkle_root(leaves: Iterable[tuple[str, str, Sequence[int], str]]) -> str:
+    """Root of (name, dtype, shape, digest) leaves, sorted by name; hex.
+
+    A leaf is BLAKE3(0x00 | JSON of the four), a node BLAKE3(0x01 | left | right); an odd one moves up as it is.
+    """
+    level = [
+        blake3(b"\x00" + json.dumps([n, d, list(s), h], separators=(",", ":"), ensure_ascii=True).encode()).digest()
+        for n, d, s, h in sorted(leaves)
+    ]
+    if not level:
+        return blake3(b"").hexdigest()
+    while len(level) > 1:
+        pairs = [blake3(b"\x01" + a + b).digest() for a, b in zip(level[::2], level[1::2], strict=False)]
+        level = pairs + (level[-1:] if len(level) % 2 else [])
+    return level[0].hex()
+
+
+def roots(tensors: Mapping[str, TensorEntry], digests: Mapping[str, str]) -> dict[str, str]:
+    """{"all": root, "model": root, "optim": root, ...}."""
+    leaves = {n: (n, t.dtype, t.shape, digests[n]) for n, t in tensors.items()}
+    parts: dict[str, list[tuple[str, str, Sequence[int], str]]] = {}
+    for n, t in tensors.items():
+        parts.setdefault(str(t.path[0]), []).append(leaves[n])
+    return {"all": merkle_root(leaves.values()), **{k: merkle_root(v) for k, v in sorted(parts.items())}}
+
+
+def digest(path: str | os.PathLike[str], *, progress: Progress = _silent, **how: Any) -> dict[str, Any]:
+    """{"digest": {"all": ..., "model": ...}, "tensors": {name: digest}} of a checkpoint, reading all its bytes."""
+    with open(path, **how) as opened:
+        ckpt = opened.locate()
+        found = tensor_digests(ckpt.tensors, opened.source, ckpt.files, ckpt.records, progress)
+        opened.source.unchanged()
+        return {"digest": roots(ckpt.tensors, found), "tensors": found}
+
+
+# ------------------------------------------------------------------------------------------------------ converting
+
+
+@dataclass
+class Result:
+    """What a conversion did."""
+
+    source: str
+    destination: str
+    layout_from: str
+    layout_to: str
+    world_size: int | None
+    tensors: int
+    source_bytes: int
+    written_bytes: int
+    digest: dict[str, str]
+    verified: bool
+    dropped: list[tuple[str, int, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def plan(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    to: str | None = None,
+    layout: str | None = None,
+    world_size: int | None = None,
+    only: Iterable[str] | None = None,
+    dtype: str | None = None,
+    cast: Mapping[str, str] | None = None,
+    config: str | None = None,
+    like: str | os.PathLike[str] | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> tuple[Opened, Draft, layouts.Layout]:
+    """The draft of a conversion; nothing is written. The caller closes the source.
+
+    Args:
+        to: layout of the destination; by its name where None (.pt is full, .safetensors and other folders hf or dcp).
+        world_size: ranks of the job that will load it; those of the source where None.
+        dtype: what floating-point weights are written as ("bfloat16", "keep"); optimizer state keeps its own.
+        cast: {glob of tensor names: dtype}, stronger than `dtype`; the last that matches counts.
+    """
+    opened = open(src, layout=layout, config=config, like=like, only=only)
+    try:
+        target = layouts.find(to or _guess(dst))
+        if target.write is None:
+            raise Unsupported(f"ckpttool reads {target.name}, but does not write it.")
+        ckpt = opened.locate()
+        name = os.path.basename(os.path.abspath(dst))
+        options = layouts.WriteOptions(name, world_size, max_shard_bytes, config, _caster(dtype, cast or {}))
+        draft = target.write(ckpt, opened.source, options)
+    except BaseException:
+        opened.source.close()
+        raise
+    return opened, draft, target
+
+
+def _guess(dst: str | os.PathLike[str]) -> str:
+    text = os.fspath(dst)
+    if text.endswith((".pt", ".pth", ".bin", ".ckpt")):
+        return "full"
+    raise UsageError(f"--to is needed: {text!r} does not tell which layout to write.")
+
+
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64", "half": "float16", "float": "float32"}
+
+
+def _dtype(name: str) -> str:
+    full = _SHORT.get(name, name.removeprefix("torch."))
+    if full not in ITEMSIZE or ("float" not in full and full != "bfloat16") or full.startswith("float4"):
+        raise UsageError(f"{name!r} is no floating-point dtype to cast to.")
+    return full
+
+
+def _caster(dtype: str | None, cast: Mapping[str, str]) -> Any:
+    whole = None if dtype in (None, "keep") else _dtype(str(dtype))
+    rules = [(pattern, _dtype(to)) for pattern, to in cast.items()]
+
+    def choose(name: str, stored: str) -> str:
+        if "float" not in stored or stored.startswith("float4"):
+            return stored
+        out = whole if whole and name.startswith("model.") else stored
+        for pattern, to in rules:
+            if fnmatch.fnmatchcase(name, pattern):
+                out = to
+        return out
+
+    return choose
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    drop: bool = False,
+    force: bool = False,
+    verify: bool = True,
+    max_memory_bytes: int | None = None,
+    progress: Progress = _silent,
+    **how: Any,
+) -> Result:
+    """Convert a checkpoint; `how` are the arguments of `plan`.
+
+    The destination appears whole or not at all. What the target cannot hold stops the conversion unless `drop` is
+    set; that hf holds no optimizer is its nature and only reported.
+
+    Raises:
+        CkpttoolError: one of errors.py; the destination is as it was before.
+    """
+    if os.path.lexists(dst) and not force:
+        from .errors import DestinationExists
+
+        raise DestinationExists(f"{os.path.abspath(dst)} exists. Choose another destination, or --force to replace it whole.")
+    opened, draft, target = plan(src, dst, **how)
+    with opened:
+        ckpt, source = opened.checkpoint, opened.source
+        _refuse_inside(source, dst)
+        lost = [d for d in draft.dropped if not (target.holds and d.name.partition(".")[0] not in target.holds)]
+        if lost and not drop:
+            raise Unsupported(
+                f"{target.name} cannot hold {len(lost)} of the {len(ckpt.tensors) + len(ckpt.values)} entries, first "
+                f'"{lost[0].name}" ({lost[0].why}). Use --drop to go on without them, or another layout.'
+            )
+        ring = _ring(max_memory_bytes)
+        staging = Staging(
+            os.fspath(dst), target.is_file, _plan_id(source, draft, target, how), draft.nbytes + (1 << 20), force
+        )
+        notes = [*ckpt.notes, *draft.notes, *staging.messages]
+        if len(staging.entries) > 1:
+            done = staging.entries[-1]["done"]
+            notes.append(f"continued an interrupted run: {done} of {len(draft.checkpoint.tensors)} tensors were done")
+        try:
+            digests = fill(draft, source, ckpt.files, ckpt.records, staging, progress, ring)
+            source.unchanged()
+            canonical_digests = _canonical(opened, draft, digests, progress, ring)
+            root = roots(_wanted(ckpt, draft), canonical_digests)
+            if not target.is_file:
+                _write_record(staging, opened, draft, target, canonical_digests, root)
+            if verify:
+                _read_back(staging, target, draft, canonical_digests, how, progress, ring)
+            source.unchanged()
+            staging.commit()
+        except KeyboardInterrupt:
+            staging.release()
+            raise Interrupted(
+                f"interrupted; {os.path.abspath(dst)} is untouched. Run the same command again to continue, or remove "
+                f"{staging.folder}."
+            ) from None
+        except (Corrupt, Unsupported, Differs):
+            staging.abandon()
+            raise
+        except BaseException:
+            staging.release()
+            raise
+        return Result(
+            source.root, os.path.abspath(dst), opened.layout.name, target.name, draft.checkpoint.world_size,
+            len(draft.checkpoint.tensors), ckpt.nbytes, draft.nbytes, root, verify,
+            [tuple(d) for d in draft.dropped], notes,
+        )  # fmt: skip
+
+
+def _ring(max_memory_bytes: int | None) -> int:
+    """Bytes of one buffer: fourteen of them, and what Python and numpy take, fit into the budget."""
+    if max_memory_bytes is None:
+        return 4 << 20
+    buffer = (max_memory_bytes - (64 << 20)) // 14
+    if buffer < 256 << 10:
+        raise UsageError(f"--max-memory {max_memory_bytes}: at least 68 MB are needed.")
+    return min(16 << 20, buffer - buffer % 4096)
+
+
+def _refuse_inside(source: Source, dst: str | os.PathLike[str]) -> None:
+    real = os.path.realpath(dst)
+    for name in source.identities():
+        if os.path.realpath(os.path.join(source.root, name)) == real:
+            raise UsageError(f"{dst} is a file of the source; write the destination elsewhere.")
+    if real == os.path.realpath(source.root) and os.path.isdir(real):
+        raise UsageError(f"{dst} is the source itself; write the destination elsewhere.")
+
+
+def _plan_id(source: Source, draft: Draft, target: layouts.Layout, how: Mapping[str, Any]) -> str:
+    """Digest of everything that decides the bytes of the destination."""
+    h = blake3()
+    said = {k: list(v) if isinstance(v, (tuple, set)) else v for k, v in how.items()}
+    h.update(json.dumps([__version__, target.name, source.root, sorted(source.identities().items()), said], default=str).encode())
+    for f in draft.files:
+        h.update(f"{f.name} {f.size}\n".encode())
+        if not callable(f.head):
+            h.update(f.head)
+    return h.hexdigest()
+
+
+def _wanted(ckpt: Checkpoint, draft: Draft) -> dict[str, TensorEntry]:
+    """The source's tensors that the destination holds, with the dtype they have there."""
+    there = draft.checkpoint.tensors
+    if all(n in ckpt.tensors for n in there):
+        return {n: replace(ckpt.tensors[n], dtype=t.dtype) for n, t in there.items()}
+    # renamed or split (hf): every weight of the source is there, under some name
+    kept = {c for t in there.values() for c in [t.path[0]]}
+    dtypes = {t.dtype for t in there.values() if "float" in t.dtype}
+    one = dtypes.pop() if len(dtypes) == 1 else None
+    return {
+        n: replace(t, dtype=one) if one and "float" in t.dtype else t for n, t in ckpt.tensors.items() if t.path[0] in kept
+    }
+
+
+def _canonical(opened: Opened, draft: Draft, digests: dict[str, str], progress: Progress, ring: int) -> dict[str, str]:
+    """Digests by canonical name. Tensors that the destination splits or writes once for two are read again."""
+    ckpt = opened.checkpoint
+    wanted = _wanted(ckpt, draft)
+    out = {n: digests[n] for n in wanted if n in digests}
+    rest = {n: ckpt.tensors[n] for n in wanted if n not in out}
+    if rest:
+        dtypes = {n: wanted[n].dtype for n in rest}
+        out.update(
+            tensor_digests(rest, opened.source, ckpt.files, ckpt.records, progress, "digest", dtypes, ring)
+        )
+    return out
+
+
+def _write_record(
+    staging: Staging, opened: Opened, draft: Draft, target: layouts.Layout, digests: dict[str, str], root: dict[str, str]
+) -> None:
+    ckpt = opened.checkpoint
+    wanted = _wanted(ckpt, draft)
+    record = {
+        "tool": "ckpttool",
+        "version": __version__,
+        "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "layout": target.name,
+        "world_size": draft.checkpoint.world_size,
+        "source": {"name": os.path.basename(ckpt.root), "layout": ckpt.layout, "world_size": ckpt.world_size, "trainer": ckpt.trainer},
+        "digest": root,
+        "tensors": {n: [wanted[n].dtype, list(wanted[n].shape), d] for n, d in digests.items()},
+    }
+    path = staging.path(RECORD)
+    with builtins.open(path, "w", encoding="utf-8") as f:
+        json.dump(record, f, indent=1, ensure_ascii=False)
+        f.write("\n")
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def _read_back(
+    staging: Staging,
+    target: layouts.Layout,
+    draft: Draft,
+    digests: dict[str, str],
+    how: Mapping[str, Any],
+    progress: Progress,
+    ring: int,
+) -> None:
+    """Read what was written, from the disk, as any reader would, and compare every digest.
+
+    Raises:
+        Differs: with the first tensor that is not what was written.
+    """
+    path = os.path.join(staging.tree, staging.name) if target.is_file else staging.tree
+    with open(path, layout=target.name, config=None if target.name == "hf" else how.get("config")) as back:
+        ckpt = back.locate()
+        found = tensor_digests(ckpt.tensors, back.source, ckpt.files, ckpt.records, progress, "verify", None, ring)
+    missing = sorted(set(digests) - set(found))
+    extra = sorted(set(found) - set(digests))
+    wrong = sorted(n for n in digests if n in found and found[n] != digests[n])
+    if missing or extra or wrong:
+        first = (wrong or missing or extra)[0]
+        raise Differs(
+            f'the destination, read back, differs from the source: {len(wrong)} tensors have other bytes, '
+            f'{len(missing)} are missing, {len(extra)} are new; first "{first}". Nothing was left there. The disk may '
+            "be failing; if it is not, please report this."
+        )
+
+
+# ------------------------------------------------------------------------------------------------------- verifying
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    read_data: bool = False,
+    against: str | os.PathLike[str] | None = None,
+    progress: Progress = _silent,
+    **how: Any,
+) -> dict[str, Any]:
+    """Check a checkpoint: its structure and every item's framing; with `read_data` every byte against the CRC32s and the
+    digests recorded beside it; with `against` every tensor of another checkpoint, whatever its layout.
+
+    Raises:
+        Corrupt, Unsafe: it is damaged. Differs: it is not what was recorded, or not equal to the other.
+    """
+    with open(path, **how) as opened:
+        ckpt = opened.locate()
+        out: dict[str, Any] = {
+            "path": os.path.abspath(path),
+            "layout": ckpt.layout,
+            "tensors": len(ckpt.tensors),
+            "bytes": ckpt.nbytes,
+            "structure": "ok",
+            "crc32_covered_bytes": sum(r.extent.length for r in ckpt.records),
+        }
+        if not read_data and against is None:
+            return out
+        found = tensor_digests(ckpt.tensors, opened.source, ckpt.files, ckpt.records, progress, "read")
+        opened.source.unchanged()
+        out["data"] = "ok"
+        out["digest"] = roots(ckpt.tensors, found)
+        recorded = _recorded(opened.source) if os.path.isdir(path) else None
+        if recorded:
+            _compare(found, {n: t[2] for n, t in recorded["tensors"].items()}, "the digests in ckpttool.json", out)
+            out["recorded"] = "equal"
+    if against is not None:
+        with open(against) as other:
+            theirs = other.locate()
+            digests = tensor_digests(theirs.tensors, other.source, theirs.files, theirs.records, progress, "read")
+            shared = {str(t.path[0]) for t in ckpt.tensors.values()} & {str(t.path[0]) for t in theirs.tensors.values()}
+        mine = {n: d for n, d in found.items() if ckpt.component(n) in shared}
+        yours = {n: d for n, d in digests.items() if theirs.component(n) in shared}
+        _compare(mine, yours, os.fspath(against), out)
+        out["against"] = {"path": os.path.abspath(against), "components": sorted(shared), "verdict": "equal"}
+    return out
+
+
+def _recorded(source: Source) -> dict[str, Any] | None:
+    if not source.exists(RECORD):
+        return None
+    try:
+        record = json.loads(source.read_all(RECORD, 1 << 30))
+        return record if isinstance(record.get("tensors"), dict) else None
+    except (ValueError, AttributeError):
+        return None
+
+
+def _compare(mine: Mapping[str, str], theirs: Mapping[str, str], what: str, out: dict[str, Any]) -> None:
+    wrong = sorted(n for n in mine if n in theirs and mine[n] != theirs[n])
+    missing, extra = sorted(set(theirs) - set(mine)), sorted(set(mine) - set(theirs))
+    if wrong or missing or extra:
+        first = (wrong or missing or extra)[0]
+        raise Differs(
+            f"not equal to {what}: {len(wrong)} tensors have other bytes, {len(missing)} are missing, {len(extra)} are "
+            f'new; first "{first}". `ckpttool diff` shows the values.'
+        )

@@ -1,0 +1,247 @@
+"""The checkpoint to be, and the folder in which it becomes one.
+
+A `Draft` is the index of the destination with the bytes still missing: `checkpoint.tensors` says where every chunk will
+lie, `sources` which tensor of the source (or which part of one) fills it, `files` what else each file holds. It is the
+plan: `--dry-run` prints it.
+
+`Staging` is the only code that creates, renames or removes anything. The destination is built in
+`.<name>.partial-<id>/tree` beside it, where <id> is the digest of the plan, so that the same command run again finds
+what an interrupted run left and goes on from its journal. Every file is fsynced, then the folder, then one rename makes
+it the destination: at any instant the destination is absent or old, or complete. An existing one is swapped whole
+(renameat2 EXCHANGE) and removed afterwards. A lock file names the process that writes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .errors import DestinationExists, Locked, NoSpace, UsageError
+from .index import Checkpoint, TensorEntry
+
+__all__ = ["Draft", "DraftFile", "Dropped", "Staging"]
+
+Framing = Callable[[str, TensorEntry, int, int], bytes]
+
+
+class Dropped(NamedTuple):
+    """A part of the state that the target cannot hold."""
+
+    name: str
+    nbytes: int
+    why: str
+
+
+@dataclass
+class DraftFile:
+    """One file to be: `head` are its first bytes, or all of them where no chunk lies in it."""
+
+    name: str
+    size: int
+    head: bytes | Callable[[], bytes] = b""
+
+    def first_bytes(self) -> bytes:
+        """The literal bytes."""
+        return self.head() if callable(self.head) else self.head
+
+
+@dataclass
+class Draft:
+    """A destination whose tensor bytes are still missing.
+
+    Files are written front to back in the order of `checkpoint.tensors`, which therefore lists, for every file, its
+    chunks by ascending offset. `files[i]` is `checkpoint.files[i]`; the last one is the marker without which a reader
+    does not take the folder for a checkpoint.
+
+    `before(name, entry, row, crc=0)` and `after(name, entry, row, crc)` are the bytes around a chunk (a zip's local
+    header and data descriptor), `tail(file, [(name, row, crc)])` those at the end of a file. None means none.
+    """
+
+    checkpoint: Checkpoint
+    sources: dict[str, TensorEntry]
+    files: list[DraftFile]
+    dropped: list[Dropped] = field(default_factory=list)
+    same: dict[str, str] = field(default_factory=dict)  # name without bytes of its own -> the name that has them
+    before: Framing | None = None
+    after: Framing | None = None
+    tail: Callable[[int, list[tuple[str, int, int]], dict[str, Any]], bytes] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(f.size for f in self.files)
+
+
+class Staging:
+    """The folder in which a destination is built, locked and journalled.
+
+    Raises:
+        DestinationExists: something is at `target` and `force` is not set.
+        Locked: another run is building the same destination.
+        NoSpace: the file system has less room than the draft needs.
+    """
+
+    def __init__(self, target: str, is_file: bool, plan: str, need_bytes: int, force: bool) -> None:
+        self.target = os.path.abspath(target)
+        self.is_file, self.force = is_file, force
+        self.parent, self.name = os.path.split(self.target)
+        if not self.name:
+            raise UsageError(f"{target!r} names no file or folder.")
+        if os.path.islink(self.target) and not os.path.exists(self.target):
+            raise DestinationExists(f"{self.target} is a link that leads nowhere; remove it first.")
+        if os.path.lexists(self.target) and not force:
+            raise DestinationExists(f"{self.target} exists. Choose another destination, or --force to replace it whole.")
+        if not os.path.isdir(self.parent):
+            raise UsageError(f"{self.parent} is not a folder; create it first.")
+        prefix = f".{self.name}.partial-"
+        self.lock_path = os.path.join(self.parent, prefix + "lock")
+        self._lock = self._take_lock()
+        self.folder = os.path.join(self.parent, prefix + plan[:12])
+        self.tree = os.path.join(self.folder, "tree")
+        self.journal_path = os.path.join(self.folder, "journal")
+        self.messages: list[str] = []
+        for stale in sorted(os.listdir(self.parent)):
+            path = os.path.join(self.parent, stale)
+            if stale.startswith(prefix) and path not in (self.folder, self.lock_path) and os.path.isdir(path):
+                shutil.rmtree(path)  # ours by name and lock, of a run with another source or other options
+                self.messages.append(f"removed {stale}, left by an interrupted run with other options")
+        self.entries = self._read_journal(plan)
+        os.makedirs(self.tree, exist_ok=True)
+        have = sum(e.stat().st_blocks * 512 for e in _walk(self.tree))
+        free = shutil.disk_usage(self.parent).free
+        if need_bytes > free + have:
+            self.abandon()
+            raise NoSpace(
+                f"{self.parent} has {free:,} bytes free, the destination needs {need_bytes:,}. Free "
+                f"{need_bytes - free:,} bytes or write elsewhere."
+            )
+        self._journal = os.open(self.journal_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        if not self.entries:
+            self.note({"plan": plan})
+
+    def _take_lock(self) -> int:
+        import fcntl
+
+        while True:
+            fd = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as e:
+                holder = os.read(fd, 200).decode(errors="replace").strip() or "another process"
+                os.close(fd)
+                if e.errno not in (errno.EAGAIN, errno.EACCES):
+                    raise
+                raise Locked(f"{self.target} is being written by {holder}. Wait for it, or stop it first.") from None
+            try:
+                if os.stat(self.lock_path).st_ino == os.fstat(fd).st_ino:
+                    break
+            except FileNotFoundError:
+                pass
+            os.close(fd)  # the holder before us removed it in between
+        os.ftruncate(fd, 0)
+        os.write(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        return fd
+
+    def _read_journal(self, plan: str) -> list[dict[str, Any]]:
+        try:
+            with open(self.journal_path, encoding="utf-8") as f:
+                lines = f.read().split("\n")[:-1]  # what follows the last newline was cut off
+            entries = [json.loads(line) for line in lines]
+        except (FileNotFoundError, ValueError):
+            entries = []
+        if entries and entries[0].get("plan") == plan:
+            return entries
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return []
+
+    def note(self, entry: dict[str, Any]) -> None:
+        """Append to the journal and make it durable. What it speaks of must be durable already."""
+        os.write(self._journal, (json.dumps(entry, separators=(",", ":")) + "\n").encode())
+        os.fdatasync(self._journal)
+
+    def path(self, name: str) -> str:
+        """Where a file of the destination is built."""
+        path = os.path.join(self.tree, name)
+        if os.path.dirname(path) != self.tree:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+        return path
+
+    def commit(self) -> None:
+        """Make what was built the destination. Every file in it must be fsynced already."""
+        built = os.path.join(self.tree, self.name) if self.is_file else self.tree
+        for folder, _, _ in os.walk(self.tree):
+            _fsync_folder(folder)
+        if os.path.lexists(self.target):
+            if not self.force:
+                raise DestinationExists(f"{self.target} was created by somebody else meanwhile; nothing was replaced.")
+            if os.path.isdir(self.target) and not os.path.islink(self.target):
+                if not _rename2(built, self.target, 2):  # EXCHANGE
+                    aside = os.path.join(self.folder, "old")
+                    os.rename(self.target, aside)
+                    os.rename(built, self.target)
+            elif self.is_file:
+                os.replace(built, self.target)
+            else:
+                raise DestinationExists(f"{self.target} is a file; a folder does not replace it. Remove it first.")
+        elif not _rename2(built, self.target, 1):  # NOREPLACE
+            os.rename(built, self.target)
+        _fsync_folder(self.parent)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Remove everything that was built, and the lock."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.release()
+        try:
+            os.unlink(self.lock_path)
+        except FileNotFoundError:
+            pass
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def release(self) -> None:
+        """Stop writing but keep what was built, for the next run."""
+        if getattr(self, "_journal", -1) >= 0:
+            os.close(self._journal)
+            self._journal = -1
+
+
+def _walk(folder: str) -> list[os.DirEntry[str]]:
+    out: list[os.DirEntry[str]] = []
+    with os.scandir(folder) as entries:
+        for e in entries:
+            out.extend(_walk(e.path) if e.is_dir(follow_symlinks=False) else [e])
+    return out
+
+
+def _fsync_folder(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _rename2(a: str, b: str, flags: int) -> bool:
+    """renameat2(2) with NOREPLACE (1) or EXCHANGE (2); False where the system or the file system has no such thing."""
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    if call(-100, os.fsencode(a), -100, os.fsencode(b), flags) == 0:
+        return True
+    error = ctypes.get_errno()
+    if error == errno.EEXIST:
+        raise DestinationExists(f"{b} was created by somebody else meanwhile; nothing was replaced.")
+    if error in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(error, os.strerror(error), b)

@@ -1,0 +1,132 @@
+"""What can go wrong, and the exit code of each.
+
+    CkpttoolError                 1   unexpected
+    ├── UsageError                2   the command line or an argument makes no sense
+    ├── NotRecognised             3   no layout knows this path
+    ├── Unsupported               3   known, but this layout or pair cannot do that
+    ├── Corrupt                   4   incomplete, inconsistent or damaged
+    │   └── SourceChanged         4   the source was written to while it was read
+    ├── Differs                   5   two checkpoints, or a digest, are not equal
+    ├── DestinationExists         6   something is there already
+    │   └── Locked                6   another run is writing there
+    ├── Unsafe                    7   content that would run code, or that hides from a reader
+    ├── NoSpace                   8   not enough memory or disk
+    ├── RemoteError               9   a remote store or its authentication
+    ├── ContinuityFailed         10   training does not go on as before
+    ├── GateFailed               11   a threshold given by the user was not met
+    └── Interrupted             130   stopped by a signal; the next run continues
+
+A message says what was found, why that stops us and what to do, with file, tensor and numbers.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "EXIT_CODES", "CkpttoolError", "ContinuityFailed", "Corrupt", "DestinationExists", "Differs", "GateFailed",
+    "Interrupted", "Locked", "NoSpace", "NotRecognised", "RemoteError", "SourceChanged", "Unsafe", "Unsupported",
+    "UsageError",
+]  # fmt: skip
+
+
+class CkpttoolError(Exception):
+    """Anything ckpttool refuses or fails to do."""
+
+    exit_code = 1
+
+
+class UsageError(CkpttoolError):
+    """The command line or an argument makes no sense."""
+
+    exit_code = 2
+
+
+class NotRecognised(CkpttoolError):
+    """No layout knows this path."""
+
+    exit_code = 3
+
+
+class Unsupported(CkpttoolError):
+    """The layout is known, but it cannot do what was asked."""
+
+    exit_code = 3
+
+
+class Corrupt(CkpttoolError):
+    """The checkpoint is incomplete, inconsistent or damaged."""
+
+    exit_code = 4
+
+
+class SourceChanged(Corrupt):
+    """A source file was written to while it was read."""
+
+
+class Differs(CkpttoolError):
+    """Two checkpoints, or a checkpoint and its recorded digest, are not equal."""
+
+    exit_code = 5
+
+
+class DestinationExists(CkpttoolError):
+    """Something is at the destination already."""
+
+    exit_code = 6
+
+
+class Locked(DestinationExists):
+    """Another run is writing to the destination."""
+
+
+class Unsafe(CkpttoolError):
+    """Content that would run code, or that different readers would read differently."""
+
+    exit_code = 7
+
+
+class NoSpace(CkpttoolError):
+    """Not enough memory or disk."""
+
+    exit_code = 8
+
+
+class RemoteError(CkpttoolError):
+    """A remote store, or its authentication, failed."""
+
+    exit_code = 9
+
+
+class ContinuityFailed(CkpttoolError):
+    """Training does not go on as before."""
+
+    exit_code = 10
+
+
+class GateFailed(CkpttoolError):
+    """A threshold given by the user was not met."""
+
+    exit_code = 11
+
+
+class Interrupted(CkpttoolError):
+    """Stopped by a signal; the next run continues."""
+
+    exit_code = 130
+
+
+#: (code, meaning): the table of the README, and of `ckpttool --help`.
+EXIT_CODES: tuple[tuple[int, str], ...] = (
+    (0, "ok"),
+    (1, "unexpected error"),
+    (2, "usage"),
+    (3, "not recognised or unsupported"),
+    (4, "incomplete or corrupt"),
+    (5, "differs"),
+    (6, "destination exists or locked"),
+    (7, "unsafe content refused"),
+    (8, "not enough memory or disk"),
+    (9, "remote or authentication"),
+    (10, "loss continuity failed"),
+    (11, "gate failed"),
+    (130, "interrupted (resumable)"),
+)

@@ -1,0 +1,430 @@
+"""Fill a draft: every byte of the destination, from the source, once, in one pass, with digests and CRCs.
+
+    for tensor in draft:                        in the order of the destination's files
+        for block of its source:                read ahead by `stream.Reader`, cast if asked
+            digest the block
+            for each chunk it meets:            append to that chunk's file (`_Out`)
+
+What drives it: the destination's order, so that every file is an append-only stream. What bounds memory: the reader's
+arena and the writer's, six and eight buffers of 4 MiB; with more files than buffers the file that was idle longest
+gives its buffer up. Writes go around the page cache (O_DIRECT) in whole buffers; the tail of a file is padded to a page
+and cut off again. A second thread writes while this one digests.
+
+Now and then what was written is made durable and a line goes into the journal: tensors done, their digests, the CRCs.
+A run that finds such a journal goes on after the last tensor of its last line.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
+from typing import Any
+
+from blake3 import blake3
+
+from . import boxes
+from .crc import crc32
+from .draft import Draft, Staging
+from .errors import CkpttoolError, NoSpace
+from .index import ITEMSIZE, TensorEntry
+from .store import Source
+from .stream import ALIGN, Arena, Block, Job, Reader
+
+__all__ = ["Progress", "fill", "tensor_digests"]
+
+#: Called with (what is being done, bytes done, bytes in all).
+Progress = Callable[[str, int, int], None]
+
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_JOURNAL_BYTES = 1 << 30
+_JOURNAL_SECONDS = 5.0
+
+
+class _Writer:
+    """A thread that writes, and the buffers that wait for it."""
+
+    def __init__(self, buffers: int = 8, size: int = 4 << 20) -> None:
+        self.arena = Arena(buffers, size)
+        self.spare = buffers
+        self.size = size
+        self.pool = ThreadPoolExecutor(1, "ckpttool-write")
+        self.pending: list[Future[None]] = []
+        self.holders: OrderedDict[_Out, None] = OrderedDict()  # files that hold a buffer, idle longest first
+
+    def acquire(self, out: _Out) -> memoryview:
+        """A free buffer for a file; when all are held by idle files, the one idle longest gives its own up."""
+        if self.spare == 0:
+            idle = next(iter(self.holders))
+            idle.flush()
+        self.spare -= 1
+        self.holders[out] = None
+        buffer = self.arena.free.get()  # waits for a write where none is free
+        self.check()
+        return buffer
+
+    def submit(self, out: _Out, buffer: memoryview, n: int, offset: int) -> None:
+        """Write buffer[:n] at an offset of a file and give the buffer back."""
+        self.holders.pop(out, None)
+        self.spare += 1
+        self.pending.append(self.pool.submit(self._write, out, buffer, n, offset))
+
+    def _write(self, out: _Out, buffer: memoryview, n: int, offset: int) -> None:
+        try:
+            out.pwrite(buffer[:n], offset)
+        finally:
+            self.arena.free.put(buffer)
+
+    def check(self) -> None:
+        """Raise what a finished write has raised."""
+        while self.pending and self.pending[0].done():
+            self.pending.pop(0).result()
+
+    def drain(self) -> None:
+        """Wait for every write."""
+        while self.pending:
+            self.pending.pop(0).result()
+
+
+class _Out:
+    """One file of the destination, written front to back."""
+
+    def __init__(self, path: str, writer: _Writer, resume_at: int = 0) -> None:
+        self.path, self.writer = path, writer
+        self.at = resume_at  # bytes appended so far
+        self.buffer: memoryview | None = None
+        self.base = 0  # file offset of buffer[0], a multiple of ALIGN
+        self.tail = b""  # bytes after the last whole page, while no buffer is held
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self.direct = bool(_DIRECT)
+        try:
+            self.fd = os.open(path, flags | _DIRECT, 0o666)
+        except OSError as e:
+            if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            self.direct = False
+            self.fd = os.open(path, flags, 0o666)
+        whole = resume_at - resume_at % ALIGN
+        if resume_at % ALIGN:
+            with open(path, "rb") as f:
+                f.seek(whole)
+                self.tail = f.read(resume_at - whole)
+        self.base = whole
+
+    def append(self, data: bytes | memoryview) -> None:
+        """The next bytes of the file."""
+        done, n = 0, len(data)
+        view = memoryview(data)
+        while done < n:
+            if self.buffer is None:
+                self.buffer = self.writer.acquire(self)
+                self.buffer[: len(self.tail)] = self.tail
+            elif self in self.writer.holders:
+                self.writer.holders.move_to_end(self)
+            used = self.at - self.base
+            k = min(n - done, self.writer.size - used)
+            self.buffer[used : used + k] = view[done : done + k]
+            self.at += k
+            done += k
+            if used + k == self.writer.size:
+                self.flush()
+
+    def flush(self) -> None:
+        """Hand the whole pages of the buffer to the writer; what is after them is kept."""
+        if self.buffer is None:
+            return
+        used = self.at - self.base
+        whole = used - used % ALIGN
+        self.tail = bytes(self.buffer[whole:used])
+        buffer, self.buffer = self.buffer, None
+        self.writer.submit(self, buffer, whole, self.base)
+        self.base += whole
+
+    def settle(self) -> None:
+        """Everything appended so far into the file: pages, and the tail padded to one, then cut off again."""
+        self.flush()
+        if self.tail:
+            n = -(-len(self.tail) // ALIGN) * ALIGN
+            buffer = self.writer.acquire(self)
+            buffer[: len(self.tail)] = self.tail
+            buffer[len(self.tail) : n] = bytes(n - len(self.tail))
+            self.writer.submit(self, buffer, n, self.base)
+
+    def pwrite(self, data: memoryview, offset: int) -> None:
+        """All of the data, whatever it takes."""
+        done = 0
+        while done < len(data):
+            try:
+                done += os.pwrite(self.fd, data[done:], offset + done)
+            except OSError as e:
+                if e.errno == errno.EINVAL and self.direct:  # opened, but does not write so: go through the cache
+                    self.direct = False
+                    os.close(self.fd)
+                    self.fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                    continue
+                raise _write_error(e, self.path) from e
+
+    def finish(self) -> None:
+        """Cut the padding off and make the file durable. All writes must have ended."""
+        try:
+            os.ftruncate(self.fd, self.at)
+            os.fsync(self.fd)
+        except OSError as e:
+            raise _write_error(e, self.path) from e
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _write_error(e: OSError, path: str) -> CkpttoolError:
+    if e.errno in (errno.ENOSPC, errno.EDQUOT):
+        return NoSpace(
+            f"{path}: {e.strerror}. The destination is untouched; free some space and run the same command again, it "
+            "goes on from here (or remove the folder)."
+        )
+    return CkpttoolError(f"{path}: {e.strerror} (errno {e.errno}). The destination is untouched.")
+
+
+def fill(
+    draft: Draft, source: Source, files: list[str], records: Any, staging: Staging, progress: Progress, ring: int = 4 << 20
+) -> dict[str, str]:
+    """Write every file of a draft into its staging folder; returns {tensor: BLAKE3 hex digest of its bytes there}.
+
+    Raises:
+        Corrupt, SourceChanged: the source is damaged, or was written to meanwhile.
+        NoSpace, CkpttoolError: the destination could not be written.
+    """
+    run = _Filling(draft, source, staging, ring)
+    try:
+        return run.run(Reader(source, files, records, ring), progress)
+    finally:
+        run.close()
+
+
+class _Filling:
+    def __init__(self, draft: Draft, source: Source, staging: Staging, ring: int) -> None:
+        self.draft, self.source, self.staging = draft, source, staging
+        self.names = list(draft.checkpoint.tensors)
+        self.writer = _Writer(size=ring)
+        self.digests: dict[str, str] = {}
+        self.crcs: dict[int, list[tuple[str, int, int]]] = {i: [] for i in range(len(draft.files))}
+        self.done = 0  # tensors finished, all files durable up to there
+        for entry in staging.entries[1:]:
+            self.done = entry["done"]
+            self.digests.update(entry["digests"])
+            for file, rows in entry["crcs"].items():
+                self.crcs[int(file)].extend((n, r, c) for n, r, c in rows)
+        self.outs: dict[int, _Out] = {}
+        self.fresh_digests: dict[str, str] = {}
+        self.fresh_crcs: dict[int, list[tuple[str, int, int]]] = {}
+        self.last_note = time.monotonic()
+
+    def out(self, file: int) -> _Out:
+        """The stream of a file, opened at its first byte, or where the journal says an earlier run had come."""
+        if file not in self.outs:
+            at = self._resume_position(file)
+            path = self.staging.path(self.draft.files[file].name)
+            self.outs[file] = _Out(path, self.writer, at)
+            if at == 0:
+                self.outs[file].append(self.draft.files[file].first_bytes())
+        return self.outs[file]
+
+    def _resume_position(self, file: int) -> int:
+        """Where the last chunk of the file that the journal speaks of ends, its trailer included."""
+        done = self.crcs[file]
+        if not done:
+            return 0
+        name, row, crc = done[-1]
+        entry = self.draft.checkpoint.tensors[name]
+        chunk = entry.chunks[row]
+        after = len(self.draft.after(name, entry, row, crc)) if self.draft.after else 0
+        return int(chunk.extent.offset + chunk.extent.length + after)
+
+    def run(self, reader: Reader, progress: Progress) -> dict[str, str]:
+        """Do it all."""
+        tensors, sources = self.draft.checkpoint.tensors, self.draft.sources
+        todo = [n for n in self.names[self.done :] if n not in self.draft.same]
+        total = sum(sources[n].nbytes for n in self.names if n not in self.draft.same)
+        passed = total - sum(sources[n].nbytes for n in todo)
+        noted = passed
+        jobs = [Job(n, sources[n], tensors[n].dtype, not _flat(tensors[n])) for n in todo]
+        plan: list[_Row] = []
+        hasher: Any = None
+        name = ""
+        for block in reader.blocks(jobs):
+            if block.name != name or hasher is None:
+                name, hasher = block.name, blake3()
+                entry = tensors[name]
+                plan = _rows(entry)
+            hasher.update(block.data)
+            self._scatter(name, entry, plan, block)
+            passed += block.source_bytes
+            last = block.last
+            block.release()
+            progress("copy", passed, total)
+            if last:
+                self.digests[name] = self.fresh_digests[name] = hasher.hexdigest()
+                hasher = None
+                now = time.monotonic()
+                if passed - noted >= _JOURNAL_BYTES or (passed > noted and now - self.last_note >= _JOURNAL_SECONDS):
+                    self._journal(self.names.index(name, self.done) + 1)
+                    noted, self.last_note = passed, now
+        reader.finish()
+        for name, other in self.draft.same.items():
+            self.digests[name] = self.digests[other]
+        self._finish()
+        return self.digests
+
+    def _scatter(self, name: str, entry: TensorEntry, plan: list[_Row], block: Block) -> None:
+        """Append a block's elements to the files of the chunks they belong to."""
+        item = ITEMSIZE[entry.dtype]
+        if block.count == 0:
+            for r in plan:
+                self._begin(name, entry, r)
+                self._end(name, entry, r)
+            return
+        first, last = block.first, block.first + block.count
+        for r in plan:
+            if r.first is not None:  # a flat range
+                a, b = max(first, r.first), min(last, r.first + r.count)
+                if a >= b:
+                    continue
+                part: memoryview = block.data[(a - first) * item : (b - first) * item]
+                n = b - a
+            else:
+                both = boxes.meet((r.start, r.shape), (block.start, block.shape))
+                if both is None:
+                    continue
+                part = _cut(block, both, item)
+                n = prod(both[1])
+            if r.done == 0:
+                self._begin(name, entry, r)
+            self.out(r.file).append(part)
+            if self.draft.after or self.draft.tail:
+                r.crc = crc32(part, r.crc)
+            r.done += n
+            if r.done == r.count:
+                self._end(name, entry, r)
+
+    def _begin(self, name: str, entry: TensorEntry, r: _Row) -> None:
+        out = self.out(r.file)
+        if self.draft.before:
+            out.append(self.draft.before(name, entry, r.row, 0))
+        if out.at != r.offset:
+            raise AssertionError(f"{name} row {r.row}: at byte {out.at} of {out.path}, planned {r.offset}")
+
+    def _end(self, name: str, entry: TensorEntry, r: _Row) -> None:
+        if self.draft.after:
+            self.out(r.file).append(self.draft.after(name, entry, r.row, r.crc))
+        self.crcs[r.file].append((name, r.row, r.crc))
+        self.fresh_crcs.setdefault(r.file, []).append((name, r.row, r.crc))
+
+    def _journal(self, done: int) -> None:
+        """Make everything up to tensor `done` durable, then say so."""
+        self._settle()
+        for out in self.outs.values():
+            try:
+                os.fdatasync(out.fd)
+            except OSError as e:
+                raise _write_error(e, out.path) from e
+        self.staging.note({"done": done, "digests": self.fresh_digests, "crcs": self.fresh_crcs})
+        self.fresh_digests, self.fresh_crcs = {}, {}
+
+    def _settle(self) -> None:
+        for out in self.outs.values():
+            out.settle()
+        self.writer.drain()
+
+    def _finish(self) -> None:
+        """Heads of files without chunks, tails, truncation, fsync; the last file of the draft last."""
+        for i, f in enumerate(self.draft.files):
+            out = self.out(i)
+            if self.draft.tail:
+                out.append(self.draft.tail(i, self.crcs[i], self.digests))
+            out.settle()
+            self.writer.drain()
+            out.finish()
+            f.size = out.at
+            out.close()
+
+    def close(self) -> None:
+        """Stop the writer; nothing is written afterwards."""
+        self.writer.pool.shutdown(wait=True, cancel_futures=True)
+        for out in self.outs.values():
+            out.close()
+
+
+class _Row:
+    """A chunk of the destination while it is filled."""
+
+    __slots__ = ("count", "crc", "done", "file", "first", "offset", "row", "shape", "start")
+
+    def __init__(self, row: int, entry: TensorEntry, flat: bool) -> None:
+        c = entry.chunks[row]
+        self.row, self.start, self.shape, self.file, self.offset = row, c.start, c.shape, c.extent.file, c.extent.offset
+        self.count = prod(c.shape)
+        self.first = boxes.flat_start(entry.shape, c.start) if flat else None
+        self.done = self.crc = 0
+
+
+def _flat(entry: TensorEntry) -> bool:
+    c = entry.chunks
+    return c.rows_in_order() is not None or all(boxes.box_is_flat(entry.shape, k.start, k.shape) for k in c)
+
+
+def _rows(entry: TensorEntry) -> list[_Row]:
+    flat = _flat(entry)
+    rows = [_Row(k, entry, flat) for k in range(len(entry.chunks))]
+    return sorted(rows, key=lambda r: r.first or 0) if flat else rows
+
+
+def _cut(block: Block, box: tuple[tuple[int, ...], tuple[int, ...]], item: int) -> memoryview:
+    """The bytes of a box of a slab, row-major."""
+    at = tuple(a - b for a, b in zip(box[0], block.start, strict=True))
+    if boxes.box_is_flat(block.shape, at, box[1]):
+        a = boxes.flat_start(block.shape, at) * item
+        return block.data[a : a + prod(box[1]) * item]
+    import numpy as np
+
+    kind = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(item, f"V{item}")
+    whole = np.frombuffer(block.data, dtype=kind).reshape(block.shape)
+    part = np.ascontiguousarray(whole[tuple(slice(s, s + k) for s, k in zip(at, box[1], strict=True))])
+    return memoryview(part.reshape(-1).view("u1")).cast("B")
+
+
+def tensor_digests(
+    tensors: dict[str, TensorEntry],
+    source: Source,
+    files: list[str],
+    records: Any,
+    progress: Progress,
+    what: str = "digest",
+    dtypes: dict[str, str] | None = None,
+    ring: int = 4 << 20,
+) -> dict[str, str]:
+    """{tensor: BLAKE3 hex digest of its canonical bytes}, reading everything and checking the CRCs on the way.
+
+    `dtypes` names the dtype a tensor is digested in, where that is not its own.
+    """
+    total, passed = sum(t.nbytes for t in tensors.values()), 0
+    out: dict[str, str] = {}
+    hasher: Any = None
+    reader = Reader(source, files, records, ring)
+    for block in reader.blocks(Job(n, t, (dtypes or {}).get(n, t.dtype), False) for n, t in tensors.items()):
+        hasher = hasher or blake3()
+        hasher.update(block.data)
+        passed += block.source_bytes
+        if block.last:
+            out[block.name] = hasher.hexdigest()
+            hasher = None
+        block.release()
+        progress(what, passed, total)
+    reader.finish()
+    return out

@@ -1,0 +1,95 @@
+"""Names and tensors as `save_pretrained` writes them, from what transformers itself knows; as views, never as data.
+
+transformers v5 keeps some models under other names than the Hub does: experts of a layer are fused into one 3-D
+parameter, prefixes moved. `relate` asks transformers in a child process (so that torch is never imported here): the
+model is built on the meta device, its own `revert_weight_conversion` runs on meta tensors, and every result is a view
+whose storage, offset and strides say which part of which parameter it is. The same table read backwards puts Hub
+tensors together again.
+
+Most architectures need none of that; those in PLAIN are known to have equal names, which a test proves with
+transformers, and cost nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any, NamedTuple
+
+from .child import in_child
+from .errors import Corrupt, Unsupported
+
+__all__ = ["PLAIN", "Relation", "relate"]
+
+#: model_type of architectures whose parameters have the same names in memory and on the Hub.
+PLAIN = frozenset((
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi", "phi3", "granite", "olmo", "olmo2", "starcoder2",
+    "stablelm", "cohere", "smollm3", "gpt2", "gpt_neox", "opt",
+))  # fmt: skip
+
+
+class View(NamedTuple):
+    """A tensor that is part of another: offset and strides in its elements."""
+
+    of: str
+    shape: tuple[int, ...]
+    offset: int
+    strides: tuple[int, ...]
+
+
+class Relation(NamedTuple):
+    """`views` {Hub name: part of a parameter in memory}; `shapes` {parameter: shape}; `tied` {dropped: kept}."""
+
+    views: dict[str, View]
+    shapes: dict[str, tuple[int, ...]]
+    tied: dict[str, str]
+
+
+def relate(config: dict[str, Any], tensors: dict[str, tuple[int, ...]] | None) -> Relation:
+    """How the parameters of a model, {name: shape} in memory, stand on the Hub; None takes the model's own list.
+
+    Raises:
+        Unsupported: transformers is missing, does not know the architecture, or would compute instead of rename.
+    """
+    question = json.dumps({"config": config, "tensors": tensors}).encode()
+    try:
+        answer = json.loads(in_child("ckpttool.hubnames:_answer", "transformers", 0, question))
+    except Corrupt as e:
+        raise Unsupported(
+            f"transformers cannot tell the Hub names of model_type {config.get('model_type')!r}: {e}"
+        ) from None
+    views = {k: View(of, tuple(s), o, tuple(st)) for k, (of, s, o, st) in answer["views"].items()}
+    return Relation(views, {k: tuple(v) for k, v in answer["shapes"].items()}, answer["tied"])
+
+
+def _answer(_: str) -> bytes:
+    """In the child: the question is on stdin."""
+    import torch
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+
+    question = json.loads(sys.stdin.buffer.read())
+    config_dict = question["config"]
+    config_dict.pop("auto_map", None)  # code beside the weights is never imported
+    config = transformers.AutoConfig.for_model(**config_dict)
+    cls = next((getattr(transformers, a) for a in config_dict.get("architectures") or () if hasattr(transformers, a)), None)
+    with torch.device("meta"):
+        if cls is not None:
+            model = cls._from_config(config)
+        else:
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    own = {k: tuple(v.shape) for k, v in model.state_dict().items()}
+    shapes = {k: tuple(v) for k, v in (question["tensors"] or own).items()}
+    state = {k: torch.empty(s, device="meta") for k, s in shapes.items()}
+    by_storage = {v.untyped_storage()._cdata: k for k, v in state.items()}
+    views: dict[str, Any] = {}
+    for name, t in revert_weight_conversion(model, dict(state)).items():
+        of = by_storage.get(t.untyped_storage()._cdata)
+        if of is None:
+            raise ValueError(f"{name} is computed, not a part of one parameter")
+        views[name] = (of, tuple(t.shape), t.storage_offset(), t.stride())
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    if not isinstance(tied, dict):
+        tied = {}
+    return json.dumps({"views": views, "shapes": shapes, "tied": dict(tied)}).encode()
+

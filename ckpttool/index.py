@@ -1,0 +1,285 @@
+"""The index: what a checkpoint is, with no bytes in it.
+
+    Checkpoint(layout, root, world_size, files, tensors, values, ...)
+        tensors  "model.lm_head.weight" -> TensorEntry("bfloat16", (131, 36), path, chunks)
+        values   "trainer.step"         -> Value(path, 3)
+    Chunks       columns: start, shape, file, offset, length; row k is Chunk k
+    Chunk        a box of one tensor, row-major, at one byte range of one file
+
+Names are the elements of `path` joined by dots; `path` keeps what the joining loses (FQNs contain dots), so that a
+tree can be built again: str elements are keys of dicts, int elements are positions in lists.
+
+A checkpoint of a 70B model at 512 ranks has more than a million chunks, so they live in columns of machine integers
+(72 bytes a chunk for a matrix) and are checked by whole columns; a `Chunk` is made when one is looked at.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, NamedTuple
+
+from . import boxes
+from .errors import Corrupt
+
+__all__ = ["ITEMSIZE", "Checkpoint", "Chunk", "Chunks", "Extent", "Record", "TensorEntry", "Value", "check", "joined"]
+
+Path = tuple[str | int, ...]
+
+#: Bytes of one element, by torch's name of the dtype (torch/headeronly/core/ScalarType.h).
+ITEMSIZE: dict[str, int] = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
+    "complex128": 16, "complex64": 8, "complex32": 4,
+}  # fmt: skip
+
+#: No tensor has more elements than this, so that products of sizes stay inside 64 bits.
+MAX_NUMEL = 1 << 56
+
+
+def joined(path: Path) -> str:
+    """The name of a path: joined(("model", "norm.weight")) == "model.norm.weight"."""
+    return ".".join(map(str, path))
+
+
+class Extent(NamedTuple):
+    """A byte range of a file of the checkpoint."""
+
+    file: int
+    offset: int
+    length: int
+
+
+class Chunk(NamedTuple):
+    """A box of one tensor, stored row-major at one byte range.
+
+    `strides` (elements) is None for row-major; else element (i, j, ..) of the box is at offset + itemsize * (i*s0 +
+    j*s1 + ..). `zstd` is None, or the extent is one zstd frame: (byte of its content where the box starts, CRC32).
+    """
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    extent: Extent
+    strides: tuple[int, ...] | None = None
+    zstd: tuple[int, int | None] | None = None
+
+
+class Chunks(Sequence[Chunk]):
+    """Chunks of one tensor of `ndim` dimensions, in columns of int64."""
+
+    __slots__ = ("file", "length", "ndim", "offset", "shape", "start", "strides", "zstd")
+
+    def __init__(self, ndim: int) -> None:
+        self.ndim = ndim
+        self.start, self.shape = array("q"), array("q")  # ndim numbers a row
+        self.file, self.offset, self.length = array("q"), array("q"), array("q")
+        self.strides: dict[int, tuple[int, ...]] = {}  # the rare row that is not row-major
+        self.zstd: dict[int, tuple[int, int | None]] = {}  # the rare row that is compressed
+
+    @classmethod
+    def of(cls, ndim: int, rows: Iterable[Chunk]) -> Chunks:
+        """Columns of some chunks."""
+        out = cls(ndim)
+        for c in rows:
+            out.add(c.start, c.shape, *c.extent, strides=c.strides, zstd=c.zstd)
+        return out
+
+    @classmethod
+    def whole(cls, shape: Sequence[int], file: int, offset: int, length: int, strides: tuple[int, ...] | None = None) -> Chunks:
+        """One chunk that is the whole tensor."""
+        return cls.of(len(shape), [Chunk((0,) * len(shape), tuple(shape), Extent(file, offset, length), strides)])
+
+    def add(
+        self,
+        start: Sequence[int],
+        shape: Sequence[int],
+        file: int,
+        offset: int,
+        length: int,
+        strides: tuple[int, ...] | None = None,
+        zstd: tuple[int, int | None] | None = None,
+    ) -> None:
+        """Append a row."""
+        if zstd is not None:
+            self.zstd[len(self.file)] = zstd
+        if strides is not None:
+            self.strides[len(self.file)] = strides
+        self.start.extend(start)
+        self.shape.extend(shape)
+        self.file.append(file)
+        self.offset.append(offset)
+        self.length.append(length)
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def __getitem__(self, k: Any) -> Any:
+        if isinstance(k, slice):
+            return [self[i] for i in range(*k.indices(len(self)))]
+        k = range(len(self))[k]
+        a, b = k * self.ndim, (k + 1) * self.ndim
+        extent = Extent(self.file[k], self.offset[k], self.length[k])
+        return Chunk(tuple(self.start[a:b]), tuple(self.shape[a:b]), extent, self.strides.get(k), self.zstd.get(k))
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for k in range(len(self)):
+            yield self[k]
+
+    def boxes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """(start, shape) of every row."""
+        return [(c.start, c.shape) for c in self]
+
+    def rows_in_order(self) -> list[int] | None:
+        """Rows without empty ones, sorted along the flattened tensor, when each is a whole range of dim 0; else None."""
+        n = self.ndim
+        if n == 0:
+            return list(range(len(self)))
+        for d in range(1, n):
+            column = self.shape[d::n]
+            if any(self.start[d::n]) or column.count(column[0]) != len(column):
+                return None
+        first, size = self.start[0::n], self.shape[0::n]
+        return sorted((k for k in range(len(self)) if size[k]), key=first.__getitem__)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A logical tensor and where its chunks are.
+
+    `coding` says what an extent holds: "raw" the bytes of the chunk; "torch.save" a zip around them, and
+    "torch.save+zstd" that zip in one zstd frame, as DCP items are until `locate` has looked inside.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    chunks: Chunks
+    coding: str = "raw"
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a 0-dim tensor."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+class Value(NamedTuple):
+    """Plain data at a path of the state dict: a number, string, None, list, `pickles.Opaque`, ..."""
+
+    path: Path
+    data: Any
+
+
+class Record(NamedTuple):
+    """Bytes of a file whose CRC32 the source itself carries."""
+
+    extent: Extent
+    crc32: int
+
+
+@dataclass
+class Checkpoint:
+    """A checkpoint as an index. Nothing in it is bytes of tensors.
+
+    `origin` maps a canonical path prefix to the one the source had, where it had another one, so that a
+    destination that keeps trees puts the user's own keys back: {("trainer", "step"): ("step",)}.
+    `notes` are sentences about what was assumed on reading; the command line prints them.
+    """
+
+    layout: str
+    root: str
+    world_size: int | None
+    files: list[str]
+    sizes: list[int]
+    tensors: dict[str, TensorEntry]
+    values: dict[str, Value]
+    records: list[Record] = field(default_factory=list)
+    origin: dict[Path, Path] = field(default_factory=dict)
+    trainer: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in self.tensors.values())
+
+    def component(self, name: str) -> str:
+        """The first element of a canonical name: "model", "optim", "scheduler", ..."""
+        return str((self.tensors.get(name) or self.values[name]).path[0])
+
+    def only(self, components: Iterable[str]) -> Checkpoint:
+        """The same checkpoint with nothing but some components ("model", "optim", ...)."""
+        keep = set(components)
+        return replace(
+            self,
+            tensors={k: v for k, v in self.tensors.items() if v.path[0] in keep},
+            values={k: v for k, v in self.values.items() if v.path[0] in keep},
+        )
+
+
+def check(ckpt: Checkpoint) -> None:
+    """Prove, before a byte is copied, that the index is sound.
+
+    Every element of every tensor is covered exactly once, every extent lies inside its file, dtype x shape equals the
+    length of every raw extent, no number overflows.
+
+    Raises:
+        Corrupt: with the tensor, the file and the numbers, for the first thing that is not so.
+    """
+    ends = [0] * len(ckpt.files)
+    for name, t in ckpt.tensors.items():
+        _check_tensor(ckpt, name, t)
+        for file, offset, length in zip(t.chunks.file, t.chunks.offset, t.chunks.length, strict=True):
+            if offset + length > ends[file]:
+                ends[file] = offset + length
+                if ends[file] > ckpt.sizes[file]:
+                    raise Corrupt(
+                        f'{ckpt.files[file]}: "{name}" needs bytes {offset}..{offset + length} but the file ends at '
+                        f"{ckpt.sizes[file]}. The copy is incomplete; fetch the file again."
+                    )
+
+
+def _check_tensor(ckpt: Checkpoint, name: str, t: TensorEntry) -> None:
+    item = ITEMSIZE.get(t.dtype)
+    if item is None:
+        raise Corrupt(f'"{name}" has dtype {t.dtype!r}, which torch does not have.')
+    if any(n < 0 for n in t.shape) or t.numel > MAX_NUMEL:
+        raise Corrupt(f'"{name}" has shape {t.shape}: {t.numel} elements, which no file holds.')
+    c = t.chunks
+    if len(c) and (min(c.offset) < 0 or min(c.length) < 0 or max(c.offset) >= 1 << 62 or max(c.length) >= 1 << 62):
+        raise Corrupt(f'"{name}" has a chunk at an impossible byte range; the index is damaged.')
+    if c.ndim != len(t.shape):
+        raise Corrupt(f'"{name}": chunks have {c.ndim} dimensions, the tensor has {len(t.shape)}.')
+    order = c.rows_in_order() if len(c) else None
+    if order is not None and c.ndim and c.shape[1 : c.ndim] == array("q", t.shape[1:]):  # the common case, by columns
+        first, size = c.start[0 :: c.ndim], c.shape[0 :: c.ndim]
+        at = 0
+        for k in order:
+            if first[k] != at or size[k] < 0:
+                break
+            at += size[k]
+        good = at == t.shape[0] and min(size) >= 0 and (not order or order[-1] >= 0)
+        good = good and all(0 <= first[k] <= t.shape[0] for k in range(len(c)))
+        if not good:
+            raise Corrupt(f'"{name}" {t.shape}: {boxes.cover(t.shape, c.boxes()) or "chunks are not in order"}.')
+        row = prod(t.shape[1:]) * item
+        want = [n * row for n in size]
+    else:
+        reason = boxes.cover(t.shape, c.boxes())
+        if reason:
+            raise Corrupt(f'"{name}" {t.shape}: {reason}.')
+        want = [prod(k) * item for _, k in c.boxes()]
+    for k, (n, length) in enumerate(zip(want, c.length, strict=True)):
+        if (length != n and k not in c.strides and k not in c.zstd) if t.coding == "raw" else (length < n and t.coding == "torch.save"):
+            raise Corrupt(
+                f'{ckpt.files[c.file[k]]}: a chunk of "{name}" is {length} bytes long, but {t.dtype} '
+                f"{c[k].shape} needs {n}. The file and its index are not of the same checkpoint."
+            )

@@ -1,0 +1,162 @@
+"""Layouts: what one file of converters/ exports as LAYOUT, and how a path finds its own.
+
+A layout is three functions over the index; it never copies bytes. Built-in ones are module names in a tuple, loaded by
+the same road as those that other packages register in the entry-point group "ckpttool.layouts".
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from .draft import Draft
+from .errors import Corrupt, NotRecognised, Unsupported, UsageError
+from .index import Checkpoint, TensorEntry, Value, joined
+from .names import Named
+from .store import Source
+
+__all__ = ["Layout", "Place", "ReadOptions", "WriteOptions", "checkpoint_of", "detect", "find", "layouts", "place"]
+
+BUILT_IN = ("ckpttool.converters.dcp", "ckpttool.converters.full", "ckpttool.converters.hf")
+
+
+class Place(NamedTuple):
+    """Where a checkpoint may be: the files of a folder, or one of them."""
+
+    source: Source
+    file: str | None
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """What a reader cannot find in the files themselves."""
+
+    config: str | None = None  # folder or id of a Hugging Face model
+    order: tuple[str, ...] | None = None  # FQNs in the order of the optimizer
+
+
+@dataclass(frozen=True)
+class WriteOptions:
+    """What a writer is asked for."""
+
+    target: str  # name of the destination
+    world_size: int | None = None
+    max_shard_bytes: int = 5_000_000_000
+    config: str | None = None
+    cast: Callable[[str, str], str] = lambda name, dtype: dtype  # (tensor, its dtype) -> the dtype to write
+
+
+class Layout(NamedTuple):
+    """One layout.
+
+    `holds`    components it can keep ("model", "optim", ...); empty for all of them
+    `is_file`  the checkpoint is one file, not a folder
+    `detect`   why a place is this layout: (True, "has .metadata"), or what was looked for: (False, "no .metadata")
+    `read`     place -> index; reads headers and pickles only
+    `locate`   looks into what `read` took on trust (item framing) and returns an index of raw byte ranges
+    `write`    index -> draft of the same checkpoint in this layout
+    """
+
+    name: str
+    title: str
+    holds: frozenset[str]
+    is_file: bool
+    detect: Callable[[Place], tuple[bool, str]]
+    read: Callable[[Place, ReadOptions], Checkpoint]
+    write: Callable[[Checkpoint, Source, WriteOptions], Draft] | None
+    locate: Callable[[Checkpoint, Source], Checkpoint] = lambda ckpt, source: ckpt
+
+
+def checkpoint_of(named: Named, layout: str, root: str, world: int | None, files: list[str], source: Source) -> Checkpoint:
+    """A Checkpoint from named leaves: TensorEntry, or Value, or plain data."""
+    out = Checkpoint(layout, root, world, files, [source.size(f) for f in files], {}, {})
+    for path, leaf in named.leaves.items():
+        name = joined(path)
+        if name in out.tensors or name in out.values:
+            raise Corrupt(f'two entries of the checkpoint are named "{name}".')
+        if isinstance(leaf, TensorEntry):
+            out.tensors[name] = replace(leaf, path=path)
+        else:
+            out.values[name] = Value(path, leaf.data if isinstance(leaf, Value) else leaf)
+    out.origin, out.trainer, out.notes = named.origin, named.trainer, named.notes
+    return out
+
+
+def layouts() -> dict[str, Layout]:
+    """Every layout by name, built-in ones first."""
+    found: dict[str, Layout] = {}
+    for module in BUILT_IN:
+        layout: Layout = import_module(module).LAYOUT
+        found[layout.name] = layout
+    from importlib.metadata import entry_points
+
+    for point in entry_points(group="ckpttool.layouts"):
+        loaded: Any = point.load()
+        if not isinstance(loaded, Layout):
+            raise UsageError(f"entry point {point.name} = {point.value} is not a ckpttool Layout.")
+        found.setdefault(loaded.name, loaded)
+    return found
+
+
+def find(name: str) -> Layout:
+    """A layout by name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    known = layouts()
+    if name not in known:
+        raise UsageError(f"no layout is called {name!r}; there are {', '.join(known)}.")
+    return known[name]
+
+
+def place(path: str | os.PathLike[str]) -> Place:
+    """The place a path stands for.
+
+    Raises:
+        NotRecognised: nothing is there.
+    """
+    text = os.path.abspath(path)
+    if os.path.isdir(text):
+        return Place(Source(text), None)
+    if os.path.exists(text):
+        return Place(Source(os.path.dirname(text)), os.path.basename(text))
+    raise NotRecognised(f"{os.fspath(path)}: no such file or folder.")
+
+
+def detect(where: Place) -> Layout:
+    """The one layout of a place.
+
+    Raises:
+        NotRecognised: with what each layout looked for and, where a checkpoint lies one folder below, its name.
+        Unsupported: more than one layout matches.
+    """
+    answers = [(layout, *layout.detect(where)) for layout in layouts().values()]
+    yes = [(layout, why) for layout, matches, why in answers if matches]
+    if len(yes) == 1:
+        return yes[0][0]
+    path = os.path.join(where.source.root, where.file or "")
+    if yes:
+        said = "; ".join(f"{layout.name}: {why}" for layout, why in yes)
+        raise Unsupported(f"{path} matches more than one layout ({said}). Choose with --from.")
+    said = "\n".join(f"  {layout.name:10s} {why}" for layout, _, why in answers)
+    below = [] if where.file else _below(where.source)
+    hint = "".join(f"\nBelow it, {os.path.join(path, name)} is {kind}; give that path." for name, kind in below)
+    raise NotRecognised(f"{path} is not a checkpoint ckpttool knows. Looked for:\n{said}{hint}")
+
+
+def _below(source: Source) -> list[tuple[str, str]]:
+    out = []
+    for name in source.list()[:1000]:
+        inner = os.path.join(source.root, name)
+        here = place(inner) if os.path.isdir(inner) else Place(source, name) if os.path.isfile(inner) else None
+        for layout in layouts().values() if here else ():
+            try:
+                if here and layout.detect(here)[0]:
+                    out.append((name, layout.name))
+            except Exception:  # noqa: S112, BLE001  a hint must not become another error
+                continue
+    return out[:8]

@@ -1,0 +1,409 @@
+"""Dialects: from the tree a trainer wrote to canonical names, and back. Names only; no bytes, no files.
+
+A layout that keeps trees (dcp, full) hands over its leaves as {path: leaf}, a leaf being anything. `canonical` finds
+the model, the optimizer and the rest among the usual shapes and returns the leaves under
+
+    model.<fqn>   optim.state.<fqn>.<slot>   optim.param_groups.<i>.<key>   scheduler...   scaler...   rng...
+    dataloader...   trainer.<key>   extra...
+
+with `origin`, the paths that were changed, by which `original` puts the user's own top-level keys back.
+
+The names are those of torch.distributed.checkpoint.state_dict.get_state_dict, flattened, so a live FSDP2 job's own
+checkpoint needs no mapping. Shapes known: {"model", "optim"}; {"model_state_dict", "optimizer_state_dict"};
+{"state_dict", "optimizer_states": [..]} (Lightning); {"app": {"model", "optim"}}; a bare state dict; model keys at
+the root beside the optimizer (torchtitan); an optimizer flattened to "state.<fqn>.<slot>" and
+"param_groups.<fqn>.<key>" (StateDictOptions(flatten_optimizer_state_dict=True)); integer optimizer ids
+(`optimizer.state_dict()`), whose names are found by `name_order`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .errors import Corrupt, Unsupported
+from .index import Path, joined
+
+__all__ = ["COMPONENTS", "Named", "canonical", "name_order", "nest", "original", "strip_wrappers"]
+
+COMPONENTS = ("model", "optim", "scheduler", "scaler", "rng", "dataloader", "trainer", "extra")
+
+_ROLES: dict[str, str] = {
+    **dict.fromkeys(("model", "state_dict", "model_state_dict"), "model"),
+    **dict.fromkeys(("optim", "optimizer", "optimizer_state_dict", "optimizer_states", "optimizer_0"), "optim"),
+    **dict.fromkeys(
+        ("scheduler", "lr_scheduler", "lr_schedulers", "scheduler_state_dict", "lr_scheduler_state_dict"), "scheduler"
+    ),
+    **dict.fromkeys(("scaler", "grad_scaler", "scaler_state_dict"), "scaler"),
+    **dict.fromkeys(("rng", "rng_state", "rng_states", "random_states"), "rng"),
+    **dict.fromkeys(("dataloader", "train_dataloader", "sampler"), "dataloader"),
+    **dict.fromkeys(("trainer", "train_state"), "trainer"),
+}
+_COUNTERS = frozenset((
+    "step", "steps", "epoch", "global_step", "iteration", "num_steps", "tokens_seen", "ntokens_seen", "epochs_run",
+    "best_loss", "max_steps", "total_epochs",
+))  # fmt: skip
+
+# Wrapper modules that put themselves into the FQN: FSDP1, torch.compile, activation checkpointing, Lightning.
+_WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_forward_module.")
+
+
+class Named(NamedTuple):
+    """What `canonical` returns."""
+
+    leaves: dict[Path, Any]
+    origin: dict[Path, Path]
+    trainer: str | None
+    notes: list[str]
+
+
+def strip_wrappers(fqns: Iterable[str]) -> dict[str, str]:
+    """{name as found: FQN} without wrappers' prefixes; DDP's "module." only when every name has it.
+
+    Raises:
+        Corrupt: two names are the same afterwards.
+    """
+    out: dict[str, str] = {}
+    for n in fqns:
+        clean = n
+        for w in _WRAPPERS:
+            clean = clean.replace(w, "")
+        out[n] = clean
+    if out and all(v.startswith("module.") for v in out.values()):
+        out = {k: v.removeprefix("module.") for k, v in out.items()}
+    seen: dict[str, str] = {}
+    for n, clean in out.items():
+        if seen.setdefault(clean, n) != n:
+            raise Corrupt(
+                f'"{seen[clean]}" and "{n}" are both "{clean}" once wrapper prefixes are removed; the checkpoint holds '
+                "the same parameter twice. Keep one of them."
+            )
+    return out
+
+
+def canonical(
+    leaves: Mapping[Path, Any],
+    shape_of: Any,
+    like: Sequence[str] | None = None,
+    same: Any = None,
+) -> Named:
+    """Rename the leaves of a tree.
+
+    `shape_of(leaf)` gives the shape of a tensor leaf, None for a value. `like` lists FQNs in optimizer order, where
+    the user named a checkpoint that knows it. `same(a, b)` tells whether two tensor leaves are the same bytes of the
+    same file (tied weights).
+
+    Raises:
+        Corrupt: two leaves get one name. Unsupported: integer optimizer ids that cannot be named with certainty.
+    """
+    found = dict(leaves)
+    origin: dict[Path, Path] = {}
+    notes: list[str] = []
+    tops = {p[0] for p in found}
+    if len(tops) == 1 and len({p[:2] for p in found}) > 1:
+        inner = {str(p[1]) for p in found if len(p) > 2}
+        if any(_ROLES.get(n) == "model" for n in inner):  # {"app": {"model": ..., "optim": ...}}
+            notes.append(f'everything lies under the key "{next(iter(tops))}", which is not kept')
+            found = {p[1:]: v for p, v in found.items()}
+    model_key, optim_key = _containers(found)
+    out: dict[Path, Any] = {}
+    raw_model: dict[str, Any] = {}
+    raw_optim: dict[Path, Any] = {}
+    rest: dict[Path, Any] = {}
+    for p, leaf in found.items():
+        top = p[0]
+        if model_key is not None and top == model_key and len(p) > 1:
+            raw_model[joined(p[1:])] = leaf
+        elif optim_key is not None and top == optim_key and len(p) > 1:
+            raw_optim[p[1:]] = leaf
+        elif model_key is None and shape_of(leaf) is not None and str(top) not in _ROLES and str(top) not in _COUNTERS:
+            raw_model[joined(p)] = leaf
+        else:
+            rest[p] = leaf
+    clean = strip_wrappers(raw_model)
+    for name, leaf in raw_model.items():
+        out["model", clean[name]] = leaf
+    for p, leaf in rest.items():
+        q = _rest(p)
+        if q in out:
+            raise Corrupt(f"the keys {joined(p)!r} and {joined(origin.get(q, q))!r} both mean {joined(q)!r}.")
+        out[q] = leaf
+        cut = 2 if q[0] in ("trainer", "extra") and p[:1] != ("trainer",) else 1
+        origin[q[:cut]] = p[: len(p) - (len(q) - cut)]
+    if raw_optim:
+        if raw_optim.keys() and all(p[0] == 0 for p in raw_optim):  # Lightning's list of optimizers, of one
+            raw_optim = {p[1:]: v for p, v in raw_optim.items()}
+        out.update(_optimizer(raw_optim, raw_model, clean, shape_of, like, same, notes))
+    origin = {q: p for q, p in origin.items() if q != p}
+    trainer = "torchtitan" if model_key is None and "train_state" in tops and optim_key else None
+    trainer = "Lightning" if {"loops", "callbacks"} <= {str(t) for t in tops} else trainer
+    return Named(out, origin, trainer, notes)
+
+
+def _containers(found: Mapping[Path, Any]) -> tuple[Any, Any]:
+    model, optim = None, None
+    for p in found:
+        role = _ROLES.get(str(p[0])) if len(p) > 1 else None
+        if role == "model" and model is None:
+            model = p[0]
+        if role == "optim" and optim is None:
+            optim = p[0]
+    return model, optim
+
+
+def _rest(p: Path) -> Path:
+    role = _ROLES.get(str(p[0]))
+    if role in ("scheduler", "scaler", "rng", "dataloader"):
+        return (role, *p[1:])
+    if role == "trainer" and len(p) > 1:
+        return ("trainer", *p[1:])
+    if str(p[0]) in _COUNTERS:
+        return ("trainer", *p)
+    return p if p[0] == "extra" and len(p) > 1 else ("extra", *p)
+
+
+def original(path: Path, origin: Mapping[Path, Path]) -> Path:
+    """The path that a leaf of the rest had in the tree it came from (its canonical one where nothing is known)."""
+    for n in range(len(path), 0, -1):
+        if path[:n] in origin:
+            return (*origin[path[:n]], *path[n:])
+    return path
+
+
+# ------------------------------------------------------------------------------------------------------- optimizer
+
+
+def _optimizer(
+    raw: dict[Path, Any],
+    raw_model: Mapping[str, Any],
+    clean: Mapping[str, str],
+    shape_of: Any,
+    like: Sequence[str] | None,
+    same: Any,
+    notes: list[str],
+) -> dict[Path, Any]:
+    state: dict[tuple[Any, Path], Any] = {}  # (fqn or id, slot path) -> leaf
+    groups: dict[int, dict[Path, Any]] = {}
+    flat_groups: dict[str, dict[Path, Any]] = {}
+    out: dict[Path, Any] = {}
+    for p, leaf in raw.items():
+        head = str(p[0])
+        if head == "state" and len(p) > 2:
+            state[p[1], p[2:]] = leaf
+        elif head == "param_groups" and len(p) > 2 and isinstance(p[1], int):
+            groups.setdefault(p[1], {})[p[2:]] = leaf
+        elif head == "param_groups" and len(p) == 1 and isinstance(leaf, list):  # one item, as torch < 2.4 wrote it
+            for i, g in enumerate(leaf):
+                groups[i] = {(str(k),): v for k, v in g.items()} if isinstance(g, dict) else {("value",): g}
+        elif head.startswith("state.") and len(p) == 1 and head.count(".") >= 2:
+            fqn, _, slot = head[len("state.") :].rpartition(".")
+            state[fqn, (slot,)] = leaf
+        elif head.startswith("param_groups.") and len(p) == 1 and head.count(".") >= 2:
+            fqn, _, key = head[len("param_groups.") :].rpartition(".")
+            flat_groups.setdefault(fqn, {})[key,] = leaf
+        elif head in ("state", "param_groups") and len(p) == 1 and leaf in ({}, []):
+            pass  # no state yet
+        else:
+            out["optim", *p] = leaf
+    if flat_groups:
+        groups = _regroup(flat_groups, clean)
+    ids = bool(state or groups) and _integer_ids(state, groups)
+    if ids:
+        fqns = _resolve_ids(state, groups, raw_model, clean, shape_of, like, same, notes)
+    else:
+        names = {str(k) for k, _ in state} | {n for g in groups.values() for n in _params(g)}
+        fqns = dict(strip_wrappers(names)) if not names <= clean.keys() else {n: clean[n] for n in names}
+    for (key, slot), leaf in state.items():
+        out["optim", "state", fqns[_id(key) if ids else str(key)], *slot] = leaf
+    for i, g in groups.items():
+        for k, leaf in g.items():
+            if k == ("params",):
+                leaf = [fqns.get(_id(x) if ids else x, x) for x in _params(g)]
+            out["optim", "param_groups", i, *k] = leaf
+    return out
+
+
+def _params(group: Mapping[Path, Any]) -> list[Any]:
+    got = group.get(("params",), [])
+    if isinstance(got, list):
+        return got
+    raise Corrupt(f"optim.param_groups: params is {type(got).__name__}, not a list.")
+
+
+def _id(x: Any) -> Any:
+    return int(x) if isinstance(x, str) and x.isdigit() else x
+
+
+def _integer_ids(state: Mapping[tuple[Any, Path], Any], groups: Mapping[int, Mapping[Path, Any]]) -> bool:
+    ids = [x for g in groups.values() for x in _params(g)]
+    if ids:
+        return all(isinstance(x, int) for x in ids)
+    return all(isinstance(_id(k), int) for k, _ in state)
+
+
+def _regroup(flat: Mapping[str, Mapping[Path, Any]], clean: Mapping[str, str]) -> dict[int, dict[Path, Any]]:
+    """Param groups from per-parameter options: parameters with equal options were, or could be, one group."""
+    names = dict(strip_wrappers(flat))
+    out: list[tuple[Mapping[Path, Any], list[str]]] = []
+    for fqn, options in flat.items():
+        for known, members in out:
+            if known == options:
+                members.append(names[fqn])
+                break
+        else:
+            out.append((options, [names[fqn]]))
+    return {i: {**options, ("params",): members} for i, (options, members) in enumerate(out)}
+
+
+def _resolve_ids(
+    state: Mapping[tuple[Any, Path], Any],
+    groups: Mapping[int, Mapping[Path, Any]],
+    raw_model: Mapping[str, Any],
+    clean: Mapping[str, str],
+    shape_of: Any,
+    like: Sequence[str] | None,
+    same: Any,
+    notes: list[str],
+) -> dict[Any, str]:
+    shapes: dict[int, tuple[int, ...] | None] = {}
+    for g in groups.values():
+        for x in _params(g):
+            shapes[x] = None
+    for (key, _), leaf in state.items():
+        shape = shape_of(leaf)
+        if shape:  # the step is 0-dim and says nothing; a factored second moment (Adafactor) has another shape
+            old = shapes.get(_id(key))
+            shapes[_id(key)] = shape if old is None or len(shape) > len(old) else old
+        else:
+            shapes.setdefault(_id(key), None)
+    members = [_params(g) for _, g in sorted(groups.items())] or [sorted(shapes)]
+    listed = [n for _, g in sorted(groups.items()) for n in (g.get(("param_names",)) or [])]
+    flat = [x for m in members for x in m]
+    if len(listed) == len(flat):  # torch >= 2.6, when the optimizer was given named_parameters()
+        names = strip_wrappers(map(str, listed))
+        return {x: names[str(n)] for x, n in zip(flat, listed, strict=True)}
+    if like is not None:
+        if len(like) != len(flat):
+            raise Unsupported(f"--like names {len(like)} parameters in its optimizer, this one has {len(flat)}.")
+        return dict(zip(flat, like, strict=True))
+    candidates: list[tuple[str, tuple[int, ...]]] = []
+    kept: list[Any] = []
+    for name, leaf in raw_model.items():
+        shape = shape_of(leaf)
+        if shape is None or (same is not None and any(same(leaf, k) for k in kept)):
+            continue  # a second name of a tied weight; the optimizer has the first
+        kept.append(leaf)
+        candidates.append((clean[name], shape))
+    resolved, left, ways = name_order(candidates, [[shapes[x] for x in m] for m in members])
+    if resolved is None:
+        raise Unsupported(
+            f"the optimizer numbers its {len(flat)} parameters instead of naming them, and "
+            + (
+                f"more than one order of the {len(candidates)} tensors of the model fits"
+                if ways
+                else f"no order of the {len(candidates)} tensors of the model fits their shapes"
+            )
+            + ". Give --like a checkpoint of the same model whose optimizer has names, or --only model."
+        )
+    notes.append(
+        f"the optimizer numbers its parameters; their names follow from the order and shapes of the model's {len(flat)} parameters"
+        + (f" (taken for buffers or frozen: {', '.join(left[:4])}{', ...' if len(left) > 4 else ''})" if left else "")
+    )
+    return {x: n for m, ns in zip(members, resolved, strict=True) for x, n in zip(m, ns, strict=True)}
+
+
+def name_order(
+    names: Sequence[tuple[str, tuple[int, ...]]], groups: Sequence[Sequence[tuple[int, ...] | None]]
+) -> tuple[list[list[str]] | None, list[str], int]:
+    """Which name each numbered parameter has: (names by group, names that no group has, ways found).
+
+    Optimizers number parameters group by group, in each in the order of `model.named_parameters()`, which is the order
+    of the state dict. So the groups are disjoint subsequences of the names, matched by shape (None fits any). When
+    more than one way fits, names that end in weight or bias are parameters before others are; when more than one is
+    left then, the answer is None and `ways` is at least 2.
+    """
+    total = sum(map(len, groups))
+    skips = len(names) - total
+    if skips < 0:
+        return None, [], 0
+    memo: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
+
+    def best(i: int, at: tuple[int, ...]) -> tuple[int, int]:
+        """(fewest parameter-like names skipped, number of ways with so few); (inf, 0) where nothing fits."""
+        if i == len(names):
+            return (0, 1) if all(a == len(g) for a, g in zip(at, groups, strict=True)) else (1 << 30, 0)
+        if (i, at) in memo:
+            return memo[i, at]
+        cost, ways = 1 << 30, 0
+        for _, (extra, nxt) in moves(i, at):
+            c, w = best(i + 1, nxt)
+            if w and c + extra < cost:
+                cost, ways = c + extra, w
+            elif w and c + extra == cost:
+                ways += w
+        memo[i, at] = cost, ways
+        return cost, ways
+
+    def moves(i: int, at: tuple[int, ...]) -> list[tuple[int, tuple[int, tuple[int, ...]]]]:
+        name, shape = names[i]
+        out = []
+        for g, group in enumerate(groups):
+            if at[g] < len(group) and group[at[g]] in (shape, None):
+                out.append((g, (0, (*at[:g], at[g] + 1, *at[g + 1 :]))))
+        if i - sum(at) < skips:
+            out.append((-1, (int(name.endswith((".weight", ".bias"))), at)))
+        return out
+
+    start = (0,) * len(groups)
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, 4 * len(names) + 1000))  # `best` goes one name deeper with every call
+    try:
+        cost, ways = best(0, start)
+    finally:
+        sys.setrecursionlimit(limit)
+    if ways != 1:
+        return None, [], ways
+    resolved: list[list[str]] = [[] for _ in groups]
+    left: list[str] = []
+    at = start
+    for i in range(len(names)):
+        for g, (extra, nxt) in moves(i, at):
+            c, w = best(i + 1, nxt)
+            if w and c + extra == cost:
+                cost, at = c, nxt
+                (resolved[g] if g >= 0 else left).append(names[i][0])
+                break
+    return resolved, left, 1
+
+
+# ------------------------------------------------------------------------------------------------------------ trees
+
+
+def nest(leaves: Mapping[Path, Any]) -> Any:
+    """The tree of some leaves: str elements become keys of dicts, int elements positions in lists.
+
+    nest({("a", 0): 1, ("a", 1): 2}) == {"a": [1, 2]}
+    """
+    tree = _Node()
+    for path, leaf in leaves.items():
+        at = tree
+        for key in path[:-1]:
+            inner = at.setdefault(key, _Node())
+            if type(inner) is not _Node:
+                raise Corrupt(f"{joined(path)!r} lies inside a value, not inside a dict or list.")
+            at = inner
+        at[path[-1]] = leaf
+    return _plain(tree)
+
+
+class _Node(dict[Any, Any]):
+    """An inner node while a tree is built, told apart from a leaf that is a dict."""
+
+
+def _plain(x: Any) -> Any:
+    if type(x) is not _Node:
+        return x
+    if x and all(type(k) is int for k in x):
+        return [_plain(x[k]) for k in sorted(x)]
+    return {k: _plain(v) for k, v in x.items()}

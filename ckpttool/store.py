@@ -1,0 +1,172 @@
+"""The one seam to storage, reading side: `Source`, the files below one folder, opened so that none lies outside it.
+
+A name is refused when it is absolute, holds "..", or is a link that leads out of the folder (a Hugging Face cache may
+link from snapshots/ to its own blobs/). The file that was opened is what is judged, not the name, so a link that is
+swapped in between changes nothing. The identity of every file (device, inode, size, times) is taken when it is opened
+and compared at the end: a source that a trainer is still writing to is an error, not a mixture.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections import OrderedDict
+from pathlib import Path
+
+from .errors import Corrupt, SourceChanged, Unsafe
+
+__all__ = ["Source", "raise_file_limit"]
+
+_KEPT_OPEN = 512  # file descriptors; a checkpoint of more files than that has its oldest ones closed and opened again
+
+Identity = tuple[int, int, int, int, int]
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as the system allows it (512 ranks read, 384 written)."""
+    try:
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (ImportError, ValueError, OSError):
+        pass  # not on this platform, or not allowed: the least recently used files are closed instead
+
+
+class Source:
+    """The files below `root`, by relative name."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = os.path.abspath(root)
+        if not os.path.isdir(self.root):
+            raise Corrupt(f"{self.root}: no such folder.")
+        self._real = os.path.realpath(self.root)
+        # huggingface_hub lays snapshots/<revision>/x as a link to ../../blobs/<hash>
+        parent = os.path.dirname(self._real)
+        self._blobs = os.path.join(os.path.dirname(parent), "blobs") if os.path.basename(parent) == "snapshots" else None
+        self._open: OrderedDict[tuple[str, int], int] = OrderedDict()
+        self._identity: dict[str, Identity] = {}
+
+    def list(self) -> list[str]:
+        """Relative names of the entries of the folder itself, sorted."""
+        return sorted(os.listdir(self.root))
+
+    def exists(self, name: str) -> bool:
+        """Whether a regular file of that name is there."""
+        return os.path.isfile(os.path.join(self.root, name))
+
+    def size(self, name: str) -> int:
+        """Bytes of a file."""
+        if name not in self._identity:
+            self.fd(name)
+        return self._identity[name][2]
+
+    def fd(self, name: str, flags: int = 0) -> int:
+        """A descriptor to read from, kept open; `flags` may hold O_DIRECT.
+
+        Raises:
+            Unsafe: the file lies outside the folder, or is not a regular file.
+            Corrupt: it is missing or cannot be read.
+        """
+        key = (name, flags)
+        if key in self._open:
+            self._open.move_to_end(key)
+            return self._open[key]
+        parts = Path(name).parts
+        if not parts or os.path.isabs(name) or ".." in parts or "\0" in name:
+            raise Unsafe(f"{name!r} leads out of {self.root}; a checkpoint may only name files inside its own folder.")
+        path = os.path.join(self.root, name)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+        except FileNotFoundError:
+            raise Corrupt(f"{path} is missing. The copy is incomplete; fetch the file again.") from None
+        except OSError as e:
+            if flags:
+                raise
+            raise Corrupt(f"{path} cannot be opened: {e.strerror}.") from e
+        try:
+            self._judge(name, path, fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        while len(self._open) >= _KEPT_OPEN:
+            os.close(self._open.popitem(last=False)[1])
+        self._open[key] = fd
+        return fd
+
+    def _judge(self, name: str, path: str, fd: int) -> None:
+        st = os.fstat(fd)
+        if not stat.S_ISREG(st.st_mode):
+            raise Unsafe(f"{path} is not a regular file.")
+        try:
+            real = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:  # no /proc: the name must do
+            real = os.path.realpath(path)
+        inside = [self._real] + ([self._blobs] if self._blobs else [])
+        if not any(real == d or real.startswith(d.rstrip("/") + "/") for d in inside):
+            raise Unsafe(f"{path} is a link to {real}, outside the checkpoint's folder.")
+        now = (st.st_dev, st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns)
+        if self._identity.setdefault(name, now) != now:
+            raise SourceChanged(f"{path} changed while it was read. Wait until the trainer has finished writing.")
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes.
+
+        Raises:
+            Corrupt: the file ends before.
+        """
+        fd = self.fd(name)
+        if offset < 0 or length < 0 or offset + length > self.size(name):
+            raise Corrupt(
+                f"{os.path.join(self.root, name)} ends at byte {self.size(name)}, but {offset}..{offset + length} is "
+                "needed. The copy is incomplete; fetch the file again."
+            )
+        out = bytearray()
+        while len(out) < length:
+            try:
+                piece = os.pread(fd, length - len(out), offset + len(out))
+            except OSError as e:
+                raise Corrupt(f"{os.path.join(self.root, name)}: byte {offset + len(out)}: {e.strerror}.") from e
+            if not piece:
+                raise SourceChanged(f"{os.path.join(self.root, name)} became shorter while it was read.")
+            out += piece
+        return bytes(out)
+
+    def read_all(self, name: str, most: int) -> bytes:
+        """A whole small file, at most `most` bytes."""
+        n = self.size(name)
+        if n > most:
+            raise Corrupt(f"{os.path.join(self.root, name)} has {n} bytes; such a file has at most {most}.")
+        return self.read(name, 0, n)
+
+    def identities(self) -> dict[str, Identity]:
+        """(device, inode, size, mtime, ctime) of every file opened so far."""
+        return dict(self._identity)
+
+    def unchanged(self) -> None:
+        """Prove that no file was written to since it was opened.
+
+        Raises:
+            SourceChanged: with the file.
+        """
+        for name, then in self._identity.items():
+            path = os.path.join(self.root, name)
+            try:
+                st = os.stat(path)
+                now = (st.st_dev, st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns)
+            except OSError:
+                now = None
+            if now != then:
+                raise SourceChanged(f"{path} changed while it was read. Wait until the trainer has finished writing.")
+
+    def close(self) -> None:
+        """Close every descriptor."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

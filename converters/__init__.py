@@ -1,0 +1,1 @@
+"""One file, one layout; each exports LAYOUT."""

@@ -1,0 +1,688 @@
+"""dcp: torch.distributed.checkpoint folders.
+
+    DIR/.metadata            pickle of one Metadata object, written last: without it the save did not finish
+    DIR/__<rank>_<n>.distcp  items back to back, no header, no gap, no alignment
+    DIR/__<rank>.metadata    instead of .metadata with use_collectives=False, one a rank
+
+Metadata holds `state_dict_metadata` {flat key: TensorStorageMetadata(properties, size, chunks=[(offsets, sizes)]) or
+BytesStorageMetadata}, `planner_data` {flat key: path}, and `storage_data` {MetadataIndex(fqn, offset): _StorageInfo(
+relative_path, offset, length[, transform_descriptors])}. Flat keys are paths joined by dots, so paths come from
+planner_data. Its order is that of the state dict. Files are named by storage_data only; others in the folder are left
+over from other saves. Every item is a whole torch.save zip, or one zstd frame around it ("stream.zstd"); with
+SerializationFormat.SAFETENSORS a file is one safetensors file and the offsets in storage_data mean nothing. A rank
+without a share of a tensor lists a chunk of size 0.
+
+`read` trusts the index and looks at no item but values; `locate` looks into every item. Written folders have one data
+file a rank that holds just what that rank of an FSDP2 job reads: `torch.chunk` of every parameter and optimizer slot
+along dim 0; what is replicated lies in rank 0's file. `.metadata` holds no path of this machine and is the same bytes
+for the same state.
+
+Sources: torch/distributed/checkpoint/{metadata,filesystem,default_planner,_traverse,_extension}.py of torch 2.13, and
+the folders in fixtures/, which torch wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+from ckpttool import boxes, pickles, stfile, torchzip
+from ckpttool.child import in_child
+from ckpttool.draft import Draft, DraftFile
+from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError
+from ckpttool.index import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, Path, Record, TensorEntry, joined
+from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of
+from ckpttool.names import canonical, original
+from ckpttool.store import Source
+from ckpttool.stream import unfold
+
+__all__ = ["LAYOUT"]
+
+_META = "torch.distributed.checkpoint.metadata"
+_STORAGE = "torch.distributed.checkpoint.filesystem"
+#: Above this many bytes .metadata is read with the C unpickler in a limited child (pickles.load_large).
+_LARGE_BYTES = 2 << 20
+_VALUE_BYTES = 256 << 20
+
+
+def detect(where: Place) -> tuple[bool, str]:
+    """A folder with .metadata."""
+    if where.file is not None:
+        return False, "a folder with .metadata and *.distcp files; this is a file"
+    names = where.source.list()
+    if ".metadata" in names:
+        return True, "has .metadata"
+    if any(re.fullmatch(r"__\d+\.metadata", n) for n in names):
+        return True, "has one .metadata file a rank"
+    if ".metadata.tmp" in names or any(n.endswith(".distcp") for n in names):
+        return False, "*.distcp files without .metadata: the save was interrupted before its end; take an earlier step"
+    return False, "no .metadata, no *.distcp"
+
+
+# ------------------------------------------------------------------------------------------------------ .metadata
+
+
+class _Stub:
+    """An inert instance of a class of torch: keeps its state, hashes by identity."""
+
+    hashed_by_identity = True
+    __slots__ = ("state",)
+
+    def __init__(self, *args: Any) -> None:
+        self.state: Any = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Box(_Stub):
+    """ChunkStorageMetadata, as the two tuples it is: a million of them must fit."""
+
+    __slots__ = ("sizes",)
+
+    def __setstate__(self, state: Any) -> None:
+        self.state, self.sizes = state["offsets"], state["sizes"]
+        state.clear()
+
+
+class _Place(_Stub):
+    """MetadataIndex, as (fqn, offset or None)."""
+
+    __slots__ = ("offset",)
+
+    def __setstate__(self, state: Any) -> None:
+        self.state, self.offset = state["fqn"], state.get("offset")
+        state.clear()
+
+
+class _Item(_Stub):
+    """_StorageInfo, as (relative path, offset, length, transforms)."""
+
+    __slots__ = ("length", "offset", "transforms")
+
+    def __setstate__(self, state: Any) -> None:
+        self.state, self.offset, self.length = state["relative_path"], state["offset"], state["length"]
+        self.transforms = state.get("transform_descriptors")
+        state.clear()
+
+
+class _Metadata(_Stub):
+    __slots__ = ()
+
+
+class _Tensor(_Stub):
+    __slots__ = ()
+
+
+class _Properties(_Stub):
+    __slots__ = ()
+
+
+class _Bytes(_Stub):
+    __slots__ = ()
+
+
+_STAND_INS: dict[tuple[str, str], Any] = {
+    (_META, "Metadata"): _Metadata,
+    (_META, "TensorStorageMetadata"): _Tensor,
+    (_META, "TensorProperties"): _Properties,
+    (_META, "ChunkStorageMetadata"): _Box,
+    (_META, "BytesStorageMetadata"): _Bytes,
+    (_META, "MetadataIndex"): _Place,
+    (_META, "StorageMeta"): _Stub,
+    (_META, "_MEM_FORMAT_ENCODING"): _Stub,
+    (_STORAGE, "_StorageInfo"): _Item,
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): _Stub,
+    ("collections", "OrderedDict"): lambda items=(): dict(items),
+}
+for _module in ("pathlib", "pathlib._local"):
+    for _name in ("PosixPath", "WindowsPath", "PurePosixPath", "Path"):
+        _STAND_INS[_module, _name] = lambda *parts: "/".join(map(str, parts))
+for _dtype in ITEMSIZE:
+    _STAND_INS["torch", _dtype] = pickles.Global("torch", _dtype)
+
+
+class _Index:
+    """What .metadata says, in columns: `tensors` (flat key, dtype, shape, chunks); chunk k of a tensor is item k.
+
+    `paths` {flat key: path}; `values` (flat key, file, offset, length, transforms); `zstd` and `files` by index.
+    """
+
+    def __init__(self) -> None:
+        self.files: list[str] = []
+        self.tensors: list[tuple[str, str, tuple[int, ...], Chunks]] = []
+        self.values: list[tuple[str, int, int, int, list[str]]] = []
+        self.paths: dict[str, list[str | int]] = {}
+        self.transforms: dict[int, list[str]] = {}  # file -> what its items went through
+
+    def to_bytes(self) -> bytes:
+        """For the way out of a child process: a JSON line of what is small, then the columns."""
+        columns = [c for _, _, _, k in self.tensors for c in (k.start, k.shape, k.file, k.offset, k.length)]
+        head = {
+            "files": self.files,
+            "tensors": [(k, d, s, len(c)) for k, d, s, c in self.tensors],
+            "values": self.values,
+            "paths": self.paths,
+            "transforms": list(self.transforms.items()),
+        }
+        return json.dumps(head).encode() + b"\n" + b"".join(memoryview(c).cast("B") for c in columns)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> _Index:
+        """The other end."""
+        out = cls()
+        cut = data.index(b"\n")
+        head = json.loads(data[:cut])
+        out.files, out.paths = head["files"], head["paths"]
+        out.values = [tuple(v) for v in head["values"]]
+        out.transforms = dict(head["transforms"])
+        view, at = memoryview(data), cut + 1
+        for key, dtype, shape, n in head["tensors"]:
+            c = Chunks(len(shape))
+            for name, width in (("start", len(shape)), ("shape", len(shape)), ("file", 1), ("offset", 1), ("length", 1)):
+                column = array("q")
+                column.frombytes(view[at : at + 8 * n * width])
+                at += 8 * n * width
+                setattr(c, name, column)
+            out.tensors.append((key, dtype, tuple(shape), c))
+        return out
+
+
+def read_index_in_child(path: str) -> bytes:
+    """The index of one .metadata file, read by the C unpickler; runs in a limited child process (child.py)."""
+    with open(path, "rb") as f:
+        top = pickles.load_large(f, _STAND_INS)
+    return _index([top], path).to_bytes()
+
+
+def _read_index(source: Source) -> _Index:
+    names = [".metadata"] if source.exists(".metadata") else []
+    names = names or sorted(
+        (n for n in source.list() if re.fullmatch(r"__\d+\.metadata", n)), key=lambda n: int(n[2:-9])
+    )
+    if len(names) == 1 and source.size(names[0]) > _LARGE_BYTES:
+        where = f"{source.root}/{names[0]}"
+        return _Index.from_bytes(in_child("ckpttool.converters.dcp:read_index_in_child", where, source.size(names[0])))
+    tops = []
+    for n in names:
+        what = f"{source.root}/{n}"
+        data = source.read_all(n, 64 << 20)
+        if not data:
+            raise Corrupt(f"{what} is empty: the save was interrupted, or the copy is incomplete.")
+        tops.append(pickles.load(data, _STAND_INS, what=what)[0])
+    return _index(tops, f"{source.root}/{names[0]}")
+
+
+def _index(tops: list[Any], what: str) -> _Index:
+    try:
+        return _columns(tops, what)
+    except (TypeError, AttributeError, KeyError, ValueError, OverflowError) as e:
+        raise Corrupt(f"{what}: not the metadata of a DCP checkpoint ({type(e).__name__}: {e}).") from None
+
+
+def _columns(tops: list[Any], what: str) -> _Index:
+    out = _Index()
+    tensors: dict[str, _Tensor] = {}
+    by_key: dict[str, dict[Any, _Item]] = {}
+    for top in tops:
+        if not isinstance(top, _Metadata) or not isinstance(top.state, dict):
+            raise Corrupt(f"{what}: holds a {type(top).__name__}, not the metadata of a DCP checkpoint.")
+        state = top.state
+        for key, path in (state.get("planner_data") or {}).items():
+            if not isinstance(path, tuple) or not path or not all(isinstance(p, (str, int)) for p in path):
+                raise Corrupt(f"{what}: the path of {key!r} is {str(path)[:80]!r}.")
+            out.paths[key] = list(path)
+        for key, meta in state["state_dict_metadata"].items():
+            if key in tensors and isinstance(meta, _Tensor):  # per-rank metadata: each lists its own chunks
+                tensors[key].state["chunks"] = tensors[key].state["chunks"] + meta.state["chunks"]
+            else:
+                tensors[key] = meta
+        for place, item in state["storage_data"].items():
+            inner = by_key.setdefault(place.state, {})
+            inner[None if place.offset is None else tuple(place.offset)] = item
+    files: dict[str, int] = {}
+
+    def row(item: _Item) -> tuple[int, int, int]:
+        if not isinstance(item.state, str) or type(item.offset) is not int or type(item.length) is not int:
+            raise Corrupt(f"{what}: a storage entry is damaged.")
+        k = files.setdefault(item.state, len(files))
+        if item.transforms:
+            out.transforms[k] = list(item.transforms)
+        if not 0 <= item.offset < 1 << 62 or not 0 <= item.length < 1 << 62:
+            raise Corrupt(f"{what}: an item at bytes {item.offset}..+{item.length} of {item.state}.")
+        return k, item.offset, item.length
+
+    order = [k for k in out.paths if k in tensors] + [k for k in tensors if k not in out.paths]
+    for key in order:
+        meta = tensors[key]
+        items = by_key.get(key, {})
+        if isinstance(meta, _Bytes):
+            if not items:
+                raise Corrupt(f'{what}: "{key}" is listed but stored nowhere.')
+            (item,) = items.values()
+            out.values.append((key, *row(item), list(item.transforms or ())))
+            continue
+        if not isinstance(meta, _Tensor):
+            raise Corrupt(f'{what}: "{key}" is a {type(meta).__name__}.')
+        state = meta.state
+        dtype = state["properties"].state
+        dtype = (dtype["dtype"] if isinstance(dtype, dict) else dtype[0]).name
+        size = tuple(state["size"])
+        if not all(type(n) is int for n in size):
+            raise Corrupt(f'{what}: "{key}" has size {size}.')
+        chunks = Chunks(len(size))
+        for box in state["chunks"]:
+            found = items.get(tuple(box.state))
+            if found is None:
+                raise Corrupt(f'{what}: the chunk of "{key}" at {tuple(box.state)} is listed but stored nowhere.')
+            chunks.add(box.state, box.sizes, *row(found))
+        out.tensors.append((key, dtype, size, chunks))
+    out.files = list(files)
+    return out
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+def read(where: Place, options: ReadOptions) -> Checkpoint:
+    """The index of a folder; values are read, tensor items are not looked into."""
+    source = where.source
+    index = _read_index(source)
+    leaves: dict[Path, Any] = {}
+    keys: dict[Path, str] = {}
+    for key, dtype, shape, chunks in index.tensors:
+        path = _path(index, key)
+        entry = TensorEntry(dtype, shape, path, chunks, "torch.save")
+        if index.transforms:
+            kinds = {tuple(index.transforms.get(f, ())) for f in chunks.file}
+            entry = replace(entry, coding=_coding(kinds, key))
+        _put(leaves, keys, path, key, entry)
+    for key, file, offset, length, transforms in index.values:
+        path = _path(index, key)
+        _coding({tuple(transforms)}, key)
+        _put(leaves, keys, path, key, _value(source, index.files[file], offset, length, bool(transforms)))
+    named = canonical(leaves, lambda x: x.shape if isinstance(x, TensorEntry) else None, options.order)
+    ranks = [int(m[1]) for f in index.files if (m := re.match(r"__(\d+)_", f))]
+    return checkpoint_of(named, "dcp", source.root, max(ranks, default=0) + 1, index.files, source)
+
+
+def _path(index: _Index, key: str) -> Path:
+    return tuple(index.paths.get(key) or (key,))
+
+
+def _put(leaves: dict[Path, Any], keys: dict[Path, str], path: Path, key: str, leaf: Any) -> None:
+    if path in leaves:
+        raise Corrupt(f'.metadata gives "{keys[path]}" and "{key}" the same place {joined(path)!r}; one would be lost.')
+    leaves[path], keys[path] = leaf, key
+
+
+def _coding(kinds: set[tuple[str, ...]], key: str) -> str:
+    if kinds == {()}:
+        return "torch.save"
+    if len(kinds) == 1 and next(iter(kinds))[0].partition("/")[0] == "stream.zstd" and len(next(iter(kinds))) == 1:
+        return "torch.save+zstd"
+    raise Unsupported(f'"{key}" went through {sorted(kinds)}; ckpttool knows stream.zstd only.')
+
+
+def _value(source: Source, file: str, offset: int, length: int, zstd: bool) -> Any:
+    what = f"{source.root}/{file} at byte {offset}"
+    if length > _VALUE_BYTES:
+        raise Unsupported(f"{what}: a value of {length} bytes.")
+    if offset + length > source.size(file):
+        raise Corrupt(f"{what}: needs {length} bytes but the file ends at {source.size(file)}; fetch the file again.")
+    data = source.read(file, offset, length)
+    if zstd:
+        import zstandard
+
+        try:
+            data = zstandard.ZstdDecompressor(max_window_size=128 << 20).stream_reader(data).read(_VALUE_BYTES)
+        except zstandard.ZstdError as e:
+            raise Corrupt(f"{what}: the zstd frame is damaged ({e}).") from None
+
+    def read_at(at: int, n: int) -> bytes:
+        return data[at : at + n]
+
+    return torchzip.inlined(torchzip.read(read_at, 0, len(data), what), read_at, what)
+
+
+# -------------------------------------------------------------------------------------------------------- locating
+
+
+def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
+    """The same index with raw byte ranges: every item's zip has been looked into and agrees with .metadata.
+
+    Raises:
+        Corrupt: an item is cut off, overwritten, of another dtype or shape, or shares its bytes with another.
+        Unsafe: its pickle would run code.
+    """
+    tensors: dict[str, TensorEntry] = {}
+    records: list[Record] = []
+    headers: dict[int, dict[str, stfile.Slot] | None] = {}
+    for name, t in ckpt.tensors.items():
+        if t.coding == "raw":
+            tensors[name] = t
+            continue
+        raw = Chunks(t.chunks.ndim)
+        for c in t.chunks:
+            file = c.extent.file
+            if file not in headers:
+                headers[file] = stfile.slots(source, ckpt.files[file]) if _is_safetensors(source, ckpt.files[file]) else None
+            slots = headers[file]
+            if slots is not None:
+                found = _slot(slots, name, t, c, ckpt.files[file])
+            else:
+                found, record = _item(source, ckpt.files[file], name, t, c)
+                records.extend(record)
+            raw.add(*found[:2], *found.extent, strides=found.strides, zstd=found.zstd)
+        tensors[name] = replace(t, chunks=raw, coding="raw")
+    _refuse_shared(ckpt, tensors)
+    return replace(ckpt, tensors=tensors, records=records)
+
+
+def _is_safetensors(source: Source, file: str) -> bool:
+    head = source.read(file, 0, min(9, source.size(file)))
+    return len(head) == 9 and head[8:] == b"{" and head[:2] != b"PK"
+
+
+def _slot(slots: dict[str, stfile.Slot], name: str, t: TensorEntry, c: Chunk, file: str) -> Chunk:
+    for key in (name, name.partition(".")[2]):
+        slot = slots.get(key)
+        if slot is not None:
+            break
+    else:
+        raise Corrupt(f'{file}: "{name}" is not in this safetensors file.')
+    if slot.dtype != t.dtype or slot.shape != c.shape:
+        raise Corrupt(f'{file}: "{name}" is {slot.dtype} {slot.shape} there, {t.dtype} {c.shape} in .metadata.')
+    return c._replace(extent=Extent(c.extent.file, slot.offset, slot.length))
+
+
+def _item(source: Source, file: str, name: str, t: TensorEntry, c: Chunk) -> tuple[Chunk, list[Record]]:
+    offset, length = c.extent.offset, c.extent.length
+    what = f'{source.root}/{file} at byte {offset} ("{name}")'
+    zstd = t.coding == "torch.save+zstd"
+    if zstd:
+        head, tail, total = unfold(
+            source, file, offset, length, prod(c.shape) * ITEMSIZE[t.dtype] + (64 << 10), what
+        )
+        read_at, base = _windows(head, tail, total), 0
+    else:
+        # one or two reads: what is asked for lies at the ends
+        small = 4096
+        head = source.read(file, offset, min(length, small))
+        tail = head if length <= small else source.read(file, offset + length - 2048, 2048)
+        windows = _windows(head, tail, length)
+
+        def read_at(at: int, n: int) -> bytes:
+            try:
+                return windows(at - offset, n)
+            except LookupError:
+                return source.read(file, at, n)
+
+        base, total = offset, length
+    found = torchzip.read(read_at, base, total, what)
+    if not isinstance(found, torchzip.StoredTensor):
+        raise Corrupt(f"{what}: holds a {type(found).__name__}, not a tensor.")
+    if found.dtype != t.dtype or found.shape != c.shape:
+        raise Corrupt(f"{what}: holds {found.dtype} {found.shape}, .metadata says {t.dtype} {c.shape}.")
+    at, n = found.extent
+    if zstd:
+        if not found.contiguous:
+            raise Unsupported(f"{what}: a compressed tensor that is not contiguous.")
+        return c._replace(zstd=(at, found.storage.crc32 if n == found.storage.length else None)), []
+    crc = found.storage.crc32
+    records = [Record(Extent(c.extent.file, found.storage.offset, found.storage.length), crc)] if crc is not None else []
+    strides = None if found.contiguous else found.strides
+    return c._replace(extent=Extent(c.extent.file, at, n), strides=strides), records
+
+
+def _windows(head: bytes, tail: bytes, total: int) -> Callable[[int, int], bytes]:
+    """read_at over the first and the last bytes of something of `total` bytes."""
+
+    def read_at(at: int, n: int) -> bytes:
+        if 0 <= at and at + n <= len(head):
+            return head[at : at + n]
+        at -= total - len(tail)
+        if 0 <= at and at + n <= len(tail):
+            return tail[at : at + n]
+        raise LookupError
+
+    return read_at
+
+
+def _refuse_shared(ckpt: Checkpoint, tensors: dict[str, TensorEntry]) -> None:
+    """DCP writes every chunk of its own; two that share bytes are a fault of the index."""
+    spans: list[list[tuple[int, int, str]]] = [[] for _ in ckpt.files]
+    for name, t in tensors.items():
+        for file, offset, length in zip(t.chunks.file, t.chunks.offset, t.chunks.length, strict=True):
+            if length:
+                spans[file].append((offset, length, name))
+    for file, rows in enumerate(spans):
+        rows.sort()
+        for (a, n, first), (b, _, second) in zip(rows, rows[1:], strict=False):
+            if a + n > b:
+                raise Corrupt(
+                    f'{ckpt.files[file]}: "{first}" and "{second}" both claim the bytes from {b}. The index is damaged; '
+                    "take another copy."
+                )
+
+
+# --------------------------------------------------------------------------------------------------------- writing
+
+
+def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
+    """A folder for an FSDP2 job of `world_size` ranks.
+
+    Raises:
+        UsageError: no world size was given and the source has none.
+    """
+    world = options.world_size or ckpt.world_size
+    if not world or world < 1:
+        raise UsageError("--world-size is needed: the number of ranks of the job that will load this.")
+    paths = {name: _out_path(x.path, ckpt) for name, x in [*ckpt.tensors.items(), *ckpt.values.items()]}
+    values: list[tuple[str, int, int]] = []  # flat key, offset in rank 0's file, length
+    head = bytearray()
+    for name, value in ckpt.values.items():
+        item = torchzip.small_zip(value.data)
+        values.append((joined(paths[name]), len(head), len(item)))
+        head += item
+    files = [f"__{r}_0.distcp" for r in range(world)]
+    at = [len(head)] + [0] * (world - 1)
+    tensors: dict[str, TensorEntry] = {}
+    for name, stored in ckpt.tensors.items():
+        t = replace(stored, dtype=options.cast(name, stored.dtype))
+        chunks = Chunks(len(t.shape))
+        rest, zeros = t.shape[1:], (0,) * max(0, len(t.shape) - 1)
+        row_bytes = prod(rest) * ITEMSIZE[t.dtype]
+        if _sharded(t):
+            first = 0
+            for rank, n in enumerate(boxes.chunk_sizes(t.shape[0], world)):
+                if n:
+                    before, after = _frame_sizes(t.dtype, (n, *rest))
+                    chunks.add((first, *zeros), (n, *rest), rank, at[rank] + before, n * row_bytes)
+                    at[rank] += before + n * row_bytes + after
+                    first += n
+        else:
+            before, after = _frame_sizes(t.dtype, t.shape)
+            chunks.add((0,) * len(t.shape), t.shape, 0, at[0] + before, t.nbytes)
+            at[0] += before + t.nbytes + after
+        tensors[name] = TensorEntry(t.dtype, t.shape, t.path, chunks)
+    out = Checkpoint("dcp", options.target, world, [*files, ".metadata"], [*at, 0], tensors, ckpt.values)
+    draft_files = [DraftFile(f, n, bytes(head) if i == 0 else b"") for i, (f, n) in enumerate(zip(files, at, strict=True))]
+    rows = sum(len(t.chunks) for t in tensors.values())
+    draft_files.append(DraftFile(".metadata", 400 * rows + 1000, lambda: _metadata(out, paths, values)))
+    return Draft(out, dict(ckpt.tensors), draft_files, before=_before, after=_after)
+
+
+def _out_path(path: Path, ckpt: Checkpoint) -> Path:
+    return path if path[0] in ("model", "optim") else original(path, ckpt.origin)
+
+
+def _sharded(t: TensorEntry) -> bool:
+    """Whether FSDP2 shards it: parameters and optimizer slots; not scalars, counters or what lies elsewhere."""
+    if t.path[0] not in ("model", "optim") or not t.shape or t.numel == 0:
+        return False
+    return len(t.shape) > 1 or "float" in t.dtype or "complex" in t.dtype
+
+
+@lru_cache(4096)
+def _frame(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, list[tuple[str, int, int, int, bool]]]:
+    """The bytes before an item's payload, and the directory entries of its small records."""
+    ref = torchzip.TensorRef(dtype, shape, "0", prod(shape))
+    head, records = torchzip.head_records("archive", torchzip.pickled(ref))
+    header = torchzip.local_header("archive/data/0", prod(shape) * ITEMSIZE[dtype], None, len(head), 64)
+    return head + header, [*records, ("archive/data/0", len(head), prod(shape) * ITEMSIZE[dtype], 0, True)]
+
+
+@lru_cache(4096)
+def _frame_sizes(dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    return len(_frame(dtype, shape)[0]), len(_trailer(dtype, shape, 0))
+
+
+def _trailer(dtype: str, shape: tuple[int, ...], crc: int) -> bytes:
+    head, records = _frame(dtype, shape)
+    size = prod(shape) * ITEMSIZE[dtype]
+    name, at, _, _, _ = records[-1]
+    directory = torchzip.central_directory(
+        [*records[:-1], (name, at, size, crc, True)], len(head) + size + torchzip.DATA_DESCRIPTOR_BYTES
+    )
+    return torchzip.data_descriptor(size, crc) + directory
+
+
+def _before(name: str, t: TensorEntry, row: int, crc: int) -> bytes:
+    return _frame(t.dtype, t.chunks[row].shape)[0]
+
+
+def _after(name: str, t: TensorEntry, row: int, crc: int) -> bytes:
+    return _trailer(t.dtype, t.chunks[row].shape, crc)
+
+
+class _Emitter:
+    """The pickle of Metadata, protocol 2: globals and keys are memoized once, each chunk costs 40 bytes."""
+
+    GLOBALS = (
+        (_META, "Metadata"), (_META, "TensorStorageMetadata"), (_META, "TensorProperties"),
+        (_META, "ChunkStorageMetadata"), (_META, "BytesStorageMetadata"), (_META, "MetadataIndex"),
+        (_META, "_MEM_FORMAT_ENCODING"), (_STORAGE, "_StorageInfo"), ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+    )  # fmt: skip
+    KEYS = (
+        "properties", "size", "chunks", "offsets", "sizes", "fqn", "offset", "index", "relative_path", "length",
+        "state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.out = bytearray(b"\x80\x02")
+        self.memo: dict[Any, bytes] = {}
+        for module, name in self.GLOBALS:
+            self._define(name, f"c{module}\n{name}\n".encode())
+            self.out += b"0"
+        for key in self.KEYS:
+            self._define(key, _text(key))
+            self.out += b"0"
+
+    def _define(self, key: Any, code: bytes) -> None:
+        n = len(self.memo)
+        self.memo[key] = b"h" + bytes([n]) if n < 256 else b"j" + struct.pack("<I", n)
+        self.out += code + (b"q" + bytes([n]) if n < 256 else b"r" + struct.pack("<I", n))
+
+    def text(self, value: str) -> None:
+        """A string, memoized."""
+        if ("text", value) in self.memo:
+            self.out += self.memo["text", value]
+        else:
+            self._define(("text", value), _text(value))
+
+    def size(self, shape: Iterable[int]) -> bytes:
+        """torch.Size(shape)."""
+        ints = b"".join(map(_int, shape))
+        n = len(tuple(shape))
+        wrap = {0: b")", 1: ints + b"\x85", 2: ints + b"\x86", 3: ints + b"\x87"}.get(n) or b"(" + ints + b"t"
+        return self.memo["Size"] + wrap + b"\x85R"
+
+    def instance(self, cls: str, **state: bytes) -> bytes:
+        """An object of a class with that state."""
+        inner = b"".join(self.memo[k] + v for k, v in state.items())
+        return self.memo[cls] + b")\x81}(" + inner + b"ub"
+
+
+def _int(n: int) -> bytes:
+    if n < 256:
+        return b"K" + bytes([n])
+    if n < 65536:
+        return b"M" + struct.pack("<H", n)
+    if n < 1 << 31:
+        return b"J" + struct.pack("<i", n)
+    raw = n.to_bytes(n.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(raw)]) + raw
+
+
+def _text(value: str) -> bytes:
+    raw = value.encode("utf-8", "surrogatepass")
+    return b"X" + struct.pack("<I", len(raw)) + raw
+
+
+def _metadata(ckpt: Checkpoint, paths: dict[str, Path], values: list[tuple[str, int, int]]) -> bytes:
+    """The bytes of .metadata."""
+    e = _Emitter()
+    m, out = e.memo, e.out
+    keys = {name: joined(paths[name]) for name in paths}
+    out += m["Metadata"] + b")\x81}(" + m["state_dict_metadata"] + b"}("
+    properties: dict[str, bytes] = {}
+    for name, t in ckpt.tensors.items():
+        e.text(keys[name])
+        if t.dtype not in properties:
+            layout = m["_get_layout"] + _text("torch.strided") + b"\x85R"
+            memory = m["_MEM_FORMAT_ENCODING"] + b"K\x00\x85R"
+            properties[t.dtype] = (
+                m["TensorProperties"] + b")\x81(ctorch\n" + t.dtype.encode() + b"\n" + layout + b"\x89" + memory + b"\x89tb"
+            )
+        boxes_ = b"".join(
+            e.instance("ChunkStorageMetadata", offsets=e.size(c.start), sizes=e.size(c.shape)) for c in t.chunks
+        )
+        out += e.instance(
+            "TensorStorageMetadata", properties=properties[t.dtype], size=e.size(t.shape), chunks=b"](" + boxes_ + b"e"
+        )
+    for key, _, _ in values:
+        e.text(key)
+        out += m["BytesStorageMetadata"] + b")\x81"
+    out += b"u" + m["planner_data"] + b"}("
+    for name in [*ckpt.tensors, *ckpt.values]:
+        e.text(keys[name])
+        out += b"("
+        for p in paths[name]:
+            if isinstance(p, int):
+                out += _int(p)
+            else:
+                e.text(p)
+        out += b"t"
+    out += b"u" + m["storage_data"] + b"}("
+    for name, t in ckpt.tensors.items():
+        for k, c in enumerate(t.chunks):
+            before, after = _frame_sizes(t.dtype, c.shape)
+            start, length = c.extent.offset - before, c.extent.length + before + after
+            _storage(e, keys[name], e.size(c.start), k, ckpt.files[c.extent.file], start, length)
+    for key, offset, length in values:
+        _storage(e, key, b"N", None, ckpt.files[0], offset, length)
+    out += b"u" + m["storage_meta"] + b"N" + m["version"] + _text("1.0.0") + b"ub."
+    return bytes(out)
+
+
+def _storage(e: _Emitter, key: str, at: bytes, index: int | None, file: str, offset: int, length: int) -> None:
+    m, out = e.memo, e.out
+    out += m["MetadataIndex"] + b")\x81}(" + m["fqn"]
+    e.text(key)
+    out += m["offset"] + at + m["index"] + (b"N" if index is None else _int(index)) + b"ub"
+    out += m["_StorageInfo"] + b")\x81}(" + m["relative_path"]
+    e.text(file)
+    out += m["offset"] + _int(offset) + m["length"] + _int(length) + b"ub"
+
+
+LAYOUT = Layout("dcp", "torch.distributed.checkpoint folder", frozenset(), False, detect, read, write, locate)

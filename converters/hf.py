@@ -1,0 +1,456 @@
+"""hf: Hugging Face safetensors, the weights of a model and nothing else.
+
+    DIR/model.safetensors                                    or, in shards,
+    DIR/model-0000i-of-0000n.safetensors + model.safetensors.index.json {"metadata", "weight_map": {name: file}}
+    DIR/config.json, generation_config.json, tokenizer files
+
+Also read: adapter_model.safetensors, any other *.safetensors, one such file, and the shards of torch's
+HuggingFaceStorageWriter(save_distributed=True), `shard-*-model-*.safetensors`, where several files hold parts of one
+tensor and `__metadata__["DCP_SHARDING_INFO"]` {name: {"saved_offsets"}} says which; the whole shape is the furthest
+corner of all parts.
+
+Canonical names are those in memory. Where transformers keeps other ones on the Hub (fused experts), hubnames.py
+relates the two, in both directions, as views. Tied weights are written once, after their bytes were compared, and both
+names are there again on reading.
+
+Written: names, tensors, order and header byte for byte as `save_pretrained` writes them; shards as
+huggingface_hub splits them.
+
+Sources: stfile.py; transformers/modeling_utils.py (save_pretrained); huggingface_hub/serialization/_base.py
+(split_state_dict_into_shards_factory); torch/distributed/checkpoint/{hf_storage,_hf_utils}.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from ckpttool import boxes, hubnames, stfile
+from ckpttool.draft import Draft, DraftFile, Dropped
+from ckpttool.errors import Corrupt, Unsafe, Unsupported
+from ckpttool.fill import tensor_digests
+from ckpttool.index import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, TensorEntry, joined
+from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of
+from ckpttool.names import Named, strip_wrappers
+from ckpttool.store import Source
+
+__all__ = ["LAYOUT"]
+
+_INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
+#: Output embeddings that transformers ties to the input embedding when the config says so, for hubnames.PLAIN.
+_HEADS = ("lm_head.weight",)
+_EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "gpt_neox.embed_in.weight", "model.decoder.embed_tokens.weight")
+
+
+def detect(where: Place) -> tuple[bool, str]:
+    """A folder with *.safetensors, or one such file."""
+    source, file = where
+    if file is not None:
+        yes = file.endswith(".safetensors")
+        return yes, "is a .safetensors file" if yes else "not a .safetensors file"
+    names = source.list()
+    if ".metadata" in names:
+        return False, "has .metadata, which is of dcp"
+    found = [n for n in names if n.endswith(".safetensors")]
+    if _INDEX in names:
+        return True, f"has {_INDEX}"
+    if found:
+        return True, f"has {found[0]}" + (f" and {len(found) - 1} more" if len(found) > 1 else "")
+    return False, "no *.safetensors" + (", only pickles (*.bin): give one as the path" if any(n.endswith(".bin") for n in names) else "")
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+def read(where: Place, options: ReadOptions) -> Checkpoint:
+    """The index of a folder: headers only."""
+    source, file = where
+    names = [file] if file is not None else source.list()
+    shards = [n for n in names if _SHARD.fullmatch(n)]
+    notes: list[str] = []
+    if file is None and _INDEX in names:
+        tensors, files = _indexed(source, notes)
+    elif shards:
+        tensors, files = _sharded(source, shards)
+    else:
+        tensors, files = _plain(source, [n for n in names if n.endswith(".safetensors")])
+    config = _read_config(source, "config.json") if file is None and "config.json" in names else None
+    if options.config is not None:
+        config = _config_folder(options.config)[0] or config
+    if config is not None:
+        tensors = _in_memory(tensors, config, notes)
+    clean = strip_wrappers(tensors)
+    leaves = {("model", clean[n]): t for n, t in tensors.items()}
+    return checkpoint_of(Named(dict(leaves), {}, None, notes), "hf", source.root, None, files, source)
+
+
+def _plain(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
+    out: dict[str, TensorEntry] = {}
+    for i, file in enumerate(files):
+        for name, slot in stfile.slots(source, file).items():
+            if name in out:
+                raise Corrupt(f'"{name}" is in {file} and in {files[out[name].chunks[0].extent.file]}, and no index says which counts.')
+            out[name] = _entry(name, slot, i)
+    return out, files
+
+
+def _entry(name: str, slot: stfile.Slot, file: int) -> TensorEntry:
+    return TensorEntry(slot.dtype, slot.shape, ("model", name), Chunks.whole(slot.shape, file, slot.offset, slot.length))
+
+
+def _indexed(source: Source, notes: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
+    what = f"{source.root}/{_INDEX}"
+    index = stfile.parse(source.read_all(_INDEX, 512 << 20), what)
+    weights = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weights, dict) or not all(isinstance(v, str) for v in weights.values()):
+        raise Corrupt(f"{what}: no weight_map of names to files.")
+    files = sorted(set(weights.values()))
+    slots = [stfile.slots(source, f) for f in files]
+    out: dict[str, TensorEntry] = {}
+    for name, file in weights.items():
+        i = files.index(file)
+        if name not in slots[i]:
+            raise Corrupt(f'{what} says "{name}" is in {file}, which does not hold it. The shards are not of one model.')
+        out[name] = _entry(name, slots[i][name], i)
+    extra = [(n, i) for i, s in enumerate(slots) for n in s if weights.get(n) != files[i]]
+    for name, i in extra:
+        if name in out:
+            raise Corrupt(f'"{name}" is in {weights[name]} as {_INDEX} says, and in {files[i]} too; which one counts is not clear.')
+        out[name] = _entry(name, slots[i][name], i)
+    if extra:
+        notes.append(f"{len(extra)} tensors are not listed in {_INDEX} and were taken from their files, first {extra[0][0]}")
+    return out, files
+
+
+def _sharded(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
+    parts: dict[str, list[tuple[str, tuple[int, ...], Chunk]]] = {}
+    for i, file in enumerate(files):
+        slots, meta = stfile.read_header(source, file)
+        info = stfile.parse(meta.get("DCP_SHARDING_INFO", "{}").encode(), f"{source.root}/{file}")
+        for name, slot in slots.items():
+            entry = info.get(name) if isinstance(info, dict) else None
+            start = entry.get("saved_offsets") if isinstance(entry, dict) else None
+            if not isinstance(start, list) or len(start) != len(slot.shape) or not all(type(k) is int and k >= 0 for k in start):
+                raise Corrupt(f'{file}: DCP_SHARDING_INFO does not say where the part of "{name}" belongs.')
+            chunk = Chunk(tuple(start), slot.shape, Extent(i, slot.offset, slot.length))
+            parts.setdefault(name, []).append((slot.dtype, tuple(start), chunk))
+    out: dict[str, TensorEntry] = {}
+    for name, rows in parts.items():
+        if len({d for d, _, _ in rows}) != 1 or len({len(s) for _, s, _ in rows}) != 1:
+            raise Corrupt(f'the parts of "{name}" have different dtypes or dimensions.')
+        shape = tuple(max(c.start[d] + c.shape[d] for _, _, c in rows) for d in range(len(rows[0][1])))
+        unique = {(c.start, c.shape): c for _, _, c in rows}  # a replicated tensor is in several files
+        chunks = Chunks.of(len(shape), unique.values())
+        out[name] = TensorEntry(rows[0][0], shape, ("model", name), chunks)
+    return out, files
+
+
+def _in_memory(tensors: dict[str, TensorEntry], config: dict[str, Any], notes: list[str]) -> dict[str, TensorEntry]:
+    """The same tensors under the names a model has in memory, tied ones under both."""
+    if _asks_transformers(config, tensors):
+        relation = hubnames.relate(config, None)
+        if set(relation.views) - set(relation.tied) <= set(tensors) and any(v.of != k for k, v in relation.views.items()):
+            tensors = _fuse(tensors, relation)
+        tied = relation.tied if config.get("tie_word_embeddings", True) else {}
+    else:
+        tied = _usual_ties(config, tensors)
+    for name, kept in tied.items():
+        if name not in tensors and kept in tensors:
+            tensors[name] = replace(tensors[kept], path=("model", name))
+            notes.append(f'"{name}" is tied to "{kept}" (config.json); both names are kept')
+    return tensors
+
+
+def _usual_ties(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> dict[str, str]:
+    if not config.get("tie_word_embeddings"):
+        return {}
+    kept = next((n for n in _EMBEDDINGS if n in tensors), None)
+    return dict.fromkeys(_HEADS, kept) if kept else {}
+
+
+def _asks_transformers(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> bool:
+    """Whether transformers must be asked: names may differ on the Hub, or only its defaults tell what is tied."""
+    if not isinstance(config.get("model_type"), str):
+        return False
+    if any("lora_" in n or ".base_layer." in n for n in tensors):
+        return False  # an adapter: PEFT's names are written as they are
+    return config["model_type"] not in hubnames.PLAIN or "tie_word_embeddings" not in config
+
+
+def _fuse(tensors: dict[str, TensorEntry], relation: hubnames.Relation) -> dict[str, TensorEntry]:
+    """Hub tensors put together: each view of a parameter becomes a chunk of it."""
+    chunks: dict[str, Chunks] = {}
+    dtypes: dict[str, str] = {}
+    out: dict[str, TensorEntry] = {}
+    for name, view in relation.views.items():
+        t = tensors.get(name)
+        if t is None:
+            continue
+        whole = relation.shapes[view.of]
+        if t.shape != view.shape:
+            raise Corrupt(f'"{name}" is {t.shape}; config.json makes it {view.shape}. They are not of the same model.')
+        start, shape, strides = _box_of(view, whole, name)
+        columns = chunks.setdefault(view.of, Chunks(len(whole)))
+        dtypes.setdefault(view.of, t.dtype)
+        if dtypes[view.of] != t.dtype:
+            raise Unsupported(f'the parts of "{view.of}" have dtypes {dtypes[view.of]} and {t.dtype}.')
+        for c in t.chunks:
+            columns.add(start, shape, *c.extent, strides=strides)
+    for name, columns in chunks.items():
+        out[name] = TensorEntry(dtypes[name], relation.shapes[name], ("model", name), columns)
+    known = set(relation.views)
+    out.update({n: t for n, t in tensors.items() if n not in known})
+    return {**{n: out[n] for n in relation.shapes if n in out}, **out}
+
+
+def _box_of(view: hubnames.View, whole: tuple[int, ...], name: str) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]:
+    """(start, shape, strides) of a view in its parameter: strides, in elements of the view's own row-major bytes, where
+    dimensions are swapped; else None.
+
+    Raises:
+        Unsupported: the view is not a box.
+    """
+    full = boxes.strides(whole)
+    start, left = [], view.offset
+    for s in full:
+        start.append(left // s if s else 0)
+        left -= start[-1] * s if s else 0
+    shape, strides = [1] * len(whole), [0] * len(whole)
+    own = boxes.strides(view.shape)
+    free = list(range(len(whole)))
+    for n, s, w in zip(view.shape, view.strides, own, strict=True):
+        if n == 1:
+            continue
+        d = next((i for i in free if full[i] == s and whole[i] > 1), None)
+        if d is None:
+            raise Unsupported(f'"{name}" is no box of "{view.of}".')
+        free.remove(d)
+        shape[d], strides[d] = n, w
+    plain = boxes.strides(shape)
+    same = all(n == 1 or a == b for n, a, b in zip(shape, strides, plain, strict=True))
+    return tuple(start), tuple(shape), None if same else tuple(strides)
+
+
+# --------------------------------------------------------------------------------------------------------- writing
+
+
+def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
+    """A folder that from_pretrained loads.
+
+    Raises:
+        Unsupported: there are no weights, or config.json ties tensors whose bytes differ.
+    """
+    model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
+    if not model:
+        raise Unsupported("the checkpoint holds no model weights, and hf holds nothing else.")
+    notes: list[str] = []
+    dropped = [
+        Dropped(n, t.nbytes, "hf holds weights only") for n, t in ckpt.tensors.items() if t.path[0] != "model"
+    ] + [Dropped(n, 0, "hf holds weights only") for n in ckpt.values]
+    config, extra = _find_config(source, options.config, notes)
+    stored = _hub_tensors(ckpt, model, config, source, notes)
+    model = {k: replace(t, dtype=options.cast("model." + k, t.dtype)) for k, t in stored.items()}
+    for name, t in model.items():
+        if t.dtype not in stfile.CODES:
+            raise Unsupported(f'"{name}" is {t.dtype}, which safetensors does not hold. Cast it with --cast.')
+    groups = _split(model, options.max_shard_bytes)
+    n = len(groups)
+    files = ["model.safetensors"] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
+    tensors: dict[str, TensorEntry] = {}
+    draft_files: list[DraftFile] = []
+    for i, names in enumerate(groups):
+        names.sort(key=lambda k: stfile.sort_key(k, model[k].dtype))
+        head = stfile.header([(k, model[k].dtype, model[k].shape) for k in names], {"format": "pt"})
+        at = len(head)
+        for k in names:
+            t = model[k]
+            tensors["model." + k] = TensorEntry(t.dtype, t.shape, ("model", k), Chunks.whole(t.shape, i, at, t.nbytes))
+            at += t.nbytes
+        draft_files.append(DraftFile(files[i], at, head))
+    for name, data in extra.items():
+        data = _with_dtype(name, data, model)
+        draft_files.append(DraftFile(name, len(data), data))
+    if n > 1:
+        index = {
+            "metadata": {
+                "total_parameters": sum(t.numel for t in model.values()),
+                "total_size": sum(t.nbytes for t in model.values()),
+            },
+            "weight_map": {k: files[i] for i, k in sorted((i, k) for i, names in enumerate(groups) for k in names)},
+        }
+        text = (json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+        draft_files.append(DraftFile(_INDEX, len(text), text))
+    names_of_files = [f.name for f in draft_files]
+    out = Checkpoint("hf", options.target, None, names_of_files, [f.size for f in draft_files], tensors, {})
+    sources = {"model." + k: stored[k] for names in groups for k in names}
+    return Draft(out, sources, draft_files, dropped=dropped, notes=notes)
+
+
+def _hub_tensors(
+    ckpt: Checkpoint,
+    model: dict[str, TensorEntry],
+    config: dict[str, Any] | None,
+    source: Source,
+    notes: list[str],
+) -> dict[str, TensorEntry]:
+    """The tensors save_pretrained would write, as views of the source's."""
+    tied = _ties_in_file(model)
+    if config is not None and _asks_transformers(config, model):
+        relation = hubnames.relate(config, {k: t.shape for k, t in model.items()})
+        if config.get("tie_word_embeddings", True):
+            tied.update({k: v for k, v in relation.tied.items() if k in model and v in model})
+        out = {k: _crop(k, model[v.of], v) for k, v in relation.views.items()}
+    else:
+        if config is not None:
+            tied.update({k: v for k, v in _usual_ties(config, model).items() if k in model})
+        out = dict(model)
+    for name, kept in sorted(tied.items()):
+        if name not in out or kept not in out or name == kept:
+            continue
+        a, b = model[name], model[kept]
+        if a.chunks[:] != b.chunks[:]:
+            digests = tensor_digests({"a": a, "b": b}, source, ckpt.files, ckpt.records, lambda *_: None)
+            if digests["a"] != digests["b"]:
+                raise Unsupported(
+                    f'config.json ties "{name}" to "{kept}", but their bytes differ; loading would lose one of them. '
+                    'Set "tie_word_embeddings": false in the config given with --config, or find out which is right.'
+                )
+        del out[name]
+        notes.append(f'"{name}" is tied to "{kept}" (equal bytes) and written once, as save_pretrained does')
+    return out
+
+
+def _ties_in_file(model: dict[str, TensorEntry]) -> dict[str, str]:
+    """Names that share all their bytes in the source itself."""
+    first: dict[Any, str] = {}
+    out: dict[str, str] = {}
+    for name, t in model.items():
+        if t.numel and t.coding == "raw":
+            place = (t.dtype, t.shape, tuple(t.chunks[:]))
+            if first.setdefault(place, name) != name:
+                out[name] = first[place]
+    return out
+
+
+def _crop(name: str, t: TensorEntry, view: hubnames.View) -> TensorEntry:
+    """A part of a tensor as a tensor of its own."""
+    if view.shape == t.shape and view.offset == 0 and view.strides == boxes.strides(t.shape):
+        return t
+    start, shape, strides = _box_of(view, t.shape, name)
+    if t.chunks.zstd:
+        raise Unsupported(f'"{view.of}" is compressed and must be split; convert the checkpoint to dcp first.')
+    item = ITEMSIZE[t.dtype]
+    full = boxes.strides(t.shape)
+    # which dimension of the view runs along which dimension of the tensor; one of length 1 runs along none
+    along = [next((d for d in range(len(full)) if n > 1 and full[d] == s and shape[d] == n), None)
+             for n, s in zip(view.shape, view.strides, strict=True)]  # fmt: skip
+    chunks = Chunks(len(view.shape))
+    for c in t.chunks:
+        both = boxes.meet((c.start, c.shape), (start, shape))
+        if both is None:
+            continue
+        inner = c.strides or boxes.strides(c.shape)
+        inside = tuple(a - b for a, b in zip(both[0], c.start, strict=True))
+        offset = c.extent.offset + sum(i * s for i, s in zip(inside, inner, strict=True)) * item
+        new_start = tuple(0 if d is None else both[0][d] - start[d] for d in along)
+        new_shape = tuple(1 if d is None else both[1][d] for d in along)
+        new_strides = tuple(0 if d is None else inner[d] for d in along)
+        span = (sum((n - 1) * s for n, s in zip(new_shape, new_strides, strict=True)) + 1) * item
+        plain = all(n == 1 or a == b for n, a, b in zip(new_shape, new_strides, boxes.strides(new_shape), strict=True))
+        chunks.add(new_start, new_shape, c.extent.file, offset, span, strides=None if plain else new_strides)
+    return TensorEntry(t.dtype, view.shape, ("model", name), chunks)
+
+
+def _split(model: dict[str, TensorEntry], most: int) -> list[list[str]]:
+    """Shards as huggingface_hub makes them: fill one until the next tensor does not fit; larger ones stand alone."""
+    groups: list[list[str]] = []
+    current: list[str] = []
+    size = 0
+    for name, t in model.items():
+        if t.nbytes > most:
+            groups.append([name])
+            continue
+        if size + t.nbytes > most:
+            groups.append(current)
+            current, size = [], 0
+        current.append(name)
+        size += t.nbytes
+    return groups + [current] if current else groups
+
+
+# ---------------------------------------------------------------------------------------------------------- config
+
+_COPIED = re.compile(
+    r"config\.json|generation_config\.json|tokenizer[^/]*|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|"
+    r"merges\.txt|[^/]*\.(model|tiktoken|jinja)|(pre)?processor_config\.json|chat_template[^/]*|adapter_config\.json|"
+    r"video_preprocessor_config\.json"
+)
+_MOST_BYTES = 256 << 20
+
+
+def _read_config(source: Source, name: str) -> dict[str, Any]:
+    data = stfile.parse(source.read_all(name, 16 << 20), f"{source.root}/{name}")
+    if not isinstance(data, dict):
+        raise Corrupt(f"{source.root}/{name} is not a JSON object.")
+    return data
+
+
+def _config_folder(config: str) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
+    """(config.json, files to copy) of a folder or a model id."""
+    if not os.path.isdir(config):
+        if os.path.isfile(config):
+            config = os.path.dirname(os.path.abspath(config))
+        else:
+            from huggingface_hub import snapshot_download
+
+            try:
+                config = snapshot_download(config, allow_patterns=["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"])
+            except Exception as e:
+                raise Unsupported(f"--config {config}: neither a folder nor a model id that can be fetched ({e}).") from None
+    with Source(config) as source:
+        names = [n for n in source.list() if _COPIED.fullmatch(n) and source.exists(n)]
+        found = _read_config(source, "config.json") if "config.json" in names else None
+        return found, {n: source.read_all(n, _MOST_BYTES) for n in names}
+
+
+def _find_config(source: Source, given: str | None, notes: list[str]) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
+    """The config given, or one found beside the source."""
+    if given is not None:
+        return _config_folder(given)
+    for below in ("", "huggingface", "hf", ".."):
+        folder = os.path.join(source.root, below)
+        if os.path.isfile(os.path.join(folder, "config.json")):
+            try:
+                config, files = _config_folder(folder)
+            except (Corrupt, Unsafe):
+                continue
+            if config and "model_type" in config:
+                notes.append(f"config and tokenizer files taken from {os.path.relpath(folder, source.root)!r} beside the source")
+                return config, files
+    notes.append("no config.json beside the source: from_pretrained needs one; give --config DIR or HF_ID")
+    return None, {}
+
+
+def _with_dtype(name: str, data: bytes, model: dict[str, TensorEntry]) -> bytes:
+    """config.json says the dtype of the weights beside it, as save_pretrained writes it."""
+    if name != "config.json":
+        return data
+    config = json.loads(data)
+    sizes: dict[str, int] = {}
+    for t in model.values():
+        if "float" in t.dtype:
+            sizes[t.dtype] = sizes.get(t.dtype, 0) + prod(t.shape)
+    main = max(sizes, key=lambda k: sizes[k]) if sizes else None
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    if main is None or config.get(key) in (None, main) or not isinstance(config.get(key), str):
+        return data
+    config[key] = main
+    return (json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+LAYOUT = Layout("hf", "Hugging Face safetensors", frozenset({"model"}), False, detect, read, write)
