@@ -238,7 +238,7 @@ def _dtype(name: str) -> str:
     return full
 
 
-def _caster(dtype: str | None, cast: Mapping[str, str]) -> Any:
+def _caster(dtype: str | None, cast: Mapping[str, str]) -> layouts.Cast:
     whole = None if dtype in (None, "keep") else _dtype(str(dtype))
     rules = [(pattern, _dtype(to)) for pattern, to in cast.items()]
 
@@ -298,12 +298,13 @@ def convert(
         try:
             digests = fill(draft, source, ckpt.files, ckpt.records, staging, progress, ring)
             source.unchanged()
-            canonical_digests = _canonical(opened, draft, digests, progress, ring)
-            root = roots(_wanted(ckpt, draft), canonical_digests)
+            wanted = _wanted(ckpt, draft, _caster(how.get("dtype"), how.get("cast") or {}))
+            digests = _canonical(opened, draft, wanted, digests, progress, ring)
+            root = roots(wanted, digests)
             if not target.is_file:
-                _write_record(staging, opened, draft, target, canonical_digests, root)
+                _write_record(staging, ckpt, draft, wanted, digests, root)
             if verify:
-                _read_back(staging, target, draft, canonical_digests, how, progress, ring)
+                _read_back(staging, target, draft, digests, how, progress, ring)
             source.unchanged()
             staging.commit()
         except KeyboardInterrupt:
@@ -356,47 +357,47 @@ def _plan_id(source: Source, draft: Draft, target: layouts.Layout, how: Mapping[
     return h.hexdigest()
 
 
-def _wanted(ckpt: Checkpoint, draft: Draft) -> dict[str, TensorEntry]:
-    """The source's tensors that the destination holds, with the dtype they have there."""
-    there = draft.checkpoint.tensors
-    if all(n in ckpt.tensors for n in there):
-        return {n: replace(ckpt.tensors[n], dtype=t.dtype) for n, t in there.items()}
-    # renamed or split (hf): every weight of the source is there, under some name
-    kept = {c for t in there.values() for c in [t.path[0]]}
-    dtypes = {t.dtype for t in there.values() if "float" in t.dtype}
-    one = dtypes.pop() if len(dtypes) == 1 else None
-    return {
-        n: replace(t, dtype=one) if one and "float" in t.dtype else t for n, t in ckpt.tensors.items() if t.path[0] in kept
-    }
+def _wanted(ckpt: Checkpoint, draft: Draft, cast: layouts.Cast) -> dict[str, TensorEntry]:
+    """The source's tensors that the destination holds, under whatever name, with the dtype they have there."""
+    kept = {t.path[0] for t in draft.checkpoint.tensors.values()}
+    return {n: replace(t, dtype=cast(n, t.dtype)) for n, t in ckpt.tensors.items() if t.path[0] in kept}
 
 
-def _canonical(opened: Opened, draft: Draft, digests: dict[str, str], progress: Progress, ring: int) -> dict[str, str]:
-    """Digests by canonical name. Tensors that the destination splits or writes once for two are read again."""
+def _canonical(
+    opened: Opened,
+    draft: Draft,
+    wanted: dict[str, TensorEntry],
+    digests: dict[str, str],
+    progress: Progress,
+    ring: int,
+) -> dict[str, str]:
+    """Digests by canonical name. Tensors that the destination splits are read again."""
     ckpt = opened.checkpoint
-    wanted = _wanted(ckpt, draft)
-    out = {n: digests[n] for n in wanted if n in digests}
+    out = {n: digests[n] for n in wanted if n in digests and (n in draft.same or draft.sources[n] == ckpt.tensors[n])}
     rest = {n: ckpt.tensors[n] for n in wanted if n not in out}
     if rest:
         dtypes = {n: wanted[n].dtype for n in rest}
-        out.update(
-            tensor_digests(rest, opened.source, ckpt.files, ckpt.records, progress, "digest", dtypes, ring)
-        )
+        out.update(tensor_digests(rest, opened.source, ckpt.files, ckpt.records, progress, "digest", dtypes, ring))
     return out
 
 
 def _write_record(
-    staging: Staging, opened: Opened, draft: Draft, target: layouts.Layout, digests: dict[str, str], root: dict[str, str]
+    staging: Staging,
+    ckpt: Checkpoint,
+    draft: Draft,
+    wanted: dict[str, TensorEntry],
+    digests: dict[str, str],
+    root: dict[str, str],
 ) -> None:
-    ckpt = opened.checkpoint
-    wanted = _wanted(ckpt, draft)
     record = {
         "tool": "ckpttool",
         "version": __version__,
         "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "layout": target.name,
+        "layout": draft.checkpoint.layout,
         "world_size": draft.checkpoint.world_size,
         "source": {"name": os.path.basename(ckpt.root), "layout": ckpt.layout, "world_size": ckpt.world_size, "trainer": ckpt.trainer},
         "digest": root,
+        "tied": draft.same,
         "tensors": {n: [wanted[n].dtype, list(wanted[n].shape), d] for n, d in digests.items()},
     }
     path = staging.path(RECORD)
@@ -425,7 +426,7 @@ def _read_back(
     with open(path, layout=target.name, config=None if target.name == "hf" else how.get("config")) as back:
         ckpt = back.locate()
         found = tensor_digests(ckpt.tensors, back.source, ckpt.files, ckpt.records, progress, "verify", None, ring)
-    missing = sorted(set(digests) - set(found))
+    missing = sorted(set(digests) - set(found) - set(draft.same))
     extra = sorted(set(found) - set(digests))
     wrong = sorted(n for n in digests if n in found and found[n] != digests[n])
     if missing or extra or wrong:
@@ -472,7 +473,9 @@ def verify(
         out["digest"] = roots(ckpt.tensors, found)
         recorded = _recorded(opened.source) if os.path.isdir(path) else None
         if recorded:
-            _compare(found, {n: t[2] for n, t in recorded["tensors"].items()}, "the digests in ckpttool.json", out)
+            twins = recorded.get("tied", {})
+            theirs = {n: t[2] for n, t in recorded["tensors"].items() if n in found or n not in twins}
+            _compare(found, theirs, "the digests in ckpttool.json")
             out["recorded"] = "equal"
     if against is not None:
         with open(against) as other:
@@ -481,7 +484,7 @@ def verify(
             shared = {str(t.path[0]) for t in ckpt.tensors.values()} & {str(t.path[0]) for t in theirs.tensors.values()}
         mine = {n: d for n, d in found.items() if ckpt.component(n) in shared}
         yours = {n: d for n, d in digests.items() if theirs.component(n) in shared}
-        _compare(mine, yours, os.fspath(against), out)
+        _compare(mine, yours, os.fspath(against))
         out["against"] = {"path": os.path.abspath(against), "components": sorted(shared), "verdict": "equal"}
     return out
 
@@ -496,7 +499,7 @@ def _recorded(source: Source) -> dict[str, Any] | None:
         return None
 
 
-def _compare(mine: Mapping[str, str], theirs: Mapping[str, str], what: str, out: dict[str, Any]) -> None:
+def _compare(mine: Mapping[str, str], theirs: Mapping[str, str], what: str) -> None:
     wrong = sorted(n for n in mine if n in theirs and mine[n] != theirs[n])
     missing, extra = sorted(set(theirs) - set(mine)), sorted(set(mine) - set(theirs))
     if wrong or missing or extra:

@@ -82,6 +82,8 @@ def _answer(_: str) -> bytes:
     shapes = {k: tuple(v) for k, v in (question["tensors"] or own).items()}
     state = {k: torch.empty(s, device="meta") for k, s in shapes.items()}
     by_storage = {v.untyped_storage()._cdata: k for k, v in state.items()}
+    # the conversion makes its pieces contiguous for the writer; here they must stay views, so that they can be told
+    torch.Tensor.contiguous = lambda self, **_: self  # type: ignore[method-assign, assignment, misc]
     views: dict[str, Any] = {}
     for name, t in revert_weight_conversion(model, dict(state)).items():
         of = by_storage.get(t.untyped_storage()._cdata)

@@ -23,6 +23,10 @@ __all__ = ["Layout", "Place", "ReadOptions", "WriteOptions", "checkpoint_of", "d
 BUILT_IN = ("ckpttool.converters.dcp", "ckpttool.converters.full", "ckpttool.converters.hf")
 
 
+#: (name of a tensor, its dtype) -> the dtype to write it in.
+Cast = Callable[[str, str], str]
+
+
 class Place(NamedTuple):
     """Where a checkpoint may be: the files of a folder, or one of them."""
 
@@ -46,7 +50,7 @@ class WriteOptions:
     world_size: int | None = None
     max_shard_bytes: int = 5_000_000_000
     config: str | None = None
-    cast: Callable[[str, str], str] = lambda name, dtype: dtype  # (tensor, its dtype) -> the dtype to write
+    cast: Cast = lambda name, dtype: dtype
 
 
 class Layout(NamedTuple):

@@ -39,7 +39,7 @@ from .errors import Corrupt, SourceChanged, Unsafe
 from .index import ITEMSIZE, Chunk, Extent, Record, TensorEntry
 from .store import Source
 
-__all__ = ["ALIGN", "Arena", "Block", "Job", "Reader", "Sums", "cast"]
+__all__ = ["ALIGN", "Arena", "Block", "Job", "Reader", "Sums", "cast", "numpy_dtype", "unfold"]
 
 ALIGN = 4096
 _DIRECT = getattr(os, "O_DIRECT", 0)
@@ -533,7 +533,7 @@ def cast(data: memoryview, dtype: str, out: memoryview, to: str) -> None:
     """
     import numpy as np
 
-    src, dst = np.frombuffer(data, dtype=_numpy(dtype)), np.frombuffer(out, dtype=_numpy(to))
+    src, dst = np.frombuffer(data, dtype=numpy_dtype(dtype)), np.frombuffer(out, dtype=numpy_dtype(to))
     for a in range(0, len(src), 256 << 10):
         if (dtype, to) == ("float32", "bfloat16"):
             bits = src[a : a + (256 << 10)].view("u4")
@@ -547,7 +547,8 @@ def cast(data: memoryview, dtype: str, out: memoryview, to: str) -> None:
                 dst[a : a + (256 << 10)] = src[a : a + (256 << 10)].astype(dst.dtype)
 
 
-def _numpy(dtype: str) -> Any:
+def numpy_dtype(dtype: str) -> Any:
+    """The numpy dtype of a torch one; ml_dtypes gives those that numpy does not have."""
     import numpy as np
 
     if dtype == "bfloat16" or dtype.startswith("float8"):

@@ -253,7 +253,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         Dropped(n, t.nbytes, "hf holds weights only") for n, t in ckpt.tensors.items() if t.path[0] != "model"
     ] + [Dropped(n, 0, "hf holds weights only") for n in ckpt.values]
     config, extra = _find_config(source, options.config, notes)
-    stored = _hub_tensors(ckpt, model, config, source, notes)
+    stored, tied = _hub_tensors(ckpt, model, config, source, notes)
     model = {k: replace(t, dtype=options.cast("model." + k, t.dtype)) for k, t in stored.items()}
     for name, t in model.items():
         if t.dtype not in stfile.CODES:
@@ -288,7 +288,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     names_of_files = [f.name for f in draft_files]
     out = Checkpoint("hf", options.target, None, names_of_files, [f.size for f in draft_files], tensors, {})
     sources = {"model." + k: stored[k] for names in groups for k in names}
-    return Draft(out, sources, draft_files, dropped=dropped, notes=notes)
+    return Draft(out, sources, draft_files, dropped=dropped, same=tied, notes=notes)
 
 
 def _hub_tensors(
@@ -297,8 +297,8 @@ def _hub_tensors(
     config: dict[str, Any] | None,
     source: Source,
     notes: list[str],
-) -> dict[str, TensorEntry]:
-    """The tensors save_pretrained would write, as views of the source's."""
+) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """The tensors save_pretrained would write, as views of the source's, and {left out: its twin} of tied ones."""
     tied = _ties_in_file(model)
     if config is not None and _asks_transformers(config, model):
         relation = hubnames.relate(config, {k: t.shape for k, t in model.items()})
@@ -309,6 +309,7 @@ def _hub_tensors(
         if config is not None:
             tied.update({k: v for k, v in _usual_ties(config, model).items() if k in model})
         out = dict(model)
+    gone: dict[str, str] = {}
     for name, kept in sorted(tied.items()):
         if name not in out or kept not in out or name == kept:
             continue
@@ -321,8 +322,9 @@ def _hub_tensors(
                     'Set "tie_word_embeddings": false in the config given with --config, or find out which is right.'
                 )
         del out[name]
+        gone["model." + name] = "model." + kept
         notes.append(f'"{name}" is tied to "{kept}" (equal bytes) and written once, as save_pretrained does')
-    return out
+    return out, gone
 
 
 def _ties_in_file(model: dict[str, TensorEntry]) -> dict[str, str]:

@@ -1,0 +1,5 @@
+"""`python -m ckpttool`."""
+
+from .cli import main
+
+main()

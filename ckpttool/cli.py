@@ -1,0 +1,477 @@
+"""The command line: parse, call one function of the library, print. Data goes to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from typing import Annotated, Any
+
+import typer
+
+from .errors import EXIT_CODES, CkpttoolError, Interrupted, NoSpace, UsageError
+
+__all__ = ["app", "main"]
+
+_CODES = "  ·  ".join(f"{c} {t}" for c, t in EXIT_CODES)
+
+app = typer.Typer(
+    name="ckpttool",
+    help="Move PyTorch training checkpoints between layouts and world sizes, bit for bit, in constant memory.",
+    epilog=f"Exit codes: {_CODES}",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Src = Annotated[str, typer.Argument(help="A checkpoint: a folder or a file, in any layout.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no notes.")]
+From = Annotated[str | None, typer.Option("--from", help="Layout of the source, where its files alone do not tell.")]
+Config = Annotated[
+    str | None, typer.Option("--config", help="Folder or id of a Hugging Face model: config and tokenizer files.")
+]
+Like = Annotated[
+    str | None, typer.Option("--like", help="Checkpoint of the same model whose optimizer names its parameters.")
+]
+Only = Annotated[
+    str | None, typer.Option("--only", help="Components to take, e.g. model,optim.", metavar="model,optim,...")
+]
+
+
+def _comma(text: str | None) -> list[str] | None:
+    return [t.strip() for t in text.split(",") if t.strip()] if text else None
+
+
+def _bytes(text: str) -> int:
+    """A size as people write it: 5GB, 500MiB, 1000000."""
+    m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    if not m:
+        raise UsageError(f"{text!r} is no size; write 5GB or 500MiB.")
+    return int(float(m[1]) * (1024 if m[3] else 1000) ** " kmgt".index(m[2] or " "))
+
+
+class _Meter:
+    """Progress on stderr: a live bar on a terminal, a line every ten seconds in a log, nothing with --quiet."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.quiet, self.bar, self.task = quiet, None, None
+        self.what, self.began, self.said = "", 0.0, 0.0
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if self.quiet:
+            return
+        now = time.monotonic()
+        if what != self.what:
+            self.close()
+            self.what, self.began, self.said = what, now, now
+            if sys.stderr.isatty():
+                self._start(what, total)
+        bar: Any = self.bar
+        if bar is not None:
+            if now - self.said > 0.1 or done == total:
+                bar.update(self.task, completed=done, memory=_peak())
+                self.said = now
+        elif now - self.said >= 10:
+            rate = done / (now - self.began)
+            left = (total - done) / rate if rate else 0
+            print(
+                f"{what} {done / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e9:.2f} GB/s, {left:.0f} s left, {_peak()}",
+                file=sys.stderr,
+                flush=True,
+            )
+            self.said = now
+
+    def _start(self, what: str, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+        bar = Progress(
+            TextColumn("{task.description:8s}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+            TimeRemainingColumn(), TextColumn("{task.fields[memory]}"), console=Console(stderr=True), transient=True,
+        )  # fmt: skip
+        self.task = bar.add_task(what, total=max(1, total), memory="")
+        bar.start()
+        self.bar = bar  # type: ignore[assignment]
+
+    def close(self) -> None:
+        """Take the bar off the screen."""
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+
+def _peak() -> str:
+    import resource
+
+    return f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB"
+
+
+def _note(text: str, quiet: bool = False) -> None:
+    if not quiet:
+        print(text, file=sys.stderr)
+
+
+def _print_json(data: Any) -> None:
+    print(json.dumps(data, indent=1, ensure_ascii=False, default=str))
+
+
+def _draw(*renderables: Any) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    for r in renderables:
+        console.print(r)
+
+
+@app.command()
+def convert(
+    src: Src,
+    dst: Annotated[str, typer.Argument(help="Where the new checkpoint shall be.", show_default=False)],
+    to: Annotated[str | None, typer.Option("--to", help="Layout to write: dcp, full or hf.")] = None,
+    from_: From = None,
+    world_size: Annotated[
+        int | None, typer.Option("--world-size", "-n", min=1, help="Ranks of the job that will load it.")
+    ] = None,
+    only: Only = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="dtype of floating-point weights: bf16, fp16, fp32, keep.")
+    ] = None,
+    cast: Annotated[
+        list[str] | None, typer.Option("--cast", help="dtype of some tensors; may be given again.", metavar="GLOB=DTYPE")
+    ] = None,
+    config: Config = None,
+    like: Like = None,
+    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Largest file of an hf folder.")] = "5GB",
+    max_memory: Annotated[
+        str | None, typer.Option("--max-memory", help="Memory budget; buffers shrink or grow to fit.")
+    ] = None,
+    drop: Annotated[bool, typer.Option("--drop", help="Go on without what the target cannot hold.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing destination, whole.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be written, and stop.")] = False,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not read the result back from disk.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Convert a checkpoint to another layout or world size."""
+    from . import convert as engine
+
+    rules: dict[str, str] = {}
+    for rule in cast or []:
+        pattern, eq, kind = rule.rpartition("=")
+        if not eq:
+            raise UsageError(f"--cast {rule!r}: write GLOB=DTYPE.")
+        rules[pattern] = kind
+    how: dict[str, Any] = {
+        "to": to, "layout": from_, "world_size": world_size, "only": _comma(only), "dtype": dtype, "cast": rules,
+        "config": config, "like": like, "max_shard_bytes": _bytes(max_shard_size),
+    }  # fmt: skip
+    if dry_run:
+        _dry_run(src, dst, how, as_json)
+        return
+    meter = _Meter(quiet)
+    began = time.monotonic()
+    try:
+        done = engine.convert(
+            src, dst, drop=drop, force=force, verify=not no_verify,
+            max_memory_bytes=_bytes(max_memory) if max_memory else None, progress=meter, **how,
+        )  # fmt: skip
+    finally:
+        meter.close()
+    seconds = time.monotonic() - began
+    if as_json:
+        from dataclasses import asdict
+
+        _print_json({**asdict(done), "seconds": round(seconds, 3), "peak_memory_mib": int(_peak().split()[1])})
+        return
+    for text in done.notes:
+        _note(f"note: {text}", quiet)
+    _say_dropped(done.dropped, quiet)
+    from .inspect import human
+
+    where = f" for {done.world_size} ranks" if done.world_size else ""
+    _note(
+        f"{done.layout_from} -> {done.layout_to}{where}: {done.tensors:,} tensors, {human(done.written_bytes)} in "
+        f"{seconds:.1f} s, {_peak()}" + (", read back and equal" if done.verified else ", not read back"),
+        quiet,
+    )
+    for component, root in done.digest.items():
+        print(f"digest {component:10s} blake3:{root}")
+
+
+def _say_dropped(dropped: list[tuple[str, int, str]], quiet: bool) -> None:
+    """What is left behind, component by component."""
+    from .inspect import human
+
+    groups: dict[tuple[str, str], list[tuple[str, int]]] = {}
+    for name, nbytes, why in dropped:
+        groups.setdefault((name.partition(".")[0], why), []).append((name, nbytes))
+    for (component, why), rows in groups.items():
+        size = sum(n for _, n in rows)
+        names = ", ".join(n for n, _ in rows[:3]) + (f", ... ({len(rows)} entries)" if len(rows) > 3 else "")
+        _note(f"left behind: {component}, {human(size)} ({why}): {names}", quiet)
+
+
+def _dry_run(src: str, dst: str, how: dict[str, Any], as_json: bool) -> None:
+    from . import convert as engine
+    from .inspect import human
+
+    opened, draft, target = engine.plan(src, dst, **how)
+    with opened:
+        files = [(f.name, f.size) for f in draft.files]
+        if as_json:
+            _print_json({
+                "from": opened.layout.name, "to": target.name, "world_size": draft.checkpoint.world_size,
+                "tensors": len(draft.checkpoint.tensors), "source_bytes": opened.checkpoint.nbytes,
+                "destination_bytes": draft.nbytes, "files": [{"name": n, "bytes": b} for n, b in files],
+                "dropped": [{"name": d.name, "bytes": d.nbytes, "why": d.why} for d in draft.dropped],
+                "notes": [*opened.checkpoint.notes, *draft.notes],
+            })  # fmt: skip
+            return
+        world = f" for {draft.checkpoint.world_size} ranks" if draft.checkpoint.world_size else ""
+        print(f"{opened.layout.name} -> {target.name}{world}: {len(draft.checkpoint.tensors):,} tensors, about {human(draft.nbytes)}")
+        for name, size in files[:40]:
+            print(f"  {name:44s} {human(size):>12s}")
+        if len(files) > 40:
+            print(f"  ... {len(files) - 40} more files")
+        for text in [*opened.checkpoint.notes, *draft.notes]:
+            print(f"note: {text}")
+        sys.stdout.flush()
+        _say_dropped([tuple(d) for d in draft.dropped], False)
+
+
+@app.command()
+def inspect(
+    path: Src,
+    show_tree: Annotated[bool, typer.Option("--tree", help="All names as a tree.")] = False,
+    tensor: Annotated[str | None, typer.Option("--tensor", help="Where the chunks of some tensors lie.", metavar="GLOB")] = None,
+    from_: From = None,
+    config: Config = None,
+    like: Like = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a checkpoint is and what it lacks; reads headers only."""
+    import fnmatch
+
+    from . import inspect as look
+    from .convert import open as open_checkpoint
+
+    with open_checkpoint(path, layout=from_, config=config, like=like) as opened:
+        if tensor is not None:
+            ckpt = opened.locate()
+            names = [n for n in ckpt.tensors if fnmatch.fnmatchcase(n, tensor)]
+            if not names:
+                raise UsageError(f"no tensor matches {tensor!r}; there are {len(ckpt.tensors)}, first {next(iter(ckpt.tensors), None)}.")
+            rows = look.tensor_rows(ckpt, names)
+            if as_json:
+                _print_json(rows)
+                return
+            for r in rows:
+                print(f"{r['name']}  {r['dtype']} {r['shape']}  {look.human(r['bytes'])}, {r['chunks']} chunks")
+                for c in r["where"]:
+                    spans = ", ".join(f"{a}:{a + n}" for a, n in zip(c["start"], c["shape"], strict=True))
+                    print(f"    [{spans}]  {c['file']} bytes {c['offset']}..{c['offset'] + c['length']}")
+            return
+        s = look.summarise(opened.checkpoint, path)
+        if as_json:
+            if show_tree:
+                s["names"] = {n: [t.dtype, list(t.shape)] for n, t in opened.checkpoint.tensors.items()}
+            _print_json(s)
+            return
+        _draw(look.screen(s), *([look.tree(opened.checkpoint)] if show_tree else []))
+
+
+@app.command()
+def diff(
+    a: Src,
+    b: Annotated[str, typer.Argument(help="Another checkpoint, in any layout.", show_default=False)],
+    rtol: Annotated[float, typer.Option("--rtol", min=0, help="Relative tolerance.")] = 0.0,
+    atol: Annotated[float, typer.Option("--atol", min=0, help="Absolute tolerance.")] = 0.0,
+    only: Only = None,
+    config: Config = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compare two checkpoints, whatever their layouts; exit 5 when they differ."""
+    from .diff import diff as compare
+
+    meter = _Meter(quiet)
+    try:
+        found = compare(a, b, rtol=rtol, atol=atol, only=_comma(only), config=config, progress=meter)
+    finally:
+        meter.close()
+    if as_json:
+        _print_json(found.to_json())
+    else:
+        _print_difference(found)
+    if not found.equal:
+        raise typer.Exit(5)
+
+
+def _print_difference(d: Any) -> None:
+    for title, names in (("only in A", d.only_in_a), ("only in B", d.only_in_b)):
+        for n in names[:20]:
+            print(f"{title}: {n}")
+        if len(names) > 20:
+            print(f"{title}: ... {len(names) - 20} more")
+    for n, (x, y) in d.shapes.items():
+        print(f"shape: {n}: {list(x)} | {list(y)}")
+    for n, (x, y) in list(d.dtypes.items())[:20]:
+        print(f"dtype: {n}: {x} | {y}")
+    if len(d.dtypes) > 20:
+        print(f"dtype: ... {len(d.dtypes) - 20} more")
+    for n, (x, y) in d.values.items():
+        print(f"value: {n}: {x} | {y}")
+    for t in d.data[:50]:
+        ulp = f", {t.max_ulp} ulp" if t.max_ulp is not None else ""
+        nan = f", {t.nan_mismatch} NaN on one side only" if t.nan_mismatch else ""
+        print(
+            f"data: {t.name}: {t.differing:,} of {t.elements:,} elements differ, max abs {t.max_abs:.3g}, max rel "
+            f"{t.max_rel:.3g}{ulp}{nan}, first at {list(t.first)}, worst at {list(t.worst)}"
+        )
+    if len(d.data) > 50:
+        print(f"data: ... {len(d.data) - 50} more tensors")
+    close = f" ({d.within_tolerance} within the tolerance)" if d.within_tolerance else ""
+    print(f"{'equal' if d.equal else 'different'}: {d.tensors:,} tensors in both, {len(d.data)} with other values{close}")
+
+
+@app.command()
+def verify(
+    path: Src,
+    read_data: Annotated[bool, typer.Option("--read-data", help="Read every byte: CRC32s, recorded digests.")] = False,
+    against: Annotated[str | None, typer.Option("--against", help="A checkpoint that must hold the same state.")] = None,
+    from_: From = None,
+    config: Config = None,
+    like: Like = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Check that a checkpoint is whole: structure, and with --read-data every byte."""
+    from .convert import verify as check
+
+    meter = _Meter(quiet)
+    try:
+        found = check(path, read_data=read_data, against=against, progress=meter, layout=from_, config=config, like=like)
+    finally:
+        meter.close()
+    if as_json:
+        _print_json(found)
+        return
+    from .inspect import human
+
+    print(f"{found['layout']}: {found['tensors']:,} tensors, {human(found['bytes'])}: structure ok")
+    if "data" in found:
+        covered = found["crc32_covered_bytes"]
+        print(f"data ok: every byte read, {human(covered)} covered by CRC32s of the files themselves")
+        if "recorded" in found:
+            print("equal to the digests recorded in ckpttool.json")
+        for component, root in found["digest"].items():
+            print(f"digest {component:10s} blake3:{root}")
+    if "against" in found:
+        print(f"equal to {found['against']['path']}: {', '.join(found['against']['components'])}")
+
+
+@app.command()
+def digest(
+    path: Src,
+    from_: From = None,
+    only: Only = None,
+    config: Config = None,
+    like: Like = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="The digest of every tensor too.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Digest of the state, the same in every layout and at every world size."""
+    from .convert import digest as compute
+
+    meter = _Meter(quiet)
+    try:
+        found = compute(path, progress=meter, layout=from_, only=_comma(only), config=config, like=like)
+    finally:
+        meter.close()
+    if as_json:
+        _print_json(found if tensors else {"digest": found["digest"]})
+        return
+    for component, root in found["digest"].items():
+        print(f"blake3:{root}  {component}")
+    for name, value in found["tensors"].items() if tensors else ():
+        print(f"blake3:{value}  {name}")
+
+
+@app.command()
+def layouts(as_json: Json = False) -> None:
+    """List the layouts ckpttool knows."""
+    from .layouts import layouts as known
+
+    rows = [
+        {
+            "name": x.name, "title": x.title, "reads": True, "writes": x.write is not None,
+            "holds": sorted(x.holds) or "everything",
+        }
+        for x in known().values()
+    ]  # fmt: skip
+    if as_json:
+        _print_json(rows)
+        return
+    for r in rows:
+        verbs = "read, write" if r["writes"] else "read"
+        holds = r["holds"] if isinstance(r["holds"], str) else ", ".join(r["holds"])
+        print(f"{r['name']:10s} {r['title']:44s} {verbs:12s} holds {holds}")
+
+
+def _version(show: bool) -> None:
+    if show:
+        from ._version import __version__
+
+        print(f"ckpttool {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    pass
+
+
+def _stop(signum: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> None:
+    """Entry point: runs a command and turns what it raises into a line on stderr and an exit code."""
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        app()
+    except CkpttoolError as e:
+        _fail(e, e.exit_code)
+    except KeyboardInterrupt:
+        _fail(Interrupted("interrupted; nothing was changed."), 130)
+    except MemoryError:
+        _fail(NoSpace("not enough memory."), 8)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as e:  # a fault of ours: no traceback unless asked for, but say where it was
+        if os.environ.get("CKPTTOOL_DEBUG"):
+            raise
+        import traceback
+
+        where = traceback.extract_tb(e.__traceback__)[-1]
+        text = f"unexpected {type(e).__name__}: {e} ({os.path.basename(where.filename)}:{where.lineno})."
+        _fail(CkpttoolError(f"{text} This is a bug of ckpttool; CKPTTOOL_DEBUG=1 shows the traceback to report."), 1)
+
+
+def _fail(e: CkpttoolError, code: int) -> None:
+    if "--json" in sys.argv:
+        _print_json({"error": {"kind": type(e).__name__, "exit_code": code, "message": str(e)}})
+    print(f"error: {e}", file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
