@@ -1,1 +1,56 @@
-"""ckpttool: move training checkpoints between layouts and world sizes, bit for bit, in constant memory."""
+"""ckpttool: move training checkpoints between layouts and world sizes, bit for bit, in constant memory.
+
+>>> import ckpttool
+>>> ckpttool.convert("runs/step-1000", "out/hf", to="hf", config="meta-llama/Llama-3.2-1B")      # doctest: +SKIP
+>>> ckpttool.convert("runs/step-1000", "out/dcp", to="dcp", world_size=48)                       # doctest: +SKIP
+>>> ckpttool.diff("runs/step-1000", "out/dcp").equal                                             # doctest: +SKIP
+True
+
+Nothing is imported until it is used; none of these imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ._version import __version__
+
+if TYPE_CHECKING:
+    from .comparison import diff
+    from .conversion import convert, digest, open, plan, verify
+    from .errors import CkpttoolError
+    from .index import Checkpoint
+    from .summary import inspect
+
+__all__ = [
+    "Checkpoint",
+    "CkpttoolError",
+    "__version__",
+    "convert",
+    "diff",
+    "digest",
+    "inspect",
+    "open",
+    "plan",
+    "verify",
+]
+
+_WHERE = {
+    "Checkpoint": "index",
+    "CkpttoolError": "errors",
+    "convert": "conversion",
+    "diff": "comparison",
+    "digest": "conversion",
+    "inspect": "summary",
+    "open": "conversion",
+    "plan": "conversion",
+    "verify": "conversion",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        from importlib import import_module
+
+        return getattr(import_module(f".{_WHERE[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

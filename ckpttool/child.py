@@ -48,7 +48,7 @@ def in_child(function: str, argument: str, work_bytes: int, text: bytes = b"") -
     """
     seconds = 20 + work_bytes // (2 << 20)
     memory = (1 << 30) + 24 * work_bytes if work_bytes else 0
-    done = subprocess.run(  # noqa: S603
+    done = subprocess.run(
         [sys.executable, "-P", "-c", _CODE, function, argument, str(seconds), str(memory)],
         input=text,
         capture_output=True,
@@ -62,7 +62,8 @@ def in_child(function: str, argument: str, work_bytes: int, text: bytes = b"") -
             f"{argument[:200]}: reading it took more than {seconds} s or {memory >> 20} MiB, which nothing genuine of "
             f"{work_bytes} bytes does."
         )
-    for kind in (Unsafe, Corrupt, *CkpttoolError.__subclasses__()):
+    kinds: list[type[CkpttoolError]] = [Unsafe, Corrupt, *CkpttoolError.__subclasses__()]
+    for kind in kinds:
         if kind.exit_code == done.returncode - 100:
             raise kind(f"{argument[:200]}: {message}")
     raise Corrupt(f"{argument[:200]}: {message[-2000:] or 'the reader failed'}")

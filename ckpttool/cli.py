@@ -58,7 +58,9 @@ class _Meter:
     """Progress on stderr: a live bar on a terminal, a line every ten seconds in a log, nothing with --quiet."""
 
     def __init__(self, quiet: bool) -> None:
-        self.quiet, self.bar, self.task = quiet, None, None
+        self.quiet = quiet
+        self.bar: Any = None
+        self.task: Any = None
         self.what, self.began, self.said = "", 0.0, 0.0
 
     def __call__(self, what: str, done: int, total: int) -> None:
@@ -70,10 +72,9 @@ class _Meter:
             self.what, self.began, self.said = what, now, now
             if sys.stderr.isatty():
                 self._start(what, total)
-        bar: Any = self.bar
-        if bar is not None:
+        if self.bar is not None:
             if now - self.said > 0.1 or done == total:
-                bar.update(self.task, completed=done, memory=_peak())
+                self.bar.update(self.task, completed=done, memory=_peak())
                 self.said = now
         elif now - self.said >= 10:
             rate = done / (now - self.began)
@@ -87,7 +88,14 @@ class _Meter:
 
     def _start(self, what: str, total: int) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
 
         bar = Progress(
             TextColumn("{task.description:8s}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
@@ -95,7 +103,7 @@ class _Meter:
         )  # fmt: skip
         self.task = bar.add_task(what, total=max(1, total), memory="")
         bar.start()
-        self.bar = bar  # type: ignore[assignment]
+        self.bar = bar
 
     def close(self) -> None:
         """Take the bar off the screen."""
@@ -141,7 +149,8 @@ def convert(
         str | None, typer.Option("--dtype", help="dtype of floating-point weights: bf16, fp16, fp32, keep.")
     ] = None,
     cast: Annotated[
-        list[str] | None, typer.Option("--cast", help="dtype of some tensors; may be given again.", metavar="GLOB=DTYPE")
+        list[str] | None,
+        typer.Option("--cast", help="dtype of some tensors; may be given again.", metavar="GLOB=DTYPE"),
     ] = None,
     config: Config = None,
     like: Like = None,
@@ -157,7 +166,7 @@ def convert(
     quiet: Quiet = False,
 ) -> None:
     """Convert a checkpoint to another layout or world size."""
-    from . import convert as engine
+    from . import conversion as engine
 
     rules: dict[str, str] = {}
     for rule in cast or []:
@@ -190,7 +199,7 @@ def convert(
     for text in done.notes:
         _note(f"note: {text}", quiet)
     _say_dropped(done.dropped, quiet)
-    from .inspect import human
+    from .summary import human
 
     where = f" for {done.world_size} ranks" if done.world_size else ""
     _note(
@@ -204,7 +213,7 @@ def convert(
 
 def _say_dropped(dropped: list[tuple[str, int, str]], quiet: bool) -> None:
     """What is left behind, component by component."""
-    from .inspect import human
+    from .summary import human
 
     groups: dict[tuple[str, str], list[tuple[str, int]]] = {}
     for name, nbytes, why in dropped:
@@ -216,8 +225,8 @@ def _say_dropped(dropped: list[tuple[str, int, str]], quiet: bool) -> None:
 
 
 def _dry_run(src: str, dst: str, how: dict[str, Any], as_json: bool) -> None:
-    from . import convert as engine
-    from .inspect import human
+    from . import conversion as engine
+    from .summary import human
 
     opened, draft, target = engine.plan(src, dst, **how)
     with opened:
@@ -232,7 +241,9 @@ def _dry_run(src: str, dst: str, how: dict[str, Any], as_json: bool) -> None:
             })  # fmt: skip
             return
         world = f" for {draft.checkpoint.world_size} ranks" if draft.checkpoint.world_size else ""
-        print(f"{opened.layout.name} -> {target.name}{world}: {len(draft.checkpoint.tensors):,} tensors, about {human(draft.nbytes)}")
+        print(
+            f"{opened.layout.name} -> {target.name}{world}: {len(draft.checkpoint.tensors):,} tensors, about {human(draft.nbytes)}"
+        )
         for name, size in files[:40]:
             print(f"  {name:44s} {human(size):>12s}")
         if len(files) > 40:
@@ -240,14 +251,16 @@ def _dry_run(src: str, dst: str, how: dict[str, Any], as_json: bool) -> None:
         for text in [*opened.checkpoint.notes, *draft.notes]:
             print(f"note: {text}")
         sys.stdout.flush()
-        _say_dropped([tuple(d) for d in draft.dropped], False)
+        _say_dropped([(d.name, d.nbytes, d.why) for d in draft.dropped], False)
 
 
 @app.command()
 def inspect(
     path: Src,
     show_tree: Annotated[bool, typer.Option("--tree", help="All names as a tree.")] = False,
-    tensor: Annotated[str | None, typer.Option("--tensor", help="Where the chunks of some tensors lie.", metavar="GLOB")] = None,
+    tensor: Annotated[
+        str | None, typer.Option("--tensor", help="Where the chunks of some tensors lie.", metavar="GLOB")
+    ] = None,
     from_: From = None,
     config: Config = None,
     like: Like = None,
@@ -256,15 +269,17 @@ def inspect(
     """Show what a checkpoint is and what it lacks; reads headers only."""
     import fnmatch
 
-    from . import inspect as look
-    from .convert import open as open_checkpoint
+    from . import summary as look
+    from .conversion import open as open_checkpoint
 
     with open_checkpoint(path, layout=from_, config=config, like=like) as opened:
         if tensor is not None:
             ckpt = opened.locate()
             names = [n for n in ckpt.tensors if fnmatch.fnmatchcase(n, tensor)]
             if not names:
-                raise UsageError(f"no tensor matches {tensor!r}; there are {len(ckpt.tensors)}, first {next(iter(ckpt.tensors), None)}.")
+                raise UsageError(
+                    f"no tensor matches {tensor!r}; there are {len(ckpt.tensors)}, first {next(iter(ckpt.tensors), None)}."
+                )
             rows = look.tensor_rows(ckpt, names)
             if as_json:
                 _print_json(rows)
@@ -296,7 +311,7 @@ def diff(
     quiet: Quiet = False,
 ) -> None:
     """Compare two checkpoints, whatever their layouts; exit 5 when they differ."""
-    from .diff import diff as compare
+    from .comparison import diff as compare
 
     meter = _Meter(quiet)
     try:
@@ -335,14 +350,18 @@ def _print_difference(d: Any) -> None:
     if len(d.data) > 50:
         print(f"data: ... {len(d.data) - 50} more tensors")
     close = f" ({d.within_tolerance} within the tolerance)" if d.within_tolerance else ""
-    print(f"{'equal' if d.equal else 'different'}: {d.tensors:,} tensors in both, {len(d.data)} with other values{close}")
+    print(
+        f"{'equal' if d.equal else 'different'}: {d.tensors:,} tensors in both, {len(d.data)} with other values{close}"
+    )
 
 
 @app.command()
 def verify(
     path: Src,
     read_data: Annotated[bool, typer.Option("--read-data", help="Read every byte: CRC32s, recorded digests.")] = False,
-    against: Annotated[str | None, typer.Option("--against", help="A checkpoint that must hold the same state.")] = None,
+    against: Annotated[
+        str | None, typer.Option("--against", help="A checkpoint that must hold the same state.")
+    ] = None,
     from_: From = None,
     config: Config = None,
     like: Like = None,
@@ -350,17 +369,19 @@ def verify(
     quiet: Quiet = False,
 ) -> None:
     """Check that a checkpoint is whole: structure, and with --read-data every byte."""
-    from .convert import verify as check
+    from .conversion import verify as check
 
     meter = _Meter(quiet)
     try:
-        found = check(path, read_data=read_data, against=against, progress=meter, layout=from_, config=config, like=like)
+        found = check(
+            path, read_data=read_data, against=against, progress=meter, layout=from_, config=config, like=like
+        )
     finally:
         meter.close()
     if as_json:
         _print_json(found)
         return
-    from .inspect import human
+    from .summary import human
 
     print(f"{found['layout']}: {found['tensors']:,} tensors, {human(found['bytes'])}: structure ok")
     if "data" in found:
@@ -386,7 +407,7 @@ def digest(
     quiet: Quiet = False,
 ) -> None:
     """Digest of the state, the same in every layout and at every world size."""
-    from .convert import digest as compute
+    from .conversion import digest as compute
 
     meter = _Meter(quiet)
     try:
@@ -407,7 +428,7 @@ def layouts(as_json: Json = False) -> None:
     """List the layouts ckpttool knows."""
     from .layouts import layouts as known
 
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "name": x.name, "title": x.title, "reads": True, "writes": x.write is not None,
             "holds": sorted(x.holds) or "everything",
@@ -433,7 +454,9 @@ def _version(show: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     pass
 

@@ -98,7 +98,9 @@ class Staging:
         if os.path.islink(self.target) and not os.path.exists(self.target):
             raise DestinationExists(f"{self.target} is a link that leads nowhere; remove it first.")
         if os.path.lexists(self.target) and not force:
-            raise DestinationExists(f"{self.target} exists. Choose another destination, or --force to replace it whole.")
+            raise DestinationExists(
+                f"{self.target} exists. Choose another destination, or --force to replace it whole."
+            )
         if not os.path.isdir(self.parent):
             raise UsageError(f"{self.parent} is not a folder; create it first.")
         prefix = f".{self.name}.partial-"

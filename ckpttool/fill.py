@@ -193,7 +193,13 @@ def _write_error(e: OSError, path: str) -> CkpttoolError:
 
 
 def fill(
-    draft: Draft, source: Source, files: list[str], records: Any, staging: Staging, progress: Progress, ring: int = 4 << 20
+    draft: Draft,
+    source: Source,
+    files: list[str],
+    records: Any,
+    staging: Staging,
+    progress: Progress,
+    ring: int = 4 << 20,
 ) -> dict[str, str]:
     """Write every file of a draft into its staging folder; returns {tensor: BLAKE3 hex digest of its bytes there}.
 
@@ -396,7 +402,7 @@ def _cut(block: Block, box: tuple[tuple[int, ...], tuple[int, ...]], item: int) 
     kind = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(item, f"V{item}")
     whole = np.frombuffer(block.data, dtype=kind).reshape(block.shape)
     part = np.ascontiguousarray(whole[tuple(slice(s, s + k) for s, k in zip(at, box[1], strict=True))])
-    return memoryview(part.reshape(-1).view("u1")).cast("B")
+    return memoryview(part.reshape(-1).view("u1").data)
 
 
 def tensor_digests(

@@ -72,18 +72,20 @@ def _answer(_: str) -> bytes:
     config_dict = question["config"]
     config_dict.pop("auto_map", None)  # code beside the weights is never imported
     config = transformers.AutoConfig.for_model(**config_dict)
-    cls = next((getattr(transformers, a) for a in config_dict.get("architectures") or () if hasattr(transformers, a)), None)
+    cls = next(
+        (getattr(transformers, a) for a in config_dict.get("architectures") or () if hasattr(transformers, a)), None
+    )
     with torch.device("meta"):
         if cls is not None:
             model = cls._from_config(config)
         else:
-            model = transformers.AutoModelForCausalLM.from_config(config)
+            model = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     own = {k: tuple(v.shape) for k, v in model.state_dict().items()}
     shapes = {k: tuple(v) for k, v in (question["tensors"] or own).items()}
     state = {k: torch.empty(s, device="meta") for k, s in shapes.items()}
     by_storage = {v.untyped_storage()._cdata: k for k, v in state.items()}
     # the conversion makes its pieces contiguous for the writer; here they must stay views, so that they can be told
-    torch.Tensor.contiguous = lambda self, **_: self  # type: ignore[method-assign, assignment, misc]
+    torch.Tensor.contiguous = lambda self, **_: self  # type: ignore[method-assign]
     views: dict[str, Any] = {}
     for name, t in revert_weight_conversion(model, dict(state)).items():
         of = by_storage.get(t.untyped_storage()._cdata)
@@ -94,4 +96,3 @@ def _answer(_: str) -> bytes:
     if not isinstance(tied, dict):
         tied = {}
     return json.dumps({"views": views, "shapes": shapes, "tied": dict(tied)}).encode()
-

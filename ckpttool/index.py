@@ -89,7 +89,9 @@ class Chunks(Sequence[Chunk]):
         return out
 
     @classmethod
-    def whole(cls, shape: Sequence[int], file: int, offset: int, length: int, strides: tuple[int, ...] | None = None) -> Chunks:
+    def whole(
+        cls, shape: Sequence[int], file: int, offset: int, length: int, strides: tuple[int, ...] | None = None
+    ) -> Chunks:
         """One chunk that is the whole tensor."""
         return cls.of(len(shape), [Chunk((0,) * len(shape), tuple(shape), Extent(file, offset, length), strides)])
 
@@ -278,7 +280,11 @@ def _check_tensor(ckpt: Checkpoint, name: str, t: TensorEntry) -> None:
             raise Corrupt(f'"{name}" {t.shape}: {reason}.')
         want = [prod(k) * item for _, k in c.boxes()]
     for k, (n, length) in enumerate(zip(want, c.length, strict=True)):
-        if (length != n and k not in c.strides and k not in c.zstd) if t.coding == "raw" else (length < n and t.coding == "torch.save"):
+        if (
+            (length != n and k not in c.strides and k not in c.zstd)
+            if t.coding == "raw"
+            else (length < n and t.coding == "torch.save")
+        ):
             raise Corrupt(
                 f'{ckpt.files[c.file[k]]}: a chunk of "{name}" is {length} bytes long, but {t.dtype} '
                 f"{c[k].shape} needs {n}. The file and its index are not of the same checkpoint."

@@ -74,7 +74,9 @@ class Layout(NamedTuple):
     locate: Callable[[Checkpoint, Source], Checkpoint] = lambda ckpt, source: ckpt
 
 
-def checkpoint_of(named: Named, layout: str, root: str, world: int | None, files: list[str], source: Source) -> Checkpoint:
+def checkpoint_of(
+    named: Named, layout: str, root: str, world: int | None, files: list[str], source: Source
+) -> Checkpoint:
     """A Checkpoint from named leaves: TensorEntry, or Value, or plain data."""
     out = Checkpoint(layout, root, world, files, [source.size(f) for f in files], {}, {})
     for path, leaf in named.leaves.items():
@@ -161,6 +163,6 @@ def _below(source: Source) -> list[tuple[str, str]]:
             try:
                 if here and layout.detect(here)[0]:
                     out.append((name, layout.name))
-            except Exception:  # noqa: S112, BLE001  a hint must not become another error
+            except Exception:
                 continue
     return out[:8]

@@ -197,8 +197,8 @@ def _optimizer(
             for i, g in enumerate(leaf):
                 groups[i] = {(str(k),): v for k, v in g.items()} if isinstance(g, dict) else {("value",): g}
         elif head.startswith("state.") and len(p) == 1 and head.count(".") >= 2:
-            fqn, _, slot = head[len("state.") :].rpartition(".")
-            state[fqn, (slot,)] = leaf
+            fqn, _, kind = head[len("state.") :].rpartition(".")
+            state[fqn, (kind,)] = leaf
         elif head.startswith("param_groups.") and len(p) == 1 and head.count(".") >= 2:
             fqn, _, key = head[len("param_groups.") :].rpartition(".")
             flat_groups.setdefault(fqn, {})[key,] = leaf

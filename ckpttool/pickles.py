@@ -140,7 +140,7 @@ def _flat_set(kind: Any, items: Any) -> Any:
 
 def _key(k: Any) -> Any:
     """A key whose hashing is bounded, or a refusal."""
-    if k is None or isinstance(k, (str, int, float, bytes, bool)) and not isinstance(k, tuple):
+    if k is None or (isinstance(k, (str, int, float, bytes, bool)) and not isinstance(k, tuple)):
         return k
     if isinstance(k, tuple) and all(x is None or isinstance(x, (str, int, float, bytes)) for x in k):
         return k

@@ -44,7 +44,9 @@ class Source:
         self._real = os.path.realpath(self.root)
         # huggingface_hub lays snapshots/<revision>/x as a link to ../../blobs/<hash>
         parent = os.path.dirname(self._real)
-        self._blobs = os.path.join(os.path.dirname(parent), "blobs") if os.path.basename(parent) == "snapshots" else None
+        self._blobs = (
+            os.path.join(os.path.dirname(parent), "blobs") if os.path.basename(parent) == "snapshots" else None
+        )
         self._open: OrderedDict[tuple[str, int], int] = OrderedDict()
         self._identity: dict[str, Identity] = {}
 

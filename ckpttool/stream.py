@@ -31,7 +31,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from . import boxes
 from .crc import crc32, crc32_combine
@@ -100,7 +100,8 @@ class Block:
             self._arena.free.put(self._free.pop())
 
 
-class _Plan(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Plan:
     job: Job
     first: int
     count: int
@@ -205,7 +206,9 @@ class Reader:
                     for start, shape in boxes.slabs(e.shape, most):
                         first = boxes.flat_start(e.shape, start)
                         n = prod(shape)
-                        yield _Plan(job, first, n, start, shape, [(rows[0][0], start, shape)], True, first + n == e.numel)
+                        yield _Plan(
+                            job, first, n, start, shape, [(rows[0][0], start, shape)], True, first + n == e.numel
+                        )
                     continue
                 for row, first, count in rows:
                     for a in range(first, first + count, most):
@@ -448,7 +451,7 @@ class Reader:
         self._arena.free.put(buffer)
 
 
-class _Raw(io.RawIOBase):
+class _Raw(io.RawIOBase, IO[bytes]):
     """A byte range of a source file as a stream."""
 
     def __init__(self, source: Source, name: str, offset: int, length: int) -> None:
@@ -498,7 +501,7 @@ class _Decoder:
 
     def close(self) -> None:
         """Free the decompressor, after the last byte of the tensor."""
-        self.stream.close()
+        self.stream.close()  # type: ignore[no-untyped-call]
         if self.want is not None and self.crc != self.want:
             raise Corrupt(f"{self.what}: the bytes have CRC32 {self.crc:08x}, the file itself says {self.want:08x}.")
 

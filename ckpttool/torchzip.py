@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from . import boxes
 from .crc import crc32
 from .errors import Corrupt, Unsafe, Unsupported
-from .index import ITEMSIZE, MAX_NUMEL, Extent
+from .index import ITEMSIZE, MAX_NUMEL
 from .pickles import Global, Opaque, dump, load
 
 __all__ = [
@@ -232,7 +232,9 @@ def _settle(
     return out
 
 
-def read(read_at: ReadAt, base: int, length: int, what: str, stand_ins: dict[tuple[str, str], Any] | None = None) -> Any:
+def read(
+    read_at: ReadAt, base: int, length: int, what: str, stand_ins: dict[tuple[str, str], Any] | None = None
+) -> Any:
     """The object in a torch.save file, zip or legacy, with `StoredTensor` for every tensor.
 
     `read_at(offset, n)` reads the file; the torch file is its bytes [base, base + length).
@@ -471,7 +473,11 @@ def local_header(name: str, size: int, crc: int | None, at: int, align: int = 1)
         extra += struct.pack("<2sH", b"FB", pad) + b"Z" * pad
     word = 0xFFFFFFFF if big else size
     flags = 0x0800 | (8 if crc is None else 0)
-    return _LOCAL.pack(b"PK\x03\x04", 45 if big else 20, flags, 0, 0, 0x21, crc or 0, word, word, len(raw), len(extra)) + raw + extra
+    return (
+        _LOCAL.pack(b"PK\x03\x04", 45 if big else 20, flags, 0, 0, 0x21, crc or 0, word, word, len(raw), len(extra))
+        + raw
+        + extra
+    )
 
 
 def data_descriptor(size: int, crc: int) -> bytes:
@@ -497,7 +503,9 @@ def central_directory(records: list[tuple[str, int, int, int, bool]], at: int) -
     if n >= 0xFFFF or size >= 0xFFFFFFFF or at >= 0xFFFFFFFF:
         out += _EOCD64.pack(b"PK\x06\x06", 44, 45, 45, 0, 0, n, n, size, at)
         out += _LOCATOR64.pack(b"PK\x06\x07", 0, at + size, 1)
-    out += _EOCD.pack(b"PK\x05\x06", 0, 0, min(n, 0xFFFF), min(n, 0xFFFF), min(size, 0xFFFFFFFF), min(at, 0xFFFFFFFF), 0)
+    out += _EOCD.pack(
+        b"PK\x05\x06", 0, 0, min(n, 0xFFFF), min(n, 0xFFFF), min(size, 0xFFFFFFFF), min(at, 0xFFFFFFFF), 0
+    )
     return bytes(out)
 
 

@@ -23,6 +23,7 @@ the folders in fixtures/, which torch wrote.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import struct
@@ -36,7 +37,7 @@ from typing import Any
 from ckpttool import boxes, pickles, stfile, torchzip
 from ckpttool.child import in_child
 from ckpttool.draft import Draft, DraftFile
-from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError
+from ckpttool.errors import Corrupt, Unsupported, UsageError
 from ckpttool.index import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, Path, Record, TensorEntry, joined
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of
 from ckpttool.names import canonical, original
@@ -187,7 +188,13 @@ class _Index:
         view, at = memoryview(data), cut + 1
         for key, dtype, shape, n in head["tensors"]:
             c = Chunks(len(shape))
-            for name, width in (("start", len(shape)), ("shape", len(shape)), ("file", 1), ("offset", 1), ("length", 1)):
+            for name, width in (
+                ("start", len(shape)),
+                ("shape", len(shape)),
+                ("file", 1),
+                ("offset", 1),
+                ("length", 1),
+            ):
                 column = array("q")
                 column.frombytes(view[at : at + 8 * n * width])
                 at += 8 * n * width
@@ -374,7 +381,9 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
         for c in t.chunks:
             file = c.extent.file
             if file not in headers:
-                headers[file] = stfile.slots(source, ckpt.files[file]) if _is_safetensors(source, ckpt.files[file]) else None
+                headers[file] = (
+                    stfile.slots(source, ckpt.files[file]) if _is_safetensors(source, ckpt.files[file]) else None
+                )
             slots = headers[file]
             if slots is not None:
                 found = _slot(slots, name, t, c, ckpt.files[file])
@@ -409,9 +418,7 @@ def _item(source: Source, file: str, name: str, t: TensorEntry, c: Chunk) -> tup
     what = f'{source.root}/{file} at byte {offset} ("{name}")'
     zstd = t.coding == "torch.save+zstd"
     if zstd:
-        head, tail, total = unfold(
-            source, file, offset, length, prod(c.shape) * ITEMSIZE[t.dtype] + (64 << 10), what
-        )
+        head, tail, total = unfold(source, file, offset, length, prod(c.shape) * ITEMSIZE[t.dtype] + (64 << 10), what)
         read_at, base = _windows(head, tail, total), 0
     else:
         # one or two reads: what is asked for lies at the ends
@@ -438,7 +445,9 @@ def _item(source: Source, file: str, name: str, t: TensorEntry, c: Chunk) -> tup
             raise Unsupported(f"{what}: a compressed tensor that is not contiguous.")
         return c._replace(zstd=(at, found.storage.crc32 if n == found.storage.length else None)), []
     crc = found.storage.crc32
-    records = [Record(Extent(c.extent.file, found.storage.offset, found.storage.length), crc)] if crc is not None else []
+    records = (
+        [Record(Extent(c.extent.file, found.storage.offset, found.storage.length), crc)] if crc is not None else []
+    )
     strides = None if found.contiguous else found.strides
     return c._replace(extent=Extent(c.extent.file, at, n), strides=strides), records
 
@@ -447,10 +456,10 @@ def _windows(head: bytes, tail: bytes, total: int) -> Callable[[int, int], bytes
     """read_at over the first and the last bytes of something of `total` bytes."""
 
     def read_at(at: int, n: int) -> bytes:
-        if 0 <= at and at + n <= len(head):
+        if at >= 0 and at + n <= len(head):
             return head[at : at + n]
         at -= total - len(tail)
-        if 0 <= at and at + n <= len(tail):
+        if at >= 0 and at + n <= len(tail):
             return tail[at : at + n]
         raise LookupError
 
@@ -466,7 +475,7 @@ def _refuse_shared(ckpt: Checkpoint, tensors: dict[str, TensorEntry]) -> None:
                 spans[file].append((offset, length, name))
     for file, rows in enumerate(spans):
         rows.sort()
-        for (a, n, first), (b, _, second) in zip(rows, rows[1:], strict=False):
+        for (a, n, first), (b, _, second) in itertools.pairwise(rows):
             if a + n > b:
                 raise Corrupt(
                     f'{ckpt.files[file]}: "{first}" and "{second}" both claim the bytes from {b}. The index is damaged; '
@@ -515,7 +524,9 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
             at[0] += before + t.nbytes + after
         tensors[name] = TensorEntry(t.dtype, t.shape, t.path, chunks)
     out = Checkpoint("dcp", options.target, world, [*files, ".metadata"], [*at, 0], tensors, ckpt.values)
-    draft_files = [DraftFile(f, n, bytes(head) if i == 0 else b"") for i, (f, n) in enumerate(zip(files, at, strict=True))]
+    draft_files = [
+        DraftFile(f, n, bytes(head) if i == 0 else b"") for i, (f, n) in enumerate(zip(files, at, strict=True))
+    ]
     rows = sum(len(t.chunks) for t in tensors.values())
     draft_files.append(DraftFile(".metadata", 400 * rows + 1000, lambda: _metadata(out, paths, values)))
     return Draft(out, dict(ckpt.tensors), draft_files, before=_before, after=_after)
@@ -642,7 +653,14 @@ def _metadata(ckpt: Checkpoint, paths: dict[str, Path], values: list[tuple[str, 
             layout = m["_get_layout"] + _text("torch.strided") + b"\x85R"
             memory = m["_MEM_FORMAT_ENCODING"] + b"K\x00\x85R"
             properties[t.dtype] = (
-                m["TensorProperties"] + b")\x81(ctorch\n" + t.dtype.encode() + b"\n" + layout + b"\x89" + memory + b"\x89tb"
+                m["TensorProperties"]
+                + b")\x81(ctorch\n"
+                + t.dtype.encode()
+                + b"\n"
+                + layout
+                + b"\x89"
+                + memory
+                + b"\x89tb"
             )
         boxes_ = b"".join(
             e.instance("ChunkStorageMetadata", offsets=e.size(c.start), sizes=e.size(c.shape)) for c in t.chunks

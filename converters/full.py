@@ -89,9 +89,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
             entries[path] = torchzip.inlined(leaf, read_at, f"{what}: {joined(path)}")
     if not any(isinstance(x, TensorEntry) for x in entries.values()):
         raise Unsupported(f"{what} holds no tensor at a key of a dict; nothing in it is a state dict.")
-    named = canonical(
-        entries, lambda x: x.shape if isinstance(x, TensorEntry) else None, options.order, _same_bytes
-    )
+    named = canonical(entries, lambda x: x.shape if isinstance(x, TensorEntry) else None, options.order, _same_bytes)
     out = checkpoint_of(named, "full", source.root, None, [name], source)
     out.records = list(records.values())
     return out
@@ -133,9 +131,7 @@ def _same_bytes(a: TensorEntry, b: TensorEntry) -> bool:
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """One zip. The world size has no meaning here."""
-    dropped = [
-        Dropped(n, 0, why) for n, v in ckpt.values.items() if (why := _not_loadable(v.data)) is not None
-    ]
+    dropped = [Dropped(n, 0, why) for n, v in ckpt.values.items() if (why := _not_loadable(v.data)) is not None]
     gone = {d.name for d in dropped}
     values = {n: v for n, v in ckpt.values.items() if n not in gone}
     same: dict[str, str] = {}
@@ -149,7 +145,11 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     leaves: dict[Path, Any] = {}
     for name, x in [*wanted.items(), *values.items()]:
         path = x.path if x.path[0] in ("model", "optim") else original(x.path, ckpt.origin)
-        leaf = x.data if isinstance(x, Value) else torchzip.TensorRef(x.dtype, x.shape, keys[same.get(name, name)], x.numel)
+        leaf = (
+            x.data
+            if isinstance(x, Value)
+            else torchzip.TensorRef(x.dtype, x.shape, keys[same.get(name, name)], x.numel)
+        )
         leaves[path] = leaf
     inline: list[bytes] = []
     tree = _number_inline(nest(leaves), len(keys), inline)

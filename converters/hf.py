@@ -44,7 +44,12 @@ _INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 #: Output embeddings that transformers ties to the input embedding when the config says so, for hubnames.PLAIN.
 _HEADS = ("lm_head.weight",)
-_EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "gpt_neox.embed_in.weight", "model.decoder.embed_tokens.weight")
+_EMBEDDINGS = (
+    "model.embed_tokens.weight",
+    "transformer.wte.weight",
+    "gpt_neox.embed_in.weight",
+    "model.decoder.embed_tokens.weight",
+)
 
 
 def detect(where: Place) -> tuple[bool, str]:
@@ -61,7 +66,9 @@ def detect(where: Place) -> tuple[bool, str]:
         return True, f"has {_INDEX}"
     if found:
         return True, f"has {found[0]}" + (f" and {len(found) - 1} more" if len(found) > 1 else "")
-    return False, "no *.safetensors" + (", only pickles (*.bin): give one as the path" if any(n.endswith(".bin") for n in names) else "")
+    return False, "no *.safetensors" + (
+        ", only pickles (*.bin): give one as the path" if any(n.endswith(".bin") for n in names) else ""
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- reading
@@ -94,13 +101,17 @@ def _plain(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], li
     for i, file in enumerate(files):
         for name, slot in stfile.slots(source, file).items():
             if name in out:
-                raise Corrupt(f'"{name}" is in {file} and in {files[out[name].chunks[0].extent.file]}, and no index says which counts.')
+                raise Corrupt(
+                    f'"{name}" is in {file} and in {files[out[name].chunks[0].extent.file]}, and no index says which counts.'
+                )
             out[name] = _entry(name, slot, i)
     return out, files
 
 
 def _entry(name: str, slot: stfile.Slot, file: int) -> TensorEntry:
-    return TensorEntry(slot.dtype, slot.shape, ("model", name), Chunks.whole(slot.shape, file, slot.offset, slot.length))
+    return TensorEntry(
+        slot.dtype, slot.shape, ("model", name), Chunks.whole(slot.shape, file, slot.offset, slot.length)
+    )
 
 
 def _indexed(source: Source, notes: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
@@ -115,15 +126,21 @@ def _indexed(source: Source, notes: list[str]) -> tuple[dict[str, TensorEntry], 
     for name, file in weights.items():
         i = files.index(file)
         if name not in slots[i]:
-            raise Corrupt(f'{what} says "{name}" is in {file}, which does not hold it. The shards are not of one model.')
+            raise Corrupt(
+                f'{what} says "{name}" is in {file}, which does not hold it. The shards are not of one model.'
+            )
         out[name] = _entry(name, slots[i][name], i)
     extra = [(n, i) for i, s in enumerate(slots) for n in s if weights.get(n) != files[i]]
     for name, i in extra:
         if name in out:
-            raise Corrupt(f'"{name}" is in {weights[name]} as {_INDEX} says, and in {files[i]} too; which one counts is not clear.')
+            raise Corrupt(
+                f'"{name}" is in {weights[name]} as {_INDEX} says, and in {files[i]} too; which one counts is not clear.'
+            )
         out[name] = _entry(name, slots[i][name], i)
     if extra:
-        notes.append(f"{len(extra)} tensors are not listed in {_INDEX} and were taken from their files, first {extra[0][0]}")
+        notes.append(
+            f"{len(extra)} tensors are not listed in {_INDEX} and were taken from their files, first {extra[0][0]}"
+        )
     return out, files
 
 
@@ -135,7 +152,11 @@ def _sharded(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], 
         for name, slot in slots.items():
             entry = info.get(name) if isinstance(info, dict) else None
             start = entry.get("saved_offsets") if isinstance(entry, dict) else None
-            if not isinstance(start, list) or len(start) != len(slot.shape) or not all(type(k) is int and k >= 0 for k in start):
+            if (
+                not isinstance(start, list)
+                or len(start) != len(slot.shape)
+                or not all(type(k) is int and k >= 0 for k in start)
+            ):
                 raise Corrupt(f'{file}: DCP_SHARDING_INFO does not say where the part of "{name}" belongs.')
             chunk = Chunk(tuple(start), slot.shape, Extent(i, slot.offset, slot.length))
             parts.setdefault(name, []).append((slot.dtype, tuple(start), chunk))
@@ -154,7 +175,9 @@ def _in_memory(tensors: dict[str, TensorEntry], config: dict[str, Any], notes: l
     """The same tensors under the names a model has in memory, tied ones under both."""
     if _asks_transformers(config, tensors):
         relation = hubnames.relate(config, None)
-        if set(relation.views) - set(relation.tied) <= set(tensors) and any(v.of != k for k, v in relation.views.items()):
+        if set(relation.views) - set(relation.tied) <= set(tensors) and any(
+            v.of != k for k, v in relation.views.items()
+        ):
             tensors = _fuse(tensors, relation)
         tied = relation.tied if config.get("tie_word_embeddings", True) else {}
     else:
@@ -208,7 +231,9 @@ def _fuse(tensors: dict[str, TensorEntry], relation: hubnames.Relation) -> dict[
     return {**{n: out[n] for n in relation.shapes if n in out}, **out}
 
 
-def _box_of(view: hubnames.View, whole: tuple[int, ...], name: str) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]:
+def _box_of(
+    view: hubnames.View, whole: tuple[int, ...], name: str
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]:
     """(start, shape, strides) of a view in its parameter: strides, in elements of the view's own row-major bytes, where
     dimensions are swapped; else None.
 
@@ -343,7 +368,7 @@ def _crop(name: str, t: TensorEntry, view: hubnames.View) -> TensorEntry:
     """A part of a tensor as a tensor of its own."""
     if view.shape == t.shape and view.offset == 0 and view.strides == boxes.strides(t.shape):
         return t
-    start, shape, strides = _box_of(view, t.shape, name)
+    start, shape, _strides = _box_of(view, t.shape, name)
     if t.chunks.zstd:
         raise Unsupported(f'"{view.of}" is compressed and must be split; convert the checkpoint to dcp first.')
     item = ITEMSIZE[t.dtype]
@@ -382,7 +407,7 @@ def _split(model: dict[str, TensorEntry], most: int) -> list[list[str]]:
             current, size = [], 0
         current.append(name)
         size += t.nbytes
-    return groups + [current] if current else groups
+    return [*groups, current] if current else groups
 
 
 # ---------------------------------------------------------------------------------------------------------- config
@@ -411,9 +436,13 @@ def _config_folder(config: str) -> tuple[dict[str, Any] | None, dict[str, bytes]
             from huggingface_hub import snapshot_download
 
             try:
-                config = snapshot_download(config, allow_patterns=["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"])
+                config = snapshot_download(
+                    config, allow_patterns=["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+                )
             except Exception as e:
-                raise Unsupported(f"--config {config}: neither a folder nor a model id that can be fetched ({e}).") from None
+                raise Unsupported(
+                    f"--config {config}: neither a folder nor a model id that can be fetched ({e})."
+                ) from None
     with Source(config) as source:
         names = [n for n in source.list() if _COPIED.fullmatch(n) and source.exists(n)]
         found = _read_config(source, "config.json") if "config.json" in names else None
@@ -432,7 +461,9 @@ def _find_config(source: Source, given: str | None, notes: list[str]) -> tuple[d
             except (Corrupt, Unsafe):
                 continue
             if config and "model_type" in config:
-                notes.append(f"config and tokenizer files taken from {os.path.relpath(folder, source.root)!r} beside the source")
+                notes.append(
+                    f"config and tokenizer files taken from {os.path.relpath(folder, source.root)!r} beside the source"
+                )
                 return config, files
     notes.append("no config.json beside the source: from_pretrained needs one; give --config DIR or HF_ID")
     return None, {}

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from . import boxes
-from .convert import Opened, open
+from .conversion import Opened, open
 from .fill import Progress
 from .index import ITEMSIZE, TensorEntry
 from .stream import Block, Job, Reader, numpy_dtype
@@ -178,7 +178,14 @@ def _side_by_side(
 
 
 def _measure(
-    out: TensorDifference, first: int, p: memoryview, q: memoryview, s: TensorEntry, t: TensorEntry, rtol: float, atol: float
+    out: TensorDifference,
+    first: int,
+    p: memoryview,
+    q: memoryview,
+    s: TensorEntry,
+    t: TensorEntry,
+    rtol: float,
+    atol: float,
 ) -> bool:
     """Add a piece to the numbers; returns whether all of it is within the tolerances."""
     import numpy as np

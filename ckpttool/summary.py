@@ -1,6 +1,6 @@
 """inspect: what a checkpoint is, in numbers and names; reads the index only.
 
-`summary` is plain data, for --json and for anyone's program; `screen` draws it.
+`inspect` gives plain data, for --json and for anyone's program; `screen` draws it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from .convert import open
+from .conversion import open
 from .index import Checkpoint, TensorEntry
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["human", "screen", "summary", "tensor_rows", "tree"]
+__all__ = ["human", "inspect", "screen", "summarise", "tensor_rows", "tree"]
 
 
 def human(n: float) -> str:
@@ -35,7 +35,7 @@ def _count(n: int) -> str:
     return str(n)
 
 
-def summary(path: str | os.PathLike[str], **how: Any) -> dict[str, Any]:
+def inspect(path: str | os.PathLike[str], **how: Any) -> dict[str, Any]:
     """Layout, ranks, step, components, parameters, dtypes, optimizer and what is missing."""
     with open(path, **how) as opened:
         return summarise(opened.checkpoint, path)
@@ -127,16 +127,23 @@ def _missing(ckpt: Checkpoint) -> list[str]:
         if gone:
             out.append(f"{slot} is missing for {len(gone)} of {len(every)} parameters, first {gone[0]}")
     listed = {
-        n for v in ckpt.values.values() if v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("params",) for n in v.data
+        n
+        for v in ckpt.values.values()
+        if v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("params",)
+        for n in v.data
     }
     bare = sorted(n for n in listed - every if isinstance(n, str))
     if every and bare:
         out.append(f"{len(bare)} parameters of the optimizer have no state, first {bare[0]}")
     outside = [
-        str(t.path[1]) for t in ckpt.tensors.values() if t.path[0] == "model" and len(t.path) == 2 and t.path[1] not in listed
+        str(t.path[1])
+        for t in ckpt.tensors.values()
+        if t.path[0] == "model" and len(t.path) == 2 and t.path[1] not in listed
     ]
     if listed and outside:
-        out.append(f"{len(outside)} tensors of the model are not in the optimizer (buffers, frozen or tied), first {outside[0]}")
+        out.append(
+            f"{len(outside)} tensors of the model are not in the optimizer (buffers, frozen or tied), first {outside[0]}"
+        )
     return out
 
 
@@ -195,10 +202,15 @@ def screen(s: dict[str, Any]) -> RenderableType:
         o = s["optimizer"]
         line = Text("optimizer ", style="bold")
         line.append(f"{o['kind']}, ", style="default")
-        line.append("; ".join(f"{k} of {v['parameters']} parameters" for k, v in o["slots"].items()) or "no state", style="default")
+        line.append(
+            "; ".join(f"{k} of {v['parameters']} parameters" for k, v in o["slots"].items()) or "no state",
+            style="default",
+        )
         parts.append(line)
         for i, g in enumerate(o["groups"]):
-            shown = ", ".join(f"{k} {g[k]}" for k in ("lr", "weight_decay", "betas", "momentum", "eps") if g.get(k) is not None)
+            shown = ", ".join(
+                f"{k} {g[k]}" for k in ("lr", "weight_decay", "betas", "momentum", "eps") if g.get(k) is not None
+            )
             parts.append(Text(f"  group {i}: {g.get('parameters', '?')} parameters, {shown}"))
     for text in s["missing"]:
         parts.append(Text.from_markup(f"[yellow]-[/] {escape(text)}"))

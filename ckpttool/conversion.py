@@ -117,7 +117,9 @@ def optimizer_order(ckpt: Checkpoint) -> tuple[str, ...] | None:
         Unsupported: the checkpoint has no such list.
     """
     groups = {
-        v.path[2]: v.data for v in ckpt.values.values() if v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("params",)
+        v.path[2]: v.data
+        for v in ckpt.values.values()
+        if v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("params",)
     }
     names = [n for _, group in sorted(groups.items(), key=lambda kv: int(kv[0])) for n in group]
     if not names or not all(isinstance(n, str) for n in names):
@@ -228,7 +230,14 @@ def _guess(dst: str | os.PathLike[str]) -> str:
     raise UsageError(f"--to is needed: {text!r} does not tell which layout to write.")
 
 
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64", "half": "float16", "float": "float32"}
+_SHORT = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "fp64": "float64",
+    "half": "float16",
+    "float": "float32",
+}
 
 
 def _dtype(name: str) -> str:
@@ -276,7 +285,9 @@ def convert(
     if os.path.lexists(dst) and not force:
         from .errors import DestinationExists
 
-        raise DestinationExists(f"{os.path.abspath(dst)} exists. Choose another destination, or --force to replace it whole.")
+        raise DestinationExists(
+            f"{os.path.abspath(dst)} exists. Choose another destination, or --force to replace it whole."
+        )
     opened, draft, target = plan(src, dst, **how)
     with opened:
         ckpt, source = opened.checkpoint, opened.source
@@ -322,7 +333,7 @@ def convert(
         return Result(
             source.root, os.path.abspath(dst), opened.layout.name, target.name, draft.checkpoint.world_size,
             len(draft.checkpoint.tensors), ckpt.nbytes, draft.nbytes, root, verify,
-            [tuple(d) for d in draft.dropped], notes,
+            [(d.name, d.nbytes, d.why) for d in draft.dropped], notes,
         )  # fmt: skip
 
 
@@ -349,7 +360,11 @@ def _plan_id(source: Source, draft: Draft, target: layouts.Layout, how: Mapping[
     """Digest of everything that decides the bytes of the destination."""
     h = blake3()
     said = {k: list(v) if isinstance(v, (tuple, set)) else v for k, v in how.items()}
-    h.update(json.dumps([__version__, target.name, source.root, sorted(source.identities().items()), said], default=str).encode())
+    h.update(
+        json.dumps(
+            [__version__, target.name, source.root, sorted(source.identities().items()), said], default=str
+        ).encode()
+    )
     for f in draft.files:
         h.update(f"{f.name} {f.size}\n".encode())
         if not callable(f.head):
@@ -395,7 +410,12 @@ def _write_record(
         "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "layout": draft.checkpoint.layout,
         "world_size": draft.checkpoint.world_size,
-        "source": {"name": os.path.basename(ckpt.root), "layout": ckpt.layout, "world_size": ckpt.world_size, "trainer": ckpt.trainer},
+        "source": {
+            "name": os.path.basename(ckpt.root),
+            "layout": ckpt.layout,
+            "world_size": ckpt.world_size,
+            "trainer": ckpt.trainer,
+        },
         "digest": root,
         "tied": draft.same,
         "tensors": {n: [wanted[n].dtype, list(wanted[n].shape), d] for n, d in digests.items()},
@@ -432,7 +452,7 @@ def _read_back(
     if missing or extra or wrong:
         first = (wrong or missing or extra)[0]
         raise Differs(
-            f'the destination, read back, differs from the source: {len(wrong)} tensors have other bytes, '
+            f"the destination, read back, differs from the source: {len(wrong)} tensors have other bytes, "
             f'{len(missing)} are missing, {len(extra)} are new; first "{first}". Nothing was left there. The disk may '
             "be failing; if it is not, please report this."
         )
@@ -479,11 +499,11 @@ def verify(
             out["recorded"] = "equal"
     if against is not None:
         with open(against) as other:
-            theirs = other.locate()
-            digests = tensor_digests(theirs.tensors, other.source, theirs.files, theirs.records, progress, "read")
-            shared = {str(t.path[0]) for t in ckpt.tensors.values()} & {str(t.path[0]) for t in theirs.tensors.values()}
+            second = other.locate()
+            digests = tensor_digests(second.tensors, other.source, second.files, second.records, progress, "read")
+            shared = {str(t.path[0]) for t in ckpt.tensors.values()} & {str(t.path[0]) for t in second.tensors.values()}
         mine = {n: d for n, d in found.items() if ckpt.component(n) in shared}
-        yours = {n: d for n, d in digests.items() if theirs.component(n) in shared}
+        yours = {n: d for n, d in digests.items() if second.component(n) in shared}
         _compare(mine, yours, os.fspath(against))
         out["against"] = {"path": os.path.abspath(against), "components": sorted(shared), "verdict": "equal"}
     return out
