@@ -28,7 +28,7 @@ from typing import Any
 from blake3 import blake3
 
 from . import boxes
-from .crc import crc32
+from .crc import crc32, crc32_combine
 from .draft import Draft, Staging
 from .errors import CkpttoolError, NoSpace
 from .index import ITEMSIZE, TensorEntry
@@ -314,7 +314,10 @@ class _Filling:
                 self._begin(name, entry, r)
             self.out(r.file).append(part)
             if self.draft.after or self.draft.tail:
-                r.crc = crc32(part, r.crc)
+                if block.crc is not None and n == block.count:
+                    r.crc = crc32_combine(r.crc, block.crc, len(part))
+                else:
+                    r.crc = crc32(part, r.crc)
             r.done += n
             if r.done == r.count:
                 self._end(name, entry, r)

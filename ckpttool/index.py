@@ -133,7 +133,11 @@ class Chunks(Sequence[Chunk]):
 
     def boxes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """(start, shape) of every row."""
-        return [(c.start, c.shape) for c in self]
+        n = self.ndim
+        if n == 0:
+            return [((), ())] * len(self)
+        starts, shapes = iter(self.start), iter(self.shape)
+        return list(zip(zip(*[starts] * n, strict=True), zip(*[shapes] * n, strict=True), strict=True))
 
     def rows_in_order(self) -> list[int] | None:
         """Rows without empty ones, sorted along the flattened tensor, when each is a whole range of dim 0; else None."""

@@ -89,6 +89,7 @@ class Block:
     start: tuple[int, ...]
     shape: tuple[int, ...]
     data: memoryview
+    crc: int | None  # CRC32 of `data`, where reading it has needed it
     last: bool
     source_bytes: int
     _free: list[memoryview]
@@ -123,9 +124,11 @@ class Sums:
         self._starts = {f: [r.extent.offset for r in rs] for f, rs in self._records.items()}
         self._seen: dict[tuple[int, int], list[tuple[int, int, int]]] = {}  # (file, index) -> [(start, end, crc)]
         self._done: set[tuple[int, int]] = set()
+        self.crc: int | None = None  # of the bytes that passed last, where it was needed
 
     def passed(self, file: int, offset: int, data: memoryview) -> tuple[Record, int] | None:
         """Take note of bytes read at an offset; returns (record, its actual CRC) when one is complete and wrong."""
+        self.crc = None
         starts = self._starts.get(file)
         if not starts or not len(data):
             return None
@@ -140,11 +143,13 @@ class Sums:
         end = offset + len(data)
         if seen and seen[-1][1] == offset:
             start, _, crc = seen[-1]
-            seen[-1] = (start, end, crc32(data, crc))
+            self.crc = crc32(data)
+            seen[-1] = (start, end, crc32_combine(crc, self.crc, len(data)))
         elif any(a < end and offset < b for a, b, _ in seen):
             return None  # read before, for another tensor that shares these bytes
         else:
-            seen.append((offset, end, crc32(data)))
+            self.crc = crc32(data)
+            seen.append((offset, end, self.crc))
         return self._judge(key, record)
 
     def _judge(self, key: tuple[int, int], record: Record) -> tuple[Record, int] | None:
@@ -276,12 +281,14 @@ class Reader:
         e = plan.job.entry
         item = ITEMSIZE[e.dtype]
         n = plan.count * item
+        crc = None
         if plan.one:
             row = plan.parts[0][0]
             chunk: Chunk = e.chunks[row]
             inside = plan.start[0] if not plan.job.boxed else plan.first
             buffer = self._arena.free.get()
             data = self._pread(chunk.extent.file, chunk.extent.offset + inside * item, n, buffer)
+            crc = self.sums.crc
         else:
             buffer = self._arena.free.get()
             data = buffer[:n]
@@ -292,9 +299,19 @@ class Reader:
             size = plan.count * ITEMSIZE[plan.job.dtype]
             cast(data, e.dtype, other[:size], plan.job.dtype)
             self._arena.free.put(buffer)
-            buffer, data = other, other[:size]
+            buffer, data, crc = other, other[:size], None
         return Block(
-            plan.job.name, plan.first, plan.count, plan.start, plan.shape, data, plan.last, n, [buffer], self._arena
+            plan.job.name,
+            plan.first,
+            plan.count,
+            plan.start,
+            plan.shape,
+            data,
+            crc,
+            plan.last,
+            n,
+            [buffer],
+            self._arena,
         )
 
     def _place(

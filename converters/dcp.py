@@ -28,9 +28,10 @@ import json
 import re
 import struct
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate, chain
 from math import prod
 from typing import Any
 
@@ -70,8 +71,8 @@ def detect(where: Place) -> tuple[bool, str]:
 # ------------------------------------------------------------------------------------------------------ .metadata
 
 
-class _Stub:
-    """An inert instance of a class of torch: keeps its state, hashes by identity."""
+class _Inert:
+    """An instance of a class of torch that holds nothing we need but its state."""
 
     hashed_by_identity = True
     __slots__ = ("state",)
@@ -83,65 +84,126 @@ class _Stub:
         self.state = state
 
 
-class _Box(_Stub):
-    """ChunkStorageMetadata, as the two tuples it is: a million of them must fit."""
-
-    __slots__ = ("sizes",)
-
-    def __setstate__(self, state: Any) -> None:
-        self.state, self.sizes = state["offsets"], state["sizes"]
-        state.clear()
-
-
-class _Place(_Stub):
-    """MetadataIndex, as (fqn, offset or None)."""
-
-    __slots__ = ("offset",)
-
-    def __setstate__(self, state: Any) -> None:
-        self.state, self.offset = state["fqn"], state.get("offset")
-        state.clear()
-
-
-class _Item(_Stub):
-    """_StorageInfo, as (relative path, offset, length, transforms)."""
-
-    __slots__ = ("length", "offset", "transforms")
-
-    def __setstate__(self, state: Any) -> None:
-        self.state, self.offset, self.length = state["relative_path"], state["offset"], state["length"]
-        self.transforms = state.get("transform_descriptors")
-        state.clear()
-
-
-class _Metadata(_Stub):
+class _Metadata(_Inert):
     __slots__ = ()
 
 
-class _Tensor(_Stub):
+class _Properties(_Inert):
     __slots__ = ()
 
 
-class _Properties(_Stub):
+class _Bytes(_Inert):
     __slots__ = ()
 
 
-class _Bytes(_Stub):
-    __slots__ = ()
+class _Stored:
+    """Where the items of one flat key are, in columns."""
+
+    __slots__ = ("file", "length", "offset", "starts", "transforms")
+
+    def __init__(self) -> None:
+        self.starts: list[Any] = []  # torch.Size, or None for a value
+        self.file, self.offset, self.length = array("q"), array("q"), array("q")
+        self.transforms: dict[int, Any] = {}
+
+
+class _Collector:
+    """Stand-ins for the classes in one .metadata, which collect into columns what its million objects say.
+
+    A class that occurs once a chunk has one instance for all of them, whose __setstate__ appends a row: the unpickler
+    builds a tensor's chunks right before the tensor, and an item's place right before the item. `_columns` counts that
+    it was so.
+    """
+
+    def __init__(self) -> None:
+        self.starts: list[Any] = []
+        self.sizes: list[Any] = []
+        self.tensors = 0  # rows of starts that belong to a tensor already
+        self.stored: dict[str, _Stored] = {}
+        self.files: dict[str, int] = {}
+        self.places = self.items = 0
+        collect = self
+
+        class Tensor(_Inert):
+            __slots__ = ()
+
+            def __setstate__(self, state: Any) -> None:
+                n = len(state["chunks"])
+                first = len(collect.starts) - n
+                if first < collect.tensors:
+                    raise Corrupt("two tensors of .metadata share a chunk; torch does not write that")
+                self.state = (state["properties"], state["size"], first, n)
+                collect.tensors = first + n
+
+        class Single:
+            hashed_by_identity = True
+            __slots__ = ()
+
+            def __new__(cls, *args: Any) -> Single:
+                if args:
+                    raise Corrupt(f"a {cls.__name__} with arguments")
+                return instances[cls]
+
+        class Box(Single):
+            __slots__ = ()
+
+            def __setstate__(self, state: Any) -> None:
+                collect.starts.append(state["offsets"])
+                collect.sizes.append(state["sizes"])
+                state.clear()
+
+        class Place(Single):
+            __slots__ = ()
+
+            def __setstate__(self, state: Any) -> None:
+                key = state["fqn"]
+                found = collect.stored.get(key)
+                if found is None:
+                    found = collect.stored[key] = _Stored()
+                found.starts.append(state.get("offset"))
+                collect.last = found
+                collect.places += 1
+                state.clear()
+
+        class Item(Single):
+            __slots__ = ()
+
+            def __setstate__(self, state: Any) -> None:
+                found = collect.last
+                path = state["relative_path"]
+                if not isinstance(path, str):
+                    raise TypeError("relative_path")
+                transforms = state.get("transform_descriptors")
+                if transforms:
+                    found.transforms[len(found.file)] = transforms
+                found.file.append(collect.files.setdefault(path, len(collect.files)))
+                found.offset.append(state["offset"])
+                found.length.append(state["length"])
+                collect.items += 1
+                if collect.items != collect.places:
+                    raise Corrupt("storage_data of .metadata is not made of (index, info) pairs")
+                state.clear()
+
+        instances: dict[type, Single] = {cls: object.__new__(cls) for cls in (Box, Place, Item)}
+        self.last = _Stored()
+        self.tensor_class = Tensor
+        self.stand_ins: dict[tuple[str, str], Any] = {
+            **_STAND_INS,
+            (_META, "TensorStorageMetadata"): Tensor,
+            (_META, "ChunkStorageMetadata"): Box,
+            (_META, "MetadataIndex"): Place,
+            (_STORAGE, "_StorageInfo"): Item,
+        }
 
 
 _STAND_INS: dict[tuple[str, str], Any] = {
     (_META, "Metadata"): _Metadata,
-    (_META, "TensorStorageMetadata"): _Tensor,
     (_META, "TensorProperties"): _Properties,
-    (_META, "ChunkStorageMetadata"): _Box,
     (_META, "BytesStorageMetadata"): _Bytes,
-    (_META, "MetadataIndex"): _Place,
-    (_META, "StorageMeta"): _Stub,
-    (_META, "_MEM_FORMAT_ENCODING"): _Stub,
-    (_STORAGE, "_StorageInfo"): _Item,
+    (_META, "StorageMeta"): _Inert,
+    (_META, "_MEM_FORMAT_ENCODING"): _Inert,
     ("torch", "Size"): tuple,
-    ("torch.serialization", "_get_layout"): _Stub,
+    ("torch.serialization", "_get_layout"): _Inert,
     ("collections", "OrderedDict"): lambda items=(): dict(items),
 }
 for _module in ("pathlib", "pathlib._local"):
@@ -205,9 +267,10 @@ class _Index:
 
 def read_index_in_child(path: str) -> bytes:
     """The index of one .metadata file, read by the C unpickler; runs in a limited child process (child.py)."""
+    collector = _Collector()
     with open(path, "rb") as f:
-        top = pickles.load_large(f, _STAND_INS)
-    return _index([top], path).to_bytes()
+        top = pickles.load_large(f, collector.stand_ins)
+    return _index([(top, collector)], path).to_bytes()
 
 
 def _read_index(source: Source) -> _Index:
@@ -224,76 +287,86 @@ def _read_index(source: Source) -> _Index:
         data = source.read_all(n, 64 << 20)
         if not data:
             raise Corrupt(f"{what} is empty: the save was interrupted, or the copy is incomplete.")
-        tops.append(pickles.load(data, _STAND_INS, what=what)[0])
+        collector = _Collector()
+        tops.append((pickles.load(data, collector.stand_ins, what=what)[0], collector))
     return _index(tops, f"{source.root}/{names[0]}")
 
 
-def _index(tops: list[Any], what: str) -> _Index:
+def _index(tops: list[tuple[Any, _Collector]], what: str) -> _Index:
     try:
         return _columns(tops, what)
     except (TypeError, AttributeError, KeyError, ValueError, OverflowError) as e:
         raise Corrupt(f"{what}: not the metadata of a DCP checkpoint ({type(e).__name__}: {e}).") from None
 
 
-def _columns(tops: list[Any], what: str) -> _Index:
+def _columns(tops: list[tuple[Any, _Collector]], what: str) -> _Index:
     out = _Index()
-    tensors: dict[str, _Tensor] = {}
-    by_key: dict[str, dict[Any, _Item]] = {}
-    for top in tops:
+    files: dict[str, int] = {}
+    tensors: dict[str, tuple[str, tuple[int, ...], Chunks]] = {}
+    for top, collector in tops:
         if not isinstance(top, _Metadata) or not isinstance(top.state, dict):
             raise Corrupt(f"{what}: holds a {type(top).__name__}, not the metadata of a DCP checkpoint.")
         state = top.state
+        if collector.tensors != len(collector.starts) or collector.places != collector.items:
+            raise Corrupt(f"{what}: {len(collector.starts)} chunks, of which {collector.tensors} belong to a tensor.")
         for key, path in (state.get("planner_data") or {}).items():
             if not isinstance(path, tuple) or not path or not all(isinstance(p, (str, int)) for p in path):
                 raise Corrupt(f"{what}: the path of {key!r} is {str(path)[:80]!r}.")
             out.paths[key] = list(path)
+        numbers = [files.setdefault(name, len(files)) for name in collector.files]  # this file's -> all files'
         for key, meta in state["state_dict_metadata"].items():
-            if key in tensors and isinstance(meta, _Tensor):  # per-rank metadata: each lists its own chunks
-                tensors[key].state["chunks"] = tensors[key].state["chunks"] + meta.state["chunks"]
+            stored = collector.stored.get(key) or _Stored()
+            for k, transforms in stored.transforms.items():
+                out.transforms[numbers[stored.file[k]]] = list(transforms)
+            if isinstance(meta, _Bytes):
+                if not stored.file:
+                    raise Corrupt(f'{what}: "{key}" is listed but stored nowhere.')
+                row = (numbers[stored.file[0]], stored.offset[0], stored.length[0])
+                if key not in tensors:
+                    out.values.append((key, *row, list(stored.transforms.get(0, ()))))
+                continue
+            if not isinstance(meta, collector.tensor_class):
+                raise Corrupt(f'{what}: "{key}" is a {type(meta).__name__}.')
+            dtype, size, chunks = _joined(key, meta.state, collector, stored, numbers, what)
+            if key in tensors:  # per-rank metadata: each lists its own chunks
+                known = tensors[key][2]
+                for name in ("start", "shape", "file", "offset", "length"):
+                    getattr(known, name).extend(getattr(chunks, name))
             else:
-                tensors[key] = meta
-        for place, item in state["storage_data"].items():
-            inner = by_key.setdefault(place.state, {})
-            inner[None if place.offset is None else tuple(place.offset)] = item
-    files: dict[str, int] = {}
-
-    def row(item: _Item) -> tuple[int, int, int]:
-        if not isinstance(item.state, str) or type(item.offset) is not int or type(item.length) is not int:
-            raise Corrupt(f"{what}: a storage entry is damaged.")
-        k = files.setdefault(item.state, len(files))
-        if item.transforms:
-            out.transforms[k] = list(item.transforms)
-        if not 0 <= item.offset < 1 << 62 or not 0 <= item.length < 1 << 62:
-            raise Corrupt(f"{what}: an item at bytes {item.offset}..+{item.length} of {item.state}.")
-        return k, item.offset, item.length
-
+                tensors[key] = dtype, size, chunks
     order = [k for k in out.paths if k in tensors] + [k for k in tensors if k not in out.paths]
-    for key in order:
-        meta = tensors[key]
-        items = by_key.get(key, {})
-        if isinstance(meta, _Bytes):
-            if not items:
-                raise Corrupt(f'{what}: "{key}" is listed but stored nowhere.')
-            (item,) = items.values()
-            out.values.append((key, *row(item), list(item.transforms or ())))
-            continue
-        if not isinstance(meta, _Tensor):
-            raise Corrupt(f'{what}: "{key}" is a {type(meta).__name__}.')
-        state = meta.state
-        dtype = state["properties"].state
-        dtype = (dtype["dtype"] if isinstance(dtype, dict) else dtype[0]).name
-        size = tuple(state["size"])
-        if not all(type(n) is int for n in size):
-            raise Corrupt(f'{what}: "{key}" has size {size}.')
-        chunks = Chunks(len(size))
-        for box in state["chunks"]:
-            found = items.get(tuple(box.state))
-            if found is None:
-                raise Corrupt(f'{what}: the chunk of "{key}" at {tuple(box.state)} is listed but stored nowhere.')
-            chunks.add(box.state, box.sizes, *row(found))
-        out.tensors.append((key, dtype, size, chunks))
+    out.tensors = [(k, *tensors[k]) for k in order]
+    place = {k: i for i, k in enumerate(out.paths)}
+    out.values.sort(key=lambda v: place.get(v[0], len(place)))
     out.files = list(files)
     return out
+
+
+def _joined(
+    key: str, state: Any, collector: _Collector, stored: _Stored, numbers: list[int], what: str
+) -> tuple[str, tuple[int, ...], Chunks]:
+    """One tensor: its chunks, each with the item that is stored for its place."""
+    properties, size, first, n = state
+    dtype = properties.state
+    dtype = (dtype["dtype"] if isinstance(dtype, dict) else dtype[0]).name
+    size = tuple(size)
+    if not all(type(k) is int for k in size):
+        raise Corrupt(f'{what}: "{key}" has size {size}.')
+    starts = collector.starts[first : first + n]
+    rows = dict(zip(stored.starts, range(len(stored.starts)), strict=True))
+    found = [rows.get(s) for s in starts]
+    if None in found:
+        place = starts[found.index(None)]
+        raise Corrupt(f'{what}: the chunk of "{key}" at {tuple(place)} is listed but stored nowhere.')
+    chunks = Chunks(len(size))
+    chunks.start.extend(chain.from_iterable(starts))
+    chunks.shape.extend(chain.from_iterable(collector.sizes[first : first + n]))
+    if len(chunks.start) != n * len(size) or len(chunks.shape) != n * len(size):
+        raise Corrupt(f'{what}: chunks of "{key}" do not have {len(size)} dimensions.')
+    chunks.file.extend(numbers[stored.file[k]] for k in found)  # type: ignore[index]
+    chunks.offset.extend(stored.offset[k] for k in found)  # type: ignore[index]
+    chunks.length.extend(stored.length[k] for k in found)  # type: ignore[index]
+    return dtype, size, chunks
 
 
 # --------------------------------------------------------------------------------------------------------- reading
@@ -495,7 +568,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     world = options.world_size or ckpt.world_size
     if not world or world < 1:
         raise UsageError("--world-size is needed: the number of ranks of the job that will load this.")
-    paths = {name: _out_path(x.path, ckpt) for name, x in [*ckpt.tensors.items(), *ckpt.values.items()]}
+    paths = {name: original(t.path, ckpt.origin) for name, t in ckpt.tensors.items()}
+    paths.update((name, original(v.path, ckpt.origin)) for name, v in ckpt.values.items())
     values: list[tuple[str, int, int]] = []  # flat key, offset in rank 0's file, length
     head = bytearray()
     for name, value in ckpt.values.items():
@@ -507,22 +581,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     tensors: dict[str, TensorEntry] = {}
     for name, stored in ckpt.tensors.items():
         t = replace(stored, dtype=options.cast(name, stored.dtype))
-        chunks = Chunks(len(t.shape))
-        rest, zeros = t.shape[1:], (0,) * max(0, len(t.shape) - 1)
-        row_bytes = prod(rest) * ITEMSIZE[t.dtype]
-        if _sharded(t):
-            first = 0
-            for rank, n in enumerate(boxes.chunk_sizes(t.shape[0], world)):
-                if n:
-                    before, after = _frame_sizes(t.dtype, (n, *rest))
-                    chunks.add((first, *zeros), (n, *rest), rank, at[rank] + before, n * row_bytes)
-                    at[rank] += before + n * row_bytes + after
-                    first += n
-        else:
-            before, after = _frame_sizes(t.dtype, t.shape)
-            chunks.add((0,) * len(t.shape), t.shape, 0, at[0] + before, t.nbytes)
-            at[0] += before + t.nbytes + after
-        tensors[name] = TensorEntry(t.dtype, t.shape, t.path, chunks)
+        sizes = boxes.chunk_sizes(t.shape[0], world) if _sharded(t) else []
+        tensors[name] = replace(t, chunks=_placed(t, sizes, at), coding="raw")
     out = Checkpoint("dcp", options.target, world, [*files, ".metadata"], [*at, 0], tensors, ckpt.values)
     draft_files = [
         DraftFile(f, n, bytes(head) if i == 0 else b"") for i, (f, n) in enumerate(zip(files, at, strict=True))
@@ -532,8 +592,29 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     return Draft(out, dict(ckpt.tensors), draft_files, before=_before, after=_after)
 
 
-def _out_path(path: Path, ckpt: Checkpoint) -> Path:
-    return path if path[0] in ("model", "optim") else original(path, ckpt.origin)
+def _placed(t: TensorEntry, sizes: list[int], at: list[int]) -> Chunks:
+    """Chunks of `sizes` rows for ranks 0, 1, ..., or one for rank 0; `at` are the ends of the ranks' files so far."""
+    chunks = Chunks(len(t.shape))
+    if not sizes:
+        before, after = _frame_sizes(t.dtype, t.shape)
+        chunks.add((0,) * len(t.shape), t.shape, 0, at[0] + before, t.nbytes)
+        at[0] += before + t.nbytes + after
+        return chunks
+    ndim, rest = len(t.shape), t.shape[1:]
+    row_bytes = prod(rest) * ITEMSIZE[t.dtype]
+    frames = {n: _frame_sizes(t.dtype, (n, *rest)) for n in set(sizes) if n}
+    sizes = [n for n in sizes if n]  # ranks beyond the data have none, and come last
+    for rank, n in enumerate(sizes):
+        before, after = frames[n]
+        chunks.offset.append(at[rank] + before)
+        at[rank] += before + n * row_bytes + after
+    count = len(sizes)
+    chunks.file.extend(range(count))
+    chunks.length.extend(n * row_bytes for n in sizes)
+    chunks.start, chunks.shape = array("q", [0]) * (count * ndim), array("q", t.shape) * count
+    chunks.start[0::ndim] = array("q", [0, *accumulate(sizes[:-1])])
+    chunks.shape[0::ndim] = array("q", sizes)
+    return chunks
 
 
 def _sharded(t: TensorEntry) -> bool:
@@ -592,6 +673,7 @@ class _Emitter:
     def __init__(self) -> None:
         self.out = bytearray(b"\x80\x02")
         self.memo: dict[Any, bytes] = {}
+        self.sizes: dict[tuple[int, ...], bytes] = {}
         for module, name in self.GLOBALS:
             self._define(name, f"c{module}\n{name}\n".encode())
             self.out += b"0"
@@ -611,17 +693,13 @@ class _Emitter:
         else:
             self._define(("text", value), _text(value))
 
-    def size(self, shape: Iterable[int]) -> bytes:
+    def size(self, shape: tuple[int, ...]) -> bytes:
         """torch.Size(shape)."""
-        ints = b"".join(map(_int, shape))
-        n = len(tuple(shape))
-        wrap = {0: b")", 1: ints + b"\x85", 2: ints + b"\x86", 3: ints + b"\x87"}.get(n) or b"(" + ints + b"t"
-        return self.memo["Size"] + wrap + b"\x85R"
-
-    def instance(self, cls: str, **state: bytes) -> bytes:
-        """An object of a class with that state."""
-        inner = b"".join(self.memo[k] + v for k, v in state.items())
-        return self.memo[cls] + b")\x81}(" + inner + b"ub"
+        if shape not in self.sizes:
+            ints = b"".join(map(_int, shape))
+            wrap = {0: b")", 1: ints + b"\x85", 2: ints + b"\x86", 3: ints + b"\x87"}.get(len(shape))
+            self.sizes[shape] = self.memo["Size"] + (wrap or b"(" + ints + b"t") + b"\x85R"
+        return self.sizes[shape]
 
 
 def _int(n: int) -> bytes:
@@ -662,12 +740,10 @@ def _metadata(ckpt: Checkpoint, paths: dict[str, Path], values: list[tuple[str, 
                 + memory
                 + b"\x89tb"
             )
-        boxes_ = b"".join(
-            e.instance("ChunkStorageMetadata", offsets=e.size(c.start), sizes=e.size(c.shape)) for c in t.chunks
-        )
-        out += e.instance(
-            "TensorStorageMetadata", properties=properties[t.dtype], size=e.size(t.shape), chunks=b"](" + boxes_ + b"e"
-        )
+        box = m["ChunkStorageMetadata"] + b")\x81}(" + m["offsets"]
+        rows = b"".join(box + e.size(start) + m["sizes"] + e.size(shape) + b"ub" for start, shape in t.chunks.boxes())
+        out += m["TensorStorageMetadata"] + b")\x81}(" + m["properties"] + properties[t.dtype]
+        out += m["size"] + e.size(t.shape) + m["chunks"] + b"](" + rows + b"eub"
     for key, _, _ in values:
         e.text(key)
         out += m["BytesStorageMetadata"] + b")\x81"
@@ -683,10 +759,11 @@ def _metadata(ckpt: Checkpoint, paths: dict[str, Path], values: list[tuple[str, 
         out += b"t"
     out += b"u" + m["storage_data"] + b"}("
     for name, t in ckpt.tensors.items():
-        for k, c in enumerate(t.chunks):
-            before, after = _frame_sizes(t.dtype, c.shape)
-            start, length = c.extent.offset - before, c.extent.length + before + after
-            _storage(e, keys[name], e.size(c.start), k, ckpt.files[c.extent.file], start, length)
+        c = t.chunks
+        for k, (start, shape) in enumerate(c.boxes()):
+            before, after = _frame_sizes(t.dtype, shape)
+            file, offset = ckpt.files[c.file[k]], c.offset[k] - before
+            _storage(e, keys[name], e.size(start), k, file, offset, c.length[k] + before + after)
     for key, offset, length in values:
         _storage(e, key, b"N", None, ckpt.files[0], offset, length)
     out += b"u" + m["storage_meta"] + b"N" + m["version"] + _text("1.0.0") + b"ub."

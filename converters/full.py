@@ -26,7 +26,7 @@ from ckpttool import torchzip
 from ckpttool.crc import crc32
 from ckpttool.draft import Draft, DraftFile, Dropped
 from ckpttool.errors import Unsupported
-from ckpttool.index import Checkpoint, Chunks, Extent, Path, Record, TensorEntry, Value, joined
+from ckpttool.index import Checkpoint, Chunks, Extent, Path, Record, TensorEntry, joined
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of
 from ckpttool.names import canonical, nest, original
 from ckpttool.pickles import Global, Opaque, children
@@ -42,9 +42,9 @@ _LOADABLE = {("torch", "device"), ("torch", "Size"), ("collections", "OrderedDic
 
 def detect(where: Place) -> tuple[bool, str]:
     """One file that torch.save wrote."""
-    if where.file is None:
-        return False, "one .pt file; this is a folder"
     source, name = where
+    if name is None:
+        return False, "one .pt file; this is a folder"
     head = source.read(name, 0, min(source.size(name), 64))
     if torchzip.is_zip(head):
         return True, "is a zip, as torch.save writes"
@@ -143,14 +143,11 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
             same[name] = by_place[place]
     keys = {name: str(i) for i, name in enumerate(n for n in ckpt.tensors if n not in same)}
     leaves: dict[Path, Any] = {}
-    for name, x in [*wanted.items(), *values.items()]:
-        path = x.path if x.path[0] in ("model", "optim") else original(x.path, ckpt.origin)
-        leaf = (
-            x.data
-            if isinstance(x, Value)
-            else torchzip.TensorRef(x.dtype, x.shape, keys[same.get(name, name)], x.numel)
-        )
-        leaves[path] = leaf
+    for name, t in wanted.items():
+        ref = torchzip.TensorRef(t.dtype, t.shape, keys[same.get(name, name)], t.numel)
+        leaves[original(t.path, ckpt.origin)] = ref
+    for v in values.values():
+        leaves[original(v.path, ckpt.origin)] = v.data
     inline: list[bytes] = []
     tree = _number_inline(nest(leaves), len(keys), inline)
     head, records = torchzip.head_records("archive", torchzip.pickled(tree))

@@ -33,7 +33,7 @@ from ckpttool import boxes, hubnames, stfile
 from ckpttool.draft import Draft, DraftFile, Dropped
 from ckpttool.errors import Corrupt, Unsafe, Unsupported
 from ckpttool.fill import tensor_digests
-from ckpttool.index import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, TensorEntry, joined
+from ckpttool.index import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, Path, TensorEntry, joined
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of
 from ckpttool.names import Named, strip_wrappers
 from ckpttool.store import Source
@@ -92,8 +92,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     if config is not None:
         tensors = _in_memory(tensors, config, notes)
     clean = strip_wrappers(tensors)
-    leaves = {("model", clean[n]): t for n, t in tensors.items()}
-    return checkpoint_of(Named(dict(leaves), {}, None, notes), "hf", source.root, None, files, source)
+    leaves: dict[Path, Any] = {("model", clean[n]): t for n, t in tensors.items()}
+    return checkpoint_of(Named(leaves, {}, None, notes), "hf", source.root, None, files, source)
 
 
 def _plain(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
