@@ -1,0 +1,130 @@
+"""What torch and safetensors themselves find in a checkpoint, and the fixtures; no line of ckpttool runs here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+FIXTURES = REPOSITORY / "fixtures"
+CASES = sorted(p.parent.name for p in FIXTURES.glob("*/case.json"))
+
+
+class Original(NamedTuple):
+    """One checkpoint of a fixture."""
+
+    label: str
+    case: str
+    path: Path
+
+    @property
+    def folder(self) -> Path:
+        """The fixture."""
+        return FIXTURES / self.case
+
+    @property
+    def config(self) -> str | None:
+        """Where the config.json of its model is, if the fixture has one."""
+        return str(self.folder / "hf_ref") if (self.folder / "hf_ref").is_dir() else None
+
+    @property
+    def saved_as(self) -> str:
+        """How it was written, by the name in fixtures/make.py."""
+        return str(json.loads((self.folder / "case.json").read_text(encoding="utf-8"))["save"])
+
+    def truth(self) -> dict[str, Tensor]:
+        """The tensors of the live job; those that the file holds, where it holds the weights only."""
+        tensors = load_file(self.folder / "truth.safetensors")
+        if self.path.name == "views.pt":
+            return {k: t for k, t in tensors.items() if k.startswith("model.")}
+        return tensors
+
+
+def _originals() -> Iterator[Original]:
+    for case in CASES:
+        for path in sorted((FIXTURES / case).glob("ckpt*")):
+            inner = sorted(path.glob("*.pt"))
+            for p in inner or [path]:
+                short = "" if p.name == "ckpt" else "/" + p.name
+                yield Original(case + short, case, p)
+
+
+ORIGINALS = list(_originals())
+
+
+def load_full(path: Path) -> dict[str, Any]:
+    """What torch.load gives, with the restricted unpickler and, for a zip, from mapped memory."""
+    with path.open("rb") as f:
+        is_zip = f.read(2) == b"PK"
+    tree: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    return tree
+
+
+def load_dcp(path: Path) -> dict[str, Any]:
+    """The whole state dict of a DCP folder, as torch's own dcp_to_torch_save reads it."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    tree: dict[str, Any] = {}
+    _load_state_dict(
+        tree, storage_reader=FileSystemReader(path), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+    )  # fmt: skip
+    return tree
+
+
+def load_hf(path: Path) -> dict[str, Tensor]:
+    """Every tensor of every safetensors file of a folder."""
+    return {k: t for file in sorted(path.glob("*.safetensors")) for k, t in load_file(file).items()}
+
+
+def tensors_of(tree: dict[str, Any]) -> dict[str, Tensor]:
+    """`model.<fqn>` and `optim.<fqn>.<slot>` of a {"model", "optim"} tree, the names of truth.safetensors."""
+    out = {f"model.{k}": t for k, t in tree.get("model", {}).items()}
+    for fqn, slots in tree.get("optim", {}).get("state", {}).items():
+        out.update({f"optim.{fqn}.{slot}": t for slot, t in slots.items()})
+    return out
+
+
+def raw(t: Tensor) -> bytes:
+    """The row-major bytes of a tensor."""
+    return bytes(t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) if t.numel() else b""
+
+
+def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
+    """Everything in which two sets of named tensors are not the same bit for bit, as sentences."""
+    out = [f"{k} is missing" for k in wanted if k not in found] + [f"{k} is new" for k in found if k not in wanted]
+    for k in found.keys() & wanted.keys():
+        a, b = found[k], wanted[k]
+        if a.dtype != b.dtype or a.shape != b.shape:
+            out.append(f"{k} is {a.dtype} {list(a.shape)} instead of {b.dtype} {list(b.shape)}")
+        elif raw(a) != raw(b):
+            out.append(f"{k} has other bytes")
+    return sorted(out)
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two plain values are equal in type and content, tensors bit for bit."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and not difference({"": a}, {"": b})
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_value(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same_value, a, b))
+    return bool(a == b)
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    """{relative name: bytes} of a file or folder, without the record that holds the time."""
+    if path.is_file():
+        return {"": path.read_bytes()}
+    found = {str(p.relative_to(path)): p for p in sorted(path.rglob("*")) if p.is_file()}
+    return {name: p.read_bytes() for name, p in found.items() if name != "ckpttool.json"}

@@ -1,0 +1,141 @@
+"""The README and docs/cli.md are true: their commands and their Python run, their tables are those of the code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from ckpttool.cli import app
+from ckpttool.errors import EXIT_CODES
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+FIXTURES = REPOSITORY / "fixtures"
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+CLI = (REPOSITORY / "docs" / "cli.md").read_text(encoding="utf-8")
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+ENVIRONMENT = {
+    **os.environ,
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    "HF_HUB_OFFLINE": "1",
+    "COLUMNS": "160",
+}
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The fenced code blocks of one language, or of some: "sh|console"."""
+    return re.findall(rf"^```(?:{language})\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def command_lines(text: str) -> list[str]:
+    """The commands of ckpttool in shell blocks, in order; those of a terminal session begin with "$ "."""
+    lines = [line.removeprefix("$ ") for block in blocks(text, "sh|console") for line in block.splitlines()]
+    return [line for line in lines if line.startswith("ckpttool ")]
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Path:
+    """A folder with the checkpoints that the documents name."""
+    shutil.copytree(FIXTURES / "fsdp2_w2_groups" / "ckpt", tmp_path / "run" / "ckpt")
+    config = json.loads((FIXTURES / "fsdp2_w3" / "hf_ref" / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}), encoding="utf-8")
+    shutil.copy(FIXTURES / "full_w1" / "ckpt" / "ids.pt", tmp_path / "numbered.pt")
+    shutil.copy(FIXTURES / "full_w1" / "ckpt" / "fqn.pt", tmp_path / "names.pt")
+    return tmp_path
+
+
+def run_all(lines: list[str], desk: Path) -> None:
+    """Every line exits 0, one after the other in one folder."""
+    assert lines
+    for line in lines:
+        done = subprocess.run(
+            ["bash", "-o", "pipefail", "-c", line],
+            cwd=desk,
+            env=ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+
+
+def test_every_command_of_the_readme_runs_and_then_its_python(desk: Path) -> None:
+    run_all(command_lines(README), desk)
+    (script,) = blocks(README, "python")
+    done = subprocess.run(
+        [sys.executable, "-c", script + "\nimport sys; assert 'torch' not in sys.modules"],
+        cwd=desk,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_command_of_the_reference_runs(desk: Path) -> None:
+    run_all(["ckpttool convert run/ckpt hf --to hf --config llama", *command_lines(CLI)], desk)
+
+
+def test_the_readme_shows_the_table_of_exit_codes() -> None:
+    table = README.partition("<!-- exit-codes -->")[2].partition("<!-- /exit-codes -->")[0]
+    rows = re.findall(r"^\| (\d+) \| (.*?) \|$", table, re.MULTILINE)
+    assert tuple((int(code), meaning) for code, meaning in rows) == EXIT_CODES
+
+
+def test_the_readme_shows_the_output_of_what_it_runs_as_the_demo_prints_it(desk: Path) -> None:
+    """The words, not the numbers: those of the pasted session come from a larger model."""
+    shown = blocks(README, "console")[0].splitlines()
+    done = subprocess.run(
+        ["bash", "-c", shown[0][2:]], cwd=desk, env=ENVIRONMENT, capture_output=True, text=True, check=True
+    )
+
+    def words(lines: list[str]) -> list[str]:
+        return re.findall(r"[A-Za-z_]{3,}", " ".join(lines))
+
+    assert words(done.stdout.splitlines()) == words(shown[1:])
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_command_has_help_and_a_section_in_both_documents(command: str) -> None:
+    assert COMMANDS[command].help
+    assert f"\n### {command}\n" in README
+    assert f"\n## {command}\n" in CLI
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_option_is_in_the_section_of_its_command(command: str) -> None:
+    section = CLI.partition(f"\n## {command}\n")[2].partition("\n## ")[0]
+    for parameter in COMMANDS[command].params:
+        for option in parameter.opts:
+            if option.startswith("--") and option != "--help":
+                assert f"`{option}" in section, f"{option} of {command} is not documented"
+
+
+def test_no_section_documents_an_option_that_its_command_does_not_have() -> None:
+    for command in COMMANDS:
+        section = CLI.partition(f"\n## {command}\n")[2].partition("\n## ")[0]
+        known = {option for parameter in COMMANDS[command].params for option in parameter.opts}
+        tables = "".join(line for line in section.splitlines() if line.startswith("| `"))
+        assert set(re.findall(r"`(--[a-z-]+)", tables)) <= known
+
+
+def test_every_file_that_the_documents_link_to_is_there() -> None:
+    for document in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]:
+        for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text(encoding="utf-8")):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_every_test_that_the_security_promises_name_is_there() -> None:
+    text = (REPOSITORY / "docs" / "security.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"\btests/[a-z_/]+(?:\.py)?", text))
+    assert named
+    assert [path for path in sorted(named) if not (REPOSITORY / path).exists()] == []
