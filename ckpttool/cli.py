@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -468,6 +469,7 @@ def _stop(signum: int, frame: Any) -> None:
 def main() -> None:
     """Entry point: runs a command and turns what it raises into a line on stderr and an exit code."""
     signal.signal(signal.SIGTERM, _stop)
+    gc.disable()  # a large index is millions of objects that live until the end; looking for cycles is half of the time
     try:
         app()
     except CkpttoolError as e:
@@ -478,7 +480,7 @@ def main() -> None:
         _fail(NoSpace("not enough memory."), 8)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        sys.exit(141)  # as a program that SIGPIPE ends: whoever read our output has enough
     except Exception as e:  # a fault of ours: no traceback unless asked for, but say where it was
         if os.environ.get("CKPTTOOL_DEBUG"):
             raise

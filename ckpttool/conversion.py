@@ -24,8 +24,8 @@ from blake3 import blake3
 
 from . import layouts
 from ._version import __version__
-from .draft import Draft, Staging
-from .errors import Corrupt, Differs, Interrupted, Unsupported, UsageError
+from .draft import Draft, Staging, refuse_target
+from .errors import CkpttoolError, Corrupt, DestinationExists, Differs, Interrupted, NoSpace, Unsupported, UsageError
 from .fill import Progress, fill, tensor_digests
 from .index import ITEMSIZE, Checkpoint, TensorEntry, check
 from .store import Source, raise_file_limit
@@ -213,19 +213,29 @@ def plan(
         target = layouts.find(to or _guess(dst))
         if target.write is None:
             raise Unsupported(f"ckpttool reads {target.name}, but does not write it.")
+        if not target.is_file and os.fspath(dst).endswith((*_FILES, ".safetensors")):
+            raise UsageError(f"{target.name} is a folder, but {os.fspath(dst)!r} is named like a file.")
         ckpt = opened.locate()
         name = os.path.basename(os.path.abspath(dst))
         options = layouts.WriteOptions(name, world_size, max_shard_bytes, config, _caster(dtype, cast or {}))
         draft = target.write(ckpt, opened.source, options)
+        for pattern in cast or {}:
+            if not fnmatch.filter([*ckpt.tensors, *draft.checkpoint.tensors], pattern):
+                raise UsageError(
+                    f"--cast {pattern}: no tensor has such a name, first of all is {next(iter(ckpt.tensors))}."
+                )
     except BaseException:
         opened.source.close()
         raise
     return opened, draft, target
 
 
+_FILES = (".pt", ".pth", ".bin", ".ckpt")
+
+
 def _guess(dst: str | os.PathLike[str]) -> str:
     text = os.fspath(dst)
-    if text.endswith((".pt", ".pth", ".bin", ".ckpt")):
+    if text.endswith(_FILES):
         return "full"
     raise UsageError(f"--to is needed: {text!r} does not tell which layout to write.")
 
@@ -282,16 +292,14 @@ def convert(
     Raises:
         CkpttoolError: one of errors.py; the destination is as it was before.
     """
-    if os.path.lexists(dst) and not force:
-        from .errors import DestinationExists
-
-        raise DestinationExists(
-            f"{os.path.abspath(dst)} exists. Choose another destination, or --force to replace it whole."
-        )
+    _refuse_source(src, dst)
+    where = os.path.abspath(dst)
+    if os.path.lexists(where):
+        refuse_target(where, not os.path.isdir(where), force)
+        _refuse_foreign(where)
     opened, draft, target = plan(src, dst, **how)
     with opened:
         ckpt, source = opened.checkpoint, opened.source
-        _refuse_inside(source, dst)
         lost = [d for d in draft.dropped if not (target.holds and d.name.partition(".")[0] not in target.holds)]
         if lost and not drop:
             raise Unsupported(
@@ -321,17 +329,16 @@ def convert(
         except KeyboardInterrupt:
             staging.release()
             raise Interrupted(
-                f"interrupted; {os.path.abspath(dst)} is untouched. Run the same command again to continue, or remove "
-                f"{staging.folder}."
+                f"interrupted; {where} is untouched. Run the same command again to continue, or remove {staging.folder}."
             ) from None
-        except (Corrupt, Unsupported, Differs):
-            staging.abandon()
-            raise
-        except BaseException:
-            staging.release()
+        except BaseException as e:
+            if isinstance(e, CkpttoolError) and not isinstance(e, NoSpace) and type(e) is not CkpttoolError:
+                staging.abandon()  # nothing of it is of use
+            else:
+                staging.release()  # the disk failed us: the next run goes on from here
             raise
         return Result(
-            source.root, os.path.abspath(dst), opened.layout.name, target.name, draft.checkpoint.world_size,
+            source.root, where, opened.layout.name, target.name, draft.checkpoint.world_size,
             len(draft.checkpoint.tensors), ckpt.nbytes, draft.nbytes, root, verify,
             [(d.name, d.nbytes, d.why) for d in draft.dropped], notes,
         )  # fmt: skip
@@ -343,17 +350,29 @@ def _ring(max_memory_bytes: int | None) -> int:
         return 4 << 20
     buffer = (max_memory_bytes - (64 << 20)) // 14
     if buffer < 256 << 10:
-        raise UsageError(f"--max-memory {max_memory_bytes}: at least 68 MB are needed.")
+        raise UsageError(f"--max-memory {max_memory_bytes}: at least 71 MB are needed.")
     return min(16 << 20, buffer - buffer % 4096)
 
 
-def _refuse_inside(source: Source, dst: str | os.PathLike[str]) -> None:
-    real = os.path.realpath(dst)
-    for name in source.identities():
-        if os.path.realpath(os.path.join(source.root, name)) == real:
-            raise UsageError(f"{dst} is a file of the source; write the destination elsewhere.")
-    if real == os.path.realpath(source.root) and os.path.isdir(real):
-        raise UsageError(f"{dst} is the source itself; write the destination elsewhere.")
+def _refuse_source(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
+    """Refuse a destination that is the source, lies in it or holds it."""
+    a, b = os.path.realpath(src), os.path.realpath(dst)
+    if a == b or (os.path.isdir(a) and b.startswith(a.rstrip("/") + "/")) or a.startswith(b.rstrip("/") + "/"):
+        raise UsageError(
+            f"the destination {dst} is, holds or lies in the source {src}, which is never touched; write elsewhere."
+        )
+
+
+def _refuse_foreign(target: str) -> None:
+    """--force replaces a checkpoint, or an empty folder; not a folder of other things."""
+    if os.path.isdir(target) and (names := os.listdir(target)) and RECORD not in names:
+        try:
+            layouts.detect(layouts.place(target))
+        except CkpttoolError:
+            raise DestinationExists(
+                f"{target} holds {len(names)} entries and is no checkpoint, so --force does not replace it. Remove it "
+                "yourself, or choose another destination."
+            ) from None
 
 
 def _plan_id(source: Source, draft: Draft, target: layouts.Layout, how: Mapping[str, Any]) -> str:
@@ -491,11 +510,9 @@ def verify(
         opened.source.unchanged()
         out["data"] = "ok"
         out["digest"] = roots(ckpt.tensors, found)
-        recorded = _recorded(opened.source) if os.path.isdir(path) else None
+        recorded = ckpt.recorded or (_recorded(opened.source, found) if os.path.isdir(path) else {})
         if recorded:
-            twins = recorded.get("tied", {})
-            theirs = {n: t[2] for n, t in recorded["tensors"].items() if n in found or n not in twins}
-            _compare(found, theirs, "the digests in ckpttool.json")
+            _compare(found, recorded, "the digests in ckpttool.json")
             out["recorded"] = "equal"
     if against is not None:
         with open(against) as other:
@@ -509,14 +526,15 @@ def verify(
     return out
 
 
-def _recorded(source: Source) -> dict[str, Any] | None:
+def _recorded(source: Source, found: Mapping[str, str]) -> dict[str, str]:
+    """{tensor: digest} of the ckpttool.json in a folder, without tied names that are not stored and were not found."""
     if not source.exists(RECORD):
-        return None
+        return {}
     try:
         record = json.loads(source.read_all(RECORD, 1 << 30))
-        return record if isinstance(record.get("tensors"), dict) else None
-    except (ValueError, AttributeError):
-        return None
+        return {n: t[2] for n, t in record["tensors"].items() if n in found or n not in record["tied"]}
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+        raise Corrupt(f"{source.root}/{RECORD} is damaged; remove it to verify without recorded digests.") from None
 
 
 def _compare(mine: Mapping[str, str], theirs: Mapping[str, str], what: str) -> None:

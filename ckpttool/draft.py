@@ -95,16 +95,10 @@ class Staging:
         self.parent, self.name = os.path.split(self.target)
         if not self.name:
             raise UsageError(f"{target!r} names no file or folder.")
-        if os.path.islink(self.target) and not os.path.exists(self.target):
-            raise DestinationExists(f"{self.target} is a link that leads nowhere; remove it first.")
-        if os.path.lexists(self.target) and not force:
-            raise DestinationExists(
-                f"{self.target} exists. Choose another destination, or --force to replace it whole."
-            )
-        if not os.path.isdir(self.parent):
-            raise UsageError(f"{self.parent} is not a folder; create it first.")
+        refuse_target(self.target, is_file, force)
         prefix = f".{self.name}.partial-"
         self.lock_path = os.path.join(self.parent, prefix + "lock")
+        self._journal = -1
         self._lock = self._take_lock()
         self.folder = os.path.join(self.parent, prefix + plan[:12])
         self.tree = os.path.join(self.folder, "tree")
@@ -112,8 +106,8 @@ class Staging:
         self.messages: list[str] = []
         for stale in sorted(os.listdir(self.parent)):
             path = os.path.join(self.parent, stale)
-            if stale.startswith(prefix) and path not in (self.folder, self.lock_path) and os.path.isdir(path):
-                shutil.rmtree(path)  # ours by name and lock, of a run with another source or other options
+            if stale.startswith(prefix) and path != self.folder and _journal_of(os.path.join(path, "journal")):
+                shutil.rmtree(path)  # ours: it has a journal, and we hold the lock
                 self.messages.append(f"removed {stale}, left by an interrupted run with other options")
         self.entries = self._read_journal(plan)
         os.makedirs(self.tree, exist_ok=True)
@@ -153,12 +147,7 @@ class Staging:
         return fd
 
     def _read_journal(self, plan: str) -> list[dict[str, Any]]:
-        try:
-            with open(self.journal_path, encoding="utf-8") as f:
-                lines = f.read().split("\n")[:-1]  # what follows the last newline was cut off
-            entries = [json.loads(line) for line in lines]
-        except (FileNotFoundError, ValueError):
-            entries = []
+        entries = _journal_of(self.journal_path)
         if entries and entries[0].get("plan") == plan:
             return entries
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -181,18 +170,13 @@ class Staging:
         built = os.path.join(self.tree, self.name) if self.is_file else self.tree
         for folder, _, _ in os.walk(self.tree):
             _fsync_folder(folder)
-        if os.path.lexists(self.target):
-            if not self.force:
-                raise DestinationExists(f"{self.target} was created by somebody else meanwhile; nothing was replaced.")
-            if os.path.isdir(self.target) and not os.path.islink(self.target):
-                if not _rename2(built, self.target, 2):  # EXCHANGE
-                    aside = os.path.join(self.folder, "old")
-                    os.rename(self.target, aside)
-                    os.rename(built, self.target)
-            elif self.is_file:
-                os.replace(built, self.target)
-            else:
-                raise DestinationExists(f"{self.target} is a file; a folder does not replace it. Remove it first.")
+        refuse_target(self.target, self.is_file, self.force)  # somebody may have put something there meanwhile
+        if self.is_file and self.force:
+            os.replace(built, self.target)
+        elif os.path.lexists(self.target):
+            if not _rename2(built, self.target, 2):  # EXCHANGE
+                os.rename(self.target, os.path.join(self.folder, "old"))
+                os.rename(built, self.target)
         elif not _rename2(built, self.target, 1):  # NOREPLACE
             os.rename(built, self.target)
         _fsync_folder(self.parent)
@@ -202,19 +186,47 @@ class Staging:
         """Remove everything that was built, and the lock."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.release()
-        try:
-            os.unlink(self.lock_path)
-        except FileNotFoundError:
-            pass
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
 
     def release(self) -> None:
-        """Stop writing but keep what was built, for the next run."""
-        if getattr(self, "_journal", -1) >= 0:
-            os.close(self._journal)
-            self._journal = -1
+        """Stop writing but keep what was built, for the next run; give up the lock."""
+        for fd in (self._journal, self._lock):
+            if fd >= 0:
+                if fd == self._lock:
+                    os.unlink(self.lock_path)
+                os.close(fd)
+        self._journal = self._lock = -1
+
+
+def refuse_target(target: str, is_file: bool, force: bool) -> None:
+    """Refuse a destination that nothing may be written to, before any work is done.
+
+    Raises:
+        DestinationExists: something is there that is not to be replaced. UsageError: its folder is missing.
+    """
+    if os.path.islink(target):
+        raise DestinationExists(
+            f"{target} is a link to {os.readlink(target)}; give the path it leads to, or remove it."
+        )
+    if not os.path.isdir(os.path.dirname(target)):
+        raise UsageError(f"{os.path.dirname(target)} is not a folder; create it first.")
+    if not os.path.lexists(target):
+        return
+    if not force:
+        raise DestinationExists(f"{target} exists. Choose another destination, or --force to replace it whole.")
+    if os.path.isdir(target) == is_file:
+        kinds = ("a folder", "file") if is_file else ("a file", "folder")
+        raise DestinationExists(f"{target} is {kinds[0]}; a {kinds[1]} does not replace it. Remove it first.")
+
+
+def _journal_of(path: str) -> list[dict[str, Any]]:
+    """The whole lines of a journal; [] where there is none."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            lines = f.read().split("\n")[:-1]  # what follows the last newline was cut off
+        entries = [json.loads(line) for line in lines]
+    except (OSError, ValueError):
+        return []
+    return entries if entries and isinstance(entries[0], dict) and "plan" in entries[0] else []
 
 
 def _walk(folder: str) -> list[os.DirEntry[str]]:

@@ -227,6 +227,9 @@ class _Filling:
             self.digests.update(entry["digests"])
             for file, rows in entry["crcs"].items():
                 self.crcs[int(file)].extend((n, r, c) for n, r, c in rows)
+        if not self._built():  # a folder that lost files in a power cut: begin anew
+            self.done, self.digests = 0, {}
+            self.crcs = {i: [] for i in range(len(draft.files))}
         self.outs: dict[int, _Out] = {}
         self.fresh_digests: dict[str, str] = {}
         self.fresh_crcs: dict[int, list[tuple[str, int, int]]] = {}
@@ -241,6 +244,15 @@ class _Filling:
             if at == 0:
                 self.outs[file].append(self.draft.files[file].first_bytes())
         return self.outs[file]
+
+    def _built(self) -> bool:
+        """Whether every file is as long as the journal says."""
+        for i, f in enumerate(self.draft.files):
+            at = self._resume_position(i)
+            path = self.staging.path(f.name)
+            if at and (not os.path.exists(path) or os.path.getsize(path) < at):
+                return False
+        return True
 
     def _resume_position(self, file: int) -> int:
         """Where the last chunk of the file that the journal speaks of ends, its trailer included."""

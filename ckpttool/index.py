@@ -68,6 +68,10 @@ class Chunk(NamedTuple):
     zstd: tuple[int, int | None] | None = None
 
 
+_NO_STRIDES: dict[int, tuple[int, ...]] = {}  # shared by all that have none, never written to
+_NO_ZSTD: dict[int, tuple[int, int | None]] = {}
+
+
 class Chunks(Sequence[Chunk]):
     """Chunks of one tensor of `ndim` dimensions, in columns of int64."""
 
@@ -77,8 +81,8 @@ class Chunks(Sequence[Chunk]):
         self.ndim = ndim
         self.start, self.shape = array("q"), array("q")  # ndim numbers a row
         self.file, self.offset, self.length = array("q"), array("q"), array("q")
-        self.strides: dict[int, tuple[int, ...]] = {}  # the rare row that is not row-major
-        self.zstd: dict[int, tuple[int, int | None]] = {}  # the rare row that is compressed
+        self.strides: dict[int, tuple[int, ...]] = _NO_STRIDES  # the rare row that is not row-major
+        self.zstd: dict[int, tuple[int, int | None]] = _NO_ZSTD  # the rare row that is compressed
 
     @classmethod
     def of(cls, ndim: int, rows: Iterable[Chunk]) -> Chunks:
@@ -93,7 +97,9 @@ class Chunks(Sequence[Chunk]):
         cls, shape: Sequence[int], file: int, offset: int, length: int, strides: tuple[int, ...] | None = None
     ) -> Chunks:
         """One chunk that is the whole tensor."""
-        return cls.of(len(shape), [Chunk((0,) * len(shape), tuple(shape), Extent(file, offset, length), strides)])
+        out = cls(len(shape))
+        out.add((0,) * len(shape), shape, file, offset, length, strides)
+        return out
 
     def add(
         self,
@@ -107,9 +113,9 @@ class Chunks(Sequence[Chunk]):
     ) -> None:
         """Append a row."""
         if zstd is not None:
-            self.zstd[len(self.file)] = zstd
+            self.zstd = {**self.zstd, len(self.file): zstd}
         if strides is not None:
-            self.strides[len(self.file)] = strides
+            self.strides = {**self.strides, len(self.file): strides}
         self.start.extend(start)
         self.shape.extend(shape)
         self.file.append(file)
@@ -210,6 +216,8 @@ class Checkpoint:
     records: list[Record] = field(default_factory=list)
     origin: dict[Path, Path] = field(default_factory=dict)
     trainer: str | None = None
+    config: dict[str, Any] | None = None  # the config.json of the model, where one lies with the weights
+    recorded: dict[str, str] = field(default_factory=dict)  # {tensor: digest} that the checkpoint itself carries
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -257,39 +265,52 @@ def _check_tensor(ckpt: Checkpoint, name: str, t: TensorEntry) -> None:
     item = ITEMSIZE.get(t.dtype)
     if item is None:
         raise Corrupt(f'"{name}" has dtype {t.dtype!r}, which torch does not have.')
-    if any(n < 0 for n in t.shape) or t.numel > MAX_NUMEL:
-        raise Corrupt(f'"{name}" has shape {t.shape}: {t.numel} elements, which no file holds.')
+    numel = t.numel
+    if numel > MAX_NUMEL or (t.shape and min(t.shape) < 0):
+        raise Corrupt(f'"{name}" has shape {t.shape}: {numel} elements, which no file holds.')
     c = t.chunks
-    if len(c) and (min(c.offset) < 0 or min(c.length) < 0 or max(c.offset) >= 1 << 62 or max(c.length) >= 1 << 62):
-        raise Corrupt(f'"{name}" has a chunk at an impossible byte range; the index is damaged.')
     if c.ndim != len(t.shape):
         raise Corrupt(f'"{name}": chunks have {c.ndim} dimensions, the tensor has {len(t.shape)}.')
-    order = c.rows_in_order() if len(c) else None
-    if order is not None and c.ndim and c.shape[1 : c.ndim] == array("q", t.shape[1:]):  # the common case, by columns
-        first, size = c.start[0 :: c.ndim], c.shape[0 :: c.ndim]
-        at = 0
-        for k in order:
-            if first[k] != at or size[k] < 0:
-                break
-            at += size[k]
-        good = at == t.shape[0] and min(size) >= 0 and (not order or order[-1] >= 0)
-        good = good and all(0 <= first[k] <= t.shape[0] for k in range(len(c)))
-        if not good:
-            raise Corrupt(f'"{name}" {t.shape}: {boxes.cover(t.shape, c.boxes()) or "chunks are not in order"}.')
+    if len(c.file) == 1 and c.shape.tolist() == list(t.shape) and not any(c.start):
+        want = [numel * item]  # most tensors of most layouts: one chunk, all of it
+    elif _rows_tile(c, t.shape):
         row = prod(t.shape[1:]) * item
-        want = [n * row for n in size]
+        want = [n * row for n in c.shape[0 :: c.ndim]]
     else:
         reason = boxes.cover(t.shape, c.boxes())
         if reason:
             raise Corrupt(f'"{name}" {t.shape}: {reason}.')
         want = [prod(k) * item for _, k in c.boxes()]
-    for k, (n, length) in enumerate(zip(want, c.length, strict=True)):
-        if (
-            (length != n and k not in c.strides and k not in c.zstd)
-            if t.coding == "raw"
-            else (length < n and t.coding == "torch.save")
-        ):
+    for k, (n, offset, length) in enumerate(zip(want, c.offset, c.length, strict=True)):
+        if not 0 <= offset < 1 << 62 or not 0 <= length < 1 << 62:
+            raise Corrupt(f'"{name}" has a chunk at bytes {offset}..+{length}; the index is damaged.')
+        if t.coding == "raw" and k in c.strides:
+            n = _span(c[k], item)
+        if (length != n and k not in c.zstd) if t.coding == "raw" else (length < n and t.coding == "torch.save"):
             raise Corrupt(
                 f'{ckpt.files[c.file[k]]}: a chunk of "{name}" is {length} bytes long, but {t.dtype} '
                 f"{c[k].shape} needs {n}. The file and its index are not of the same checkpoint."
             )
+
+
+def _rows_tile(c: Chunks, shape: tuple[int, ...]) -> bool:
+    """Whether the chunks are whole rows of dim 0 that follow one another without hole or overlap, told by columns."""
+    order = c.rows_in_order() if len(c) and c.ndim else None
+    if order is None or c.shape[1 : c.ndim].tolist() != list(shape[1:]):
+        return False
+    first, size = c.start[0 :: c.ndim], c.shape[0 :: c.ndim]
+    if min(size) < 0 or min(first) < 0 or max(first) > shape[0]:
+        return False
+    at = 0
+    for k in order:
+        if first[k] != at:
+            return False
+        at += size[k]
+    return at == shape[0]
+
+
+def _span(c: Chunk, item: int) -> int:
+    """Bytes from the first to the end of the last element of a strided chunk."""
+    if prod(c.shape) == 0:
+        return 0
+    return (sum((n - 1) * s for n, s in zip(c.shape, c.strides or (), strict=True)) + 1) * item

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from .draft import Draft
 from .errors import Corrupt, NotRecognised, Unsupported, UsageError
 from .index import Checkpoint, TensorEntry, Value, joined
-from .names import Named
+from .names import COMPONENTS, Named
 from .store import Source
 
 __all__ = ["Layout", "Place", "ReadOptions", "WriteOptions", "checkpoint_of", "detect", "find", "layouts", "place"]
@@ -79,12 +79,12 @@ def checkpoint_of(
 ) -> Checkpoint:
     """A Checkpoint from named leaves: TensorEntry, or Value, or plain data."""
     out = Checkpoint(layout, root, world, files, [source.size(f) for f in files], {}, {})
-    for path, leaf in named.leaves.items():
+    for path, leaf in sorted(named.leaves.items(), key=lambda kv: COMPONENTS.index(str(kv[0][0]))):
         name = joined(path)
         if name in out.tensors or name in out.values:
             raise Corrupt(f'two entries of the checkpoint are named "{name}".')
         if isinstance(leaf, TensorEntry):
-            out.tensors[name] = replace(leaf, path=path)
+            out.tensors[name] = leaf if leaf.path == path else replace(leaf, path=path)
         else:
             out.values[name] = Value(path, leaf.data if isinstance(leaf, Value) else leaf)
     out.origin, out.trainer, out.notes = named.origin, named.trainer, named.notes
@@ -144,7 +144,7 @@ def detect(where: Place) -> Layout:
     yes = [(layout, why) for layout, matches, why in answers if matches]
     if len(yes) == 1:
         return yes[0][0]
-    path = os.path.join(where.source.root, where.file or "")
+    path = os.path.join(where.source.root, where.file) if where.file else where.source.root
     if yes:
         said = "; ".join(f"{layout.name}: {why}" for layout, why in yes)
         raise Unsupported(f"{path} matches more than one layout ({said}). Choose with --from.")

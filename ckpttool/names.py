@@ -117,8 +117,8 @@ def canonical(
             raw_model[joined(p[1:])] = leaf
         elif optim_key is not None and top == optim_key and len(p) > 1:
             raw_optim[p[1:]] = leaf
-        elif model_key is None and shape_of(leaf) is not None and str(top) not in _ROLES and str(top) not in _COUNTERS:
-            raw_model[joined(p)] = leaf
+        elif model_key is None and len(p) == 1 and shape_of(leaf) is not None and not _is_known(str(top)):
+            raw_model[str(top)] = leaf
         else:
             rest[p] = leaf
     clean = strip_wrappers(raw_model)
@@ -150,6 +150,10 @@ def _containers(found: Mapping[Path, Any]) -> tuple[Any, Any]:
         if role == "optim" and optim is None:
             optim = p[0]
     return model, optim
+
+
+def _is_known(top: str) -> bool:
+    return top in _ROLES or top in _COUNTERS
 
 
 def _rest(p: Path) -> Path:
@@ -405,5 +409,8 @@ def _plain(x: Any) -> Any:
     if type(x) is not _Node:
         return x
     if x and all(type(k) is int for k in x):
-        return [_plain(x[k]) for k in sorted(x)]
+        last = max(x)
+        if min(x) < 0 or last > 2 * len(x) + 64:
+            raise Corrupt(f"a list with {len(x)} elements has one at position {last}.")
+        return [_plain(x.get(k)) for k in range(last + 1)]  # DCP forgets an empty dict, which leaves a hole
     return {k: _plain(v) for k, v in x.items()}

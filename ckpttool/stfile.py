@@ -43,11 +43,11 @@ class Slot(NamedTuple):
 
 
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for k, v in pairs:
-        if k in out:
-            raise Unsafe(f"the key {k!r} stands twice in one JSON object; readers differ on which counts")
-        out[k] = v
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        names = [k for k, _ in pairs]
+        twin = next(k for k in names if names.count(k) > 1)
+        raise Unsafe(f"the key {twin!r} stands twice in one JSON object; readers differ on which counts")
     return out
 
 

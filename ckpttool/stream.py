@@ -46,6 +46,8 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 _SMALL = 256 << 10  # below this a read through the page cache is cheaper: neighbours come with it
 _AHEAD = 3
+_BATCH = 512
+_GAP = 4096  # bytes that are read in vain rather than with another call
 
 
 class Arena:
@@ -79,7 +81,21 @@ class Job(NamedTuple):
     boxed: bool
 
 
-@dataclass
+class _Lease:
+    """A buffer that some blocks share; it goes back to the arena when the last of them is released."""
+
+    __slots__ = ("arena", "blocks", "buffer")
+
+    def __init__(self, arena: Arena, buffer: memoryview, blocks: int) -> None:
+        self.arena, self.buffer, self.blocks = arena, buffer, blocks
+
+    def end(self) -> None:
+        self.blocks -= 1
+        if self.blocks == 0:
+            self.arena.free.put(self.buffer)
+
+
+@dataclass(slots=True)
 class Block:
     """Elements [first, first + count) of a tensor, row-major; a slab (`start`, `shape`) where the job was boxed."""
 
@@ -92,13 +108,11 @@ class Block:
     crc: int | None  # CRC32 of `data`, where reading it has needed it
     last: bool
     source_bytes: int
-    _free: list[memoryview]
-    _arena: Arena
+    _lease: _Lease
 
     def release(self) -> None:
         """Give the buffer back; `data` is not valid any more."""
-        while self._free:
-            self._arena.free.put(self._free.pop())
+        self._lease.end()
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,19 +277,73 @@ class Reader:
             Corrupt: bytes are missing or do not match the CRC32 the source carries.
             SourceChanged: a file became shorter while it was read.
         """
-        plans = self._plans(jobs)
-        waiting: deque[Future[Block]] = deque()
+        batches = self._batches(self._plans(jobs))
+        waiting: deque[Future[list[Block]]] = deque()
         with ThreadPoolExecutor(1, "ckpttool-read") as pool:
             try:
                 while True:
-                    while len(waiting) < _AHEAD and (plan := next(plans, None)) is not None:
-                        waiting.append(pool.submit(self._load, plan))
+                    while len(waiting) < _AHEAD and (batch := next(batches, None)) is not None:
+                        waiting.append(pool.submit(self._load_batch, batch))
                     if not waiting:
                         return
-                    yield waiting.popleft().result()
+                    yield from waiting.popleft().result()
             finally:
                 for w in waiting:
                     w.cancel()
+
+    def _batches(self, plans: Iterator[_Plan]) -> Iterator[list[_Plan]]:
+        """Plans one by one; small ones in groups that fit a buffer, since handing over a block costs more than they do."""
+        batch: list[_Plan] = []
+        total = 0
+        for plan in plans:
+            n = plan.count * ITEMSIZE[plan.job.entry.dtype]
+            small = plan.one and n <= _SMALL and plan.job.dtype == plan.job.entry.dtype
+            if batch and (not small or total + n > self.block_bytes or len(batch) == _BATCH):
+                yield batch
+                batch, total = [], 0
+            if small:
+                batch.append(plan)
+                total += n
+            else:
+                yield [plan]
+        if batch:
+            yield batch
+
+    def _load_batch(self, batch: list[_Plan]) -> list[Block]:
+        """Blocks of one buffer. Neighbours in one file are read together, with what lies between them (item headers)."""
+        if len(batch) == 1:
+            return [self._load(batch[0])]
+        buffer = self._arena.free.get()
+        lease = _Lease(self._arena, buffer, len(batch))
+        out: list[Block] = []
+        wanted = [self._where(plan) for plan in batch]
+        room = len(buffer) - sum(n for _, _, n in wanted)  # what may be spent on bytes between neighbours
+        at = i = 0
+        while i < len(batch):
+            file, offset, n = wanted[i]
+            end, j = offset + n, i + 1
+            while j < len(batch) and wanted[j][0] == file and 0 <= wanted[j][1] - end <= min(_GAP, room):
+                room -= wanted[j][1] - end
+                end = wanted[j][1] + wanted[j][2]
+                j += 1
+            self._pread_raw(self.files[file], file, offset, end - offset, buffer[at : at + end - offset], large=False)
+            for plan, (_, a, k) in zip(batch[i:j], wanted[i:j], strict=True):
+                data = buffer[at + a - offset : at + a - offset + k]
+                self._check(file, a, data)
+                crc = self.sums.crc
+                where = (plan.first, plan.count, plan.start, plan.shape)
+                out.append(Block(plan.job.name, *where, data, crc, plan.last, k, lease))
+            at += end - offset
+            i = j
+        return out
+
+    def _where(self, plan: _Plan) -> tuple[int, int, int]:
+        """(file, offset, bytes) of a plan that is one contiguous part of one chunk."""
+        e = plan.job.entry
+        item = ITEMSIZE[e.dtype]
+        row = plan.parts[0][0]
+        inside = plan.first if plan.job.boxed else plan.start[0]
+        return e.chunks.file[row], e.chunks.offset[row] + inside * item, plan.count * item
 
     def _load(self, plan: _Plan) -> Block:
         e = plan.job.entry
@@ -283,11 +351,8 @@ class Reader:
         n = plan.count * item
         crc = None
         if plan.one:
-            row = plan.parts[0][0]
-            chunk: Chunk = e.chunks[row]
-            inside = plan.start[0] if not plan.job.boxed else plan.first
             buffer = self._arena.free.get()
-            data = self._pread(chunk.extent.file, chunk.extent.offset + inside * item, n, buffer)
+            data = self._pread(*self._where(plan), buffer)
             crc = self.sums.crc
         else:
             buffer = self._arena.free.get()
@@ -300,19 +365,8 @@ class Reader:
             cast(data, e.dtype, other[:size], plan.job.dtype)
             self._arena.free.put(buffer)
             buffer, data, crc = other, other[:size], None
-        return Block(
-            plan.job.name,
-            plan.first,
-            plan.count,
-            plan.start,
-            plan.shape,
-            data,
-            crc,
-            plan.last,
-            n,
-            [buffer],
-            self._arena,
-        )
+        lease = _Lease(self._arena, buffer, 1)
+        return Block(plan.job.name, plan.first, plan.count, plan.start, plan.shape, data, crc, plan.last, n, lease)
 
     def _place(
         self,
@@ -397,10 +451,13 @@ class Reader:
         """Exactly n bytes of a file, somewhere in the buffer; checked against the source's CRC32s."""
         name = self.files[file]
         data = self._pread_raw(name, file, offset, n, buffer)
+        self._check(file, offset, data)
+        return data
+
+    def _check(self, file: int, offset: int, data: memoryview) -> None:
         wrong = self.sums.passed(file, offset, data)
         if wrong:
             self._mismatch(*wrong)
-        return data
 
     def _mismatch(self, record: Record, crc: int) -> None:
         name = os.path.join(self.source.root, self.files[record.extent.file])
@@ -410,8 +467,10 @@ class Reader:
             "fetch the file again or take another copy."
         )
 
-    def _pread_raw(self, name: str, file: int, offset: int, n: int, buffer: memoryview) -> memoryview:
-        if n >= _SMALL:
+    def _pread_raw(
+        self, name: str, file: int, offset: int, n: int, buffer: memoryview, large: bool = True
+    ) -> memoryview:
+        if n >= _SMALL and large:
             data = self._cached(name, file, offset, n, buffer)
             if data is None and _DIRECT and not self._no_direct:
                 data = self._direct(name, offset, n, buffer)

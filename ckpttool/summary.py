@@ -246,13 +246,15 @@ def tree(ckpt: Checkpoint) -> RenderableType:
 def _shape_of(x: Any) -> Any:
     if isinstance(x, dict):
         return tuple((k, _shape_of(v)) for k, v in x.items())
-    return (x.dtype, x.shape) if isinstance(x, TensorEntry) else type(x).__name__
+    return (x.dtype, x.shape) if isinstance(x, TensorEntry) else repr(x)
 
 
 def _grow(node: Any, x: dict[str, Any]) -> None:
     from rich.markup import escape
 
     items = list(x.items())
+    if all(k.isdigit() for k in x):
+        items.sort(key=lambda kv: int(kv[0]))
     i = 0
     while i < len(items):
         key, value = items[i]

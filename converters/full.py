@@ -25,7 +25,7 @@ from typing import Any
 from ckpttool import torchzip
 from ckpttool.crc import crc32
 from ckpttool.draft import Draft, DraftFile, Dropped
-from ckpttool.errors import Unsupported
+from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.index import Checkpoint, Chunks, Extent, Path, Record, TensorEntry, joined
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of
 from ckpttool.names import canonical, nest, original
@@ -92,7 +92,22 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     named = canonical(entries, lambda x: x.shape if isinstance(x, TensorEntry) else None, options.order, _same_bytes)
     out = checkpoint_of(named, "full", source.root, None, [name], source)
     out.records = list(records.values())
+    out.recorded = _recorded(read_at, source.size(name), what)
     return out
+
+
+def _recorded(read_at: torchzip.ReadAt, length: int, what: str) -> dict[str, str]:
+    """The digests that `write` left in the archive."""
+    if not torchzip.is_zip(read_at(0, min(4, length))):
+        return {}
+    record = torchzip.zip_records(read_at, 0, length, what).get("ckpttool.json")
+    if record is None:
+        return {}
+    try:
+        found = json.loads(read_at(record.offset, record.length))
+        return {str(k): str(v) for k, v in found.items()}
+    except (ValueError, AttributeError):
+        raise Corrupt(f"{what}: its ckpttool.json is damaged.") from None
 
 
 def _flatten(path: Path, x: Any, out: dict[Path, Any]) -> None:

@@ -89,11 +89,20 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     config = _read_config(source, "config.json") if file is None and "config.json" in names else None
     if options.config is not None:
         config = _config_folder(options.config)[0] or config
-    if config is not None:
-        tensors = _in_memory(tensors, config, notes)
     clean = strip_wrappers(tensors)
     leaves: dict[Path, Any] = {("model", clean[n]): t for n, t in tensors.items()}
-    return checkpoint_of(Named(leaves, {}, None, notes), "hf", source.root, None, files, source)
+    out = checkpoint_of(Named(leaves, {}, None, notes), "hf", source.root, None, files, source)
+    out.config = config
+    return out
+
+
+def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
+    """The same weights under the names they have in memory, as config.json tells."""
+    if ckpt.config is None:
+        return ckpt
+    notes = list(ckpt.notes)
+    tensors = _in_memory({str(t.path[1]): t for t in ckpt.tensors.values()}, ckpt.config, notes)
+    return replace(ckpt, tensors={joined(t.path): t for t in tensors.values()}, notes=notes)
 
 
 def _plain(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
@@ -465,7 +474,10 @@ def _find_config(source: Source, given: str | None, notes: list[str]) -> tuple[d
                     f"config and tokenizer files taken from {os.path.relpath(folder, source.root)!r} beside the source"
                 )
                 return config, files
-    notes.append("no config.json beside the source: from_pretrained needs one; give --config DIR or HF_ID")
+    notes.append(
+        "no config.json beside the source: from_pretrained needs one, and without it names are written as they are in "
+        "memory and tied weights twice; give --config DIR or HF_ID"
+    )
     return None, {}
 
 
@@ -486,4 +498,4 @@ def _with_dtype(name: str, data: bytes, model: dict[str, TensorEntry]) -> bytes:
     return (json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
-LAYOUT = Layout("hf", "Hugging Face safetensors", frozenset({"model"}), False, detect, read, write)
+LAYOUT = Layout("hf", "Hugging Face safetensors", frozenset({"model"}), False, detect, read, write, locate)

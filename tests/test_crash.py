@@ -139,7 +139,12 @@ def room(shared_memory: Path, tmp_path: Path) -> Path:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with in.pt, four tensors of which one is empty and one longer than a page, and with old states."""
     folder = tmp_path_factory.mktemp("tiny")
-    weights = {"a.weight": torch.randn(41, 50), "a.bias": torch.randn(7), "b": torch.randn(3, 5), "c": torch.empty(0, 3)}
+    weights = {
+        "a.weight": torch.randn(41, 50),
+        "a.bias": torch.randn(7),
+        "b": torch.randn(3, 5),
+        "c": torch.empty(0, 3),
+    }
     torch.save({"model": weights, "step": 3}, folder / "in.pt")
     torch.save({"model": {"a.weight": torch.randn(41, 50)}, "step": 2}, folder / "old.pt")
     ckpttool.convert(folder / "old.pt", folder / "old", to="dcp", world_size=3)

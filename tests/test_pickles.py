@@ -79,14 +79,14 @@ BYTES = st.binary(min_size=1, max_size=8)  # none at all: see below
 SCALARS = st.none() | st.booleans() | INTS | st.floats(allow_nan=False) | st.text(max_size=8) | BYTES
 KEYS = SCALARS | st.lists(SCALARS, max_size=3).map(tuple)
 PLAIN = st.recursive(
-    SCALARS | st.complex_numbers(allow_nan=False) | BYTES.map(bytearray) | st.sets(KEYS, max_size=3),
+    SCALARS | st.complex_numbers(allow_nan=False) | BYTES.map(bytearray) | st.sets(SCALARS, max_size=3),
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.lists(inner, max_size=4).map(tuple)
         | st.dictionaries(KEYS, inner, max_size=4)
-        | st.frozensets(KEYS, max_size=3)
+        | st.frozensets(SCALARS, max_size=3)
     ),
-    max_leaves=12,
+    max_leaves=8,
 )
 
 
@@ -107,14 +107,16 @@ def test_plain_data_reads_as_cpython_reads_it_in_every_protocol(value: Any, prot
     assert typed(load(data)) == typed(pickle.loads(data))
 
 
-@pytest.mark.xfail(strict=True, reason="below protocol 3 no bytes at all are a call of bytes(), which is taken for an action")
+@pytest.mark.xfail(
+    strict=True, reason="below protocol 3 no bytes at all are a call of bytes(), which is taken for an action"
+)
 @pytest.mark.parametrize("protocol", range(3))
 @pytest.mark.parametrize("value", [b"", np.zeros((0, 3))])
 def test_no_bytes_at_all_are_read_from_the_protocols_without_bytes(value: Any, protocol: int) -> None:
     assert repr(pickle.loads(pickles.dump(load(pickle.dumps(value, protocol))))) == repr(value)
 
 
-@given(PLAIN.filter(lambda v: "{(" not in repr(v)), st.sampled_from(PROTOCOLS))
+@given(PLAIN, st.sampled_from(PROTOCOLS))
 def test_plain_data_that_was_read_is_written_so_that_cpython_reads_the_same(value: Any, protocol: int) -> None:
     data = pickles.dump(load(pickle.dumps(value, protocol)))
     assert typed(pickle.loads(data)) == typed(value)
@@ -289,7 +291,6 @@ def test_a_popen_is_refused_called_or_unbuilt(protocol: int, canary: Path) -> No
 
 
 @pytest.mark.parametrize("module", ["os", "builtins", "__builtin__", "subprocess", "functools", "importlib.util"])
-
 def test_an_instance_of_a_class_that_acts_is_refused_unbuilt(module: str) -> None:
     assert "which is no training state" in refusal(b"\x80\x02" + glob(module, "anything") + b")\x81.")
 
@@ -342,7 +343,7 @@ def test_an_unknown_protocol_is_corrupt() -> None:
 
 @pytest.mark.parametrize("op", [b"\x85", b"]\x61"])
 def test_nesting_without_bound_is_refused(op: bytes) -> None:
-    data = deep(1_000_000) if op == b"\x85" else b"]" * 300_000 + b"a" * 299_999
+    data = deep(300_000) if op == b"\x85" else b"]" * 100_000 + b"a" * 99_999
     assert "nested deeper than 100" in refusal(b"\x80\x02" + data + b".")
     assert "nested deeper than 100" in refusal(b"\x80\x02](" + data + b"e.")
 
@@ -403,7 +404,7 @@ def test_what_has_no_bound_is_refused_wherever_it_stands(name: str) -> None:
     # in a child: the fault is a hang of 2**64 steps or an overflow of the C stack
     data = b"\x80\x04" + (HANGS.get(name) or CRASHES[name])
     code = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_CPU, (2, 2)); from ckpttool import errors, pickles\n"
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_CPU, (1, 1)); from ckpttool import errors, pickles\n"
     )
     code += "try: pickles.load(sys.stdin.buffer.read())\nexcept (errors.Unsafe, errors.Corrupt): sys.exit(9)"
     done = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, check=False)
@@ -469,7 +470,7 @@ GENUINE: dict[str, bytes] = {
 @pytest.mark.parametrize("name", GENUINE)
 def test_a_genuine_pickle_with_flipped_bytes_is_data_or_an_error_of_ours_at_once(name: str) -> None:
     dice = random.Random(name)
-    for _ in range(1500):
+    for _ in range(1000):
         data = bytearray(GENUINE[name])
         for _ in range(dice.choice((1, 1, 2, 4))):
             data[dice.randrange(len(data))] = dice.randrange(256)

@@ -1,0 +1,171 @@
+"""diff: one flipped bit is found, and the numbers it reports are those of numpy and torch."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peers import FIXTURES
+from torch import Tensor
+
+import ckpttool
+from ckpttool.comparison import Difference, TensorDifference
+
+
+def compare(tmp_path: Path, a: dict[str, object], b: dict[str, object], **how: float) -> Difference:
+    """diff of two state dicts, one as a full file and one as a DCP folder for three ranks."""
+    torch.save({"model": a}, tmp_path / "a.pt")
+    torch.save({"model": b}, tmp_path / "b.pt")
+    ckpttool.convert(tmp_path / "b.pt", tmp_path / "b", to="dcp", world_size=3, force=True)
+    return ckpttool.diff(tmp_path / "a.pt", tmp_path / "b", **how)
+
+
+def one(tmp_path: Path, a: Tensor, b: Tensor, **how: float) -> TensorDifference:
+    found = compare(tmp_path, {"w": a}, {"w": b}, **how)
+    assert not found.equal
+    (difference,) = found.data
+    return difference
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "uint8", "bool"]
+)
+def test_one_flipped_bit_anywhere_is_found_in_its_place(dtype: str, tmp_path: Path) -> None:
+    a = (torch.arange(37 * 11) % 2).reshape(37, 11).to(getattr(torch, dtype))
+    for row, column in ((0, 0), (13, 4), (36, 10)):
+        b = a.clone()
+        cell = b[row, column : column + 1].view(torch.uint8)
+        cell[0] ^= 1
+        found = one(tmp_path, a, b)
+        assert (found.name, found.elements, found.differing) == ("model.w", 407, 1)
+        assert found.first == found.worst == (row, column)
+
+
+def test_checkpoints_that_are_equal_are_equal_across_layouts(tmp_path: Path) -> None:
+    source = FIXTURES / "fsdp2_w2_groups" / "ckpt"
+    ckpttool.convert(source, tmp_path / "out.pt", to="full")
+    found = ckpttool.diff(source, tmp_path / "out.pt")
+    assert found.equal
+    assert found.tensors == 53
+    assert not (found.only_in_a or found.only_in_b or found.values or found.data or found.dtypes or found.shapes)
+
+
+def test_nan_equals_nan_of_the_same_bits_and_nothing_else(tmp_path: Path) -> None:
+    a = torch.tensor([1.0, math.nan, 3.0])
+    assert compare(tmp_path, {"w": a}, {"w": a.clone()}).equal
+    found = one(tmp_path, a, torch.tensor([1.0, 2.0, 3.0]))
+    assert (found.differing, found.nan_mismatch, found.first, found.max_abs) == (1, 1, (1,), 0.0)
+    other = a.clone()
+    other.view(torch.int32)[1] ^= 1  # another payload
+    found = one(tmp_path, a, other)
+    assert (found.differing, found.nan_mismatch) == (1, 0)
+    assert compare(tmp_path, {"w": a}, {"w": other}, atol=1e-9).equal
+    assert not compare(tmp_path, {"w": a}, {"w": torch.tensor([1.0, 2.0, 3.0])}, atol=1e9).equal
+
+
+def test_minus_zero_is_not_zero_but_is_within_any_tolerance(tmp_path: Path) -> None:
+    a, b = torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])
+    found = one(tmp_path, a, b)
+    assert (found.differing, found.max_abs, found.max_ulp, found.first) == (1, 0.0, 0, (0,))
+    assert compare(tmp_path, {"w": a}, {"w": b}, atol=1e-30).equal
+
+
+def test_infinities_differ_by_infinity_and_equal_themselves(tmp_path: Path) -> None:
+    a = torch.tensor([math.inf, -math.inf, math.inf, 1.0])
+    found = one(tmp_path, a, torch.tensor([math.inf, -math.inf, -math.inf, 2.0]))
+    assert (found.differing, found.max_abs, found.worst) == (2, math.inf, (2,))
+    assert not compare(tmp_path, {"w": a}, {"w": -a}, rtol=1.0, atol=1e30).equal
+
+
+def test_names_dtypes_shapes_and_values_that_differ_are_listed(tmp_path: Path) -> None:
+    torch.save({"model": {"a": torch.ones(3), "b": torch.ones(2, 3), "c": torch.ones(4), "d": torch.ones(5)},
+                "step": 1, "name": "x"}, tmp_path / "a.pt")  # fmt: skip
+    torch.save({"model": {"a": torch.ones(3).half(), "b": torch.ones(3, 2), "d": torch.ones(5), "e": torch.ones(1)},
+                "step": 2, "lr": 1.0}, tmp_path / "b.pt")  # fmt: skip
+    found = ckpttool.diff(tmp_path / "a.pt", tmp_path / "b.pt")
+    assert not found.equal
+    assert found.only_in_a == ["model.c", "extra.name"]
+    assert found.only_in_b == ["model.e", "extra.lr"]
+    assert found.dtypes == {"model.a": ("float32", "float16")}
+    assert found.shapes == {"model.b": ((2, 3), (3, 2))}
+    assert found.values == {"trainer.step": ("1", "2")}
+    assert found.data == []
+    assert found.tensors == 3
+    assert ckpttool.diff(tmp_path / "a.pt", tmp_path / "b.pt", only=["model"]).values == {}
+
+
+def test_a_cast_is_a_difference_of_dtypes_and_of_the_elements_that_were_rounded(tmp_path: Path) -> None:
+    a = torch.randn(41, 9, generator=torch.Generator().manual_seed(0))
+    b = a.to(torch.bfloat16)
+    found = compare(tmp_path, {"w": a}, {"w": b})
+    assert found.dtypes == {"model.w": ("float32", "bfloat16")}
+    gap = (a.double() - b.double()).abs()
+    assert found.data[0].differing == int((gap > 0).sum())
+    assert found.data[0].max_abs == float(gap.max())
+    assert found.data[0].max_rel == float((gap / b.double().abs()).max())
+    assert found.data[0].max_ulp is None
+    close = compare(tmp_path, {"w": a}, {"w": b}, rtol=2**-8)
+    assert close.equal
+    assert close.within_tolerance == 1
+
+
+def test_tolerances_are_those_of_torch_allclose(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    a = torch.randn(300, generator=generator)
+    b = a + 1e-4 * torch.randn(300, generator=generator)
+    for rtol, atol in ((0.0, 1e-3), (0.0, 1e-5), (1e-2, 0.0), (1e-4, 1e-4), (1e-4, 3e-4), (1.0, 0.0)):
+        wanted = bool(torch.allclose(a.double(), b.double(), rtol=rtol, atol=atol))
+        assert compare(tmp_path, {"w": a}, {"w": b}, rtol=rtol, atol=atol).equal == wanted, (rtol, atol)
+
+
+def steps(x: Tensor, n: int) -> Tensor:
+    """Every element moved by n units in the last place, by numpy's own nextafter."""
+    values = x.numpy().copy()
+    for _ in range(n):
+        values = np.nextafter(values, np.array(np.inf, dtype=values.dtype))
+    return torch.from_numpy(values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("n", [1, 2, 7])
+def test_units_in_the_last_place_are_counted_as_nextafter_steps(dtype: torch.dtype, n: int, tmp_path: Path) -> None:
+    a = torch.tensor([1.0, -1.0, 1e-40, 0.0, -0.0, 3e38, -1e-45, 1.9999999], dtype=dtype)
+    found = one(tmp_path, a, steps(a, n))
+    assert found.max_ulp == n
+    assert found.differing == len(a)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_units_in_the_last_place_of_short_floats(dtype: torch.dtype, tmp_path: Path) -> None:
+    a = torch.tensor([1.0, -2.0, 0.25]).to(dtype)
+    b = a.clone()
+    b.view(torch.int16)[1] += 5
+    assert one(tmp_path, a, b).max_ulp == 5
+    b = torch.tensor([1.0, -2.0, -0.25]).to(dtype)
+    bits = 2 * int(torch.tensor([0.25]).to(dtype).view(torch.int16))
+    assert one(tmp_path, a, b).max_ulp == bits  # through zero
+
+
+def test_numbers_are_those_of_torch_on_a_large_tensor(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(2)
+    a = torch.randn(2000, 700, generator=generator)
+    b = a.clone()
+    where = torch.randperm(a.numel(), generator=generator)[:1000]
+    b.view(-1)[where] += torch.randn(1000, generator=generator) * 1e-3
+    found = one(tmp_path, a, b)
+    gap = (a.double() - b.double()).abs()
+    assert found.differing == int((gap > 0).sum())
+    assert found.max_abs == float(gap.max())
+    assert found.max_rel == float((gap / b.double().abs()).max())
+    assert found.worst == tuple(divmod(int(gap.argmax()), 700))
+    assert found.first == tuple(divmod(int((gap.view(-1) > 0).nonzero()[0]), 700))
+
+
+def test_large_integers_that_differ_by_one_differ_by_one(tmp_path: Path) -> None:
+    a = torch.tensor([2**60, 5])
+    found = one(tmp_path, a, a + torch.tensor([1, 0]))
+    assert (found.differing, found.max_abs, found.max_ulp) == (1, 1.0, None)
+    assert not compare(tmp_path, {"w": a}, {"w": a + 1}, atol=0.5).equal

@@ -1,0 +1,158 @@
+"""hf folders: what transformers and save_pretrained write and read, byte for byte and tensor for tensor."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peers import FIXTURES, Original, difference, files_of, load_hf
+from peers import ORIGINALS as ALL
+from torch import Tensor
+
+import ckpttool
+
+WITH_REFERENCE = [o for o in ALL if o.config is not None]
+HUB = [o for o in ALL if o.saved_as in ("hf", "hf_with_index")]
+
+
+def labels(originals: list[Original]) -> list[str]:
+    return [o.label for o in originals]
+
+
+def from_pretrained(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """(model, what transformers says about the loading)."""
+    from transformers import AutoModelForCausalLM
+
+    model, said = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype="auto")
+    return model, said
+
+
+def assert_loads_into(folder: Path, truth: dict[str, Tensor]) -> None:
+    """transformers finds every parameter and no other, and they are those of the live job."""
+    model, said = from_pretrained(folder)
+    assert not any(said[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), said
+    wanted = {k.removeprefix("model."): t for k, t in truth.items() if k.startswith("model.")}
+    assert difference(dict(model.state_dict()), wanted) == []
+
+
+@pytest.mark.parametrize("original", WITH_REFERENCE + HUB, ids=labels(WITH_REFERENCE + HUB))
+def test_from_pretrained_misses_nothing_and_has_the_weights_of_the_live_job(original: Original, tmp_path: Path) -> None:
+    source: Path = original.path
+    if original in HUB:  # by way of training's layout
+        ckpttool.convert(source, tmp_path / "dcp", to="dcp", world_size=3)
+        source = tmp_path / "dcp"
+    ckpttool.convert(source, tmp_path / "out", to="hf", config=original.config or str(original.path))
+    assert_loads_into(tmp_path / "out", original.truth())
+
+
+@pytest.mark.parametrize("original", WITH_REFERENCE, ids=labels(WITH_REFERENCE))
+def test_files_are_those_of_save_pretrained_byte_for_byte(original: Original, tmp_path: Path) -> None:
+    assert original.config is not None
+    ckpttool.convert(original.path, tmp_path / "out", to="hf", config=original.config)
+    assert files_of(tmp_path / "out") == files_of(Path(original.config))
+
+
+ONE_FILE = [o for o in HUB if o.path.name == "ckpt"]
+
+
+@pytest.mark.parametrize("original", ONE_FILE, ids=labels(ONE_FILE))
+def test_there_and_back_by_way_of_dcp_gives_the_same_bytes(original: Original, tmp_path: Path) -> None:
+    ckpttool.convert(original.path, tmp_path / "dcp", to="dcp", world_size=3)
+    ckpttool.convert(tmp_path / "dcp", tmp_path / "out", to="hf", config=str(original.path))
+    assert files_of(tmp_path / "out") == files_of(original.path)
+
+
+def test_shards_of_a_training_checkpoint_are_those_of_save_pretrained_of_the_live_model(tmp_path: Path) -> None:
+    wanted = FIXTURES / "hf_llama" / "ckpt_sharded"  # the same shapes, saved with max_shard_size="40KB"
+    ckpttool.convert(
+        FIXTURES / "fsdp2_w3" / "ckpt", tmp_path / "out", to="hf", config=str(wanted), max_shard_bytes=40_000
+    )
+    index = "model.safetensors.index.json"
+    assert (tmp_path / "out" / index).read_bytes() == (wanted / index).read_bytes()
+    assert sorted(files_of(tmp_path / "out")) == sorted(files_of(wanted))
+
+
+SAVE = """
+import sys, transformers
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto")
+for size in sys.argv[3:]:
+    model.save_pretrained(f"{sys.argv[2]}/{size}", max_shard_size=int(size))
+"""
+
+
+@pytest.mark.parametrize("case", ["hf_llama", "hf_tied", "hf_moe"])
+def test_shards_and_index_are_those_of_save_pretrained_at_every_size(case: str, tmp_path: Path) -> None:
+    sizes = ["1", "20000"] if case == "hf_moe" else ["1", "5000", "9432", "20000", "40000", "1000000"]
+    source = FIXTURES / case / "ckpt"
+    subprocess.run([sys.executable, "-c", SAVE, str(source), str(tmp_path), *sizes], check=True, capture_output=True)
+    for size in sizes:
+        out = tmp_path / f"ours-{size}"
+        ckpttool.convert(source, out, to="hf", max_shard_bytes=int(size))
+        found, wanted = files_of(out), files_of(tmp_path / size)
+        assert sorted(found) == sorted(wanted), size
+        assert [n for n in wanted if found[n] != wanted[n]] == [], size
+
+
+@pytest.mark.parametrize("case", ["fsdp2_w3_tied_bf16", "fsdp2_w3"])
+def test_the_config_says_the_dtype_the_weights_were_cast_to(case: str, tmp_path: Path) -> None:
+    original = next(o for o in ALL if o.case == case)
+    assert original.config is not None
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16), ("float16", torch.float16)):
+        out = tmp_path / name
+        ckpttool.convert(original.path, out, to="hf", config=original.config, dtype=name)
+        assert json.loads((out / "config.json").read_text())["dtype"] == name
+        wanted = {k: t.to(dtype) for k, t in load_hf(Path(original.config)).items()}
+        assert difference(load_hf(out), wanted) == []
+        model, _ = from_pretrained(out)
+        assert model.dtype is dtype
+
+
+def test_weights_that_the_config_ties_but_that_differ_are_refused(tmp_path: Path) -> None:
+    config = FIXTURES / "hf_tied" / "ckpt"
+    source = FIXTURES / "fsdp2_w2_groups" / "ckpt"  # the same shapes, untied
+    with pytest.raises(ckpttool.CkpttoolError, match=r'ties "lm_head\.weight" to "model\.embed_tokens\.weight"') as e:
+        ckpttool.convert(source, tmp_path / "out", to="hf", config=str(config))
+    assert e.value.exit_code == 3
+    assert not (tmp_path / "out").exists()
+
+
+def test_tokenizer_files_come_along_and_code_and_weights_beside_them_do_not(tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    config.mkdir()
+    for name, text in {
+        "config.json": (FIXTURES / "hf_llama" / "ckpt" / "config.json").read_text(),
+        "tokenizer.json": "{}", "tokenizer_config.json": "{}", "special_tokens_map.json": "{}", "vocab.json": "{}",
+        "merges.txt": "", "tokenizer.model": "x", "chat_template.jinja": "y",
+        "modeling_evil.py": "raise SystemExit", "pytorch_model.bin": "x", "README.md": "z",
+    }.items():  # fmt: skip
+        (config / name).write_text(text)
+    ckpttool.convert(FIXTURES / "fsdp2_w3" / "ckpt", tmp_path / "out", to="hf", config=str(config))
+    wanted = {p.name for p in config.iterdir()} - {"modeling_evil.py", "pytorch_model.bin", "README.md"}
+    assert set(files_of(tmp_path / "out")) == {*wanted, "model.safetensors"}
+
+
+def test_architectures_taken_for_plain_have_the_same_names_in_memory_and_on_the_hub() -> None:
+    code = """
+import transformers, torch
+from ckpttool.hubnames import PLAIN
+from transformers.core_model_loading import revert_weight_conversion
+small = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+             num_key_value_heads=2, head_dim=8, n_embd=16, n_layer=2, n_head=2, n_positions=8, ffn_dim=16, pad_token_id=0,
+             word_embed_proj_dim=16, max_position_embeddings=16)
+for kind in sorted(PLAIN):
+    config = transformers.AutoConfig.for_model(kind, **small)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    state = dict(model.state_dict())
+    assert set(revert_weight_conversion(model, dict(state))) == set(state), kind
+print(len(PLAIN))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
