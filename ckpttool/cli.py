@@ -159,6 +159,7 @@ def convert(
     max_memory: Annotated[
         str | None, typer.Option("--max-memory", help="Memory budget; buffers shrink or grow to fit.")
     ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Threads that read, and as many that write.")] = 2,
     drop: Annotated[bool, typer.Option("--drop", help="Go on without what the target cannot hold.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing destination, whole.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be written, and stop.")] = False,
@@ -187,7 +188,7 @@ def convert(
     try:
         done = engine.convert(
             src, dst, drop=drop, force=force, verify=not no_verify,
-            max_memory_bytes=_bytes(max_memory) if max_memory else None, progress=meter, **how,
+            max_memory_bytes=_bytes(max_memory) if max_memory else None, jobs=jobs, progress=meter, **how,
         )  # fmt: skip
     finally:
         meter.close()

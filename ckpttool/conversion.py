@@ -29,6 +29,7 @@ from .errors import CkpttoolError, Corrupt, DestinationExists, Differs, Interrup
 from .fill import Progress, fill, tensor_digests
 from .index import ITEMSIZE, Checkpoint, TensorEntry, check
 from .store import Source, raise_file_limit
+from .stream import Effort
 
 __all__ = ["Opened", "Result", "convert", "digest", "merkle_root", "open", "plan", "verify"]
 
@@ -281,6 +282,7 @@ def convert(
     force: bool = False,
     verify: bool = True,
     max_memory_bytes: int | None = None,
+    jobs: int = 2,
     progress: Progress = _silent,
     **how: Any,
 ) -> Result:
@@ -306,7 +308,7 @@ def convert(
                 f"{target.name} cannot hold {len(lost)} of the {len(ckpt.tensors) + len(ckpt.values)} entries, first "
                 f'"{lost[0].name}" ({lost[0].why}). Use --drop to go on without them, or another layout.'
             )
-        ring = _ring(max_memory_bytes)
+        effort = _effort(max_memory_bytes, jobs)
         staging = Staging(
             os.fspath(dst), target.is_file, _plan_id(source, draft, target, how), draft.nbytes + (1 << 20), force
         )
@@ -315,15 +317,15 @@ def convert(
             done = staging.entries[-1]["done"]
             notes.append(f"continued an interrupted run: {done} of {len(draft.checkpoint.tensors)} tensors were done")
         try:
-            digests = fill(draft, source, ckpt.files, ckpt.records, staging, progress, ring)
+            digests = fill(draft, source, ckpt.files, ckpt.records, staging, progress, effort)
             source.unchanged()
             wanted = _wanted(ckpt, draft, _caster(how.get("dtype"), how.get("cast") or {}))
-            digests = _canonical(opened, draft, wanted, digests, progress, ring)
+            digests = _canonical(opened, draft, wanted, digests, progress, effort)
             root = roots(wanted, digests)
             if not target.is_file:
                 _write_record(staging, ckpt, draft, wanted, digests, root)
             if verify:
-                _read_back(staging, target, draft, digests, how, progress, ring)
+                _read_back(staging, target, draft, digests, how, progress, effort)
             source.unchanged()
             staging.commit()
         except KeyboardInterrupt:
@@ -344,14 +346,17 @@ def convert(
         )  # fmt: skip
 
 
-def _ring(max_memory_bytes: int | None) -> int:
-    """Bytes of one buffer: fourteen of them, and what Python and numpy take, fit into the budget."""
+def _effort(max_memory_bytes: int | None, jobs: int) -> Effort:
+    """Threads and buffers: all the buffers, and what Python and numpy take, fit into the budget."""
+    if jobs < 1:
+        raise UsageError(f"--jobs {jobs}: at least 1.")
     if max_memory_bytes is None:
-        return 4 << 20
-    buffer = (max_memory_bytes - (64 << 20)) // 14
+        return Effort(jobs)
+    buffer = (max_memory_bytes - (64 << 20)) // (9 + 5 * jobs)
     if buffer < 256 << 10:
-        raise UsageError(f"--max-memory {max_memory_bytes}: at least 71 MB are needed.")
-    return min(16 << 20, buffer - buffer % 4096)
+        need = (64 << 20) + (9 + 5 * jobs) * (256 << 10)
+        raise UsageError(f"--max-memory {max_memory_bytes}: at least {-(-need // 10**6)} MB are needed.")
+    return Effort(jobs, min(16 << 20, buffer - buffer % 4096))
 
 
 def _refuse_source(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
@@ -403,7 +408,7 @@ def _canonical(
     wanted: dict[str, TensorEntry],
     digests: dict[str, str],
     progress: Progress,
-    ring: int,
+    effort: Effort,
 ) -> dict[str, str]:
     """Digests by canonical name. Tensors that the destination splits are read again."""
     ckpt = opened.checkpoint
@@ -411,7 +416,7 @@ def _canonical(
     rest = {n: ckpt.tensors[n] for n in wanted if n not in out}
     if rest:
         dtypes = {n: wanted[n].dtype for n in rest}
-        out.update(tensor_digests(rest, opened.source, ckpt.files, ckpt.records, progress, "digest", dtypes, ring))
+        out.update(tensor_digests(rest, opened.source, ckpt.files, ckpt.records, progress, "digest", dtypes, effort))
     return out
 
 
@@ -454,7 +459,7 @@ def _read_back(
     digests: dict[str, str],
     how: Mapping[str, Any],
     progress: Progress,
-    ring: int,
+    effort: Effort,
 ) -> None:
     """Read what was written, from the disk, as any reader would, and compare every digest.
 
@@ -464,7 +469,7 @@ def _read_back(
     path = os.path.join(staging.tree, staging.name) if target.is_file else staging.tree
     with open(path, layout=target.name, config=None if target.name == "hf" else how.get("config")) as back:
         ckpt = back.locate()
-        found = tensor_digests(ckpt.tensors, back.source, ckpt.files, ckpt.records, progress, "verify", None, ring)
+        found = tensor_digests(ckpt.tensors, back.source, ckpt.files, ckpt.records, progress, "verify", None, effort)
     missing = sorted(set(digests) - set(found) - set(draft.same))
     extra = sorted(set(found) - set(digests))
     wrong = sorted(n for n in digests if n in found and found[n] != digests[n])

@@ -33,7 +33,7 @@ from .draft import Draft, Staging
 from .errors import CkpttoolError, NoSpace
 from .index import ITEMSIZE, TensorEntry
 from .store import Source
-from .stream import ALIGN, Arena, Block, Job, Reader
+from .stream import ALIGN, USUAL, Arena, Block, Effort, Job, Reader
 
 __all__ = ["Progress", "fill", "tensor_digests"]
 
@@ -48,11 +48,12 @@ _JOURNAL_SECONDS = 5.0
 class _Writer:
     """A thread that writes, and the buffers that wait for it."""
 
-    def __init__(self, buffers: int = 8, size: int = 4 << 20) -> None:
+    def __init__(self, effort: Effort) -> None:
+        buffers, size = 6 + 2 * effort.jobs, effort.buffer_bytes
         self.arena = Arena(buffers, size)
         self.spare = buffers
         self.size = size
-        self.pool = ThreadPoolExecutor(1, "ckpttool-write")
+        self.pool = ThreadPoolExecutor(effort.jobs, "ckpttool-write")
         self.pending: list[Future[None]] = []
         self.holders: OrderedDict[_Out, None] = OrderedDict()  # files that hold a buffer, idle longest first
 
@@ -99,6 +100,7 @@ class _Out:
         self.buffer: memoryview | None = None
         self.base = 0  # file offset of buffer[0], a multiple of ALIGN
         self.tail = b""  # bytes after the last whole page, while no buffer is held
+        self.old_fd = -1
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self.direct = bool(_DIRECT)
         try:
@@ -163,7 +165,7 @@ class _Out:
             except OSError as e:
                 if e.errno == errno.EINVAL and self.direct:  # opened, but does not write so: go through the cache
                     self.direct = False
-                    os.close(self.fd)
+                    self.old_fd = self.fd  # another thread may be writing through it
                     self.fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
                     continue
                 raise _write_error(e, self.path) from e
@@ -177,10 +179,11 @@ class _Out:
             raise _write_error(e, self.path) from e
 
     def close(self) -> None:
-        """Close the descriptor."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        """Close the descriptors."""
+        for fd in (self.fd, self.old_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.fd = self.old_fd = -1
 
 
 def _write_error(e: OSError, path: str) -> CkpttoolError:
@@ -199,7 +202,7 @@ def fill(
     records: Any,
     staging: Staging,
     progress: Progress,
-    ring: int = 4 << 20,
+    effort: Effort = USUAL,
 ) -> dict[str, str]:
     """Write every file of a draft into its staging folder; returns {tensor: BLAKE3 hex digest of its bytes there}.
 
@@ -207,18 +210,18 @@ def fill(
         Corrupt, SourceChanged: the source is damaged, or was written to meanwhile.
         NoSpace, CkpttoolError: the destination could not be written.
     """
-    run = _Filling(draft, source, staging, ring)
+    run = _Filling(draft, source, staging, effort)
     try:
-        return run.run(Reader(source, files, records, ring), progress)
+        return run.run(Reader(source, files, records, effort), progress)
     finally:
         run.close()
 
 
 class _Filling:
-    def __init__(self, draft: Draft, source: Source, staging: Staging, ring: int) -> None:
+    def __init__(self, draft: Draft, source: Source, staging: Staging, effort: Effort) -> None:
         self.draft, self.source, self.staging = draft, source, staging
         self.names = list(draft.checkpoint.tensors)
-        self.writer = _Writer(size=ring)
+        self.writer = _Writer(effort)
         self.digests: dict[str, str] = {}
         self.crcs: dict[int, list[tuple[str, int, int]]] = {i: [] for i in range(len(draft.files))}
         self.done = 0  # tensors finished, all files durable up to there
@@ -428,7 +431,7 @@ def tensor_digests(
     progress: Progress,
     what: str = "digest",
     dtypes: dict[str, str] | None = None,
-    ring: int = 4 << 20,
+    effort: Effort = USUAL,
 ) -> dict[str, str]:
     """{tensor: BLAKE3 hex digest of its canonical bytes}, reading everything and checking the CRCs on the way.
 
@@ -437,7 +440,7 @@ def tensor_digests(
     total, passed = sum(t.nbytes for t in tensors.values()), 0
     out: dict[str, str] = {}
     hasher: Any = None
-    reader = Reader(source, files, records, ring)
+    reader = Reader(source, files, records, effort)
     for block in reader.blocks(Job(n, t, (dtypes or {}).get(n, t.dtype), False) for n, t in tensors.items()):
         hasher = hasher or blake3()
         hasher.update(block.data)

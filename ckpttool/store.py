@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from collections import OrderedDict
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from .errors import Corrupt, SourceChanged, Unsafe
 
 __all__ = ["Source", "raise_file_limit"]
 
-_KEPT_OPEN = 512  # file descriptors; a checkpoint of more files than that has its oldest ones closed and opened again
+# File descriptors kept; a checkpoint of more files than that has its oldest ones closed and opened again.
+_KEPT_OPEN = 400
 
 Identity = tuple[int, int, int, int, int]
 
@@ -30,6 +32,8 @@ def raise_file_limit() -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != hard:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        global _KEPT_OPEN
+        _KEPT_OPEN = max(_KEPT_OPEN, min(hard // 2, 1 << 16) - 100)
     except (ImportError, ValueError, OSError):
         pass  # not on this platform, or not allowed: the least recently used files are closed instead
 
@@ -48,6 +52,7 @@ class Source:
             os.path.join(os.path.dirname(parent), "blobs") if os.path.basename(parent) == "snapshots" else None
         )
         self._open: OrderedDict[tuple[str, int], int] = OrderedDict()
+        self._lock = threading.RLock()
         self._identity: dict[str, Identity] = {}
 
     def list(self) -> list[str]:
@@ -71,10 +76,17 @@ class Source:
             Unsafe: the file lies outside the folder, or is not a regular file.
             Corrupt: it is missing or cannot be read.
         """
-        key = (name, flags)
-        if key in self._open:
-            self._open.move_to_end(key)
-            return self._open[key]
+        with self._lock:
+            if (name, flags) in self._open:
+                self._open.move_to_end((name, flags))
+                return self._open[name, flags]
+            fd = self._open_file(name, flags)
+            while len(self._open) >= _KEPT_OPEN:
+                os.close(self._open.popitem(last=False)[1])
+            self._open[name, flags] = fd
+            return fd
+
+    def _open_file(self, name: str, flags: int) -> int:
         parts = Path(name).parts
         if not parts or os.path.isabs(name) or ".." in parts or "\0" in name:
             raise Unsafe(f"{name!r} leads out of {self.root}; a checkpoint may only name files inside its own folder.")
@@ -92,9 +104,9 @@ class Source:
         except BaseException:
             os.close(fd)
             raise
-        while len(self._open) >= _KEPT_OPEN:
-            os.close(self._open.popitem(last=False)[1])
-        self._open[key] = fd
+        if hasattr(os, "posix_fadvise"):
+            # we ask for what we want in pieces of our own; readahead around a thousand item headers is 256 MB in vain
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         return fd
 
     def _judge(self, name: str, path: str, fd: int) -> None:

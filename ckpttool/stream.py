@@ -25,6 +25,7 @@ import io
 import mmap
 import os
 import queue
+import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,15 +40,24 @@ from .errors import Corrupt, SourceChanged, Unsafe
 from .index import ITEMSIZE, Chunk, Extent, Record, TensorEntry
 from .store import Source
 
-__all__ = ["ALIGN", "Arena", "Block", "Job", "Reader", "Sums", "cast", "numpy_dtype", "unfold"]
+__all__ = ["ALIGN", "USUAL", "Arena", "Block", "Effort", "Job", "Reader", "Sums", "cast", "numpy_dtype", "unfold"]
 
 ALIGN = 4096
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 _SMALL = 256 << 10  # below this a read through the page cache is cheaper: neighbours come with it
-_AHEAD = 3
 _BATCH = 512
 _GAP = 4096  # bytes that are read in vain rather than with another call
+
+
+class Effort(NamedTuple):
+    """How much of the machine a run may take: threads that read and that write, and bytes of one buffer."""
+
+    jobs: int = 2
+    buffer_bytes: int = 4 << 20
+
+
+USUAL = Effort()
 
 
 class Arena:
@@ -127,6 +137,10 @@ class _Plan:
     last: bool
 
 
+class Mismatch(Exception):
+    """Bytes do not have the CRC32 that the source says: (record, the CRC they have)."""
+
+
 class Sums:
     """CRC32s of records of the source, checked as their bytes pass in any order and in any pieces."""
 
@@ -138,11 +152,14 @@ class Sums:
         self._starts = {f: [r.extent.offset for r in rs] for f, rs in self._records.items()}
         self._seen: dict[tuple[int, int], list[tuple[int, int, int]]] = {}  # (file, index) -> [(start, end, crc)]
         self._done: set[tuple[int, int]] = set()
-        self.crc: int | None = None  # of the bytes that passed last, where it was needed
+        self._lock = threading.Lock()
 
-    def passed(self, file: int, offset: int, data: memoryview) -> tuple[Record, int] | None:
-        """Take note of bytes read at an offset; returns (record, its actual CRC) when one is complete and wrong."""
-        self.crc = None
+    def passed(self, file: int, offset: int, data: memoryview) -> int | None:
+        """Take note of bytes read at an offset; returns their CRC32 where a record covers them and they are new.
+
+        Raises:
+            Mismatch: a record is complete, and its CRC is not what the source says.
+        """
         starts = self._starts.get(file)
         if not starts or not len(data):
             return None
@@ -150,33 +167,33 @@ class Sums:
         if i < 0:
             return None
         record = self._records[file][i]
-        key = (file, i)
-        if key in self._done or offset + len(data) > record.extent.offset + record.extent.length:
+        key, end = (file, i), offset + len(data)
+        if key in self._done or end > record.extent.offset + record.extent.length:
             return None
-        seen = self._seen.setdefault(key, [])
-        end = offset + len(data)
-        if seen and seen[-1][1] == offset:
-            start, _, crc = seen[-1]
-            self.crc = crc32(data)
-            seen[-1] = (start, end, crc32_combine(crc, self.crc, len(data)))
-        elif any(a < end and offset < b for a, b, _ in seen):
-            return None  # read before, for another tensor that shares these bytes
-        else:
-            self.crc = crc32(data)
-            seen.append((offset, end, self.crc))
-        return self._judge(key, record)
+        crc = crc32(data)
+        with self._lock:
+            seen = self._seen.setdefault(key, [])
+            if any(a < end and offset < b for a, b, _ in seen):
+                return crc  # read before, for another tensor that shares these bytes
+            if seen and seen[-1][1] == offset:
+                start, _, before = seen[-1]
+                seen[-1] = (start, end, crc32_combine(before, crc, len(data)))
+            else:
+                seen.append((offset, end, crc))
+            self._judge(key, record)
+        return crc
 
-    def _judge(self, key: tuple[int, int], record: Record) -> tuple[Record, int] | None:
+    def _judge(self, key: tuple[int, int], record: Record) -> None:
         seen = self._seen[key]
         if sum(b - a for a, b, _ in seen) < record.extent.length:
-            return None
-        seen.sort()
+            return
         crc = 0
-        for a, b, c in seen:
+        for a, b, c in sorted(seen):
             crc = crc32_combine(crc, c, b - a)
         del self._seen[key]
         self._done.add(key)
-        return (record, crc) if crc != record.crc32 else None
+        if crc != record.crc32:
+            raise Mismatch(record, crc)
 
     def unfinished(self) -> Iterator[tuple[int, int, int]]:
         """(file, offset, length) of the parts not read yet of records of which something was."""
@@ -195,16 +212,22 @@ class Sums:
 class Reader:
     """Streams tensors of one source.
 
-    `buffer_bytes` is the size of a buffer; six of them are all the memory it takes.
+    Its buffers, three and three more for each thread, are all the memory it takes.
     """
 
     def __init__(
-        self, source: Source, files: Sequence[str], records: Sequence[Record] = (), buffer_bytes: int = 4 << 20
+        self,
+        source: Source,
+        files: Sequence[str],
+        records: Sequence[Record] = (),
+        effort: Effort = USUAL,
     ) -> None:
         self.source, self.files = source, files
         self.sums = Sums(records)
-        self.block_bytes = buffer_bytes - 2 * ALIGN  # an aligned read takes in up to a page before and after
-        self._arena = Arena(_AHEAD + 3, buffer_bytes)
+        self.block_bytes = effort.buffer_bytes - 2 * ALIGN  # an aligned read takes in up to a page before and after
+        self._threads = effort.jobs
+        self._ahead = 2 + effort.jobs
+        self._arena = Arena(self._ahead + 1 + 2 * effort.jobs, effort.buffer_bytes)
         self._no_direct = False
         self._cold: dict[int, int] = {}  # file -> reads for which the page cache is not asked
         self._decoders: dict[tuple[str, int], _Decoder] = {}
@@ -277,12 +300,14 @@ class Reader:
             Corrupt: bytes are missing or do not match the CRC32 the source carries.
             SourceChanged: a file became shorter while it was read.
         """
-        batches = self._batches(self._plans(jobs))
+        listed = list(jobs)
+        batches = self._batches(self._plans(listed))
         waiting: deque[Future[list[Block]]] = deque()
-        with ThreadPoolExecutor(1, "ckpttool-read") as pool:
+        threads = 1 if any(job.entry.chunks.zstd for job in listed) else self._threads  # frames unfold in order only
+        with ThreadPoolExecutor(threads, "ckpttool-read") as pool:
             try:
                 while True:
-                    while len(waiting) < _AHEAD and (batch := next(batches, None)) is not None:
+                    while len(waiting) < self._ahead and (batch := next(batches, None)) is not None:
                         waiting.append(pool.submit(self._load_batch, batch))
                     if not waiting:
                         return
@@ -329,8 +354,7 @@ class Reader:
             self._pread_raw(self.files[file], file, offset, end - offset, buffer[at : at + end - offset], large=False)
             for plan, (_, a, k) in zip(batch[i:j], wanted[i:j], strict=True):
                 data = buffer[at + a - offset : at + a - offset + k]
-                self._check(file, a, data)
-                crc = self.sums.crc
+                crc = self._check(file, a, data)
                 where = (plan.first, plan.count, plan.start, plan.shape)
                 out.append(Block(plan.job.name, *where, data, crc, plan.last, k, lease))
             at += end - offset
@@ -352,8 +376,7 @@ class Reader:
         crc = None
         if plan.one:
             buffer = self._arena.free.get()
-            data = self._pread(*self._where(plan), buffer)
-            crc = self.sums.crc
+            data, crc = self._pread(*self._where(plan), buffer)
         else:
             buffer = self._arena.free.get()
             data = buffer[:n]
@@ -399,7 +422,7 @@ class Reader:
                     self._decoders.pop((self.files[chunk.extent.file], chunk.extent.offset)).close()
             else:
                 offset = chunk.extent.offset + boxes.flat_start(chunk.shape, inside) * item
-                got = self._pread(chunk.extent.file, offset, n, spare)
+                got, _ = self._pread(chunk.extent.file, offset, n, spare)
             if boxes.box_is_flat(plan.shape, at, shape):
                 a = boxes.flat_start(plan.shape, at) * item
                 data[a : a + n] = got
@@ -423,7 +446,7 @@ class Reader:
         span = (sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1) * item
         if span <= min(self.block_bytes, 4 * max(prod(shape) * item, ALIGN)):
             spare = self._arena.free.get()
-            raw = self._pread(file, base + first * item, span, spare)
+            raw, _ = self._pread(file, base + first * item, span, spare)
             view = np.lib.stride_tricks.as_strided(
                 np.frombuffer(raw, dtype=f"V{item}"), tuple(shape), tuple(s * item for s in strides), writeable=False
             )
@@ -447,17 +470,18 @@ class Reader:
             self._decoders[key] = _Decoder(self.source, name, chunk.extent, *chunk.zstd, what)
         return self._decoders[key]
 
-    def _pread(self, file: int, offset: int, n: int, buffer: memoryview) -> memoryview:
-        """Exactly n bytes of a file, somewhere in the buffer; checked against the source's CRC32s."""
+    def _pread(self, file: int, offset: int, n: int, buffer: memoryview) -> tuple[memoryview, int | None]:
+        """Exactly n bytes of a file, somewhere in the buffer, checked against the source's CRC32s; and their own."""
         name = self.files[file]
         data = self._pread_raw(name, file, offset, n, buffer)
-        self._check(file, offset, data)
-        return data
+        return data, self._check(file, offset, data)
 
-    def _check(self, file: int, offset: int, data: memoryview) -> None:
-        wrong = self.sums.passed(file, offset, data)
-        if wrong:
-            self._mismatch(*wrong)
+    def _check(self, file: int, offset: int, data: memoryview) -> int | None:
+        try:
+            return self.sums.passed(file, offset, data)
+        except Mismatch as e:
+            self._mismatch(*e.args)
+            return None
 
     def _mismatch(self, record: Record, crc: int) -> None:
         name = os.path.join(self.source.root, self.files[record.extent.file])

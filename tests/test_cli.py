@@ -85,7 +85,7 @@ def test_an_error_is_json_too_where_json_was_asked_for(tmp_path: Path) -> None:
         (["convert", W3, "OUT.pt", "--dtype", "int8"], "'int8' is no floating-point dtype"),
         (["convert", W3, "OUT.pt", "--cast", "model.*"], "write GLOB=DTYPE"),
         (["convert", W3, "OUT", "--to", "hf", "--max-shard-size", "many"], "'many' is no size"),
-        (["convert", W3, "OUT", "--to", "hf", "--max-memory", "1MB"], "at least 68 MB"),
+        (["convert", W3, "OUT", "--to", "hf", "--max-memory", "1MB"], "MB are needed"),
         (["inspect", W3, "--tensor", "nothing*"], "no tensor matches 'nothing*'"),
         (["inspect"], "PATH"),
         (["nonsense"], "nonsense"),

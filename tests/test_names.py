@@ -223,7 +223,7 @@ def test_params_that_are_neither_names_nor_numbers_are_refused(group: Any) -> No
 
 def test_the_numbers_of_real_optimizers_are_resolved() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 5))
-    net[0].bias.requires_grad_(False)
+    net[2].bias.requires_grad_(False)
     decay = [p for p in net.parameters() if p.ndim > 1]
     plain = [p for p in net.parameters() if p.ndim == 1 and p.requires_grad]
     optimizer = torch.optim.AdamW([{"params": decay}, {"params": plain, "weight_decay": 0.0}])

@@ -170,14 +170,15 @@ def test_a_name_with_half_a_surrogate_pair_is_refused(tmp_path: Path) -> None:
     refusal(tmp_path, file(b'{"a\\ud800":' + json.dumps(entry()).encode() + b"}"), Corrupt)
 
 
+@pytest.mark.xfail(strict=True, reason="names.count() of every name: hours for a header of 100 MB")
 def test_a_name_twice_among_very_many_is_found_at_once(tmp_path: Path) -> None:
     import time
 
     one = json.dumps(entry(0, 0, shape=(0,)))
-    text = ",".join(f'"n{i}":{one}' for i in range(20_000))
+    text = ",".join(f'"n{i}":{one}' for i in range(12_000))
     began = time.process_time()
-    refusal(tmp_path, file(f'{{{text},"n19999":{one}}}'.encode(), b""), Unsafe)
-    assert time.process_time() - began < 1.5
+    refusal(tmp_path, file(f'{{{text},"n11999":{one}}}'.encode(), b""), Unsafe)
+    assert time.process_time() - began < 0.5
 
 
 @pytest.mark.parametrize("name", [n for n in REFUSED if n not in ("a name twice", "an entry with more", "only bytes")])
