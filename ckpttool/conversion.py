@@ -27,7 +27,7 @@ from ._version import __version__
 from .draft import Draft, Staging, refuse_target
 from .errors import CkpttoolError, Corrupt, DestinationExists, Differs, Interrupted, NoSpace, Unsupported, UsageError
 from .fill import Progress, fill, tensor_digests
-from .index import ITEMSIZE, Checkpoint, TensorEntry, check
+from .index import ITEMSIZE, Checkpoint, TensorEntry, check, strangers
 from .store import Source, raise_file_limit
 from .stream import Effort
 
@@ -217,6 +217,11 @@ def plan(
         if not target.is_file and os.fspath(dst).endswith((*_FILES, ".safetensors")):
             raise UsageError(f"{target.name} is a folder, but {os.fspath(dst)!r} is named like a file.")
         ckpt = opened.locate()
+        if odd := strangers(ckpt):
+            raise Corrupt(
+                f"the optimizer has state for {len(odd)} parameters that the model does not have, first "
+                f'"{odd[0]}". They are not of one training run; --only model or --only optim takes one of them.'
+            )
         name = os.path.basename(os.path.abspath(dst))
         options = layouts.WriteOptions(name, world_size, max_shard_bytes, config, _caster(dtype, cast or {}))
         draft = target.write(ckpt, opened.source, options)

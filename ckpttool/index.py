@@ -24,7 +24,19 @@ from typing import Any, NamedTuple
 from . import boxes
 from .errors import Corrupt
 
-__all__ = ["ITEMSIZE", "Checkpoint", "Chunk", "Chunks", "Extent", "Record", "TensorEntry", "Value", "check", "joined"]
+__all__ = [
+    "ITEMSIZE",
+    "Checkpoint",
+    "Chunk",
+    "Chunks",
+    "Extent",
+    "Record",
+    "TensorEntry",
+    "Value",
+    "check",
+    "joined",
+    "strangers",
+]
 
 Path = tuple[str | int, ...]
 
@@ -237,6 +249,16 @@ class Checkpoint:
             tensors={k: v for k, v in self.tensors.items() if v.path[0] in keep},
             values={k: v for k, v in self.values.items() if v.path[0] in keep},
         )
+
+
+def strangers(ckpt: Checkpoint) -> list[str]:
+    """FQNs that the optimizer has state for and the model does not have, where both are there.
+
+    torchtitan alone keeps fused parameters in the optimizer and their parts in the model.
+    """
+    model = {t.path[1] for t in ckpt.tensors.values() if t.path[0] == "model"}
+    state = {t.path[2] for t in ckpt.tensors.values() if t.path[:2] == ("optim", "state")}
+    return sorted(map(str, state - model)) if model and ckpt.trainer != "torchtitan" else []
 
 
 def check(ckpt: Checkpoint) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from .conversion import open
-from .index import Checkpoint, TensorEntry
+from .index import Checkpoint, TensorEntry, strangers
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -116,6 +116,8 @@ def _missing(ckpt: Checkpoint) -> list[str]:
     if "optim" not in have:
         out.append("no optimizer state: training from here starts the optimizer anew")
         return out
+    if odd := strangers(ckpt):
+        out.append(f"the optimizer has state for {len(odd)} parameters that the model does not have, first {odd[0]}")
     slots = _slots(ckpt)
     per_slot: dict[str, set[str]] = {k: set() for k in slots}
     for t in ckpt.tensors.values():

@@ -332,7 +332,18 @@ def _rebuilds(what: str) -> dict[tuple[str, str], Any]:
             raise Unsafe(f"{what}: the pickle calls {rebuild}.")
         return rebuild(*args)
 
+    def refused(kind: str) -> Callable[..., Any]:
+        def refuse(*_: Any) -> Any:
+            raise Unsupported(f"{what}: holds a {kind} tensor; ckpttool moves dense ones. Convert it to dense first.")
+
+        return refuse
+
     return {
+        ("torch._utils", "_rebuild_sparse_tensor"): refused("sparse"),
+        ("torch._utils", "_rebuild_qtensor"): refused("quantized"),
+        ("torch._utils", "_rebuild_nested_tensor"): refused("nested"),
+        ("torch._utils", "_rebuild_meta_tensor_no_storage"): refused("meta (without data)"),
+        ("torch._utils", "_rebuild_wrapper_subclass"): refused("wrapper subclass"),
         ("torch._utils", "_rebuild_tensor_v2"): tensor,
         ("torch._utils", "_rebuild_tensor"): tensor,
         ("torch._utils", "_rebuild_tensor_v3"): v3,

@@ -328,10 +328,12 @@ def _columns(tops: list[tuple[Any, _Collector]], what: str) -> _Index:
             if not isinstance(meta, collector.tensor_class):
                 raise Corrupt(f'{what}: "{key}" is a {type(meta).__name__}.')
             dtype, size, chunks = _joined(key, meta.state, collector, stored, numbers, what)
-            if key in tensors:  # per-rank metadata: each lists its own chunks
+            if key in tensors:  # per-rank metadata: each lists its own chunks, and what is replicated again
                 known = tensors[key][2]
-                for name in ("start", "shape", "file", "offset", "length"):
-                    getattr(known, name).extend(getattr(chunks, name))
+                places = set(known.boxes())
+                for c in chunks:
+                    if (c.start, c.shape) not in places:
+                        known.add(c.start, c.shape, *c.extent)
             else:
                 tensors[key] = dtype, size, chunks
     order = [k for k in out.paths if k in tensors] + [k for k in tensors if k not in out.paths]
@@ -385,12 +387,21 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
             kinds = {tuple(index.transforms.get(f, ())) for f in chunks.file}
             entry = replace(entry, coding=_coding(kinds, key))
         _put(leaves, keys, path, key, entry)
+    notes: list[str] = []
     for key, file, offset, length, transforms in index.values:
         path = _path(index, key)
         _coding({tuple(transforms)}, key)
-        _put(leaves, keys, path, key, _value(source, index.files[file], offset, length, bool(transforms)))
+        value = _value(source, index.files[file], offset, length, bool(transforms))
+        if keys.get(path) == key:  # per-rank metadata: every rank stores its own
+            if value != leaves[path]:
+                notes.append(
+                    f'"{key}" differs between ranks; that of the first rank is kept, not that in {index.files[file]}'
+                )
+            continue
+        _put(leaves, keys, path, key, value)
     named = canonical(leaves, lambda x: x.shape if isinstance(x, TensorEntry) else None, options.order)
     ranks = [int(m[1]) for f in index.files if (m := re.match(r"__(\d+)_", f))]
+    named.notes.extend(notes)
     return checkpoint_of(named, "dcp", source.root, max(ranks, default=0) + 1, index.files, source)
 
 

@@ -182,8 +182,8 @@ def _sharded(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], 
 
 def _in_memory(tensors: dict[str, TensorEntry], config: dict[str, Any], notes: list[str]) -> dict[str, TensorEntry]:
     """The same tensors under the names a model has in memory, tied ones under both."""
-    if _asks_transformers(config, tensors):
-        relation = hubnames.relate(config, None)
+    relation = _relation(config, tensors, None, notes)
+    if relation is not None:
         if set(relation.views) - set(relation.tied) <= set(tensors) and any(
             v.of != k for k, v in relation.views.items()
         ):
@@ -212,6 +212,22 @@ def _asks_transformers(config: dict[str, Any], tensors: dict[str, TensorEntry]) 
     if any("lora_" in n or ".base_layer." in n for n in tensors):
         return False  # an adapter: PEFT's names are written as they are
     return config["model_type"] not in hubnames.PLAIN or "tie_word_embeddings" not in config
+
+
+def _relation(
+    config: dict[str, Any],
+    tensors: dict[str, TensorEntry],
+    shapes: dict[str, tuple[int, ...]] | None,
+    notes: list[str],
+) -> hubnames.Relation | None:
+    """What transformers says of the names, where it must be asked and knows."""
+    if not _asks_transformers(config, tensors):
+        return None
+    try:
+        return hubnames.relate(config, shapes)
+    except Unsupported as e:
+        notes.append(f"names are kept as they are: {e}")
+        return None
 
 
 def _fuse(tensors: dict[str, TensorEntry], relation: hubnames.Relation) -> dict[str, TensorEntry]:
@@ -334,8 +350,8 @@ def _hub_tensors(
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """The tensors save_pretrained would write, as views of the source's, and {left out: its twin} of tied ones."""
     tied = _ties_in_file(model)
-    if config is not None and _asks_transformers(config, model):
-        relation = hubnames.relate(config, {k: t.shape for k, t in model.items()})
+    relation = _relation(config, model, {k: t.shape for k, t in model.items()}, notes) if config is not None else None
+    if config is not None and relation is not None:
         if config.get("tie_word_embeddings", True):
             tied.update({k: v for k, v in relation.tied.items() if k in model and v in model})
         out = {k: _crop(k, model[v.of], v) for k, v in relation.views.items()}
