@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -55,6 +56,7 @@ class _Writer:
         self.size = size
         self.pool = ThreadPoolExecutor(effort.jobs, "ckpttool-write")
         self.pending: list[Future[None]] = []
+        self.lock = threading.Lock()
         self.holders: OrderedDict[_Out, None] = OrderedDict()  # files that hold a buffer, idle longest first
 
     def acquire(self, out: _Out) -> memoryview:
@@ -160,15 +162,22 @@ class _Out:
         """All of the data, whatever it takes."""
         done = 0
         while done < len(data):
+            fd = self.fd
             try:
-                done += os.pwrite(self.fd, data[done:], offset + done)
+                done += os.pwrite(fd, data[done:], offset + done)
             except OSError as e:
-                if e.errno == errno.EINVAL and self.direct:  # opened, but does not write so: go through the cache
-                    self.direct = False
-                    self.old_fd = self.fd  # another thread may be writing through it
-                    self.fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                if e.errno == errno.EINVAL and self._through_cache(fd):
                     continue
                 raise _write_error(e, self.path) from e
+
+    def _through_cache(self, fd: int) -> bool:
+        """After a direct write that the file system refused: whether there is now another descriptor to write to."""
+        with self.writer.lock:
+            if self.fd == fd and self.direct:
+                self.direct = False
+                self.old_fd = self.fd  # another thread may be writing through it
+                self.fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            return self.fd != fd
 
     def finish(self) -> None:
         """Cut the padding off and make the file durable. All writes must have ended."""

@@ -145,7 +145,7 @@ def test_a_shape_that_overflows_is_refused(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(("offset", "length"), [(-1, 4), (0, -4), (1 << 62, 4), (0, 1 << 62)])
 def test_a_byte_range_that_no_file_has_is_refused(offset: int, length: int) -> None:
-    assert "impossible byte range" in refusal(tensor((1,), chunk((0,), (1,), offset, length)))
+    assert "the index is damaged" in refusal(tensor((1,), chunk((0,), (1,), offset, length)))
 
 
 def test_chunks_of_other_dimensions_than_the_tensor_are_refused() -> None:
@@ -164,7 +164,6 @@ def test_a_row_of_other_dimensions_than_its_columns_is_refused(start: tuple[int,
         check(checkpoint(tensor((2, 3), chunk(start, shape, 0, 24))))
 
 
-@pytest.mark.xfail(strict=True, reason="check() does not compare the span of a strided chunk with its extent")
 @pytest.mark.parametrize("strides", [(1, 2), (1, 1000), (1, -1)])
 def test_a_strided_chunk_whose_elements_lie_outside_its_extent_is_refused(strides: tuple[int, ...]) -> None:
     assert refusal(tensor((2, 3), chunk((0, 0), (2, 3), 996, 4, strides=strides)))
@@ -174,12 +173,10 @@ def test_a_strided_chunk_within_its_extent_is_sound() -> None:
     check(checkpoint(tensor((2, 3), chunk((0, 0), (2, 3), 976, 24, strides=(1, 2)))))
 
 
-@pytest.mark.xfail(strict=True, reason="the loop over columns stops at what follows a whole cover, and calls it good")
 def test_a_chunk_within_another_that_is_the_whole_tensor_is_refused() -> None:
     assert "overlap" in refusal(tensor((4, 3), chunk((0, 0), (4, 3), 0, 48), chunk((1, 0), (2, 3), 48, 24)))
 
 
-@pytest.mark.xfail(strict=True, reason="the loop over columns stops at what follows a whole cover, and calls it good")
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.data())
 def test_shards_of_dim_0_with_one_gone_moved_or_twice_are_refused(sizes: list[int], data: st.DataObject) -> None:
     rows, at = [], 0

@@ -213,7 +213,7 @@ def test_params_that_are_no_list_are_corrupt(group: Any) -> None:
 @pytest.mark.xfail(strict=True, reason="TypeError or AttributeError of what is in a list where names or numbers belong")
 @pytest.mark.parametrize(
     "group",
-    [{"params": [[1]]}, {"params": [0, None]}, {"params": [0.5]}, {"params": [{}, {}]}, {"params": [0, 1], "param_names": 5}],
+    [{"params": [[1]]}, {"params": [0, None]}, {"params": [0.5]}, {"params": [{}, {}]}, {"params": [True, "a"]}],
 )  # fmt: skip
 def test_params_that_are_neither_names_nor_numbers_are_refused(group: Any) -> None:
     tree = {**leaves({"model": MODEL}), **{("optim", "param_groups", 0, k): v for k, v in group.items()}}
@@ -273,7 +273,7 @@ def test_keys_of_a_user_come_back() -> None:
 
 @pytest.mark.xfail(strict=True, reason="`origin` has one place for what two keys with the same role have left")
 @given(REST)
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_every_leaf_of_the_rest_gets_back_the_path_it_had(rest: dict[tuple[Any, ...], Any]) -> None:
     tree = {("model", "w"): W, **rest}
     try:
@@ -409,8 +409,8 @@ def test_the_parameters_of_a_large_model_are_put_in_order_at_once() -> None:
 def test_a_group_for_every_layer_is_left_open_in_bounded_time() -> None:
     layer = [(4, 4), (4,), (8, 4), (8,)]
     began = time.process_time()
-    assert name_order(named(*(layer * 13)), [list(layer) for _ in range(13)])[0] is None
-    assert time.process_time() - began < 0.5
+    assert name_order(named(*(layer * 14)), [list(layer) for _ in range(14)])[0] is None
+    assert time.process_time() - began < 1.2
 
 
 # ------------------------------------------------------------------------------------------------------------ nest

@@ -163,7 +163,7 @@ def test_a_torch_file_inside_another_file_is_read_from_its_base() -> None:
 
 
 def test_a_sparse_tensor_is_refused_and_not_misread() -> None:
-    with pytest.raises(CkpttoolError, match="_rebuild_sparse_tensor"):
+    with pytest.raises(CkpttoolError, match="sparse"):
         read(saved(torch.eye(3).to_sparse()))
 
 
@@ -199,14 +199,14 @@ def test_a_zip_with_any_one_byte_changed_is_refused_or_gives_the_same_tensors(tm
     good = outcome(tmp_path / "x.pt")
     dice = random.Random(0)
     refused = 0
-    for i in range(0, len(data), 2):
+    for i in range(0, len(data), 3):
         bad = bytearray(data)
         bad[i] ^= dice.randrange(1, 256)
         (tmp_path / "x.pt").write_bytes(bad)
         found = outcome(tmp_path / "x.pt")
         assert found == good or isinstance(found, type), i
         refused += found != good
-    assert refused > len(data) // 8  # the rest is padding, dates and the like
+    assert refused > len(data) // 12  # the rest is padding, dates and the like
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -235,9 +235,6 @@ def test_bytes_lost_in_the_middle_are_refused(tmp_path: Path) -> None:
         assert isinstance(outcome(tmp_path / "x.pt"), type)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="Sums takes a second reading of bytes for a first one, where it follows on another piece"
-)
 def test_a_view_read_before_the_whole_of_its_storage_is_no_damage(tmp_path: Path) -> None:
     whole = torch.arange(2_000_000.0)
     torch.save({"part": whole[1_100_000:1_500_000], "whole": whole}, tmp_path / "x.pt")
@@ -490,6 +487,14 @@ def test_tensors_of_more_than_the_limit_inside_a_tuple_are_refused() -> None:
     data = saved((torch.zeros(100),))
     with pytest.raises(Unsupported, match="400 bytes of tensors inside a container"):
         torchzip.inlined(read(data), lambda at, n: data[at : at + n], "x", most=399)
+
+
+@pytest.mark.xfail(strict=True, reason="the CRC32 of a storage is checked where it streams, not where it is inlined")
+def test_a_damaged_tensor_inside_a_tuple_is_corrupt() -> None:
+    data = bytearray(saved((torch.arange(6.0), "x")))
+    data[data.index(struct.pack("<f", 5.0))] ^= 1
+    with pytest.raises(Corrupt):
+        torchzip.inlined(read(bytes(data)), lambda at, n: bytes(data[at : at + n]), "x")
 
 
 @pytest.mark.xfail(strict=True, reason="the limit counts bytes of the file; an expanded tensor unfolds to more")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import pickle
 import shutil
@@ -12,6 +13,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,7 +96,9 @@ def dcp_folder(folder: Path) -> Path:
     """A good checkpoint, by torch, of one rank; "model.w" lies in two chunks."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        logging.disable(logging.INFO)  # a page of it for every save
         dcp.save(STATE, checkpoint_id=folder, no_dist=True)
+        logging.disable(logging.NOTSET)
 
     def split(m: Metadata) -> None:
         entry = m.state_dict_metadata["model.w"]
@@ -151,9 +155,11 @@ def chunks(key: str, *boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Callabl
         def change(m: Metadata) -> None:
             entry = m.state_dict_metadata[key]
             infos = [place(m, key, k)[1] for k in range(len(entry.chunks))]
+            for index in [i for i in m.storage_data if i.fqn == key]:
+                del m.storage_data[index]
             entry.chunks = [ChunkStorageMetadata(torch.Size(s), torch.Size(n)) for s, n in boxes]
             for k, (start, _) in enumerate(boxes):
-                m.storage_data[MetadataIndex(key, torch.Size(start), k)] = infos[k % len(infos)]
+                m.storage_data[MetadataIndex(key, torch.Size(start), k)] = replace(infos[k % len(infos)])
 
         return edit(dcp_folder(folder), change)
 
@@ -265,6 +271,7 @@ def safetensors_file(header: Any, data: bytes = b"12345678", length: int | None 
 
 
 GOOD = safetensors_file({"w": one_entry()})
+TWO = safetensors_file({"w": one_entry(), "v": one_entry(8, 16)}, bytes(16))
 CONFIG = {"model_type": "llama", "tie_word_embeddings": False}
 
 
@@ -289,12 +296,12 @@ def one_safetensors(header: Any, data: bytes = b"12345678", length: int | None =
     return hf(model_safetensors=safetensors_file(header, data, length))
 
 
-def indexed(weight_map: Any, outside: bytes | None = None) -> Callable[[Path, Path], Path]:
+def indexed(weight_map: Any, outside: bytes | None = None, two: bool = False) -> Callable[[Path, Path], Path]:
     """A case: an index with this map over a shard a.safetensors of "w"; `outside` lies beside the folder."""
 
     def make(folder: Path, canary: Path) -> Path:
         folder.mkdir()
-        (folder / "a.safetensors").write_bytes(GOOD)
+        (folder / "a.safetensors").write_bytes(TWO if two else GOOD)
         text = weight_map if isinstance(weight_map, bytes) else json.dumps({"weight_map": weight_map}).encode()
         (folder / "model.safetensors.index.json").write_bytes(text)
         if outside is not None:

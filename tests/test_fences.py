@@ -1,0 +1,283 @@
+"""Fences: who may import whom, what is exported, what start-up may not import, what the README must say."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ckpttool
+from ckpttool import errors
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = {"ckpttool": ROOT / "ckpttool", "ckpttool.converters": ROOT / "converters"}
+MODULES = {
+    f"{package}.{path.stem}": path for package, folder in FOLDERS.items() for path in sorted(folder.glob("*.py"))
+}
+
+#: What a module may import of ours, when it runs and when it is asked: the rooms of docs/design.md. A module that is
+#: not here may import none of ours; a new one needs a line here, and a reason.
+ROOMS: dict[str, set[str]] = {
+    "errors": set(),
+    "_version": set(),
+    "boxes": set(),
+    "crc": set(),
+    "index": {"errors", "boxes"},
+    "child": {"errors"},
+    "store": {"errors"},
+    "pickles": {"errors"},
+    "names": {"errors", "index"},
+    "hubnames": {"errors", "child"},
+    "stfile": {"errors", "index", "store"},
+    "torchzip": {"errors", "boxes", "crc", "index", "pickles"},
+    "draft": {"errors", "index"},
+    "stream": {"errors", "boxes", "crc", "index", "store"},
+    "fill": {"errors", "boxes", "crc", "index", "store", "stream", "draft"},
+    "layouts": {"errors", "index", "names", "store", "draft"},
+    "conversion": {"errors", "index", "store", "draft", "fill", "layouts", "stream", "_version"},
+    "comparison": {"boxes", "conversion", "errors", "fill", "index", "stream"},
+    "summary": {"conversion", "index"},
+    "cli": {"errors", "conversion", "comparison", "summary", "layouts", "_version", "names"},
+    "__init__": {"_version", "comparison", "conversion", "errors", "index", "summary"},
+    "__main__": {"cli"},
+}
+#: What is not in the standard library and may be imported as a module is loaded; numpy, torch, ... only where used.
+OUTSIDE: dict[str, set[str]] = {
+    "crc": {"isal"},
+    "fill": {"blake3"},
+    "conversion": {"blake3"},
+    "cli": {"typer"},
+}
+HEAVY = {"torch", "transformers", "numpy", "ml_dtypes", "rich", "zstandard", "safetensors", "huggingface_hub"}
+
+
+def imports(module: str) -> list[tuple[str, bool]]:
+    """(module imported, at the top level?) of one file; ours by their short names, "converters.x" for converters."""
+    path = MODULES[module]
+    package = module.rpartition(".")[0]
+    out: list[tuple[str, bool]] = []
+    typing_only: set[int] = set()
+    tree = ast.parse(path.read_text())
+    top = {id(n) for s in tree.body for n in ast.walk(s) if not isinstance(s, (ast.FunctionDef, ast.ClassDef))}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            typing_only |= {id(n) for s in node.body for n in ast.walk(s)}
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        found: list[str] = []
+        if isinstance(node, ast.Import):
+            found = [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join(
+                    [*package.split(".")[: len(package.split(".")) - node.level + 1], *([base] if base else [])]
+                )
+            inner = {f"{base}.{a.name}" for a in node.names}
+            found = [n if n in MODULES else base for n in inner] if inner & MODULES.keys() else [base]
+        out.extend((n, id(node) in top) for n in set(found))
+    return out
+
+
+def short(module: str) -> str:
+    return module.removeprefix("ckpttool.")
+
+
+def ours(module: str) -> set[str]:
+    return {short(n) if n != "ckpttool" else "__init__" for n, _ in imports(module) if n.split(".")[0] == "ckpttool"}
+
+
+CORE = [m for m in MODULES if not m.startswith("ckpttool.converters.")]
+CONVERTERS = [m for m in MODULES if m.startswith("ckpttool.converters.")]
+
+
+@pytest.mark.parametrize("module", CORE)
+def test_a_module_imports_only_what_its_room_allows(module: str) -> None:
+    assert ours(module) <= ROOMS.get(short(module), set())
+
+
+def test_the_table_of_rooms_names_no_module_that_is_gone() -> None:
+    assert set(ROOMS) <= {short(m) for m in CORE}
+    assert set().union(*ROOMS.values()) <= {short(m) for m in CORE}
+
+
+@pytest.mark.parametrize("module", CONVERTERS)
+def test_a_converter_imports_the_core_and_never_another_converter(module: str) -> None:
+    found = ours(module)
+    assert not any(n.startswith("converters") for n in found)
+    assert not found & {"cli", "conversion", "comparison", "summary", "__init__"}
+    assert not any(n == "converters" for n, _ in imports(module)), "the installed name is ckpttool.converters"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nobody_imports_the_command_line(module: str) -> None:
+    assert "cli" not in ours(module) or module == "ckpttool.__main__"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_heavy_is_imported_as_a_module_is_loaded(module: str) -> None:
+    at_top = {n.split(".")[0] for n, top in imports(module) if top}
+    assert not at_top & HEAVY
+    foreign = at_top - set(sys.stdlib_module_names) - {"ckpttool", "__future__"}
+    assert foreign <= OUTSIDE.get(short(module), set())
+
+
+@pytest.mark.parametrize(
+    "module", ["errors", "boxes", "index", "names", "pickles", "store", "child", "layouts", "torchzip"]
+)
+def test_what_reads_an_index_needs_the_standard_library_only(module: str) -> None:
+    anywhere = {n.split(".")[0] for n, _ in imports(f"ckpttool.{module}")} - {"ckpttool"}
+    assert anywhere - set(sys.stdlib_module_names) <= ({"numpy"} if module == "torchzip" else set())
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_says_what_it_is(module: str) -> None:
+    tree = ast.parse(MODULES[module].read_text())
+    assert not tree.body or ast.get_docstring(tree)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_function_and_class_says_what_it_is(module: str) -> None:
+    tree = ast.parse(MODULES[module].read_text())
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), node.name
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_what_a_module_exports_is_there(module: str) -> None:
+    tree = ast.parse(MODULES[module].read_text())
+    names = next((ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"), [])  # fmt: skip
+    if short(module) != "__main__":
+        loaded = importlib.import_module(module.removesuffix(".__init__"))
+        assert [n for n in names if not hasattr(loaded, n)] == []
+        assert len(set(names)) == len(names)
+
+
+def test_the_public_door_is_sorted_and_every_name_opens() -> None:
+    assert ckpttool.__all__ == sorted(ckpttool.__all__)
+    for name in ckpttool.__all__:
+        assert getattr(ckpttool, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = ckpttool.nonsense
+    assert set(ckpttool.__all__) <= set(ckpttool._WHERE) | {"__version__"}
+
+
+# -------------------------------------------------------------------------------------------------------- start-up
+
+
+def run(*args: str) -> tuple[int, set[str], str]:
+    """(exit code, top-level modules imported, stderr) of one command."""
+    code = (
+        "import sys, atexit, json\n"
+        "atexit.register(lambda: sys.stderr.write('\\nMODULES ' + json.dumps(sorted({m.split('.')[0] for m in sys.modules}))))\n"
+        "from ckpttool.cli import main\n"
+        f"sys.argv = ['ckpttool', *{list(args)!r}]\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    text, _, modules = done.stderr.rpartition("\nMODULES ")
+    return done.returncode, set(json.loads(modules)), text
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+
+    path = tmp_path_factory.mktemp("small") / "x.pt"
+    torch.save({"model": {"w": torch.arange(12.0).reshape(3, 4)}, "step": 3}, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["--help"], ["--version"], ["convert", "--help"], ["layouts"], ["inspect", "X"], ["inspect", "X", "--json"], ["inspect", "X", "--tree"],
+     ["diff", "X", "X"], ["digest", "X"], ["verify", "X", "--read-data"], ["convert", "X", "OUT", "--to", "dcp", "--world-size", "2"],
+     ["convert", "X", "OUT", "--to", "hf"], ["convert", "X", "OUT", "--to", "full"], ["convert", "X", "OUT", "--to", "dcp", "-n", "2", "--dry-run"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_no_command_without_a_cast_imports_torch_or_transformers(args: list[str], small: Path, tmp_path: Path) -> None:
+    status, modules, said = run(*[{"X": str(small), "OUT": str(tmp_path / "out")}.get(a, a) for a in args])
+    assert status == 0, said
+    assert not modules & {"torch", "transformers", "safetensors", "pydantic"}
+    if args[0] in ("--help", "--version", "layouts"):
+        assert "numpy" not in modules
+
+
+def test_importing_the_package_imports_nothing_of_others() -> None:
+    code = "import sys, json, ckpttool; print(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not set(json.loads(done.stdout)) & {*HEAVY, "typer", "blake3", "isal"}
+
+
+# ---------------------------------------------------------------------------------------------------- what is said
+
+
+def commands() -> dict[str, str]:
+    """{command: its help text}."""
+    from ckpttool.cli import app
+
+    out = {}
+    for c in app.registered_commands:
+        assert c.callback is not None
+        out[c.name or c.callback.__name__] = (c.help or c.callback.__doc__ or "").strip()
+    return out
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_has_a_help_text_and_stands_in_the_readme(command: str) -> None:
+    assert commands()[command].endswith(".")
+    assert f"ckpttool {command}" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_option_of_a_command_has_a_help_text(command: str) -> None:
+    import typer
+
+    from ckpttool.cli import app
+
+    group = typer.main.get_command(app)
+    for parameter in group.commands[command].params:  # type: ignore[attr-defined]
+        assert getattr(parameter, "help", None) or parameter.name == "help", f"{command} {parameter.name}"
+
+
+def test_the_commands_are_those_that_are_promised() -> None:
+    assert set(commands()) >= {"convert", "diff", "digest", "inspect", "layouts", "verify"}
+
+
+def classes() -> list[type[errors.CkpttoolError]]:
+    return [getattr(errors, n) for n in errors.__all__ if n != "EXIT_CODES"]
+
+
+def test_the_table_of_exit_codes_is_that_of_the_classes() -> None:
+    codes = [code for code, _ in errors.EXIT_CODES]
+    assert codes == sorted(codes) and len(set(codes)) == len(codes)
+    assert {c.exit_code for c in classes()} | {0} == set(codes)
+    assert all(issubclass(c, errors.CkpttoolError) for c in classes())
+
+
+def test_the_docstring_of_errors_draws_every_class_with_its_code() -> None:
+    drawn = dict(re.findall(r"(\w+)\s+(\d+)\s{2,}\S", errors.__doc__ or ""))
+    assert {k: int(v) for k, v in drawn.items()} == {c.__name__: c.exit_code for c in classes()}
+
+
+def test_the_readme_has_the_same_table_of_exit_codes() -> None:
+    text = (ROOT / "README.md").read_text()
+    rows = {
+        int(code): meaning.strip() for code, meaning in re.findall(r"^\|\s*`?(\d+)`?\s*\|\s*([^|]+?)\s*\|", text, re.M)
+    }
+    assert {c: rows.get(c) for c, _ in errors.EXIT_CODES} == dict(errors.EXIT_CODES)
+
+
+def test_every_layout_stands_in_the_readme() -> None:
+    from ckpttool.layouts import layouts
+
+    words = set(re.findall(r"\w+", (ROOT / "README.md").read_text()))
+    assert set(layouts()) <= words
