@@ -24,7 +24,7 @@ from blake3 import blake3
 
 from . import layouts
 from ._version import __version__
-from .draft import Draft, Staging, refuse_target
+from .draft import Draft, Staging, refuse_target, write_error
 from .errors import CkpttoolError, Corrupt, DestinationExists, Differs, Interrupted, NoSpace, Unsupported, UsageError
 from .fill import Progress, fill, tensor_digests
 from .index import ITEMSIZE, Checkpoint, TensorEntry, check, strangers
@@ -85,6 +85,7 @@ def open(
         NotRecognised, Unsupported, Corrupt, Unsafe: as errors.py tells them apart.
     """
     raise_file_limit()
+    only = None if only is None else tuple(only)
     where = layouts.place(path)
     found = layouts.find(layout) if layout else layouts.detect(where)
     order = None
@@ -92,7 +93,7 @@ def open(
         with open(like) as other:
             order = optimizer_order(other.checkpoint)
     try:
-        ckpt = found.read(where, layouts.ReadOptions(config, order))
+        ckpt = found.read(where, layouts.ReadOptions(config, order, None if only is None else frozenset(only)))
         if only is not None:
             ckpt = _only(ckpt, only)
         check(ckpt)
@@ -343,6 +344,8 @@ def convert(
                 staging.abandon()  # nothing of it is of use
             else:
                 staging.release()  # the disk failed us: the next run goes on from here
+            if isinstance(e, OSError) and not isinstance(e, BrokenPipeError):
+                raise write_error(e, e.filename or staging.folder) from e
             raise
         return Result(
             source.root, where, opened.layout.name, target.name, draft.checkpoint.world_size,

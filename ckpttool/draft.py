@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .errors import DestinationExists, Locked, NoSpace, UsageError
+from .errors import CkpttoolError, DestinationExists, Locked, NoSpace, UsageError
 from .index import Checkpoint, TensorEntry
 
 __all__ = ["Draft", "DraftFile", "Dropped", "Staging"]
@@ -98,18 +98,28 @@ class Staging:
         refuse_target(self.target, is_file, force)
         prefix = f".{self.name}.partial-"
         self.lock_path = os.path.join(self.parent, prefix + "lock")
-        self._journal = -1
-        self._lock = self._take_lock()
+        self._journal = self._lock = -1
         self.folder = os.path.join(self.parent, prefix + plan[:12])
         self.tree = os.path.join(self.folder, "tree")
         self.journal_path = os.path.join(self.folder, "journal")
         self.messages: list[str] = []
+        try:
+            self._lock = self._take_lock()
+            self.entries = self._prepare(prefix, plan, need_bytes)
+        except BaseException as e:
+            self.release()
+            if isinstance(e, OSError):
+                raise write_error(e, e.filename or self.folder) from e
+            raise
+
+    def _prepare(self, prefix: str, plan: str, need_bytes: int) -> list[dict[str, Any]]:
+        """Clear what other runs left, make room for this one, open its journal; returns the lines found in it."""
         for stale in sorted(os.listdir(self.parent)):
             path = os.path.join(self.parent, stale)
             if stale.startswith(prefix) and path != self.folder and _journal_of(os.path.join(path, "journal")):
                 shutil.rmtree(path)  # ours: it has a journal, and we hold the lock
                 self.messages.append(f"removed {stale}, left by an interrupted run with other options")
-        self.entries = self._read_journal(plan)
+        entries = self._read_journal(plan)
         os.makedirs(self.tree, exist_ok=True)
         have = sum(e.stat().st_blocks * 512 for e in _walk(self.tree))
         free = shutil.disk_usage(self.parent).free
@@ -120,8 +130,9 @@ class Staging:
                 f"{need_bytes - free:,} bytes or write elsewhere."
             )
         self._journal = os.open(self.journal_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        if not self.entries:
+        if not entries:
             self.note({"plan": plan})
+        return entries
 
     def _take_lock(self) -> int:
         import fcntl
@@ -142,13 +153,17 @@ class Staging:
             except FileNotFoundError:
                 pass
             os.close(fd)  # the holder before us removed it in between
-        os.ftruncate(fd, 0)
-        os.write(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        try:
+            os.ftruncate(fd, 0)
+            os.write(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        except OSError:
+            os.close(fd)
+            raise
         return fd
 
     def _read_journal(self, plan: str) -> list[dict[str, Any]]:
         entries = _journal_of(self.journal_path)
-        if entries and entries[0].get("plan") == plan:
+        if entries and entries[0].get("plan") == plan and "committed" not in entries[-1]:
             return entries
         shutil.rmtree(self.folder, ignore_errors=True)
         return []
@@ -170,6 +185,7 @@ class Staging:
         built = os.path.join(self.tree, self.name) if self.is_file else self.tree
         for folder, _, _ in os.walk(self.tree):
             _fsync_folder(folder)
+        self.note({"committed": True})  # from here on `tree` may hold the old destination: never to be continued
         refuse_target(self.target, self.is_file, self.force)  # somebody may have put something there meanwhile
         if self.is_file and self.force:
             os.replace(built, self.target)
@@ -192,7 +208,10 @@ class Staging:
         for fd in (self._journal, self._lock):
             if fd >= 0:
                 if fd == self._lock:
-                    os.unlink(self.lock_path)
+                    try:
+                        os.unlink(self.lock_path)
+                    except OSError:
+                        pass  # an empty file stays; the lock itself goes with the descriptor
                 os.close(fd)
         self._journal = self._lock = -1
 
@@ -216,6 +235,16 @@ def refuse_target(target: str, is_file: bool, force: bool) -> None:
     if os.path.isdir(target) == is_file:
         kinds = ("a folder", "file") if is_file else ("a file", "folder")
         raise DestinationExists(f"{target} is {kinds[0]}; a {kinds[1]} does not replace it. Remove it first.")
+
+
+def write_error(e: OSError, path: str) -> CkpttoolError:
+    """What a failed system call on the destination means."""
+    if e.errno in (errno.ENOSPC, errno.EDQUOT):
+        return NoSpace(
+            f"{path}: {e.strerror}. The destination is untouched; free some space and run the same command again, it "
+            "goes on from here (or remove the folder)."
+        )
+    return CkpttoolError(f"{path}: {e.strerror} (errno {e.errno}). The destination is untouched.")
 
 
 def _journal_of(path: str) -> list[dict[str, Any]]:

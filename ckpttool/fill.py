@@ -30,8 +30,7 @@ from blake3 import blake3
 
 from . import boxes
 from .crc import crc32, crc32_combine
-from .draft import Draft, Staging
-from .errors import CkpttoolError, NoSpace
+from .draft import Draft, Staging, write_error
 from .index import ITEMSIZE, TensorEntry
 from .store import Source
 from .stream import ALIGN, USUAL, Arena, Block, Effort, Job, Reader
@@ -168,7 +167,7 @@ class _Out:
             except OSError as e:
                 if e.errno == errno.EINVAL and self._through_cache(fd):
                     continue
-                raise _write_error(e, self.path) from e
+                raise write_error(e, self.path) from e
 
     def _through_cache(self, fd: int) -> bool:
         """After a direct write that the file system refused: whether there is now another descriptor to write to."""
@@ -185,7 +184,7 @@ class _Out:
             os.ftruncate(self.fd, self.at)
             os.fsync(self.fd)
         except OSError as e:
-            raise _write_error(e, self.path) from e
+            raise write_error(e, self.path) from e
 
     def close(self) -> None:
         """Close the descriptors."""
@@ -193,15 +192,6 @@ class _Out:
             if fd >= 0:
                 os.close(fd)
         self.fd = self.old_fd = -1
-
-
-def _write_error(e: OSError, path: str) -> CkpttoolError:
-    if e.errno in (errno.ENOSPC, errno.EDQUOT):
-        return NoSpace(
-            f"{path}: {e.strerror}. The destination is untouched; free some space and run the same command again, it "
-            "goes on from here (or remove the folder)."
-        )
-    return CkpttoolError(f"{path}: {e.strerror} (errno {e.errno}). The destination is untouched.")
 
 
 def fill(
@@ -366,7 +356,7 @@ class _Filling:
             try:
                 os.fdatasync(out.fd)
             except OSError as e:
-                raise _write_error(e, out.path) from e
+                raise write_error(e, out.path) from e
         self.staging.note({"done": done, "digests": self.fresh_digests, "crcs": self.fresh_crcs})
         self.fresh_digests, self.fresh_crcs = {}, {}
 

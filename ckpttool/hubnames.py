@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from .child import in_child
@@ -24,7 +25,7 @@ __all__ = ["PLAIN", "Relation", "relate"]
 #: model_type of architectures whose parameters have the same names in memory and on the Hub.
 PLAIN = frozenset((
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi", "phi3", "granite", "olmo", "olmo2", "starcoder2",
-    "stablelm", "cohere", "smollm3", "gpt2", "gpt_neox", "opt",
+    "stablelm", "cohere", "smollm3", "gpt2", "opt",
 ))  # fmt: skip
 
 
@@ -38,11 +39,13 @@ class View(NamedTuple):
 
 
 class Relation(NamedTuple):
-    """`views` {Hub name: part of a parameter in memory}; `shapes` {parameter: shape}; `tied` {dropped: kept}."""
+    """`views` {Hub name: part of a parameter in memory}; `shapes` {parameter: shape}; `tied` {dropped: kept};
+    `together` {Hub name: first one in the same storage when transformers saves}, which its shards do not separate."""
 
     views: dict[str, View]
     shapes: dict[str, tuple[int, ...]]
     tied: dict[str, str]
+    together: dict[str, str]
 
 
 def relate(config: dict[str, Any], tensors: dict[str, tuple[int, ...]] | None) -> Relation:
@@ -53,13 +56,19 @@ def relate(config: dict[str, Any], tensors: dict[str, tuple[int, ...]] | None) -
     """
     question = json.dumps({"config": config, "tensors": tensors}).encode()
     try:
-        answer = json.loads(in_child("ckpttool.hubnames:_answer", "transformers", 0, question))
+        answer = json.loads(_asked(question))
     except Corrupt as e:
         raise Unsupported(
             f"transformers cannot tell the Hub names of model_type {config.get('model_type')!r}: {e}"
         ) from None
     views = {k: View(of, tuple(s), o, tuple(st)) for k, (of, s, o, st) in answer["views"].items()}
-    return Relation(views, {k: tuple(v) for k, v in answer["shapes"].items()}, answer["tied"])
+    return Relation(views, {k: tuple(v) for k, v in answer["shapes"].items()}, answer["tied"], answer["together"])
+
+
+@lru_cache(16)
+def _asked(question: bytes) -> bytes:
+    """Seconds each: a conversion asks the same for its source, its draft and the result."""
+    return in_child("ckpttool.hubnames:_answer", "transformers", 0, question)
 
 
 def _answer(_: str) -> bytes:
@@ -84,6 +93,9 @@ def _answer(_: str) -> bytes:
     shapes = {k: tuple(v) for k, v in (question["tensors"] or own).items()}
     state = {k: torch.empty(s, device="meta") for k, s in shapes.items()}
     by_storage = {v.untyped_storage()._cdata: k for k, v in state.items()}
+    saved = revert_weight_conversion(model, dict(state))
+    first: dict[int, str] = {}
+    together = {k: o for k, t in saved.items() if (o := first.setdefault(t.untyped_storage()._cdata, k)) != k}
     # the conversion makes its pieces contiguous for the writer; here they must stay views, so that they can be told
     torch.Tensor.contiguous = lambda self, **_: self  # type: ignore[method-assign]
     views: dict[str, Any] = {}
@@ -95,4 +107,4 @@ def _answer(_: str) -> bytes:
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     if not isinstance(tied, dict):
         tied = {}
-    return json.dumps({"views": views, "shapes": shapes, "tied": dict(tied)}).encode()
+    return json.dumps({"views": views, "shapes": shapes, "tied": dict(tied), "together": together}).encode()

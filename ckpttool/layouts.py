@@ -40,6 +40,7 @@ class ReadOptions:
 
     config: str | None = None  # folder or id of a Hugging Face model
     order: tuple[str, ...] | None = None  # FQNs in the order of the optimizer
+    only: frozenset[str] | None = None  # components that are wanted; the others need not be understood
 
 
 @dataclass(frozen=True)

@@ -87,11 +87,13 @@ def canonical(
     shape_of: Any,
     like: Sequence[str] | None = None,
     same: Any = None,
+    only: frozenset[str] | None = None,
 ) -> Named:
     """Rename the leaves of a tree.
 
     `shape_of(leaf)` gives the shape of a tensor leaf, None for a value. `like` lists FQNs in optimizer order, where
-    the user named a checkpoint that knows it. `same(a, b)` tells whether two tensor leaves are the same bytes of the
+    the user named a checkpoint that knows it. An optimizer that cannot be named
+    is left out where `only` does not ask for it. `same(a, b)` tells whether two tensor leaves are the same bytes of the
     same file (tied weights).
 
     Raises:
@@ -134,7 +136,11 @@ def canonical(
     if raw_optim:
         if raw_optim.keys() and all(p[0] == 0 for p in raw_optim):  # Lightning's list of optimizers, of one
             raw_optim = {p[1:]: v for p, v in raw_optim.items()}
-        out.update(_optimizer(raw_optim, raw_model, clean, shape_of, like, same, notes))
+        try:
+            out.update(_optimizer(raw_optim, raw_model, clean, shape_of, like, same, notes))
+        except Unsupported:
+            if only is None or "optim" in only:
+                raise
     origin = {q: p for q, p in origin.items() if q != p}
     trainer = "torchtitan" if model_key is None and "train_state" in tops and optim_key else None
     trainer = "Lightning" if {"loops", "callbacks"} <= {str(t) for t in tops} else trainer

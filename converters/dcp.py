@@ -399,7 +399,9 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
                 )
             continue
         _put(leaves, keys, path, key, value)
-    named = canonical(leaves, lambda x: x.shape if isinstance(x, TensorEntry) else None, options.order)
+    named = canonical(
+        leaves, lambda x: x.shape if isinstance(x, TensorEntry) else None, options.order, None, options.only
+    )
     ranks = [int(m[1]) for f in index.files if (m := re.match(r"__(\d+)_", f))]
     named.notes.extend(notes)
     return checkpoint_of(named, "dcp", source.root, max(ranks, default=0) + 1, index.files, source)

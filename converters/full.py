@@ -89,7 +89,9 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
             entries[path] = torchzip.inlined(leaf, read_at, f"{what}: {joined(path)}")
     if not any(isinstance(x, TensorEntry) for x in entries.values()):
         raise Unsupported(f"{what} holds no tensor at a key of a dict; nothing in it is a state dict.")
-    named = canonical(entries, lambda x: x.shape if isinstance(x, TensorEntry) else None, options.order, _same_bytes)
+    named = canonical(
+        entries, lambda x: x.shape if isinstance(x, TensorEntry) else None, options.order, _same_bytes, options.only
+    )
     out = checkpoint_of(named, "full", source.root, None, [name], source)
     out.records = list(records.values())
     out.recorded = _recorded(read_at, source.size(name), what)

@@ -303,12 +303,12 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         Dropped(n, t.nbytes, "hf holds weights only") for n, t in ckpt.tensors.items() if t.path[0] != "model"
     ] + [Dropped(n, 0, "hf holds weights only") for n in ckpt.values]
     config, extra = _find_config(source, options.config, notes)
-    stored, tied = _hub_tensors(ckpt, model, config, source, notes)
+    stored, tied, together = _hub_tensors(ckpt, model, config, source, notes)
     model = {k: replace(t, dtype=options.cast("model." + k, t.dtype)) for k, t in stored.items()}
     for name, t in model.items():
         if t.dtype not in stfile.CODES:
             raise Unsupported(f'"{name}" is {t.dtype}, which safetensors does not hold. Cast it with --cast.')
-    groups = _split(model, options.max_shard_bytes)
+    groups = _split(model, options.max_shard_bytes, together)
     n = len(groups)
     files = ["model.safetensors"] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
     tensors: dict[str, TensorEntry] = {}
@@ -347,14 +347,17 @@ def _hub_tensors(
     config: dict[str, Any] | None,
     source: Source,
     notes: list[str],
-) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """The tensors save_pretrained would write, as views of the source's, and {left out: its twin} of tied ones."""
+) -> tuple[dict[str, TensorEntry], dict[str, str], dict[str, str]]:
+    """The tensors save_pretrained would write, as views of the source's, {left out: its twin} of tied ones, and
+    {name: first one} of those that it never puts into different shards."""
+    together: dict[str, str] = {}
     tied = _ties_in_file(model)
     relation = _relation(config, model, {k: t.shape for k, t in model.items()}, notes) if config is not None else None
     if config is not None and relation is not None:
         if config.get("tie_word_embeddings", True):
             tied.update({k: v for k, v in relation.tied.items() if k in model and v in model})
         out = {k: _crop(k, model[v.of], v) for k, v in relation.views.items()}
+        together = relation.together
     else:
         if config is not None:
             tied.update({k: v for k, v in _usual_ties(config, model).items() if k in model})
@@ -374,7 +377,7 @@ def _hub_tensors(
         del out[name]
         gone["model." + name] = "model." + kept
         notes.append(f'"{name}" is tied to "{kept}" (equal bytes) and written once, as save_pretrained does')
-    return out, gone
+    return out, gone, together
 
 
 def _ties_in_file(model: dict[str, TensorEntry]) -> dict[str, str]:
@@ -418,20 +421,27 @@ def _crop(name: str, t: TensorEntry, view: hubnames.View) -> TensorEntry:
     return TensorEntry(t.dtype, view.shape, ("model", name), chunks)
 
 
-def _split(model: dict[str, TensorEntry], most: int) -> list[list[str]]:
-    """Shards as huggingface_hub makes them: fill one until the next tensor does not fit; larger ones stand alone."""
+def _split(model: dict[str, TensorEntry], most: int, together: dict[str, str]) -> list[list[str]]:
+    """Shards as huggingface_hub makes them: fill one until the next tensor does not fit; larger ones stand alone.
+    Tensors that share a storage when transformers saves them (experts of one layer) go where the first of them goes.
+    """
+    units: dict[str, list[str]] = {}
+    for name in model:
+        first = together.get(name, name)
+        units.setdefault(first if first in model else name, []).append(name)
     groups: list[list[str]] = []
     current: list[str] = []
     size = 0
-    for name, t in model.items():
-        if t.nbytes > most:
-            groups.append([name])
+    for names in units.values():
+        n = sum(model[k].nbytes for k in names)
+        if n > most:
+            groups.append(names)
             continue
-        if size + t.nbytes > most:
+        if size + n > most:
             groups.append(current)
             current, size = [], 0
-        current.append(name)
-        size += t.nbytes
+        current.extend(names)
+        size += n
     return [*groups, current] if current else groups
 
 
