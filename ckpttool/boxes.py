@@ -147,6 +147,8 @@ def cover(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[in
             volume += v
             real.append((tuple(start), tuple(size)))
     clash = _clash(real)
+    if isinstance(clash, str):
+        return clash
     if clash:
         (s1, k1), (s2, k2) = clash
         return f"chunks [{_text(s1, k1)}] and [{_text(s2, k2)}] overlap"
@@ -162,13 +164,16 @@ def _text(start: Sequence[int], size: Sequence[int]) -> str:
 Box = tuple[Shape, Shape]
 
 
-def _clash(boxes: list[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that meet, or None.
+_MOST_PAIRS = 500_000
+
+
+def _clash(boxes: list[Box]) -> tuple[Box, Box] | str | None:
+    """Two boxes that meet, or why that cannot be told, or None.
 
     Cut the set along one dimension into groups whose intervals do not meet and look into each; when no dimension
     separates the set any more, compare all pairs. Grids of any mesh fall apart at once, so this is n log n for them.
     """
-    todo = [boxes]
+    todo, pairs = [boxes], 0
     while todo:
         group = todo.pop()
         if len(group) < 2:
@@ -186,6 +191,9 @@ def _clash(boxes: list[Box]) -> tuple[Box, Box] | None:
                 todo.extend(parts)
                 break
         else:
+            pairs += len(group) * (len(group) - 1) // 2
+            if pairs > _MOST_PAIRS:
+                return f"{len(group)} chunks that no cut separates; no mesh of ranks makes such"
             for i, a in enumerate(group):
                 for b in group[i + 1 :]:
                     if meet(a, b):

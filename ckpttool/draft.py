@@ -124,7 +124,8 @@ class Staging:
         have = sum(e.stat().st_blocks * 512 for e in _walk(self.tree))
         free = shutil.disk_usage(self.parent).free
         if need_bytes > free + have:
-            self.abandon()
+            if not entries:
+                shutil.rmtree(self.folder, ignore_errors=True)
             raise NoSpace(
                 f"{self.parent} has {free:,} bytes free, the destination needs {need_bytes:,}. Free "
                 f"{need_bytes - free:,} bytes or write elsewhere."

@@ -123,7 +123,15 @@ class Chunks(Sequence[Chunk]):
         strides: tuple[int, ...] | None = None,
         zstd: tuple[int, int | None] | None = None,
     ) -> None:
-        """Append a row."""
+        """Append a row.
+
+        Raises:
+            Corrupt: it has another number of dimensions.
+        """
+        if len(start) != self.ndim or len(shape) != self.ndim:
+            raise Corrupt(
+                f"a chunk has {len(start)} offsets and {len(shape)} sizes, the tensor {self.ndim} dimensions."
+            )
         if zstd is not None:
             self.zstd = {**self.zstd, len(self.file): zstd}
         if strides is not None:

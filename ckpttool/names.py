@@ -46,7 +46,7 @@ _COUNTERS = frozenset((
 ))  # fmt: skip
 
 # Wrapper modules that put themselves into the FQN: FSDP1, torch.compile, activation checkpointing, Lightning.
-_WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_forward_module.")
+_WRAPPERS = frozenset(("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"))
 
 
 class Named(NamedTuple):
@@ -66,10 +66,8 @@ def strip_wrappers(fqns: Iterable[str]) -> dict[str, str]:
     """
     out: dict[str, str] = {}
     for n in fqns:
-        clean = n
-        for w in _WRAPPERS:
-            clean = clean.replace(w, "")
-        out[n] = clean
+        *path, last = n.split(".")
+        out[n] = ".".join([*(p for p in path if p not in _WRAPPERS), last])
     if out and all(v.startswith("module.") for v in out.values()):
         out = {k: v.removeprefix("module.") for k, v in out.items()}
     seen: dict[str, str] = {}
@@ -126,12 +124,15 @@ def canonical(
     clean = strip_wrappers(raw_model)
     for name, leaf in raw_model.items():
         out["model", clean[name]] = leaf
+    taken: dict[Any, Any] = {}
     for p, leaf in rest.items():
         q = _rest(p)
+        if taken.setdefault(q[: _own(q)], p[0]) != p[0]:
+            q = ("extra", *p)  # a second key of that kind ("rng" and "rng_state") keeps its name
         if q in out:
             raise Corrupt(f"the keys {joined(p)!r} and {joined(origin.get(q, q))!r} both mean {joined(q)!r}.")
         out[q] = leaf
-        cut = 2 if q[0] in ("trainer", "extra") and p[:1] != ("trainer",) else 1
+        cut = _own(q)
         origin[q[:cut]] = p[: len(p) - (len(q) - cut)]
     if raw_optim:
         if raw_optim.keys() and all(p[0] == 0 for p in raw_optim):  # Lightning's list of optimizers, of one
@@ -156,6 +157,11 @@ def _containers(found: Mapping[Path, Any]) -> tuple[Any, Any]:
         if role == "optim" and optim is None:
             optim = p[0]
     return model, optim
+
+
+def _own(path: Path) -> int:
+    """How many elements of a canonical path stand for the user's own top-level key."""
+    return 2 if path[0] in ("trainer", "extra") else 1
 
 
 def _is_known(top: str) -> bool:
@@ -236,9 +242,11 @@ def _optimizer(
 
 def _params(group: Mapping[Path, Any]) -> list[Any]:
     got = group.get(("params",), [])
-    if isinstance(got, list):
-        return got
-    raise Corrupt(f"optim.param_groups: params is {type(got).__name__}, not a list.")
+    if not isinstance(got, list):
+        raise Corrupt(f"optim.param_groups: params is {type(got).__name__}, not a list.")
+    if not (all(type(x) is int for x in got) or all(type(x) is str for x in got)):
+        raise Corrupt("optim.param_groups: params holds neither names nor numbers alone.")
+    return got
 
 
 def _id(x: Any) -> Any:
@@ -288,11 +296,12 @@ def _resolve_ids(
         else:
             shapes.setdefault(_id(key), None)
     members = [_params(g) for _, g in sorted(groups.items())] or [sorted(shapes)]
-    listed = [n for _, g in sorted(groups.items()) for n in (g.get(("param_names",)) or [])]
+    named = [g.get(("param_names",)) for _, g in sorted(groups.items())]
+    listed = [str(n) for group in named if isinstance(group, list) for n in group]
     flat = [x for m in members for x in m]
     if len(listed) == len(flat):  # torch >= 2.6, when the optimizer was given named_parameters()
-        names = strip_wrappers(map(str, listed))
-        return {x: names[str(n)] for x, n in zip(flat, listed, strict=True)}
+        names = strip_wrappers(listed)
+        return {x: names[n] for x, n in zip(flat, listed, strict=True)}
     if like is not None:
         if len(like) != len(flat):
             raise Unsupported(f"--like names {len(like)} parameters in its optimizer, this one has {len(flat)}.")
@@ -323,6 +332,13 @@ def _resolve_ids(
     return {x: n for m, ns in zip(members, resolved, strict=True) for x, n in zip(m, ns, strict=True)}
 
 
+_MOST_STATES = 100_000
+
+
+class _TooMany(Exception):
+    """More states than are worth looking at."""
+
+
 def name_order(
     names: Sequence[tuple[str, tuple[int, ...]]], groups: Sequence[Sequence[tuple[int, ...] | None]]
 ) -> tuple[list[list[str]] | None, list[str], int]:
@@ -345,6 +361,8 @@ def name_order(
             return (0, 1) if all(a == len(g) for a, g in zip(at, groups, strict=True)) else (1 << 30, 0)
         if (i, at) in memo:
             return memo[i, at]
+        if len(memo) > _MOST_STATES:
+            raise _TooMany
         cost, ways = 1 << 30, 0
         for _, (extra, nxt) in moves(i, at):
             c, w = best(i + 1, nxt)
@@ -370,6 +388,8 @@ def name_order(
     sys.setrecursionlimit(max(limit, 4 * len(names) + 1000))  # `best` goes one name deeper with every call
     try:
         cost, ways = best(0, start)
+    except _TooMany:  # many groups of like shapes: layer-wise learning rates, say
+        return None, [], 2
     finally:
         sys.setrecursionlimit(limit)
     if ways != 1:
@@ -403,6 +423,8 @@ def nest(leaves: Mapping[Path, Any]) -> Any:
             if type(inner) is not _Node:
                 raise Corrupt(f"{joined(path)!r} lies inside a value, not inside a dict or list.")
             at = inner
+        if path[-1] in at:
+            raise Corrupt(f"{joined(path)!r} is a value and a dict or list at once.")
         at[path[-1]] = leaf
     return _plain(tree)
 

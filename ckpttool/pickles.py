@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from .errors import Corrupt, Unsafe
 
-__all__ = ["Global", "Opaque", "dump", "load", "load_large", "refuse_deep"]
+__all__ = ["Global", "Opaque", "dump", "load", "load_large", "ordered_dict", "refuse_deep", "short"]
 
 StandIns = Mapping[tuple[str, str], Any]
 
@@ -72,15 +72,9 @@ class Opaque:
         return f"<{self.cls}>"
 
 
-# Calls (REDUCE) that genuine checkpoints hold and that are data, not actions. What plain Python can hold becomes that;
-# the others are kept as Opaque and written out by name again.
-def _kept(module: str, name: str) -> Callable[..., Opaque]:
-    return lambda *args: Opaque(Global(module, name), args, call=True)
-
-
 def _encode(text: str, encoding: str) -> bytes:
     if encoding not in ("latin1", "latin-1", "utf-8", "ascii"):
-        raise Unsafe(f"a pickle encodes text as {encoding!r}")
+        raise Unsafe(f"a pickle encodes text as {short(encoding)}")
     return text.encode(encoding)
 
 
@@ -88,8 +82,14 @@ def _complex(real: float, imag: float) -> complex:
     return complex(float(real), float(imag))
 
 
+def ordered_dict(items: Any = ()) -> dict[Any, Any]:
+    """Stand-in for collections.OrderedDict."""
+    return {_key(k): v for k, v in items}
+
+
+# Calls (REDUCE) that genuine checkpoints hold and that are data, not actions. What plain Python can hold becomes that,
 PLAIN: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): lambda items=(): {k: v for k, v in items},
+    ("collections", "OrderedDict"): ordered_dict,
     ("builtins", "set"): lambda items=(): _flat_set(set, items),
     ("__builtin__", "set"): lambda items=(): _flat_set(set, items),
     ("builtins", "frozenset"): lambda items=(): _flat_set(frozenset, items),
@@ -98,30 +98,37 @@ PLAIN: dict[tuple[str, str], Any] = {
     ("__builtin__", "complex"): _complex,
     ("builtins", "bytearray"): lambda raw=b"": _bytearray(raw),
     ("__builtin__", "bytearray"): lambda raw=b"": _bytearray(raw),
+    ("builtins", "bytes"): lambda: b"",  # how protocols below 3 spell no bytes at all
+    ("__builtin__", "bytes"): lambda: b"",
     ("_codecs", "encode"): _encode,
 }
-for _module, _names in {
-    "pathlib": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"),
-    "pathlib._local": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"),
-    "datetime": ("datetime", "timedelta", "date", "time", "timezone"),
-    "decimal": ("Decimal",),
-    "uuid": ("UUID",),
-    "torch": ("device", "Size"),
-    "numpy": ("dtype",),
-    "numpy.core.multiarray": ("_reconstruct", "scalar"),
-    "numpy._core.multiarray": ("_reconstruct", "scalar"),
-    "numpy._core.numeric": ("_frombuffer",),
-    "numpy.core.numeric": ("_frombuffer",),
-    "builtins": ("slice", "range"),
-    "__builtin__": ("slice", "range", "xrange"),
-}.items():
-    for _name in _names:
-        PLAIN[_module, _name] = _kept(_module, _name)
+# and the others are kept as Opaque and written out by name again.
+_KEPT = frozenset(
+    Global(module, name)
+    for module, names in {
+        "pathlib": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"),
+        "pathlib._local": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"),
+        "datetime": ("datetime", "timedelta", "date", "time", "timezone"),
+        "collections": ("Counter", "defaultdict", "deque"),
+        "decimal": ("Decimal",),
+        "uuid": ("UUID",),
+        "torch": ("device", "Size"),
+        "numpy": ("dtype",),
+        "numpy.core.multiarray": ("_reconstruct", "scalar"),
+        "numpy._core.multiarray": ("_reconstruct", "scalar"),
+        "numpy._core.numeric": ("_frombuffer",),
+        "numpy.core.numeric": ("_frombuffer",),
+        "builtins": ("slice", "range"),
+        "__builtin__": ("slice", "range", "xrange"),
+    }.items()
+    for name in names
+)
 
 # Classes whose construction alone acts, or that stand for calls: never carried, not even unbuilt.
 _NEVER = frozenset((
     "os", "posix", "nt", "sys", "subprocess", "builtins", "__builtin__", "importlib", "runpy", "code", "pty", "shutil",
     "socket", "ctypes", "multiprocessing", "threading", "asyncio", "webbrowser", "pickle", "marshal", "types", "io",
+    "commands", "copy_reg", "copyreg", "_pickle", "_posixsubprocess", "_socket", "_ctypes", "_thread", "_io",
     "functools", "operator", "tempfile", "urllib", "http", "signal", "gc", "inspect", "pdb", "timeit", "cProfile",
 ))  # fmt: skip
 
@@ -210,10 +217,12 @@ def _run(data: bytes, pos: int, known: dict[tuple[str, str], Any], persistent: A
 
     def call(f: Any, args: Any) -> Any:
         if not isinstance(args, tuple):
-            raise Corrupt(f"{what}: arguments of {f} are not a tuple.")
+            raise Corrupt(f"{what}: arguments of {short(f)} are not a tuple.")
+        if f in _KEPT if isinstance(f, Global) else False:
+            return Opaque(f, args, call=True)
         if isinstance(f, Global) or not callable(f):
             raise Unsafe(
-                f"{what}: the pickle calls {f}{_short(args)}. ckpttool never runs what a checkpoint asks for; "
+                f"{what}: the pickle calls {f if isinstance(f, Global) else short(f)}{short(args)}. ckpttool never runs what a checkpoint asks for; "
                 "ask its author for a copy without code."
             )
         return f(*args)
@@ -272,7 +281,7 @@ def _run(data: bytes, pos: int, known: dict[tuple[str, str], Any], persistent: A
             kwargs = pop() if op == 0x92 else {}
             args, cls = pop(), pop()
             if kwargs:
-                raise Unsafe(f"{what}: the pickle builds a {cls} with keyword arguments.")
+                raise Unsafe(f"{what}: the pickle builds a {short(cls)} with keyword arguments.")
             if isinstance(cls, Global):
                 if cls.module.partition(".")[0] in _NEVER:
                     raise Unsafe(f"{what}: the pickle holds an instance of {cls}, which is no training state.")
@@ -288,7 +297,7 @@ def _run(data: bytes, pos: int, known: dict[tuple[str, str], Any], persistent: A
             elif hasattr(type(obj), "__setstate__") and getattr(type(obj), "hashed_by_identity", False):
                 obj.__setstate__(state)
             elif not isinstance(obj, dict):  # an OrderedDict may carry _metadata: module versions, which nobody needs
-                raise Unsafe(f"{what}: the pickle sets the state of {_short(obj)}.")
+                raise Unsafe(f"{what}: the pickle sets the state of {short(obj)}.")
         elif op == 0x75:  # SETITEMS
             items = since_mark()
             if isinstance(stack[-1], Opaque):
@@ -420,7 +429,8 @@ def _run(data: bytes, pos: int, known: dict[tuple[str, str], Any], persistent: A
             raise Unsafe(f"{what}: pickle instruction 0x{op:02x} at byte {pos - 1}, which no checkpoint needs.")
 
 
-def _short(x: Any) -> str:
+def short(x: Any) -> str:
+    """repr of anything that came out of a pickle, for a message: bounded in work and in length."""
     try:
         refuse_deep(x, "", 200)
         text = repr(x)
@@ -537,7 +547,7 @@ def dump(obj: Any, persistent: Callable[[Any], tuple[Any, ...] | None] | None = 
         elif isinstance(x, complex):
             save_call(Global("__builtin__", "complex"), (x.real, x.imag))
         elif isinstance(x, (set, frozenset)):
-            save_call(Global("__builtin__", type(x).__name__), (sorted(x, key=lambda v: (type(v).__name__, v)),))
+            save_call(Global("__builtin__", type(x).__name__), (sorted(x, key=lambda v: (type(v).__name__, repr(v))),))
         elif get(id(x)):
             pass
         elif type(x) is list:

@@ -45,8 +45,8 @@ class Slot(NamedTuple):
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) != len(pairs):
-        names = [k for k, _ in pairs]
-        twin = next(k for k in names if names.count(k) > 1)
+        seen: set[str] = set()
+        twin = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
         raise Unsafe(f"the key {twin!r} stands twice in one JSON object; readers differ on which counts")
     return out
 
@@ -91,6 +91,8 @@ def read_header(source: Source, file: str) -> tuple[dict[str, Slot], dict[str, s
         raise Corrupt(f"{what}: __metadata__ is not a map of strings.")
     out: list[tuple[int, int, str, Slot]] = []
     for name, t in data.items():
+        if not name.isascii():
+            _encodable(name, what)
         out.append(_slot(name, t, 8 + n, what))
     out.sort(key=lambda x: x[:2])
     at = 0
@@ -105,16 +107,25 @@ def read_header(source: Source, file: str) -> tuple[dict[str, Slot], dict[str, s
     return {name: slot for _, _, name, slot in out}, meta
 
 
+def _encodable(name: str, what: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise Corrupt(f"{what}: the name {name!a} is half of a character and cannot be written.") from None
+
+
 def _slot(name: str, t: Any, base: int, what: str) -> tuple[int, int, str, Slot]:
     if not isinstance(t, dict) or set(t) != {"dtype", "shape", "data_offsets"}:
         raise Corrupt(f'{what}: the entry of "{name}" is damaged.')
     dtype, shape, offsets = t["dtype"], t["shape"], t["data_offsets"]
-    if dtype not in _NAMES:
-        raise Unsupported(f'{what}: "{name}" has dtype {dtype!r}, which torch does not have.')
+    if not isinstance(dtype, str) or dtype not in _NAMES:
+        raise Unsupported(f'{what}: "{name}" has dtype {str(dtype)[:40]!r}, which torch does not have.')
     if not isinstance(shape, list) or not all(type(k) is int and 0 <= k <= MAX_NUMEL for k in shape) or len(shape) > 64:
         raise Corrupt(f'{what}: "{name}" has shape {str(shape)[:80]}.')
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(k) is int and k >= 0 for k in offsets):
         raise Corrupt(f'{what}: "{name}" has data_offsets {str(offsets)[:80]}.')
+    if dtype == "F4" and shape:  # the file counts halves of a byte, torch pairs of them
+        shape = [*shape[:-1], shape[-1] // 2]
     begin, end = offsets
     need = prod(shape) * ITEMSIZE[_NAMES[dtype]]
     if end - begin != need:
@@ -138,7 +149,8 @@ def header(tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, 
     at = 0
     for name, dtype, shape in tensors:
         n = prod(shape) * ITEMSIZE[dtype]
-        entries[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [at, at + n]}
+        said = [*shape[:-1], 2 * shape[-1]] if CODES[dtype] == "F4" and shape else list(shape)
+        entries[name] = {"dtype": CODES[dtype], "shape": said, "data_offsets": [at, at + n]}
         at += n
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)

@@ -25,7 +25,7 @@ from . import boxes
 from .crc import crc32
 from .errors import Corrupt, Unsafe, Unsupported
 from .index import ITEMSIZE, MAX_NUMEL
-from .pickles import Global, Opaque, dump, load
+from .pickles import Global, Opaque, dump, load, short
 
 __all__ = [
     "DATA_DESCRIPTOR_BYTES", "STORAGE_NAMES", "Inline", "StoredTensor", "ZipRecord", "central_directory",
@@ -190,7 +190,7 @@ def _zip64(extra: bytes, packed: int, size: int, header: int, what: str) -> tupl
     at = 0
     while at + 4 <= len(extra):
         tag, n = struct.unpack_from("<HH", extra, at)
-        if tag == 1:
+        if tag == 1 and at + 4 + n <= len(extra):
             fields = iter(struct.unpack_from(f"<{n // 8}Q", extra, at + 4))
             try:
                 size = next(fields) if size == 0xFFFFFFFF else size
@@ -291,7 +291,7 @@ def _storage_id(pid: Any, what: str) -> tuple[str | None, str, int]:
     else:
         raise Unsupported(f"{what}: storage of class {cls}.")
     if not isinstance(key, str) or type(numel) is not int or not 0 <= numel <= MAX_NUMEL:
-        raise Corrupt(f"{what}: a storage of {numel!r} elements.")
+        raise Corrupt(f"{what}: a storage of {short(numel)} elements.")
     return dtype, key, numel
 
 
@@ -308,7 +308,7 @@ def _rebuilds(what: str) -> dict[tuple[str, str], Any]:
             raise Corrupt(f"{what}: a tensor without a dtype.")
         size, stride = _sizes(size), _sizes(stride)
         if len(size) != len(stride) or type(offset) is not int or offset < 0:
-            raise Corrupt(f"{what}: a tensor of size {size}, stride {stride}, offset {offset}.")
+            raise Corrupt(f"{what}: a tensor of size {size}, stride {stride}, offset {short(offset)}.")
         if any(n < 0 or n > MAX_NUMEL for n in (*size, *stride)) or prod(size) > MAX_NUMEL:
             raise Corrupt(f"{what}: a tensor of size {size}, stride {stride}.")
         at = offset * ITEMSIZE[kind]
@@ -322,15 +322,20 @@ def _rebuilds(what: str) -> dict[tuple[str, str], Any]:
 
     def v3(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *rest: Any) -> Any:
         if not (isinstance(dtype, Global) and dtype.module == "torch" and dtype.name in ITEMSIZE):
-            raise Corrupt(f"{what}: a tensor of dtype {dtype}.")
+            raise Corrupt(f"{what}: a tensor of dtype {short(dtype)}.")
         return tensor(storage, offset, size, stride, dtype=dtype.name)
 
     def from_type(_func: Any, _cls: Any, args: Any, _state: Any) -> Any:
         # a tensor with Python attributes (DeepSpeed's flat groups): the attributes are not tensor data
         rebuild = _func
         if isinstance(rebuild, Global) or not callable(rebuild) or not isinstance(args, tuple):
-            raise Unsafe(f"{what}: the pickle calls {rebuild}.")
+            raise Unsafe(f"{what}: the pickle calls {short(rebuild)}.")
         return rebuild(*args)
+
+    def layout(name: Any) -> Global:
+        if not isinstance(name, str):
+            raise Corrupt(f"{what}: a memory layout named {short(name)}.")
+        return Global("torch", name.rpartition(".")[2])
 
     def refused(kind: str) -> Callable[..., Any]:
         def refuse(*_: Any) -> Any:
@@ -351,14 +356,14 @@ def _rebuilds(what: str) -> dict[tuple[str, str], Any]:
         ("torch._utils", "_rebuild_parameter_with_state"): lambda data, *_: data,
         ("torch._tensor", "_rebuild_from_type_v2"): from_type,
         ("torch", "Size"): lambda items=(): _sizes(items),
-        ("torch.serialization", "_get_layout"): lambda name: Global("torch", str(name).rpartition(".")[2]),
+        ("torch.serialization", "_get_layout"): layout,
     }
 
 
 def _sizes(x: Any) -> tuple[int, ...]:
     if isinstance(x, (tuple, list)) and len(x) <= 64 and all(type(n) is int for n in x):
         return tuple(x)
-    raise Corrupt(f"a size that is not integers: {str(x)[:80]}")
+    raise Corrupt(f"a size that is not integers: {short(x)}")
 
 
 def _read_legacy(read_at: ReadAt, base: int, length: int, what: str, stand_ins: dict[tuple[str, str], Any]) -> Any:
@@ -395,13 +400,16 @@ def _read_legacy(read_at: ReadAt, base: int, length: int, what: str, stand_ins: 
         keys, at = load(data, start=at, what=what)
     except IndexError:
         raise Corrupt(f"{what}: the file ends within its pickles.") from None
-    if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(wanted):
+    if not isinstance(keys, list) or not all(type(k) is str for k in keys) or sorted(keys) != sorted(wanted):
         raise Corrupt(f"{what}: the list of storages does not agree with the pickle.")
     places: list[int] = [0] * len(keys)
     order = list(wanted)
     for key in keys:
         dtype, numel = wanted[key]
-        count = struct.unpack("<q", read_at(base + at, 8))[0]
+        raw = read_at(base + at, 8) if at + 8 <= length else b""
+        if len(raw) != 8:
+            raise Corrupt(f"{what}: the file ends before storage {key!r}.")
+        count = struct.unpack("<q", raw)[0]
         if count != numel:
             raise Corrupt(f"{what}: storage {key!r} holds {count} elements, the pickle declares {numel}.")
         places[order.index(key)] = base + at + 8
@@ -441,15 +449,16 @@ def inlined(x: Any, read_at: ReadAt, what: str, most: int = 64 << 20) -> Any:
     Raises:
         Unsupported: they have more than `most` bytes together.
     """
-    total = sum(t.span for t in tensors_in(x))
+    total = sum(max(t.storage.length, prod(t.shape) * ITEMSIZE[t.dtype]) for t in tensors_in(x))
     if total > most:
         raise Unsupported(f"{what}: {total} bytes of tensors inside a container that is not a dict or list of tensors.")
 
     def one(t: StoredTensor) -> Inline:
-        raw = read_at(*t.extent)
-        if not t.contiguous:
-            raw = gather(raw, t)
-        return Inline(t.dtype, t.shape, raw)
+        whole = read_at(t.storage.offset, t.storage.length)
+        if t.storage.crc32 is not None and crc32(whole) != t.storage.crc32:
+            raise Corrupt(f"{what}: a tensor inside it does not match its CRC32; the file is damaged.")
+        raw = whole[t.at : t.at + t.span]
+        return Inline(t.dtype, t.shape, raw if t.contiguous else gather(raw, t))
 
     return _map(x, one)
 

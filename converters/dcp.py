@@ -175,6 +175,8 @@ class _Collector:
                     raise TypeError("relative_path")
                 transforms = state.get("transform_descriptors")
                 if transforms:
+                    if not isinstance(transforms, (list, tuple)) or not all(type(t) is str for t in transforms):
+                        raise TypeError("transform_descriptors")
                     found.transforms[len(found.file)] = transforms
                 found.file.append(collect.files.setdefault(path, len(collect.files)))
                 found.offset.append(state["offset"])
@@ -204,11 +206,11 @@ _STAND_INS: dict[tuple[str, str], Any] = {
     (_META, "_MEM_FORMAT_ENCODING"): _Inert,
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): _Inert,
-    ("collections", "OrderedDict"): lambda items=(): dict(items),
+    ("collections", "OrderedDict"): pickles.ordered_dict,
 }
 for _module in ("pathlib", "pathlib._local"):
     for _name in ("PosixPath", "WindowsPath", "PurePosixPath", "Path"):
-        _STAND_INS[_module, _name] = lambda *parts: "/".join(map(str, parts))
+        _STAND_INS[_module, _name] = lambda *parts: None  # where the save ran; says nothing
 for _dtype in ITEMSIZE:
     _STAND_INS["torch", _dtype] = pickles.Global("torch", _dtype)
 
@@ -311,7 +313,7 @@ def _columns(tops: list[tuple[Any, _Collector]], what: str) -> _Index:
             raise Corrupt(f"{what}: {len(collector.starts)} chunks, of which {collector.tensors} belong to a tensor.")
         for key, path in (state.get("planner_data") or {}).items():
             if not isinstance(path, tuple) or not path or not all(isinstance(p, (str, int)) for p in path):
-                raise Corrupt(f"{what}: the path of {key!r} is {str(path)[:80]!r}.")
+                raise Corrupt(f"{what}: the path of {pickles.short(key)} is {pickles.short(path)}.")
             out.paths[key] = list(path)
         numbers = [files.setdefault(name, len(files)) for name in collector.files]  # this file's -> all files'
         for key, meta in state["state_dict_metadata"].items():
@@ -353,16 +355,17 @@ def _joined(
     dtype = (dtype["dtype"] if isinstance(dtype, dict) else dtype[0]).name
     size = tuple(size)
     if not all(type(k) is int for k in size):
-        raise Corrupt(f'{what}: "{key}" has size {size}.')
+        raise Corrupt(f'{what}: "{key}" has size {pickles.short(size)}.')
     starts = collector.starts[first : first + n]
+    chunks = Chunks(len(size))
+    chunks.start.extend(chain.from_iterable(starts))
+    chunks.shape.extend(chain.from_iterable(collector.sizes[first : first + n]))
+    array("q", chain.from_iterable(stored.starts))  # integers, all of them, so that hashing them has a bound
     rows = dict(zip(stored.starts, range(len(stored.starts)), strict=True))
     found = [rows.get(s) for s in starts]
     if None in found:
         place = starts[found.index(None)]
         raise Corrupt(f'{what}: the chunk of "{key}" at {tuple(place)} is listed but stored nowhere.')
-    chunks = Chunks(len(size))
-    chunks.start.extend(chain.from_iterable(starts))
-    chunks.shape.extend(chain.from_iterable(collector.sizes[first : first + n]))
     if len(chunks.start) != n * len(size) or len(chunks.shape) != n * len(size):
         raise Corrupt(f'{what}: chunks of "{key}" do not have {len(size)} dimensions.')
     chunks.file.extend(numbers[stored.file[k]] for k in found)  # type: ignore[index]

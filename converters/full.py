@@ -37,7 +37,7 @@ __all__ = ["LAYOUT"]
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _LEGACY = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 # What torch's weights_only unpickler builds besides plain values (torch/_weights_only_unpickler.py).
-_LOADABLE = {("torch", "device"), ("torch", "Size"), ("collections", "OrderedDict")}
+_LOADABLE = {("torch", "device"), ("torch", "Size"), ("collections", "OrderedDict"), ("collections", "Counter")}
 
 
 def detect(where: Place) -> tuple[bool, str]:

@@ -89,6 +89,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     config = _read_config(source, "config.json") if file is None and "config.json" in names else None
     if options.config is not None:
         config = _config_folder(options.config)[0] or config
+    if not tensors:
+        raise Corrupt(f"{source.root}: its safetensors files hold no tensor.")
     clean = strip_wrappers(tensors)
     leaves: dict[Path, Any] = {("model", clean[n]): t for n, t in tensors.items()}
     out = checkpoint_of(Named(leaves, {}, None, notes), "hf", source.root, None, files, source)
@@ -164,7 +166,7 @@ def _sharded(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], 
             if (
                 not isinstance(start, list)
                 or len(start) != len(slot.shape)
-                or not all(type(k) is int and k >= 0 for k in start)
+                or not all(type(k) is int and 0 <= k < 1 << 56 for k in start)
             ):
                 raise Corrupt(f'{file}: DCP_SHARDING_INFO does not say where the part of "{name}" belongs.')
             chunk = Chunk(tuple(start), slot.shape, Extent(i, slot.offset, slot.length))

@@ -218,6 +218,5 @@ def test_a_spiral_covers_its_square() -> None:
     assert boxes.cover((9, 9), spiral(4)) is None
 
 
-@pytest.mark.xfail(strict=True, reason="_clash compares all pairs of what no cut separates: minutes for 1 MB of index")
 def test_a_spiral_of_many_chunks_is_refused_instead_of_compared_pair_by_pair() -> None:
     assert "no cut separates" in str(boxes.cover((601, 601), spiral(300)))

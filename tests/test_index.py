@@ -153,9 +153,6 @@ def test_chunks_of_other_dimensions_than_the_tensor_are_refused() -> None:
     assert "chunks have 1 dimensions, the tensor has 2" in refusal(entry)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="Chunks.add trusts the number of dimensions, so columns shift against each other"
-)
 @pytest.mark.parametrize(
     ("start", "shape"), [((0,), (2, 3)), ((0, 0), (2,)), ((0, 0, 0), (2, 3)), ((), ()), ((0,), (2,))]
 )

@@ -359,7 +359,6 @@ def test_a_hugging_face_folder(name: str, tmp_path: Path, canary: Path) -> None:
     attack(HF[name], tmp_path, canary)
 
 
-@pytest.mark.xfail(strict=True, reason="hangs, crashes or ends in an error that is not ours")
 @pytest.mark.parametrize("name", OPEN)
 def test_what_has_no_bound_or_no_type(name: str, tmp_path: Path, canary: Path) -> None:
     source = OPEN[name].make(tmp_path / "in", canary)
