@@ -119,7 +119,7 @@ def _slot(name: str, t: Any, base: int, what: str) -> tuple[int, int, str, Slot]
         raise Corrupt(f'{what}: the entry of "{name}" is damaged.')
     dtype, shape, offsets = t["dtype"], t["shape"], t["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _NAMES:
-        raise Unsupported(f'{what}: "{name}" has dtype {str(dtype)[:40]!r}, which torch does not have.')
+        raise Unsupported(f'{what}: "{name}" has dtype {repr(dtype)[:40]}, which torch does not have.')
     if not isinstance(shape, list) or not all(type(k) is int and 0 <= k <= MAX_NUMEL for k in shape) or len(shape) > 64:
         raise Corrupt(f'{what}: "{name}" has shape {str(shape)[:80]}.')
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(k) is int and k >= 0 for k in offsets):

@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 from . import boxes
 from .crc import crc32
 from .errors import Corrupt, Unsafe, Unsupported
-from .index import ITEMSIZE, MAX_NUMEL
+from .index import ITEMSIZE, MAX_NUMEL, Chunks, Extent, Path, Record, TensorEntry, joined
 from .pickles import Global, Opaque, dump, load, short
 
 __all__ = [
     "DATA_DESCRIPTOR_BYTES", "STORAGE_NAMES", "Inline", "StoredTensor", "ZipRecord", "central_directory",
-    "is_zip", "local_header", "read", "small_zip", "zip_records",
+    "is_zip", "leaves", "local_header", "read", "small_zip", "zip_records",
 ]  # fmt: skip
 
 ReadAt = Callable[[int, int], bytes]
@@ -441,6 +441,56 @@ def tensors_in(x: Any) -> Iterator[StoredTensor]:
     found: list[StoredTensor] = []
     _map(x, lambda t: found.append(t))
     return iter(found)
+
+
+def leaves(tree: Any, path: Path, file: int, read_at: ReadAt, what: str) -> tuple[dict[Path, Any], list[Record]]:
+    """The leaves of a tree below `path`, {path: TensorEntry or plain value}, and the CRC32s of their storages.
+
+    Dicts with string keys, and lists that hold tensors or dicts, are taken apart, as DCP does; anything else is one
+    value, whose tensors are read (`inlined`).
+    """
+    found: dict[Path, Any] = {}
+    _flatten(path, tree, found)
+    records: dict[int, Record] = {}
+    for at, leaf in found.items():
+        if isinstance(leaf, StoredTensor):
+            chunks = Chunks.whole(leaf.shape, file, *leaf.extent, None if leaf.contiguous else leaf.strides)
+            found[at] = TensorEntry(leaf.dtype, leaf.shape, at, chunks)
+            s = leaf.storage
+            if s.crc32 is not None:
+                records[s.offset] = Record(Extent(file, s.offset, s.length), s.crc32)
+        else:
+            found[at] = inlined(leaf, read_at, f"{what}: {joined(at)}")
+    return found, list(records.values())
+
+
+def _flatten(path: Path, x: Any, out: dict[Path, Any]) -> None:
+    if isinstance(x, dict) and x and all(isinstance(k, str) for k in x):
+        for k, v in x.items():
+            _flatten((*path, k), v, out)
+    elif _is_optimizer_state(path, x):
+        for k, v in x.items():
+            _flatten((*path, str(k)), v, out)
+    elif isinstance(x, list) and any(isinstance(v, (dict, StoredTensor)) or _nested(v) for v in x):
+        for i, v in enumerate(x):
+            _flatten((*path, i), v, out)
+    else:
+        out[path] = x
+
+
+def _nested(x: Any) -> bool:
+    return isinstance(x, list) and any(isinstance(v, (dict, list, StoredTensor)) for v in x)
+
+
+def _is_optimizer_state(path: Path, x: Any) -> bool:
+    """{0: {"exp_avg": ...}}: integer keys, named later."""
+    return (
+        isinstance(x, dict)
+        and bool(x)
+        and path[-1:] == ("state",)
+        and all(type(k) is int for k in x)
+        and all(isinstance(v, dict) for v in x.values())
+    )
 
 
 def inlined(x: Any, read_at: ReadAt, what: str, most: int = 64 << 20) -> Any:

@@ -391,23 +391,29 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
             entry = replace(entry, coding=_coding(kinds, key))
         _put(leaves, keys, path, key, entry)
     notes: list[str] = []
+    records: list[Record] = []
+    seen: dict[str, dict[Path, Any]] = {}
     for key, file, offset, length, transforms in index.values:
-        path = _path(index, key)
         _coding({tuple(transforms)}, key)
-        value = _value(source, index.files[file], offset, length, bool(transforms))
-        if keys.get(path) == key:  # per-rank metadata: every rank stores its own
-            if value != leaves[path]:
+        found, sums = _value(source, index, _path(index, key), file, offset, length, bool(transforms))
+        if key in seen:  # per-rank metadata: every rank stores its own
+            if found != seen[key]:
                 notes.append(
-                    f'"{key}" differs between ranks; that of the first rank is kept, not that in {index.files[file]}'
+                    f'"{key}" differs between ranks; that of the first is kept, not that in {index.files[file]}'
                 )
             continue
-        _put(leaves, keys, path, key, value)
+        seen[key] = found
+        records.extend(sums)
+        for path, leaf in found.items():
+            _put(leaves, keys, path, key, leaf)
     named = canonical(
         leaves, lambda x: x.shape if isinstance(x, TensorEntry) else None, options.order, None, options.only
     )
     ranks = [int(m[1]) for f in index.files if (m := re.match(r"__(\d+)_", f))]
     named.notes.extend(notes)
-    return checkpoint_of(named, "dcp", source.root, max(ranks, default=0) + 1, index.files, source)
+    out = checkpoint_of(named, "dcp", source.root, max(ranks, default=0) + 1, index.files, source)
+    out.records = records
+    return out
 
 
 def _path(index: _Index, key: str) -> Path:
@@ -428,25 +434,39 @@ def _coding(kinds: set[tuple[str, ...]], key: str) -> str:
     raise Unsupported(f'"{key}" went through {sorted(kinds)}; ckpttool knows stream.zstd only.')
 
 
-def _value(source: Source, file: str, offset: int, length: int, zstd: bool) -> Any:
-    what = f"{source.root}/{file} at byte {offset}"
+def _value(
+    source: Source, index: _Index, path: Path, file: int, offset: int, length: int, zstd: bool
+) -> tuple[dict[Path, Any], list[Record]]:
+    """What a bytes item holds: one plain value, or, where tensors are in it, its leaves."""
+    name = index.files[file]
+    what = f"{source.root}/{name} at byte {offset}"
     if length > _VALUE_BYTES:
         raise Unsupported(f"{what}: a value of {length} bytes.")
-    if offset + length > source.size(file):
-        raise Corrupt(f"{what}: needs {length} bytes but the file ends at {source.size(file)}; fetch the file again.")
-    data = source.read(file, offset, length)
+    if offset + length > source.size(name):
+        raise Corrupt(f"{what}: needs {length} bytes but the file ends at {source.size(name)}; fetch the file again.")
     if zstd:
         import zstandard
 
+        packed = source.read(name, offset, length)
         try:
-            data = zstandard.ZstdDecompressor(max_window_size=128 << 20).stream_reader(data).read(_VALUE_BYTES)
+            data = zstandard.ZstdDecompressor(max_window_size=128 << 20).stream_reader(packed).read(_VALUE_BYTES)
         except zstandard.ZstdError as e:
             raise Corrupt(f"{what}: the zstd frame is damaged ({e}).") from None
 
-    def read_at(at: int, n: int) -> bytes:
-        return data[at : at + n]
+        def unpacked(at: int, n: int) -> bytes:
+            return data[at : at + n]
 
-    return torchzip.inlined(torchzip.read(read_at, 0, len(data), what), read_at, what)
+        return {path: torchzip.inlined(torchzip.read(unpacked, 0, len(data), what), unpacked, what)}, []
+    head = source.read(name, offset, min(length, 1 << 20))
+
+    def read_at(at: int, n: int) -> bytes:
+        inside = at - offset
+        return head[inside : inside + n] if inside >= 0 and inside + n <= len(head) else source.read(name, at, n)
+
+    tree = torchzip.read(read_at, offset, length, what)
+    if next(torchzip.tensors_in(tree), None) is None:
+        return {path: tree}, []
+    return torchzip.leaves(tree, path, file, read_at, what)
 
 
 # -------------------------------------------------------------------------------------------------------- locating
@@ -460,7 +480,7 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
         Unsafe: its pickle would run code.
     """
     tensors: dict[str, TensorEntry] = {}
-    records: list[Record] = []
+    records = list(ckpt.records)
     headers: dict[int, dict[str, stfile.Slot] | None] = {}
     for name, t in ckpt.tensors.items():
         if t.coding == "raw":

@@ -26,7 +26,7 @@ from ckpttool import torchzip
 from ckpttool.crc import crc32
 from ckpttool.draft import Draft, DraftFile, Dropped
 from ckpttool.errors import Corrupt, Unsupported
-from ckpttool.index import Checkpoint, Chunks, Extent, Path, Record, TensorEntry, joined
+from ckpttool.index import Checkpoint, Chunks, Path, TensorEntry
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of
 from ckpttool.names import canonical, nest, original
 from ckpttool.pickles import Global, Opaque, children
@@ -72,28 +72,14 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     if not isinstance(tree, dict):
         kind = f"an instance of {tree.cls}" if isinstance(tree, Opaque) else f"a {type(tree).__name__}"
         raise Unsupported(f"{what} holds {kind}, not a state dict. Save model.state_dict() instead.")
-    leaves: dict[Path, Any] = {}
-    _flatten((), tree, leaves)
-    records: dict[int, Record] = {}
-    entries: dict[Path, Any] = {}
-    for path, leaf in leaves.items():
-        if isinstance(leaf, torchzip.StoredTensor):
-            offset, length = leaf.extent
-            strides = None if leaf.contiguous else leaf.strides
-            chunks = Chunks.whole(leaf.shape, 0, offset, length, strides)
-            entries[path] = TensorEntry(leaf.dtype, leaf.shape, path, chunks)
-            s = leaf.storage
-            if s.crc32 is not None:
-                records[s.offset] = Record(Extent(0, s.offset, s.length), s.crc32)
-        else:
-            entries[path] = torchzip.inlined(leaf, read_at, f"{what}: {joined(path)}")
+    entries, records = torchzip.leaves(tree, (), 0, read_at, what)
     if not any(isinstance(x, TensorEntry) for x in entries.values()):
         raise Unsupported(f"{what} holds no tensor at a key of a dict; nothing in it is a state dict.")
     named = canonical(
         entries, lambda x: x.shape if isinstance(x, TensorEntry) else None, options.order, _same_bytes, options.only
     )
     out = checkpoint_of(named, "full", source.root, None, [name], source)
-    out.records = list(records.values())
+    out.records = records
     out.recorded = _recorded(read_at, source.size(name), what)
     return out
 
@@ -110,36 +96,6 @@ def _recorded(read_at: torchzip.ReadAt, length: int, what: str) -> dict[str, str
         return {str(k): str(v) for k, v in found.items()}
     except (ValueError, AttributeError):
         raise Corrupt(f"{what}: its ckpttool.json is damaged.") from None
-
-
-def _flatten(path: Path, x: Any, out: dict[Path, Any]) -> None:
-    """Leaves of dicts with string keys and of lists that hold tensors or dicts, as DCP flattens."""
-    if isinstance(x, dict) and x and all(isinstance(k, str) for k in x):
-        for k, v in x.items():
-            _flatten((*path, k), v, out)
-    elif _is_optimizer_state(path, x):
-        for k, v in x.items():
-            _flatten((*path, str(k)), v, out)
-    elif isinstance(x, list) and any(isinstance(v, (dict, torchzip.StoredTensor)) or _nested(v) for v in x):
-        for i, v in enumerate(x):
-            _flatten((*path, i), v, out)
-    else:
-        out[path] = x
-
-
-def _nested(x: Any) -> bool:
-    return isinstance(x, list) and any(isinstance(v, (dict, list, torchzip.StoredTensor)) for v in x)
-
-
-def _is_optimizer_state(path: Path, x: Any) -> bool:
-    """{0: {"exp_avg": ...}}: integer keys, named later."""
-    return (
-        isinstance(x, dict)
-        and bool(x)
-        and path[-1:] == ("state",)
-        and all(type(k) is int for k in x)
-        and all(isinstance(v, dict) for v in x.values())
-    )
 
 
 def _same_bytes(a: TensorEntry, b: TensorEntry) -> bool:
