@@ -19,7 +19,7 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool import boxes
+from ckpttool import boxes, store
 from ckpttool.draft import Draft, DraftFile, Staging
 from ckpttool.errors import Corrupt, SourceChanged, Unsafe
 from ckpttool.fill import fill, tensor_digests
@@ -507,3 +507,27 @@ def test_digests_are_over_row_major_bytes_whatever_the_chunks(tmp_path: Path) ->
         }  # fmt: skip
         found = tensor_digests(entries, source, ["f"], (), lambda *_: None, effort=TINY)
     assert found["whole"] == found["halves"] == blake3(whole.tobytes()).hexdigest()
+
+
+@pytest.mark.xfail(
+    strict=True, reason="a descriptor is closed, and its number given to another file, while a thread reads from it"
+)
+def test_two_threads_that_read_more_files_than_are_kept_open_get_the_bytes_of_the_right_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "_KEPT_OPEN", 3)
+    for i in range(24):
+        (tmp_path / str(i)).write_bytes(bytes([i]) * 2000)
+    chunks = Chunks(2)
+    for k in range(6000):
+        chunks.add((k, 0), (1, 40), k * 7 % 24, k % 1900, 40)
+    entry = TensorEntry("uint8", (6000, 40), ("t",), chunks)
+    want = b"".join(bytes([k * 7 % 24]) * 40 for k in range(6000))
+    for _ in range(3):
+        with Source(tmp_path) as source:
+            assert (
+                put_together(
+                    Reader(source, [str(i) for i in range(24)], (), Effort(4, 32 << 10)), entry, "uint8", False
+                )
+                == want
+            )
