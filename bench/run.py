@@ -83,8 +83,10 @@ def tools(task: str) -> list[Tool]:
         return [Tool("ckpttool", ours("--to", "dcp", "--world-size", "8", "--no-verify"))]
     if task == "HF shards -> hf":
         code = (
-            "import os; from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files "
-            "as f; os.makedirs(dst); f(src, dst)"
+            "import glob, os; from safetensors import safe_open; "
+            "from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files as f; "
+            "os.makedirs(dst); files = [safe_open(x, 'pt') for x in glob.glob(src + '/*.safetensors')]; "
+            "f(src, dst, {name: 1 for x in files for name in x.keys()})"
         )
         return [
             Tool("ckpttool", ours("--to", "hf", "--no-verify")),
@@ -239,9 +241,9 @@ def main() -> None:
         if task == "fp32 -> bf16":
             source = derived(a.work, size, "fp32", "--to", "dcp", "--world-size", "8", "--dtype", "fp32")
         results.append(compare(task, source, a.work, a.rounds, a.tool))
+        if a.json:
+            a.json.write_text(json.dumps(results, indent=1))
     print(table(results))
-    if a.json:
-        a.json.write_text(json.dumps(results, indent=1))
 
 
 def hf_shards(work: Path, size: int) -> Path:

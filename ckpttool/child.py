@@ -7,6 +7,7 @@ not carry. The child gets no more than a path or a text and gives back bytes; it
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -52,6 +53,7 @@ def in_child(function: str, argument: str, work_bytes: int, text: bytes = b"") -
         [sys.executable, "-P", "-c", _CODE, function, argument, str(seconds), str(memory)],
         input=text,
         capture_output=True,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
         check=False,
     )
     message = done.stderr.decode(errors="replace").strip()

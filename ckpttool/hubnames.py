@@ -79,7 +79,9 @@ def _answer(_: str) -> bytes:
 
     question = json.loads(sys.stdin.buffer.read())
     config_dict = question["config"]
-    config_dict.pop("auto_map", None)  # code beside the weights is never imported
+    # code beside the weights is never imported, kernels and quantizers are never fetched: names do not depend on them
+    for key in ("auto_map", "attn_implementation", "_attn_implementation", "quantization_config"):
+        config_dict.pop(key, None)
     config = transformers.AutoConfig.for_model(**config_dict)
     cls = next(
         (getattr(transformers, a) for a in config_dict.get("architectures") or () if hasattr(transformers, a)), None

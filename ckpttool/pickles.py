@@ -26,13 +26,17 @@ from typing import Any, NamedTuple
 
 from .errors import Corrupt, Unsafe
 
-__all__ = ["Global", "Opaque", "dump", "load", "load_large", "ordered_dict", "refuse_deep", "short"]
+__all__ = ["Global", "Opaque", "Truncated", "dump", "load", "load_large", "ordered_dict", "refuse_deep", "short"]
 
 StandIns = Mapping[tuple[str, str], Any]
 
 MAX_BYTES = 1 << 30
 MAX_DEPTH = 100
 _MARK = object()
+
+
+class Truncated(Corrupt):
+    """The bytes end before the pickle does."""
 
 
 class Global(NamedTuple):
@@ -175,7 +179,7 @@ def load(
     try:
         obj, end = _run(data, start, known, persistent, what)
     except (IndexError, struct.error):
-        raise Corrupt(f"{what}: the pickle ends in the middle of an instruction.") from None
+        raise Truncated(f"{what}: the pickle ends in the middle of an instruction.") from None
     except (UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError) as e:
         raise Corrupt(f"{what}: the pickle is malformed ({type(e).__name__}: {e}).") from None
     refuse_deep(obj, what, 16 * (end - start) + 1000)

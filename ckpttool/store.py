@@ -11,7 +11,9 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from .errors import Corrupt, SourceChanged, Unsafe
@@ -52,6 +54,7 @@ class Source:
             os.path.join(os.path.dirname(parent), "blobs") if os.path.basename(parent) == "snapshots" else None
         )
         self._open: OrderedDict[tuple[str, int], int] = OrderedDict()
+        self._busy: Counter[tuple[str, int]] = Counter()
         self._lock = threading.RLock()
         self._identity: dict[str, Identity] = {}
 
@@ -70,7 +73,7 @@ class Source:
         return self._identity[name][2]
 
     def fd(self, name: str, flags: int = 0) -> int:
-        """A descriptor to read from, kept open; `flags` may hold O_DIRECT.
+        """A descriptor, kept open until many others were opened; `flags` may hold O_DIRECT. To read, take `using`.
 
         Raises:
             Unsafe: the file lies outside the folder, or is not a regular file.
@@ -81,10 +84,26 @@ class Source:
                 self._open.move_to_end((name, flags))
                 return self._open[name, flags]
             fd = self._open_file(name, flags)
-            while len(self._open) >= _KEPT_OPEN:
-                os.close(self._open.popitem(last=False)[1])
+            if len(self._open) >= _KEPT_OPEN:
+                idle = next((k for k in self._open if not self._busy[k]), None)
+                if idle is not None:
+                    os.close(self._open.pop(idle))
             self._open[name, flags] = fd
             return fd
+
+    @contextmanager
+    def using(self, name: str, flags: int = 0) -> Iterator[int]:
+        """A descriptor that no other thread closes meanwhile: its number would be that of another file at once."""
+        with self._lock:
+            fd = self.fd(name, flags)
+            self._busy[name, flags] += 1
+        try:
+            yield fd
+        finally:
+            with self._lock:
+                self._busy[name, flags] -= 1
+                if not self._busy[name, flags]:
+                    del self._busy[name, flags]
 
     def _open_file(self, name: str, flags: int) -> int:
         parts = Path(name).parts
@@ -130,7 +149,6 @@ class Source:
         Raises:
             Corrupt: the file ends before.
         """
-        fd = self.fd(name)
         if offset < 0 or length < 0 or offset + length > self.size(name):
             raise Corrupt(
                 f"{os.path.join(self.root, name)} ends at byte {self.size(name)}, but {offset}..{offset + length} is "
@@ -139,7 +157,8 @@ class Source:
         out = bytearray()
         while len(out) < length:
             try:
-                piece = os.pread(fd, length - len(out), offset + len(out))
+                with self.using(name) as fd:
+                    piece = os.pread(fd, length - len(out), offset + len(out))
             except OSError as e:
                 raise Corrupt(f"{os.path.join(self.root, name)}: byte {offset + len(out)}: {e.strerror}.") from e
             if not piece:

@@ -500,11 +500,11 @@ class Reader:
                 data = self._direct(name, offset, n, buffer)
             if data is not None:
                 return data
-        fd = self.source.fd(name)
         got = 0
         while got < n:
             try:
-                k = os.preadv(fd, [buffer[got:n]], offset + got)
+                with self.source.using(name) as fd:
+                    k = os.preadv(fd, [buffer[got:n]], offset + got)
             except OSError as e:
                 raise Corrupt(f"{os.path.join(self.source.root, name)}: byte {offset + got}: {e.strerror}.") from e
             if k == 0:
@@ -520,8 +520,9 @@ class Reader:
             self._cold[file] -= 1
             return None
         try:
-            if os.preadv(self.source.fd(name), [buffer[:n]], offset, _NOWAIT) == n:
-                return buffer[:n]
+            with self.source.using(name) as fd:
+                if os.preadv(fd, [buffer[:n]], offset, _NOWAIT) == n:
+                    return buffer[:n]
         except OSError:
             pass
         self._cold[file] = 32
@@ -531,8 +532,8 @@ class Reader:
         a = offset - offset % ALIGN
         b = -(-(offset + n) // ALIGN) * ALIGN
         try:
-            fd = self.source.fd(name, _DIRECT)
-            got = os.preadv(fd, [buffer[: b - a]], a)
+            with self.source.using(name, _DIRECT) as fd:
+                got = os.preadv(fd, [buffer[: b - a]], a)
         except OSError as e:
             if e.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP):
                 self._no_direct = True  # this file system has no O_DIRECT

@@ -25,7 +25,7 @@ from . import boxes
 from .crc import crc32
 from .errors import Corrupt, Unsafe, Unsupported
 from .index import ITEMSIZE, MAX_NUMEL, Chunks, Extent, Path, Record, TensorEntry, joined
-from .pickles import Global, Opaque, dump, load, short
+from .pickles import Global, Opaque, Truncated, dump, load, short
 
 __all__ = [
     "DATA_DESCRIPTOR_BYTES", "STORAGE_NAMES", "Inline", "StoredTensor", "ZipRecord", "central_directory",
@@ -313,6 +313,10 @@ def _rebuilds(what: str) -> dict[tuple[str, str], Any]:
             raise Corrupt(f"{what}: a tensor of size {size}, stride {stride}.")
         at = offset * ITEMSIZE[kind]
         out = StoredTensor(kind, size, stride, storage, at)
+        if 0 in stride and prod(size) * ITEMSIZE[kind] > max(1 << 30, 64 * storage.length):
+            raise Unsupported(
+                f"{what}: a tensor of size {size} expanded from {storage.length} bytes; save a contiguous one."
+            )
         if at + out.span > storage.length:
             raise Corrupt(
                 f"{what}: a tensor of size {size}, stride {stride}, offset {offset} reaches past its storage of "
@@ -377,9 +381,24 @@ def _read_legacy(read_at: ReadAt, base: int, length: int, what: str, stand_ins: 
         if head[:1] in (b"\x80", b"c", b"("):
             load(read_at(base, min(length, MAX_PICKLE_BYTES)), what=what)
         raise Corrupt(f"{what}: neither a zip nor a legacy torch.save file.")
-    data = read_at(base, min(length, MAX_PICKLE_BYTES))
+    for window in (4 << 20, 32 << 20, MAX_PICKLE_BYTES):  # the pickles come first and are small, the storages are not
+        try:
+            return _parse_legacy(read_at(base, min(length, window)), read_at, base, length, what, stand_ins)
+        except _Cut:
+            if window >= length:
+                break
+    raise Corrupt(f"{what}: the file ends within its pickles.")
+
+
+class _Cut(Exception):
+    """The pickles do not end within the bytes at hand."""
+
+
+def _parse_legacy(
+    data: bytes, read_at: ReadAt, base: int, length: int, what: str, stand_ins: dict[tuple[str, str], Any]
+) -> Any:
     wanted: dict[str, tuple[str | None, int]] = {}
-    lazy: dict[str, list[Any]] = {}
+    numbers: dict[str, int] = {}
 
     def persistent(pid: Any) -> Any:
         if isinstance(pid, tuple) and len(pid) == 6 and pid[5] is not None:
@@ -387,8 +406,8 @@ def _read_legacy(read_at: ReadAt, base: int, length: int, what: str, stand_ins: 
         dtype, key, numel = _storage_id(pid[:5] if isinstance(pid, tuple) else pid, what)
         if wanted.setdefault(key, (dtype, numel)) != (dtype, numel):
             raise Corrupt(f"{what}: storage {key!r} is declared twice, differently.")
-        lazy.setdefault(key, [])
-        return Storage(dtype, -1 - list(wanted).index(key), numel * (ITEMSIZE[dtype] if dtype else 1), None)
+        number = numbers.setdefault(key, len(numbers))
+        return Storage(dtype, -1 - number, numel * (ITEMSIZE[dtype] if dtype else 1), None)
 
     at = 0
     try:
@@ -398,12 +417,11 @@ def _read_legacy(read_at: ReadAt, base: int, length: int, what: str, stand_ins: 
             raise Unsupported(f"{what}: written on a big-endian machine.")
         obj, at = load(data, {**_rebuilds(what), **stand_ins}, persistent, start=at, what=what)
         keys, at = load(data, start=at, what=what)
-    except IndexError:
-        raise Corrupt(f"{what}: the file ends within its pickles.") from None
+    except Truncated as e:
+        raise _Cut from e
     if not isinstance(keys, list) or not all(type(k) is str for k in keys) or sorted(keys) != sorted(wanted):
         raise Corrupt(f"{what}: the list of storages does not agree with the pickle.")
     places: list[int] = [0] * len(keys)
-    order = list(wanted)
     for key in keys:
         dtype, numel = wanted[key]
         raw = read_at(base + at, 8) if at + 8 <= length else b""
@@ -412,7 +430,7 @@ def _read_legacy(read_at: ReadAt, base: int, length: int, what: str, stand_ins: 
         count = struct.unpack("<q", raw)[0]
         if count != numel:
             raise Corrupt(f"{what}: storage {key!r} holds {count} elements, the pickle declares {numel}.")
-        places[order.index(key)] = base + at + 8
+        places[numbers[key]] = base + at + 8
         at += 8 + numel * (ITEMSIZE[dtype] if dtype else 1)
     if at != length:
         raise Corrupt(f"{what}: the file has {length} bytes, its storages end at {at}.")

@@ -509,9 +509,6 @@ def test_digests_are_over_row_major_bytes_whatever_the_chunks(tmp_path: Path) ->
     assert found["whole"] == found["halves"] == blake3(whole.tobytes()).hexdigest()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a descriptor is closed, and its number given to another file, while a thread reads from it"
-)
 def test_two_threads_that_read_more_files_than_are_kept_open_get_the_bytes_of_the_right_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -338,7 +338,7 @@ def attack(case: Case, tmp_path: Path, canary: Path) -> None:
     else:
         with pytest.raises(CkpttoolError) as e:
             ckpttool.convert(source, destination, to="full", drop=True)
-        assert type(e.value) is case.kind, e.value
+        assert isinstance(e.value, case.kind), e.value
         assert case.said in str(e.value)
         assert everything_below(tmp_path) == before, "something was left behind"
     assert not canary.exists()
