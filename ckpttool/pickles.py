@@ -32,7 +32,6 @@ StandIns = Mapping[tuple[str, str], Any]
 
 MAX_BYTES = 1 << 30
 MAX_DEPTH = 100
-_MARK = object()
 
 
 class Truncated(Corrupt):

@@ -12,7 +12,7 @@ of a slab, which is contiguous in the chunk, is read and put in its place. Eithe
 byte to its last, so compressed chunks are decompressed as streams.
 
 Reads of 256 KiB and more bypass the page cache (O_DIRECT, into 2 MiB-aligned huge pages: a sixth of the CPU time of
-buffered reads on the machines of docs/benchmarks.md) unless the pages are there already (RWF_NOWAIT asks without
+buffered reads on the machines of the README's table) unless the pages are there already (RWF_NOWAIT asks without
 waiting). Where the file system knows neither, plain reads do.
 
 CRC32s that the source carries are checked with the bytes as they pass (`Sums`).

@@ -122,7 +122,8 @@ class _Collector:
         self.stored: dict[str, _Stored] = {}
         self.files: dict[str, int] = {}
         self.places = self.items = 0
-        collect = self
+        collect, stored, files = self, self.stored, self.files
+        add_start, add_size = self.starts.append, self.sizes.append
 
         class Tensor(_Inert):
             __slots__ = ()
@@ -148,18 +149,18 @@ class _Collector:
             __slots__ = ()
 
             def __setstate__(self, state: Any) -> None:
-                collect.starts.append(state["offsets"])
-                collect.sizes.append(state["sizes"])
-                state.clear()
+                add_start(state["offsets"])
+                add_size(state["sizes"])
+                state.clear()  # a million of them are 170 MB
 
         class Place(Single):
             __slots__ = ()
 
             def __setstate__(self, state: Any) -> None:
                 key = state["fqn"]
-                found = collect.stored.get(key)
+                found = stored.get(key)
                 if found is None:
-                    found = collect.stored[key] = _Stored()
+                    found = stored[key] = _Stored()
                 found.starts.append(state.get("offset"))
                 collect.last = found
                 collect.places += 1
@@ -178,7 +179,7 @@ class _Collector:
                     if not isinstance(transforms, (list, tuple)) or not all(type(t) is str for t in transforms):
                         raise TypeError("transform_descriptors")
                     found.transforms[len(found.file)] = transforms
-                found.file.append(collect.files.setdefault(path, len(collect.files)))
+                found.file.append(files.setdefault(path, len(files)))
                 found.offset.append(state["offset"])
                 found.length.append(state["length"])
                 collect.items += 1

@@ -68,7 +68,7 @@ def load(data: bytes) -> Any:
 def refusal(data: bytes, kind: type[CkpttoolError] = Unsafe) -> str:
     with pytest.raises(CkpttoolError) as e:
         pickles.load(data)
-    assert type(e.value) is kind, e.value
+    assert isinstance(e.value, kind), e.value
     return str(e.value)
 
 
