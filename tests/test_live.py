@@ -45,17 +45,23 @@ def one_at_a_time() -> Iterator[None]:
         yield
 
 
-def resume(pairs: list[tuple[str, Path]], world: int, out: Path) -> dict[str, dict[str, Any]]:
-    """{case: verdict} of tests/live/fsdp2_resume.py."""
-    script = REPOSITORY / "tests" / "live" / "fsdp2_resume.py"
-    paths = [str(p) for case, path in pairs for p in (FIXTURES / case, path)]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+def torchrun(world: int, script: str, *arguments: str) -> str:
+    """What tests/live/<script> prints to stderr when that many ranks run it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with one_at_a_time():
         done = subprocess.run(
-            [*torchrun, str(script), *paths, "--out", str(out)], capture_output=True, text=True, env=environment
-        )
-    assert out.exists(), done.stderr[-4000:]
+            [*command, str(REPOSITORY / "tests" / "live" / script), *arguments],
+            capture_output=True, text=True, env=environment, check=False,
+        )  # fmt: skip
+    return done.stderr
+
+
+def resume(pairs: list[tuple[str, Path]], world: int, out: Path) -> dict[str, dict[str, Any]]:
+    """{case: verdict} of tests/live/fsdp2_resume.py."""
+    paths = [str(p) for case, path in pairs for p in (FIXTURES / case, path)]
+    said = torchrun(world, "fsdp2_resume.py", *paths, "--out", str(out))
+    assert out.exists(), said[-4000:]
     return {case: verdict for (case, _), verdict in zip(pairs, json.loads(out.read_text()), strict=True)}
 
 
@@ -95,3 +101,18 @@ def test_a_fixture_that_is_made_anew_by_a_real_job_converts_like_the_one_in_the_
         k: (t.dtype, t.shape) for k, t in load_file(FIXTURES / case / "truth.safetensors").items()
     }
     assert tree["lr_scheduler"]["last_epoch"] == 3
+
+
+def test_a_save_with_one_metadata_a_rank_is_the_same_state_and_what_differs_between_ranks_is_said(
+    tmp_path: Path,
+) -> None:
+    said = torchrun(2, "per_rank_metadata.py", str(tmp_path))
+    each, one = tmp_path / "each", tmp_path / "one"
+    assert not (each / ".metadata").exists() and (each / "__1.metadata").exists(), said[-4000:]
+    assert ckpttool.digest(each)["digest"] == ckpttool.digest(one)["digest"]
+    found = ckpttool.diff(each, one)
+    assert not (found.only_in_a or found.only_in_b or found.data)
+    assert found.values.keys() <= {"extra.rank"}, "of what ranks disagree on, torch keeps that of any rank"
+    result = ckpttool.convert(each, tmp_path / "three", to="dcp", world_size=3)
+    assert result.digest == ckpttool.digest(one)["digest"]
+    assert [n for n in result.notes if '"rank" differs between ranks' in n]
