@@ -219,9 +219,9 @@ def plan(
             raise UsageError(f"{target.name} is a folder, but {os.fspath(dst)!r} is named like a file.")
         ckpt = opened.locate()
         if odd := strangers(ckpt):
-            raise Corrupt(
+            ckpt.notes.append(
                 f"the optimizer has state for {len(odd)} parameters that the model does not have, first "
-                f'"{odd[0]}". They are not of one training run; --only model or --only optim takes one of them.'
+                f'"{odd[0]}": are the two of one training run?'
             )
         name = os.path.basename(os.path.abspath(dst))
         options = layouts.WriteOptions(name, world_size, max_shard_bytes, config, _caster(dtype, cast or {}))
