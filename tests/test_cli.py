@@ -15,6 +15,8 @@ import pytest
 import torch
 from peers import FIXTURES, REPOSITORY, difference, files_of, load_dcp, load_full, load_hf
 
+import ckpttool
+
 LLAMA = FIXTURES / "hf_llama" / "ckpt"
 GROUPS = FIXTURES / "fsdp2_w2_groups" / "ckpt"
 W3 = FIXTURES / "fsdp2_w3" / "ckpt"
