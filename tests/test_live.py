@@ -116,3 +116,13 @@ def test_a_save_with_one_metadata_a_rank_is_the_same_state_and_what_differs_betw
     result = ckpttool.convert(each, tmp_path / "three", to="dcp", world_size=3)
     assert result.digest == ckpttool.digest(one)["digest"]
     assert [n for n in result.notes if '"rank" differs between ranks' in n]
+
+
+def test_the_demo_of_the_readme_comes_to_its_end(tmp_path: Path) -> None:
+    with one_at_a_time():
+        done = subprocess.run(
+            [sys.executable, str(REPOSITORY / "fixtures" / "demo.py"), "--out", str(tmp_path / "demo")],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-2000:])
+    assert "equal in run/ckpt, dcp3, full.pt" in done.stdout
