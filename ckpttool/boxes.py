@@ -15,7 +15,18 @@ from math import prod
 
 Shape = tuple[int, ...]
 
-__all__ = ["box_is_flat", "chunk_sizes", "cover", "flat_start", "flat_to_boxes", "meet", "slabs", "strides"]
+__all__ = [
+    "box_is_flat",
+    "chunk_sizes",
+    "cover",
+    "flat_start",
+    "flat_to_boxes",
+    "is_row_major",
+    "meet",
+    "slabs",
+    "span",
+    "strides",
+]
 
 
 def strides(shape: Sequence[int]) -> Shape:
@@ -25,6 +36,16 @@ def strides(shape: Sequence[int]) -> Shape:
         out.append(step)
         step *= n
     return tuple(reversed(out))
+
+
+def is_row_major(shape: Sequence[int], steps: Sequence[int]) -> bool:
+    """Whether elements `steps` apart along each dimension lie row-major without gaps; length 1 has no step."""
+    return prod(shape) == 0 or all(n == 1 or a == b for n, a, b in zip(shape, steps, strides(shape), strict=True))
+
+
+def span(shape: Sequence[int], steps: Sequence[int]) -> int:
+    """Elements from the first to the end of the last of a strided box; 0 when it is empty."""
+    return sum((n - 1) * s for n, s in zip(shape, steps, strict=True)) + 1 if prod(shape) else 0
 
 
 def chunk_sizes(n: int, parts: int) -> list[int]:

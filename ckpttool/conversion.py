@@ -205,7 +205,7 @@ def plan(
     """The draft of a conversion; nothing is written. The caller closes the source.
 
     Args:
-        to: layout of the destination; by its name where None (.pt is full, .safetensors and other folders hf or dcp).
+        to: layout of the destination; where None its name must tell (.pt, .pth, .bin and .ckpt are full).
         world_size: ranks of the job that will load it; those of the source where None.
         dtype: what floating-point weights are written as ("bfloat16", "keep"); optimizer state keeps its own.
         cast: {glob of tensor names: dtype}, stronger than `dtype`; the last that matches counts.

@@ -33,7 +33,7 @@ from .crc import crc32, crc32_combine
 from .draft import Draft, Staging, write_error
 from .index import ITEMSIZE, TensorEntry
 from .store import Source
-from .stream import ALIGN, USUAL, Arena, Block, Effort, Job, Reader
+from .stream import ALIGN, USUAL, Arena, Block, Effort, Job, Reader, bits_dtype
 
 __all__ = ["Progress", "fill", "tensor_digests"]
 
@@ -416,7 +416,7 @@ def _cut(block: Block, box: tuple[tuple[int, ...], tuple[int, ...]], item: int) 
         return block.data[a : a + prod(box[1]) * item]
     import numpy as np
 
-    kind = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(item, f"V{item}")
+    kind = bits_dtype(item)
     whole = np.frombuffer(block.data, dtype=kind).reshape(block.shape)
     part = np.ascontiguousarray(whole[tuple(slice(s, s + k) for s, k in zip(at, box[1], strict=True))])
     return memoryview(part.reshape(-1).view("u1").data)

@@ -315,7 +315,7 @@ def _check_tensor(ckpt: Checkpoint, name: str, t: TensorEntry) -> None:
         if not 0 <= offset < 1 << 62 or not 0 <= length < 1 << 62:
             raise Corrupt(f'"{name}" has a chunk at bytes {offset}..+{length}; the index is damaged.')
         if t.coding == "raw" and k in c.strides:
-            n = _span(c[k], item)
+            n = boxes.span(c[k].shape, c.strides[k]) * item
         if (length != n and k not in c.zstd) if t.coding == "raw" else (length < n and t.coding == "torch.save"):
             raise Corrupt(
                 f'{ckpt.files[c.file[k]]}: a chunk of "{name}" is {length} bytes long, but {t.dtype} '
@@ -337,10 +337,3 @@ def _rows_tile(c: Chunks, shape: tuple[int, ...]) -> bool:
             return False
         at += size[k]
     return at == shape[0]
-
-
-def _span(c: Chunk, item: int) -> int:
-    """Bytes from the first to the end of the last element of a strided chunk."""
-    if prod(c.shape) == 0:
-        return 0
-    return (sum((n - 1) * s for n, s in zip(c.shape, c.strides or (), strict=True)) + 1) * item

@@ -221,7 +221,7 @@ def _run(data: bytes, pos: int, known: dict[tuple[str, str], Any], persistent: A
     def call(f: Any, args: Any) -> Any:
         if not isinstance(args, tuple):
             raise Corrupt(f"{what}: arguments of {short(f)} are not a tuple.")
-        if f in _KEPT if isinstance(f, Global) else False:
+        if isinstance(f, Global) and f in _KEPT:
             return Opaque(f, args, call=True)
         if isinstance(f, Global) or not callable(f):
             raise Unsafe(

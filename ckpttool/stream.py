@@ -40,7 +40,20 @@ from .errors import Corrupt, SourceChanged, Unsafe
 from .index import ITEMSIZE, Chunk, Extent, Record, TensorEntry
 from .store import Source
 
-__all__ = ["ALIGN", "USUAL", "Arena", "Block", "Effort", "Job", "Reader", "Sums", "cast", "numpy_dtype", "unfold"]
+__all__ = [
+    "ALIGN",
+    "USUAL",
+    "Arena",
+    "Block",
+    "Effort",
+    "Job",
+    "Reader",
+    "Sums",
+    "bits_dtype",
+    "cast",
+    "numpy_dtype",
+    "unfold",
+]
 
 ALIGN = 4096
 _DIRECT = getattr(os, "O_DIRECT", 0)
@@ -429,7 +442,7 @@ class Reader:
             else:
                 import numpy as np
 
-                kind = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(item, f"V{item}")
+                kind = bits_dtype(item)
                 target = np.frombuffer(data, dtype=kind).reshape(plan.shape)
                 target[tuple(slice(a, a + k) for a, k in zip(at, shape, strict=True))] = np.frombuffer(
                     got, dtype=kind
@@ -443,7 +456,7 @@ class Reader:
         """Read a strided box: its whole span when that wastes little, else piece by piece along its widest dimension."""
         import numpy as np
 
-        span = (sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1) * item
+        span = boxes.span(shape, strides) * item
         if span <= min(self.block_bytes, 4 * max(prod(shape) * item, ALIGN)):
             spare = self._arena.free.get()
             raw, _ = self._pread(file, base + first * item, span, spare)
@@ -646,6 +659,11 @@ def cast(data: memoryview, dtype: str, out: memoryview, to: str) -> None:
             dst[a : a + (64 << 10)] = piece
             if to == "bfloat16" and np.isnan(piece.max()):  # torch has one NaN, ml_dtypes keeps the sign
                 dst.view("u2")[a : a + (64 << 10)][np.isnan(piece)] = 0x7FC0
+
+
+def bits_dtype(item: int) -> str:
+    """The numpy dtype that moves elements of `item` bytes as they are, by machine words where there are such."""
+    return {1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(item, f"V{item}")
 
 
 def numpy_dtype(dtype: str) -> Any:

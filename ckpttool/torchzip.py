@@ -69,18 +69,12 @@ class StoredTensor(NamedTuple):
     @property
     def contiguous(self) -> bool:
         """Whether the elements lie row-major without gaps."""
-        if prod(self.shape) == 0:
-            return True
-        return all(
-            n == 1 or s == w for n, s, w in zip(self.shape, self.strides, boxes.strides(self.shape), strict=True)
-        )
+        return boxes.is_row_major(self.shape, self.strides)
 
     @property
     def span(self) -> int:
         """Bytes from the first element to the end of the last."""
-        if prod(self.shape) == 0:
-            return 0
-        return (sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + 1) * ITEMSIZE[self.dtype]
+        return boxes.span(self.shape, self.strides) * ITEMSIZE[self.dtype]
 
     @property
     def extent(self) -> tuple[int, int]:

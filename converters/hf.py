@@ -283,9 +283,7 @@ def _box_of(
             raise Unsupported(f'"{name}" is no box of "{view.of}".')
         free.remove(d)
         shape[d], strides[d] = n, w
-    plain = boxes.strides(shape)
-    same = all(n == 1 or a == b for n, a, b in zip(shape, strides, plain, strict=True))
-    return tuple(start), tuple(shape), None if same else tuple(strides)
+    return tuple(start), tuple(shape), None if boxes.is_row_major(shape, strides) else tuple(strides)
 
 
 # --------------------------------------------------------------------------------------------------------- writing
@@ -417,8 +415,8 @@ def _crop(name: str, t: TensorEntry, view: hubnames.View) -> TensorEntry:
         new_start = tuple(0 if d is None else both[0][d] - start[d] for d in along)
         new_shape = tuple(1 if d is None else both[1][d] for d in along)
         new_strides = tuple(0 if d is None else inner[d] for d in along)
-        span = (sum((n - 1) * s for n, s in zip(new_shape, new_strides, strict=True)) + 1) * item
-        plain = all(n == 1 or a == b for n, a, b in zip(new_shape, new_strides, boxes.strides(new_shape), strict=True))
+        span = boxes.span(new_shape, new_strides) * item
+        plain = boxes.is_row_major(new_shape, new_strides)
         chunks.add(new_start, new_shape, c.extent.file, offset, span, strides=None if plain else new_strides)
     return TensorEntry(t.dtype, view.shape, ("model", name), chunks)
 
