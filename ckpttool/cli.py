@@ -36,8 +36,16 @@ Config = Annotated[
     str | None, typer.Option("--config", help="Folder or id of a Hugging Face model: config and tokenizer files.")
 ]
 Like = Annotated[
-    str | None, typer.Option("--like", help="Checkpoint of the same model whose optimizer names its parameters.")
+    str | None, typer.Option("--like", help="Checkpoint of the same model, whose names, shapes and order are used.")
 ]
+FlatLayout = Annotated[
+    str | None, typer.Option("--flat-layout", help="File with what ckpttool.describe_fsdp1(model) gave in the job.")
+]
+Wrap = Annotated[
+    str | None,
+    typer.Option("--wrap", help="Modules that FSDP1 wrapped; * is one name, ** any.", metavar="PATTERN,..."),
+]
+Tag = Annotated[str | None, typer.Option("--tag", help="Which DeepSpeed save, where a folder holds several.")]
 Only = Annotated[
     str | None, typer.Option("--only", help="Components to take, e.g. model,optim.", metavar="model,optim,...")
 ]
@@ -140,7 +148,7 @@ def _draw(*renderables: Any) -> None:
 def convert(
     src: Src,
     dst: Annotated[str, typer.Argument(help="Where the new checkpoint shall be.", show_default=False)],
-    to: Annotated[str | None, typer.Option("--to", help="Layout to write: dcp, full or hf.")] = None,
+    to: Annotated[str | None, typer.Option("--to", help="Layout to write; `ckpttool layouts` lists them.")] = None,
     from_: From = None,
     world_size: Annotated[
         int | None, typer.Option("--world-size", "-n", min=1, help="Ranks of the job that will load it.")
@@ -155,6 +163,22 @@ def convert(
     ] = None,
     config: Config = None,
     like: Like = None,
+    flat_layout: FlatLayout = None,
+    wrap: Wrap = None,
+    tag: Tag = None,
+    use_orig_params: Annotated[
+        bool, typer.Option("--use-orig-params", help="For an FSDP1 job that was given use_orig_params=True.")
+    ] = False,
+    zero_stage: Annotated[
+        int | None,
+        typer.Option("--zero-stage", min=1, max=3, help="ZeRO stage of the DeepSpeed engine that will load it."),
+    ] = None,
+    sub_group_size: Annotated[
+        int | None, typer.Option("--sub-group-size", min=1, help="sub_group_size in the config of that engine.")
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option("--precision", help="Precision of that engine: bf16, fp16 or fp32.")
+    ] = None,
     max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Largest file of an hf folder.")] = "5GB",
     max_memory: Annotated[
         str | None, typer.Option("--max-memory", help="Memory budget; buffers shrink or grow to fit.")
@@ -178,7 +202,9 @@ def convert(
         rules[pattern] = kind
     how: dict[str, Any] = {
         "to": to, "layout": from_, "world_size": world_size, "only": _comma(only), "dtype": dtype, "cast": rules,
-        "config": config, "like": like, "max_shard_bytes": _bytes(max_shard_size),
+        "config": config, "like": like, "flat_layout": flat_layout, "wrap": _comma(wrap), "tag": tag,
+        "use_orig_params": use_orig_params, "zero_stage": zero_stage, "sub_group_size": sub_group_size,
+        "precision": precision, "max_shard_bytes": _bytes(max_shard_size),
     }  # fmt: skip
     if dry_run:
         _dry_run(src, dst, how, as_json)
@@ -266,6 +292,9 @@ def inspect(
     from_: From = None,
     config: Config = None,
     like: Like = None,
+    flat_layout: FlatLayout = None,
+    wrap: Wrap = None,
+    tag: Tag = None,
     as_json: Json = False,
 ) -> None:
     """Show what a checkpoint is and what it lacks; reads headers only."""
@@ -274,7 +303,8 @@ def inspect(
     from . import summary as look
     from .conversion import open as open_checkpoint
 
-    with open_checkpoint(path, layout=from_, config=config, like=like) as opened:
+    how: dict[str, Any] = {"config": config, "like": like, "flat_layout": flat_layout, "wrap": _comma(wrap), "tag": tag}
+    with open_checkpoint(path, layout=from_, **how) as opened:
         if tensor is not None:
             ckpt = opened.locate()
             names = [n for n in ckpt.tensors if fnmatch.fnmatchcase(n, tensor)]
@@ -309,6 +339,9 @@ def diff(
     atol: Annotated[float, typer.Option("--atol", min=0, help="Absolute tolerance.")] = 0.0,
     only: Only = None,
     config: Config = None,
+    like: Like = None,
+    flat_layout: FlatLayout = None,
+    wrap: Wrap = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -317,7 +350,10 @@ def diff(
 
     meter = _Meter(quiet)
     try:
-        found = compare(a, b, rtol=rtol, atol=atol, only=_comma(only), config=config, progress=meter)
+        found = compare(
+            a, b, rtol=rtol, atol=atol, only=_comma(only), config=config, like=like, flat_layout=flat_layout,
+            wrap=_comma(wrap), progress=meter,
+        )  # fmt: skip
     finally:
         meter.close()
     if as_json:
@@ -367,6 +403,9 @@ def verify(
     from_: From = None,
     config: Config = None,
     like: Like = None,
+    flat_layout: FlatLayout = None,
+    wrap: Wrap = None,
+    tag: Tag = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -376,8 +415,9 @@ def verify(
     meter = _Meter(quiet)
     try:
         found = check(
-            path, read_data=read_data, against=against, progress=meter, layout=from_, config=config, like=like
-        )
+            path, read_data=read_data, against=against, progress=meter, layout=from_, config=config, like=like,
+            flat_layout=flat_layout, wrap=_comma(wrap), tag=tag,
+        )  # fmt: skip
     finally:
         meter.close()
     if as_json:
@@ -404,6 +444,9 @@ def digest(
     only: Only = None,
     config: Config = None,
     like: Like = None,
+    flat_layout: FlatLayout = None,
+    wrap: Wrap = None,
+    tag: Tag = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="The digest of every tensor too.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -413,7 +456,10 @@ def digest(
 
     meter = _Meter(quiet)
     try:
-        found = compute(path, progress=meter, layout=from_, only=_comma(only), config=config, like=like)
+        found = compute(
+            path, progress=meter, layout=from_, only=_comma(only), config=config, like=like, flat_layout=flat_layout,
+            wrap=_comma(wrap), tag=tag,
+        )  # fmt: skip
     finally:
         meter.close()
     if as_json:

@@ -66,18 +66,19 @@ def diff(
     rtol: float = 0.0,
     atol: float = 0.0,
     only: list[str] | None = None,
-    config: str | None = None,
     progress: Progress = _silent,
+    **how: Any,
 ) -> Difference:
     """Compare two checkpoints by names, dtypes, shapes and values.
 
     Two elements are close when |x - y| <= atol + rtol * |y|; without tolerances bytes must be equal, so that NaN equals
-    NaN of the same bits and 0.0 is not -0.0. Components that only one of the two holds are listed by name.
+    NaN of the same bits and 0.0 is not -0.0. Components that only one of the two holds are listed by name. `how` are
+    further arguments of `open`, for both.
 
     Raises:
         CkpttoolError: one of the two cannot be read.
     """
-    with open(a, only=only, config=config) as x, open(b, only=only, config=config) as y:
+    with open(a, only=only, **how) as x, open(b, only=only, **how) as y:
         left, right = x.locate(), y.locate()
         out = Difference(tensors=len(left.tensors.keys() & right.tensors.keys()))
         out.only_in_a = [n for n in [*left.tensors, *left.values] if n not in right.tensors and n not in right.values]

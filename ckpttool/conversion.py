@@ -27,7 +27,7 @@ from ._version import __version__
 from .draft import Draft, Staging, refuse_target, write_error
 from .errors import CkpttoolError, Corrupt, DestinationExists, Differs, Interrupted, NoSpace, Unsupported, UsageError
 from .fill import Progress, fill, tensor_digests
-from .index import ITEMSIZE, Checkpoint, TensorEntry, check, strangers
+from .index import ITEMSIZE, Checkpoint, TensorEntry, check, joined, strangers, twins
 from .store import Source, raise_file_limit
 from .stream import Effort
 
@@ -68,32 +68,43 @@ def open(
     path: str | os.PathLike[str],
     *,
     layout: str | None = None,
+    only: Iterable[str] | None = None,
     config: str | None = None,
     like: str | os.PathLike[str] | None = None,
-    only: Iterable[str] | None = None,
+    flat_layout: str | os.PathLike[str] | None = None,
+    wrap: Iterable[str] | None = None,
+    tag: str | None = None,
 ) -> Opened:
     """Read the index of a checkpoint in any layout and prove it sound; no tensor byte is read.
 
     Args:
         path: a folder or a file.
         layout: its layout, where the files alone do not tell.
-        config: folder or id of a Hugging Face model with the same architecture.
-        like: another checkpoint of the same model, whose optimizer names its parameters.
         only: components to keep ("model", "optim", ...).
+        config: folder or id of a Hugging Face model with the same architecture.
+        like: another checkpoint of the same model, with names, shapes and an optimizer that names its parameters.
+        flat_layout: file with what `describe_fsdp1` gave in the job.
+        wrap: patterns of the modules that FSDP1 wrapped, "**.layers.*".
+        tag: which save, where a DeepSpeed folder holds several; else the one that `latest` names.
 
     Raises:
         NotRecognised, Unsupported, Corrupt, Unsafe: as errors.py tells them apart.
     """
+    return _open(path, layout, None if only is None else tuple(only), tag, _model(config, like, flat_layout, wrap))
+
+
+def _open(
+    path: str | os.PathLike[str],
+    layout: str | None,
+    only: tuple[str, ...] | None,
+    tag: str | None,
+    model: dict[str, Any],
+) -> Opened:
     raise_file_limit()
-    only = None if only is None else tuple(only)
     where = layouts.place(path)
     found = layouts.find(layout) if layout else layouts.detect(where)
-    order = None
-    if like is not None:
-        with open(like) as other:
-            order = optimizer_order(other.checkpoint)
     try:
-        ckpt = found.read(where, layouts.ReadOptions(config, order, None if only is None else frozenset(only)))
+        ckpt = found.read(where, layouts.ReadOptions(**model, only=None if only is None else frozenset(only), tag=tag))
         if only is not None:
             ckpt = _only(ckpt, only)
         check(ckpt)
@@ -112,21 +123,37 @@ def _only(ckpt: Checkpoint, only: Iterable[str]) -> Checkpoint:
     return ckpt.only(wanted)
 
 
-def optimizer_order(ckpt: Checkpoint) -> tuple[str, ...] | None:
-    """FQNs in the order of the optimizer, as its param groups list them.
+def _model(
+    config: str | None,
+    like: str | os.PathLike[str] | None,
+    flat_layout: str | os.PathLike[str] | None,
+    wrap: Iterable[str] | None,
+) -> dict[str, Any]:
+    """The fields of `layouts.Model`."""
+    known = None
+    if like is not None:
+        with open(like) as other:
+            known = _like(other.checkpoint)
+    return {
+        "config": config, "like": known, "flat_layout": None if flat_layout is None else os.fspath(flat_layout),
+        "wrap": None if wrap is None else tuple(wrap),
+    }  # fmt: skip
 
-    Raises:
-        Unsupported: the checkpoint has no such list.
-    """
+
+def _like(ckpt: Checkpoint) -> layouts.Like:
+    model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
+    return layouts.Like({n: (t.shape, t.dtype) for n, t in model.items()}, twins(model), optimizer_order(ckpt))
+
+
+def optimizer_order(ckpt: Checkpoint) -> tuple[str, ...] | None:
+    """FQNs in the order of the optimizer, as its param groups list them; None where there is no such list."""
     groups = {
         v.path[2]: v.data
         for v in ckpt.values.values()
         if v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("params",)
     }
     names = [n for _, group in sorted(groups.items(), key=lambda kv: int(kv[0])) for n in group]
-    if not names or not all(isinstance(n, str) for n in names):
-        raise Unsupported("--like: that checkpoint has no optimizer that names its parameters.")
-    return tuple(names)
+    return tuple(names) if names and all(isinstance(n, str) for n in names) else None
 
 
 # --------------------------------------------------------------------------------------------------------- digests
@@ -200,17 +227,28 @@ def plan(
     cast: Mapping[str, str] | None = None,
     config: str | None = None,
     like: str | os.PathLike[str] | None = None,
+    flat_layout: str | os.PathLike[str] | None = None,
+    wrap: Iterable[str] | None = None,
+    use_orig_params: bool = False,
+    tag: str | None = None,
+    zero_stage: int | None = None,
+    sub_group_size: int | None = None,
+    precision: str | None = None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> tuple[Opened, Draft, layouts.Layout]:
     """The draft of a conversion; nothing is written. The caller closes the source.
 
-    Args:
+    Args (the others are those of `open`):
         to: layout of the destination; where None its name must tell (.pt, .pth, .bin and .ckpt are full).
         world_size: ranks of the job that will load it; those of the source where None.
         dtype: what floating-point weights are written as ("bfloat16", "keep"); optimizer state keeps its own.
         cast: {glob of tensor names: dtype}, stronger than `dtype`; the last that matches counts.
+        use_orig_params: as FSDP1 of the job that will load it was called.
+        zero_stage, sub_group_size, precision: those of the DeepSpeed engine that will load it; those of the source, or
+            of the layout, where None.
     """
-    opened = open(src, layout=layout, config=config, like=like, only=only)
+    model = _model(config, like, flat_layout, wrap)
+    opened = _open(src, layout, None if only is None else tuple(only), tag, model)
     try:
         target = layouts.find(to or _guess(dst))
         if target.write is None:
@@ -224,7 +262,12 @@ def plan(
                 f'"{odd[0]}": are the two of one training run?'
             )
         name = os.path.basename(os.path.abspath(dst))
-        options = layouts.WriteOptions(name, world_size, max_shard_bytes, config, _caster(dtype, cast or {}))
+        options = layouts.WriteOptions(
+            **model, target=name, world_size=world_size,
+            max_shard_bytes=max_shard_bytes, cast=_caster(dtype, cast or {}), use_orig_params=use_orig_params,
+            zero_stage=zero_stage, sub_group_size=sub_group_size, tag=tag,
+            precision=None if precision is None else _dtype(precision),
+        )  # fmt: skip
         draft = target.write(ckpt, opened.source, options)
         for pattern in cast or {}:
             if not fnmatch.filter([*ckpt.tensors, *draft.checkpoint.tensors], pattern):
@@ -406,8 +449,14 @@ def _plan_id(source: Source, draft: Draft, target: layouts.Layout, how: Mapping[
 
 def _wanted(ckpt: Checkpoint, draft: Draft, cast: layouts.Cast) -> dict[str, TensorEntry]:
     """The source's tensors that the destination holds, under whatever name, with the dtype they have there."""
-    kept = {t.path[0] for t in draft.checkpoint.tensors.values()}
-    return {n: replace(t, dtype=cast(n, t.dtype)) for n, t in ckpt.tensors.items() if t.path[0] in kept}
+    there = draft.checkpoint.tensors
+    kept = {t.path[0] for t in there.values()}
+    gone = {d.name for d in draft.dropped}
+    return {
+        n: replace(t, dtype=there[n].dtype if n in there else cast(n, t.dtype))
+        for n, t in ckpt.tensors.items()
+        if t.path[0] in kept and n not in gone
+    }
 
 
 def _canonical(

@@ -19,16 +19,18 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .errors import CkpttoolError, DestinationExists, Locked, NoSpace, UsageError
 from .index import Checkpoint, TensorEntry
 
-__all__ = ["Draft", "DraftFile", "Dropped", "Staging"]
+__all__ = ["Draft", "DraftFile", "Dropped", "Staging", "Written"]
 
-Framing = Callable[[str, TensorEntry, int, int], bytes]
+#: (tensor, chunk of it, CRC32 of its bytes): a chunk of the destination that was written.
+Written = tuple[str, int, int]
+Framing = Callable[[str, TensorEntry, int, Sequence[Written]], bytes]
 
 
 class Dropped(NamedTuple):
@@ -60,8 +62,10 @@ class Draft:
     chunks by ascending offset. `files[i]` is `checkpoint.files[i]`; the last one is the marker without which a reader
     does not take the folder for a checkpoint.
 
-    `before(name, entry, row, crc=0)` and `after(name, entry, row, crc)` are the bytes around a chunk (a zip's local
-    header and data descriptor), `tail(file, [(name, row, crc)])` those at the end of a file. None means none.
+    `before(name, entry, row, written)` and `after(name, entry, row, written)` are the bytes around a chunk (a zip's
+    local header and data descriptor, padding), `tail(file, written, digests)` those at the end of a file; `written` are
+    the chunks of that file so far, in order, in `after` with the one it follows. None means none. A tensor under a name
+    that no canonical one is ("replica...", "module...") is a further copy of its source.
     """
 
     checkpoint: Checkpoint
@@ -71,7 +75,7 @@ class Draft:
     same: dict[str, str] = field(default_factory=dict)  # name without bytes of its own -> the name that has them
     before: Framing | None = None
     after: Framing | None = None
-    tail: Callable[[int, list[tuple[str, int, int]], dict[str, Any]], bytes] | None = None
+    tail: Callable[[int, Sequence[Written], dict[str, Any]], bytes] | None = None
     notes: list[str] = field(default_factory=list)
 
     @property

@@ -30,7 +30,7 @@ from blake3 import blake3
 
 from . import boxes
 from .crc import crc32, crc32_combine
-from .draft import Draft, Staging, write_error
+from .draft import Draft, Staging, Written, write_error
 from .index import ITEMSIZE, TensorEntry
 from .store import Source
 from .stream import ALIGN, USUAL, Arena, Block, Effort, Job, Reader, bits_dtype
@@ -222,7 +222,7 @@ class _Filling:
         self.names = list(draft.checkpoint.tensors)
         self.writer = _Writer(effort)
         self.digests: dict[str, str] = {}
-        self.crcs: dict[int, list[tuple[str, int, int]]] = {i: [] for i in range(len(draft.files))}
+        self.crcs: dict[int, list[Written]] = {i: [] for i in range(len(draft.files))}
         self.done = 0  # tensors finished, all files durable up to there
         for entry in staging.entries[1:]:
             self.done = entry["done"]
@@ -234,7 +234,7 @@ class _Filling:
             self.crcs = {i: [] for i in range(len(draft.files))}
         self.outs: dict[int, _Out] = {}
         self.fresh_digests: dict[str, str] = {}
-        self.fresh_crcs: dict[int, list[tuple[str, int, int]]] = {}
+        self.fresh_crcs: dict[int, list[Written]] = {}
         self.last_note = time.monotonic()
 
     def out(self, file: int) -> _Out:
@@ -261,10 +261,10 @@ class _Filling:
         done = self.crcs[file]
         if not done:
             return 0
-        name, row, crc = done[-1]
+        name, row, _ = done[-1]
         entry = self.draft.checkpoint.tensors[name]
         chunk = entry.chunks[row]
-        after = len(self.draft.after(name, entry, row, crc)) if self.draft.after else 0
+        after = len(self.draft.after(name, entry, row, done)) if self.draft.after else 0
         return int(chunk.extent.offset + chunk.extent.length + after)
 
     def run(self, reader: Reader, progress: Progress) -> dict[str, str]:
@@ -339,14 +339,14 @@ class _Filling:
     def _begin(self, name: str, entry: TensorEntry, r: _Row) -> None:
         out = self.out(r.file)
         if self.draft.before:
-            out.append(self.draft.before(name, entry, r.row, 0))
+            out.append(self.draft.before(name, entry, r.row, self.crcs[r.file]))
         if out.at != r.offset:
             raise AssertionError(f"{name} row {r.row}: at byte {out.at} of {out.path}, planned {r.offset}")
 
     def _end(self, name: str, entry: TensorEntry, r: _Row) -> None:
-        if self.draft.after:
-            self.out(r.file).append(self.draft.after(name, entry, r.row, r.crc))
         self.crcs[r.file].append((name, r.row, r.crc))
+        if self.draft.after:
+            self.out(r.file).append(self.draft.after(name, entry, r.row, self.crcs[r.file]))
         self.fresh_crcs.setdefault(r.file, []).append((name, r.row, r.crc))
 
     def _journal(self, done: int) -> None:

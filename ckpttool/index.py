@@ -16,7 +16,7 @@ A checkpoint of a 70B model at 512 ranks has more than a million chunks, so they
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ __all__ = [
     "check",
     "joined",
     "strangers",
+    "twins",
 ]
 
 Path = tuple[str | int, ...]
@@ -257,6 +258,18 @@ class Checkpoint:
             tensors={k: v for k, v in self.tensors.items() if v.path[0] in keep},
             values={k: v for k, v in self.values.items() if v.path[0] in keep},
         )
+
+
+def twins(tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
+    """{name: the first one that has the same bytes of the same file}: tied weights, as far as a file shows them."""
+    first: dict[Any, str] = {}
+    out: dict[str, str] = {}
+    for name, t in tensors.items():
+        if t.numel and t.coding == "raw":
+            place = (t.dtype, t.shape, tuple(t.chunks[:]))
+            if first.setdefault(place, name) != name:
+                out[name] = first[place]
+    return out
 
 
 def strangers(ckpt: Checkpoint) -> list[str]:

@@ -1,4 +1,4 @@
-"""Layouts: what one file of converters/ exports as LAYOUT, and how a path finds its own.
+"""Layouts: what the files of converters/ export as LAYOUTS, and how a path finds its own.
 
 A layout is three functions over the index; it never copies bytes. Built-in ones are module names in a tuple, loaded by
 the same road as those that other packages register in the entry-point group "ckpttool.layouts".
@@ -18,9 +18,12 @@ from .index import Checkpoint, TensorEntry, Value, joined
 from .names import COMPONENTS, Named
 from .store import Source
 
-__all__ = ["Layout", "Place", "ReadOptions", "WriteOptions", "checkpoint_of", "detect", "find", "layouts", "place"]
+__all__ = [
+    "Layout", "Like", "Model", "Place", "ReadOptions", "WriteOptions", "checkpoint_of", "detect", "find", "layouts",
+    "place",
+]  # fmt: skip
 
-BUILT_IN = ("ckpttool.converters.dcp", "ckpttool.converters.full", "ckpttool.converters.hf")
+BUILT_IN = tuple(f"ckpttool.converters.{name}" for name in ("dcp", "full", "hf"))
 
 
 #: (name of a tensor, its dtype) -> the dtype to write it in.
@@ -34,24 +37,49 @@ class Place(NamedTuple):
     file: str | None
 
 
+class Like(NamedTuple):
+    """What another checkpoint of the same model knows.
+
+    `shapes` {FQN: (shape, dtype)} of the model in its order; `tied` {FQN: the one before with the same bytes};
+    `optimizer` FQNs in the order of its param groups, None where it has none.
+    """
+
+    shapes: dict[str, tuple[tuple[int, ...], str]]
+    tied: dict[str, str]
+    optimizer: tuple[str, ...] | None
+
+
 @dataclass(frozen=True)
-class ReadOptions:
+class Model:
+    """What tells of the model where the files do not; each from an option of the command line."""
+
+    config: str | None = None  # --config: folder or id of a Hugging Face model
+    like: Like | None = None  # --like: another checkpoint of the same model
+    flat_layout: str | None = None  # --flat-layout: file that describe_fsdp1 wrote in the job
+    wrap: tuple[str, ...] | None = None  # --wrap: patterns of the module paths that FSDP1 wrapped
+
+
+@dataclass(frozen=True)
+class ReadOptions(Model):
     """What a reader cannot find in the files themselves."""
 
-    config: str | None = None  # folder or id of a Hugging Face model
-    order: tuple[str, ...] | None = None  # FQNs in the order of the optimizer
     only: frozenset[str] | None = None  # components that are wanted; the others need not be understood
+    tag: str | None = None  # --tag: which of several saves in one folder
 
 
 @dataclass(frozen=True)
-class WriteOptions:
-    """What a writer is asked for."""
+class WriteOptions(Model):
+    """What a writer is asked for; None where the source or the layout decides."""
 
-    target: str  # name of the destination
+    target: str = ""  # name of the destination
     world_size: int | None = None
     max_shard_bytes: int = 5_000_000_000
-    config: str | None = None
     cast: Cast = lambda name, dtype: dtype
+    use_orig_params: bool = False
+    zero_stage: int | None = None
+    sub_group_size: int | None = None
+    precision: str | None = None  # of the engine that will load it: "bfloat16", "float16" or "float32"
+    tag: str | None = None
 
 
 class Layout(NamedTuple):
@@ -96,8 +124,8 @@ def layouts() -> dict[str, Layout]:
     """Every layout by name, built-in ones first."""
     found: dict[str, Layout] = {}
     for module in BUILT_IN:
-        layout: Layout = import_module(module).LAYOUT
-        found[layout.name] = layout
+        for layout in import_module(module).LAYOUTS:
+            found[layout.name] = layout
     from importlib.metadata import entry_points
 
     for point in entry_points(group="ckpttool.layouts"):

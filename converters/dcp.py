@@ -28,7 +28,7 @@ import json
 import re
 import struct
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, chain
@@ -37,7 +37,7 @@ from typing import Any
 
 from ckpttool import boxes, pickles, stfile, torchzip
 from ckpttool.child import in_child
-from ckpttool.draft import Draft, DraftFile
+from ckpttool.draft import Draft, DraftFile, Written
 from ckpttool.errors import Corrupt, Unsupported, UsageError
 from ckpttool.index import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, Path, Record, TensorEntry, joined
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of
@@ -45,7 +45,7 @@ from ckpttool.names import canonical, original
 from ckpttool.store import Source
 from ckpttool.stream import unfold
 
-__all__ = ["LAYOUT"]
+__all__ = ["LAYOUTS"]
 
 _META = "torch.distributed.checkpoint.metadata"
 _STORAGE = "torch.distributed.checkpoint.filesystem"
@@ -408,7 +408,11 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         for path, leaf in found.items():
             _put(leaves, keys, path, key, leaf)
     named = canonical(
-        leaves, lambda x: x.shape if isinstance(x, TensorEntry) else None, options.order, None, options.only
+        leaves,
+        lambda x: x.shape if isinstance(x, TensorEntry) else None,
+        options.like and options.like.optimizer,
+        None,
+        options.only,
     )
     ranks = [int(m[1]) for f in index.files if (m := re.match(r"__(\d+)_", f))]
     named.notes.extend(notes)
@@ -685,12 +689,12 @@ def _trailer(dtype: str, shape: tuple[int, ...], crc: int) -> bytes:
     return torchzip.data_descriptor(size, crc) + directory
 
 
-def _before(name: str, t: TensorEntry, row: int, crc: int) -> bytes:
+def _before(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
     return _frame(t.dtype, t.chunks[row].shape)[0]
 
 
-def _after(name: str, t: TensorEntry, row: int, crc: int) -> bytes:
-    return _trailer(t.dtype, t.chunks[row].shape, crc)
+def _after(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
+    return _trailer(t.dtype, t.chunks[row].shape, written[-1][2])
 
 
 class _Emitter:
@@ -817,4 +821,4 @@ def _storage(e: _Emitter, key: str, at: bytes, index: int | None, file: str, off
     out += m["offset"] + _int(offset) + m["length"] + _int(length) + b"ub"
 
 
-LAYOUT = Layout("dcp", "torch.distributed.checkpoint folder", frozenset(), False, detect, read, write, locate)
+LAYOUTS = (Layout("dcp", "torch.distributed.checkpoint folder", frozenset(), False, detect, read, write, locate),)

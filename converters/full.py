@@ -23,16 +23,16 @@ from dataclasses import replace
 from typing import Any
 
 from ckpttool import torchzip
-from ckpttool.crc import crc32
-from ckpttool.draft import Draft, DraftFile, Dropped
+from ckpttool.draft import Draft, Dropped
 from ckpttool.errors import Corrupt, Unsupported
-from ckpttool.index import Checkpoint, Chunks, Path, TensorEntry
+from ckpttool.index import Checkpoint, Chunks, Path, TensorEntry, twins
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of
 from ckpttool.names import canonical, nest, original
 from ckpttool.pickles import Global, Opaque, children
 from ckpttool.store import Source
+from ckpttool.torchdraft import TorchFiles
 
-__all__ = ["LAYOUT"]
+__all__ = ["LAYOUTS"]
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _LEGACY = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
@@ -76,7 +76,11 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     if not any(isinstance(x, TensorEntry) for x in entries.values()):
         raise Unsupported(f"{what} holds no tensor at a key of a dict; nothing in it is a state dict.")
     named = canonical(
-        entries, lambda x: x.shape if isinstance(x, TensorEntry) else None, options.order, _same_bytes, options.only
+        entries,
+        lambda x: x.shape if isinstance(x, TensorEntry) else None,
+        options.like and options.like.optimizer,
+        _same_bytes,
+        options.only,
     )
     out = checkpoint_of(named, "full", source.root, None, [name], source)
     out.records = records
@@ -107,13 +111,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     dropped = [Dropped(n, 0, why) for n, v in ckpt.values.items() if (why := _not_loadable(v.data)) is not None]
     gone = {d.name for d in dropped}
     values = {n: v for n, v in ckpt.values.items() if n not in gone}
-    same: dict[str, str] = {}
-    by_place: dict[Any, str] = {}
     wanted = {n: replace(t, dtype=options.cast(n, t.dtype)) for n, t in ckpt.tensors.items()}
-    for name, t in ckpt.tensors.items():
-        place = (t.dtype, wanted[name].dtype, t.shape, tuple(t.chunks[:]))
-        if t.numel and t.coding == "raw" and by_place.setdefault(place, name) != name:
-            same[name] = by_place[place]
+    same = {n: o for n, o in twins(ckpt.tensors).items() if wanted[n].dtype == wanted[o].dtype}
     keys = {name: str(i) for i, name in enumerate(n for n in ckpt.tensors if n not in same)}
     leaves: dict[Path, Any] = {}
     for name, t in wanted.items():
@@ -121,68 +120,14 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         leaves[original(t.path, ckpt.origin)] = ref
     for v in values.values():
         leaves[original(v.path, ckpt.origin)] = v.data
-    inline: list[bytes] = []
-    tree = _number_inline(nest(leaves), len(keys), inline)
-    head, records = torchzip.head_records("archive", torchzip.pickled(tree))
-    head_bytes = bytearray(head)
-    for i, data in enumerate(inline):
-        name = f"archive/data/{len(keys) + i}"
-        records.append((name, len(head_bytes), len(data), crc32(data), False))
-        head_bytes += torchzip.local_header(name, len(data), crc32(data), len(head_bytes), 64) + data
-    at = len(head_bytes)
+    files = TorchFiles()
+    files.add(options.target, nest(leaves), {key: wanted[n].nbytes for n, key in keys.items()})
     tensors: dict[str, TensorEntry] = {}
-    headers: dict[str, int] = {}
     for name, t in wanted.items():
-        if name in same:
-            continue
-        headers[name] = at
-        at += len(torchzip.local_header(f"archive/data/{keys[name]}", t.nbytes, None, at, 64))
+        at = files.offset(0, keys[same.get(name, name)])
         tensors[name] = replace(t, chunks=Chunks.whole(t.shape, 0, at, t.nbytes), coding="raw")
-        at += t.nbytes + torchzip.DATA_DESCRIPTOR_BYTES
-    for name, other in same.items():
-        tensors[name] = replace(wanted[name], chunks=tensors[other].chunks, coding="raw")
-    tensors = {name: tensors[name] for name in ckpt.tensors}
-
-    def before(name: str, t: TensorEntry, row: int, crc: int) -> bytes:
-        return torchzip.local_header(f"archive/data/{keys[name]}", t.nbytes, None, headers[name], 64)
-
-    def after(name: str, t: TensorEntry, row: int, crc: int) -> bytes:
-        return torchzip.data_descriptor(t.nbytes, crc)
-
-    def tail(file: int, crcs: list[tuple[str, int, int]], digests: Any) -> bytes:
-        found = {n: c for n, _, c in crcs}
-        entries = [
-            *records,
-            *((f"archive/data/{keys[n]}", headers[n], tensors[n].nbytes, found[n], True) for n in keys),
-        ]
-        note = json.dumps(digests, indent=1, ensure_ascii=False).encode()
-        entries.append(("archive/ckpttool.json", at, len(note), crc32(note), False))
-        note = torchzip.local_header("archive/ckpttool.json", len(note), crc32(note), at) + note
-        return note + torchzip.central_directory(entries, at + len(note))
-
-    size = at + 120 * (len(tensors) + 8) + 200 * len(tensors)
-    out = Checkpoint("full", options.target, None, [options.target], [size], tensors, values)
-    return Draft(
-        out, dict(ckpt.tensors), [DraftFile(options.target, size, bytes(head_bytes))],
-        dropped=dropped, same=same, before=before, after=after, tail=tail,
-    )  # fmt: skip
-
-
-def _number_inline(x: Any, first: int, inline: list[bytes]) -> Any:
-    """Small tensors inside values become tensors of their own storages."""
-    if isinstance(x, torchzip.Inline):
-        inline.append(x.data)
-        n = 1
-        for k in x.shape:
-            n *= k
-        return torchzip.TensorRef(x.dtype, x.shape, str(first + len(inline) - 1), n)
-    if isinstance(x, dict):
-        return {k: _number_inline(v, first, inline) for k, v in x.items()}
-    if isinstance(x, list):
-        return [_number_inline(v, first, inline) for v in x]
-    if type(x) is tuple:
-        return tuple(_number_inline(v, first, inline) for v in x)
-    return x
+    out = Checkpoint("full", options.target, None, [], [], tensors, values)
+    return files.draft(out, dict(ckpt.tensors), dropped, same, recorded=True)
 
 
 def _not_loadable(x: Any) -> str | None:
@@ -201,4 +146,4 @@ def _not_loadable(x: Any) -> str | None:
     return None
 
 
-LAYOUT = Layout("full", "one torch.save file (FULL_STATE_DICT)", frozenset(), True, detect, read, write)
+LAYOUTS = (Layout("full", "one torch.save file (FULL_STATE_DICT)", frozenset(), True, detect, read, write),)

@@ -33,12 +33,12 @@ from ckpttool import boxes, hubnames, stfile
 from ckpttool.draft import Draft, DraftFile, Dropped
 from ckpttool.errors import Corrupt, Unsafe, Unsupported
 from ckpttool.fill import tensor_digests
-from ckpttool.index import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, Path, TensorEntry, joined
+from ckpttool.index import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, Path, TensorEntry, joined, twins
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of
 from ckpttool.names import Named, strip_wrappers
 from ckpttool.store import Source
 
-__all__ = ["LAYOUT"]
+__all__ = ["LAYOUTS"]
 
 _INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
@@ -61,6 +61,8 @@ def detect(where: Place) -> tuple[bool, str]:
     names = source.list()
     if ".metadata" in names:
         return False, "has .metadata, which is of dcp"
+    if "latest" in names:
+        return False, "has latest, which is of DeepSpeed"
     found = [n for n in names if n.endswith(".safetensors")]
     if _INDEX in names:
         return True, f"has {_INDEX}"
@@ -351,7 +353,7 @@ def _hub_tensors(
     """The tensors save_pretrained would write, as views of the source's, {left out: its twin} of tied ones, and
     {name: first one} of those that it never puts into different shards."""
     together: dict[str, str] = {}
-    tied = _ties_in_file(model)
+    tied = twins(model)
     relation = _relation(config, model, {k: t.shape for k, t in model.items()}, notes) if config is not None else None
     if config is not None and relation is not None:
         if config.get("tie_word_embeddings", True):
@@ -378,18 +380,6 @@ def _hub_tensors(
         gone["model." + name] = "model." + kept
         notes.append(f'"{name}" is tied to "{kept}" (equal bytes) and written once, as save_pretrained does')
     return out, gone, together
-
-
-def _ties_in_file(model: dict[str, TensorEntry]) -> dict[str, str]:
-    """Names that share all their bytes in the source itself."""
-    first: dict[Any, str] = {}
-    out: dict[str, str] = {}
-    for name, t in model.items():
-        if t.numel and t.coding == "raw":
-            place = (t.dtype, t.shape, tuple(t.chunks[:]))
-            if first.setdefault(place, name) != name:
-                out[name] = first[place]
-    return out
 
 
 def _crop(name: str, t: TensorEntry, view: hubnames.View) -> TensorEntry:
@@ -524,4 +514,4 @@ def _with_dtype(name: str, data: bytes, model: dict[str, TensorEntry]) -> bytes:
     return (json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
-LAYOUT = Layout("hf", "Hugging Face safetensors", frozenset({"model"}), False, detect, read, write, locate)
+LAYOUTS = (Layout("hf", "Hugging Face safetensors", frozenset({"model"}), False, detect, read, write, locate),)

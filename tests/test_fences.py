@@ -37,6 +37,7 @@ ROOMS: dict[str, set[str]] = {
     "stfile": {"errors", "index", "store"},
     "torchzip": {"errors", "boxes", "crc", "index", "pickles"},
     "draft": {"errors", "index"},
+    "torchdraft": {"crc", "draft", "index", "pickles", "torchzip"},
     "stream": {"errors", "boxes", "crc", "index", "store"},
     "fill": {"errors", "boxes", "crc", "index", "store", "stream", "draft"},
     "layouts": {"errors", "index", "names", "store", "draft"},
