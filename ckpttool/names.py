@@ -42,7 +42,7 @@ _ROLES: dict[str, str] = {
 }
 _COUNTERS = frozenset((
     "step", "steps", "epoch", "global_step", "iteration", "num_steps", "tokens_seen", "ntokens_seen", "epochs_run",
-    "best_loss", "max_steps", "total_epochs",
+    "best_loss", "max_steps", "total_epochs", "global_steps", "global_samples", "skipped_steps",
 ))  # fmt: skip
 
 # Wrapper modules that put themselves into the FQN: FSDP1, torch.compile, activation checkpointing, Lightning.

@@ -58,9 +58,12 @@ class Source:
         self._lock = threading.RLock()
         self._identity: dict[str, Identity] = {}
 
-    def list(self) -> list[str]:
-        """Relative names of the entries of the folder itself, sorted."""
-        return sorted(os.listdir(self.root))
+    def list(self, folder: str = "") -> list[str]:
+        """Names of the entries of the folder itself, or of one in it, sorted; none where it is no folder."""
+        try:
+            return sorted(os.listdir(os.path.join(self.root, folder)))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
 
     def exists(self, name: str) -> bool:
         """Whether a regular file of that name is there."""

@@ -72,6 +72,11 @@ class StoredTensor(NamedTuple):
         return boxes.is_row_major(self.shape, self.strides)
 
     @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
     def span(self) -> int:
         """Bytes from the first element to the end of the last."""
         return boxes.span(self.shape, self.strides) * ITEMSIZE[self.dtype]

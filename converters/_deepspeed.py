@@ -1,0 +1,555 @@
+"""What DeepSpeed's layouts have in common: where a save lies, `*_model_states.pt`, and the state beside the tensors.
+
+    DIR/latest                                       the tag of the newest save, no newline; written last
+    DIR/<tag>/zero_pp_rank_<r>_mp_rank_00_model_states.pt       stage 3, one a rank
+    DIR/<tag>/mp_rank_00_model_states.pt                        stages 0, 1, 2
+    DIR/<tag>/[bf16_]zero_pp_rank_<r>_mp_rank_00_optim_states.pt    stages 1, 2, 3; bf16_ when the engine runs bf16
+    DIR/<tag>/zero/<fqn>/fp32.pt ...                            a universal checkpoint (universal.py)
+
+A model file is a dict: `module` the state dict (stage 3: (0,) placeholders, and real buffers), `buffer_names`,
+`param_shapes` [{fqn: shape}] by sub-group (stage 3) or param group, in the order of the flat tensors,
+`frozen_param_shapes`, `frozen_param_fragments`, `shared_params` {alias: owner} (rank 0 only), `lr_scheduler`, counters,
+`ds_config`, and whatever the user gave as client_state, merged flat into the same dict.
+
+Canonical names: `lr_scheduler` -> scheduler, the loss scaler of an fp16 engine -> scaler, `global_steps`,
+`global_samples`, `skipped_steps` -> trainer; everything else of the dict, ds_config and buffer_names among it, -> extra
+(or what names.py makes of it). What ranks disagree on (random states) is kept as extra.per_rank.<r>.<key>.
+
+Sources: deepspeed 0.19.8, runtime/engine.py (_common_checkpoint_state, _save_checkpoint, _get_ckpt_name,
+_load_checkpoint), runtime/fp16/loss_scaler.py, runtime/zero/config.py (ZeroStageEnum).
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpttool import boxes, torchzip
+from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError
+from ckpttool.index import ITEMSIZE, Checkpoint, Chunks, Extent, Path, Record, TensorEntry
+from ckpttool.layouts import Place, ReadOptions, checkpoint_of
+from ckpttool.names import canonical
+from ckpttool.pickles import Global, Opaque, short
+from ckpttool.store import Source
+from ckpttool.torchzip import StoredTensor
+
+__all__ = [
+    "DERIVED",
+    "DS_VERSION",
+    "MODEL",
+    "MODEL3",
+    "OPTIM",
+    "STAND_INS",
+    "Cut",
+    "File",
+    "Reading",
+    "Save",
+    "beside",
+    "find",
+    "from_cuts",
+    "is_save",
+    "loss_scaler",
+    "placeholder",
+    "refuse_foreign",
+    "refuse_mixed",
+    "saves",
+    "scaler",
+    "shapes_of",
+    "stage_enum",
+    "tied",
+]  # fmt: skip
+
+MODEL3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+OPTIM = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+
+#: The release whose files these are; the engine refuses files without one.
+DS_VERSION = "0.19.8"
+STAGE = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
+_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
+
+#: Keys of a model file that follow from the tensors and the number of ranks, or that have names of their own here.
+_OWN = frozenset((
+    "module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
+    "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_version",
+))  # fmt: skip
+#: Keys that are there in every file, None where the engine has no such thing.
+_MAYBE = ("lr_scheduler", "data_sampler", "random_ltd")
+#: Keys on which all ranks of one save agree.
+_SAME = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "param_shapes")
+
+
+class Save(NamedTuple):
+    """One save: the folder below the source's root ("" or "global_step3/"), its tag, the files in it."""
+
+    folder: str
+    tag: str | None
+    names: list[str]
+
+    def files(self, pattern: re.Pattern[str], group: int) -> dict[int, list[str]]:
+        """{number in a group of the pattern: files that match}, in the order of the numbers."""
+        found: dict[int, list[str]] = {}
+        for n in self.names:
+            if m := pattern.fullmatch(n):
+                found.setdefault(int(m[group]), []).append(n)
+        return dict(sorted(found.items()))
+
+
+def is_save(names: Iterable[str]) -> bool:
+    """Whether a folder with these entries is one save."""
+    return any(MODEL3.fullmatch(n) or MODEL.fullmatch(n) or OPTIM.fullmatch(n) for n in names)
+
+
+def saves(source: Source) -> dict[str, list[str]]:
+    """{tag: entries of its folder} of the saves in a folder."""
+    out = {}
+    for name in source.list()[:2000]:
+        inside = source.list(name)
+        if is_save(inside):
+            out[name] = inside
+    return out
+
+
+def find(source: Source, tag: str | None, latest: str = "latest") -> Save:
+    """The save a folder stands for: it is one, or its file `latest` names one, or there is one alone.
+
+    Raises:
+        Corrupt: the tag is not there. UsageError: there are several and none is named.
+    """
+    names = source.list()
+    if is_save(names) and tag is None:
+        return Save("", None, names)
+    said = f"--tag {tag}"
+    if tag is None and source.exists(latest):
+        tag = source.read_all(latest, 4096).decode("utf-8", "replace").strip()
+        said = f"the file {latest} ({tag!r})"
+    if tag is not None:
+        if not tag or tag in (".", "..") or "/" in tag or "\0" in tag:
+            raise Unsafe(f"{source.root}/{latest} names {tag[:80]!r}, which is no folder beside it.")
+        inside = source.list(tag)
+        if not is_save(inside):
+            others = ", ".join(saves(source)) or "none"
+            raise Corrupt(
+                f"{source.root}: there is no save where {said} points to. The save was not finished, or the folder was "
+                f"not copied whole; saves here: {others}. Choose one with --tag."
+            )
+        return Save(tag + "/", tag, inside)
+    there = saves(source)
+    if len(there) != 1:
+        raise UsageError(
+            f"{source.root} has no file {latest} and {len(there)} saves: {', '.join(there)}. Choose one with --tag."
+        )
+    tag, inside = next(iter(there.items()))
+    return Save(tag + "/", tag, inside)
+
+
+def refuse_foreign(save: Save, where: str) -> None:
+    """Refuse what is not data parallel alone.
+
+    Raises:
+        Unsupported: tensor or pipeline parallel ranks, experts in files of their own, optimizer state on NVMe.
+    """
+    for n in save.names:
+        m = MODEL3.fullmatch(n) or MODEL.fullmatch(n) or OPTIM.fullmatch(n)
+        if m and int(m[m.re.groups]):
+            raise Unsupported(
+                f"{where}{n}: written by model parallel rank {int(m[m.re.groups])}. ckpttool reads saves of data "
+                "parallel training; merge the model parallel ranks with the trainer's own tools first."
+            )
+        if n.startswith(("expp_rank_", "layer_")) and n.endswith(".pt"):
+            raise Unsupported(
+                f"{where}{n}: {'experts' if 'exp' in n else 'pipeline stages'} in files of their own, which ckpttool "
+                "does not read."
+            )
+    if "offloaded_tensors" in save.names:
+        raise Unsupported(
+            f"{where}offloaded_tensors: the optimizer state was on NVMe and was saved as raw swap files, which only the "
+            "same job at the same paths can read. Save once with offload_optimizer on cpu, or none."
+        )
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+class File:
+    """One torch file of a save, unpickled as data; `number` is its place in the list of the checkpoint's files."""
+
+    def __init__(self, source: Source, name: str, number: int) -> None:
+        self.source, self.name, self.number = source, name, number
+        self.what = f"{source.root}/{name}"
+        tree = torchzip.read(self.read_at, 0, source.size(name), self.what, STAND_INS)
+        if not isinstance(tree, dict):
+            raise Corrupt(f"{self.what} holds a {type(tree).__name__}, not a dict; DeepSpeed did not write it.")
+        self.tree: dict[str, Any] = tree
+
+    def read_at(self, offset: int, n: int) -> bytes:
+        """Bytes of the file."""
+        return self.source.read(self.name, offset, n)
+
+    def get(self, key: str, kind: type | tuple[type, ...], inside: dict[str, Any] | None = None) -> Any:
+        """A value of the dict.
+
+        Raises:
+            Corrupt: it is missing or of another type.
+        """
+        found = (self.tree if inside is None else inside).get(key)
+        if not isinstance(found, kind) or isinstance(found, bool):
+            raise Corrupt(
+                f"{self.what}: {key!r} is {'missing' if found is None else short(found)}. The file is not a whole "
+                "DeepSpeed save of this kind."
+            )
+        return found
+
+    def scalar(self, t: StoredTensor) -> float | int | None:
+        """The value of a 0-dim tensor, None for a dtype that no counter has."""
+        code = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}.get(t.dtype)
+        if code is None or t.shape:
+            return None
+        found: float | int = struct.unpack(code, self.read_at(t.extent[0], ITEMSIZE[t.dtype]))[0]
+        return found
+
+
+def _stage(n: Any = 0) -> int:
+    if type(n) is not int or not 0 <= n <= 3:
+        raise Corrupt(f"a ZeRO stage {short(n)}.")
+    return n
+
+
+STAND_INS: dict[tuple[str, str], Any] = {(STAGE.module, STAGE.name): _stage}
+
+
+@lru_cache(1 << 16)
+def _boxes(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """(start, shape, elements) of the boxes of a flat range."""
+    return [(start, size, prod(size)) for start, size in boxes.flat_to_boxes(shape, first, last)]
+
+
+class Cut(NamedTuple):
+    """Elements [first, last) of a flattened tensor, at a byte of a file."""
+
+    first: int
+    last: int
+    file: int
+    offset: int
+
+
+def from_cuts(shape: tuple[int, ...], dtype: str, path: Path, cuts: Iterable[Cut]) -> TensorEntry:
+    """A tensor whose flat ranges lie at some places."""
+    chunks, item = Chunks(len(shape)), ITEMSIZE[dtype]
+    for first, last, file, offset in cuts:
+        for start, size, n in _boxes(shape, first, last):
+            chunks.add(start, size, file, offset, n * item)
+            offset += n * item
+    return TensorEntry(dtype, shape, path, chunks)
+
+
+def shapes_of(file: File, key: str = "param_shapes") -> list[dict[str, tuple[int, ...]]]:
+    """param_shapes, checked."""
+    found = file.get(key, list)
+    for group in found:
+        if not isinstance(group, dict) or not all(isinstance(k, str) and _is_shape(v) for k, v in group.items()):
+            raise Corrupt(f"{file.what}: {key} is not a list of names and shapes.")
+    names = [n for g in found for n in g]
+    if len(set(names)) != len(names):
+        twice = next(n for n in names if names.count(n) > 1)
+        raise Corrupt(f'{file.what}: {key} lists "{twice}" twice.')
+    return found
+
+
+def _is_shape(x: Any) -> bool:
+    return isinstance(x, tuple) and all(type(n) is int and n >= 0 for n in x)
+
+
+def refuse_mixed(files: Sequence[File]) -> None:
+    """Refuse model files of different saves.
+
+    Raises:
+        Corrupt: with the rank that differs from rank 0.
+    """
+    for f in files[1:]:
+        for key in _SAME:
+            a, b = files[0].tree.get(key), f.tree.get(key)
+            if a != b:
+                shown = f"{short(b)}, rank 0 says {short(a)}" if key != "param_shapes" else "other than rank 0's"
+                raise Corrupt(
+                    f"{f.what}: {key} is {shown}. The files are of different saves; fetch all of one save again."
+                )
+
+
+def placeholder(x: Any) -> bool:
+    """Whether an entry of `module` stands for a parameter that lies elsewhere."""
+    return isinstance(x, StoredTensor) and x.shape == (0,)
+
+
+def tied(files: Sequence[File]) -> dict[str, str]:
+    """{alias: owner}; DeepSpeed lists them in the file of rank 0 only."""
+    out: dict[str, str] = {}
+    for f in files:
+        shared = f.tree.get("shared_params") or {}
+        if not isinstance(shared, dict) or not all(isinstance(x, str) for kv in shared.items() for x in kv):
+            raise Corrupt(f"{f.what}: shared_params is {short(shared)}.")
+        out.update(shared)
+    return out
+
+
+def beside(files: Sequence[File], records: list[Record], notes: list[str]) -> dict[Path, Any]:
+    """The leaves of everything beside module and optimizer; ranks that agree give one."""
+    first = files[0]
+    out: dict[Path, Any] = {}
+    differing: list[str] = []
+    for key, value in first.tree.items():
+        if key in _OWN or (key in _MAYBE and value is None):
+            continue
+        if not isinstance(key, str):
+            raise Unsupported(f"{first.what}: a key {short(key)} that is no text.")
+        _take((key,), value, first, out, records)
+        others = [f for f in files[1:] if key in f.tree and not _alike(value, f.tree[key])]
+        if others:
+            differing.append(key)
+        for f in others:
+            rank = str(files.index(f))
+            _take(("per_rank", rank, key), f.tree[key], f, out, records)
+    if differing:
+        notes.append(
+            f"ranks differ in {', '.join(sorted(differing))}: rank 0's is kept under its name, the others' as "
+            "extra.per_rank.<rank>"
+        )
+    return out
+
+
+def _take(path: Path, value: Any, file: File, out: dict[Path, Any], records: list[Record]) -> None:
+    found, crcs = torchzip.leaves(value, path, file.number, file.read_at, file.what)
+    out.update(found)
+    records.extend(crcs)
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two ranks' values are the same, as far as their pickles and the CRC32s of their tensors tell."""
+    if isinstance(a, StoredTensor) and isinstance(b, StoredTensor):
+        same = (a.dtype, a.shape, a.strides, a.at) == (b.dtype, b.shape, b.strides, b.at)
+        return same and a.storage.crc32 is not None and a.storage.crc32 == b.storage.crc32
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_alike(v, b[k]) for k, v in a.items())
+    if isinstance(a, (list, tuple)) and type(a) is type(b):
+        return len(a) == len(b) and all(_alike(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b) or (a != a and b != b)
+
+
+def scaler(optim: dict[str, Any]) -> dict[Path, Any]:
+    """Leaves of a loss scaler that scales; the static one with factor 1 of bf16 and fp32 engines says nothing."""
+    found = optim.get("loss_scaler")
+    state = found.state if isinstance(found, Opaque) else None
+    if not isinstance(state, dict) or not (state.get("dynamic") or state.get("cur_scale", 1) != 1):
+        return {}
+    out: dict[Path, Any] = {("scaler", str(k)): v for k, v in state.items()}
+    out["scaler", "overflow"] = bool(optim.get("overflow"))
+    return out
+
+
+#: What is said of the weights that a bf16 or fp16 engine computes with.
+DERIVED = "model weights are the fp32 masters; the low-precision weights the engine computes with follow from them by rounding"
+
+
+class Reading:
+    """What is put together while the files of one save are read."""
+
+    def __init__(self, where: Place, options: ReadOptions, latest: str = "latest") -> None:
+        self.source, self.options = where.source, options
+        self.save = find(where.source, options.tag, latest)
+        self.where = f"{self.source.root}/{self.save.folder}"
+        refuse_foreign(self.save, self.where)
+        self.names: list[str] = []
+        self.records: dict[tuple[int, int], Record] = {}
+        self.notes: list[str] = []
+        self.masters: dict[str, TensorEntry] = {}  # trainable parameters, wherever their weights lie
+        self.model: dict[str, TensorEntry] = {}
+        self.optim: dict[Path, Any] = {}
+        self.rest: dict[Path, Any] = {}
+
+    def file(self, name: str) -> File:
+        """Unpickle a file of the save."""
+        self.names.append(self.save.folder + name)
+        return File(self.source, self.names[-1], len(self.names) - 1)
+
+    def seen(self, file: File, t: StoredTensor) -> StoredTensor:
+        """The tensor; the CRC32 of its storage is checked when it is read."""
+        s = t.storage
+        if s.crc32 is not None:
+            self.records[file.number, s.offset] = Record(Extent(file.number, s.offset, s.length), s.crc32)
+        return t
+
+    def whole(self, file: File, t: StoredTensor, path: Path) -> TensorEntry:
+        """A tensor that lies in one file."""
+        self.seen(file, t)
+        strides = None if t.contiguous else t.strides
+        return TensorEntry(t.dtype, t.shape, path, Chunks.whole(t.shape, file.number, *t.extent, strides))
+
+    def take(self, path: Path, value: Any, file: File) -> None:
+        """Everything below a key, to where `path` says."""
+        found, crcs = torchzip.leaves(value, path, file.number, file.read_at, file.what)
+        (self.optim if path[0] == "optim" else self.rest).update(found)
+        for r in crcs:
+            self.records[r.extent.file, r.extent.offset] = r
+
+    def ranks(self, pattern: re.Pattern[str], group: int, world: int, what: str) -> list[str]:
+        """The one file of every rank 0 .. world-1.
+
+        Raises:
+            Corrupt: with the rank that has none or two, or that should not be there.
+        """
+        found = self.save.files(pattern, group)
+        for r, names in found.items():
+            if len(names) > 1:
+                raise Corrupt(
+                    f"{self.where}: {' and '.join(names)} are both the {what} file of rank {r}; one of them is of another "
+                    "save. Remove it."
+                )
+        missing = [r for r in range(world) if r not in found]
+        if missing:
+            example = next(iter(found.values()))[0] if found else ""
+            raise Corrupt(
+                f"{self.where}: the save is of {world} ranks, and {len(missing)} {what} files are missing, first that of "
+                f"rank {missing[0]}" + (f" (named like {example})" if example else "") + ". Fetch them."
+            )
+        if more := [names[0] for r, names in found.items() if r >= world]:
+            raise Corrupt(f"{self.where}: the save is of {world} ranks, but {more[0]} is there. It is of another save.")
+        return [found[r][0] for r in range(world)]
+
+    def models3(self) -> list[File]:
+        """The model files of stage 3, one a rank, of one save."""
+        found = self.save.files(MODEL3, 1)
+        if not found:
+            self.ranks(MODEL3, 1, len(self.save.files(OPTIM, 2)), "model")
+        first = self.file(next(iter(found.values()))[0])
+        world = first.get("dp_world_size", int)
+        if not 0 < world <= 1 << 20:
+            raise Corrupt(f"{first.what}: dp_world_size is {world}.")
+        names = self.ranks(MODEL3, 1, world, "model")
+        out = [first, *map(self.file, names[1:])]
+        refuse_mixed(out)
+        return out
+
+    def take_module(self, models: list[File]) -> None:
+        """The weights, in the order of `module`: masters, frozen parameters, buffers, tied ones; and what lies beside.
+
+        Raises:
+            Corrupt: a placeholder stands for nothing.
+        """
+        first = models[0]
+        module = first.get("module", dict)
+        aliases = tied(models)
+        frozen = first.tree.get("frozen_param_shapes") or {}
+        buffers = first.tree.get("buffer_names") or []
+        low: set[str] = set()
+        differing: list[str] = []
+        if not isinstance(frozen, dict) or not all(_is_shape(s) for s in frozen.values()):
+            raise Corrupt(f"{first.what}: frozen_param_shapes is {short(frozen)}.")
+        for name, t in module.items():
+            if not isinstance(name, str) or not isinstance(t, StoredTensor):
+                raise Unsupported(
+                    f"{first.what}: module holds {short(t)} under {short(name)}, which is no tensor (extra state of a "
+                    "module); ckpttool does not carry it."
+                )
+            if name in self.masters:
+                self.model[name] = self.masters[name]
+                if t.dtype != self.masters[name].dtype:
+                    low.add(t.dtype)
+            elif name in aliases:
+                continue
+            elif name in frozen:
+                self.model[name] = self._frozen(name, frozen[name], models)
+            elif placeholder(t) and name not in buffers:
+                raise Corrupt(
+                    f'{first.what}: "{name}" is a placeholder in module, but neither param_shapes nor frozen_param_shapes '
+                    "names it."
+                )
+            else:
+                self.model[name] = self.whole(first, t, ("model", name))
+                others = [f.tree["module"].get(name) for f in models[1:] if isinstance(f.tree.get("module"), dict)]
+                if t.numel and any(not _alike(t, o) for o in others):
+                    differing.append(name)
+        self.model.update({n: t for n, t in self.masters.items() if n not in self.model})
+        for name, shape in frozen.items():
+            if name not in self.model:
+                self.model[name] = self._frozen(name, shape, models)
+        for alias, owner in aliases.items():
+            if owner not in self.model:
+                raise Corrupt(f'{first.what}: "{alias}" is tied to "{owner}", which is not there.')
+            self.model[alias] = replace(self.model[owner], path=("model", alias))
+        self.model = {n: self.model[n] for n in [*(n for n in module if n in self.model), *self.model]}
+        if low:
+            self.notes.append(DERIVED)
+        if differing:
+            self.notes.append(f"ranks differ in the buffers {', '.join(differing[:4])}; rank 0's are taken")
+        if first.tree.get("frozen_param_shapes", {}) is None and not any(
+            n not in self.masters and n not in buffers for n in self.model
+        ):
+            self.notes.append(
+                "frozen parameters, if the model has any, were left out when this was saved (exclude_frozen_parameters); "
+                "they must come from elsewhere"
+            )
+        found = beside(models, crcs := [], self.notes)
+        self.rest.update(found)
+        for r in crcs:
+            self.records[r.extent.file, r.extent.offset] = r
+
+    def _frozen(self, name: str, shape: tuple[int, ...], models: list[File]) -> TensorEntry:
+        """A frozen parameter: whole in a file of stage 2, else one padded part a rank."""
+        n = prod(shape)
+        part = -(-n // len(models))
+        cuts, dtype = [], None
+        for r, f in enumerate(models):
+            t = f.get(name, StoredTensor, f.get("frozen_param_fragments", dict))
+            dtype = dtype or t.dtype
+            if len(models) == 1 and t.shape == shape:
+                return self.whole(f, t, ("model", name))
+            if t.shape != (part,) or t.dtype != dtype or not t.contiguous:
+                raise Corrupt(
+                    f'{f.what}: the part of the frozen parameter "{name}" is {t.dtype} {t.shape}; {shape} on '
+                    f"{len(models)} ranks has {part} elements each."
+                )
+            if r * part < n:
+                cuts.append(Cut(r * part, min(n, (r + 1) * part), f.number, self.seen(f, t).extent[0]))
+        assert dtype is not None
+        return from_cuts(shape, dtype, ("model", name), cuts)
+
+    def done(self, layout: str, world: int | None, like: tuple[str, ...] | None = None) -> Checkpoint:
+        """The checkpoint of what was read. `like` names numbered parameters, where there are such."""
+        leaves: dict[Path, Any] = {("model", n): t for n, t in self.model.items()}
+        leaves.update(self.optim)
+        leaves.update(self.rest)
+        named = canonical(leaves, _shape_of, like, _same_bytes, self.options.only)
+        out = checkpoint_of(named, layout, self.source.root, world, self.names, self.source)
+        out.records = list(self.records.values())
+        out.notes = self.notes + out.notes
+        out.trainer = out.trainer or "DeepSpeed"
+        return out
+
+
+def _shape_of(x: Any) -> tuple[int, ...] | None:
+    return x.shape if isinstance(x, TensorEntry) else None
+
+
+def _same_bytes(a: TensorEntry, b: TensorEntry) -> bool:
+    return a.numel > 0 and a.shape == b.shape and a.dtype == b.dtype and a.chunks[:] == b.chunks[:]
+
+
+# --------------------------------------------------------------------------------------------------------- writing
+
+
+def loss_scaler(state: dict[str, Any]) -> tuple[Opaque, bool, bool]:
+    """(the pickled object, dynamic?, overflow?) from what `scaler` read."""
+    dynamic = bool(state.get("dynamic"))
+    out = Opaque(Global(_SCALERS, "DynamicLossScaler" if dynamic else "LossScaler"), ())
+    out.state = {k: v for k, v in state.items() if k != "overflow"} or {"cur_scale": 1.0, "dynamic": False}
+    return out, dynamic, bool(state.get("overflow"))
+
+
+def stage_enum(stage: int) -> Opaque:
+    """ZeroStageEnum(stage), to be pickled by name."""
+    return Opaque(STAGE, (stage,), call=True)

@@ -1,0 +1,414 @@
+"""zero3, zero2, zero1: what DeepSpeed's engine.save_checkpoint writes at each stage of ZeRO; stage 0 is read too.
+
+Files and what they have in common: _deepspeed.py. An optimizer file is {"optimizer_state_dict": ..., "ds_config",
+"ds_version"}. Stage 3, W ranks:
+
+    partition_count W, loss_scaler, zero_stage
+    fp32_flat_groups        [tensor]   one per sub-group: the master weights
+    optimizer_state_dict    state {sub-group: {step, exp_avg, exp_avg_sq}}, param_groups [{lr, ..., params: [sub-groups]}]
+
+A parameter of n elements is cut into W parts of p = ceil(n / W) elements, all ranks have p, what is beyond n is
+padding (uninitialised in the masters, so never compared). A flat tensor of a rank is the parts of its parameters in
+the order of param_shapes, without gaps: a parameter has the same offset on all ranks. A sub-group takes whole
+parameters of one param group until the sum of p reaches sub_group_size, so its borders change with W.
+
+Stages 1 and 2: `single_partition_of_fp32_groups` and `base_optimizer_state` per param group. The parameters of a group
+are laid one after the other in the order of param_shapes (round_robin_gradients included; param_slice_mappings has the
+wrong order then and is never used), `param_alignment_paddings` elements after each, the whole is padded to a multiple
+of 2 W and cut into W equal parts. The masters lack the padding at the end, the slots have it (neither do with
+elastic_checkpoint, which also keeps no param_groups; the masters of BF16_Optimizer have it). Stage 0: everything in
+the model file; a bf16 engine has its masters there as `fp32_groups`.
+
+Master weights are model.<fqn>; the low-precision weights of a bf16 or fp16 engine follow from them and are not state.
+One `step` of a flat tensor is that of all its parameters.
+
+Written: as above, with `latest` last. fp32 or whatever dtype the source keeps its weights and slots in (a flat tensor
+has one; where the source mixes them, fp32). The engine casts as it loads. Padding is zeros.
+
+Sources: deepspeed 0.19.8, runtime/zero/stage3.py (_create_fp16_sub_groups, _rigid_state_dict, load_state_dict),
+runtime/zero/partition_parameters.py (_partition_param), runtime/zero/stage_1_and_2.py (state_dict,
+_load_legacy_checkpoint), runtime/bf16_optimizer.py, runtime/fp16/unfused_optimizer.py, utils/zero_to_fp32.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.index import ITEMSIZE, Checkpoint, Path, TensorEntry, Value
+from ckpttool.layouts import Layout, Place, ReadOptions
+from ckpttool.pickles import short
+from ckpttool.torchzip import StoredTensor
+
+from . import _deepspeed as ds
+from ._deepspeed import Cut, File, Reading
+
+__all__ = ["LAYOUTS"]
+
+
+def _detect(where: Place, stage3: bool) -> tuple[bool, str]:
+    source, file = where
+    if file is not None:
+        return False, "a folder; this is one file"
+    names = source.list()
+    found = {"": names} if ds.is_save(names) else {}
+    if not found and ("latest" in names or "latest_universal" not in names):
+        found = ds.saves(source)
+    pattern = ds.MODEL3 if stage3 else ds.MODEL
+    for tag, inside in found.items():
+        if "zero" in inside:
+            continue  # universal
+        has = next((n for n in inside if pattern.fullmatch(n)), None)
+        if has is None and stage3 and not any(ds.MODEL.fullmatch(n) or ds.MODEL3.fullmatch(n) for n in inside):
+            has = next(n for n in inside if ds.OPTIM.fullmatch(n))  # its model files are lost: refused when it is read
+        if has is not None:
+            return True, f"has {tag + '/' if tag else ''}{has}"
+    return False, f"no <tag>/{'zero_pp_rank_0_' if stage3 else ''}mp_rank_00_model_states.pt"
+
+
+# -------------------------------------------------------------------------------------------------------- geometry
+
+
+class _Flat(NamedTuple):
+    """Where a parameter lies: in which flat tensor, and (rank, first, last, element of the rank's flat tensor)."""
+
+    group: int
+    shape: tuple[int, ...]
+    parts: list[tuple[int, int, int, int]]
+
+
+Groups = list[dict[str, tuple[int, ...]]]
+
+
+def partitioned(groups: Groups, world: int) -> tuple[dict[str, _Flat], list[int]]:
+    """Stage 3: every parameter is cut into `world` parts; also the elements of each flat tensor, on every rank.
+
+    partitioned([{"w": (5,), "b": (1,)}], 2) == ({"w": _Flat(0, (5,), [(0, 0, 3, 0), (1, 3, 5, 0)]),
+                                                  "b": _Flat(0, (1,), [(0, 0, 1, 3)])}, [4])
+    """
+    out: dict[str, _Flat] = {}
+    lengths: list[int] = []
+    for g, group in enumerate(groups):
+        at = 0
+        for name, shape in group.items():
+            n = prod(shape)
+            part = -(-n // world)
+            cuts = [(r, r * part, min((r + 1) * part, n), at) for r in range(world) if r * part < n]
+            out[name] = _Flat(g, shape, cuts)
+            at += part
+        lengths.append(at)
+    return out, lengths
+
+
+def concatenated(groups: Groups, parts: list[int], paddings: list[list[int]] | None = None) -> dict[str, _Flat]:
+    """Stages 1 and 2: parameters of a group one after the other, cut into ranges of `parts[g]` elements, one a rank.
+
+    concatenated([{"w": (5,), "b": (1,)}], [4]) == {"w": _Flat(0, (5,), [(0, 0, 4, 0), (1, 4, 5, 0)]),
+                                                    "b": _Flat(0, (1,), [(1, 0, 1, 1)])}
+    """
+    out: dict[str, _Flat] = {}
+    for g, group in enumerate(groups):
+        at, part = 0, parts[g]
+        for k, (name, shape) in enumerate(group.items()):
+            n = prod(shape)
+            cuts = []
+            first = 0
+            while first < n:
+                rank, inside = divmod(at + first, part)
+                last = min(n, first + part - inside)
+                cuts.append((rank, first, last, inside))
+                first = last
+            out[name] = _Flat(g, shape, cuts)
+            at += n + (paddings[g][k] if paddings else 0)
+    return out
+
+
+def subgroups(group: dict[str, tuple[int, ...]], world: int, most: float) -> Groups:
+    """The sub-groups of a param group at stage 3: whole parameters, until the elements a rank reach `most`."""
+    sizes = {n: -(-prod(s) // world) for n, s in group.items()}
+    if not group or most >= sum(sizes.values()):
+        return [group] if group else []
+    out: Groups = []
+    current: dict[str, tuple[int, ...]] = {}
+    total = 0
+    for name, shape in group.items():
+        current[name] = shape
+        total += sizes[name]
+        if total >= most:
+            out.append(current)
+            current, total = {}, 0
+    return [*out, current] if current else out
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+def _read(where: Place, options: ReadOptions) -> Checkpoint:
+    """The index of a save of any stage.
+
+    Raises:
+        Corrupt: ranks are missing, twice, or of different saves. Unsupported: see _deepspeed.refuse_foreign.
+    """
+    reading = Reading(where, options)
+    if not reading.save.files(ds.MODEL, 1):
+        return _read_stage3(reading)
+    model = reading.file(reading.ranks(ds.MODEL, 1, 1, "model")[0])
+    return _read_stage12(reading, model) if reading.save.files(ds.OPTIM, 2) else _read_stage0(reading, model)
+
+
+class _Optim(NamedTuple):
+    """The optimizer file of a rank: masters by flat tensor, state of the base optimizer, its param groups."""
+
+    file: File
+    masters: list[StoredTensor]
+    state: dict[int, dict[str, Any]]
+    groups: list[dict[str, Any]] | None
+
+
+def _optims(reading: Reading, world: int, flats: str, base: str, count: int) -> list[_Optim]:
+    """The optimizer files, every one checked by itself and against rank 0's."""
+    out: list[_Optim] = []
+    for name in reading.ranks(ds.OPTIM, 2, world, "optimizer"):
+        f = reading.file(name)
+        whole = f.get("optimizer_state_dict", dict)
+        if "ds_zero_partition_groups" in whole:
+            raise Unsupported(f"{f.what}: experts are partitioned over other ranks than the rest (AutoEP).")
+        stated = f.get("partition_count", (int, list), whole)
+        if stated not in (world, [world] * count):
+            raise Corrupt(
+                f"{f.what}: partition_count is {short(stated)}, the save is of {world} ranks. The files are of different "
+                "saves."
+            )
+        masters = f.get(flats, list, whole)
+        if len(masters) != count or not all(isinstance(t, StoredTensor) and len(t.shape) == 1 for t in masters):
+            raise Corrupt(f"{f.what}: {flats} are not {count} flat tensors, as param_shapes says.")
+        found = f.get(base, (dict, list), whole)
+        if isinstance(found, list):  # elastic_checkpoint: the state of each group, no param_groups
+            state, groups = dict(enumerate(found)), None
+        else:
+            state, groups = f.get("state", dict, found), f.get("param_groups", list, found)
+        if not all(isinstance(v, dict) for v in state.values()) or not all(isinstance(g, dict) for g in groups or ()):
+            raise Corrupt(f"{f.what}: its optimizer state is not a state and param groups of a torch optimizer.")
+        if any(k not in range(count) for k in state):
+            raise Corrupt(f"{f.what}: optimizer state for {short(list(state))}, but there are {count} flat tensors.")
+        out.append(_Optim(f, masters, state, groups))
+        if out[0].groups != groups or out[0].state.keys() != state.keys():
+            what = "param_groups" if out[0].groups != groups else "the flat tensors that have state"
+            raise Corrupt(f"{f.what}: {what} differ from rank 0's. The files are of different saves.")
+    reading.rest.update(ds.scaler(out[0].file.get("optimizer_state_dict", dict)))
+    return out
+
+
+def _sliced(reading: Reading, files: Iterable[File], flats: list[StoredTensor], p: _Flat, path: Path) -> TensorEntry:
+    """A parameter, or a slot of one, from its parts in the flat tensors of all ranks."""
+    by_rank = list(zip(files, flats, strict=True))
+    dtype = flats[0].dtype
+    item = ITEMSIZE[dtype]
+    cuts = []
+    for rank, first, last, at in p.parts:
+        f, t = by_rank[rank]
+        cuts.append(Cut(first, last, f.number, reading.seen(f, t).extent[0] + at * item))
+    return ds.from_cuts(p.shape, dtype, path, cuts)
+
+
+def _optimizer(reading: Reading, optims: list[_Optim], flats: dict[str, _Flat], shapes: Groups, lengths: Any) -> None:
+    """Leaves of the optimizer: a flat slot is cut like the masters, a step is shared by the parameters of its group.
+
+    `lengths(rank, group)` are the lengths a flat slot may have.
+    """
+    files = [o.file for o in optims]
+    members: list[list[str]] = [list(g) for g in shapes]
+    for g in sorted(optims[0].state):
+        for slot, found in optims[0].state[g].items():
+            everyone = [o.state[g].get(slot) for o in optims]
+            if not isinstance(found, StoredTensor) or not found.shape:
+                entry = _shared(reading, files, everyone, f"{slot} of flat tensor {g}")
+                for name in members[g]:
+                    path: Path = ("optim", "state", name, slot)
+                    reading.optim[path] = (
+                        replace(entry, path=path) if isinstance(entry, TensorEntry) else Value(path, entry)
+                    )
+                continue
+            for rank, (f, t) in enumerate(zip(files, everyone, strict=True)):
+                if not isinstance(t, StoredTensor) or len(t.shape) != 1 or t.dtype != found.dtype:
+                    raise Corrupt(f"{f.what}: {slot} of flat tensor {g} is {short(t)}, unlike rank 0's.")
+                if t.shape[0] not in lengths(rank, g):
+                    raise Corrupt(
+                        f"{f.what}: {slot} of flat tensor {g} has {t.shape[0]} elements instead of "
+                        f"{' or '.join(map(str, sorted(lengths(rank, g))))}."
+                    )
+            for name in members[g]:
+                path = ("optim", "state", name, slot)
+                reading.optim[path] = _sliced(reading, files, everyone, flats[name], path)
+    listed: list[int] = []
+    for i, group in enumerate(optims[0].groups or [{"params": [g]} for g in range(len(shapes))]):
+        ids = group.get("params")
+        if not isinstance(ids, list) or not all(type(k) is int and 0 <= k < len(shapes) for k in ids):
+            raise Corrupt(f"{files[0].what}: param group {i} lists {short(ids)}; there are {len(shapes)} flat tensors.")
+        listed += ids
+        for key, value in group.items():
+            data = [n for k in ids for n in members[k]] if key == "params" else value
+            reading.optim["optim", "param_groups", i, str(key)] = data
+    if sorted(listed) != list(range(len(shapes))):
+        raise Corrupt(f"{files[0].what}: the param groups list the flat tensors {listed} of {len(shapes)}.")
+    if optims[0].groups is None:
+        reading.notes.append(
+            "elastic_checkpoint keeps no hyperparameters: learning rate, betas and so on come from the next job's own optimizer"
+        )
+
+
+def _shared(reading: Reading, files: list[File], values: list[Any], what: str) -> Any:
+    """A counter that all ranks must agree on: a 0-dim tensor as the entry of rank 0's, or a number."""
+    first = values[0]
+    seen = [
+        f.scalar(v) if isinstance(v, StoredTensor) and not v.shape else v for f, v in zip(files, values, strict=True)
+    ]
+    for f, value in zip(files, seen, strict=True):
+        if value != seen[0]:
+            raise Corrupt(
+                f"{f.what}: {what} is {short(value)}, rank 0 has {short(seen[0])}. The files are of different saves; "
+                "fetch all of one save again."
+            )
+    return reading.whole(files[0], first, ()) if isinstance(first, StoredTensor) else first
+
+
+def _read_stage3(reading: Reading) -> Checkpoint:
+    models = reading.models3()
+    world = len(models)
+    shapes = ds.shapes_of(models[0])
+    flats, lengths = partitioned(shapes, world)
+    optims = _optims(reading, world, "fp32_flat_groups", "optimizer_state_dict", len(shapes))
+    for o in optims:
+        for g, t in enumerate(o.masters):
+            if t.shape[0] == 0 and lengths[g]:
+                raise Unsupported(
+                    f"{o.file.what}: flat tensor {g} is empty: its optimizer state was on NVMe. Save once with "
+                    "offload_optimizer on cpu, or none."
+                )
+            if t.shape[0] != lengths[g]:
+                raise Corrupt(
+                    f"{o.file.what}: flat tensor {g} has {t.shape[0]} elements; the {len(shapes[g])} parameters that "
+                    f"param_shapes puts into it have {lengths[g]} on each of {world} ranks. The files are of different "
+                    "saves."
+                )
+    files = [o.file for o in optims]
+    for name, p in flats.items():
+        reading.masters[name] = _sliced(reading, files, [o.masters[p.group] for o in optims], p, ("model", name))
+    reading.take_module(models)
+    _optimizer(reading, optims, flats, shapes, lambda rank, g: {lengths[g]})
+    return reading.done("zero3", world)
+
+
+def _read_stage12(reading: Reading, model: File) -> Checkpoint:
+    world = model.get("dp_world_size", int)
+    if world < 1 or world > 1 << 20:
+        raise Corrupt(f"{model.what}: dp_world_size is {world}.")
+    shapes = ds.shapes_of(model)
+    optims = _optims(reading, world, "single_partition_of_fp32_groups", "base_optimizer_state", len(shapes))
+    parts, paddings = _parts(optims, shapes)
+    flats = concatenated(shapes, parts, paddings)
+    raw = [sum(map(prod, s.values())) + sum(paddings[g]) for g, s in enumerate(shapes)]
+
+    def lengths(rank: int, g: int) -> set[int]:
+        return {parts[g], max(0, min(parts[g], raw[g] - rank * parts[g]))}
+
+    for rank, o in enumerate(optims):
+        for g, t in enumerate(o.masters):
+            if t.shape[0] not in lengths(rank, g):
+                raise Corrupt(
+                    f"{o.file.what}: flat tensor {g} has {t.shape[0]} elements; the {len(shapes[g])} parameters that "
+                    f"param_shapes puts into it leave {' or '.join(map(str, sorted(lengths(rank, g))))} for rank {rank} "
+                    f"of {world}. The files are of different saves."
+                )
+    files = [o.file for o in optims]
+    for name, p in flats.items():
+        reading.masters[name] = _sliced(reading, files, [o.masters[p.group] for o in optims], p, ("model", name))
+    reading.take_module([model])
+    _optimizer(reading, optims, flats, shapes, lengths)
+    # BF16_Optimizer states no stage; it is what stage 1 is with fp32 gradients
+    stage = files[0].get("optimizer_state_dict", dict).get("zero_stage", 1)
+    return reading.done(f"zero{stage if stage in (1, 2) else 1}", world)
+
+
+def _parts(optims: list[_Optim], shapes: Groups) -> tuple[list[int], list[list[int]]]:
+    """Elements of a rank's part by group, and the padding after each parameter.
+
+    Raises:
+        Corrupt: they do not hold the parameters, or hold more than padding beside them.
+    """
+    world = len(optims)
+    whole = optims[0].file.get("optimizer_state_dict", dict)
+    stated = whole.get("param_alignment_paddings") or [[0] * len(s) for s in shapes]
+    if [len(p) for p in stated if isinstance(p, list)] != [len(s) for s in shapes] or any(
+        type(k) is not int or k < 0 for p in stated for k in p
+    ):
+        raise Corrupt(f"{optims[0].file.what}: param_alignment_paddings is {short(stated)}.")
+    parts = []
+    for g, group in enumerate(shapes):
+        raw = sum(map(prod, group.values())) + sum(stated[g])
+        part = -(-raw // (2 * world)) * 2  # padded to a multiple of 2 W
+        have = max(o.masters[g].shape[0] for o in optims)
+        if have > part:
+            raise Corrupt(
+                f"{optims[0].file.what}: a rank holds {have} elements of flat tensor {g}, but the {len(group)} parameters "
+                f"that param_shapes puts into it are {raw}, {part} a rank. The files are of different saves."
+            )
+        parts.append(part)
+    return parts, stated
+
+
+def _read_stage0(reading: Reading, model: File) -> Checkpoint:
+    found = model.tree.get("optimizer")
+    reading.take_module([model])
+    if found is None:
+        return reading.done("zero0", None)
+    state = model.get("optimizer", dict)
+    inner = model.get("optimizer_state_dict", dict, state) if "optimizer_state_dict" in state else state
+    reading.take(("optim",), inner, model)
+    masters = state.get("fp32_groups")
+    if masters is None and "fp32_groups_flat" in state:
+        raise Unsupported(f"{model.what}: flat masters of a fused fp16 optimizer, whose order the file does not hold.")
+    aliases = ds.tied([model])
+    own = [n for n in reading.model if n not in set(model.tree.get("buffer_names") or ()) | aliases.keys()]
+    groups = model.get("param_groups", list, inner)
+    numbered = [k for g in groups if isinstance(g, dict) for k in g.get("params") or ()]
+    # one group of all parameters is in the order of the module; several are told apart by shapes
+    like = tuple(own) if len(groups) == 1 and len(numbered) == len(own) else None
+    if state.get("dynamic_loss_scale") or state.get("cur_scale", 1) != 1:
+        for key in set(state) - {"optimizer_state_dict", "fp32_groups"}:
+            reading.take(("scaler", key), state[key], model)
+    out = reading.done("zero0", model.get("dp_world_size", int), like)
+    if masters is not None:
+        _replace_masters(out, reading, model, masters)
+    return out
+
+
+def _replace_masters(out: Checkpoint, reading: Reading, model: File, masters: Any) -> None:
+    """The weights of a stage 0 bf16 engine are those its optimizer keeps, [[tensor]] in the order of its groups."""
+    params = [
+        v.data for v in out.values.values() if v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("params",)
+    ]
+    if not isinstance(masters, list) or [len(m) for m in masters if isinstance(m, list)] != [len(p) for p in params]:
+        raise Corrupt(f"{model.what}: fp32_groups does not fit the param groups.")
+    for names, tensors in zip(params, masters, strict=True):
+        for name, t in zip(names, tensors, strict=True):
+            old = out.tensors.get(f"model.{name}")
+            if old is None or not isinstance(t, StoredTensor) or t.shape != old.shape:
+                raise Corrupt(f'{model.what}: the master of "{name}" in fp32_groups has another shape than its weight.')
+            out.tensors[f"model.{name}"] = reading.whole(model, t, old.path)
+    for alias, owner in ds.tied([model]).items():
+        if f"model.{owner}" in out.tensors:
+            out.tensors[f"model.{alias}"] = replace(out.tensors[f"model.{owner}"], path=("model", alias))
+    out.records = list(reading.records.values())
+    out.notes.append(ds.DERIVED)
+
+
+LAYOUTS = (
+    Layout("zero3", "DeepSpeed ZeRO-3", frozenset(), False, lambda w: _detect(w, True), _read, None),
+    Layout(
+        "zero2", "DeepSpeed ZeRO-2 (reads 0, 1 and 2)", frozenset(), False, lambda w: _detect(w, False), _read, None
+    ),
+)
