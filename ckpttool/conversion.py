@@ -392,7 +392,7 @@ def convert(
             raise
         return Result(
             source.root, where, opened.layout.name, target.name, draft.checkpoint.world_size,
-            len(draft.checkpoint.tensors), ckpt.nbytes, draft.nbytes, root, verify,
+            len(wanted), ckpt.nbytes, draft.nbytes, root, verify,
             [(d.name, d.nbytes, d.why) for d in draft.dropped], notes,
         )  # fmt: skip
 
@@ -528,7 +528,7 @@ def _read_back(
         ckpt = back.locate()
         found = tensor_digests(ckpt.tensors, back.source, ckpt.files, ckpt.records, progress, "verify", None, effort)
     missing = sorted(set(digests) - set(found) - set(draft.same))
-    extra = sorted(set(found) - set(digests))
+    extra = sorted(set(found) - set(digests) - {d.name for d in draft.dropped})
     wrong = sorted(n for n in digests if n in found and found[n] != digests[n])
     if missing or extra or wrong:
         first = (wrong or missing or extra)[0]

@@ -31,38 +31,18 @@ from typing import Any, NamedTuple
 
 from ckpttool import boxes, torchzip
 from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError
-from ckpttool.index import ITEMSIZE, Checkpoint, Chunks, Extent, Path, Record, TensorEntry
-from ckpttool.layouts import Place, ReadOptions, checkpoint_of
+from ckpttool.index import ITEMSIZE, Checkpoint, Chunks, Extent, Path, Record, TensorEntry, joined
+from ckpttool.layouts import Place, ReadOptions, WriteOptions, checkpoint_of
 from ckpttool.names import canonical
 from ckpttool.pickles import Global, Opaque, short
 from ckpttool.store import Source
-from ckpttool.torchzip import StoredTensor
+from ckpttool.torchzip import Inline, StoredTensor, TensorRef
+from ckpttool.training import Training
 
 __all__ = [
-    "DERIVED",
-    "DS_VERSION",
-    "MODEL",
-    "MODEL3",
-    "OPTIM",
-    "STAND_INS",
-    "Cut",
-    "File",
-    "Reading",
-    "Save",
-    "beside",
-    "find",
-    "from_cuts",
-    "is_save",
-    "loss_scaler",
-    "placeholder",
-    "refuse_foreign",
-    "refuse_mixed",
-    "saves",
-    "scaler",
-    "shapes_of",
-    "stage_enum",
-    "tied",
-]  # fmt: skip
+    "DERIVED", "DS_VERSION", "MODEL", "MODEL3", "OPTIM", "Cut", "File", "Plan", "Reading", "Save", "Tree", "find",
+    "fragment", "from_cuts", "is_save", "saves", "scaler", "shapes_of", "size", "stage_enum", "tied",
+]  # fmt: skip  # fmt: skip
 
 MODEL3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -250,7 +230,7 @@ def from_cuts(shape: tuple[int, ...], dtype: str, path: Path, cuts: Iterable[Cut
 
 def shapes_of(file: File, key: str = "param_shapes") -> list[dict[str, tuple[int, ...]]]:
     """param_shapes, checked."""
-    found = file.get(key, list)
+    found: list[dict[str, tuple[int, ...]]] = file.get(key, list)
     for group in found:
         if not isinstance(group, dict) or not all(isinstance(k, str) and _is_shape(v) for k, v in group.items()):
             raise Corrupt(f"{file.what}: {key} is not a list of names and shapes.")
@@ -493,8 +473,8 @@ class Reading:
                 "frozen parameters, if the model has any, were left out when this was saved (exclude_frozen_parameters); "
                 "they must come from elsewhere"
             )
-        found = beside(models, crcs := [], self.notes)
-        self.rest.update(found)
+        crcs: list[Record] = []
+        self.rest.update(beside(models, crcs, self.notes))
         for r in crcs:
             self.records[r.extent.file, r.extent.offset] = r
 
@@ -542,14 +522,241 @@ def _same_bytes(a: TensorEntry, b: TensorEntry) -> bool:
 # --------------------------------------------------------------------------------------------------------- writing
 
 
-def loss_scaler(state: dict[str, Any]) -> tuple[Opaque, bool, bool]:
-    """(the pickled object, dynamic?, overflow?) from what `scaler` read."""
-    dynamic = bool(state.get("dynamic"))
-    out = Opaque(Global(_SCALERS, "DynamicLossScaler" if dynamic else "LossScaler"), ())
-    out.state = {k: v for k, v in state.items() if k != "overflow"} or {"cur_scale": 1.0, "dynamic": False}
-    return out, dynamic, bool(state.get("overflow"))
+#: What a dynamic loss scaler starts with (deepspeed/runtime/config.py, fp16 defaults).
+_FRESH_SCALER = {
+    "cur_scale": 65536.0, "dynamic": True, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0,
+    "scale_window": 1000, "min_scale": 1, "delayed_shift": 2, "cur_hysteresis": 2, "consecutive_hysteresis": False,
+    "raise_error_at_min_scale": True, "dtype": Global("torch", "float16"),
+}  # fmt: skip
+
+
+class Tree:
+    """Tensors of one file while its tree is built: their storages, and which of the draft's tensors fill them."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.sizes: dict[str, int] = {}
+        self.whole: dict[str, tuple[str, TensorEntry, TensorEntry]] = {}  # name: key, entry to be, source
+
+    def tensor(self, name: str, entry: TensorEntry, source: TensorEntry) -> TensorRef:
+        """A tensor that lies here as a whole. On ranks other than 0 it is a further copy."""
+        if self.rank:
+            name, entry = f"replica.{self.rank}.{name}", replace(entry, path=("replica", self.rank, *entry.path))
+        key = str(len(self.sizes))
+        self.sizes[key] = entry.nbytes
+        self.whole[name] = key, entry, source
+        return TensorRef(entry.dtype, entry.shape, key, entry.numel)
+
+    def hole(self, key: str, dtype: str, n: int) -> TensorRef:
+        """A flat tensor of n elements, to be filled from parts."""
+        self.sizes[key] = n * ITEMSIZE[dtype]
+        return TensorRef(dtype, (n,), key, n)
+
+    def placeholder(self, dtype: str) -> TensorRef:
+        """A tensor without elements; those of one dtype share a storage."""
+        return self.hole(f"empty.{dtype}", dtype, 0)
+
+    def value(self, x: Any) -> Any:
+        """A tree of plain data and entries, with the entries' tensors to lie here."""
+        if isinstance(x, TensorEntry):
+            return self.tensor(joined(x.path), x, x)
+        if isinstance(x, dict):
+            return {k: self.value(v) for k, v in x.items()}
+        if isinstance(x, list):
+            return [self.value(v) for v in x]
+        return x
+
+
+class Plan:
+    """What all files of a save to be have in common."""
+
+    def __init__(
+        self, state: Training, tensors: dict[str, TensorEntry], stage: int, options: WriteOptions, ckpt: Checkpoint
+    ) -> None:
+        self.state, self.tensors, self.stage, self.source_world = state, tensors, stage, ckpt.world_size
+        self._notes = list(state.notes)
+        self.rest = dict(state.rest)
+        config = self.rest.pop("ds_config", None)
+        self.ds_config: dict[str, Any] = config if isinstance(config, dict) else {}
+        self.precision = options.precision or self._precision()
+        self.prefix = "bf16_" if self.precision == "bfloat16" else ""
+        self.sub_group_size = options.sub_group_size or self._sub_group_size()
+        self._adjust_config(options)
+        self.steps = self._steps()
+        self.tag = options.tag or (
+            "checkpoint" if "pytorch-lightning_version" in self.rest else f"global_step{self.steps}"
+        )
+        if "/" in self.tag or self.tag in ("", ".", ".."):
+            raise UsageError(f"--tag {self.tag!r} is no name of a folder.")
+        self.counters = {
+            "skipped_steps": self.rest.pop("skipped_steps", 0), "global_steps": self.steps,
+            **({"global_samples": self.rest.pop("global_samples")} if "global_samples" in self.rest else {}),
+        }  # fmt: skip
+        self.rest.pop("global_steps", None)
+        self.scaler = self._scaler()
+        for key in sorted(_OWN & self.rest.keys()):
+            raise Unsupported(
+                f'the checkpoint has an entry "{key}" of its own, and so does every DeepSpeed save. Leave it out: --only '
+                "model,optim,scheduler,trainer."
+            )
+
+    def _precision(self) -> str:
+        for name, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
+            section = self.ds_config.get(name)
+            if isinstance(section, dict) and section.get("enabled") is True:
+                return dtype
+        bytes_of: dict[str, int] = {}
+        for g in self.state.groups:
+            for n in g.params:
+                bytes_of[self.tensors[n].dtype] = bytes_of.get(self.tensors[n].dtype, 0) + self.tensors[n].nbytes
+        most = max(bytes_of, key=lambda d: bytes_of[d], default="float32")
+        found = most if most in ("bfloat16", "float16") else "float32"
+        if not self.ds_config:
+            self._notes.append(
+                f"for a DeepSpeed engine that computes in {found}, as the weights are; else give --precision"
+            )
+        return found
+
+    def _sub_group_size(self) -> float:
+        section = self.ds_config.get("zero_optimization")
+        found = section.get("sub_group_size") if isinstance(section, dict) else None
+        return found if isinstance(found, (int, float)) and not isinstance(found, bool) and found > 0 else 1e9
+
+    def _adjust_config(self, options: WriteOptions) -> None:
+        """The configuration that lies in the files is that of the source; where it contradicts them, it follows them."""
+        if not self.ds_config:
+            return
+        config = dict(self.ds_config)
+        section = config.get("zero_optimization")
+        section = dict(section) if isinstance(section, dict) else {}
+        if section.get("stage") != self.stage:
+            section["stage"] = self.stage
+        if options.sub_group_size:
+            section["sub_group_size"] = options.sub_group_size
+        if self.stage < 3 and section.get("round_robin_gradients"):
+            section["round_robin_gradients"] = False
+            self._notes.append("the files are laid out for round_robin_gradients false; so must the engine's config be")
+        config["zero_optimization"] = section
+        if options.precision:
+            for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+                if isinstance(config.get(name), dict) or dtype == options.precision:
+                    inner = config.get(name)
+                    config[name] = {**(inner if isinstance(inner, dict) else {}), "enabled": dtype == options.precision}
+        self.ds_config = config
+
+    def _steps(self) -> int:
+        found = self.state.counter("global_steps", "global_step", "step", "iteration", "steps")
+        inner = self.rest.get("trainer")
+        if found is None and isinstance(inner, dict):
+            found = next((inner[k] for k in ("global_step", "step") if type(inner.get(k)) is int), None)
+        if found is None:
+            steps = [as_number(s.get("step")) for s in self.state.scalars.values()]
+            found = max((int(n) for n in steps if n is not None), default=0)
+            self._notes.append(
+                f"global_steps is {found}, the largest step of the optimizer: the checkpoint says no other"
+            )
+        return found
+
+    def _scaler(self) -> dict[str, Any]:
+        if self.precision == "float16":
+            if not self.state.scaler:
+                self._notes.append(
+                    "the loss scale starts at 65536, DeepSpeed's own: the checkpoint has none of DeepSpeed's kind"
+                )
+            return self.state.scaler or dict(_FRESH_SCALER)
+        if self.state.scaler:
+            self.rest["scaler"] = self.state.scaler  # an engine of this precision scales no loss, but nothing is lost
+        return {}
+
+    def notes(self) -> list[str]:
+        """What was assumed, for the user."""
+        return self._notes
+
+    def scaler_keys(self) -> dict[str, Any]:
+        """What every optimizer file says of the loss scaler."""
+        dynamic = bool(self.scaler.get("dynamic"))
+        state = {k: v for k, v in self.scaler.items() if k != "overflow"} or {"cur_scale": 1.0, "dynamic": False}
+        found = Opaque(Global(_SCALERS, "DynamicLossScaler" if dynamic else "LossScaler"), ())
+        found.state = state
+        return {"loss_scaler": found, "dynamic_loss_scale": dynamic, "overflow": bool(self.scaler.get("overflow"))}
+
+    def common(self, dtypes: list[str]) -> str:
+        """The dtype of a flat tensor: that of its parts, or the one that holds all of theirs."""
+        kinds = set(dtypes)
+        if len(kinds) < 2:
+            return kinds.pop() if kinds else "float32"
+        out = "float64" if "float64" in kinds else "float32"
+        text = f"{' and '.join(sorted(kinds))} in one flat tensor are written as {out}, which holds both exactly"
+        if text not in self._notes:
+            self._notes.append(text)
+        return out
+
+    def slots_of(self, group: Iterable[str]) -> list[str]:
+        """Names of the slots that every parameter of a group has.
+
+        Raises:
+            Unsupported: one has other slots than another.
+        """
+        found: list[str] | None = None
+        first = ""
+        for n in group:
+            mine = list(self.state.slots.get(n, {}))
+            if found is None:
+                found, first = mine, n
+            elif set(mine) != set(found):
+                raise Unsupported(
+                    f'"{n}" has the optimizer slots {", ".join(mine) or "none"}, "{first}" has {", ".join(found) or "none"}. '
+                    "DeepSpeed keeps those of a param group in one flat tensor each."
+                )
+        return found or []
+
+    def beside(self, tree: Tree, rank: int, world: int, stage: int) -> dict[str, Any]:
+        """Everything of a model file that is neither weights nor their shapes."""
+        rest = dict(self.rest)
+        each = rest.get("per_rank")
+        if stage == 3 and isinstance(each, dict) and each and world in (self.source_world, max(map(_number, each)) + 1):
+            del rest["per_rank"]
+            own = each.get(str(rank))
+            rest.update(own if isinstance(own, dict) else {})
+        elif rank:
+            rest.pop("per_rank", None)  # for other ranks than there are now: rank 0 carries them
+        state = self.state
+        out: dict[str, Any] = {k: None for k in _MAYBE}
+        if state.scheduler is not None:
+            out["lr_scheduler"] = tree.value(state.scheduler)
+        out.update(self.counters)
+        out.update(
+            dp_world_size=world, mp_world_size=1, checkpoint_parallel_dimensions={"pp_degree": 1, "tp_degree": 1},
+            ds_config=self.ds_config, ds_version=DS_VERSION,
+        )  # fmt: skip
+        out.update({k: tree.value(v) for k, v in rest.items()})
+        return out
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdigit() else -1
+
+
+def as_number(x: Any) -> float | int | None:
+    """The number that a step is: itself, or in a 0-dim tensor."""
+    if isinstance(x, Inline):
+        code = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}.get(x.dtype)
+        return None if code is None else struct.unpack(code, x.data)[0]
+    return x if isinstance(x, (int, float)) else None
 
 
 def stage_enum(stage: int) -> Opaque:
     """ZeroStageEnum(stage), to be pickled by name."""
     return Opaque(STAGE, (stage,), call=True)
+
+
+def size(shape: tuple[int, ...]) -> Opaque:
+    """torch.Size(shape), to be pickled by name: zero_to_fp32 asks it for its numel()."""
+    return Opaque(Global("torch", "Size"), (shape,), call=True)
+
+
+def fragment(numel: int, start: int) -> Opaque:
+    """fragment_address(numel, start), to be pickled by name."""
+    out = Opaque(Global("deepspeed.utils.tensor_fragment", "fragment_address"), ())
+    out.state = {"numel": numel, "start": start}
+    return out

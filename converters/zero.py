@@ -32,16 +32,20 @@ _load_legacy_checkpoint), runtime/bf16_optimizer.py, runtime/fp16/unfused_optimi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.errors import Corrupt, Unsupported
-from ckpttool.index import ITEMSIZE, Checkpoint, Path, TensorEntry, Value
-from ckpttool.layouts import Layout, Place, ReadOptions
+from ckpttool.draft import Draft, Dropped
+from ckpttool.errors import Corrupt, Unsupported, UsageError
+from ckpttool.index import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, Value, joined
+from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions
 from ckpttool.pickles import short
-from ckpttool.torchzip import StoredTensor
+from ckpttool.store import Source
+from ckpttool.torchdraft import TorchFiles
+from ckpttool.torchzip import StoredTensor, TensorRef
+from ckpttool.training import agreed, taken_apart
 
 from . import _deepspeed as ds
 from ._deepspeed import Cut, File, Reading
@@ -202,7 +206,7 @@ def _optims(reading: Reading, world: int, flats: str, base: str, count: int) -> 
     return out
 
 
-def _sliced(reading: Reading, files: Iterable[File], flats: list[StoredTensor], p: _Flat, path: Path) -> TensorEntry:
+def _sliced(reading: Reading, files: Iterable[File], flats: Sequence[Any], p: _Flat, path: Path) -> TensorEntry:
     """A parameter, or a slot of one, from its parts in the flat tensors of all ranks."""
     by_rank = list(zip(files, flats, strict=True))
     dtype = flats[0].dtype
@@ -406,9 +410,217 @@ def _replace_masters(out: Checkpoint, reading: Reading, model: File, masters: An
     out.notes.append(ds.DERIVED)
 
 
+# --------------------------------------------------------------------------------------------------------- writing
+
+
+def _write(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: int) -> Draft:
+    """A save for an engine of `world_size` ranks.
+
+    Raises:
+        UsageError: no world size was given and the source has none. Unsupported: see training.taken_apart.
+    """
+    world = options.world_size or ckpt.world_size
+    if not world:
+        raise UsageError("--world-size is needed: the number of ranks of the job that will load this.")
+    if options.zero_stage not in (None, stage):
+        raise UsageError(
+            f"--zero-stage {options.zero_stage}: zero{stage} is stage {stage}; write --to zero{options.zero_stage}."
+        )
+    state = taken_apart(ckpt, source)
+    tensors = {n: replace(t, dtype=options.cast(f"model.{n}", t.dtype)) for n, t in state.tensors.items()}
+    plan = ds.Plan(state, tensors, stage, options, ckpt)
+    named = [{n: tensors[n].shape for n in g.params} for g in state.groups]
+    if stage == 3:
+        split = [subgroups(g, world, plan.sub_group_size) for g in named]
+    else:
+        split = [[g] for g in named]
+    groups = [g for parts in split for g in parts]
+    numbers = iter(range(len(groups)))
+    ids = [[next(numbers) for _ in parts] for parts in split]
+    files = TorchFiles()
+    out = _Optimizers(plan, groups, world, stage)
+    models = _Models(plan, groups, world, stage)
+    models.add(files)
+    out.add(files, ids)
+    placed, sources = {**out.tensors, **models.tensors}, {**out.sources, **models.sources}
+    files.literal("latest", plan.tag.encode())
+    checkpoint = Checkpoint(f"zero{stage}", options.target, world, [], [], placed, ckpt.values)
+    return files.draft(checkpoint, sources, [*state.dropped, *out.dropped], models.same, plan.notes())
+
+
+class _Optimizers:
+    """The optimizer files: flat tensors of masters, then of every slot, the same record by record on all ranks."""
+
+    def __init__(self, plan: ds.Plan, groups: Groups, world: int, stage: int) -> None:
+        self.plan, self.groups, self.world, self.stage = plan, groups, world, stage
+        self.dropped: list[Dropped] = []
+        self.tensors: dict[str, TensorEntry] = {}
+        self.sources: dict[str, TensorEntry] = {}
+        if stage == 3:
+            self.flats, self.parts = partitioned(groups, world)
+        else:
+            self.parts = [-(-sum(map(prod, g.values())) // (2 * world)) * 2 for g in groups]
+            self.flats = concatenated(groups, self.parts)
+        # (group, slot or None for the masters, dtype); the order of the records in every file
+        self.columns: list[tuple[int, str | None, str]] = [
+            (g, None, plan.common([plan.tensors[n].dtype for n in group])) for g, group in enumerate(groups)
+        ]
+        slots = [plan.slots_of(group) for group in groups]
+        for slot in dict.fromkeys(s for found in slots for s in found):
+            for g, group in enumerate(groups):
+                if slot in slots[g]:
+                    dtypes = [plan.state.slots[n][slot].dtype for n in group]
+                    self.columns.append((g, slot, plan.common(dtypes)))
+        what = f"ZeRO-{stage} keeps one for a whole {'sub-group' if stage == 3 else 'param group'}"
+        self.scalars: list[dict[str, Any]] = []
+        for group in groups:
+            scalars, lost = agreed(plan.state, group, what)
+            self.scalars.append(scalars)
+            self.dropped += lost
+
+    def elements(self, rank: int, column: tuple[int, str | None, str]) -> int:
+        """Elements of a flat tensor of a rank. Stages 1 and 2 strip the padding off the masters alone."""
+        g, slot, _ = column
+        if self.stage == 3 or slot is not None:
+            return self.parts[g]
+        return max(0, min(self.parts[g], self._raw(g) - rank * self.parts[g]))
+
+    def _raw(self, g: int) -> int:
+        return sum(map(prod, self.groups[g].values()))
+
+    def add(self, files: TorchFiles, ids: list[list[int]]) -> None:
+        """All files, and the places of the tensors in them."""
+        numbers = []
+        for rank in range(self.world):
+            sizes = {str(k): self.elements(rank, c) * ITEMSIZE[c[2]] for k, c in enumerate(self.columns)}
+            name = f"{self.plan.tag}/{self.plan.prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            numbers.append(files.add(name, self._tree(rank, ids), sizes))
+        for k, (g, slot, dtype) in enumerate(self.columns):
+            at = [files.offset(f, str(k)) for f in numbers]
+            for n in self.groups[g]:
+                path: Path = ("model", n) if slot is None else ("optim", "state", n, slot)
+                name = joined(path)
+                cuts = [
+                    Cut(first, last, numbers[r], at[r] + inside * ITEMSIZE[dtype])
+                    for r, first, last, inside in self.flats[n].parts
+                ]
+                self.tensors[name] = ds.from_cuts(self.flats[n].shape, dtype, path, cuts)
+                self.sources[name] = self.plan.state.tensors[n] if slot is None else self.plan.state.slots[n][slot]
+
+    def _tree(self, rank: int, ids: list[list[int]]) -> dict[str, Any]:
+        masters: list[Any] = []
+        state: dict[int, dict[str, Any]] = {g: dict(s) for g, s in enumerate(self.scalars) if s}
+        for k, column in enumerate(self.columns):
+            n = self.elements(rank, column)
+            ref = TensorRef(column[2], (n,), str(k), n)
+            if column[1] is None:
+                masters.append(ref)
+            else:
+                state.setdefault(column[0], {})[column[1]] = ref
+        groups = [{**g.options, "params": own} for g, own in zip(self.plan.state.groups, ids, strict=True)]
+        base = {"state": state, "param_groups": groups}
+        out = self.plan.scaler_keys()
+        out["zero_stage"] = ds.stage_enum(self.stage)
+        if self.stage == 3:
+            out.update(partition_count=self.world, optimizer_state_dict=base, fp32_flat_groups=masters)
+        else:
+            out.update(
+                base_optimizer_state=base,
+                single_partition_of_fp32_groups=masters,
+                group_paddings=[self.parts[g] - self.elements(rank, (g, None, "")) for g in range(len(self.groups))],
+                param_alignment_paddings=[[0] * len(g) for g in self.groups],
+                partition_count=[self.world] * len(self.groups),
+                ds_version=ds.DS_VERSION,
+                param_slice_mappings=[self._slices(rank, group) for group in self.groups],
+            )
+        return {"optimizer_state_dict": out, "ds_config": self.plan.ds_config, "ds_version": ds.DS_VERSION}
+
+    def _slices(self, rank: int, group: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+        return {
+            n: ds.fragment(last - first, at) for n in group for r, first, last, at in self.flats[n].parts if r == rank
+        }
+
+
+class _Models:
+    """The model files: one a rank at stage 3, with the parts of frozen parameters; else one, with all weights."""
+
+    def __init__(self, plan: ds.Plan, groups: Groups, world: int, stage: int) -> None:
+        self.plan, self.groups, self.world, self.stage = plan, groups, world, stage
+        self.tensors: dict[str, TensorEntry] = {}
+        self.sources: dict[str, TensorEntry] = {}
+        self.same = {f"model.{a}": f"model.{o}" for a, o in plan.state.tied.items()}
+
+    def add(self, files: TorchFiles) -> None:
+        """All files, and the places of the tensors in them."""
+        plan, state = self.plan, self.plan.state
+        numbers, trees = [], []
+        for rank in range(self.world if self.stage == 3 else 1):
+            tree = ds.Tree(rank)
+            content = self._tree(tree, rank)
+            name = f"zero_pp_rank_{rank}_mp_rank_00" if self.stage == 3 else "mp_rank_00"
+            numbers.append(files.add(f"{plan.tag}/{name}_model_states.pt", content, tree.sizes))
+            trees.append(tree)
+        for number, tree in zip(numbers, trees, strict=True):
+            for name, (key, entry, origin) in tree.whole.items():
+                at = files.offset(number, key)
+                self.tensors[name] = replace(
+                    entry, chunks=Chunks.whole(entry.shape, number, at, entry.nbytes), coding="raw"
+                )
+                self.sources[name] = origin
+        for n in state.frozen if self.stage == 3 else ():
+            t = plan.tensors[n]
+            part = -(-t.numel // self.world)
+            cuts = [
+                Cut(r * part, min((r + 1) * part, t.numel), number, files.offset(number, f"frozen.{n}"))
+                for r, number in enumerate(numbers)
+                if r * part < t.numel
+            ]
+            self.tensors[f"model.{n}"] = ds.from_cuts(t.shape, t.dtype, t.path, cuts)
+            self.sources[f"model.{n}"] = state.tensors[n]
+
+    def _tree(self, tree: ds.Tree, rank: int) -> dict[str, Any]:
+        plan, state, stage = self.plan, self.plan.state, self.stage
+        trained = {n for g in self.groups for n in g}
+        module: dict[str, Any] = {}
+        for n, t in plan.tensors.items():
+            if n in state.tied:
+                continue
+            if n in state.buffers or (stage < 3 and n in state.frozen):
+                module[n] = tree.tensor(f"model.{n}", t, state.tensors[n])
+            elif stage == 3:
+                module[n] = tree.placeholder(plan.precision if n in trained else t.dtype)
+            else:  # what the engine computes with: rounded from the masters as they pass
+                low = replace(t, dtype=plan.precision, path=("module", n))
+                module[n] = tree.tensor(f"module.{n}", low, state.tensors[n])
+        module.update({a: module[o] for a, o in state.tied.items()})
+        frozen = {n: ds.size(plan.tensors[n].shape) for n in state.frozen}
+        fragments: Any = {n: module[n] for n in frozen}
+        out = {
+            "module": {n: module[n] for n in plan.tensors},
+            "buffer_names": list(state.buffers),
+            "optimizer": None,
+            "param_shapes": [{n: ds.size(s) for n, s in g.items()} for g in self.groups],
+            "frozen_param_shapes": frozen if stage > 1 else None,
+            "shared_params": dict(state.tied) if rank == 0 else {},
+            "frozen_param_fragments": fragments if stage > 1 else None,
+            **plan.beside(tree, rank, self.world, stage),
+        }
+        if stage == 3:  # last, so that these records lie in the same order behind those of one rank alone
+            for n in state.frozen:
+                t = plan.tensors[n]
+                fragments[n] = tree.hole(f"frozen.{n}", t.dtype, -(-t.numel // self.world))
+        return out
+
+
+def _layout(stage: int, title: str, detect: Any) -> Layout:
+    def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
+        return _write(ckpt, source, options, stage)
+
+    return Layout(f"zero{stage}", title, frozenset(), False, detect, _read, write)
+
+
 LAYOUTS = (
-    Layout("zero3", "DeepSpeed ZeRO-3", frozenset(), False, lambda w: _detect(w, True), _read, None),
-    Layout(
-        "zero2", "DeepSpeed ZeRO-2 (reads 0, 1 and 2)", frozenset(), False, lambda w: _detect(w, False), _read, None
-    ),
+    _layout(3, "DeepSpeed ZeRO-3", lambda where: _detect(where, True)),
+    _layout(2, "DeepSpeed ZeRO-2; reads stages 0, 1 and 2", lambda where: _detect(where, False)),
+    _layout(1, "DeepSpeed ZeRO-1; read as zero2", lambda where: (False, "see zero2, which reads it")),
 )
