@@ -36,11 +36,12 @@ from ckpttool.layouts import Place, ReadOptions, WriteOptions, checkpoint_of
 from ckpttool.names import canonical
 from ckpttool.pickles import Global, Opaque, short
 from ckpttool.store import Source
+from ckpttool.torchdraft import TorchFiles
 from ckpttool.torchzip import Inline, StoredTensor, TensorRef
 from ckpttool.training import Training
 
 __all__ = [
-    "DERIVED", "DS_VERSION", "MODEL", "MODEL3", "OPTIM", "Cut", "File", "Plan", "Reading", "Save", "Tree", "find",
+    "DERIVED", "DS_VERSION", "MODEL", "MODEL3", "OPTIM", "Cut", "File", "Models", "Plan", "Reading", "Save", "Tree", "find",
     "fragment", "from_cuts", "is_save", "saves", "scaler", "shapes_of", "size", "stage_enum", "tied",
 ]  # fmt: skip  # fmt: skip
 
@@ -159,13 +160,13 @@ def refuse_foreign(save: Save, where: str) -> None:
 class File:
     """One torch file of a save, unpickled as data; `number` is its place in the list of the checkpoint's files."""
 
-    def __init__(self, source: Source, name: str, number: int) -> None:
+    def __init__(self, source: Source, name: str, number: int, dict_only: bool = True) -> None:
         self.source, self.name, self.number = source, name, number
         self.what = f"{source.root}/{name}"
         tree = torchzip.read(self.read_at, 0, source.size(name), self.what, STAND_INS)
-        if not isinstance(tree, dict):
+        if dict_only and not isinstance(tree, dict):
             raise Corrupt(f"{self.what} holds a {type(tree).__name__}, not a dict; DeepSpeed did not write it.")
-        self.tree: dict[str, Any] = tree
+        self.tree: Any = tree
 
     def read_at(self, offset: int, n: int) -> bytes:
         """Bytes of the file."""
@@ -351,10 +352,10 @@ class Reading:
         self.optim: dict[Path, Any] = {}
         self.rest: dict[Path, Any] = {}
 
-    def file(self, name: str) -> File:
+    def file(self, name: str, dict_only: bool = True) -> File:
         """Unpickle a file of the save."""
         self.names.append(self.save.folder + name)
-        return File(self.source, self.names[-1], len(self.names) - 1)
+        return File(self.source, self.names[-1], len(self.names) - 1, dict_only)
 
     def seen(self, file: File, t: StoredTensor) -> StoredTensor:
         """The tensor; the CRC32 of its storage is checked when it is read."""
@@ -710,11 +711,11 @@ class Plan:
                 )
         return found or []
 
-    def beside(self, tree: Tree, rank: int, world: int, stage: int) -> dict[str, Any]:
+    def beside(self, tree: Tree, rank: int, world: int, each_rank: bool) -> dict[str, Any]:
         """Everything of a model file that is neither weights nor their shapes."""
         rest = dict(self.rest)
         each = rest.get("per_rank")
-        if stage == 3 and isinstance(each, dict) and each and world in (self.source_world, max(map(_number, each)) + 1):
+        if each_rank and isinstance(each, dict) and each and world in (self.source_world, max(map(_number, each)) + 1):
             del rest["per_rank"]
             own = each.get(str(rank))
             rest.update(own if isinstance(own, dict) else {})
@@ -730,6 +731,77 @@ class Plan:
             ds_config=self.ds_config, ds_version=DS_VERSION,
         )  # fmt: skip
         out.update({k: tree.value(v) for k, v in rest.items()})
+        return out
+
+
+class Models:
+    """The model files: one a rank at stage 3, with the parts of frozen parameters; else one, with all weights."""
+
+    def __init__(self, plan: Plan, groups: list[dict[str, tuple[int, ...]]], world: int, stage: int) -> None:
+        self.plan, self.groups, self.world, self.stage = plan, groups, world, stage
+        self.tensors: dict[str, TensorEntry] = {}
+        self.sources: dict[str, TensorEntry] = {}
+        self.same = {f"model.{a}": f"model.{o}" for a, o in plan.state.tied.items()}
+
+    def add(self, files: TorchFiles, each_rank: bool) -> None:
+        """All files, and the places of the tensors in them; `each_rank` is to find its own random state in its own."""
+        plan, state = self.plan, self.plan.state
+        numbers, trees = [], []
+        for rank in range(self.world if self.stage == 3 else 1):
+            tree = Tree(rank)
+            content = self._tree(tree, rank, each_rank)
+            name = f"zero_pp_rank_{rank}_mp_rank_00" if self.stage == 3 else "mp_rank_00"
+            numbers.append(files.add(f"{plan.tag}/{name}_model_states.pt", content, tree.sizes))
+            trees.append(tree)
+        for number, tree in zip(numbers, trees, strict=True):
+            for name, (key, entry, origin) in tree.whole.items():
+                at = files.offset(number, key)
+                self.tensors[name] = replace(
+                    entry, chunks=Chunks.whole(entry.shape, number, at, entry.nbytes), coding="raw"
+                )
+                self.sources[name] = origin
+        for n in state.frozen if self.stage == 3 else ():
+            t = plan.tensors[n]
+            part = -(-t.numel // self.world)
+            cuts = [
+                Cut(r * part, min((r + 1) * part, t.numel), number, files.offset(number, f"frozen.{n}"))
+                for r, number in enumerate(numbers)
+                if r * part < t.numel
+            ]
+            self.tensors[f"model.{n}"] = from_cuts(t.shape, t.dtype, t.path, cuts)
+            self.sources[f"model.{n}"] = state.tensors[n]
+
+    def _tree(self, tree: Tree, rank: int, each_rank: bool) -> dict[str, Any]:
+        plan, state, stage = self.plan, self.plan.state, self.stage
+        trained = {n for g in self.groups for n in g}
+        module: dict[str, Any] = {}
+        for n, t in plan.tensors.items():
+            if n in state.tied:
+                continue
+            if n in state.buffers or (stage < 3 and n in state.frozen):
+                module[n] = tree.tensor(f"model.{n}", t, state.tensors[n])
+            elif stage == 3:
+                module[n] = tree.placeholder(plan.precision if n in trained else t.dtype)
+            else:  # what the engine computes with: rounded from the masters as they pass
+                low = replace(t, dtype=plan.precision, path=("module", n))
+                module[n] = tree.tensor(f"module.{n}", low, state.tensors[n])
+        module.update({a: module[o] for a, o in state.tied.items()})
+        frozen = {n: size(plan.tensors[n].shape) for n in state.frozen}
+        fragments: Any = {n: module[n] for n in frozen}
+        out = {
+            "module": {n: module[n] for n in plan.tensors},
+            "buffer_names": list(state.buffers),
+            "optimizer": None,
+            "param_shapes": [{n: size(s) for n, s in g.items()} for g in self.groups],
+            "frozen_param_shapes": frozen if stage > 1 else None,
+            "shared_params": dict(state.tied) if rank == 0 else {},
+            "frozen_param_fragments": fragments if stage > 1 else None,
+            **plan.beside(tree, rank, self.world, each_rank),
+        }
+        if stage == 3:  # last, so that these records lie in the same order behind those of one rank alone
+            for n in state.frozen:
+                t = plan.tensors[n]
+                fragments[n] = tree.hole(f"frozen.{n}", t.dtype, -(-t.numel // self.world))
         return out
 
 

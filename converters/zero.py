@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.draft import Draft, Dropped
 from ckpttool.errors import Corrupt, Unsupported, UsageError
-from ckpttool.index import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, Value, joined
+from ckpttool.index import ITEMSIZE, Checkpoint, Path, TensorEntry, Value, joined
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions
 from ckpttool.pickles import short
 from ckpttool.store import Source
@@ -55,8 +55,8 @@ __all__ = ["LAYOUTS"]
 
 def _detect(where: Place, stage3: bool) -> tuple[bool, str]:
     source, file = where
-    if file is not None:
-        return False, "a folder; this is one file"
+    if file not in (None, "latest"):
+        return False, "a folder, or its latest; this is another file"
     names = source.list()
     found = {"": names} if ds.is_save(names) else {}
     if not found and ("latest" in names or "latest_universal" not in names):
@@ -439,8 +439,8 @@ def _write(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: int) 
     ids = [[next(numbers) for _ in parts] for parts in split]
     files = TorchFiles()
     out = _Optimizers(plan, groups, world, stage)
-    models = _Models(plan, groups, world, stage)
-    models.add(files)
+    models = ds.Models(plan, groups, world, stage)
+    models.add(files, each_rank=stage == 3)
     out.add(files, ids)
     placed, sources = {**out.tensors, **models.tensors}, {**out.sources, **models.sources}
     files.literal("latest", plan.tag.encode())
@@ -539,77 +539,6 @@ class _Optimizers:
         return {
             n: ds.fragment(last - first, at) for n in group for r, first, last, at in self.flats[n].parts if r == rank
         }
-
-
-class _Models:
-    """The model files: one a rank at stage 3, with the parts of frozen parameters; else one, with all weights."""
-
-    def __init__(self, plan: ds.Plan, groups: Groups, world: int, stage: int) -> None:
-        self.plan, self.groups, self.world, self.stage = plan, groups, world, stage
-        self.tensors: dict[str, TensorEntry] = {}
-        self.sources: dict[str, TensorEntry] = {}
-        self.same = {f"model.{a}": f"model.{o}" for a, o in plan.state.tied.items()}
-
-    def add(self, files: TorchFiles) -> None:
-        """All files, and the places of the tensors in them."""
-        plan, state = self.plan, self.plan.state
-        numbers, trees = [], []
-        for rank in range(self.world if self.stage == 3 else 1):
-            tree = ds.Tree(rank)
-            content = self._tree(tree, rank)
-            name = f"zero_pp_rank_{rank}_mp_rank_00" if self.stage == 3 else "mp_rank_00"
-            numbers.append(files.add(f"{plan.tag}/{name}_model_states.pt", content, tree.sizes))
-            trees.append(tree)
-        for number, tree in zip(numbers, trees, strict=True):
-            for name, (key, entry, origin) in tree.whole.items():
-                at = files.offset(number, key)
-                self.tensors[name] = replace(
-                    entry, chunks=Chunks.whole(entry.shape, number, at, entry.nbytes), coding="raw"
-                )
-                self.sources[name] = origin
-        for n in state.frozen if self.stage == 3 else ():
-            t = plan.tensors[n]
-            part = -(-t.numel // self.world)
-            cuts = [
-                Cut(r * part, min((r + 1) * part, t.numel), number, files.offset(number, f"frozen.{n}"))
-                for r, number in enumerate(numbers)
-                if r * part < t.numel
-            ]
-            self.tensors[f"model.{n}"] = ds.from_cuts(t.shape, t.dtype, t.path, cuts)
-            self.sources[f"model.{n}"] = state.tensors[n]
-
-    def _tree(self, tree: ds.Tree, rank: int) -> dict[str, Any]:
-        plan, state, stage = self.plan, self.plan.state, self.stage
-        trained = {n for g in self.groups for n in g}
-        module: dict[str, Any] = {}
-        for n, t in plan.tensors.items():
-            if n in state.tied:
-                continue
-            if n in state.buffers or (stage < 3 and n in state.frozen):
-                module[n] = tree.tensor(f"model.{n}", t, state.tensors[n])
-            elif stage == 3:
-                module[n] = tree.placeholder(plan.precision if n in trained else t.dtype)
-            else:  # what the engine computes with: rounded from the masters as they pass
-                low = replace(t, dtype=plan.precision, path=("module", n))
-                module[n] = tree.tensor(f"module.{n}", low, state.tensors[n])
-        module.update({a: module[o] for a, o in state.tied.items()})
-        frozen = {n: ds.size(plan.tensors[n].shape) for n in state.frozen}
-        fragments: Any = {n: module[n] for n in frozen}
-        out = {
-            "module": {n: module[n] for n in plan.tensors},
-            "buffer_names": list(state.buffers),
-            "optimizer": None,
-            "param_shapes": [{n: ds.size(s) for n, s in g.items()} for g in self.groups],
-            "frozen_param_shapes": frozen if stage > 1 else None,
-            "shared_params": dict(state.tied) if rank == 0 else {},
-            "frozen_param_fragments": fragments if stage > 1 else None,
-            **plan.beside(tree, rank, self.world, stage),
-        }
-        if stage == 3:  # last, so that these records lie in the same order behind those of one rank alone
-            for n in state.frozen:
-                t = plan.tensors[n]
-                fragments[n] = tree.hole(f"frozen.{n}", t.dtype, -(-t.numel // self.world))
-        return out
 
 
 def _layout(stage: int, title: str, detect: Any) -> Layout:

@@ -1,0 +1,235 @@
+"""universal: DeepSpeed's Universal Checkpoint, one folder a parameter, for any number of ranks.
+
+    DIR/latest_universal                             the tag, no newline; written last
+    DIR/<tag>/zero/<fqn>/fp32.pt exp_avg.pt exp_avg_sq.pt       stage 3: a bare flat tensor, its shape is in param_shapes
+                                                     stages 1, 2: {"param": tensor, "cat_dim": 0}, and step.pt
+    DIR/<tag>/zero/optimizer_state.pt                loss scaler, param_groups; stage 3: the steps
+    DIR/<tag>/*_model_states.pt                      as in a ZeRO save (_deepspeed.py): of the ranks it was made from
+
+What is not trained lies in the model files alone, so they are needed for buffers and frozen parameters, which
+DeepSpeed's own loader does not restore from here; nor does it, at stage 3, restore the hyperparameters of other param
+groups than the first. zero3 has neither fault: write that where the number of ranks is known.
+
+Written: for --zero-stage 1, 2 or 3, the model file of one rank.
+
+Sources: deepspeed 0.19.8, checkpoint/ds_to_universal.py, runtime/zero/stage3.py
+(load_hp_checkpoint_state_from_checkpoint_dir_stage3), runtime/base_optimizer.py, checkpoint/universal_checkpoint.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ckpttool.draft import Draft, Dropped
+from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.index import Checkpoint, Chunks, Path, TensorEntry, Value, joined
+from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions
+from ckpttool.pickles import short
+from ckpttool.store import Source
+from ckpttool.torchdraft import TorchFiles
+from ckpttool.torchzip import StoredTensor, TensorRef
+from ckpttool.training import agreed, taken_apart
+
+from . import _deepspeed as ds
+from ._deepspeed import Cut, Reading
+
+__all__ = ["LAYOUTS"]
+
+_STATE = "zero/optimizer_state.pt"
+
+
+def detect(where: Place) -> tuple[bool, str]:
+    """A folder with zero/optimizer_state.pt beside model files, or one whose `latest_universal` names such a folder."""
+    source, file = where
+    if file is not None:
+        yes = file == "latest_universal"
+        return yes, "is a latest_universal" if yes else "a folder, or its latest_universal; this is another file"
+    names = source.list()
+    if source.exists(_STATE) and ds.is_save(names):
+        return True, f"has {_STATE}"
+    if "latest_universal" in names and "latest" not in names:
+        return True, "has latest_universal"
+    if "latest" not in names:
+        for tag, inside in ds.saves(source).items():
+            if "zero" in inside:
+                return True, f"has {tag}/{_STATE}"
+    return False, "no latest_universal" + (" without a latest" if "latest_universal" in names else "")
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+def read(where: Place, options: ReadOptions) -> Checkpoint:
+    """The index of a universal checkpoint.
+
+    Raises:
+        Corrupt: a parameter that param_shapes names has no folder, or files of another size.
+    """
+    reading = Reading(where, options, "latest_universal")
+    if reading.save.files(ds.MODEL, 1):
+        models = [reading.file(reading.ranks(ds.MODEL, 1, 1, "model")[0])]
+    else:
+        models = reading.models3()
+    shapes = ds.shapes_of(models[0])
+    state = reading.file(_STATE)
+    slots: dict[str, dict[str, Any]] = {}
+    for group in shapes:
+        for name, shape in group.items():
+            slots[name] = _parameter(reading, name, shape)
+            if "fp32" not in slots[name]:
+                raise Corrupt(f'{reading.where}zero/{name}: there is no fp32.pt, the weights of "{name}". Fetch it.')
+            reading.masters[name] = replace(slots[name].pop("fp32"), path=("model", name))
+    reading.take_module(models)
+    reading.rest.update(ds.scaler(state.tree))
+    members = [list(g) for g in shapes]
+    base = state.tree.get("optimizer_state_dict")
+    steps = base.get("state") if isinstance(base, dict) else None
+    for g, names in enumerate(members):
+        own = steps.get(g) if isinstance(steps, dict) else None
+        for name in names:
+            for slot, entry in slots[name].items():
+                path: Path = ("optim", "state", name, slot)
+                reading.optim[path] = (
+                    replace(entry, path=path) if isinstance(entry, TensorEntry) else Value(path, entry)
+                )
+            for slot, x in (own if isinstance(own, dict) else {}).items():
+                path = ("optim", "state", name, str(slot))
+                if path in reading.optim or (isinstance(x, StoredTensor) and x.shape):
+                    continue  # rank 0's part of what lies in the parameter's folder
+                reading.optim[path] = reading.whole(state, x, path) if isinstance(x, StoredTensor) else Value(path, x)
+    groups = state.get("param_groups", list)
+    for i, group in enumerate(groups):
+        ids = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(ids, list) or not all(type(k) is int and 0 <= k < len(members) for k in ids):
+            raise Corrupt(
+                f"{state.what}: param group {i} lists {short(ids)}; there are {len(members)} groups of shapes."
+            )
+        for key, value in group.items():
+            data = [n for k in ids for n in members[k]] if key == "params" else value
+            reading.optim["optim", "param_groups", i, str(key)] = data
+    return reading.done("universal", None)
+
+
+def _parameter(reading: Reading, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    """{"fp32": entry, "exp_avg": entry, "step": entry or number} of one parameter's folder."""
+    folder = f"zero/{name}"
+    if "/" in name or name in (".", ".."):
+        raise Unsupported(f'{reading.where}: a parameter named "{name}".')
+    out: dict[str, Any] = {}
+    for file in reading.source.list(reading.save.folder + folder):
+        if not file.endswith(".pt"):
+            continue
+        f = reading.file(f"{folder}/{file}", dict_only=False)
+        x = f.tree.get("param") if isinstance(f.tree, dict) else f.tree
+        slot = file.removesuffix(".pt")
+        if not isinstance(x, StoredTensor):
+            if isinstance(x, (int, float)):
+                out[slot] = x
+                continue
+            raise Corrupt(f"{f.what} holds {short(x)}, not a tensor.")
+        if (slot == "step" and not x.shape) or x.shape == shape:
+            out[slot] = reading.whole(f, x, ())
+        elif x.shape == (x.numel,) and x.contiguous and x.numel == _numel(shape):
+            reading.seen(f, x)
+            out[slot] = ds.from_cuts(shape, x.dtype, (), [Cut(0, x.numel, f.number, x.extent[0])])
+        else:
+            raise Corrupt(f'{f.what}: a tensor of shape {x.shape}; param_shapes says that "{name}" has {shape}.')
+    return out
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return TensorEntry("uint8", shape, (), Chunks(len(shape))).numel
+
+
+# --------------------------------------------------------------------------------------------------------- writing
+
+
+def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
+    """A folder that an engine of any number of ranks loads with {"checkpoint": {"load_universal": true}}."""
+    state = taken_apart(ckpt, source)
+    tensors = {n: replace(t, dtype=options.cast(f"model.{n}", t.dtype)) for n, t in state.tensors.items()}
+    stage = options.zero_stage or _stage_of(ckpt)
+    plan = ds.Plan(state, tensors, stage, options, ckpt)
+    plan.tag += "" if options.tag else "_universal"
+    groups = [{n: tensors[n].shape for n in g.params} for g in state.groups]
+    ids = [[k] if g else [] for k, g in zip(_numbered(groups), groups, strict=True)]
+    groups = [g for g in groups if g]
+    files = TorchFiles()
+    models = ds.Models(plan, groups, 1, stage)
+    models.add(files, each_rank=False)
+    placed, sources = dict(models.tensors), dict(models.sources)
+    dropped: list[Dropped] = list(state.dropped)
+    scalars: list[dict[str, Any]] = []
+    for group in groups:
+        shared, lost = agreed(state, group, "a universal checkpoint of stage 3 keeps one for a whole param group")
+        scalars.append(shared)
+        dropped += lost if stage == 3 else []
+        plan.slots_of(group)
+        for n, shape in group.items():
+            if "/" in n:
+                raise Unsupported(f'"{n}" cannot be the name of a folder.')
+            entries = {"fp32": (tensors[n], state.tensors[n]), **{s: (t, t) for s, t in state.slots.get(n, {}).items()}}
+            for slot, (t, origin) in entries.items():
+                ref = TensorRef(t.dtype, (t.numel,) if stage == 3 else shape, "0", t.numel)
+                tree = ref if stage == 3 else {"cat_dim": 0, "param": ref}
+                f = files.add(f"{plan.tag}/zero/{n}/{slot}.pt", tree, {"0": t.nbytes})
+                path: Path = ("model", n) if slot == "fp32" else ("optim", "state", n, slot)
+                chunks = Chunks.whole(shape, f, files.offset(f, "0"), t.nbytes)
+                placed[joined(path)] = TensorEntry(t.dtype, shape, path, chunks)
+                sources[joined(path)] = origin
+            for slot, x in state.scalars.get(n, {}).items() if stage < 3 else ():
+                files.add(f"{plan.tag}/zero/{n}/{slot}.pt", x, {})
+    found = plan.scaler_keys()
+    found["zero_stage"] = ds.stage_enum(stage)
+    param_groups = [{**g.options, "params": own} for g, own in zip(state.groups, ids, strict=True)]
+    if stage == 3:
+        found["partition_count"] = 1
+        found["optimizer_state_dict"] = {"state": dict(enumerate(scalars)), "param_groups": param_groups}
+    else:
+        found["ds_version"] = ds.DS_VERSION
+    files.add(f"{plan.tag}/{_STATE}", {**found, "param_groups": param_groups}, {})
+    files.literal("latest_universal", plan.tag.encode())
+    out = Checkpoint("universal", options.target, None, [], [], placed, ckpt.values)
+    return files.draft(out, sources, dropped, models.same, plan.notes() + _lost(plan, stage))
+
+
+def _stage_of(ckpt: Checkpoint) -> int:
+    """The stage of the engine that wrote the source; 3 where it was none."""
+    if ckpt.layout in ("zero1", "zero2", "zero3"):
+        return int(ckpt.layout[-1])
+    found = ckpt.values.get("extra.ds_config.zero_optimization.stage")
+    return found.data if found is not None and found.data in (1, 2, 3) else 3
+
+
+def _numbered(groups: list[dict[str, Any]]) -> list[int]:
+    """The number of every group among those that have parameters."""
+    out, k = [], 0
+    for g in groups:
+        out.append(k)
+        k += bool(g)
+    return out
+
+
+def _lost(plan: ds.Plan, stage: int) -> list[str]:
+    """What DeepSpeed's own loader will not restore from the files."""
+    state, out = plan.state, []
+    names = [*state.buffers, *state.frozen]
+    if names:
+        out.append(
+            f"DeepSpeed does not restore buffers and frozen parameters from a universal checkpoint ({len(names)} here, "
+            f"first {names[0]}): load them yourself, or write zero{stage}"
+        )
+    if stage == 3 and any(g.options != state.groups[0].options for g in state.groups):
+        out.append(
+            "DeepSpeed gives all param groups the hyperparameters of the first; set them after loading, or write zero3"
+        )
+    slots = {s for g in state.groups for n in g.params for s in state.slots.get(n, {})}
+    if slots != {"exp_avg", "exp_avg_sq"}:
+        out.append(
+            f"DeepSpeed loads exp_avg and exp_avg_sq from a universal checkpoint; this one has {', '.join(sorted(slots)) or 'none'}"
+        )
+    return out
+
+
+LAYOUTS = (Layout("universal", "DeepSpeed Universal Checkpoint", frozenset(), False, detect, read, write),)
