@@ -1,6 +1,6 @@
 """Compare `ckpttool convert` with cp and with what people use today: `make bench SIZE=3G`.
 
-Every row is a conversion of one real FSDP2 checkpoint (8 ranks, written by torch). Each round runs `cp -r` and every
+Every row is a conversion of one real FSDP2 checkpoint (8 ranks, written by torch), or of what ckpttool made of one. Each round runs `cp -r` and every
 tool once, in an order that is reversed from round to round; before each run the destination is deleted, everything is
 synced and the source is dropped from the page cache. *durable* wall time ends when every byte of the result is on the
 disk: ckpttool fsyncs by itself, for the others the bench does. Ratios are medians over rounds of (tool / cp of the same
@@ -48,6 +48,11 @@ def ours(*options: str) -> Callable[[str, str], list[str]]:
     return lambda src, dst: [*CLI, src, dst, *options]
 
 
+TASKS = (
+    "DCP8 -> hf", "DCP8 -> DCP3", "hf -> DCP8", "HF shards -> hf", "fp32 -> bf16", "ZeRO-3 W=8 -> hf",
+    "ZeRO-3 W=8 -> DCP8",
+)  # fmt: skip
+
 HF_WRITER = (
     "import torch.distributed.checkpoint as dcp; from torch.distributed.checkpoint import HuggingFaceStorageWriter; "
     "from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner as P; "
@@ -94,6 +99,21 @@ def tools(task: str) -> list[Tool]:
         ]
     if task == "fp32 -> bf16":
         return [Tool("ckpttool", ours("--to", "hf", "--dtype", "bf16", "--no-verify"))]
+    if task == "ZeRO-3 W=8 -> hf":
+        code = (
+            "from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as f; "
+            "f(src, dst, safe_serialization=True)"
+        )
+        return [
+            Tool("ckpttool", ours("--to", "hf", "--no-verify")),
+            Tool("ckpttool, read back", ours("--to", "hf")),
+            Tool("zero_to_fp32", python(code)),
+        ]
+    if task == "ZeRO-3 W=8 -> DCP8":
+        return [
+            Tool("ckpttool", ours("--to", "dcp", "--world-size", "8", "--no-verify")),
+            Tool("ckpttool, read back", ours("--to", "dcp", "--world-size", "8")),
+        ]
     raise KeyError(task)
 
 
@@ -183,23 +203,40 @@ def table(results: list[dict[str, object]]) -> str:
     return "\n".join(out)
 
 
-def prepare(work: Path, size: int) -> dict[str, Path]:
-    """The sources, made once: dcp8 by torch, the others from it."""
-    dcp8 = work / f"dcp8-{size}"
-    if not (dcp8 / ".metadata").exists():
-        shutil.rmtree(dcp8, ignore_errors=True)
+def made_by_torch(work: Path, size: int, *options: str) -> Path:
+    """A DCP checkpoint of 8 ranks, made once: bf16 weights, or with --adam fp32 ones and the state of AdamW."""
+    out = work / f"dcp8{''.join(options)}-{size}"
+    if not (out / ".metadata").exists():
+        shutil.rmtree(out, ignore_errors=True)
         launch = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8"]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.run([*launch, str(ROOT / "bench/make_source.py"), str(dcp8), str(size)], check=True, env=environment)
-    return {"dcp8": dcp8}
-
-
-def derived(work: Path, size: int, kind: str, *options: str) -> Path:
-    """Another layout of the same state."""
-    out = work / f"{kind}-{size}"
-    if not out.exists():
-        subprocess.run([*CLI, str(work / f"dcp8-{size}"), str(out), *options], check=True)
+        script = str(ROOT / "bench/make_source.py")
+        subprocess.run([*launch, script, str(out), str(size), *options], check=True, env=environment)
     return out
+
+
+def derived(source: Path, kind: str, *options: str) -> Path:
+    """Another layout of the same state."""
+    out = source.with_name(f"{kind}-{source.name}")
+    if not out.exists():
+        subprocess.run([*CLI, str(source), str(out), *options], check=True)
+    return out
+
+
+def source_of(task: str, work: Path, size: int) -> Path:
+    """What a task converts."""
+    if task.startswith("ZeRO-3"):
+        return derived(made_by_torch(work, size, "--adam"), "zero3", "--to", "zero3", "--world-size", "8")
+    dcp8 = made_by_torch(work, size)
+    if task == "DCP8 -> hf":
+        bare(dcp8)
+    if task == "hf -> DCP8":
+        return derived(dcp8, "hf", "--to", "hf")
+    if task == "HF shards -> hf":
+        return hf_shards(dcp8)
+    if task == "fp32 -> bf16":
+        return derived(dcp8, "fp32", "--to", "dcp", "--world-size", "8", "--dtype", "fp32")
+    return dcp8
 
 
 def bare(dcp8: Path) -> None:
@@ -222,36 +259,27 @@ def main() -> None:
     ap.add_argument("--size", default="3G", help="bytes of the checkpoint: 3G, 500M")
     ap.add_argument("--rounds", type=int, default=4)
     ap.add_argument("--work", type=Path, default=ROOT / "bench-data")
-    ap.add_argument("--tasks", default="DCP8 -> hf,DCP8 -> DCP3,hf -> DCP8,HF shards -> hf,fp32 -> bf16")
+    ap.add_argument("--tasks", default=",".join(TASKS))
     ap.add_argument("--tool", help="only tools whose name contains this")
     ap.add_argument("--json", type=Path)
     a = ap.parse_args()
     size = int(float(a.size[:-1]) * {"G": 1e9, "M": 1e6}[a.size[-1]])
     a.work.mkdir(exist_ok=True)
-    prepare(a.work, size)
     results = []
     for task in a.tasks.split(","):
-        source = a.work / f"dcp8-{size}"
-        if task == "DCP8 -> hf" and not a.tool:
-            bare(source)
-        if task == "hf -> DCP8":
-            source = derived(a.work, size, "hf", "--to", "hf")
-        if task == "HF shards -> hf":
-            source = hf_shards(a.work, size)
-        if task == "fp32 -> bf16":
-            source = derived(a.work, size, "fp32", "--to", "dcp", "--world-size", "8", "--dtype", "fp32")
+        source = source_of(task, a.work, size)
         results.append(compare(task, source, a.work, a.rounds, a.tool))
         if a.json:
             a.json.write_text(json.dumps(results, indent=1))
     print(table(results))
 
 
-def hf_shards(work: Path, size: int) -> Path:
+def hf_shards(dcp8: Path) -> Path:
     """The model as torch's HuggingFaceStorageWriter leaves it before consolidation."""
-    out = work / f"hfshards-{size}"
+    out = dcp8.with_name(f"hfshards-{dcp8.name}")
     if not out.exists():
         code = HF_WRITER.replace(", enable_consolidation=True", "").replace("enable_consolidation=True", "")
-        subprocess.run([*python(code)(str(work / f"dcp8-{size}"), str(out))], check=True)
+        subprocess.run([*python(code)(str(dcp8), str(out))], check=True)
     return out
 
 

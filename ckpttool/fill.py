@@ -43,6 +43,7 @@ Progress = Callable[[str, int, int], None]
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _JOURNAL_BYTES = 1 << 30
 _JOURNAL_SECONDS = 5.0
+_MOST_ENDED = 64  # so many files are kept open after their last chunk: a layout may have a file for every tensor
 
 
 class _Writer:
@@ -219,7 +220,8 @@ def fill(
 class _Filling:
     def __init__(self, draft: Draft, source: Source, staging: Staging, effort: Effort) -> None:
         self.draft, self.source, self.staging = draft, source, staging
-        self.names = list(draft.checkpoint.tensors)
+        tensors = draft.checkpoint.tensors
+        self.names = list(tensors)
         self.writer = _Writer(effort)
         self.digests: dict[str, str] = {}
         self.crcs: dict[int, list[Written]] = {i: [] for i in range(len(draft.files))}
@@ -233,6 +235,12 @@ class _Filling:
             self.done, self.digests = 0, {}
             self.crcs = {i: [] for i in range(len(draft.files))}
         self.outs: dict[int, _Out] = {}
+        self.left: dict[int, int] = {}  # chunks that are still to come, by file
+        for name in self.names[self.done :]:
+            for file in tensors[name].chunks.file if name not in draft.same else ():
+                self.left[file] = self.left.get(file, 0) + 1
+        self.ended: list[int] = []  # files whose last chunk has come, still open
+        self.closed: set[int] = set()
         self.fresh_digests: dict[str, str] = {}
         self.fresh_crcs: dict[int, list[Written]] = {}
         self.last_note = time.monotonic()
@@ -292,6 +300,9 @@ class _Filling:
             if last:
                 self.digests[name] = self.fresh_digests[name] = hasher.hexdigest()
                 hasher = None
+                if len(self.ended) >= _MOST_ENDED:
+                    self._finish(self.ended)
+                    self.ended.clear()
                 now = time.monotonic()
                 if passed - noted >= _JOURNAL_BYTES or (passed > noted and now - self.last_note >= _JOURNAL_SECONDS):
                     self._journal(self.names.index(name, self.done) + 1)
@@ -299,7 +310,7 @@ class _Filling:
         reader.finish()
         for name, other in self.draft.same.items():
             self.digests[name] = self.digests[other]
-        self._finish()
+        self._finish([i for i in range(len(self.draft.files)) if i not in self.closed])
         return self.digests
 
     def _scatter(self, name: str, entry: TensorEntry, plan: list[_Row], block: Block) -> None:
@@ -348,6 +359,9 @@ class _Filling:
         if self.draft.after:
             self.out(r.file).append(self.draft.after(name, entry, r.row, self.crcs[r.file]))
         self.fresh_crcs.setdefault(r.file, []).append((name, r.row, r.crc))
+        self.left[r.file] -= 1
+        if not self.left[r.file]:
+            self.ended.append(r.file)
 
     def _journal(self, done: int) -> None:
         """Make everything up to tensor `done` durable, then say so."""
@@ -365,10 +379,10 @@ class _Filling:
             out.settle()
         self.writer.drain()
 
-    def _finish(self) -> None:
-        """Heads of files without chunks, tails, truncation, fsync; the last file of the draft last."""
-        for i, f in enumerate(self.draft.files):
-            out = self.out(i)
+    def _finish(self, files: list[int]) -> None:
+        """Heads of files without chunks, tails, truncation, fsync; in the order given."""
+        for i in files:
+            f, out = self.draft.files[i], self.out(i)
             if self.draft.tail:
                 out.append(self.draft.tail(i, self.crcs[i], self.digests))
             out.settle()
@@ -376,6 +390,8 @@ class _Filling:
             out.finish()
             f.size = out.at
             out.close()
+            del self.outs[i]
+            self.closed.add(i)
 
     def close(self) -> None:
         """Stop the writer; nothing is written afterwards."""
