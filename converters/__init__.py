@@ -1,1 +1,1 @@
-"""One file, one layout; each exports LAYOUT."""
+"""One file, one layout or one family of them; each exports LAYOUTS."""
