@@ -34,7 +34,7 @@ from ckpttool import boxes, torchzip
 from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError
 from ckpttool.index import ITEMSIZE, Checkpoint, Chunks, Extent, Path, Record, TensorEntry, joined
 from ckpttool.layouts import Place, ReadOptions, WriteOptions, checkpoint_of
-from ckpttool.names import canonical
+from ckpttool.names import canonical, strip_wrappers
 from ckpttool.pickles import Global, Opaque, short
 from ckpttool.store import Source
 from ckpttool.torchdraft import TorchFiles
@@ -43,7 +43,7 @@ from ckpttool.training import Training
 
 __all__ = [
     "DERIVED", "DS_VERSION", "MODEL", "MODEL3", "OPTIM", "Cut", "File", "Models", "Plan", "Reading", "Save", "Tree", "find",
-    "fragment", "from_cuts", "is_save", "saves", "scaler", "shapes_of", "size", "stage_enum", "tied",
+    "fragment", "from_cuts", "is_save", "saves", "scaler", "setting", "shapes_of", "size", "stage_enum", "tied",
 ]  # fmt: skip  # fmt: skip
 
 MODEL3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
@@ -232,7 +232,8 @@ def from_cuts(shape: tuple[int, ...], dtype: str, path: Path, cuts: Iterable[Cut
 
 def shapes_of(file: File, key: str = "param_shapes") -> list[dict[str, tuple[int, ...]]]:
     """param_shapes, checked."""
-    found: list[dict[str, tuple[int, ...]]] = file.get(key, list)
+    found = file.get(key, (list, dict))
+    found = [found] if isinstance(found, dict) else found  # before 0.4: one group
     for group in found:
         if not isinstance(group, dict) or not all(isinstance(k, str) and _is_shape(v) for k, v in group.items()):
             raise Corrupt(f"{file.what}: {key} is not a list of names and shapes.")
@@ -240,11 +241,19 @@ def shapes_of(file: File, key: str = "param_shapes") -> list[dict[str, tuple[int
     if len(set(names)) != len(names):
         twice = next(n for n in names if names.count(n) > 1)
         raise Corrupt(f'{file.what}: {key} lists "{twice}" twice.')
-    return found
+    groups: list[dict[str, tuple[int, ...]]] = found
+    return groups
 
 
 def _is_shape(x: Any) -> bool:
     return isinstance(x, tuple) and all(type(n) is int and n >= 0 for n in x)
+
+
+def setting(file: File, key: str) -> Any:
+    """A key of zero_optimization in the configuration of the engine that wrote a file, None where it is not given."""
+    config = file.tree.get("ds_config")
+    section = config.get("zero_optimization") if isinstance(config, dict) else None
+    return section.get(key) if isinstance(section, dict) else None
 
 
 def refuse_mixed(files: Sequence[File]) -> None:
@@ -290,12 +299,11 @@ def beside(files: Sequence[File], records: list[Record], notes: list[str]) -> di
         if not isinstance(key, str):
             raise Unsupported(f"{first.what}: a key {short(key)} that is no text.")
         _take((key,), value, first, out, records)
-        others = [f for f in files[1:] if key in f.tree and not _alike(value, f.tree[key])]
+        others = [(r, f) for r, f in enumerate(files) if r and key in f.tree and not _alike(value, f.tree[key])]
         if others:
             differing.append(key)
-        for f in others:
-            rank = str(files.index(f))
-            _take(("per_rank", rank, key), f.tree[key], f, out, records)
+        for rank, f in others:
+            _take(("per_rank", str(rank), key), f.tree[key], f, out, records)
     if differing:
         notes.append(
             f"ranks differ in {', '.join(sorted(differing))}: rank 0's is kept under its name, the others' as "
@@ -540,6 +548,10 @@ class Reading:
     def done(self, layout: str, world: int | None, like: tuple[str, ...] | None = None) -> Checkpoint:
         """The checkpoint of what was read. `like` names numbered parameters, where there are such."""
         self.take_side_files()
+        clean = strip_wrappers(self.model)
+        listed = self.rest.get(("buffer_names",))
+        if isinstance(listed, list):
+            self.rest["buffer_names",] = [clean.get(n, n) for n in listed]
         leaves: dict[Path, Any] = {("model", n): t for n, t in self.model.items()}
         leaves.update(self.optim)
         leaves.update(self.rest)
@@ -615,6 +627,12 @@ class Plan:
     ) -> None:
         self.state, self.tensors, self.stage, self.source_world = state, tensors, stage, ckpt.world_size
         self._notes = list(state.notes)
+        if stage < 3 and (idle := [i for i, g in enumerate(state.groups) if not g.params]):
+            state.groups = [g for g in state.groups if g.params]
+            self._notes.append(
+                f"the param groups {idle} hold nothing that is trained and are left out: an engine of stage {stage} does "
+                "not start with such a group"
+            )
         self.rest = dict(state.rest)
         config = self.rest.pop("ds_config", None)
         self.ds_config: dict[str, Any] = config if isinstance(config, dict) else {}

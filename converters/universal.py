@@ -72,6 +72,11 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     else:
         models = reading.models3()
     shapes = ds.shapes_of(models[0])
+    if reading.save.files(ds.MODEL, 1) and ds.setting(models[0], "round_robin_gradients"):
+        raise Corrupt(
+            f"{reading.where}: made from a save with round_robin_gradients, of which ds_to_universal.py puts the wrong "
+            "bytes under most names, without a word. Convert that save itself."
+        )
     state = reading.file(_STATE)
     slots: dict[str, dict[str, Any]] = {}
     for group in shapes:

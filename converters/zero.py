@@ -160,7 +160,9 @@ def _read(where: Place, options: ReadOptions) -> Checkpoint:
     if not reading.save.files(ds.MODEL, 1):
         return _read_stage3(reading)
     model = reading.file(reading.ranks(ds.MODEL, 1, 1, "model")[0])
-    return _read_stage12(reading, model) if reading.save.files(ds.OPTIM, 2) else _read_stage0(reading, model)
+    if reading.save.files(ds.OPTIM, 2) or model.tree.get("param_shapes") is not None:  # at stage 0 there are none
+        return _read_stage12(reading, model)
+    return _read_stage0(reading, model)
 
 
 class _Optim(NamedTuple):
@@ -187,8 +189,10 @@ def _optims(reading: Reading, world: int, flats: str, base: str, count: int) -> 
                 "saves."
             )
         masters = f.get(flats, list, whole)
-        if len(masters) != count or not all(isinstance(t, StoredTensor) and len(t.shape) == 1 for t in masters):
+        if len(masters) != count or not all(_is_flat(t) for t in masters):
             raise Corrupt(f"{f.what}: {flats} are not {count} flat tensors, as param_shapes says.")
+        if out and [t.dtype for t in masters] != [t.dtype for t in out[0].masters]:
+            raise Corrupt(f"{f.what}: {flats} have other dtypes than rank 0's. The files are of different saves.")
         found = f.get(base, (dict, list), whole)
         if isinstance(found, list):  # elastic_checkpoint: the state of each group, no param_groups
             state, groups = dict(enumerate(found)), None
@@ -199,11 +203,19 @@ def _optims(reading: Reading, world: int, flats: str, base: str, count: int) -> 
         if any(k not in range(count) for k in state):
             raise Corrupt(f"{f.what}: optimizer state for {short(list(state))}, but there are {count} flat tensors.")
         out.append(_Optim(f, masters, state, groups))
-        if out[0].groups != groups or out[0].state.keys() != state.keys():
-            what = "param_groups" if out[0].groups != groups else "the flat tensors that have state"
+        if out[0].groups != groups or _slots(out[0].state) != _slots(state):
+            what = "param_groups" if out[0].groups != groups else "the slots of the optimizer"
             raise Corrupt(f"{f.what}: {what} differ from rank 0's. The files are of different saves.")
     reading.rest.update(ds.scaler(out[0].file.get("optimizer_state_dict", dict)))
     return out
+
+
+def _is_flat(x: Any) -> bool:
+    return isinstance(x, StoredTensor) and len(x.shape) == 1 and x.contiguous
+
+
+def _slots(state: dict[int, dict[str, Any]]) -> dict[int, set[str]]:
+    return {g: set(slots) for g, slots in state.items()}
 
 
 def _sliced(reading: Reading, files: Iterable[File], flats: Sequence[Any], p: _Flat, path: Path) -> TensorEntry:
@@ -218,13 +230,15 @@ def _sliced(reading: Reading, files: Iterable[File], flats: Sequence[Any], p: _F
     return ds.from_cuts(p.shape, dtype, path, cuts)
 
 
-def _optimizer(reading: Reading, optims: list[_Optim], flats: dict[str, _Flat], shapes: Groups, lengths: Any) -> None:
+def _optimizer(
+    reading: Reading, optims: list[_Optim], flats: dict[str, _Flat], members: list[list[str]], lengths: Any
+) -> None:
     """Leaves of the optimizer: a flat slot is cut like the masters, a step is shared by the parameters of its group.
 
-    `lengths(rank, group)` are the lengths a flat slot may have.
+    `members` are the parameters of each flat tensor, in the order of the optimizer; `lengths(rank, group)` the lengths
+    that a flat slot may have.
     """
     files = [o.file for o in optims]
-    members: list[list[str]] = [list(g) for g in shapes]
     for g in sorted(optims[0].state):
         for slot, found in optims[0].state[g].items():
             everyone = [o.state[g].get(slot) for o in optims]
@@ -237,7 +251,7 @@ def _optimizer(reading: Reading, optims: list[_Optim], flats: dict[str, _Flat], 
                     )
                 continue
             for rank, (f, t) in enumerate(zip(files, everyone, strict=True)):
-                if not isinstance(t, StoredTensor) or len(t.shape) != 1 or t.dtype != found.dtype:
+                if not isinstance(t, StoredTensor) or not _is_flat(t) or t.dtype != found.dtype:
                     raise Corrupt(f"{f.what}: {slot} of flat tensor {g} is {short(t)}, unlike rank 0's.")
                 if t.shape[0] not in lengths(rank, g):
                     raise Corrupt(
@@ -248,16 +262,18 @@ def _optimizer(reading: Reading, optims: list[_Optim], flats: dict[str, _Flat], 
                 path = ("optim", "state", name, slot)
                 reading.optim[path] = _sliced(reading, files, everyone, flats[name], path)
     listed: list[int] = []
-    for i, group in enumerate(optims[0].groups or [{"params": [g]} for g in range(len(shapes))]):
+    for i, group in enumerate(optims[0].groups or [{"params": [g]} for g in range(len(members))]):
         ids = group.get("params")
-        if not isinstance(ids, list) or not all(type(k) is int and 0 <= k < len(shapes) for k in ids):
-            raise Corrupt(f"{files[0].what}: param group {i} lists {short(ids)}; there are {len(shapes)} flat tensors.")
+        if not isinstance(ids, list) or not all(type(k) is int and 0 <= k < len(members) for k in ids):
+            raise Corrupt(
+                f"{files[0].what}: param group {i} lists {short(ids)}; there are {len(members)} flat tensors."
+            )
         listed += ids
         for key, value in group.items():
             data = [n for k in ids for n in members[k]] if key == "params" else value
             reading.optim["optim", "param_groups", i, str(key)] = data
-    if sorted(listed) != list(range(len(shapes))):
-        raise Corrupt(f"{files[0].what}: the param groups list the flat tensors {listed} of {len(shapes)}.")
+    if sorted(listed) != list(range(len(members))):
+        raise Corrupt(f"{files[0].what}: the param groups list the flat tensors {listed} of {len(members)}.")
     if optims[0].groups is None:
         reading.notes.append(
             "elastic_checkpoint keeps no hyperparameters: learning rate, betas and so on come from the next job's own optimizer"
@@ -302,7 +318,7 @@ def _read_stage3(reading: Reading) -> Checkpoint:
     for name, p in flats.items():
         reading.masters[name] = _sliced(reading, files, [o.masters[p.group] for o in optims], p, ("model", name))
     reading.take_module(models)
-    _optimizer(reading, optims, flats, shapes, lambda rank, g: {lengths[g]})
+    _optimizer(reading, optims, flats, [list(g) for g in shapes], lambda rank, g: {lengths[g]})
     return reading.done("zero3", world)
 
 
@@ -331,10 +347,31 @@ def _read_stage12(reading: Reading, model: File) -> Checkpoint:
     for name, p in flats.items():
         reading.masters[name] = _sliced(reading, files, [o.masters[p.group] for o in optims], p, ("model", name))
     reading.take_module([model])
-    _optimizer(reading, optims, flats, shapes, lengths)
+    _optimizer(reading, optims, flats, [_members(reading, optims, g, list(s)) for g, s in enumerate(shapes)], lengths)
     # BF16_Optimizer states no stage; it is what stage 1 is with fp32 gradients
     stage = files[0].get("optimizer_state_dict", dict).get("zero_stage", 1)
     return reading.done(f"zero{stage if stage in (1, 2) else 1}", world)
+
+
+def _members(reading: Reading, optims: list[_Optim], g: int, shapes: list[str]) -> list[str]:
+    """The parameters of a group in the order of the optimizer.
+
+    round_robin_gradients shuffles them in the flat tensor, and param_shapes with them; param_slice_mappings keep the
+    order the optimizer was given, which is what the next engine will have.
+    """
+    listed: dict[str, None] = {}
+    for o in optims:
+        found = o.file.get("optimizer_state_dict", dict).get("param_slice_mappings")
+        own = found[g] if isinstance(found, list) and len(found) > g else None
+        listed.update(dict.fromkeys(own if isinstance(own, dict) else ()))
+    known = listed.keys() == set(shapes)
+    if list(listed) == shapes or not (known or ds.setting(optims[0].file, "round_robin_gradients")):
+        return shapes
+    reading.notes.append(
+        f"the parameters of group {g} lie shuffled (round_robin_gradients); their order is taken from "
+        + ("param_slice_mappings" if known else "the module")
+    )
+    return list(listed) if known else [n for n in reading.model if n in set(shapes)]
 
 
 def _parts(optims: list[_Optim], shapes: Groups) -> tuple[list[int], list[list[int]]]:
