@@ -59,10 +59,12 @@ class Source:
         self._identity: dict[str, Identity] = {}
 
     def list(self, folder: str = "") -> list[str]:
-        """Names of the entries of the folder itself, or of one in it, sorted; none where it is no folder."""
+        """Names of the entries of the folder itself, or of one in it, sorted; none where there is no such folder."""
         try:
             return sorted(os.listdir(os.path.join(self.root, folder)))
-        except (FileNotFoundError, NotADirectoryError):
+        except (OSError, ValueError):  # a name from a file may be no name at all
+            if not folder:
+                raise
             return []
 
     def exists(self, name: str) -> bool:

@@ -111,6 +111,11 @@ def _take_optimizer(ckpt: Checkpoint, source: Source, out: Training) -> None:
     for name, t in ckpt.tensors.items():
         if t.path[0] != "optim":
             continue
+        if t.path[1] == "param_groups" and len(t.path) > 3 and t.numel == 1:  # a learning rate may be a tensor
+            groups.setdefault(int(t.path[2]), {})[t.path[3:]] = Inline(
+                t.dtype, t.shape, small(ckpt, source, [name])[name]
+            )
+            continue
         if t.path[1] != "state" or len(t.path) != 4:
             out.dropped.append(Dropped(name, t.nbytes, "neither state of a parameter nor a param group"))
             continue

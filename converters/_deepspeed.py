@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
@@ -42,8 +42,8 @@ from ckpttool.torchzip import Inline, StoredTensor, TensorRef
 from ckpttool.training import Training
 
 __all__ = [
-    "DERIVED", "DS_VERSION", "MODEL", "MODEL3", "OPTIM", "Cut", "File", "Models", "Plan", "Reading", "Save", "Tree", "find",
-    "fragment", "from_cuts", "is_save", "saves", "scaler", "setting", "shapes_of", "size", "stage_enum", "tied",
+    "DERIVED", "DS_VERSION", "MODEL", "MODEL3", "OPTIM", "Cut", "File", "Models", "Plan", "Reading", "Save", "Tree", "alike", "find",
+    "fragment", "from_cuts", "is_save", "saves", "scaler", "refuse_parallel", "setting", "shapes_of", "size", "stage_enum", "tied",
 ]  # fmt: skip  # fmt: skip
 
 MODEL3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
@@ -249,6 +249,21 @@ def _is_shape(x: Any) -> bool:
     return isinstance(x, tuple) and all(type(n) is int and n >= 0 for n in x)
 
 
+def refuse_parallel(file: File) -> None:
+    """Refuse a model file of one of several model parallel ranks, whatever files are there.
+
+    Raises:
+        Unsupported: with the degrees that the file states.
+    """
+    stated = file.tree.get("checkpoint_parallel_dimensions")
+    degrees = {"mp_world_size": file.tree.get("mp_world_size"), **(stated if isinstance(stated, dict) else {})}
+    if more := {k: n for k, n in degrees.items() if n not in (None, 1)}:
+        raise Unsupported(
+            f"{file.what}: {short(more)}: a part of a model that was trained with tensor or pipeline parallelism. ckpttool "
+            "reads saves of data parallel training; merge the model parallel ranks with the trainer's own tools first."
+        )
+
+
 def setting(file: File, key: str) -> Any:
     """A key of zero_optimization in the configuration of the engine that wrote a file, None where it is not given."""
     config = file.tree.get("ds_config")
@@ -298,8 +313,10 @@ def beside(files: Sequence[File], records: list[Record], notes: list[str]) -> di
             continue
         if not isinstance(key, str):
             raise Unsupported(f"{first.what}: a key {short(key)} that is no text.")
-        _take((key,), value, first, out, records)
-        others = [(r, f) for r, f in enumerate(files) if r and key in f.tree and not _alike(value, f.tree[key])]
+        # the user's own "model" or "optim" is neither
+        path: Path = ("extra", key) if key in ("model", "optim") else (key,)
+        _take(path, value, first, out, records)
+        others = [(r, f) for r, f in enumerate(files) if r and key in f.tree and not alike(value, f.tree[key])]
         if others:
             differing.append(key)
         for rank, f in others:
@@ -318,15 +335,15 @@ def _take(path: Path, value: Any, file: File, out: dict[Path, Any], records: lis
     records.extend(crcs)
 
 
-def _alike(a: Any, b: Any) -> bool:
+def alike(a: Any, b: Any) -> bool:
     """Whether two ranks' values are the same, as far as their pickles and the CRC32s of their tensors tell."""
     if isinstance(a, StoredTensor) and isinstance(b, StoredTensor):
         same = (a.dtype, a.shape, a.strides, a.at) == (b.dtype, b.shape, b.strides, b.at)
         return same and a.storage.crc32 is not None and a.storage.crc32 == b.storage.crc32
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_alike(v, b[k]) for k, v in a.items())
+        return a.keys() == b.keys() and all(alike(v, b[k]) for k, v in a.items())
     if isinstance(a, (list, tuple)) and type(a) is type(b):
-        return len(a) == len(b) and all(_alike(x, y) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(alike(x, y) for x, y in zip(a, b, strict=True))
     return bool(a == b) or (a != a and b != b)
 
 
@@ -416,6 +433,12 @@ class Reading:
                     f"{self.where}: {' and '.join(names)} are both the {what} file of rank {r}; one of them is of another "
                     "save. Remove it."
                 )
+        kinds = {m[1] for names in found.values() for n in names if (m := pattern.fullmatch(n)) and pattern is OPTIM}
+        if len(kinds) > 1:
+            raise Corrupt(
+                f"{self.where}: {what} files with and without the prefix bf16_; one engine writes one kind. Some are of "
+                "another save."
+            )
         missing = [r for r in range(world) if r not in found]
         if missing:
             example = next(iter(found.values()))[0] if found else ""
@@ -448,6 +471,7 @@ class Reading:
             Corrupt: a placeholder stands for nothing.
         """
         first = models[0]
+        refuse_parallel(first)
         module = first.get("module", dict)
         aliases = tied(models)
         frozen = first.tree.get("frozen_param_shapes") or {}
@@ -456,6 +480,9 @@ class Reading:
         differing: list[str] = []
         if not isinstance(frozen, dict) or not all(_is_shape(s) for s in frozen.values()):
             raise Corrupt(f"{first.what}: frozen_param_shapes is {short(frozen)}.")
+        for alias in aliases:
+            if alias in self.masters or alias in frozen or alias in buffers:
+                raise Corrupt(f'{first.what}: "{alias}" is in shared_params, but has weights of its own as well.')
         for name, t in module.items():
             if not isinstance(name, str) or not isinstance(t, StoredTensor):
                 raise Unsupported(
@@ -464,6 +491,10 @@ class Reading:
                 )
             if name in self.masters:
                 self.model[name] = self.masters[name]
+                if not placeholder(t) and t.shape != self.masters[name].shape:
+                    raise Corrupt(
+                        f'{first.what}: "{name}" is {t.shape} in module and {self.masters[name].shape} in param_shapes.'
+                    )
                 if t.dtype != self.masters[name].dtype:
                     low.add(t.dtype)
             elif name in aliases:
@@ -478,7 +509,7 @@ class Reading:
             else:
                 self.model[name] = self.whole(first, t, ("model", name))
                 others = [f.tree["module"].get(name) for f in models[1:] if isinstance(f.tree.get("module"), dict)]
-                if t.numel and any(not _alike(t, o) for o in others):
+                if t.numel and any(not alike(t, o) for o in others):
                     differing.append(name)
         self.model.update({n: t for n, t in self.masters.items() if n not in self.model})
         for name, shape in frozen.items():
@@ -636,6 +667,9 @@ class Plan:
         self.rest = dict(state.rest)
         config = self.rest.pop("ds_config", None)
         self.ds_config: dict[str, Any] = config if isinstance(config, dict) else {}
+        for key, x in (("ds_config", config), *((k, self.rest.get(k)) for k in ("skipped_steps", "global_samples"))):
+            if any(isinstance(leaf, TensorEntry) for leaf in _leaves_of(x)):
+                raise Unsupported(f'"{key}", which is DeepSpeed\'s own, holds tensors. Leave it out with --only.')
         self.precision = options.precision or self._precision()
         self.prefix = "bf16_" if self.precision == "bfloat16" else ""
         self.sub_group_size = options.sub_group_size or self._sub_group_size()
@@ -860,6 +894,14 @@ class Models:
                 t = plan.tensors[n]
                 fragments[n] = tree.hole(f"frozen.{n}", t.dtype, -(-t.numel // self.world))
         return out
+
+
+def _leaves_of(x: Any) -> Iterator[Any]:
+    if isinstance(x, (dict, list)):
+        for v in x.values() if isinstance(x, dict) else x:
+            yield from _leaves_of(v)
+    else:
+        yield x
 
 
 def _number(text: str) -> int:

@@ -82,12 +82,19 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     for group in shapes:
         for name, shape in group.items():
             slots[name] = _parameter(reading, name, shape)
-            if "fp32" not in slots[name]:
+            if not isinstance(slots[name].get("fp32"), TensorEntry):
                 raise Corrupt(f'{reading.where}zero/{name}: there is no fp32.pt, the weights of "{name}". Fetch it.')
             reading.masters[name] = replace(slots[name].pop("fp32"), path=("model", name))
     reading.take_module(models)
     reading.rest.update(ds.scaler(state.tree))
     members = [list(g) for g in shapes]
+    for names in members:
+        for n in names:
+            if missing := slots[names[0]].keys() ^ slots[n].keys():
+                raise Corrupt(
+                    f'{reading.where}zero: "{names[0]}" and "{n}" are of one param group, but {sorted(missing)[0]}.pt is '
+                    "there for one of them only. The copy is incomplete; fetch it again."
+                )
     base = state.tree.get("optimizer_state_dict")
     steps = base.get("state") if isinstance(base, dict) else None
     for g, names in enumerate(members):

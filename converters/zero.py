@@ -198,20 +198,24 @@ def _optims(reading: Reading, world: int, flats: str, base: str, count: int) -> 
             state, groups = dict(enumerate(found)), None
         else:
             state, groups = f.get("state", dict, found), f.get("param_groups", list, found)
-        if not all(isinstance(v, dict) for v in state.values()) or not all(isinstance(g, dict) for g in groups or ()):
+        if (
+            any(type(k) is not int for k in state)
+            or not all(isinstance(v, dict) for v in state.values())
+            or not all(isinstance(g, dict) for g in groups or ())
+        ):
             raise Corrupt(f"{f.what}: its optimizer state is not a state and param groups of a torch optimizer.")
         if any(k not in range(count) for k in state):
             raise Corrupt(f"{f.what}: optimizer state for {short(list(state))}, but there are {count} flat tensors.")
         out.append(_Optim(f, masters, state, groups))
-        if out[0].groups != groups or _slots(out[0].state) != _slots(state):
-            what = "param_groups" if out[0].groups != groups else "the slots of the optimizer"
+        if not ds.alike(out[0].groups, groups) or _slots(out[0].state) != _slots(state):
+            what = "param_groups" if _slots(out[0].state) == _slots(state) else "the slots of the optimizer"
             raise Corrupt(f"{f.what}: {what} differ from rank 0's. The files are of different saves.")
     reading.rest.update(ds.scaler(out[0].file.get("optimizer_state_dict", dict)))
     return out
 
 
 def _is_flat(x: Any) -> bool:
-    return isinstance(x, StoredTensor) and len(x.shape) == 1 and x.contiguous
+    return isinstance(x, StoredTensor) and len(x.shape) == 1 and x.contiguous and "float" in x.dtype
 
 
 def _slots(state: dict[int, dict[str, Any]]) -> dict[int, set[str]]:
@@ -262,7 +266,8 @@ def _optimizer(
                 path = ("optim", "state", name, slot)
                 reading.optim[path] = _sliced(reading, files, everyone, flats[name], path)
     listed: list[int] = []
-    for i, group in enumerate(optims[0].groups or [{"params": [g]} for g in range(len(members))]):
+    groups = optims[0].groups
+    for i, group in enumerate([{"params": [g]} for g in range(len(members))] if groups is None else groups):
         ids = group.get("params")
         if not isinstance(ids, list) or not all(type(k) is int and 0 <= k < len(members) for k in ids):
             raise Corrupt(
@@ -272,9 +277,9 @@ def _optimizer(
         for key, value in group.items():
             data = [n for k in ids for n in members[k]] if key == "params" else value
             reading.optim["optim", "param_groups", i, str(key)] = data
-    if sorted(listed) != list(range(len(members))):
+    if listed != list(range(len(members))):
         raise Corrupt(f"{files[0].what}: the param groups list the flat tensors {listed} of {len(members)}.")
-    if optims[0].groups is None:
+    if groups is None:
         reading.notes.append(
             "elastic_checkpoint keeps no hyperparameters: learning rate, betas and so on come from the next job's own optimizer"
         )
@@ -382,10 +387,13 @@ def _parts(optims: list[_Optim], shapes: Groups) -> tuple[list[int], list[list[i
     """
     world = len(optims)
     whole = optims[0].file.get("optimizer_state_dict", dict)
-    stated = whole.get("param_alignment_paddings") or [[0] * len(s) for s in shapes]
-    if [len(p) for p in stated if isinstance(p, list)] != [len(s) for s in shapes] or any(
-        type(k) is not int or k < 0 for p in stated for k in p
-    ):
+    key = "param_alignment_paddings"
+    stated = whole.get(key) or [[0] * len(s) for s in shapes]
+    if any(o.file.get("optimizer_state_dict", dict).get(key) != whole.get(key) for o in optims):
+        raise Corrupt(f"{optims[0].file.what}: {key} differs between ranks. The files are of different saves.")
+    if not isinstance(stated, list) or not all(isinstance(p, list) and all(type(k) is int for k in p) for p in stated):
+        raise Corrupt(f"{optims[0].file.what}: param_alignment_paddings is {short(stated)}.")
+    if [len(p) for p in stated] != [len(s) for s in shapes] or any(k < 0 for p in stated for k in p):
         raise Corrupt(f"{optims[0].file.what}: param_alignment_paddings is {short(stated)}.")
     parts = []
     for g, group in enumerate(shapes):
@@ -415,7 +423,11 @@ def _read_stage0(reading: Reading, model: File) -> Checkpoint:
     aliases = ds.tied([model])
     own = [n for n in reading.model if n not in set(model.tree.get("buffer_names") or ()) | aliases.keys()]
     groups = model.get("param_groups", list, inner)
-    numbered = [k for g in groups if isinstance(g, dict) for k in g.get("params") or ()]
+    if not all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups) or any(
+        type(k) is not int for g in groups for k in g["params"]
+    ):
+        raise Corrupt(f"{model.what}: its param_groups are not those of a torch optimizer.")
+    numbered = [k for g in groups for k in g["params"]]
     # one group of all parameters is in the order of the module; several are told apart by shapes
     like = tuple(own) if len(groups) == 1 and len(numbered) == len(own) else None
     if state.get("dynamic_loss_scale") or state.get("cur_scale", 1) != 1:
