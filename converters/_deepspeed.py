@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
@@ -32,36 +32,32 @@ from typing import Any, NamedTuple
 
 from ckpttool import boxes, torchzip
 from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError
-from ckpttool.index import ITEMSIZE, Checkpoint, Chunks, Extent, Path, Record, TensorEntry, joined
-from ckpttool.layouts import Place, ReadOptions, WriteOptions, checkpoint_of
+from ckpttool.index import ITEMSIZE, Checkpoint, Chunks, Extent, Path, Record, TensorEntry
+from ckpttool.layouts import Place, ReadOptions, checkpoint_of
 from ckpttool.names import canonical, strip_wrappers
 from ckpttool.pickles import Global, Opaque, short
 from ckpttool.store import Source
-from ckpttool.torchdraft import TorchFiles
-from ckpttool.torchzip import Inline, StoredTensor, TensorRef
-from ckpttool.training import Training
+from ckpttool.torchzip import StoredTensor
 
 __all__ = [
-    "DERIVED", "DS_VERSION", "MODEL", "MODEL3", "OPTIM", "Cut", "File", "Models", "Plan", "Reading", "Save", "Tree", "alike", "find",
-    "fragment", "from_cuts", "is_save", "saves", "scaler", "refuse_parallel", "setting", "shapes_of", "size", "stage_enum", "tied",
+    "DERIVED", "MAYBE", "MODEL", "MODEL3", "OPTIM", "OWN", "SCALERS", "STAGE", "Cut", "File", "Reading", "alike",
+    "from_cuts", "is_save", "saves", "scaler", "setting", "shapes_of",
 ]  # fmt: skip  # fmt: skip
 
 MODEL3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 OPTIM = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 
-#: The release whose files these are; the engine refuses files without one.
-DS_VERSION = "0.19.8"
 STAGE = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
-_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
+SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 
 #: Keys of a model file that follow from the tensors and the number of ranks, or that have names of their own here.
-_OWN = frozenset((
+OWN = frozenset((
     "module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
     "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_version",
 ))  # fmt: skip
 #: Keys that are there in every file, None where the engine has no such thing.
-_MAYBE = ("lr_scheduler", "data_sampler", "random_ltd")
+MAYBE = ("lr_scheduler", "data_sampler", "random_ltd")
 #: Keys on which all ranks of one save agree.
 _SAME = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "param_shapes")
 
@@ -309,7 +305,7 @@ def beside(files: Sequence[File], records: list[Record], notes: list[str]) -> di
     out: dict[Path, Any] = {}
     differing: list[str] = []
     for key, value in first.tree.items():
-        if key in _OWN or (key in _MAYBE and value is None):
+        if key in OWN or (key in MAYBE and value is None):
             continue
         if not isinstance(key, str):
             raise Unsupported(f"{first.what}: a key {short(key)} that is no text.")
@@ -600,334 +596,3 @@ def _shape_of(x: Any) -> tuple[int, ...] | None:
 
 def _same_bytes(a: TensorEntry, b: TensorEntry) -> bool:
     return a.numel > 0 and a.shape == b.shape and a.dtype == b.dtype and a.chunks[:] == b.chunks[:]
-
-
-# --------------------------------------------------------------------------------------------------------- writing
-
-
-#: What a dynamic loss scaler starts with (deepspeed/runtime/config.py, fp16 defaults).
-_FRESH_SCALER = {
-    "cur_scale": 65536.0, "dynamic": True, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0,
-    "scale_window": 1000, "min_scale": 1, "delayed_shift": 2, "cur_hysteresis": 2, "consecutive_hysteresis": False,
-    "raise_error_at_min_scale": True, "dtype": Global("torch", "float16"),
-}  # fmt: skip
-
-
-class Tree:
-    """Tensors of one file while its tree is built: their storages, and which of the draft's tensors fill them."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.sizes: dict[str, int] = {}
-        self.whole: dict[str, tuple[str, TensorEntry, TensorEntry]] = {}  # name: key, entry to be, source
-
-    def tensor(self, name: str, entry: TensorEntry, source: TensorEntry) -> TensorRef:
-        """A tensor that lies here as a whole. On ranks other than 0 it is a further copy."""
-        if self.rank:
-            name, entry = f"replica.{self.rank}.{name}", replace(entry, path=("replica", self.rank, *entry.path))
-        key = str(len(self.sizes))
-        self.sizes[key] = entry.nbytes
-        self.whole[name] = key, entry, source
-        return TensorRef(entry.dtype, entry.shape, key, entry.numel)
-
-    def hole(self, key: str, dtype: str, n: int) -> TensorRef:
-        """A flat tensor of n elements, to be filled from parts."""
-        self.sizes[key] = n * ITEMSIZE[dtype]
-        return TensorRef(dtype, (n,), key, n)
-
-    def placeholder(self, dtype: str) -> TensorRef:
-        """A tensor without elements; those of one dtype share a storage."""
-        return self.hole(f"empty.{dtype}", dtype, 0)
-
-    def value(self, x: Any) -> Any:
-        """A tree of plain data and entries, with the entries' tensors to lie here."""
-        if isinstance(x, TensorEntry):
-            return self.tensor(joined(x.path), x, x)
-        if isinstance(x, dict):
-            return {k: self.value(v) for k, v in x.items()}
-        if isinstance(x, list):
-            return [self.value(v) for v in x]
-        return x
-
-
-class Plan:
-    """What all files of a save to be have in common."""
-
-    def __init__(
-        self, state: Training, tensors: dict[str, TensorEntry], stage: int, options: WriteOptions, ckpt: Checkpoint
-    ) -> None:
-        self.state, self.tensors, self.stage, self.source_world = state, tensors, stage, ckpt.world_size
-        self._notes = list(state.notes)
-        if stage < 3 and (idle := [i for i, g in enumerate(state.groups) if not g.params]):
-            state.groups = [g for g in state.groups if g.params]
-            self._notes.append(
-                f"the param groups {idle} hold nothing that is trained and are left out: an engine of stage {stage} does "
-                "not start with such a group"
-            )
-        self.rest = dict(state.rest)
-        config = self.rest.pop("ds_config", None)
-        self.ds_config: dict[str, Any] = config if isinstance(config, dict) else {}
-        for key, x in (("ds_config", config), *((k, self.rest.get(k)) for k in ("skipped_steps", "global_samples"))):
-            if any(isinstance(leaf, TensorEntry) for leaf in _leaves_of(x)):
-                raise Unsupported(f'"{key}", which is DeepSpeed\'s own, holds tensors. Leave it out with --only.')
-        self.precision = options.precision or self._precision()
-        self.prefix = "bf16_" if self.precision == "bfloat16" else ""
-        self.sub_group_size = options.sub_group_size or self._sub_group_size()
-        self._adjust_config(options)
-        self.steps = self._steps()
-        self.tag = options.tag or (
-            "checkpoint" if "pytorch-lightning_version" in self.rest else f"global_step{self.steps}"
-        )
-        if "/" in self.tag or self.tag in ("", ".", ".."):
-            raise UsageError(f"--tag {self.tag!r} is no name of a folder.")
-        self.counters = {
-            "skipped_steps": self.rest.pop("skipped_steps", 0), "global_steps": self.steps,
-            **({"global_samples": self.rest.pop("global_samples")} if "global_samples" in self.rest else {}),
-        }  # fmt: skip
-        self.rest.pop("global_steps", None)
-        self.scaler = self._scaler()
-        for key in sorted(_OWN & self.rest.keys()):
-            raise Unsupported(
-                f'the checkpoint has an entry "{key}" of its own, and so does every DeepSpeed save. Leave it out: --only '
-                "model,optim,scheduler,trainer."
-            )
-
-    def _precision(self) -> str:
-        for name, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
-            section = self.ds_config.get(name)
-            if isinstance(section, dict) and section.get("enabled") is True:
-                return dtype
-        bytes_of: dict[str, int] = {}
-        for g in self.state.groups:
-            for n in g.params:
-                bytes_of[self.tensors[n].dtype] = bytes_of.get(self.tensors[n].dtype, 0) + self.tensors[n].nbytes
-        most = max(bytes_of, key=lambda d: bytes_of[d], default="float32")
-        found = most if most in ("bfloat16", "float16") else "float32"
-        if not self.ds_config:
-            self._notes.append(
-                f"for a DeepSpeed engine that computes in {found}, as the weights are; else give --precision"
-            )
-        return found
-
-    def _sub_group_size(self) -> float:
-        section = self.ds_config.get("zero_optimization")
-        found = section.get("sub_group_size") if isinstance(section, dict) else None
-        return found if isinstance(found, (int, float)) and not isinstance(found, bool) and found > 0 else 1e9
-
-    def _adjust_config(self, options: WriteOptions) -> None:
-        """The configuration that lies in the files is that of the source; where it contradicts them, it follows them."""
-        if not self.ds_config:
-            return
-        config = dict(self.ds_config)
-        section = config.get("zero_optimization")
-        section = dict(section) if isinstance(section, dict) else {}
-        if section.get("stage") != self.stage:
-            section["stage"] = self.stage
-        if options.sub_group_size:
-            section["sub_group_size"] = options.sub_group_size
-        if self.stage < 3 and section.get("round_robin_gradients"):
-            section["round_robin_gradients"] = False
-            self._notes.append("the files are laid out for round_robin_gradients false; so must the engine's config be")
-        config["zero_optimization"] = section
-        if options.precision:
-            for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
-                if isinstance(config.get(name), dict) or dtype == options.precision:
-                    inner = config.get(name)
-                    config[name] = {**(inner if isinstance(inner, dict) else {}), "enabled": dtype == options.precision}
-        self.ds_config = config
-
-    def _steps(self) -> int:
-        found = self.state.counter("global_steps", "global_step", "step", "iteration", "steps")
-        inner = self.rest.get("trainer")
-        if found is None and isinstance(inner, dict):
-            found = next((inner[k] for k in ("global_step", "step") if type(inner.get(k)) is int), None)
-        if found is None:
-            steps = [as_number(s.get("step")) for s in self.state.scalars.values()]
-            found = max((int(n) for n in steps if n is not None), default=0)
-            self._notes.append(
-                f"global_steps is {found}, the largest step of the optimizer: the checkpoint says no other"
-            )
-        return found
-
-    def _scaler(self) -> dict[str, Any]:
-        if self.precision == "float16":
-            if not self.state.scaler:
-                self._notes.append(
-                    "the loss scale starts at 65536, DeepSpeed's own: the checkpoint has none of DeepSpeed's kind"
-                )
-            return self.state.scaler or dict(_FRESH_SCALER)
-        if self.state.scaler:
-            self.rest["scaler"] = self.state.scaler  # an engine of this precision scales no loss, but nothing is lost
-        return {}
-
-    def notes(self) -> list[str]:
-        """What was assumed, for the user."""
-        return self._notes
-
-    def scaler_keys(self) -> dict[str, Any]:
-        """What every optimizer file says of the loss scaler."""
-        dynamic = bool(self.scaler.get("dynamic"))
-        state = {k: v for k, v in self.scaler.items() if k != "overflow"} or {"cur_scale": 1.0, "dynamic": False}
-        found = Opaque(Global(_SCALERS, "DynamicLossScaler" if dynamic else "LossScaler"), ())
-        found.state = state
-        return {"loss_scaler": found, "dynamic_loss_scale": dynamic, "overflow": bool(self.scaler.get("overflow"))}
-
-    def common(self, dtypes: list[str]) -> str:
-        """The dtype of a flat tensor: that of its parts, or the one that holds all of theirs."""
-        kinds = set(dtypes)
-        if len(kinds) < 2:
-            return kinds.pop() if kinds else "float32"
-        out = "float64" if "float64" in kinds else "float32"
-        text = f"{' and '.join(sorted(kinds))} in one flat tensor are written as {out}, which holds both exactly"
-        if text not in self._notes:
-            self._notes.append(text)
-        return out
-
-    def slots_of(self, group: Iterable[str]) -> list[str]:
-        """Names of the slots that every parameter of a group has.
-
-        Raises:
-            Unsupported: one has other slots than another.
-        """
-        found: list[str] | None = None
-        first = ""
-        for n in group:
-            mine = list(self.state.slots.get(n, {}))
-            if found is None:
-                found, first = mine, n
-            elif set(mine) != set(found):
-                raise Unsupported(
-                    f'"{n}" has the optimizer slots {", ".join(mine) or "none"}, "{first}" has {", ".join(found) or "none"}. '
-                    "DeepSpeed keeps those of a param group in one flat tensor each."
-                )
-        return found or []
-
-    def beside(self, tree: Tree, rank: int, world: int, each_rank: bool) -> dict[str, Any]:
-        """Everything of a model file that is neither weights nor their shapes."""
-        rest = dict(self.rest)
-        each = rest.get("per_rank")
-        if each_rank and isinstance(each, dict) and each and world in (self.source_world, max(map(_number, each)) + 1):
-            del rest["per_rank"]
-            own = each.get(str(rank))
-            rest.update(own if isinstance(own, dict) else {})
-        elif rank:
-            rest.pop("per_rank", None)  # for other ranks than there are now: rank 0 carries them
-        state = self.state
-        out: dict[str, Any] = {k: None for k in _MAYBE}
-        if state.scheduler is not None:
-            out["lr_scheduler"] = tree.value(state.scheduler)
-        out.update(self.counters)
-        out.update(
-            dp_world_size=world, mp_world_size=1, checkpoint_parallel_dimensions={"pp_degree": 1, "tp_degree": 1},
-            ds_config=self.ds_config, ds_version=DS_VERSION,
-        )  # fmt: skip
-        out.update({k: tree.value(v) for k, v in rest.items()})
-        return out
-
-
-class Models:
-    """The model files: one a rank at stage 3, with the parts of frozen parameters; else one, with all weights."""
-
-    def __init__(self, plan: Plan, groups: list[dict[str, tuple[int, ...]]], world: int, stage: int) -> None:
-        self.plan, self.groups, self.world, self.stage = plan, groups, world, stage
-        self.tensors: dict[str, TensorEntry] = {}
-        self.sources: dict[str, TensorEntry] = {}
-        self.same = {f"model.{a}": f"model.{o}" for a, o in plan.state.tied.items()}
-
-    def add(self, files: TorchFiles, each_rank: bool) -> None:
-        """All files, and the places of the tensors in them; `each_rank` is to find its own random state in its own."""
-        plan, state = self.plan, self.plan.state
-        numbers, trees = [], []
-        for rank in range(self.world if self.stage == 3 else 1):
-            tree = Tree(rank)
-            content = self._tree(tree, rank, each_rank)
-            name = f"zero_pp_rank_{rank}_mp_rank_00" if self.stage == 3 else "mp_rank_00"
-            numbers.append(files.add(f"{plan.tag}/{name}_model_states.pt", content, tree.sizes))
-            trees.append(tree)
-        for number, tree in zip(numbers, trees, strict=True):
-            for name, (key, entry, origin) in tree.whole.items():
-                at = files.offset(number, key)
-                self.tensors[name] = replace(
-                    entry, chunks=Chunks.whole(entry.shape, number, at, entry.nbytes), coding="raw"
-                )
-                self.sources[name] = origin
-        for n in state.frozen if self.stage == 3 else ():
-            t = plan.tensors[n]
-            part = -(-t.numel // self.world)
-            cuts = [
-                Cut(r * part, min((r + 1) * part, t.numel), number, files.offset(number, f"frozen.{n}"))
-                for r, number in enumerate(numbers)
-                if r * part < t.numel
-            ]
-            self.tensors[f"model.{n}"] = from_cuts(t.shape, t.dtype, t.path, cuts)
-            self.sources[f"model.{n}"] = state.tensors[n]
-
-    def _tree(self, tree: Tree, rank: int, each_rank: bool) -> dict[str, Any]:
-        plan, state, stage = self.plan, self.plan.state, self.stage
-        trained = {n for g in self.groups for n in g}
-        module: dict[str, Any] = {}
-        for n, t in plan.tensors.items():
-            if n in state.tied:
-                continue
-            if n in state.buffers or (stage < 3 and n in state.frozen):
-                module[n] = tree.tensor(f"model.{n}", t, state.tensors[n])
-            elif stage == 3:
-                module[n] = tree.placeholder(plan.precision if n in trained else t.dtype)
-            else:  # what the engine computes with: rounded from the masters as they pass
-                low = replace(t, dtype=plan.precision, path=("module", n))
-                module[n] = tree.tensor(f"module.{n}", low, state.tensors[n])
-        module.update({a: module[o] for a, o in state.tied.items()})
-        frozen = {n: size(plan.tensors[n].shape) for n in state.frozen}
-        fragments: Any = {n: module[n] for n in frozen}
-        out = {
-            "module": {n: module[n] for n in plan.tensors},
-            "buffer_names": list(state.buffers),
-            "optimizer": None,
-            "param_shapes": [{n: size(s) for n, s in g.items()} for g in self.groups],
-            "frozen_param_shapes": frozen if stage > 1 else None,
-            "shared_params": dict(state.tied) if rank == 0 else {},
-            "frozen_param_fragments": fragments if stage > 1 else None,
-            **plan.beside(tree, rank, self.world, each_rank),
-        }
-        if stage == 3:  # last, so that these records lie in the same order behind those of one rank alone
-            for n in state.frozen:
-                t = plan.tensors[n]
-                fragments[n] = tree.hole(f"frozen.{n}", t.dtype, -(-t.numel // self.world))
-        return out
-
-
-def _leaves_of(x: Any) -> Iterator[Any]:
-    if isinstance(x, (dict, list)):
-        for v in x.values() if isinstance(x, dict) else x:
-            yield from _leaves_of(v)
-    else:
-        yield x
-
-
-def _number(text: str) -> int:
-    return int(text) if text.isdigit() else -1
-
-
-def as_number(x: Any) -> float | int | None:
-    """The number that a step is: itself, or in a 0-dim tensor."""
-    if isinstance(x, Inline):
-        code = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}.get(x.dtype)
-        return None if code is None else struct.unpack(code, x.data)[0]
-    return x if isinstance(x, (int, float)) else None
-
-
-def stage_enum(stage: int) -> Opaque:
-    """ZeroStageEnum(stage), to be pickled by name."""
-    return Opaque(STAGE, (stage,), call=True)
-
-
-def size(shape: tuple[int, ...]) -> Opaque:
-    """torch.Size(shape), to be pickled by name: zero_to_fp32 asks it for its numel()."""
-    return Opaque(Global("torch", "Size"), (shape,), call=True)
-
-
-def fragment(numel: int, start: int) -> Opaque:
-    """fragment_address(numel, start), to be pickled by name."""
-    out = Opaque(Global("deepspeed.utils.tensor_fragment", "fragment_address"), ())
-    out.state = {"numel": numel, "start": start}
-    return out

@@ -32,6 +32,7 @@ from ckpttool.torchzip import StoredTensor, TensorRef
 from ckpttool.training import agreed, taken_apart
 
 from . import _deepspeed as ds
+from . import _deepspeed_write as dw
 from ._deepspeed import Cut, Reading
 
 __all__ = ["LAYOUTS"]
@@ -162,13 +163,13 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     state = taken_apart(ckpt, source)
     tensors = {n: replace(t, dtype=options.cast(f"model.{n}", t.dtype)) for n, t in state.tensors.items()}
     stage = options.zero_stage or _stage_of(ckpt)
-    plan = ds.Plan(state, tensors, stage, options, ckpt)
+    plan = dw.Plan(state, tensors, stage, options, ckpt)
     plan.tag += "" if options.tag else "_universal"
     groups = [{n: tensors[n].shape for n in g.params} for g in state.groups]
     ids = [[k] if g else [] for k, g in zip(_numbered(groups), groups, strict=True)]
     groups = [g for g in groups if g]
     files = TorchFiles()
-    models = ds.Models(plan, groups, 1, stage)
+    models = dw.Models(plan, groups, 1, stage)
     models.add(files, each_rank=False)
     placed, sources = dict(models.tensors), dict(models.sources)
     dropped: list[Dropped] = list(state.dropped)
@@ -193,13 +194,13 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
             for slot, x in state.scalars.get(n, {}).items() if stage < 3 else ():
                 files.add(f"{plan.tag}/zero/{n}/{slot}.pt", x, {})
     found = plan.scaler_keys()
-    found["zero_stage"] = ds.stage_enum(stage)
+    found["zero_stage"] = dw.stage_enum(stage)
     param_groups = [{**g.options, "params": own} for g, own in zip(state.groups, ids, strict=True)]
     if stage == 3:
         found["partition_count"] = 1
         found["optimizer_state_dict"] = {"state": dict(enumerate(scalars)), "param_groups": param_groups}
     else:
-        found["ds_version"] = ds.DS_VERSION
+        found["ds_version"] = dw.DS_VERSION
     files.add(f"{plan.tag}/{_STATE}", {**found, "param_groups": param_groups}, {})
     files.literal("latest_universal", plan.tag.encode())
     out = Checkpoint("universal", options.target, None, [], [], placed, ckpt.values)
@@ -223,7 +224,7 @@ def _numbered(groups: list[dict[str, Any]]) -> list[int]:
     return out
 
 
-def _lost(plan: ds.Plan, stage: int) -> list[str]:
+def _lost(plan: dw.Plan, stage: int) -> list[str]:
     """What DeepSpeed's own loader will not restore from the files."""
     state, out = plan.state, []
     names = [*state.buffers, *state.frozen]

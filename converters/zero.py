@@ -48,6 +48,7 @@ from ckpttool.torchzip import StoredTensor, TensorRef
 from ckpttool.training import agreed, taken_apart
 
 from . import _deepspeed as ds
+from . import _deepspeed_write as dw
 from ._deepspeed import Cut, File, Reading
 
 __all__ = ["LAYOUTS"]
@@ -477,7 +478,7 @@ def _write(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: int) 
         )
     state = taken_apart(ckpt, source)
     tensors = {n: replace(t, dtype=options.cast(f"model.{n}", t.dtype)) for n, t in state.tensors.items()}
-    plan = ds.Plan(state, tensors, stage, options, ckpt)
+    plan = dw.Plan(state, tensors, stage, options, ckpt)
     named = [{n: tensors[n].shape for n in g.params} for g in state.groups]
     if stage == 3:
         split = [subgroups(g, world, plan.sub_group_size) for g in named]
@@ -488,7 +489,7 @@ def _write(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: int) 
     ids = [[next(numbers) for _ in parts] for parts in split]
     files = TorchFiles()
     out = _Optimizers(plan, groups, world, stage)
-    models = ds.Models(plan, groups, world, stage)
+    models = dw.Models(plan, groups, world, stage)
     models.add(files, each_rank=stage == 3)
     out.add(files, ids)
     placed, sources = {**out.tensors, **models.tensors}, {**out.sources, **models.sources}
@@ -500,7 +501,7 @@ def _write(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: int) 
 class _Optimizers:
     """The optimizer files: flat tensors of masters, then of every slot, the same record by record on all ranks."""
 
-    def __init__(self, plan: ds.Plan, groups: Groups, world: int, stage: int) -> None:
+    def __init__(self, plan: dw.Plan, groups: Groups, world: int, stage: int) -> None:
         self.plan, self.groups, self.world, self.stage = plan, groups, world, stage
         self.dropped: list[Dropped] = []
         self.tensors: dict[str, TensorEntry] = {}
@@ -569,7 +570,7 @@ class _Optimizers:
         groups = [{**g.options, "params": own} for g, own in zip(self.plan.state.groups, ids, strict=True)]
         base = {"state": state, "param_groups": groups}
         out = self.plan.scaler_keys()
-        out["zero_stage"] = ds.stage_enum(self.stage)
+        out["zero_stage"] = dw.stage_enum(self.stage)
         if self.stage == 3:
             out.update(partition_count=self.world, optimizer_state_dict=base, fp32_flat_groups=masters)
         else:
@@ -579,14 +580,14 @@ class _Optimizers:
                 group_paddings=[self.parts[g] - self.elements(rank, (g, None, "")) for g in range(len(self.groups))],
                 param_alignment_paddings=[[0] * len(g) for g in self.groups],
                 partition_count=[self.world] * len(self.groups),
-                ds_version=ds.DS_VERSION,
+                ds_version=dw.DS_VERSION,
                 param_slice_mappings=[self._slices(rank, group) for group in self.groups],
             )
-        return {"optimizer_state_dict": out, "ds_config": self.plan.ds_config, "ds_version": ds.DS_VERSION}
+        return {"optimizer_state_dict": out, "ds_config": self.plan.ds_config, "ds_version": dw.DS_VERSION}
 
     def _slices(self, rank: int, group: dict[str, tuple[int, ...]]) -> dict[str, Any]:
         return {
-            n: ds.fragment(last - first, at) for n in group for r, first, last, at in self.flats[n].parts if r == rank
+            n: dw.fragment(last - first, at) for n in group for r, first, last, at in self.flats[n].parts if r == rank
         }
 
 
