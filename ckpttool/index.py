@@ -169,7 +169,7 @@ class Chunks(Sequence[Chunk]):
     def rows_in_order(self) -> list[int] | None:
         """Rows without empty ones, sorted along the flattened tensor, when each is a whole range of dim 0; else None."""
         n = self.ndim
-        if n == 0:
+        if n == 0 or not len(self):
             return list(range(len(self)))
         for d in range(1, n):
             column = self.shape[d::n]

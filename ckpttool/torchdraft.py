@@ -103,10 +103,14 @@ class TorchFiles:
 
     def sizes(self) -> list[int]:
         """Bytes of every file; of those with records to come, a bound."""
-        return [
-            len(f) if isinstance(f, bytes) else f.end + 120 * (len(f.records) + len(f.holes) + 8) + 300
-            for f in self.files
-        ]
+        out = []
+        for f in self.files:
+            if isinstance(f, bytes):
+                out.append(len(f))
+                continue
+            names = [name for name, *_ in f.records] + [hole.name for hole in f.holes]
+            out.append(f.end + sum(46 + 28 + len(n.encode()) for n in names) + 98)  # directory, its end records
+        return out
 
     def draft(
         self,
@@ -217,8 +221,11 @@ class TorchFiles:
         return int(crc), k
 
 
-def _number_inline(x: Any, first: int, inline: list[bytes]) -> Any:
-    """Small tensors inside values become tensors of their own storages."""
+def _number_inline(x: Any, first: int, inline: list[bytes], done: dict[int, Any] | None = None) -> Any:
+    """Small tensors inside values become tensors of their own storages; what is there twice stays one object."""
+    done = {} if done is None else done
+    if id(x) in done:
+        return done[id(x)]
     if isinstance(x, torchzip.Inline):
         inline.append(x.data)
         n = 1
@@ -226,15 +233,14 @@ def _number_inline(x: Any, first: int, inline: list[bytes]) -> Any:
             n *= k
         return torchzip.TensorRef(x.dtype, x.shape, str(first + len(inline) - 1), n)
     if isinstance(x, dict):
-        return {k: _number_inline(v, first, inline) for k, v in x.items()}
-    if isinstance(x, list):
-        return [_number_inline(v, first, inline) for v in x]
-    if type(x) is tuple:
-        return tuple(_number_inline(v, first, inline) for v in x)
-    if isinstance(x, Opaque):
-        out = Opaque(x.cls, _number_inline(x.args, first, inline), x.call)
-        out.state = _number_inline(x.state, first, inline)
-        out.list_items = _number_inline(x.list_items, first, inline)
-        out.dict_items = _number_inline(x.dict_items, first, inline)
-        return out
-    return x
+        done[id(x)] = {k: _number_inline(v, first, inline, done) for k, v in x.items()}
+    elif isinstance(x, list):
+        done[id(x)] = [_number_inline(v, first, inline, done) for v in x]
+    elif type(x) is tuple:
+        return tuple(_number_inline(v, first, inline, done) for v in x)
+    elif isinstance(x, Opaque):
+        out = done[id(x)] = Opaque(x.cls, _number_inline(x.args, first, inline, done), x.call)
+        out.state = _number_inline(x.state, first, inline, done)
+        out.list_items = _number_inline(x.list_items, first, inline, done)
+        out.dict_items = _number_inline(x.dict_items, first, inline, done)
+    return done.get(id(x), x)

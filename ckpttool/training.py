@@ -17,12 +17,13 @@ bytes in the file, or, beside an optimizer that has one of the two, matrices wit
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .draft import Dropped
-from .errors import Unsupported
+from .errors import Corrupt, Unsupported
 from .fill import tensor_digests
 from .index import ITEMSIZE, Checkpoint, Path, TensorEntry, joined, twins
 from .names import nest, original
@@ -120,7 +121,7 @@ def _take_optimizer(ckpt: Checkpoint, source: Source, out: Training) -> None:
             out.dropped.append(Dropped(name, t.nbytes, "neither state of a parameter nor a param group"))
             continue
         fqn, slot = str(t.path[2]), str(t.path[3])
-        if not t.shape:
+        if not t.shape and (slot == "step" or fqn not in out.tensors or out.tensors[fqn].shape):
             scalars.append(name)
         elif fqn in out.tensors and t.shape == out.tensors[fqn].shape:
             out.slots.setdefault(fqn, {})[slot] = t
@@ -160,9 +161,16 @@ def _take_rest(ckpt: Checkpoint, out: Training) -> None:
 
 def _classify(ckpt: Checkpoint, source: Source, out: Training) -> None:
     """Fill in frozen, buffers and tied, and take out of the groups what is frozen."""
-    said = out.rest.pop("buffer_names", None)
-    buffers = {n for n in said if n in out.tensors} if isinstance(said, list) else set()
-    listed = {n for g in out.groups for n in g.params}
+    said = out.rest.get("buffer_names")
+    if isinstance(said, list) and all(isinstance(n, str) for n in said):
+        del out.rest["buffer_names"]
+    else:
+        said = None
+    buffers = {n for n in said or () if n in out.tensors}
+    counts = Counter(n for g in out.groups for n in g.params)
+    if twice := [n for n, k in counts.items() if k > 1]:
+        raise Corrupt(f'the param groups list "{twice[0]}" {counts[twice[0]]} times; a parameter is in one group only.')
+    listed = set(counts)
     if missing := sorted(listed - out.tensors.keys()):
         raise Unsupported(
             f'the optimizer has {len(missing)} parameters that the model does not have, first "{missing[0]}"; an engine '

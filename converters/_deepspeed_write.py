@@ -29,6 +29,7 @@ __all__ = ["DS_VERSION", "Models", "Plan", "Tree", "fragment", "size", "stage_en
 
 #: The release whose files these are; the engine refuses files without one.
 DS_VERSION = "0.19.8"
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 #: What a dynamic loss scaler starts with (deepspeed/runtime/config.py, fp16 defaults).
 _FRESH_SCALER = {
     "cur_scale": 65536.0, "dynamic": True, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0,
@@ -91,9 +92,12 @@ class Plan:
         self.rest = dict(state.rest)
         config = self.rest.pop("ds_config", None)
         self.ds_config: dict[str, Any] = config if isinstance(config, dict) else {}
-        for key, x in (("ds_config", config), *((k, self.rest.get(k)) for k in ("skipped_steps", "global_samples"))):
-            if any(isinstance(leaf, TensorEntry) for leaf in _leaves_of(x)):
-                raise Unsupported(f'"{key}", which is DeepSpeed\'s own, holds tensors. Leave it out with --only.')
+        for key, x in (("ds_config", config or {}), *((k, self.rest.get(k, 0)) for k in _COUNTERS)):
+            if not isinstance(x, int | dict) or any(isinstance(leaf, TensorEntry) for leaf in _leaves_of(x)):
+                raise Unsupported(
+                    f'the checkpoint has an entry "{key}" that is not what DeepSpeed keeps under that name. Leave it out: '
+                    "--only model,optim,scheduler."
+                )
         self.precision = options.precision or self._precision()
         self.prefix = "bf16_" if self.precision == "bfloat16" else ""
         self.sub_group_size = options.sub_group_size or self._sub_group_size()
@@ -110,7 +114,7 @@ class Plan:
         }  # fmt: skip
         self.rest.pop("global_steps", None)
         self.scaler = self._scaler()
-        for key in sorted(OWN & self.rest.keys()):
+        for key in sorted((OWN | {"buffer_names"}) & self.rest.keys()):
             raise Unsupported(
                 f'the checkpoint has an entry "{key}" of its own, and so does every DeepSpeed save. Leave it out: --only '
                 "model,optim,scheduler,trainer."
@@ -201,6 +205,10 @@ class Plan:
         kinds = set(dtypes)
         if len(kinds) < 2:
             return kinds.pop() if kinds else "float32"
+        if other := sorted(k for k in kinds if "float" not in k):
+            raise Unsupported(
+                f"parameters of one group are {' and '.join(sorted(kinds))}; no flat tensor holds {other[0]} too."
+            )
         out = "float64" if "float64" in kinds else "float32"
         text = f"{' and '.join(sorted(kinds))} in one flat tensor are written as {out}, which holds both exactly"
         if text not in self._notes:
