@@ -232,35 +232,48 @@ def _tied(ckpt: Checkpoint, source: Source, out: Training, trained: set[str]) ->
     pairs = twins(out.tensors)
     if trained:  # a state dict that stores both of a tied pair has them as two tensors with the same bytes
         pairs.update(_equal(ckpt, source, out, trained, pairs))
+    sets: dict[str, list[str]] = {}  # first name of each -> all names
+    for n in out.tensors:
+        root = n
+        while root in pairs:
+            root = pairs[root]
+        sets.setdefault(root, []).append(n)
     tied: dict[str, str] = {}
-    for second, first in pairs.items():
-        a, b = (second, first) if first in trained or second not in trained else (first, second)
-        if a not in trained:
-            tied[a] = b
+    for names in sets.values():
+        owner = next((n for n in names if n in trained), names[0])
+        tied.update({n: owner for n in names if n != owner and n not in trained})
     return tied
 
 
 def _equal(ckpt: Checkpoint, source: Source, out: Training, trained: set[str], known: dict[str, str]) -> dict[str, str]:
+    """{name: trained name} of matrices with equal bytes, beside those `known` to share them."""
+    sharing = known.keys() | set(known.values())
     kinds: dict[Any, list[str]] = {}
-    for n in trained:
-        t = out.tensors[n]
-        kinds.setdefault((t.shape, t.dtype), []).append(n)
+    heads: dict[str, bytes | None] = {}
+
+    def head(n: str) -> bytes | None:
+        if n not in heads:
+            heads[n] = _head(ckpt, source, n)
+        return heads[n]
+
+    matrices = {n: t for n, t in out.tensors.items() if len(t.shape) > 1 and _floating(t.dtype)}
+    for n, t in matrices.items():
+        if n in trained:
+            kinds.setdefault((t.shape, t.dtype), []).append(n)
     candidates: dict[str, list[str]] = {}
-    for n, t in out.tensors.items():
-        if n not in trained and n not in known and len(t.shape) > 1 and _floating(t.dtype):
-            candidates[n] = [
-                o for o in kinds.get((t.shape, t.dtype), ()) if _head(ckpt, source, n) == _head(ckpt, source, o)
-            ]
+    for n, t in matrices.items():
+        if n not in trained and n not in sharing:
+            candidates[n] = [o for o in kinds.get((t.shape, t.dtype), ()) if head(n) == head(o)]
     wanted = {n for n, others in candidates.items() if others for n in (n, *others)}
     digests = tensor_digests(
         {n: out.tensors[n] for n in wanted}, source, ckpt.files, ckpt.records, lambda *_: None, "compare"
     )  # fmt: skip
-    return {
-        n: o
-        for n, others in candidates.items()
-        for o in others[::-1]
-        if digests[n] == digests[o] and _varied(ckpt, source, n)
-    }
+    found = {}
+    for n, others in candidates.items():
+        same = next((o for o in others if digests[n] == digests[o]), None)
+        if same is not None and _varied(ckpt, source, n):
+            found[n] = same
+    return found
 
 
 def _head(ckpt: Checkpoint, source: Source, fqn: str) -> bytes | None:
