@@ -23,7 +23,7 @@ __all__ = [
     "place",
 ]  # fmt: skip
 
-BUILT_IN = tuple(f"ckpttool.converters.{name}" for name in ("dcp", "full", "hf", "zero", "universal"))
+BUILT_IN = tuple(f"ckpttool.converters.{name}" for name in ("dcp", "full", "hf", "zero", "universal", "fsdp1"))
 
 
 #: (name of a tensor, its dtype) -> the dtype to write it in.

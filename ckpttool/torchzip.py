@@ -305,7 +305,7 @@ def _rebuilds(what: str) -> dict[tuple[str, str], Any]:
         kind = dtype or storage.dtype
         if kind is None:
             raise Corrupt(f"{what}: a tensor without a dtype.")
-        size, stride = _sizes(size), _sizes(stride)
+        size, stride = _sizes(size, what), _sizes(stride, what)
         if len(size) != len(stride) or type(offset) is not int or offset < 0:
             raise Corrupt(f"{what}: a tensor of size {size}, stride {stride}, offset {short(offset)}.")
         if any(n < 0 or n > MAX_NUMEL for n in (*size, *stride)) or prod(size) > MAX_NUMEL:
@@ -358,15 +358,15 @@ def _rebuilds(what: str) -> dict[tuple[str, str], Any]:
         ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
         ("torch._utils", "_rebuild_parameter_with_state"): lambda data, *_: data,
         ("torch._tensor", "_rebuild_from_type_v2"): from_type,
-        ("torch", "Size"): lambda items=(): _sizes(items),
+        ("torch", "Size"): lambda items=(): _sizes(items, what),
         ("torch.serialization", "_get_layout"): layout,
     }
 
 
-def _sizes(x: Any) -> tuple[int, ...]:
+def _sizes(x: Any, what: str) -> tuple[int, ...]:
     if isinstance(x, (tuple, list)) and len(x) <= 64 and all(type(n) is int for n in x):
         return tuple(x)
-    raise Corrupt(f"a size that is not integers: {short(x)}")
+    raise Corrupt(f"{what}: a size that is not up to 64 integers: {short(x)}.")
 
 
 def _read_legacy(read_at: ReadAt, base: int, length: int, what: str, stand_ins: dict[tuple[str, str], Any]) -> Any:
@@ -597,17 +597,18 @@ def central_directory(records: list[tuple[str, int, int, int, bool]], at: int) -
 
 
 class TensorRef(NamedTuple):
-    """A tensor to be written into a pickle: its storage's key, and how it lies in it (elements)."""
+    """A tensor to be written into a pickle, row-major: its storage's key and elements, and its own first among them."""
 
     dtype: str
     shape: tuple[int, ...]
     key: str
     numel: int
+    first: int = 0
 
     def reduce(self) -> tuple[Global, tuple[Any, ...]]:
         """The call by which torch puts the tensor together."""
         hooks = Opaque(Global("collections", "OrderedDict"), (), call=True)
-        rest = (0, self.shape, boxes.strides(self.shape), False, hooks)
+        rest = (self.first, self.shape, boxes.strides(self.shape), False, hooks)
         if self.dtype in STORAGE_NAMES:
             return Global("torch._utils", "_rebuild_tensor_v2"), (_StorageRef(self), *rest)
         return Global("torch._utils", "_rebuild_tensor_v3"), (_StorageRef(self), *rest, Global("torch", self.dtype), {})

@@ -41,7 +41,7 @@ from ckpttool.torchzip import StoredTensor
 
 __all__ = [
     "DERIVED", "MAYBE", "MODEL", "MODEL3", "OPTIM", "OWN", "SCALERS", "STAGE", "Cut", "File", "Reading", "alike",
-    "from_cuts", "is_save", "saves", "scaler", "setting", "shapes_of",
+    "from_cuts", "is_save", "number_in", "saves", "scaler", "setting", "shapes_of",
 ]  # fmt: skip  # fmt: skip
 
 MODEL3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
@@ -160,7 +160,7 @@ class File:
     def __init__(self, source: Source, name: str, number: int, dict_only: bool = True) -> None:
         self.source, self.name, self.number = source, name, number
         self.what = f"{source.root}/{name}"
-        tree = torchzip.read(self.read_at, 0, source.size(name), self.what, STAND_INS)
+        tree = torchzip.read(self.read_at, 0, source.size(name), self.what, _stand_ins(self.what))
         if dict_only and not isinstance(tree, dict):
             raise Corrupt(f"{self.what} holds a {type(tree).__name__}, not a dict; DeepSpeed did not write it.")
         self.tree: Any = tree
@@ -185,20 +185,27 @@ class File:
 
     def scalar(self, t: StoredTensor) -> float | int | None:
         """The value of a 0-dim tensor, None for a dtype that no counter has."""
-        code = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}.get(t.dtype)
-        if code is None or t.shape:
-            return None
-        found: float | int = struct.unpack(code, self.read_at(t.extent[0], ITEMSIZE[t.dtype]))[0]
-        return found
+        return None if t.shape else number_in(t.dtype, self.read_at(t.extent[0], ITEMSIZE[t.dtype]))
 
 
-def _stage(n: Any = 0) -> int:
-    if type(n) is not int or not 0 <= n <= 3:
-        raise Corrupt(f"a ZeRO stage {short(n)}.")
-    return n
+_CODES = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "int32": "<i"}
 
 
-STAND_INS: dict[tuple[str, str], Any] = {(STAGE.module, STAGE.name): _stage}
+def number_in(dtype: str, data: bytes) -> float | int | None:
+    """The number that some bytes are, None for a dtype that no counter has."""
+    if dtype == "bfloat16":
+        dtype, data = "float32", b"\0\0" + data
+    found: float | int | None = struct.unpack(_CODES[dtype], data)[0] if dtype in _CODES else None
+    return found
+
+
+def _stand_ins(what: str) -> dict[tuple[str, str], Any]:
+    def stage(n: Any = 0) -> int:
+        if type(n) is not int or not 0 <= n <= 3:
+            raise Corrupt(f"{what}: ZeRO stage {short(n)}.")
+        return n
+
+    return {(STAGE.module, STAGE.name): stage}
 
 
 @lru_cache(1 << 16)
@@ -304,15 +311,26 @@ def beside(files: Sequence[File], records: list[Record], notes: list[str]) -> di
     first = files[0]
     out: dict[Path, Any] = {}
     differing: list[str] = []
-    for key, value in first.tree.items():
-        if key in OWN or (key in MAYBE and value is None):
-            continue
+    for key in dict.fromkeys(k for f in files for k in f.tree):
         if not isinstance(key, str):
             raise Unsupported(f"{first.what}: a key {short(key)} that is no text.")
+        if key in OWN:
+            continue
+        if key not in first.tree:
+            for r, f in enumerate(files):
+                if key in f.tree:
+                    _take(("per_rank", str(r), key), f.tree[key], f, out, records)
+            differing.append(key)
+            continue
+        value = first.tree[key]
+        if key in MAYBE and value is None:
+            continue
         # the user's own "model" or "optim" is neither
         path: Path = ("extra", key) if key in ("model", "optim") else (key,)
         _take(path, value, first, out, records)
-        others = [(r, f) for r, f in enumerate(files) if r and key in f.tree and not alike(value, f.tree[key])]
+        others = [
+            (r, f) for r, f in enumerate(files) if r and key in f.tree and not alike(value, f.tree[key], first, f)
+        ]
         if others:
             differing.append(key)
         for rank, f in others:
@@ -331,15 +349,19 @@ def _take(path: Path, value: Any, file: File, out: dict[Path, Any], records: lis
     records.extend(crcs)
 
 
-def alike(a: Any, b: Any) -> bool:
-    """Whether two ranks' values are the same, as far as their pickles and the CRC32s of their tensors tell."""
+def alike(a: Any, b: Any, in_a: File | None = None, in_b: File | None = None) -> bool:
+    """Whether two ranks' values are the same: their pickles and the CRC32s of their tensors, or, in the legacy format,
+    which has none, their bytes."""
     if isinstance(a, StoredTensor) and isinstance(b, StoredTensor):
-        same = (a.dtype, a.shape, a.strides, a.at) == (b.dtype, b.shape, b.strides, b.at)
-        return same and a.storage.crc32 is not None and a.storage.crc32 == b.storage.crc32
+        if (a.dtype, a.shape, a.strides) != (b.dtype, b.shape, b.strides):
+            return False
+        if a.storage.crc32 is not None:
+            return (a.at, a.storage.crc32) == (b.at, b.storage.crc32)
+        return in_a is not None and in_b is not None and in_a.read_at(*a.extent) == in_b.read_at(*b.extent)
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(alike(v, b[k]) for k, v in a.items())
+        return a.keys() == b.keys() and all(alike(v, b[k], in_a, in_b) for k, v in a.items())
     if isinstance(a, (list, tuple)) and type(a) is type(b):
-        return len(a) == len(b) and all(alike(x, y) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(alike(x, y, in_a, in_b) for x, y in zip(a, b, strict=True))
     return bool(a == b) or (a != a and b != b)
 
 
@@ -474,6 +496,8 @@ class Reading:
         buffers = first.tree.get("buffer_names") or []
         low: set[str] = set()
         differing: list[str] = []
+        if not isinstance(buffers, list) or not all(isinstance(n, str) for n in buffers):
+            raise Corrupt(f"{first.what}: buffer_names is {short(buffers)}.")
         if not isinstance(frozen, dict) or not all(_is_shape(s) for s in frozen.values()):
             raise Corrupt(f"{first.what}: frozen_param_shapes is {short(frozen)}.")
         for alias in aliases:
@@ -504,8 +528,8 @@ class Reading:
                 )
             else:
                 self.model[name] = self.whole(first, t, ("model", name))
-                others = [f.tree["module"].get(name) for f in models[1:] if isinstance(f.tree.get("module"), dict)]
-                if t.numel and any(not alike(t, o) for o in others):
+                others = [(f, f.tree["module"].get(name)) for f in models[1:] if isinstance(f.tree.get("module"), dict)]
+                if t.numel and any(not alike(t, o, first, f) for f, o in others):
                     differing.append(name)
         self.model.update({n: t for n, t in self.masters.items() if n not in self.model})
         for name, shape in frozen.items():

@@ -10,7 +10,6 @@ described in _deepspeed.py, zero.py and universal.py.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,7 @@ from ckpttool.torchdraft import TorchFiles
 from ckpttool.torchzip import Inline, TensorRef
 from ckpttool.training import Training
 
-from ._deepspeed import MAYBE, OWN, SCALERS, STAGE, Cut, from_cuts
+from ._deepspeed import MAYBE, OWN, SCALERS, STAGE, Cut, from_cuts, number_in
 
 __all__ = ["DS_VERSION", "Models", "Plan", "Tree", "fragment", "size", "stage_enum"]
 
@@ -44,6 +43,7 @@ class Tree:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.sizes: dict[str, int] = {}
+        self.holes: dict[str, str] = {}  # what is to be filled from parts: its key
         self.whole: dict[str, tuple[str, TensorEntry, TensorEntry]] = {}  # name: key, entry to be, source
 
     def tensor(self, name: str, entry: TensorEntry, source: TensorEntry) -> TensorRef:
@@ -55,14 +55,15 @@ class Tree:
         self.whole[name] = key, entry, source
         return TensorRef(entry.dtype, entry.shape, key, entry.numel)
 
-    def hole(self, key: str, dtype: str, n: int) -> TensorRef:
-        """A flat tensor of n elements, to be filled from parts."""
+    def hole(self, name: str, dtype: str, n: int) -> TensorRef:
+        """A flat tensor of n elements, to be filled from parts; the same one for the same name."""
+        key = self.holes.setdefault(name, str(len(self.sizes)))
         self.sizes[key] = n * ITEMSIZE[dtype]
         return TensorRef(dtype, (n,), key, n)
 
     def placeholder(self, dtype: str) -> TensorRef:
         """A tensor without elements; those of one dtype share a storage."""
-        return self.hole(f"empty.{dtype}", dtype, 0)
+        return self.hole(f"empty {dtype}", dtype, 0)
 
     def value(self, x: Any) -> Any:
         """A tree of plain data and entries, with the entries' tensors to lie here."""
@@ -92,8 +93,10 @@ class Plan:
         self.rest = dict(state.rest)
         config = self.rest.pop("ds_config", None)
         self.ds_config: dict[str, Any] = config if isinstance(config, dict) else {}
-        for key, x in (("ds_config", config or {}), *((k, self.rest.get(k, 0)) for k in _COUNTERS)):
-            if not isinstance(x, int | dict) or any(isinstance(leaf, TensorEntry) for leaf in _leaves_of(x)):
+        for key, x in (("ds_config", {} if config is None else config), *((k, self.rest.get(k, 0)) for k in _COUNTERS)):
+            if not isinstance(x, dict if key == "ds_config" else int) or any(
+                isinstance(leaf, TensorEntry) for leaf in _leaves_of(x)
+            ):
                 raise Unsupported(
                     f'the checkpoint has an entry "{key}" that is not what DeepSpeed keeps under that name. Leave it out: '
                     "--only model,optim,scheduler."
@@ -287,8 +290,8 @@ class Models:
             t = plan.tensors[n]
             part = -(-t.numel // self.world)
             cuts = [
-                Cut(r * part, min((r + 1) * part, t.numel), number, files.offset(number, f"frozen.{n}"))
-                for r, number in enumerate(numbers)
+                Cut(r * part, min((r + 1) * part, t.numel), number, files.offset(number, tree.holes[f"frozen {n}"]))
+                for r, (number, tree) in enumerate(zip(numbers, trees, strict=True))
                 if r * part < t.numel
             ]
             self.tensors[f"model.{n}"] = from_cuts(t.shape, t.dtype, t.path, cuts)
@@ -324,7 +327,7 @@ class Models:
         if stage == 3:  # last, so that these records lie in the same order behind those of one rank alone
             for n in state.frozen:
                 t = plan.tensors[n]
-                fragments[n] = tree.hole(f"frozen.{n}", t.dtype, -(-t.numel // self.world))
+                fragments[n] = tree.hole(f"frozen {n}", t.dtype, -(-t.numel // self.world))
         return out
 
 
@@ -342,10 +345,7 @@ def _number(text: str) -> int:
 
 def _as_number(x: Any) -> float | int | None:
     """The number that a step is: itself, or in a 0-dim tensor."""
-    if isinstance(x, Inline):
-        code = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}.get(x.dtype)
-        return None if code is None else struct.unpack(code, x.data)[0]
-    return x if isinstance(x, (int, float)) else None
+    return number_in(x.dtype, x.data) if isinstance(x, Inline) else x if isinstance(x, (int, float)) else None
 
 
 def stage_enum(stage: int) -> Opaque:

@@ -89,13 +89,13 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     reading.take_module(models)
     reading.rest.update(ds.scaler(state.tree))
     members = [list(g) for g in shapes]
-    for names in members:
-        for n in names:
-            if missing := slots[names[0]].keys() ^ slots[n].keys():
-                raise Corrupt(
-                    f'{reading.where}zero: "{names[0]}" and "{n}" are of one param group, but {sorted(missing)[0]}.pt is '
-                    "there for one of them only. The copy is incomplete; fetch it again."
-                )
+    for n in slots:
+        first = next(iter(slots))
+        if missing := slots[first].keys() ^ slots[n].keys():
+            raise Corrupt(
+                f'{reading.where}zero/{n}: {sorted(missing)[0]}.pt is there for only one of "{first}" and "{n}". The copy is '
+                "incomplete; fetch it again."
+            )
     base = state.tree.get("optimizer_state_dict")
     steps = base.get("state") if isinstance(base, dict) else None
     for g, names in enumerate(members):
@@ -112,15 +112,19 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
                     continue  # rank 0's part of what lies in the parameter's folder
                 reading.optim[path] = reading.whole(state, x, path) if isinstance(x, StoredTensor) else Value(path, x)
     groups = state.get("param_groups", list)
+    listed: list[int] = []
     for i, group in enumerate(groups):
         ids = group.get("params") if isinstance(group, dict) else None
         if not isinstance(ids, list) or not all(type(k) is int and 0 <= k < len(members) for k in ids):
             raise Corrupt(
                 f"{state.what}: param group {i} lists {short(ids)}; there are {len(members)} groups of shapes."
             )
+        listed += ids
         for key, value in group.items():
             data = [n for k in ids for n in members[k]] if key == "params" else value
             reading.optim["optim", "param_groups", i, str(key)] = data
+    if listed != list(range(len(members))):
+        raise Corrupt(f"{state.what}: the param groups list {listed} of {len(members)} groups of shapes.")
     return reading.done("universal", None)
 
 
@@ -137,7 +141,7 @@ def _parameter(reading: Reading, name: str, shape: tuple[int, ...]) -> dict[str,
         x = f.tree.get("param") if isinstance(f.tree, dict) else f.tree
         slot = file.removesuffix(".pt")
         if not isinstance(x, StoredTensor):
-            if isinstance(x, (int, float)):
+            if slot == "step" and type(x) in (int, float):
                 out[slot] = x
                 continue
             raise Corrupt(f"{f.what} holds {short(x)}, not a tensor.")
@@ -180,8 +184,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         dropped += lost if stage == 3 else []
         plan.slots_of(group)
         for n, shape in group.items():
-            if "/" in n:
-                raise Unsupported(f'"{n}" cannot be the name of a folder.')
+            if "/" in n or "\\" in n or n in ("", ".", "..", "optimizer_state.pt"):
+                raise Unsupported(f'"{n}" cannot be the name of a parameter\'s folder.')
             entries = {"fp32": (tensors[n], state.tensors[n]), **{s: (t, t) for s, t in state.slots.get(n, {}).items()}}
             for slot, (t, origin) in entries.items():
                 ref = TensorRef(t.dtype, (t.numel,) if stage == 3 else shape, "0", t.numel)

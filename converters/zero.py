@@ -246,6 +246,10 @@ def _optimizer(
     files = [o.file for o in optims]
     for g in sorted(optims[0].state):
         for slot, found in optims[0].state[g].items():
+            if not isinstance(slot, str):
+                raise Corrupt(
+                    f"{files[0].what}: flat tensor {g} has an optimizer slot {short(slot)}, which is no name."
+                )
             everyone = [o.state[g].get(slot) for o in optims]
             if not isinstance(found, StoredTensor) or not found.shape:
                 entry = _shared(reading, files, everyone, f"{slot} of flat tensor {g}")
@@ -289,6 +293,8 @@ def _optimizer(
 def _shared(reading: Reading, files: list[File], values: list[Any], what: str) -> Any:
     """A counter that all ranks must agree on: a 0-dim tensor as the entry of rank 0's, or a number."""
     first = values[0]
+    if not isinstance(first, (StoredTensor, int, float, str, type(None))):
+        raise Corrupt(f"{files[0].what}: {what} is {short(first)}, neither a tensor nor a number.")
     seen = [
         f.scalar(v) if isinstance(v, StoredTensor) and not v.shape else v for f, v in zip(files, values, strict=True)
     ]
