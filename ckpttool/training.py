@@ -188,7 +188,9 @@ def _classify(ckpt: Checkpoint, source: Source, out: Training) -> None:
     if extra := sorted(stateful - trained):
         for n in extra:
             found = [*out.slots.pop(n, {}), *out.scalars.pop(n, {})]
-            out.dropped += [Dropped(f"optim.state.{n}.{s}", 0, "no param group lists its parameter") for s in found]
+            empty = n in out.tensors and not out.tensors[n].numel
+            why = "its parameter has no elements" if empty else "no param group lists its parameter"
+            out.dropped += [Dropped(f"optim.state.{n}.{s}", 0, why) for s in found]
     out.tied = _tied(ckpt, source, out, trained)
     guessed: list[str] = []
     for n, t in out.tensors.items():

@@ -249,7 +249,7 @@ def shapes_of(file: File, key: str = "param_shapes") -> list[dict[str, tuple[int
 
 
 def _is_shape(x: Any) -> bool:
-    return isinstance(x, tuple) and all(type(n) is int and n >= 0 for n in x)
+    return isinstance(x, tuple) and len(x) <= 64 and all(type(n) is int and n >= 0 for n in x)
 
 
 def refuse_parallel(file: File) -> None:

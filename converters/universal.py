@@ -19,6 +19,7 @@ Sources: deepspeed 0.19.8, checkpoint/ds_to_universal.py, runtime/zero/stage3.py
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from ckpttool.draft import Draft, Dropped
@@ -145,18 +146,16 @@ def _parameter(reading: Reading, name: str, shape: tuple[int, ...]) -> dict[str,
                 out[slot] = x
                 continue
             raise Corrupt(f"{f.what} holds {short(x)}, not a tensor.")
+        if slot != "step" and "float" not in x.dtype:
+            raise Corrupt(f"{f.what}: a tensor of {x.dtype}; weights and slots are floating-point.")
         if (slot == "step" and not x.shape) or x.shape == shape:
             out[slot] = reading.whole(f, x, ())
-        elif x.shape == (x.numel,) and x.contiguous and x.numel == _numel(shape):
+        elif x.shape == (x.numel,) and x.contiguous and x.numel == prod(shape):
             reading.seen(f, x)
             out[slot] = ds.from_cuts(shape, x.dtype, (), [Cut(0, x.numel, f.number, x.extent[0])])
         else:
             raise Corrupt(f'{f.what}: a tensor of shape {x.shape}; param_shapes says that "{name}" has {shape}.')
     return out
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return TensorEntry("uint8", shape, (), Chunks(len(shape))).numel
 
 
 # --------------------------------------------------------------------------------------------------------- writing
