@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .comparison import diff
     from .conversion import convert, digest, open, plan, verify
     from .errors import CkpttoolError
+    from .flatlayout import describe_fsdp1
     from .index import Checkpoint
     from .summary import inspect
 
@@ -27,6 +28,7 @@ __all__ = [
     "CkpttoolError",
     "__version__",
     "convert",
+    "describe_fsdp1",
     "diff",
     "digest",
     "inspect",
@@ -39,6 +41,7 @@ _WHERE = {
     "Checkpoint": "index",
     "CkpttoolError": "errors",
     "convert": "conversion",
+    "describe_fsdp1": "flatlayout",
     "diff": "comparison",
     "digest": "conversion",
     "inspect": "summary",

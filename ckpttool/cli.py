@@ -179,6 +179,7 @@ def convert(
     precision: Annotated[
         str | None, typer.Option("--precision", help="Precision of that engine: bf16, fp16 or fp32.")
     ] = None,
+    write_tag: Annotated[str | None, typer.Option("--write-tag", help="Name of the DeepSpeed save to write.")] = None,
     max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Largest file of an hf folder.")] = "5GB",
     max_memory: Annotated[
         str | None, typer.Option("--max-memory", help="Memory budget; buffers shrink or grow to fit.")
@@ -204,7 +205,7 @@ def convert(
         "to": to, "layout": from_, "world_size": world_size, "only": _comma(only), "dtype": dtype, "cast": rules,
         "config": config, "like": like, "flat_layout": flat_layout, "wrap": _comma(wrap), "tag": tag,
         "use_orig_params": use_orig_params, "zero_stage": zero_stage, "sub_group_size": sub_group_size,
-        "precision": precision, "max_shard_bytes": _bytes(max_shard_size),
+        "precision": precision, "write_tag": write_tag, "max_shard_bytes": _bytes(max_shard_size),
     }  # fmt: skip
     if dry_run:
         _dry_run(src, dst, how, as_json)

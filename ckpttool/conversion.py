@@ -234,6 +234,7 @@ def plan(
     zero_stage: int | None = None,
     sub_group_size: int | None = None,
     precision: str | None = None,
+    write_tag: str | None = None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> tuple[Opened, Draft, layouts.Layout]:
     """The draft of a conversion; nothing is written. The caller closes the source.
@@ -246,6 +247,7 @@ def plan(
         use_orig_params: as FSDP1 of the job that will load it was called.
         zero_stage, sub_group_size, precision: those of the DeepSpeed engine that will load it; those of the source, or
             of the layout, where None.
+        write_tag: name of the DeepSpeed save; `global_step<N>` where None.
     """
     model = _model(config, like, flat_layout, wrap)
     opened = _open(src, layout, None if only is None else tuple(only), tag, model)
@@ -265,7 +267,7 @@ def plan(
         options = layouts.WriteOptions(
             **model, target=name, world_size=world_size,
             max_shard_bytes=max_shard_bytes, cast=_caster(dtype, cast or {}), use_orig_params=use_orig_params,
-            zero_stage=zero_stage, sub_group_size=sub_group_size, tag=tag,
+            zero_stage=zero_stage, sub_group_size=sub_group_size, write_tag=write_tag,
             precision=None if precision is None else _dtype(precision),
         )  # fmt: skip
         draft = target.write(ckpt, opened.source, options)

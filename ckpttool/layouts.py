@@ -79,7 +79,7 @@ class WriteOptions(Model):
     zero_stage: int | None = None
     sub_group_size: int | None = None
     precision: str | None = None  # of the engine that will load it: "bfloat16", "float16" or "float32"
-    tag: str | None = None
+    write_tag: str | None = None  # name of a DeepSpeed save
 
 
 class Layout(NamedTuple):

@@ -73,7 +73,13 @@ def summarise(ckpt: Checkpoint, path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _step(ckpt: Checkpoint) -> int | None:
-    for name in ("trainer.step", "trainer.global_step", "trainer.global_steps", "trainer.iteration", "trainer.num_steps"):
+    for name in (
+        "trainer.step",
+        "trainer.global_step",
+        "trainer.global_steps",
+        "trainer.iteration",
+        "trainer.num_steps",
+    ):
         v = ckpt.values.get(name)
         if v is not None and isinstance(v.data, int):
             return v.data

@@ -544,9 +544,10 @@ class Reading:
             self.notes.append(DERIVED)
         if differing:
             self.notes.append(f"ranks differ in the buffers {', '.join(differing[:4])}; rank 0's are taken")
-        if first.tree.get("frozen_param_shapes", {}) is None and not any(
-            n not in self.masters and n not in buffers for n in self.model
-        ):
+        told = (
+            any(map(placeholder, module.values())) or setting(first, "stage") == 2
+        )  # stages 0 and 1 have no such list
+        if told and first.tree.get("frozen_param_shapes", {}) is None:
             self.notes.append(
                 "frozen parameters, if the model has any, were left out when this was saved (exclude_frozen_parameters); "
                 "they must come from elsewhere"

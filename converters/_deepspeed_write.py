@@ -101,16 +101,19 @@ class Plan:
                     f'the checkpoint has an entry "{key}" that is not what DeepSpeed keeps under that name. Leave it out: '
                     "--only model,optim,scheduler."
                 )
+        if options.precision not in (None, "float32", "bfloat16", "float16"):
+            raise UsageError(f"--precision {options.precision}: DeepSpeed computes in bf16, fp16 or fp32.")
         self.precision = options.precision or self._precision()
+        self.cast = options.cast
         self.prefix = "bf16_" if self.precision == "bfloat16" else ""
         self.sub_group_size = options.sub_group_size or self._sub_group_size()
         self._adjust_config(options)
         self.steps = self._steps()
-        self.tag = options.tag or (
+        self.tag = options.write_tag or (
             "checkpoint" if "pytorch-lightning_version" in self.rest else f"global_step{self.steps}"
         )
         if "/" in self.tag or self.tag in ("", ".", ".."):
-            raise UsageError(f"--tag {self.tag!r} is no name of a folder.")
+            raise UsageError(f"--write-tag {self.tag!r} is no name of a folder.")
         self.counters = {
             "skipped_steps": self.rest.pop("skipped_steps", 0), "global_steps": self.steps,
             **({"global_samples": self.rest.pop("global_samples")} if "global_samples" in self.rest else {}),
@@ -217,6 +220,11 @@ class Plan:
         if text not in self._notes:
             self._notes.append(text)
         return out
+
+    def slot(self, fqn: str, slot: str) -> TensorEntry:
+        """A slot of a parameter, of the dtype it is to be written in."""
+        t = self.state.slots[fqn][slot]
+        return replace(t, dtype=self.cast(joined(t.path), t.dtype))
 
     def slots_of(self, group: Iterable[str]) -> list[str]:
         """Names of the slots that every parameter of a group has.

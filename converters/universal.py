@@ -167,7 +167,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     tensors = {n: replace(t, dtype=options.cast(f"model.{n}", t.dtype)) for n, t in state.tensors.items()}
     stage = options.zero_stage or _stage_of(ckpt)
     plan = dw.Plan(state, tensors, stage, options, ckpt)
-    plan.tag += "" if options.tag else "_universal"
+    plan.tag += "" if options.write_tag else "_universal"
     groups = [{n: tensors[n].shape for n in g.params} for g in state.groups]
     ids = [[k] if g else [] for k, g in zip(_numbered(groups), groups, strict=True)]
     groups = [g for g in groups if g]
@@ -185,7 +185,10 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         for n, shape in group.items():
             if "/" in n or "\\" in n or n in ("", ".", "..", "optimizer_state.pt"):
                 raise Unsupported(f'"{n}" cannot be the name of a parameter\'s folder.')
-            entries = {"fp32": (tensors[n], state.tensors[n]), **{s: (t, t) for s, t in state.slots.get(n, {}).items()}}
+            entries = {
+                "fp32": (tensors[n], state.tensors[n]),
+                **{s: (plan.slot(n, s), t) for s, t in state.slots.get(n, {}).items()},
+            }
             for slot, (t, origin) in entries.items():
                 ref = TensorRef(t.dtype, (t.numel,) if stage == 3 else shape, "0", t.numel)
                 tree = ref if stage == 3 else {"cat_dim": 0, "param": ref}

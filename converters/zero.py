@@ -525,7 +525,7 @@ class _Optimizers:
         for slot in dict.fromkeys(s for found in slots for s in found):
             for g, group in enumerate(groups):
                 if slot in slots[g]:
-                    dtypes = [plan.state.slots[n][slot].dtype for n in group]
+                    dtypes = [plan.slot(n, slot).dtype for n in group]
                     self.columns.append((g, slot, plan.common(dtypes)))
         what = f"ZeRO-{stage} keeps one for a whole {'sub-group' if stage == 3 else 'param group'}"
         self.scalars: list[dict[str, Any]] = []

@@ -1,13 +1,13 @@
 """Runs one conversion again and again and lets its Nth system call that can fail be the last one, or fail, for every N.
 
-    python crash_driver.py WORK SRC TO OLD|- kill|ENOSPC|EIO|...
+    python crash_driver.py WORK SRC TO OLD|- kill|ENOSPC|EIO|... [STEP]          with STEP for every STEPth N alone
 
-Each round is a conversion of SRC to WORK/out in a forked child, with a line in the journal after every tensor. With
-`kill` the child ends by os._exit just before the Nth call, as SIGKILL would end it; with the name of an errno that call
-fails. Then WORK/out must be as before (absent, or a copy of OLD) or complete. After `kill` the same conversion runs
-again in another child; after an error, which must be a CkpttoolError, it runs again in the same process. It must
-succeed and leave nothing beside WORK/out. The last line printed is JSON: {"calls": N, "continued": reruns that went on
-from the journal, "failed": rounds that ended in an error}.
+Each round is a conversion of SRC to WORK/out in a forked child, with a line in the journal after every tensor, and files
+finished as soon as three of them have all their chunks. With `kill` the child ends by os._exit just before the Nth call,
+as SIGKILL would end it; with the name of an errno that call fails. Then WORK/out must be as before (absent, or a copy of
+OLD) or complete. After `kill` the same conversion runs again in another child; after an error, which must be a
+CkpttoolError, it runs again in the same process. It must succeed and leave nothing beside WORK/out. The last line
+printed is JSON: {"calls": N, "continued": reruns that went on from the journal, "failed": rounds that ended in an error}.
 
 The driver imports no torch and has one thread, so it can fork.
 """
@@ -40,7 +40,9 @@ def files_of(path: Path) -> dict[str, bytes] | None:
         return None
     if path.is_file():
         return {"": path.read_bytes()}
-    return {p.name: p.read_bytes() for p in path.iterdir() if p.name != "ckpttool.json"}
+    return {
+        str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file() and p.name != "ckpttool.json"
+    }
 
 
 class Fault:
@@ -79,7 +81,7 @@ class Fault:
 def convert(src: str, out: Path, to: str, force: bool) -> int:
     """DONE, or CONTINUED when a journal was found."""
     done = ckpttool.convert(
-        src, out, to=to, force=force, world_size=2 if to == "dcp" else None, max_memory_bytes=72 << 20
+        src, out, to=to, force=force, world_size=None if to in ("full", "hf") else 2, max_memory_bytes=72 << 20
     )
     return CONTINUED if any("continued" in note for note in done.notes) else DONE
 
@@ -107,7 +109,7 @@ def in_child(src: str, out: Path, to: str, force: bool, n: int | None, error: in
     if pid == 0:
         status = 1
         try:
-            fill._JOURNAL_BYTES = 1
+            fill._JOURNAL_BYTES, fill._MOST_ENDED = 1, 3
             status = attempt(src, out, to, force, Fault(n, error) if n is not None else None)
         except BaseException:
             traceback.print_exc()
@@ -119,13 +121,14 @@ def in_child(src: str, out: Path, to: str, force: bool, n: int | None, error: in
 def main() -> None:
     """All rounds."""
     work, src, to, old, kind = sys.argv[1:6]
+    step = int(sys.argv[6]) if len(sys.argv) > 6 else 1
     error = None if kind == "kill" else getattr(errno, kind)
     out = Path(work) / "out"
     convert(src, out, to, False)  # also imports everything, so that children are quick
     new, before = files_of(out), files_of(Path(old)) if old != "-" else None
     shutil.rmtree(out) if out.is_dir() else out.unlink()
     counts = {"calls": 0, "continued": 0, "failed": 0}
-    for n in range(1, 10_000):
+    for n in range(1, 10_000, step):
         if old != "-":
             (shutil.copytree if Path(old).is_dir() else shutil.copy)(old, out)
         status = in_child(src, out, to, old != "-", n, error)

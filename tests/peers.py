@@ -36,7 +36,23 @@ class Original(NamedTuple):
     @property
     def saved_as(self) -> str:
         """How it was written, by the name in fixtures/make.py."""
-        return str(json.loads((self.folder / "case.json").read_text(encoding="utf-8"))["save"])
+        return str(self._said()["save"])
+
+    @property
+    def engine(self) -> str | None:
+        """Which engine kept it in flat tensors: "deepspeed", "fsdp1" or none."""
+        found = self._said().get("engine")
+        return str(found) if found in ("deepspeed", "fsdp1") else None
+
+    @property
+    def how(self) -> dict[str, str]:
+        """What has to be said to read it, beside the path."""
+        layout = self.folder / "flat_layout.json"
+        return {"flat_layout": str(layout)} if layout.exists() else {}
+
+    def _said(self) -> dict[str, Any]:
+        said: dict[str, Any] = json.loads((self.folder / "case.json").read_text(encoding="utf-8"))
+        return said
 
     def truth(self) -> dict[str, Tensor]:
         """The tensors of the live job; those that the file holds, where it holds the weights only."""
@@ -49,13 +65,16 @@ class Original(NamedTuple):
 def _originals() -> Iterator[Original]:
     for case in CASES:
         for path in sorted((FIXTURES / case).glob("ckpt*")):
-            inner = sorted(path.glob("*.pt"))
+            inner = sorted(path.glob("*.pt")) if Original(case, case, path).engine is None else []
             for p in inner or [path]:
                 short = "" if p.name == "ckpt" else "/" + p.name
                 yield Original(case + short, case, p)
 
 
-ORIGINALS = list(_originals())
+_ALL = list(_originals())
+ORIGINALS = [o for o in _ALL if o.engine is None]
+#: Those of engines with flat tensors; torch itself has no reader of them.
+FLAT = [o for o in _ALL if o.engine is not None]
 
 
 def load_full(path: Path) -> dict[str, Any]:

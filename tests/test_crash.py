@@ -76,8 +76,8 @@ def fingerprint(path: Path) -> dict[str, str] | None:
     """{file: SHA-256} of a file or folder but for the record with the time in it; None where nothing is."""
     if not os.path.lexists(path):
         return None
-    files = [path] if path.is_file() else [p for p in path.iterdir() if p.name != "ckpttool.json"]
-    return {p.name if p != path else "": hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+    files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file() and p.name != "ckpttool.json"]
+    return {str(p.relative_to(path)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
 def left_beside(path: Path) -> list[str]:
@@ -151,12 +151,54 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def drive(room: Path, tiny: Path, to: str, old: str, kind: str) -> dict[str, int]:
-    command = [sys.executable, HERE / "crash_driver.py", room, tiny / "in.pt", to, tiny / old if old else "-", kind]
+def drive(room: Path, tiny: Path, to: str, old: str, kind: str, step: int = 1) -> dict[str, int]:
+    command = [
+        sys.executable,
+        HERE / "crash_driver.py",
+        room,
+        tiny / "in.pt",
+        to,
+        tiny / old if old else "-",
+        kind,
+        step,
+    ]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr[-3000:]
     counts: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     return counts
+
+
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same for engines with flat tensors: three trained parameters in two groups, a frozen one, a buffer, random state."""
+    folder = tmp_path_factory.mktemp("engine")
+    model = {"a.weight": torch.randn(41, 50), "a.bias": torch.randn(7), "b": torch.randn(3, 5)}
+    state = {n: {"step": torch.tensor(3.0), "exp_avg": t * 2, "exp_avg_sq": t * t} for n, t in model.items()}
+    groups = [{"lr": 0.1, "params": ["b", "a.weight"]}, {"lr": 0.2, "params": ["a.bias"]}]
+    model |= {"frozen.weight": torch.randn(4, 3), "seen": torch.tensor(3)}
+    tree = {"model": model, "optim": {"state": state, "param_groups": groups}, "step": 3, "rng": torch.arange(900)}
+    torch.save(tree, folder / "in.pt")
+    for name in ("zero3", "zero2"):
+        ckpttool.convert(folder / "in.pt", folder / f"old_{name}", to=name, world_size=3)
+    return folder
+
+
+@pytest.mark.parametrize(("to", "old", "step"), [("zero3", "old_zero3", 2), ("zero2", "", 5), ("universal", "", 4)])
+def test_death_before_a_call_of_a_deepspeed_save_leaves_the_old_or_the_new_one_and_the_next_run_goes_on(
+    to: str, old: str, step: int, room: Path, engine: Path
+) -> None:
+    counts = drive(room, engine, to, old, "kill", step)
+    assert counts["calls"] > 60
+    assert counts["continued"] > 30 // step
+
+
+@pytest.mark.parametrize(("to", "error", "step"), [("zero3", "ENOSPC", 7), ("universal", "EIO", 11)])
+def test_failure_of_a_call_of_a_deepspeed_save_is_an_error_of_ours(
+    to: str, error: str, step: int, room: Path, engine: Path
+) -> None:
+    counts = drive(room, engine, to, "", error, step)
+    assert counts["calls"] > 60
+    assert counts["failed"] > 60 // step
 
 
 @pytest.mark.parametrize(("to", "old"), [("full", ""), ("full", "old.pt"), ("dcp", ""), ("dcp", "old"), ("hf", "")])
@@ -229,6 +271,19 @@ def test_sigkill_at_random_moments_leaves_a_replaced_destination_old_or_complete
     big: Path, old: Path, converted: Path, tmp_path: Path
 ) -> None:
     kill_at_random(big, tmp_path / "out", converted, old, 2)
+
+
+def test_an_interrupted_deepspeed_save_is_continued_to_the_same_bytes(engine: Path, tmp_path: Path) -> None:
+    command = ["convert", engine / "in.pt", tmp_path / "out", "--to", "zero3", "-n", "2"]
+    assert run(*command[:2], tmp_path / "once", *command[3:]).returncode == 0
+    stopped = hooked("interrupt", *command)
+    assert stopped.returncode == 130, stopped.stderr
+    assert not (tmp_path / "out").exists() and left_beside(tmp_path / "out")
+    again = run(*command)
+    assert again.returncode == 0, again.stderr
+    assert "continued an interrupted run: " in again.stderr
+    assert fingerprint(tmp_path / "out") == fingerprint(tmp_path / "once")
+    assert left_beside(tmp_path / "out") == []
 
 
 @pytest.mark.parametrize("signal_name", ["interrupt", "terminate"])

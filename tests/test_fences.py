@@ -40,12 +40,15 @@ ROOMS: dict[str, set[str]] = {
     "torchdraft": {"crc", "draft", "index", "pickles", "torchzip"},
     "stream": {"errors", "boxes", "crc", "index", "store"},
     "fill": {"errors", "boxes", "crc", "index", "store", "stream", "draft"},
+    "sharded": {"errors", "boxes", "index", "pickles", "torchzip"},
+    "flatlayout": {"errors", "boxes", "child", "index", "stfile", "store"},
+    "training": {"errors", "draft", "fill", "index", "names", "store", "stream", "torchzip"},
     "layouts": {"errors", "index", "names", "store", "draft"},
     "conversion": {"errors", "index", "store", "draft", "fill", "layouts", "stream", "_version"},
     "comparison": {"boxes", "conversion", "errors", "fill", "index", "stream"},
     "summary": {"conversion", "index"},
     "cli": {"errors", "conversion", "comparison", "summary", "layouts", "_version", "names"},
-    "__init__": {"_version", "comparison", "conversion", "errors", "index", "summary"},
+    "__init__": {"_version", "comparison", "conversion", "errors", "flatlayout", "index", "summary"},
     "__main__": {"cli"},
 }
 #: What is not in the standard library and may be imported as a module is loaded; numpy, torch, ... only where used.
@@ -54,6 +57,13 @@ OUTSIDE: dict[str, set[str]] = {
     "fill": {"blake3"},
     "conversion": {"blake3"},
     "cli": {"typer"},
+}
+#: What one family of layouts shares lies in modules with an underscore, which its own layouts may import and no others.
+FAMILIES: dict[str, set[str]] = {
+    "_deepspeed_write": {"_deepspeed"},
+    "zero": {"_deepspeed", "_deepspeed_write"},
+    "universal": {"_deepspeed", "_deepspeed_write"},
+    "fsdp1": {"_fsdp1_write", "_ranks"},
 }
 HEAVY = {"torch", "transformers", "numpy", "ml_dtypes", "rich", "zstandard", "safetensors", "huggingface_hub"}
 
@@ -110,11 +120,37 @@ def test_the_table_of_rooms_names_no_module_that_is_gone() -> None:
 
 
 @pytest.mark.parametrize("module", CONVERTERS)
-def test_a_converter_imports_the_core_and_never_another_converter(module: str) -> None:
+def test_a_converter_imports_the_core_and_never_another_converter_but_what_its_family_shares(module: str) -> None:
     found = ours(module)
-    assert not any(n.startswith("converters") for n in found)
+    family = FAMILIES.get(module.rpartition(".")[2], set())
+    assert {n for n in found if n.startswith("converters")} <= {f"converters.{n}" for n in family}
     assert not found & {"cli", "conversion", "comparison", "summary", "__init__"}
     assert not any(n == "converters" for n, _ in imports(module)), "the installed name is ckpttool.converters"
+
+
+def test_what_a_family_shares_has_an_underscore_and_no_layout_and_is_used_by_all_that_may() -> None:
+    shared = {m.rpartition(".")[2] for m in CONVERTERS} - {"__init__"}
+    assert {n for n in shared if n.startswith("_")} == set().union(*FAMILIES.values())
+    for name, family in FAMILIES.items():
+        assert {f"converters.{n}" for n in family} <= ours(f"ckpttool.converters.{name}")
+    for name in set().union(*FAMILIES.values()):
+        assert not hasattr(importlib.import_module(f"ckpttool.converters.{name}"), "LAYOUTS")
+
+
+@pytest.mark.parametrize("module", [m for m in CONVERTERS if not m.rpartition(".")[2].startswith("_")])
+def test_a_converter_exports_its_layouts_and_nothing_else(module: str) -> None:
+    from ckpttool.layouts import Layout
+
+    loaded = importlib.import_module(module)
+    assert loaded.__all__ == ["LAYOUTS"]
+    assert loaded.LAYOUTS and all(isinstance(x, Layout) for x in loaded.LAYOUTS)
+
+
+def test_no_two_layouts_have_one_name() -> None:
+    from ckpttool.layouts import BUILT_IN
+
+    names = [x.name for module in BUILT_IN for x in importlib.import_module(module).LAYOUTS]
+    assert len(set(names)) == len(names) > 5
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import subprocess
@@ -13,7 +14,19 @@ from typing import Any
 
 import pytest
 import torch
-from peers import ORIGINALS, REPOSITORY, Original, difference, files_of, load_dcp, load_full, load_hf, raw, same_value
+from peers import (
+    FLAT,
+    ORIGINALS,
+    REPOSITORY,
+    Original,
+    difference,
+    files_of,
+    load_dcp,
+    load_full,
+    load_hf,
+    raw,
+    same_value,
+)
 from peers import tensors_of as tensors
 from torch import Tensor
 
@@ -305,3 +318,85 @@ def test_views_strides_and_shared_storages_become_the_tensors_they_show(tmp_path
     assert difference(load_full(tmp_path / "out.pt")["model"], state) == []
     ckpttool.convert(tmp_path / "in.pt", tmp_path / "hf", to="hf")
     assert difference(load_hf(tmp_path / "hf"), {k: t.contiguous() for k, t in state.items()}) == []
+
+
+# ------------------------------------------------------------------------------------- engines with flat tensors
+
+by_flat_label = pytest.mark.parametrize("original", FLAT, ids=[o.label for o in FLAT])
+TARGETS = ("dcp", "full", "hf", "zero3", "zero2", "zero1", "universal", "fsdp1")
+PAIRS = [(a, b) for a in TARGETS for b in TARGETS if a != b and a != "hf"]
+
+
+@by_flat_label
+def test_a_full_file_holds_the_state_of_the_live_engine(original: Original, tmp_path: Path) -> None:
+    done = ckpttool.convert(original.path, tmp_path / "out.pt", **original.how)
+    tree = load_full(tmp_path / "out.pt")
+    assert difference(tensors(tree), original.truth()) == []
+    assert not done.dropped
+    said = json.loads((original.folder / "case.json").read_text())
+    trained = {k.removeprefix("optim.").removesuffix(".exp_avg") for k in original.truth() if k.endswith(".exp_avg")}
+    groups = tree["optim"]["param_groups"]
+    assert len(groups) == said["optimizer"]["kwargs"].get("groups", 1)
+    listed = [n for g in groups for n in g["params"]]
+    assert len(set(listed)) == len(listed) and (set(listed) >= trained if trained else listed)
+    if original.engine == "deepspeed":
+        assert tree["global_steps"] == said["step"]
+
+
+@by_flat_label
+def test_the_source_of_an_engine_comes_back_with_an_equal_digest_at_every_world_size(
+    original: Original, tmp_path: Path
+) -> None:
+    with ckpttool.open(original.path, **original.how) as opened:
+        own = opened.layout.name
+    wanted = ckpttool.digest(original.path, **original.how)["digest"]
+    ckpttool.convert(original.path, tmp_path / "dcp", to="dcp", world_size=2, **original.how)
+    for world in (1, 5) if own != "universal" else (None,):
+        done = ckpttool.convert(tmp_path / "dcp", tmp_path / str(world), to=own, world_size=world)
+        assert done.digest == wanted
+        assert ckpttool.digest(tmp_path / str(world))["digest"] == wanted
+
+
+def pairs() -> list[Any]:
+    """Every ordered pair of layouts, with an original of one engine after the other."""
+    have = [
+        o for o in [*FLAT, *ORIGINALS] if o.saved_as not in (*WITHOUT_OPTIMIZER, "views") and o.path.name != "views.pt"
+    ]
+    assert len(have) > 20
+    pool = {engine: [o for o in have if o.engine == engine] for engine in ("deepspeed", "fsdp1", None)}
+    out = []
+    for k, (a, b) in enumerate(PAIRS):
+        mine = pool[("deepspeed", "fsdp1", None)[k % 3]]
+        original = mine[k // 3 % len(mine)]
+        out.append(pytest.param(a, b, original, id=f"{a}-{b}-{original.label}"))
+    return out
+
+
+@pytest.mark.parametrize(("a", "b", "original"), pairs())
+def test_a_state_goes_from_any_layout_to_any_other_and_home_again_with_one_digest(
+    a: str, b: str, original: Original, tmp_path: Path
+) -> None:
+    """At three world sizes, none of them the source's."""
+    wanted = ckpttool.digest(original.path, **original.how)["digest"]
+    k = PAIRS.index((a, b))
+    first = ckpttool.convert(original.path, tmp_path / "a", to=a, world_size=1 + k % 5, **original.how)
+    assert first.digest == wanted and not first.dropped
+    second = ckpttool.convert(tmp_path / "a", tmp_path / "b", to=b, world_size=1 + (k + 2) % 5)
+    if b == "hf":
+        assert second.digest["model"] == wanted["model"]
+        return
+    assert second.digest == wanted and not second.dropped
+    home = ckpttool.convert(tmp_path / "b", tmp_path / "home.pt", to="full")
+    assert home.digest == wanted
+    assert difference(tensors(load_full(tmp_path / "home.pt")), original.truth()) == []
+
+
+@by_flat_label
+def test_every_zip_written_from_an_engine_has_right_checksums(original: Original, tmp_path: Path) -> None:
+    to = ("zero3", "zero2", "universal", "fsdp1", "zero1")[FLAT.index(original) % 5]
+    ckpttool.convert(original.path, tmp_path / "out", to=to, world_size=3, **original.how)
+    files = list((tmp_path / "out").rglob("*.pt"))
+    assert len(files) >= 4
+    for p in files:
+        with zipfile.ZipFile(p) as z:
+            assert z.testzip() is None, p

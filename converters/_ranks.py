@@ -1,0 +1,417 @@
+"""Files of ranks: one torch.save file a rank, told apart by what is in them and put together into whole tensors.
+
+    groups_of(names)              files that differ in the number behind "rank" or "shard" alone
+    parts_of(files, groups)       which of them are the model, the optimizer, the rest; all ranks there, none exchanged
+    assembled(files, ranks, ...)  a ShardedTensor or DTensor of which every rank has a part, or a tensor that all have
+    slot_of(...), rest_of(...)       the same for a slot of the optimizer, and for what is neither
+
+Where ranks have the same part (replicas of HYBRID_SHARD, buffers) that of the first is taken; when the CRC32s say that
+replicas differ, that is noted. Numbers that all ranks must share (the step) are compared.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpttool import boxes, torchzip
+from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.index import Chunks, Extent, Path, Record, TensorEntry
+from ckpttool.names import COMPONENTS
+from ckpttool.pickles import Opaque, short
+from ckpttool.sharded import Shards, is_sharded, shards_of, stand_ins
+from ckpttool.store import Source
+from ckpttool.torchzip import StoredTensor
+
+__all__ = [
+    "SIDE", "Files", "Group", "Rank", "assembled", "column_of", "groups_of", "parts_of", "replicated", "rest_of", "scalar",
+    "shown", "slot_of",
+]  # fmt: skip
+
+_RANKED = re.compile(
+    r"(?P<head>.*?)(?P<word>(rank|shard))(?P<mark>[_-]?)(?P<rank>\d{1,6})(?P<tail>([._-].*)?\.(pt|pth|bin|ckpt|tar))"
+)
+_WORLD = re.compile(r"world_size_(\d{1,6})")
+#: Groups that are neither model nor optimizer, by their names.
+SIDE = re.compile(r"(rng|random|scheduler|dataloader|extra|sampler|scaler)", re.IGNORECASE)
+_MODEL_KEYS = ("model", "state_dict", "model_state_dict")
+_OPTIM_KEYS = ("optim", "optimizer", "optimizer_state_dict", "last_optimizer_state")
+_KNOWN = frozenset(("lr_scheduler", "rng_state", "rng_states", *_MODEL_KEYS, *_OPTIM_KEYS, *COMPONENTS))
+_COUNTERS = ("step", "global_step", "iteration", "epoch")
+
+
+class Group(NamedTuple):
+    """Files that differ in the number of the rank: `ranks` {rank: file name}."""
+
+    pattern: str
+    ranks: dict[int, str]
+
+
+@dataclass
+class Files:
+    """The files read, and what they told on the way."""
+
+    source: Source
+    names: list[str] = field(default_factory=list)
+    records: dict[tuple[int, int], Record] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    unlike: list[str] = field(default_factory=list)  # names of which replicas differ
+    known: dict[int, tuple[Opaque, Shards]] = field(default_factory=dict)  # by identity
+
+    def number(self, name: str) -> int:
+        """The number of a file in the index."""
+        self.names.append(name)
+        return len(self.names) - 1
+
+    def path(self, file: int) -> str:
+        """A file as errors name it."""
+        return f"{self.source.root}/{self.names[file]}"
+
+    def reader(self, file: int) -> torchzip.ReadAt:
+        """Reads one file."""
+        return lambda offset, n: self.source.read(self.names[file], offset, n)
+
+    def shards(self, file: int, key: Any, x: Opaque) -> Shards:
+        """What a file has of a sharded tensor."""
+        if id(x) not in self.known:
+            self.known[id(x)] = x, shards_of(x, str(key), self.reader(file), self.path(file))
+        return self.known[id(x)][1]
+
+    def keep(self, file: int, t: StoredTensor) -> None:
+        """Remember the CRC32 of the storage of a tensor that is used."""
+        s = t.storage
+        if s.crc32 is not None:
+            self.records[file, s.offset] = Record(Extent(file, s.offset, s.length), s.crc32)
+
+    def entry(self, file: int, t: StoredTensor) -> TensorEntry:
+        """A tensor that one file has whole."""
+        self.keep(file, t)
+        return TensorEntry(
+            t.dtype, t.shape, (), Chunks.whole(t.shape, file, *t.extent, None if t.contiguous else t.strides)
+        )
+
+
+class Rank(NamedTuple):
+    """What the file of one rank holds."""
+
+    file: int
+    rank: int
+    tree: Any
+
+
+def groups_of(names: Iterable[str]) -> list[Group]:
+    """The groups of files of ranks among some names.
+
+    Raises:
+        Corrupt: one rank has two files.
+    """
+    found: dict[tuple[str, str], Group] = {}
+    for name in names:
+        m = _RANKED.fullmatch(name)
+        if m is None or "mp_rank" in name or "pp_rank" in name:  # DeepSpeed's
+            continue
+        head, tail = f"{m['head']}{m['word']}", m["tail"]
+        group = found.setdefault((head, tail), Group(f"{head}{m['mark']}*{tail}", {}))
+        rank = int(m["rank"])
+        if rank in group.ranks:
+            raise Corrupt(
+                f'"{group.ranks[rank]}" and "{name}" are both of rank {rank}. Remove the one that is not of this save.'
+            )
+        group.ranks[rank] = name
+    return [Group(g.pattern, dict(sorted(g.ranks.items()))) for g in found.values()]
+
+
+def _load(files: Files, name: str) -> Any:
+    what = f"{files.source.root}/{name}"
+    return torchzip.read(
+        lambda offset, n: files.source.read(name, offset, n), 0, files.source.size(name), what, stand_ins(what)
+    )
+
+
+def parts_of(files: Files, source: Source, groups: list[Group]) -> tuple[dict[str, Any], int]:
+    """{"model": [Rank], "optim": [[Rank]], "rest": {group: [Rank]}}, and the world size.
+
+    Raises:
+        Corrupt: ranks are missing. Unsupported: there are two models.
+    """
+    found: list[tuple[Group, dict[str, list[Rank]]]] = []
+    for group in groups:
+        by: dict[str, list[Rank]] = {"model": [], "optim": [], "rest": []}
+        for rank, name in group.ranks.items():
+            tree, number = _load(files, name), files.number(name)
+            side = SIDE.match(group.pattern)
+            if not isinstance(tree, dict) or not all(isinstance(k, str) for k in tree):
+                tree = {side[1].lower() if side else group.pattern.partition("rank")[0].strip("_-.") or "rank": tree}
+            elif side and side[1].lower() != "extra" and not tree.keys() & _KNOWN:
+                tree = {side[1].lower(): tree}  # rng_rank0.pt is {"cpu": ..., "cuda": ...}
+            for role, part in _roles(tree, bool(side)).items():
+                by[role].append(Rank(number, rank, part))
+        found.append((group, by))
+    models = [(g, by) for g, by in found if by["model"]]
+    sure = [(g, by) for g, by in models if any(_flat_or_sharded(r.tree) for r in by["model"])]
+    models = sure or models
+    if len(models) > 1:
+        said = " and ".join(g.pattern for g, _ in models)
+        raise Unsupported(f"{source.root} holds more than one model: {said}. Move one of them to a folder of its own.")
+    world = _world(files, models[0][1]["model"] if models else [], [g for g, by in found if by["model"] or by["optim"]])
+    out: dict[str, Any] = {"model": [], "optim": [], "rest": {}}
+    for group, by in found:
+        for role in ("model", "optim"):
+            if not by[role]:
+                continue
+            missing = [r for r in range(world) if r not in {x.rank for x in by[role]}]
+            if missing:
+                text = ", ".join(group.pattern.replace("*", str(r)) for r in missing[:4])
+                raise Corrupt(
+                    f"{source.root}: of {world} ranks {len(missing)} have no file {group.pattern}, first {text}. The copy "
+                    "is incomplete; fetch the files of all ranks."
+                )
+        if by["model"] and (group, by) in models:
+            out["model"] = by["model"]
+        elif by["model"]:
+            by["rest"].extend(by["model"])
+        if by["optim"]:
+            out["optim"].append(by["optim"])
+        if by["rest"]:
+            out["rest"][group.pattern] = by["rest"]
+    if not out["model"] and not out["optim"]:
+        raise Unsupported(f"{source.root}: the files of ranks hold neither a model nor an optimizer.")
+    return out, world
+
+
+def _roles(tree: dict[Any, Any], side: bool) -> dict[str, Any]:
+    """{"model" | "optim" | "rest": part of the tree}."""
+    if "state" in tree and "param_groups" in tree:
+        return {"optim": tree}
+    whole = {k: v for k, v in tree.items() if k in (*_MODEL_KEYS, *_OPTIM_KEYS) and isinstance(v, dict)}
+    models, optims = [k for k in _MODEL_KEYS if k in whole], [k for k in _OPTIM_KEYS if k in whole]
+    if models or optims:
+        out = {"model": tree[models[0]]} if models else {}
+        if models and "shard_metadata" in tree:
+            out["model"] = {**out["model"], "shard_metadata": tree["shard_metadata"]}
+        if optims:
+            out["optim"] = tree[optims[0]]
+        rest = {k: v for k, v in tree.items() if k not in (*models[:1], *optims[:1], "shard_metadata")}
+        return {**out, "rest": rest} if rest else out
+    if not side and any(isinstance(v, StoredTensor) or is_sharded(v) for v in tree.values()):
+        return {"model": tree}
+    return {"rest": tree}
+
+
+def _flat_or_sharded(tree: dict[Any, Any]) -> bool:
+    return any(is_sharded(v) for v in tree.values()) or "shard_metadata" in tree
+
+
+def _world(files: Files, model: list[Rank], groups: list[Group]) -> int:
+    """How many ranks wrote the checkpoint, as the files say; each sharded tensor must be of the rank that its file names.
+
+    Raises:
+        Corrupt: files are exchanged, or of jobs of different size.
+    """
+    said: dict[int, str] = {}
+    for group in groups:
+        m = _WORLD.search(group.pattern)
+        if m:
+            said.setdefault(int(m[1]), f"the name {group.pattern}")
+    for r in model:
+        for key, x in r.tree.items():
+            if not is_sharded(x):
+                continue
+            s = files.shards(r.file, key, x)
+            if s.rank is not None and s.rank != r.rank:
+                raise Corrupt(
+                    f'{files.path(r.file)}: "{key}" was written by rank {s.rank}, the file is named after rank {r.rank}. '
+                    "Files of ranks were exchanged or renamed; put them back."
+                )
+            if s.world is not None:
+                said.setdefault(s.world, f'"{key}" in {files.names[r.file]}')
+            break
+    if not groups:
+        raise Unsupported(f"{files.source.root}: the files of ranks hold neither a model nor an optimizer.")
+    if len(said) > 1:
+        text = ", ".join(f"{n} ({why})" for n, why in said.items())
+        raise Corrupt(f"{files.source.root}: the files are of jobs of different numbers of ranks: {text}.")
+    world = next(iter(said), max(max(g.ranks) for g in groups) + 1)
+    over = [g.ranks[max(g.ranks)] for g in groups if max(g.ranks) >= world]
+    if over:
+        raise Corrupt(f"{files.source.root}: {over[0]} is of no rank of a job of {world}. It is of another save.")
+    return world
+
+
+def column_of(files: Files, ranks: list[Rank], key: Any) -> list[Any]:
+    """What every rank has under a key.
+
+    Raises:
+        Corrupt: a rank has nothing there.
+    """
+    missing = [r for r in ranks if key not in r.tree]
+    if missing:
+        raise Corrupt(
+            f'{files.path(missing[0].file)} has no "{key}", which {files.names[ranks[0].file]} and others have. The files '
+            "are of different saves; fetch those of one."
+        )
+    return [r.tree[key] for r in ranks]
+
+
+def assembled(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> TensorEntry | Any:
+    """One tensor from what each rank has of it; a plain value where it is one.
+
+    Raises:
+        Corrupt: the ranks contradict one another.
+    """
+    if not any(is_sharded(x) for x in column):
+        return replicated(files, ranks, name, column)
+    first: Rank | None = None
+    shape: tuple[int, ...] = ()
+    found: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, StoredTensor]] = {}
+    dtype = ""
+    for r, x in zip(ranks, column, strict=True):
+        if not is_sharded(x):
+            raise Corrupt(f'{files.path(r.file)}: "{name}" is whole here and sharded in {files.names[ranks[0].file]}.')
+        s = files.shards(r.file, name, x)
+        if s.rank is not None and s.rank != r.rank:
+            raise Corrupt(
+                f'{files.path(r.file)}: "{name}" was written by rank {s.rank}, the file is named after rank {r.rank}. '
+                "Files of ranks were exchanged or renamed; put them back."
+            )
+        if first is None:
+            first, shape, dtype = r, s.shape, s.dtype
+        elif (s.shape, s.dtype) != (shape, dtype):
+            raise Corrupt(
+                f'{files.path(r.file)}: "{name}" is {s.dtype} {s.shape}, in {files.names[first.file]} it is {dtype} {shape}. '
+                "The files are of different saves; fetch those of one."
+            )
+        for start, tensor in s.pieces:
+            old = found.setdefault((start, tensor.shape), (r.file, tensor))
+            if old[0] != r.file:
+                _compare_replicas(files, name, old, (r.file, tensor))
+    chunks = Chunks(len(shape))
+    for (start, size), (file, tensor) in sorted(found.items()):
+        files.keep(file, tensor)
+        chunks.add(start, size, file, *tensor.extent, None if tensor.contiguous else tensor.strides)
+    why = boxes.cover(shape, chunks.boxes())
+    if why is not None:
+        raise Corrupt(f'{files.source.root}: "{name}" {shape}: {why}. Files of ranks are missing or of other saves.')
+    return TensorEntry(dtype, shape, (name,), chunks)
+
+
+def _compare_replicas(files: Files, name: str, a: tuple[int, StoredTensor], b: tuple[int, StoredTensor]) -> None:
+    one, two = a[1].storage.crc32, b[1].storage.crc32
+    whole = all(t.storage.length == t.span for t in (a[1], b[1]))
+    if one is not None and two is not None and whole and one != two:
+        files.unlike.append(name)
+
+
+def replicated(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> TensorEntry | Any:
+    """A tensor, or plain value, that all ranks have whole; that of the first is taken."""
+    first = column[0]
+    if not isinstance(first, StoredTensor):
+        return torchzip.inlined(first, files.reader(ranks[0].file), name)
+    for r, x in zip(ranks[1:], column[1:], strict=True):
+        if not isinstance(x, StoredTensor) or (x.dtype, x.shape) != (first.dtype, first.shape):
+            kind = f"{x.dtype} {x.shape}" if isinstance(x, StoredTensor) else short(x)
+            raise Corrupt(
+                f'{files.path(r.file)}: "{name}" is {kind}, in {files.names[ranks[0].file]} it is {first.dtype} {first.shape}. '
+                "The files are of different saves; fetch those of one."
+            )
+        _compare_replicas(files, name, (ranks[0].file, first), (r.file, x))
+    return files.entry(ranks[0].file, first)
+
+
+def slot_of(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> Any:
+    """A slot with the shape of its parameter, or one value for all of it (`step`)."""
+    if any(is_sharded(x) for x in column):
+        for r, x in zip(ranks, column, strict=True):
+            if x is None:
+                raise Corrupt(
+                    f'{files.path(r.file)} has no "{name}", which other ranks have. Fetch the files of one save.'
+                )
+        return assembled(files, ranks, name, column)
+    there = [(r, x) for r, x in zip(ranks, column, strict=True) if x is not None]
+    first = there[0][1]
+    if isinstance(first, StoredTensor) and prod(first.shape) > 1:
+        return replicated(files, [r for r, _ in there], name, [x for _, x in there])
+    said = [scalar(files, r.file, x) for r, x in there]
+    for (r, _), value in zip(there, said, strict=True):
+        if value != said[0]:
+            raise Corrupt(
+                f'{files.path(r.file)}: "{name}" is {shown(value)}, in {files.names[there[0][0].file]} it is '
+                f"{shown(said[0])}. The files are of different steps; fetch those of one save."
+            )
+    return files.entry(there[0][0].file, first) if isinstance(first, StoredTensor) else first
+
+
+def scalar(files: Files, file: int, x: Any) -> Any:
+    """A number, or the bytes of a tensor that is one."""
+    return torchzip.inlined(x, files.reader(file), files.path(file)) if isinstance(x, StoredTensor) else x
+
+
+def shown(x: Any) -> str:
+    """A step as a number."""
+    if isinstance(x, torchzip.Inline):
+        code = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}.get(x.dtype)
+        return f"{struct.unpack(code, x.data)[0]:g}" if code and len(x.data) == struct.calcsize(code) else x.data.hex()
+    return short(x)
+
+
+def rest_of(files: Files, groups: dict[str, list[Rank]], taken: Mapping[Path, Any]) -> dict[Path, Any]:
+    """Scheduler, counters, random states: once where all ranks have the same, else by rank.
+
+    Raises:
+        Corrupt: the ranks are at different steps.
+    """
+    out: dict[Path, Any] = {}
+    for pattern, ranks in groups.items():
+        found: list[dict[Path, Any]] = []
+        for r in ranks:
+            leaves, records = torchzip.leaves(r.tree, (), r.file, files.reader(r.file), files.path(r.file))
+            found.append(leaves)
+            files.records.update(((r.file, x.extent.offset), x) for x in records)
+        tops = dict.fromkeys(p[0] for leaves in found for p in leaves)
+        for top in tops:
+            parts = [{p: x for p, x in leaves.items() if p[0] == top} for leaves in found]
+            head: Path = (
+                (top,) if (top,) not in taken and not any(p[0] == top for p in out) else ("extra", pattern, top)
+            )
+            if len(ranks) == 1 or all(_alike(files, parts[0], p) for p in parts[1:]):
+                out.update({(*head, *p[1:]): x for p, x in parts[0].items()})
+                continue
+            if top in _COUNTERS:
+                k = next(i for i, p in enumerate(parts) if not _alike(files, parts[0], p))
+                raise Corrupt(
+                    f'{files.path(ranks[k].file)}: "{top}" is {_only(parts[k])}, in {files.names[ranks[0].file]} it is '
+                    f"{_only(parts[0])}. The files are of different steps; fetch those of one save."
+                )
+            for r, part in zip(ranks, parts, strict=True):
+                out.update({(*head, str(r.rank), *p[1:]): x for p, x in part.items()})
+    return out
+
+
+def _only(leaves: dict[Path, Any]) -> str:
+    return short(next(iter(leaves.values()), None))
+
+
+def _alike(files: Files, a: dict[Path, Any], b: dict[Path, Any]) -> bool:
+    """Whether two ranks have the same under a key: values by value, tensors by their CRC32."""
+    if a.keys() != b.keys():
+        return False
+    for path, x in a.items():
+        y = b[path]
+        if isinstance(x, TensorEntry) and isinstance(y, TensorEntry):
+            if (x.dtype, x.shape) != (y.dtype, y.shape) or _bytes(files, x) != _bytes(files, y):
+                return False
+        elif isinstance(x, TensorEntry) or isinstance(y, TensorEntry) or x != y:
+            return False
+    return True
+
+
+def _bytes(files: Files, t: TensorEntry) -> Any:
+    e = t.chunks[0].extent
+    record = files.records.get((e.file, e.offset))
+    if record is not None and record.extent.length == e.length:
+        return record.crc32
+    return files.reader(e.file)(e.offset, min(e.length, 64 << 20))
