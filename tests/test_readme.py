@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from test_live import torchrun
 
+import ckpttool
 from ckpttool.cli import app
 from ckpttool.errors import EXIT_CODES
 
@@ -49,6 +51,10 @@ def desk(tmp_path: Path) -> Path:
     (tmp_path / "llama" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}), encoding="utf-8")
     shutil.copy(FIXTURES / "full_w1" / "ckpt" / "ids.pt", tmp_path / "numbered.pt")
     shutil.copy(FIXTURES / "full_w1" / "ckpt" / "fqn.pt", tmp_path / "names.pt")
+    shutil.copytree(FIXTURES / "zero3_w4" / "ckpt", tmp_path / "zero3")
+    shutil.copytree(FIXTURES / "fsdp1_w2_tied" / "ckpt", tmp_path / "fsdp1")
+    described = FIXTURES / "fsdp1_w2_tied" / "flat_layout.json"
+    ckpttool.convert(tmp_path / "fsdp1", tmp_path / "fsdp1.pt", flat_layout=described)
     return tmp_path
 
 
@@ -79,6 +85,39 @@ def test_every_command_of_the_readme_runs_and_then_its_python(desk: Path) -> Non
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+#: The guide that begins so -> what the README converts there, the ranks and the engine of the job that goes on.
+GUIDES = {
+    "deepspeed -> fsdp2": ("zero3_w4", 3, "fsdp2"),
+    "fsdp2 -> deepspeed": ("fsdp2_w2_groups", 3, "zero3"),
+    "deepspeed -> deepspeed": ("zero3_w4", 2, "zero3"),
+    "fsdp1 -> fsdp2": ("fsdp1_w2_tied", 3, "fsdp2"),
+    "fsdp2 -> fsdp1": ("fsdp1_w2_tied", 4, "fsdp1"),
+}
+
+
+@pytest.mark.live
+@pytest.mark.slow
+@pytest.mark.xdist_group("live")
+def test_the_lines_of_every_migration_guide_resume_in_the_engine_they_are_for(desk: Path) -> None:
+    run_all(command_lines(README.partition("\n## Migrations\n")[2].partition("\n## ")[0]), desk)
+    guides = {block[2:].partition(":")[0]: block for block in blocks(README, "py")}
+    assert {name for name in guides if "->" in name} == GUIDES.keys()
+    for world, engine in dict.fromkeys((world, engine) for _, world, engine in GUIDES.values()):
+        words: list[str] = []
+        for k, (name, (case, ranks, kind)) in enumerate(GUIDES.items()):
+            if (ranks, kind) == (world, engine):
+                lines = desk / f"guide-{k}.py"
+                lines.write_text(guides[name], encoding="utf-8")
+                words += [str(FIXTURES / case), str(desk), engine, str(lines)]
+        out = desk / "verdicts.json"
+        said = torchrun(world, "readme_guides.py", *words, "--out", str(out))
+        assert out.exists(), said[-4000:]
+        verdicts = json.loads(out.read_text())
+        out.unlink()
+        assert [v for v in verdicts if not v["ok"]] == []
+        assert all(len(v["losses"]) == 3 for v in verdicts)
 
 
 def test_every_command_of_the_reference_runs(desk: Path) -> None:
