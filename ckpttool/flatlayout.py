@@ -46,6 +46,7 @@ from typing import Any, NamedTuple, cast
 from . import boxes
 from .child import in_child
 from .errors import Corrupt, Unsupported
+from .hubnames import meta_model
 from .index import ITEMSIZE, MAX_NUMEL
 from .stfile import parse
 from .store import Source
@@ -590,22 +591,7 @@ def _asked(config: bytes) -> bytes:
 
 def _answer(_: str) -> bytes:
     """In the child: the config is on stdin."""
-    import torch
-    import transformers
-
-    config_dict = json.loads(sys.stdin.buffer.read())
-    # code beside the weights is never imported, kernels and quantizers are never fetched: names do not depend on them
-    for key in ("auto_map", "attn_implementation", "_attn_implementation", "quantization_config"):
-        config_dict.pop(key, None)
-    config = transformers.AutoConfig.for_model(**config_dict)
-    cls = next(
-        (getattr(transformers, a) for a in config_dict.get("architectures") or () if hasattr(transformers, a)), None
-    )
-    with torch.device("meta"):
-        if cls is not None:
-            model = cls._from_config(config)
-        else:
-            model = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model = meta_model(json.loads(sys.stdin.buffer.read()))
     model.tie_weights()
     first: dict[int, str] = {}
     tied = {n: o for n, p in model.named_parameters(remove_duplicate=False) if (o := first.setdefault(id(p), n)) != n}

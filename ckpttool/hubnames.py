@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from .child import in_child
 from .errors import Corrupt, Unsupported
 
-__all__ = ["PLAIN", "Relation", "relate"]
+__all__ = ["PLAIN", "Relation", "meta_model", "relate"]
 
 #: model_type of architectures whose parameters have the same names in memory and on the Hub.
 PLAIN = frozenset((
@@ -71,14 +71,11 @@ def _asked(question: bytes) -> bytes:
     return in_child("ckpttool.hubnames:_answer", "transformers", 0, question)
 
 
-def _answer(_: str) -> bytes:
-    """In the child: the question is on stdin."""
+def meta_model(config_dict: dict[str, Any]) -> Any:
+    """The model of a config on the meta device, for a child process: names and shapes, no weights, no code beside them."""
     import torch
     import transformers
-    from transformers.core_model_loading import revert_weight_conversion
 
-    question = json.loads(sys.stdin.buffer.read())
-    config_dict = question["config"]
     # code beside the weights is never imported, kernels and quantizers are never fetched: names do not depend on them
     for key in ("auto_map", "attn_implementation", "_attn_implementation", "quantization_config"):
         config_dict.pop(key, None)
@@ -91,6 +88,16 @@ def _answer(_: str) -> bytes:
             model = cls._from_config(config)
         else:
             model = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    return model
+
+
+def _answer(_: str) -> bytes:
+    """In the child: the question is on stdin."""
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+
+    question = json.loads(sys.stdin.buffer.read())
+    model = meta_model(question["config"])
     own = {k: tuple(v.shape) for k, v in model.state_dict().items()}
     shapes = {k: tuple(v) for k, v in (question["tensors"] or own).items()}
     state = {k: torch.empty(s, device="meta") for k, s in shapes.items()}

@@ -35,6 +35,8 @@ __all__ = [
     "Value",
     "check",
     "joined",
+    "same_bytes",
+    "shape_of",
     "strangers",
     "twins",
 ]
@@ -270,6 +272,16 @@ def twins(tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
             if first.setdefault(place, name) != name:
                 out[name] = first[place]
     return out
+
+
+def shape_of(leaf: Any) -> tuple[int, ...] | None:
+    """The shape of a tensor's leaf, None of a value's."""
+    return leaf.shape if isinstance(leaf, TensorEntry) else None
+
+
+def same_bytes(a: TensorEntry, b: TensorEntry) -> bool:
+    """Whether two tensors are the same bytes of the same file."""
+    return a.numel > 0 and a.shape == b.shape and a.dtype == b.dtype and a.chunks[:] == b.chunks[:]
 
 
 def strangers(ckpt: Checkpoint) -> list[str]:

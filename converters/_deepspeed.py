@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 from ckpttool import boxes, torchzip
 from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError
-from ckpttool.index import ITEMSIZE, Checkpoint, Chunks, Extent, Path, Record, TensorEntry
+from ckpttool.index import ITEMSIZE, Checkpoint, Chunks, Extent, Path, Record, TensorEntry, same_bytes, shape_of
 from ckpttool.layouts import Place, ReadOptions, checkpoint_of
 from ckpttool.names import canonical, strip_wrappers
 from ckpttool.pickles import Global, Opaque, short
@@ -557,6 +557,26 @@ class Reading:
         for r in crcs:
             self.records[r.extent.file, r.extent.offset] = r
 
+    def take_groups(self, file: File, groups: list[Any], members: list[list[str]]) -> None:
+        """The param groups, whose `params` number flat tensors: those of `members` names, in order, each once.
+
+        Raises:
+            Corrupt: they list others.
+        """
+        listed: list[int] = []
+        for i, group in enumerate(groups):
+            ids = group.get("params") if isinstance(group, dict) else None
+            if not isinstance(ids, list) or not all(type(k) is int and 0 <= k < len(members) for k in ids):
+                raise Corrupt(
+                    f"{file.what}: param group {i} lists {short(ids)}; there are {len(members)} flat tensors."
+                )
+            listed += ids
+            for key, value in group.items():
+                data = [n for k in ids for n in members[k]] if key == "params" else value
+                self.take(("optim", "param_groups", i, str(key)), data, file)
+        if listed != list(range(len(members))):
+            raise Corrupt(f"{file.what}: the param groups list the flat tensors {listed} of {len(members)}.")
+
     def _frozen(self, name: str, shape: tuple[int, ...], models: list[File]) -> TensorEntry:
         """A frozen parameter: whole in a file of stage 2, else one padded part a rank."""
         n = prod(shape)
@@ -607,17 +627,9 @@ class Reading:
         leaves: dict[Path, Any] = {("model", n): t for n, t in self.model.items()}
         leaves.update(self.optim)
         leaves.update(self.rest)
-        named = canonical(leaves, _shape_of, like, _same_bytes, self.options.only)
+        named = canonical(leaves, shape_of, like, same_bytes, self.options.only)
         out = checkpoint_of(named, layout, self.source.root, world, self.names, self.source)
         out.records = list(self.records.values())
         out.notes = self.notes + out.notes
         out.trainer = out.trainer or "DeepSpeed"
         return out
-
-
-def _shape_of(x: Any) -> tuple[int, ...] | None:
-    return x.shape if isinstance(x, TensorEntry) else None
-
-
-def _same_bytes(a: TensorEntry, b: TensorEntry) -> bool:
-    return a.numel > 0 and a.shape == b.shape and a.dtype == b.dtype and a.chunks[:] == b.chunks[:]

@@ -39,7 +39,7 @@ from ckpttool import boxes, pickles, stfile, torchzip
 from ckpttool.child import in_child
 from ckpttool.draft import Draft, DraftFile, Written
 from ckpttool.errors import Corrupt, Unsupported, UsageError
-from ckpttool.index import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, Path, Record, TensorEntry, joined
+from ckpttool.index import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, Path, Record, TensorEntry, joined, shape_of
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of
 from ckpttool.names import canonical, original
 from ckpttool.store import Source
@@ -409,7 +409,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
             _put(leaves, keys, path, key, leaf)
     named = canonical(
         leaves,
-        lambda x: x.shape if isinstance(x, TensorEntry) else None,
+        shape_of,
         options.like and options.like.optimizer,
         None,
         options.only,

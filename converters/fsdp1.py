@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 from ckpttool import flatlayout, torchzip
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.flatlayout import FLAT, Flat, FlatLayout, ModelNames, Part
-from ckpttool.index import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, twins
+from ckpttool.index import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, same_bytes, shape_of, twins
 from ckpttool.layouts import Layout, Model, Place, ReadOptions, checkpoint_of
 from ckpttool.names import canonical, name_order, strip_wrappers
 from ckpttool.sharded import is_sharded
@@ -115,9 +115,7 @@ def _read(source: Source, options: ReadOptions) -> Checkpoint:
         leaves.update(_optimizer(files, parts["optim"], known, options, config))
     leaves.update(rest_of(files, parts["rest"], leaves))
     like = options.like.optimizer if options.like else None
-    named = canonical(
-        leaves, lambda x: x.shape if isinstance(x, TensorEntry) else None, like, _same_bytes, options.only
-    )
+    named = canonical(leaves, shape_of, like, same_bytes, options.only)
     out = checkpoint_of(named, "fsdp1", source.root, world, files.names, source)
     out.records, out.config = list(files.records.values()), config
     out.notes = [*out.notes, *dict.fromkeys(files.notes)]
@@ -146,10 +144,6 @@ def _own_config(source: Source) -> dict[str, Any] | None:
             if isinstance(found, dict) and "model_type" in found:
                 return found
     return None
-
-
-def _same_bytes(a: TensorEntry, b: TensorEntry) -> bool:
-    return a.numel > 0 and a.shape == b.shape and a.dtype == b.dtype and a.chunks[:] == b.chunks[:]
 
 
 # ----------------------------------------------------------------------------------------------------------- model

@@ -25,7 +25,7 @@ from typing import Any
 from ckpttool import torchzip
 from ckpttool.draft import Draft, Dropped
 from ckpttool.errors import Corrupt, Unsupported
-from ckpttool.index import Checkpoint, Chunks, Path, TensorEntry, twins
+from ckpttool.index import Checkpoint, Chunks, Path, TensorEntry, same_bytes, shape_of, twins
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of
 from ckpttool.names import canonical, nest, original
 from ckpttool.pickles import Global, Opaque, children
@@ -77,9 +77,9 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         raise Unsupported(f"{what} holds no tensor at a key of a dict; nothing in it is a state dict.")
     named = canonical(
         entries,
-        lambda x: x.shape if isinstance(x, TensorEntry) else None,
+        shape_of,
         options.like and options.like.optimizer,
-        _same_bytes,
+        same_bytes,
         options.only,
     )
     out = checkpoint_of(named, "full", source.root, None, [name], source)
@@ -100,10 +100,6 @@ def _recorded(read_at: torchzip.ReadAt, length: int, what: str) -> dict[str, str
         return {str(k): str(v) for k, v in found.items()}
     except (ValueError, AttributeError):
         raise Corrupt(f"{what}: its ckpttool.json is damaged.") from None
-
-
-def _same_bytes(a: TensorEntry, b: TensorEntry) -> bool:
-    return a.numel > 0 and a.shape == b.shape and a.dtype == b.dtype and a.chunks[:] == b.chunks[:]
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:

@@ -112,20 +112,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
                 if path in reading.optim or (isinstance(x, StoredTensor) and x.shape):
                     continue  # rank 0's part of what lies in the parameter's folder
                 reading.optim[path] = reading.whole(state, x, path) if isinstance(x, StoredTensor) else Value(path, x)
-    groups = state.get("param_groups", list)
-    listed: list[int] = []
-    for i, group in enumerate(groups):
-        ids = group.get("params") if isinstance(group, dict) else None
-        if not isinstance(ids, list) or not all(type(k) is int and 0 <= k < len(members) for k in ids):
-            raise Corrupt(
-                f"{state.what}: param group {i} lists {short(ids)}; there are {len(members)} groups of shapes."
-            )
-        listed += ids
-        for key, value in group.items():
-            data = [n for k in ids for n in members[k]] if key == "params" else value
-            reading.optim["optim", "param_groups", i, str(key)] = data
-    if listed != list(range(len(members))):
-        raise Corrupt(f"{state.what}: the param groups list {listed} of {len(members)} groups of shapes.")
+    reading.take_groups(state, state.get("param_groups", list), members)
     return reading.done("universal", None)
 
 

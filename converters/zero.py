@@ -270,20 +270,8 @@ def _optimizer(
             for name in members[g]:
                 path = ("optim", "state", name, slot)
                 reading.optim[path] = _sliced(reading, files, everyone, flats[name], path)
-    listed: list[int] = []
     groups = optims[0].groups
-    for i, group in enumerate([{"params": [g]} for g in range(len(members))] if groups is None else groups):
-        ids = group.get("params")
-        if not isinstance(ids, list) or not all(type(k) is int and 0 <= k < len(members) for k in ids):
-            raise Corrupt(
-                f"{files[0].what}: param group {i} lists {short(ids)}; there are {len(members)} flat tensors."
-            )
-        listed += ids
-        for key, value in group.items():
-            data = [n for k in ids for n in members[k]] if key == "params" else value
-            reading.optim["optim", "param_groups", i, str(key)] = data
-    if listed != list(range(len(members))):
-        raise Corrupt(f"{files[0].what}: the param groups list the flat tensors {listed} of {len(members)}.")
+    reading.take_groups(files[0], [{"params": [g]} for g in range(len(members))] if groups is None else groups, members)
     if groups is None:
         reading.notes.append(
             "elastic_checkpoint keeps no hyperparameters: learning rate, betas and so on come from the next job's own optimizer"

@@ -41,7 +41,7 @@ ROOMS: dict[str, set[str]] = {
     "stream": {"errors", "boxes", "crc", "index", "store"},
     "fill": {"errors", "boxes", "crc", "index", "store", "stream", "draft"},
     "sharded": {"errors", "boxes", "index", "pickles", "torchzip"},
-    "flatlayout": {"errors", "boxes", "child", "index", "stfile", "store"},
+    "flatlayout": {"errors", "boxes", "child", "hubnames", "index", "stfile", "store"},
     "training": {"errors", "draft", "fill", "index", "names", "store", "stream", "torchzip"},
     "layouts": {"errors", "index", "names", "store", "draft"},
     "conversion": {"errors", "index", "store", "draft", "fill", "layouts", "stream", "_version"},
