@@ -10,8 +10,9 @@ dict does not say outright.
 What is a parameter: what the param groups list. A listed parameter without state, where others have some, was frozen
 (AdamW(model.parameters()) lists frozen ones too). Others: integers and bool are buffers, so is what `buffer_names`
 (DeepSpeed's own list, carried along) lists; floating-point ones are frozen parameters when their name ends in weight
-or bias or, where there is no optimizer, when nothing speaks against it; else buffers. Tied weights: names with the same
-bytes in the file, or, beside an optimizer that has one of the two, matrices with equal digests.
+or bias, when they have three dimensions or more (fused experts) or, where there is no optimizer, when nothing speaks
+against it; else buffers. Tied weights: names with the same bytes in the file, or, beside an optimizer that has one of
+the two, matrices with equal digests.
 """
 
 from __future__ import annotations
@@ -201,7 +202,7 @@ def _classify(ckpt: Checkpoint, source: Source, out: Training) -> None:
         elif (
             isinstance(said, list)
             or n in idle
-            or (re.search(r"(^|[._])(weight|bias)$", n) and not _STATISTIC.search(n))
+            or ((len(t.shape) > 2 or re.search(r"(^|[._])(weight|bias)$", n)) and not _STATISTIC.search(n))
         ):
             out.frozen.append(n)
         elif not out.groups and t.shape and not _STATISTIC.search(n):
