@@ -177,7 +177,7 @@ def convert(
         int | None, typer.Option("--sub-group-size", min=1, help="sub_group_size in the config of that engine.")
     ] = None,
     precision: Annotated[
-        str | None, typer.Option("--precision", help="Precision of that engine: bf16, fp16 or fp32.")
+        str | None, typer.Option("--precision", help="Precision the next job computes in: bf16, fp16 or fp32.")
     ] = None,
     write_tag: Annotated[str | None, typer.Option("--write-tag", help="Name of the DeepSpeed save to write.")] = None,
     max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Largest file of an hf folder.")] = "5GB",

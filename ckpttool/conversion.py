@@ -501,6 +501,7 @@ def _write_record(
         },
         "digest": root,
         "tied": draft.same,
+        "added": draft.added,
         "tensors": {n: [wanted[n].dtype, list(wanted[n].shape), d] for n, d in digests.items()},
     }
     path = staging.path(RECORD)
@@ -530,7 +531,7 @@ def _read_back(
         ckpt = back.locate()
         found = tensor_digests(ckpt.tensors, back.source, ckpt.files, ckpt.records, progress, "verify", None, effort)
     missing = sorted(set(digests) - set(found) - set(draft.same))
-    extra = sorted(set(found) - set(digests) - {d.name for d in draft.dropped})
+    extra = sorted(set(found) - set(digests) - {d.name for d in draft.dropped} - set(draft.added))
     wrong = sorted(n for n in digests if n in found and found[n] != digests[n])
     if missing or extra or wrong:
         first = (wrong or missing or extra)[0]
@@ -574,9 +575,12 @@ def verify(
         opened.source.unchanged()
         out["data"] = "ok"
         out["digest"] = roots(ckpt.tensors, found)
-        recorded = ckpt.recorded or (_recorded(opened.source, found) if os.path.isdir(path) else {})
+        recorded, added = ckpt.recorded, frozenset[str]()
+        if not recorded and os.path.isdir(path):
+            recorded, added = _recorded(opened.source, found)
         if recorded:
-            _compare(found, recorded, "the digests in ckpttool.json")
+            mine = {n: d for n, d in found.items() if n not in added}
+            _compare(mine, recorded, "the digests in ckpttool.json")
             out["recorded"] = "equal"
     if against is not None:
         with open(against) as other:
@@ -590,13 +594,15 @@ def verify(
     return out
 
 
-def _recorded(source: Source, found: Mapping[str, str]) -> dict[str, str]:
-    """{tensor: digest} of the ckpttool.json in a folder, without tied names that are not stored and were not found."""
+def _recorded(source: Source, found: Mapping[str, str]) -> tuple[dict[str, str], frozenset[str]]:
+    """{tensor: digest} of the ckpttool.json in a folder, without tied names that are not stored and were not found; and
+    names that the layout added."""
     if not source.exists(RECORD):
-        return {}
+        return {}, frozenset()
     try:
         record = json.loads(source.read_all(RECORD, 1 << 30))
-        return {n: t[2] for n, t in record["tensors"].items() if n in found or n not in record["tied"]}
+        added = frozenset(map(str, record.get("added", ())))
+        return {n: t[2] for n, t in record["tensors"].items() if n in found or n not in record["tied"]}, added
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
         raise Corrupt(f"{source.root}/{RECORD} is damaged; remove it to verify without recorded digests.") from None
 

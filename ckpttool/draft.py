@@ -77,6 +77,9 @@ class Draft:
     after: Framing | None = None
     tail: Callable[[int, Sequence[Written], dict[str, Any]], bytes] | None = None
     notes: list[str] = field(default_factory=list)
+    added: list[str] = field(
+        default_factory=list
+    )  # tensors that the layout has and the source has not: zeros, counters
 
     @property
     def nbytes(self) -> int:

@@ -120,6 +120,7 @@ class TorchFiles:
         same: dict[str, str] | None = None,
         notes: list[str] | None = None,
         recorded: bool = False,
+        added: list[str] | None = None,
     ) -> Draft:
         """The draft of a checkpoint whose chunks lie in these files; its `files` and `sizes` are set.
 
@@ -162,7 +163,7 @@ class TorchFiles:
         files = [DraftFile(n, size, h) for n, size, h in zip(self.names, checkpoint.sizes, heads, strict=True)]
         return Draft(
             checkpoint, sources, files, dropped=dropped or [], same=same or {}, before=before, tail=tail,
-            notes=notes or [],
+            notes=notes or [], added=added or [],
         )  # fmt: skip
 
     def _between(self, checkpoint: Checkpoint, f: _File, a: int, b: int, written: Sequence[Written]) -> bytes:

@@ -8,11 +8,11 @@ dict does not say outright.
     rest      everything else as one tree under its own keys, the scheduler and the loss scaler apart
 
 What is a parameter: what the param groups list. A listed parameter without state, where others have some, was frozen
-(AdamW(model.parameters()) lists frozen ones too). Others: integers and bool are buffers, so is what `buffer_names`
-(DeepSpeed's own list, carried along) lists; floating-point ones are frozen parameters when their name ends in weight
-or bias, when they have three dimensions or more (fused experts) or, where there is no optimizer, when nothing speaks
-against it; else buffers. Tied weights: names with the same bytes in the file, or, beside an optimizer that has one of
-the two, matrices with equal digests.
+(AdamW(model.parameters()) lists frozen ones too), unless the next job is known to train it. Others: integers and bool
+are buffers, so is what `buffer_names` (DeepSpeed's own list, carried along) lists; floating-point ones are frozen
+parameters when their name ends in weight or bias, when they have three dimensions or more (fused experts) or, where
+there is no optimizer, when nothing speaks against it; else buffers. Tied weights: names with the same bytes in the
+file, or, beside an optimizer that has one of the two, matrices with equal digests.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Training:
     tied: dict[str, str]
     slots: dict[str, dict[str, TensorEntry]]
     scalars: dict[str, dict[str, Any]]
+    fresh: list[str] = field(default_factory=list)  # trained, without state although others have some
     scheduler: Any = None  # a dict or a list, None where there is none
     scaler: dict[str, Any] = field(default_factory=dict)
     rest: dict[str, Any] = field(default_factory=dict)  # leaves: plain data or TensorEntry
@@ -78,8 +79,11 @@ def small(ckpt: Checkpoint, source: Source, names: Iterable[str]) -> dict[str, b
     return {n: bytes(b) for n, b in out.items()}
 
 
-def taken_apart(ckpt: Checkpoint, source: Source) -> Training:
+def taken_apart(ckpt: Checkpoint, source: Source, trained: Iterable[str] | None = None) -> Training:
     """The parts of a state.
+
+    Args:
+        trained: FQNs that the next job trains, where that is known; one of them that has no state yet is no frozen one.
 
     Raises:
         Unsupported: there are no weights, or the optimizer has parameters that the model lacks.
@@ -90,7 +94,7 @@ def taken_apart(ckpt: Checkpoint, source: Source) -> Training:
     out = Training(model, [], [], [], {}, {}, {})
     _take_optimizer(ckpt, source, out)
     _take_rest(ckpt, out)
-    _classify(ckpt, source, out)
+    _classify(ckpt, source, out, frozenset(trained or ()))
     return out
 
 
@@ -160,7 +164,7 @@ def _take_rest(ckpt: Checkpoint, out: Training) -> None:
         out.rest = nest(leaves)
 
 
-def _classify(ckpt: Checkpoint, source: Source, out: Training) -> None:
+def _classify(ckpt: Checkpoint, source: Source, out: Training, told: frozenset[str]) -> None:
     """Fill in frozen, buffers and tied, and take out of the groups what is frozen."""
     said = out.rest.get("buffer_names")
     if isinstance(said, list) and all(isinstance(n, str) for n in said):
@@ -178,7 +182,8 @@ def _classify(ckpt: Checkpoint, source: Source, out: Training) -> None:
             "would not find their weights. Are the two of one training run?"
         )
     stateful = out.slots.keys() | out.scalars.keys()
-    idle = [n for g in out.groups for n in g.params if n not in stateful] if stateful else []
+    idle = [n for g in out.groups for n in g.params if n not in stateful | told] if stateful else []
+    out.fresh = [n for g in out.groups for n in g.params if n not in stateful and n in told] if stateful else []
     idle += [n for n in listed if not out.tensors[n].numel and n not in idle]
     if idle:
         out.groups = [g._replace(params=tuple(n for n in g.params if n not in set(idle))) for g in out.groups]
@@ -308,7 +313,8 @@ def agreed(training: Training, params: Iterable[str], what: str) -> tuple[dict[s
 
     `what` says what has one value only, "a sub-group of ZeRO-3 has one step".
     """
-    names = list(params)
+    fresh = set(training.fresh)
+    names = [n for n in params if n not in fresh]
     out: dict[str, Any] = {}
     dropped: list[Dropped] = []
     for slot in dict.fromkeys(s for n in names for s in training.scalars.get(n, {})):

@@ -194,6 +194,19 @@ class Plan:
             self.rest["scaler"] = self.state.scaler  # an engine of this precision scales no loss, but nothing is lost
         return {}
 
+    def added(self, groups: list[dict[str, tuple[int, ...]]]) -> list[str]:
+        """Names of the state that parameters never trained so far get: zeros, and the step of their group."""
+        out = []
+        for group in groups:
+            slots = dict.fromkeys([*self.slots_of(group), *(s for n in group for s in self.state.scalars.get(n, {}))])
+            out += [f"optim.state.{n}.{s}" for n in group if n in self.state.fresh for s in slots]
+        if out:
+            self._notes.append(
+                f"{len(self.state.fresh)} parameters that the next job trains have no state yet and get zeros and the step of "
+                f"their group: {', '.join(self.state.fresh[:4])}"
+            )
+        return out
+
     def notes(self) -> list[str]:
         """What was assumed, for the user."""
         return self._notes
@@ -235,6 +248,8 @@ class Plan:
         found: list[str] | None = None
         first = ""
         for n in group:
+            if n in self.state.fresh:
+                continue
             mine = list(self.state.slots.get(n, {}))
             if found is None:
                 found, first = mine, n

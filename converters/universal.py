@@ -150,7 +150,7 @@ def _parameter(reading: Reading, name: str, shape: tuple[int, ...]) -> dict[str,
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """A folder that an engine of any number of ranks loads with {"checkpoint": {"load_universal": true}}."""
-    state = taken_apart(ckpt, source)
+    state = taken_apart(ckpt, source, options.like and options.like.optimizer)
     tensors = {n: replace(t, dtype=options.cast(f"model.{n}", t.dtype)) for n, t in state.tensors.items()}
     stage = options.zero_stage or _stage_of(ckpt)
     plan = dw.Plan(state, tensors, stage, options, ckpt)
@@ -168,23 +168,27 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         shared, lost = agreed(state, group, "a universal checkpoint of stage 3 keeps one for a whole param group")
         scalars.append(shared)
         dropped += lost if stage == 3 else []
-        plan.slots_of(group)
+        slots = plan.slots_of(group)
         for n, shape in group.items():
             if "/" in n or "\\" in n or n in ("", ".", "..", "optimizer_state.pt"):
                 raise Unsupported(f'"{n}" cannot be the name of a parameter\'s folder.')
-            entries = {
-                "fp32": (tensors[n], state.tensors[n]),
-                **{s: (plan.slot(n, s), t) for s, t in state.slots.get(n, {}).items()},
-            }
+            entries: dict[str, tuple[TensorEntry, TensorEntry | None]] = {"fp32": (tensors[n], state.tensors[n])}
+            if n in state.fresh:  # zeros
+                entries.update({s: (replace(tensors[n], dtype="float32"), None) for s in slots})
+            else:
+                entries.update({s: (plan.slot(n, s), t) for s, t in state.slots.get(n, {}).items()})
             for slot, (t, origin) in entries.items():
                 ref = TensorRef(t.dtype, (t.numel,) if stage == 3 else shape, "0", t.numel)
                 tree = ref if stage == 3 else {"cat_dim": 0, "param": ref}
                 f = files.add(f"{plan.tag}/zero/{n}/{slot}.pt", tree, {"0": t.nbytes})
+                if origin is None:
+                    continue
                 path: Path = ("model", n) if slot == "fp32" else ("optim", "state", n, slot)
                 chunks = Chunks.whole(shape, f, files.offset(f, "0"), t.nbytes)
                 placed[joined(path)] = TensorEntry(t.dtype, shape, path, chunks)
                 sources[joined(path)] = origin
-            for slot, x in state.scalars.get(n, {}).items() if stage < 3 else ():
+            own = shared if n in state.fresh else state.scalars.get(n, {})
+            for slot, x in own.items() if stage < 3 else ():
                 files.add(f"{plan.tag}/zero/{n}/{slot}.pt", x, {})
     found = plan.scaler_keys()
     found["zero_stage"] = dw.stage_enum(stage)
@@ -197,7 +201,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     files.add(f"{plan.tag}/{_STATE}", {**found, "param_groups": param_groups}, {})
     files.literal("latest_universal", plan.tag.encode())
     out = Checkpoint("universal", options.target, None, [], [], placed, ckpt.values)
-    return files.draft(out, sources, dropped, models.same, plan.notes() + _lost(plan, stage))
+    added = plan.added(groups)
+    return files.draft(out, sources, dropped, models.same, plan.notes() + _lost(plan, stage), added=added)
 
 
 def _stage_of(ckpt: Checkpoint) -> int:

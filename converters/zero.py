@@ -470,7 +470,7 @@ def _write(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: int) 
         raise UsageError(
             f"--zero-stage {options.zero_stage}: zero{stage} is stage {stage}; write --to zero{options.zero_stage}."
         )
-    state = taken_apart(ckpt, source)
+    state = taken_apart(ckpt, source, options.like and options.like.optimizer)
     tensors = {n: replace(t, dtype=options.cast(f"model.{n}", t.dtype)) for n, t in state.tensors.items()}
     plan = dw.Plan(state, tensors, stage, options, ckpt)
     named = [{n: tensors[n].shape for n in g.params} for g in state.groups]
@@ -489,7 +489,9 @@ def _write(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: int) 
     placed, sources = {**out.tensors, **models.tensors}, {**out.sources, **models.sources}
     files.literal("latest", plan.tag.encode())
     checkpoint = Checkpoint(f"zero{stage}", options.target, world, [], [], placed, ckpt.values)
-    return files.draft(checkpoint, sources, [*state.dropped, *out.dropped], models.same, plan.notes())
+    added = plan.added(groups)
+    dropped = [*state.dropped, *out.dropped]
+    return files.draft(checkpoint, sources, dropped, models.same, plan.notes(), added=added)
 
 
 class _Optimizers:
@@ -513,7 +515,7 @@ class _Optimizers:
         for slot in dict.fromkeys(s for found in slots for s in found):
             for g, group in enumerate(groups):
                 if slot in slots[g]:
-                    dtypes = [plan.slot(n, slot).dtype for n in group]
+                    dtypes = [plan.slot(n, slot).dtype for n in group if n not in plan.state.fresh]
                     self.columns.append((g, slot, plan.common(dtypes)))
         what = f"ZeRO-{stage} keeps one for a whole {'sub-group' if stage == 3 else 'param group'}"
         self.scalars: list[dict[str, Any]] = []
@@ -542,6 +544,8 @@ class _Optimizers:
         for k, (g, slot, dtype) in enumerate(self.columns):
             at = [files.offset(f, str(k)) for f in numbers]
             for n in self.groups[g]:
+                if slot is not None and n in self.plan.state.fresh:
+                    continue  # zeros
                 path: Path = ("model", n) if slot is None else ("optim", "state", n, slot)
                 name = joined(path)
                 cuts = [

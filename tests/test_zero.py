@@ -763,3 +763,27 @@ def test_a_file_of_another_value_than_a_save_is_named(tmp_path: Path) -> None:
     save([1], save_of(folder) / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
     with pytest.raises(Corrupt, match=r"zero_pp_rank_1_mp_rank_00_optim_states\.pt holds a list, not a dict"):
         ckpttool.open(folder)
+
+
+@pytest.mark.parametrize("to", ["zero3", "zero2", "zero1", "universal"])
+def test_a_parameter_without_state_is_frozen_or_gets_zeros_where_like_says_that_it_is_trained(
+    to: str, tmp_path: Path
+) -> None:
+    model = {n: numbers(n, shape) for n, shape in {"a": (3, 2), "idle": (5,), "b": (4,)}.items()}
+    state = {n: {"step": torch.tensor(3.0), "exp_avg": model[n] * 2, "exp_avg_sq": model[n] ** 2} for n in ("a", "b")}
+    groups = [{"lr": 0.1, "params": list(model)}]
+    torch.save({"model": model, "optim": {"state": state, "param_groups": groups}}, tmp_path / "in.pt")
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "frozen", to=to, world_size=2)
+    assert read(tmp_path / "frozen")[0]["optim"]["param_groups"][0]["params"] == ["a", "b"]
+    torch.save(
+        {"model": model, "optim": {"state": {n: state["a"] for n in ()}, "param_groups": groups}}, tmp_path / "like.pt"
+    )
+    done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, world_size=2, like=tmp_path / "like.pt")
+    assert [n for n in done.notes if "get zeros and the step of their group: idle" in n]
+    optim = read(tmp_path / "out")[0]["optim"]
+    assert optim["param_groups"][0]["params"] == ["a", "idle", "b"]
+    assert optim["state"]["idle"]["exp_avg"].tolist() == [0.0] * 5 and float(optim["state"]["idle"]["step"]) == 3
+    wanted, found = (ckpttool.digest(tmp_path / n)["tensors"] for n in ("in.pt", "out"))
+    assert wanted.items() <= found.items()
+    assert found.keys() - wanted.keys() == {f"optim.state.idle.{s}" for s in ("step", "exp_avg", "exp_avg_sq")}
+    assert ckpttool.verify(tmp_path / "out", read_data=True)["recorded"] == "equal"
