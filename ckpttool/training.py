@@ -216,7 +216,7 @@ def _classify(ckpt: Checkpoint, source: Source, out: Training, told: frozenset[s
             out.buffers.append(n)
             guessed.append(n)
     if guessed:
-        out.notes.append(f"{len(guessed)} tensors that no optimizer trains are taken for buffers: {_first(guessed)}")
+        out.notes.append(f"taken for buffers, since no optimizer trains them: {_first(guessed)}")
     if not out.groups:
         out.groups, out.frozen = [Group(tuple(out.frozen), {})], []
         out.notes.append(

@@ -939,7 +939,7 @@ def _from_metadata(files: Files, ranks: list[Rank]) -> tuple[dict[str, Any], _Kn
 LAYOUTS = (
     Layout(
         "fsdp1",
-        "FSDP1 with LOCAL_STATE_DICT, or any torch.save files of ranks",
+        "FSDP1: one torch.save file a rank",
         frozenset(),
         False,
         detect,
