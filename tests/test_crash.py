@@ -183,8 +183,10 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("to", "old", "step"), [("zero3", "old_zero3", 2), ("zero2", "", 5), ("universal", "", 4)])
-def test_death_before_a_call_of_a_deepspeed_save_leaves_the_old_or_the_new_one_and_the_next_run_goes_on(
+@pytest.mark.parametrize(
+    ("to", "old", "step"), [("zero3", "old_zero3", 2), ("zero2", "", 5), ("universal", "", 4), ("fsdp1", "", 5)]
+)
+def test_death_before_a_call_of_a_save_of_ranks_leaves_the_old_or_the_new_one_and_the_next_run_goes_on(
     to: str, old: str, step: int, room: Path, engine: Path
 ) -> None:
     counts = drive(room, engine, to, old, "kill", step)
