@@ -29,7 +29,7 @@ from .pickles import Global, Opaque, Truncated, dump, load, short
 
 __all__ = [
     "DATA_DESCRIPTOR_BYTES", "STORAGE_NAMES", "Inline", "StoredTensor", "ZipRecord", "central_directory",
-    "is_zip", "leaves", "local_header", "read", "small_zip", "zip_records",
+    "is_zip", "leaves", "local_header", "number_in", "read", "small_zip", "zip_records",
 ]  # fmt: skip
 
 ReadAt = Callable[[int, int], bytes]
@@ -528,6 +528,18 @@ def inlined(x: Any, read_at: ReadAt, what: str, most: int = 64 << 20) -> Any:
         return Inline(t.dtype, t.shape, raw if t.contiguous else gather(raw, t))
 
     return _map(x, one)
+
+
+_NUMBERS = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "int32": "<i"}
+
+
+def number_in(dtype: str, data: bytes) -> float | int | None:
+    """The number that the bytes of one element are, None for a dtype that no counter has, or for more or fewer bytes."""
+    if dtype == "bfloat16" and len(data) == 2:
+        dtype, data = "float32", b"\0\0" + data
+    code = _NUMBERS.get(dtype)
+    found: float | int | None = struct.unpack(code, data)[0] if code and len(data) == struct.calcsize(code) else None
+    return found
 
 
 def gather(raw: bytes, t: StoredTensor) -> bytes:

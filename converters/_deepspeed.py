@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -41,8 +40,8 @@ from ckpttool.torchzip import StoredTensor
 
 __all__ = [
     "DERIVED", "MAYBE", "MODEL", "MODEL3", "OPTIM", "OWN", "SCALERS", "STAGE", "Cut", "File", "Reading", "alike",
-    "from_cuts", "is_save", "number_in", "saves", "scaler", "setting", "shapes_of",
-]  # fmt: skip  # fmt: skip
+    "from_cuts", "is_save", "saves", "scaler", "setting", "shapes_of",
+]  # fmt: skip
 
 MODEL3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -63,10 +62,9 @@ _SAME = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "par
 
 
 class Save(NamedTuple):
-    """One save: the folder below the source's root ("" or "global_step3/"), its tag, the files in it."""
+    """One save: the folder below the source's root ("" or "global_step3/"), the files in it."""
 
     folder: str
-    tag: str | None
     names: list[str]
 
     def files(self, pattern: re.Pattern[str], group: int) -> dict[int, list[str]]:
@@ -101,7 +99,7 @@ def find(source: Source, tag: str | None, latest: str = "latest") -> Save:
     """
     names = source.list()
     if is_save(names) and tag is None:
-        return Save("", None, names)
+        return Save("", names)
     said = f"--tag {tag}"
     if tag is None and source.exists(latest):
         tag = source.read_all(latest, 4096).decode("utf-8", "replace").strip()
@@ -116,14 +114,14 @@ def find(source: Source, tag: str | None, latest: str = "latest") -> Save:
                 f"{source.root}: there is no save where {said} points to. The save was not finished, or the folder was "
                 f"not copied whole; saves here: {others}. Choose one with --tag."
             )
-        return Save(tag + "/", tag, inside)
+        return Save(tag + "/", inside)
     there = saves(source)
     if len(there) != 1:
         raise UsageError(
             f"{source.root} has no file {latest} and {len(there)} saves: {', '.join(there)}. Choose one with --tag."
         )
     tag, inside = next(iter(there.items()))
-    return Save(tag + "/", tag, inside)
+    return Save(tag + "/", inside)
 
 
 def refuse_foreign(save: Save, where: str) -> None:
@@ -185,18 +183,7 @@ class File:
 
     def scalar(self, t: StoredTensor) -> float | int | None:
         """The value of a 0-dim tensor, None for a dtype that no counter has."""
-        return None if t.shape else number_in(t.dtype, self.read_at(t.extent[0], ITEMSIZE[t.dtype]))
-
-
-_CODES = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "int32": "<i"}
-
-
-def number_in(dtype: str, data: bytes) -> float | int | None:
-    """The number that some bytes are, None for a dtype that no counter has."""
-    if dtype == "bfloat16":
-        dtype, data = "float32", b"\0\0" + data
-    found: float | int | None = struct.unpack(_CODES[dtype], data)[0] if dtype in _CODES else None
-    return found
+        return None if t.shape else torchzip.number_in(t.dtype, self.read_at(t.extent[0], ITEMSIZE[t.dtype]))
 
 
 def _stand_ins(what: str) -> dict[tuple[str, str], Any]:
@@ -267,9 +254,8 @@ def refuse_parallel(file: File) -> None:
         )
 
 
-def setting(file: File, key: str) -> Any:
-    """A key of zero_optimization in the configuration of the engine that wrote a file, None where it is not given."""
-    config = file.tree.get("ds_config")
+def setting(config: Any, key: str) -> Any:
+    """A key of zero_optimization in a ds_config, None where it is not given."""
     section = config.get("zero_optimization") if isinstance(config, dict) else None
     return section.get(key) if isinstance(section, dict) else None
 
@@ -304,49 +290,6 @@ def tied(files: Sequence[File]) -> dict[str, str]:
             raise Corrupt(f"{f.what}: shared_params is {short(shared)}.")
         out.update(shared)
     return out
-
-
-def beside(files: Sequence[File], records: list[Record], notes: list[str]) -> dict[Path, Any]:
-    """The leaves of everything beside module and optimizer; ranks that agree give one."""
-    first = files[0]
-    out: dict[Path, Any] = {}
-    differing: list[str] = []
-    for key in dict.fromkeys(k for f in files for k in f.tree):
-        if not isinstance(key, str):
-            raise Unsupported(f"{first.what}: a key {short(key)} that is no text.")
-        if key in OWN:
-            continue
-        if key not in first.tree:
-            for r, f in enumerate(files):
-                if key in f.tree:
-                    _take(("per_rank", str(r), key), f.tree[key], f, out, records)
-            differing.append(key)
-            continue
-        value = first.tree[key]
-        if key in MAYBE and value is None:
-            continue
-        # the user's own "model" or "optim" is neither
-        path: Path = ("extra", key) if key in ("model", "optim") else (key,)
-        _take(path, value, first, out, records)
-        others = [
-            (r, f) for r, f in enumerate(files) if r and key in f.tree and not alike(value, f.tree[key], first, f)
-        ]
-        if others:
-            differing.append(key)
-        for rank, f in others:
-            _take(("per_rank", str(rank), key), f.tree[key], f, out, records)
-    if differing:
-        notes.append(
-            f"ranks differ in {', '.join(sorted(differing))}: rank 0's is kept under its name, the others' as "
-            "extra.per_rank.<rank>"
-        )
-    return out
-
-
-def _take(path: Path, value: Any, file: File, out: dict[Path, Any], records: list[Record]) -> None:
-    found, crcs = torchzip.leaves(value, path, file.number, file.read_at, file.what)
-    out.update(found)
-    records.extend(crcs)
 
 
 def alike(a: Any, b: Any, in_a: File | None = None, in_b: File | None = None) -> bool:
@@ -545,17 +488,48 @@ class Reading:
         if differing:
             self.notes.append(f"ranks differ in the buffers {', '.join(differing[:4])}; rank 0's are taken")
         told = (
-            any(map(placeholder, module.values())) or setting(first, "stage") == 2
+            any(map(placeholder, module.values())) or setting(first.tree.get("ds_config"), "stage") == 2
         )  # stages 0 and 1 have no such list
         if told and first.tree.get("frozen_param_shapes", {}) is None:
             self.notes.append(
                 "frozen parameters, if the model has any, were left out when this was saved (exclude_frozen_parameters); "
                 "they must come from elsewhere"
             )
-        crcs: list[Record] = []
-        self.rest.update(beside(models, crcs, self.notes))
-        for r in crcs:
-            self.records[r.extent.file, r.extent.offset] = r
+        self.take_beside(models)
+
+    def take_beside(self, files: list[File]) -> None:
+        """Everything beside module and optimizer; ranks that agree give one."""
+        first = files[0]
+        differing: list[str] = []
+        for key in dict.fromkeys(k for f in files for k in f.tree):
+            if not isinstance(key, str):
+                raise Unsupported(f"{first.what}: a key {short(key)} that is no text.")
+            if key in OWN:
+                continue
+            if key not in first.tree:
+                for r, f in enumerate(files):
+                    if key in f.tree:
+                        self.take(("per_rank", str(r), key), f.tree[key], f)
+                differing.append(key)
+                continue
+            value = first.tree[key]
+            if key in MAYBE and value is None:
+                continue
+            # the user's own "model" or "optim" is neither
+            path: Path = ("extra", key) if key in ("model", "optim") else (key,)
+            self.take(path, value, first)
+            others = [
+                (r, f) for r, f in enumerate(files) if r and key in f.tree and not alike(value, f.tree[key], first, f)
+            ]
+            if others:
+                differing.append(key)
+            for rank, f in others:
+                self.take(("per_rank", str(rank), key), f.tree[key], f)
+        if differing:
+            self.notes.append(
+                f"ranks differ in {', '.join(sorted(differing))}: rank 0's is kept under its name, the others' as "
+                "extra.per_rank.<rank>"
+            )
 
     def take_groups(self, file: File, groups: list[Any], members: list[list[str]]) -> None:
         """The param groups, whose `params` number flat tensors: those of `members` names, in order, each once.

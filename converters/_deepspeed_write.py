@@ -2,7 +2,7 @@
 
     state = taken_apart(ckpt, source)
     plan = Plan(state, tensors, stage, options, ckpt)      tag, precision, counters, configuration, notes
-    models = Models(plan, groups, world, stage)            *_model_states.pt, into a TorchFiles
+    models = Models(plan, groups, world)                   *_model_states.pt, into a TorchFiles
 
 Classes of DeepSpeed and torch are pickled by name (`stage_enum`, `size`, `fragment`) and never imported. The formats are
 described in _deepspeed.py, zero.py and universal.py.
@@ -19,10 +19,10 @@ from ckpttool.index import ITEMSIZE, Checkpoint, Chunks, TensorEntry, joined
 from ckpttool.layouts import WriteOptions
 from ckpttool.pickles import Global, Opaque
 from ckpttool.torchdraft import TorchFiles
-from ckpttool.torchzip import Inline, TensorRef
+from ckpttool.torchzip import Inline, TensorRef, number_in
 from ckpttool.training import Training
 
-from ._deepspeed import MAYBE, OWN, SCALERS, STAGE, Cut, from_cuts, number_in
+from ._deepspeed import MAYBE, OWN, SCALERS, STAGE, Cut, from_cuts, setting
 
 __all__ = ["DS_VERSION", "Models", "Plan", "Tree", "fragment", "size", "stage_enum"]
 
@@ -83,10 +83,10 @@ class Plan:
         self, state: Training, tensors: dict[str, TensorEntry], stage: int, options: WriteOptions, ckpt: Checkpoint
     ) -> None:
         self.state, self.tensors, self.stage, self.source_world = state, tensors, stage, ckpt.world_size
-        self._notes = list(state.notes)
+        self.notes = list(state.notes)
         if stage < 3 and (idle := [i for i, g in enumerate(state.groups) if not g.params]):
             state.groups = [g for g in state.groups if g.params]
-            self._notes.append(
+            self.notes.append(
                 f"the param groups {idle} hold nothing that is trained and are left out: an engine of stage {stage} does "
                 "not start with such a group"
             )
@@ -138,14 +138,13 @@ class Plan:
         most = max(bytes_of, key=lambda d: bytes_of[d], default="float32")
         found = most if most in ("bfloat16", "float16") else "float32"
         if not self.ds_config:
-            self._notes.append(
+            self.notes.append(
                 f"for a DeepSpeed engine that computes in {found}, as the weights are; else give --precision"
             )
         return found
 
     def _sub_group_size(self) -> float:
-        section = self.ds_config.get("zero_optimization")
-        found = section.get("sub_group_size") if isinstance(section, dict) else None
+        found = setting(self.ds_config, "sub_group_size")
         return found if isinstance(found, (int, float)) and not isinstance(found, bool) and found > 0 else 1e9
 
     def _adjust_config(self, options: WriteOptions) -> None:
@@ -155,13 +154,12 @@ class Plan:
         config = dict(self.ds_config)
         section = config.get("zero_optimization")
         section = dict(section) if isinstance(section, dict) else {}
-        if section.get("stage") != self.stage:
-            section["stage"] = self.stage
+        section["stage"] = self.stage
         if options.sub_group_size:
             section["sub_group_size"] = options.sub_group_size
         if self.stage < 3 and section.get("round_robin_gradients"):
             section["round_robin_gradients"] = False
-            self._notes.append("the files are laid out for round_robin_gradients false; so must the engine's config be")
+            self.notes.append("the files are laid out for round_robin_gradients false; so must the engine's config be")
         config["zero_optimization"] = section
         if options.precision:
             for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
@@ -178,7 +176,7 @@ class Plan:
         if found is None:
             steps = [_as_number(s.get("step")) for s in self.state.scalars.values()]
             found = max((int(n) for n in steps if n is not None), default=0)
-            self._notes.append(
+            self.notes.append(
                 f"global_steps is {found}, the largest step of the optimizer: the checkpoint says no other"
             )
         return found
@@ -186,7 +184,7 @@ class Plan:
     def _scaler(self) -> dict[str, Any]:
         if self.precision == "float16":
             if not self.state.scaler:
-                self._notes.append(
+                self.notes.append(
                     "the loss scale starts at 65536, DeepSpeed's own: the checkpoint has none of DeepSpeed's kind"
                 )
             return self.state.scaler or dict(_FRESH_SCALER)
@@ -201,15 +199,11 @@ class Plan:
             slots = dict.fromkeys([*self.slots_of(group), *(s for n in group for s in self.state.scalars.get(n, {}))])
             out += [f"optim.state.{n}.{s}" for n in group if n in self.state.fresh for s in slots]
         if out:
-            self._notes.append(
+            self.notes.append(
                 f"{len(self.state.fresh)} parameters that the next job trains have no state yet and get zeros and the step of "
                 f"their group: {', '.join(self.state.fresh[:4])}"
             )
         return out
-
-    def notes(self) -> list[str]:
-        """What was assumed, for the user."""
-        return self._notes
 
     def scaler_keys(self) -> dict[str, Any]:
         """What every optimizer file says of the loss scaler."""
@@ -230,8 +224,8 @@ class Plan:
             )
         out = "float64" if "float64" in kinds else "float32"
         text = f"{' and '.join(sorted(kinds))} in one flat tensor are written as {out}, which holds both exactly"
-        if text not in self._notes:
-            self._notes.append(text)
+        if text not in self.notes:
+            self.notes.append(text)
         return out
 
     def slot(self, fqn: str, slot: str) -> TensorEntry:
@@ -286,8 +280,8 @@ class Plan:
 class Models:
     """The model files: one a rank at stage 3, with the parts of frozen parameters; else one, with all weights."""
 
-    def __init__(self, plan: Plan, groups: list[dict[str, tuple[int, ...]]], world: int, stage: int) -> None:
-        self.plan, self.groups, self.world, self.stage = plan, groups, world, stage
+    def __init__(self, plan: Plan, groups: list[dict[str, tuple[int, ...]]], world: int) -> None:
+        self.plan, self.groups, self.world, self.stage = plan, groups, world, plan.stage
         self.tensors: dict[str, TensorEntry] = {}
         self.sources: dict[str, TensorEntry] = {}
         self.same = {f"model.{a}": f"model.{o}" for a, o in plan.state.tied.items()}

@@ -12,7 +12,6 @@ replicas differ, that is noted. Numbers that all ranks must share (the step) are
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -353,8 +352,8 @@ def scalar(files: Files, file: int, x: Any) -> Any:
 def shown(x: Any) -> str:
     """A step as a number."""
     if isinstance(x, torchzip.Inline):
-        code = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}.get(x.dtype)
-        return f"{struct.unpack(code, x.data)[0]:g}" if code and len(x.data) == struct.calcsize(code) else x.data.hex()
+        n = torchzip.number_in(x.dtype, x.data)
+        return x.data.hex() if n is None else f"{n:g}"
     return short(x)
 
 

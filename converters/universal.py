@@ -74,7 +74,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     else:
         models = reading.models3()
     shapes = ds.shapes_of(models[0])
-    if reading.save.files(ds.MODEL, 1) and ds.setting(models[0], "round_robin_gradients"):
+    if reading.save.files(ds.MODEL, 1) and ds.setting(models[0].tree.get("ds_config"), "round_robin_gradients"):
         raise Corrupt(
             f"{reading.where}: made from a save with round_robin_gradients, of which ds_to_universal.py puts the wrong "
             "bytes under most names, without a word. Convert that save itself."
@@ -159,7 +159,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     ids = [[k] if g else [] for k, g in zip(_numbered(groups), groups, strict=True)]
     groups = [g for g in groups if g]
     files = TorchFiles()
-    models = dw.Models(plan, groups, 1, stage)
+    models = dw.Models(plan, groups, 1)
     models.add(files, each_rank=False)
     placed, sources = dict(models.tensors), dict(models.sources)
     dropped: list[Dropped] = list(state.dropped)
@@ -202,7 +202,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     files.literal("latest_universal", plan.tag.encode())
     out = Checkpoint("universal", options.target, None, [], [], placed, ckpt.values)
     added = plan.added(groups)
-    return files.draft(out, sources, dropped, models.same, plan.notes() + _lost(plan, stage), added=added)
+    return files.draft(out, sources, dropped, models.same, plan.notes + _lost(plan), added=added)
 
 
 def _stage_of(ckpt: Checkpoint) -> int:
@@ -222,9 +222,9 @@ def _numbered(groups: list[dict[str, Any]]) -> list[int]:
     return out
 
 
-def _lost(plan: dw.Plan, stage: int) -> list[str]:
+def _lost(plan: dw.Plan) -> list[str]:
     """What DeepSpeed's own loader will not restore from the files."""
-    state, out = plan.state, []
+    state, stage, out = plan.state, plan.stage, []
     names = [*state.buffers, *state.frozen]
     if names:
         out.append(

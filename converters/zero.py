@@ -131,6 +131,11 @@ def concatenated(groups: Groups, parts: list[int], paddings: list[list[int]] | N
     return out
 
 
+def part_of(elements: int, world: int) -> int:
+    """Elements a rank of a group at stages 1 and 2, which is padded to a multiple of twice the ranks."""
+    return -(-elements // (2 * world)) * 2
+
+
 def subgroups(group: dict[str, tuple[int, ...]], world: int, most: float) -> Groups:
     """The sub-groups of a param group at stage 3: whole parameters, until the elements a rank reach `most`."""
     sizes = {n: -(-prod(s) // world) for n, s in group.items()}
@@ -167,9 +172,11 @@ def _read(where: Place, options: ReadOptions) -> Checkpoint:
 
 
 class _Optim(NamedTuple):
-    """The optimizer file of a rank: masters by flat tensor, state of the base optimizer, its param groups."""
+    """The optimizer file of a rank, its `optimizer_state_dict`, and of that: masters by flat tensor, state of the base
+    optimizer, its param groups."""
 
     file: File
+    whole: dict[str, Any]
     masters: list[StoredTensor]
     state: dict[int, dict[str, Any]]
     groups: list[dict[str, Any]] | None
@@ -207,11 +214,11 @@ def _optims(reading: Reading, world: int, flats: str, base: str, count: int) -> 
             raise Corrupt(f"{f.what}: its optimizer state is not a state and param groups of a torch optimizer.")
         if any(k not in range(count) for k in state):
             raise Corrupt(f"{f.what}: optimizer state for {short(list(state))}, but there are {count} flat tensors.")
-        out.append(_Optim(f, masters, state, groups))
+        out.append(_Optim(f, whole, masters, state, groups))
         if not ds.alike(out[0].groups, groups) or _slots(out[0].state) != _slots(state):
             what = "param_groups" if _slots(out[0].state) == _slots(state) else "the slots of the optimizer"
             raise Corrupt(f"{f.what}: {what} differ from rank 0's. The files are of different saves.")
-    reading.rest.update(ds.scaler(out[0].file.get("optimizer_state_dict", dict)))
+    reading.rest.update(ds.scaler(out[0].whole))
     return out
 
 
@@ -233,6 +240,13 @@ def _sliced(reading: Reading, files: Iterable[File], flats: Sequence[Any], p: _F
         f, t = by_rank[rank]
         cuts.append(Cut(first, last, f.number, reading.seen(f, t).extent[0] + at * item))
     return ds.from_cuts(p.shape, dtype, path, cuts)
+
+
+def _masters(reading: Reading, optims: list[_Optim], flats: dict[str, _Flat]) -> None:
+    """The weights of all parameters that are trained."""
+    files = [o.file for o in optims]
+    for name, p in flats.items():
+        reading.masters[name] = _sliced(reading, files, [o.masters[p.group] for o in optims], p, ("model", name))
 
 
 def _optimizer(
@@ -314,9 +328,7 @@ def _read_stage3(reading: Reading) -> Checkpoint:
                     f"param_shapes puts into it have {lengths[g]} on each of {world} ranks. The files are of different "
                     "saves."
                 )
-    files = [o.file for o in optims]
-    for name, p in flats.items():
-        reading.masters[name] = _sliced(reading, files, [o.masters[p.group] for o in optims], p, ("model", name))
+    _masters(reading, optims, flats)
     reading.take_module(models)
     _optimizer(reading, optims, flats, [list(g) for g in shapes], lambda rank, g: {lengths[g]})
     return reading.done("zero3", world)
@@ -343,13 +355,11 @@ def _read_stage12(reading: Reading, model: File) -> Checkpoint:
                     f"param_shapes puts into it leave {' or '.join(map(str, sorted(lengths(rank, g))))} for rank {rank} "
                     f"of {world}. The files are of different saves."
                 )
-    files = [o.file for o in optims]
-    for name, p in flats.items():
-        reading.masters[name] = _sliced(reading, files, [o.masters[p.group] for o in optims], p, ("model", name))
+    _masters(reading, optims, flats)
     reading.take_module([model])
     _optimizer(reading, optims, flats, [_members(reading, optims, g, list(s)) for g, s in enumerate(shapes)], lengths)
     # BF16_Optimizer states no stage; it is what stage 1 is with fp32 gradients
-    stage = files[0].get("optimizer_state_dict", dict).get("zero_stage", 1)
+    stage = optims[0].whole.get("zero_stage", 1)
     return reading.done(f"zero{stage if stage in (1, 2) else 1}", world)
 
 
@@ -361,11 +371,13 @@ def _members(reading: Reading, optims: list[_Optim], g: int, shapes: list[str]) 
     """
     listed: dict[str, None] = {}
     for o in optims:
-        found = o.file.get("optimizer_state_dict", dict).get("param_slice_mappings")
+        found = o.whole.get("param_slice_mappings")
         own = found[g] if isinstance(found, list) and len(found) > g else None
         listed.update(dict.fromkeys(own if isinstance(own, dict) else ()))
     known = listed.keys() == set(shapes)
-    if list(listed) == shapes or not (known or ds.setting(optims[0].file, "round_robin_gradients")):
+    if list(listed) == shapes or not (
+        known or ds.setting(optims[0].file.tree.get("ds_config"), "round_robin_gradients")
+    ):
         return shapes
     reading.notes.append(
         f"the parameters of group {g} lie shuffled (round_robin_gradients); their order is taken from "
@@ -381,10 +393,10 @@ def _parts(optims: list[_Optim], shapes: Groups) -> tuple[list[int], list[list[i
         Corrupt: they do not hold the parameters, or hold more than padding beside them.
     """
     world = len(optims)
-    whole = optims[0].file.get("optimizer_state_dict", dict)
+    whole = optims[0].whole
     key = "param_alignment_paddings"
     stated = whole.get(key) or [[0] * len(s) for s in shapes]
-    if any(o.file.get("optimizer_state_dict", dict).get(key) != whole.get(key) for o in optims):
+    if any(o.whole.get(key) != whole.get(key) for o in optims):
         raise Corrupt(f"{optims[0].file.what}: {key} differs between ranks. The files are of different saves.")
     if not isinstance(stated, list) or not all(isinstance(p, list) and all(type(k) is int for k in p) for p in stated):
         raise Corrupt(f"{optims[0].file.what}: param_alignment_paddings is {short(stated)}.")
@@ -393,7 +405,7 @@ def _parts(optims: list[_Optim], shapes: Groups) -> tuple[list[int], list[list[i
     parts = []
     for g, group in enumerate(shapes):
         raw = sum(map(prod, group.values())) + sum(stated[g])
-        part = -(-raw // (2 * world)) * 2  # padded to a multiple of 2 W
+        part = part_of(raw, world)
         have = max(o.masters[g].shape[0] for o in optims)
         if have > part:
             raise Corrupt(
@@ -482,8 +494,8 @@ def _write(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: int) 
     numbers = iter(range(len(groups)))
     ids = [[next(numbers) for _ in parts] for parts in split]
     files = TorchFiles()
-    out = _Optimizers(plan, groups, world, stage)
-    models = dw.Models(plan, groups, world, stage)
+    out = _Optimizers(plan, groups, world)
+    models = dw.Models(plan, groups, world)
     models.add(files, each_rank=stage == 3)
     out.add(files, ids)
     placed, sources = {**out.tensors, **models.tensors}, {**out.sources, **models.sources}
@@ -491,21 +503,22 @@ def _write(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: int) 
     checkpoint = Checkpoint(f"zero{stage}", options.target, world, [], [], placed, ckpt.values)
     added = plan.added(groups)
     dropped = [*state.dropped, *out.dropped]
-    return files.draft(checkpoint, sources, dropped, models.same, plan.notes(), added=added)
+    return files.draft(checkpoint, sources, dropped, models.same, plan.notes, added=added)
 
 
 class _Optimizers:
     """The optimizer files: flat tensors of masters, then of every slot, the same record by record on all ranks."""
 
-    def __init__(self, plan: dw.Plan, groups: Groups, world: int, stage: int) -> None:
-        self.plan, self.groups, self.world, self.stage = plan, groups, world, stage
+    def __init__(self, plan: dw.Plan, groups: Groups, world: int) -> None:
+        self.plan, self.groups, self.world, self.stage = plan, groups, world, plan.stage
+        stage = plan.stage
         self.dropped: list[Dropped] = []
         self.tensors: dict[str, TensorEntry] = {}
         self.sources: dict[str, TensorEntry] = {}
         if stage == 3:
             self.flats, self.parts = partitioned(groups, world)
         else:
-            self.parts = [-(-sum(map(prod, g.values())) // (2 * world)) * 2 for g in groups]
+            self.parts = [part_of(sum(map(prod, g.values())), world) for g in groups]
             self.flats = concatenated(groups, self.parts)
         # (group, slot or None for the masters, dtype); the order of the records in every file
         self.columns: list[tuple[int, str | None, str]] = [
