@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint bench fixtures clean
+.PHONY: demo test tools lint bench fixtures clean
 
 $(VENV)/.done: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -23,7 +23,11 @@ $(VENV)/.engines: $(VENV)/.done
 demo: $(VENV)/.done
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python fixtures/demo.py
 
-test: $(VENV)/.engines lint
+# No stamp, since a folder may be carried to a machine without these programs; looking for them takes no time.
+tools: $(VENV)/.done
+	sh tests/tools.sh "$(CURDIR)/$(BIN)"
+
+test: $(VENV)/.engines tools lint
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 lint: $(VENV)/.done

@@ -21,32 +21,43 @@ if TYPE_CHECKING:
     from .errors import CkpttoolError
     from .flatlayout import describe_fsdp1
     from .index import Checkpoint
+    from .reader import load, storage_reader
+    from .resume.launch import resume_verify
+    from .resume.recorder import Recorder
     from .summary import inspect
 
 __all__ = [
     "Checkpoint",
     "CkpttoolError",
+    "Recorder",
     "__version__",
     "convert",
     "describe_fsdp1",
     "diff",
     "digest",
     "inspect",
+    "load",
     "open",
     "plan",
+    "resume_verify",
+    "storage_reader",
     "verify",
 ]
 
 _WHERE = {
     "Checkpoint": "index",
     "CkpttoolError": "errors",
+    "Recorder": "resume.recorder",
     "convert": "conversion",
     "describe_fsdp1": "flatlayout",
     "diff": "comparison",
     "digest": "conversion",
     "inspect": "summary",
+    "load": "reader",
     "open": "conversion",
     "plan": "conversion",
+    "resume_verify": "resume.launch",
+    "storage_reader": "reader",
     "verify": "conversion",
 }
 

@@ -438,6 +438,163 @@ def verify(
         print(f"equal to {found['against']['path']}: {', '.join(found['against']['components'])}")
 
 
+@app.command("resume-verify")
+def resume_verify(
+    src: Src,
+    against: Annotated[
+        str | None, typer.Option("--against", help="The original checkpoint, in any layout: the reference.")
+    ] = None,
+    reference: Annotated[
+        str | None, typer.Option("--reference", help="What ckpttool.Recorder wrote in the original job (JSONL).")
+    ] = None,
+    config: Config = None,
+    job: Annotated[
+        str | None, typer.Option("--job", help="Your own job: a function that builds it.", metavar="MODULE.PY:BUILD")
+    ] = None,
+    from_: From = None,
+    like: Like = None,
+    flat_layout: FlatLayout = None,
+    wrap: Wrap = None,
+    tag: Tag = None,
+    world_size: Annotated[
+        int | None, typer.Option("--world-size", "-n", min=1, help="Ranks of the job; else one for every GPU.")
+    ] = None,
+    mesh: Annotated[
+        str | None, typer.Option("--mesh", help="Mesh of the job.", metavar="dp_replicate=R,dp_shard=S,tp=T")
+    ] = None,
+    against_world_size: Annotated[
+        int | None, typer.Option("--against-world-size", min=1, help="Ranks of the run of --against; else the same.")
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps to run.")] = 10,
+    start_step: Annotated[
+        int | None, typer.Option("--start-step", min=0, help="Step of the checkpoint, where it does not say.")
+    ] = None,
+    data: Annotated[
+        str, typer.Option("--data", help="Token rows: a .npy or .jsonl file, or synthetic.", metavar="FILE")
+    ] = "synthetic",
+    seed: Annotated[int, typer.Option("--seed", help="Seed of synthetic data.")] = 0,
+    sequence: Annotated[int | None, typer.Option("--sequence", min=2, help="Tokens of a row.")] = None,
+    global_batch: Annotated[
+        int | None, typer.Option("--global-batch", min=1, help="Rows of one optimizer step, over all ranks.")
+    ] = None,
+    micro_batch: Annotated[
+        int | None,
+        typer.Option("--micro-batch", min=1, help="Rows of one forward pass; the same at every world size."),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="What is computed in: fp32, or bf16 (gradients reduced in fp32).")
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="auto, cuda (NCCL) or cpu (gloo).")] = "auto",
+    clip: Annotated[
+        float | None, typer.Option("--clip", min=0, help="Largest gradient norm; larger ones are scaled down.")
+    ] = None,
+    profile: Annotated[str, typer.Option("--profile", help="How sharp: strict, standard or relaxed.")] = "strict",
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure the noise of this very job first, by one run more.")
+    ] = False,
+    keep_dropout: Annotated[
+        bool, typer.Option("--keep-dropout", help="Leave dropout on; comparable at the saved world size only.")
+    ] = False,
+    activation_checkpointing: Annotated[
+        bool, typer.Option("--activation-checkpointing", help="Recompute activations in the backward pass.")
+    ] = False,
+    compile_: Annotated[bool, typer.Option("--compile", help="torch.compile every block.")] = False,
+    cpu_offload: Annotated[
+        bool, typer.Option("--cpu-offload", help="Parameters and optimizer state in host memory.")
+    ] = False,
+    deterministic: Annotated[
+        bool, typer.Option(help="Deterministic kernels and collectives, where torch has them.")
+    ] = True,
+    reread: Annotated[bool, typer.Option(help="Read the files again and compare them with what the job holds.")] = True,
+    round_trip: Annotated[bool, typer.Option(help="Save after the first step, load that, and go on.")] = True,
+    scratch: Annotated[
+        str | None, typer.Option("--scratch", help="Folder that all ranks share, for that save.", metavar="DIR")
+    ] = None,
+    min_mfu: Annotated[float | None, typer.Option("--min-mfu", min=0, max=1, help="Gate: least MFU.")] = None,
+    peak_tflops: Annotated[
+        float | None, typer.Option("--peak-tflops", min=0, help="Peak of one GPU, where it is not known, for the MFU.")
+    ] = None,
+    max_reserved_gib: Annotated[
+        float | None, typer.Option("--max-reserved-gib", min=0, help="Gate: most memory reserved on a rank.")
+    ] = None,
+    max_step_seconds: Annotated[
+        float | None, typer.Option("--max-step-seconds", min=0, help="Gate: longest median step.")
+    ] = None,
+    max_load_seconds: Annotated[
+        float | None, typer.Option("--max-load-seconds", min=0, help="Gate: longest load.")
+    ] = None,
+    report: Annotated[
+        str | None, typer.Option("--report", help="Write report.html and report.json there.", metavar="DIR")
+    ] = None,
+    junit: Annotated[str | None, typer.Option("--junit", help="Write JUnit XML.", metavar="FILE")] = None,
+    metrics: Annotated[
+        str | None, typer.Option("--metrics", help="Write Prometheus metrics.", metavar="FILE.prom")
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Load a checkpoint into a live FSDP2 job and judge whether training goes on as before; exit 10 when it does not."""
+    from .resume import report as reports
+    from .resume.launch import resume_verify as run
+
+    gc.enable()  # a training job makes cycles
+    how = {
+        "layout": from_, "config": config, "like": like, "flat_layout": flat_layout, "wrap": _comma(wrap), "tag": tag,
+    }  # fmt: skip
+    telling = _Telling(quiet)
+    try:
+        found = run(
+            src, against=against, reference=reference, config=config, job=job,
+            how={k: v for k, v in how.items() if v is not None}, world_size=world_size, mesh=mesh,
+            against_world_size=against_world_size, steps=steps, start_step=start_step, data=data, seed=seed,
+            sequence=sequence, global_batch=global_batch, micro_batch=micro_batch, dtype=dtype, device=device, clip=clip,
+            profile=profile, calibrate=calibrate, keep_dropout=keep_dropout,
+            activation_checkpointing=activation_checkpointing, compile=compile_, cpu_offload=cpu_offload,
+            deterministic=deterministic, reread=reread, round_trip=round_trip, scratch=scratch, peak_tflops=peak_tflops,
+            min_mfu=min_mfu, max_reserved_gib=max_reserved_gib, max_step_seconds=max_step_seconds,
+            max_load_seconds=max_load_seconds, tell=telling,
+        )  # fmt: skip
+    finally:
+        telling.close()
+    if found is None:  # a rank other than the first of a job that was started from outside
+        return
+    reports.write(found, folder=report, junit_file=junit, metrics_file=metrics)
+    if as_json:
+        _print_json(found.to_json())
+    else:
+        _draw(reports.screen(found))
+    if found.exit_code:
+        raise typer.Exit(found.exit_code)
+
+
+class _Telling:
+    """What is being done, on stderr: one line that changes on a terminal, a line each in a log."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.quiet, self.began, self.status = quiet, time.monotonic(), None
+
+    status: Any
+
+    def __call__(self, text: str) -> None:
+        if self.quiet:
+            return
+        if not sys.stderr.isatty():
+            print(f"[{time.monotonic() - self.began:6.1f} s] {text}", file=sys.stderr, flush=True)
+            return
+        if self.status is None:
+            from rich.console import Console
+
+            self.status = Console(stderr=True).status(text)
+            self.status.start()
+        self.status.update(text)
+
+    def close(self) -> None:
+        """Take the line off the screen."""
+        if self.status is not None:
+            self.status.stop()
+            self.status = None
+
+
 @app.command()
 def digest(
     path: Src,

@@ -29,7 +29,7 @@ from .errors import CkpttoolError, Corrupt, DestinationExists, Differs, Interrup
 from .fill import Progress, fill, tensor_digests
 from .index import ITEMSIZE, Checkpoint, TensorEntry, check, joined, strangers, twins
 from .store import Source, raise_file_limit
-from .stream import Effort
+from .stream import Effort, Job, Reader
 
 __all__ = ["Opened", "Result", "convert", "digest", "merkle_root", "open", "plan", "verify"]
 
@@ -56,6 +56,17 @@ class Opened:
             check(self.checkpoint)
             self.located = True
         return self.checkpoint
+
+    def read(self, name: str) -> bytes:
+        """The row-major bytes of one small tensor."""
+        ckpt = self.locate()
+        entry = ckpt.tensors[name]
+        reader = Reader(self.source, ckpt.files, ckpt.records)
+        out = bytearray()
+        for block in reader.blocks([Job(name, entry, entry.dtype, False)]):
+            out += block.data
+            block.release()
+        return bytes(out)
 
     def __enter__(self) -> Opened:
         return self

@@ -16,7 +16,11 @@ import ckpttool
 from ckpttool import errors
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = {"ckpttool": ROOT / "ckpttool", "ckpttool.converters": ROOT / "converters"}
+FOLDERS = {
+    "ckpttool": ROOT / "ckpttool",
+    "ckpttool.resume": ROOT / "ckpttool" / "resume",
+    "ckpttool.converters": ROOT / "converters",
+}
 MODULES = {
     f"{package}.{path.stem}": path for package, folder in FOLDERS.items() for path in sorted(folder.glob("*.py"))
 }
@@ -47,8 +51,36 @@ ROOMS: dict[str, set[str]] = {
     "conversion": {"errors", "index", "store", "draft", "fill", "layouts", "stream", "_version"},
     "comparison": {"boxes", "conversion", "errors", "fill", "index", "stream"},
     "summary": {"conversion", "index"},
-    "cli": {"errors", "conversion", "comparison", "summary", "layouts", "_version", "names"},
-    "__init__": {"_version", "comparison", "conversion", "errors", "flatlayout", "index", "summary"},
+    "resume.trace": {"errors"},
+    "resume.settings": {"errors"},
+    "resume.verdict": {"resume.trace"},
+    "resume.batches": {"errors"},
+    "resume.fingerprint": {"boxes", "stream"},
+    "resume.recorder": {"_version", "names", "resume.batches", "resume.fingerprint", "resume.trace"},
+    "resume.bounds": {"errors", "resume.trace"},
+    "resume.judge": {"resume.bounds", "resume.trace", "resume.verdict"},
+    "resume.likeness": set(),
+    "resume.blame": {
+        "boxes", "conversion", "index", "resume.judge", "resume.likeness", "resume.trace", "resume.verdict", "stream",
+    },
+    "resume.gates": {"resume.bounds", "resume.trace", "resume.verdict"},
+    "resume.report": {"_version", "errors", "resume.page", "resume.trace", "resume.verdict"},
+    "resume.page": {"resume.report", "resume.verdict"},
+    "resume.job": {"errors", "index", "resume.recorder", "resume.settings"},
+    "resume.worker": {
+        "conversion", "errors", "reader", "resume.batches", "resume.fingerprint", "resume.job", "resume.recorder",
+        "resume.settings", "resume.trace",
+    },
+    "resume.launch": {
+        "_version", "conversion", "errors", "resume.blame", "resume.gates", "resume.judge", "resume.settings",
+        "resume.trace", "resume.verdict", "resume.worker", "stream",
+    },
+    "reader": {"boxes", "conversion", "errors", "index", "layouts", "names", "pickles", "store", "stream", "torchzip"},
+    "cli": {
+        "errors", "conversion", "comparison", "summary", "layouts", "_version", "names", "resume.launch",
+        "resume.report",
+    },
+    "__init__": {"_version", "comparison", "conversion", "errors", "flatlayout", "index", "reader", "summary"},
     "__main__": {"cli"},
 }
 #: What is not in the standard library and may be imported as a module is loaded; numpy, torch, ... only where used.

@@ -1,0 +1,149 @@
+"""How far two right runs of one job lie apart: the bounds that `judge` uses, and where they are from.
+
+The table was measured with a Llama of four layers (hidden 64, FSDP2, AdamW, clipping at 1.0, on CPU with gloo) whose
+checkpoint was loaded at 1, 2, 3, 4 and 8 ranks, with other attention kernels, other orders of the samples, gradient
+accumulation, and fused and for-loop AdamW; in fp32 and bf16 and at two learning rates. Bounds are 5 to 10 times the
+largest deviation of those runs. All numbers are relative to the reference.
+
+What was learnt there and is built in here:
+
+* bf16 noise comes from the shape of the micro-batch, not from the world size. With the shape held (both sides know
+  micro_batch and sequence, and they are equal) bf16 is as sharp as fp32.
+* Step 1 is nearly exact: nothing has been updated yet. Noise grows from step to step, so later bounds are wider, and
+  those of steps after the tenth, which were not measured as closely, grow in proportion to the number of the step.
+
+fp32 with other kernels deviated no more than fp32 with the same ones, but that was one machine: the column has ten times
+the bounds of fp32, which is a margin and was not measured. It supposes that TF32 is off on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ..errors import UsageError
+from .trace import Trace
+
+__all__ = ["CHAOTIC", "COLUMNS", "NOISE_FLOOR", "PROFILES", "SIGNALS", "Bound", "bounds", "column", "held", "precision"]
+
+#: The signals, as they are called in names of checks, in the order in which they are judged.
+SIGNALS = ("loss", "grad_norm", "worst_grad", "update_norm", "worst_update")
+
+#: {column: {signal: (step 1, later)}}; the probe is before any step.
+COLUMNS: dict[str, dict[str, tuple[float, float]]] = {
+    "fp32": {
+        "probe": (5e-6, 5e-6), "loss": (1e-6, 2e-6), "grad_norm": (1e-6, 2e-6), "update_norm": (1e-6, 1e-5),
+        "worst_grad": (2e-6, 1e-5), "worst_update": (1e-5, 5e-5),
+    },
+    "fp32, other kernels": {
+        "probe": (5e-5, 5e-5), "loss": (1e-5, 2e-5), "grad_norm": (1e-5, 2e-5), "update_norm": (1e-5, 1e-4),
+        "worst_grad": (2e-5, 1e-4), "worst_update": (1e-4, 5e-4),
+    },
+    "bf16, micro-batch held": {
+        "probe": (1e-6, 1e-6), "loss": (1e-6, 2e-6), "grad_norm": (1e-6, 2e-6), "update_norm": (1e-6, 1e-5),
+        "worst_grad": (2e-6, 1e-5), "worst_update": (1e-5, 5e-5),
+    },
+    "bf16": {
+        "probe": (1e-6, 1e-6), "loss": (2e-6, 1e-3), "grad_norm": (2e-3, 4e-3), "update_norm": (4e-4, 2e-3),
+        "worst_grad": (2e-2, 5e-2), "worst_update": (1e-2, 2e-2),
+    },
+    "bf16, other kernels": {
+        "probe": (2e-2, 2e-2), "loss": (2e-4, 1e-3), "grad_norm": (2e-3, 4e-3), "update_norm": (4e-4, 2e-3),
+        "worst_grad": (2e-2, 5e-2), "worst_update": (1e-2, 2e-2),
+    },
+    # NeMo AutoModel's relaxed profile (tests/functional_tests/checkpoint_robustness, resume_trajectory.py): 7.5e-3
+    # relative and 1e-4 absolute in step 1, 7.5e-3 and 1e-2 after it, of the loss. It has none of a single tensor: those
+    # are five times what bf16 with other kernels is allowed, as is the probe.
+    "relaxed": {
+        "probe": (1e-1, 1e-1), "loss": (7.5e-3, 7.5e-3), "grad_norm": (7.5e-3, 1.75e-2), "update_norm": (7.5e-3, 1.75e-2),
+        "worst_grad": (1e-1, 2.5e-1), "worst_update": (5e-2, 1e-1),
+    },
+}  # fmt: skip
+
+#: Absolute parts of bounds, of the loss under the relaxed profile: (step 1, later).
+_ABSOLUTE = (1e-4, 1e-2)
+
+PROFILES: dict[str, str] = {
+    "strict": "the state is equal bit for bit, and the job computes as the reference did",
+    "standard": "the state is equal bit for bit; another type of GPU, attention kernel or version of torch",
+    "relaxed": "tensors may have been rounded to another dtype; every name, shape and other value is there",
+}
+
+#: Tensors whose gradient is less than this part of the whole gradient's norm have a gradient of rounding noise (that of
+#: a bias of k_proj is zero but for rounding, since softmax does not see it; Adam makes an update of usual size of it).
+NOISE_FLOOR = {"fp32": 1e-6, "bf16": 1e-4}
+
+#: A run with noise beyond this, relative to the reference, proves nothing by being within it.
+CHAOTIC = 1e-2
+
+_CALIBRATION = 5.0
+
+
+class Bound(NamedTuple):
+    """What passes: a deviation of at most `relative` + `absolute` / |reference|; `source` as in `Check`."""
+
+    relative: float
+    source: str = "measured"
+    absolute: float = 0.0
+    chaotic: bool = False
+
+    def at(self, reference: float, step: int = 1) -> float:
+        """The largest relative deviation from a number, in the `step`-th step after loading, that passes."""
+        grown = max(1.0, step / 10)
+        return (self.relative + (self.absolute / abs(reference) if reference else 0.0)) * grown
+
+
+def precision(reference: Trace | None, got: Trace) -> str:
+    """ "fp32" or "bf16": what was computed in. A side that does not say is like the other; nobody knows: bf16.
+
+    fp16 has more digits than bf16 and goes by its bounds.
+    """
+    words = [t.dtype for t in (got, reference) if t is not None and t.dtype]
+    return "fp32" if words and all(w.removeprefix("torch.") in ("fp32", "float32", "float") for w in words) else "bf16"
+
+
+def held(reference: Trace, got: Trace) -> bool:
+    """Whether every forward pass had the same shape on both sides, as far as both know."""
+    return (
+        None not in (got.micro_batch, got.sequence)
+        and got.micro_batch == reference.micro_batch
+        and got.sequence == reference.sequence
+    )
+
+
+def column(profile: str, reference: Trace, got: Trace) -> str:
+    """The column of the table that a comparison goes by.
+
+    Raises:
+        UsageError: there is no such profile.
+    """
+    if profile not in PROFILES:
+        raise UsageError(f"--profile {profile}: one of {', '.join(PROFILES)}.")
+    if profile == "relaxed":
+        return "relaxed"
+    kind = precision(reference, got)
+    if profile == "standard":
+        return f"{kind}, other kernels"
+    return "bf16, micro-batch held" if kind == "bf16" and held(reference, got) else kind
+
+
+def bounds(profile: str, reference: Trace, got: Trace, noise: Mapping[str, float] | None = None) -> dict[str, Bound]:
+    """{name of a check: Bound} for "probe.logits", "step1.<signal>" and "steps.<signal>".
+
+    `noise` {name of a check: deviation between two runs of the same job} widens a bound to five times what was found;
+    it never narrows one. A bound that is beyond `CHAOTIC` because of that is marked.
+    """
+    chosen = column(profile, reference, got)
+    table = COLUMNS[chosen]
+    out = {"probe.logits": Bound(table["probe"][0])}
+    for signal in SIGNALS:
+        for k, stage in enumerate(("step1", "steps")):
+            absolute = _ABSOLUTE[k] if chosen == "relaxed" and signal == "loss" else 0.0
+            out[f"{stage}.{signal}"] = Bound(table[signal][k], "measured", absolute)
+    if chosen in ("relaxed", "fp32, other kernels"):
+        out = {n: b._replace(source="given") for n, b in out.items()}
+    for name, deviation in (noise or {}).items():
+        wide = _CALIBRATION * deviation
+        if name in out and not wide <= out[name].relative:
+            out[name] = out[name]._replace(relative=wide, source="calibrated", chaotic=not wide <= CHAOTIC)
+    return out

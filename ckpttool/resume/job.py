@@ -1,0 +1,458 @@
+"""The live job: a model on the meta device, sharded with FSDP2, and an optimizer with the checkpoint's own param groups.
+
+Two ways to a job:
+
+    --config    a Hugging Face folder. The model is transformers' AutoModelForCausalLM; parameters have the dtypes of the
+                checkpoint; those that no param group lists do not train. The class of the optimizer follows from the
+                slots that the checkpoint has, its options from the checkpoint's param groups.
+    --job       module.py:build. The user's function gives (model, optimizer, scheduler, data) or fewer, or a dict of
+                those, and "loss" if the model has another one. It may ask for `mesh` and `device` by the names of its
+                parameters. A model without DTensors is sharded here; one that is sharded already is left as it is.
+
+Parameters are created on the meta device, sharded, and only then given memory, so that no rank ever holds the whole
+model. Buffers that are in no checkpoint (rotary frequencies) are computed as the model is built.
+
+`fully_shard` goes over each block (transformers' `_no_split_modules`, or the elements of the model's ModuleLists) and
+over the root. Gradients are summed over ranks, not averaged: the loss of a micro-batch is divided by the tokens of the
+global batch, so that no number depends on how many ranks there are.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import Unsupported, UsageError
+from ..index import Checkpoint
+from .recorder import HOW, dropouts
+from .settings import Settings
+
+__all__ = ["Job", "start"]
+
+
+@dataclass
+class Job:
+    """What is trained. `loss(model, batch)` gives (sum over the tokens that count, how many they are, logits or None).
+
+    `rank` and `world` are those of the data: ranks of one tensor-parallel group read the same rows. `scale` is what the
+    sum of gradients must be multiplied with: 1, or the world size where a wrapper averages them.
+    """
+
+    model: Any
+    optimizer: Any
+    scheduler: Any
+    data: Any
+    loss: Callable[[Any, Mapping[str, Any]], tuple[Any, Any, Any]]
+    rank: int
+    world: int
+    scale: float
+    vocabulary: int | None
+    notes: list[str]
+
+
+def start(settings: Settings, ckpt: Checkpoint) -> Job:
+    """The job that the settings describe, on this rank, before anything is loaded. A collective.
+
+    Raises:
+        UsageError: --config or --job do not give a job. Unsupported: the job needs what only --job can say.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dims = {n: settings.mesh[n] for n in ("dp_replicate", "dp_shard", "tp") if n in settings.mesh}
+    mesh = init_device_mesh(settings.device, tuple(dims.values()), mesh_dim_names=tuple(dims))
+    notes: list[str] = []
+    optimizer: Any
+    scheduler = data = loss = None
+    if settings.job is not None:
+        model, optimizer, scheduler, data, loss = _built(settings, mesh)
+        vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    else:
+        model = _from_config(settings)
+        _like_checkpoint(model, ckpt, notes)
+        optimizer = None
+        vocabulary = model.config.vocab_size
+    if not settings.keep_dropout:
+        for module, name, p in dropouts(model):
+            if p > 0:
+                setattr(module, name, 0.0)
+    names = {id(p): n for n, p in model.named_parameters()}
+    if not _is_sharded(model):
+        _shard(model, mesh, settings)
+    _materialise(model, settings)
+    new = dict(model.named_parameters())
+    if settings.job is None:
+        optimizer = _optimizer(model, ckpt, notes)
+    elif callable(optimizer) and not hasattr(optimizer, "param_groups"):
+        optimizer = optimizer(model)
+    elif optimizer is not None:
+        _follow(optimizer, names, new)
+    if callable(scheduler) and not hasattr(scheduler, "state_dict"):
+        scheduler = scheduler(optimizer)
+    scale = _sum_gradients(model, settings.world_size // settings.mesh.get("tp", 1))
+    tp = settings.mesh.get("tp", 1)
+    import torch.distributed as dist
+
+    return Job(
+        model, optimizer, scheduler, data, _loss(loss, settings.job is None), dist.get_rank() // tp,
+        dist.get_world_size() // tp, scale, vocabulary, notes,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ where models come from
+
+
+def _from_config(settings: Settings) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    folder = settings.config
+    if folder is None:
+        raise UsageError("--config (a Hugging Face folder) or --job (module.py:build) must tell which model it is.")
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError) as e:
+        raise UsageError(f"--config {folder}: no model configuration ({str(e).splitlines()[0]}).") from None
+    if not settings.keep_dropout:
+        for key, value in config.to_dict().items():
+            if "drop" in key and isinstance(value, float) and value > 0:
+                setattr(config, key, 0.0)
+    try:
+        with _parameters_on_meta(), no_init_weights():
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    except ValueError as e:
+        raise UsageError(
+            f"--config {folder}: {config.model_type} is no causal language model of transformers "
+            f"({str(e).splitlines()[0]}). Give the job with --job."
+        ) from None
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """While a model is built, its parameters go to the meta device as they are registered; buffers stay."""
+    from torch import nn
+
+    original = nn.Module.register_parameter
+
+    def register(self: Any, name: str, param: Any) -> None:
+        original(self, name, param)
+        if param is not None and param.device.type != "meta":
+            self._parameters[name] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def _like_checkpoint(model: Any, ckpt: Checkpoint, notes: list[str]) -> None:
+    """dtypes, and what trains, as the checkpoint has them."""
+    import torch
+
+    groups = _groups(ckpt)
+    trained = {n for g in groups for n in g["params"]}
+    done: dict[int, Any] = {}
+    idle = 0
+    for prefix, module in model.named_modules():
+        for name, param in list(module._parameters.items()):
+            if param is None:
+                continue
+            fqn = f"{prefix}.{name}" if prefix else name
+            if id(param) not in done:
+                entry = ckpt.tensors.get(f"model.{fqn}")
+                dtype = getattr(torch, entry.dtype) if entry is not None else param.dtype
+                trains = dtype.is_floating_point and (not trained or fqn in trained)
+                idle += not trains
+                done[id(param)] = torch.nn.Parameter(param.detach().to(dtype), requires_grad=trains)
+            module._parameters[name] = done[id(param)]
+        for name, buffer in module._buffers.items():
+            entry = ckpt.tensors.get(f"model.{prefix}.{name}" if prefix else f"model.{name}")
+            if buffer is not None and entry is not None and name not in module._non_persistent_buffers_set:
+                module._buffers[name] = buffer.to(getattr(torch, entry.dtype))
+    if idle:
+        notes.append(f"{idle} parameters do not train: no param group of the checkpoint lists them")
+
+
+def _built(settings: Settings, mesh: Any) -> tuple[Any, Any, Any, Any, Any]:
+    where, _, name = str(settings.job).rpartition(":")
+    if not where:
+        where, name = name, "build"
+    if where.endswith(".py"):
+        if not os.path.isfile(where):
+            raise UsageError(f"--job {settings.job}: there is no file {where}.")
+        folder = os.path.dirname(os.path.abspath(where))
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        spec = importlib.util.spec_from_file_location(os.path.basename(where)[:-3], where)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    else:
+        try:
+            module = importlib.import_module(where)
+        except ImportError as e:
+            raise UsageError(f"--job {settings.job}: {e}.") from None
+    build = getattr(module, name, None)
+    if not callable(build):
+        raise UsageError(f"--job {settings.job}: {where} has no function {name}.")
+    offers = {"mesh": mesh, "device": settings.device}
+    asked = inspect.signature(build).parameters
+    unknown = [
+        p.name
+        for p in asked.values()
+        if p.name not in offers and p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if unknown:
+        raise UsageError(f"--job {settings.job}: {name}() asks for {', '.join(unknown)}; there are mesh and device.")
+    given = build(**{k: v for k, v in offers.items() if k in asked})
+    parts = ("model", "optimizer", "scheduler", "data", "loss")
+    if isinstance(given, Mapping):
+        odd = set(given) - set(parts)
+        if odd or "model" not in given:
+            raise UsageError(f"--job {settings.job}: gave {sorted(given)}; known are {', '.join(parts)}.")
+        out = [given.get(k) for k in parts]
+    else:
+        out = [*(given if isinstance(given, tuple) else (given,))]
+        if not 1 <= len(out) <= 5:
+            raise UsageError(f"--job {settings.job}: gave {len(out)} things; wanted are {', '.join(parts)}.")
+        out += [None] * (5 - len(out))
+    if not hasattr(out[0], "named_parameters"):
+        raise UsageError(f"--job {settings.job}: the model is a {type(out[0]).__name__}, not a torch.nn.Module.")
+    return out[0], out[1], out[2], out[3], out[4]
+
+
+# ------------------------------------------------------------------------------------------------------------ sharding
+
+
+def _is_sharded(model: Any) -> bool:
+    from torch.nn.parallel import DistributedDataParallel
+
+    return isinstance(model, DistributedDataParallel) or any(hasattr(p, "_local_tensor") for p in model.parameters())
+
+
+def _blocks(model: Any) -> list[Any]:
+    """The repeated modules that are sharded one by one."""
+    from torch import nn
+
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    found = [m for m in model.modules() if type(m).__name__ in names]
+    if not found:
+        found = [m for group in model.modules() if isinstance(group, nn.ModuleList) for m in group]
+    inside = {id(inner) for m in found for inner in m.modules() if inner is not m}
+    return [m for m in found if id(m) not in inside and any(True for _ in m.parameters())]
+
+
+def _shard(model: Any, mesh: Any, settings: Settings) -> None:
+    import torch
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    blocks = _blocks(model)
+    if settings.mesh.get("tp", 1) > 1:
+        _tensor_parallel(model, mesh["tp"])
+    if settings.activation_checkpointing:
+        _checkpointing(model, blocks)
+    if settings.compile:
+        for block in blocks:
+            block.compile()
+    options: dict[str, Any] = {"mesh": mesh["dp_shard"]}
+    if "dp_replicate" in settings.mesh:
+        options["mesh"] = mesh["dp_replicate", "dp_shard"]
+    if settings.dtype == "bf16":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if settings.cpu_offload and settings.device == "cuda":
+        options["offload_policy"] = CPUOffloadPolicy()
+    for block in blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+
+
+def _checkpointing(model: Any, blocks: list[Any]) -> None:
+    if hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    chosen = set(map(id, blocks))
+    apply_activation_checkpointing(model, check_fn=lambda m: id(m) in chosen)
+
+
+def _tensor_parallel(model: Any, mesh: Any) -> None:
+    """transformers' own plan for the architecture, with torch's styles."""
+    import re
+
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    styles = {
+        "colwise": lambda: ColwiseParallel(),
+        "rowwise": lambda: RowwiseParallel(),
+        "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    }
+    plan = dict(getattr(model, "_tp_plan", None) or {})
+    base = getattr(model, "base_model_prefix", "")
+    for pattern, style in (getattr(model.config, "base_model_tp_plan", None) or {}).items():
+        plan.setdefault(f"{base}.{pattern}" if base else pattern, style)
+    if not plan:
+        raise Unsupported(f"{type(model).__name__} has no tensor-parallel plan; apply one in build() of --job.")
+    odd = sorted(set(plan.values()) - styles.keys())
+    if odd:
+        raise Unsupported(
+            f"the tensor-parallel plan of {type(model).__name__} has {', '.join(odd)}, which is not done here; apply it in "
+            "build() of --job."
+        )
+    chosen = {}
+    for name, _ in model.named_modules():
+        for pattern, style in plan.items():
+            if re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name):
+                chosen[name] = styles[style]()
+    parallelize_module(model, mesh, chosen)  # type: ignore[no-untyped-call]
+
+
+def _materialise(model: Any, settings: Settings) -> None:
+    """Memory for what is on the meta device, uninitialised; everything else goes to the device. Ties stay ties."""
+    import torch
+
+    lost = [n for n, b in model.named_buffers() if b.device.type == "meta"]
+    if lost:
+        raise Unsupported(
+            f"buffer {lost[0]} of the model is on the meta device, and no checkpoint tells what is in it. Build the model "
+            "with buffers on the CPU (torch.device('meta') makes both)."
+        )
+    tied: dict[int, list[tuple[Any, str]]] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                tied.setdefault(id(p), []).append((module, name))
+    ours = settings.device if settings.device == "cpu" else f"cuda:{torch.cuda.current_device()}"
+    home = "cpu" if settings.cpu_offload else ours
+
+    def there(t: Any) -> Any:
+        return torch.empty_like(t, device=home) if t.device.type == "meta" else t.to(home)
+
+    model._apply(there)
+    for places in tied.values():
+        first = places[0][0]._parameters[places[0][1]]
+        for module, name in places[1:]:
+            module._parameters[name] = first
+    if home != ours:
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(ours)
+
+
+def _sum_gradients(model: Any, world: int) -> float:
+    """Make FSDP2 add gradients up instead of averaging; what the loss must be multiplied with where that cannot be."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.nn.parallel import DistributedDataParallel
+
+    parts = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    if not parts:
+        return float(world) if isinstance(model, DistributedDataParallel) else 1.0
+    for m in parts:
+        m.set_gradient_divide_factor(1.0)
+        m.set_force_sum_reduction_for_comms(True)  # a factor of 1 would else be NCCL's PreMulSum, which gloo has not
+    return 1.0
+
+
+# ----------------------------------------------------------------------------------------------------------- optimizer
+
+
+def _groups(ckpt: Checkpoint) -> list[dict[str, Any]]:
+    """Param groups of a checkpoint: options, and FQNs."""
+    found: dict[int, dict[str, Any]] = {}
+    for v in ckpt.values.values():
+        if v.path[:2] == ("optim", "param_groups") and len(v.path) == 4:
+            found.setdefault(int(v.path[2]), {})[str(v.path[3])] = v.data
+    groups = [g for _, g in sorted(found.items()) if isinstance(g.get("params"), list)]
+    return [g for g in groups if all(isinstance(n, str) for n in g["params"])]
+
+
+def _optimizer(model: Any, ckpt: Checkpoint, notes: list[str]) -> Any:
+    import torch
+
+    groups = _groups(ckpt)
+    slots = {str(t.path[3]) for t in ckpt.tensors.values() if t.path[:2] == ("optim", "state") and len(t.path) == 4}
+    options = {k for g in groups for k in g}
+    if {"exp_avg", "exp_avg_sq"} <= slots or "betas" in options or not (slots or options):
+        coupled = any(g.get("decoupled_weight_decay") is False for g in groups)
+        cls: Any = torch.optim.Adam if coupled else torch.optim.AdamW
+    elif "momentum_buffer" in slots or "momentum" in options:
+        cls = torch.optim.SGD
+    else:
+        raise Unsupported(
+            f"the optimizer has slots {', '.join(sorted(slots)) or 'none'} and options {', '.join(sorted(options))}; which "
+            "class is it? Give the job with --job."
+        )
+    params = {n: p for n, p in model.named_parameters()}
+    if not groups:
+        if slots:
+            notes.append(
+                f"the checkpoint has optimizer state, but no param groups; torch's defaults of {cls.__name__} are used"
+            )
+        return cls([p for p in params.values() if p.requires_grad], lr=1e-3)
+    accepted = set(inspect.signature(cls).parameters) - HOW
+    firsts = {n: p for n, p in model.named_parameters(remove_duplicate=False)}
+    made = []
+    for group in groups:
+        mine = {k: tuple(v) if isinstance(v, list) else v for k, v in group.items() if k in accepted and k != "params"}
+        # a tied weight may be listed under its second name
+        made.append({**mine, "params": [firsts[n] for n in group["params"] if n in firsts and firsts[n].requires_grad]})
+    out = cls([g for g in made if g["params"]] or made, lr=1e-3)
+    return out
+
+
+def _follow(optimizer: Any, names: Mapping[int, str], new: Mapping[str, Any]) -> None:
+    """The optimizer that was made for a model before sharding gets the parameters that it has now."""
+    for group in optimizer.param_groups:
+        for i, p in enumerate(group["params"]):
+            name = names.get(id(p))
+            if name is not None and name in new:
+                group["params"][i] = new[name]
+
+
+# ---------------------------------------------------------------------------------------------------------------- loss
+
+
+def _loss(given: Any, causal: bool) -> Callable[[Any, Mapping[str, Any]], tuple[Any, Any, Any]]:
+    import torch
+    import torch.nn.functional as F
+
+    def language(model: Any, batch: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+        labels = batch.get("labels", batch["input_ids"])
+        inputs = {k: v for k, v in batch.items() if k != "labels"}
+        if causal:
+            out = model(**inputs, use_cache=False)
+        else:
+            wants = inspect.signature(getattr(model, "forward", model)).parameters
+            out = model(**({**batch, "labels": labels} if "labels" in wants else inputs))
+        target = labels[:, 1:].reshape(-1)
+        count = (target != -100).sum()
+        logits = getattr(out, "logits", out)
+        if isinstance(logits, torch.Tensor) and logits.dim() == 3:
+            logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
+            each = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), target, reduction="sum", ignore_index=-100)
+            return each, count, logits
+        mean = getattr(out, "loss", out)
+        if not isinstance(mean, torch.Tensor) or mean.dim():
+            raise UsageError(
+                "the model of build() gives neither logits (rows, tokens, vocabulary) nor a loss; give a loss, too."
+            )
+        return mean * count, count, None
+
+    def own(model: Any, batch: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+        out = given(model, batch)
+        if not isinstance(out, tuple) or len(out) not in (2, 3):
+            raise UsageError("loss(model, batch) of build() must give (sum over tokens, number of tokens[, logits]).")
+        return out[0], torch.as_tensor(out[1]), out[2] if len(out) == 3 else None
+
+    return own if given is not None else language

@@ -1,0 +1,98 @@
+"""What a run of resume-verify is told: one `Settings` for every checkpoint that is loaded; plain data, as workers get it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from ..errors import UsageError
+
+__all__ = ["Settings", "mesh_of", "read_settings", "write_settings"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run: a checkpoint, the job it is loaded into, its batches.
+
+    `how` are arguments of `conversion.open`. `mesh` is {"dp_replicate": R, "dp_shard": S, "tp": T}; its product is the
+    world size. `job` is module.py:function, `config` a Hugging Face folder; one of the two is given. `start` is the step
+    of the checkpoint. `rates` {step: learning rate of each group} come from the reference, where no scheduler is there
+    to give them. `micro_batch` is rows of one forward pass, `sequence` tokens of a row (None: what the data has).
+    `scratch` is a folder for the save of the round trip, None for none.
+    """
+
+    source: str
+    how: dict[str, Any] = field(default_factory=dict)
+    mesh: dict[str, int] = field(default_factory=dict)
+    config: str | None = None
+    job: str | None = None
+    steps: int = 10
+    start: int = 0
+    data: str = "synthetic"
+    seed: int = 0
+    sequence: int | None = None
+    global_batch: int = 8
+    micro_batch: int = 1
+    dtype: str = "fp32"
+    device: str = "cpu"
+    clip: float | None = None
+    rates: dict[int, list[float]] = field(default_factory=dict)
+    keep_dropout: bool = False
+    activation_checkpointing: bool = False
+    compile: bool = False
+    cpu_offload: bool = False
+    deterministic: bool = True
+    reread: bool = True
+    scratch: str | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        out = 1
+        for n in self.mesh.values():
+            out *= n
+        return out
+
+
+def mesh_of(text: str | None, world_size: int) -> dict[str, int]:
+    """--mesh dp_replicate=2,dp_shard=4,tp=2, or one dimension of all ranks.
+
+    Raises:
+        UsageError: another dimension, a number below 1, or a product that is not the world size.
+    """
+    if text is None:
+        return {"dp_shard": world_size}
+    out: dict[str, int] = {}
+    for part in text.split(","):
+        name, eq, size = part.strip().partition("=")
+        if (
+            name not in ("dp_replicate", "dp_shard", "tp")
+            or not eq
+            or not size.isdigit()
+            or int(size) < 1
+            or name in out
+        ):
+            raise UsageError(
+                f"--mesh {text}: write dp_replicate=R,dp_shard=S,tp=T, each at most once, with numbers from 1."
+            )
+        out[name] = int(size)
+    return {"dp_shard": 1, **out} if "dp_shard" not in out else out
+
+
+def write_settings(path: str, runs: list[Settings]) -> None:
+    """For `read_settings` of the workers."""
+    with open(path, "w", encoding="utf-8") as f:
+        json.dump([asdict(r) for r in runs], f)
+
+
+def read_settings(path: str) -> list[Settings]:
+    """What `write_settings` wrote."""
+    with open(path, encoding="utf-8") as f:
+        data = json.load(f)
+    known = {f.name for f in fields(Settings)}
+    out = []
+    for run in data:
+        run["rates"] = {int(k): v for k, v in run["rates"].items()}
+        out.append(Settings(**{k: v for k, v in run.items() if k in known}))
+    return out

@@ -1,0 +1,213 @@
+"""What one run showed: the state that the job held after loading, the probe, every step; and its JSON.
+
+    Trace(source, world_size, ..., state, groups, probe, steps, ...)
+    Step(step, loss, grad_norm, update_norm, learning_rates, batch, ..., grads, updates)
+
+A trace comes from a run of `resume-verify` or from lines that `Recorder` wrote in somebody's own training loop; the
+latter knows less, and what it does not know is None or empty. Everything is plain data, so that traces of jobs of
+different world sizes meet as files.
+
+Recorded lines (JSONL), one object each:
+
+    {"ckpttool": 1, "kind": "start", ...}    fields of Trace, as far as known; a later one replaces an earlier one
+    {"kind": "state", "step": 300, "state": {...}, "scalars": {...}, "groups": [...]}    what the job held at a step
+    {"kind": "step", "step": 301, "loss": 2.25, ...}                                     fields of Step
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from ..errors import Corrupt, UsageError
+
+__all__ = ["SCHEMA", "Step", "Trace", "line", "read_reference", "read_trace", "to_json"]
+
+SCHEMA = 1
+
+
+@dataclass
+class Step:
+    """One optimizer step. Norms are L2, of the whole tensor over all ranks; None or empty where not recorded.
+
+    `step` counts from 1 over the whole training, so that the one after a checkpoint of step n is n + 1. `loss` is the
+    mean over the tokens of the global batch. `grad_norm` and `grads` {FQN: norm} are before clipping, `updates` {FQN:
+    norm} and `update_norm` of what the optimizer added to the parameters. `learning_rates` has the one used in this
+    step for each param group. `batch` is the digest of the global batch (`batches.digest`). `losses` is the global
+    loss as each rank has it. `seconds` is forward, backward, clipping and the optimizer, without what is measured.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float | None = None
+    update_norm: float | None = None
+    learning_rates: list[float] | None = None
+    batch: str | None = None
+    tokens: int | None = None
+    seconds: float | None = None
+    losses: list[float] | None = None
+    grads: dict[str, float] = field(default_factory=dict)
+    updates: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Trace:
+    """What one run showed.
+
+    `failed` says why the checkpoint could not be loaded into the job; then there is nothing else but `start` and names
+    in `state`, without fingerprints.
+    `state` {canonical name: (dtype, shape, fingerprint)} of what the job held after loading, at step `start`;
+    `stored` the fingerprints of the same tensors in the files, where they were read a second time for that.
+    `scalars` are the values of tensors with one element, `values` the other plain data of the checkpoint.
+    `groups` are the optimizer's param groups as the job holds them: options, and "params": [FQN, ...].
+    `tied` lists the names of each parameter that has more than one. `config` is the model's configuration.
+    `probe` {"file": npy of logits (rows, vocabulary) float32, "agree": whether every rank has the same}.
+    `roundtrip` {"save_seconds", "load_seconds", "bytes", "differing": [names]} of the save after the first step, or
+    {"skipped": why}.
+    `memory` has {"rank", "allocated_bytes", "reserved_bytes", "total_bytes"} peaks, of the device.
+    """
+
+    source: str = ""
+    layout: str | None = None
+    failed: str | None = None
+    start: int = 0
+    world_size: int | None = None
+    mesh: dict[str, int] = field(default_factory=dict)
+    device: str | None = None
+    dtype: str | None = None
+    seed: int | None = None
+    data: str | None = None
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    sequence: int | None = None
+    clip: float | None = None
+    dropout: bool = False
+    parameters: int | None = None
+    state: dict[str, tuple[str, tuple[int, ...], str]] = field(default_factory=dict)
+    stored: dict[str, str] = field(default_factory=dict)
+    scalars: dict[str, float] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    tied: list[list[str]] = field(default_factory=list)
+    config: dict[str, Any] | None = None
+    probe: dict[str, Any] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    roundtrip: dict[str, Any] = field(default_factory=dict)
+    load_seconds: float | None = None
+    load_bytes: int | None = None
+    memory: list[dict[str, int]] = field(default_factory=list)
+    environment: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def to_json(trace: Trace) -> dict[str, Any]:
+    """Plain data; NaN and infinities are the strings "nan", "inf", "-inf", which JSON proper has no numbers for."""
+    plain = _spell(asdict(trace))
+    return {"ckpttool": SCHEMA, **plain}
+
+
+def line(kind: str, **record: Any) -> str:
+    """One record of a `Recorder`, with its end of line."""
+    return json.dumps({"ckpttool": SCHEMA, "kind": kind, **_spell(record)}, ensure_ascii=False) + "\n"
+
+
+def read_trace(path: str | os.PathLike[str]) -> Trace:
+    """A trace that `to_json` made."""
+    with open(path, encoding="utf-8") as f:
+        return _trace(_unspell(json.load(f)))
+
+
+def read_reference(path: str | os.PathLike[str]) -> Trace:
+    """The trace in the lines of a `Recorder`. Of several records of one step the last counts, as after a restart.
+
+    Raises:
+        UsageError: there is no such file. Corrupt: a line is no record, or there is no step.
+    """
+    out = Trace(source=os.fspath(path))
+    steps: dict[int, Step] = {}
+    try:
+        lines = list(_lines(path))
+    except OSError as e:
+        raise UsageError(f"--reference {os.fspath(path)}: {e.strerror or e}.") from None
+    for number, record in lines:
+        try:
+            kind = record.pop("kind", "step")
+            if kind == "start":
+                known = {f.name for f in fields(Trace)} - {"steps", "source"}
+                for key in known & record.keys():
+                    setattr(out, key, record[key])
+            elif kind == "state":
+                out.start = int(record["step"])
+                out.state = {n: (d, tuple(s), h) for n, (d, s, h) in record["state"].items()}
+                out.scalars, out.groups = record.get("scalars", {}), record.get("groups", [])
+            elif kind == "step":
+                step = _step(record)
+                steps[step.step] = step
+        except (TypeError, ValueError, KeyError, AttributeError) as e:
+            raise Corrupt(f"{os.fspath(path)}, line {number}: not a record of ckpttool.Recorder ({e!r}).") from None
+    if not steps:
+        raise Corrupt(f"{os.fspath(path)}: no step is recorded in it.")
+    out.steps = [steps[k] for k in sorted(steps)]
+    return out
+
+
+def _lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    with open(path, encoding="utf-8") as f:
+        for number, line in enumerate(f, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            if not isinstance(record, dict):
+                if not line.endswith("\n"):
+                    continue  # the job was killed while it wrote this
+                raise Corrupt(f"{os.fspath(path)}, line {number}: not a JSON object.")
+            yield number, _unspell(record)
+
+
+def _trace(data: dict[str, Any]) -> Trace:
+    known = {f.name for f in fields(Trace)}
+    out = Trace(**{k: v for k, v in data.items() if k in known})
+    out.steps = [_step(s) for s in data.get("steps", [])]
+    out.state = {n: (d, tuple(s), h) for n, (d, s, h) in out.state.items()}
+    return out
+
+
+def _step(data: dict[str, Any]) -> Step:
+    known = {f.name for f in fields(Step)}
+    out = Step(**{k: v for k, v in data.items() if k in known})
+    out.step, out.loss = int(out.step), float(out.loss)
+    return out
+
+
+_WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+#: Where a number may be no number; elsewhere the words are words.
+_NUMBERS = {
+    "loss", "grad_norm", "update_norm", "learning_rates", "losses", "grads", "updates", "scalars", "seconds",
+}  # fmt: skip
+
+
+def _spell(x: Any) -> Any:
+    if isinstance(x, float) and not math.isfinite(x):
+        return "nan" if math.isnan(x) else "inf" if x > 0 else "-inf"
+    if isinstance(x, dict):
+        return {k: _spell(v) for k, v in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [_spell(v) for v in x]
+    return x
+
+
+def _unspell(x: Any, number: bool = False) -> Any:
+    if isinstance(x, str) and number:
+        return _WORDS.get(x, x)
+    if isinstance(x, dict):
+        return {k: _unspell(v, number or k in _NUMBERS) for k, v in x.items()}
+    if isinstance(x, list):
+        return [_unspell(v, number) for v in x]
+    return x

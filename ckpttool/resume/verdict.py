@@ -1,0 +1,96 @@
+"""The nouns of a judgement: Check, Cause, Report. What makes them is in judge, blame and gates; what shows them, in
+report and page."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from .trace import SCHEMA, Trace, to_json
+
+__all__ = ["Cause", "Check", "Report", "Word"]
+
+Word = Literal["pass", "fail", "not comparable"]
+
+
+@dataclass
+class Check:
+    """One thing that was judged.
+
+    `stage` is "state", "configuration", "probe", "step 1", "steps", "run", "round trip" or "gate", in this order.
+    `name` is unique in a report ("step1.update_norm"). `number` is what was found and `bound` the largest that passes
+    (the smallest, for gates that begin with min); `source` says where the bound is from: "exact", "measured",
+    "calibrated" or "given". `where` names the worst tensor or step. `text` is one sentence.
+    """
+
+    stage: str
+    name: str
+    verdict: Word
+    text: str
+    number: float | None = None
+    bound: float | None = None
+    source: str = ""
+    where: str | None = None
+
+
+@dataclass
+class Cause:
+    """What is likely wrong, in words, most likely first.
+
+    `kind` is a short name of the fault ("optimizer-missing", "step-reset"). `evidence` are the observations that say
+    so, `tensors` the tensors concerned, the first differing one first; `place` is where its bytes lie: file, byte
+    range and the rank whose shard that is, where known.
+    """
+
+    kind: str
+    text: str
+    evidence: list[str] = field(default_factory=list)
+    tensors: list[str] = field(default_factory=list)
+    place: str | None = None
+
+
+@dataclass
+class Report:
+    """Everything that a run of resume-verify has to say.
+
+    `envelope` {"loss": [bound of each step], "grad_norm": [...], "update_norm": [...]}, relative to the reference, for
+    the steps that both traces have, in order. `calibrated` says whether bounds come from this very job.
+    """
+
+    candidate: Trace
+    reference: Trace | None
+    profile: str
+    checks: list[Check]
+    causes: list[Cause] = field(default_factory=list)
+    envelope: dict[str, list[float]] = field(default_factory=dict)
+    calibrated: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)  # gates.metrics: mfu, tokens_per_second, step_seconds, ...
+    versions: dict[str, str] = field(default_factory=dict)  # of the launching process
+
+    @property
+    def word(self) -> str:
+        """ "pass", "fail", "gate failed", "not comparable", or "no reference" where only the smoke checks were run."""
+        if any(c.verdict == "fail" and c.stage != "gate" for c in self.checks):
+            return "fail"
+        if self.reference is not None and any(
+            c.name == "step1.loss" and c.verdict == "not comparable" for c in self.checks
+        ):
+            return "not comparable"
+        if any(c.verdict == "fail" for c in self.checks):
+            return "gate failed"
+        return "pass" if self.reference is not None else "no reference"
+
+    @property
+    def exit_code(self) -> int:
+        """0, 10 where continuity failed or could not be judged though there was a reference, 11 where a gate failed."""
+        return {"fail": 10, "not comparable": 10, "gate failed": 11}.get(self.word, 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, as --json prints it and report.json holds it."""
+        return {
+            "ckpttool": SCHEMA, "verdict": self.word, "exit_code": self.exit_code, "profile": self.profile,
+            "calibrated": self.calibrated, "checks": [asdict(c) for c in self.checks],
+            "causes": [asdict(c) for c in self.causes], "envelope": self.envelope, "metrics": self.metrics,
+            "versions": self.versions, "candidate": to_json(self.candidate),
+            "reference": None if self.reference is None else to_json(self.reference),
+        }  # fmt: skip

@@ -1,0 +1,484 @@
+"""What every rank does: build the job, load the checkpoint into it, take its fingerprint, probe it, train some steps.
+
+    run(settings, tell) -> Trace on rank 0, None elsewhere
+
+The order is that of the judgement: the state is taken before the first forward pass, the probe before the first update.
+After the first step the job is saved with torch's own `dcp.save`, overwritten with garbage, loaded again and trained on:
+the round trip.
+
+`python -m ckpttool.resume.worker FOLDER` is what torchrun starts: it reads the settings of all runs from
+FOLDER/runs.json and leaves trace-<i>.json, or error-<rank>.json.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from ..conversion import Opened
+from ..conversion import open as open_checkpoint
+from ..errors import CkpttoolError, UsageError
+from . import batches, fingerprint
+from .job import Job, start
+from .recorder import (
+    Measure,
+    device_of,
+    dtype_of,
+    environment,
+    has_dropout,
+    named_state,
+    plain_groups,
+    root_of_squares,
+    scalars_of,
+    tied_names,
+)  # fmt: skip
+from .settings import Settings, read_settings
+from .trace import Step, Trace, to_json
+
+__all__ = ["joined_job", "run"]
+
+#: Called with a sentence about what is being done; on rank 0 only.
+Tell = Callable[[str], None]
+
+_PROBE_ROWS = 64  # rows of logits that are kept
+
+
+@contextmanager
+def joined_job(device: str, deterministic: bool) -> Any:
+    """torch.distributed of this job: NCCL on CUDA, gloo on CPU; begun here unless the caller's own is running."""
+    if deterministic:
+        # before CUDA starts; the collectives' algorithm is fixed too, so that sums have one order at one world size
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NCCL_ALGO", "Ring")
+    import torch
+    import torch.distributed as dist
+
+    ours = not dist.is_initialized()
+    if ours:
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=timedelta(minutes=30))
+    if deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        if ours:
+            dist.destroy_process_group()
+
+
+def run(settings: Settings, probe_file: str, tell: Tell) -> Trace | None:
+    """The trace of one checkpoint in one job, on rank 0. A collective.
+
+    Raises:
+        CkpttoolError: the job cannot be built, or a rank cannot read its part. That the checkpoint does not fit the
+            model is no error but a result (`Trace.failed`).
+    """
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(settings.seed)
+    with open_checkpoint(settings.source, **settings.how) as opened:
+        ckpt = opened.checkpoint
+        tell("building the model")
+        job = start(settings, ckpt)
+        out = Trace(
+            source=settings.source, layout=opened.layout.name, start=settings.start, world_size=dist.get_world_size(),
+            mesh=settings.mesh, device=settings.device, dtype=settings.dtype, seed=settings.seed, data=settings.data,
+            global_batch=settings.global_batch, micro_batch=settings.micro_batch, clip=settings.clip,
+            dropout=has_dropout(job.model), parameters=sum(p.numel() for p in job.model.parameters()),
+            tied=tied_names(job.model), config=_config(job.model), notes=[*ckpt.notes, *job.notes],
+            environment=environment() | {"deterministic": settings.deterministic, "compile": settings.compile},
+            values={n: v.data for n, v in ckpt.values.items() if _is_plain(v.data)},
+        )  # fmt: skip
+        rows, out.sequence = _data(settings, job)
+        trained = job.optimizer is not None and any(t.path[0] == "optim" for t in ckpt.tensors.values())
+        tell(f"loading {settings.source}")
+        failed = _load(settings, job, trained, out)
+        if failed is not None:
+            out.failed = failed
+            out.state = {n: (t.dtype, t.shape, "") for n, t in ckpt.tensors.items()}
+            return out if dist.get_rank() == 0 else None
+        tell("comparing what the job holds with the files")
+        _state(job, trained, opened, settings, out)
+        _restore_rng(settings, opened, out)
+    tell("probing")
+    _probe(job, rows, settings, probe_file, out)
+    for k in range(settings.steps):
+        step = settings.start + 1 + k
+        out.steps.append(_step(job, rows, step, settings, out))
+        tell(f"step {k + 1} of {settings.steps}: loss {out.steps[-1].loss:.6g}")
+        if k == 0:
+            _round_trip(job, settings, out, tell)
+    out.memory = _memory(settings)
+    del job
+    gc.collect()
+    if settings.device == "cuda":
+        torch.cuda.empty_cache()
+    return out if dist.get_rank() == 0 else None
+
+
+def _config(model: Any) -> dict[str, Any] | None:
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        return None
+    plain: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
+    return plain
+
+
+def _is_plain(x: Any) -> bool:
+    if isinstance(x, dict):
+        return all(isinstance(k, str) and _is_plain(v) for k, v in x.items())
+    if isinstance(x, (list, tuple)):
+        return len(x) <= 4096 and all(map(_is_plain, x))
+    return x is None or isinstance(x, (bool, int, float, str))
+
+
+def _data(settings: Settings, job: Job) -> tuple[batches.Rows, int | None]:
+    if settings.global_batch % settings.micro_batch:
+        raise UsageError(
+            f"--global-batch {settings.global_batch} is not a multiple of --micro-batch {settings.micro_batch}."
+        )
+    if job.data is not None:
+        rows = batches.of_user(job.data)
+        ids = rows(0).get("input_ids")
+        return rows, None if ids is None else len(ids)
+    return batches.open_data(
+        settings.data,
+        seed=settings.seed,
+        sequence=settings.sequence,
+        vocabulary=job.vocabulary,
+        tokenizer=settings.config,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- the checkpoint
+
+
+def _load(settings: Settings, job: Job, trained: bool, out: Trace) -> str | None:
+    """Load; why it cannot be done, on every rank alike, where it cannot. A collective."""
+    import torch.distributed as dist
+
+    from ..reader import load
+
+    began = time.monotonic()
+    problem: tuple[int, str] | None = None
+    try:
+        loaded = load(
+            job.model, job.optimizer if trained else None, settings.source, scheduler=job.scheduler if trained else None,
+            **settings.how,
+        )  # fmt: skip
+        out.notes.extend(loaded.notes)
+        out.load_bytes = loaded.bytes
+    except (CkpttoolError, RuntimeError, ValueError, KeyError) as e:
+        problem = getattr(e, "exit_code", 1), f"{type(e).__name__}: {e}"
+    problems: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, (problem, out.load_bytes))
+    out.load_seconds = time.monotonic() - began
+    out.load_bytes = sum(b or 0 for _, b in problems)
+    first = next(((r, p) for r, (p, _) in enumerate(problems) if p is not None), None)
+    return None if first is None else f"rank {first[0]}: {first[1][1]}"
+
+
+def _state(job: Job, trained: bool, opened: Opened, settings: Settings, out: Trace) -> None:
+    """Fingerprints of what the job holds, and of the files. A collective."""
+    import torch.distributed as dist
+
+    device = device_of(job.model)
+    tensors = named_state(job.model, job.optimizer if trained else None)
+    prints, apart = fingerprint.in_memory(tensors, device)
+    out.state = {n: (dtype_of(t), tuple(t.shape), prints[n]) for n, t in tensors.items()}
+    out.scalars = scalars_of(tensors)
+    out.groups = [] if job.optimizer is None else plain_groups(job.model, job.optimizer)
+    if apart:
+        out.notes.append(f"{len(apart)} tensors have copies on several ranks that are not equal, first {apart[0]}")
+        out.environment["copies_differ"] = apart
+    if settings.reread:
+        common = [n for n in opened.locate().tensors if n in tensors]
+        out.stored = fingerprint.in_files(opened, common, dist.get_rank(), dist.get_world_size(), device)
+
+
+def _restore_rng(settings: Settings, opened: Opened, out: Trace) -> None:
+    """With --keep-dropout: the generators of each rank, where the checkpoint has them for as many ranks."""
+    if not settings.keep_dropout:
+        return
+    import torch
+    import torch.distributed as dist
+
+    states = {t.path[1:]: n for n, t in opened.locate().tensors.items() if t.path[0] == "rng" and t.dtype == "uint8"}
+    ranks = {str(path[0]) for path in states}
+    out.environment["rng_restored"] = ranks == {str(r) for r in range(dist.get_world_size())}
+    if not out.environment["rng_restored"]:
+        out.notes.append("dropout is active, and the checkpoint has no generators for this world size")
+        return
+    for path, n in states.items():
+        if str(path[0]) != str(dist.get_rank()):
+            continue
+        state = torch.frombuffer(bytearray(opened.read(n)), dtype=torch.uint8)
+        if path[-1] in ("torch", "cpu"):
+            torch.set_rng_state(state)
+        elif path[-1] == "cuda" and settings.device == "cuda":
+            torch.cuda.set_rng_state(state)
+
+
+# -------------------------------------------------------------------------------------------------------------- running
+
+
+def _batch(rows: batches.Rows, first: int, last: int, device: Any) -> dict[str, Any]:
+    import torch
+
+    samples = [rows(i) for i in range(first, last)]
+    return {k: torch.stack([torch.as_tensor(s[k]) for s in samples]).to(device) for k in samples[0]}
+
+
+def _on(settings: Settings) -> Any:
+    import torch
+
+    return (
+        torch.device(settings.device, torch.cuda.current_device()) if settings.device == "cuda" else torch.device("cpu")
+    )
+
+
+def _probe(job: Job, rows: batches.Rows, settings: Settings, file: str, out: Trace) -> None:
+    """Logits of the first rows of the data, the same on every rank. A collective."""
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+
+    job.model.eval()
+    with torch.no_grad():
+        _, _, logits = job.loss(job.model, _batch(rows, 0, settings.micro_batch, _on(settings)))
+    job.model.train()
+    if logits is None:
+        out.probe = {"skipped": "the job gives no logits"}
+        return
+    flat = logits.reshape(-1, logits.shape[-1])
+    keep = torch.linspace(0, flat.shape[0] - 1, min(_PROBE_ROWS, flat.shape[0])).round().long().to(flat.device)
+    kept = flat[keep].float().contiguous()
+    each = torch.tensor([fingerprint.flat(kept.reshape(-1), 0) >> 1], dtype=torch.int64, device=kept.device)
+    every = [torch.empty_like(each) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, each)
+    out.probe = {"agree": all(bool((e == each).all()) for e in every), "rows": len(keep)}
+    if dist.get_rank() == 0:
+        np.save(file, kept.cpu().numpy(), allow_pickle=False)
+        out.probe["file"] = file
+
+
+def _step(job: Job, rows: batches.Rows, step: int, settings: Settings, out: Trace) -> Step:
+    """One optimizer step on the global batch, and what there is to see of it. A collective."""
+    import torch
+    import torch.distributed as dist
+
+    device = _on(settings)
+    parts = batches.micro_batches(step, settings.global_batch, settings.micro_batch, job.rank, job.world)
+    data = [(_batch(rows, first, last, device), counts) for first, last, counts in parts]
+    tokens, seen = _count(data, job, settings)
+    rates = _rates(job, step, settings)
+    measure = Measure(job.model, job.optimizer)
+    _wait(settings)
+    began = time.perf_counter()
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for batch, counts in data:
+        loss, _, _ = job.loss(job.model, batch)
+        if counts:
+            total += loss.detach().double()
+        # a pass that does not count still takes part in the collectives; nan * 0 would be nan
+        (loss * (job.scale / tokens) if counts else torch.nan_to_num(loss) * 0.0).backward()
+    _wait(settings)
+    seconds = time.perf_counter() - began
+    measure.before()
+    measure.gradients()
+    norm = root_of_squares(measure.grads)
+    began = time.perf_counter()
+    if settings.clip is not None:
+        _clip(job.model, settings.clip, norm)
+    job.optimizer.step()
+    if job.scheduler is not None:
+        job.scheduler.step()
+    job.optimizer.zero_grad()
+    _wait(settings)
+    seconds += time.perf_counter() - began
+    measure.after()
+    if dist.get_rank() % settings.mesh.get("tp", 1):
+        total.zero_()  # ranks of one tensor-parallel group have the same rows
+    dist.all_reduce(total)
+    mine = torch.tensor([float(total.item()) / tokens], dtype=torch.float64, device=device)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    return Step(
+        step, float(mine.item()), norm, root_of_squares(measure.updates), rates, seen, tokens, seconds,
+        [float(e.item()) for e in every], measure.grads, measure.updates,
+    )  # fmt: skip
+
+
+def _count(data: list[tuple[dict[str, Any], bool]], job: Job, settings: Settings) -> tuple[int, str | None]:
+    """(tokens of the global batch that count in the loss, its digest). A collective."""
+    import torch.distributed as dist
+
+    tokens, sums, known = 0, 0, True
+    for batch, counts in data:
+        if not counts or dist.get_rank() % settings.mesh.get("tp", 1):
+            continue
+        labels = batch.get("labels", batch.get("input_ids"))
+        if labels is None or labels.dim() < 2:
+            known = False
+            tokens += len(next(iter(batch.values())))
+            continue
+        tokens += int((labels[:, 1:] != batches.IGNORED).sum().item())
+        sums += batches.digest(batch["input_ids"].cpu().numpy())
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (tokens, sums, known))
+    digest = f"{sum(s for _, s, _ in parts) % (1 << 128):032x}" if all(k for _, _, k in parts) else None
+    return max(1, sum(t for t, _, _ in parts)), digest
+
+
+def _rates(job: Job, step: int, settings: Settings) -> list[float]:
+    """The learning rates of a step; those of the reference from the second on, where nothing here would change them."""
+    given = settings.rates.get(step)
+    groups = job.optimizer.param_groups
+    if job.scheduler is None and given is not None and step > settings.start + 1 and len(given) == len(groups):
+        for group, rate in zip(groups, given, strict=True):
+            group["lr"] = rate
+    return [float(g["lr"]) for g in groups]
+
+
+def _clip(model: Any, bound: float, norm: float) -> None:
+    """As torch.nn.utils.clip_grads_with_norm_, for parameters of several meshes."""
+    import torch
+
+    factor = min(1.0, bound / (norm + 1e-6))
+    grads = [fingerprint.local(p.grad) for p in model.parameters() if p.grad is not None]
+    torch._foreach_mul_(grads, factor)
+
+
+def _wait(settings: Settings) -> None:
+    if settings.device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def _memory(settings: Settings) -> list[dict[str, int]]:
+    import resource
+
+    import torch
+    import torch.distributed as dist
+
+    if settings.device == "cuda":
+        mine = {
+            "allocated_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved(),
+            "total_bytes": torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
+        }  # fmt: skip
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        mine = {"allocated_bytes": peak, "reserved_bytes": peak, "total_bytes": whole}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return [{"rank": r, **m} for r, m in enumerate(every)]
+
+
+# ----------------------------------------------------------------------------------------------------------- round trip
+
+
+def _round_trip(job: Job, settings: Settings, out: Trace, tell: Tell) -> None:
+    """Save, overwrite with garbage, load, and compare. A collective."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    from ..reader import load
+
+    if settings.scratch is None:
+        out.roundtrip = {"skipped": "no --scratch folder that all ranks share was given"}
+        return
+    tensors = named_state(job.model, job.optimizer)
+    need = sum(t.numel() * t.element_size() for t in tensors.values())
+    free = shutil.disk_usage(settings.scratch).free
+    if free < need * 1.1 + (64 << 20):
+        out.roundtrip = {
+            "skipped": f"{settings.scratch} has {free / 1e9:.1f} GB free, {need / 1e9:.1f} GB are to be saved"
+        }
+        return
+    tell("saving and loading again")
+    device = device_of(job.model)
+    folder = os.path.join(settings.scratch, "round-trip")
+    before, _ = fingerprint.in_memory(tensors, device)
+    try:
+        began = time.monotonic()
+        model, optim = get_state_dict(job.model, job.optimizer)
+        save({"model": model, "optim": optim}, checkpoint_id=folder)
+        saved = time.monotonic() - began
+        rates = [g["lr"] for g in job.optimizer.param_groups]
+        del model, optim
+        with torch.no_grad():
+            for t in tensors.values():
+                local = fingerprint.local(t)
+                local.fill_(1 if local.dtype == torch.bool else 77)
+        began = time.monotonic()
+        load(job.model, job.optimizer, folder)
+        loaded = time.monotonic() - began
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    after, _ = fingerprint.in_memory(named_state(job.model, job.optimizer), device)
+    differing = sorted(n for n in before.keys() | after.keys() if before.get(n) != after.get(n))
+    if rates != [g["lr"] for g in job.optimizer.param_groups]:
+        differing.append("optim.param_groups: lr")
+    out.roundtrip = {"save_seconds": saved, "load_seconds": loaded, "bytes": need, "differing": differing}
+
+
+# ------------------------------------------------------------------------------------------------------------- torchrun
+
+
+def main(folder: str) -> None:
+    """One rank of a launch."""
+    rank = int(os.environ.get("RANK", "0"))
+    runs = read_settings(os.path.join(folder, "runs.json"))
+
+    def tell(text: str) -> None:
+        if rank == 0:
+            with open(os.path.join(folder, "events"), "a", encoding="utf-8") as f:
+                f.write(text.replace("\n", " ") + "\n")
+
+    try:
+        with joined_job(runs[0].device, runs[0].deterministic):
+            for i, settings in enumerate(runs):
+                trace = run(settings, os.path.join(folder, f"probe-{i}.npy"), tell)
+                if trace is not None:
+                    with open(os.path.join(folder, f"trace-{i}.json"), "w", encoding="utf-8") as f:
+                        json.dump(to_json(trace), f, default=str)
+    except BaseException as e:
+        _leave_word(folder, rank, e)
+        raise
+
+
+def _leave_word(folder: str, rank: int, e: BaseException) -> None:
+    import traceback
+
+    word: Mapping[str, Any] = {
+        "known": isinstance(e, CkpttoolError), "exit_code": getattr(e, "exit_code", 1), "kind": type(e).__name__,
+        "text": str(e) or type(e).__name__, "time": time.time(), "traceback": traceback.format_exc(),
+    }  # fmt: skip
+    temporary = os.path.join(folder, f".error-{rank}")
+    with open(temporary, "w", encoding="utf-8") as f:
+        json.dump(word, f)
+    os.replace(temporary, os.path.join(folder, f"error-{rank}.json"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,107 @@
+"""resume-verify on a GPU: FSDP2 under NCCL, bfloat16, a Llama of more than a billion parameters.
+
+    python -m pytest -q -s tests/gpu
+
+prints the numbers that stand in docs/gpu.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32000, "hidden_size": 2048,
+    "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "max_position_embeddings": 2048, "tie_word_embeddings": False, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job of one GPU: two steps, dcp.save, ten recorded steps more."""
+    folder = tmp_path_factory.mktemp("gpu")
+    (folder / "config").mkdir()
+    (folder / "config" / "config.json").write_text(json.dumps(CONFIG))
+    torchrun(HERE / "train.py", folder)
+    return folder
+
+
+def torchrun(script: Path, *args: Any) -> str:
+    """One rank on one GPU; what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", str(script), *map(str, args)],
+        capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def verify(*args: Any) -> tuple[int, dict[str, Any]]:
+    """(exit code, report) of one command."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ckpttool", "resume-verify", *map(str, args), "--json"],
+        capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert done.stdout, done.stderr[-4000:]
+    return done.returncode, json.loads(done.stdout)
+
+
+def numbers(report: dict[str, Any]) -> str:
+    """What is worth a line in docs/gpu.md."""
+    shown = [f"{c['name']} {c['number']:.2e} (bound {c['bound']:.0e})" for c in report["checks"] if c["number"] is not None and c["bound"]]  # fmt: skip
+    return "; ".join([report["verdict"], *shown, json.dumps(report["metrics"])])
+
+
+JOB = ["--global-batch", "8", "--micro-batch", "4", "--sequence", "1024", "--dtype", "bf16", "--clip", "1.0"]
+
+
+def test_a_billion_parameters_go_on_as_the_recorded_job_did(original: Path) -> None:
+    code, report = verify(
+        original / "ckpt", "--reference", original / "reference.jsonl", "--config", original / "config", *JOB
+    )
+    print("\nreference:", numbers(report))
+    assert report["candidate"]["parameters"] > 1_000_000_000
+    assert report["candidate"]["device"] == "cuda" and "nccl" in report["candidate"]["environment"]
+    assert code == 0 and report["verdict"] == "pass", [c for c in report["checks"] if c["verdict"] != "pass"]
+    assert report["candidate"]["roundtrip"]["differing"] == []
+    assert 0.0 < report["metrics"].get("mfu", 0.5) < 1.0
+
+
+def test_a_conversion_goes_on_as_its_source_and_a_dropped_optimizer_does_not(original: Path, tmp_path: Path) -> None:
+    import ckpttool
+
+    ckpttool.convert(original / "ckpt", tmp_path / "eight", to="dcp", world_size=8)
+    code, report = verify(tmp_path / "eight", "--against", original / "ckpt", "--config", original / "config", *JOB)
+    print("\nagainst:", numbers(report))
+    assert code == 0, [c for c in report["checks"] if c["verdict"] == "fail"]
+    assert all(a["loss"] == b["loss"] for a, b in zip(report["candidate"]["steps"], report["reference"]["steps"], strict=True))
+    ckpttool.convert(original / "ckpt", tmp_path / "bare", to="dcp", world_size=8, only=["model", "trainer"])
+    code, report = verify(tmp_path / "bare", "--against", original / "ckpt", "--config", original / "config", *JOB, "--steps", "3")
+    assert code == 10 and report["causes"][0]["kind"] == "optimizer-missing", report["causes"]
+
+
+def test_gates_on_memory_and_speed_are_judged_by_what_the_gpu_reports(original: Path) -> None:
+    code, report = verify(
+        original / "ckpt", "--config", original / "config", *JOB, "--steps", "4", "--max-reserved-gib", "0.5",
+        "--max-step-seconds", "600", "--no-deterministic",
+    )  # fmt: skip
+    print("\nno determinism:", numbers(report))
+    gates = {c["name"]: c for c in report["checks"] if c["stage"] == "gate"}
+    assert code == 11 and len(gates) == 2
+    assert sorted(c["verdict"] for c in gates.values()) == ["fail", "pass"]
+    assert report["candidate"]["memory"][0]["reserved_bytes"] > 10 * 2**30
+
+
+def test_loading_is_as_fast_as_torchs_own_reader(original: Path) -> None:
+    times = json.loads(torchrun(HERE / "load_times.py", original).splitlines()[-1])
+    print("\nload:", times)
+    assert times["equal"]
+    assert times["ratio"] <= 1.0

@@ -1,0 +1,333 @@
+"""The parts of resume-verify that need no launch: batches, fingerprints, traces, settings, the recorder, the job's doors."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ckpttool
+from ckpttool.errors import Corrupt, UsageError
+from ckpttool.resume import batches, fingerprint, launch, recorder
+from ckpttool.resume.settings import Settings, mesh_of, read_settings, write_settings
+from ckpttool.resume.trace import Step, Trace, line, read_reference, read_trace, to_json
+
+# --------------------------------------------------------------------------------------------------------- batches
+
+
+@given(st.integers(1, 5), st.integers(1, 12), st.integers(1, 6), st.integers(1, 7))
+def test_every_sample_of_a_step_counts_on_exactly_one_rank(step: int, micro: int, many: int, world: int) -> None:
+    whole = micro * many
+    passes = [batches.micro_batches(step, whole, micro, r, world) for r in range(world)]
+    assert len({len(p) for p in passes}) == 1, "FSDP's collectives need as many passes on every rank"
+    counted = sorted(i for p in passes for first, last, counts in p if counts for i in range(first, last))
+    assert counted == list(range((step - 1) * whole, step * whole))
+    assert all(last - first == micro for p in passes for first, last, _ in p)
+
+
+def test_a_rank_without_a_micro_batch_of_its_own_repeats_one_that_does_not_count() -> None:
+    assert batches.micro_batches(1, 8, 2, 1, 3) == [(2, 4, True), (0, 2, False)]
+    assert batches.micro_batches(2, 2, 2, 1, 2) == [(2, 4, False)]
+
+
+def test_the_digest_of_a_batch_knows_its_rows_and_not_their_order_or_their_ranks() -> None:
+    rows = np.arange(24).reshape(4, 6)
+    whole = batches.digest(rows)
+    assert batches.digest(rows[::-1]) == whole
+    assert (batches.digest(rows[:1]) + batches.digest(rows[1:])) % (1 << 128) == whole
+    assert batches.digest(rows.astype("i4")) == whole
+    assert batches.digest(rows + 1) != whole
+    assert batches.digest(np.concatenate([rows, rows[:1]])) != whole
+
+
+def test_synthetic_rows_are_a_function_of_seed_and_index() -> None:
+    rows, length = batches.open_data("synthetic", seed=3, sequence=11, vocabulary=50)
+    again, _ = batches.open_data("synthetic", seed=3, sequence=11, vocabulary=50)
+    other, _ = batches.open_data("synthetic", seed=4, sequence=11, vocabulary=50)
+    assert length == 11
+    ids = rows(7)["input_ids"]
+    assert ids.shape == (11,) and ids.max() < 50 and ids.min() >= 0
+    assert (ids == again(7)["input_ids"]).all()
+    assert (ids != other(7)["input_ids"]).any() and (ids != rows(8)["input_ids"]).any()
+
+
+def test_a_matrix_is_read_around_and_a_long_row_is_cut(tmp_path: Path) -> None:
+    np.save(tmp_path / "m.npy", np.arange(12).reshape(3, 4))
+    rows, length = batches.open_data(str(tmp_path / "m.npy"), seed=0, sequence=None, vocabulary=12)
+    assert length == 4 and rows(4)["input_ids"].tolist() == [4, 5, 6, 7]
+    np.save(tmp_path / "v.npy", np.arange(11, dtype=np.uint16))
+    rows, length = batches.open_data(str(tmp_path / "v.npy"), seed=0, sequence=5, vocabulary=12)
+    assert length == 5 and rows(1)["input_ids"].tolist() == [5, 6, 7, 8, 9]
+
+
+def test_lines_have_labels_and_are_cut_or_padded_with_labels_that_do_not_count(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"input_ids": [1, 2, 3]}\n{"input_ids": [4], "labels": [5]}\n')
+    rows, length = batches.open_data(str(file), seed=0, sequence=None, vocabulary=9)
+    assert length == 3
+    assert rows(1)["input_ids"].tolist() == [4, 0, 0] and rows(1)["labels"].tolist() == [5, -100, -100]
+    assert rows(2)["labels"].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [("x.npy", np.ones((2, 3)), "float64"), ("x.npy", np.full((2, 3), 70), "tokens 70..70"), ("x.npy", b"nonsense", "plain .npy"),
+     ("x.npy", np.array([None]), "plain .npy"), ("x.jsonl", b"", "no lines"), ("x.jsonl", b"[1]\n", "line 1"), ("x.txt", b"", "npy or .jsonl"),
+     ("x.jsonl", b'{"text": "a"}\n', "tokenizer")],
+)  # fmt: skip
+def test_data_that_is_none_is_refused_with_its_place(tmp_path: Path, name: str, content: Any, said: str) -> None:
+    path = tmp_path / name
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        np.save(path, content, allow_pickle=True)
+    with pytest.raises(UsageError, match=said):
+        rows, _ = batches.open_data(str(path), seed=0, sequence=None, vocabulary=50)
+        rows(0)
+
+
+def test_data_of_build_is_a_function_or_a_sequence_and_no_iterator() -> None:
+    assert batches.of_user([[1, 2], [3, 4]])(3)["input_ids"].tolist() == [3, 4]
+    assert batches.of_user(lambda i: {"input_ids": torch.tensor([i, i])})(3)["input_ids"].tolist() == [3, 3]
+    with pytest.raises(UsageError, match="list_iterator"):
+        batches.of_user(iter([1]))
+
+
+# ---------------------------------------------------------------------------------------------------- fingerprints
+
+
+def mixed(bits: int, index: int) -> int:
+    """The definition, in Python's own integers."""
+    mask = (1 << 64) - 1
+    z = ((bits + 1) * 0x94D049BB133111EB + index * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return z ^ (z >> 31)
+
+
+def test_a_fingerprint_is_the_sum_of_its_definition() -> None:
+    values = torch.tensor([0, 1, -1, 77, -(1 << 62)], dtype=torch.int64)
+    assert fingerprint.flat(values, 3) == sum(mixed(int(v), 3 + i) for i, v in enumerate(values)) % (1 << 64)
+    assert fingerprint.flat(torch.tensor([True, False]), 0) == (mixed(1, 0) + mixed(0, 1)) % (1 << 64)
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.int64, torch.complex64, torch.complex128, torch.float8_e4m3fn]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(st.lists(st.integers(1, 6), min_size=0, max_size=4), st.integers(0, 3), st.integers(0, 6))
+def test_boxes_of_any_cut_add_up_to_the_whole(dtype: torch.dtype, shape: list[int], dim: int, at: int) -> None:
+    torch.manual_seed(1)
+    whole = (torch.rand(shape) * 100).to(dtype)
+    want = fingerprint._piece(whole, (0,) * len(shape), shape)
+    if not shape:
+        return
+    dim, at = dim % len(shape), at % (shape[dim % len(shape)] + 1)
+    parts = whole.split([at, shape[dim] - at], dim)
+    offsets = [0, at]
+    got = sum(fingerprint._piece(p.contiguous(), [o if d == dim else 0 for d in range(len(shape))], shape) for p, o in zip(parts, offsets, strict=True))  # fmt: skip
+    assert got % (1 << 64) == want
+
+
+def test_a_fingerprint_sees_one_bit_an_exchange_and_a_shift() -> None:
+    whole = torch.randn(5, 7)
+    prints, _ = fingerprint.in_memory({"a": whole}, "cpu")
+    for change in (whole.flip(0), whole.roll(1), -whole, whole.bfloat16().float()):
+        assert fingerprint.in_memory({"a": change}, "cpu")[0] != prints
+    bit = whole.clone()
+    bit.view(torch.int32)[2, 3] ^= 1
+    assert fingerprint.in_memory({"a": bit}, "cpu")[0] != prints
+    assert fingerprint.in_memory({"b": whole.clone()}, "cpu")[0]["b"] == prints["a"], "it does not depend on the name"
+
+
+def test_the_files_have_the_fingerprints_of_what_was_saved(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.randn(300, 70), "b": torch.randn(3).bfloat16(), "n": torch.tensor(3)}}
+    torch.save(state, tmp_path / "x.pt")
+    with ckpttool.open(tmp_path / "x.pt") as opened:
+        names = list(opened.checkpoint.tensors)
+        got = fingerprint.in_files(opened, names, 0, 1, "cpu")
+        split = [fingerprint.in_files(opened, names, r, 2, "cpu") for r in range(2)]
+        assert opened.read("model.n") == (3).to_bytes(8, "little")
+    want, apart = fingerprint.in_memory({f"model.{k}": v for k, v in state["model"].items()}, "cpu")
+    assert got == want and not apart
+    assert {n: f"{sum(int(s[n], 16) for s in split) % (1 << 64):016x}" for n in names} == want, "ranks share the reading"
+
+
+def test_norms_are_added_up_in_float64() -> None:
+    t = torch.full((1000, 1000), 1e-3)
+    assert fingerprint.norms({"t": t, "none": torch.empty(0)}, "cpu") == {
+        "t": pytest.approx(float(t.double().norm()), rel=1e-14),
+        "none": 0.0,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------- traces
+
+
+def test_a_trace_comes_back_from_its_json_with_its_infinities(tmp_path: Path) -> None:
+    trace = Trace(
+        source="x", start=3, state={"model.w": ("float32", (2, 3), "ab")}, values={"extra.word": "nan"},
+        steps=[Step(4, math.nan, math.inf, learning_rates=[0.1], grads={"w": -math.inf})],
+    )  # fmt: skip
+    (tmp_path / "t.json").write_text(json.dumps(to_json(trace), allow_nan=False))
+    back = read_trace(tmp_path / "t.json")
+    assert math.isnan(back.steps[0].loss) and back.steps[0].grad_norm == math.inf
+    assert back.steps[0].grads == {"w": -math.inf} and back.values == {"extra.word": "nan"}
+    assert back.state == trace.state and back.start == 3
+
+
+def test_recorded_lines_are_read_in_any_order_and_the_last_of_a_step_counts(tmp_path: Path) -> None:
+    file = tmp_path / "r.jsonl"
+    file.write_text(
+        line("start", world_size=4, global_batch=8, nonsense=1)
+        + line("step", step=2, loss=2.0)
+        + line("step", step=1, loss=1.0)
+        + line("state", step=1, state={"model.w": ["float32", [2], "ab"]}, scalars={}, groups=[])
+        + line("step", step=2, loss=2.5)
+        + '{"kind": "step", "st'  # the job was killed here
+    )
+    trace = read_reference(file)
+    assert [(s.step, s.loss) for s in trace.steps] == [(1, 1.0), (2, 2.5)]
+    assert trace.world_size == 4 and trace.start == 1 and trace.state == {"model.w": ("float32", (2,), "ab")}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("", "no step"), ("{}\n", "line 1"), ("[1]\n", "line 1"), ('{"kind": "step", "step": 1, "loss": "x"}\n', "line 1"), ("{\n{}\n", "line 1")],
+)  # fmt: skip
+def test_a_file_that_no_recorder_wrote_is_refused_with_its_line(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "r.jsonl").write_text(text)
+    with pytest.raises(Corrupt, match=said):
+        read_reference(tmp_path / "r.jsonl")
+    with pytest.raises(UsageError, match="No such file"):
+        read_reference(tmp_path / "none.jsonl")
+
+
+# -------------------------------------------------------------------------------------------------------- settings
+
+
+def test_meshes_are_written_as_dimensions_and_refused_with_what_is_wrong() -> None:
+    assert mesh_of(None, 3) == {"dp_shard": 3}
+    assert mesh_of("dp_replicate=2,dp_shard=3,tp=2", 1) == {"dp_replicate": 2, "dp_shard": 3, "tp": 2}
+    assert mesh_of("tp=2", 1) == {"dp_shard": 1, "tp": 2}
+    for bad in ("dp=2", "tp", "tp=0", "tp=2,tp=2", "tp=x", ""):
+        with pytest.raises(UsageError, match="--mesh"):
+            mesh_of(bad, 1)
+
+
+def test_settings_reach_the_workers_as_they_are(tmp_path: Path) -> None:
+    runs = [Settings("a", {"config": "c"}, {"dp_shard": 2, "tp": 3}, rates={4: [0.1, 0.2]}, clip=1.0), Settings("b")]
+    write_settings(str(tmp_path / "r"), runs)
+    assert read_settings(str(tmp_path / "r")) == runs
+    assert [r.world_size for r in runs] == [6, 1]
+
+
+# -------------------------------------------------------------------------------------------------------- recorder
+
+
+def little() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 2))
+    model[0].bias.requires_grad_(False)
+    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
+def test_a_recorder_writes_what_the_optimizer_did_in_numbers_that_are_not_rounded(tmp_path: Path) -> None:
+    model, optimizer = little()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    ids = torch.arange(6).reshape(2, 3)
+    with ckpttool.Recorder(tmp_path / "r.jsonl", model, optimizer, global_batch=2, clip=0.01) as rec:
+        rec.state(0)
+        loss = model(torch.ones(2, 3)).square().mean()
+        loss.backward()
+        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 7.0  # the scheduler's turn
+        rec.step(1, loss=loss, batch=[ids[:1], ids[1:]], grad_norm=norm, tokens=4)
+    trace = read_reference(tmp_path / "r.jsonl")
+    (step,) = trace.steps
+    assert trace.dropout and trace.global_batch == 2 and trace.clip == 0.01 and trace.world_size == 1
+    assert step.loss == loss.item() and step.tokens == 4 and step.learning_rates == [0.1]
+    assert step.grad_norm == float(norm) and step.batch == f"{batches.digest(ids.numpy()):032x}"
+    assert step.grads == {n: pytest.approx(float(g.norm()), rel=1e-6) for n, g in grads.items()}, "before clipping"
+    moved = {n: float((p.detach() - before[n]).norm()) for n, p in model.named_parameters() if p.requires_grad}
+    assert step.updates == {n: pytest.approx(v, rel=1e-6) for n, v in moved.items()}
+    assert "0.bias" not in step.updates
+    assert step.update_norm == pytest.approx(math.hypot(*moved.values()), rel=1e-6)
+    assert trace.state.keys() == {f"model.{n}" for n in before}, "there was no optimizer state before the first step"
+    assert trace.groups[0]["lr"] == 0.1 and "fused" not in trace.groups[0]
+
+
+def test_the_state_of_a_trained_job_has_its_moments_and_steps(tmp_path: Path) -> None:
+    model, optimizer = little()
+    rec = ckpttool.Recorder(tmp_path / "r.jsonl", model, optimizer, norms=False)
+    for step in (1, 2):
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        rec.step(step, loss=0.5)
+    rec.state(2)
+    trace = read_reference(tmp_path / "r.jsonl")
+    assert {"optim.state.0.weight.exp_avg", "optim.state.2.bias.step"} <= trace.state.keys()
+    assert trace.scalars["optim.state.0.weight.step"] == 2.0
+    assert trace.steps[0].grads == {} and trace.steps[0].update_norm is None and trace.steps[0].grad_norm is None
+    assert not any("0.bias" in n for n in trace.state if n.startswith("optim")), "frozen"
+
+
+def test_a_recorder_goes_without_an_optimizer_of_torch(tmp_path: Path) -> None:
+    rec = ckpttool.Recorder(tmp_path / "r.jsonl", micro_batch=2)
+    rec.step(5, loss=1.25, learning_rates=[0.5], grad_norm=torch.tensor(2.0))
+    (step,) = read_reference(tmp_path / "r.jsonl").steps
+    assert (step.loss, step.learning_rates, step.grad_norm) == (1.25, [0.5], 2.0)
+    with pytest.raises(ValueError, match="needs the model"):
+        rec.state(5)
+
+
+def test_tied_names_and_dropouts_are_found() -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
+    model["b"].weight = model["a"].weight
+    assert recorder.tied_names(model) == [["a.weight", "b.weight"]]
+    assert not recorder.has_dropout(model)
+    model["a"].attention_dropout = 0.25
+    assert recorder.has_dropout(model)
+
+
+# ----------------------------------------------------------------------------------------------------- before a launch
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [({"against": "x", "reference": "y"}, "give one"), ({"steps": 0}, "--steps 0"), ({"mesh": "dp_shard=2,tp=2", "world_size": 3}, "4 ranks, but there are 3"),
+     ({"global_batch": 3, "micro_batch": 2}, "not a multiple"), ({"dtype": "fp8"}, "fp32 or bf16"), ({"device": "tpu"}, "auto, cuda or cpu"),
+     ({"micro_batch": 3, "global_batch": 3, "calibrate": True}, "neither half nor double")],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused_before_anything_starts(tmp_path: Path, how: dict[str, Any], said: str) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "step": 3}, tmp_path / "x.pt")
+    with pytest.raises(UsageError, match=said):
+        launch.resume_verify(tmp_path / "x.pt", **{"device": "cpu", **how})
+
+
+def test_a_reference_that_ends_before_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "step": 3}, tmp_path / "x.pt")
+    (tmp_path / "r.jsonl").write_text(line("step", step=3, loss=1.0))
+    with pytest.raises(UsageError, match=r"steps 3\.\.3, but the checkpoint is of step 3"):
+        launch.resume_verify(tmp_path / "x.pt", reference=tmp_path / "r.jsonl", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("state", "step"),
+    [({"model": {}, "step": 7}, 7), ({"model": {}, "global_step": 8, "epoch": 1}, 8), ({"model": {}, "epoch": 1}, 0),
+     ({"model": {"w": torch.ones(2)}, "optimizer": {"state": {0: {"step": torch.tensor(9.0), "exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 1, "params": [0]}]}}, 9)],
+)  # fmt: skip
+def test_the_step_of_a_checkpoint_is_its_counter_or_that_of_its_optimizer(tmp_path: Path, state: Any, step: int) -> None:
+    state["model"].setdefault("w", torch.ones(2))
+    torch.save(state, tmp_path / "x.pt")
+    with ckpttool.open(tmp_path / "x.pt") as opened:
+        assert launch.step_of(opened) == step

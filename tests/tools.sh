@@ -1,0 +1,45 @@
+#!/bin/sh
+# Programs that tests drive: a browser for report.html, promtool for metrics and alert rules. Usage: tools.sh BIN
+#
+# Missing ones are installed where we may: Debian or Ubuntu, as root or with a sudo that does not ask. promtool is taken
+# out of its package and put into BIN, since the package as a whole would start a server. Where we may not, one line
+# says so and this succeeds: tests that need the programs are skipped then, and fail where CI=true.
+bin=$1
+PATH=$bin:$PATH
+
+missing() {
+    for program in chromium chromedriver promtool; do
+        command -v "$program" >/dev/null 2>&1 || printf ' %s' "$program"
+    done
+}
+
+give_up() {
+    echo "not installed:$(missing) ($1); tests that need them are skipped, or fail where CI=true" >&2
+    exit 0
+}
+
+[ -n "$(missing)" ] || exit 0
+command -v apt-get >/dev/null 2>&1 || give_up "no apt-get here"
+as_root=
+if [ "$(id -u)" != 0 ]; then
+    sudo -n true 2>/dev/null || give_up "neither root nor a sudo that does not ask"
+    as_root="sudo -n"
+fi
+
+scratch=$(mktemp -d) || give_up "no temporary folder"
+trap 'rm -rf "$scratch"' EXIT
+quiet="-qq -o DPkg::Lock::Timeout=300 -o Dpkg::Use-Pty=0 -o Acquire::Retries=2 -o Acquire::http::Timeout=20"
+echo "installing$(missing) with apt-get" >&2
+$as_root apt-get $quiet update >"$scratch/log" 2>&1
+
+case $(missing) in *chrom*)
+    # Ubuntu's chromium is a stub that asks for a snap; it leaves these programs missing, which is then said.
+    $as_root env DEBIAN_FRONTEND=noninteractive apt-get $quiet install -y --no-install-recommends \
+        chromium chromium-driver fonts-dejavu-core >>"$scratch/log" 2>&1
+esac
+case $(missing) in *promtool*)
+    mkdir "$scratch/deb" && cd "$scratch/deb" &&
+        apt-get $quiet -o APT::Sandbox::User=root download prometheus >>"$scratch/log" 2>&1 &&
+        dpkg-deb -x prometheus_*.deb tree && install -m 755 tree/usr/bin/promtool "$bin/promtool"
+esac
+[ -z "$(missing)" ] || give_up "apt-get: $(tail -n 1 "$scratch/log")"
