@@ -537,6 +537,8 @@ def resume_verify(
     from .resume import report as reports
     from .resume.launch import resume_verify as run
 
+    if metrics is not None and not os.path.isdir(os.path.dirname(os.path.abspath(metrics))):
+        raise UsageError(f"--metrics {metrics}: there is no folder {os.path.dirname(os.path.abspath(metrics))}.")
     gc.enable()  # a training job makes cycles
     how = {
         "layout": from_, "config": config, "like": like, "flat_layout": flat_layout, "wrap": _comma(wrap), "tag": tag,
@@ -558,11 +560,12 @@ def resume_verify(
         telling.close()
     if found is None:  # a rank other than the first of a job that was started from outside
         return
-    reports.write(found, folder=report, junit_file=junit, metrics_file=metrics)
     if as_json:
         _print_json(found.to_json())
     else:
         _draw(reports.screen(found))
+        sys.stdout.flush()
+    reports.write(found, folder=report, junit_file=junit, metrics_file=metrics)
     if found.exit_code:
         raise typer.Exit(found.exit_code)
 

@@ -38,13 +38,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import boxes, conversion
 from .errors import CkpttoolError, Corrupt, SourceChanged, Unsupported, UsageError
-from .index import ITEMSIZE, Checkpoint, Chunk, Chunks, TensorEntry, Value, joined
+from .index import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, TensorEntry, Value, joined
 from .layouts import Layout
 from .names import _COUNTERS, _ROLES, _WRAPPERS, nest, original, strip_wrappers
 from .pickles import Global, Opaque, short
 from .store import Source
 from .stream import _Decoder
-from .torchzip import Inline
+from .torchzip import Inline, ZipRecord, zip_records
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -288,9 +288,9 @@ def lossless(source: str, target: str) -> bool:
     """Whether every number of one dtype is a number of the other; the names are torch's."""
     import torch
 
-    a, b = _torch_dtype(source), _torch_dtype(target)
-    if source == target or a is torch.bool:
+    if source in (target, "bool"):
         return True
+    a, b = _torch_dtype(source), _torch_dtype(target)
     if b is torch.bool or (a.is_complex and not b.is_complex):
         return False
     a, b = (d.to_real() if d.is_complex else d for d in (a, b))
@@ -588,6 +588,73 @@ class _Wanted(NamedTuple):
     target: Tensor
 
 
+class _Frame:
+    """What stands around the data of one torch.save item, to be found around others without reading it again.
+
+    The same framing means the same tensor: same pickle, same directory, same places. What may differ are the CRC32s of
+    the data and of the serialization id, and that id, a hash of the data that torch writes and nobody reads.
+    """
+
+    def __init__(self, source: Source, file: str, item: Extent, found: Chunk) -> None:
+        records = zip_records(lambda at, n: source.read(file, at, n), item.offset, item.length, file)
+        data = [r for r in records.values() if r.name.startswith("data/")]
+        if len(data) != 1:
+            raise Unsupported(f"{file}: an item with {len(data)} storages.")
+        self.at, self.length, self.strides = found.extent.offset - item.offset, found.extent.length, found.strides
+        self._data = (data[0].offset - item.offset, data[0].offset - item.offset + data[0].length)
+        self._blank: list[tuple[int, int]] = []  # where other bytes may stand
+        self._sums: list[list[int]] = []  # for each such record, where its CRC32 stands
+        around = self._read(source, file, item)
+        for record in (*data, *(r for r in records.values() if r.name == ".data/serialization_id")):
+            self._sums.append([p for p in self._checksums(around, record) if _is_at(around, p, record.crc32)])
+            self._blank += [(p, 4) for p in self._sums[-1]]
+            if record is not data[0]:
+                self._blank.append((self._inside(record.offset - item.offset), record.length))
+        pickled = records["data.pkl"]
+        first = self._inside(pickled.offset - item.offset)
+        if any(a < first + pickled.length and first < a + n for a, n in self._blank):
+            raise Unsupported(f"{file}: a header inside the pickle.")
+        self._same = self._blanked(around)
+
+    def _inside(self, at: int) -> int:
+        """Where a byte of the item is among those around its data."""
+        return at if at < self._data[0] else at - (self._data[1] - self._data[0])
+
+    def _read(self, source: Source, file: str, item: Extent) -> bytes:
+        before, after = self._data
+        return source.read(file, item.offset, before) + source.read(file, item.offset + after, item.length - after)
+
+    def _checksums(self, around: bytes, record: ZipRecord) -> Iterator[int]:
+        """Places of the CRC32 of a record: in its local header, in the directory, in the descriptor behind it."""
+        for signature, header, crc, size in ((b"PK\x03\x04", 30, 14, 26), (b"PK\x01\x02", 46, 16, 28)):
+            at = around.find(signature)
+            while at >= 0:
+                n = int.from_bytes(around[at + size : at + size + 2], "little")
+                if around[at + header : at + header + n].partition(b"/")[2] == record.name.encode():
+                    yield at + crc
+                at = around.find(signature, at + 4)
+        at = around.find(b"PK\x07\x08" + record.crc32.to_bytes(4, "little"))
+        if at >= 0:
+            yield at + 4
+
+    def _blanked(self, around: bytes) -> bytes:
+        out = bytearray(around)
+        for a, n in self._blank:
+            out[a : a + n] = bytes(n)
+        return bytes(out)
+
+    def fits(self, source: Source, file: str, item: Extent) -> bool:
+        """Whether another item of the same length is framed so."""
+        around = self._read(source, file, item)
+        if any(len({around[p : p + 4] for p in places}) > 1 for places in self._sums):
+            return False
+        return self._blanked(around) == self._same
+
+
+def _is_at(around: bytes, at: int, crc: int) -> bool:
+    return around[at : at + 4] == crc.to_bytes(4, "little")
+
+
 class _Open:
     """A checkpoint that is open for a job: names, values, boxes of tensors."""
 
@@ -607,6 +674,7 @@ class _Open:
             raise
         self.bytes_read = 0
         self._located: dict[tuple[str, int], Chunk] = {}
+        self._rows: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
 
     # -------------------------------------------------------------------------------------------------- what is there
 
@@ -632,15 +700,52 @@ class _Open:
 
     # ---------------------------------------------------------------------------------------------------- where it is
 
+    def rows(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> list[int]:
+        """The chunks of a tensor that have elements of a box."""
+        known = self._rows.get((name, start, shape))
+        if known is None:
+            known = self._rows[name, start, shape] = _rows_meeting(self.ckpt.tensors[name], start, shape)
+        return known
+
     def prepare(self, wanted: Iterable[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> None:
-        """Look into the framing of all chunks that (canonical name, start, shape) need."""
-        rows: dict[str, set[int]] = {}
+        """Look into the framing of all chunks that (canonical name, start, shape) need.
+
+        Of items that have one dtype, shape and length, the layout looks into the first. Another whose framing is the
+        same, byte for byte but for the checksums of its own data, needs no look of its own; any other gets one.
+        """
+        alike: dict[tuple[Any, ...], list[tuple[str, int]]] = {}
         for name, start, shape in wanted:
             entry = self.ckpt.tensors[name]
-            if entry.coding != "raw":
-                new = {k for k in _rows_meeting(entry, start, shape) if (name, k) not in self._located}
-                if new:
-                    rows.setdefault(name, set()).update(new)
+            if entry.coding == "raw":
+                continue
+            for k in self.rows(name, start, shape):
+                if (name, k) not in self._located:
+                    chunk = entry.chunks[k]
+                    kind = (entry.coding, entry.dtype, chunk.shape, chunk.extent.length)
+                    alike.setdefault(kind, []).append((name, k))
+        self._look([same[0] for same in alike.values()])
+        others: list[tuple[str, int]] = []
+        for (coding, *_), same in alike.items():
+            rest = [at for at in dict.fromkeys(same) if at not in self._located]
+            frame = self._frame(*same[0]) if rest and coding == "torch.save" else None
+            for name, k in rest:
+                chunk = self.ckpt.tensors[name].chunks[k]
+                if frame is None or not frame.fits(self.source, self.ckpt.files[chunk.extent.file], chunk.extent):
+                    others.append((name, k))
+                    continue
+                found = chunk._replace(
+                    extent=chunk.extent._replace(offset=chunk.extent.offset + frame.at, length=frame.length),
+                    strides=frame.strides,
+                )
+                self._sound(name, self.ckpt.tensors[name].dtype, found)
+                self._located[name, k] = found
+        self._look(others)
+
+    def _look(self, places: Iterable[tuple[str, int]]) -> None:
+        """Let the layout look into some chunks."""
+        rows: dict[str, set[int]] = {}
+        for name, k in places:
+            rows.setdefault(name, set()).add(k)
         if not rows:
             return
         some: dict[str, TensorEntry] = {}
@@ -652,6 +757,15 @@ class _Open:
             for k, chunk in zip(sorted(ks), found.tensors[name].chunks, strict=True):
                 self._sound(name, found.tensors[name].dtype, chunk)
                 self._located[name, k] = chunk
+
+    def _frame(self, name: str, k: int) -> _Frame | None:
+        """The framing of an item that was looked into, None where it is not that of a zip."""
+        item, found = self.ckpt.tensors[name].chunks[k].extent, self._located[name, k]
+        file = self.ckpt.files[item.file]
+        try:
+            return _Frame(self.source, file, item, found)
+        except CkpttoolError:
+            return None  # a safetensors file, say
 
     def _sound(self, name: str, dtype: str, chunk: Chunk) -> None:
         """What `index.check` proves of a chunk, for one that was found after it ran."""
@@ -694,7 +808,7 @@ class _Open:
             if entry.dtype == dtype and ITEMSIZE[dtype] == 1:  # as bytes: not every kernel knows every such dtype
                 kind, target = "uint8", target.view(torch.uint8)
             written.append(target)
-            for k in _rows_meeting(entry, w.start, w.shape):
+            for k in self.rows(w.name, w.start, w.shape):
                 chunk: Chunk = self._located[w.name, k] if entry.coding != "raw" else entry.chunks[k]
                 both = boxes.meet((chunk.start, chunk.shape), (w.start, w.shape))
                 if both is None:
@@ -716,6 +830,7 @@ class _Open:
             self._unfold(w, chunk)
         torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
         self.source.unchanged()
+        self._rows.clear()
         if changed:
             first, (a, b) = next(iter(changed.items()))
             warnings.warn(
@@ -874,19 +989,21 @@ def _reader_class() -> Any:
             for name, value in ckpt.values.items():
                 dict.__setitem__(entries, name, BytesStorageMetadata())
                 paths[name] = value.path
+            described: dict[
+                Any, Any
+            ] = {}  # one for all of a kind: a hundred thousand objects are a second for the collector
             for name, t in ckpt.tensors.items():
-                size = torch.Size(t.shape)
-                dict.__setitem__(
-                    entries,
-                    name,
-                    BytesStorageMetadata()
-                    if self._open.is_scalar_state(t)  # a job that has a plain number there is right too
-                    else TensorStorageMetadata(
+                kind = (t.dtype, t.shape)
+                if self._open.is_scalar_state(t):  # a job that has a plain number there is right too
+                    found: Any = BytesStorageMetadata()
+                elif (found := described.get(kind)) is None:
+                    size = torch.Size(t.shape)
+                    found = described[kind] = TensorStorageMetadata(
                         TensorProperties(dtype=_torch_dtype(t.dtype)),
                         size,
                         [ChunkStorageMetadata(torch.Size([0] * len(size)), size)],
-                    ),
-                )
+                    )
+                dict.__setitem__(entries, name, found)
                 paths[name] = t.path
             return Metadata(state_dict_metadata=entries, planner_data=paths)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import html
 import io
 import json
 import math
@@ -605,6 +606,18 @@ def test_a_browser_shows_the_page(make: Callable[[], Report], chromium: Browser,
     assert colours == {"rgb(245, 246, 248)", "rgb(16, 19, 23)"}
     assert chromium.ask("[window.hacked, document.title.length > 0]") == [None, True]
     assert chromium.console() == []
+
+
+@pytest.mark.xdist_group("chromium")
+def test_a_hole_in_a_page_would_be_seen(chromium: Browser, tmp_path: Path) -> None:
+    """That the test above can fail: pages that do not escape, and that load something."""
+    path = tmp_path / "report.html"
+    path.write_text(page(hostile()).replace(html.escape(SCRIPT), "<script>window.hacked = 1</script>"))
+    chromium.open(path)
+    assert chromium.ask("window.hacked") == 1
+    path.write_text(page(passing()).replace("<main>", '<main><img src="https://example.org/x.png">'))
+    chromium.open(path)
+    assert "Content Security Policy" in " ".join(chromium.console())
 
 
 @pytest.mark.xdist_group("chromium")

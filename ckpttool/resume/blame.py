@@ -4,9 +4,9 @@
 
 What is exact comes first: a tensor that is missing, a fingerprint that is that of another tensor, an option, a learning
 rate, a batch that the reference had in another step. What numbers of steps suggest is said only where nothing exact
-explains it. With both checkpoints open (the reference's first) some of the differing tensors are read, how they differ is
-named, and the file, the bytes and the rank of the first difference. A cause is never made up: where nothing fits, the one
-cause is "unknown", with what was seen.
+explains it. With both checkpoints open (the reference's first) some of the differing tensors are read, and how they
+differ is named, with the file, the bytes and the rank of the first difference. A cause is never made up: where nothing
+fits, the one cause is "unknown", with what was seen.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 from .. import boxes
 from ..conversion import Opened
+from ..errors import CkpttoolError
 from ..index import ITEMSIZE, Checkpoint
 from ..stream import Job, Reader, numpy_dtype
 from .judge import (
@@ -89,8 +90,7 @@ def spoken(name: str) -> str:
     slot = ""
     if name.startswith("optim.state."):
         name, _, slot = name[len("optim.state.") :].rpartition(".")
-    elif name.startswith("model."):
-        name = name[len("model.") :]
+    name = re.sub(r"^(model\.)+", "", name)
     m = _LAYER.search(name)
     rest = (name[m.end() :] if m else name).removesuffix(".weight")
     return (f"layer {m[2]}, " if m else "") + rest + (f", {slot}" if slot else "")
@@ -217,7 +217,7 @@ class _Finder:
             from_ = holders.get(got.state[n][2], []) if n in got.state else []
             if len(from_) == 1 and prod(got.state[n][1]) > 1:
                 evidence.append(f"{n} holds what the files have for {from_[0]}")
-        text = f"loading changed {plural(len(wrong), 'tensor')}: the files are as they should be read, the job holds something else"
+        text = f"loading changed {plural(len(wrong), 'tensor')}: the job holds something else than the files"
         explains = {"weights" if _slot(n) == "weights" else "optimizer" for n in wrong}
         self.add("loading", text, evidence, wrong, explains=explains)
 
@@ -231,8 +231,8 @@ class _Finder:
         gone = [n for n in missing if n.startswith("optim.state.")]
         if theirs and not ours:
             self.add(
-                "optimizer-missing", "the checkpoint has no optimizer state: moments and steps would begin anew", evidence,
-                gone, explains=("optimizer",),
+                "optimizer-missing", "the checkpoint has no optimizer state: moments and steps would begin anew",
+                evidence, gone, explains=("optimizer",),
             )  # fmt: skip
             gone = []
         if gone:
@@ -334,11 +334,12 @@ class _Finder:
         for two in sorted({tuple(sorted((_slot(a), _slot(b)))) for a, b in pairs_.items()}):
             names = [a for a, b in pairs_.items() if tuple(sorted((_slot(a), _slot(b)))) == two]
             params = list(dict.fromkeys(_fqn(n) for n in names))
+            of = f"of {plural(len(params), 'parameter')}, first {spoken(params[0])}"
             both = sum(pairs_.get(pairs_[a]) == a for a in names) == len(names)
             if both:
-                text = f"{two[0]} and {two[1]} are exchanged, of {plural(len(params), 'parameter')}, first {spoken(params[0])}"
+                text = f"{two[0]} and {two[1]} are exchanged, {of}"
             else:
-                text = f"{_slot(names[0])} holds {_slot(pairs_[names[0]])}, of {plural(len(params), 'parameter')}, first {spoken(params[0])}"
+                text = f"{_slot(names[0])} holds {_slot(pairs_[names[0]])}, {of}"
             evidence = [f"{names[0]} has the fingerprint that {pairs_[names[0]]} has in the reference"]
             self.add("moments-exchanged" if both else "moments-copied", text, evidence, names, explains=("optimizer",))
         for a in pairs_:
@@ -430,8 +431,8 @@ class _Finder:
         far = f"{plural(abs(gap), 'step')} {'earlier' if gap < 0 else 'later'}"
         if len(moments & set(steps)) * 10 < len(steps) * 9:
             self.add(
-                "step-offset", f"the optimizer's step is {abs(gap)} {'less' if gap < 0 else 'more'} {where}; the moments are "
-                "those of the reference", evidence, names, explains=("optimizer",),
+                "step-offset", f"the optimizer's step is {abs(gap)} {'less' if gap < 0 else 'more'} {where}; the "
+                "moments are those of the reference", evidence, names, explains=("optimizer",),
             )  # fmt: skip
             return rest
         weights = [n for n in rest if _component(n) == "weights"]
@@ -468,7 +469,8 @@ class _Finder:
             assert isinstance(first, Likeness)
             # others of the same slot that were not read are most likely of the kind, where all that were read are
             slots = {_slot(n) for n in names}
-            alone = all(looked[n] is not None and looked[n].kind == kind for n in looked if _slot(n) in slots)  # type: ignore[union-attr]
+            others = {found.kind if found else "" for n, found in looked.items() if _slot(n) in slots}
+            alone = others == {kind}
             more = [n for n in left if _slot(n) in slots] if alone else []
             left = [n for n in left if n not in set(more)]
             every = [n for n in reference.state if _slot(n) in slots]
@@ -490,7 +492,9 @@ class _Finder:
             place = self._place(names[0], first)
             self.add(kind, f"{scope} {said}", evidence, names + more, place, {_component(n) for n in names})
         if equal:
-            text = f"{_scope(equal, rest, 'tensors')}: equal in both checkpoints' files, and not in the jobs: loading changed them"
+            text = (
+                f"{_scope(equal, rest, 'tensors')}: equal in both checkpoints' files, not in the jobs: loading did it"
+            )
             self.add("loading", text, self.seen("state.digests"), equal, explains={_component(n) for n in equal})
         for component, kind in (("weights", "weights-differ"), ("optimizer", "moments-differ")):
             names = [n for n in left if _component(n) == component]
@@ -550,8 +554,8 @@ class _Finder:
                 text, kind = f"{key} is {b!r} and was {a!r} for {scope}", f"option-{key.replace('_', '-')}"
                 if key == "weight_decay" and a == 0 and b and all(_undecayed(n) for n in names):
                     kind = "weight-decay-on-norms"
-                    text = f"weight decay ({b!r}) is applied to {plural(len(names), 'norm or bias')} that had none, first {names[0]}"
-                    text = text.replace("norm or biass", "norms and biases")
+                    what = "1 norm or bias" if len(names) == 1 else f"{len(names)} norms and biases"
+                    text = f"weight decay ({b!r}) is applied to {what} that had none, first {names[0]}"
                 if key == "betas" and b in ((0.9, 0.999), [0.9, 0.999]):
                     text += ", which is the default of AdamW"
                 explains = ("optimizer", "rates") if key in ("lr", "initial_lr") else ("optimizer",)
@@ -560,7 +564,7 @@ class _Finder:
             text = f"{plural(len(missing), 'parameter')} not in the optimizer and not trained, first {missing[0]}"
             self.add("optimizer-members", text, self.seen("config.groups"), missing, explains=("optimizer",))
         if extra:
-            text = f"{plural(len(extra), 'parameter')} in the optimizer that the reference's does not have, first {extra[0]}"
+            text = f"{plural(len(extra), 'parameter')} that the reference's optimizer does not have, first {extra[0]}"
             self.add("optimizer-members", text, self.seen("config.groups"), extra, explains=("optimizer",))
 
     def scheduler(self, reference: Trace) -> None:
@@ -653,8 +657,9 @@ class _Finder:
             self.add("data-other", text, evidence, explains=("data",))
             return
         gap, times = gaps.most_common(1)[0]
+        when = "later" if gap > 0 else "earlier"
         evidence.append(
-            f"{times} of {plural(len(wrong), 'batch')} that differ are the reference's of {abs(gap)} steps {'later' if gap > 0 else 'earlier'}"
+            f"{times} of the {len(wrong)} batches that differ are the reference's of {abs(gap)} steps {when}"
         )
         if gap == -b.start and b.start:
             self.add("data-restart", "the data begins from its beginning again", evidence, explains=("data",))
@@ -714,11 +719,11 @@ class _Finder:
         every = [b.grads[k] / a.grads[k] for k in a.grads if a.grads[k] and k in b.grads]
         if every and deviation(median(every), ratio) > 0.05:
             return
-        world = {
-            self.got.world_size: " (its number of ranks)",
-            reference.world_size: " (the reference's number of ranks)",
-        }
-        whose = world.get(n, "")
+        whose = ""
+        if n == self.got.world_size:
+            whose = " (its number of ranks)"
+        elif n == reference.world_size:
+            whose = " (the reference's number of ranks)"
         if ratio > 1:
             text = f"gradients are {n} times those of the reference{whose}: summed over ranks instead of averaged"
         else:
@@ -735,8 +740,8 @@ class _Finder:
             evidence = self.seen("probe.logits", "step1.loss")
             if same:
                 text = (
-                    "the weights are equal and the logits are not: the model is configured otherwise (rope theta, eps of the "
-                    "norms), or other kernels compute it"
+                    "the weights are equal and the logits are not: the model is configured otherwise (rope theta, eps of "
+                    "the norms), or other kernels compute it"
                 )
                 self.add("model-configuration", text, [*evidence, *self._environment(reference)])
             else:
@@ -748,7 +753,7 @@ class _Finder:
         elif "step1.loss" in self.failed and not weights and not data:
             evidence = self.seen("step1.loss", "step1.grad_norm")
             if self.passed("probe.logits") and self.passed("step1.batch"):
-                text = "logits and batch are equal and the loss is not: labels, masks, or how tokens are weighted across ranks"
+                text = "logits and batch are equal and the loss is not: labels, masks, or how ranks weight their tokens"
                 self.add("loss-computation", text, evidence)
             elif self.passed("probe.logits"):
                 self.add(
@@ -777,7 +782,7 @@ class _Finder:
             if "step1.update_norm" in self.failed or "step1.worst_update" in self.failed:
                 self._updates(reference, *first)
             elif not self.out and any(n.startswith("steps.") for n in self.failed):
-                text = "the first step agrees and later ones do not: what is random is not the same, or noise grows beyond its bounds"
+                text = "the first step agrees and later ones do not: something random is not the same, or noise grows"
                 self.add("later-steps", text, self.seen(*(n for n in self.failed if n.startswith("steps."))))
 
     def _first(self, reference: Trace) -> tuple[Step, Step] | None:
@@ -825,7 +830,7 @@ class _Finder:
             return
         every = list(a.grads)
         if len(found) <= 2 and all(re.search(r"embed|lm_head|wte", n) for n in found):
-            text = f"only the gradient of {' and '.join(found)} differs: tied weights that are not tied here, or the reverse"
+            text = f"only the gradient of {' and '.join(found)} differs: weights that are tied on one side alone"
             self.add("untied", text, evidence, found)
         elif len(found) * 10 >= len(every) * 9:
             text = "the loss is equal and all gradients are not: how they are reduced, scaled or accumulated"
@@ -859,7 +864,8 @@ class _Finder:
         if self.passed("state.digests"):
             guess = "its options, since its state is equal"
         if len(found) * 10 >= len(every) * 9:
-            text = f"{equal}the updates of {'all' if len(found) == len(every) else 'nearly all'} {len(found)} tensors are not: {guess}"
+            most = "all" if len(found) == len(every) else "nearly all"
+            text = f"{equal}the updates of {most} {len(found)} tensors are not: {guess}"
             self.add("optimizer", text, evidence, found)
             return
         known = options(self.got)
@@ -871,7 +877,8 @@ class _Finder:
             text = f"{equal}the updates of one param group ({plural(len(found), 'tensor')}) are not: its options"
             self.add("optimizer-group", text, evidence, found)
             return
-        text = f"{equal}the update of {_scope(found, every, 'tensors')} is not: {'its' if len(found) == 1 else 'their'} moments"
+        whose = "its" if len(found) == 1 else "their"
+        text = f"{equal}the update of {_scope(found, every, 'tensors')} is not: {whose} moments"
         self.add("moments", text, evidence, found)
 
     # ----------------------------------------------------------------------------------------------- ranks, round trip
@@ -883,12 +890,13 @@ class _Finder:
             usual, times = Counter(losses).most_common(1)[0]
             odd = [r for r, x in enumerate(losses) if x != usual]
             if times * 2 > len(losses):
-                text = f"rank{'s' if len(odd) > 1 else ''} {listed(map(str, odd), 8)} disagree{'' if len(odd) > 1 else 's'} with the others on the loss, from step {step.step} on"
+                who = f"ranks {listed(map(str, odd), 8)} disagree" if len(odd) > 1 else f"rank {odd[0]} disagrees"
+                text = f"{who} with the others on the loss, from step {step.step} on"
             else:
                 text = f"ranks disagree on the loss, from step {step.step} on: it is not reduced over all of them"
             self.add("rank-disagrees", text, self.seen("run.ranks"))
         if "probe.ranks" in self.failed and "run.ranks" not in self.failed and "weights" not in self.explained:
-            text = "ranks compute different logits from one batch: they do not hold the same weights, or are not in eval mode"
+            text = "ranks compute different logits from one batch: other weights on some, or no eval mode"
             self.add("rank-disagrees", text, self.seen("probe.ranks"))
 
     def run(self) -> None:
@@ -921,9 +929,11 @@ def _general(kind: str, text: str) -> str:
     return {
         "close": "is close to the reference's: of another step, or computed otherwise",
         "unrelated": "has values unrelated to the reference's", "scaled": "holds the reference's values times a factor",
-        "zero-rows": "has zeros in some rows", "zero-range": "has zeros in a range", "constant": "is one value throughout",
+        "zero-rows": "has zeros in some rows", "zero-range": "has zeros in a range",
+        "constant": "is one value throughout",
         "elements": "differs in a few elements", "not-finite": "has elements that are NaN or infinite",
-        "shifted": "holds the reference's elements some places on", "permuted-rows": "has the reference's rows in another order",
+        "shifted": "holds the reference's elements some places on",
+        "permuted-rows": "has the reference's rows in another order",
         "exchanged-rows": "has two ranges of rows exchanged", "copied-rows": "has some rows twice",
         "rope": "has its rows reordered as between the two ways to compute rope",
     }.get(kind, text)  # fmt: skip
@@ -966,7 +976,7 @@ def _rates(reference: Trace, got: Trace) -> tuple[str, str]:
 
 
 def _look(opened: tuple[Opened, Opened], names: Sequence[str]) -> dict[str, Likeness | None]:
-    """How some of the tensors differ in the files: the first of every slot, then the first ones; None where they do not."""
+    """How some of the tensors differ in the files: the first of every slot, then the first; None where they do not."""
     left, right = opened[0].locate(), opened[1].locate()
 
     def readable(n: str) -> bool:
@@ -978,7 +988,10 @@ def _look(opened: tuple[Opened, Opened], names: Sequence[str]) -> dict[str, Like
     chosen = list(dict.fromkeys([*heads, *fit]))[:_LOOK]
     out: dict[str, Likeness | None] = {}
     for n in [n for n in names if n in set(chosen)]:
-        out[n] = likeness(_read(opened[0], left, n), _read(opened[1], right, n))
+        try:
+            out[n] = likeness(_read(opened[0], left, n), _read(opened[1], right, n))
+        except (CkpttoolError, TypeError):
+            continue  # damaged, which has been said before; or a dtype that numpy does not have
     return out
 
 

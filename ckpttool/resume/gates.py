@@ -4,8 +4,8 @@
     gates(trace, numbers, min_mfu=0.40, ...)            a Check for each limit that was given
 
 MFU is 6 x parameters x tokens of a step / (seconds of a step x ranks x peak of a device): the arithmetic of a dense
-model's matrices, forward and backward, without attention and without what activation checkpointing computes again (as in
-PaLM, arXiv 2204.02311, without its term for attention). The peak is that of dense bf16; where it is not known, nor
+model's matrices, forward and backward, without attention and without what activation checkpointing computes again
+(as in PaLM, arXiv 2204.02311, without its term for attention). The peak is that of dense bf16; where it is not known, nor
 given, there is no MFU. It is never guessed.
 """
 
@@ -122,7 +122,8 @@ def gates(
     max_step_seconds: float | None = None,
     max_load_seconds: float | None = None,
 ) -> list[Check]:
-    """A check for each limit that is not None. One whose number is not known fails: it was asked for, and cannot be shown."""
+    """A check for each limit that is not None. One whose number is not known fails: it was asked for, and cannot be
+    shown."""
     out = []
     for name, key, limit, unit in (
         ("min_mfu", "mfu", min_mfu, ""),

@@ -291,7 +291,7 @@ def _tensor_parallel(model: Any, mesh: Any) -> None:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    styles = {
+    styles: dict[str, Callable[[], Any]] = {
         "colwise": lambda: ColwiseParallel(),
         "rowwise": lambda: RowwiseParallel(),
         "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
@@ -299,7 +299,7 @@ def _tensor_parallel(model: Any, mesh: Any) -> None:
     }
     plan = dict(getattr(model, "_tp_plan", None) or {})
     base = getattr(model, "base_model_prefix", "")
-    for pattern, style in (getattr(model.config, "base_model_tp_plan", None) or {}).items():
+    for pattern, style in (getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}).items():
         plan.setdefault(f"{base}.{pattern}" if base else pattern, style)
     if not plan:
         raise Unsupported(f"{type(model).__name__} has no tensor-parallel plan; apply one in build() of --job.")
@@ -314,7 +314,7 @@ def _tensor_parallel(model: Any, mesh: Any) -> None:
         for pattern, style in plan.items():
             if re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name):
                 chosen[name] = styles[style]()
-    parallelize_module(model, mesh, chosen)  # type: ignore[no-untyped-call]
+    parallelize_module(model, mesh, chosen)
 
 
 def _materialise(model: Any, settings: Settings) -> None:
@@ -356,6 +356,8 @@ def _sum_gradients(model: Any, world: int) -> float:
     from torch.nn.parallel import DistributedDataParallel
 
     parts = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    if not all(hasattr(m, "set_force_sum_reduction_for_comms") for m in parts):  # torch < 2.9
+        return float(world)
     if not parts:
         return float(world) if isinstance(model, DistributedDataParallel) else 1.0
     for m in parts:

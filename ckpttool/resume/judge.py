@@ -2,9 +2,9 @@
 
     checks, envelope = judge(reference, got, "strict")
 
-Checks come in the order of `ORDER`, each cheaper and more telling than those after it: the state that the job holds, its
-configuration, the probe before any step, the first step, where nothing has been updated yet and numbers are nearly exact,
-the later ones, what can be said without a reference, the save and load again. Without a reference only the last two
+Checks come in the order of `ORDER`, each cheaper and more telling than those after it: the state that the job holds,
+its configuration, the probe before any step, the first step, where nothing has been updated yet and numbers are nearly
+exact, the later ones, what can be said without a reference, the save and load again. Without a reference only the last two
 kinds are made, and of the state what can be told from it alone.
 
 Raw numbers are compared, never printed ones. Equal numbers have the deviation 0; NaN is equal to nothing, not even NaN.
@@ -62,8 +62,8 @@ _HOW = frozenset(("foreach", "fused", "capturable", "differentiable", "params", 
 _SILENT = frozenset((
     "torch_dtype", "dtype", "transformers_version", "architectures", "use_cache", "_name_or_path", "name_or_path",
     "_commit_hash", "output_attentions", "output_hidden_states", "return_dict", "torchscript", "auto_map", "id2label",
-    "label2id", "_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "is_decoder", "use_bfloat16",
-    "problem_type", "tokenizer_class", "prefix", "task_specific_params", "generation_config", "bos_token_id",
+    "label2id", "_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "is_decoder",
+    "use_bfloat16", "problem_type", "tokenizer_class", "prefix", "task_specific_params", "generation_config", "bos_token_id",
     "eos_token_id", "chunk_size_feed_forward",
 ))  # fmt: skip
 
@@ -273,7 +273,7 @@ def options(trace: Trace) -> dict[str, dict[str, Any]]:
 def option_differences(
     reference: Trace, got: Trace
 ) -> tuple[dict[str, dict[str, tuple[Any, Any]]], list[str], list[str]]:
-    """({option: {FQN: (expected, found)}}, FQNs that only the reference's optimizer has, those that only this one has)."""
+    """({option: {FQN: (expected, found)}}, FQNs of the reference's optimizer alone, FQNs of this one alone)."""
     theirs, ours = options(reference), options(got)
     out: dict[str, dict[str, tuple[Any, Any]]] = {}
     for name, expected in theirs.items():
@@ -350,7 +350,7 @@ def _loaded(got: Trace) -> Check:
     copies = [str(n) for n in got.environment.get("copies_differ") or []]
     if copies:
         return _exact(name, copies, "", f"copies on several ranks are not equal, of {plural(len(copies), 'tensor')}")
-    if not got.stored:
+    if not got.stored or not got.state:
         return _unknown(name, "the files were not read a second time, so what was loaded was not compared with them")
     wrong = [n for n, mark in got.stored.items() if n not in got.state or (got.state[n][2] and got.state[n][2] != mark)]
     good = f"the job holds what the files say, in all {len(got.stored)} tensors"
@@ -403,9 +403,9 @@ def trained_steps(trace: Trace) -> int:
 
 
 def _modules(steps: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Optimizer steps by the module of a layer, such as layers.1.self_attn, whose parts are trained together.
+    """Optimizer steps by the module within a layer, such as layers.1.self_attn, whose parts are trained together.
 
-    Experts are not: one that no token was sent to may get no gradient.
+    Layers themselves are no such module, nor are lists of experts: one that no token was sent to may get no gradient.
     """
     out: dict[str, dict[str, float]] = {}
     for fqn, step in steps.items():
@@ -417,7 +417,7 @@ def _modules(steps: Mapping[str, float]) -> dict[str, dict[str, float]]:
             and not parts[-2].isdigit()
         ):
             out.setdefault(".".join(parts[:-2]), {})[fqn] = step
-    return {m: s for m, s in out.items() if "lora" not in m and "expert" not in m}
+    return out
 
 
 def _few(numbers: Sequence[float]) -> str:
@@ -450,7 +450,8 @@ def _state(reference: Trace, got: Trace, profile: str) -> list[Check]:
     relaxed = profile == "relaxed"
     good = f"the same shapes and dtypes in all {len(common)} tensors"
     if dtypes and relaxed:
-        good = f"the same shapes; {plural(len(dtypes), 'tensor')} of another dtype, as the profile allows: {listed(dtypes)}"
+        what = plural(len(dtypes), "tensor")
+        good = f"the same shapes; {what} of another dtype, as the profile allows: {listed(dtypes)}"
     if not common:
         out.append(_unknown(names[1], "no tensor is on both sides"))
     else:
@@ -486,10 +487,11 @@ def _state(reference: Trace, got: Trace, profile: str) -> list[Check]:
 
 
 def _configuration(reference: Trace, got: Trace) -> list[Check]:
-    return [
-        _groups(reference, got), _scheduler(reference, got), _values(reference, got), _tied(reference, got),
-        _model(reference, got),
-    ]  # fmt: skip
+    if got.failed is not None:
+        names = ("groups", "scheduler", "values", "tied", "model")
+        return [_unknown(f"config.{n}", "the checkpoint could not be loaded") for n in names]
+    rules = (_groups, _scheduler, _values, _tied, _model)
+    return [rule(reference, got) for rule in rules]
 
 
 def _groups(reference: Trace, got: Trace) -> Check:
@@ -550,7 +552,7 @@ def _values(reference: Trace, got: Trace) -> Check:
             missing += gone
         extra += new
         compared += n
-    if reference.clip is not None and got.failed is None:
+    if reference.clip is not None:
         compared += 1
         if got.clip != reference.clip:
             problems.append(f"clip is {got.clip!r} and was {reference.clip!r}")
@@ -579,8 +581,6 @@ def _own_tied(got: Trace) -> Check | None:
 
 def _tied(reference: Trace, got: Trace) -> Check:
     name = "config.tied"
-    if got.failed is not None:
-        return _unknown(name, "the checkpoint could not be loaded")
     own = _own_tied(got)
     if own is not None and own.verdict == "fail":
         return own
@@ -660,7 +660,10 @@ def _probe(reference: Trace, got: Trace, bound: Bound) -> Check:
         return _unknown(name, _chaotic(bound))
     if math.isnan(number):
         return _check(name, False, "there is NaN among the logits", None, bound.relative, bound.source)
-    text = f"logits deviate by {number:.2g} (relative L2); largest difference {largest:.2g}, mean KL divergence {divergence:.2g}"
+    text = (
+        f"logits deviate by {number:.2g} (relative L2); largest difference {largest:.2g}, mean KL divergence "
+        f"{divergence:.2g}"
+    )
     if number == 0:
         text = "the logits are bit-equal"
     return _check(name, number <= bound.relative, text, number, bound.relative, bound.source)
@@ -680,8 +683,8 @@ def _probe_ranks(got: Trace) -> Check:
 
 def _chaotic(bound: Bound) -> str:
     return (
-        f"two runs of this very job differ so much ({bound.relative / 5:.2g}) that a bound of five times that would prove "
-        "nothing: switch off what is random, or compute deterministically"
+        f"two runs of this very job differ so much ({bound.relative / 5:.2g}) that a bound of five times that would "
+        "prove nothing: switch off what is random, or compute deterministically"
     )
 
 

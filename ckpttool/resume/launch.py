@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 from .. import errors
@@ -123,9 +124,16 @@ def resume_verify(
     recorded = None if reference is None else read_reference(reference)
     known = recorded or Trace()
     options = dict(how or {})
+    theirs = {k: v for k, v in options.items() if k != "layout"}  # --from is the layout of the candidate
     begin, found_config = _look(source, options, start_step)
+    if against is not None:
+        # the same batches for both, also where the candidate has lost its step
+        begin, other_config = _look(against, theirs, start_step)
+        found_config = found_config or other_config
+    if recorded is not None and not begin and start_step is None:
+        begin = recorded.start or recorded.steps[0].step - 1
     if config is None and job is None:
-        config = found_config or (None if against is None else _look(against, options, None)[1])
+        config = found_config
     if recorded is not None and start_step is None and not any(s.step > begin for s in recorded.steps):
         raise UsageError(
             f"{os.fspath(str(reference))} has steps {recorded.steps[0].step}..{recorded.steps[-1].step}, but the checkpoint is of "
@@ -144,10 +152,10 @@ def resume_verify(
         _sensible(settings)
         plan: dict[str, Settings] = {}
         if against is not None:
-            other, _ = _look(against, options, start_step)
-            settings = replace(settings, start=other)  # the same batches, also where the candidate has lost its step
             apart = mesh_of(None, against_world_size) if against_world_size else dims
-            plan["reference"] = replace(settings, source=os.fspath(against), mesh=apart, scratch=None, reread=False)
+            plan["reference"] = replace(
+                settings, source=os.fspath(against), how=theirs, mesh=apart, scratch=None, reread=False
+            )
         if recorded is not None:
             rates = {s.step: s.learning_rates for s in recorded.steps if s.learning_rates}
             settings = replace(settings, rates=rates)
@@ -165,7 +173,7 @@ def resume_verify(
         original = traces.get("reference") or recorded
         gauge = _gauge(calibrate, traces, recorded)
         return _judged(
-            original, got, profile, gauge, against, settings, peak_tflops,
+            original, got, profile, gauge, plan.get("reference"), settings, peak_tflops,
             {"min_mfu": min_mfu, "max_reserved_gib": max_reserved_gib, "max_step_seconds": max_step_seconds,
              "max_load_seconds": max_load_seconds},
         )  # fmt: skip
@@ -187,7 +195,7 @@ def _judged(
     got: Trace,
     profile: str,
     gauge: Mapping[str, float] | None,
-    against: Any,
+    against: Settings | None,
     settings: Settings,
     peak_tflops: float | None,
     limits: Mapping[str, float | None],
@@ -201,7 +209,7 @@ def _judged(
     opened: tuple[Opened, Opened] | None = None
     try:
         if failed and against is not None:
-            opened = (open_checkpoint(against, **settings.how), open_checkpoint(settings.source, **settings.how))
+            opened = (open_checkpoint(against.source, **against.how), open_checkpoint(settings.source, **settings.how))
         blamed = causes(reference, got, checks, opened) if failed else []
     finally:
         for one in opened or ():
@@ -212,7 +220,7 @@ def _judged(
 
     return Report(
         got, reference, profile, checks, blamed, envelope, gauge is not None, numbers,
-        {"ckpttool": __version__, "python": sys.version.split()[0]},
+        {"ckpttool": __version__, "python": sys.version.split()[0]}, datetime.now(UTC).isoformat(timespec="seconds"),
     )  # fmt: skip
 
 
@@ -357,7 +365,6 @@ def _torchrun(folder: str, world: int, settings: Settings, tell: Tell) -> None:
     environment.setdefault(
         "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)) if settings.device == "cpu" else "8"
     )
-    environment.setdefault("HF_HUB_OFFLINE", "1")
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
     with open(os.path.join(folder, "log"), "wb") as log:
         child = subprocess.Popen(

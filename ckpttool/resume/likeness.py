@@ -7,8 +7,8 @@ The most specific kind that is true of every differing element is the one that i
     dtype, rounded-bfloat16, rounded-float16, zero, zero-rows, zero-range, constant, elements, not-finite, negated,
     absolute, transposed, shifted, rope, exchanged-rows, copied-rows, permuted-rows, scaled, close, unrelated
 
-Comparisons are of bits, so that NaN equals NaN of the same bits and 0.0 is not -0.0. Tensors are looked through in blocks.
-Of one with more than `LIMIT` elements the kind is told from LIMIT elements, from the first differing row on, and the
+Comparisons are of bits, so that NaN equals NaN of the same bits and 0.0 is not -0.0. Tensors are looked through in
+blocks. Of one with more than `LIMIT` elements the kind is told from LIMIT elements, from the first differing row on, and the
 result says so; where it differs and in how many elements is always of all of it.
 """
 
@@ -82,7 +82,8 @@ def likeness(reference: Any, got: Any) -> Likeness | None:
 
 #: Kinds whose text says where.
 _PLACED = frozenset((
-    "zero", "zero-rows", "zero-range", "elements", "exchanged-rows", "copied-rows", "permuted-rows", "rope", "transposed",
+    "zero", "zero-rows", "zero-range", "elements", "exchanged-rows", "copied-rows", "permuted-rows", "rope",
+    "transposed",
 ))  # fmt: skip
 
 Found = tuple[str, str, dict[str, Any]]

@@ -584,7 +584,7 @@ def _gib(n: int) -> str:
 
 def _environment(report: Report) -> str:
     groups: list[tuple[str, dict[str, object]]] = [
-        ("Versions, where it was started", dict(report.versions)),
+        ("Where it was started", {**({"judged": report.time} if report.time else {}), **report.versions}),
         ("Environment of the run", dict(report.candidate.environment)),
         ("Environment of the reference", dict(report.reference.environment) if report.reference is not None else {}),
         ("Speed and memory", dict(speed(report))),

@@ -153,12 +153,18 @@ def _facts(trace: Trace) -> dict[str, str]:
         batch += f", {trace.micro_batch} at a time"
     return {
         "source": clean(trace.source, 120), "layout": clean(trace.layout or ""), "step": f"{trace.start:,}",
-        "ranks": ranks, "dtype": clean(trace.dtype or ""), "device": clean(trace.device or "", 60),
+        "ranks": ranks, "dtype": clean(trace.dtype or ""), "device": clean(_device(trace), 60),
         "parameters": "" if trace.parameters is None else f"{trace.parameters:,}", "batch": batch,
         "data": clean(trace.data or "", 80) + ("" if trace.seed is None else f", seed {trace.seed}"),
         "clipping": "" if trace.clip is None else f"grad norm {number(trace.clip)}",
         "dropout": "on" if trace.dropout else "",
     }  # fmt: skip
+
+
+def _device(trace: Trace) -> str:
+    """The kind of device, with its name where that is known."""
+    name = trace.environment.get("gpu")
+    return ", ".join(str(x) for x in (trace.device, name) if x)
 
 
 def speed(report: Report) -> list[tuple[str, str]]:
@@ -169,10 +175,11 @@ def speed(report: Report) -> list[tuple[str, str]]:
         ("tokens/s", _known(report, "tokens_per_second"), "{:,.0f}"),
         ("step", _known(report, "step_seconds"), "{:.3g} s"),
         ("load", _known(report, "load_seconds"), "{:.3g} s"),
-        ("load rate", _known(report, "load_gb_per_second"), "{:.2f} GB/s"),
+        ("load rate", _known(report, "load_gb_per_second"), "{:.3g} GB/s"),
         ("save", _known(report, "save_seconds"), "{:.3g} s"),
         ("peak reserved", _known(report, "reserved_gib"), "{:.2f} GiB"),
         ("peak allocated", _known(report, "allocated_gib"), "{:.2f} GiB"),
+        ("memory left", _known(report, "headroom_gib"), "{:.2f} GiB"),
     ):
         if value is not None:
             out.append((what, text.format(value)))
@@ -190,7 +197,9 @@ def _known(report: Report, key: str) -> float | None:
     if value is None and key == "save_seconds":
         value = trace.roundtrip.get("save_seconds")
     if value is None and key == "step_seconds":
-        seconds = sorted(s.seconds for s in trace.steps if s.seconds is not None)
+        seconds = sorted(
+            s.seconds for s in trace.steps[1:] or trace.steps if s.seconds is not None
+        )  # the first warms up
         value = seconds[len(seconds) // 2] if seconds else None
     if value is None and key in ("reserved_gib", "allocated_gib"):
         peaks = [m[key.replace("gib", "bytes")] for m in trace.memory if m.get(key.replace("gib", "bytes")) is not None]
@@ -209,20 +218,26 @@ def sentence(report: Report) -> str:
     total, aside = len(report.checks), _count(report, "not comparable")
     left = f" {aside} could not be compared." if aside else ""
     if report.word == "fail":
-        return f"{len(failed)} of {total} checks failed. {clean(continuity[0].text, 60)}"
+        if report.causes:
+            return f"{len(failed)} of {total} checks failed. Likely cause: {_said(report.causes[0].text)}"
+        return f"{len(failed)} of {total} checks failed. {_said(continuity[0].text, capital=True)}"
     if report.word == "not comparable":
         (why, *_) = [c for c in report.checks if c.name == "step1.loss" and c.verdict == "not comparable"]
-        return f"Run and reference could not be compared. {clean(why.text, 60)}"
+        return f"Run and reference could not be compared. {_said(why.text, capital=True)}"
     if report.word == "gate failed":
         goes_on = (
             "Training goes on as the reference does, but" if report.reference is not None else "The run is sound, but"
         )
-        return (
-            f"{goes_on} {_plural(len(failed), 'threshold was', 'thresholds were')} not met. {clean(failed[0].text, 60)}"
-        )
+        return f"{goes_on} {_plural(len(failed), 'threshold was', 'thresholds were')} not met. {_said(failed[0].text, capital=True)}"
     if report.word == "no reference":
         return f"There is no reference: whether training goes on as before was not judged. {_passed(report)}{left}"
     return f"Training goes on as the reference does. {_passed(report)}{left}"
+
+
+def _said(text: str, capital: bool = False) -> str:
+    """The text of a check or a cause as the end of a sentence, or as one."""
+    text = clean(text, 60)
+    return (text[:1].upper() + text[1:] if capital else text) + ("" if text.endswith((".", "!", "?")) else ".")
 
 
 def _passed(report: Report) -> str:
@@ -530,7 +545,7 @@ METRICS = {
     "loss_difference_ratio": "The largest difference between losses of run and reference, relative to the reference.",
     "grad_norm": "The largest grad norm before clipping.",
     "grad_norm_expected": "The mean grad norm of the reference in the same steps, or else of the other steps of the run.",
-    "step_seconds": "The median time of a step.",
+    "step_seconds": "The median time of a step, without the first.",
     "previous_step_seconds": "step_seconds of the run before, where that was the same job on the same device.",
     "tokens_per_second": "Tokens trained on, over all ranks.",
     "mfu": "Model FLOPs utilisation, 0 to 1.",
@@ -591,7 +606,7 @@ def prometheus(report: Report, *, training: str = "", now: float | None = None, 
     info = {
         "version": report.versions.get("ckpttool", __version__), "torch": report.versions.get("torch"),
         "source": trace.source, "layout": trace.layout, "profile": report.profile, "world_size": trace.world_size,
-        "device": trace.device, "dtype": trace.dtype, "parameters": trace.parameters,
+        "device": _device(trace), "dtype": trace.dtype, "parameters": trace.parameters,
         "global_batch": trace.global_batch, "micro_batch": trace.micro_batch, "sequence": trace.sequence,
         "reference": report.reference.source if report.reference is not None else None,
         "reference_world_size": report.reference.world_size if report.reference is not None else None,
@@ -670,7 +685,7 @@ def write(
     if folder is not None:
         from .page import page
 
-        text = json.dumps(_proper(report.to_json()), indent=1, allow_nan=False, default=str)
+        text = json.dumps(report.to_json(), indent=1, allow_nan=False, default=str)
         out += [_put(Path(folder) / "report.json", text + "\n"), _put(Path(folder) / "report.html", page(report))]
     if junit_file is not None:
         out.append(_put(Path(junit_file), junit(report)))
@@ -683,17 +698,6 @@ def write(
         training = path.name.removesuffix(".prom")
         out.append(_put(path, prometheus(report, training=training, previous=previous), make=False))
     return out
-
-
-def _proper(x: Any) -> Any:
-    """JSON proper has no NaN and no infinities; they are spelled as in a trace."""
-    if isinstance(x, float) and not math.isfinite(x):
-        return "nan" if math.isnan(x) else "inf" if x > 0 else "-inf"
-    if isinstance(x, dict):
-        return {k: _proper(v) for k, v in x.items()}
-    if isinstance(x, (list, tuple)):
-        return [_proper(v) for v in x]
-    return x
 
 
 def _put(path: Path, text: str, make: bool = True) -> Path:

@@ -25,7 +25,7 @@ from typing import Any
 
 from ..errors import Corrupt, UsageError
 
-__all__ = ["SCHEMA", "Step", "Trace", "line", "read_reference", "read_trace", "to_json"]
+__all__ = ["SCHEMA", "Step", "Trace", "line", "read_reference", "read_trace", "spelled", "to_json"]
 
 SCHEMA = 1
 
@@ -106,13 +106,13 @@ class Trace:
 
 def to_json(trace: Trace) -> dict[str, Any]:
     """Plain data; NaN and infinities are the strings "nan", "inf", "-inf", which JSON proper has no numbers for."""
-    plain = _spell(asdict(trace))
+    plain = spelled(asdict(trace))
     return {"ckpttool": SCHEMA, **plain}
 
 
 def line(kind: str, **record: Any) -> str:
     """One record of a `Recorder`, with its end of line."""
-    return json.dumps({"ckpttool": SCHEMA, "kind": kind, **_spell(record)}, ensure_ascii=False) + "\n"
+    return json.dumps({"ckpttool": SCHEMA, "kind": kind, **spelled(record)}, ensure_ascii=False) + "\n"
 
 
 def read_trace(path: str | os.PathLike[str]) -> Trace:
@@ -193,13 +193,14 @@ _NUMBERS = {
 }  # fmt: skip
 
 
-def _spell(x: Any) -> Any:
+def spelled(x: Any) -> Any:
+    """Plain data without NaN and infinities, which are the strings "nan", "inf" and "-inf"."""
     if isinstance(x, float) and not math.isfinite(x):
         return "nan" if math.isnan(x) else "inf" if x > 0 else "-inf"
     if isinstance(x, dict):
-        return {k: _spell(v) for k, v in x.items()}
+        return {k: spelled(v) for k, v in x.items()}
     if isinstance(x, (list, tuple)):
-        return [_spell(v) for v in x]
+        return [spelled(v) for v in x]
     return x
 
 

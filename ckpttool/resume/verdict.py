@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from .trace import SCHEMA, Trace, to_json
+from .trace import SCHEMA, Trace, spelled, to_json
 
 __all__ = ["Cause", "Check", "Report", "Word"]
 
@@ -66,6 +66,7 @@ class Report:
     calibrated: bool = False
     metrics: dict[str, float] = field(default_factory=dict)  # gates.metrics: mfu, tokens_per_second, step_seconds, ...
     versions: dict[str, str] = field(default_factory=dict)  # of the launching process
+    time: str = ""  # when it was judged, UTC, ISO 8601
 
     @property
     def word(self) -> str:
@@ -86,11 +87,13 @@ class Report:
         return {"fail": 10, "not comparable": 10, "gate failed": 11}.get(self.word, 0)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, as --json prints it and report.json holds it."""
-        return {
+        """Plain data, as --json prints it and report.json holds it; NaN and infinities as in a trace."""
+        data = {
             "ckpttool": SCHEMA, "verdict": self.word, "exit_code": self.exit_code, "profile": self.profile,
             "calibrated": self.calibrated, "checks": [asdict(c) for c in self.checks],
             "causes": [asdict(c) for c in self.causes], "envelope": self.envelope, "metrics": self.metrics,
-            "versions": self.versions, "candidate": to_json(self.candidate),
+            "versions": self.versions, "time": self.time, "candidate": to_json(self.candidate),
             "reference": None if self.reference is None else to_json(self.reference),
         }  # fmt: skip
+        out: dict[str, Any] = spelled(data)
+        return out

@@ -105,6 +105,8 @@ def run(settings: Settings, probe_file: str, tell: Tell) -> Trace | None:
         )  # fmt: skip
         rows, out.sequence = _data(settings, job)
         trained = job.optimizer is not None and any(t.path[0] == "optim" for t in ckpt.tensors.values())
+        if not trained:
+            out.notes.append("the checkpoint has no optimizer state; the optimizer of the job begins anew")
         tell(f"loading {settings.source}")
         failed = _load(settings, job, trained, out)
         if failed is not None:
@@ -174,7 +176,7 @@ def _load(settings: Settings, job: Job, trained: bool, out: Trace) -> str | None
     from ..reader import load
 
     began = time.monotonic()
-    problem: tuple[int, str] | None = None
+    problem: str | None = None
     try:
         loaded = load(
             job.model, job.optimizer if trained else None, settings.source, scheduler=job.scheduler if trained else None,
@@ -182,14 +184,20 @@ def _load(settings: Settings, job: Job, trained: bool, out: Trace) -> str | None
         )  # fmt: skip
         out.notes.extend(loaded.notes)
         out.load_bytes = loaded.bytes
-    except (CkpttoolError, RuntimeError, ValueError, KeyError) as e:
-        problem = getattr(e, "exit_code", 1), f"{type(e).__name__}: {e}"
+    except CkpttoolError as e:
+        problem = str(e)
+    except (RuntimeError, ValueError, KeyError) as e:  # torch's own, where it sets the state of a live job
+        problem = f"{type(e).__name__}: {e}"
     problems: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, (problem, out.load_bytes))
     out.load_seconds = time.monotonic() - began
     out.load_bytes = sum(b or 0 for _, b in problems)
-    first = next(((r, p) for r, (p, _) in enumerate(problems) if p is not None), None)
-    return None if first is None else f"rank {first[0]}: {first[1][1]}"
+    said = {p: r for r, (p, _) in reversed(list(enumerate(problems))) if p is not None}
+    if not said:
+        return None
+    text, rank = next(iter(said.items()))
+    text = "; ".join(" ".join(line.split()) for line in text.splitlines())
+    return text if len(said) == 1 and all(p is not None for p, _ in problems) else f"rank {rank}: {text}"
 
 
 def _state(job: Job, trained: bool, opened: Opened, settings: Settings, out: Trace) -> None:
