@@ -40,8 +40,8 @@ class Fault:
     `spoil` changes the state, `job` is a function of tests/live/faults.py, "" for --config, and `settings` replaces some
     of the run's; `reference` replaces fields of the reference's trace. `tied` is a fault of the tied model.
 
-    `check` is the first check that fails with everything known, `dynamic` the first with numbers of the run alone; None
-    where those see nothing. `kind` is that of the first cause, `tensors` the first of its tensors. `rank` is whose shard
+    `check` is the first check that fails with everything known, `dynamic` the first with numbers of the run alone, None
+    where those see nothing, and `recorded` says whether a recorded trajectory shows it. `kind` is that of the first cause, `tensors` the first of its tensors. `rank` is whose shard
     the first difference lies in.
     """
 
@@ -55,6 +55,7 @@ class Fault:
     settings: dict[str, Any] = field(default_factory=dict)
     reference: dict[str, Any] = field(default_factory=dict)
     tied: bool = False
+    recorded: bool = True
 
 
 # -------------------------------------------------------------------------------------------------- what is done to it
@@ -156,6 +157,10 @@ def flip(bit: int, index: tuple[int, ...]) -> Callable[[Any], Any]:
         t.view(torch.int32)[index] ^= 1 << bit if bit < 31 else -(1 << 31)
 
     return act
+
+
+def to_bf16(t: Any) -> Any:
+    return t.bfloat16() if t.ndim else t
 
 
 def nan(t: Any) -> None:
@@ -278,7 +283,6 @@ def first_layer(fqn: str) -> bool:
 
 DIGESTS, SCALARS, GROUPS = "state.digests", "state.scalars", "config.groups"
 PROBE, UPDATE, WORST = "probe.logits", "step1.update_norm", "step1.worst_update"
-CONFIG_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
 
 FAULTS: dict[str, Fault] = {
     # weights
@@ -298,7 +302,7 @@ FAULTS: dict[str, Fault] = {
     "final norm reset": Fault(DIGESTS, "constant", PROBE, (model(NORM),), weight(NORM, torch.ones_like), 0),
     "weights rounded to bf16": Fault(DIGESTS, "rounded-bfloat16", PROBE, (), every_weight(rounded(torch.bfloat16))),
     "weights rounded to fp16": Fault(DIGESTS, "rounded-float16", PROBE, (), every_weight(rounded(torch.float16))),
-    "weights stored in bf16": Fault("state.shapes", "dtype", PROBE, (), every_weight(lambda t: t.bfloat16()), job=""),
+    "weights and moments stored in bf16": Fault("state.shapes", "dtype", PROBE, (), in_turn(every_weight(to_bf16), *(every_slot(s, to_bf16) for s in BOTH)), job=""),
     "rope permuted in all layers": Fault(DIGESTS, "rope", PROBE, (), lambda s, o: [weight(f, rope)(s, o) for f in s["model"] if "q_proj" in f or "k_proj" in f]),
     "rope permuted in a layer": Fault(DIGESTS, "rope", PROBE, (model(Q), model(K)), in_turn(weight(Q, rope), weight(K, rope))),
     "an exponent bit of a weight": Fault(DIGESTS, "elements", PROBE, (model(Q),), weight(Q, flip(27, (30, 5))), 2),
@@ -308,14 +312,15 @@ FAULTS: dict[str, Fault] = {
     "a weight one element on": Fault(DIGESTS, "shifted", PROBE, (model(UP),), weight(UP, shift)),
     "last rows of the vocabulary zero": Fault(DIGESTS, "zero-rows", PROBE, (model(HEAD),), weight(HEAD, zero(slice(127, 131))), 3),
     "a weight newly made": Fault(DIGESTS, "unrelated", PROBE, (model(UP),), weight(UP, noise)),
-    "a weight missing": Fault("state.loaded", "tensor-missing", None, (model(UP),), without("model", UP)),
-    "a weight too many": Fault("state.loaded", "tensor-extra", None, (model(LAYER1 + "self_attn.q_proj.bias"),), put(lambda: torch.zeros(48), "model", LAYER1 + "self_attn.q_proj.bias")),
-    "vocabulary padded": Fault("state.loaded", "vocabulary", None, (model(HEAD),), weight(HEAD, lambda t: torch.cat([t, torch.zeros(5, 48)]))),
-    "a weight does not train": Fault(WORST, "frozen", WORST, (UP2,), job="frozen"),
+    "a weight missing": Fault("state.loaded", "tensor-missing", "state.loaded", (model(UP),), without("model", UP)),
+    "a weight too many": Fault("state.loaded", "tensor-extra", "state.loaded", (model(LAYER1 + "self_attn.q_proj.bias"),), put(lambda: torch.zeros(48), "model", LAYER1 + "self_attn.q_proj.bias")),
+    "vocabulary padded": Fault("state.loaded", "vocabulary", "state.loaded", (model(HEAD),), weight(HEAD, lambda t: torch.cat([t, torch.zeros(5, 48)]))),
+    "a weight does not train": Fault("step1.grad_norm", "frozen", "step1.grad_norm", (UP2,), job="frozen"),
     # optimizer
-    "optimizer dropped": Fault("state.plausible", "optimizer-missing", UPDATE, (), without("optim")),
+    "optimizer dropped": Fault("state.plausible", "optimizer-missing", "step1.learning_rates", (), without("optim")),
+    "moments dropped": Fault("state.plausible", "optimizer-missing", UPDATE, (), lambda s, o: s["optim"]["state"].clear()),
     "moments exchanged": Fault(DIGESTS, "moments-exchanged", UPDATE, (), moments_exchanged(False)),
-    "moments exchanged, without signs": Fault(DIGESTS, "moments-exchanged", UPDATE, (), moments_exchanged(True)),
+    "moments exchanged, without signs": Fault(DIGESTS, "moments-copied", UPDATE, (), moments_exchanged(True)),
     "optimizer's step reset": Fault("state.plausible", "step-reset", UPDATE, (), every_slot("step", torch.zeros_like)),
     "optimizer's step off by one": Fault(DIGESTS, "step-offset", UPDATE, (), every_slot("step", lambda t: t - 1)),
     "optimizer's step off by one, on one tensor": Fault("state.plausible", "step-offset", WORST, (moment(Q, "step"),), slot(Q, "step", lambda t: t - 1)),
@@ -328,7 +333,7 @@ FAULTS: dict[str, Fault] = {
     "q and k exchanged, moments": Fault(DIGESTS, "exchanged", UPDATE, (moment(Q, "exp_avg"),), exchange(["optim"], [(Q, K)])),
     "layers 1 and 2 exchanged, moments": Fault(DIGESTS, "layers-exchanged", UPDATE, (), layers_exchanged("optim")),
     "moments rounded to bf16": Fault(DIGESTS, "rounded-bfloat16", UPDATE, (), in_turn(*(every_slot(s, rounded(torch.bfloat16)) for s in BOTH))),
-    "an exponent bit of exp_avg_sq": Fault(DIGESTS, "elements", UPDATE, (moment(Q, "exp_avg_sq"),), slot(Q, "exp_avg_sq", flip(27, (30, 5))), 2),
+    "an exponent bit of exp_avg_sq": Fault(DIGESTS, "elements", WORST, (moment(Q, "exp_avg_sq"),), slot(Q, "exp_avg_sq", flip(27, (30, 5))), 2),
     "a NaN in exp_avg": Fault(DIGESTS, "elements", UPDATE, (moment(Q, "exp_avg"),), slot(Q, "exp_avg", nan), 1),
     "exp_avg one element on": Fault(DIGESTS, "shifted", UPDATE, (moment(UP, "exp_avg"),), slot(UP, "exp_avg", shift)),
     "moments of one weight missing": Fault("state.names", "moments-missing", UPDATE, (moment(Q, "step"),), without("optim", "state", Q)),
@@ -339,16 +344,17 @@ FAULTS: dict[str, Fault] = {
     "weight decay on norms": Fault(GROUPS, "weight-decay-on-norms", UPDATE, (), option("weight_decay", 0.1, 1)),
     "eps 1e-6": Fault(GROUPS, "option-eps", UPDATE, (), option("eps", 1e-6)),
     "learning rate": Fault(GROUPS, "option-lr", "step1.learning_rates", (), option("lr", 2e-3)),
-    "a weight in no param group": Fault(GROUPS, "optimizer-members", WORST, (UP2,), job="unlisted"),
+    "a weight in no param group": Fault("state.names", "optimizer-members", UPDATE, (UP2,), job="unlisted"),
     # scheduler
     "scheduler reset": Fault(GROUPS, "scheduler-reset", "step1.learning_rates", (), schedule(0)),
     "scheduler off by one": Fault(GROUPS, "scheduler-offset", "step1.learning_rates", (), schedule(19)),
     "scheduler begins anew": Fault("config.scheduler", "scheduler-reset", "steps.learning_rates", (), lambda s, o: s["scheduler"].update(last_epoch=0, _step_count=1)),
-    "scheduler missing": Fault("config.scheduler", "scheduler-missing", "steps.learning_rates", (), without("scheduler"), job=""),
+    "scheduler missing": Fault("config.scheduler", "scheduler-missing", None, (), without("scheduler"), job=""),
+    "scheduler missing, the job has one": Fault("state.loaded", "load-failed", "state.loaded", (), without("scheduler")),
     "scheduler lost, highest rate": Fault(GROUPS, "option-lr", "step1.learning_rates", (), job="own_schedule"),
     # data
     "data one batch ahead": Fault("step1.batch", "data-offset", "step1.batch", (), job="ahead"),
-    "data from the beginning": Fault("step1.batch", "data-restart", "step1.batch", (), job="again"),
+    "data from the beginning": Fault("step1.batch", "data-other", "step1.batch", (), job="again"),
     "other data": Fault("step1.batch", "data-other", "step1.batch", (), job="another"),
     "half the global batch": Fault("step1.batch", "global-batch", "step1.batch", (), settings={"global_batch": 12}),
     # gradients and losses
@@ -359,10 +365,10 @@ FAULTS: dict[str, Fault] = {
     # configuration
     "rope theta": Fault("config.model", "model-configuration", PROBE, (), job="theta"),
     "eps of the norms": Fault("config.model", "model-configuration", PROBE, (), job="eps"),
-    "trainer's step lost": Fault("config.values", "counters", None, (), without("step")),
-    "trainer's step off by one": Fault("config.values", "counters", None, (), put(19, "step")),
+    "trainer's step lost": Fault("config.values", "counters", None, (), without("step"), recorded=False),
+    "trainer's step off by one": Fault("config.values", "counters", None, (), put(19, "step"), recorded=False),
     # tied weights
-    "untied, with equal values": Fault("state.names", "untied", "step1.grad_norm", (), untie(lambda t: t, True), tied=True),
-    "untied, without moments": Fault("state.names", "untied", "step1.grad_norm", (), untie(lambda t: t, False), tied=True),
-    "untied, a new head": Fault("state.names", "untied", PROBE, (), untie(noise, True), tied=True),
+    "untied, with equal values": Fault("config.tied", "untied", "step1.grad_norm", (), untie(lambda t: t, True), tied=True),
+    "untied, without moments": Fault("config.tied", "untied", "step1.grad_norm", (), untie(lambda t: t, False), tied=True),
+    "untied, a new head": Fault(DIGESTS, "unrelated", PROBE, (model(HEAD),), untie(noise, True), tied=True),
 }  # fmt: skip

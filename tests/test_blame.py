@@ -70,7 +70,7 @@ CAUSES = {
     "moments rounded": ("moments-differ", "all 78 tensors of the optimizer hold other values"),
     "betas": ("option-betas", "betas is [0.9, 0.999] and was [0.9, 0.95] for all parameters, which is the default"),
     "decay on norms": ("weight-decay-on-norms", "weight decay (0.1) is applied to 9 norms and biases that had none"),
-    "gradients summed": ("gradient-scale", "gradients are 4 times those of the reference (its number of ranks): summed"),
+    "gradients summed": ("gradient-scale", "4 times those of the reference (its number of ranks): summed"),
     "another batch": ("data-offset", "the data is 1 step ahead of the reference"),
     "half a batch": ("global-batch", "the global batch is 12 and was 24"),
     "untied": ("untied", "lm_head.weight and model.embed_tokens.weight were tied and are not"),
@@ -150,7 +150,7 @@ def test_what_fits_nothing_is_unknown_and_lists_what_was_seen() -> None:
     assert kinds(job(), b) == ["tensor-extra"]
 
 
-# ---------------------------------------------------------------------------------------- tensors that hold others' bytes
+# -------------------------------------------------------------------------------------- tensors that hold others' bytes
 
 
 def swap(x: str, y: str) -> Callable[[str], str]:
@@ -174,12 +174,14 @@ def exchanged(x: str, y: str, only: str = "") -> Trace:
          "gate_proj and up_proj are exchanged in layers 0, 1, 2, 3 (weights and optimizer state)"),
         (exchanged("layers.1.", "layers.2."), "layers-exchanged",
          "layers 1 and 2 are exchanged (weights and optimizer state)"),
-        (exchanged("layers.1.", "layers.2.", "optim."), "layers-exchanged", "layers 1 and 2 are exchanged (optimizer state)"),
+        (exchanged("layers.1.", "layers.2.", "optim."), "layers-exchanged",
+         "layers 1 and 2 are exchanged (optimizer state)"),
         (exchanged("exp_avg_sq", "exp_avg"), "moments-exchanged",
          "exp_avg and exp_avg_sq are exchanged, of 39 parameters, first embed_tokens"),
         (exchanged("layers.0.mlp.up_proj", "layers.3.mlp.up_proj", "model."), "exchanged",
          "layer 0, mlp.up_proj and layer 3, mlp.up_proj are exchanged"),
-        (edit_state(job(), lambda n: n == "model.lm_head.weight", lambda n: "model.model.embed_tokens.weight"), "copied",
+        (edit_state(job(), lambda n: n == "model.lm_head.weight", lambda n: "model.model.embed_tokens.weight"),
+         "copied",
          "lm_head holds the bytes of embed_tokens"),
     ],
 )  # fmt: skip
@@ -211,7 +213,7 @@ def test_bytes_that_several_tensors_have_are_no_trace_of_another_tensor() -> Non
     for t in (a, b):
         for n in ("model.layers.2.input_layernorm.weight", "model.layers.3.input_layernorm.weight"):
             t.state[f"model.{n}"] = ("float32", (64,), "01")
-    b.state["model.model.norm.weight"] = b.stored["model.model.norm.weight"] = ("float32", (64,), "01")  # type: ignore[assignment]
+    b.state["model.model.norm.weight"] = ("float32", (64,), "01")
     b.stored = {}
     (found,) = blamed(a, b)
     assert found.kind == "weights-differ"
@@ -556,7 +558,7 @@ ROPE = [8 * h + k for h in range(4) for k in PAIRS]
 @pytest.mark.parametrize(
     ("got", "kind", "text"),
     [
-        (W.astype(ml_dtypes.bfloat16).astype("f4"), "rounded-bfloat16", "holds exactly the reference's values rounded to bfloat16"),
+        (W.astype(ml_dtypes.bfloat16).astype("f4"), "rounded-bfloat16", "exactly the reference's values rounded"),
         (W.astype(ml_dtypes.bfloat16), "rounded-bfloat16", "holds exactly the reference's values rounded to bfloat16"),
         (W.astype("f2").astype("f4"), "rounded-float16", "holds exactly the reference's values rounded to float16"),
         (W * 0, "zero", "is all zeros"),
@@ -565,22 +567,26 @@ ROPE = [8 * h + k for h in range(4) for k in PAIRS]
         (W * 0 + 1, "constant", "is 1 in every element, as if newly made"),
         (bit(31), "elements", "(the sign bit flipped)"),
         (bit(30), "elements", "(exponent bit 7 flipped)"),
+        (bit(23), "elements", "(exponent bit 0 flipped)"),
+        (bit(22), "elements", "(mantissa bit 22 flipped)"),
         (bit(0), "elements", "(mantissa bit 0 flipped)"),
         (changed((slice(2, 4), slice(0, 9)), np.nan), "not-finite", "has 18 elements that are NaN or infinite"),
         (-W, "negated", "holds the reference's values with the other sign"),
         (abs(W), "absolute", "holds the reference's values without their signs"),
         (W.reshape(12, 32).T, "unrelated", "has values unrelated to the reference's"),
         (W.T.reshape(32, 12), "transposed", "holds the reference transposed"),
-        (np.roll(W.reshape(-1), 1).reshape(32, 12), "shifted", "holds the reference shifted by 1 element toward the end"),
-        (np.roll(W.reshape(-1), -5).reshape(32, 12), "shifted", "holds the reference shifted by 5 elements toward the beginning"),
-        (W[ROPE], "rope", "has its rows reordered within heads of 8: from halves to interleaved pairs, as between the two ways to compute rope"),
-        (W[np.argsort(ROPE)], "rope", "has its rows reordered within heads of 8: from interleaved pairs to halves, as between the two ways to compute rope"),
-        (W[[*range(8), *range(16, 24), *range(8, 16), *range(24, 32)]], "exchanged-rows", "has rows 8:16 and 16:24 exchanged"),
-        (W[[*range(16), *range(8, 16), *range(24, 32)]], "copied-rows", "has rows 16:24 that are the reference's rows 8:16"),
+        (np.roll(W.reshape(-1), 1).reshape(32, 12), "shifted", "shifted by 1 element toward the end"),
+        (np.roll(W.reshape(-1), -5).reshape(32, 12), "shifted", "shifted by 5 elements toward the beginning"),
+        (W[ROPE], "rope", "within heads of 8: from halves to interleaved pairs"),
+        (W[np.argsort(ROPE)], "rope", "within heads of 8: from interleaved pairs to halves"),
+        (W[[*range(8), *range(16, 24), *range(8, 16), *range(24, 32)]], "exchanged-rows",
+         "has rows 8:16 and 16:24 exchanged"),
+        (W[[*range(16), *range(8, 16), *range(24, 32)]], "copied-rows",
+         "has rows 16:24 that are the reference's rows 8:16"),
         (W[RNG.permutation(32)], "permuted-rows", "has the reference's rows in another order"),
         (W * np.float32(0.25), "scaled", "holds the reference's values times 0.25"),
-        (changed(slice(4, 8), W[4:8] * np.float32(3)), "scaled", "holds the reference's values times 3, in rows 4:8 of 32"),
-        (W + RNG.normal(size=W.shape).astype("f4") * 1e-3, "close", "is close to the reference (relative distance 0.001)"),
+        (changed(slice(4, 8), W[4:8] * np.float32(3)), "scaled", "times 3, in rows 4:8 of 32"),
+        (W + RNG.normal(size=W.shape).astype("f4") * 1e-3, "close", "(relative distance 0.001)"),
         (RNG.normal(size=W.shape).astype("f4"), "unrelated", "has values unrelated to the reference's"),
         (changed(slice(8, 16), RNG.normal(size=(8, 12))), "unrelated", "in rows 8:16 of 32"),
     ],
@@ -623,6 +629,14 @@ def test_scalars_and_single_elements() -> None:
     found = like(np.array(299.0, "f4"), np.array(300.0, "f4"))
     assert (found.kind, "299.0 instead of 300.0" in found.text) == ("elements", True)
     assert likeness(np.empty((0, 3)), np.empty((0, 3))) is None
+
+
+def test_two_flipped_bits_are_not_one_and_values_that_vanish_are_zeros() -> None:
+    got = W.copy()
+    got.view("u4")[3, 4] ^= np.uint32(3)
+    assert "flipped" not in like(got).text
+    tiny = W * np.float32(1e-30)
+    assert like(tiny.astype("f2").astype("f4"), tiny).kind == "zero"
 
 
 def test_vectors_that_were_exchanged_or_reset() -> None:

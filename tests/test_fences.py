@@ -75,7 +75,8 @@ ROOMS: dict[str, set[str]] = {
         "_version", "conversion", "errors", "resume.blame", "resume.gates", "resume.judge", "resume.settings",
         "resume.trace", "resume.verdict", "resume.worker", "stream",
     },
-    "reader": {"boxes", "conversion", "errors", "index", "layouts", "names", "pickles", "store", "stream", "torchzip"},
+    "fetch": {"boxes", "conversion", "errors", "index", "layouts", "names", "pickles", "store", "stream", "torchzip"},
+    "reader": {"errors", "fetch", "index", "names", "pickles"},
     "cli": {
         "errors", "conversion", "comparison", "summary", "layouts", "_version", "names", "resume.launch",
         "resume.report",

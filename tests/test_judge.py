@@ -1,4 +1,4 @@
-"""judge: what a run showed against a reference. The runs here are made up; their numbers are those that were measured."""
+"""judge: what a run showed against a reference. The runs are made up; their numbers are those that were measured."""
 
 from __future__ import annotations
 
@@ -67,11 +67,13 @@ def job(start: int = 300, steps: int = 10, *, first: int | None = None, **fields
         {**plain, "weight_decay": 0.0, "params": [n for n in FQNS if "norm" in n]},
     ]
     out = Trace(
-        source="somewhere", layout="dcp", start=start, world_size=4, device="cpu", dtype="fp32", seed=0, data="tokens.npy",
-        global_batch=24, micro_batch=6, sequence=48, clip=1.0, parameters=sum(math.prod(shape_of(n)) for n in FQNS),
+        source="somewhere", layout="dcp", start=start, world_size=4, device="cpu", dtype="fp32", seed=0,
+        data="tokens.npy", global_batch=24, micro_batch=6, sequence=48, clip=1.0,
+        parameters=sum(math.prod(shape_of(n)) for n in FQNS),
         state=state, stored={n: h for n, (_, _, h) in state.items()}, scalars=scalars, groups=groups,
         values={
-            "trainer.step": start, "trainer.epoch": 1, "scheduler.last_epoch": start, "scheduler._step_count": start + 1,
+            "trainer.step": start, "trainer.epoch": 1, "scheduler.last_epoch": start,
+            "scheduler._step_count": start + 1,
             "scheduler.base_lrs": [3e-3, 3e-3], "scheduler.lr_lambdas": [None, None], "extra.args.name": "a",
         },
         config={"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "hidden_size": HIDDEN, "transformers_version": "5.0"},
@@ -198,7 +200,8 @@ def test_a_run_that_could_not_load_fails_at_once_and_says_which_names_are_not_th
 
 # ------------------------------------------------------------------------------------------------------- benign noise
 
-NOISE = {  # the largest deviations that were measured: (probe, loss 1, later, grad 1, update 1, worst grad 1, worst update 1)
+#: The largest deviations that were measured: (probe, loss 1, later, grad 1, update 1, worst grad 1, worst update 1).
+NOISE = {
     "fp32": (2e-7, 1.2e-7, 1.9e-7, 8e-8, 4e-8, 1e-7, 3e-7),
     "bf16, micro-batch held": (0.0, 0.0, 0.0, 2.5e-7, 1.5e-16, 8e-12, 6e-16),
     "bf16": (0.0, 1.9e-7, 1.5e-4, 2.7e-4, 3.6e-5, 2.5e-3, 1.1e-3),

@@ -740,8 +740,8 @@ class _Finder:
             evidence = self.seen("probe.logits", "step1.loss")
             if same:
                 text = (
-                    "the weights are equal and the logits are not: the model is configured otherwise (rope theta, eps of "
-                    "the norms), or other kernels compute it"
+                    "the weights are equal and the logits are not: the model is configured otherwise (rope theta, eps "
+                    "of the norms), or other kernels compute it"
                 )
                 self.add("model-configuration", text, [*evidence, *self._environment(reference)])
             else:

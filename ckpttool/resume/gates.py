@@ -5,8 +5,8 @@
 
 MFU is 6 x parameters x tokens of a step / (seconds of a step x ranks x peak of a device): the arithmetic of a dense
 model's matrices, forward and backward, without attention and without what activation checkpointing computes again
-(as in PaLM, arXiv 2204.02311, without its term for attention). The peak is that of dense bf16; where it is not known, nor
-given, there is no MFU. It is never guessed.
+(as in PaLM, arXiv 2204.02311, without its term for attention). The peak is that of dense bf16; where it is not known,
+nor given, there is no MFU. It is never guessed.
 """
 
 from __future__ import annotations

@@ -292,10 +292,11 @@ def _tensor_parallel(model: Any, mesh: Any) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     styles: dict[str, Callable[[], Any]] = {
-        "colwise": lambda: ColwiseParallel(),
-        "rowwise": lambda: RowwiseParallel(),
-        "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "colwise": ColwiseParallel,
+        "rowwise": RowwiseParallel,
+        "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
         "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),  # as transformers 4 called it
     }
     plan = dict(getattr(model, "_tp_plan", None) or {})
     base = getattr(model, "base_model_prefix", "")

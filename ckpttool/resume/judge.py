@@ -4,8 +4,8 @@
 
 Checks come in the order of `ORDER`, each cheaper and more telling than those after it: the state that the job holds,
 its configuration, the probe before any step, the first step, where nothing has been updated yet and numbers are nearly
-exact, the later ones, what can be said without a reference, the save and load again. Without a reference only the last two
-kinds are made, and of the state what can be told from it alone.
+exact, the later ones, what can be said without a reference, the save and load again. Without a reference only the last
+two kinds are made, and of the state what can be told from it alone.
 
 Raw numbers are compared, never printed ones. Equal numbers have the deviation 0; NaN is equal to nothing, not even NaN.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -63,8 +63,8 @@ _SILENT = frozenset((
     "torch_dtype", "dtype", "transformers_version", "architectures", "use_cache", "_name_or_path", "name_or_path",
     "_commit_hash", "output_attentions", "output_hidden_states", "return_dict", "torchscript", "auto_map", "id2label",
     "label2id", "_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "is_decoder",
-    "use_bfloat16", "problem_type", "tokenizer_class", "prefix", "task_specific_params", "generation_config", "bos_token_id",
-    "eos_token_id", "chunk_size_feed_forward",
+    "use_bfloat16", "problem_type", "tokenizer_class", "prefix", "task_specific_params", "generation_config",
+    "bos_token_id", "eos_token_id", "chunk_size_feed_forward",
 ))  # fmt: skip
 
 #: Of a scheduler: what changes while it computes and says nothing afterwards.
@@ -702,7 +702,6 @@ class _Worst:
     got: float
     tensor: str | None = None
     left_out: int = 0
-    missing: list[str] = field(default_factory=list)
 
 
 def pairs(reference: Trace, got: Trace) -> list[tuple[Step, Step]]:

@@ -8,8 +8,8 @@ The most specific kind that is true of every differing element is the one that i
     absolute, transposed, shifted, rope, exchanged-rows, copied-rows, permuted-rows, scaled, close, unrelated
 
 Comparisons are of bits, so that NaN equals NaN of the same bits and 0.0 is not -0.0. Tensors are looked through in
-blocks. Of one with more than `LIMIT` elements the kind is told from LIMIT elements, from the first differing row on, and the
-result says so; where it differs and in how many elements is always of all of it.
+blocks. Of one with more than `LIMIT` elements the kind is told from LIMIT elements, from the first differing row on,
+and the result says so; where it differs and in how many elements is always of all of it.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _rounded(a: Any, b: Any, region: tuple[Any, Any], place: tuple[int, int, int
         if x.dtype != y.dtype and y.dtype != dtype:
             continue
         if all(_same(x[p].astype(dtype).astype(y.dtype), y[p]) for p in _blocks(len(x))):
-            if not _bits(y).any():
+            if not (y != 0).any():
                 return None  # all of it vanished: zero says more
             return f"rounded-{name}", f"holds exactly the reference's values rounded to {name}", {"dtype": name}
     return None

@@ -61,11 +61,13 @@ class Trace:
     `failed` says why the checkpoint could not be loaded into the job; then there is nothing else but `start` and names
     in `state`, without fingerprints.
     `state` {canonical name: (dtype, shape, fingerprint)} of what the job held after loading, at step `start`;
-    `stored` the fingerprints of the same tensors in the files, where they were read a second time for that.
+    `stored` the fingerprints of the same tensors in the files, where they were read a second time for that and are of
+    the same dtype.
     `scalars` are the values of tensors with one element, `values` the other plain data of the checkpoint.
     `groups` are the optimizer's param groups as the job holds them: options, and "params": [FQN, ...].
     `tied` lists the names of each parameter that has more than one. `config` is the model's configuration.
-    `probe` {"file": npy of logits (rows, vocabulary) float32, "agree": whether every rank has the same}.
+    `probe` {"file": npy of logits (rows, vocabulary) float32, "agree": whether every rank has the same, "batch": digest
+    of the rows that were given}, or {"skipped": why}.
     `roundtrip` {"save_seconds", "load_seconds", "bytes", "differing": [names]} of the save after the first step, or
     {"skipped": why}.
     `memory` has {"rank", "allocated_bytes", "reserved_bytes", "total_bytes"} peaks, of the device.

@@ -214,7 +214,12 @@ def _state(job: Job, trained: bool, opened: Opened, settings: Settings, out: Tra
         out.notes.append(f"{len(apart)} tensors have copies on several ranks that are not equal, first {apart[0]}")
         out.environment["copies_differ"] = apart
     if settings.reread:
-        common = [n for n in opened.locate().tensors if n in tensors]
+        entries = opened.locate().tensors
+        other = [n for n, t in entries.items() if n in tensors and t.dtype != dtype_of(tensors[n])]
+        if other:
+            kinds = f"{entries[other[0]].dtype} in the files and {dtype_of(tensors[other[0]])} in the job"
+            out.notes.append(f"{len(other)} tensors are of another dtype, first {other[0]}: {kinds}")
+        common = [n for n in entries if n in tensors and n not in set(other)]
         out.stored = fingerprint.in_files(opened, common, dist.get_rank(), dist.get_world_size(), device)
 
 
@@ -266,8 +271,9 @@ def _probe(job: Job, rows: batches.Rows, settings: Settings, file: str, out: Tra
     import torch.distributed as dist
 
     job.model.eval()
+    batch = _batch(rows, 0, settings.micro_batch, _on(settings))
     with torch.no_grad():
-        _, _, logits = job.loss(job.model, _batch(rows, 0, settings.micro_batch, _on(settings)))
+        _, _, logits = job.loss(job.model, batch)
     job.model.train()
     if logits is None:
         out.probe = {"skipped": "the job gives no logits"}
@@ -279,6 +285,8 @@ def _probe(job: Job, rows: batches.Rows, settings: Settings, file: str, out: Tra
     every = [torch.empty_like(each) for _ in range(dist.get_world_size())]
     dist.all_gather(every, each)
     out.probe = {"agree": all(bool((e == each).all()) for e in every), "rows": len(keep)}
+    if "input_ids" in batch:
+        out.probe["batch"] = f"{batches.digest(batch['input_ids'].cpu().numpy()):032x}"
     if dist.get_rank() == 0:
         np.save(file, kept.cpu().numpy(), allow_pickle=False)
         out.probe["file"] = file

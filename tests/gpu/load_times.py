@@ -31,7 +31,9 @@ def main(folder: Path) -> None:
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters())
     weights, state = get_state_dict(model, optimizer)
-    tensors = [t for t in [*weights.values(), *(x for s in state["state"].values() for x in s.values())] if hasattr(t, "fill_")]
+    tensors = [
+        t for t in [*weights.values(), *(x for s in state["state"].values() for x in s.values())] if hasattr(t, "fill_")
+    ]
     readers = {
         "torch": lambda: dcp.FileSystemReader(folder / "ckpt"),
         "ckpttool": lambda: ckpttool.storage_reader(folder / "ckpt"),

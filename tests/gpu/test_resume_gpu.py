@@ -82,9 +82,13 @@ def test_a_conversion_goes_on_as_its_source_and_a_dropped_optimizer_does_not(ori
     code, report = verify(tmp_path / "eight", "--against", original / "ckpt", "--config", original / "config", *JOB)
     print("\nagainst:", numbers(report))
     assert code == 0, [c for c in report["checks"] if c["verdict"] == "fail"]
-    assert all(a["loss"] == b["loss"] for a, b in zip(report["candidate"]["steps"], report["reference"]["steps"], strict=True))
+    assert all(
+        a["loss"] == b["loss"] for a, b in zip(report["candidate"]["steps"], report["reference"]["steps"], strict=True)
+    )
     ckpttool.convert(original / "ckpt", tmp_path / "bare", to="dcp", world_size=8, only=["model", "trainer"])
-    code, report = verify(tmp_path / "bare", "--against", original / "ckpt", "--config", original / "config", *JOB, "--steps", "3")
+    code, report = verify(
+        tmp_path / "bare", "--against", original / "ckpt", "--config", original / "config", *JOB, "--steps", "3"
+    )
     assert code == 10 and report["causes"][0]["kind"] == "optimizer-missing", report["causes"]
 
 

@@ -4,9 +4,9 @@
 
 A Llama of four layers without grouped attention, so that q and k have one shape, and with 131 words, which no number of
 ranks divides; AdamW with a group that does not decay, warmup and cosine. FOLDER gets `stale` (saved after 10 steps) and
-`ckpt` (after 20), `reference.jsonl` of the steps after it, `bf16.jsonl` of the same steps from the same checkpoint in
-mixed precision, `tied`, the same model with its head tied to the embedding, after 6 steps; `config` and `config-tied`,
-and `tokens.npy`, the rows of the data.
+`ckpt` (after 20), `reference.jsonl` of all 30 steps, `bf16.jsonl` of those after the save, run from it in mixed
+precision, `tied` (saved after 6 steps) and `tied.jsonl`, the same model with its head tied to the embedding; `config` and
+`config-tied`, and `tokens.npy`, the rows of the data.
 
 `build` and the functions after it are what --job is given.
 """
@@ -91,19 +91,29 @@ def eps() -> dict[str, Any]:
     return build(rms_norm_eps=1e-5)
 
 
+def moved(by: int) -> dict[str, Any]:
+    """The reader of the data does not go on where it was, but some samples on; those before are what they were."""
+    return {**build(), "data": lambda i: row(i + by if i >= SAVED * GLOBAL else i)}
+
+
 def ahead() -> dict[str, Any]:
     """The data is one batch ahead."""
-    return {**build(), "data": lambda i: row(i + GLOBAL)}
+    return moved(GLOBAL)
 
 
 def again() -> dict[str, Any]:
     """The data begins from its beginning."""
-    return {**build(), "data": lambda i: row(i - SAVED * GLOBAL)}
+    return moved(-SAVED * GLOBAL)
 
 
 def another() -> dict[str, Any]:
-    """Another data set."""
-    return {**build(), "data": lambda i: row(i + 10**6)}
+    """The data is other data."""
+    return moved(10**6)
+
+
+def tied() -> dict[str, Any]:
+    """The tied model."""
+    return build(tie_word_embeddings=True)
 
 
 def summed() -> dict[str, Any]:
@@ -234,11 +244,11 @@ def main() -> None:
     model = sharded(model_of())
     optimizer = optimizer_of(model)
     scheduler = scheduler_of(optimizer)
-    train(model, optimizer, scheduler, range(1, STALE + 1))
-    save(model, optimizer, scheduler, STALE, out / "stale")
-    train(model, optimizer, scheduler, range(STALE + 1, SAVED + 1))
-    save(model, optimizer, scheduler, SAVED, out / "ckpt")
     recorder = ckpttool.Recorder(out / "reference.jsonl", model, optimizer, dtype="fp32", **known)
+    train(model, optimizer, scheduler, range(1, STALE + 1), recorder)
+    save(model, optimizer, scheduler, STALE, out / "stale")
+    train(model, optimizer, scheduler, range(STALE + 1, SAVED + 1), recorder)
+    save(model, optimizer, scheduler, SAVED, out / "ckpt")
     recorder.state(SAVED)
     train(model, optimizer, scheduler, range(SAVED + 1, SAVED + RECORDED + 1), recorder)
 
@@ -255,6 +265,9 @@ def main() -> None:
     scheduler = scheduler_of(optimizer)
     train(model, optimizer, scheduler, range(1, TIED + 1))
     save(model, optimizer, scheduler, TIED, out / "tied")
+    recorder = ckpttool.Recorder(out / "tied.jsonl", model, optimizer, dtype="fp32", **known)
+    recorder.state(TIED)
+    train(model, optimizer, scheduler, range(TIED + 1, TIED + 5), recorder)
     if dist.get_rank() == 0:
         model_of().config.save_pretrained(out / "config")
         model_of(tie_word_embeddings=True).config.save_pretrained(out / "config-tied")
