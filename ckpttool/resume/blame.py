@@ -152,10 +152,16 @@ class _Finder:
                 self.names(self.reference)
                 self.shapes(self.reference)
                 self.state(self.reference)
+            if self.got.failed is not None and self.out:
+                self.out.append(self.out.pop(0))  # what is missing or has another shape says more
             self.tied()
             self.model(self.reference)
-            self.groups(self.reference)
-            self.scheduler(self.reference)
+            if "config.scheduler" in self.failed:  # the learning rates in the groups follow from it
+                self.scheduler(self.reference)
+                self.groups(self.reference)
+            else:
+                self.groups(self.reference)
+                self.scheduler(self.reference)
             self.values(self.reference)
             self.data(self.reference)
         self.plausible()
@@ -228,7 +234,10 @@ class _Finder:
         evidence = self.seen("state.names")
         theirs = {n for n in reference.state if n.startswith("optim.state.")}
         ours = {n for n in self.got.state if n.startswith("optim.state.")}
+        members, known = options(self.got), options(reference)
         gone = [n for n in missing if n.startswith("optim.state.")]
+        # what this optimizer does not train has no state in it; `groups` says that
+        gone = [n for n in gone if not members or _fqn(n) in members or _fqn(n) not in known]
         if theirs and not ours:
             self.add(
                 "optimizer-missing", "the checkpoint has no optimizer state: moments and steps would begin anew",
@@ -541,6 +550,8 @@ class _Finder:
         found, missing, extra = option_differences(reference, self.got)
         known = options(self.got)
         for key, where in found.items():
+            if key in ("lr", "initial_lr") and "rates" in self.explained:
+                continue
             by: dict[str, list[str]] = {}
             for n, two in where.items():
                 by.setdefault(repr(two), []).append(n)
