@@ -1,9 +1,9 @@
 """dcp.load through ckpttool's reader against torch's own: `python bench/reader.py --size 2G --world 2 --rounds 5`.
 
-Two DCP folders are made: one of a bf16 model of --size by make_source.py, and one of --tensors small ones. In one launch
-of torchrun both readers then fill the same state dict in turns, after a round each that does not count; what they load
-is compared bit for bit. Everything is read from the page cache, where a file is that was just written, so what counts is
-the work of the readers. The data is removed in the end.
+Two DCP folders are made: one of a bf16 model of --size by make_source.py, and one of --tensors small ones. In one
+launch of torchrun both readers then fill the same state dict in turns, after a round each that does not count; what they
+load is compared bit for bit. Everything is read from the page cache, where a file is that was just written, so what
+counts is the work of the readers. The data is removed in the end.
 """
 
 from __future__ import annotations

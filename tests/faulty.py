@@ -318,7 +318,7 @@ FAULTS: dict[str, Fault] = {
     "a weight does not train": Fault("step1.grad_norm", "frozen", "step1.grad_norm", (UP2,), job="frozen"),
     # optimizer
     "optimizer dropped": Fault("state.plausible", "optimizer-missing", "step1.learning_rates", (), without("optim")),
-    "moments dropped": Fault("state.plausible", "optimizer-missing", UPDATE, (), lambda s, o: s["optim"]["state"].clear()),
+    "moments dropped": Fault("state.plausible", "optimizer-missing", UPDATE, (), lambda s, o: s["optim"]["state"].clear(), job=""),
     "moments exchanged": Fault(DIGESTS, "moments-exchanged", UPDATE, (), moments_exchanged(False)),
     "moments exchanged, without signs": Fault(DIGESTS, "moments-copied", UPDATE, (), moments_exchanged(True)),
     "optimizer's step reset": Fault("state.plausible", "step-reset", UPDATE, (), every_slot("step", torch.zeros_like)),
@@ -349,7 +349,7 @@ FAULTS: dict[str, Fault] = {
     "scheduler reset": Fault(GROUPS, "scheduler-reset", "step1.learning_rates", (), schedule(0)),
     "scheduler off by one": Fault(GROUPS, "scheduler-offset", "step1.learning_rates", (), schedule(19)),
     "scheduler begins anew": Fault("config.scheduler", "scheduler-reset", "steps.learning_rates", (), lambda s, o: s["scheduler"].update(last_epoch=0, _step_count=1)),
-    "scheduler missing": Fault("config.scheduler", "scheduler-missing", None, (), without("scheduler"), job=""),
+    "scheduler missing": Fault("config.scheduler", "scheduler-missing", None, (), without("scheduler"), job="", recorded=False),
     "scheduler missing, the job has one": Fault("state.loaded", "load-failed", "state.loaded", (), without("scheduler")),
     "scheduler lost, highest rate": Fault(GROUPS, "option-lr", "step1.learning_rates", (), job="own_schedule"),
     # data
@@ -371,4 +371,13 @@ FAULTS: dict[str, Fault] = {
     "untied, with equal values": Fault("config.tied", "untied", "step1.grad_norm", (), untie(lambda t: t, True), tied=True),
     "untied, without moments": Fault("config.tied", "untied", "step1.grad_norm", (), untie(lambda t: t, False), tied=True),
     "untied, a new head": Fault(DIGESTS, "unrelated", PROBE, (model(HEAD),), untie(noise, True), tied=True),
+}  # fmt: skip
+
+#: {fault: the first check that sees it without the state} in mixed precision, with the rows of a forward pass held.
+IN_BF16: dict[str, str | None] = {
+    "stale shard of a weight": PROBE, "weights rounded to bf16": "steps.loss", "weights rounded to fp16": PROBE,
+    "an exponent bit of a weight": PROBE, "the last bit of a weight": None, "optimizer's step off by one": UPDATE,
+    "shards of exp_avg exchanged": UPDATE, "moments rounded to bf16": UPDATE, "an exponent bit of exp_avg_sq": WORST,
+    "weight decay 0.01": UPDATE, "eps 1e-6": UPDATE, "eps of the norms": PROBE, "gradients summed": "step1.grad_norm",
+    "stale optimizer of a layer": UPDATE,
 }  # fmt: skip

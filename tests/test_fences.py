@@ -61,7 +61,8 @@ ROOMS: dict[str, set[str]] = {
     "resume.judge": {"resume.bounds", "resume.trace", "resume.verdict"},
     "resume.likeness": set(),
     "resume.blame": {
-        "boxes", "conversion", "index", "resume.judge", "resume.likeness", "resume.trace", "resume.verdict", "stream",
+        "boxes", "conversion", "errors", "index", "resume.judge", "resume.likeness", "resume.trace", "resume.verdict",
+        "stream",
     },
     "resume.gates": {"resume.bounds", "resume.trace", "resume.verdict"},
     "resume.report": {"_version", "errors", "resume.page", "resume.trace", "resume.verdict"},

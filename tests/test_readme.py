@@ -162,7 +162,7 @@ def test_every_option_is_in_the_section_of_its_command(command: str) -> None:
 def test_no_section_documents_an_option_that_its_command_does_not_have() -> None:
     for command in COMMANDS:
         section = CLI.partition(f"\n## {command}\n")[2].partition("\n## ")[0]
-        known = {option for parameter in COMMANDS[command].params for option in parameter.opts}
+        known = {o for parameter in COMMANDS[command].params for o in (*parameter.opts, *parameter.secondary_opts)}
         tables = "".join(line for line in section.splitlines() if line.startswith("| `"))
         assert set(re.findall(r"`(--[a-z-]+)", tables)) <= known
 

@@ -618,7 +618,7 @@ class _Finder:
             text = (
                 f"gradient clipping is {now} and was at {reference.clip!r}; it acts once the grad norm is beyond that"
             )
-            self.add("clipping", text, self.seen("config.values"))
+            self.add("clipping", text, self.seen("config.values"), explains=("optimizer",))
         found, missing, _, _ = value_differences(reference, self.got, "trainer")
         told = [f"{n} is {b!r} and was {a!r}" for n, (a, b) in found.items()]
         told += [f"{n} is missing" for n in missing]
@@ -773,7 +773,8 @@ class _Finder:
                     evidence,
                 )
             elif same:
-                text = "the weights are equal and the loss is not: the model's configuration, its kernels, or the batch"
+                rest = "its labels and masks" if self.passed("step1.batch") else "the batch"
+                text = f"the weights are equal and the loss is not: the model's configuration, its kernels, or {rest}"
                 self.add("model-configuration", text, [*evidence, *self._environment(reference)])
             else:
                 self.add(
@@ -793,8 +794,14 @@ class _Finder:
             if "step1.update_norm" in self.failed or "step1.worst_update" in self.failed:
                 self._updates(reference, *first)
             elif not self.out and any(n.startswith("steps.") for n in self.failed):
-                text = "the first step agrees and later ones do not: something random is not the same, or noise grows"
-                self.add("later-steps", text, self.seen(*(n for n in self.failed if n.startswith("steps."))))
+                evidence = self.seen(*(n for n in self.failed if n.startswith("steps.")))
+                kind, text = "later-steps", "something random is not the same, or noise grows"
+                if first[0].update_norm is None and not first[0].updates:
+                    kind, text = (
+                        "optimizer",
+                        "the optimizer's state or its options (the reference has no norms of updates)",
+                    )
+                self.add(kind, f"the first step agrees and later ones do not: {text}", evidence)
 
     def _first(self, reference: Trace) -> tuple[Step, Step] | None:
         return next(((a, b) for a, b in pairs(reference, self.got) if b.step == self.got.steps[0].step), None)
@@ -814,8 +821,10 @@ class _Finder:
         still += [
             n for n, v in a.updates.items() if v > 0 and n not in b.updates and not any(n in g for g in reference.tied)
         ]
-        if not still:
+        if not still or set(still) <= {m for c in self.out for n in c.tensors for m in (n, _fqn(n))}:
             return
+        if set(self._far(reference, a, b, updates=False)) <= set(still):
+            self.explained.add("gradients")
         every = list(a.updates)
         scope = "no tensor is" if len(still) == len(every) else f"{_scope(still, every, 'tensors')} not"
         rates = b.learning_rates
@@ -845,6 +854,8 @@ class _Finder:
             self.add("untied", text, evidence, found)
         elif len(found) * 10 >= len(every) * 9:
             text = "the loss is equal and all gradients are not: how they are reduced, scaled or accumulated"
+            if "config.model" not in self.checks or self.checks["config.model"].verdict == "not comparable":
+                text += ", or the model's configuration, of which the reference does not tell"
             self.add("gradients", text, [*evidence, *self._environment(reference)], found)
         else:
             text = f"the loss is equal and the gradient of {_scope(found, every, 'tensors')} is not"

@@ -125,12 +125,14 @@ def _from_config(settings: Settings) -> Any:
                 setattr(config, key, 0.0)
     try:
         with _parameters_on_meta(), no_init_weights():
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     except ValueError as e:
         raise UsageError(
             f"--config {folder}: {config.model_type} is no causal language model of transformers "
             f"({str(e).splitlines()[0]}). Give the job with --job."
         ) from None
+    model.tie_weights()  # no_init_weights leaves it out
+    return model
 
 
 @contextmanager

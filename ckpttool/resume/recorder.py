@@ -13,6 +13,7 @@ written as they are, never rounded.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 from .trace import Step, line
 
 __all__ = [
-    "HOW", "Measure", "Recorder", "device_of", "dropouts", "dtype_of", "environment", "has_dropout", "named_state",
+    "HOW", "Measure", "Recorder", "config_of", "device_of", "dropouts", "dtype_of", "environment", "has_dropout", "named_state",
     "plain_groups", "root_of_squares", "scalars_of", "tied_names",
 ]  # fmt: skip
 
@@ -68,6 +69,7 @@ class Recorder:
             known.setdefault("dropout", has_dropout(model))
             known.setdefault("parameters", sum(p.numel() for p in model.parameters()))
             known.setdefault("tied", tied_names(model))
+            known.setdefault("config", config_of(model))
         self._write("start", **known)
 
     def state(self, step: int) -> None:
@@ -159,7 +161,10 @@ class Recorder:
             measure.gradients()
             return out
 
-        return (args[0], measured, *args[2:]) if len(args) > 1 else args, how if len(args) > 1 else {**how, "closure": measured}
+        return (args[0], measured, *args[2:]) if len(args) > 1 else args, how if len(args) > 1 else {
+            **how,
+            "closure": measured,
+        }
 
     def _after(self, *_: Any) -> None:
         if self._measure is not None:
@@ -302,6 +307,16 @@ def tied_names(model: Any) -> list[list[str]]:
     for n, p in every.items():
         names.setdefault(id(p), []).append(clean[n])
     return sorted(sorted(n) for n in names.values() if len(n) > 1)
+
+
+def config_of(model: Any) -> dict[str, Any] | None:
+    """The configuration of a model of transformers, as plain data; None where it has none."""
+    inner = getattr(model, "module", model)
+    config: Any = getattr(inner, "config", None)
+    if not hasattr(config, "to_dict"):
+        return None
+    plain: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
+    return plain
 
 
 def scalars_of(tensors: Mapping[str, Any]) -> dict[str, float]:

@@ -30,6 +30,7 @@ from . import batches, fingerprint
 from .job import Job, start
 from .recorder import (
     Measure,
+    config_of,
     device_of,
     dtype_of,
     environment,
@@ -99,7 +100,7 @@ def run(settings: Settings, probe_file: str, tell: Tell) -> Trace | None:
             mesh=settings.mesh, device=settings.device, dtype=settings.dtype, seed=settings.seed, data=settings.data,
             global_batch=settings.global_batch, micro_batch=settings.micro_batch, clip=settings.clip,
             dropout=has_dropout(job.model), parameters=sum(p.numel() for p in job.model.parameters()),
-            tied=tied_names(job.model), config=_config(job.model), notes=[*ckpt.notes, *job.notes],
+            tied=tied_names(job.model), config=config_of(job.model), notes=[*ckpt.notes, *job.notes],
             environment=environment() | {"deterministic": settings.deterministic, "compile": settings.compile},
             values={n: v.data for n, v in ckpt.values.items() if _is_plain(v.data)},
         )  # fmt: skip
@@ -130,14 +131,6 @@ def run(settings: Settings, probe_file: str, tell: Tell) -> Trace | None:
     if settings.device == "cuda":
         torch.cuda.empty_cache()
     return out if dist.get_rank() == 0 else None
-
-
-def _config(model: Any) -> dict[str, Any] | None:
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "to_dict"):
-        return None
-    plain: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
-    return plain
 
 
 def _is_plain(x: Any) -> bool:

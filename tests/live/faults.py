@@ -12,6 +12,7 @@ precision, `tied` (saved after 6 steps) and `tied.jsonl`, the same model with it
 """
 
 import argparse
+import gc
 import math
 import sys
 from pathlib import Path
@@ -23,6 +24,8 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+
+gc.freeze()  # so that the collection after each of a hundred runs does not look through all of torch
 
 STALE, SAVED, RECORDED, TIED = 10, 20, 10, 6
 GLOBAL, MICRO, SEQUENCE = 24, 6, 16  # four micro-batches: one a rank at the world size of the save

@@ -10,8 +10,8 @@ further arguments of ``ckpttool.open``, and ``way``:
     flat     the same with ``flatten_optimizer_state_dict``
     bare     ``dcp.load(model.state_dict())``, the weights only
 
-The job is built under FSDP2 and filled with wrong values before; see ``verdicts`` for the judgement, which compares every
-tensor with the truth of the fixture, bit for bit, and then trains on.
+The job is built under FSDP2 and filled with wrong values before; see ``verdicts`` for the judgement, which compares
+every tensor with the truth of the fixture, bit for bit, and then trains on.
 """
 
 import json
