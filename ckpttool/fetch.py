@@ -34,12 +34,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import boxes, conversion
 from .errors import CkpttoolError, Corrupt, SourceChanged, Unsupported
+from .fill import Progress
 from .index import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, TensorEntry, Value, joined
 from .layouts import Layout
-from .names import _COUNTERS, _ROLES, _WRAPPERS, original
+from .names import COUNTERS, ROLES, WRAPPERS, original
 from .pickles import Global, Opaque
 from .store import Source
-from .stream import _Decoder
+from .stream import Decoder
 from .torchzip import Inline, ZipRecord, zip_records
 
 if TYPE_CHECKING:
@@ -128,17 +129,17 @@ class Names:
     def _aliases(self, asked: str) -> Iterator[tuple[str, str]]:
         top, _, rest = asked.partition(".")
         yield from ((n, "") for n in self._spelled(asked))
-        if top in _COUNTERS:
+        if top in COUNTERS:
             yield f"trainer.{asked}", ""
         yield from ((n, "bare") for n in self._within("model", asked))
         if top in ("state", "param_groups"):
             yield from ((n, "") for n in self._within("optim", asked))
-        if _ROLES.get(rest.partition(".")[0]) in ("model", "optim"):
+        if ROLES.get(rest.partition(".")[0]) in ("model", "optim"):
             yield from ((n, f"key {top}") for n in self._spelled(rest))
 
     def _spelled(self, name: str) -> Iterator[str]:
         top, _, rest = name.partition(".")
-        role = _ROLES.get(top)
+        role = ROLES.get(top)
         if role and rest:
             yield from self._within(role, rest)
             if role == "optim" and rest.startswith("0."):  # Lightning's list of optimizers, of one
@@ -159,7 +160,7 @@ class Names:
 def _cleaned(fqn: str) -> Iterator[str]:
     """The FQN without what wrappers put into it, and also without DDP's "module."."""
     *path, last = fqn.split(".")
-    kept = [p for p in path if p not in _WRAPPERS]
+    kept = [p for p in path if p not in WRAPPERS]
     yield ".".join([*kept, last])
     if kept[:1] == ["module"]:
         yield ".".join([*kept[1:], last])
@@ -444,7 +445,7 @@ class _Filler:
         self._streams: dict[Any, Any] = {}
         self._events: list[Any] = []
 
-    def run(self, pieces: list[_Piece]) -> None:
+    def run(self, pieces: list[_Piece], progress: Progress | None) -> None:
         """Fill all of them; everything has arrived when it returns.
 
         Raises:
@@ -454,15 +455,19 @@ class _Filler:
 
         for device in {p.target.device for p in pieces if p.target.device.type == "cuda"}:
             self._streams[device] = torch.cuda.current_stream(device)  # the copies come after what the job has queued
-        groups = list(_grouped(pieces, self.stage))
+        groups, total = list(_grouped(pieces, self.stage)), sum(p.length for p in pieces)
         try:
             if self.threads == 1 or len(groups) == 1:
                 for group in groups:
                     self._group(group)
+                    if progress is not None:
+                        progress("load", min(self.bytes_read, total), total)
             else:
                 with ThreadPoolExecutor(self.threads, "ckpttool-load") as pool:
                     for done in [pool.submit(self._group, group) for group in groups]:
                         done.result()
+                        if progress is not None:
+                            progress("load", min(self.bytes_read, total), total)
         finally:
             for event in self._events:
                 event.synchronize()
@@ -654,8 +659,11 @@ def _is_at(around: bytes, at: int, crc: int) -> bool:
 class OpenCheckpoint:
     """A checkpoint that is open for a job: names, values, boxes of tensors."""
 
-    def __init__(self, path: str | os.PathLike[str], how: Mapping[str, Any]) -> None:
+    progress: Progress | None = None
+
+    def __init__(self, path: str | os.PathLike[str], how: Mapping[str, Any], progress: Progress | None = None) -> None:
         opened = conversion.open(path, **how)
+        self.progress = progress
         self.path = os.fspath(path)
         self.source: Source = opened.source
         self.layout: Layout = opened.layout
@@ -819,7 +827,7 @@ class OpenCheckpoint:
                 pieces += cutter.pieces(chunk.extent.offset + inside * cutter.item, both[1], steps, place)
         filler = _Filler(self.source, self.ckpt.files, threads, stage)
         try:
-            filler.run(pieces)
+            filler.run(pieces, self.progress)
         finally:
             self.bytes_read += filler.bytes_read
         for w, chunk in folded:
@@ -847,7 +855,7 @@ class OpenCheckpoint:
             dtype = torch.uint8
         at = tuple(a - b for a, b in zip(w.start, chunk.start, strict=True))
         what = f'{os.path.join(self.source.root, file)} ("{w.name}")'
-        decoder = _Decoder(self.source, file, chunk.extent, *chunk.zstd, what)
+        decoder = Decoder(self.source, file, chunk.extent, *chunk.zstd, what)
         buffer = torch.empty(min(_STAGE, prod(chunk.shape) * ITEMSIZE[entry.dtype]), dtype=torch.uint8)
         left, taken = prod(w.shape), 0
         for start, shape in boxes.slabs(chunk.shape, len(buffer) // ITEMSIZE[entry.dtype]):
@@ -892,10 +900,11 @@ def storage_reader(
     flat_layout: str | os.PathLike[str] | None = None,
     wrap: Iterable[str] | None = None,
     tag: str | None = None,
+    progress: Progress | None = None,
 ) -> Any:
     """A StorageReader of torch.distributed.checkpoint for a checkpoint in any layout.
 
-    The arguments are those of `open`.
+    The arguments are those of `open`, and `progress`, which is called with ("load", bytes, bytes in all) of this rank.
 
     >>> dcp.load(state_dict, storage_reader=ckpttool.storage_reader("runs/step-1000"))             # doctest: +SKIP
 
@@ -910,7 +919,7 @@ def storage_reader(
         "layout": layout, "config": config, "like": like, "flat_layout": flat_layout,
         "wrap": None if wrap is None else tuple(wrap), "tag": tag,
     }  # fmt: skip
-    return _reader_class()(path, how)
+    return _reader_class()(path, how, progress)
 
 
 @cache
@@ -954,10 +963,10 @@ def _reader_class() -> Any:
     class AnyLayoutReader(StorageReader):
         """Reads a checkpoint that is not DCP, or is, for torch.distributed.checkpoint.load."""
 
-        def __init__(self, path: str | os.PathLike[str], how: dict[str, Any]) -> None:
+        def __init__(self, path: str | os.PathLike[str], how: dict[str, Any], progress: Progress | None) -> None:
             super().__init__()
-            self._how = how
-            self._open = OpenCheckpoint(path, how)
+            self._how, self._progress = how, progress
+            self._open = OpenCheckpoint(path, how, progress)
 
         @property
         def checkpoint_id(self) -> str:
@@ -977,7 +986,7 @@ def _reader_class() -> Any:
         def reset(self, checkpoint_id: Any = None, *args: Any, **kwargs: Any) -> None:
             if checkpoint_id is not None and os.fspath(checkpoint_id) != self._open.path:
                 self._open.source.close()
-                self._open = OpenCheckpoint(checkpoint_id, self._how)
+                self._open = OpenCheckpoint(checkpoint_id, self._how, self._progress)
 
         # No parameter is called kwargs: torch would take an error here for a missing .metadata and ask again.
         def read_metadata(self, *_: Any, **__: Any) -> Any:

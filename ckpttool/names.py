@@ -25,11 +25,15 @@ from typing import Any, NamedTuple
 from .errors import Corrupt, Unsupported
 from .index import Path, joined
 
-__all__ = ["COMPONENTS", "Named", "canonical", "name_order", "nest", "original", "strip_wrappers"]
+__all__ = [
+    "COMPONENTS", "COUNTERS", "ROLES", "WRAPPERS", "Named", "canonical", "name_order", "nest", "original",
+    "strip_wrappers",
+]  # fmt: skip
 
 COMPONENTS = ("model", "optim", "scheduler", "scaler", "rng", "dataloader", "trainer", "extra")
 
-_ROLES: dict[str, str] = {
+#: What trainers call a component of the state.
+ROLES: dict[str, str] = {
     **dict.fromkeys(("model", "state_dict", "model_state_dict"), "model"),
     **dict.fromkeys(("optim", "optimizer", "optimizer_state_dict", "optimizer_states", "optimizer_0"), "optim"),
     **dict.fromkeys(
@@ -40,13 +44,14 @@ _ROLES: dict[str, str] = {
     **dict.fromkeys(("dataloader", "train_dataloader", "sampler"), "dataloader"),
     **dict.fromkeys(("trainer", "train_state"), "trainer"),
 }
-_COUNTERS = frozenset((
+#: Entries at the root of a tree that belong to the trainer.
+COUNTERS = frozenset((
     "step", "steps", "epoch", "global_step", "iteration", "num_steps", "tokens_seen", "ntokens_seen", "epochs_run",
     "best_loss", "max_steps", "total_epochs", "global_steps", "global_samples", "skipped_steps",
 ))  # fmt: skip
 
-# Wrapper modules that put themselves into the FQN: FSDP1, torch.compile, activation checkpointing, Lightning.
-_WRAPPERS = frozenset(("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"))
+#: Wrapper modules that put themselves into the FQN: FSDP1, torch.compile, activation checkpointing, Lightning.
+WRAPPERS = frozenset(("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"))
 
 
 class Named(NamedTuple):
@@ -67,7 +72,7 @@ def strip_wrappers(fqns: Iterable[str]) -> dict[str, str]:
     out: dict[str, str] = {}
     for n in fqns:
         *path, last = n.split(".")
-        out[n] = ".".join([*(p for p in path if p not in _WRAPPERS), last])
+        out[n] = ".".join([*(p for p in path if p not in WRAPPERS), last])
     if out and all(v.startswith("module.") for v in out.values()):
         out = {k: v.removeprefix("module.") for k, v in out.items()}
     seen: dict[str, str] = {}
@@ -103,7 +108,7 @@ def canonical(
     tops = {p[0] for p in found}
     if len(tops) == 1 and len({p[:2] for p in found}) > 1:
         inner = {str(p[1]) for p in found if len(p) > 2}
-        if any(_ROLES.get(n) == "model" for n in inner):  # {"app": {"model": ..., "optim": ...}}
+        if any(ROLES.get(n) == "model" for n in inner):  # {"app": {"model": ..., "optim": ...}}
             notes.append(f'everything lies under the key "{next(iter(tops))}", which is not kept')
             found = {p[1:]: v for p, v in found.items()}
     model_key, optim_key = _containers(found)
@@ -151,7 +156,7 @@ def canonical(
 def _containers(found: Mapping[Path, Any]) -> tuple[Any, Any]:
     model, optim = None, None
     for p in found:
-        role = _ROLES.get(str(p[0])) if len(p) > 1 else None
+        role = ROLES.get(str(p[0])) if len(p) > 1 else None
         if role == "model" and model is None:
             model = p[0]
         if role == "optim" and optim is None:
@@ -165,16 +170,16 @@ def _own(path: Path) -> int:
 
 
 def _is_known(top: str) -> bool:
-    return top in _ROLES or top in _COUNTERS
+    return top in ROLES or top in COUNTERS
 
 
 def _rest(p: Path) -> Path:
-    role = _ROLES.get(str(p[0]))
+    role = ROLES.get(str(p[0]))
     if role in ("scheduler", "scaler", "rng", "dataloader"):
         return (role, *p[1:])
     if role == "trainer" and len(p) > 1:
         return ("trainer", *p[1:])
-    if str(p[0]) in _COUNTERS:
+    if str(p[0]) in COUNTERS:
         return ("trainer", *p)
     return p if p[0] == "extra" and len(p) > 1 else ("extra", *p)
 

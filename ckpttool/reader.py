@@ -23,11 +23,12 @@ from typing import Any
 
 from .errors import CkpttoolError, Unsupported, UsageError
 from .fetch import OpenCheckpoint, Wanted, storage_reader, torch_dtype
+from .fill import Progress
 from .index import TensorEntry, Value, joined
 from .names import nest, strip_wrappers
 from .pickles import short
 
-__all__ = ["Loaded", "load", "storage_reader"]
+__all__ = ["OWN_FLAGS", "Loaded", "load", "storage_reader"]
 
 _SMALL_TENSOR = 1 << 20  # `Loaded.values` holds tensors up to this size
 
@@ -51,8 +52,8 @@ class Loaded:
     seconds: float = 0.0
 
 
-# How an optimizer computes, not what: these stay as the job has them.
-_OWN_FLAGS = frozenset(("foreach", "fused", "capturable", "differentiable"))
+#: How an optimizer computes, not what: these stay as the job has them, and are no part of a comparison.
+OWN_FLAGS = frozenset(("foreach", "fused", "capturable", "differentiable"))
 
 
 def load(
@@ -67,6 +68,7 @@ def load(
     flat_layout: str | os.PathLike[str] | None = None,
     wrap: Iterable[str] | None = None,
     tag: str | None = None,
+    progress: Progress | None = None,
 ) -> Loaded:
     """Load a checkpoint in any layout into a live job: FSDP2, HSDP, tensor parallel, DDP or plain. A collective.
 
@@ -80,7 +82,7 @@ def load(
     Args:
         model: the module, sharded or not.
         optimizer: the optimizer over its parameters; None for the weights only.
-        path: the checkpoint; it and the arguments after `scheduler` are those of `open`.
+        path: the checkpoint; it and the arguments after `scheduler` are those of `storage_reader`.
         scheduler: anything with `load_state_dict` and `state_dict`.
 
     Raises:
@@ -94,8 +96,9 @@ def load(
     def prepare() -> None:
         nonlocal reader, job
         reader = storage_reader(
-            path, layout=layout, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag
-        )
+            path, layout=layout, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
+            progress=progress,
+        )  # fmt: skip
         job = _Job(model, optimizer, scheduler, reader.opened)
 
     def match() -> None:
@@ -542,7 +545,7 @@ def _address(t: Any) -> int:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in group.items() if k not in _OWN_FLAGS and k not in ("params", "param_names")}
+    return {k: v for k, v in group.items() if k not in OWN_FLAGS and k not in ("params", "param_names")}
 
 
 def _differing(options: Mapping[str, Any], every: Mapping[int, Mapping[str, Any]]) -> str:

@@ -45,6 +45,7 @@ __all__ = [
     "USUAL",
     "Arena",
     "Block",
+    "Decoder",
     "Effort",
     "Job",
     "Reader",
@@ -243,7 +244,7 @@ class Reader:
         self._arena = Arena(self._ahead + 1 + 2 * effort.jobs, effort.buffer_bytes)
         self._no_direct = False
         self._cold: dict[int, int] = {}  # file -> reads for which the page cache is not asked
-        self._decoders: dict[tuple[str, int], _Decoder] = {}
+        self._decoders: dict[tuple[str, int], Decoder] = {}
 
     # ---------------------------------------------------------------------------------------------------- planning
 
@@ -474,13 +475,13 @@ class Reader:
             where = tuple(slice(a, b) if i == d else slice(None) for i in range(len(shape)))
             self._gather(file, base, first + a * strides[d], part, strides, place[where], item)
 
-    def _decoder(self, chunk: Chunk) -> _Decoder:
+    def _decoder(self, chunk: Chunk) -> Decoder:
         name = self.files[chunk.extent.file]
         key = (name, chunk.extent.offset)
         if key not in self._decoders:
             what = f"{name} at byte {chunk.extent.offset}"
             assert chunk.zstd is not None
-            self._decoders[key] = _Decoder(self.source, name, chunk.extent, *chunk.zstd, what)
+            self._decoders[key] = Decoder(self.source, name, chunk.extent, *chunk.zstd, what)
         return self._decoders[key]
 
     def _pread(self, file: int, offset: int, n: int, buffer: memoryview) -> tuple[memoryview, int | None]:
@@ -581,7 +582,7 @@ class _Raw(io.RawIOBase, IO[bytes]):
         return n
 
 
-class _Decoder:
+class Decoder:
     """The content of one zstd frame from byte `skip` on; `crc` is that of what is taken, where it is known."""
 
     crc = 0

@@ -56,7 +56,7 @@ ROOMS: dict[str, set[str]] = {
     "resume.verdict": {"resume.trace"},
     "resume.batches": {"errors"},
     "resume.fingerprint": {"boxes", "stream"},
-    "resume.recorder": {"_version", "names", "resume.batches", "resume.fingerprint", "resume.trace"},
+    "resume.recorder": {"_version", "names", "reader", "resume.batches", "resume.fingerprint", "resume.trace"},
     "resume.bounds": {"errors", "resume.trace"},
     "resume.judge": {"resume.bounds", "resume.trace", "resume.verdict"},
     "resume.likeness": set(),
@@ -67,7 +67,7 @@ ROOMS: dict[str, set[str]] = {
     "resume.gates": {"resume.bounds", "resume.trace", "resume.verdict"},
     "resume.report": {"_version", "errors", "resume.page", "resume.trace", "resume.verdict"},
     "resume.page": {"resume.report", "resume.verdict"},
-    "resume.job": {"errors", "index", "resume.recorder", "resume.settings"},
+    "resume.job": {"errors", "index", "reader", "resume.recorder", "resume.settings"},
     "resume.worker": {
         "conversion", "errors", "reader", "resume.batches", "resume.fingerprint", "resume.job", "resume.recorder",
         "resume.settings", "resume.trace",
@@ -76,8 +76,10 @@ ROOMS: dict[str, set[str]] = {
         "_version", "conversion", "errors", "resume.blame", "resume.gates", "resume.judge", "resume.settings",
         "resume.trace", "resume.verdict", "resume.worker", "stream",
     },
-    "fetch": {"boxes", "conversion", "errors", "index", "layouts", "names", "pickles", "store", "stream", "torchzip"},
-    "reader": {"errors", "fetch", "index", "names", "pickles"},
+    "fetch": {
+        "boxes", "conversion", "errors", "fill", "index", "layouts", "names", "pickles", "store", "stream", "torchzip",
+    },
+    "reader": {"errors", "fetch", "fill", "index", "names", "pickles"},
     "cli": {
         "errors", "conversion", "comparison", "summary", "layouts", "_version", "names", "resume.launch",
         "resume.report",

@@ -13,7 +13,7 @@ CUDA alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -183,7 +183,14 @@ def norms(tensors: Mapping[str, Any], device: Any) -> dict[str, float]:
     return {n: v**0.5 for n, v in zip(tensors, total, strict=True)}
 
 
-def in_files(opened: Any, names: Sequence[str], rank: int, world: int, device: Any) -> dict[str, str]:
+def in_files(
+    opened: Any,
+    names: Sequence[str],
+    rank: int,
+    world: int,
+    device: Any,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> dict[str, str]:
     """{name: fingerprint} of tensors of a checkpoint, read again in row-major order by another road than the load took.
 
     Every rank reads its share, largest tensors first. A collective.
@@ -203,12 +210,15 @@ def in_files(opened: Any, names: Sequence[str], rank: int, world: int, device: A
     mine.sort(key=order.__getitem__)
     sums = dict.fromkeys(names, 0)
     reader = Reader(opened.source, ckpt.files, ckpt.records)
+    done, total = 0, sum(ckpt.tensors[n].nbytes for n in mine)
     for block in reader.blocks(Job(n, ckpt.tensors[n], ckpt.tensors[n].dtype, False) for n in mine):
         if block.count:
             dtype = getattr(torch, ckpt.tensors[block.name].dtype)
             data = torch.frombuffer(bytearray(block.data), dtype=dtype)
             sums[block.name] += flat(data.to(device), block.first)
+        done += block.source_bytes
         block.release()
+        progress("compare", done, total)
     reader.finish()
     total = combine(list(sums.values()), integers=True, device=device)
     return {n: f"{v:016x}" for n, v in zip(sums, total, strict=True)}

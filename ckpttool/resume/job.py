@@ -30,7 +30,8 @@ from typing import Any
 
 from ..errors import Unsupported, UsageError
 from ..index import Checkpoint
-from .recorder import HOW, dropouts
+from ..reader import OWN_FLAGS
+from .recorder import dropouts
 from .settings import Settings
 
 __all__ = ["Job", "start"]
@@ -405,7 +406,7 @@ def _optimizer(model: Any, ckpt: Checkpoint, notes: list[str]) -> Any:
                 f"the checkpoint has optimizer state, but no param groups; torch's defaults of {cls.__name__} are used"
             )
         return cls([p for p in params.values() if p.requires_grad], lr=1e-3)
-    accepted = set(inspect.signature(cls).parameters) - HOW
+    accepted = set(inspect.signature(cls).parameters) - OWN_FLAGS
     firsts = {n: p for n, p in model.named_parameters(remove_duplicate=False)}
     made = []
     for group in groups:

@@ -18,15 +18,13 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..reader import OWN_FLAGS
 from .trace import Step, line
 
 __all__ = [
-    "HOW", "Measure", "Recorder", "config_of", "device_of", "dropouts", "dtype_of", "environment", "has_dropout", "named_state",
+    "Measure", "Recorder", "config_of", "device_of", "dropouts", "dtype_of", "environment", "has_dropout", "named_state",
     "plain_groups", "root_of_squares", "scalars_of", "tied_names",
 ]  # fmt: skip
-
-#: How the optimizer computes, not what: no part of a comparison.
-HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 class Recorder:
@@ -284,7 +282,7 @@ def plain_groups(model: Any, optimizer: Any) -> list[dict[str, Any]]:
     names = {id(p): n for n, p in _first_names(model).items()}
     out = []
     for group in optimizer.param_groups:
-        options = {k: _plain(v) for k, v in group.items() if k not in HOW and k != "params"}
+        options = {k: _plain(v) for k, v in group.items() if k not in OWN_FLAGS and k != "params"}
         out.append({**options, "params": [names.get(id(p), "?") for p in group["params"]]})
     return out
 

@@ -109,13 +109,13 @@ def run(settings: Settings, probe_file: str, tell: Tell) -> Trace | None:
         if not trained:
             out.notes.append("the checkpoint has no optimizer state; the optimizer of the job begins anew")
         tell(f"loading {settings.source}")
-        failed = _load(settings, job, trained, out)
+        failed = _load(settings, job, trained, out, tell)
         if failed is not None:
             out.failed = failed
             out.state = {n: (t.dtype, t.shape, "") for n, t in ckpt.tensors.items()}
             return out if dist.get_rank() == 0 else None
         tell("comparing what the job holds with the files")
-        _state(job, trained, opened, settings, out)
+        _state(job, trained, opened, settings, out, tell)
         _restore_rng(settings, opened, out)
     tell("probing")
     _probe(job, rows, settings, probe_file, out)
@@ -162,7 +162,25 @@ def _data(settings: Settings, job: Job) -> tuple[batches.Rows, int | None]:
 # ------------------------------------------------------------------------------------------------------- the checkpoint
 
 
-def _load(settings: Settings, job: Job, trained: bool, out: Trace) -> str | None:
+class _Rate:
+    """Tells, now and then, how much of this rank's part is read."""
+
+    def __init__(self, tell: Tell) -> None:
+        self.tell, self.began, self.said = tell, time.monotonic(), time.monotonic()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self.said < 2 or not done:
+            return
+        self.said = now
+        rate = done / (now - self.began)
+        self.tell(
+            f"{what}: {done / 1e9:.1f} of {total / 1e9:.1f} GB of each rank, {rate / 1e9:.2f} GB/s, "
+            f"{(total - done) / rate:.0f} s left"
+        )
+
+
+def _load(settings: Settings, job: Job, trained: bool, out: Trace, tell: Tell) -> str | None:
     """Load; why it cannot be done, on every rank alike, where it cannot. A collective."""
     import torch.distributed as dist
 
@@ -173,7 +191,7 @@ def _load(settings: Settings, job: Job, trained: bool, out: Trace) -> str | None
     try:
         loaded = load(
             job.model, job.optimizer if trained else None, settings.source, scheduler=job.scheduler if trained else None,
-            **settings.how,
+            progress=_Rate(tell), **settings.how,
         )  # fmt: skip
         out.notes.extend(loaded.notes)
         out.load_bytes = loaded.bytes
@@ -193,7 +211,7 @@ def _load(settings: Settings, job: Job, trained: bool, out: Trace) -> str | None
     return text if len(said) == 1 and all(p is not None for p, _ in problems) else f"rank {rank}: {text}"
 
 
-def _state(job: Job, trained: bool, opened: Opened, settings: Settings, out: Trace) -> None:
+def _state(job: Job, trained: bool, opened: Opened, settings: Settings, out: Trace, tell: Tell) -> None:
     """Fingerprints of what the job holds, and of the files. A collective."""
     import torch.distributed as dist
 
@@ -213,7 +231,8 @@ def _state(job: Job, trained: bool, opened: Opened, settings: Settings, out: Tra
             kinds = f"{entries[other[0]].dtype} in the files and {dtype_of(tensors[other[0]])} in the job"
             out.notes.append(f"{len(other)} tensors are of another dtype, first {other[0]}: {kinds}")
         common = [n for n in entries if n in tensors and n not in set(other)]
-        out.stored = fingerprint.in_files(opened, common, dist.get_rank(), dist.get_world_size(), device)
+        ranks = dist.get_rank(), dist.get_world_size()
+        out.stored = fingerprint.in_files(opened, common, *ranks, device, _Rate(tell))
 
 
 def _restore_rng(settings: Settings, opened: Opened, out: Trace) -> None:
