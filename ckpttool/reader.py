@@ -24,7 +24,7 @@ from typing import Any
 from .errors import CkpttoolError, Unsupported, UsageError
 from .fetch import OpenCheckpoint, Wanted, storage_reader, torch_dtype
 from .fill import Progress
-from .index import TensorEntry, Value, joined
+from .index import TensorEntry, Value, joined, same_bytes
 from .names import nest, strip_wrappers
 from .pickles import short
 
@@ -261,7 +261,46 @@ class _Job:
                 + (f", though the checkpoint has {_listed(held)}" if held else "")
             )
         self.wanted["model"] = model
+        return problems or self._ties(tied)
+
+    def _ties(self, tied: Mapping[str, Sequence[str]]) -> list[str]:
+        """What the job ties and the checkpoint has more than once must be equal there, on the part of this rank.
+
+        All but one of the names are not asked for then. Where the index shows that they are the same bytes, nothing is
+        read for that.
+        """
+        import torch
+
+        problems = []
+        model = self.wanted["model"]
+        for fqn in list(model):
+            others = [n for n in tied.get(fqn, ()) if n in model] if fqn in model else []
+            for other in others:
+                pair = [self.ckpt.tensors[self.stored[n]] for n in (fqn, other)]
+                if pair[0].coding != "raw" or not same_bytes(*pair):
+                    both = [self._part(n) for n in (fqn, other)]
+                    if not torch.equal(*(t.reshape(-1).view(torch.uint8) for t in both)):
+                        problems.append(
+                            f'"{fqn}" and "{other}" are one parameter of the job, but differ in the checkpoint.'
+                        )
+                del model[other]
         return problems
+
+    def _part(self, fqn: str) -> Any:
+        """What this rank would hold of a tensor, read into memory of its own."""
+        import torch
+
+        live = self.live[fqn]
+        local = getattr(live, "_local_tensor", live)
+        start = (0,) * live.dim()
+        if local is not live and local.numel():
+            (chunk,) = live.__create_chunk_list__()
+            start = tuple(chunk.offsets)
+        name = self.stored[fqn]
+        out = torch.empty(tuple(local.shape), dtype=torch_dtype(self.ckpt.tensors[name].dtype))
+        if out.numel():
+            self.opened.fill([Wanted(name, start, tuple(local.shape), out)])
+        return out
 
     def _tied(self) -> dict[str, list[str]]:
         """{FQN: the other names of the same tensor}."""

@@ -1044,3 +1044,28 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("layout", ["full", "dcp"])
+def test_what_the_job_ties_must_be_equal_in_the_checkpoint(tmp_path: Path, layout: str) -> None:
+    def model() -> torch.nn.ModuleDict:
+        out = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3, bias=False), "b": torch.nn.Linear(3, 3, bias=False)})
+        out["b"].weight = out["a"].weight
+        return out
+
+    same, other = torch.arange(9.0).reshape(3, 3), torch.arange(9.0).reshape(3, 3) + 1
+    for name, pair in (("equal", (same, same.clone())), ("apart", (same, other))):
+        torch.save({"model": {"a.weight": pair[0], "b.weight": pair[1]}}, tmp_path / f"{name}.pt")
+        place = tmp_path / f"{name}.pt"
+        if layout == "dcp":
+            place = tmp_path / name
+            ckpttool.convert(tmp_path / f"{name}.pt", place, to="dcp", world_size=2)
+        live = model()
+        before = live["a"].weight.detach().clone()
+        if name == "equal":
+            ckpttool.load(live, None, place)
+            assert torch.equal(live["b"].weight, same) and live["b"].weight is live["a"].weight
+        else:
+            with pytest.raises(Unsupported, match='"a.weight" and "b.weight" are one parameter'):
+                ckpttool.load(live, None, place)
+            assert torch.equal(live["a"].weight, before), "nothing was changed"

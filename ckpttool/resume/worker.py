@@ -207,7 +207,7 @@ def _load(settings: Settings, job: Job, trained: bool, out: Trace, tell: Tell) -
     if not said:
         return None
     text, rank = next(iter(said.items()))
-    text = "; ".join(" ".join(line.split()) for line in text.splitlines())
+    text = "; ".join(" ".join(line.split()) for line in text.replace(":\n", ": ").splitlines())
     return text if len(said) == 1 and all(p is not None for p, _ in problems) else f"rank {rank}: {text}"
 
 
