@@ -442,14 +442,23 @@ def verify(
 def resume_verify(
     src: Src,
     against: Annotated[
-        str | None, typer.Option("--against", help="The original checkpoint, in any layout: the reference.")
+        str | None,
+        typer.Option(
+            "--against", help="The original checkpoint, in any layout: the reference.", rich_help_panel="Reference"
+        ),
     ] = None,
     reference: Annotated[
-        str | None, typer.Option("--reference", help="What ckpttool.Recorder wrote in the original job (JSONL).")
+        str | None,
+        typer.Option(
+            "--reference", help="What ckpttool.Recorder wrote in the original job (JSONL).", rich_help_panel="Reference"
+        ),
     ] = None,
     config: Config = None,
     job: Annotated[
-        str | None, typer.Option("--job", help="Your own job: a function that builds it.", metavar="MODULE.PY:BUILD")
+        str | None,
+        typer.Option(
+            "--job", help="Your own job: a function that builds it.", metavar="MODULE.PY:BUILD", rich_help_panel="Job"
+        ),
     ] = None,
     from_: From = None,
     like: Like = None,
@@ -457,78 +466,157 @@ def resume_verify(
     wrap: Wrap = None,
     tag: Tag = None,
     world_size: Annotated[
-        int | None, typer.Option("--world-size", "-n", min=1, help="Ranks of the job; else one for every GPU.")
+        int | None,
+        typer.Option(
+            "--world-size", "-n", min=1, help="Ranks of the job; else one for every GPU.", rich_help_panel="Job"
+        ),
     ] = None,
     mesh: Annotated[
-        str | None, typer.Option("--mesh", help="Mesh of the job.", metavar="dp_replicate=R,dp_shard=S,tp=T")
+        str | None,
+        typer.Option(
+            "--mesh", help="Mesh of the job.", metavar="dp_replicate=R,dp_shard=S,tp=T", rich_help_panel="Job"
+        ),
     ] = None,
     against_world_size: Annotated[
-        int | None, typer.Option("--against-world-size", min=1, help="Ranks of the run of --against; else the same.")
+        int | None,
+        typer.Option(
+            "--against-world-size",
+            min=1,
+            help="Ranks of the run of --against; else the same.",
+            rich_help_panel="Reference",
+        ),
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps to run.")] = 10,
+    steps: Annotated[
+        int, typer.Option("--steps", min=1, help="Optimizer steps to run.", rich_help_panel="Batches")
+    ] = 10,
     start_step: Annotated[
-        int | None, typer.Option("--start-step", min=0, help="Step of the checkpoint, where it does not say.")
+        int | None,
+        typer.Option(
+            "--start-step", min=0, help="Step of the checkpoint, where it does not say.", rich_help_panel="Batches"
+        ),
     ] = None,
     data: Annotated[
-        str, typer.Option("--data", help="Token rows: a .npy or .jsonl file, or synthetic.", metavar="FILE")
+        str,
+        typer.Option(
+            "--data", help="Token rows: a .npy or .jsonl file, or synthetic.", metavar="FILE", rich_help_panel="Batches"
+        ),
     ] = "synthetic",
-    seed: Annotated[int, typer.Option("--seed", help="Seed of synthetic data.")] = 0,
-    sequence: Annotated[int | None, typer.Option("--sequence", min=2, help="Tokens of a row.")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of synthetic data.", rich_help_panel="Batches")] = 0,
+    sequence: Annotated[
+        int | None, typer.Option("--sequence", min=2, help="Tokens of a row.", rich_help_panel="Batches")
+    ] = None,
     global_batch: Annotated[
-        int | None, typer.Option("--global-batch", min=1, help="Rows of one optimizer step, over all ranks.")
+        int | None,
+        typer.Option(
+            "--global-batch", min=1, help="Rows of one optimizer step, over all ranks.", rich_help_panel="Batches"
+        ),
     ] = None,
     micro_batch: Annotated[
         int | None,
-        typer.Option("--micro-batch", min=1, help="Rows of one forward pass; the same at every world size."),
+        typer.Option(
+            "--micro-batch",
+            min=1,
+            help="Rows of one forward pass; the same at every world size.",
+            rich_help_panel="Batches",
+        ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="What is computed in: fp32, or bf16 (gradients reduced in fp32).")
+        str | None,
+        typer.Option(
+            "--dtype", help="What is computed in: fp32, or bf16 (gradients reduced in fp32).", rich_help_panel="Job"
+        ),
     ] = None,
-    device: Annotated[str, typer.Option("--device", help="auto, cuda (NCCL) or cpu (gloo).")] = "auto",
+    device: Annotated[
+        str, typer.Option("--device", help="auto, cuda (NCCL) or cpu (gloo).", rich_help_panel="Job")
+    ] = "auto",
     clip: Annotated[
-        float | None, typer.Option("--clip", min=0, help="Largest gradient norm; larger ones are scaled down.")
+        float | None,
+        typer.Option(
+            "--clip", min=0, help="Largest gradient norm; larger ones are scaled down.", rich_help_panel="Job"
+        ),
     ] = None,
-    profile: Annotated[str, typer.Option("--profile", help="How sharp: strict, standard or relaxed.")] = "strict",
+    profile: Annotated[
+        str, typer.Option("--profile", help="How sharp: strict, standard or relaxed.", rich_help_panel="Judgement")
+    ] = "strict",
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure the noise of this very job first, by one run more.")
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="Measure the noise of this very job first, by one run more.",
+            rich_help_panel="Judgement",
+        ),
     ] = False,
     keep_dropout: Annotated[
-        bool, typer.Option("--keep-dropout", help="Leave dropout on; comparable at the saved world size only.")
+        bool,
+        typer.Option(
+            "--keep-dropout", help="Leave dropout on; comparable at the saved world size only.", rich_help_panel="Job"
+        ),
     ] = False,
     activation_checkpointing: Annotated[
-        bool, typer.Option("--activation-checkpointing", help="Recompute activations in the backward pass.")
+        bool,
+        typer.Option(
+            "--activation-checkpointing", help="Recompute activations in the backward pass.", rich_help_panel="Job"
+        ),
     ] = False,
-    compile_: Annotated[bool, typer.Option("--compile", help="torch.compile every block.")] = False,
+    compile_: Annotated[
+        bool, typer.Option("--compile", help="torch.compile every block.", rich_help_panel="Job")
+    ] = False,
     cpu_offload: Annotated[
-        bool, typer.Option("--cpu-offload", help="Parameters and optimizer state in host memory.")
+        bool,
+        typer.Option("--cpu-offload", help="Parameters and optimizer state in host memory.", rich_help_panel="Job"),
     ] = False,
     deterministic: Annotated[
-        bool, typer.Option(help="Deterministic kernels and collectives, where torch has them.")
+        bool, typer.Option(help="Deterministic kernels and collectives, where torch has them.", rich_help_panel="Job")
     ] = True,
-    reread: Annotated[bool, typer.Option(help="Read the files again and compare them with what the job holds.")] = True,
-    round_trip: Annotated[bool, typer.Option(help="Save after the first step, load that, and go on.")] = True,
+    reread: Annotated[
+        bool,
+        typer.Option(
+            help="Read the files again and compare them with what the job holds.", rich_help_panel="Judgement"
+        ),
+    ] = True,
+    round_trip: Annotated[
+        bool, typer.Option(help="Save after the first step, load that, and go on.", rich_help_panel="Judgement")
+    ] = True,
     scratch: Annotated[
-        str | None, typer.Option("--scratch", help="Folder that all ranks share, for that save.", metavar="DIR")
+        str | None,
+        typer.Option(
+            "--scratch", help="Folder that all ranks share, for that save.", metavar="DIR", rich_help_panel="Judgement"
+        ),
     ] = None,
-    min_mfu: Annotated[float | None, typer.Option("--min-mfu", min=0, max=1, help="Gate: least MFU.")] = None,
+    min_mfu: Annotated[
+        float | None, typer.Option("--min-mfu", min=0, max=1, help="Gate: least MFU.", rich_help_panel="Gates")
+    ] = None,
     peak_tflops: Annotated[
-        float | None, typer.Option("--peak-tflops", min=0, help="Peak of one GPU, where it is not known, for the MFU.")
+        float | None,
+        typer.Option(
+            "--peak-tflops", min=0, help="Peak of one GPU, where it is not known, for the MFU.", rich_help_panel="Gates"
+        ),
     ] = None,
     max_reserved_gib: Annotated[
-        float | None, typer.Option("--max-reserved-gib", min=0, help="Gate: most memory reserved on a rank.")
+        float | None,
+        typer.Option(
+            "--max-reserved-gib", min=0, help="Gate: most memory reserved on a rank.", rich_help_panel="Gates"
+        ),
     ] = None,
     max_step_seconds: Annotated[
-        float | None, typer.Option("--max-step-seconds", min=0, help="Gate: longest median step.")
+        float | None,
+        typer.Option("--max-step-seconds", min=0, help="Gate: longest median step.", rich_help_panel="Gates"),
     ] = None,
     max_load_seconds: Annotated[
-        float | None, typer.Option("--max-load-seconds", min=0, help="Gate: longest load.")
+        float | None, typer.Option("--max-load-seconds", min=0, help="Gate: longest load.", rich_help_panel="Gates")
     ] = None,
     report: Annotated[
-        str | None, typer.Option("--report", help="Write report.html and report.json there.", metavar="DIR")
+        str | None,
+        typer.Option(
+            "--report", help="Write report.html and report.json there.", metavar="DIR", rich_help_panel="Reports"
+        ),
     ] = None,
-    junit: Annotated[str | None, typer.Option("--junit", help="Write JUnit XML.", metavar="FILE")] = None,
+    junit: Annotated[
+        str | None, typer.Option("--junit", help="Write JUnit XML.", metavar="FILE", rich_help_panel="Reports")
+    ] = None,
     metrics: Annotated[
-        str | None, typer.Option("--metrics", help="Write Prometheus metrics.", metavar="FILE.prom")
+        str | None,
+        typer.Option("--metrics", help="Write Prometheus metrics.", metavar="FILE.prom", rich_help_panel="Reports"),
     ] = None,
     as_json: Json = False,
     quiet: Quiet = False,

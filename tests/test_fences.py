@@ -73,7 +73,7 @@ ROOMS: dict[str, set[str]] = {
         "resume.settings", "resume.trace",
     },
     "resume.launch": {
-        "_version", "conversion", "errors", "resume.blame", "resume.gates", "resume.judge", "resume.settings",
+        "_version", "conversion", "errors", "resume.blame", "resume.bounds", "resume.gates", "resume.judge", "resume.settings",
         "resume.trace", "resume.verdict", "resume.worker", "stream",
     },
     "fetch": {

@@ -304,7 +304,7 @@ def test_tied_names_and_dropouts_are_found() -> None:
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [({"against": "x", "reference": "y"}, "give one"), ({"steps": 0}, "--steps 0"), ({"mesh": "dp_shard=2,tp=2", "world_size": 3}, "4 ranks, but there are 3"),
+    [({"against": "x", "reference": "y"}, "give one"), ({"steps": 0}, "--steps 0"), ({"profile": "lax"}, "strict, standard, relaxed"), ({"mesh": "dp_shard=2,tp=2", "world_size": 3}, "4 ranks, but there are 3"),
      ({"global_batch": 3, "micro_batch": 2}, "not a multiple"), ({"dtype": "fp8"}, "fp32 or bf16"), ({"device": "tpu"}, "auto, cuda or cpu"),
      ({"micro_batch": 3, "global_batch": 3, "calibrate": True}, "neither half nor double")],
 )  # fmt: skip

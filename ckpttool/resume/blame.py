@@ -9,49 +9,6 @@ differ is named, with the file, the bytes and the rank of the first difference. 
 fits, the one cause is "unknown", with what was seen.
 """
 
-from __future__ import annotations
-
-import math
-import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from math import prod
-from statistics import median
-from typing import Any
-
-from .. import boxes
-from ..conversion import Opened
-from ..errors import CkpttoolError
-from ..index import ITEMSIZE, Checkpoint
-from ..stream import Job, Reader, numpy_dtype
-from .judge import (
-    config_differences,
-    deviation,
-    differing,
-    listed,
-    missing_and_extra,
-    not_finite,
-    option_differences,
-    options,
-    pairs,
-    plural,
-    rates_by_group,
-    state_obstacle,
-    steps_of,
-    tensor_deviations,
-    value_differences,
-)
-from .likeness import Likeness, likeness
-from .trace import Step, Trace
-from .verdict import Cause, Check
-
-__all__ = ["causes", "place_of", "spoken"]
-
-#: How many differing tensors are read, and the most bytes of one.
-_LOOK = 8
-_MOST = 1 << 30
-
-_LAYER = re.compile(r"(?:^|\.)(layers|h|blocks|block|layer)\.(\d+)\.")
 
 
 def causes(
@@ -74,59 +31,6 @@ def causes(
             [f"{c.name}: {c.text}" for c in failed.values()],
         )
     ]  # fmt: skip
-
-
-# ---------------------------------------------------------------------------------------------------------------- names
-
-
-def layer_of(name: str) -> int | None:
-    """The number of the layer that a tensor is of; None of an embedding."""
-    m = _LAYER.search(name)
-    return int(m[2]) if m else None
-
-
-def spoken(name: str) -> str:
-    """spoken("optim.state.model.layers.1.self_attn.q_proj.weight.exp_avg") == "layer 1, self_attn.q_proj, exp_avg" """
-    slot = ""
-    if name.startswith("optim.state."):
-        name, _, slot = name[len("optim.state.") :].rpartition(".")
-    name = re.sub(r"^(model\.)+", "", name)
-    m = _LAYER.search(name)
-    rest = (name[m.end() :] if m else name).removesuffix(".weight")
-    return (f"layer {m[2]}, " if m else "") + rest + (f", {slot}" if slot else "")
-
-
-def _slot(name: str) -> str:
-    """ "weights", or the slot of the optimizer's state."""
-    return name.rpartition(".")[2] if name.startswith("optim.state.") else "weights"
-
-
-def _fqn(name: str) -> str:
-    if name.startswith("optim.state."):
-        return name[len("optim.state.") :].rpartition(".")[0]
-    return name.removeprefix("model.")
-
-
-def _is_step(name: str) -> bool:
-    return name.startswith("optim.state.") and name.endswith(".step")
-
-
-def _kinds(names: Iterable[str]) -> str:
-    """ "weights", "optimizer state" or "weights and optimizer state"."""
-    slots = {_slot(n) == "weights" for n in names}
-    return "weights and optimizer state" if len(slots) == 2 else "weights" if True in slots else "optimizer state"
-
-
-def _scope(names: Sequence[str], every: Sequence[str], what: str) -> str:
-    """Which tensors, in few words."""
-    if len(names) == 1:
-        return spoken(names[0])
-    if len(names) == len(every):
-        return f"all {len(names)} {what}"
-    layers = {layer_of(n) for n in names}
-    if len(layers) == 1 and None not in layers:
-        return f"{len(names)} {what} of layer {layers.pop()}"
-    return f"{len(names)} of {len(every)} {what}, first {spoken(names[0])}"
 
 
 class _Finder:
@@ -224,7 +128,7 @@ class _Finder:
             if len(from_) == 1 and prod(got.state[n][1]) > 1:
                 evidence.append(f"{n} holds what the files have for {from_[0]}")
         text = f"loading changed {plural(len(wrong), 'tensor')}: the job holds something else than the files"
-        explains = {"weights" if _slot(n) == "weights" else "optimizer" for n in wrong}
+        explains = {"weights" if slot_of(n) == "weights" else "optimizer" for n in wrong}
         self.add("loading", text, evidence, wrong, explains=explains)
 
     def names(self, reference: Trace) -> None:
@@ -237,7 +141,7 @@ class _Finder:
         members, known = options(self.got), options(reference)
         gone = [n for n in missing if n.startswith("optim.state.")]
         # what this optimizer does not train has no state in it; `groups` says that
-        gone = [n for n in gone if not members or _fqn(n) in members or _fqn(n) not in known]
+        gone = [n for n in gone if not members or fqn_of(n) in members or fqn_of(n) not in known]
         if theirs and not ours:
             self.add(
                 "optimizer-missing", "the checkpoint has no optimizer state: moments and steps would begin anew",
@@ -245,9 +149,9 @@ class _Finder:
             )  # fmt: skip
             gone = []
         if gone:
-            params = list(dict.fromkeys(_fqn(n) for n in gone))
-            whole = [p for p in params if not any(_fqn(n) == p for n in ours)]
-            slots = sorted({_slot(n) for n in gone})
+            params = list(dict.fromkeys(fqn_of(n) for n in gone))
+            whole = [p for p in params if not any(fqn_of(n) == p for n in ours)]
+            slots = sorted({slot_of(n) for n in gone})
             if len(whole) == len(params):
                 text = (
                     f"the optimizer's state of {plural(len(params), 'parameter')} is missing, first {spoken(params[0])}"
@@ -259,7 +163,7 @@ class _Finder:
         if weights:
             every = [n for n in reference.state if not n.startswith("optim.")]
             text = (
-                f"{_scope(weights, every, 'weights')} not in the checkpoint: a new job would begin with random values"
+                f"{scope(weights, every, 'weights')} not in the checkpoint: a new job would begin with random values"
             )
             self.add("tensor-missing", text, evidence, weights, explains=("weights",))
         strange = [n for n in extra if not n.startswith("optim.state.")] or extra
@@ -282,7 +186,7 @@ class _Finder:
             elif d != e:
                 dtypes.setdefault((d, e), []).append(n)
         for (s, t), names in rows.items():
-            text = f"{_scope(names, common, 'tensors')}: shape {list(t)} instead of {list(s)}"
+            text = f"{scope(names, common, 'tensors')}: shape {list(t)} instead of {list(s)}"
             kind = "shape"
             if t == s[::-1]:
                 kind, text = "transposed", text + ", as of the transposed tensor"
@@ -292,20 +196,20 @@ class _Finder:
             self.add(kind, text, self.seen("state.shapes"), names, explains=("weights", "optimizer"))
         if "state.shapes" in self.failed:
             for (d, e), names in dtypes.items():
-                text = f"{_scope(names, common, 'tensors')}: {e} instead of {d}"
-                self.add("dtype", text, self.seen("state.shapes"), names, explains={_component(n) for n in names})
+                text = f"{scope(names, common, 'tensors')}: {e} instead of {d}"
+                self.add("dtype", text, self.seen("state.shapes"), names, explains={component_of(n) for n in names})
 
     def state(self, reference: Trace) -> None:
         if self.got.failed is not None:
             return
         wrong = differing(reference, self.got)
-        marked = {_fqn(n) for n in wrong if _is_step(n)}
+        marked = {fqn_of(n) for n in wrong if is_step(n)}
         theirs, ours = steps_of(reference), steps_of(self.got)
         steps = {n: (theirs[n], ours[n]) for n in theirs if n in ours and theirs[n] != ours[n]}
-        rest = [n for n in wrong if not (_is_step(n) and (_fqn(n) in steps or prod(reference.state[n][1]) == 1))]
+        rest = [n for n in wrong if not (is_step(n) and (fqn_of(n) in steps or prod(reference.state[n][1]) == 1))]
         rest = self.moved(reference, rest)
         rest = self.steps(reference, steps, rest)
-        strange = [n for n in wrong if _is_step(n) and _fqn(n) in marked - set(steps) and n not in rest]
+        strange = [n for n in wrong if is_step(n) and fqn_of(n) in marked - set(steps) and n not in rest]
         self.values_differ(reference, rest + strange)
 
     def moved(self, reference: Trace, wrong: list[str]) -> list[str]:
@@ -318,7 +222,7 @@ class _Finder:
         moves: dict[str, str] = {}
         for n in wrong:
             found = holders.get(self.got.state[n][2], []) if prod(self.got.state[n][1]) > 1 else []
-            if len(found) == 2 and any({_fqn(found[0]), _fqn(found[1])} <= g for g in tied):
+            if len(found) == 2 and any({fqn_of(found[0]), fqn_of(found[1])} <= g for g in tied):
                 found = found[:1]
             if len(found) == 1:  # bytes that several have are a constant, and tell nothing
                 moves[n] = found[0]
@@ -334,21 +238,21 @@ class _Finder:
                 f"{spoken(a)} and {spoken(b)} are exchanged" if both else f"{spoken(a)} holds the bytes of {spoken(b)}"
             )
             evidence = [f"{a} has the fingerprint that {b} has in the reference"]
-            self.add("exchanged" if both else "copied", text, evidence, [a, b], explains=(_component(a),))
+            self.add("exchanged" if both else "copied", text, evidence, [a, b], explains=(component_of(a),))
         return [n for n in wrong if n not in moves]
 
     def _slots_exchanged(self, left: dict[str, str]) -> None:
         """Moments under each other's names."""
-        pairs_ = {a: b for a, b in left.items() if _fqn(a) == _fqn(b) and _slot(a) != _slot(b)}
-        for two in sorted({tuple(sorted((_slot(a), _slot(b)))) for a, b in pairs_.items()}):
-            names = [a for a, b in pairs_.items() if tuple(sorted((_slot(a), _slot(b)))) == two]
-            params = list(dict.fromkeys(_fqn(n) for n in names))
+        pairs_ = {a: b for a, b in left.items() if fqn_of(a) == fqn_of(b) and slot_of(a) != slot_of(b)}
+        for two in sorted({tuple(sorted((slot_of(a), slot_of(b)))) for a, b in pairs_.items()}):
+            names = [a for a, b in pairs_.items() if tuple(sorted((slot_of(a), slot_of(b)))) == two]
+            params = list(dict.fromkeys(fqn_of(n) for n in names))
             of = f"of {plural(len(params), 'parameter')}, first {spoken(params[0])}"
             both = sum(pairs_.get(pairs_[a]) == a for a in names) == len(names)
             if both:
                 text = f"{two[0]} and {two[1]} are exchanged, {of}"
             else:
-                text = f"{_slot(names[0])} holds {_slot(pairs_[names[0]])}, {of}"
+                text = f"{slot_of(names[0])} holds {slot_of(pairs_[names[0]])}, {of}"
             evidence = [f"{names[0]} has the fingerprint that {pairs_[names[0]]} has in the reference"]
             self.add("moments-exchanged" if both else "moments-copied", text, evidence, names, explains=("optimizer",))
         for a in pairs_:
@@ -359,14 +263,14 @@ class _Finder:
         by: dict[tuple[int, int], list[str]] = {}
         for a, b in left.items():
             i, j = layer_of(a), layer_of(b)
-            if i is not None and j is not None and i != j and _LAYER.sub(".#.", a, 1) == _LAYER.sub(".#.", b, 1):
+            if i is not None and j is not None and i != j and LAYER.sub(".#.", a, 1) == LAYER.sub(".#.", b, 1):
                 by.setdefault((i, j), []).append(a)
-        sizes = Counter((layer_of(n), _component(n)) for n in reference.state if not _is_step(n))
+        sizes = Counter((layer_of(n), component_of(n)) for n in reference.state if not is_step(n))
         order: dict[int, int] = {}
         names: list[str] = []
         for (i, j), group in by.items():
             for component in ("weights", "optimizer"):
-                part = [n for n in group if _component(n) == component]
+                part = [n for n in group if component_of(n) == component]
                 if len(part) > 1 and len(part) * 2 >= sizes[i, component] and order.get(i, j) == j:
                     order[i] = j
                     names += part
@@ -374,7 +278,7 @@ class _Finder:
             return
         for n in names:
             left.pop(n)
-        kinds = _kinds(names)
+        kinds = kinds(names)
         swapped = [(i, j) for i, j in sorted(order.items()) if i < j and order.get(j) == i]
         if len(swapped) * 2 == len(order):
             text = " and ".join(f"layers {i} and {j}" for i, j in swapped[:4]) + f" are exchanged ({kinds})"
@@ -385,15 +289,15 @@ class _Finder:
             if all(order.get(i, i) == j for i, j in zip(every, sorted(every, key=str), strict=True)):
                 text += "; it is the order of their numbers as words"
         evidence = [f"{plural(len(names), 'tensor')} with the fingerprint of the same tensor of another layer"]
-        self.add("layers-exchanged", text, evidence, names, explains={_component(n) for n in names})
+        self.add("layers-exchanged", text, evidence, names, explains={component_of(n) for n in names})
 
     def _leaves(self, left: dict[str, str]) -> None:
         """Two parameters of one module under each other's names: q and k, gate and up."""
         by: dict[tuple[str, str], list[str]] = {}
         for a, b in left.items():
-            if _slot(a) != _slot(b) or layer_of(a) != layer_of(b):
+            if slot_of(a) != slot_of(b) or layer_of(a) != layer_of(b):
                 continue
-            p, q = _fqn(a).split("."), _fqn(b).split(".")
+            p, q = fqn_of(a).split("."), fqn_of(b).split(".")
             apart = [k for k in range(len(p)) if len(p) == len(q) and p[k] != q[k]]
             if len(apart) == 1 and left.get(b) == a:
                 two = sorted((p[apart[0]], q[apart[0]]))
@@ -401,9 +305,9 @@ class _Finder:
         for (x, y), names in by.items():
             layers = sorted({i for n in names if (i := layer_of(n)) is not None})
             inside = f" in layer{'s' if len(layers) > 1 else ''} {listed(map(str, layers), 6)}" if layers else ""
-            text = f"{x} and {y} are exchanged{inside} ({_kinds(names)})"
+            text = f"{x} and {y} are exchanged{inside} ({kinds(names)})"
             evidence = [f"{names[0]} has the fingerprint that {left[names[0]]} has in the reference"]
-            self.add("exchanged", text, evidence, names, explains={_component(n) for n in names})
+            self.add("exchanged", text, evidence, names, explains={component_of(n) for n in names})
         for n in {n for names in by.values() for n in names}:
             left.pop(n)
 
@@ -418,7 +322,7 @@ class _Finder:
             if len(steps) == len(every)
             else f"on {len(steps)} of {len(every)} tensors, first {spoken(next(iter(steps)))}"
         )
-        moments = {_fqn(n) for n in rest if n.startswith("optim.state.")}
+        moments = {fqn_of(n) for n in rest if n.startswith("optim.state.")}
         evidence = self.seen("state.scalars")
         if all(b == 0 for _, b in steps.values()):
             also = (
@@ -444,9 +348,9 @@ class _Finder:
                 "moments are those of the reference", evidence, names, explains=("optimizer",),
             )  # fmt: skip
             return rest
-        weights = [n for n in rest if _component(n) == "weights"]
-        universe = [n for n in reference.state if _component(n) == "weights"]
-        old = [n for n in rest if n.startswith("optim.state.") and _fqn(n) in steps]
+        weights = [n for n in rest if component_of(n) == "weights"]
+        universe = [n for n in reference.state if component_of(n) == "weights"]
+        old = [n for n in rest if n.startswith("optim.state.") and fqn_of(n) in steps]
         if len(weights) * 10 >= len(universe) * 9:
             text = f"weights and optimizer state are those of another checkpoint, {far}"
             self.add("other-checkpoint", text, evidence, [*weights, *old], explains=("weights", "optimizer"))
@@ -477,17 +381,17 @@ class _Finder:
             first = looked[names[0]]
             assert isinstance(first, Likeness)
             # others of the same slot that were not read are most likely of the kind, where all that were read are
-            slots = {_slot(n) for n in names}
-            others = {found.kind if found else "" for n, found in looked.items() if _slot(n) in slots}
+            slots = {slot_of(n) for n in names}
+            others = {found.kind if found else "" for n, found in looked.items() if slot_of(n) in slots}
             alone = others == {kind}
-            more = [n for n in left if _slot(n) in slots] if alone else []
+            more = [n for n in left if slot_of(n) in slots] if alone else []
             left = [n for n in left if n not in set(more)]
-            every = [n for n in reference.state if _slot(n) in slots]
+            every = [n for n in reference.state if slot_of(n) in slots]
             what = (
                 "tensors" if len(slots) > 1 else "weights" if slots == {"weights"} else f"{next(iter(slots))} tensors"
             )
             texts = {found.text for n in names if isinstance(found := looked[n], Likeness)}
-            scope = _scope(names + more, every, what)
+            scope = scope(names + more, every, what)
             said = first.text if len(names) == 1 or len(texts) == 1 else _general(kind, first.text)
             if len(names) + len(more) > 1:
                 said = re.sub(
@@ -499,24 +403,24 @@ class _Finder:
             if more:
                 evidence.append(f"{plural(len(more), 'tensor')} of the same kind differ and were not read")
             place = self._place(names[0], first)
-            self.add(kind, f"{scope} {said}", evidence, names + more, place, {_component(n) for n in names})
+            self.add(kind, f"{scope} {said}", evidence, names + more, place, {component_of(n) for n in names})
         if equal:
             text = (
-                f"{_scope(equal, rest, 'tensors')}: equal in both checkpoints' files, not in the jobs: loading did it"
+                f"{scope(equal, rest, 'tensors')}: equal in both checkpoints' files, not in the jobs: loading did it"
             )
-            self.add("loading", text, self.seen("state.digests"), equal, explains={_component(n) for n in equal})
+            self.add("loading", text, self.seen("state.digests"), equal, explains={component_of(n) for n in equal})
         for component, kind in (("weights", "weights-differ"), ("optimizer", "moments-differ")):
-            names = [n for n in left if _component(n) == component]
+            names = [n for n in left if component_of(n) == component]
             if not names:
                 continue
-            every = [n for n in reference.state if _component(n) == component and not _is_step(n)]
+            every = [n for n in reference.state if component_of(n) == component and not is_step(n)]
             what = "weights" if component == "weights" else "tensors of the optimizer"
-            slots = {_slot(n) for n in names}
+            slots = {slot_of(n) for n in names}
             if component == "optimizer" and len(slots) == 1:
                 what = f"{next(iter(slots))} tensors of the optimizer"
-                every = [n for n in every if _slot(n) in slots]
+                every = [n for n in every if slot_of(n) in slots]
             text = (
-                f"{_scope(names, every, what)} hold{'s' if len(names) == 1 else ''} other values than the reference's"
+                f"{scope(names, every, what)} hold{'s' if len(names) == 1 else ''} other values than the reference's"
             )
             self.add(kind, text, self.seen("state.digests"), names, explains=(component,))
 
@@ -706,7 +610,7 @@ class _Finder:
         if grads and any(not math.isfinite(v) for v in step.updates.values()):
             bad = [n for n, v in step.updates.items() if not math.isfinite(v)]
             text = (
-                f"the update of {_scope(bad, list(step.updates), 'tensors')} is not finite in step {step.step}, though "
+                f"the update of {scope(bad, list(step.updates), 'tensors')} is not finite in step {step.step}, though "
                 "loss and gradients are: its moments hold NaN, or negative squares"
             )
             tensors = bad
@@ -821,12 +725,12 @@ class _Finder:
         still += [
             n for n, v in a.updates.items() if v > 0 and n not in b.updates and not any(n in g for g in reference.tied)
         ]
-        if not still or set(still) <= {m for c in self.out for n in c.tensors for m in (n, _fqn(n))}:
+        if not still or set(still) <= {m for c in self.out for n in c.tensors for m in (n, fqn_of(n))}:
             return
         if set(self._far(reference, a, b, updates=False)) <= set(still):
             self.explained.add("gradients")
         every = list(a.updates)
-        scope = "no tensor is" if len(still) == len(every) else f"{_scope(still, every, 'tensors')} not"
+        scope = "no tensor is" if len(still) == len(every) else f"{scope(still, every, 'tensors')} not"
         rates = b.learning_rates
         if rates and not any(rates):
             self.add(
@@ -858,7 +762,7 @@ class _Finder:
                 text += ", or the model's configuration, of which the reference does not tell"
             self.add("gradients", text, [*evidence, *self._environment(reference)], found)
         else:
-            text = f"the loss is equal and the gradient of {_scope(found, every, 'tensors')} is not"
+            text = f"the loss is equal and the gradient of {scope(found, every, 'tensors')} is not"
             self.add("gradients", text, evidence, found)
 
     def _far(self, reference: Trace, a: Step, b: Step, updates: bool) -> list[str]:
@@ -900,7 +804,7 @@ class _Finder:
             self.add("optimizer-group", text, evidence, found)
             return
         whose = "its" if len(found) == 1 else "their"
-        text = f"{equal}the update of {_scope(found, every, 'tensors')} is not: {whose} moments"
+        text = f"{equal}the update of {scope(found, every, 'tensors')} is not: {whose} moments"
         self.add("moments", text, evidence, found)
 
     # ----------------------------------------------------------------------------------------------- ranks, round trip
@@ -936,137 +840,3 @@ class _Finder:
             names = [str(n) for n in self.got.roundtrip.get("differing", [])]
             text = f"saving and loading again changes {plural(len(names), 'tensor')}, first {spoken(names[0])}"
             self.add("save-or-load", text, self.seen("roundtrip.state"), names)
-
-
-def _component(name: str) -> str:
-    return "optimizer" if name.startswith("optim.") else "weights"
-
-
-def _undecayed(name: str) -> bool:
-    return bool(re.search(r"norm|ln_|\.bias$|^bias$|layernorm", name))
-
-
-def _general(kind: str, text: str) -> str:
-    """What is true of several tensors of one kind whose texts are not the same."""
-    return {
-        "close": "is close to the reference's: of another step, or computed otherwise",
-        "unrelated": "has values unrelated to the reference's", "scaled": "holds the reference's values times a factor",
-        "zero-rows": "has zeros in some rows", "zero-range": "has zeros in a range",
-        "constant": "is one value throughout",
-        "elements": "differs in a few elements", "not-finite": "has elements that are NaN or infinite",
-        "shifted": "holds the reference's elements some places on",
-        "permuted-rows": "has the reference's rows in another order",
-        "exchanged-rows": "has two ranges of rows exchanged", "copied-rows": "has some rows twice",
-        "rope": "has its rows reordered as between the two ways to compute rope",
-    }.get(kind, text)  # fmt: skip
-
-
-def _rates(reference: Trace, got: Trace) -> tuple[str, str]:
-    """(kind, text) for learning rates that are not the reference's."""
-    known = [(a, b) for a, b in pairs(reference, got) if a.learning_rates and b.learning_rates]
-    a, b = next((x, y) for x, y in known if any(u != v for _, u, v in rates_by_group(reference, got, x, y)))
-    ours, theirs = b.learning_rates or [], a.learning_rates or []
-    by = {s.step: s.learning_rates for s in reference.steps if s.learning_rates}
-    for gap in sorted({t - b.step for t in by} - {0}, key=abs):
-        shifted = [(by[y.step + gap], y.learning_rates) for _, y in known if y.step + gap in by]
-        varied = len({tuple(r) for r in by.values()}) > 1
-        if varied and len(shifted) > (len(known) + 1) // 2 and all(u == v for u, v in shifted):
-            if b.step + gap == 1:
-                return (
-                    "scheduler-reset",
-                    "the learning rates are those of the training's first steps: the scheduler began anew",
-                )
-            return (
-                "scheduler-offset",
-                f"the learning rates are those of {plural(abs(gap), 'step')} {'later' if gap > 0 else 'earlier'}",
-            )
-    mine = {tuple(y.learning_rates or []) for _, y in known}
-    if len(mine) == 1 and len(known) > 1 and len({tuple(x.learning_rates or []) for x, _ in known}) > 1:
-        initial = [g.get("initial_lr") for g in got.groups]
-        also = ", which is where the schedule begins" if initial and initial == list(ours) else ""
-        return "scheduler-lost", f"the learning rate stays at {ours[0]!r}{also}: no scheduler changes it"
-    ratios = {round(v / u, 9) for u, v in zip(theirs, ours, strict=False) if u}
-    if len(theirs) == len(ours) and len(ratios) == 1:
-        return (
-            "learning-rate",
-            f"the learning rate is {ours[0]!r} and was {theirs[0]!r} in step {b.step} ({ratios.pop():.6g} times)",
-        )
-    return "learning-rate", f"the learning rates are {ours!r} and were {theirs!r} in step {b.step}"
-
-
-# ----------------------------------------------------------------------------------------------------------- both files
-
-
-def _look(opened: tuple[Opened, Opened], names: Sequence[str]) -> dict[str, Likeness | None]:
-    """How some of the tensors differ in the files: the first of every slot, then the first; None where they do not."""
-    left, right = opened[0].locate(), opened[1].locate()
-
-    def readable(n: str) -> bool:
-        a, b = left.tensors.get(n), right.tensors.get(n)
-        return a is not None and b is not None and a.shape == b.shape and 0 < max(a.nbytes, b.nbytes) <= _MOST
-
-    fit = [n for n in names if readable(n)]
-    heads = list({_slot(n): n for n in reversed(fit)}.values())
-    chosen = list(dict.fromkeys([*heads, *fit]))[:_LOOK]
-    out: dict[str, Likeness | None] = {}
-    for n in [n for n in names if n in set(chosen)]:
-        try:
-            out[n] = likeness(_read(opened[0], left, n), _read(opened[1], right, n))
-        except (CkpttoolError, TypeError):
-            continue  # damaged, which has been said before; or a dtype that numpy does not have
-    return out
-
-
-def _read(opened: Opened, ckpt: Checkpoint, name: str) -> Any:
-    """A tensor of the files as an array."""
-    import numpy as np
-
-    entry = ckpt.tensors[name]
-    out = np.empty(entry.numel, dtype=numpy_dtype(entry.dtype))
-    reader = Reader(opened.source, ckpt.files, ckpt.records)
-    for block in reader.blocks([Job(name, entry, entry.dtype, False)]):
-        if block.count:
-            out[block.first : block.first + block.count] = np.frombuffer(block.data, dtype=out.dtype)
-        block.release()
-    return out.reshape(entry.shape)
-
-
-def place_of(ckpt: Checkpoint, name: str, flat: int) -> str | None:
-    """Where an element of a tensor lies: file, bytes of its chunk, and whose shard that is, as far as names tell.
-
-    `flat` is its row-major index; None where no chunk has it.
-    """
-    entry = ckpt.tensors.get(name)
-    if entry is None or not entry.numel:
-        return None
-    at = []
-    for step in boxes.strides(entry.shape):
-        at.append(flat // step)
-        flat -= at[-1] * step
-    for chunk in entry.chunks:
-        if all(s <= i < s + n for i, s, n in zip(at, chunk.start, chunk.shape, strict=True)):
-            file, offset, length = ckpt.files[chunk.extent.file], chunk.extent.offset, chunk.extent.length
-            text = f"{file}, bytes {offset}..{offset + length}"
-            if chunk.zstd is None:
-                steps = chunk.strides or boxes.strides(chunk.shape)
-                inside = sum((i - s) * k for i, s, k in zip(at, chunk.start, steps, strict=True))
-                byte = offset + inside * ITEMSIZE[entry.dtype]
-                text += f", first difference at byte {byte}"
-            box = ", ".join(f"{s}:{s + n}" for s, n in zip(chunk.start, chunk.shape, strict=True))
-            rank = _rank(file)
-            whose = "" if rank is None else f"rank {rank}'s shard, "
-            return f"{text} ({whose}[{box}] of {list(entry.shape)})" if box else text
-    return None
-
-
-def _rank(file: str) -> int | None:
-    """The rank that wrote a file, where its name tells: of DCP, of ZeRO's shards, of FSDP1's."""
-    name = file.rpartition("/")[2]
-    for pattern in (
-        r"^__(\d+)_\d+\.distcp$",
-        r"zero_pp_rank_(\d+)_",
-        r"(?<!mp_)(?<!pp_)rank_?(\d+)\.(?:pt|pth|bin)$",
-    ):
-        if m := re.search(pattern, name):
-            return int(m[1])
-    return None

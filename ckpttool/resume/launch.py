@@ -28,6 +28,7 @@ from .. import errors
 from ..conversion import Opened
 from ..conversion import open as open_checkpoint
 from ..errors import CkpttoolError, Interrupted, UsageError
+from .bounds import PROFILES
 from .settings import Settings, mesh_of, write_settings
 from .trace import Trace, read_reference, read_trace
 from .verdict import Report
@@ -104,6 +105,8 @@ def resume_verify(
     """
     if against is not None and reference is not None:
         raise UsageError("--against and --reference are two references; give one.")
+    if profile not in PROFILES:
+        raise UsageError(f"--profile {profile}: one of {', '.join(PROFILES)}.")
     if steps < 1:
         raise UsageError(f"--steps {steps}: at least one step is judged.")
     outside = "RANK" in os.environ and "WORLD_SIZE" in os.environ

@@ -1,0 +1,198 @@
+"""what the config tells"""
+
+from __future__ import annotations
+
+
+
+def tied(case: Case) -> None:
+    check = case.failed.get("config.tied")
+    if check is not None:
+        names = [check.where] if check.where else []
+        case.add(
+            "untied", f"{check.text}: they get gradients and updates apart", case.seen("config.tied"), names,
+            explains=("weights", "optimizer"),
+        )  # fmt: skip
+
+
+def model(case: Case, reference: Trace) -> None:
+    if "config.model" not in case.failed or reference.config is None or case.got.config is None:
+        return
+    found = config_differences(reference.config, case.got.config)
+    told = [f"{k} is {b!r} and was {a!r}" for k, (a, b) in found.items()]
+    text = f"the model is configured otherwise: {listed(told)}"
+    case.add("model-configuration", text, case.seen("probe.logits", "step1.loss"), explains=("weights",))
+
+
+def groups(case: Case, reference: Trace) -> None:
+    if "config.groups" not in case.failed:
+        return
+    found, missing, extra = option_differences(reference, case.got)
+    known = options(case.got)
+    for key, where in found.items():
+        if key in ("lr", "initial_lr") and "rates" in case.explained:
+            continue
+        by: dict[str, list[str]] = {}
+        for n, two in where.items():
+            by.setdefault(repr(two), []).append(n)
+        for names in by.values():
+            a, b = where[names[0]]
+            scope = (
+                "all parameters"
+                if len(names) == len(known)
+                else f"{plural(len(names), 'parameter')}, first {names[0]}"
+            )
+            text, kind = f"{key} is {b!r} and was {a!r} for {scope}", f"option-{key.replace('_', '-')}"
+            if key == "weight_decay" and a == 0 and b and all(_undecayed(n) for n in names):
+                kind = "weight-decay-on-norms"
+                what = "1 norm or bias" if len(names) == 1 else f"{len(names)} norms and biases"
+                text = f"weight decay ({b!r}) is applied to {what} that had none, first {names[0]}"
+            if key == "betas" and b in ((0.9, 0.999), [0.9, 0.999]):
+                text += ", which is the default of AdamW"
+            explains = ("optimizer", "rates") if key in ("lr", "initial_lr") else ("optimizer",)
+            case.add(kind, text, case.seen("config.groups"), names, explains=explains)
+    if missing:
+        text = f"{plural(len(missing), 'parameter')} not in the optimizer and not trained, first {missing[0]}"
+        case.add("optimizer-members", text, case.seen("config.groups"), missing, explains=("optimizer",))
+    if extra:
+        text = f"{plural(len(extra), 'parameter')} that the reference's optimizer does not have, first {extra[0]}"
+        case.add("optimizer-members", text, case.seen("config.groups"), extra, explains=("optimizer",))
+
+
+def scheduler(case: Case, reference: Trace) -> None:
+    evidence = case.seen("config.scheduler", "step1.learning_rates", "steps.learning_rates")
+    if "config.scheduler" in case.failed:
+        found, missing, extra, compared = value_differences(reference, case.got, "scheduler")
+        if missing and not compared and not extra:
+            case.add(
+                "scheduler-missing",
+                "the checkpoint has no state of the scheduler",
+                evidence,
+                explains=("rates", "optimizer"),
+            )
+            return
+        epochs = [two for n, two in found.items() if n.rpartition(".")[2] == "last_epoch"]
+        if epochs:
+            a, b = epochs[0]
+            if b == 0:
+                kind, text = "scheduler-reset", f"the scheduler begins anew: its last_epoch is 0 and was {a}"
+            else:
+                kind, text = (
+                    "scheduler-offset",
+                    f"the scheduler is off by {b - a:+d}: its last_epoch is {b} and was {a}",
+                )
+        else:
+            told = [f"{n} is {b!r} and was {a!r}" for n, (a, b) in found.items()]
+            kind, text = "scheduler-state", f"the scheduler has another state: {listed(told)}"
+        case.add(kind, text, evidence, explains=("rates", "optimizer"))
+        return
+    if not evidence or "rates" in case.explained:
+        return
+    kind, text = _rates(reference, case.got)
+    case.add(kind, text, evidence, explains=("rates", "optimizer"))
+
+
+def values(case: Case, reference: Trace) -> None:
+    if "config.values" not in case.failed:
+        return
+    if reference.clip is not None and case.got.clip != reference.clip:
+        now = "off" if case.got.clip is None else f"at {case.got.clip!r}"
+        text = (
+            f"gradient clipping is {now} and was at {reference.clip!r}; it acts once the grad norm is beyond that"
+        )
+        case.add("clipping", text, case.seen("config.values"), explains=("optimizer",))
+    found, missing, _, _ = value_differences(reference, case.got, "trainer")
+    told = [f"{n} is {b!r} and was {a!r}" for n, (a, b) in found.items()]
+    told += [f"{n} is missing" for n in missing]
+    if told:
+        case.add("counters", f"the trainer would count otherwise: {listed(told)}", case.seen("config.values"))
+    told = []
+    for component in ("scaler", "dataloader", "extra"):
+        found, _, _, _ = value_differences(reference, case.got, component)
+        told += [f"{n} is {b!r} and was {a!r}" for n, (a, b) in found.items()]
+    if told:
+        case.add("values", f"other values are in the checkpoint: {listed(told)}", case.seen("config.values"))
+
+
+def _undecayed(name: str) -> bool:
+    return bool(re.search(r"norm|ln_|\.bias$|^bias$|layernorm", name))
+
+
+def _rates(reference: Trace, got: Trace) -> tuple[str, str]:
+    """(kind, text) for learning rates that are not the reference's."""
+    known = [(a, b) for a, b in pairs(reference, got) if a.learning_rates and b.learning_rates]
+    a, b = next((x, y) for x, y in known if any(u != v for _, u, v in rates_by_group(reference, got, x, y)))
+    ours, theirs = b.learning_rates or [], a.learning_rates or []
+    by = {s.step: s.learning_rates for s in reference.steps if s.learning_rates}
+    for gap in sorted({t - b.step for t in by} - {0}, key=abs):
+        shifted = [(by[y.step + gap], y.learning_rates) for _, y in known if y.step + gap in by]
+        varied = len({tuple(r) for r in by.values()}) > 1
+        if varied and len(shifted) > (len(known) + 1) // 2 and all(u == v for u, v in shifted):
+            if b.step + gap == 1:
+                return (
+                    "scheduler-reset",
+                    "the learning rates are those of the training's first steps: the scheduler began anew",
+                )
+            return (
+                "scheduler-offset",
+                f"the learning rates are those of {plural(abs(gap), 'step')} {'later' if gap > 0 else 'earlier'}",
+            )
+    mine = {tuple(y.learning_rates or []) for _, y in known}
+    if len(mine) == 1 and len(known) > 1 and len({tuple(x.learning_rates or []) for x, _ in known}) > 1:
+        initial = [g.get("initial_lr") for g in got.groups]
+        also = ", which is where the schedule begins" if initial and initial == list(ours) else ""
+        return "scheduler-lost", f"the learning rate stays at {ours[0]!r}{also}: no scheduler changes it"
+    ratios = {round(v / u, 9) for u, v in zip(theirs, ours, strict=False) if u}
+    if len(theirs) == len(ours) and len(ratios) == 1:
+        return (
+            "learning-rate",
+            f"the learning rate is {ours[0]!r} and was {theirs[0]!r} in step {b.step} ({ratios.pop():.6g} times)",
+        )
+    return "learning-rate", f"the learning rates are {ours!r} and were {theirs!r} in step {b.step}"
+
+
+def data(case: Case, reference: Trace) -> None:
+    if "step1.batch" not in case.failed and "steps.batch" not in case.failed:
+        return
+    evidence = case.seen("step1.batch", "steps.batch")
+    a, b = reference, case.got
+    if None not in (a.global_batch, b.global_batch) and a.global_batch != b.global_batch:
+        text = f"the global batch is {b.global_batch} and was {a.global_batch}"
+        case.add("global-batch", text, evidence, explains=("data",))
+        return
+    if None not in (a.sequence, b.sequence) and a.sequence != b.sequence:
+        case.add(
+            "sequence",
+            f"sequences are {b.sequence} tokens long and were {a.sequence}",
+            evidence,
+            explains=("data",),
+        )
+        return
+    wrong = [(x, y) for x, y in pairs(a, b) if None not in (x.batch, y.batch) and x.batch != y.batch]
+    tokens = [(x.tokens, y.tokens) for x, y in wrong if x.tokens and y.tokens and x.tokens != y.tokens]
+    if tokens and len(tokens) == len(wrong):
+        ratio = tokens[0][1] / tokens[0][0]
+        text = f"a step has {tokens[0][1]} tokens and had {tokens[0][0]} ({ratio:.3g} times): another global batch"
+        case.add("global-batch", text, evidence, explains=("data",))
+        return
+    of: dict[str, int] = {}
+    for s in a.steps:
+        if s.batch is not None:
+            of.setdefault(s.batch, s.step)
+    gaps = Counter(of[y.batch] - y.step for _, y in wrong if y.batch in of)
+    if not gaps:
+        first = wrong[0][1].step if wrong else b.start + 1
+        text = f"the data is other data, from step {first} on: no batch of the reference is among these"
+        case.add("data-other", text, evidence, explains=("data",))
+        return
+    gap, times = gaps.most_common(1)[0]
+    when = "later" if gap > 0 else "earlier"
+    evidence.append(
+        f"{times} of the {len(wrong)} batches that differ are the reference's of {abs(gap)} steps {when}"
+    )
+    if gap == -b.start and b.start:
+        case.add("data-restart", "the data begins from its beginning again", evidence, explains=("data",))
+    elif len(gaps) == 1:
+        text = f"the data is {plural(abs(gap), 'step')} {'ahead of' if gap > 0 else 'behind'} the reference"
+        case.add("data-offset", text, evidence, explains=("data",))
+    else:
+        case.add("data-order", "the same batches come in another order", evidence, explains=("data",))

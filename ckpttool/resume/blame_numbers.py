@@ -1,0 +1,270 @@
+"""what numbers tell"""
+
+from __future__ import annotations
+
+
+
+def plausible(case: Case) -> None:
+    if "state.plausible" not in case.failed or "optimizer" in case.explained:
+        return
+    got, text = case.got, case.failed["state.plausible"].text
+    steps = steps_of(got)
+    if steps and all(v == 0 for v in steps.values()):
+        moments = any(n.endswith(".exp_avg") for n in got.state)
+        also = ": the moments were restored, the step was not" if moments else ""
+        case.add("step-reset", f"the optimizer's step is 0 on all tensors{also}", [text], explains=("optimizer",))
+    elif "no moments" in text:
+        case.add("optimizer-missing", "the checkpoint has no optimizer state", [text], explains=("optimizer",))
+    else:
+        case.add("state-odd", f"the state is not what a training leaves: {text}", explains=("optimizer",))
+
+
+def not_finite(case: Case) -> None:
+    if "run.finite" not in case.failed:
+        return
+    step, found = next((s, list(not_finite(s))) for s in case.got.steps if any(True for _ in not_finite(s)))
+    tensors = [w.partition(" of ")[2] for w, _ in found if " of " in w]
+    grads = all(math.isfinite(v) for v in step.grads.values()) and math.isfinite(step.loss)
+    text = f"numbers are not finite from step {step.step} on, first {found[0][0]} ({found[0][1]})"
+    if grads and any(not math.isfinite(v) for v in step.updates.values()):
+        bad = [n for n, v in step.updates.items() if not math.isfinite(v)]
+        text = (
+            f"the update of {scope(bad, list(step.updates), 'tensors')} is not finite in step {step.step}, though "
+            "loss and gradients are: its moments hold NaN, or negative squares"
+        )
+        tensors = bad
+        case.explained.add("optimizer")
+    elif not math.isfinite(step.loss) and case.got.steps and step is case.got.steps[0]:
+        case.explained.add("weights")
+        text += ": the weights hold NaN or infinity, or numbers that overflow"
+    case.add("not-finite", text, case.seen("run.finite"), tensors)
+
+
+def gradients_summed(case: Case, reference: Trace) -> None:
+    """The grad norm is a whole multiple, or part, while the loss is the same."""
+    if "step1.grad_norm" not in case.failed or not case.passed("step1.loss"):
+        return
+    a, b = next((x, y) for x, y in pairs(reference, case.got) if y.step == case.got.steps[0].step)
+    if not a.grad_norm or not b.grad_norm:
+        return
+    ratio = b.grad_norm / a.grad_norm
+    n = round(ratio if ratio > 1 else 1 / ratio)
+    if n < 2 or abs((ratio if ratio > 1 else 1 / ratio) / n - 1) > 1e-3:
+        return
+    every = [b.grads[k] / a.grads[k] for k in a.grads if a.grads[k] and k in b.grads]
+    if every and deviation(median(every), ratio) > 0.05:
+        return
+    whose = ""
+    if n == case.got.world_size:
+        whose = " (its number of ranks)"
+    elif n == reference.world_size:
+        whose = " (the reference's number of ranks)"
+    if ratio > 1:
+        text = f"gradients are {n} times those of the reference{whose}: summed over ranks instead of averaged"
+    else:
+        text = f"gradients are 1/{n} of those of the reference{whose}: divided once too often, or summed there"
+    case.explained.update(("gradients", "optimizer"))
+    case.add("gradient-scale", text, case.seen("step1.grad_norm"))
+
+
+def dynamic(case: Case, reference: Trace) -> None:
+    """From numbers alone, where nothing exact has explained them."""
+    first = _first(case, reference)
+    weights, data = "weights" in case.explained, "data" in case.explained
+    same = case.passed("state.digests") and case.passed("state.names")
+    if "probe.logits" in case.failed and not weights:
+        evidence = case.seen("probe.logits", "step1.loss")
+        if same:
+            text = (
+                "the weights are equal and the logits are not: the model is configured otherwise (rope theta, eps "
+                "of the norms), or other kernels compute it"
+            )
+            case.add("model-configuration", text, [*evidence, *_environment(case, reference)])
+        else:
+            case.add(
+                "weights", "the logits differ before any step: weights, or the model's configuration", evidence
+            )
+        weights = True
+        case.explained.add("weights")
+    elif "step1.loss" in case.failed and not weights and not data:
+        evidence = case.seen("step1.loss", "step1.grad_norm")
+        if case.passed("probe.logits") and case.passed("step1.batch"):
+            text = "logits and batch are equal and the loss is not: labels, masks, or how ranks weight their tokens"
+            case.add("loss-computation", text, evidence)
+        elif case.passed("probe.logits"):
+            case.add(
+                "data",
+                "logits are equal and the loss is not: another batch, or another computation of the loss",
+                evidence,
+            )
+        elif same:
+            rest = "its labels and masks" if case.passed("step1.batch") else "the batch"
+            text = f"the weights are equal and the loss is not: the model's configuration, its kernels, or {rest}"
+            case.add("model-configuration", text, [*evidence, *_environment(case, reference)])
+        else:
+            case.add(
+                "weights",
+                "the loss differs in the first step: weights, the model's configuration or the batch",
+                evidence,
+            )
+        weights = True
+    if first is None:
+        return
+    _frozen(case, reference, *first)
+    ruled_out = weights or data or "gradients" in case.explained
+    if not ruled_out and ("step1.grad_norm" in case.failed or "step1.worst_grad" in case.failed):
+        _gradients(case, reference, *first)
+        ruled_out = True
+    if not ruled_out and "optimizer" not in case.explained:
+        if "step1.update_norm" in case.failed or "step1.worst_update" in case.failed:
+            _updates(case, reference, *first)
+        elif not case.out and any(n.startswith("steps.") for n in case.failed):
+            evidence = case.seen(*(n for n in case.failed if n.startswith("steps.")))
+            kind, text = "later-steps", "something random is not the same, or noise grows"
+            if first[0].update_norm is None and not first[0].updates:
+                kind, text = (
+                    "optimizer",
+                    "the optimizer's state or its options (the reference has no norms of updates)",
+                )
+            case.add(kind, f"the first step agrees and later ones do not: {text}", evidence)
+
+
+def _first(case: Case, reference: Trace) -> tuple[Step, Step] | None:
+    return next(((a, b) for a, b in pairs(reference, case.got) if b.step == case.got.steps[0].step), None)
+
+
+def _environment(case: Case, reference: Trace) -> list[str]:
+    a, b = reference.environment, case.got.environment
+    return [
+        f"{k} is {b[k]} and was {a[k]}"
+        for k in ("torch", "gpu", "cuda", "attention")
+        if k in a and k in b and a[k] != b[k]
+    ]
+
+
+def _frozen(case: Case, reference: Trace, a: Step, b: Step) -> None:
+    if not (a.updates and b.updates) or not {"step1.worst_update", "step1.update_norm"} & case.failed.keys():
+        return
+    still = [n for n, v in a.updates.items() if v > 0 and b.updates.get(n, None) == 0]
+    still += [
+        n for n, v in a.updates.items() if v > 0 and n not in b.updates and not any(n in g for g in reference.tied)
+    ]
+    if not still or set(still) <= {m for c in case.out for n in c.tensors for m in (n, fqn_of(n))}:
+        return
+    if set(_far(case, reference, a, b, updates=False)) <= set(still):
+        case.explained.add("gradients")
+    every = list(a.updates)
+    scope = "no tensor is" if len(still) == len(every) else f"{scope(still, every, 'tensors')} not"
+    rates = b.learning_rates
+    if rates and not any(rates):
+        case.add(
+            "learning-rate",
+            "the learning rate is 0: nothing is updated",
+            case.seen("step1.learning_rates"),
+            still,
+            explains=("optimizer",),
+        )
+        return
+    text = f"{scope} updated in step {b.step}, where the reference was: frozen, or not in the optimizer"
+    case.add("frozen", text, case.seen("step1.worst_update"), still, explains=("optimizer",))
+
+
+def _gradients(case: Case, reference: Trace, a: Step, b: Step) -> None:
+    evidence = case.seen("step1.grad_norm", "step1.worst_grad")
+    found = _far(case, reference, a, b, updates=False)
+    if not found:
+        case.add(
+            "gradients", "the loss is equal and the gradients are not: how they are reduced or scaled", evidence
+        )
+        return
+    every = list(a.grads)
+    if len(found) <= 2 and all(re.search(r"embed|lm_head|wte", n) for n in found):
+        text = f"only the gradient of {' and '.join(found)} differs: weights that are tied on one side alone"
+        case.add("untied", text, evidence, found)
+    elif len(found) * 10 >= len(every) * 9:
+        text = "the loss is equal and all gradients are not: how they are reduced, scaled or accumulated"
+        if "config.model" not in case.checks or case.checks["config.model"].verdict == "not comparable":
+            text += ", or the model's configuration, of which the reference does not tell"
+        case.add("gradients", text, [*evidence, *_environment(case, reference)], found)
+    else:
+        text = f"the loss is equal and the gradient of {scope(found, every, 'tensors')} is not"
+        case.add("gradients", text, evidence, found)
+
+
+def _updates(case: Case, reference: Trace, a: Step, b: Step) -> None:
+    evidence = case.seen("step1.update_norm", "step1.worst_update")
+    if a.update_norm and b.update_norm:
+        evidence.append(f"the norm of the update is {b.update_norm / a.update_norm:.4g} times the reference's")
+    equal = "gradients are equal, " if case.passed("step1.grad_norm") else ""
+    found = _far(case, reference, a, b, updates=True)
+    if not found:
+        case.add("optimizer", f"{equal}the update is not: the optimizer's state or its options", evidence)
+        return
+    every = list(a.updates)
+    ratios = sorted(b.updates.get(n, 0.0) / a.updates[n] for n in found if a.updates.get(n))
+    if ratios:
+        evidence.append(f"updates are {ratios[0]:.3g} to {ratios[-1]:.3g} times those of the reference")
+    guess = "moments dropped or of another step, a step that was reset, or other betas"
+    if case.passed("state.digests"):
+        guess = "its options, since its state is equal"
+    if len(found) * 10 >= len(every) * 9:
+        most = "all" if len(found) == len(every) else "nearly all"
+        text = f"{equal}the updates of {most} {len(found)} tensors are not: {guess}"
+        case.add("optimizer", text, evidence, found)
+        return
+    known = options(case.got)
+    members: dict[int, set[str]] = {}
+    for n, chosen in known.items():
+        members.setdefault(id(chosen), set()).add(n)
+    group = next((m for m in members.values() if len(members) > 1 and set(found) == m & set(every)), None)
+    if group is not None and len(found) > 1:
+        text = f"{equal}the updates of one param group ({plural(len(found), 'tensor')}) are not: its options"
+        case.add("optimizer-group", text, evidence, found)
+        return
+    whose = "its" if len(found) == 1 else "their"
+    text = f"{equal}the update of {scope(found, every, 'tensors')} is not: {whose} moments"
+    case.add("moments", text, evidence, found)
+
+
+def _far(case: Case, reference: Trace, a: Step, b: Step, updates: bool) -> list[str]:
+    """Tensors whose norm deviates by more than the check's bound, the farthest first."""
+    check = case.checks.get("step1.worst_update" if updates else "step1.worst_grad")
+    bound = check.bound if check is not None and check.bound is not None else 0.0
+    every, _ = tensor_deviations(reference, case.got, a, b, updates, 1e-6)
+    far = {n: d for n, (d, _, _) in every.items() if not d <= bound}
+    return sorted(far, key=lambda n: -far[n] if far[n] == far[n] else -math.inf)
+
+
+def ranks(case: Case) -> None:
+    if "run.ranks" in case.failed:
+        step = next(s for s in case.got.steps if s.losses and any(x != s.losses[0] for x in s.losses))
+        losses = [repr(x) for x in step.losses or []]
+        usual, times = Counter(losses).most_common(1)[0]
+        odd = [r for r, x in enumerate(losses) if x != usual]
+        if times * 2 > len(losses):
+            who = f"ranks {listed(map(str, odd), 8)} disagree" if len(odd) > 1 else f"rank {odd[0]} disagrees"
+            text = f"{who} with the others on the loss, from step {step.step} on"
+        else:
+            text = f"ranks disagree on the loss, from step {step.step} on: it is not reduced over all of them"
+        case.add("rank-disagrees", text, case.seen("run.ranks"))
+    if "probe.ranks" in case.failed and "run.ranks" not in case.failed and "weights" not in case.explained:
+        text = "ranks compute different logits from one batch: other weights on some, or no eval mode"
+        case.add("rank-disagrees", text, case.seen("probe.ranks"))
+
+
+def run(case: Case) -> None:
+    if "run.dead" in case.failed and not case.out:
+        case.add(
+            "no-gradient",
+            "no gradient arrives: parameters are frozen, or the loss does not depend on them",
+            case.seen("run.dead"),
+        )
+    if "run.spike" in case.failed and not case.out:
+        case.add("spike", f"training leaps: {case.failed['run.spike'].text}", case.seen("run.spike"))
+
+
+def round_trip(case: Case) -> None:
+    if "roundtrip.state" in case.failed:
+        names = [str(n) for n in case.got.roundtrip.get("differing", [])]
+        text = f"saving and loading again changes {plural(len(names), 'tensor')}, first {spoken(names[0])}"
+        case.add("save-or-load", text, case.seen("roundtrip.state"), names)

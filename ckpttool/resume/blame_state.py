@@ -1,0 +1,390 @@
+"""what the state tells"""
+
+from __future__ import annotations
+
+
+
+def load(case: Case) -> None:
+    got = case.got
+    if got.failed is not None:
+        case.add(
+            "load-failed", f"the checkpoint could not be loaded: {got.failed}", explains=("weights", "optimizer")
+        )
+        return
+    copies = [str(n) for n in got.environment.get("copies_differ") or []]
+    if copies:
+        case.add(
+            "copies-differ", f"ranks that should hold the same {plural(len(copies), 'tensor')} do not, first "
+            f"{spoken(copies[0])}", case.seen("state.loaded"), copies, explains=("weights", "optimizer"),
+        )  # fmt: skip
+        return
+    wrong = [
+        n for n, mark in got.stored.items() if n not in got.state or (got.state[n][2] and got.state[n][2] != mark)
+    ]
+    if not wrong:
+        return
+    holders: dict[str, list[str]] = {}
+    for n, mark in got.stored.items():
+        holders.setdefault(mark, []).append(n)
+    evidence = case.seen("state.loaded")
+    for n in wrong[:4]:
+        from_ = holders.get(got.state[n][2], []) if n in got.state else []
+        if len(from_) == 1 and prod(got.state[n][1]) > 1:
+            evidence.append(f"{n} holds what the files have for {from_[0]}")
+    text = f"loading changed {plural(len(wrong), 'tensor')}: the job holds something else than the files"
+    explains = {"weights" if slot_of(n) == "weights" else "optimizer" for n in wrong}
+    case.add("loading", text, evidence, wrong, explains=explains)
+
+
+def names(case: Case, reference: Trace) -> None:
+    if not reference.state or (not case.got.state and case.got.failed is None):
+        return
+    missing, extra = missing_and_extra(reference, case.got)
+    evidence = case.seen("state.names")
+    theirs = {n for n in reference.state if n.startswith("optim.state.")}
+    ours = {n for n in case.got.state if n.startswith("optim.state.")}
+    members, known = options(case.got), options(reference)
+    gone = [n for n in missing if n.startswith("optim.state.")]
+    # what this optimizer does not train has no state in it; `groups` says that
+    gone = [n for n in gone if not members or fqn_of(n) in members or fqn_of(n) not in known]
+    if theirs and not ours:
+        case.add(
+            "optimizer-missing", "the checkpoint has no optimizer state: moments and steps would begin anew",
+            evidence, gone, explains=("optimizer",),
+        )  # fmt: skip
+        gone = []
+    if gone:
+        params = list(dict.fromkeys(fqn_of(n) for n in gone))
+        whole = [p for p in params if not any(fqn_of(n) == p for n in ours)]
+        slots = sorted({slot_of(n) for n in gone})
+        if len(whole) == len(params):
+            text = (
+                f"the optimizer's state of {plural(len(params), 'parameter')} is missing, first {spoken(params[0])}"
+            )
+        else:
+            text = f"{' and '.join(slots)} of {plural(len(params), 'parameter')} missing, first {spoken(params[0])}"
+        case.add("moments-missing", text, evidence, gone, explains=("optimizer",))
+    weights = [n for n in missing if not n.startswith("optim.")]
+    if weights:
+        every = [n for n in reference.state if not n.startswith("optim.")]
+        text = (
+            f"{scope(weights, every, 'weights')} not in the checkpoint: a new job would begin with random values"
+        )
+        case.add("tensor-missing", text, evidence, weights, explains=("weights",))
+    strange = [n for n in extra if not n.startswith("optim.state.")] or extra
+    if extra and not missing:
+        case.add(
+            "tensor-extra",
+            f"{plural(len(extra), 'tensor')} that the reference does not have, first {spoken(strange[0])}",
+            evidence,
+            extra,
+        )
+
+
+def shapes(case: Case, reference: Trace) -> None:
+    common = [n for n in reference.state if n in case.got.state]
+    rows: dict[tuple[Any, Any], list[str]] = {}
+    dtypes: dict[tuple[str, str], list[str]] = {}
+    for n in common:
+        (d, s, _), (e, t, _) = reference.state[n], case.got.state[n]
+        if tuple(s) != tuple(t):
+            rows.setdefault((tuple(s), tuple(t)), []).append(n)
+        elif d != e:
+            dtypes.setdefault((d, e), []).append(n)
+    for (s, t), names in rows.items():
+        text = f"{scope(names, common, 'tensors')}: shape {list(t)} instead of {list(s)}"
+        kind = "shape"
+        if t == s[::-1]:
+            kind, text = "transposed", text + ", as of the transposed tensor"
+        elif s[1:] == t[1:] and re.search(r"embed|lm_head|wte|output", names[0]):
+            kind = "vocabulary"
+            text += f": the vocabulary was {'padded' if t[0] > s[0] else 'cut'} by {abs(t[0] - s[0])} rows"
+        case.add(kind, text, case.seen("state.shapes"), names, explains=("weights", "optimizer"))
+    if "state.shapes" in case.failed:
+        for (d, e), names in dtypes.items():
+            text = f"{scope(names, common, 'tensors')}: {e} instead of {d}"
+            case.add("dtype", text, case.seen("state.shapes"), names, explains={component_of(n) for n in names})
+
+
+def state(case: Case, reference: Trace) -> None:
+    if case.got.failed is not None:
+        return
+    wrong = differing(reference, case.got)
+    marked = {fqn_of(n) for n in wrong if is_step(n)}
+    theirs, ours = steps_of(reference), steps_of(case.got)
+    steps = {n: (theirs[n], ours[n]) for n in theirs if n in ours and theirs[n] != ours[n]}
+    rest = [n for n in wrong if not (is_step(n) and (fqn_of(n) in steps or prod(reference.state[n][1]) == 1))]
+    rest = _moved(case, reference, rest)
+    rest = _steps(case, reference, steps, rest)
+    strange = [n for n in wrong if is_step(n) and fqn_of(n) in marked - set(steps) and n not in rest]
+    _values_differ(case, reference, rest + strange)
+
+
+def _moved(case: Case, reference: Trace, wrong: list[str]) -> list[str]:
+    """Tensors that hold the bytes of others; the ones that do not are given back."""
+    holders: dict[str, list[str]] = {}
+    for n, (_, shape, mark) in reference.state.items():
+        if prod(shape) > 1 and mark:
+            holders.setdefault(mark, []).append(n)
+    tied = [set(g) for g in reference.tied]
+    moves: dict[str, str] = {}
+    for n in wrong:
+        found = holders.get(case.got.state[n][2], []) if prod(case.got.state[n][1]) > 1 else []
+        if len(found) == 2 and any({fqn_of(found[0]), fqn_of(found[1])} <= g for g in tied):
+            found = found[:1]
+        if len(found) == 1:  # bytes that several have are a constant, and tell nothing
+            moves[n] = found[0]
+    left = dict(moves)
+    _slots_exchanged(case, left)
+    _layers(case, reference, left)
+    _leaves(case, left)
+    for a, b in left.items():
+        both = left.get(b) == a
+        if both and a > b:
+            continue
+        text = (
+            f"{spoken(a)} and {spoken(b)} are exchanged" if both else f"{spoken(a)} holds the bytes of {spoken(b)}"
+        )
+        evidence = [f"{a} has the fingerprint that {b} has in the reference"]
+        case.add("exchanged" if both else "copied", text, evidence, [a, b], explains=(component_of(a),))
+    return [n for n in wrong if n not in moves]
+
+
+def _slots_exchanged(case: Case, left: dict[str, str]) -> None:
+    """Moments under each other's names."""
+    pairs_ = {a: b for a, b in left.items() if fqn_of(a) == fqn_of(b) and slot_of(a) != slot_of(b)}
+    for two in sorted({tuple(sorted((slot_of(a), slot_of(b)))) for a, b in pairs_.items()}):
+        names = [a for a, b in pairs_.items() if tuple(sorted((slot_of(a), slot_of(b)))) == two]
+        params = list(dict.fromkeys(fqn_of(n) for n in names))
+        of = f"of {plural(len(params), 'parameter')}, first {spoken(params[0])}"
+        both = sum(pairs_.get(pairs_[a]) == a for a in names) == len(names)
+        if both:
+            text = f"{two[0]} and {two[1]} are exchanged, {of}"
+        else:
+            text = f"{slot_of(names[0])} holds {slot_of(pairs_[names[0]])}, {of}"
+        evidence = [f"{names[0]} has the fingerprint that {pairs_[names[0]]} has in the reference"]
+        case.add("moments-exchanged" if both else "moments-copied", text, evidence, names, explains=("optimizer",))
+    for a in pairs_:
+        del left[a]
+
+
+def _layers(case: Case, reference: Trace, left: dict[str, str]) -> None:
+    """Layers in another order: the same names but for the number, of at least half of the layer's tensors."""
+    by: dict[tuple[int, int], list[str]] = {}
+    for a, b in left.items():
+        i, j = layer_of(a), layer_of(b)
+        if i is not None and j is not None and i != j and LAYER.sub(".#.", a, 1) == LAYER.sub(".#.", b, 1):
+            by.setdefault((i, j), []).append(a)
+    sizes = Counter((layer_of(n), component_of(n)) for n in reference.state if not is_step(n))
+    order: dict[int, int] = {}
+    names: list[str] = []
+    for (i, j), group in by.items():
+        for component in ("weights", "optimizer"):
+            part = [n for n in group if component_of(n) == component]
+            if len(part) > 1 and len(part) * 2 >= sizes[i, component] and order.get(i, j) == j:
+                order[i] = j
+                names += part
+    if not order:
+        return
+    for n in names:
+        left.pop(n)
+    kinds = kinds(names)
+    swapped = [(i, j) for i, j in sorted(order.items()) if i < j and order.get(j) == i]
+    if len(swapped) * 2 == len(order):
+        text = " and ".join(f"layers {i} and {j}" for i, j in swapped[:4]) + f" are exchanged ({kinds})"
+    else:
+        what = ", ".join(f"layer {i} holds layer {j}" for i, j in sorted(order.items())[:4])
+        text = f"layers are in another order ({kinds}): {what}"
+        every = sorted({i for n in reference.state if (i := layer_of(n)) is not None})
+        if all(order.get(i, i) == j for i, j in zip(every, sorted(every, key=str), strict=True)):
+            text += "; it is the order of their numbers as words"
+    evidence = [f"{plural(len(names), 'tensor')} with the fingerprint of the same tensor of another layer"]
+    case.add("layers-exchanged", text, evidence, names, explains={component_of(n) for n in names})
+
+
+def _leaves(case: Case, left: dict[str, str]) -> None:
+    """Two parameters of one module under each other's names: q and k, gate and up."""
+    by: dict[tuple[str, str], list[str]] = {}
+    for a, b in left.items():
+        if slot_of(a) != slot_of(b) or layer_of(a) != layer_of(b):
+            continue
+        p, q = fqn_of(a).split("."), fqn_of(b).split(".")
+        apart = [k for k in range(len(p)) if len(p) == len(q) and p[k] != q[k]]
+        if len(apart) == 1 and left.get(b) == a:
+            two = sorted((p[apart[0]], q[apart[0]]))
+            by.setdefault((two[0], two[1]), []).append(a)
+    for (x, y), names in by.items():
+        layers = sorted({i for n in names if (i := layer_of(n)) is not None})
+        inside = f" in layer{'s' if len(layers) > 1 else ''} {listed(map(str, layers), 6)}" if layers else ""
+        text = f"{x} and {y} are exchanged{inside} ({kinds(names)})"
+        evidence = [f"{names[0]} has the fingerprint that {left[names[0]]} has in the reference"]
+        case.add("exchanged", text, evidence, names, explains={component_of(n) for n in names})
+    for n in {n for names in by.values() for n in names}:
+        left.pop(n)
+
+
+def _steps(case: Case, reference: Trace, steps: Mapping[str, tuple[float, float]], rest: list[str]) -> list[str]:
+    """The optimizer's step, and state of another step; tensors that this does not explain are given back."""
+    if not steps:
+        return rest
+    names = [f"optim.state.{n}.step" for n in steps]
+    every = [n for n in steps_of(reference) if n in steps_of(case.got)]
+    where = (
+        "on all tensors"
+        if len(steps) == len(every)
+        else f"on {len(steps)} of {len(every)} tensors, first {spoken(next(iter(steps)))}"
+    )
+    moments = {fqn_of(n) for n in rest if n.startswith("optim.state.")}
+    evidence = case.seen("state.scalars")
+    if all(b == 0 for _, b in steps.values()):
+        also = (
+            "the moments were restored, the step was not"
+            if not moments & set(steps)
+            else "the moments are others, too"
+        )
+        case.add(
+            "step-reset", f"the optimizer's step is 0 {where}: {also}", evidence, names, explains=("optimizer",)
+        )
+        return rest
+    gaps = {b - a for a, b in steps.values()}
+    if len(gaps) > 1:
+        case.add(
+            "step-differs", f"the optimizer's steps are others {where}", evidence, names, explains=("optimizer",)
+        )
+        return rest
+    gap = int(gaps.pop())
+    far = f"{plural(abs(gap), 'step')} {'earlier' if gap < 0 else 'later'}"
+    if len(moments & set(steps)) * 10 < len(steps) * 9:
+        case.add(
+            "step-offset", f"the optimizer's step is {abs(gap)} {'less' if gap < 0 else 'more'} {where}; the "
+            "moments are those of the reference", evidence, names, explains=("optimizer",),
+        )  # fmt: skip
+        return rest
+    weights = [n for n in rest if component_of(n) == "weights"]
+    universe = [n for n in reference.state if component_of(n) == "weights"]
+    old = [n for n in rest if n.startswith("optim.state.") and fqn_of(n) in steps]
+    if len(weights) * 10 >= len(universe) * 9:
+        text = f"weights and optimizer state are those of another checkpoint, {far}"
+        case.add("other-checkpoint", text, evidence, [*weights, *old], explains=("weights", "optimizer"))
+        return [n for n in rest if n not in set(weights) | set(old)]
+    layers = {layer_of(n) for n in old}
+    part = (
+        ""
+        if len(steps) == len(every)
+        else f" of layer {layers.pop()}"
+        if len(layers) == 1 and None not in layers
+        else f" of {plural(len(steps), 'parameter')}"
+    )
+    text = f"the optimizer's state{part} is that of another step, {far}"
+    case.add("optimizer-stale", text, evidence, old, explains=("optimizer",))
+    return [n for n in rest if n not in set(old)]
+
+
+def _values_differ(case: Case, reference: Trace, rest: list[str]) -> None:
+    """What differs and is not the bytes of another tensor; looked into where both checkpoints are open."""
+    if not rest:
+        return
+    looked = _look(case.opened, rest) if case.opened is not None else {}
+    by: dict[str, list[str]] = {}
+    for n, found in looked.items():
+        by.setdefault(found.kind if isinstance(found, Likeness) else "", []).append(n)
+    equal = by.pop("", [])
+    left = [n for n in rest if n not in looked]
+    for kind, names in by.items():
+        first = looked[names[0]]
+        assert isinstance(first, Likeness)
+        # others of the same slot that were not read are most likely of the kind, where all that were read are
+        slots = {slot_of(n) for n in names}
+        others = {found.kind if found else "" for n, found in looked.items() if slot_of(n) in slots}
+        alone = others == {kind}
+        more = [n for n in left if slot_of(n) in slots] if alone else []
+        left = [n for n in left if n not in set(more)]
+        every = [n for n in reference.state if slot_of(n) in slots]
+        what = (
+            "tensors" if len(slots) > 1 else "weights" if slots == {"weights"} else f"{next(iter(slots))} tensors"
+        )
+        texts = {found.text for n in names if isinstance(found := looked[n], Likeness)}
+        scope = scope(names + more, every, what)
+        said = first.text if len(names) == 1 or len(texts) == 1 else _general(kind, first.text)
+        if len(names) + len(more) > 1:
+            said = re.sub(
+                r"^(holds|is|has|differs)",
+                lambda m: {"holds": "hold", "is": "are", "has": "have", "differs": "differ"}[m[1]],
+                said,
+            )
+        evidence = [f"{n}: {found.text}" for n in names if isinstance(found := looked[n], Likeness)]
+        if more:
+            evidence.append(f"{plural(len(more), 'tensor')} of the same kind differ and were not read")
+        place = _place(case, names[0], first)
+        case.add(kind, f"{scope} {said}", evidence, names + more, place, {component_of(n) for n in names})
+    if equal:
+        text = (
+            f"{scope(equal, rest, 'tensors')}: equal in both checkpoints' files, not in the jobs: loading did it"
+        )
+        case.add("loading", text, case.seen("state.digests"), equal, explains={component_of(n) for n in equal})
+    for component, kind in (("weights", "weights-differ"), ("optimizer", "moments-differ")):
+        names = [n for n in left if component_of(n) == component]
+        if not names:
+            continue
+        every = [n for n in reference.state if component_of(n) == component and not is_step(n)]
+        what = "weights" if component == "weights" else "tensors of the optimizer"
+        slots = {slot_of(n) for n in names}
+        if component == "optimizer" and len(slots) == 1:
+            what = f"{next(iter(slots))} tensors of the optimizer"
+            every = [n for n in every if slot_of(n) in slots]
+        text = (
+            f"{scope(names, every, what)} hold{'s' if len(names) == 1 else ''} other values than the reference's"
+        )
+        case.add(kind, text, case.seen("state.digests"), names, explains=(component,))
+
+
+def _general(kind: str, text: str) -> str:
+    """What is true of several tensors of one kind whose texts are not the same."""
+    return {
+        "close": "is close to the reference's: of another step, or computed otherwise",
+        "unrelated": "has values unrelated to the reference's", "scaled": "holds the reference's values times a factor",
+        "zero-rows": "has zeros in some rows", "zero-range": "has zeros in a range",
+        "constant": "is one value throughout",
+        "elements": "differs in a few elements", "not-finite": "has elements that are NaN or infinite",
+        "shifted": "holds the reference's elements some places on",
+        "permuted-rows": "has the reference's rows in another order",
+        "exchanged-rows": "has two ranges of rows exchanged", "copied-rows": "has some rows twice",
+        "rope": "has its rows reordered as between the two ways to compute rope",
+    }.get(kind, text)  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+
+def _look(opened: tuple[Opened, Opened], names: Sequence[str]) -> dict[str, Likeness | None]:
+    """How some of the tensors differ in the files: the first of every slot, then the first; None where they do not."""
+    left, right = opened[0].locate(), opened[1].locate()
+
+    def readable(n: str) -> bool:
+        a, b = left.tensors.get(n), right.tensors.get(n)
+        return a is not None and b is not None and a.shape == b.shape and 0 < max(a.nbytes, b.nbytes) <= _MOST
+
+    fit = [n for n in names if readable(n)]
+    heads = list({slot_of(n): n for n in reversed(fit)}.values())
+    chosen = list(dict.fromkeys([*heads, *fit]))[:_LOOK]
+    out: dict[str, Likeness | None] = {}
+    for n in [n for n in names if n in set(chosen)]:
+        try:
+            out[n] = likeness(_read(opened[0], left, n), _read(opened[1], right, n))
+        except (CkpttoolError, TypeError):
+            continue  # damaged, which has been said before; or a dtype that numpy does not have
+    return out
+
+
+def _read(opened: Opened, ckpt: Checkpoint, name: str) -> Any:
+    """A tensor of the files as an array."""
+    import numpy as np
+
+    entry = ckpt.tensors[name]
+    out = np.empty(entry.numel, dtype=numpy_dtype(entry.dtype))
+    reader = Reader(opened.source, ckpt.files, ckpt.records)
+    for block in reader.blocks([Job(name, entry, entry.dtype, False)]):
+        if block.count:
+            out[block.first : block.first + block.count] = np.frombuffer(block.data, dtype=out.dtype)
+        block.release()
+    return out.reshape(entry.shape)

@@ -1,0 +1,309 @@
+"""differences: in what two traces differ, as data; `judge` makes checks of it, and `blame` looks for causes in it.
+
+Raw numbers are compared, never printed ones. Equal numbers have the deviation 0; NaN is equal to nothing, not even NaN.
+A parameter with several names (tied) is met under any of them. What one side does not say is no difference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from .trace import Step, Trace
+from .words import fqn_of, is_step
+
+__all__ = []
+
+
+#: How the optimizer computes, not what.
+_HOW = frozenset(("foreach", "fused", "capturable", "differentiable", "params", "param_names"))
+
+
+#: What a model's configuration says about its file, its use or its writer, and not about its computation.
+_SILENT = frozenset((
+    "torch_dtype", "dtype", "transformers_version", "architectures", "use_cache", "_name_or_path", "name_or_path",
+    "_commit_hash", "output_attentions", "output_hidden_states", "return_dict", "torchscript", "auto_map", "id2label",
+    "label2id", "_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "is_decoder",
+    "use_bfloat16", "problem_type", "tokenizer_class", "prefix", "task_specific_params", "generation_config",
+    "bos_token_id", "eos_token_id", "chunk_size_feed_forward",
+))  # fmt: skip
+
+
+#: Of a scheduler: what changes while it computes and says nothing afterwards.
+_TRANSIENT = frozenset(("_get_lr_called_within_step", "_is_initial", "verbose"))
+
+
+def deviation(got: float, expected: float) -> float:
+    """|got - expected| / |expected|; 0 where they are equal, NaN where one is NaN, infinite where it has no measure."""
+    if got == expected:
+        return 0.0
+    if math.isnan(got) or math.isnan(expected):
+        return math.nan
+    if expected == 0 or math.isinf(got) or math.isinf(expected):
+        return math.inf
+    return abs(got - expected) / abs(expected)
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Whether two plain values are equal; a tuple and a list can be, True and 1 cannot. NaN is a value like others."""
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(alike, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(alike(a[k], b[k]) for k in a)
+    if isinstance(a, bool) != isinstance(b, bool):
+        return False
+    return bool(a == b) or (a != a and b != b)
+
+
+# ---------------------------------------------------------------------------------------------------------------- state
+
+
+def state_obstacle(reference: Trace, got: Trace) -> str | None:
+    """Why the states cannot be compared, or None."""
+    if reference.failed is not None:
+        return "the reference could not be loaded"
+    if not reference.state and not reference.scalars:
+        return (
+            "the reference does not say what the job held (Recorder.state writes it down when the checkpoint is saved)"
+        )
+    if reference.start != got.start:
+        return f"the reference says what the job held at step {reference.start}, this checkpoint is of step {got.start}"
+    if not got.state and not got.scalars:
+        return "the run does not say what the job held"
+    return None
+
+
+def judged(name: str) -> bool:
+    """Whether a tensor is part of what must be equal; streams of random numbers and readers belong to a rank."""
+    return name.partition(".")[0] not in ("rng", "dataloader")
+
+
+def _other_names(name: str, tied: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Canonical names of the same parameter, or of the same slot of its optimizer state."""
+    for group in tied:
+        for fqn in group:
+            for before in ("model.", "optim.state.", ""):
+                head = before + fqn
+                if name == head or (before != "model." and name.startswith(head + ".")):
+                    yield from (before + other + name[len(head) :] for other in group if other != fqn)
+
+
+def missing_and_extra(reference: Trace, got: Trace) -> tuple[list[str], list[str]]:
+    """Tensors that only one side has, but those that the other has under another name of a tied parameter."""
+    tied = [*reference.tied, *got.tied]
+
+    def gone(have: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+        return [
+            n for n in have
+            if n not in other and judged(n) and not any(alias in other for alias in _other_names(n, tied))
+        ]  # fmt: skip
+
+    return gone(reference.state, got.state), gone(got.state, reference.state)
+
+
+def differing(reference: Trace, got: Trace) -> list[str]:
+    """Tensors of one dtype and shape with other elements, in the order of the reference."""
+    out = []
+    for n, (dtype, shape, mark) in reference.state.items():
+        other = got.state.get(n)
+        if other is None or not judged(n) or not mark or not other[2]:
+            continue
+        if other[0] == dtype and tuple(other[1]) == tuple(shape) and other[2] != mark:
+            out.append(n)
+    return out
+
+
+def steps_of(trace: Trace) -> dict[str, float]:
+    """{FQN: optimizer step} of what the optimizer holds."""
+    head, tail = "optim.state.", ".step"
+    return {
+        n[len(head) : -len(tail)]: float(v)
+        for n, v in trace.scalars.items()
+        if n.startswith(head) and n.endswith(tail) and len(n) > len(head) + len(tail)
+    }
+
+
+# -------------------------------------------------------------------------------------------------------- configuration
+
+
+def options(trace: Trace) -> dict[str, dict[str, Any]]:
+    """{FQN: options of its param group}, without those that only say how the optimizer computes."""
+    out: dict[str, dict[str, Any]] = {}
+    for group in trace.groups:
+        chosen = {k: v for k, v in group.items() if k not in _HOW}
+        for name in group.get("params") or []:
+            out[str(name)] = chosen
+    return out
+
+
+def option_differences(
+    reference: Trace, got: Trace
+) -> tuple[dict[str, dict[str, tuple[Any, Any]]], list[str], list[str]]:
+    """({option: {FQN: (expected, found)}}, FQNs of the reference's optimizer alone, FQNs of this one alone)."""
+    theirs, ours = options(reference), options(got)
+    out: dict[str, dict[str, tuple[Any, Any]]] = {}
+    for name, expected in theirs.items():
+        for key, value in expected.items():
+            if name in ours and key in ours[name] and not alike(value, ours[name][key]):
+                out.setdefault(key, {})[name] = (value, ours[name][key])
+    tied = [*reference.tied, *got.tied]
+    missing = [n for n in theirs if n not in ours and not any(a in ours for a in _other_names(n, tied))]
+    extra = [n for n in ours if n not in theirs and not any(a in theirs for a in _other_names(n, tied))]
+    return out, missing, extra
+
+
+def _told(value: Any) -> bool:
+    """Whether a value is plain data that a comparison can say something about."""
+    if isinstance(value, (list, tuple)):
+        return all(_told(v) for v in value)
+    return isinstance(value, (bool, int, float, str)) and not (isinstance(value, str) and value.startswith("<"))
+
+
+def value_differences(
+    reference: Trace, got: Trace, component: str
+) -> tuple[dict[str, tuple[Any, Any]], list[str], list[str], int]:
+    """({name: (expected, found)}, names only there, names only here, how many were compared) of one component."""
+    theirs = {n: v for n, v in reference.values.items() if n.partition(".")[0] == component}
+    ours = {n: v for n, v in got.values.items() if n.partition(".")[0] == component}
+    skip = _TRANSIENT if component == "scheduler" else frozenset[str]()
+    both = [n for n in theirs if n in ours and n.rpartition(".")[2] not in skip and _told(theirs[n]) and _told(ours[n])]
+    out = {n: (theirs[n], ours[n]) for n in both if not alike(theirs[n], ours[n])}
+    return out, [n for n in theirs if n not in ours], [n for n in ours if n not in theirs], len(both)
+
+
+def config_differences(reference: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """{key: (expected, found)} of two configurations of a model, with dots where they are nested.
+
+    Keys that say nothing about the computation are left out, and those that one side lacks: versions of transformers
+    write defaults or do not. rope_theta is the same at the top and in rope_parameters, where version 5 has it.
+    """
+    a, b = _leaves(reference), _leaves(got)
+    return {k: (a[k], b[k]) for k in a if k in b and not alike(a[k], b[k])}
+
+
+def _leaves(config: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in config.items():
+        if key in _SILENT or "drop" in key:  # the runner sets dropout to 0; whether it is active is in the trace
+            continue
+        if key in ("rope_parameters", "rope_scaling") and isinstance(value, Mapping) and "rope_theta" in value:
+            out[f"{at}rope_theta"] = value["rope_theta"]
+            value = {k: v for k, v in value.items() if k != "rope_theta"}
+        if isinstance(value, Mapping):
+            out.update(_leaves(value, f"{at}{key}."))
+        else:
+            out[f"{at}{key}"] = value
+    return out
+
+
+def ties(trace: Trace) -> set[frozenset[str]]:
+    return {frozenset(group) for group in trace.tied if len(group) > 1}
+
+
+# ---------------------------------------------------------------------------------------------------------------- steps
+
+
+def other_job(reference: Trace, got: Trace) -> str | None:
+    """Why the two did not compute the same thing, whatever was loaded, or None."""
+    if got.failed is not None:
+        return "the checkpoint could not be loaded"
+    if reference.failed is not None:
+        return "the reference could not be loaded"
+    if None not in (reference.sequence, got.sequence) and reference.sequence != got.sequence:
+        return f"sequences are of {got.sequence} tokens, those of the reference of {reference.sequence}"
+    a, b = (_dtype(t.dtype) for t in (reference, got))
+    if a is not None and b is not None and a != b:
+        return f"this run computes in {b}, the reference did in {a}"
+    return None
+
+
+def _dtype(name: str | None) -> str | None:
+    if not name:
+        return None
+    short = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+    plain = name.removeprefix("torch.")
+    return short.get(plain, plain)
+
+
+def pairs(reference: Trace, got: Trace) -> list[tuple[Step, Step]]:
+    """(expected, found) of the steps that both have, by number."""
+    theirs = {s.step: s for s in reference.steps}
+    return [(theirs[s.step], s) for s in got.steps if s.step in theirs]
+
+
+def tensor_deviations(
+    reference: Trace, got: Trace, expected: Step, found: Step, updates: bool, floor: float
+) -> tuple[dict[str, tuple[float, float, float]], int]:
+    """({FQN: (deviation, expected, found)}, how many were left out) of the gradients or the updates of single tensors.
+
+    Deviations are relative to the tensor's norm in the reference, or to `floor` times the norm of all where it is less.
+    Gradients below that on both sides are left out, and updates of tensors with such gradients: the ones are rounding
+    noise, the others Adam's picture of it. A tensor that one side does not have counts as zero there, but for another
+    name of a tied one.
+    """
+    theirs, ours = (expected.updates, found.updates) if updates else (expected.grads, found.grads)
+    whole = math.sqrt(sum(v * v for v in theirs.values() if math.isfinite(v)))
+    least = floor * whole
+    grads = math.sqrt(sum(v * v for v in expected.grads.values() if math.isfinite(v)))
+    same = ties(reference) & ties(got)
+    tied = [sorted(g) for g in same]
+    out: dict[str, tuple[float, float, float]] = {}
+    left_out = 0
+    for n in [*theirs, *(n for n in ours if n not in theirs)]:
+        a = _norm_of(n, theirs, tied)
+        b = _norm_of(n, ours, tied)
+        if a is None and b is None:
+            continue
+        x, y = a or 0.0, b or 0.0
+        if n not in theirs and a is not None:
+            continue  # met under its other name
+        gradients = (expected.grads.get(n), found.grads.get(n)) if updates else (x, y)
+        if x != y and all(g is not None and g < floor * grads for g in gradients) and any(gradients):
+            left_out += 1
+            continue
+        if x == y:
+            out[n] = (0.0, x, y)
+        elif math.isnan(x) or math.isnan(y):
+            out[n] = (math.nan, x, y)
+        else:
+            scale = max(x, least)
+            out[n] = (abs(y - x) / scale if scale and math.isfinite(x) else math.inf, x, y)
+    return out, left_out
+
+
+def _norm_of(name: str, norms: Mapping[str, float], tied: Sequence[Sequence[str]]) -> float | None:
+    if name in norms:
+        return norms[name]
+    return next((norms[a] for a in _other_names(name, tied) if a in norms), None)
+
+
+def rates_by_group(reference: Trace, got: Trace, a: Step, b: Step) -> list[tuple[str, float, float]]:
+    """(which group, expected, found) of the learning rates of a step.
+
+    By the parameters of the groups where both sides list them, since groups may be in another order; else by position.
+    Lists of different lengths are compared as sets of values: a missing value has the rate NaN.
+    """
+    x, y = a.learning_rates or [], b.learning_rates or []
+    sides = []
+    for trace, rates in ((reference, x), (got, y)):
+        fqns = [[str(p) for p in g.get("params") or []] for g in trace.groups]
+        sides.append({n: rates[i] for i, g in enumerate(fqns) for n in g} if len(fqns) == len(rates) else {})
+    common = [n for n in sides[0] if n in sides[1]]
+    if common:
+        return [(f"group of {n}", sides[0][n], sides[1][n]) for n in common]
+    if len(x) == len(y):
+        return [(f"group {i}", u, v) for i, (u, v) in enumerate(zip(x, y, strict=True))]
+    u, v = sorted(set(x)), sorted(set(y))
+    if u == v:
+        return [("all groups", u[0], v[0])]
+    return [(f"{len(y)} groups instead of {len(x)}", u[-1], v[-1] if v[-1] != u[-1] else math.nan)]
+
+
+def not_finite(step: Step) -> Iterator[tuple[str, float]]:
+    """What is NaN or infinite in a step, and its value: the loss first, then norms, gradients before updates."""
+    for what, value in (("loss", step.loss), ("grad_norm", step.grad_norm), ("update_norm", step.update_norm)):
+        if value is not None and not math.isfinite(value):
+            yield what, value
+    for what, norms in (("gradient", step.grads), ("update", step.updates)):
+        yield from ((f"{what} of {n}", v) for n, v in norms.items() if not math.isfinite(v))

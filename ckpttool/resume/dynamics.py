@@ -1,0 +1,237 @@
+"""dynamics: a run's steps against those of a reference, the same step beside the same step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from . import bounds as table
+from .bounds import SIGNALS, Bound
+from .differences import deviation, other_job, pairs, rates_by_group, tensor_deviations
+from .trace import Step, Trace
+from .verdict import Check
+from .words import plural
+
+__all__ = ["Dynamics"]
+
+
+_WORDS = {
+    "loss": "the loss", "grad_norm": "the grad norm", "worst_grad": "the gradient of a tensor",
+    "update_norm": "the norm of the update", "worst_update": "the update of a tensor", "batch": "the batch",
+    "learning_rates": "the learning rates",
+}  # fmt: skip
+
+
+_HINTS = {
+    "grad_norm": "pass grad_norm to Recorder.step, or give Recorder the model and the optimizer",
+    "worst_grad": "give Recorder the model and the optimizer, with norms=True",
+    "update_norm": "give Recorder the model and the optimizer, with norms=True",
+    "worst_update": "give Recorder the model and the optimizer, with norms=True",
+    "batch": "pass batch to Recorder.step",
+    "learning_rates": "give Recorder the optimizer, or pass learning_rates to Recorder.step",
+}
+
+
+@dataclass
+class _Worst:
+    """The deviation of one signal in one step. `order` is that of the step after loading, from 1."""
+
+    step: int
+    order: int
+    deviation: float
+    expected: float
+    got: float
+    tensor: str | None = None
+    left_out: int = 0
+
+
+@dataclass
+class Dynamics:
+    """The checks of steps. `column` names that of the table."""
+
+    reference: Trace
+    got: Trace
+    limits: Mapping[str, Bound]
+    column: str
+
+    def __post_init__(self) -> None:
+        self.pairs = pairs(self.reference, self.got)
+        tight = self.column.startswith("fp32") or self.column.endswith("held")
+        kind = table.precision(self.reference, self.got)
+        self.floor = table.NOISE_FLOOR["fp32" if tight else kind]
+
+    def _part(self, stage: str) -> list[tuple[int, Step, Step]]:
+        """(how many steps after loading, expected, found)"""
+        if not self.got.steps:
+            return []
+        first = self.got.steps[0].step
+        part = [(b.step - first + 1, a, b) for a, b in self.pairs]
+        return [p for p in part if (p[0] == 1) == (stage == "step1")]
+
+    def _unmatched(self, stage: str) -> str | None:
+        if self.got.failed is not None:
+            return "the checkpoint could not be loaded"
+        if self.reference.failed is not None:
+            return "the reference could not be loaded"
+        if not self.got.steps:
+            return "no step was run"
+        if not self.reference.steps:
+            return "the reference has no steps"
+        if not self.pairs:
+            a, b = self.reference.steps, self.got.steps
+            return (
+                f"no step is on both sides: the reference has steps {a[0].step} to {a[-1].step}, this run "
+                f"{b[0].step} to {b[-1].step}"
+            )
+        if not self._part(stage):
+            if stage == "step1":
+                return f"the reference does not have step {self.got.steps[0].step}"
+            return "only one step is on both sides" if len(self.pairs) == 1 else "no later step is on both sides"
+        return None
+
+    def _obstacle(self, stage: str) -> str | None:
+        """Why numbers of steps cannot be compared, or None."""
+        if why := self._unmatched(stage) or other_job(self.reference, self.got):
+            return why
+        a, b = self.reference, self.got
+        if None not in (a.global_batch, b.global_batch) and a.global_batch != b.global_batch:
+            return f"the global batch is {b.global_batch}, that of the reference {a.global_batch}"
+        return _other_data(a, b) or _random(a, b)
+
+    def found(self, stage: str, signal: str) -> list[_Worst]:
+        """Deviations of a signal in every step that has it on both sides."""
+        if self._obstacle(stage):
+            return []
+        out = []
+        for order, expected, got in self._part(stage):
+            if signal.startswith("worst"):
+                updates = signal == "worst_update"
+                if not (expected.updates and got.updates if updates else expected.grads and got.grads):
+                    continue
+                every, left_out = tensor_deviations(self.reference, self.got, expected, got, updates, self.floor)
+                if every:
+                    n = max(every, key=lambda n: math.inf if math.isnan(every[n][0]) else every[n][0])
+                    out.append(_Worst(got.step, order, *every[n], n, left_out))
+            else:
+                x, y = getattr(expected, signal), getattr(got, signal)
+                if x is not None and y is not None:
+                    out.append(_Worst(got.step, order, deviation(y, x), x, y))
+        return out
+
+    def checks(self) -> list[Check]:
+        """Those of stages "step 1" and "steps"."""
+        out = []
+        for stage in ("step1", "steps"):
+            out += [self._batch(stage), self._rates(stage)]
+            out += [self._signal(stage, s) for s in SIGNALS]
+        return out
+
+    def envelope(self) -> dict[str, list[float]]:
+        """Bounds of the common steps, empty where they are not compared."""
+        out: dict[str, list[float]] = {}
+        for signal in ("loss", "grad_norm", "update_norm"):
+            out[signal] = []
+            if not self.pairs or self._obstacle("step1" if self._part("step1") else "steps"):
+                continue
+            first = self.got.steps[0].step
+            for a, b in self.pairs:
+                order = b.step - first + 1
+                value = getattr(a, signal)
+                bound = self.limits[f"{'step1' if order == 1 else 'steps'}.{signal}"]
+                out[signal].append(bound.at(value if value is not None else math.nan, order))
+        return out
+
+    def _signal(self, stage: str, signal: str) -> Check:
+        name = f"{stage}.{signal}"
+        bound = self.limits[name]
+        if why := self._obstacle(stage):
+            return _unknown(name, why)
+        every = self.found(stage, signal)
+        if not every:
+            return _unknown(name, self._lacking(stage, signal))
+        if bound.chaotic:
+            return _unknown(name, _chaotic(bound))
+
+        def excess(w: _Worst) -> float:
+            return math.inf if math.isnan(w.deviation) else w.deviation / bound.at(w.expected, w.order)
+
+        worst = max(every, key=excess)
+        most = bound.at(worst.expected, worst.order)
+        where = f"step {worst.step}" + (f", {worst.tensor}" if worst.tensor else "")
+        what = (
+            f"{_WORDS[signal]} deviates by {worst.deviation:.2g}: {worst.got!r} and was {worst.expected!r}, in {where}"
+        )
+        if worst.deviation == 0:
+            what = f"{_WORDS[signal]} is bit-equal" + ("" if stage == "step1" else f" in {plural(len(every), 'step')}")
+        if worst.left_out:
+            what += f"; {plural(worst.left_out, 'tensor')} with a gradient of rounding noise not counted"
+        shown = None if worst.deviation == 0 else where
+        return _check(name, worst.deviation <= most, what, worst.deviation, most, bound.source, shown)
+
+    def _lacking(self, stage: str, signal: str) -> str:
+        attribute = {"worst_grad": "grads", "worst_update": "updates"}.get(signal, signal)
+        bare = [a for _, a, _ in self._part(stage) if getattr(a, attribute) in (None, {}, [])]
+        who = "the reference" if bare else "the run"
+        hint = f": {_HINTS[signal]}" if bare and signal in _HINTS else ""
+        return f"{who} does not have {_WORDS[signal]}{hint}"
+
+    def _batch(self, stage: str) -> Check:
+        name = f"{stage}.batch"
+        if why := self._unmatched(stage) or _other_data(self.reference, self.got):
+            return _unknown(name, why)
+        known = [(a, b) for _, a, b in self._part(stage) if a.batch is not None and b.batch is not None]
+        if not known:
+            return _unknown(name, self._lacking(stage, "batch"))
+        wrong = [b.step for a, b in known if a.batch != b.batch]
+        if not wrong:
+            return _check(name, True, f"the same batch in {plural(len(known), 'step')}", 0, 0, "exact")
+        text = f"another batch than the reference's in {len(wrong)} of {plural(len(known), 'step')}"
+        return _check(name, False, text, len(wrong), 0, "exact", f"step {wrong[0]}")
+
+    def _rates(self, stage: str) -> Check:
+        name = f"{stage}.learning_rates"
+        if why := self._unmatched(stage):
+            return _unknown(name, why)
+        known = [(a, b) for _, a, b in self._part(stage) if a.learning_rates and b.learning_rates]
+        if not known:
+            return _unknown(name, self._lacking(stage, "learning_rates"))
+        worst, where, text = 0.0, None, f"the same learning rates in {plural(len(known), 'step')}"
+        for a, b in known:
+            for label, x, y in rates_by_group(self.reference, self.got, a, b):
+                d = deviation(y, x)
+                if not d <= worst:
+                    worst, where = d, f"step {b.step}, {label}"
+                    text = f"the learning rate is {y!r} and was {x!r} in step {b.step}, {label}"
+            if not math.isfinite(worst):
+                break
+        return _check(name, worst == 0, text, worst, 0, "exact", where)
+
+
+def _other_data(reference: Trace, got: Trace) -> str | None:
+    """Why the batches are not meant to be the same, or None; names of files say nothing where the batches are equal."""
+    both = pairs(reference, got)
+    if both and both[0][0].batch is not None and both[0][0].batch == both[0][1].batch:
+        return None
+    if None not in (reference.data, got.data) and reference.data != got.data:
+        return f"the data is {got.data}, that of the reference {reference.data}"
+    if (
+        got.data == reference.data == "synthetic"
+        and None not in (reference.seed, got.seed)
+        and reference.seed != got.seed
+    ):
+        return f"the synthetic data is of seed {got.seed}, that of the reference of {reference.seed}"
+    return None
+
+
+def _random(reference: Trace, got: Trace) -> str | None:
+    if not (reference.dropout or got.dropout):
+        return None
+    restored = got.environment.get("rng_restored") is True
+    if restored and got.world_size is not None and got.world_size == reference.world_size:
+        return None
+    return (
+        "dropout is on, and the streams of random numbers are not those of the reference: switch it off in both, or "
+        "restore them at the same world size"
+    )
