@@ -29,11 +29,13 @@ from test_judge import (
 
 import ckpttool
 from ckpttool.resume import likeness as likeness_module
-from ckpttool.resume.blame import causes, place_of, spoken
+from ckpttool.resume.blame import causes
+from ckpttool.resume.inspection import place_of
 from ckpttool.resume.judge import judge
 from ckpttool.resume.likeness import Likeness, likeness
 from ckpttool.resume.trace import Trace
 from ckpttool.resume.verdict import Cause
+from ckpttool.resume.words import spoken
 
 
 def blamed(reference: Trace | None, got: Trace, **how: Any) -> list[Cause]:
@@ -254,6 +256,11 @@ def test_what_is_missing_is_named() -> None:
     assert first(job(), b).text.endswith("the vocabulary was padded by 4 rows")
     b.state["model.lm_head.weight"] = ("float32", (64, 256), "00")
     assert first(job(), b).kind == "transposed"
+    b.state["model.lm_head.weight"] = ("float32", (256, 65), "00")
+    found = first(job(), b)
+    assert (found.kind, found.text) == ("shape", "lm_head: shape [256, 65] instead of [256, 64]")
+    b.state["model.lm_head.weight"] = ("bfloat16", (256, 64), "00")
+    assert first(job(), b).text == "lm_head: bfloat16 instead of float32"
 
 
 def test_a_load_that_changed_tensors_is_blamed_before_the_files() -> None:
@@ -444,6 +451,27 @@ def test_files_that_are_equal_leave_the_loading(tmp_path: Path) -> None:
     (found,) = both(tmp_path, lambda t: None, lambda n: n == name)
     assert found.kind == "loading"
     assert "equal in both checkpoints' files" in found.text
+
+
+def test_moments_that_are_others_without_signs_are_not_called_close(tmp_path: Path) -> None:
+    def signed(tree: dict[str, Any]) -> None:
+        for s in tree["optim"]["state"].values():
+            s["exp_avg"] -= 0.25
+
+    def exchange(tree: dict[str, Any]) -> None:
+        signed(tree)
+        for s in tree["optim"]["state"].values():
+            s["exp_avg"], s["exp_avg_sq"] = s["exp_avg_sq"], s["exp_avg"].abs()
+
+    b = edit_state(job(), lambda n: n.endswith(".exp_avg"), lambda n: f"{n}_sq")
+    edit_state(b, lambda n: n.endswith(".exp_avg_sq"))
+    with files(tmp_path, "a", signed) as left, files(tmp_path, "b", exchange) as right:
+        found = blamed(job(), b, opened=(left, right))
+    assert [(c.kind, c.text) for c in found] == [
+        ("moments-copied", "exp_avg holds exp_avg_sq, of 39 parameters, first embed_tokens"),
+        ("moments-copied", "all 39 exp_avg_sq tensors hold the values of exp_avg without their signs"),
+    ]
+    assert found[1].place is not None and found[1].place.startswith("__0_0.distcp")
 
 
 def test_two_kinds_of_difference_are_two_causes(tmp_path: Path) -> None:

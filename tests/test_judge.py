@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from ckpttool.errors import UsageError
 from ckpttool.resume.bounds import COLUMNS, PROFILES, bounds, column
-from ckpttool.resume.judge import ORDER, alike, config_differences, deviation, judge, noise, rates_by_group
+from ckpttool.resume.differences import alike, config_differences, deviation, rates_by_group
+from ckpttool.resume.judge import ORDER, judge, noise
 from ckpttool.resume.trace import Step, Trace, to_json
 from ckpttool.resume.verdict import Check, Report
 

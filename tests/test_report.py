@@ -25,9 +25,10 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from ckpttool.errors import NoSpace, UsageError
+from ckpttool.resume.contents import relative, rows, sentence
 from ckpttool.resume.page import page
 from ckpttool.resume.report import METRICS as ALL_METRICS
-from ckpttool.resume.report import junit, prometheus, relative, rows, screen, sentence, write
+from ckpttool.resume.report import junit, prometheus, screen, write
 from ckpttool.resume.trace import Step, Trace
 from ckpttool.resume.verdict import Cause, Check, Report
 

@@ -1,10 +1,24 @@
-"""what the config tells"""
+"""blame_config: what is wrong with the configuration: ties, the model, param groups, scheduler, counters; and the data.
+
+Each rule is given a `Case`. Options and values are compared one by one. Learning rates and batches are looked for in the
+reference's other steps: a schedule or a loader that began anew, or is some steps off, shows there.
+"""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+
+from .case import Case
+from .differences import config_differences, option_differences, options, pairs, rates_by_group, value_differences
+from .trace import Trace
+from .words import changed, listed, plural
+
+__all__ = ["data", "groups", "model", "scheduler", "tied", "values"]
 
 
 def tied(case: Case) -> None:
+    """Parameters that share their data on one side alone."""
     check = case.failed.get("config.tied")
     if check is not None:
         names = [check.where] if check.where else []
@@ -15,15 +29,16 @@ def tied(case: Case) -> None:
 
 
 def model(case: Case, reference: Trace) -> None:
+    """The model's own configuration."""
     if "config.model" not in case.failed or reference.config is None or case.got.config is None:
         return
     found = config_differences(reference.config, case.got.config)
-    told = [f"{k} is {b!r} and was {a!r}" for k, (a, b) in found.items()]
-    text = f"the model is configured otherwise: {listed(told)}"
+    text = f"the model is configured otherwise: {listed(changed(found))}"
     case.add("model-configuration", text, case.seen("probe.logits", "step1.loss"), explains=("weights",))
 
 
 def groups(case: Case, reference: Trace) -> None:
+    """Options of param groups, and who is in one."""
     if "config.groups" not in case.failed:
         return
     found, missing, extra = option_differences(reference, case.got)
@@ -36,12 +51,10 @@ def groups(case: Case, reference: Trace) -> None:
             by.setdefault(repr(two), []).append(n)
         for names in by.values():
             a, b = where[names[0]]
-            scope = (
-                "all parameters"
-                if len(names) == len(known)
-                else f"{plural(len(names), 'parameter')}, first {names[0]}"
-            )
-            text, kind = f"{key} is {b!r} and was {a!r} for {scope}", f"option-{key.replace('_', '-')}"
+            whose = f"{plural(len(names), 'parameter')}, first {names[0]}"
+            if len(names) == len(known):
+                whose = "all parameters"
+            text, kind = f"{key} is {b!r} and was {a!r} for {whose}", f"option-{key.replace('_', '-')}"
             if key == "weight_decay" and a == 0 and b and all(_undecayed(n) for n in names):
                 kind = "weight-decay-on-norms"
                 what = "1 norm or bias" if len(names) == 1 else f"{len(names)} norms and biases"
@@ -59,6 +72,7 @@ def groups(case: Case, reference: Trace) -> None:
 
 
 def scheduler(case: Case, reference: Trace) -> None:
+    """Its state, or what the learning rates show of it."""
     evidence = case.seen("config.scheduler", "step1.learning_rates", "steps.learning_rates")
     if "config.scheduler" in case.failed:
         found, missing, extra, compared = value_differences(reference, case.got, "scheduler")
@@ -81,8 +95,7 @@ def scheduler(case: Case, reference: Trace) -> None:
                     f"the scheduler is off by {b - a:+d}: its last_epoch is {b} and was {a}",
                 )
         else:
-            told = [f"{n} is {b!r} and was {a!r}" for n, (a, b) in found.items()]
-            kind, text = "scheduler-state", f"the scheduler has another state: {listed(told)}"
+            kind, text = "scheduler-state", f"the scheduler has another state: {listed(changed(found))}"
         case.add(kind, text, evidence, explains=("rates", "optimizer"))
         return
     if not evidence or "rates" in case.explained:
@@ -92,23 +105,22 @@ def scheduler(case: Case, reference: Trace) -> None:
 
 
 def values(case: Case, reference: Trace) -> None:
+    """Clipping, counters and other values."""
     if "config.values" not in case.failed:
         return
     if reference.clip is not None and case.got.clip != reference.clip:
         now = "off" if case.got.clip is None else f"at {case.got.clip!r}"
-        text = (
-            f"gradient clipping is {now} and was at {reference.clip!r}; it acts once the grad norm is beyond that"
-        )
+        text = f"gradient clipping is {now} and was at {reference.clip!r}; it acts once the grad norm is beyond that"
         case.add("clipping", text, case.seen("config.values"), explains=("optimizer",))
     found, missing, _, _ = value_differences(reference, case.got, "trainer")
-    told = [f"{n} is {b!r} and was {a!r}" for n, (a, b) in found.items()]
+    told = changed(found)
     told += [f"{n} is missing" for n in missing]
     if told:
         case.add("counters", f"the trainer would count otherwise: {listed(told)}", case.seen("config.values"))
     told = []
     for component in ("scaler", "dataloader", "extra"):
         found, _, _, _ = value_differences(reference, case.got, component)
-        told += [f"{n} is {b!r} and was {a!r}" for n, (a, b) in found.items()]
+        told += changed(found)
     if told:
         case.add("values", f"other values are in the checkpoint: {listed(told)}", case.seen("config.values"))
 
@@ -151,6 +163,7 @@ def _rates(reference: Trace, got: Trace) -> tuple[str, str]:
 
 
 def data(case: Case, reference: Trace) -> None:
+    """Other batches, or the same ones in other steps."""
     if "step1.batch" not in case.failed and "steps.batch" not in case.failed:
         return
     evidence = case.seen("step1.batch", "steps.batch")
@@ -186,9 +199,7 @@ def data(case: Case, reference: Trace) -> None:
         return
     gap, times = gaps.most_common(1)[0]
     when = "later" if gap > 0 else "earlier"
-    evidence.append(
-        f"{times} of the {len(wrong)} batches that differ are the reference's of {abs(gap)} steps {when}"
-    )
+    evidence.append(f"{times} of the {len(wrong)} batches that differ are the reference's of {abs(gap)} steps {when}")
     if gap == -b.start and b.start:
         case.add("data-restart", "the data begins from its beginning again", evidence, explains=("data",))
     elif len(gaps) == 1:

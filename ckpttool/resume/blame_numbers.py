@@ -1,10 +1,27 @@
-"""what numbers tell"""
+"""blame_numbers: what numbers suggest: of the state by itself, of steps, of ranks, of the round trip.
+
+Each rule is given a `Case`. What differs first in a step narrows it down: the logits and the loss know the weights and
+the batch, gradients how ranks are reduced, updates the optimizer, and later steps the rest. So a rule is silent where
+what comes before it in a step is already off. A norm of a single tensor says which tensors are concerned.
+"""
 
 from __future__ import annotations
 
+import math
+import re
+from collections import Counter
+from statistics import median
+
+from .case import Case
+from .differences import deviation, first_pair, not_finite, options, steps_of, tensor_deviations
+from .trace import Step, Trace
+from .words import fqn_of, listed, plural, scope, spoken
+
+__all__ = ["finite", "gradients_summed", "plausible", "ranks", "round_trip", "run", "steps"]
 
 
 def plausible(case: Case) -> None:
+    """What no training leaves."""
     if "state.plausible" not in case.failed or "optimizer" in case.explained:
         return
     got, text = case.got, case.failed["state.plausible"].text
@@ -19,10 +36,11 @@ def plausible(case: Case) -> None:
         case.add("state-odd", f"the state is not what a training leaves: {text}", explains=("optimizer",))
 
 
-def not_finite(case: Case) -> None:
+def finite(case: Case) -> None:
+    """The first NaN or infinity."""
     if "run.finite" not in case.failed:
         return
-    step, found = next((s, list(not_finite(s))) for s in case.got.steps if any(True for _ in not_finite(s)))
+    step, found = next((s, found) for s in case.got.steps if (found := list(not_finite(s))))
     tensors = [w.partition(" of ")[2] for w, _ in found if " of " in w]
     grads = all(math.isfinite(v) for v in step.grads.values()) and math.isfinite(step.loss)
     text = f"numbers are not finite from step {step.step} on, first {found[0][0]} ({found[0][1]})"
@@ -34,7 +52,7 @@ def not_finite(case: Case) -> None:
         )
         tensors = bad
         case.explained.add("optimizer")
-    elif not math.isfinite(step.loss) and case.got.steps and step is case.got.steps[0]:
+    elif not math.isfinite(step.loss) and step is case.got.steps[0]:
         case.explained.add("weights")
         text += ": the weights hold NaN or infinity, or numbers that overflow"
     case.add("not-finite", text, case.seen("run.finite"), tensors)
@@ -42,14 +60,16 @@ def not_finite(case: Case) -> None:
 
 def gradients_summed(case: Case, reference: Trace) -> None:
     """The grad norm is a whole multiple, or part, while the loss is the same."""
-    if "step1.grad_norm" not in case.failed or not case.passed("step1.loss"):
+    first = first_pair(reference, case.got)
+    if "step1.grad_norm" not in case.failed or not case.passed("step1.loss") or first is None:
         return
-    a, b = next((x, y) for x, y in pairs(reference, case.got) if y.step == case.got.steps[0].step)
+    a, b = first
     if not a.grad_norm or not b.grad_norm:
         return
     ratio = b.grad_norm / a.grad_norm
-    n = round(ratio if ratio > 1 else 1 / ratio)
-    if n < 2 or abs((ratio if ratio > 1 else 1 / ratio) / n - 1) > 1e-3:
+    times = max(ratio, 1 / ratio)
+    n = round(times)
+    if n < 2 or abs(times / n - 1) > 1e-3:
         return
     every = [b.grads[k] / a.grads[k] for k in a.grads if a.grads[k] and k in b.grads]
     if every and deviation(median(every), ratio) > 0.05:
@@ -67,9 +87,9 @@ def gradients_summed(case: Case, reference: Trace) -> None:
     case.add("gradient-scale", text, case.seen("step1.grad_norm"))
 
 
-def dynamic(case: Case, reference: Trace) -> None:
+def steps(case: Case, reference: Trace) -> None:
     """From numbers alone, where nothing exact has explained them."""
-    first = _first(case, reference)
+    first = first_pair(reference, case.got)
     weights, data = "weights" in case.explained, "data" in case.explained
     same = case.passed("state.digests") and case.passed("state.names")
     if "probe.logits" in case.failed and not weights:
@@ -81,9 +101,7 @@ def dynamic(case: Case, reference: Trace) -> None:
             )
             case.add("model-configuration", text, [*evidence, *_environment(case, reference)])
         else:
-            case.add(
-                "weights", "the logits differ before any step: weights, or the model's configuration", evidence
-            )
+            case.add("weights", "the logits differ before any step: weights, or the model's configuration", evidence)
         weights = True
         case.explained.add("weights")
     elif "step1.loss" in case.failed and not weights and not data:
@@ -129,10 +147,6 @@ def dynamic(case: Case, reference: Trace) -> None:
             case.add(kind, f"the first step agrees and later ones do not: {text}", evidence)
 
 
-def _first(case: Case, reference: Trace) -> tuple[Step, Step] | None:
-    return next(((a, b) for a, b in pairs(reference, case.got) if b.step == case.got.steps[0].step), None)
-
-
 def _environment(case: Case, reference: Trace) -> list[str]:
     a, b = reference.environment, case.got.environment
     return [
@@ -145,7 +159,7 @@ def _environment(case: Case, reference: Trace) -> list[str]:
 def _frozen(case: Case, reference: Trace, a: Step, b: Step) -> None:
     if not (a.updates and b.updates) or not {"step1.worst_update", "step1.update_norm"} & case.failed.keys():
         return
-    still = [n for n, v in a.updates.items() if v > 0 and b.updates.get(n, None) == 0]
+    still = [n for n, v in a.updates.items() if v > 0 and b.updates.get(n) == 0]
     still += [
         n for n, v in a.updates.items() if v > 0 and n not in b.updates and not any(n in g for g in reference.tied)
     ]
@@ -154,7 +168,7 @@ def _frozen(case: Case, reference: Trace, a: Step, b: Step) -> None:
     if set(_far(case, reference, a, b, updates=False)) <= set(still):
         case.explained.add("gradients")
     every = list(a.updates)
-    scope = "no tensor is" if len(still) == len(every) else f"{scope(still, every, 'tensors')} not"
+    which = "no tensor is" if len(still) == len(every) else f"{scope(still, every, 'tensors')} not"
     rates = b.learning_rates
     if rates and not any(rates):
         case.add(
@@ -165,7 +179,7 @@ def _frozen(case: Case, reference: Trace, a: Step, b: Step) -> None:
             explains=("optimizer",),
         )
         return
-    text = f"{scope} updated in step {b.step}, where the reference was: frozen, or not in the optimizer"
+    text = f"{which} updated in step {b.step}, where the reference was: frozen, or not in the optimizer"
     case.add("frozen", text, case.seen("step1.worst_update"), still, explains=("optimizer",))
 
 
@@ -173,9 +187,7 @@ def _gradients(case: Case, reference: Trace, a: Step, b: Step) -> None:
     evidence = case.seen("step1.grad_norm", "step1.worst_grad")
     found = _far(case, reference, a, b, updates=False)
     if not found:
-        case.add(
-            "gradients", "the loss is equal and the gradients are not: how they are reduced or scaled", evidence
-        )
+        case.add("gradients", "the loss is equal and the gradients are not: how they are reduced or scaled", evidence)
         return
     every = list(a.grads)
     if len(found) <= 2 and all(re.search(r"embed|lm_head|wte", n) for n in found):
@@ -236,6 +248,7 @@ def _far(case: Case, reference: Trace, a: Step, b: Step, updates: bool) -> list[
 
 
 def ranks(case: Case) -> None:
+    """Ranks that do not agree."""
     if "run.ranks" in case.failed:
         step = next(s for s in case.got.steps if s.losses and any(x != s.losses[0] for x in s.losses))
         losses = [repr(x) for x in step.losses or []]
@@ -253,6 +266,7 @@ def ranks(case: Case) -> None:
 
 
 def run(case: Case) -> None:
+    """A run that learns nothing, or leaps, where nothing else is wrong."""
     if "run.dead" in case.failed and not case.out:
         case.add(
             "no-gradient",
@@ -264,6 +278,7 @@ def run(case: Case) -> None:
 
 
 def round_trip(case: Case) -> None:
+    """Saving and loading again."""
     if "roundtrip.state" in case.failed:
         names = [str(n) for n in case.got.roundtrip.get("differing", [])]
         text = f"saving and loading again changes {plural(len(names), 'tensor')}, first {spoken(names[0])}"

@@ -1,26 +1,50 @@
-"""what the state tells"""
+"""blame_state: what is wrong with the state that the job holds, from fingerprints, names, shapes and steps.
+
+Each rule is given a `Case`. A tensor is accounted for once: by the load, by its name or shape; by the bytes of another
+tensor, which a fingerprint tells wherever they lie, as moments, layers or parameters of a module exchanged, or one by
+one; by the optimizer's step, when state of another step has been taken along. What is left has values of its own, and
+where both checkpoints are open, `inspection` says what those are.
+"""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from .case import Case
+from .differences import (
+    copies_differ,
+    differing,
+    judged,
+    missing_and_extra,
+    not_as_stored,
+    options,
+    shape_differences,
+    steps_of,
+)
+from .inspection import inspect, place_of
+from .trace import Trace
+from .words import LAYER, component_of, fqn_of, is_step, kinds, layer_of, listed, plural, scope, slot_of, spoken
+
+__all__ = ["absent", "load", "shapes", "values"]
 
 
 def load(case: Case) -> None:
+    """It failed, or what the job holds is not what the files say."""
     got = case.got
     if got.failed is not None:
-        case.add(
-            "load-failed", f"the checkpoint could not be loaded: {got.failed}", explains=("weights", "optimizer")
-        )
+        case.add("load-failed", f"the checkpoint could not be loaded: {got.failed}", explains=("weights", "optimizer"))
         return
-    copies = [str(n) for n in got.environment.get("copies_differ") or []]
-    if copies:
+    if copies := copies_differ(got):
         case.add(
             "copies-differ", f"ranks that should hold the same {plural(len(copies), 'tensor')} do not, first "
             f"{spoken(copies[0])}", case.seen("state.loaded"), copies, explains=("weights", "optimizer"),
         )  # fmt: skip
         return
-    wrong = [
-        n for n, mark in got.stored.items() if n not in got.state or (got.state[n][2] and got.state[n][2] != mark)
-    ]
+    wrong = not_as_stored(got)
     if not wrong:
         return
     holders: dict[str, list[str]] = {}
@@ -32,11 +56,11 @@ def load(case: Case) -> None:
         if len(from_) == 1 and prod(got.state[n][1]) > 1:
             evidence.append(f"{n} holds what the files have for {from_[0]}")
     text = f"loading changed {plural(len(wrong), 'tensor')}: the job holds something else than the files"
-    explains = {"weights" if slot_of(n) == "weights" else "optimizer" for n in wrong}
-    case.add("loading", text, evidence, wrong, explains=explains)
+    case.add("loading", text, evidence, wrong, explains={component_of(n) for n in wrong})
 
 
-def names(case: Case, reference: Trace) -> None:
+def absent(case: Case, reference: Trace) -> None:
+    """Tensors that one side has and the other has not."""
     if not reference.state or (not case.got.state and case.got.failed is None):
         return
     missing, extra = missing_and_extra(reference, case.got)
@@ -58,18 +82,14 @@ def names(case: Case, reference: Trace) -> None:
         whole = [p for p in params if not any(fqn_of(n) == p for n in ours)]
         slots = sorted({slot_of(n) for n in gone})
         if len(whole) == len(params):
-            text = (
-                f"the optimizer's state of {plural(len(params), 'parameter')} is missing, first {spoken(params[0])}"
-            )
+            text = f"the optimizer's state of {plural(len(params), 'parameter')} is missing, first {spoken(params[0])}"
         else:
             text = f"{' and '.join(slots)} of {plural(len(params), 'parameter')} missing, first {spoken(params[0])}"
         case.add("moments-missing", text, evidence, gone, explains=("optimizer",))
     weights = [n for n in missing if not n.startswith("optim.")]
     if weights:
         every = [n for n in reference.state if not n.startswith("optim.")]
-        text = (
-            f"{scope(weights, every, 'weights')} not in the checkpoint: a new job would begin with random values"
-        )
+        text = f"{scope(weights, every, 'weights')} not in the checkpoint: a new job would begin with random values"
         case.add("tensor-missing", text, evidence, weights, explains=("weights",))
     strange = [n for n in extra if not n.startswith("optim.state.")] or extra
     if extra and not missing:
@@ -82,16 +102,10 @@ def names(case: Case, reference: Trace) -> None:
 
 
 def shapes(case: Case, reference: Trace) -> None:
-    common = [n for n in reference.state if n in case.got.state]
-    rows: dict[tuple[Any, Any], list[str]] = {}
-    dtypes: dict[tuple[str, str], list[str]] = {}
-    for n in common:
-        (d, s, _), (e, t, _) = reference.state[n], case.got.state[n]
-        if tuple(s) != tuple(t):
-            rows.setdefault((tuple(s), tuple(t)), []).append(n)
-        elif d != e:
-            dtypes.setdefault((d, e), []).append(n)
-    for (s, t), names in rows.items():
+    """Other shapes, or dtypes where the profile does not allow that."""
+    common = [n for n in reference.state if n in case.got.state and judged(n)]
+    other_shapes, other_dtypes = shape_differences(reference, case.got)
+    for (s, t), names in _together(other_shapes).items():
         text = f"{scope(names, common, 'tensors')}: shape {list(t)} instead of {list(s)}"
         kind = "shape"
         if t == s[::-1]:
@@ -101,12 +115,21 @@ def shapes(case: Case, reference: Trace) -> None:
             text += f": the vocabulary was {'padded' if t[0] > s[0] else 'cut'} by {abs(t[0] - s[0])} rows"
         case.add(kind, text, case.seen("state.shapes"), names, explains=("weights", "optimizer"))
     if "state.shapes" in case.failed:
-        for (d, e), names in dtypes.items():
+        for (d, e), names in _together(other_dtypes).items():
             text = f"{scope(names, common, 'tensors')}: {e} instead of {d}"
             case.add("dtype", text, case.seen("state.shapes"), names, explains={component_of(n) for n in names})
 
 
-def state(case: Case, reference: Trace) -> None:
+def _together(found: Mapping[str, tuple[Any, Any]]) -> dict[tuple[Any, Any], list[str]]:
+    """{(expected, found): names}"""
+    out: dict[tuple[Any, Any], list[str]] = {}
+    for n, two in found.items():
+        out.setdefault(two, []).append(n)
+    return out
+
+
+def values(case: Case, reference: Trace) -> None:
+    """Tensors of one name, shape and dtype that hold other bytes."""
     if case.got.failed is not None:
         return
     wrong = differing(reference, case.got)
@@ -135,22 +158,20 @@ def _moved(case: Case, reference: Trace, wrong: list[str]) -> list[str]:
         if len(found) == 1:  # bytes that several have are a constant, and tell nothing
             moves[n] = found[0]
     left = dict(moves)
-    _slots_exchanged(case, left)
+    _slots(case, left)
     _layers(case, reference, left)
     _leaves(case, left)
     for a, b in left.items():
         both = left.get(b) == a
         if both and a > b:
             continue
-        text = (
-            f"{spoken(a)} and {spoken(b)} are exchanged" if both else f"{spoken(a)} holds the bytes of {spoken(b)}"
-        )
+        text = f"{spoken(a)} and {spoken(b)} are exchanged" if both else f"{spoken(a)} holds the bytes of {spoken(b)}"
         evidence = [f"{a} has the fingerprint that {b} has in the reference"]
         case.add("exchanged" if both else "copied", text, evidence, [a, b], explains=(component_of(a),))
     return [n for n in wrong if n not in moves]
 
 
-def _slots_exchanged(case: Case, left: dict[str, str]) -> None:
+def _slots(case: Case, left: dict[str, str]) -> None:
     """Moments under each other's names."""
     pairs_ = {a: b for a, b in left.items() if fqn_of(a) == fqn_of(b) and slot_of(a) != slot_of(b)}
     for two in sorted({tuple(sorted((slot_of(a), slot_of(b)))) for a, b in pairs_.items()}):
@@ -188,13 +209,13 @@ def _layers(case: Case, reference: Trace, left: dict[str, str]) -> None:
         return
     for n in names:
         left.pop(n)
-    kinds = kinds(names)
+    which = kinds(names)
     swapped = [(i, j) for i, j in sorted(order.items()) if i < j and order.get(j) == i]
     if len(swapped) * 2 == len(order):
-        text = " and ".join(f"layers {i} and {j}" for i, j in swapped[:4]) + f" are exchanged ({kinds})"
+        text = " and ".join(f"layers {i} and {j}" for i, j in swapped[:4]) + f" are exchanged ({which})"
     else:
         what = ", ".join(f"layer {i} holds layer {j}" for i, j in sorted(order.items())[:4])
-        text = f"layers are in another order ({kinds}): {what}"
+        text = f"layers are in another order ({which}): {what}"
         every = sorted({i for n in reference.state if (i := layer_of(n)) is not None})
         if all(order.get(i, i) == j for i, j in zip(every, sorted(every, key=str), strict=True)):
             text += "; it is the order of their numbers as words"
@@ -238,19 +259,13 @@ def _steps(case: Case, reference: Trace, steps: Mapping[str, tuple[float, float]
     evidence = case.seen("state.scalars")
     if all(b == 0 for _, b in steps.values()):
         also = (
-            "the moments were restored, the step was not"
-            if not moments & set(steps)
-            else "the moments are others, too"
+            "the moments were restored, the step was not" if not moments & set(steps) else "the moments are others, too"
         )
-        case.add(
-            "step-reset", f"the optimizer's step is 0 {where}: {also}", evidence, names, explains=("optimizer",)
-        )
+        case.add("step-reset", f"the optimizer's step is 0 {where}: {also}", evidence, names, explains=("optimizer",))
         return rest
     gaps = {b - a for a, b in steps.values()}
     if len(gaps) > 1:
-        case.add(
-            "step-differs", f"the optimizer's steps are others {where}", evidence, names, explains=("optimizer",)
-        )
+        case.add("step-differs", f"the optimizer's steps are others {where}", evidence, names, explains=("optimizer",))
         return rest
     gap = int(gaps.pop())
     far = f"{plural(abs(gap), 'step')} {'earlier' if gap < 0 else 'later'}"
@@ -284,43 +299,34 @@ def _values_differ(case: Case, reference: Trace, rest: list[str]) -> None:
     """What differs and is not the bytes of another tensor; looked into where both checkpoints are open."""
     if not rest:
         return
-    looked = _look(case.opened, rest) if case.opened is not None else {}
+    looked = inspect(case.opened, rest) if case.opened is not None else {}
+    seen = {n: found for n, found in looked.items() if found is not None}
     by: dict[str, list[str]] = {}
-    for n, found in looked.items():
-        by.setdefault(found.kind if isinstance(found, Likeness) else "", []).append(n)
-    equal = by.pop("", [])
+    for n, found in seen.items():
+        by.setdefault(found.kind, []).append(n)
     left = [n for n in rest if n not in looked]
     for kind, names in by.items():
-        first = looked[names[0]]
-        assert isinstance(first, Likeness)
+        first = seen[names[0]]
         # others of the same slot that were not read are most likely of the kind, where all that were read are
         slots = {slot_of(n) for n in names}
-        others = {found.kind if found else "" for n, found in looked.items() if slot_of(n) in slots}
-        alone = others == {kind}
+        alone = all(n in names for n in looked if slot_of(n) in slots)
         more = [n for n in left if slot_of(n) in slots] if alone else []
         left = [n for n in left if n not in set(more)]
         every = [n for n in reference.state if slot_of(n) in slots]
-        what = (
-            "tensors" if len(slots) > 1 else "weights" if slots == {"weights"} else f"{next(iter(slots))} tensors"
-        )
-        texts = {found.text for n in names if isinstance(found := looked[n], Likeness)}
-        scope = scope(names + more, every, what)
-        said = first.text if len(names) == 1 or len(texts) == 1 else _general(kind, first.text)
+        what = "tensors" if len(slots) > 1 else "weights" if slots == {"weights"} else f"{next(iter(slots))} tensors"
+        said = first.text if len({seen[n].text for n in names}) == 1 else _general(kind, first.text)
         if len(names) + len(more) > 1:
-            said = re.sub(
-                r"^(holds|is|has|differs)",
-                lambda m: {"holds": "hold", "is": "are", "has": "have", "differs": "differ"}[m[1]],
-                said,
-            )
-        evidence = [f"{n}: {found.text}" for n in names if isinstance(found := looked[n], Likeness)]
+            verb, _, rest_of_it = said.partition(" ")
+            said = f"{_VERBS.get(verb, verb)} {rest_of_it}"
+        evidence = [f"{n}: {seen[n].text}" for n in names]
         if more:
             evidence.append(f"{plural(len(more), 'tensor')} of the same kind differ and were not read")
-        place = _place(case, names[0], first)
-        case.add(kind, f"{scope} {said}", evidence, names + more, place, {component_of(n) for n in names})
+        place = None if case.opened is None else place_of(case.opened[1].locate(), names[0], first.first)
+        text = f"{scope(names + more, every, what)} {said}"
+        case.add(kind, text, evidence, names + more, place, {component_of(n) for n in names})
+    equal = [n for n in looked if n not in seen]
     if equal:
-        text = (
-            f"{scope(equal, rest, 'tensors')}: equal in both checkpoints' files, not in the jobs: loading did it"
-        )
+        text = f"{scope(equal, rest, 'tensors')}: equal in both checkpoints' files, not in the jobs: loading did it"
         case.add("loading", text, case.seen("state.digests"), equal, explains={component_of(n) for n in equal})
     for component, kind in (("weights", "weights-differ"), ("optimizer", "moments-differ")):
         names = [n for n in left if component_of(n) == component]
@@ -332,10 +338,11 @@ def _values_differ(case: Case, reference: Trace, rest: list[str]) -> None:
         if component == "optimizer" and len(slots) == 1:
             what = f"{next(iter(slots))} tensors of the optimizer"
             every = [n for n in every if slot_of(n) in slots]
-        text = (
-            f"{scope(names, every, what)} hold{'s' if len(names) == 1 else ''} other values than the reference's"
-        )
+        text = f"{scope(names, every, what)} hold{'s' if len(names) == 1 else ''} other values than the reference's"
         case.add(kind, text, case.seen("state.digests"), names, explains=(component,))
+
+
+_VERBS = {"holds": "hold", "is": "are", "has": "have", "differs": "differ"}
 
 
 def _general(kind: str, text: str) -> str:
@@ -351,40 +358,3 @@ def _general(kind: str, text: str) -> str:
         "exchanged-rows": "has two ranges of rows exchanged", "copied-rows": "has some rows twice",
         "rope": "has its rows reordered as between the two ways to compute rope",
     }.get(kind, text)  # fmt: skip
-
-
-# ---------------------------------------------------------------------------------------------------------------- files
-
-
-def _look(opened: tuple[Opened, Opened], names: Sequence[str]) -> dict[str, Likeness | None]:
-    """How some of the tensors differ in the files: the first of every slot, then the first; None where they do not."""
-    left, right = opened[0].locate(), opened[1].locate()
-
-    def readable(n: str) -> bool:
-        a, b = left.tensors.get(n), right.tensors.get(n)
-        return a is not None and b is not None and a.shape == b.shape and 0 < max(a.nbytes, b.nbytes) <= _MOST
-
-    fit = [n for n in names if readable(n)]
-    heads = list({slot_of(n): n for n in reversed(fit)}.values())
-    chosen = list(dict.fromkeys([*heads, *fit]))[:_LOOK]
-    out: dict[str, Likeness | None] = {}
-    for n in [n for n in names if n in set(chosen)]:
-        try:
-            out[n] = likeness(_read(opened[0], left, n), _read(opened[1], right, n))
-        except (CkpttoolError, TypeError):
-            continue  # damaged, which has been said before; or a dtype that numpy does not have
-    return out
-
-
-def _read(opened: Opened, ckpt: Checkpoint, name: str) -> Any:
-    """A tensor of the files as an array."""
-    import numpy as np
-
-    entry = ckpt.tensors[name]
-    out = np.empty(entry.numel, dtype=numpy_dtype(entry.dtype))
-    reader = Reader(opened.source, ckpt.files, ckpt.records)
-    for block in reader.blocks([Job(name, entry, entry.dtype, False)]):
-        if block.count:
-            out[block.first : block.first + block.count] = np.frombuffer(block.data, dtype=out.dtype)
-        block.release()
-    return out.reshape(entry.shape)

@@ -92,6 +92,15 @@ class Bound(NamedTuple):
         grown = max(1.0, step / 10)
         return (self.relative + (self.absolute / abs(reference) if reference else 0.0)) * grown
 
+    def obstacle(self) -> str | None:
+        """Why nothing is proved by being within it, or None."""
+        if not self.chaotic:
+            return None
+        return (
+            f"two runs of this very job differ so much ({self.relative / _CALIBRATION:.2g}) that a bound of five times "
+            "that would prove nothing: switch off what is random, or compute deterministically"
+        )
+
 
 def precision(reference: Trace | None, got: Trace) -> str:
     """ "fp32" or "bf16": what was computed in. A side that does not say is like the other; nobody knows: bf16.

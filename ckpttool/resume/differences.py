@@ -13,12 +13,15 @@ from typing import Any
 from .trace import Step, Trace
 from .words import fqn_of, is_step
 
-__all__ = []
-
+__all__ = [
+    "alike", "config_differences", "copies_differ", "deviation", "differing", "first_pair", "judged",
+    "missing_and_extra", "not_as_stored", "not_finite", "option_differences", "options", "other_job", "pairs",
+    "rates_by_group", "shape_differences", "state_obstacle", "steps_of", "tensor_deviations", "ties", "told",
+    "value_differences",
+]  # fmt: skip
 
 #: How the optimizer computes, not what.
 _HOW = frozenset(("foreach", "fused", "capturable", "differentiable", "params", "param_names"))
-
 
 #: What a model's configuration says about its file, its use or its writer, and not about its computation.
 _SILENT = frozenset((
@@ -28,7 +31,6 @@ _SILENT = frozenset((
     "use_bfloat16", "problem_type", "tokenizer_class", "prefix", "task_specific_params", "generation_config",
     "bos_token_id", "eos_token_id", "chunk_size_feed_forward",
 ))  # fmt: skip
-
 
 #: Of a scheduler: what changes while it computes and says nothing afterwards.
 _TRANSIENT = frozenset(("_get_lr_called_within_step", "_is_initial", "verbose"))
@@ -102,6 +104,33 @@ def missing_and_extra(reference: Trace, got: Trace) -> tuple[list[str], list[str
     return gone(reference.state, got.state), gone(got.state, reference.state)
 
 
+def copies_differ(got: Trace) -> list[str]:
+    """Tensors of which several ranks hold a copy, and not the same."""
+    return [str(n) for n in got.environment.get("copies_differ") or []]
+
+
+def not_as_stored(got: Trace) -> list[str]:
+    """Tensors that the job does not hold as the files do, where these were read a second time."""
+    return [n for n, mark in got.stored.items() if n not in got.state or (got.state[n][2] and got.state[n][2] != mark)]
+
+
+def shape_differences(
+    reference: Trace, got: Trace
+) -> tuple[dict[str, tuple[tuple[int, ...], tuple[int, ...]]], dict[str, tuple[str, str]]]:
+    """({name: (expected, found)} of shapes, and of dtypes where the shape is the same)."""
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    dtypes: dict[str, tuple[str, str]] = {}
+    for n, (dtype, shape, _) in reference.state.items():
+        if n not in got.state or not judged(n):
+            continue
+        other, other_shape, _ = got.state[n]
+        if tuple(shape) != tuple(other_shape):
+            shapes[n] = (tuple(shape), tuple(other_shape))
+        elif dtype != other:
+            dtypes[n] = (dtype, other)
+    return shapes, dtypes
+
+
 def differing(reference: Trace, got: Trace) -> list[str]:
     """Tensors of one dtype and shape with other elements, in the order of the reference."""
     out = []
@@ -116,12 +145,7 @@ def differing(reference: Trace, got: Trace) -> list[str]:
 
 def steps_of(trace: Trace) -> dict[str, float]:
     """{FQN: optimizer step} of what the optimizer holds."""
-    head, tail = "optim.state.", ".step"
-    return {
-        n[len(head) : -len(tail)]: float(v)
-        for n, v in trace.scalars.items()
-        if n.startswith(head) and n.endswith(tail) and len(n) > len(head) + len(tail)
-    }
+    return {fqn_of(n): float(v) for n, v in trace.scalars.items() if is_step(n)}
 
 
 # -------------------------------------------------------------------------------------------------------- configuration
@@ -153,10 +177,10 @@ def option_differences(
     return out, missing, extra
 
 
-def _told(value: Any) -> bool:
+def told(value: Any) -> bool:
     """Whether a value is plain data that a comparison can say something about."""
     if isinstance(value, (list, tuple)):
-        return all(_told(v) for v in value)
+        return all(told(v) for v in value)
     return isinstance(value, (bool, int, float, str)) and not (isinstance(value, str) and value.startswith("<"))
 
 
@@ -167,7 +191,7 @@ def value_differences(
     theirs = {n: v for n, v in reference.values.items() if n.partition(".")[0] == component}
     ours = {n: v for n, v in got.values.items() if n.partition(".")[0] == component}
     skip = _TRANSIENT if component == "scheduler" else frozenset[str]()
-    both = [n for n in theirs if n in ours and n.rpartition(".")[2] not in skip and _told(theirs[n]) and _told(ours[n])]
+    both = [n for n in theirs if n in ours and n.rpartition(".")[2] not in skip and told(theirs[n]) and told(ours[n])]
     out = {n: (theirs[n], ours[n]) for n in both if not alike(theirs[n], ours[n])}
     return out, [n for n in theirs if n not in ours], [n for n in ours if n not in theirs], len(both)
 
@@ -198,6 +222,7 @@ def _leaves(config: Mapping[str, Any], at: str = "") -> dict[str, Any]:
 
 
 def ties(trace: Trace) -> set[frozenset[str]]:
+    """The names of each parameter that has more than one."""
     return {frozenset(group) for group in trace.tied if len(group) > 1}
 
 
@@ -230,6 +255,11 @@ def pairs(reference: Trace, got: Trace) -> list[tuple[Step, Step]]:
     """(expected, found) of the steps that both have, by number."""
     theirs = {s.step: s for s in reference.steps}
     return [(theirs[s.step], s) for s in got.steps if s.step in theirs]
+
+
+def first_pair(reference: Trace, got: Trace) -> tuple[Step, Step] | None:
+    """(expected, found) of the first step after loading, where both have it."""
+    return next(((a, b) for a, b in pairs(reference, got) if b is got.steps[0]), None)
 
 
 def tensor_deviations(

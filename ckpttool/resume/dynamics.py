@@ -1,4 +1,12 @@
-"""dynamics: a run's steps against those of a reference, the same step beside the same step.
+"""dynamics: the steps of a run against those of a reference.
+
+    Dynamics(reference, got, "strict", limits).checks()
+
+Steps meet by their number, and the first one after loading ("step1") is judged apart from the later ones ("steps"). First
+it is asked whether the two are meant to compute the same: batches, precision, random numbers. Then every signal (the
+loss, norms, the worst of single tensors) is measured in every common step, relative to the reference; the check of a
+stage tells the step that takes the largest part of its bound. Batches and learning rates are compared exactly, and also
+where numbers cannot be.
 """
 
 from __future__ import annotations
@@ -16,14 +24,12 @@ from .words import plural
 
 __all__ = ["Dynamics"]
 
-
+#: Signals as they are spoken of, and what a recorder has to be given so that a trace has them.
 _WORDS = {
     "loss": "the loss", "grad_norm": "the grad norm", "worst_grad": "the gradient of a tensor",
     "update_norm": "the norm of the update", "worst_update": "the update of a tensor", "batch": "the batch",
     "learning_rates": "the learning rates",
 }  # fmt: skip
-
-
 _HINTS = {
     "grad_norm": "pass grad_norm to Recorder.step, or give Recorder the model and the optimizer",
     "worst_grad": "give Recorder the model and the optimizer, with norms=True",
@@ -47,20 +53,49 @@ class _Worst:
     left_out: int = 0
 
 
+def _other_data(reference: Trace, got: Trace) -> str | None:
+    """Why the batches are not meant to be the same, or None; names of files say nothing where the batches are equal."""
+    both = pairs(reference, got)
+    if both and both[0][0].batch is not None and both[0][0].batch == both[0][1].batch:
+        return None
+    if None not in (reference.data, got.data) and reference.data != got.data:
+        return f"the data is {got.data}, that of the reference {reference.data}"
+    if (
+        got.data == reference.data == "synthetic"
+        and None not in (reference.seed, got.seed)
+        and reference.seed != got.seed
+    ):
+        return f"the synthetic data is of seed {got.seed}, that of the reference of {reference.seed}"
+    return None
+
+
+def _random(reference: Trace, got: Trace) -> str | None:
+    """Why random numbers are not the same, or None."""
+    if not (reference.dropout or got.dropout):
+        return None
+    restored = got.environment.get("rng_restored") is True
+    if restored and got.world_size is not None and got.world_size == reference.world_size:
+        return None
+    return (
+        "dropout is on, and the streams of random numbers are not those of the reference: switch it off in both, or "
+        "restore them at the same world size"
+    )
+
+
 @dataclass
 class Dynamics:
-    """The checks of steps. `column` names that of the table."""
+    """Two traces, step by step. `limits` are `bounds` of the profile; `floor` is the one of `tensor_deviations`."""
 
     reference: Trace
     got: Trace
+    profile: str
     limits: Mapping[str, Bound]
-    column: str
 
     def __post_init__(self) -> None:
         self.pairs = pairs(self.reference, self.got)
-        tight = self.column.startswith("fp32") or self.column.endswith("held")
-        kind = table.precision(self.reference, self.got)
-        self.floor = table.NOISE_FLOOR["fp32" if tight else kind]
+        column = table.column(self.profile, self.reference, self.got)
+        tight = column.startswith("fp32") or column.endswith("held")
+        self.floor = table.NOISE_FLOOR["fp32" if tight else table.precision(self.reference, self.got)]
 
     def _part(self, stage: str) -> list[tuple[int, Step, Step]]:
         """(how many steps after loading, expected, found)"""
@@ -71,6 +106,7 @@ class Dynamics:
         return [p for p in part if (p[0] == 1) == (stage == "step1")]
 
     def _unmatched(self, stage: str) -> str | None:
+        """Why a stage has no step on both sides, or None."""
         if self.got.failed is not None:
             return "the checkpoint could not be loaded"
         if self.reference.failed is not None:
@@ -147,12 +183,12 @@ class Dynamics:
         name = f"{stage}.{signal}"
         bound = self.limits[name]
         if why := self._obstacle(stage):
-            return _unknown(name, why)
+            return Check.unknown(name, why)
         every = self.found(stage, signal)
         if not every:
-            return _unknown(name, self._lacking(stage, signal))
-        if bound.chaotic:
-            return _unknown(name, _chaotic(bound))
+            return Check.unknown(name, self._lacking(stage, signal))
+        if why := bound.obstacle():
+            return Check.unknown(name, why)
 
         def excess(w: _Worst) -> float:
             return math.inf if math.isnan(w.deviation) else w.deviation / bound.at(w.expected, w.order)
@@ -168,9 +204,10 @@ class Dynamics:
         if worst.left_out:
             what += f"; {plural(worst.left_out, 'tensor')} with a gradient of rounding noise not counted"
         shown = None if worst.deviation == 0 else where
-        return _check(name, worst.deviation <= most, what, worst.deviation, most, bound.source, shown)
+        return Check.of(name, worst.deviation <= most, what, worst.deviation, most, bound.source, shown)
 
     def _lacking(self, stage: str, signal: str) -> str:
+        """Who does not have a signal, and what would record it."""
         attribute = {"worst_grad": "grads", "worst_update": "updates"}.get(signal, signal)
         bare = [a for _, a, _ in self._part(stage) if getattr(a, attribute) in (None, {}, [])]
         who = "the reference" if bare else "the run"
@@ -180,23 +217,23 @@ class Dynamics:
     def _batch(self, stage: str) -> Check:
         name = f"{stage}.batch"
         if why := self._unmatched(stage) or _other_data(self.reference, self.got):
-            return _unknown(name, why)
+            return Check.unknown(name, why)
         known = [(a, b) for _, a, b in self._part(stage) if a.batch is not None and b.batch is not None]
         if not known:
-            return _unknown(name, self._lacking(stage, "batch"))
+            return Check.unknown(name, self._lacking(stage, "batch"))
         wrong = [b.step for a, b in known if a.batch != b.batch]
         if not wrong:
-            return _check(name, True, f"the same batch in {plural(len(known), 'step')}", 0, 0, "exact")
+            return Check.of(name, True, f"the same batch in {plural(len(known), 'step')}", 0, 0, "exact")
         text = f"another batch than the reference's in {len(wrong)} of {plural(len(known), 'step')}"
-        return _check(name, False, text, len(wrong), 0, "exact", f"step {wrong[0]}")
+        return Check.of(name, False, text, len(wrong), 0, "exact", f"step {wrong[0]}")
 
     def _rates(self, stage: str) -> Check:
         name = f"{stage}.learning_rates"
         if why := self._unmatched(stage):
-            return _unknown(name, why)
+            return Check.unknown(name, why)
         known = [(a, b) for _, a, b in self._part(stage) if a.learning_rates and b.learning_rates]
         if not known:
-            return _unknown(name, self._lacking(stage, "learning_rates"))
+            return Check.unknown(name, self._lacking(stage, "learning_rates"))
         worst, where, text = 0.0, None, f"the same learning rates in {plural(len(known), 'step')}"
         for a, b in known:
             for label, x, y in rates_by_group(self.reference, self.got, a, b):
@@ -206,32 +243,4 @@ class Dynamics:
                     text = f"the learning rate is {y!r} and was {x!r} in step {b.step}, {label}"
             if not math.isfinite(worst):
                 break
-        return _check(name, worst == 0, text, worst, 0, "exact", where)
-
-
-def _other_data(reference: Trace, got: Trace) -> str | None:
-    """Why the batches are not meant to be the same, or None; names of files say nothing where the batches are equal."""
-    both = pairs(reference, got)
-    if both and both[0][0].batch is not None and both[0][0].batch == both[0][1].batch:
-        return None
-    if None not in (reference.data, got.data) and reference.data != got.data:
-        return f"the data is {got.data}, that of the reference {reference.data}"
-    if (
-        got.data == reference.data == "synthetic"
-        and None not in (reference.seed, got.seed)
-        and reference.seed != got.seed
-    ):
-        return f"the synthetic data is of seed {got.seed}, that of the reference of {reference.seed}"
-    return None
-
-
-def _random(reference: Trace, got: Trace) -> str | None:
-    if not (reference.dropout or got.dropout):
-        return None
-    restored = got.environment.get("rng_restored") is True
-    if restored and got.world_size is not None and got.world_size == reference.world_size:
-        return None
-    return (
-        "dropout is on, and the streams of random numbers are not those of the reference: switch it off in both, or "
-        "restore them at the same world size"
-    )
+        return Check.of(name, worst == 0, text, worst, 0, "exact", where)

@@ -7,10 +7,9 @@ its configuration, the probe before any step, the first step, where nothing has 
 exact, the later ones, what can be said without a reference, the save and load again. Without a reference only the last
 two kinds are made, and of the state what can be told from it alone.
 
-Raw numbers are compared, never printed ones. Equal numbers have the deviation 0; NaN is equal to nothing, not even NaN.
+`differences` finds what is not the same, `dynamics` judges steps; here are the other checks, each a function of the
+traces that gives a `Check`: what differs, how much of it, and the first one by name.
 """
-
-
 
 from __future__ import annotations
 
@@ -21,12 +20,34 @@ from typing import Any
 
 from . import bounds as table
 from .bounds import SIGNALS, Bound
-from .verdict import Check
+from .differences import (
+    alike,
+    config_differences,
+    copies_differ,
+    deviation,
+    differing,
+    judged,
+    missing_and_extra,
+    not_as_stored,
+    not_finite,
+    option_differences,
+    options,
+    other_job,
+    shape_differences,
+    state_obstacle,
+    steps_of,
+    ties,
+    told,
+    value_differences,
+)
+from .dynamics import Dynamics
 from .trace import Trace
+from .verdict import Check
+from .words import changed, fqn_of, listed, plural, slot_of
 
-__all__ = ["ORDER", "SPIKE", "judge", "noise"]
+__all__ = ["ORDER", "judge", "noise"]
 
-
+#: The names of all checks.
 ORDER = (
     "state.loaded", "state.plausible", "state.names", "state.shapes", "state.digests", "state.scalars",
     "config.groups", "config.scheduler", "config.values", "config.tied", "config.model",
@@ -35,7 +56,6 @@ ORDER = (
     "steps.batch", "steps.learning_rates", *(f"steps.{s}" for s in SIGNALS),
     "run.ranks", "run.finite", "run.spike", "run.dead", "roundtrip.state",
 )  # fmt: skip
-
 
 #: A grad norm this many times what is usual is a spike.
 SPIKE = 10.0
@@ -59,12 +79,12 @@ def judge(
     envelope: dict[str, list[float]] = {}
     if reference is not None:
         limits = table.bounds(profile, reference, got, noise)
+        dynamics = Dynamics(reference, got, profile, limits)
         made += _state(reference, got, profile)
         made += _configuration(reference, got)
         made.append(_probe(reference, got, limits["probe.logits"]))
-        dynamic = Dynamics(reference, got, limits, table.column(profile, reference, got))
-        made += dynamic.checks()
-        envelope = dynamic.envelope()
+        made += dynamics.checks()
+        envelope = dynamics.envelope()
     elif (tied := _own_tied(got)) is not None:
         made.append(tied)
     made += [
@@ -80,27 +100,24 @@ def judge(
 
 def noise(a: Trace, b: Trace) -> dict[str, float]:
     """{name of a check: deviation} between two runs of one job; what both have not is left out, NaN is infinite."""
-    out: dict[str, float] = {}
+    every: dict[str, list[float]] = {}
     found = _logits(a, b)
     if not isinstance(found, str):
-        out["probe.logits"] = found[0]
-    limits = table.bounds("strict", a, b)
-    dynamic = Dynamics(a, b, limits, table.column("strict", a, b))
-    for signal in SIGNALS:
-        for stage in ("step1", "steps"):
-            worst = [w.deviation for w in dynamic.found(stage, signal)]
-            if worst:
-                out[f"{stage}.{signal}"] = max(math.inf if math.isnan(x) else x for x in worst)
-    return {n: math.inf if math.isnan(x) else x for n, x in out.items()}
+        every["probe.logits"] = [found[0]]
+    dynamics = Dynamics(a, b, "strict", table.bounds("strict", a, b))
+    for stage in ("step1", "steps"):
+        for signal in SIGNALS:
+            every[f"{stage}.{signal}"] = [w.deviation for w in dynamics.found(stage, signal)]
+    return {n: max(math.inf if math.isnan(x) else x for x in found) for n, found in every.items() if found}
 
 
-def _exact(name: str, problems: Sequence[str], good: str, bad: str, number: int | None = None) -> Check:
+def _exact(name: str, problems: Sequence[str], good: str, bad: str) -> Check:
     """A check that nothing may fail: problems are names, or names with what is wrong about them."""
-    n = len(problems) if number is None else number
     if not problems:
-        return _check(name, True, good, 0, 0, "exact")
+        return Check.of(name, True, good, 0, 0, "exact")
     first = problems[0].split(" ")[0]
-    return _check(name, False, f"{bad}: {listed(problems)}", n, 0, "exact", first if "." in first else None)
+    text = f"{bad}: {listed(problems)}"
+    return Check.of(name, False, text, len(problems), 0, "exact", first if "." in first else None)
 
 
 # ---------------------------------------------------------------------------------------------------------------- state
@@ -109,13 +126,14 @@ def _exact(name: str, problems: Sequence[str], good: str, bad: str, number: int 
 def _loaded(got: Trace) -> Check:
     name = "state.loaded"
     if got.failed is not None:
-        return _check(name, False, f"the checkpoint could not be loaded into the job: {got.failed}", source="exact")
-    copies = [str(n) for n in got.environment.get("copies_differ") or []]
-    if copies:
+        return Check.of(name, False, f"the checkpoint could not be loaded into the job: {got.failed}", source="exact")
+    if copies := copies_differ(got):
         return _exact(name, copies, "", f"copies on several ranks are not equal, of {plural(len(copies), 'tensor')}")
     if not got.stored or not got.state:
-        return _unknown(name, "the files were not read a second time, so what was loaded was not compared with them")
-    wrong = [n for n, mark in got.stored.items() if n not in got.state or (got.state[n][2] and got.state[n][2] != mark)]
+        return Check.unknown(
+            name, "the files were not read a second time, so what was loaded was not compared with them"
+        )
+    wrong = not_as_stored(got)
     good = f"the job holds what the files say, in all {len(got.stored)} tensors"
     return _exact(name, wrong, good, f"the job does not hold what the files say in {plural(len(wrong), 'tensor')}")
 
@@ -125,11 +143,11 @@ def _plausible(got: Trace) -> Check:
     smaller steps, so only what no training does is a fault."""
     name = "state.plausible"
     if got.failed is not None or (not got.state and not got.scalars):
-        return _unknown(name, "the run does not say what the job held")
+        return Check.unknown(name, "the run does not say what the job held")
     problems = [
         f"{n} is {v}" for n, v in got.scalars.items() if math.isnan(v) or (math.isinf(v) and n.startswith("optim."))
     ]
-    trained = trained_steps(got)
+    trained = _trained(got)
     steps = {n: v for n, v in steps_of(got).items() if math.isfinite(v)}
     if trained > 0:
         zeros = [n for n, v in steps.items() if v == 0]
@@ -137,18 +155,18 @@ def _plausible(got: Trace) -> Check:
             problems.append(f"the optimizer's step is 0 on all {plural(len(steps), 'tensor')}, after {trained} steps")
         elif zeros:
             problems += [f"optim.state.{n}.step is 0, after {trained} steps" for n in zeros]
-        moments = any(n.startswith("optim.state.") for n in got.state) or bool(steps)
+        moments = any(slot_of(n) != "weights" for n in got.state) or bool(steps)
         adaptive = any("betas" in g and g.get("params") for g in got.groups)
         if adaptive and not moments:
             problems.append(f"the optimizer has param groups and no moments, after {trained} steps")
     for module, found in _modules(steps).items():
-        if 0 not in found.values() and len(set(found.values())) > 1:
-            problems.append(f"{module} has parameters with optimizer steps {_few(sorted(set(found.values())))}")
+        apart = sorted(set(found.values()))
+        if 0 not in apart and len(apart) > 1:
+            few = " and ".join(f"{v:g}" for v in apart[:3])
+            problems.append(f"{module} has parameters with optimizer steps {few}")
     slots: dict[str, set[str]] = {}
     for n in got.state:
-        if n.startswith("optim.state.") and n.count(".") > 2:
-            fqn, _, slot = n[len("optim.state.") :].rpartition(".")
-            slots.setdefault(slot, set()).add(fqn)
+        slots.setdefault(slot_of(n), set()).add(fqn_of(n))
     if "exp_avg" in slots and "exp_avg_sq" in slots:
         problems += [f"{n} has one of exp_avg and exp_avg_sq" for n in sorted(slots["exp_avg"] ^ slots["exp_avg_sq"])]
     return _exact(
@@ -156,7 +174,7 @@ def _plausible(got: Trace) -> Check:
     )
 
 
-def trained_steps(trace: Trace) -> int:
+def _trained(trace: Trace) -> int:
     """How many steps had been trained when the checkpoint was saved, as far as the trace says."""
     for name in ("step", "global_step", "steps", "global_steps", "num_steps", "iteration"):
         found = trace.values.get(f"trainer.{name}")
@@ -183,15 +201,11 @@ def _modules(steps: Mapping[str, float]) -> dict[str, dict[str, float]]:
     return out
 
 
-def _few(numbers: Sequence[float]) -> str:
-    return " and ".join(f"{n:g}" for n in numbers[:3])
-
-
 def _state(reference: Trace, got: Trace, profile: str) -> list[Check]:
     names = ("state.names", "state.shapes", "state.digests", "state.scalars")
     why = state_obstacle(reference, got)
     if why is not None:
-        return [_unknown(n, why) for n in names]
+        return [Check.unknown(n, why) for n in names]
     out = []
     if reference.state and got.state:
         missing, extra = missing_and_extra(reference, got)
@@ -199,32 +213,25 @@ def _state(reference: Trace, got: Trace, profile: str) -> list[Check]:
         parts += [f"{len(extra)} that the reference does not have"] if extra else []
         out.append(_exact(names[0], missing + extra, f"the same {len(got.state)} tensors", ", ".join(parts)))
     else:
-        out.append(_unknown(names[0], "one of the two does not list its tensors"))
+        out.append(Check.unknown(names[0], "one of the two does not list its tensors"))
     if got.failed is not None:
-        return out + [_unknown(n, "the checkpoint could not be loaded") for n in names[1:]]
+        return out + [Check.unknown(n, "the checkpoint could not be loaded") for n in names[1:]]
     common = [n for n in reference.state if n in got.state and judged(n)]
-    shapes, dtypes = [], []
-    for n in common:
-        (d, s, _), (e, t, _) = reference.state[n], got.state[n]
-        if tuple(s) != tuple(t):
-            shapes.append(f"{n} is {list(t)} and was {list(s)}")
-        elif d != e:
-            dtypes.append(f"{n} is {e} and was {d}")
+    other_shapes, other_dtypes = shape_differences(reference, got)
+    shapes, dtypes = changed(other_shapes, lambda shape: str(list(shape))), changed(other_dtypes, str)
     relaxed = profile == "relaxed"
     good = f"the same shapes and dtypes in all {len(common)} tensors"
     if dtypes and relaxed:
         what = plural(len(dtypes), "tensor")
         good = f"the same shapes; {what} of another dtype, as the profile allows: {listed(dtypes)}"
     if not common:
-        out.append(_unknown(names[1], "no tensor is on both sides"))
+        out.append(Check.unknown(names[1], "no tensor is on both sides"))
     else:
         parts = [f"{plural(len(shapes), 'tensor')} of another shape"] if shapes else []
         parts += [f"{plural(len(dtypes), 'tensor')} of another dtype"] if dtypes else []
         out.append(_exact(names[1], shapes + ([] if relaxed else dtypes), good, ", ".join(parts)))
-    compared = [
-        n for n in common if reference.state[n][0] == got.state[n][0] and reference.state[n][2] and got.state[n][2]
-    ]
-    compared = [n for n in compared if tuple(reference.state[n][1]) == tuple(got.state[n][1])]
+    same = [n for n in common if n not in other_shapes and n not in other_dtypes]
+    compared = [n for n in same if reference.state[n][2] and got.state[n][2]]
     if compared:
         wrong = differing(reference, got)
         good = f"equal bytes in all {len(compared)} tensors" + (
@@ -233,16 +240,16 @@ def _state(reference: Trace, got: Trace, profile: str) -> list[Check]:
         bad = f"{len(wrong)} of {plural(len(compared), 'tensor')} hold other bytes"
         out.append(_exact(names[2], wrong, good, bad))
     else:
-        out.append(_unknown(names[2], "no tensor has a fingerprint on both sides"))
+        out.append(Check.unknown(names[2], "no tensor has a fingerprint on both sides"))
     both = [n for n in reference.scalars if n in got.scalars and judged(n)]
-    wrong = [f"{n} is {got.scalars[n]!r} and was {reference.scalars[n]!r}" for n in both
-             if not alike(float(reference.scalars[n]), float(got.scalars[n]))]  # fmt: skip
+    two = {n: (reference.scalars[n], got.scalars[n]) for n in both}
+    wrong = changed({n: (a, b) for n, (a, b) in two.items() if not alike(float(a), float(b))})
     if both:
         good = f"equal values of all {plural(len(both), 'tensor')} with one element"
         bad = f"{plural(len(wrong), 'tensor')} with one element has another value"
         out.append(_exact(names[3], wrong, good, bad))
     else:
-        out.append(_unknown(names[3], "no tensor with one element is known on both sides"))
+        out.append(Check.unknown(names[3], "no tensor with one element is known on both sides"))
     return out
 
 
@@ -252,7 +259,7 @@ def _state(reference: Trace, got: Trace, profile: str) -> list[Check]:
 def _configuration(reference: Trace, got: Trace) -> list[Check]:
     if got.failed is not None:
         names = ("groups", "scheduler", "values", "tied", "model")
-        return [_unknown(f"config.{n}", "the checkpoint could not be loaded") for n in names]
+        return [Check.unknown(f"config.{n}", "the checkpoint could not be loaded") for n in names]
     rules = (_groups, _scheduler, _values, _tied, _model)
     return [rule(reference, got) for rule in rules]
 
@@ -262,9 +269,9 @@ def _groups(reference: Trace, got: Trace) -> Check:
     theirs, ours = options(reference), options(got)
     if not theirs or not ours:
         who = "the run" if theirs else "the reference"
-        return _unknown(name, f"{who} does not say what its param groups are (Recorder.state writes them down)")
+        return Check.unknown(name, f"{who} does not say what its param groups are (Recorder.state writes them down)")
     if reference.start != got.start:
-        return _unknown(name, f"the reference's param groups are those of step {reference.start}")
+        return Check.unknown(name, f"the reference's param groups are those of step {reference.start}")
     found, missing, extra = option_differences(reference, got)
     problems = []
     for key, where in found.items():
@@ -285,13 +292,12 @@ def _scheduler(reference: Trace, got: Trace) -> Check:
     name = "config.scheduler"
     found, missing, extra, compared = value_differences(reference, got, "scheduler")
     if missing and not compared and not extra:
-        return _check(name, False, "the checkpoint has no state of the scheduler, the reference has one", 1, 0, "exact")
+        return Check.of(
+            name, False, "the checkpoint has no state of the scheduler, the reference has one", 1, 0, "exact"
+        )
     if not compared:
-        return _unknown(name, "no state of a scheduler on both sides")
-    out = _exact(
-        name, [f"{n} is {b!r} and was {a!r}" for n, (a, b) in found.items()], "the same state of the scheduler",
-        "the state of the scheduler differs",
-    )  # fmt: skip
+        return Check.unknown(name, "no state of a scheduler on both sides")
+    out = _exact(name, changed(found), "the same state of the scheduler", "the state of the scheduler differs")
     return _with_rest(out, missing, extra)
 
 
@@ -308,9 +314,9 @@ def _values(reference: Trace, got: Trace) -> Check:
     problems, missing, extra, compared = [], list[str](), list[str](), 0
     for component in ("trainer", "scaler", "dataloader", "extra"):
         found, gone, new, n = value_differences(reference, got, component)
-        problems += [f"{k} is {b!r} and was {a!r}" for k, (a, b) in found.items()]
+        problems += changed(found)
         if component == "trainer":
-            problems += [f"{k} is missing and was {reference.values[k]!r}" for k in gone if _told(reference.values[k])]
+            problems += [f"{k} is missing and was {reference.values[k]!r}" for k in gone if told(reference.values[k])]
         else:
             missing += gone
         extra += new
@@ -320,7 +326,7 @@ def _values(reference: Trace, got: Trace) -> Check:
         if got.clip != reference.clip:
             problems.append(f"clip is {got.clip!r} and was {reference.clip!r}")
     if not compared and not problems:
-        return _unknown(name, "no counter or other value is known on both sides")
+        return Check.unknown(name, "no counter or other value is known on both sides")
     out = _exact(
         name, problems, f"the same {plural(compared, 'value')}", f"{plural(len(problems), 'value')} not as it was"
     )
@@ -333,9 +339,9 @@ def _own_tied(got: Trace) -> Check | None:
     if got.config is None or got.config.get("tie_word_embeddings") is not True or not heads:
         return None
     if got.tied:
-        return _check("config.tied", True, "tied as the configuration says", 0, 0, "exact")
+        return Check.of("config.tied", True, "tied as the configuration says", 0, 0, "exact")
     text = "the configuration says tie_word_embeddings, and the job trains the head and the embedding apart"
-    return _check("config.tied", False, text, 1, 0, "exact", heads[0].removeprefix("model."))
+    return Check.of("config.tied", False, text, 1, 0, "exact", heads[0].removeprefix("model."))
 
 
 def _tied(reference: Trace, got: Trace) -> Check:
@@ -344,7 +350,9 @@ def _tied(reference: Trace, got: Trace) -> Check:
     if own is not None and own.verdict == "fail":
         return own
     if not reference.tied and not reference.state and reference.parameters is None:
-        return own or _unknown(name, "the reference does not say which parameters are tied (give Recorder the model)")
+        return own or Check.unknown(
+            name, "the reference does not say which parameters are tied (give Recorder the model)"
+        )
     theirs, ours = ties(reference), ties(got)
     problems = [f"{' and '.join(sorted(g))} were tied and are not" for g in sorted(theirs - ours, key=sorted)]
     problems += [f"{' and '.join(sorted(g))} are tied and were not" for g in sorted(ours - theirs, key=sorted)]
@@ -356,10 +364,9 @@ def _model(reference: Trace, got: Trace) -> Check:
     name = "config.model"
     if reference.config is None or got.config is None:
         who = "the reference" if reference.config is None else "the run"
-        return _unknown(name, f"{who} has no configuration of the model")
+        return Check.unknown(name, f"{who} has no configuration of the model")
     found = config_differences(reference.config, got.config)
-    problems = [f"{k} is {b!r} and was {a!r}" for k, (a, b) in found.items()]
-    return _exact(name, problems, "the same configuration of the model", "the model's configuration differs")
+    return _exact(name, changed(found), "the same configuration of the model", "the model's configuration differs")
 
 
 # ---------------------------------------------------------------------------------------------------------------- probe
@@ -384,8 +391,7 @@ def _logits(reference: Trace, got: Trace) -> tuple[float, float, float] | str:
     if a.shape != b.shape or a.ndim < 2 or not a.size:
         return f"the logits are {list(b.shape)}, those of the reference {list(a.shape)}"
     a, b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
-    apart = total = divergence = 0.0
-    largest = 0.0
+    apart = total = divergence = largest = 0.0
     rows = max(1, (1 << 22) // a.shape[1])
     with np.errstate(all="ignore"):
         for k in range(0, len(a), rows):
@@ -413,31 +419,27 @@ def _probe(reference: Trace, got: Trace, bound: Bound) -> Check:
     name = "probe.logits"
     found = _logits(reference, got)
     if isinstance(found, str):
-        return _unknown(name, found)
+        return Check.unknown(name, found)
+    if why := bound.obstacle():
+        return Check.unknown(name, why)
     number, largest, divergence = found
-    if bound.chaotic:
-        return _unknown(name, _chaotic(bound))
     if math.isnan(number):
-        return _check(name, False, "there is NaN among the logits", None, bound.relative, bound.source)
+        return Check.of(name, False, "there is NaN among the logits", None, bound.relative, bound.source)
     text = (
         f"logits deviate by {number:.2g} (relative L2); largest difference {largest:.2g}, mean KL divergence "
         f"{divergence:.2g}"
     )
     if number == 0:
         text = "the logits are bit-equal"
-    return _check(name, number <= bound.relative, text, number, bound.relative, bound.source)
+    return Check.of(name, number <= bound.relative, text, number, bound.relative, bound.source)
 
 
 def _probe_ranks(got: Trace) -> Check:
     name, agree = "probe.ranks", got.probe.get("agree")
     if agree is None:
-        return _unknown(name, "the ranks did not compare their logits")
-    return _check(
-        name,
-        bool(agree),
-        "all ranks have the same logits" if agree else "ranks have different logits for one batch",
-        source="exact",
-    )
+        return Check.unknown(name, "the ranks did not compare their logits")
+    text = "all ranks have the same logits" if agree else "ranks have different logits for one batch"
+    return Check.of(name, bool(agree), text, source="exact")
 
 
 # ------------------------------------------------------------------------------------------------------------------ run
@@ -447,13 +449,15 @@ def _ranks(got: Trace) -> Check:
     name = "run.ranks"
     known = [s for s in got.steps if s.losses]
     if not known:
-        return _unknown(name, "the losses of the ranks were not gathered")
+        return Check.unknown(name, "the losses of the ranks were not gathered")
     for s in known:
         losses = s.losses or []
         if any(x != losses[0] and not (x != x and losses[0] != losses[0]) for x in losses):
             text = f"ranks do not have the same loss in step {s.step}: {_values_of(losses)}"
-            return _check(name, False, text, max(deviation(x, losses[0]) for x in losses), 0, "exact", f"step {s.step}")
-    return _check(name, True, f"all ranks have the same loss, in {plural(len(known), 'step')}", 0, 0, "exact")
+            return Check.of(
+                name, False, text, max(deviation(x, losses[0]) for x in losses), 0, "exact", f"step {s.step}"
+            )
+    return Check.of(name, True, f"all ranks have the same loss, in {plural(len(known), 'step')}", 0, 0, "exact")
 
 
 def _values_of(losses: Sequence[float]) -> str:
@@ -466,14 +470,16 @@ def _values_of(losses: Sequence[float]) -> str:
 def _finite(got: Trace) -> Check:
     name = "run.finite"
     if not got.steps:
-        return _unknown(name, "no step was run")
+        return Check.unknown(name, "no step was run")
     for s in got.steps:
         found = list(not_finite(s))
         if found:
             more = f", and {len(found) - 1} more" if len(found) > 1 else ""
             text = f"{found[0][0]} is {found[0][1]} in step {s.step}{more}"
-            return _check(name, False, text, source="exact", where=f"step {s.step}, {found[0][0]}")
-    return _check(name, True, f"loss and norms are finite numbers in {plural(len(got.steps), 'step')}", source="exact")
+            return Check.of(name, False, text, source="exact", where=f"step {s.step}, {found[0][0]}")
+    return Check.of(
+        name, True, f"loss and norms are finite numbers in {plural(len(got.steps), 'step')}", source="exact"
+    )
 
 
 def _spike(reference: Trace | None, got: Trace) -> Check:
@@ -495,28 +501,28 @@ def _spike(reference: Trace | None, got: Trace) -> Check:
             if norm / expected > worst:
                 worst, where, usual = norm / expected, f"step {s.step}", expected
     if not judged:
-        return _unknown(name, "too few steps with a grad norm to know what is usual")
+        return Check.unknown(name, "too few steps with a grad norm to know what is usual")
     text = f"the largest grad norm is {worst:.2g} times what is usual ({usual:.3g}), in {where}"
-    return _check(name, worst <= SPIKE, text, worst, SPIKE, "given", where)
+    return Check.of(name, worst <= SPIKE, text, worst, SPIKE, "given", where)
 
 
 def _dead(reference: Trace | None, got: Trace) -> Check:
     name = "run.dead"
     known = [s for s in got.steps if s.grad_norm is not None]
     if not known:
-        return _unknown(name, "no grad norm was recorded")
+        return Check.unknown(name, "no grad norm was recorded")
     theirs = {s.step: s.grad_norm for s in reference.steps} if reference is not None else {}
     dead = [s.step for s in known if s.grad_norm == 0 and theirs.get(s.step) != 0]
     if dead:
         text = f"the grad norm is 0 in {plural(len(dead), 'step')}: nothing is learnt"
-        return _check(name, False, text, len(dead), 0, "exact", f"step {dead[0]}")
-    return _check(name, True, "there is a gradient in every step", 0, 0, "exact")
+        return Check.of(name, False, text, len(dead), 0, "exact", f"step {dead[0]}")
+    return Check.of(name, True, "there is a gradient in every step", 0, 0, "exact")
 
 
 def _roundtrip(got: Trace) -> Check:
     name = "roundtrip.state"
     if "differing" not in got.roundtrip:
-        return _unknown(name, f"no save and load: {got.roundtrip.get('skipped', 'it was not asked for')}")
+        return Check.unknown(name, f"no save and load: {got.roundtrip.get('skipped', 'it was not asked for')}")
     wrong = [str(n) for n in got.roundtrip["differing"]]
     bad = f"{plural(len(wrong), 'tensor')} not as saved after loading"
     return _exact(name, wrong, "what was saved was loaded again, bit for bit", bad)

@@ -17,19 +17,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from .report import (
-    QUANTITIES,
-    Row,
-    clean,
-    facts,
-    limit,
-    number,
-    relative,
-    rows,
-    sentence,
-    speed,
-)
+from .contents import QUANTITIES, Row, facts, limit, relative, rows, sentence, speed
 from .verdict import Check, Report
+from .words import clean, number
 
 __all__ = ["page"]
 

@@ -3,8 +3,9 @@
     screen(report)       for rich                    junit(report), prometheus(report)   text
     write(report, ...)   report.json and report.html in a folder, JUnit, metrics; each file whole or not at all
 
-Names of tensors come from checkpoints, which others made: wherever a name is shown, characters that do not print are
-spelled out (`clean`), so that none of them steers a terminal or breaks a file.
+What is said is in `contents`, here is how it is laid out. Names of tensors come from checkpoints, which others made:
+wherever a name is shown, characters that do not print are spelled out (`clean`), so that none of them steers a terminal
+or breaks a file.
 """
 
 from __future__ import annotations
@@ -17,235 +18,21 @@ import re
 import stat
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .._version import __version__
 from ..errors import NoSpace, UsageError
-from .trace import Step, Trace
+from .contents import Row, count, device_of, facts, known, limit, rows, sentence, speed
+from .page import page
 from .verdict import Check, Report
+from .words import clean, middle, number
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.text import Text
 
-__all__ = [
-    "METRICS", "QUANTITIES", "Row", "clean", "facts", "junit", "limit", "number", "prometheus", "relative", "rows",
-    "screen", "sentence", "speed", "write",
-]  # fmt: skip
-
-#: What is compared step by step: the field of Step, and its name in words.
-QUANTITIES = {"loss": "loss", "grad_norm": "grad norm", "update_norm": "update norm"}
-
-
-# ------------------------------------------------------------------------------------------------- what all of them use
-
-
-def clean(text: object, word: int = 0) -> str:
-    """The text with everything that does not print spelled out: clean("a\\n") == "a\\\\n".
-
-    `word` > 0 shortens longer words in their middle, where names of tensors are most alike.
-    """
-    out = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
-    if word:
-        out = re.sub(rf"\S{{{word + 1},}}", lambda m: _middle(m[0], word), out)
-    return out
-
-
-def _middle(text: str, width: int) -> str:
-    if len(text) <= width:
-        return text
-    head = (width - 1) // 2
-    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
-
-
-def number(x: float | None, digits: int = 3) -> str:
-    """A number as a table shows it: number(0.00001234) == "1.23e-05"; nothing for None."""
-    if x is None:
-        return ""
-    if isinstance(x, bool) or not isinstance(x, (int, float)):
-        return clean(x, 24)
-    if isinstance(x, int) or (x == int(x) if math.isfinite(x) and abs(x) < 1e6 else False):
-        return str(int(x))
-    return f"{x:.{digits}g}"
-
-
-def limit(check: Check) -> str:
-    """The bound of a check with its sign and source: "≤ 1e-05 measured"."""
-    if check.bound is None or (check.source == "exact" and check.bound == 0):
-        return check.source
-    sign = "≥" if check.name.rpartition(".")[2].startswith("min") else "≤"
-    return f"{sign} {number(check.bound)} {check.source}".rstrip()
-
-
-def relative(got: float | None, expected: float | None) -> float | None:
-    """|got - expected| / |expected|; None where one of them is not known, NaN where one is NaN."""
-    if got is None or expected is None:
-        return None
-    if got == expected:
-        return 0.0
-    if math.isnan(got) or math.isnan(expected):
-        return math.nan
-    if expected == 0 or math.isinf(got) or math.isinf(expected):
-        return math.inf
-    return abs(got - expected) / abs(expected)
-
-
-@dataclass
-class Row:
-    """One step of the run beside that of the reference, where it has it. `bounds` and `differences` by quantity."""
-
-    got: Step
-    expected: Step | None = None
-    bounds: dict[str, float] = field(default_factory=dict)
-    differences: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def batch(self) -> bool | None:
-        """Whether both took the same batch; None where that is not known."""
-        if self.expected is None or self.got.batch is None or self.expected.batch is None:
-            return None
-        return self.got.batch == self.expected.batch
-
-    @property
-    def outside(self) -> bool:
-        """Whether something lies outside of the envelope."""
-        return self.batch is False or any(not d <= self.bounds.get(q, math.inf) for q, d in self.differences.items())
-
-
-def rows(report: Report) -> list[Row]:
-    """The steps of the run, in order."""
-    expected = {s.step: s for s in report.reference.steps} if report.reference is not None else {}
-    out: list[Row] = []
-    common = 0
-    for step in report.candidate.steps:
-        row = Row(step, expected.get(step.step))
-        if row.expected is not None:
-            for q in QUANTITIES:
-                difference = relative(getattr(step, q), getattr(row.expected, q))
-                if difference is not None:
-                    row.differences[q] = difference
-                bounds = report.envelope.get(q, [])
-                if common < len(bounds):
-                    row.bounds[q] = bounds[common]
-            common += 1
-        out.append(row)
-    return out
-
-
-def facts(report: Report) -> list[tuple[str, str, str]]:
-    """What was compared: (what, of this run, of the reference), with nothing where it is not known."""
-    ours = _facts(report.candidate)
-    theirs = _facts(report.reference) if report.reference is not None else {}
-    out = [(k, ours.get(k, ""), theirs.get(k, "")) for k in ours if ours[k] or theirs.get(k)]
-    bounds = f"profile {clean(report.profile)}" + (", calibrated with this job" if report.calibrated else "")
-    return [*out, ("bounds", bounds, "")]
-
-
-def _facts(trace: Trace) -> dict[str, str]:
-    mesh = " x ".join(f"{clean(k, 24)} {v}" for k, v in trace.mesh.items())
-    ranks = "" if trace.world_size is None else f"{trace.world_size}" + (f" ({mesh})" if mesh else "")
-    batch = "" if trace.global_batch is None else f"{trace.global_batch} sequences"
-    if trace.sequence is not None:
-        batch += f" of {trace.sequence} tokens" if batch else f"sequences of {trace.sequence} tokens"
-    if trace.micro_batch is not None:
-        batch += f", {trace.micro_batch} at a time"
-    return {
-        "source": clean(trace.source, 120), "layout": clean(trace.layout or ""), "step": f"{trace.start:,}",
-        "ranks": ranks, "dtype": clean(trace.dtype or ""), "device": clean(_device(trace), 60),
-        "parameters": "" if trace.parameters is None else f"{trace.parameters:,}", "batch": batch,
-        "data": clean(trace.data or "", 80) + ("" if trace.seed is None else f", seed {trace.seed}"),
-        "clipping": "" if trace.clip is None else f"grad norm {number(trace.clip)}",
-        "dropout": "on" if trace.dropout else "",
-    }  # fmt: skip
-
-
-def _device(trace: Trace) -> str:
-    """The kind of device, with its name where that is known."""
-    name = trace.environment.get("gpu")
-    return ", ".join(str(x) for x in (trace.device, name) if x)
-
-
-def speed(report: Report) -> list[tuple[str, str]]:
-    """Speed and memory as (what, value with its unit), as far as known."""
-    out: list[tuple[str, str]] = []
-    for what, value, text in (
-        ("MFU", _known(report, "mfu"), "{:.3f}"),
-        ("tokens/s", _known(report, "tokens_per_second"), "{:,.0f}"),
-        ("step", _known(report, "step_seconds"), "{:.3g} s"),
-        ("load", _known(report, "load_seconds"), "{:.3g} s"),
-        ("load rate", _known(report, "load_gb_per_second"), "{:.3g} GB/s"),
-        ("save", _known(report, "save_seconds"), "{:.3g} s"),
-        ("peak reserved", _known(report, "reserved_gib"), "{:.2f} GiB"),
-        ("peak allocated", _known(report, "allocated_gib"), "{:.2f} GiB"),
-        ("memory left", _known(report, "headroom_gib"), "{:.2f} GiB"),
-    ):
-        if value is not None:
-            out.append((what, text.format(value)))
-    return out
-
-
-def _known(report: Report, key: str) -> float | None:
-    """One of the metrics, from what the gates were told or else from the trace."""
-    value: Any = report.metrics.get(key)
-    trace = report.candidate
-    if value is None and key == "load_seconds":
-        value = trace.load_seconds
-    if value is None and key == "load_gb_per_second" and trace.load_bytes and trace.load_seconds:
-        value = trace.load_bytes / trace.load_seconds / 1e9
-    if value is None and key == "save_seconds":
-        value = trace.roundtrip.get("save_seconds")
-    if value is None and key == "step_seconds":
-        seconds = sorted(
-            s.seconds for s in trace.steps[1:] or trace.steps if s.seconds is not None
-        )  # the first warms up
-        value = seconds[len(seconds) // 2] if seconds else None
-    if value is None and key in ("reserved_gib", "allocated_gib"):
-        peaks = [m[key.replace("gib", "bytes")] for m in trace.memory if m.get(key.replace("gib", "bytes")) is not None]
-        value = max(peaks) / 2**30 if peaks else None
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
-def _count(report: Report, verdict: str) -> int:
-    return sum(c.verdict == verdict for c in report.checks)
-
-
-def sentence(report: Report) -> str:
-    """The verdict in a sentence."""
-    failed = [c for c in report.checks if c.verdict == "fail"]
-    continuity = [c for c in failed if c.stage != "gate"]
-    total, aside = len(report.checks), _count(report, "not comparable")
-    left = f" {aside} could not be compared." if aside else ""
-    if report.word == "fail":
-        if report.causes:
-            return f"{len(failed)} of {total} checks failed. Likely cause: {_said(report.causes[0].text)}"
-        return f"{len(failed)} of {total} checks failed. {_said(continuity[0].text, capital=True)}"
-    if report.word == "not comparable":
-        (why, *_) = [c for c in report.checks if c.name == "step1.loss" and c.verdict == "not comparable"]
-        return f"Run and reference could not be compared. {_said(why.text, capital=True)}"
-    if report.word == "gate failed":
-        goes_on = (
-            "Training goes on as the reference does, but" if report.reference is not None else "The run is sound, but"
-        )
-        return f"{goes_on} {_plural(len(failed), 'threshold was', 'thresholds were')} not met. {_said(failed[0].text, capital=True)}"
-    if report.word == "no reference":
-        return f"There is no reference: whether training goes on as before was not judged. {_passed(report)}{left}"
-    return f"Training goes on as the reference does. {_passed(report)}{left}"
-
-
-def _said(text: str, capital: bool = False) -> str:
-    """The text of a check or a cause as the end of a sentence, or as one."""
-    text = clean(text, 60)
-    return (text[:1].upper() + text[1:] if capital else text) + ("" if text.endswith((".", "!", "?")) else ".")
-
-
-def _passed(report: Report) -> str:
-    return f"{_count(report, 'pass')} of {len(report.checks)} checks passed."
-
-
-def _plural(n: int, one: str, many: str) -> str:
-    return f"{n} {one if n == 1 else many}"
+__all__ = ["METRICS", "junit", "prometheus", "screen", "write"]
 
 
 # ------------------------------------------------------------------------------------------------------------ terminal
@@ -335,7 +122,7 @@ class _Screen:
             for stage, checks, more in self._shown():
                 for i, c in enumerate(checks):
                     table.add_row(
-                        Text("" if i else stage, "bold"), _verdict(c), Text(_middle(clean(c.name), 32)),
+                        Text("" if i else stage, "bold"), _verdict(c), Text(middle(clean(c.name), 32)),
                         Text(number(c.number)), Text(limit(c)), Text(_told(c), "dim" if c.verdict == "pass" else ""),
                     )  # fmt: skip
                 if more:
@@ -347,7 +134,7 @@ class _Screen:
             for c in checks:
                 room = max(12, width - 18 - 10 - 20)
                 line = Text.assemble("  ", _verdict(c), " " * (16 - len(c.verdict)))
-                line.append(f"{_middle(clean(c.name), room):<{room}}{number(c.number):>10}  {limit(c)}")
+                line.append(f"{middle(clean(c.name), room):<{room}}{number(c.number):>10}  {limit(c)}")
                 yield line
                 yield Padding(Text(_told(c, 56), "dim" if c.verdict == "pass" else ""), (0, 0, 0, 18))
             if more:
@@ -420,7 +207,7 @@ class _Screen:
             for line in cause.evidence[:8]:
                 table.add_row("", Text(f"- {clean(line, width - 20)}"))
             if cause.tensors:
-                names = ", ".join(_middle(clean(n), 60) for n in cause.tensors[:3])
+                names = ", ".join(middle(clean(n), 60) for n in cause.tensors[:3])
                 more = f" and {len(cause.tensors) - 3:,} more" if len(cause.tensors) > 3 else ""
                 table.add_row("", Text(f"tensors: {names}{more}"))
             if cause.place:
@@ -437,7 +224,7 @@ def _verdict(check: Check) -> Text:
 
 
 def _told(check: Check, word: int = 60) -> str:
-    where = f" [{_middle(clean(check.where), word - 2)}]" if check.where and check.where not in check.text else ""
+    where = f" [{middle(clean(check.where), word - 2)}]" if check.where and check.where not in check.text else ""
     return clean(check.text, word) + where
 
 
@@ -481,7 +268,7 @@ def junit(report: Report) -> str:
     """
     from xml.etree import ElementTree as Xml
 
-    failed, aside = _count(report, "fail"), _count(report, "not comparable")
+    failed, aside = count(report, "fail"), count(report, "not comparable")
     unjudged = report.word == "not comparable"
     tests = {
         "name": "ckpttool resume-verify", "tests": str(len(report.checks) + unjudged), "failures": str(failed),
@@ -581,8 +368,8 @@ def prometheus(report: Report, *, training: str = "", now: float | None = None, 
     for c in report.checks:
         if c.verdict != "not comparable":
             add("check", c.verdict == "pass", stage=c.stage, name=c.name)
-    add("checks_failed", _count(report, "fail"))
-    add("checks_not_comparable", _count(report, "not comparable"))
+    add("checks_failed", count(report, "fail"))
+    add("checks_not_comparable", count(report, "not comparable"))
     add("timestamp_seconds", round(time.time() if now is None else now, 3))
     add("checkpoint_step", trace.start)
     add("steps", len(every))
@@ -597,8 +384,8 @@ def prometheus(report: Report, *, training: str = "", now: float | None = None, 
     expected = [x for x in expected or sorted(norms)[:-1] if math.isfinite(x)]
     add("grad_norm_expected", sum(expected) / len(expected) if expected else None)
     for key in ("step_seconds", "tokens_per_second", "mfu", "load_seconds", "save_seconds"):
-        add(key, _known(report, key))
-    rate = _known(report, "load_gb_per_second")
+        add(key, known(report, key))
+    rate = known(report, "load_gb_per_second")
     add("load_bytes_per_second", None if rate is None else rate * 1e9)
     for m in trace.memory:
         for name, key in (("peak_reserved", "reserved"), ("peak_allocated", "allocated"), ("device_memory", "total")):
@@ -606,7 +393,7 @@ def prometheus(report: Report, *, training: str = "", now: float | None = None, 
     info = {
         "version": report.versions.get("ckpttool", __version__), "torch": report.versions.get("torch"),
         "source": trace.source, "layout": trace.layout, "profile": report.profile, "world_size": trace.world_size,
-        "device": _device(trace), "dtype": trace.dtype, "parameters": trace.parameters,
+        "device": device_of(trace), "dtype": trace.dtype, "parameters": trace.parameters,
         "global_batch": trace.global_batch, "micro_batch": trace.micro_batch, "sequence": trace.sequence,
         "reference": report.reference.source if report.reference is not None else None,
         "reference_world_size": report.reference.world_size if report.reference is not None else None,
@@ -630,7 +417,7 @@ def prometheus(report: Report, *, training: str = "", now: float | None = None, 
 
 def _label(x: object) -> str:
     """A label's value, escaped. Names are spelled out and no longer than a database likes them."""
-    return _middle(clean(x), 200).replace("\\", r"\\").replace('"', r"\"")
+    return middle(clean(x), 200).replace("\\", r"\\").replace('"', r"\"")
 
 
 def _value(x: float) -> str:
@@ -683,8 +470,6 @@ def write(
     """
     out: list[Path] = []
     if folder is not None:
-        from .page import page
-
         text = json.dumps(report.to_json(), indent=1, allow_nan=False, default=str)
         out += [_put(Path(folder) / "report.json", text + "\n"), _put(Path(folder) / "report.html", page(report))]
     if junit_file is not None:

@@ -1,8 +1,9 @@
 """The nouns of a judgement: Check, Cause, Report. What makes them is in judge, blame and gates; what shows them, in
-report and page."""
+contents, report and page."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -11,6 +12,12 @@ from .trace import SCHEMA, Trace, spelled, to_json
 __all__ = ["Cause", "Check", "Report", "Word"]
 
 Word = Literal["pass", "fail", "not comparable"]
+
+#: {first part of a check's name: its stage}
+_STAGES = {
+    "state": "state", "config": "configuration", "probe": "probe", "step1": "step 1", "steps": "steps", "run": "run",
+    "roundtrip": "round trip", "gate": "gate",
+}  # fmt: skip
 
 
 @dataclass
@@ -31,6 +38,27 @@ class Check:
     bound: float | None = None
     source: str = ""
     where: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        verdict: Word | bool,
+        text: str,
+        number: float | None = None,
+        bound: float | None = None,
+        source: str = "",
+        where: str | None = None,
+    ) -> Check:
+        """One whose stage is that of its name. A number that is not finite is left to the text."""
+        word: Word = ("pass" if verdict else "fail") if isinstance(verdict, bool) else verdict
+        number, bound = (None if x is None or not math.isfinite(x) else x for x in (number, bound))
+        return cls(_STAGES[name.partition(".")[0]], name, word, text, number, bound, source, where)
+
+    @classmethod
+    def unknown(cls, name: str, why: str) -> Check:
+        """One that could not be judged."""
+        return cls.of(name, "not comparable", why)
 
 
 @dataclass

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 __all__ = [
-    "LAYER", "clean", "component_of", "fqn_of", "is_step", "kinds", "layer_of", "listed", "middle", "number", "plural",
-    "scope", "slot_of", "spoken",
+    "LAYER", "changed", "clean", "component_of", "fqn_of", "is_step", "kinds", "layer_of", "listed", "middle", "number",
+    "plural", "scope", "slot_of", "spoken",
 ]  # fmt: skip
 
 _STATE = "optim.state."
@@ -36,6 +37,7 @@ def clean(text: object, word: int = 0) -> str:
 
 
 def middle(text: str, width: int) -> str:
+    """The text, shortened in its middle where it is longer than that."""
     if len(text) <= width:
         return text
     head = (width - 1) // 2
@@ -59,6 +61,11 @@ def listed(names: Iterable[str], most: int = 3) -> str:
     return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
 
 
+def changed(found: Mapping[str, tuple[Any, Any]], show: Callable[[Any], str] = repr) -> list[str]:
+    """changed({"lr": (0.1, 0.2)}) == ["lr is 0.2 and was 0.1"], of {what: (expected, found)}"""
+    return [f"{n} is {show(b)} and was {show(a)}" for n, (a, b) in found.items()]
+
+
 def plural(n: int, what: str) -> str:
     """plural(1, "tensor") == "1 tensor" """
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
@@ -69,21 +76,24 @@ def plural(n: int, what: str) -> str:
 
 def slot_of(name: str) -> str:
     """ "weights", or the slot of the optimizer's state."""
-    return name.rpartition(".")[2] if name.startswith("optim.state.") else "weights"
+    return name.rpartition(".")[2] if name.startswith(_STATE) else "weights"
 
 
 def fqn_of(name: str) -> str:
-    if name.startswith("optim.state."):
-        return name[len("optim.state.") :].rpartition(".")[0]
+    """The name of the parameter that a tensor is, or is state of."""
+    if name.startswith(_STATE):
+        return name[len(_STATE) :].rpartition(".")[0]
     return name.removeprefix("model.")
 
 
 def component_of(name: str) -> str:
+    """ "weights" or "optimizer"."""
     return "optimizer" if name.startswith("optim.") else "weights"
 
 
 def is_step(name: str) -> bool:
-    return name.startswith("optim.state.") and name.endswith(".step")
+    """Whether a tensor is the step of a parameter's optimizer state."""
+    return slot_of(name) == "step" and fqn_of(name) != ""
 
 
 def layer_of(name: str) -> int | None:
@@ -94,10 +104,8 @@ def layer_of(name: str) -> int | None:
 
 def spoken(name: str) -> str:
     """spoken("optim.state.model.layers.1.self_attn.q_proj.weight.exp_avg") == "layer 1, self_attn.q_proj, exp_avg" """
-    slot = ""
-    if name.startswith("optim.state."):
-        name, _, slot = name[len("optim.state.") :].rpartition(".")
-    name = re.sub(r"^(model\.)+", "", name)
+    slot = slot_of(name) if name.startswith(_STATE) else ""
+    name = re.sub(r"^(model\.)+", "", fqn_of(name))
     m = LAYER.search(name)
     rest = (name[m.end() :] if m else name).removesuffix(".weight")
     return (f"layer {m[2]}, " if m else "") + rest + (f", {slot}" if slot else "")

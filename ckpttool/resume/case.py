@@ -1,0 +1,53 @@
+"""case: one comparison that failed, and the causes found so far; what every rule of blame is given.
+
+A rule reads `reference`, `got` and `failed`, and calls `add` for each cause that it finds, with what that explains:
+"weights", "optimizer", "gradients", "data", "rates". Later rules stay silent about what is `explained`, so the order in
+which `blame` asks them is the order of likelihood.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ..conversion import Opened
+from .trace import Trace
+from .verdict import Cause, Check
+
+__all__ = ["Case"]
+
+
+@dataclass
+class Case:
+    """Two traces, the checks of continuity by name, and the open checkpoints (the reference's first)."""
+
+    reference: Trace | None
+    got: Trace
+    checks: dict[str, Check]
+    opened: tuple[Opened, Opened] | None = None
+    explained: set[str] = field(default_factory=set)
+    out: list[Cause] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.failed = {n: c for n, c in self.checks.items() if c.verdict == "fail"}
+
+    def passed(self, name: str) -> bool:
+        """Whether a check was made and passed."""
+        return name in self.checks and self.checks[name].verdict == "pass"
+
+    def seen(self, *names: str) -> list[str]:
+        """Evidence: those of these checks that failed, with what they say."""
+        return [f"{n}: {self.failed[n].text}" for n in names if n in self.failed]
+
+    def add(
+        self,
+        kind: str,
+        text: str,
+        evidence: Sequence[str] = (),
+        tensors: Sequence[str] = (),
+        place: str | None = None,
+        explains: Iterable[str] = (),
+    ) -> None:
+        """A cause, less likely than those before it."""
+        self.explained.update(explains)
+        self.out.append(Cause(kind, text, list(evidence), list(tensors), place))
