@@ -1066,6 +1066,6 @@ def test_what_the_job_ties_must_be_equal_in_the_checkpoint(tmp_path: Path, layou
             ckpttool.load(live, None, place)
             assert torch.equal(live["b"].weight, same) and live["b"].weight is live["a"].weight
         else:
-            with pytest.raises(Unsupported, match='"a.weight" and "b.weight" are one parameter'):
+            with pytest.raises(Unsupported, match=r'"a\.weight" and "b\.weight" are one parameter'):
                 ckpttool.load(live, None, place)
             assert torch.equal(live["a"].weight, before), "nothing was changed"

@@ -126,7 +126,8 @@ def _from_config(settings: Settings) -> Any:
                 setattr(config, key, 0.0)
     try:
         with _parameters_on_meta(), no_init_weights():
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+            build: Any = AutoModelForCausalLM.from_config
+            model = build(config, dtype=torch.float32, trust_remote_code=False)
     except ValueError as e:
         raise UsageError(
             f"--config {folder}: {config.model_type} is no causal language model of transformers "
