@@ -157,7 +157,9 @@ def test_the_files_have_the_fingerprints_of_what_was_saved(tmp_path: Path) -> No
         assert opened.read("model.n") == (3).to_bytes(8, "little")
     want, apart = fingerprint.in_memory({f"model.{k}": v for k, v in state["model"].items()}, "cpu")
     assert got == want and not apart
-    assert {n: f"{sum(int(s[n], 16) for s in split) % (1 << 64):016x}" for n in names} == want, "ranks share the reading"
+    assert {n: f"{sum(int(s[n], 16) for s in split) % (1 << 64):016x}" for n in names} == want, (
+        "ranks share the reading"
+    )
 
 
 def test_norms_are_added_up_in_float64() -> None:
@@ -326,7 +328,9 @@ def test_a_reference_that_ends_before_the_checkpoint_is_refused(tmp_path: Path) 
     [({"model": {}, "step": 7}, 7), ({"model": {}, "global_step": 8, "epoch": 1}, 8), ({"model": {}, "epoch": 1}, 0),
      ({"model": {"w": torch.ones(2)}, "optimizer": {"state": {0: {"step": torch.tensor(9.0), "exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 1, "params": [0]}]}}, 9)],
 )  # fmt: skip
-def test_the_step_of_a_checkpoint_is_its_counter_or_that_of_its_optimizer(tmp_path: Path, state: Any, step: int) -> None:
+def test_the_step_of_a_checkpoint_is_its_counter_or_that_of_its_optimizer(
+    tmp_path: Path, state: Any, step: int
+) -> None:
     state["model"].setdefault("w", torch.ones(2))
     torch.save(state, tmp_path / "x.pt")
     with ckpttool.open(tmp_path / "x.pt") as opened:
