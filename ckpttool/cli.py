@@ -625,6 +625,11 @@ def resume_verify(
     from .resume import report as reports
     from .resume.launch import resume_verify as run
 
+    if report is not None:
+        try:
+            os.makedirs(report, exist_ok=True)
+        except OSError as e:
+            raise UsageError(f"--report {report}: {e.strerror or e}.") from None
     if metrics is not None and not os.path.isdir(os.path.dirname(os.path.abspath(metrics))):
         raise UsageError(f"--metrics {metrics}: there is no folder {os.path.dirname(os.path.abspath(metrics))}.")
     gc.enable()  # a training job makes cycles
@@ -648,12 +653,12 @@ def resume_verify(
         telling.close()
     if found is None:  # a rank other than the first of a job that was started from outside
         return
-    if as_json:
-        _print_json(found.to_json())
-    else:
+    if not as_json:
         _draw(reports.screen(found))
         sys.stdout.flush()
     reports.write(found, folder=report, junit_file=junit, metrics_file=metrics)
+    if as_json:
+        _print_json(found.to_json())
     if found.exit_code:
         raise typer.Exit(found.exit_code)
 

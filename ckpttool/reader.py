@@ -14,6 +14,7 @@ several of the checkpoint lets the last of them win.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import warnings
@@ -548,7 +549,7 @@ class _Job:
                 if e.path[:2] == ("optim", "state") and e.path[-1] == "step" and self.opened.is_scalar_state(e)
             }
             step = max(self._read(steps).values(), default=None)
-        self.step = None if step is None else int(step)
+        self.step = int(step) if step is not None and math.isfinite(step) else None
 
     # -------------------------------------------------------------------------------------------------------- the end
 

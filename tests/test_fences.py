@@ -95,7 +95,7 @@ ROOMS: dict[str, set[str]] = {
     "resume.worker": {
         "conversion",
         "errors",
-        "reader",
+        "fetch", "reader",
         "resume.batches",
         "resume.fingerprint",
         "resume.job",

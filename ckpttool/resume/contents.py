@@ -38,8 +38,11 @@ def sentence(report: Report) -> str:
             return f"{len(failed)} of {total} checks failed. Likely cause: {_said(report.causes[0].text)}"
         return f"{len(failed)} of {total} checks failed. {_said(continuity[0].text, capital=True)}"
     if report.word == "not comparable":
-        (why, *_) = [c for c in report.checks if c.name == "step1.loss" and c.verdict == "not comparable"]
-        return f"Run and reference could not be compared. {_said(why.text, capital=True)}"
+        why = [c.text for c in report.checks if c.name == "step1.loss" and c.verdict == "not comparable"]
+        why.append(
+            "neither the state of the optimizer, nor an update, nor a loss after the first step was there to compare"
+        )
+        return f"Run and reference could not be compared. {_said(why[0], capital=True)}"
     if report.word == "gate failed":
         goes_on = (
             "Training goes on as the reference does, but" if report.reference is not None else "The run is sound, but"

@@ -390,10 +390,12 @@ def _optimizer(model: Any, ckpt: Checkpoint, notes: list[str]) -> Any:
     groups = _groups(ckpt)
     slots = {str(t.path[3]) for t in ckpt.tensors.values() if t.path[:2] == ("optim", "state") and len(t.path) == 4}
     options = {k for g in groups for k in g}
-    if {"exp_avg", "exp_avg_sq"} <= slots or "betas" in options or not (slots or options):
+    torchs = "maximize" in options  # what every optimizer of torch writes; RAdam and NAdam lack amsgrad
+    adam = {"exp_avg", "exp_avg_sq"} <= slots <= {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+    if (adam and ("amsgrad" in options or not torchs)) or (not slots and ("betas" in options or not options)):
         coupled = any(g.get("decoupled_weight_decay") is False for g in groups)
         cls: Any = torch.optim.Adam if coupled else torch.optim.AdamW
-    elif "momentum_buffer" in slots or "momentum" in options:
+    elif slots <= {"momentum_buffer"} and ("momentum" in options or slots):
         cls = torch.optim.SGD
     else:
         raise Unsupported(

@@ -75,7 +75,7 @@ def judge(
     Raises:
         UsageError: there is no such profile.
     """
-    made = [_loaded(got), _plausible(got)]
+    made = [_loaded(got, profile), _plausible(got)]
     envelope: dict[str, list[float]] = {}
     if reference is not None:
         limits = table.bounds(profile, reference, got, noise)
@@ -123,12 +123,14 @@ def _exact(name: str, problems: Sequence[str], good: str, bad: str) -> Check:
 # ---------------------------------------------------------------------------------------------------------------- state
 
 
-def _loaded(got: Trace) -> Check:
+def _loaded(got: Trace, profile: str) -> Check:
     name = "state.loaded"
     if got.failed is not None:
         return Check.of(name, False, f"the checkpoint could not be loaded into the job: {got.failed}", source="exact")
     if copies := copies_differ(got):
         return _exact(name, copies, "", f"copies on several ranks are not equal, of {plural(len(copies), 'tensor')}")
+    if (rounded := got.environment.get("rounded")) and profile != "relaxed":
+        return _exact(name, rounded, "", f"the job rounds {plural(len(rounded), 'tensor')} to a dtype of fewer digits")
     if not got.stored or not got.state:
         return Check.unknown(
             name, "the files were not read a second time, so what was loaded was not compared with them"
@@ -298,6 +300,9 @@ def _scheduler(reference: Trace, got: Trace) -> Check:
     if not compared:
         return Check.unknown(name, "no state of a scheduler on both sides")
     out = _exact(name, changed(found), "the same state of the scheduler", "the state of the scheduler differs")
+    gone = [n for n in missing if told(reference.values[n])]
+    if gone and out.verdict == "pass":
+        return Check.of(name, False, f"the scheduler's {listed(gone)} is missing", len(gone), 0, "exact")
     return _with_rest(out, missing, extra)
 
 
@@ -321,6 +326,11 @@ def _values(reference: Trace, got: Trace) -> Check:
             missing += gone
         extra += new
         compared += n
+    if reference.others or got.others:
+        compared += len(reference.others.keys() & got.others.keys())
+        if reference.layout is not None:  # not a recording, which knows of none
+            problems += [f"{n} is missing" for n in reference.others if n not in got.others]
+        problems += [f"{n} is not as it was" for n, x in reference.others.items() if got.others.get(n, x) != x]
     if reference.clip is not None:
         compared += 1
         if got.clip != reference.clip:

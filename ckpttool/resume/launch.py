@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import os
 import shutil
 import signal
@@ -111,8 +112,10 @@ def resume_verify(
         raise UsageError(f"--steps {steps}: at least one step is judged.")
     outside = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     device, count = _device(device)
+    if scratch is not None and not os.path.isdir(scratch):
+        raise UsageError(f"--scratch {os.fspath(scratch)}: there is no such folder.")
     if outside:
-        ranks = int(os.environ["WORLD_SIZE"])
+        ranks = _outside()
         if world_size is not None and world_size != ranks:
             raise UsageError(f"--world-size {world_size}, but this job was started with {ranks} ranks.")
     else:
@@ -124,19 +127,21 @@ def resume_verify(
         raise UsageError(
             f"{ranks} ranks, but this machine has {count} GPUs. On several nodes, start it with torchrun or srun."
         )
-    recorded = None if reference is None else read_reference(reference)
-    known = recorded or Trace()
     options = dict(how or {})
     theirs = {k: v for k, v in options.items() if k != "layout"}  # --from is the layout of the candidate
     begin, found_config = _look(source, options, start_step)
+    their_config = None
     if against is not None:
         # the same batches for both, also where the candidate has lost its step
-        begin, other_config = _look(against, theirs, start_step)
-        found_config = found_config or other_config
+        begin, their_config = _look(against, theirs, start_step)
+        found_config = found_config or their_config
+    recorded = None if reference is None else read_reference(reference, begin)
+    known = recorded or Trace()
     if recorded is not None and not begin and start_step is None:
         begin = recorded.start or recorded.steps[0].step - 1
+    original_config = config
     if config is None and job is None:
-        config = found_config
+        config, original_config = found_config, their_config or found_config
     if recorded is not None and start_step is None and not any(s.step > begin for s in recorded.steps):
         raise UsageError(
             f"{os.fspath(str(reference))} has steps {recorded.steps[0].step}..{recorded.steps[-1].step}, but the checkpoint is of "
@@ -157,7 +162,13 @@ def resume_verify(
         if against is not None:
             apart = mesh_of(None, against_world_size) if against_world_size else dims
             plan["reference"] = replace(
-                settings, source=os.fspath(against), how=theirs, mesh=apart, scratch=None, reread=False
+                settings,
+                source=os.fspath(against),
+                how=theirs,
+                mesh=apart,
+                config=original_config,
+                scratch=None,
+                reread=False,
             )
         if recorded is not None:
             rates = {s.step: s.learning_rates for s in recorded.steps if s.learning_rates}
@@ -244,6 +255,20 @@ def _device(wanted: str) -> tuple[str, int]:
     return ("cuda", count) if count else ("cpu", 0)
 
 
+def _outside() -> int:
+    """WORLD_SIZE of the job that this process was started in.
+
+    Raises:
+        UsageError: what torchrun or srun should have set makes no sense.
+    """
+    words = {k: os.environ.get(k, "") for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    rank, world = words["RANK"], words["WORLD_SIZE"]
+    if not (rank.isdigit() and world.isdigit() and int(rank) < int(world) and all(words.values())):
+        said = ", ".join(f"{k}={v!r}" for k, v in words.items())
+        raise UsageError(f"RANK and WORLD_SIZE are set, so this is one rank of a job, but they make no sense: {said}.")
+    return int(world)
+
+
 def _of(mesh: Mapping[str, int]) -> int:
     out = 1
     for n in mesh.values():
@@ -311,7 +336,8 @@ def _number(dtype: str, data: bytes) -> int:
 
     from ..stream import numpy_dtype
 
-    return int(np.frombuffer(data, dtype=numpy_dtype(dtype))[0])
+    value = float(np.frombuffer(data, dtype=numpy_dtype(dtype))[0])
+    return int(value) if math.isfinite(value) else 0
 
 
 # -------------------------------------------------------------------------------------------------------------- running
@@ -361,7 +387,7 @@ def _launched(plan: Mapping[str, Settings], folder: str, tell: Tell) -> dict[str
 
 def _torchrun(folder: str, world: int, settings: Settings, tell: Tell) -> None:
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}",
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "--log-dir", folder,
         "-m", "ckpttool.resume.worker", folder,
     ]  # fmt: skip
     environment = dict(os.environ)

@@ -68,6 +68,8 @@ class Recorder:
             known.setdefault("parameters", sum(p.numel() for p in model.parameters()))
             known.setdefault("tied", tied_names(model))
             known.setdefault("config", config_of(model))
+        if _rank() == 0:
+            _cut_half_line(path)
         self._write("start", **known)
 
     def state(self, step: int) -> None:
@@ -194,6 +196,15 @@ class Recorder:
         if _rank() == 0:
             with open(self._path, "a", encoding="utf-8") as f:
                 f.write(line(kind, **record))
+
+
+def _cut_half_line(path: str | os.PathLike[str]) -> None:
+    """Take away what a job was writing when it was killed."""
+    if not os.path.isfile(path):
+        return
+    with open(path, "rb+") as f:
+        text = f.read()
+        f.truncate(text.rfind(b"\n") + 1)
 
 
 def _unwrapped(optimizer: Any) -> Any:

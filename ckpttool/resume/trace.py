@@ -61,6 +61,7 @@ class Trace:
     `failed` says why the checkpoint could not be loaded into the job; then there is nothing else but `start` and names
     in `state`, without fingerprints.
     `state` {canonical name: (dtype, shape, fingerprint)} of what the job held after loading, at step `start`;
+    `others` the same of tensors that no job holds (scaler, averages of weights, counters), from the files.
     `stored` the fingerprints of the same tensors in the files, where they were read a second time for that and are of
     the same dtype.
     `scalars` are the values of tensors with one element, `values` the other plain data of the checkpoint.
@@ -90,6 +91,7 @@ class Trace:
     dropout: bool = False
     parameters: int | None = None
     state: dict[str, tuple[str, tuple[int, ...], str]] = field(default_factory=dict)
+    others: dict[str, tuple[str, tuple[int, ...], str]] = field(default_factory=dict)
     stored: dict[str, str] = field(default_factory=dict)
     scalars: dict[str, float] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
@@ -123,14 +125,17 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
         return _trace(_unspell(json.load(f)))
 
 
-def read_reference(path: str | os.PathLike[str]) -> Trace:
+def read_reference(path: str | os.PathLike[str], at: int | None = None) -> Trace:
     """The trace in the lines of a `Recorder`. Of several records of one step the last counts, as after a restart.
+
+    `at` is the step whose state is wanted, where several were recorded; else the last.
 
     Raises:
         UsageError: there is no such file. Corrupt: a line is no record, or there is no step.
     """
     out = Trace(source=os.fspath(path))
     steps: dict[int, Step] = {}
+    states: dict[int, dict[str, Any]] = {}
     try:
         lines = list(_lines(path))
     except OSError as e:
@@ -141,11 +146,14 @@ def read_reference(path: str | os.PathLike[str]) -> Trace:
             if kind == "start":
                 known = {f.name for f in fields(Trace)} - {"steps", "source"}
                 for key in known & record.keys():
-                    setattr(out, key, record[key])
+                    kind = _KINDS.get(key, lambda x: x)
+                    setattr(out, key, None if record[key] is None else kind(record[key]))
             elif kind == "state":
-                out.start = int(record["step"])
-                out.state = {n: (d, tuple(s), h) for n, (d, s, h) in record["state"].items()}
-                out.scalars, out.groups = record.get("scalars", {}), record.get("groups", [])
+                states[int(record["step"])] = {
+                    "state": {n: (str(d), tuple(map(int, s)), str(h)) for n, (d, s, h) in record["state"].items()},
+                    "scalars": _numbers(record.get("scalars", {})),
+                    "groups": [dict(g) for g in record.get("groups", [])],
+                }
             elif kind == "step":
                 step = _step(record)
                 steps[step.step] = step
@@ -154,7 +162,23 @@ def read_reference(path: str | os.PathLike[str]) -> Trace:
     if not steps:
         raise Corrupt(f"{os.fspath(path)}: no step is recorded in it.")
     out.steps = [steps[k] for k in sorted(steps)]
+    if states:
+        out.start = at if at in states else list(states)[-1]
+        for key, value in states[out.start].items():
+            setattr(out, key, value)
     return out
+
+
+def _numbers(x: Any) -> dict[str, float]:
+    return {str(k): float(v) for k, v in x.items()}
+
+
+#: What kind of thing a recorded fact is, for those that are compared.
+_KINDS: dict[str, Any] = {
+    "world_size": int, "global_batch": int, "micro_batch": int, "sequence": int, "parameters": int, "seed": int,
+    "clip": float, "environment": dict, "config": dict, "values": dict, "mesh": dict, "dtype": str, "data": str,
+    "tied": lambda x: [[str(n) for n in g] for g in x], "notes": list,
+}  # fmt: skip
 
 
 def _lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -178,6 +202,7 @@ def _trace(data: dict[str, Any]) -> Trace:
     out = Trace(**{k: v for k, v in data.items() if k in known})
     out.steps = [_step(s) for s in data.get("steps", [])]
     out.state = {n: (d, tuple(s), h) for n, (d, s, h) in out.state.items()}
+    out.others = {n: (d, tuple(s), h) for n, (d, s, h) in out.others.items()}
     return out
 
 
@@ -185,6 +210,13 @@ def _step(data: dict[str, Any]) -> Step:
     known = {f.name for f in fields(Step)}
     out = Step(**{k: v for k, v in data.items() if k in known})
     out.step, out.loss = int(out.step), float(out.loss)
+    for key in ("grad_norm", "update_norm", "seconds"):
+        value = getattr(out, key)
+        setattr(out, key, None if value is None else float(value))
+    for key in ("learning_rates", "losses"):
+        value = getattr(out, key)
+        setattr(out, key, None if value is None else [float(v) for v in value])
+    out.grads, out.updates = _numbers(out.grads), _numbers(out.updates)
     return out
 
 

@@ -18,6 +18,7 @@ import os
 import shutil
 import sys
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,6 +27,7 @@ from typing import Any
 from ..conversion import Opened
 from ..conversion import open as open_checkpoint
 from ..errors import CkpttoolError, UsageError
+from ..fetch import lossless
 from . import batches, fingerprint
 from .job import Job, start
 from .recorder import (
@@ -105,7 +107,8 @@ def run(settings: Settings, probe_file: str, tell: Tell) -> Trace | None:
             values={n: v.data for n, v in ckpt.values.items() if _is_plain(v.data)},
         )  # fmt: skip
         rows, out.sequence = _data(settings, job)
-        trained = job.optimizer is not None and any(t.path[0] == "optim" for t in ckpt.tensors.values())
+        entries = [t.path for t in ckpt.tensors.values()] + [v.path for v in ckpt.values.values()]
+        trained = job.optimizer is not None and any(path[0] == "optim" for path in entries)
         if not trained:
             out.notes.append("the checkpoint has no optimizer state; the optimizer of the job begins anew")
         tell(f"loading {settings.source}")
@@ -224,14 +227,18 @@ def _state(job: Job, trained: bool, opened: Opened, settings: Settings, out: Tra
     if apart:
         out.notes.append(f"{len(apart)} tensors have copies on several ranks that are not equal, first {apart[0]}")
         out.environment["copies_differ"] = apart
+    rest = [n for n, t in opened.locate().tensors.items() if t.path[0] in ("scheduler", "scaler", "trainer", "extra")]
+    ranks = dist.get_rank(), dist.get_world_size()
+    marks = fingerprint.in_files(opened, rest, *ranks, device)
+    out.others = {n: (opened.checkpoint.tensors[n].dtype, opened.checkpoint.tensors[n].shape, marks[n]) for n in rest}
     if settings.reread:
         entries = opened.locate().tensors
         other = [n for n, t in entries.items() if n in tensors and t.dtype != dtype_of(tensors[n])]
+        out.environment["rounded"] = [n for n in other if not lossless(entries[n].dtype, dtype_of(tensors[n]))]
         if other:
             kinds = f"{entries[other[0]].dtype} in the files and {dtype_of(tensors[other[0]])} in the job"
             out.notes.append(f"{len(other)} tensors are of another dtype, first {other[0]}: {kinds}")
         common = [n for n in entries if n in tensors and n not in set(other)]
-        ranks = dist.get_rank(), dist.get_world_size()
         out.stored = fingerprint.in_files(opened, common, *ranks, device, _Rate(tell))
 
 
@@ -317,15 +324,25 @@ def _step(job: Job, rows: batches.Rows, step: int, settings: Settings, out: Trac
     measure = Measure(job.model, job.optimizer)
     _wait(settings)
     began = time.perf_counter()
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
     for batch, counts in data:
-        loss, _, _ = job.loss(job.model, batch)
+        loss, count, _ = job.loss(job.model, batch)
         if counts:
-            total += loss.detach().double()
+            total += torch.stack([loss.detach().double(), count.detach().double().to(device)])
         # a pass that does not count still takes part in the collectives; nan * 0 would be nan
         (loss * (job.scale / tokens) if counts else torch.nan_to_num(loss) * 0.0).backward()
     _wait(settings)
     seconds = time.perf_counter() - began
+    if dist.get_rank() % settings.mesh.get("tp", 1):
+        total.zero_()  # ranks of one tensor-parallel group have the same rows
+    dist.all_reduce(total)
+    counted = float(total[1].item())
+    if not counted > 0:
+        raise UsageError(f"no token of step {step} counts in the loss: are all its labels {batches.IGNORED}?")
+    if counted != tokens:  # a loss of the user's counts otherwise than by labels
+        for p in job.model.parameters():
+            if p.grad is not None:
+                fingerprint.local(p.grad).mul_(tokens / counted)
     measure.before()
     measure.gradients()
     norm = root_of_squares(measure.grads)
@@ -339,14 +356,11 @@ def _step(job: Job, rows: batches.Rows, step: int, settings: Settings, out: Trac
     _wait(settings)
     seconds += time.perf_counter() - began
     measure.after()
-    if dist.get_rank() % settings.mesh.get("tp", 1):
-        total.zero_()  # ranks of one tensor-parallel group have the same rows
-    dist.all_reduce(total)
-    mine = torch.tensor([float(total.item()) / tokens], dtype=torch.float64, device=device)
+    mine = torch.tensor([float(total[0].item()) / counted], dtype=torch.float64, device=device)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)
     return Step(
-        step, float(mine.item()), norm, root_of_squares(measure.updates), rates, seen, tokens, seconds,
+        step, float(mine.item()), norm, root_of_squares(measure.updates), rates, seen, round(counted), seconds,
         [float(e.item()) for e in every], measure.grads, measure.updates,
     )  # fmt: skip
 
@@ -443,7 +457,9 @@ def _round_trip(job: Job, settings: Settings, out: Trace, tell: Tell) -> None:
         return
     tell("saving and loading again")
     device = device_of(job.model)
-    folder = os.path.join(settings.scratch, "round-trip")
+    names: list[Any] = [f"ckpttool-round-trip-{uuid.uuid4().hex}"]
+    dist.broadcast_object_list(names)  # one that nobody else has, the same on every rank
+    folder = os.path.join(settings.scratch, names[0])
     before, _ = fingerprint.in_memory(tensors, device)
     try:
         began = time.monotonic()
@@ -510,3 +526,6 @@ def _leave_word(folder: str, rank: int, e: BaseException) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # now and then threads of gloo outlive what owns them on the usual way out, and the process aborts
