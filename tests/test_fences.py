@@ -95,7 +95,8 @@ ROOMS: dict[str, set[str]] = {
     "resume.worker": {
         "conversion",
         "errors",
-        "fetch", "reader",
+        "fetch",
+        "reader",
         "resume.batches",
         "resume.fingerprint",
         "resume.job",

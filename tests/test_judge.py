@@ -815,3 +815,40 @@ def test_the_round_trip_must_give_back_what_was_saved() -> None:
     found = one("roundtrip.state", None, job(roundtrip={"skipped": "no room"}))
     assert (found.verdict, found.text) == ("not comparable", "no save and load: no room")
     json.dumps(to_json(job()), allow_nan=False)
+
+
+# ------------------------------------------------------------------------------------------- what a hostile tester found
+
+
+def test_tensors_that_no_job_holds_are_compared_between_two_checkpoints_and_not_with_a_recording() -> None:
+    mark = {"extra.ema.w": ("float32", (2,), "ab")}
+    reference = Trace(layout="dcp", others=mark)
+    for others, failed in ((mark, False), ({}, True), ({"extra.ema.w": ("float32", (2,), "cd")}, True)):
+        checks = {c.name: c for c in judge(reference, Trace(layout="dcp", others=others))[0]}
+        assert (checks["config.values"].verdict == "fail") is failed
+    checks = {c.name: c for c in judge(Trace(), Trace(layout="dcp", others=mark))[0]}
+    assert checks["config.values"].verdict == "not comparable"
+
+
+def test_a_part_of_the_scheduler_that_is_missing_fails() -> None:
+    whole = {"scheduler.last_epoch": 3, "scheduler._step_count": 4, "scheduler.lr_lambdas": [None]}
+    part = {k: v for k, v in whole.items() if k != "scheduler.last_epoch"}
+    (check,) = [c for c in judge(Trace(values=whole), Trace(values=part))[0] if c.name == "config.scheduler"]
+    assert check.verdict == "fail" and "last_epoch" in check.text
+
+
+def test_tensors_that_the_job_rounds_fail_but_for_the_relaxed_profile() -> None:
+    got = Trace(environment={"rounded": ["optim.state.w.exp_avg"]})
+    verdicts = {p: judge(None, got, p)[0][0].verdict for p in ("strict", "standard", "relaxed")}
+    assert verdicts == {"strict": "fail", "standard": "fail", "relaxed": "not comparable"}
+
+
+def test_parameters_of_16_bits_are_judged_as_such_and_are_not_held_at_another_world_size() -> None:
+    from ckpttool.resume import bounds
+
+    def trace(world: int, dtype: str) -> Trace:
+        return Trace(world_size=world, dtype="fp32", micro_batch=1, sequence=8, state={"model.w": (dtype, (2,), "ab")}, environment={"deterministic": True})  # fmt: skip
+
+    assert bounds.column("strict", trace(1, "float32"), trace(2, "float32")) == "fp32"
+    assert bounds.column("strict", trace(2, "bfloat16"), trace(2, "bfloat16")) == "bf16, micro-batch held"
+    assert bounds.column("strict", trace(1, "bfloat16"), trace(2, "bfloat16")) == "bf16"

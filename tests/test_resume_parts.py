@@ -335,3 +335,53 @@ def test_the_step_of_a_checkpoint_is_its_counter_or_that_of_its_optimizer(
     torch.save(state, tmp_path / "x.pt")
     with ckpttool.open(tmp_path / "x.pt") as opened:
         assert launch.step_of(opened) == step
+
+
+# ------------------------------------------------------------------------------------------- what a hostile tester found
+
+
+def test_of_several_recorded_states_that_of_the_checkpoint_counts(tmp_path: Path) -> None:
+    states = [line("state", step=n, state={"model.w": ["float32", [2], f"{n:02x}"]}) for n in (3, 6, 9)]
+    (tmp_path / "r.jsonl").write_text("".join(states) + line("step", step=10, loss=1.0))
+    assert read_reference(tmp_path / "r.jsonl", 6).state["model.w"][2] == "06"
+    assert read_reference(tmp_path / "r.jsonl", 7).start == 9
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{"kind": "step", "step": 1, "loss": 1.0, "grads": [1]}, {"kind": "step", "step": 1, "loss": 1.0, "learning_rates": 3},
+     {"kind": "step", "step": 1, "loss": 1.0, "grad_norm": "much"}, {"kind": "start", "config": 3}, {"kind": "start", "global_batch": "x"},
+     {"kind": "state", "step": 1, "state": {}, "scalars": [1]}, {"kind": "state", "step": 1, "state": {}, "groups": [3]}],
+)  # fmt: skip
+def test_a_reference_whose_facts_are_of_another_kind_is_refused_before_a_run(tmp_path: Path, record: Any) -> None:
+    (tmp_path / "r.jsonl").write_text(json.dumps(record) + "\n" + line("step", step=2, loss=1.0))
+    with pytest.raises(Corrupt, match="line 1"):
+        read_reference(tmp_path / "r.jsonl")
+
+
+def test_a_recorder_that_begins_again_takes_away_the_half_line_of_the_killed_one(tmp_path: Path) -> None:
+    file = tmp_path / "r.jsonl"
+    file.write_text(line("step", step=1, loss=1.0) + '{"kind": "step", "st')
+    ckpttool.Recorder(file).step(2, loss=2.0)
+    assert [s.step for s in read_reference(file).steps] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "words", [{"RANK": "0", "WORLD_SIZE": "abc"}, {"RANK": "0", "WORLD_SIZE": "1"}, {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}],
+)  # fmt: skip
+def test_an_environment_that_makes_no_sense_is_refused(tmp_path: Path, words: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(key, raising=False)
+    for key, value in words.items():
+        monkeypatch.setenv(key, value)
+    torch.save({"model": {"w": torch.ones(2)}, "step": 3}, tmp_path / "x.pt")
+    with pytest.raises(UsageError, match="make no sense"):
+        launch.resume_verify(tmp_path / "x.pt", device="cpu")
+
+
+def test_a_reference_that_says_nothing_of_the_optimizer_proves_nothing() -> None:
+    from ckpttool.resume.verdict import Check, Report
+
+    first = Check("step 1", "step1.loss", "pass", "")
+    assert Report(Trace(), Trace(), "strict", [first]).word == "not comparable"
+    assert Report(Trace(), Trace(), "strict", [first, Check("steps", "steps.loss", "pass", "")]).word == "pass"

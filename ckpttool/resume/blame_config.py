@@ -94,8 +94,10 @@ def scheduler(case: Case, reference: Trace) -> None:
                     "scheduler-offset",
                     f"the scheduler is off by {b - a:+d}: its last_epoch is {b} and was {a}",
                 )
-        else:
+        elif found:
             kind, text = "scheduler-state", f"the scheduler has another state: {listed(changed(found))}"
+        else:
+            kind, text = "scheduler-incomplete", f"of the scheduler {listed(missing)} is missing"
         case.add(kind, text, evidence, explains=("rates", "optimizer"))
         return
     if not evidence or "rates" in case.explained:
@@ -121,6 +123,9 @@ def values(case: Case, reference: Trace) -> None:
     for component in ("scaler", "dataloader", "extra"):
         found, _, _, _ = value_differences(reference, case.got, component)
         told += changed(found)
+    told += [f"{n} differs" for n, x in reference.others.items() if case.got.others.get(n, x) != x]
+    if reference.layout is not None:
+        told += [f"{n} is missing" for n in reference.others if n not in case.got.others]
     if told:
         case.add("values", f"other values are in the checkpoint: {listed(told)}", case.seen("config.values"))
 

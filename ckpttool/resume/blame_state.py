@@ -44,6 +44,15 @@ def load(case: Case) -> None:
             f"{spoken(copies[0])}", case.seen("state.loaded"), copies, explains=("weights", "optimizer"),
         )  # fmt: skip
         return
+    rounded: list[str] = got.environment.get("rounded") or []
+    if rounded and "state.loaded" in case.failed:
+        case.add(
+            "rounded-on-load", f"the job cannot hold {plural(len(rounded), 'tensor')} as the files have them, first "
+            f"{spoken(rounded[0])}: an optimizer keeps its moments in the dtype of the parameter. The files may well be "
+            "right (compare them with ckpttool diff), but this job begins with rounded ones",
+            case.seen("state.loaded"), rounded,
+        )  # fmt: skip
+        return
     wrong = not_as_stored(got)
     if not wrong:
         return
