@@ -77,11 +77,11 @@ NOT_FLAT = {"awkward_w3", "zero3_w3_fresh"}
 
 #: name -> (ranks, mesh, ways to load, whether all models can be sharded so)
 JOBS: dict[str, tuple[int, dict[str, int], tuple[str, ...], bool]] = {
-    "1 rank": (1, {"dp": 1}, ("load", "dcp"), True),
+    "1 rank": (1, {"dp": 1}, ("dcp",), True),
     "2 ranks": (2, {"dp": 2}, ("load", "dcp", "flat", "bare"), True),
     "3 ranks": (3, {"dp": 3}, ("load", "dcp"), True),
-    "4 ranks": (4, {"dp": 4}, ("load", "dcp"), True),
-    "HSDP 2 x 2": (4, {"replicate": 2, "shard": 2}, ("load", "dcp"), True),
+    "4 ranks": (4, {"dp": 4}, ("load",), True),
+    "HSDP 2 x 2": (4, {"replicate": 2, "shard": 2}, ("dcp",), True),
     "FSDP 2 x TP 2": (4, {"dp": 2, "tp": 2}, ("load", "dcp", "bare"), False),
 }
 
@@ -105,7 +105,7 @@ def test_a_live_job_filled_from_every_layout_holds_the_truth_and_trains_on(name:
     assert out.exists(), said[-4000:]
     verdicts = dict(zip(labels, json.loads(out.read_text()), strict=True))
     assert {label: v for label, v in verdicts.items() if not v["ok"]} == {}
-    assert len(verdicts) >= (40 if every else 24)
+    assert len(verdicts) >= (19 if every else 8) * len(ways)
 
 
 @pytest.mark.live
