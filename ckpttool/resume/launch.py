@@ -119,10 +119,10 @@ def resume_verify(
         if world_size is not None and world_size != ranks:
             raise UsageError(f"--world-size {world_size}, but this job was started with {ranks} ranks.")
     else:
-        ranks = world_size or _product(mesh) or max(1, count)
+        ranks = world_size or (math.prod(mesh_of(mesh, 1).values()) if mesh else max(1, count))
     dims = mesh_of(mesh, ranks)
-    if _of(dims) != ranks:
-        raise UsageError(f"--mesh {mesh} has {_of(dims)} ranks, but there are {ranks}.")
+    if (size := math.prod(dims.values())) != ranks:
+        raise UsageError(f"--mesh {mesh} has {size} ranks, but there are {ranks}.")
     if device == "cuda" and not outside and ranks > count:
         raise UsageError(
             f"{ranks} ranks, but this machine has {count} GPUs. On several nodes, start it with torchrun or srun."
@@ -157,7 +157,6 @@ def resume_verify(
             deterministic=deterministic, reread=reread,
             scratch=None if not round_trip else os.fspath(scratch) if scratch is not None else None if outside else folder,
         )  # fmt: skip
-        _sensible(settings)
         plan: dict[str, Settings] = {}
         if against is not None:
             apart = mesh_of(None, against_world_size) if against_world_size else dims
@@ -267,26 +266,6 @@ def _outside() -> int:
         said = ", ".join(f"{k}={v!r}" for k, v in words.items())
         raise UsageError(f"RANK and WORLD_SIZE are set, so this is one rank of a job, but they make no sense: {said}.")
     return int(world)
-
-
-def _of(mesh: Mapping[str, int]) -> int:
-    out = 1
-    for n in mesh.values():
-        out *= n
-    return out
-
-
-def _product(mesh: str | None) -> int | None:
-    return None if mesh is None else _of(mesh_of(mesh, 1))
-
-
-def _sensible(settings: Settings) -> None:
-    if settings.dtype not in ("fp32", "bf16"):
-        raise UsageError(f"--dtype {settings.dtype}: fp32 or bf16.")
-    if settings.global_batch < 1 or settings.micro_batch < 1 or settings.global_batch % settings.micro_batch:
-        raise UsageError(
-            f"--global-batch {settings.global_batch} is not a multiple of --micro-batch {settings.micro_batch} rows."
-        )
 
 
 def _other_shape(settings: Settings) -> int:

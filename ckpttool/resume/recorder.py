@@ -54,7 +54,7 @@ class Recorder:
     ) -> None:
         optimizer = _unwrapped(optimizer)
         self._path, self._model, self._optimizer, self._group = path, model, optimizer, group
-        self._measure = Measure(model, optimizer) if norms and model is not None and optimizer is not None else None
+        self._measure = Measure(model) if norms and model is not None and optimizer is not None else None
         self._rates: list[float] | None = None
         self._hooks: list[Any] = []
         if optimizer is not None:
@@ -217,19 +217,15 @@ def _unwrapped(optimizer: Any) -> Any:
 class Measure:
     """Norms of the gradient and of the update of every trained parameter; `before` and `after` the optimizer's step."""
 
-    def __init__(self, model: Any, optimizer: Any) -> None:
-        self.model, self.optimizer = model, optimizer
+    def __init__(self, model: Any) -> None:
+        self.model = model
         self.grads: dict[str, float] = {}
         self.updates: dict[str, float] = {}
         self._old: dict[str, Any] = {}
 
     def parameters(self) -> dict[str, Any]:
         """{FQN: parameter} of what trains, tied ones once."""
-        from ..names import strip_wrappers
-
-        found = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        clean = strip_wrappers(found)
-        return {clean[n]: p for n, p in found.items()}
+        return {n: p for n, p in _first_names(self.model).items() if p.requires_grad}
 
     def before(self) -> None:
         """Take a copy of the parameters."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -46,13 +47,18 @@ class Settings:
     reread: bool = True
     scratch: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.dtype not in ("fp32", "bf16"):
+            raise UsageError(f"--dtype {self.dtype}: fp32 or bf16.")
+        if self.global_batch < 1 or self.micro_batch < 1 or self.global_batch % self.micro_batch:
+            raise UsageError(
+                f"--global-batch {self.global_batch} is not a multiple of --micro-batch {self.micro_batch} rows."
+            )
+
     @property
     def world_size(self) -> int:
         """Ranks in all."""
-        out = 1
-        for n in self.mesh.values():
-            out *= n
-        return out
+        return math.prod(self.mesh.values())
 
 
 def mesh_of(text: str | None, world_size: int) -> dict[str, int]:

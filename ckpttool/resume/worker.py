@@ -124,7 +124,7 @@ def run(settings: Settings, probe_file: str, tell: Tell) -> Trace | None:
     _probe(job, rows, settings, probe_file, out)
     for k in range(settings.steps):
         step = settings.start + 1 + k
-        out.steps.append(_step(job, rows, step, settings, out))
+        out.steps.append(_step(job, rows, step, settings))
         tell(f"step {k + 1} of {settings.steps}: loss {out.steps[-1].loss:.6g}")
         if k == 0:
             _round_trip(job, settings, out, tell)
@@ -145,10 +145,6 @@ def _is_plain(x: Any) -> bool:
 
 
 def _data(settings: Settings, job: Job) -> tuple[batches.Rows, int | None]:
-    if settings.global_batch % settings.micro_batch:
-        raise UsageError(
-            f"--global-batch {settings.global_batch} is not a multiple of --micro-batch {settings.micro_batch}."
-        )
     if job.data is not None:
         rows = batches.of_user(job.data)
         ids = rows(0).get("input_ids")
@@ -311,7 +307,7 @@ def _probe(job: Job, rows: batches.Rows, settings: Settings, file: str, out: Tra
         out.probe["file"] = file
 
 
-def _step(job: Job, rows: batches.Rows, step: int, settings: Settings, out: Trace) -> Step:
+def _step(job: Job, rows: batches.Rows, step: int, settings: Settings) -> Step:
     """One optimizer step on the global batch, and what there is to see of it. A collective."""
     import torch
     import torch.distributed as dist
@@ -319,9 +315,9 @@ def _step(job: Job, rows: batches.Rows, step: int, settings: Settings, out: Trac
     device = _on(settings)
     parts = batches.micro_batches(step, settings.global_batch, settings.micro_batch, job.rank, job.world)
     data = [(_batch(rows, first, last, device), counts) for first, last, counts in parts]
-    tokens, seen = _count(data, job, settings)
+    tokens, seen = _count(data, settings)
     rates = _rates(job, step, settings)
-    measure = Measure(job.model, job.optimizer)
+    measure = Measure(job.model)
     _wait(settings)
     began = time.perf_counter()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
@@ -365,7 +361,7 @@ def _step(job: Job, rows: batches.Rows, step: int, settings: Settings, out: Trac
     )  # fmt: skip
 
 
-def _count(data: list[tuple[dict[str, Any], bool]], job: Job, settings: Settings) -> tuple[int, str | None]:
+def _count(data: list[tuple[dict[str, Any], bool]], settings: Settings) -> tuple[int, str | None]:
     """(tokens of the global batch that count in the loss, its digest). A collective."""
     import torch.distributed as dist
 
