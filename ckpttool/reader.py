@@ -29,7 +29,7 @@ from .index import TensorEntry, Value, joined, same_bytes
 from .names import nest, strip_wrappers
 from .pickles import short
 
-__all__ = ["OWN_FLAGS", "Loaded", "load", "storage_reader"]
+__all__ = ["OWN_FLAGS", "Loaded", "gathered", "load", "storage_reader"]
 
 _SMALL_TENSOR = 1 << 20  # `Loaded.values` holds tensors up to this size
 
@@ -131,13 +131,18 @@ def _joined() -> bool:
 
 def _of_all_ranks(names: set[str]) -> set[str]:
     """The union of what all ranks have; with pipelines, each has a part of the model."""
+    return set().union(*gathered(names))
+
+
+def gathered(mine: Any, group: Any = None) -> list[Any]:
+    """What every rank of a group gave, in the order of ranks; of this process alone where there is no job."""
     if not _joined():
-        return names
+        return [mine]
     import torch.distributed as dist
 
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, names)
-    return set().union(*every)
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, mine, group=group)
+    return every
 
 
 def _together(act: Callable[[], None]) -> None:
@@ -147,12 +152,7 @@ def _together(act: Callable[[], None]) -> None:
         act()
     except Exception as e:
         error = e
-    said: list[Any] = [str(error) if error else None]
-    if _joined():
-        import torch.distributed as dist
-
-        said = [None] * dist.get_world_size()
-        dist.all_gather_object(said, str(error) if error else None)
+    said = gathered(str(error) if error else None)
     if error is not None:
         raise error
     for rank, text in enumerate(said):

@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..reader import OWN_FLAGS
+from ..reader import OWN_FLAGS, gathered
 from .trace import Step, line
 
 __all__ = [
@@ -177,12 +177,7 @@ class Recorder:
         from .batches import digest
 
         mine = (loss, tokens, None if rows is None else digest(rows))
-        parts: list[Any] = [mine]
-        if _world() > 1:
-            import torch.distributed as dist
-
-            parts = parts * dist.get_world_size(self._group)
-            dist.all_gather_object(parts, mine, group=self._group)
+        parts = gathered(mine, self._group)
         losses, counts, digests = zip(*parts, strict=True)
         known = all(c is not None for c in counts)
         weights = counts if known and sum(counts) else [1] * len(parts)

@@ -28,6 +28,7 @@ from ..conversion import Opened
 from ..conversion import open as open_checkpoint
 from ..errors import CkpttoolError, UsageError
 from ..fetch import lossless
+from ..reader import gathered, load
 from . import batches, fingerprint
 from .job import Job, start
 from .recorder import (
@@ -181,10 +182,6 @@ class _Rate:
 
 def _load(settings: Settings, job: Job, trained: bool, out: Trace, tell: Tell) -> str | None:
     """Load; why it cannot be done, on every rank alike, where it cannot. A collective."""
-    import torch.distributed as dist
-
-    from ..reader import load
-
     began = time.monotonic()
     problem: str | None = None
     try:
@@ -198,8 +195,7 @@ def _load(settings: Settings, job: Job, trained: bool, out: Trace, tell: Tell) -
         problem = str(e)
     except (RuntimeError, ValueError, KeyError) as e:  # torch's own, where it sets the state of a live job
         problem = f"{type(e).__name__}: {e}"
-    problems: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, (problem, out.load_bytes))
+    problems = gathered((problem, out.load_bytes))
     out.load_seconds = time.monotonic() - began
     out.load_bytes = sum(b or 0 for _, b in problems)
     said = {p: r for r, (p, _) in reversed(list(enumerate(problems))) if p is not None}
@@ -376,8 +372,7 @@ def _count(data: list[tuple[dict[str, Any], bool]], settings: Settings) -> tuple
             continue
         tokens += int((labels[:, 1:] != batches.IGNORED).sum().item())
         sums += batches.digest(batch["input_ids"].cpu().numpy())
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, (tokens, sums, known))
+    parts = gathered((tokens, sums, known))
     digest = f"{sum(s for _, s, _ in parts) % (1 << 128):032x}" if all(k for _, _, k in parts) else None
     return max(1, sum(t for t, _, _ in parts)), digest
 
@@ -412,7 +407,6 @@ def _memory(settings: Settings) -> list[dict[str, int]]:
     import resource
 
     import torch
-    import torch.distributed as dist
 
     if settings.device == "cuda":
         mine = {
@@ -423,9 +417,7 @@ def _memory(settings: Settings) -> list[dict[str, int]]:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         mine = {"allocated_bytes": peak, "reserved_bytes": peak, "total_bytes": whole}
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    return [{"rank": r, **m} for r, m in enumerate(every)]
+    return [{"rank": r, **m} for r, m in enumerate(gathered(mine))]
 
 
 # ----------------------------------------------------------------------------------------------------------- round trip
@@ -437,8 +429,6 @@ def _round_trip(job: Job, settings: Settings, out: Trace, tell: Tell) -> None:
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.checkpoint.state_dict_saver import save
-
-    from ..reader import load
 
     if settings.scratch is None:
         out.roundtrip = {"skipped": "no --scratch folder that all ranks share was given"}
