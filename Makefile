@@ -37,6 +37,7 @@ lint: $(VENV)/.done
 
 bench: $(VENV)/.engines
 	$(BIN)/python bench/run.py --size $(or $(SIZE),3G)
+	$(BIN)/python bench/archive.py --size $(or $(SIZE),3G)
 
 fixtures: $(VENV)/.engines
 	$(BIN)/python fixtures/make.py

@@ -68,9 +68,11 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     state: dict[str, object] = {"step": 1}
     if adam:
-        for p in model.parameters():
-            p.grad = torch.full_like(p, 1e-3)
-        optimizer.step()
+        for _ in range(2):  # moments like those of training: no two equal, over many orders of magnitude
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+                p.grad.to_local().normal_(0, 1e-3)
+            optimizer.step()
         for p in model.parameters():
             p.grad = None
         state["model"], state["optim"] = get_state_dict(model, optimizer)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
-import re
 import signal
 import sys
 import time
@@ -13,7 +11,27 @@ from typing import Annotated, Any
 
 import typer
 
+from .audit.commands import app as audit_app
 from .errors import EXIT_CODES, CkpttoolError, Interrupted, NoSpace, UsageError
+from .terminal import (
+    Config,
+    FlatLayout,
+    From,
+    Json,
+    Like,
+    Meter,
+    Only,
+    Quiet,
+    Src,
+    Tag,
+    Wrap,
+    bytes_of,
+    comma,
+    draw,
+    note,
+    peak,
+    print_json,
+)  # fmt: skip
 
 __all__ = ["app", "main"]
 
@@ -27,121 +45,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Src = Annotated[str, typer.Argument(help="A checkpoint: a folder or a file, in any layout.", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no notes.")]
-From = Annotated[str | None, typer.Option("--from", help="Layout of the source, where its files alone do not tell.")]
-Config = Annotated[
-    str | None, typer.Option("--config", help="Folder or id of a Hugging Face model: config and tokenizer files.")
-]
-Like = Annotated[
-    str | None, typer.Option("--like", help="Checkpoint of the same model, whose names, shapes and order are used.")
-]
-FlatLayout = Annotated[
-    str | None, typer.Option("--flat-layout", help="File with what ckpttool.describe_fsdp1(model) gave in the job.")
-]
-Wrap = Annotated[
-    str | None,
-    typer.Option("--wrap", help="Modules that FSDP1 wrapped; * is one name, ** any.", metavar="PATTERN,..."),
-]
-Tag = Annotated[str | None, typer.Option("--tag", help="Which DeepSpeed save, where a folder holds several.")]
-Only = Annotated[
-    str | None, typer.Option("--only", help="Components to take, e.g. model,optim.", metavar="model,optim,...")
-]
-
-
-def _comma(text: str | None) -> list[str] | None:
-    return [t.strip() for t in text.split(",") if t.strip()] if text else None
-
-
-def _bytes(text: str) -> int:
-    """A size as people write it: 5GB, 500MiB, 1000000."""
-    m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
-    if not m:
-        raise UsageError(f"{text!r} is no size; write 5GB or 500MiB.")
-    return int(float(m[1]) * (1024 if m[3] else 1000) ** " kmgt".index(m[2] or " "))
-
-
-class _Meter:
-    """Progress on stderr: a live bar on a terminal, a line every ten seconds in a log, nothing with --quiet."""
-
-    def __init__(self, quiet: bool) -> None:
-        self.quiet = quiet
-        self.bar: Any = None
-        self.task: Any = None
-        self.what, self.began, self.said = "", 0.0, 0.0
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        if self.quiet:
-            return
-        now = time.monotonic()
-        if what != self.what:
-            self.close()
-            self.what, self.began, self.said = what, now, now
-            if sys.stderr.isatty():
-                self._start(what, total)
-        if self.bar is not None:
-            if now - self.said > 0.1 or done == total:
-                self.bar.update(self.task, completed=done, memory=_peak())
-                self.said = now
-        elif now - self.said >= 10:
-            rate = done / (now - self.began)
-            left = (total - done) / rate if rate else 0
-            print(
-                f"{what} {done / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e9:.2f} GB/s, {left:.0f} s left, {_peak()}",
-                file=sys.stderr,
-                flush=True,
-            )
-            self.said = now
-
-    def _start(self, what: str, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
-
-        bar = Progress(
-            TextColumn("{task.description:8s}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
-            TimeRemainingColumn(), TextColumn("{task.fields[memory]}"), console=Console(stderr=True), transient=True,
-        )  # fmt: skip
-        self.task = bar.add_task(what, total=max(1, total), memory="")
-        bar.start()
-        self.bar = bar
-
-    def close(self) -> None:
-        """Take the bar off the screen."""
-        if self.bar is not None:
-            self.bar.stop()
-            self.bar = None
-
-
-def _peak() -> str:
-    import resource
-
-    return f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB"
-
-
-def _note(text: str, quiet: bool = False) -> None:
-    if not quiet:
-        print(text, file=sys.stderr)
-
-
-def _print_json(data: Any) -> None:
-    print(json.dumps(data, indent=1, ensure_ascii=False, default=str))
-
-
-def _draw(*renderables: Any) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    for r in renderables:
-        console.print(r)
 
 
 @app.command()
@@ -202,20 +105,20 @@ def convert(
             raise UsageError(f"--cast {rule!r}: write GLOB=DTYPE.")
         rules[pattern] = kind
     how: dict[str, Any] = {
-        "to": to, "layout": from_, "world_size": world_size, "only": _comma(only), "dtype": dtype, "cast": rules,
-        "config": config, "like": like, "flat_layout": flat_layout, "wrap": _comma(wrap), "tag": tag,
+        "to": to, "layout": from_, "world_size": world_size, "only": comma(only), "dtype": dtype, "cast": rules,
+        "config": config, "like": like, "flat_layout": flat_layout, "wrap": comma(wrap), "tag": tag,
         "use_orig_params": use_orig_params, "zero_stage": zero_stage, "sub_group_size": sub_group_size,
-        "precision": precision, "write_tag": write_tag, "max_shard_bytes": _bytes(max_shard_size),
+        "precision": precision, "write_tag": write_tag, "max_shard_bytes": bytes_of(max_shard_size),
     }  # fmt: skip
     if dry_run:
         _dry_run(src, dst, how, as_json)
         return
-    meter = _Meter(quiet)
+    meter = Meter(quiet)
     began = time.monotonic()
     try:
         done = engine.convert(
             src, dst, drop=drop, force=force, verify=not no_verify,
-            max_memory_bytes=_bytes(max_memory) if max_memory else None, jobs=jobs, progress=meter, **how,
+            max_memory_bytes=bytes_of(max_memory) if max_memory else None, jobs=jobs, progress=meter, **how,
         )  # fmt: skip
     finally:
         meter.close()
@@ -223,17 +126,17 @@ def convert(
     if as_json:
         from dataclasses import asdict
 
-        _print_json({**asdict(done), "seconds": round(seconds, 3), "peak_memory_mib": int(_peak().split()[1])})
+        print_json({**asdict(done), "seconds": round(seconds, 3), "peak_memory_mib": int(peak().split()[1])})
         return
     for text in done.notes:
-        _note(f"note: {text}", quiet)
+        note(f"note: {text}", quiet)
     _say_dropped(done.dropped, quiet)
     from .summary import human
 
     where = f" for {done.world_size} ranks" if done.world_size else ""
-    _note(
+    note(
         f"{done.layout_from} -> {done.layout_to}{where}: {done.tensors:,} tensors, {human(done.written_bytes)} in "
-        f"{seconds:.1f} s, {_peak()}" + (", read back and equal" if done.verified else ", not read back"),
+        f"{seconds:.1f} s, {peak()}" + (", read back and equal" if done.verified else ", not read back"),
         quiet,
     )
     for component, root in done.digest.items():
@@ -250,7 +153,7 @@ def _say_dropped(dropped: list[tuple[str, int, str]], quiet: bool) -> None:
     for (component, why), rows in groups.items():
         size = sum(n for _, n in rows)
         names = ", ".join(n for n, _ in rows[:3]) + (f", ... ({len(rows)} entries)" if len(rows) > 3 else "")
-        _note(f"left behind: {component}, {human(size)} ({why}): {names}", quiet)
+        note(f"left behind: {component}, {human(size)} ({why}): {names}", quiet)
 
 
 def _dry_run(src: str, dst: str, how: dict[str, Any], as_json: bool) -> None:
@@ -261,7 +164,7 @@ def _dry_run(src: str, dst: str, how: dict[str, Any], as_json: bool) -> None:
     with opened:
         files = [(f.name, f.size) for f in draft.files]
         if as_json:
-            _print_json({
+            print_json({
                 "from": opened.layout.name, "to": target.name, "world_size": draft.checkpoint.world_size,
                 "tensors": len(draft.checkpoint.tensors), "source_bytes": opened.checkpoint.nbytes,
                 "destination_bytes": draft.nbytes, "files": [{"name": n, "bytes": b} for n, b in files],
@@ -304,7 +207,7 @@ def inspect(
     from . import summary as look
     from .conversion import open as open_checkpoint
 
-    how: dict[str, Any] = {"config": config, "like": like, "flat_layout": flat_layout, "wrap": _comma(wrap), "tag": tag}
+    how: dict[str, Any] = {"config": config, "like": like, "flat_layout": flat_layout, "wrap": comma(wrap), "tag": tag}
     with open_checkpoint(path, layout=from_, **how) as opened:
         if tensor is not None:
             ckpt = opened.locate()
@@ -315,7 +218,7 @@ def inspect(
                 )
             rows = look.tensor_rows(ckpt, names)
             if as_json:
-                _print_json(rows)
+                print_json(rows)
                 return
             for r in rows:
                 print(f"{r['name']}  {r['dtype']} {r['shape']}  {look.human(r['bytes'])}, {r['chunks']} chunks")
@@ -327,9 +230,9 @@ def inspect(
         if as_json:
             if show_tree:
                 s["names"] = {n: [t.dtype, list(t.shape)] for n, t in opened.checkpoint.tensors.items()}
-            _print_json(s)
+            print_json(s)
             return
-        _draw(look.screen(s), *([look.tree(opened.checkpoint)] if show_tree else []))
+        draw(look.screen(s), *([look.tree(opened.checkpoint)] if show_tree else []))
 
 
 @app.command()
@@ -349,16 +252,16 @@ def diff(
     """Compare two checkpoints, whatever their layouts; exit 5 when they differ."""
     from .comparison import diff as compare
 
-    meter = _Meter(quiet)
+    meter = Meter(quiet)
     try:
         found = compare(
-            a, b, rtol=rtol, atol=atol, only=_comma(only), config=config, like=like, flat_layout=flat_layout,
-            wrap=_comma(wrap), progress=meter,
+            a, b, rtol=rtol, atol=atol, only=comma(only), config=config, like=like, flat_layout=flat_layout,
+            wrap=comma(wrap), progress=meter,
         )  # fmt: skip
     finally:
         meter.close()
     if as_json:
-        _print_json(found.to_json())
+        print_json(found.to_json())
     else:
         _print_difference(found)
     if not found.equal:
@@ -413,16 +316,16 @@ def verify(
     """Check that a checkpoint is whole: structure, and with --read-data every byte."""
     from .conversion import verify as check
 
-    meter = _Meter(quiet)
+    meter = Meter(quiet)
     try:
         found = check(
             path, read_data=read_data, against=against, progress=meter, layout=from_, config=config, like=like,
-            flat_layout=flat_layout, wrap=_comma(wrap), tag=tag,
+            flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
         )  # fmt: skip
     finally:
         meter.close()
     if as_json:
-        _print_json(found)
+        print_json(found)
         return
     from .summary import human
 
@@ -634,7 +537,7 @@ def resume_verify(
         raise UsageError(f"--metrics {metrics}: there is no folder {os.path.dirname(os.path.abspath(metrics))}.")
     gc.enable()  # a training job makes cycles
     how = {
-        "layout": from_, "config": config, "like": like, "flat_layout": flat_layout, "wrap": _comma(wrap), "tag": tag,
+        "layout": from_, "config": config, "like": like, "flat_layout": flat_layout, "wrap": comma(wrap), "tag": tag,
     }  # fmt: skip
     telling = _Telling(quiet)
     try:
@@ -654,11 +557,11 @@ def resume_verify(
     if found is None:  # a rank other than the first of a job that was started from outside
         return
     if not as_json:
-        _draw(reports.screen(found))
+        draw(reports.screen(found))
         sys.stdout.flush()
     reports.write(found, folder=report, junit_file=junit, metrics_file=metrics)
     if as_json:
-        _print_json(found.to_json())
+        print_json(found.to_json())
     if found.exit_code:
         raise typer.Exit(found.exit_code)
 
@@ -708,21 +611,24 @@ def digest(
     """Digest of the state, the same in every layout and at every world size."""
     from .conversion import digest as compute
 
-    meter = _Meter(quiet)
+    meter = Meter(quiet)
     try:
         found = compute(
-            path, progress=meter, layout=from_, only=_comma(only), config=config, like=like, flat_layout=flat_layout,
-            wrap=_comma(wrap), tag=tag,
+            path, progress=meter, layout=from_, only=comma(only), config=config, like=like, flat_layout=flat_layout,
+            wrap=comma(wrap), tag=tag,
         )  # fmt: skip
     finally:
         meter.close()
     if as_json:
-        _print_json(found if tensors else {"digest": found["digest"]})
+        print_json(found if tensors else {"digest": found["digest"]})
         return
     for component, root in found["digest"].items():
         print(f"blake3:{root}  {component}")
     for name, value in found["tensors"].items() if tensors else ():
         print(f"blake3:{value}  {name}")
+
+
+app.add_typer(audit_app)
 
 
 @app.command()
@@ -738,7 +644,7 @@ def layouts(as_json: Json = False) -> None:
         for x in known().values()
     ]  # fmt: skip
     if as_json:
-        _print_json(rows)
+        print_json(rows)
         return
     for r in rows:
         verbs = "read, write" if r["writes"] else "read"
@@ -794,7 +700,7 @@ def main() -> None:
 
 def _fail(e: CkpttoolError, code: int) -> None:
     if "--json" in sys.argv:
-        _print_json({"error": {"kind": type(e).__name__, "exit_code": code, "message": str(e)}})
+        print_json({"error": {"kind": type(e).__name__, "exit_code": code, "message": str(e)}})
     print(f"error: {e}", file=sys.stderr)
     sys.exit(code)
 

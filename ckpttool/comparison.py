@@ -7,13 +7,12 @@ the place of the first and the worst one are kept.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from . import boxes
-from .conversion import Opened, open
+from .conversion import CheckpointPath, Opened, open
 from .fill import Progress
 from .index import ITEMSIZE, TensorEntry
 from .stream import Block, Job, Reader, numpy_dtype
@@ -60,8 +59,8 @@ def _silent(what: str, done: int, total: int) -> None:
 
 
 def diff(
-    a: str | os.PathLike[str],
-    b: str | os.PathLike[str],
+    a: CheckpointPath,
+    b: CheckpointPath,
     *,
     rtol: float = 0.0,
     atol: float = 0.0,

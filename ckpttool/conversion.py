@@ -4,9 +4,7 @@
 rename, reads the result back from the disk and compares digests. `verify` and `digest` read a checkpoint without
 writing one.
 
-The digest of a tensor is BLAKE3 over its row-major little-endian bytes, whatever layout they lie in. The digest of a
-checkpoint, or of one component of it, is the root of a Merkle tree whose leaves are BLAKE3 over (name, dtype, shape,
-digest), sorted by name: equal digests are the same state at any world size.
+What a digest is, digests.py says.
 """
 
 from __future__ import annotations
@@ -15,25 +13,29 @@ import builtins
 import fnmatch
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from blake3 import blake3
 
-from . import layouts
+from . import layouts, remote
 from ._version import __version__
+from .digests import merkle_root, roots
 from .draft import Draft, Staging, refuse_target, write_error
 from .errors import CkpttoolError, Corrupt, DestinationExists, Differs, Interrupted, NoSpace, Unsupported, UsageError
 from .fill import Progress, fill, tensor_digests
 from .index import ITEMSIZE, Checkpoint, TensorEntry, check, joined, strangers, twins
+from .sending import Sending
 from .store import Source, raise_file_limit
 from .stream import Effort, Job, Reader
 
-__all__ = ["Opened", "Result", "convert", "digest", "merkle_root", "open", "plan", "verify"]
+__all__ = ["Opened", "Result", "convert", "digest", "merkle_root", "open", "plan", "roots", "verify"]
 
 RECORD = "ckpttool.json"
+#: A folder or a file, or the place that it was found to be.
+CheckpointPath = str | os.PathLike[str] | layouts.Place
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -76,7 +78,7 @@ class Opened:
 
 
 def open(
-    path: str | os.PathLike[str],
+    path: CheckpointPath,
     *,
     layout: str | None = None,
     only: Iterable[str] | None = None,
@@ -105,17 +107,19 @@ def open(
 
 
 def _open(
-    path: str | os.PathLike[str],
+    path: CheckpointPath,
     layout: str | None,
     only: tuple[str, ...] | None,
     tag: str | None,
     model: dict[str, Any],
 ) -> Opened:
     raise_file_limit()
-    where = layouts.place(path)
-    found = layouts.find(layout) if layout else layouts.detect(where)
+    where = path if isinstance(path, layouts.Place) else layouts.place(path)
     try:
+        found = layouts.find(layout) if layout else layouts.detect(where)
+        where = found.mount(where)
         ckpt = found.read(where, layouts.ReadOptions(**model, only=None if only is None else frozenset(only), tag=tag))
+        _leave_made(ckpt, where.source)
         if only is not None:
             ckpt = _only(ckpt, only)
         check(ckpt)
@@ -123,6 +127,20 @@ def _open(
         where.source.close()
         raise
     return Opened(ckpt, where.source, found)
+
+
+def _leave_made(ckpt: Checkpoint, source: Source) -> None:
+    """Take out the values that ckpttool itself had to put into a DeepSpeed save, and that are still what it put there:
+    they are no part of the state."""
+    if not ckpt.layout.startswith(("zero", "universal")) or not source.exists(RECORD):
+        return
+    try:
+        made = json.loads(source.read_all(RECORD, 1 << 30))["made"]
+        for name, data in made.items():
+            if ckpt.value(name) == data:
+                ckpt.values.pop(name, None)
+    except (CkpttoolError, ValueError, TypeError, KeyError, AttributeError):
+        return  # an older record, or a damaged one: `verify` says so
 
 
 def _only(ckpt: Checkpoint, only: Iterable[str]) -> Checkpoint:
@@ -170,32 +188,6 @@ def optimizer_order(ckpt: Checkpoint) -> tuple[str, ...] | None:
 # --------------------------------------------------------------------------------------------------------- digests
 
 
-def merkle_root(leaves: Iterable[tuple[str, str, Sequence[int], str]]) -> str:
-    """Root of (name, dtype, shape, digest) leaves, sorted by name; hex.
-
-    A leaf is BLAKE3(0x00 | JSON of the four), a node BLAKE3(0x01 | left | right); an odd one moves up as it is.
-    """
-    level = [
-        blake3(b"\x00" + json.dumps([n, d, list(s), h], separators=(",", ":"), ensure_ascii=True).encode()).digest()
-        for n, d, s, h in sorted(leaves)
-    ]
-    if not level:
-        return blake3(b"").hexdigest()
-    while len(level) > 1:
-        pairs = [blake3(b"\x01" + a + b).digest() for a, b in zip(level[::2], level[1::2], strict=False)]
-        level = pairs + (level[-1:] if len(level) % 2 else [])
-    return level[0].hex()
-
-
-def roots(tensors: Mapping[str, TensorEntry], digests: Mapping[str, str]) -> dict[str, str]:
-    """{"all": root, "model": root, "optim": root, ...}."""
-    leaves = {n: (n, t.dtype, t.shape, digests[n]) for n, t in tensors.items()}
-    parts: dict[str, list[tuple[str, str, Sequence[int], str]]] = {}
-    for n, t in tensors.items():
-        parts.setdefault(str(t.path[0]), []).append(leaves[n])
-    return {"all": merkle_root(leaves.values()), **{k: merkle_root(v) for k, v in sorted(parts.items())}}
-
-
 def digest(path: str | os.PathLike[str], *, progress: Progress = _silent, **how: Any) -> dict[str, Any]:
     """{"digest": {"all": ..., "model": ...}, "tensors": {name: digest}} of a checkpoint, reading all its bytes."""
     with open(path, **how) as opened:
@@ -224,10 +216,11 @@ class Result:
     verified: bool
     dropped: list[tuple[str, int, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    about: dict[str, Any] = field(default_factory=dict)  # what the layout says of the destination: Facts of an archive
 
 
 def plan(
-    src: str | os.PathLike[str],
+    src: CheckpointPath,
     dst: str | os.PathLike[str],
     *,
     to: str | None = None,
@@ -247,6 +240,7 @@ def plan(
     precision: str | None = None,
     write_tag: str | None = None,
     max_shard_bytes: int = 5_000_000_000,
+    archive: Any = None,
 ) -> tuple[Opened, Draft, layouts.Layout]:
     """The draft of a conversion; nothing is written. The caller closes the source.
 
@@ -259,6 +253,7 @@ def plan(
         zero_stage, sub_group_size, precision: those of the DeepSpeed engine that will load it; those of the source, or
             of the layout, where None.
         write_tag: name of the DeepSpeed save; `global_step<N>` where None.
+        archive: options of an audit archive, an `ArchiveOptions`.
     """
     model = _model(config, like, flat_layout, wrap)
     opened = _open(src, layout, None if only is None else tuple(only), tag, model)
@@ -266,7 +261,7 @@ def plan(
         target = layouts.find(to or _guess(dst))
         if target.write is None:
             raise Unsupported(f"ckpttool reads {target.name}, but does not write it.")
-        if not target.is_file and os.fspath(dst).endswith((*_FILES, ".safetensors")):
+        if not target.is_file and os.fspath(dst).endswith((*_FILES, *_ARCHIVES, ".safetensors")):
             raise UsageError(f"{target.name} is a folder, but {os.fspath(dst)!r} is named like a file.")
         ckpt = opened.locate()
         if odd := strangers(ckpt):
@@ -279,7 +274,7 @@ def plan(
             **model, target=name, world_size=world_size,
             max_shard_bytes=max_shard_bytes, cast=_caster(dtype, cast or {}), use_orig_params=use_orig_params,
             zero_stage=zero_stage, sub_group_size=sub_group_size, write_tag=write_tag,
-            precision=None if precision is None else _dtype(precision),
+            precision=None if precision is None else _dtype(precision), archive=archive,
         )  # fmt: skip
         draft = target.write(ckpt, opened.source, options)
         for pattern in cast or {}:
@@ -294,12 +289,15 @@ def plan(
 
 
 _FILES = (".pt", ".pth", ".bin", ".ckpt")
+_ARCHIVES = (".tar.zst", ".tar.zst.age")
 
 
 def _guess(dst: str | os.PathLike[str]) -> str:
     text = os.fspath(dst)
     if text.endswith(_FILES):
         return "full"
+    if text.endswith(_ARCHIVES):
+        return "audit"
     raise UsageError(f"--to is needed: {text!r} does not tell which layout to write.")
 
 
@@ -337,7 +335,7 @@ def _caster(dtype: str | None, cast: Mapping[str, str]) -> layouts.Cast:
 
 
 def convert(
-    src: str | os.PathLike[str],
+    src: CheckpointPath,
     dst: str | os.PathLike[str],
     *,
     drop: bool = False,
@@ -357,7 +355,8 @@ def convert(
         CkpttoolError: one of errors.py; the destination is as it was before.
     """
     _refuse_source(src, dst)
-    where = os.path.abspath(dst)
+    far = remote.is_url(dst)
+    where = remote.shown(os.fspath(dst)) if far else os.path.abspath(dst)
     if os.path.lexists(where):
         refuse_target(where, not os.path.isdir(where), force)
         _refuse_foreign(where)
@@ -371,8 +370,11 @@ def convert(
                 f'"{lost[0].name}" ({lost[0].why}). Use --drop to go on without them, or another layout.'
             )
         effort = _effort(max_memory_bytes, jobs)
-        staging = Staging(
-            os.fspath(dst), target.is_file, _plan_id(source, draft, target, how), draft.nbytes + (1 << 20), force
+        need = draft.nbytes + (1 << 20)
+        staging = (
+            Sending(os.fspath(dst), target.is_file, need, force, draft.lock)
+            if far
+            else Staging(os.fspath(dst), target.is_file, _plan_id(source, draft, target, how), need, force)
         )
         notes = [*ckpt.notes, *draft.notes, *staging.messages]
         if len(staging.entries) > 1:
@@ -383,13 +385,17 @@ def convert(
             source.unchanged()
             wanted = _wanted(ckpt, draft, _caster(how.get("dtype"), how.get("cast") or {}))
             digests = _canonical(opened, draft, wanted, digests, progress, effort)
+            _compare_recorded(ckpt, wanted, digests)
             root = roots(wanted, digests)
-            if not target.is_file:
+            if isinstance(staging, Staging) and not target.is_file:
                 _write_record(staging, ckpt, draft, wanted, digests, root)
-            if verify:
-                _read_back(staging, target, draft, digests, how, progress, effort)
+            if verify and isinstance(staging, Staging):
+                path = os.path.join(staging.tree, staging.name) if target.is_file else staging.tree
+                _read_back(path, target, draft, digests, how, progress, effort)
             source.unchanged()
             staging.commit()
+            if verify and far:  # an object can be read when it is there, and not before
+                _read_back(os.fspath(dst), target, draft, digests, how, progress, effort)
         except KeyboardInterrupt:
             staging.release()
             raise Interrupted(
@@ -406,7 +412,7 @@ def convert(
         return Result(
             source.root, where, opened.layout.name, target.name, draft.checkpoint.world_size,
             len(wanted), ckpt.nbytes, draft.nbytes, root, verify,
-            [(d.name, d.nbytes, d.why) for d in draft.dropped], notes,
+            [(d.name, d.nbytes, d.why) for d in draft.dropped], notes, draft.about,
         )  # fmt: skip
 
 
@@ -423,8 +429,12 @@ def _effort(max_memory_bytes: int | None, jobs: int) -> Effort:
     return Effort(jobs, min(16 << 20, buffer - buffer % 4096))
 
 
-def _refuse_source(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
+def _refuse_source(src: CheckpointPath, dst: str | os.PathLike[str]) -> None:
     """Refuse a destination that is the source, lies in it or holds it."""
+    if remote.is_url(dst):
+        return
+    if isinstance(src, layouts.Place):
+        src = os.path.join(src.source.root, src.file or "")
     a, b = os.path.realpath(src), os.path.realpath(dst)
     if a == b or (os.path.isdir(a) and b.startswith(a.rstrip("/") + "/")) or a.startswith(b.rstrip("/") + "/"):
         raise UsageError(
@@ -490,6 +500,24 @@ def _canonical(
     return out
 
 
+def _compare_recorded(ckpt: Checkpoint, wanted: Mapping[str, TensorEntry], digests: Mapping[str, str]) -> None:
+    """What was copied has the digests that the source itself carries.
+
+    Raises:
+        Corrupt: with the first tensor that has not.
+    """
+    wrong = [
+        n
+        for n, d in ckpt.recorded.items()
+        if n in wanted and wanted[n].dtype == ckpt.tensors[n].dtype and digests[n] != d
+    ]
+    if wrong:
+        raise Corrupt(
+            f'{ckpt.root}: {len(wrong)} tensors do not have the digest that the checkpoint records, first "{wrong[0]}". '
+            "They were altered after it was written; take another copy."
+        )
+
+
 def _write_record(
     staging: Staging,
     ckpt: Checkpoint,
@@ -513,6 +541,7 @@ def _write_record(
         "digest": root,
         "tied": draft.same,
         "added": draft.added,
+        "made": draft.made,
         "tensors": {n: [wanted[n].dtype, list(wanted[n].shape), d] for n, d in digests.items()},
     }
     path = staging.path(RECORD)
@@ -524,7 +553,7 @@ def _write_record(
 
 
 def _read_back(
-    staging: Staging,
+    path: str,
     target: layouts.Layout,
     draft: Draft,
     digests: dict[str, str],
@@ -537,7 +566,6 @@ def _read_back(
     Raises:
         Differs: with the first tensor that is not what was written.
     """
-    path = os.path.join(staging.tree, staging.name) if target.is_file else staging.tree
     with open(path, layout=target.name, config=None if target.name == "hf" else how.get("config")) as back:
         ckpt = back.locate()
         found = tensor_digests(ckpt.tensors, back.source, ckpt.files, ckpt.records, progress, "verify", None, effort)
@@ -546,6 +574,7 @@ def _read_back(
     wrong = sorted(n for n in digests if n in found and found[n] != digests[n])
     if missing or extra or wrong:
         first = (wrong or missing or extra)[0]
+        left = f"Remove {remote.shown(path)}." if remote.is_url(path) else "Nothing was left there."
         raise Differs(
             f"the destination, read back, differs from the source: {len(wrong)} tensors have other bytes, "
             f'{len(missing)} are missing, {len(extra)} are new; first "{first}". Nothing was left there. The disk may '

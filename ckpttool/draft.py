@@ -21,12 +21,12 @@ import shutil
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from .errors import CkpttoolError, DestinationExists, Locked, NoSpace, UsageError
 from .index import Checkpoint, TensorEntry
 
-__all__ = ["Draft", "DraftFile", "Dropped", "Staging", "Written"]
+__all__ = ["Draft", "DraftFile", "Dropped", "Sink", "Staging", "Written"]
 
 #: (tensor, chunk of it, CRC32 of its bytes): a chunk of the destination that was written.
 Written = tuple[str, int, int]
@@ -41,13 +41,34 @@ class Dropped(NamedTuple):
     why: str
 
 
+class Sink(Protocol):
+    """What stands between the bytes of a file, as the draft has them, and those on the disk: compression, a cipher.
+
+    `at` counts the bytes appended. Where `resumable`, `settle` hands everything on and `state` is what another sink needs
+    to go on from there, JSON-able, with "physical", the length of the file on the disk.
+    """
+
+    @property
+    def at(self) -> int: ...
+    def append(self, data: bytes | memoryview) -> None: ...
+    def resumable(self) -> bool: ...
+    def settle(self) -> None: ...
+    def state(self) -> dict[str, Any]: ...
+    def finish(self) -> None: ...
+    def close(self) -> None: ...
+
+
 @dataclass
 class DraftFile:
-    """One file to be: `head` are its first bytes, or all of them where no chunk lies in it."""
+    """One file to be: `head` are its first bytes, or all of them where no chunk lies in it.
+
+    `coded(write, jobs, state)` makes the sink of a file whose bytes on the disk are other ones.
+    """
 
     name: str
     size: int
     head: bytes | Callable[[], bytes] = b""
+    coded: Callable[[Callable[[bytes | memoryview], None], int, dict[str, Any] | None], Sink] | None = None
 
     def first_bytes(self) -> bytes:
         """The literal bytes."""
@@ -80,6 +101,9 @@ class Draft:
     added: list[str] = field(
         default_factory=list
     )  # tensors that the layout has and the source has not: zeros, counters
+    made: dict[str, Any] = field(default_factory=dict)  # values likewise: {name: data}
+    lock: dict[str, Any] = field(default_factory=dict)  # arguments of an object lock, where the destination has such
+    about: dict[str, Any] = field(default_factory=dict)  # what is known of the destination when its last byte is
 
     @property
     def nbytes(self) -> int:
@@ -95,6 +119,8 @@ class Staging:
         Locked: another run is building the same destination.
         NoSpace: the file system has less room than the draft needs.
     """
+
+    local = True
 
     def __init__(self, target: str, is_file: bool, plan: str, need_bytes: int, force: bool) -> None:
         self.target = os.path.abspath(target)

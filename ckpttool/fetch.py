@@ -550,6 +550,12 @@ class _Filler:
 
     def _read(self, file: int, offset: int, views: list[memoryview]) -> None:
         name, left = self.files[file], sum(map(len, views))
+        if not self.source.local:
+            for view in views:
+                self.source.readinto(name, offset, view)
+                offset += len(view)
+            self.bytes_read += left
+            return
         with self.source.using(name) as fd:
             while left:
                 try:

@@ -30,8 +30,9 @@ from blake3 import blake3
 
 from . import boxes
 from .crc import crc32, crc32_combine
-from .draft import Draft, Staging, Written, write_error
+from .draft import Draft, Sink, Staging, Written, write_error
 from .index import ITEMSIZE, TensorEntry
+from .sending import Sending, Sent
 from .store import Source
 from .stream import ALIGN, USUAL, Arena, Block, Effort, Job, Reader, bits_dtype
 
@@ -179,6 +180,15 @@ class _Out:
                 self.fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             return self.fd != fd
 
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self.at
+
+    def end(self) -> None:
+        """The last byte was appended."""
+        self.settle()
+
     def finish(self) -> None:
         """Cut the padding off and make the file durable. All writes must have ended."""
         try:
@@ -195,12 +205,56 @@ class _Out:
         self.fd = self.old_fd = -1
 
 
+class _Coded:
+    """A file of the destination whose bytes go through a sink on their way to the disk."""
+
+    def __init__(self, raw: _Out | Sent, sink: Sink) -> None:
+        self.raw, self.sink = raw, sink
+        self.append = sink.append
+
+    @property
+    def at(self) -> int:
+        return self.sink.at
+
+    @property
+    def path(self) -> str:
+        return self.raw.path
+
+    @property
+    def fd(self) -> int:
+        return self.raw.fd
+
+    @property
+    def size(self) -> int:
+        """Bytes on the disk."""
+        return self.raw.at
+
+    def settle(self) -> None:
+        """Hand on everything appended so far."""
+        self.sink.settle()
+        self.raw.settle()
+
+    def end(self) -> None:
+        """The last byte was appended."""
+        self.sink.finish()
+        self.raw.settle()
+
+    def finish(self) -> None:
+        """As `_Out.finish`."""
+        self.raw.finish()
+
+    def close(self) -> None:
+        """Stop the sink, close the file."""
+        self.sink.close()
+        self.raw.close()
+
+
 def fill(
     draft: Draft,
     source: Source,
     files: list[str],
     records: Any,
-    staging: Staging,
+    staging: Staging | Sending,
     progress: Progress,
     effort: Effort = USUAL,
 ) -> dict[str, str]:
@@ -218,23 +272,26 @@ def fill(
 
 
 class _Filling:
-    def __init__(self, draft: Draft, source: Source, staging: Staging, effort: Effort) -> None:
+    def __init__(self, draft: Draft, source: Source, staging: Staging | Sending, effort: Effort) -> None:
         self.draft, self.source, self.staging = draft, source, staging
         tensors = draft.checkpoint.tensors
         self.names = list(tensors)
         self.writer = _Writer(effort)
         self.digests: dict[str, str] = {}
         self.crcs: dict[int, list[Written]] = {i: [] for i in range(len(draft.files))}
+        self.jobs = effort.jobs
         self.done = 0  # tensors finished, all files durable up to there
+        self.states: dict[int, dict[str, Any]] = {}  # of sinks, there
         for entry in staging.entries[1:]:
             self.done = entry["done"]
             self.digests.update(entry["digests"])
+            self.states = {int(file): state for file, state in entry.get("sinks", {}).items()}
             for file, rows in entry["crcs"].items():
                 self.crcs[int(file)].extend((n, r, c) for n, r, c in rows)
         if not self._built():  # a folder that lost files in a power cut: begin anew
-            self.done, self.digests = 0, {}
+            self.done, self.digests, self.states = 0, {}, {}
             self.crcs = {i: [] for i in range(len(draft.files))}
-        self.outs: dict[int, _Out] = {}
+        self.outs: dict[int, _Out | Sent | _Coded] = {}
         self.left: dict[int, int] = {}  # chunks that are still to come, by file
         for name in self.names[self.done :]:
             for file in tensors[name].chunks.file if name not in draft.same else ():
@@ -245,19 +302,24 @@ class _Filling:
         self.fresh_crcs: dict[int, list[Written]] = {}
         self.last_note = time.monotonic()
 
-    def out(self, file: int) -> _Out:
+    def out(self, file: int) -> _Out | Sent | _Coded:
         """The stream of a file, opened at its first byte, or where the journal says an earlier run had come."""
         if file not in self.outs:
-            at = self._resume_position(file)
-            path = self.staging.path(self.draft.files[file].name)
-            self.outs[file] = _Out(path, self.writer, at)
-            if at == 0:
-                self.outs[file].append(self.draft.files[file].first_bytes())
+            f = self.draft.files[file]
+            raw: _Out | Sent = (
+                _Out(self.staging.path(f.name), self.writer, self._resume_position(file))
+                if isinstance(self.staging, Staging)
+                else self.staging.stream()
+            )
+            out = _Coded(raw, f.coded(raw.append, self.jobs, self.states.get(file))) if f.coded else raw
+            self.outs[file] = out
+            if out.at == 0:
+                out.append(f.first_bytes())
         return self.outs[file]
 
     def _built(self) -> bool:
         """Whether every file is as long as the journal says."""
-        for i, f in enumerate(self.draft.files):
+        for i, f in enumerate(self.draft.files if isinstance(self.staging, Staging) else ()):
             at = self._resume_position(i)
             path = self.staging.path(f.name)
             if at and (not os.path.exists(path) or os.path.getsize(path) < at):
@@ -265,7 +327,9 @@ class _Filling:
         return True
 
     def _resume_position(self, file: int) -> int:
-        """Where the last chunk of the file that the journal speaks of ends, its trailer included."""
+        """Where the last chunk of the file that the journal speaks of ends, on the disk, its trailer included."""
+        if file in self.states:
+            return int(self.states[file]["physical"])
         done = self.crcs[file]
         if not done:
             return 0
@@ -304,7 +368,12 @@ class _Filling:
                     self._finish(self.ended)
                     self.ended.clear()
                 now = time.monotonic()
-                if passed - noted >= _JOURNAL_BYTES or (passed > noted and now - self.last_note >= _JOURNAL_SECONDS):
+                due = passed - noted >= _JOURNAL_BYTES or (passed > noted and now - self.last_note >= _JOURNAL_SECONDS)
+                if (
+                    due
+                    and self.staging.local
+                    and all(o.sink.resumable() for o in self.outs.values() if isinstance(o, _Coded))
+                ):
                     self._journal(self.names.index(name, self.done) + 1)
                     noted, self.last_note = passed, now
         reader.finish()
@@ -371,7 +440,10 @@ class _Filling:
                 os.fdatasync(out.fd)
             except OSError as e:
                 raise write_error(e, out.path) from e
-        self.staging.note({"done": done, "digests": self.fresh_digests, "crcs": self.fresh_crcs})
+        entry: dict[str, Any] = {"done": done, "digests": self.fresh_digests, "crcs": self.fresh_crcs}
+        if sinks := {i: o.sink.state() for i, o in self.outs.items() if isinstance(o, _Coded)}:
+            entry["sinks"] = sinks
+        self.staging.note(entry)
         self.fresh_digests, self.fresh_crcs = {}, {}
 
     def _settle(self) -> None:
@@ -385,10 +457,10 @@ class _Filling:
             f, out = self.draft.files[i], self.out(i)
             if self.draft.tail:
                 out.append(self.draft.tail(i, self.crcs[i], self.digests))
-            out.settle()
+            out.end()
             self.writer.drain()
             out.finish()
-            f.size = out.at
+            f.size = out.size
             out.close()
             del self.outs[i]
             self.closed.add(i)

@@ -252,6 +252,11 @@ class Checkpoint:
         """The first element of a canonical name: "model", "optim", "scheduler", ..."""
         return str((self.tensors.get(name) or self.values[name]).path[0])
 
+    def value(self, name: str) -> Any:
+        """The data of a value; None where there is none of that name."""
+        found = self.values.get(name)
+        return None if found is None else found.data
+
     def only(self, components: Iterable[str]) -> Checkpoint:
         """The same checkpoint with nothing but some components ("model", "optim", ...)."""
         keep = set(components)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
+from . import remote
 from .draft import Draft
 from .errors import Corrupt, NotRecognised, Unsupported, UsageError
 from .index import Checkpoint, TensorEntry, Value, joined
@@ -23,7 +24,7 @@ __all__ = [
     "place",
 ]  # fmt: skip
 
-BUILT_IN = tuple(f"ckpttool.converters.{name}" for name in ("dcp", "full", "hf", "zero", "universal", "fsdp1"))
+BUILT_IN = tuple(f"ckpttool.converters.{name}" for name in ("dcp", "full", "hf", "zero", "universal", "fsdp1", "audit"))
 
 
 #: (name of a tensor, its dtype) -> the dtype to write it in.
@@ -80,6 +81,7 @@ class WriteOptions(Model):
     sub_group_size: int | None = None
     precision: str | None = None  # of the engine that will load it: "bfloat16", "float16" or "float32"
     write_tag: str | None = None  # name of a DeepSpeed save
+    archive: Any = None  # what `audit export` was asked for, an audit.options.ArchiveOptions
 
 
 class Layout(NamedTuple):
@@ -101,6 +103,7 @@ class Layout(NamedTuple):
     read: Callable[[Place, ReadOptions], Checkpoint]
     write: Callable[[Checkpoint, Source, WriteOptions], Draft] | None
     locate: Callable[[Checkpoint, Source], Checkpoint] = lambda ckpt, source: ckpt
+    mount: Callable[[Place], Place] = lambda where: where
 
 
 def checkpoint_of(
@@ -154,12 +157,29 @@ def place(path: str | os.PathLike[str]) -> Place:
     Raises:
         NotRecognised: nothing is there.
     """
+    if remote.is_url(path):
+        return _remote_place(os.fspath(path).rstrip("/"))
     text = os.path.abspath(path)
     if os.path.isdir(text):
         return Place(Source(text), None)
     if os.path.exists(text):
         return Place(Source(os.path.dirname(text)), os.path.basename(text))
     raise NotRecognised(f"{os.fspath(path)}: no such file or folder.")
+
+
+def _remote_place(url: str) -> Place:
+    """An object, or the objects below a prefix."""
+    folder, name = url.rsplit("/", 1)
+    if folder.count("/") >= 2:  # no bucket alone
+        source = remote.RemoteSource(folder)
+        if source.exists(name):
+            return Place(source, name)
+        source.close()
+    source = remote.RemoteSource(url)
+    if not source.list():
+        source.close()
+        raise NotRecognised(f"{remote.shown(url)}: no such object, and no objects below it.")
+    return Place(source, None)
 
 
 def detect(where: Place) -> Layout:

@@ -19,14 +19,14 @@ the root beside the optimizer (torchtitan); an optimizer flattened to "state.<fq
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .errors import Corrupt, Unsupported
 from .index import Path, joined
 
 __all__ = [
-    "COMPONENTS", "COUNTERS", "ROLES", "WRAPPERS", "Named", "canonical", "name_order", "nest", "original",
+    "COMPONENTS", "COUNTERS", "ROLES", "WRAPPERS", "Named", "canonical", "counted", "name_order", "nest", "original",
     "strip_wrappers",
 ]  # fmt: skip
 
@@ -50,8 +50,20 @@ COUNTERS = frozenset((
     "best_loss", "max_steps", "total_epochs", "global_steps", "global_samples", "skipped_steps",
 ))  # fmt: skip
 
+#: The counters among them that count optimizer steps, the usual first.
+_STEPS = ("step", "global_step", "steps", "global_steps", "num_steps", "iteration")
+
 #: Wrapper modules that put themselves into the FQN: FSDP1, torch.compile, activation checkpointing, Lightning.
 WRAPPERS = frozenset(("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"))
+
+
+def counted(values: Callable[[str], Any]) -> int | None:
+    """How many steps the trainer counts, where it does; `values` gives the data of a canonical name, or None."""
+    for name in _STEPS:
+        found = values(f"trainer.{name}")
+        if isinstance(found, int) and not isinstance(found, bool):
+            return found
+    return None
 
 
 class Named(NamedTuple):

@@ -41,7 +41,13 @@ def raise_file_limit() -> None:
 
 
 class Source:
-    """The files below `root`, by relative name."""
+    """The files below `root`, by relative name.
+
+    Those of a folder. What lies elsewhere (in an archive, in an object store) is a subclass with `local` False, which has
+    no descriptors: its bytes come from `read` and `readinto` alone.
+    """
+
+    local = True
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = os.path.abspath(root)
@@ -159,17 +165,26 @@ class Source:
                 f"{os.path.join(self.root, name)} ends at byte {self.size(name)}, but {offset}..{offset + length} is "
                 "needed. The copy is incomplete; fetch the file again."
             )
-        out = bytearray()
-        while len(out) < length:
+        out = bytearray(length)
+        self.readinto(name, offset, memoryview(out))
+        return bytes(out)
+
+    def readinto(self, name: str, offset: int, into: memoryview) -> None:
+        """Fill `into` with the bytes from `offset` on.
+
+        Raises:
+            Corrupt: they cannot be read. SourceChanged: the file ends before.
+        """
+        got = 0
+        while got < len(into):
             try:
                 with self.using(name) as fd:
-                    piece = os.pread(fd, length - len(out), offset + len(out))
+                    n = os.preadv(fd, [into[got:]], offset + got)
             except OSError as e:
-                raise Corrupt(f"{os.path.join(self.root, name)}: byte {offset + len(out)}: {e.strerror}.") from e
-            if not piece:
+                raise Corrupt(f"{os.path.join(self.root, name)}: byte {offset + got}: {e.strerror}.") from e
+            if not n:
                 raise SourceChanged(f"{os.path.join(self.root, name)} became shorter while it was read.")
-            out += piece
-        return bytes(out)
+            got += n
 
     def read_all(self, name: str, most: int) -> bytes:
         """A whole small file, at most `most` bytes."""

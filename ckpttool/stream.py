@@ -36,7 +36,7 @@ from typing import IO, Any, NamedTuple
 
 from . import boxes
 from .crc import crc32, crc32_combine
-from .errors import Corrupt, SourceChanged, Unsafe
+from .errors import Corrupt, Unsafe
 from .index import ITEMSIZE, Chunk, Extent, Record, TensorEntry
 from .store import Source
 
@@ -508,22 +508,13 @@ class Reader:
     def _pread_raw(
         self, name: str, file: int, offset: int, n: int, buffer: memoryview, large: bool = True
     ) -> memoryview:
-        if n >= _SMALL and large:
+        if n >= _SMALL and large and self.source.local:
             data = self._cached(name, file, offset, n, buffer)
             if data is None and _DIRECT and not self._no_direct:
                 data = self._direct(name, offset, n, buffer)
             if data is not None:
                 return data
-        got = 0
-        while got < n:
-            try:
-                with self.source.using(name) as fd:
-                    k = os.preadv(fd, [buffer[got:n]], offset + got)
-            except OSError as e:
-                raise Corrupt(f"{os.path.join(self.source.root, name)}: byte {offset + got}: {e.strerror}.") from e
-            if k == 0:
-                raise SourceChanged(f"{os.path.join(self.source.root, name)} became shorter while it was read.")
-            got += k
+        self.source.readinto(name, offset, buffer[:n])
         return buffer[:n]
 
     def _cached(self, name: str, file: int, offset: int, n: int, buffer: memoryview) -> memoryview | None:

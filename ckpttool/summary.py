@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .conversion import open
 from .index import Checkpoint, TensorEntry, strangers
+from .names import counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -58,7 +59,7 @@ def summarise(ckpt: Checkpoint, path: str | os.PathLike[str]) -> dict[str, Any]:
         "path": os.path.abspath(path),
         "layout": ckpt.layout,
         "trainer": ckpt.trainer,
-        "step": _step(ckpt),
+        "step": counted(ckpt.value),
         "ranks": ckpt.world_size,
         "files": len(ckpt.files),
         "file_bytes": sum(ckpt.sizes),
@@ -70,20 +71,6 @@ def summarise(ckpt: Checkpoint, path: str | os.PathLike[str]) -> dict[str, Any]:
         "notes": ckpt.notes,
     }
     return out
-
-
-def _step(ckpt: Checkpoint) -> int | None:
-    for name in (
-        "trainer.step",
-        "trainer.global_step",
-        "trainer.global_steps",
-        "trainer.iteration",
-        "trainer.num_steps",
-    ):
-        v = ckpt.values.get(name)
-        if v is not None and isinstance(v.data, int):
-            return v.data
-    return None
 
 
 def _slots(ckpt: Checkpoint) -> dict[str, dict[str, int]]:

@@ -121,6 +121,7 @@ class TorchFiles:
         notes: list[str] | None = None,
         recorded: bool = False,
         added: list[str] | None = None,
+        made: dict[str, Any] | None = None,
     ) -> Draft:
         """The draft of a checkpoint whose chunks lie in these files; its `files` and `sizes` are set.
 
@@ -163,7 +164,7 @@ class TorchFiles:
         files = [DraftFile(n, size, h) for n, size, h in zip(self.names, checkpoint.sizes, heads, strict=True)]
         return Draft(
             checkpoint, sources, files, dropped=dropped or [], same=same or {}, before=before, tail=tail,
-            notes=notes or [], added=added or [],
+            notes=notes or [], added=added or [], made=made or {},
         )  # fmt: skip
 
     def _between(self, checkpoint: Checkpoint, f: _File, a: int, b: int, written: Sequence[Written]) -> bytes:

@@ -83,6 +83,7 @@ class Plan:
         self, state: Training, tensors: dict[str, TensorEntry], stage: int, options: WriteOptions, ckpt: Checkpoint
     ) -> None:
         self.state, self.tensors, self.stage, self.source_world = state, tensors, stage, ckpt.world_size
+        self.held = [*ckpt.values, *ckpt.tensors]
         self.notes = list(state.notes)
         if stage < 3 and (idle := [i for i, g in enumerate(state.groups) if not g.params]):
             state.groups = [g for g in state.groups if g.params]
@@ -125,6 +126,14 @@ class Plan:
                 f'the checkpoint has an entry "{key}" of its own, and so does every DeepSpeed save. Leave it out: --only '
                 "model,optim,scheduler,trainer."
             )
+
+    def made(self) -> dict[str, Any]:
+        """{name: data} of the values that every DeepSpeed save has and the source has not."""
+        ours = {
+            "trainer.global_steps": self.steps, "trainer.skipped_steps": 0,
+            "extra.buffer_names": list(self.state.buffers), "extra.ds_config": self.ds_config,
+        }  # fmt: skip
+        return {n: x for n, x in ours.items() if not any(k == n or k.startswith(n + ".") for k in self.held)}
 
     def _precision(self) -> str:
         for name, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):

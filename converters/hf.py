@@ -23,15 +23,14 @@ Sources: stfile.py; transformers/modeling_utils.py (save_pretrained); huggingfac
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import replace
 from math import prod
 from typing import Any
 
-from ckpttool import boxes, hubnames, stfile
+from ckpttool import boxes, hubnames, modelfiles, stfile
 from ckpttool.draft import Draft, DraftFile, Dropped
-from ckpttool.errors import Corrupt, Unsafe, Unsupported
+from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.fill import tensor_digests
 from ckpttool.index import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, Path, TensorEntry, joined, twins
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of
@@ -88,9 +87,9 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         tensors, files = _sharded(source, shards)
     else:
         tensors, files = _plain(source, [n for n in names if n.endswith(".safetensors")])
-    config = _read_config(source, "config.json") if file is None and "config.json" in names else None
+    config = modelfiles.read_config(source) if file is None and "config.json" in names else None
     if options.config is not None:
-        config = _config_folder(options.config)[0] or config
+        config = modelfiles.of_model(options.config)[0] or config
     if not tensors:
         raise Corrupt(f"{source.root}: its safetensors files hold no tensor.")
     clean = strip_wrappers(tensors)
@@ -304,7 +303,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     dropped = [
         Dropped(n, t.nbytes, "hf holds weights only") for n, t in ckpt.tensors.items() if t.path[0] != "model"
     ] + [Dropped(n, 0, "hf holds weights only") for n in ckpt.values]
-    config, extra = _find_config(source, options.config, notes)
+    config, extra = modelfiles.beside(source, options.config, notes)
     stored, tied, together = _hub_tensors(ckpt, model, config, source, notes)
     model = {k: replace(t, dtype=options.cast("model." + k, t.dtype)) for k, t in stored.items()}
     for name, t in model.items():
@@ -436,65 +435,6 @@ def _split(model: dict[str, TensorEntry], most: int, together: dict[str, str]) -
 
 
 # ---------------------------------------------------------------------------------------------------------- config
-
-_COPIED = re.compile(
-    r"config\.json|generation_config\.json|tokenizer[^/]*|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|"
-    r"merges\.txt|[^/]*\.(model|tiktoken|jinja)|(pre)?processor_config\.json|chat_template[^/]*|adapter_config\.json|"
-    r"video_preprocessor_config\.json"
-)
-_MOST_BYTES = 256 << 20
-
-
-def _read_config(source: Source, name: str) -> dict[str, Any]:
-    data = stfile.parse(source.read_all(name, 16 << 20), f"{source.root}/{name}")
-    if not isinstance(data, dict):
-        raise Corrupt(f"{source.root}/{name} is not a JSON object.")
-    return data
-
-
-def _config_folder(config: str) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
-    """(config.json, files to copy) of a folder or a model id."""
-    if not os.path.isdir(config):
-        if os.path.isfile(config):
-            config = os.path.dirname(os.path.abspath(config))
-        else:
-            from huggingface_hub import snapshot_download
-
-            try:
-                config = snapshot_download(
-                    config, allow_patterns=["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
-                )
-            except Exception as e:
-                raise Unsupported(
-                    f"--config {config}: neither a folder nor a model id that can be fetched ({e})."
-                ) from None
-    with Source(config) as source:
-        names = [n for n in source.list() if _COPIED.fullmatch(n) and source.exists(n)]
-        found = _read_config(source, "config.json") if "config.json" in names else None
-        return found, {n: source.read_all(n, _MOST_BYTES) for n in names}
-
-
-def _find_config(source: Source, given: str | None, notes: list[str]) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
-    """The config given, or one found beside the source."""
-    if given is not None:
-        return _config_folder(given)
-    for below in ("", "huggingface", "hf", ".."):
-        folder = os.path.join(source.root, below)
-        if os.path.isfile(os.path.join(folder, "config.json")):
-            try:
-                config, files = _config_folder(folder)
-            except (Corrupt, Unsafe):
-                continue
-            if config and "model_type" in config:
-                notes.append(
-                    f"config and tokenizer files taken from {os.path.relpath(folder, source.root)!r} beside the source"
-                )
-                return config, files
-    notes.append(
-        "no config.json beside the source: from_pretrained needs one, and without it names are written as they are in "
-        "memory and tied weights twice; give --config DIR or HF_ID"
-    )
-    return None, {}
 
 
 def _with_dtype(name: str, data: bytes, model: dict[str, TensorEntry]) -> bytes:

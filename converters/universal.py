@@ -202,7 +202,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     files.literal("latest_universal", plan.tag.encode())
     out = Checkpoint("universal", options.target, None, [], [], placed, ckpt.values)
     added = plan.added(groups)
-    return files.draft(out, sources, dropped, models.same, plan.notes + _lost(plan), added=added)
+    return files.draft(out, sources, dropped, models.same, plan.notes + _lost(plan), added=added, made=plan.made())
 
 
 def _stage_of(ckpt: Checkpoint) -> int:

@@ -503,7 +503,7 @@ def _write(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: int) 
     checkpoint = Checkpoint(f"zero{stage}", options.target, world, [], [], placed, ckpt.values)
     added = plan.added(groups)
     dropped = [*state.dropped, *out.dropped]
-    return files.draft(checkpoint, sources, dropped, models.same, plan.notes, added=added)
+    return files.draft(checkpoint, sources, dropped, models.same, plan.notes, added=added, made=plan.made())
 
 
 class _Optimizers:

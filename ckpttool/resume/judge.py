@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from ..names import counted
 from . import bounds as table
 from .bounds import SIGNALS, Bound
 from .differences import (
@@ -178,11 +179,8 @@ def _plausible(got: Trace) -> Check:
 
 def _trained(trace: Trace) -> int:
     """How many steps had been trained when the checkpoint was saved, as far as the trace says."""
-    for name in ("step", "global_step", "steps", "global_steps", "num_steps", "iteration"):
-        found = trace.values.get(f"trainer.{name}")
-        if isinstance(found, int) and not isinstance(found, bool):
-            return found
-    return trace.start
+    told = counted(trace.values.get)
+    return trace.start if told is None else told
 
 
 def _modules(steps: Mapping[str, float]) -> dict[str, dict[str, float]]:

@@ -29,6 +29,7 @@ from .. import errors
 from ..conversion import Opened
 from ..conversion import open as open_checkpoint
 from ..errors import CkpttoolError, Interrupted, UsageError
+from ..names import counted
 from .bounds import PROFILES
 from .settings import Settings, mesh_of, write_settings
 from .trace import Trace, read_reference, read_trace
@@ -291,10 +292,8 @@ def _look(path: str | os.PathLike[str], how: Mapping[str, Any], start: int | Non
 def step_of(opened: Opened) -> int:
     """How many optimizer steps a checkpoint has behind it; 0 where nothing tells."""
     ckpt = opened.checkpoint
-    for name in ("step", "global_step", "steps", "global_steps", "num_steps", "iteration"):
-        value = ckpt.values.get(f"trainer.{name}")
-        if value is not None and isinstance(value.data, int) and not isinstance(value.data, bool):
-            return value.data
+    if (told := counted(ckpt.value)) is not None:
+        return told
     most = 0
     for v in ckpt.values.values():
         if v.path[:2] == ("optim", "state") and v.path[-1] == "step" and isinstance(v.data, (int, float)):

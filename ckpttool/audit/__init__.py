@@ -1,0 +1,1 @@
+"""Audit archives: a checkpoint kept for years in a form that anyone can check."""

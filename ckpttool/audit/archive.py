@@ -1,0 +1,354 @@
+"""An archive opened: its members as files of a `Source`, proved to be laid out as its own manifest says.
+
+Everything that reads tensors reads them from here as from any folder: `tensors-00001.safetensors` and the others are
+files, with byte planes merged, and each read unfolds only the frames that it meets. What opening costs is the tables at
+the end, the manifest, and one frame a member.
+
+Proved on opening, without reading data: the frames are where the plan of the manifest puts them; every header of the tar
+and of the safetensors members is the one the plan has; no member is missing, unknown or twice; the small members have
+the hashes of SHA256SUMS. What the data themselves are, verification.py proves.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import Corrupt, NotRecognised, Unsafe, UsageError
+from ..names import COMPONENTS
+from ..stfile import parse
+from ..store import Identity, Source
+from . import manifest as records
+from . import plan, retention, tarball
+from .seekable import FRAME, Cut, FrameReader, read_table
+
+__all__ = ["SEALED", "SUFFIX", "Archive", "Facts", "facts", "sidecar"]
+
+SUFFIX, SEALED = ".tar.zst", ".tar.zst.age"
+_MOST = 1 << 30  # bytes of one small member
+_TAIL = (plan.VALUES, plan.MANIFEST, plan.PROVENANCE, plan.RETENTION, plan.SUMS, plan.SIGNATURE)
+_NEEDED = {plan.VALUES, plan.MANIFEST, plan.PROVENANCE, plan.SUMS}
+
+
+class Archive(Source):
+    """The members of an archive as files, and what its records say.
+
+    Raises:
+        NotRecognised: it is no archive of ours. Corrupt, Unsafe: it is damaged, or not laid out as its manifest says.
+    """
+
+    local = False
+
+    def __init__(self, base: Source, file: str) -> None:
+        self.base, self.file = base, file
+        self.root = f"{base.root}/{file}"
+        self.table = read_table(base, file)
+        self._starts: list[int] = []
+        self._items: list[int] = []
+        self._reader = FrameReader(base, file, self.table, self._item)
+        self._members: dict[str, tuple[int, int]] = {}  # name -> (first byte in the tar, bytes)
+        self._extra: dict[str, bytes] = {}
+        self._walk()
+        data = self.read_all(plan.MANIFEST, _MOST)
+        head = self.read_all(plan.README, 1 << 20)
+        self.manifest, self.plan = records.checked(data, self.mtime, head, f"{self.root}/{plan.MANIFEST}")
+        self.manifest_sha256 = records.sha256(data)
+        self.sums = records.sums_of(self.read_all(plan.SUMS, _MOST), f"{self.root}/{plan.SUMS}")
+        self._prove(head)
+        self.provenance = self._provenance()
+        self._starts = [c.offset for c in self.plan.cuts]
+        self._items = [c.item for c in self.plan.cuts]
+        self._reader = FrameReader(base, file, self.table, self._item)  # frames kept so far had their planes unmerged
+
+    # --------------------------------------------------------------------------------------------------- the layout
+
+    def _item(self, start: int) -> int:
+        i = bisect_right(self._starts, start) - 1
+        return self._items[i] if i >= 0 else 1
+
+    def _walk(self) -> None:
+        """Find the members by their headers, in order."""
+        at, total = 0, self.table.logical_size
+        self.mtime = 0
+        while True:
+            if at + tarball.BLOCK > total:
+                raise Corrupt(f"{self.root}: the tar has no end. The copy is incomplete.")
+            found = tarball.entry(self._bytes(at, tarball.BLOCK), self.root)
+            if found is None:
+                break
+            if not self._members:
+                self.mtime = found.mtime
+            self._name(found.name)
+            end = at + tarball.BLOCK + found.size
+            if found.size > total or end > total:
+                raise Corrupt(
+                    f"{self.root}: member {found.name} of {found.size} bytes begins at byte {at} of a tar of {total}. The "
+                    "copy is incomplete."
+                )
+            self._members[found.name] = (at + tarball.BLOCK, found.size)
+            if any(self._bytes(end, -end % tarball.BLOCK)):
+                raise Unsafe(f"{self.root}: bytes are hidden behind member {found.name}.")
+            at = end + -end % tarball.BLOCK
+        if self._bytes(at, total - at, 2 * len(tarball.END)) != tarball.END:
+            raise Unsafe(
+                f"{self.root}: {total - at} bytes follow the last member of the tar; its end takes {len(tarball.END)}."
+            )
+        if missing := sorted(_NEEDED - set(self._members)):
+            raise Corrupt(f"{self.root} has no {missing[0]}. It is no archive of ckpttool, or a damaged one.")
+
+    def _name(self, name: str) -> None:
+        """Members have the names that they must have, in their order, once."""
+        order = [plan.README, *_TAIL]
+        before = next(reversed(self._members), None)
+        data = sum(n.startswith("tensors-") for n in self._members)
+        if name in self._members:
+            raise Unsafe(f"{self.root}: member {tarball.short(name)} is there twice; readers differ on which counts.")
+        if before is None:
+            fits = name == plan.README
+        elif name == f"tensors-{data + 1:05d}.safetensors":
+            fits = before == plan.README or before.startswith("tensors-")
+        else:
+            rank = order.index(before) if before in order else 0
+            fits = name in order and order.index(name) > rank
+        if not fits:
+            raise Unsafe(
+                f"{self.root}: member {tarball.short(name)} does not belong there: after "
+                f"{before or 'the beginning'} an archive has other ones."
+            )
+
+    def _bytes(self, at: int, length: int, most: int = FRAME) -> bytes:
+        out = bytearray(min(length, most))
+        self._reader.read_into(at, memoryview(out))
+        return bytes(out)
+
+    def _prove(self, head: bytes) -> None:
+        """What is there is what the plan has.
+
+        Raises:
+            Corrupt, Unsafe: with the member and the numbers.
+        """
+        want: dict[str, tuple[int, int]] = {m.name: (m.start, m.end - m.start) for m in self.plan.members}
+        have = {n: place for n, place in self._members.items() if n not in _TAIL}
+        if want != have:
+            odd = sorted(n for n in want.keys() | have.keys() if want.get(n) != have.get(n))[0]
+            raise Corrupt(f"{self.root}: member {odd} lies at {have.get(odd)}, by the manifest at {want.get(odd)}.")
+        if head != records.readme(self.manifest.shuffle):
+            raise Unsafe(f"{self.root}: {plan.README} is not the one that ckpttool writes.")
+        for name, text in self.plan.headers.items():
+            start, size = self._members[name]
+            if size < len(text) or self._long(start, len(text)) != text:
+                raise Corrupt(f"{self.root}/{name}: its safetensors header is not the one the manifest tells of.")
+        self._frames()
+        listed = [n for n in self._members if n not in (plan.SUMS, plan.SIGNATURE)]
+        if list(self.sums) != listed:
+            odd = sorted(set(self.sums) ^ set(listed) or set(listed))[0]
+            raise Corrupt(f"{self.root}: {plan.SUMS} and the members do not agree, first on {tarball.short(odd)}.")
+        data = [n for n in listed if n not in (plan.MANIFEST, plan.PROVENANCE, plan.RETENTION)]
+        said = {n: (self._members[n][1], self.sums[n]) for n in data}
+        if said != self.manifest.hashes:
+            odd = sorted(
+                n for n in said.keys() | self.manifest.hashes.keys() if said.get(n) != self.manifest.hashes.get(n)
+            )[0]
+            raise Corrupt(f"{self.root}: the manifest and {plan.SUMS} do not agree on member {tarball.short(odd)}.")
+        for name in listed:
+            if not name.startswith("tensors-") and records.sha256(self.read_all(name, _MOST)) != self.sums[name]:
+                raise Corrupt(f"{self.root}/{name} does not have the SHA-256 that {plan.SUMS} says. It was altered.")
+
+    def _long(self, at: int, length: int) -> bytes:
+        return b"".join(self._bytes(at + i, min(FRAME, length - i)) for i in range(0, length, FRAME))
+
+    def _frames(self) -> None:
+        """Frames begin where the plan cuts, and every `FRAME` bytes from there on."""
+        want: list[int] = []
+        cuts = [*self.plan.cuts, Cut(self.table.logical_size, 1, False)]
+        for a, b in zip(cuts, cuts[1:], strict=False):
+            want.extend(range(a.offset, b.offset, FRAME))
+        have = list(self.table.starts)
+        if want != have:
+            k = next((i for i, (a, b) in enumerate(zip(want, have, strict=False)) if a != b), min(len(want), len(have)))
+            raise Corrupt(
+                f"{self.root}: frame {k} of {len(have)} does not begin where the manifest has one begin ({len(want)} in "
+                "all). It was not written by ckpttool, or cut and put together."
+            )
+
+    def _provenance(self) -> dict[str, Any]:
+        what = f"{self.root}/{plan.PROVENANCE}"
+        said = parse(self.read_all(plan.PROVENANCE, _MOST), what)
+        if not isinstance(said, dict) or said.get("schema") != records.SCHEMA:
+            raise Corrupt(f"{what} is of another schema than {records.SCHEMA!r}.")
+        files = said.get("config_files", {})
+        try:
+            for name, f in files.items():
+                if os.path.basename(name) != name or name in (".", "..") or name in self._members:
+                    raise Unsafe(f"{what}: {tarball.short(name)} is no name of a configuration file.")
+                data = f["text"].encode() if "text" in f else base64.b64decode(f["base64"], validate=True)
+                self._extra[name] = data
+        except (AttributeError, KeyError, TypeError, ValueError) as e:
+            raise Corrupt(f"{what}: config_files is damaged ({type(e).__name__}).") from None
+        return said
+
+    def members(self) -> dict[str, tuple[int, int]]:
+        """{member: (its first byte in the tar, bytes)}."""
+        return dict(self._members)
+
+    # --------------------------------------------------------------------------------------------------- as a Source
+
+    def list(self, folder: str = "") -> list[str]:
+        """Members, and the configuration files that PROVENANCE.json holds."""
+        return [] if folder else sorted([*self._members, *self._extra])
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such a member or configuration file."""
+        return name in self._members or name in self._extra
+
+    def size(self, name: str) -> int:
+        """Bytes of a member."""
+        if name in self._extra:
+            return len(self._extra[name])
+        if name not in self._members:
+            raise Corrupt(f"{self.root} has no member {tarball.short(name)}.")
+        return self._members[name][1]
+
+    def readinto(self, name: str, offset: int, into: memoryview) -> None:
+        """Bytes of a member; of tensors in planes, the tensor's own."""
+        if offset < 0 or offset + len(into) > self.size(name):
+            raise Corrupt(f"{self.root}/{name} has {self.size(name)} bytes; {offset}..{offset + len(into)} are needed.")
+        if name in self._extra:
+            into[:] = self._extra[name][offset : offset + len(into)]
+        else:
+            self._reader.read_into(self._members[name][0] + offset, into)
+
+    def identities(self) -> dict[str, Identity]:
+        """Of the archive."""
+        return self.base.identities()
+
+    def unchanged(self) -> None:
+        """Prove that the archive was not written to meanwhile."""
+        self.base.unchanged()
+
+    def close(self) -> None:
+        """Close the archive."""
+        self.base.close()
+
+    @property
+    def signed(self) -> bool:
+        """Whether a signature lies in it."""
+        return plan.SIGNATURE in self._members
+
+    def signed_files(self) -> list[tuple[str, str]]:
+        """(member, SHA-256) of all that a signature is over: every member but itself."""
+        own = records.sha256(self.read_all(plan.SUMS, _MOST))
+        return [*self.sums.items(), (plan.SUMS, own)]
+
+    def retention(self) -> dict[str, Any] | None:
+        """What RETENTION.json says."""
+        if plan.RETENTION not in self._members:
+            return None
+        return retention.parse(self.read_all(plan.RETENTION, 1 << 20), f"{self.root}/{plan.RETENTION}")
+
+
+# ------------------------------------------------------------------------------------------------------------ facts
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a listing shows of an archive. `bytes` are those of the file; times are UTC, "2026-11-21T10:20:30Z"."""
+
+    name: str
+    bytes: int
+    created: str
+    step: int | None
+    layout: str
+    trainer: str | None
+    world_size: int | None
+    tensors: int
+    tensor_bytes: int
+    components: tuple[str, ...]
+    merkle_root: str
+    manifest_sha256: str
+    meta: dict[str, str]
+    retain_until: str | None
+    legal_hold: str | None
+    signed: bool
+    encrypted: bool
+
+
+def sidecar(file: str) -> str:
+    """The name of what is known of an encrypted archive without its key."""
+    return file + ".json"
+
+
+def facts(source: Source, file: str) -> Facts:
+    """What the records of an archive say; those of an encrypted one lie beside it. Reads no tensor.
+
+    Raises:
+        CkpttoolError: it is no sound archive.
+    """
+    if file.endswith(SEALED):
+        return _sealed_facts(source, file)
+    if not file.endswith(SUFFIX):
+        raise NotRecognised(f"{file} is not named like an archive ({SUFFIX}, {SEALED}).")
+    return facts_of(Archive(source, file), file, source.size(file))
+
+
+def facts_of(archive: Archive, file: str, nbytes: int) -> Facts:
+    """Facts about an open archive."""
+    return told(
+        file, nbytes, archive.manifest, archive.manifest_sha256, archive.provenance, archive.retention(),
+        signed=archive.signed, encrypted=False,
+    )  # fmt: skip
+
+
+def told(
+    file: str,
+    nbytes: int,
+    found: records.Manifest,
+    manifest_sha256: str,
+    provenance: dict[str, Any],
+    kept: dict[str, Any] | None,
+    *,
+    signed: bool,
+    encrypted: bool,
+) -> Facts:
+    """The facts that the records of an archive tell."""
+    origin = provenance.get("source") or {}
+    hold = (kept or {}).get("legal_hold") or {}
+    return Facts(
+        file, nbytes, str(provenance.get("created") or ""), found.step, str(origin.get("layout") or ""),
+        origin.get("trainer"), origin.get("world_size"), len(found.tensors),
+        sum(t.nbytes for t in found.tensors.values()),
+        tuple(sorted({str(t.path[0]) for t in found.tensors.values()}, key=COMPONENTS.index)), found.merkle_root,
+        manifest_sha256, {str(k): str(v) for k, v in (provenance.get("meta") or {}).items()},
+        (kept or {}).get("retain_until"), hold.get("reason"), signed, encrypted,
+    )  # fmt: skip
+
+
+def read_sidecar(source: Source, file: str) -> dict[str, Any]:
+    """What lies beside an encrypted archive.
+
+    Raises:
+        UsageError: nothing does. Corrupt: it is damaged.
+    """
+    name = sidecar(file)
+    if not source.exists(name):
+        raise UsageError(
+            f"{source.root}/{name} is missing; it says what is in {file}. Decrypt with --identity instead."
+        )
+    what = f"{source.root}/{name}"
+    said = parse(source.read_all(name, _MOST), what)
+    if not isinstance(said, dict) or said.get("schema") != records.SCHEMA or not isinstance(said.get("archive"), dict):
+        raise Corrupt(f"{what} is no sidecar of an encrypted archive.")
+    return said
+
+
+def _sealed_facts(source: Source, file: str) -> Facts:
+    said = read_sidecar(source, file)
+    try:
+        known = dict(said["archive"])
+        known["components"] = tuple(known["components"])
+        return Facts(**{**known, "name": file, "bytes": source.size(file), "encrypted": True})
+    except (TypeError, KeyError) as e:
+        raise Corrupt(f"{source.root}/{sidecar(file)} is damaged ({str(e)[:80]}).") from None

@@ -1,0 +1,301 @@
+"""The ledger of a store: what happened to its archives, one line an event, each bound to the line before by a hash.
+
+    STORE/ledger.jsonl    {"archive": ..., "by": "user@host", "event": ..., facts ..., "hash": ..., "prev": ..., "seq": 1,
+                           "time": "2026-11-21T10:20:30Z"}
+
+A line is the canonical JSON of its entry (keys sorted, no spaces, ASCII) and a newline. `hash` is the SHA-256 of the
+canonical JSON of all other fields, `prev` the hash of the line before, 64 zeros in the first. So no line can be altered,
+removed, inserted, swapped or doubled unless all that follow are written anew. What the chain cannot tell by itself is that
+lines are missing at its end, or that somebody wrote all of it anew; whoever writes the hash of a line down elsewhere can
+(`head` of `verify`).
+
+In a folder, a line is appended under a lock, in one write, and made durable. A run killed in that write may leave a
+torn last line; nothing goes on from there until somebody has looked and removed it, since a ledger that mends itself
+hides what was done to it. In an object store the whole object is replaced if nobody else did meanwhile.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from hashlib import sha256
+from typing import Any
+
+from .. import remote
+from ..errors import CkpttoolError, Corrupt, Differs, NoSpace, RemoteError, Unsafe, UsageError
+from ..stfile import parse
+from .retention import stamp, time_of
+
+__all__ = ["FILE", "append", "exists", "read", "verify"]
+
+FILE = "ledger.jsonl"
+FIRST = "0" * 64
+_LINE = 1 << 20  # bytes of a line, at most
+_SWAPS = 100  # tries to replace the object of a store that others write to
+_OWN = {"seq", "time", "event", "archive", "by", "prev", "hash"}
+
+
+def append(store: str, event: str, archive: str, **facts: Any) -> dict[str, Any]:
+    """Add an entry, durably, and return it.
+
+    Raises:
+        Corrupt: the last line is torn or altered; nothing was added. RemoteError, CkpttoolError: it cannot be written.
+        UsageError: the facts take names or room that they must not.
+    """
+    if taken := sorted(_OWN & facts.keys()):
+        raise UsageError(f"{taken[0]!r} is a field of the ledger's own; an event cannot give it.")
+    if not archive or "/" in archive or not event:
+        raise UsageError(f"An entry of the ledger needs an event and the file name of an archive, not {archive!r}.")
+    facts = {"event": event, "archive": archive, "by": _who(), **facts}
+    return _append_object(store, facts) if remote.is_url(store) else _append_file(store, facts)
+
+
+def read(store: str) -> list[dict[str, Any]]:
+    """Every entry, the chain having been checked; [] where there is no ledger.
+
+    Raises:
+        Corrupt: with the number of the first line that is not what was written.
+    """
+    return _checked(_bytes(store), _place(store))
+
+
+def verify(store: str, head: str | None = None) -> dict[str, Any]:
+    """Check the chain: {"entries", "head", "first", "last"}, head being the hash of the last line, the others times.
+
+    `head` is the hash of any line, written down when it was the last one: lines that are missing at the end, or a
+    ledger that was written anew, show only by it.
+
+    Raises:
+        Corrupt: with the number of the first line that is not what was written. Differs: no line has the hash `head`.
+        UsageError: there is no ledger, or `head` is no hash.
+    """
+    if head is not None and not re.fullmatch(r"[0-9a-f]{64}", head):
+        raise UsageError(f"{head!r} is no hash of a line: 64 digits 0-9a-f, as `audit ledger verify` prints them.")
+    if not exists(store):
+        raise UsageError(f"{_place(store)} is missing: {store} has no ledger.")
+    entries = read(store)
+    if head is not None and all(e["hash"] != head for e in entries):
+        raise Differs(
+            f"{_place(store)}: the chain of its {len(entries)} lines is whole, but none has the hash {head}. Lines at its "
+            "end were cut off, or it was written anew."
+        )
+    return {
+        "entries": len(entries),
+        "head": entries[-1]["hash"] if entries else FIRST,
+        "first": entries[0]["time"] if entries else None,
+        "last": entries[-1]["time"] if entries else None,
+    }
+
+
+def exists(store: str) -> bool:
+    """Whether the store has a ledger."""
+    if remote.is_url(store):
+        return remote.RemoteSource(store).exists(FILE)
+    return os.path.lexists(_place(store))
+
+
+# ----------------------------------------------------------------------------------------------------------- the chain
+
+
+def _place(store: str) -> str:
+    return f"{remote.shown(store).rstrip('/')}/{FILE}" if remote.is_url(store) else os.path.join(store, FILE)
+
+
+def _who() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError, ImportError):
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
+
+
+def _canonical(entry: dict[str, Any]) -> bytes:
+    return json.dumps(entry, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def _hash(entry: dict[str, Any]) -> str:
+    return sha256(_canonical({k: v for k, v in entry.items() if k != "hash"})).hexdigest()
+
+
+def _next(facts: dict[str, Any], last: dict[str, Any] | None) -> tuple[dict[str, Any], bytes]:
+    """The entry after `last`, and its line."""
+    entry = {
+        "seq": last["seq"] + 1 if last else 1,
+        "time": stamp(datetime.now(UTC).replace(microsecond=0)),
+        "prev": last["hash"] if last else FIRST,
+        **facts,
+    }
+    try:
+        entry = json.loads(_canonical(entry))
+        entry["hash"] = _hash(entry)
+        line = _canonical(entry) + b"\n"
+    except (TypeError, ValueError, RecursionError) as e:
+        raise UsageError(f"What an entry of the ledger says must be plain data ({e}).") from None
+    if len(line) > _LINE:
+        raise UsageError(f"An entry of the ledger has {len(line):,} bytes; it may have {_LINE:,}.")
+    return entry, line
+
+
+def _entry(line: bytes, what: str, number: int) -> dict[str, Any]:
+    """The entry of a line that is what it was when it was written, as far as it can tell by itself.
+
+    Raises:
+        Corrupt: it is not.
+    """
+    try:
+        entry = parse(line, what)
+        if not isinstance(entry, dict) or not entry.keys() >= _OWN or _canonical(entry) != line:
+            raise ValueError("it is not as ckpttool writes it")
+        if entry["hash"] != _hash(entry):
+            raise ValueError("it does not have the hash that it says")
+        if type(entry["seq"]) is not int or entry["seq"] < 1:
+            raise ValueError("its number is none")
+        if not all(isinstance(entry[k], str) for k in ("event", "archive", "by", "prev")):
+            raise ValueError("its fields are of other types")
+        time_of(entry["time"])
+    except (TypeError, ValueError, RecursionError) as e:
+        raise _altered(what, number, str(e)) from None
+    except (Corrupt, Unsafe):
+        raise _altered(what, number, "it is no JSON that ckpttool writes") from None
+    return entry
+
+
+def _altered(what: str, number: int, why: str) -> Corrupt:
+    return Corrupt(f"{what}: line {number} was altered: {why}. What it and the lines after it say proves nothing.")
+
+
+def _checked(data: bytes, what: str) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = []
+    prev, at = FIRST, 0
+    while at < len(data):
+        end = data.find(b"\n", at)
+        number = len(entries) + 1
+        if end < 0:
+            raise _torn(what, number, at, len(data))
+        entry = _entry(data[at:end], what, number)
+        if (entry["seq"], entry["prev"]) != (number, prev):
+            raise Corrupt(
+                f"{what}: line {number} does not follow the line before: it is entry {entry['seq']}, and the hash that it "
+                f"names is {'that line’s' if entry['prev'] == prev else 'another one'}. Lines were removed, inserted, swapped "
+                "or doubled."
+            )
+        entries.append(entry)
+        prev, at = entry["hash"], end + 1
+    return entries
+
+
+def _torn(what: str, number: int, at: int, size: int) -> Corrupt:
+    return Corrupt(
+        f"{what}: line {number} is torn: its {size - at} bytes have no end. A run was killed while it wrote them, or they "
+        f"were altered. Keep a copy, cut them off (truncate -s {at} FILE), and see that the archives are as the lines say."
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- folder
+
+
+def _bytes(store: str) -> bytes:
+    if remote.is_url(store):
+        return remote.get_with_token(_place_url(store))[0]
+    try:
+        with _opened(store, os.O_RDONLY) as fd, open(fd, "rb", closefd=False) as f:
+            return f.read()
+    except FileNotFoundError:
+        return b""
+
+
+@contextmanager
+def _opened(store: str, flags: int) -> Iterator[int]:
+    """The ledger's file, locked: for reading with others, for writing alone."""
+    import fcntl
+    import stat
+
+    path = _place(store)
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    except FileNotFoundError:
+        raise
+    except OSError as e:
+        raise CkpttoolError(f"{path} cannot be opened: {e.strerror}.") from None
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise Unsafe(f"{path} is not a regular file.")
+        fcntl.flock(fd, fcntl.LOCK_SH if flags == os.O_RDONLY else fcntl.LOCK_EX)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _append_file(store: str, facts: dict[str, Any]) -> dict[str, Any]:
+    path = _place(store)
+    try:
+        with _opened(store, os.O_RDWR | os.O_CREAT | os.O_APPEND) as fd:
+            size = os.fstat(fd).st_size
+            entry, line = _next(facts, _last(fd, size, path))
+            try:
+                if os.write(fd, line) != len(line):
+                    raise OSError(28, os.strerror(28))
+            except OSError as e:
+                os.ftruncate(fd, size)  # what is our own, under our own lock
+                raise NoSpace(f"{path}: {e.strerror}. The entry was not written.") from None
+            os.fsync(fd)
+            if not size:
+                folder = os.open(store, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    os.fsync(folder)
+                finally:
+                    os.close(folder)
+            return entry
+    except FileNotFoundError:
+        raise Corrupt(f"{store}: no such folder.") from None
+    except OSError as e:
+        raise CkpttoolError(f"{path}: {e.strerror}. The entry was not written.") from None
+
+
+def _last(fd: int, size: int, what: str) -> dict[str, Any] | None:
+    """The entry of the last line, checked as far as it can be without those before."""
+    if not size:
+        return None
+    start = max(0, size - _LINE - 1)
+    tail = os.pread(fd, size - start, start)
+    at = tail.rfind(b"\n", 0, len(tail) - 1) + 1
+    if not tail.endswith(b"\n") or (at == 0 and start):
+        number = _count(fd, size) + 1
+        raise _torn(what, number, start + tail.rfind(b"\n") + 1, size)
+    return _entry(tail[at:-1], what, _count(fd, size)) if at or not start else None
+
+
+def _count(fd: int, size: int) -> int:
+    return sum(os.pread(fd, 1 << 20, at).count(b"\n") for at in range(0, size, 1 << 20))
+
+
+# -------------------------------------------------------------------------------------------------------- object store
+
+
+def _place_url(store: str) -> str:
+    return f"{store.rstrip('/')}/{FILE}"
+
+
+def _append_object(store: str, facts: dict[str, Any]) -> dict[str, Any]:
+    url, what = _place_url(store), _place(store)
+    sent: tuple[dict[str, Any], bytes] | None = None
+    for k in range(_SWAPS):
+        data, token = remote.get_with_token(url)
+        if sent and data.startswith(sent[1]):
+            return sent[0]  # it had been written, only the answer was lost
+        entries = _checked(data, what)
+        entry, line = _next(facts, entries[-1] if entries else None)
+        if remote.put_if_unchanged(url, data + line, token):
+            return entry
+        sent = entry, data + line
+        time.sleep(min(0.01 * (k + 1), 0.2))
+    raise RemoteError(
+        f"{what}: others wrote to it {_SWAPS} times before we could. The entry was not written; try again."
+    )

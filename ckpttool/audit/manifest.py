@@ -1,0 +1,250 @@
+"""The records of an archive: MANIFEST.json, PROVENANCE.json, SHA256SUMS and README.txt, written and proved.
+
+MANIFEST.json is what the state is: every tensor with its digest and its place, every data member with its SHA-256, the
+Merkle root. It is the same, byte for byte, whatever layout and world size the state came from. PROVENANCE.json is where
+it came from: that alone tells two archives of one state apart, and `--reproducible` leaves it out of it.
+
+A manifest is taken for what it says only where it is, byte for byte, what would be written for what it says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..digests import merkle_root
+from ..errors import Corrupt, Unsafe
+from ..index import ITEMSIZE, MAX_NUMEL, Chunks, Path, TensorEntry, joined
+from ..names import COMPONENTS
+from ..stfile import parse
+from . import plan
+from .planes import BLOCK
+
+__all__ = ["SCHEMA", "Manifest", "checked", "encode", "readme", "sums", "sums_of"]
+
+SCHEMA = "ckpttool.audit/1"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What MANIFEST.json says.
+
+    `grouped` are the tensors of each member, in their order there; `hashes` {data member: (bytes, SHA-256)}.
+    """
+
+    tensors: dict[str, TensorEntry]
+    digests: dict[str, str]
+    grouped: list[list[str]]
+    hashes: dict[str, tuple[int, str]]
+    shuffle: bool
+    step: int | None
+
+    @property
+    def merkle_root(self) -> str:
+        """Of all tensors."""
+        return merkle_root((n, t.dtype, t.shape, self.digests[n]) for n, t in self.tensors.items())
+
+
+def encode(found: Manifest, places: Mapping[str, plan.Place]) -> bytes:
+    """MANIFEST.json: one line a member, one line a tensor."""
+    parts: dict[str, list[str]] = {}
+    for name, t in found.tensors.items():
+        parts.setdefault(str(t.path[0]), []).append(name)
+    components = {
+        c: {
+            "merkle_root": merkle_root(
+                (n, found.tensors[n].dtype, found.tensors[n].shape, found.digests[n]) for n in parts[c]
+            ),
+            "tensors": len(parts[c]),
+            "bytes": sum(found.tensors[n].nbytes for n in parts[c]),
+        }
+        for c in sorted(parts, key=COMPONENTS.index)
+    }
+    head = {
+        "schema": SCHEMA,
+        "merkle_root": found.merkle_root,
+        "digest": "BLAKE3 of the elements, row-major, little-endian",
+        "coding": f"byte planes of {BLOCK} bytes" if found.shuffle else "plain",
+        "step": found.step,
+        "tensor_count": len(found.tensors),
+        "tensor_bytes": sum(t.nbytes for t in found.tensors.values()),
+        "components": components,
+    }
+    members = [{"name": n, "bytes": size, "sha256": h} for n, (size, h) in found.hashes.items()]
+    rows = [_row(n, found, places[n]) for names in found.grouped for n in names]
+    text = json.dumps(head, indent=1, ensure_ascii=False)[:-2]
+    return (text + ',\n "members": ' + _lines(members) + ',\n "tensors": ' + _lines(rows) + "\n}\n").encode()
+
+
+def _row(name: str, found: Manifest, place: plan.Place) -> dict[str, Any]:
+    t = found.tensors[name]
+    row = {
+        "name": name, "path": list(t.path), "dtype": t.dtype, "shape": list(t.shape), "digest": found.digests[name],
+        "member": place.member, "offset": place.offset, "bytes": place.nbytes,
+    }  # fmt: skip
+    return row | {"planes": place.item} if place.item > 1 else row
+
+
+def _lines(rows: Sequence[Any]) -> str:
+    return "[\n" + ",\n".join("  " + json.dumps(r, ensure_ascii=False) for r in rows) + "\n ]" if rows else "[]"
+
+
+def decode(data: bytes, what: str) -> Manifest:
+    """The inverse of `encode`; places are planned again and compared by `checked`.
+
+    Raises:
+        Corrupt, Unsafe: it says nothing sound.
+    """
+    said = parse(data, what)
+    try:
+        if said["schema"] != SCHEMA:
+            raise Corrupt(f"{what} is of schema {str(said['schema'])[:60]!r}; this ckpttool knows {SCHEMA!r}.")
+        tensors: dict[str, TensorEntry] = {}
+        digests: dict[str, str] = {}
+        by_member: dict[str, list[str]] = {}
+        for row in said["tensors"]:
+            name, path = row["name"], tuple(row["path"])
+            t = _entry(path, row["dtype"], row["shape"], what)
+            if joined(path) != name or name in tensors:
+                raise Corrupt(f"{what}: the entry of {name[:200]!r} is damaged, or there twice.")
+            tensors[name], digests[name] = t, _hex(row["digest"])
+            by_member.setdefault(row["member"], []).append(name)
+        hashes = {str(m["name"]): (_count(m["bytes"]), _hex(m["sha256"])) for m in said["members"]}
+        step = said["step"]
+        if step is not None:
+            _count(step)
+        grouped = list(by_member.values())
+        return Manifest(tensors, digests, grouped, hashes, said["coding"] != "plain", step)
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise Corrupt(f"{what} is damaged ({type(e).__name__}: {str(e)[:80]}).") from None
+
+
+def _entry(path: Path, dtype: Any, shape: Any, what: str) -> TensorEntry:
+    if not path or path[0] not in COMPONENTS or not all(type(p) is int or type(p) is str for p in path):
+        raise Corrupt(f"{what}: {str(path)[:80]} is no path of a tensor.")
+    if not isinstance(dtype, str) or dtype not in ITEMSIZE:
+        raise Corrupt(f"{what}: dtype {str(dtype)[:40]!r} is unknown.")
+    if not isinstance(shape, list) or len(shape) > 64:
+        raise Corrupt(f"{what}: {str(shape)[:80]} is no shape.")
+    total = 1
+    for n in shape:
+        total *= _count(n)
+        if total > MAX_NUMEL:
+            raise Unsafe(f"{what}: a tensor of shape {str(shape)[:80]} has more elements than any file holds.")
+    return TensorEntry(dtype, tuple(shape), path, Chunks(len(shape)))
+
+
+def _count(n: Any) -> int:
+    if type(n) is not int or not 0 <= n <= MAX_NUMEL:
+        raise ValueError(f"{str(n)[:40]} is no count")
+    return n
+
+
+def _hex(text: Any) -> str:
+    if not isinstance(text, str) or len(text) != 64 or not set(text) <= set("0123456789abcdef"):
+        raise ValueError(f"{str(text)[:80]!r} is no digest")
+    return text
+
+
+def checked(data: bytes, mtime: int, head: bytes, what: str) -> tuple[Manifest, plan.Plan]:
+    """What a manifest says, and the plan of the archive that has it.
+
+    Raises:
+        Corrupt, Unsafe: it is not, byte for byte, what would be written for what it says.
+    """
+    found = decode(data, what)
+    planned = plan.make(found.grouped, found.tensors, found.shuffle, mtime, head)
+    if encode(found, planned.places) != data:
+        raise Corrupt(f"{what} contradicts itself: written again from what it says, it would be another.")
+    return found, planned
+
+
+def sums(hashes: Iterable[tuple[str, str]]) -> bytes:
+    """SHA256SUMS, for `sha256sum -c`."""
+    return "".join(f"{h}  {name}\n" for name, h in hashes).encode()
+
+
+def sums_of(data: bytes, what: str) -> dict[str, str]:
+    """The inverse: {member: SHA-256}.
+
+    Raises:
+        Corrupt: it is not what `sums` writes.
+    """
+    found = {}
+    for line in data.decode("utf-8", "replace").splitlines():
+        h, _, name = line.partition("  ")
+        found[name] = h
+    try:
+        if sums((n, _hex(h)) for n, h in found.items()) == data:
+            return found
+    except ValueError:
+        pass
+    raise Corrupt(f"{what} is damaged: it is not a list of SHA-256 and names.")
+
+
+def sha256(data: bytes) -> str:
+    """Hex."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def readme(shuffle: bool) -> bytes:
+    """README.txt: how to read the archive without ckpttool."""
+    return (_README + (_PLANES.format(block=BLOCK) if shuffle else "")).encode()
+
+
+_README = """\
+This archive holds the state of a training run: one checkpoint, whole, in plain formats.
+
+To unpack and check it, with nothing but tar, zstd and sha256sum:
+
+    tar --zstd -xf ARCHIVE.tar.zst
+    sha256sum -c SHA256SUMS
+
+  tensors-*.safetensors   the tensors: 8 bytes n (little-endian), n bytes of JSON {name: {dtype, shape, data_offsets}},
+                          then the bytes of the tensors; https://github.com/huggingface/safetensors
+  values.json             everything that is no tensor: step, learning rates, random state, ...; an object {"$kind": ...}
+                          is a value that plain JSON does not have
+  MANIFEST.json           every tensor: name, dtype, shape, digest, member, offset and bytes in it; every data member
+                          with its SHA-256; "merkle_root", one digest of all tensors
+  PROVENANCE.json         where the state came from, who kept it and why
+  RETENTION.json          until when it must be kept, where that was said
+  SHA256SUMS              SHA-256 of every file but itself and the signature
+  model.sig               the signature, where there is one: an OpenSSF model-signing bundle over all other files
+
+Names of tensors begin with what they belong to: model, optim, scheduler, rng, ... "model.x" is the parameter x;
+"optim.state.x.exp_avg" is what the optimizer keeps for it.
+
+To load a tensor in Python:
+
+    from safetensors import safe_open
+    with safe_open("tensors-00001.safetensors", "numpy") as f:
+        print(f.keys()); w = f.get_tensor("model.lm_head.weight")
+
+(bfloat16 and float8 need "pt", that is PyTorch, instead of "numpy".)
+
+The digest of a tensor is BLAKE3 of its bytes. The Merkle root is made of BLAKE3, too:
+    leaf  = BLAKE3(byte 0, JSON [name, dtype, shape, digest] without spaces, beyond ASCII as \\u escapes)
+    node  = BLAKE3(byte 1, left, right); leaves in sorted order; an odd one moves up as it is
+
+With ckpttool: `ckpttool audit verify ARCHIVE`, `ckpttool audit restore ARCHIVE FOLDER --to dcp --world-size 8`.
+The file consists of independent zstd frames and ends with a seek table (zstd seekable format), so that one tensor can be
+read without the others.
+"""
+
+_PLANES = """
+Byte planes: tensors with "planes": k in MANIFEST.json are stored as bytes (U8), reordered because that compresses better.
+Their dtype and shape are in MANIFEST.json and in the metadata of the file. To undo it, in Python:
+
+    import numpy as np
+    def undo(stored, k, block={block}):
+        out = []
+        for a in range(0, len(stored), block):
+            piece = np.frombuffer(stored[a:a + block], "u1")
+            out.append(piece.reshape(k, -1).T.tobytes())
+        return b"".join(out)
+
+    # then, for float32: np.frombuffer(undo(stored, 4), "<f4").reshape(shape)
+"""

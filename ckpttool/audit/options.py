@@ -1,0 +1,47 @@
+"""What an export is asked for, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import UsageError
+
+__all__ = ["ArchiveOptions"]
+
+
+@dataclass(frozen=True)
+class ArchiveOptions:
+    """The options of `audit export`.
+
+    `key`, `password`, `certificate`, `chain` sign; `recipients` encrypt; `lock_mode` is that of an object store's lock. `epoch`
+    is the time of a reproducible record in seconds (SOURCE_DATE_EPOCH); without it there is none.
+    """
+
+    level: int = 1
+    shuffle: bool = False
+    member_bytes: int = 5_000_000_000
+    meta: tuple[tuple[str, str], ...] = ()
+    git_commit: str | None = None
+    only: tuple[str, ...] | None = None
+    reproducible: bool = False
+    epoch: int | None = None
+    retain: str | None = None
+    hold: str | None = None
+    lock_mode: str = "governance"
+    key: str | None = None
+    password: str | None = None
+    certificate: str | None = None
+    chain: tuple[str, ...] = ()
+    recipients: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.level <= 19:
+            raise UsageError(f"--level {self.level}: from 1 to 19.")
+        if self.member_bytes < 1 << 20:
+            raise UsageError(f"--member-size {self.member_bytes}: at least 1 MiB.")
+        if self.lock_mode not in ("governance", "compliance"):
+            raise UsageError(f"--lock-mode {self.lock_mode}: governance or compliance.")
+        if self.certificate and not self.key:
+            raise UsageError("--sign-cert needs --sign-key, the private key of the certificate.")
+        if len({k for k, _ in self.meta}) != len(self.meta):
+            raise UsageError("--meta: one key is given twice.")

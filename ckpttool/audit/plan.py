@@ -1,0 +1,158 @@
+"""Where everything lies in an archive: arithmetic over names, dtypes and shapes, for the writer and for the reader.
+
+    tar:     README.txt | tensors-00001.safetensors | ... | values.json | MANIFEST.json | PROVENANCE.json | ...
+    member:  tar header 512 B | safetensors header | tensors | padding to 512 B
+
+The members with tensors are planned before a byte is copied. What follows them is small, and its length is known only
+when it is written. The reader plans again what the manifest says, and an archive that does not look like the plan, to
+the byte, is refused: there is nowhere to hide anything.
+
+Frames (seekable.py) begin at the tar header of every member and at every tensor of at least `LARGE` bytes, so that one
+tensor can be unfolded without its neighbours, and at the end of every member, where an interrupted export can go on.
+Byte planes (planes.py) are made of large tensors only. Such a tensor is stored as one of bytes (U8) with its dtype and
+shape in the metadata of its file, so that nobody takes the planes for numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .. import stfile
+from ..index import ITEMSIZE, TensorEntry
+from ..names import COMPONENTS
+from . import tarball
+from .seekable import Cut, Member
+
+__all__ = ["LARGE", "MANIFEST", "PROVENANCE", "README", "RETENTION", "SIGNATURE", "SUMS", "VALUES", "Place", "Plan", "groups", "make", "padding_after", "small"]  # fmt: skip
+
+README, VALUES, MANIFEST, PROVENANCE = "README.txt", "values.json", "MANIFEST.json", "PROVENANCE.json"
+RETENTION, SUMS, SIGNATURE = "RETENTION.json", "SHA256SUMS", "model.sig"
+#: A tensor of so many bytes begins a frame of its own.
+LARGE = 256 << 10
+
+
+class Place(NamedTuple):
+    """Where a tensor lies: its member, its first byte there, and its first byte in the tar.
+
+    `item` is the bytes of an element where they are in planes, else 1.
+    """
+
+    member: str
+    offset: int
+    at: int
+    nbytes: int
+    item: int
+
+
+@dataclass
+class Plan:
+    """The first part of the tar, up to the end of the last member with tensors.
+
+    `before[name]` are the bytes that stand before a tensor which is the first of its member; `head` those at the very
+    beginning; `end` the length of all of it, padding included.
+    """
+
+    places: dict[str, Place]
+    members: list[Member]
+    cuts: list[Cut]
+    before: dict[str, bytes]
+    head: bytes
+    headers: dict[str, bytes]
+    end: int
+
+
+def groups(tensors: Mapping[str, TensorEntry], most: int, shuffle: bool) -> list[list[str]]:
+    """Tensors by member: in the order of components and names, until `most` bytes are reached; larger ones stand alone.
+    Within a member as safetensors sorts them. The layout and the world size they come from play no part."""
+    out: list[list[str]] = []
+    size = 0
+    for name in sorted(tensors, key=lambda n: (COMPONENTS.index(str(tensors[n].path[0])), n)):
+        n = tensors[name].nbytes
+        if not out or size + n > most:
+            out.append([])
+            size = 0
+        out[-1].append(name)
+        size += n
+    for names in out:
+        names.sort(key=lambda k: stfile.sort_key(k, _stored(tensors[k], shuffle)[0]))
+    return out
+
+
+def planes(t: TensorEntry, shuffle: bool) -> int:
+    """Into how many planes a tensor is split; 1 where it is stored as it is."""
+    return ITEMSIZE[t.dtype] if shuffle and t.nbytes >= LARGE else 1
+
+
+def _stored(t: TensorEntry, shuffle: bool) -> tuple[str, tuple[int, ...]]:
+    """(dtype, shape) that the safetensors header gives a tensor."""
+    if planes(t, shuffle) > 1 or t.dtype not in stfile.CODES:
+        return "uint8", (t.nbytes,)
+    return t.dtype, t.shape
+
+
+def make(
+    grouped: Sequence[Sequence[str]], tensors: Mapping[str, TensorEntry], shuffle: bool, mtime: int, readme: bytes
+) -> Plan:
+    """The plan of members with these tensors, in this order."""
+    head = tarball.header(README, len(readme), mtime) + readme + tarball.padding(len(readme))
+    plan = Plan({}, [Member(README, tarball.BLOCK, tarball.BLOCK + len(readme))], [Cut(0, 1, False)], {}, head, {}, 0)
+    at, between = len(head), b""
+    for i, names in enumerate(grouped):
+        member = f"tensors-{i + 1:05d}.safetensors"
+        text = _header(names, tensors, shuffle)
+        plan.headers[member] = text
+        size = len(text) + sum(tensors[n].nbytes for n in names)
+        front = tarball.header(member, size, mtime) + text
+        if i == 0:
+            plan.head += front
+        else:
+            plan.before[names[0]] = between + front
+        _cut(plan, at, 1, False)
+        start = at + tarball.BLOCK
+        at += len(front)
+        for n in names:
+            t = tensors[n]
+            item = planes(t, shuffle)
+            if t.nbytes >= LARGE:
+                _cut(plan, at, item, True)
+            plan.places[n] = Place(member, at - start, at, t.nbytes, item)
+            at += t.nbytes
+            if t.nbytes >= LARGE:
+                _cut(plan, at, 1, True)
+        plan.members.append(Member(member, start, at))
+        _cut(plan, at, 1, False)
+        between = tarball.padding(size)
+        at += len(between)
+    plan.end = at
+    return plan
+
+
+def _cut(plan: Plan, at: int, item: int, fast: bool) -> None:
+    while plan.cuts and plan.cuts[-1].offset == at:
+        plan.cuts.pop()
+    plan.cuts.append(Cut(at, item, fast))
+
+
+def _header(names: Sequence[str], tensors: Mapping[str, TensorEntry], shuffle: bool) -> bytes:
+    rows = [(n, *_stored(tensors[n], shuffle)) for n in names]
+    other = {
+        n: {"dtype": tensors[n].dtype, "shape": list(tensors[n].shape), "planes": planes(tensors[n], shuffle)}
+        for n, dtype, _ in rows
+        if dtype != tensors[n].dtype
+    }
+    meta = {"format": "pt"} if not other else {"format": "pt", "ckpttool.coded": json.dumps(other, sort_keys=True)}
+    return stfile.header(rows, meta)
+
+
+def padding_after(plan: Plan) -> bytes:
+    """The zeros between the last member with tensors and what follows; none where there is no such member."""
+    last = plan.members[-1]
+    return b"" if last.name == README else tarball.padding(last.end - last.start)
+
+
+def small(name: str, data: bytes, mtime: int) -> bytes:
+    """A small member, whole."""
+    return tarball.header(name, len(data), mtime) + data + tarball.padding(len(data))

@@ -1,0 +1,146 @@
+"""How long an archive is kept: durations and dates, RETENTION.json, and S3's object lock.
+
+    RETENTION.json   {"schema": "ckpttool.retention/1", "retain_until": TIME | null, "retain": as asked for | null,
+                      "legal_hold": {"reason", "since": TIME} | null}
+
+    TIME             UTC to the second, "2033-01-01T00:00:00Z"
+
+Years and months are those of the calendar: a year after February 29 is February 28. The object lock is that of S3
+("How S3 Object Lock works": a retention mode with a date, and a legal hold, which has no date).
+"""
+
+from __future__ import annotations
+
+import calendar
+import json
+import re
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from ..errors import Corrupt, UsageError
+from ..stfile import parse as parse_json
+
+__all__ = ["SCHEMA", "age", "lock_arguments", "parse", "record", "stamp", "time_of", "until"]
+
+SCHEMA = "ckpttool.retention/1"
+_LONG, _SHORT = re.compile(r"([0-9]{1,6})([dwmy])"), re.compile(r"([0-9]{1,6})([hdwmy])")
+_HOURS = {"h": 1, "d": 24, "w": 24 * 7, "m": 24 * 31, "y": 24 * 366}
+
+
+def stamp(time: datetime) -> str:
+    """A time as it is written in records: UTC, the fraction of a second rounded up."""
+    time = time.astimezone(UTC)
+    if time.microsecond:
+        time = time.replace(microsecond=0) + timedelta(seconds=1)
+    return f"{time:%Y-%m-%dT%H:%M:%SZ}"
+
+
+def time_of(text: str) -> datetime:
+    """The time of a record.
+
+    Raises:
+        ValueError: it is not written as `stamp` writes it.
+    """
+    if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", text, re.ASCII):
+        raise ValueError(f"{text!r} is no UTC time like 2033-01-01T00:00:00Z")
+    return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC)
+
+
+def until(text: str, start: datetime) -> datetime:
+    """When a retention ends that begins at `start`: "7y", "18m" (months), "2w", "90d", a date or an ISO time (UTC if it
+    says nothing else).
+
+    Raises:
+        UsageError: it is none of these, or has passed already.
+    """
+    try:
+        if found := _LONG.fullmatch(text):
+            end = _later(start, int(found[1]), found[2])
+        else:
+            end = datetime.fromisoformat(text)
+            end = (end.replace(tzinfo=UTC) if end.tzinfo is None else end).astimezone(UTC)
+    except (ValueError, OverflowError):
+        raise UsageError(
+            f"{text!r} is no retention; give 7y, 18m (months), 2w, 90d or a date like 2033-01-01."
+        ) from None
+    if end <= start:
+        raise UsageError(f"A retention until {stamp(end)} has passed already; it is {stamp(start)}.")
+    return end
+
+
+def _later(start: datetime, n: int, unit: str) -> datetime:
+    start = start.astimezone(UTC)
+    if unit in "dw":
+        return start + timedelta(hours=n * _HOURS[unit])
+    months = start.year * 12 + start.month - 1 + n * (12 if unit == "y" else 1)
+    year, month = divmod(months, 12)
+    if year > 9999:
+        raise OverflowError
+    return start.replace(year=year, month=month + 1, day=min(start.day, calendar.monthrange(year, month + 1)[1]))
+
+
+def age(text: str) -> timedelta:
+    """How old an archive may be: "12h", "90d", "2w", "18m" (months of 31 days), "7y" (years of 366).
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    found = _SHORT.fullmatch(text)
+    if not found or not int(found[1]):
+        raise UsageError(f"{text!r} is no age; give 12h, 90d, 2w, 18m (months) or 7y.")
+    return timedelta(hours=int(found[1]) * _HOURS[found[2]])
+
+
+def record(retain: str | None, hold: str | None, start: datetime) -> bytes | None:
+    """RETENTION.json for `--retain` and `--legal-hold`; None without either.
+
+    Raises:
+        UsageError: the retention makes no sense, or the hold has no reason.
+    """
+    if retain is None and hold is None:
+        return None
+    if hold is not None and not hold.strip():
+        raise UsageError("A legal hold needs a reason: --legal-hold REASON.")
+    said = {
+        "schema": SCHEMA,
+        "retain_until": stamp(until(retain, start)) if retain is not None else None,
+        "retain": retain,
+        "legal_hold": {"reason": hold, "since": stamp(start)} if hold is not None else None,
+    }
+    return json.dumps(said, indent=1, ensure_ascii=False).encode() + b"\n"
+
+
+def parse(data: bytes, what: str) -> dict[str, Any]:
+    """What RETENTION.json says.
+
+    Raises:
+        Corrupt, Unsafe: it says something else than `record` writes; with `what`.
+    """
+    said = parse_json(data, what)
+    if not isinstance(said, dict) or said.get("schema") != SCHEMA:
+        raise Corrupt(f"{what} is of another schema than {SCHEMA!r}.")
+    try:
+        until, retain, hold = said["retain_until"], said["retain"], said["legal_hold"]
+        if set(said) != {"schema", "retain_until", "retain", "legal_hold"} or (until is None) != (retain is None):
+            raise ValueError("its fields")
+        if until is not None:
+            time_of(until)
+        if retain is not None and not isinstance(retain, str):
+            raise ValueError("retain")
+        if hold is not None:
+            if set(hold) != {"reason", "since"} or not isinstance(hold["reason"], str) or not hold["reason"].strip():
+                raise ValueError("legal_hold")
+            time_of(hold["since"])
+    except (KeyError, TypeError, ValueError) as e:
+        raise Corrupt(f"{what} is damaged: {e}.") from None
+    return said
+
+
+def lock_arguments(said: dict[str, Any] | None, mode: str = "GOVERNANCE") -> dict[str, Any]:
+    """S3's arguments of an object lock for what RETENTION.json says; nobody can shorten mode COMPLIANCE."""
+    out: dict[str, Any] = {}
+    if said and said["retain_until"]:
+        out |= {"ObjectLockMode": mode, "ObjectLockRetainUntilDate": time_of(said["retain_until"])}
+    if said and said["legal_hold"]:
+        out["ObjectLockLegalHoldStatus"] = "ON"
+    return out

@@ -1,0 +1,419 @@
+"""Encryption with age: plain bytes in, ciphertext out, in constant memory, for the public keys of those who may read.
+
+    header    "age-encryption.org/v1", a line or two for each recipient, "--- " and its MAC
+    payload   16 bytes of nonce, then pieces of 64 KiB, each with 16 bytes that prove it; the last one is marked as such
+
+So each bit of a file is proven before what it stands for is given out, and so is its end. `age -d -i key FILE` reads it.
+
+pyrage wants to read plain bytes and to write ciphertext itself. `Sealer` therefore lets it run in a thread, between two
+queues of limited size; only the caller's thread touches what is outside. Reading needs no thread.
+
+Source: the age format, https://age-encryption.org/v1 (C2SP, age.md).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..errors import CkpttoolError, Corrupt, UsageError
+from ..store import Source
+
+__all__ = ["Sealer", "parse_identities", "parse_recipients", "unseal"]
+
+WAITING = 4 << 20  # bytes of a queue at most: plain ones before the cipher, sealed ones behind it
+_MOST = 256  # pieces of a queue at most, however small
+_PIECE = 1 << 20
+_CHUNK, _TAG, _NONCE = 64 << 10, 16, 16
+_MAGIC = b"age-encryption.org/v1\n"
+_MAX_HEADER = 1 << 20  # five thousand recipients
+
+
+# --------------------------------------------------------------------------------------------------------- writing
+
+
+class _Closed(Exception):
+    """The caller has given up."""
+
+
+class _Stream:
+    """A file as pyrage wants one: to read from, or to write to."""
+
+    def __init__(self, give: Callable[[int], bytes] | None = None, take: Callable[[bytes], None] | None = None) -> None:
+        self._give, self._take = give, take
+
+    def read(self, size: int) -> bytes:
+        assert self._give is not None
+        return self._give(size)
+
+    def write(self, data: bytes) -> int:
+        assert self._take is not None
+        self._take(bytes(data))
+        return len(data)
+
+    def flush(self) -> None:
+        return None
+
+
+class Sealer:
+    """A sink for plain bytes, in front of a sink for ciphertext.
+
+    `write` is called in the threads that call `append` and `finish`, never in one of our own.
+    """
+
+    def __init__(self, write: Callable[[bytes], None], recipients: Sequence[str]) -> None:
+        self._keys = parse_recipients(recipients)
+        self._write = write
+        self._changed = threading.Condition()
+        self._plain: deque[bytes] = deque()
+        self._sealed: deque[bytes] = deque()
+        self._plain_bytes = self._sealed_bytes = 0
+        self._ended = self._closed = self._done = False
+        self._error: BaseException | None = None
+        self._at_hand = memoryview(b"")  # of the thread alone
+        self._thread = threading.Thread(target=self._run, name="ckpttool-seal", daemon=True)
+        self._thread.start()
+
+    def append(self, data: bytes | memoryview) -> None:
+        """Take plain bytes; `data` is not kept. Waits while a queue is full."""
+        view = memoryview(data).cast("B")
+        for at in range(0, len(view), _PIECE):
+            piece = bytes(view[at : at + _PIECE])
+            while not self._offer(piece):
+                pass
+
+    def finish(self) -> None:
+        """Everything is there: seal the rest and hand it to `write`."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        while not self._drained():
+            pass
+        self._thread.join()
+
+    def close(self) -> None:
+        """Stop the thread, whatever happened; what is not handed on yet is lost."""
+        self._give_up()
+        self._thread.join()
+        self._plain.clear()
+        self._sealed.clear()
+
+    def _offer(self, piece: bytes) -> bool:
+        """Put a piece into the queue, or hand on what is sealed; whether it was put there."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._sealed or self._done or self._closed or self._room(piece))
+            self._refuse_failed()
+            if not self._sealed:
+                self._plain.append(piece)
+                self._plain_bytes += len(piece)
+                self._changed.notify_all()
+                return True
+        self._hand_on()
+        return False
+
+    def _room(self, piece: bytes) -> bool:
+        return self._plain_bytes + len(piece) <= WAITING and len(self._plain) < _MOST
+
+    def _drained(self) -> bool:
+        """Hand on what is sealed; whether that was the last of it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._sealed or self._done or self._closed)
+            self._refuse_failed()
+            if not self._sealed:
+                return True
+        self._hand_on()
+        return False
+
+    def _hand_on(self) -> None:
+        with self._changed:
+            ready = b"".join(self._sealed)
+            self._sealed.clear()
+            self._sealed_bytes = 0
+            self._changed.notify_all()
+        try:
+            self._write(ready)
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _refuse_failed(self) -> None:
+        if self._closed:
+            raise CkpttoolError("encryption was given up; what was written is no whole file.")
+        if self._error is not None:
+            raise CkpttoolError(f"encryption failed ({self._error}); what was written is no whole file.")
+
+    def _give_up(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    # what follows runs in the thread
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            _library().encrypt_io(_Stream(give=self._give), _Stream(take=self._take), self._keys)
+        except BaseException as e:
+            error = e
+        with self._changed:
+            self._done, self._error = True, error
+            self._changed.notify_all()
+
+    def _give(self, size: int) -> bytes:
+        if not self._at_hand:
+            with self._changed:
+                self._changed.wait_for(lambda: self._plain or self._ended or self._closed)
+                if self._closed:
+                    raise _Closed
+                if self._plain:
+                    self._at_hand = memoryview(self._plain.popleft())
+                    self._plain_bytes -= len(self._at_hand)
+                    self._changed.notify_all()
+        out = bytes(self._at_hand[:size])
+        self._at_hand = self._at_hand[len(out) :]
+        return out
+
+    def _take(self, data: bytes) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._sealed_bytes + len(data) <= WAITING or self._closed)
+            if self._closed:
+                raise _Closed
+            self._sealed.append(data)
+            self._sealed_bytes += len(data)
+            self._changed.notify_all()
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+class _Ahead:
+    """The bytes of a file, read ahead; keeps the error that pyrage makes a text of."""
+
+    def __init__(self, source: Source, file: str, progress: Callable[[int, int], None]) -> None:
+        self.source, self.file, self.progress = source, file, progress
+        self.size = source.size(file)
+        self.at = 0  # of what is read ahead
+        self.ahead = memoryview(b"")
+        self.error: BaseException | None = None
+
+    def give(self, size: int) -> bytes:
+        try:
+            if not self.ahead and self.at < self.size:
+                n = min(_PIECE, self.size - self.at)
+                self.ahead = memoryview(self.source.read(self.file, self.at, n))
+                self.at += n
+                self.progress(self.at, self.size)
+        except BaseException as e:
+            self.error = e
+            raise
+        out = bytes(self.ahead[:size])
+        self.ahead = self.ahead[len(out) :]
+        return out
+
+
+class _Gathered:
+    """Plain bytes in pieces of a size that is worth a call."""
+
+    def __init__(self, write: Callable[[bytes], None]) -> None:
+        self.out, self.total = write, 0
+        self.held = bytearray()
+        self.error: BaseException | None = None
+
+    def take(self, data: bytes) -> None:
+        self.held += data
+        self.total += len(data)
+        if len(self.held) >= _PIECE:
+            self.flush()
+
+    def flush(self) -> None:
+        data, self.held = bytes(self.held), bytearray()
+        try:
+            if data:
+                self.out(data)
+        except BaseException as e:
+            self.error = e
+            raise
+
+
+def unseal(
+    source: Source,
+    file: str,
+    identities: Sequence[Any],
+    write: Callable[[bytes], None],
+    progress: Callable[[int, int], None],
+) -> None:
+    """Decrypt a file, in constant memory.
+
+    What is written before an error is proven to be what was sealed, but it is not all of it: do away with it.
+
+    Args:
+        identities: of `parse_identities`.
+        write: takes the plain bytes, in order.
+        progress: (bytes of the file read, bytes of the file).
+
+    Raises:
+        Corrupt: it is no age file, damaged or cut; with the place. UsageError: no identity opens it.
+    """
+    pyrage = _library()
+    what = f"{source.root}/{file}"
+    start = _payload(source, file, what)
+    reader, out = _Ahead(source, file, progress), _Gathered(write)
+    try:
+        pyrage.decrypt_io(_Stream(give=reader.give), _Stream(take=out.take), list(identities))
+        out.flush()
+    except Exception as e:
+        for inner in (reader.error, out.error):
+            if inner is not None:
+                raise inner from None
+        if isinstance(e, pyrage.DecryptError):
+            if "matching keys" in str(e):
+                raise UsageError(
+                    f"{what}: none of the {len(identities)} identities opens it. It was sealed for others, or its header "
+                    "is damaged."
+                ) from None
+            raise Corrupt(f"{what}: the header of the age file (bytes 0..{start}) is damaged: {e}.") from None
+        if not isinstance(e, OSError):
+            raise
+        place = start + out.total // _CHUNK * (_CHUNK + _TAG)
+        end = min(place + _CHUNK + _TAG, reader.size)
+        raise Corrupt(
+            f"{what}: the ciphertext is damaged or cut at bytes {place}..{end} of {reader.size} ({e}); the {out.total} "
+            "plain bytes before are good. Fetch the file again."
+        ) from None
+
+
+def _payload(source: Source, file: str, what: str) -> int:
+    """Where the pieces of an age file begin.
+
+    Raises:
+        Corrupt: it has no header, or one without end.
+    """
+    size = source.size(file)
+    head = source.read(file, 0, min(size, _MAX_HEADER))
+    if not head.startswith(_MAGIC):
+        raise Corrupt(f"{what} is no age file, or its first bytes are damaged.")
+    mac = head.find(b"\n--- ")
+    end = head.find(b"\n", mac + 1)
+    if mac < 0 or end < 0:
+        raise Corrupt(f"{what}: the header of the age file does not end within {len(head)} bytes; damaged or cut.")
+    if end + 1 + _NONCE + _TAG > size:
+        raise Corrupt(f"{what} ends at byte {size}, before the first piece of ciphertext. The copy is incomplete.")
+    return end + 1 + _NONCE
+
+
+# ------------------------------------------------------------------------------------------------------------- keys
+
+
+def parse_recipients(texts: Sequence[str]) -> list[Any]:
+    """Public keys, for pyrage.
+
+    Args:
+        texts: "age1...", "ssh-ed25519 ...", "ssh-rsa ...", or files with such a key a line and comments after "#".
+
+    Raises:
+        UsageError: one is none of these; or there is none at all.
+    """
+    _library()
+    out: list[Any] = []
+    for text in texts:
+        if text.startswith(("age1", "ssh-")):
+            out.append(_recipient(text, "the recipient"))
+            continue
+        lines = _lines(text, "recipient")
+        found = [_recipient(line, f"{text}, line {i}, the recipient") for i, line in lines]
+        if not found:
+            raise UsageError(f"{text} holds no recipients.")
+        out += found
+    if not out:
+        raise UsageError("encryption needs a recipient: age1..., an ssh public key, or a file with some.")
+    return out
+
+
+def _recipient(text: str, what: str) -> Any:
+    import pyrage
+
+    if _secret(text):
+        raise UsageError(f"{what}, is a secret key; give the public one.")
+    kind = pyrage.ssh if text.startswith("ssh-") else pyrage.x25519
+    try:
+        return kind.Recipient.from_str(text)
+    except pyrage.RecipientError:
+        raise UsageError(
+            f"{what}, is no public key of age (age1...) or ssh (ssh-ed25519, ssh-rsa), or it has a typing error. Keys of "
+            "age plugins are not known here."
+        ) from None
+
+
+def parse_identities(files: Sequence[str]) -> list[Any]:
+    """Secret keys, for pyrage.
+
+    Args:
+        files: age identity files, or ssh private keys without a password.
+
+    Raises:
+        UsageError: one of them is neither; or there is none at all.
+    """
+    pyrage = _library()
+    out: list[Any] = []
+    for file in files:
+        data = _read(file, "identity")
+        try:
+            if data.lstrip().startswith(b"-----BEGIN") and b"PRIVATE KEY" in data[:200]:
+                out.append(pyrage.ssh.Identity.from_buffer(data))
+                continue
+            found = [pyrage.x25519.Identity.from_str(line) for _, line in _stripped(data, file)]
+        except pyrage.IdentityError as e:
+            locked = "decrypted first" in str(e)
+            more = (
+                "it has a password; take a copy without"
+                if locked
+                else "neither an age identity nor an ssh-ed25519 or ssh-rsa key"
+            )
+            raise UsageError(f"{file} cannot be used as an identity: {more}.") from None
+        if not found:
+            raise UsageError(f"{file} holds no identity.")
+        out += found
+    if not out:
+        raise UsageError("decryption needs an identity: a file with an age or ssh private key.")
+    return out
+
+
+def _lines(file: str, kind: str) -> list[tuple[int, str]]:
+    return _stripped(_read(file, kind), file)
+
+
+def _stripped(data: bytes, file: str) -> list[tuple[int, str]]:
+    """(number, text) of the lines that are no comments."""
+    if data.startswith((_MAGIC, b"-----BEGIN AGE ENCRYPTED FILE")):
+        raise UsageError(f"{file} is encrypted itself; decrypt it first (age -d).")
+    try:
+        lines = [line.strip() for line in data.decode().split("\n")]
+    except UnicodeDecodeError:
+        raise UsageError(f"{file} is no text; keys are.") from None
+    return [(i, line) for i, line in enumerate(lines, 1) if line and not line.startswith("#")]
+
+
+def _read(file: str, kind: str) -> bytes:
+    if _secret(file):
+        raise UsageError(f"a secret key was given where the name of the {kind} file is due.")
+    try:
+        with open(os.path.expanduser(file), "rb") as f:
+            return f.read(1 << 20)
+    except (OSError, ValueError) as e:
+        reason = e.strerror if isinstance(e, OSError) else e
+        raise UsageError(f"the {kind} file {file[:80]!a} cannot be read: {reason}.") from None
+
+
+def _secret(text: str) -> bool:
+    return "SECRET-KEY-" in text.upper() or "PRIVATE KEY" in text
+
+
+def _library() -> Any:
+    try:
+        import pyrage
+    except ImportError as e:
+        raise UsageError(f"encryption needs pyrage ({e}): pip install 'ckpttool[audit]'") from None
+    return pyrage

@@ -1,0 +1,382 @@
+"""A store of archives, in a folder or below a URL: what lies in it, until when, what holds it, and what may go.
+
+What is known of an archive is what it says itself and what the ledger says of it. Of two retentions the longer one
+counts, and a legal hold stands until the ledger has its release, so that an archive put in the place of another does not
+shorten what was promised. An event is of an archive if it names its file, or its manifest and the time of its export; so a
+file that was renamed keeps its holds.
+
+Deletion is the exception and must be earned: policies say what is kept, and what none of them keeps goes only if it is a
+sound archive with a date, not in the future, under no retention and no hold. The ledger has the deletion before it is
+done. A hold that came between is seen there and wins.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from .. import remote
+from ..errors import CkpttoolError, RemoteError, UsageError
+from ..store import Source
+from . import ledger
+from .archive import SEALED, SUFFIX, Facts, facts, sidecar
+from .retention import stamp, time_of
+
+__all__ = ["Pruned", "Row", "evidence", "hold", "listing", "prune", "release"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """An archive of a store.
+
+    `retain_until` and `held` are those that count: of the archive and of the ledger. `verified` is when the ledger last
+    has it found sound. `damaged` says why a file is no sound archive, and then there are no facts.
+    """
+
+    name: str
+    facts: Facts | None
+    retain_until: str | None
+    held: tuple[str, ...]
+    verified: str | None
+    damaged: str | None
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What `prune` did, or would do: archives by name, and why each was kept or refused.
+
+    Refused is what no policy keeps but something else forbids to delete, and whatever cannot be judged.
+    """
+
+    deleted: tuple[str, ...] = ()
+    kept: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    freed: int = 0
+
+
+def evidence(known: Facts) -> dict[str, Any]:
+    """What an event of the ledger says of the archive it is about."""
+    return {
+        "merkle_root": known.merkle_root,
+        "manifest_sha256": known.manifest_sha256,
+        "bytes": known.bytes,
+        "created": known.created,
+    }
+
+
+def listing(store: str) -> list[Row]:
+    """The archives of a store, the newest first, then those without a date, then what is damaged.
+
+    Raises:
+        Corrupt: the ledger is damaged, or there is no such folder. RemoteError: the store fails.
+    """
+    events = ledger.read(store)
+    return sorted((_row(name, _look(store, name)[1], events) for name in _names(store)), key=_order)
+
+
+def _order(row: Row) -> tuple[Any, ...]:
+    made = _made(row.facts) if row.facts else None
+    step = row.facts.step if row.facts and row.facts.step is not None else -1
+    return row.damaged is not None, made is None, -made.timestamp() if made else 0.0, -step, _backwards(row.name)
+
+
+def _backwards(name: str) -> tuple[int, ...]:
+    return (*(-ord(c) for c in name), 1)
+
+
+def _source(store: str) -> Source:
+    return remote.RemoteSource(store) if remote.is_url(store) else Source(store)
+
+
+def _names(store: str) -> list[str]:
+    with _source(store) as source:
+        return [n for n in source.list() if n.endswith((SUFFIX, SEALED))]
+
+
+def _look(store: str, name: str) -> tuple[Source, Facts | str]:
+    """A source that has seen this archive alone, and the facts, or what is wrong with it."""
+    with _source(store) as source:
+        try:
+            return source, facts(source, name)
+        except RemoteError:
+            raise
+        except CkpttoolError as e:
+            return source, str(e)
+
+
+def _row(name: str, found: Facts | str, events: Iterable[dict[str, Any]]) -> Row:
+    known, damaged = (None, found) if isinstance(found, str) else (found, None)
+    standing = _Standing.of(name, known, events)
+    return Row(name, known, standing.retain_until, tuple(standing.holds), standing.verified, damaged)
+
+
+def _made(known: Facts) -> datetime | None:
+    try:
+        return time_of(known.created)
+    except ValueError:
+        return None
+
+
+# ------------------------------------------------------------------------------------------------- what the ledger says
+
+
+@dataclass
+class _Standing:
+    """What counts for an archive after all that happened."""
+
+    retain_until: str | None = None
+    holds: dict[str, None] = field(default_factory=dict)  # reasons, in order
+    verified: str | None = None
+    deleted: bool = False
+    lifted: set[str] = field(default_factory=set)  # reasons that this very archive was released from
+
+    @classmethod
+    def of(cls, name: str, known: Facts | None, events: Iterable[dict[str, Any]]) -> _Standing:
+        it = cls()
+        for e in events:
+            if e["archive"] == name or (known is not None and known.created and _about(e, known)):
+                it._take(e, known)
+        if known is not None:
+            it._keep(known.retain_until)
+            if known.legal_hold and known.legal_hold not in it.lifted:
+                it.holds = {known.legal_hold: None, **it.holds}
+        return it
+
+    def _take(self, e: dict[str, Any], known: Facts | None) -> None:
+        what = e["event"]
+        if what == "export":
+            if self.deleted:  # the name is used again
+                self.retain_until, self.holds, self.verified, self.deleted = None, {}, None, False
+            self.lifted = set()
+            self._keep(e.get("retain_until"))
+            if e.get("legal_hold"):
+                self.holds[str(e["legal_hold"])] = None
+        elif what == "hold":
+            self.holds[str(e.get("reason"))] = None
+            self.lifted.discard(str(e.get("reason")))
+        elif what == "release":
+            if known is not None and _about(e, known):
+                self.lifted |= {str(r) for r in e.get("released", [])}
+            self.holds = {}
+        elif what == "verify":
+            if e.get("sound") is True and (known is None or _about(e, known)):
+                self.verified = e["time"]
+        elif what in ("delete", "delete-failed"):
+            self.deleted = what == "delete"
+
+    def _keep(self, until: Any) -> None:
+        if isinstance(until, str) and (self.retain_until is None or until > self.retain_until):
+            self.retain_until = until
+
+
+def _about(e: dict[str, Any], known: Facts) -> bool:
+    return e.get("manifest_sha256") == known.manifest_sha256 and e.get("created") == known.created
+
+
+# --------------------------------------------------------------------------------------------------------------- holds
+
+
+def hold(archive: str, reason: str) -> dict[str, Any]:
+    """Put an archive under a legal hold, in the ledger and, where the store has such a thing, on the object.
+
+    Returns the entry of the ledger; its `object_lock` says whether the store holds it too.
+
+    Raises:
+        UsageError: no reason, or no such archive. RemoteError: the store does not allow it; the ledger has nothing then.
+    """
+    store, name = _placed(archive, reason)
+    _there(store, name)
+    _, known = _look(store, name)
+    said = evidence(known) if isinstance(known, Facts) else {}
+    locked = remote.is_url(archive) and remote.legal_hold(archive, True)
+    entry = ledger.append(store, "hold", name, reason=reason, object_lock=locked, **said)
+    _there(store, name)
+    return entry
+
+
+def release(archive: str, reason: str) -> dict[str, Any]:
+    """End every legal hold of an archive; `reason` says why. Retention goes on.
+
+    Raises:
+        UsageError: no reason, no such archive, or nothing holds it. RemoteError: the store still holds the object; the
+            same command again asks it again.
+    """
+    store, name = _placed(archive, reason)
+    _there(store, name)
+    _, known = _look(store, name)
+    said = evidence(known) if isinstance(known, Facts) else {}
+    events = ledger.read(store)
+    held = _row(name, known, events).held
+    before = [e for e in events if e["archive"] == name and e["event"] == "release"]
+    if held:
+        entry = ledger.append(store, "release", name, reason=reason, released=list(held), **said)
+    elif before and remote.is_url(archive):
+        entry = before[-1]
+    else:
+        raise UsageError(f"{remote.shown(archive)} is under no legal hold.")
+    if remote.is_url(archive):
+        remote.legal_hold(archive, False)
+    return entry
+
+
+def _placed(archive: str, reason: str) -> tuple[str, str]:
+    if not reason.strip():
+        raise UsageError("A legal hold, and its release, need a reason.")
+    store, name = remote.split(archive) if remote.is_url(archive) else os.path.split(os.path.abspath(archive))
+    if not name.endswith((SUFFIX, SEALED)):
+        raise UsageError(f"{remote.shown(archive)} is not named like an archive ({SUFFIX}, {SEALED}).")
+    return store, name
+
+
+def _there(store: str, name: str) -> None:
+    with _source(store) as source:
+        if not source.exists(name):
+            raise UsageError(f"{source.root}/{name}: there is no such archive.")
+
+
+# --------------------------------------------------------------------------------------------------------------- prune
+
+
+def prune(
+    store: str,
+    *,
+    keep_last: int | None = None,
+    keep_within: timedelta | None = None,
+    keep_every: int | None = None,
+    dry_run: bool = False,
+    now: datetime | None = None,
+) -> Pruned:
+    """Delete the archives that no policy keeps and nothing protects.
+
+    Args:
+        keep_last: keep the newest so many of every run (`--meta run=` of the export; those without are a run too).
+        keep_within: keep those exported in the time before `now`.
+        keep_every: keep those of training steps that are multiples of it.
+        dry_run: touch nothing, not even the ledger.
+        now: the time; that of the clock if not given.
+
+    Raises:
+        UsageError: no policy is given, or one that makes no sense. Corrupt: the ledger is damaged; nothing was deleted.
+    """
+    if keep_last is None and keep_within is None and keep_every is None:
+        raise UsageError("Say what to keep: --keep-last N, --keep-within 90d or --keep-every STEPS; or several.")
+    if any(n is not None and n < 1 for n in (keep_last, keep_every)) or (
+        keep_within is not None and keep_within <= timedelta(0)
+    ):
+        raise UsageError("--keep-last, --keep-within and --keep-every keep something; they must be more than nothing.")
+    now = (now or datetime.now(UTC)).astimezone(UTC)
+    events = ledger.read(store)
+    seen = {name: _look(store, name) for name in _names(store)}
+    rows = sorted((_row(name, known, events) for name, (_, known) in seen.items()), key=_order)
+    kept: dict[str, tuple[str, ...]] = {}
+    refused: dict[str, str] = {}
+    going: list[Row] = []
+    ranks: dict[str, int] = {}
+    for row in rows:
+        why = _not_judged(row, now)
+        if why or row.facts is None:
+            refused[row.name] = why
+            continue
+        run = row.facts.meta.get("run", "")
+        ranks[run] = rank = ranks.get(run, 0) + 1
+        reasons = _policies(row.facts, rank, now, keep_last, keep_within, keep_every)
+        if reasons:
+            kept[row.name] = reasons
+        elif why := _protected(row, now):
+            refused[row.name] = why
+        else:
+            going.append(row)
+    gone: list[Row] = []
+    for row in going:
+        why = "" if dry_run else _delete(store, row, seen[row.name][0])
+        if why:
+            refused[row.name] = why
+        else:
+            gone.append(row)
+    return Pruned(tuple(r.name for r in gone), kept, refused, sum(r.facts.bytes for r in gone if r.facts))
+
+
+def _not_judged(row: Row, now: datetime) -> str:
+    """Why nothing can be said of an archive, or ""."""
+    if row.facts is None:
+        return f"it is no sound archive: {row.damaged}"
+    made = _made(row.facts)
+    if made is None:
+        return "it has no date (it was exported with --reproducible)" if not row.facts.created else "its date is none"
+    if made > now:
+        return f"it was exported in the future, at {row.facts.created}; it is {stamp(now)}"
+    return ""
+
+
+def _policies(
+    known: Facts, rank: int, now: datetime, last: int | None, within: timedelta | None, every: int | None
+) -> tuple[str, ...]:
+    made = _made(known)
+    out: list[str] = []
+    if last is not None and rank <= last:
+        out.append(f"one of the last {last}" + (f" of run {known.meta['run']}" if "run" in known.meta else ""))
+    if within is not None and made is not None and now - made <= within:
+        out.append(f"exported within {within.days} days" if within.days else f"exported within {within}")
+    if every is not None and known.step is not None and known.step % every == 0:
+        out.append(f"step {known.step} is a multiple of {every}")
+    return tuple(out)
+
+
+def _protected(row: Row, now: datetime) -> str:
+    """Why an archive must not be deleted, or ""."""
+    if row.held:
+        return "under legal hold: " + "; ".join(row.held)
+    if row.retain_until is not None:
+        try:
+            if time_of(row.retain_until) > now:
+                return f"under retention until {row.retain_until}"
+        except ValueError:
+            return f"its retention is no time: {row.retain_until[:40]!r}"
+    return ""
+
+
+def _delete(store: str, row: Row, source: Source) -> str:
+    """Delete an archive; why it was not, or "". The ledger knows first."""
+    assert row.facts is not None
+    try:
+        source.unchanged()
+    except CkpttoolError as e:
+        return str(e)
+    entry = ledger.append(store, "delete", row.name, **evidence(row.facts))
+    events = ledger.read(store)
+    why = ""
+    # what others wrote since we looked counts as well
+    if held := _row(row.name, row.facts, [e for e in events if e["seq"] < entry["seq"]]).held:
+        why = "put under legal hold meanwhile: " + "; ".join(held)
+    else:
+        lost = row.name
+        try:
+            _remove(store, row.name)
+            if row.name.endswith(SEALED):
+                lost = sidecar(row.name)
+                _remove(store, lost)
+        except CkpttoolError as e:
+            why = str(e) if lost == row.name else f"it is deleted, but {lost} is not: {e}"
+    if why:
+        ledger.append(store, "delete-failed", row.name, why=why, **evidence(row.facts))
+    return why
+
+
+def _remove(store: str, name: str) -> None:
+    if remote.is_url(store):
+        remote.remove(f"{store.rstrip('/')}/{name}")
+        return
+    try:
+        os.unlink(os.path.join(store, name))
+        folder = os.open(store, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except FileNotFoundError:
+        pass  # gone is gone
+    except OSError as e:
+        raise CkpttoolError(f"{os.path.join(store, name)}: {e.strerror}.") from None

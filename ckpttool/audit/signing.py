@@ -1,0 +1,362 @@
+"""model.sig: an OpenSSF model-signing bundle over the files of an archive, made and checked without unpacking it.
+
+A bundle is a DSSE envelope around an in-toto statement that lists (file, SHA-256), with the signature and either a hint at
+the key or the certificates. It is what `model_signing sign` makes of the folder that the archive unpacks to, so that
+everybody can check that folder without ckpttool (model.sig itself is no part of what is signed):
+
+    tar --zstd -xf ARCHIVE.tar.zst -C DIR
+    python -m model_signing verify key DIR --signature DIR/model.sig --public_key pub.pem
+    python -m model_signing verify certificate DIR --signature DIR/model.sig --certificate_chain root.pem
+
+Keys are on the curves P-256, P-384 or P-521. A key goes by the SHA-256 of its public PEM file, which `sha256sum pub.pem`
+prints too. A certificate is judged at the time when it began to be valid, so that a signature outlives it.
+
+Sigstore's keyless signatures need a network and a browser; ckpttool makes none. Where there is one, sign the unpacked
+folder: `python -m model_signing sign sigstore DIR --signature ARCHIVE.tar.zst.sig`, and `verify sigstore` likewise.
+
+ECDSA takes a random number for each signature: the same files signed twice have two bundles.
+
+Sources: model_signing 1.1 (`_signing/signing.py` for the statement, `_cli.py` for what is left out by default);
+https://github.com/secure-systems-lab/dsse; https://docs.sigstore.dev/about/bundle/
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from .. import stfile
+from ..errors import Corrupt, Differs, Unsupported, UsageError
+
+__all__ = ["describe", "sign", "verify"]
+
+SIGNATURE = "model.sig"
+_MEDIA_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
+_CURVES = ("secp256r1", "secp384r1", "secp521r1")
+
+
+def sign(
+    resources: Sequence[tuple[str, str]],
+    name: str,
+    *,
+    key: str,
+    password: str | None = None,
+    certificate: str | None = None,
+    chain: Sequence[str] = (),
+) -> bytes:
+    """The bundle over files, (path, SHA-256 in hex) each.
+
+    Args:
+        name: what the signed model is called; it says nothing, and nobody checks it.
+        key: file of the private key, PEM.
+        certificate: file of the certificate of that key, PEM; without one the bundle only hints at the key.
+        chain: files of the certificates between that one and the root.
+
+    Raises:
+        UsageError: model-signing is not installed, or a file is not what it should be.
+    """
+    with _library() as lib, tempfile.TemporaryDirectory() as folder:
+        private = _private_key(key, password)
+        if certificate is not None:
+            found = _certificates(certificate)[0]
+            if found.public_key() != private.public_key():
+                raise UsageError(f"{certificate} is the certificate of another key than {key}.")
+            for file in chain:
+                _certificates(file)
+        config = lib.signing.Config().set_hashing_config(_known(lib, name, resources))
+        with _as_file(private) as path:
+            if certificate is None:
+                config.use_elliptic_key_signer(private_key=path)
+            else:
+                # at least one: the library cannot read none, and the certificate itself in its chain does no harm
+                config.use_certificate_signer(
+                    private_key=path, signing_certificate=certificate, certificate_chain=chain or [certificate]
+                )
+        out = os.path.join(folder, SIGNATURE)
+        config.sign(name, out)
+        with open(out, "rb") as f:
+            return f.read()
+
+
+def verify(
+    bundle: bytes,
+    resources: Sequence[tuple[str, str]],
+    *,
+    public_key: str | None = None,
+    certificates: Sequence[str] = (),
+) -> str:
+    """Who signed these files, (path, SHA-256 in hex) each; one line.
+
+    Args:
+        public_key: file of the public key, PEM, for a bundle that was signed with a key.
+        certificates: files of the root certificates that are trusted, PEM, for one that was signed with a certificate.
+
+    Raises:
+        Differs: the signature is not good, or files were changed, added or taken away since.
+        Corrupt: the bundle is damaged. Unsupported: model-signing before 1.0 made it.
+        UsageError: model-signing is not installed, or what would prove the signature is not given or cannot be read.
+    """
+    material = _material(bundle)
+    with _library() as lib, tempfile.TemporaryDirectory() as folder:
+        config = lib.verifying.Config()
+        if "publicKey" in material:
+            _use_key(config, material["publicKey"]["hint"], public_key, certificates)
+        else:
+            _use_certificates(config, certificates)
+        known = _known(lib, "", resources)
+        config.set_hashing_config(known)
+        path = os.path.join(folder, SIGNATURE)
+        with open(path, "wb") as f:
+            f.write(bundle)
+        try:
+            config.verify(folder, path)
+        except Exception as e:  # of the library's many parts; it has no class of its own
+            if known.manifest.signed is not None:
+                raise _difference(known.manifest.signed, resources) from None
+            if type(e).__name__ == "ValidationError":
+                raise Corrupt(f"{SIGNATURE} is no signature bundle, or damaged ({_reason(e)}).") from None
+            raise Differs(
+                f"{SIGNATURE}: the signature is not good: {_reason(e)}. It names {_who(material)}, which is not proven."
+            ) from None
+    return _who(material)
+
+
+def describe(bundle: bytes) -> str:
+    """Who is said to have signed, without any proof; works without model-signing.
+
+    Raises:
+        Corrupt: the bundle is damaged. Unsupported: model-signing before 1.0 made it.
+    """
+    return _who(_material(bundle))
+
+
+# --------------------------------------------------------------------------------------------------------- bundles
+
+
+def _material(bundle: bytes) -> dict[str, Any]:
+    """The verification material, checked: {"publicKey": {"hint": str}} or {"x509CertificateChain": ...}."""
+    tree = stfile.parse(bundle, SIGNATURE)
+    try:
+        if tree["mediaType"] != _MEDIA_TYPE:
+            raise ValueError(f"its media type is {str(tree['mediaType'])[:80]!a}")
+        envelope, material = tree["dsseEnvelope"], tree["verificationMaterial"]
+        for text in (envelope["payload"], envelope["signatures"][0]["sig"]):
+            base64.b64decode(text, validate=True)
+        if "publicKey" in material:
+            hint = material["publicKey"].get("hint")
+            if not hint:
+                raise Unsupported(
+                    f"{SIGNATURE} does not say which key has signed; model-signing before 1.0 made it. Check it with that, "
+                    "or sign again."
+                )
+            bytes.fromhex(hint)
+        else:
+            for row in material["x509CertificateChain"]["certificates"] or [{}]:
+                base64.b64decode(row["rawBytes"], validate=True)
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as e:
+        raise Corrupt(f"{SIGNATURE} is no signature bundle, or damaged ({type(e).__name__}: {e}).") from None
+    found: dict[str, Any] = material
+    return found
+
+
+def _who(material: dict[str, Any]) -> str:
+    if "publicKey" in material:
+        return f"EC key SHA256:{material['publicKey']['hint']}"
+    der = base64.b64decode(material["x509CertificateChain"]["certificates"][0]["rawBytes"])
+    fingerprint = f"certificate SHA256:{hashlib.sha256(der).hexdigest()}"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what a later cryptography will refuse in old certificates
+            from cryptography import x509
+
+            cert = x509.load_der_x509_certificate(der)
+            text = (
+                f"certificate {cert.subject.rfc4514_string()}, by {cert.issuer.rfc4514_string()}, valid "
+                f"{cert.not_valid_before_utc:%Y-%m-%d} to {cert.not_valid_after_utc:%Y-%m-%d}, {fingerprint[12:]}"
+            )
+    except ImportError:
+        return fingerprint
+    except ValueError as e:
+        raise Corrupt(f"{SIGNATURE} holds a certificate that cannot be read ({e}).") from None
+    return _clean(text)
+
+
+def _difference(signed: Any, resources: Sequence[tuple[str, str]]) -> Differs | Unsupported:
+    """Which files are not those of a manifest that is proven to be signed."""
+    how = signed.serialization_type
+    if (how.get("method"), how.get("hash_type")) != ("files", "sha256"):
+        return Unsupported(
+            f"{SIGNATURE} signs the {how.get('hash_type')!a} of {how.get('method')!a}; an archive lists the SHA-256 of its "
+            "files. Unpack it and check it with model_signing."
+        )
+    then, now = {r.identifier: r.digest.digest_hex for r in signed.resource_descriptors()}, dict(resources)
+    faults = {
+        "changed": [n for n in now if n in then and now[n] != then[n]],
+        "not signed": [n for n in now if n not in then],
+        "missing": [n for n in then if n not in now],
+    }
+    said = "; ".join(f"{what}: {_names(names)}" for what, names in faults.items() if names)
+    return Differs(
+        f"{SIGNATURE}: the signature is good, but the files are others than those signed ({said}). They were altered "
+        "afterwards, or the signature is that of another archive."
+    )
+
+
+def _names(names: list[str]) -> str:
+    shown = ", ".join(ascii(n)[1:-1][:200] for n in sorted(names)[:5])
+    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _reason(e: Exception) -> str:
+    """What the library found, in a line; a signature that does not fit comes without a word."""
+    return _clean(" ".join(str(e).split()).rstrip(".")[:200]) or "it does not fit what is said to be signed"
+
+
+def _clean(text: str) -> str:
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+# ------------------------------------------------------------------------------------------------------------- keys
+
+
+def _use_key(config: Any, hint: str, public_key: str | None, certificates: Sequence[str]) -> None:
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives import serialization
+
+    if public_key is None:
+        given = "with a key, not with a certificate" if certificates else "with a key"
+        raise UsageError(f"the archive was signed {given} (EC key SHA256:{hint}); give --public-key.")
+    try:
+        found = serialization.load_pem_public_key(_read(public_key))
+    except (ValueError, UnsupportedAlgorithm):
+        raise UsageError(f"{public_key} is no public key in PEM form.") from None
+    _refuse_curve(found, public_key)
+    pem = found.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    if hashlib.sha256(pem).hexdigest() != hint:
+        raise Differs(
+            f"{SIGNATURE} was made with another key: EC key SHA256:{hint}, not {public_key} "
+            f"(SHA256:{hashlib.sha256(pem).hexdigest()})."
+        )
+    config.use_elliptic_key_verifier(public_key=public_key)
+
+
+def _use_certificates(config: Any, certificates: Sequence[str]) -> None:
+    if not certificates:  # the library would trust whoever has a web site
+        raise UsageError("the archive was signed with a certificate; give --cert, the root that you trust.")
+    for file in certificates:
+        _certificates(file)
+    config.use_certificate_verifier(certificate_chain=certificates)
+
+
+def _private_key(file: str, password: str | None) -> Any:
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives import serialization
+
+    data = _read(file)
+    try:
+        found = serialization.load_pem_private_key(data, None if password is None else password.encode())
+    except TypeError:
+        raise UsageError(
+            f"{file} is encrypted; give its password." if password is None else f"{file} has no password; give none."
+        ) from None
+    except (ValueError, UnsupportedAlgorithm):
+        more = "" if password is None else ", or the password is another"
+        raise UsageError(f"{file} is no private key in PEM form{more}.") from None
+    _refuse_curve(found, file)
+    return found
+
+
+def _refuse_curve(key: Any, file: str) -> None:
+    curve = getattr(getattr(key, "curve", None), "name", None)
+    if curve not in _CURVES:
+        raise UsageError(f"{file} is no elliptic-curve key on P-256, P-384 or P-521; model-signing knows only those.")
+
+
+def _certificates(file: str) -> Any:
+    from cryptography import x509
+
+    try:
+        return x509.load_pem_x509_certificates(_read(file))
+    except ValueError:
+        raise UsageError(f"{file} holds no certificates in PEM form.") from None
+
+
+def _read(file: str) -> bytes:
+    try:
+        with open(file, "rb") as f:
+            return f.read(1 << 20)
+    except OSError as e:
+        raise UsageError(f"{file} cannot be read: {e.strerror}.") from None
+
+
+@contextmanager
+def _as_file(private: Any) -> Iterator[str]:
+    """A path that the library reads the key from: a pipe, so that a decrypted key is never on a disk.
+
+    The library takes keys by path only, a password in the wrong type, and none beside a certificate.
+    """
+    from cryptography.hazmat.primitives import serialization
+
+    pem = private.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    out, into = os.pipe()
+    try:
+        try:
+            os.write(into, pem)  # some hundred bytes, less than any pipe holds
+        finally:
+            os.close(into)
+        yield f"/dev/fd/{out}"
+    finally:
+        os.close(out)
+
+
+# ------------------------------------------------------------------------------------------------------ the library
+
+
+@contextmanager
+def _library() -> Iterator[Any]:
+    """model_signing, which warns and logs where there is nothing to say."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            import model_signing
+        except ImportError as e:
+            raise UsageError(f"signatures need model-signing ({e}): pip install 'ckpttool[audit]'") from None
+        log = logging.getLogger("model_signing")
+        if not log.handlers:
+            log.addHandler(logging.NullHandler())
+        yield model_signing
+
+
+def _known(lib: Any, name: str, resources: Sequence[tuple[str, str]]) -> Any:
+    """A way of hashing a folder that knows the hashes; `manifest.signed` is what they were compared with."""
+    from model_signing._hashing.hashing import Digest
+
+    class Listed(lib.manifest.Manifest):  # type: ignore[misc]
+        signed: Any = None
+
+        def __eq__(self, other: object) -> bool:
+            self.signed = other
+            return bool(super().__eq__(other))
+
+    class Known(lib.hashing.Config):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            kind = lib.manifest.SerializationType.from_args(
+                {"method": "files", "hash_type": "sha256", "allow_symlinks": False, "ignore_paths": [SIGNATURE]}
+            )
+            items = [kind.new_item(path, Digest("sha256", bytes.fromhex(digest))) for path, digest in resources]
+            self.manifest = Listed(name, items, kind)
+
+        def hash(self, model_path: Any, *, files_to_hash: Any = None) -> Any:
+            return self.manifest
+
+    return Known()

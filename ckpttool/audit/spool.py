@@ -1,0 +1,104 @@
+"""An encrypted archive while it is read: its plain bytes in a file without a name.
+
+age has no random access, so what needs it (restoring, verifying by frames) reads from a spool: a file that is removed
+from its folder before the first byte is written, so that plain bytes go away with the process, whatever ends it.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+
+from ..draft import write_error
+from ..errors import Corrupt, NoSpace
+from ..store import Identity, Source
+from . import sealing
+from .archive import SEALED, SUFFIX
+
+__all__ = ["Spool", "unsealed"]
+
+
+class Spool(Source):
+    """One file without a name."""
+
+    local = False
+
+    def __init__(self, folder: str, root: str, name: str) -> None:
+        self.root, self.name = root, name
+        self._end = 0
+        try:
+            self._fd, path = tempfile.mkstemp(prefix=".ckpttool-", dir=folder)
+            os.unlink(path)
+        except OSError as e:
+            raise write_error(e, folder) from e
+
+    def append(self, data: bytes) -> None:
+        """The next bytes."""
+        done = 0
+        while done < len(data):
+            try:
+                done += os.write(self._fd, data[done:])
+            except OSError as e:
+                raise NoSpace(
+                    f"{self.root}: the plain bytes of {self.name} do not fit ({e.strerror}); choose a roomier --scratch."
+                ) from e
+        self._end += len(data)
+
+    def list(self, folder: str = "") -> list[str]:
+        """The file."""
+        return [] if folder else [self.name]
+
+    def exists(self, name: str) -> bool:
+        """Whether it is that file."""
+        return name == self.name
+
+    def size(self, name: str) -> int:
+        """Bytes so far."""
+        return self._end
+
+    def readinto(self, name: str, offset: int, into: memoryview) -> None:
+        """Bytes from an offset on."""
+        got = 0
+        while got < len(into):
+            n = os.preadv(self._fd, [into[got:]], offset + got)
+            if not n:
+                raise Corrupt(f"{self.root}/{self.name} ends at byte {offset + got}.")
+            got += n
+
+    def identities(self) -> dict[str, Identity]:
+        """None: nobody else can reach the file."""
+        return {}
+
+    def unchanged(self) -> None:
+        """As `identities`."""
+
+    def close(self) -> None:
+        """The bytes are gone."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def unsealed(
+    source: Source, file: str, identities: Sequence[str], folder: str, progress: Callable[[str, int, int], None]
+) -> tuple[Spool, str]:
+    """The plain bytes of an encrypted archive, and the name of the archive among them.
+
+    Args:
+        identities: files with age identities or ssh private keys.
+        folder: where the file without a name lies; it needs as many bytes as the archive.
+
+    Raises:
+        UsageError: no identity fits. Corrupt: the ciphertext is damaged. NoSpace: the folder is full.
+    """
+    name = file.removesuffix(SEALED) + SUFFIX
+    spool = Spool(folder, source.root, name)
+    try:
+        sealing.unseal(
+            source, file, sealing.parse_identities(identities), spool.append, lambda a, b: progress("decrypt", a, b)
+        )
+    except BaseException:
+        spool.close()
+        raise
+    return spool, name

@@ -1,0 +1,75 @@
+"""Headers of the tar inside an archive: regular files with plain names, and nothing else.
+
+A header is 512 bytes, as the standard library's tarfile makes them in the GNU format (sizes beyond 8 GiB in base 256);
+the data is padded with zeros to 512; two zero blocks end the tar. Reading is the inverse and no more: a header must be,
+byte for byte, the one that would be written for its name, size and time, so there are no links, devices, sparse files,
+extensions or owners to be careful with.
+
+Source: POSIX.1-2017, pax, "ustar Interchange Format"; the GNU tar manual, "Basic Tar Format".
+"""
+
+from __future__ import annotations
+
+import tarfile
+from typing import NamedTuple
+
+from ..errors import Corrupt, Unsafe
+
+__all__ = ["BLOCK", "END", "Entry", "entry", "header", "padding"]
+
+BLOCK = 512
+END = bytes(2 * BLOCK)
+
+
+class Entry(NamedTuple):
+    """What a header says: name, bytes of data, time of modification in seconds."""
+
+    name: str
+    size: int
+    mtime: int
+
+
+def header(name: str, size: int, mtime: int) -> bytes:
+    """The block before a member's data."""
+    info = tarfile.TarInfo(name)
+    info.size, info.mtime, info.mode = size, mtime, 0o644
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
+def padding(size: int) -> bytes:
+    """The zeros behind a member's data."""
+    return bytes(-size % BLOCK)
+
+
+def entry(block: bytes, what: str) -> Entry | None:
+    """What a header says; None for the zero block that ends a tar.
+
+    Raises:
+        Corrupt: it is no header. Unsafe: it is one that no archive of ours has.
+    """
+    if len(block) != BLOCK:
+        raise Corrupt(f"{what}: the tar ends within a header. The copy is incomplete.")
+    if not any(block):
+        return None
+    try:
+        info = tarfile.TarInfo.frombuf(block, "utf-8", "strict")
+    except (tarfile.HeaderError, ValueError) as e:
+        raise Corrupt(f"{what}: a tar header is damaged ({e}).") from None
+    found = Entry(info.name, info.size, int(info.mtime))
+    kind = {tarfile.SYMTYPE: "a symbolic link", tarfile.LNKTYPE: "a hard link", tarfile.DIRTYPE: "a folder",
+            tarfile.CHRTYPE: "a device", tarfile.BLKTYPE: "a device", tarfile.FIFOTYPE: "a pipe"}.get(info.type)  # fmt: skip
+    if kind or info.type != tarfile.REGTYPE:
+        raise Unsafe(f"{what}: member {short(info.name)} is {kind or 'no regular file'}; an archive holds only those.")
+    try:
+        same = header(*found) == block
+    except (ValueError, UnicodeError):
+        same = False
+    if found.size < 0 or found.mtime < 0 or not same:
+        raise Unsafe(f"{what}: the header of member {short(info.name)} is not one that ckpttool writes.")
+    return found
+
+
+def short(name: str) -> str:
+    """A name as a message shows it: whatever it holds, however long it is."""
+    text = ascii(name)
+    return text if len(text) <= 80 else text[:60] + f"...' ({len(name)} characters)"

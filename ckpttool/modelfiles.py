@@ -1,0 +1,111 @@
+"""Files that lie beside a checkpoint and belong to it: the model's config and tokenizer, the trainer's configuration.
+
+Read as data, small ones only; no pickles, and nothing whose name says that it is a secret.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from . import stfile
+from .errors import CkpttoolError, Corrupt, Unsafe, Unsupported
+from .store import Source
+
+__all__ = ["beside", "of_model", "read_config", "training_files"]
+
+_MODEL = re.compile(
+    r"config\.json|generation_config\.json|tokenizer[^/]*|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|"
+    r"merges\.txt|[^/]*\.(model|tiktoken|jinja)|(pre)?processor_config\.json|chat_template[^/]*|adapter_config\.json|"
+    r"video_preprocessor_config\.json"
+)
+_TRAINING = re.compile(
+    r"[^/]*(config|args|params)[^/]*\.(json|ya?ml|toml)|trainer_state\.json|recipe\.ya?ml", re.IGNORECASE
+)
+_SECRET = re.compile(r"secret|credential|passw|token(?!izer)|api.?key|private", re.IGNORECASE)
+_MOST_BYTES = 256 << 20
+_MOST_TRAINING_BYTES = 4 << 20
+
+
+def read_config(source: Source, name: str = "config.json") -> dict[str, Any]:
+    """config.json of a folder.
+
+    Raises:
+        Corrupt, Unsafe: it is no JSON object.
+    """
+    data = stfile.parse(source.read_all(name, 16 << 20), f"{source.root}/{name}")
+    if not isinstance(data, dict):
+        raise Corrupt(f"{source.root}/{name} is not a JSON object.")
+    return data
+
+
+def _of_folder(source: Source) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
+    names = [n for n in source.list() if _MODEL.fullmatch(n) and source.exists(n)]
+    found = read_config(source) if "config.json" in names else None
+    return found, {n: source.read_all(n, _MOST_BYTES) for n in names}
+
+
+def of_model(config: str) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
+    """(config.json, files to copy) of a folder or a model id.
+
+    Raises:
+        Unsupported: it is neither.
+    """
+    if not os.path.isdir(config):
+        if os.path.isfile(config):
+            config = os.path.dirname(os.path.abspath(config))
+        else:
+            from huggingface_hub import snapshot_download
+
+            try:
+                config = snapshot_download(
+                    config, allow_patterns=["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+                )
+            except Exception as e:
+                raise Unsupported(
+                    f"--config {config}: neither a folder nor a model id that can be fetched ({e})."
+                ) from None
+    with Source(config) as source:
+        return _of_folder(source)
+
+
+def beside(source: Source, given: str | None, notes: list[str]) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
+    """(config.json, files to copy) of the model given, or found with the source or beside it."""
+    if given is not None:
+        return of_model(given)
+    for below in ("", "huggingface", "hf", "..") if source.local else ("",):
+        try:
+            if not below:
+                config, files = _of_folder(source)
+            elif os.path.isfile(os.path.join(source.root, below, "config.json")):
+                config, files = of_model(os.path.join(source.root, below))
+            else:
+                continue
+        except (Corrupt, Unsafe):
+            continue
+        if config and "model_type" in config:
+            where = os.path.relpath(os.path.join(source.root, below), source.root)
+            notes.append(f"config and tokenizer files taken from {where!r} beside the source")
+            return config, files
+    notes.append(
+        "no config.json beside the source: from_pretrained needs one, and without it names are written as they are in "
+        "memory and tied weights twice; give --config DIR or HF_ID"
+    )
+    return None, {}
+
+
+def training_files(source: Source, given: str | None) -> dict[str, bytes]:
+    """The configuration that a checkpoint was made with: files of the model, and those of the trainer in the folder of the
+    checkpoint and in the one above it, by name; the nearest counts."""
+    out = dict(beside(source, given, [])[1])
+    for folder in ("", "..") if source.local else ("",):
+        where = Source(os.path.join(source.root, folder)) if folder else source
+        for name in where.list():
+            if name in out or not _TRAINING.fullmatch(name) or _SECRET.search(name) or not where.exists(name):
+                continue
+            try:
+                out[name] = where.read_all(name, _MOST_TRAINING_BYTES)
+            except CkpttoolError:
+                continue  # a link that leads out, or a large one: not what is looked for
+    return {n: out[n] for n in sorted(out)}

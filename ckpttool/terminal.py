@@ -1,0 +1,133 @@
+"""What all commands share: arguments that mean the same everywhere, sizes, progress on stderr, data on stdout."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from typing import Annotated, Any
+
+import typer
+
+from .errors import UsageError
+
+__all__ = [
+    "Config", "FlatLayout", "From", "Json", "Like", "Meter", "Only", "Quiet", "Src", "Tag", "Wrap", "bytes_of", "comma",
+    "draw", "note", "peak", "print_json",
+]  # fmt: skip
+
+Src = Annotated[str, typer.Argument(help="A checkpoint: a folder or a file, in any layout.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no notes.")]
+From = Annotated[str | None, typer.Option("--from", help="Layout of the source, where its files alone do not tell.")]
+Config = Annotated[
+    str | None, typer.Option("--config", help="Folder or id of a Hugging Face model: config and tokenizer files.")
+]
+Like = Annotated[
+    str | None, typer.Option("--like", help="Checkpoint of the same model, whose names, shapes and order are used.")
+]
+FlatLayout = Annotated[
+    str | None, typer.Option("--flat-layout", help="File with what ckpttool.describe_fsdp1(model) gave in the job.")
+]
+Wrap = Annotated[
+    str | None,
+    typer.Option("--wrap", help="Modules that FSDP1 wrapped; * is one name, ** any.", metavar="PATTERN,..."),
+]
+Tag = Annotated[str | None, typer.Option("--tag", help="Which DeepSpeed save, where a folder holds several.")]
+Only = Annotated[
+    str | None, typer.Option("--only", help="Components to take, e.g. model,optim.", metavar="model,optim,...")
+]
+
+
+def comma(text: str | None) -> list[str] | None:
+    return [t.strip() for t in text.split(",") if t.strip()] if text else None
+
+
+def bytes_of(text: str) -> int:
+    """A size as people write it: 5GB, 500MiB, 1000000."""
+    m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    if not m:
+        raise UsageError(f"{text!r} is no size; write 5GB or 500MiB.")
+    return int(float(m[1]) * (1024 if m[3] else 1000) ** " kmgt".index(m[2] or " "))
+
+
+class Meter:
+    """Progress on stderr: a live bar on a terminal, a line every ten seconds in a log, nothing with --quiet."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.quiet = quiet
+        self.bar: Any = None
+        self.task: Any = None
+        self.what, self.began, self.said = "", 0.0, 0.0
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if self.quiet:
+            return
+        now = time.monotonic()
+        if what != self.what:
+            self.close()
+            self.what, self.began, self.said = what, now, now
+            if sys.stderr.isatty():
+                self._start(what, total)
+        if self.bar is not None:
+            if now - self.said > 0.1 or done == total:
+                self.bar.update(self.task, completed=done, memory=peak())
+                self.said = now
+        elif now - self.said >= 10:
+            rate = done / (now - self.began)
+            left = (total - done) / rate if rate else 0
+            print(
+                f"{what} {done / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e9:.2f} GB/s, {left:.0f} s left, {peak()}",
+                file=sys.stderr,
+                flush=True,
+            )
+            self.said = now
+
+    def _start(self, what: str, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        bar = Progress(
+            TextColumn("{task.description:8s}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+            TimeRemainingColumn(), TextColumn("{task.fields[memory]}"), console=Console(stderr=True), transient=True,
+        )  # fmt: skip
+        self.task = bar.add_task(what, total=max(1, total), memory="")
+        bar.start()
+        self.bar = bar
+
+    def close(self) -> None:
+        """Take the bar off the screen."""
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+
+def peak() -> str:
+    import resource
+
+    return f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB"
+
+
+def note(text: str, quiet: bool = False) -> None:
+    if not quiet:
+        print(text, file=sys.stderr)
+
+
+def print_json(data: Any) -> None:
+    print(json.dumps(data, indent=1, ensure_ascii=False, default=str))
+
+
+def draw(*renderables: Any) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    for r in renderables:
+        console.print(r)

@@ -1,0 +1,284 @@
+"""audit: one archive that holds a state for years, NAME.tar.zst.
+
+    README.txt  tensors-00001.safetensors ...  values.json  MANIFEST.json  PROVENANCE.json  [RETENTION.json]
+    SHA256SUMS  [model.sig]                                   one tar, in independent zstd frames, with a seek table
+
+docs/archive.md has the format, ckpttool/audit/plan.py the arithmetic of it. Tensors are ordered by name and values by
+name, so that the layout and the world size of the source play no part. Reading is by `Archive`, whose members are files;
+an encrypted archive (NAME.tar.zst.age) is read by `audit verify` and `audit restore`, which take its key.
+
+Tied tensors are stored under each of their names, since some layouts know of them and others do not; that they were one
+is in PROVENANCE.json.
+"""
+
+from __future__ import annotations
+
+import base64
+import getpass
+import json
+import os
+import platform
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from ckpttool import modelfiles
+from ckpttool._version import __version__
+from ckpttool.audit import manifest as records
+from ckpttool.audit import plan, retention, signing, tarball, values
+from ckpttool.audit.archive import SEALED, SUFFIX, Archive, told
+from ckpttool.audit.options import ArchiveOptions
+from ckpttool.audit.sealing import Sealer
+from ckpttool.audit.seekable import FrameWriter
+from ckpttool.draft import Draft, DraftFile, Sink
+from ckpttool.errors import Corrupt, UsageError
+from ckpttool.index import Checkpoint, Chunks, TensorEntry, joined, twins
+from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions
+from ckpttool.names import counted
+from ckpttool.store import Source
+
+__all__ = ["LAYOUTS"]
+
+_ZSTD, _AGE = b"\x28\xb5\x2f\xfd", b"age-encryption.org/"
+
+
+def detect(where: Place) -> tuple[bool, str]:
+    """A zstd file with the name of an archive, or an encrypted one."""
+    source, file = where
+    if file is None:
+        return False, "no file"
+    if not file.endswith((SUFFIX, SEALED)):
+        return False, f"not named {SUFFIX} or {SEALED}"
+    magic = source.read(file, 0, min(len(_AGE), source.size(file)))
+    if magic.startswith(_ZSTD):
+        return True, "is a zstd file with the name of an archive"
+    return magic == _AGE, "is encrypted with age" if magic == _AGE else "neither a zstd nor an age file"
+
+
+def mount(where: Place) -> Place:
+    """The members of the archive as files.
+
+    Raises:
+        UsageError: it is encrypted.
+    """
+    source, file = where
+    assert file is not None
+    if isinstance(source, Archive):
+        return where
+    if file.endswith(SEALED):
+        raise UsageError(
+            f"{source.root}/{file} is encrypted. `ckpttool audit restore --identity FILE` and `audit verify --identity "
+            "FILE` read it."
+        )
+    return Place(Archive(source, file), None)
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+def read(where: Place, options: ReadOptions) -> Checkpoint:
+    """The index of an archive: its manifest."""
+    source = where.source
+    assert isinstance(source, Archive)
+    found, said = source.manifest, source.provenance
+    files = list(source.plan.headers)
+    number = {f: i for i, f in enumerate(files)}
+    tensors: dict[str, TensorEntry] = {}
+    for name, t in found.tensors.items():
+        p = source.plan.places[name]
+        tensors[name] = replace(t, chunks=Chunks.whole(t.shape, number[p.member], p.offset, p.nbytes))
+    held = values.decode(source.read_all(plan.VALUES, 1 << 30), f"{source.root}/{plan.VALUES}")
+    out = Checkpoint("audit", source.root, None, files, [source.size(f) for f in files], tensors, held)
+    out.recorded = dict(found.digests)
+    try:
+        origin = said.get("source") or {}
+        out.world_size, out.trainer = origin.get("world_size"), origin.get("trainer")
+        out.origin = {tuple(a): tuple(b) for a, b in said.get("origin") or ()}
+        for name, kept in (said.get("tied") or {}).items():
+            if found.digests[name] == found.digests[kept] and tensors[name].shape == tensors[kept].shape:
+                tensors[name] = replace(tensors[kept], path=tensors[name].path)
+    except (AttributeError, TypeError, ValueError, KeyError) as e:
+        raise Corrupt(f"{source.root}/{plan.PROVENANCE} is damaged ({type(e).__name__}).") from None
+    if source.exists("config.json"):
+        out.config = modelfiles.read_config(source)
+    return out
+
+
+# --------------------------------------------------------------------------------------------------------- writing
+
+
+def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
+    """One archive.
+
+    Raises:
+        Unsupported: a value is of no kind that values.json holds.
+    """
+    how: ArchiveOptions = options.archive or ArchiveOptions()
+    suffix = SEALED if how.recipients else SUFFIX
+    if not options.target.endswith(suffix):
+        kind = "an encrypted archive" if how.recipients else "an archive"
+        raise UsageError(f"{options.target}: name {kind} *{suffix}.")
+    wanted = {n: replace(t, dtype=options.cast(n, t.dtype)) for n, t in ckpt.tensors.items()}
+    mtime = _mtime(how, source)
+    readme = records.readme(how.shuffle)
+    grouped = plan.groups(wanted, how.member_bytes, how.shuffle)
+    planned = plan.make(grouped, wanted, how.shuffle, mtime, readme)
+    held = values.encode(ckpt.values)
+    tensors: dict[str, TensorEntry] = {}
+    for name in (n for names in grouped for n in names):
+        t, p = wanted[name], planned.places[name]
+        tensors[name] = TensorEntry(t.dtype, t.shape, t.path, Chunks.whole(t.shape, 0, p.at, p.nbytes))
+    sinks: list[FrameWriter] = []
+
+    def coded(write: Callable[[bytes | memoryview], None], jobs: int, state: dict[str, Any] | None) -> Sink:
+        seal = Sealer(write, how.recipients) if how.recipients else None
+        frames = FrameWriter(
+            seal.append if seal else write, planned.cuts, planned.members, level=how.level, jobs=jobs, state=state
+        )
+        sinks.append(frames)
+        return _Sealed(frames, seal) if seal else frames
+
+    now = _time(how) or datetime.now(UTC).replace(microsecond=0)
+    provenance = _provenance(how, now, ckpt, source, options.config)
+    kept = retention.record(how.retain, how.hold, now)
+    said = retention.parse(kept, plan.RETENTION) if kept is not None else None
+
+    def tail(file: int, written: object, digests: Mapping[str, Any]) -> bytes:
+        hashed = sinks[-1].sums()
+        hashes = {m.name: (m.end - m.start, hashed[m.name]) for m in planned.members}
+        hashes[plan.VALUES] = (len(held), records.sha256(held))
+        manifest = records.Manifest(
+            {n: wanted[n] for n in tensors}, {n: digests[n] for n in tensors}, grouped, hashes, how.shuffle,
+            counted(ckpt.value),
+        )  # fmt: skip
+        smalls = {
+            plan.VALUES: held,
+            plan.MANIFEST: records.encode(manifest, planned.places),
+            plan.PROVENANCE: _dump(provenance),
+        }
+        if kept is not None:
+            smalls[plan.RETENTION] = kept
+        listed = [(n, h) for n, (_, h) in hashes.items() if n != plan.VALUES]
+        listed += [(n, records.sha256(data)) for n, data in smalls.items()]
+        smalls[plan.SUMS] = records.sums(listed)
+        if how.key is not None:
+            listed.append((plan.SUMS, records.sha256(smalls[plan.SUMS])))
+            smalls[plan.SIGNATURE] = signing.sign(
+                listed, options.target, key=how.key, password=how.password, certificate=how.certificate, chain=how.chain
+            )
+        draft.about = asdict(told(
+            options.target, 0, manifest, records.sha256(smalls[plan.MANIFEST]), provenance,
+            said, signed=how.key is not None,
+            encrypted=bool(how.recipients),
+        ))  # fmt: skip
+        out = b"".join(plan.small(n, data, mtime) for n, data in smalls.items())
+        return plan.padding_after(planned) + out + tarball.END
+
+    size = planned.end + len(held) + 400 * len(tensors) + sum(map(len, planned.headers.values())) + (1 << 20)
+    made = DraftFile(options.target, size, planned.head, coded)
+    out = Checkpoint("audit", options.target, None, [options.target], [size], tensors, dict(ckpt.values))
+    draft = Draft(
+        out, {n: ckpt.tensors[n] for n in tensors}, [made],
+        before=lambda name, entry, row, written: planned.before.get(name, b""), tail=tail,
+        lock=retention.lock_arguments(said, how.lock_mode.upper()),
+    )  # fmt: skip
+    return draft
+
+
+class _Sealed:
+    """Frames that go through a cipher, which begins anew when it is interrupted."""
+
+    def __init__(self, frames: FrameWriter, seal: Sealer) -> None:
+        self.frames, self.seal = frames, seal
+        self.append, self.settle, self.state = frames.append, frames.settle, frames.state
+
+    @property
+    def at(self) -> int:
+        return self.frames.at
+
+    def resumable(self) -> bool:
+        return False
+
+    def finish(self) -> None:
+        self.frames.finish()
+        self.seal.finish()
+
+    def close(self) -> None:
+        self.frames.close()
+        self.seal.close()
+
+
+def _time(how: ArchiveOptions) -> datetime | None:
+    return None if how.epoch is None else datetime.fromtimestamp(how.epoch, UTC)
+
+
+def _mtime(how: ArchiveOptions, source: Source) -> int:
+    """The time of the members: that of the newest file of the source; where reproducible, that which was given."""
+    if how.reproducible:
+        return how.epoch or 0
+    return max([0, *(i[3] // 1_000_000_000 for i in source.identities().values())])
+
+
+def _dump(data: Mapping[str, Any]) -> bytes:
+    return (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "surrogateescape")
+
+
+def _provenance(
+    how: ArchiveOptions, now: datetime, ckpt: Checkpoint, source: Source, config: str | None
+) -> dict[str, Any]:
+    """PROVENANCE.json; with `reproducible`, no more than what was given on the command line."""
+    out: dict[str, Any] = {"schema": records.SCHEMA, "tool": "ckpttool", "version": __version__}
+    if not how.reproducible or how.epoch is not None:
+        out["created"] = retention.stamp(now)
+    out["only"] = list(how.only) if how.only else None
+    out["meta"] = dict(how.meta)
+    out["git_commit"] = how.git_commit
+    if how.reproducible:
+        return out
+    sizes = source.identities()
+    out["source"] = {
+        "path": source.root, "layout": ckpt.layout, "trainer": ckpt.trainer, "world_size": ckpt.world_size,
+        "files": len(sizes), "bytes": sum(i[2] for i in sizes.values()),
+    }  # fmt: skip
+    out["step"] = counted(ckpt.value)
+    out["made_on"] = {"host": socket.gethostname(), "user": _user(), "system": platform.platform()}
+    out["versions"] = {"python": platform.python_version()} | {
+        name: found
+        for name in ("torch", "transformers", "deepspeed", "safetensors", "zstandard", "blake3")
+        if (found := _installed(name))
+    }
+    out["notes"] = list(ckpt.notes)
+    out["origin"] = [[list(a), list(b)] for a, b in sorted(ckpt.origin.items(), key=lambda kv: joined(kv[0]))]
+    out["tied"] = twins(ckpt.tensors)
+    out["config_files"] = {n: _config_file(data) for n, data in modelfiles.training_files(source, config).items()}
+    return out
+
+
+def _config_file(data: bytes) -> dict[str, Any]:
+    known: dict[str, Any] = {"sha256": records.sha256(data)}
+    try:
+        return known | {"text": data.decode()}
+    except UnicodeDecodeError:
+        return known | {"base64": base64.b64encode(data).decode()}
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
+LAYOUTS = (
+    Layout("audit", "Audit archive (.tar.zst)", frozenset(), True, detect, read, write, mount=mount),
+)  # fmt: skip
