@@ -577,8 +577,8 @@ def _read_back(
         left = f"Remove {remote.shown(path)}." if remote.is_url(path) else "Nothing was left there."
         raise Differs(
             f"the destination, read back, differs from the source: {len(wrong)} tensors have other bytes, "
-            f'{len(missing)} are missing, {len(extra)} are new; first "{first}". Nothing was left there. The disk may '
-            "be failing; if it is not, please report this."
+            f'{len(missing)} are missing, {len(extra)} are new; first "{first}". {left} The disk may be failing; if '
+            "it is not, please report this."
         )
 
 

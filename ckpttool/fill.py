@@ -319,7 +319,9 @@ class _Filling:
 
     def _built(self) -> bool:
         """Whether every file is as long as the journal says."""
-        for i, f in enumerate(self.draft.files if isinstance(self.staging, Staging) else ()):
+        if not isinstance(self.staging, Staging):
+            return True
+        for i, f in enumerate(self.draft.files):
             at = self._resume_position(i)
             path = self.staging.path(f.name)
             if at and (not os.path.exists(path) or os.path.getsize(path) < at):

@@ -187,7 +187,7 @@ def _judge(e: BaseException) -> tuple[type[RemoteError] | None, BaseException]:
     """(what it means, who says so); None is what may pass. File systems wrap what they were told; the inner one knows."""
     for x in _chain(e):
         code, status = _code(x), _status(x)
-        if code in _BUSY or status in (408, 429) or (status or 0) >= 500:
+        if code in _BUSY or status in (408, 429) or ((status or 0) >= 500 and status != 501):
             return None, x
         if code in _CONFLICT or status == 412:
             return _Conflict, x

@@ -63,6 +63,10 @@ class Sending:
         self.entries: list[dict[str, Any]] = [{}]
         self.messages: list[str] = []
         self.upload = remote.Upload(url, force=force, lock=lock, expect_bytes=need_bytes)
+        if lock and not self.upload.locked:
+            self.messages.append(
+                "the bucket has no object lock, so retention and legal hold stand in the archive and in the ledger alone"
+            )
 
     def stream(self) -> Sent:
         """The file."""

@@ -8,7 +8,7 @@ name, so that the layout and the world size of the source play no part. Reading 
 an encrypted archive (NAME.tar.zst.age) is read by `audit verify` and `audit restore`, which take its key.
 
 Tied tensors are stored under each of their names, since some layouts know of them and others do not; that they were one
-is in PROVENANCE.json.
+is in PROVENANCE.json, and so is the order of the source, which is that of the model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import json
 import os
 import platform
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -97,6 +97,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         origin = said.get("source") or {}
         out.world_size, out.trainer = origin.get("world_size"), origin.get("trainer")
         out.origin = {tuple(a): tuple(b) for a, b in said.get("origin") or ()}
+        if sorted(order := said.get("order") or []) == sorted(tensors):  # that of the model, which some layouts need
+            out.tensors = tensors = {n: tensors[n] for n in order}
         for name, kept in (said.get("tied") or {}).items():
             if found.digests[name] == found.digests[kept] and tensors[name].shape == tensors[kept].shape:
                 tensors[name] = replace(tensors[kept], path=tensors[name].path)
@@ -121,6 +123,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     if not options.target.endswith(suffix):
         kind = "an encrypted archive" if how.recipients else "an archive"
         raise UsageError(f"{options.target}: name {kind} *{suffix}.")
+    if how.key is not None:  # a key that cannot sign is told now, and not when everything is copied
+        _signed([("x", "0" * 64)], options.target, how)
     wanted = {n: replace(t, dtype=options.cast(n, t.dtype)) for n, t in ckpt.tensors.items()}
     mtime = _mtime(how, source)
     readme = records.readme(how.shuffle)
@@ -166,9 +170,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         smalls[plan.SUMS] = records.sums(listed)
         if how.key is not None:
             listed.append((plan.SUMS, records.sha256(smalls[plan.SUMS])))
-            smalls[plan.SIGNATURE] = signing.sign(
-                listed, options.target, key=how.key, password=how.password, certificate=how.certificate, chain=how.chain
-            )
+            smalls[plan.SIGNATURE] = _signed(listed, options.target, how)
         draft.about = asdict(told(
             options.target, 0, manifest, records.sha256(smalls[plan.MANIFEST]), provenance,
             said, signed=how.key is not None,
@@ -186,6 +188,11 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         lock=retention.lock_arguments(said, how.lock_mode.upper()),
     )  # fmt: skip
     return draft
+
+
+def _signed(files: Sequence[tuple[str, str]], name: str, how: ArchiveOptions) -> bytes:
+    assert how.key is not None
+    return signing.sign(files, name, key=how.key, password=how.password, certificate=how.certificate, chain=how.chain)
 
 
 class _Sealed:
@@ -252,6 +259,7 @@ def _provenance(
     }
     out["notes"] = list(ckpt.notes)
     out["origin"] = [[list(a), list(b)] for a, b in sorted(ckpt.origin.items(), key=lambda kv: joined(kv[0]))]
+    out["order"] = list(ckpt.tensors)
     out["tied"] = twins(ckpt.tensors)
     out["config_files"] = {n: _config_file(data) for n, data in modelfiles.training_files(source, config).items()}
     return out

@@ -118,6 +118,8 @@ def test_appends_of_any_length(tmp_path: Path, key: Key) -> None:
     seal.append(shorts)
     seal.append(b"")
     seal.finish()
+    with pytest.raises(AssertionError, match="after the end"):
+        seal.append(b"more")
     seal.close()
     assert opened(tmp_path, b"".join(out), key.identities) == data[: 2 * MIB]
 

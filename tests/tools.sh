@@ -1,5 +1,6 @@
 #!/bin/sh
-# Programs that tests drive: a browser for report.html, promtool for metrics and alert rules. Usage: tools.sh BIN
+# Programs that tests drive: a browser for report.html, promtool for metrics and alert rules, age and zstd for archives.
+# Usage: tools.sh BIN
 #
 # Missing ones are installed where we may: Debian or Ubuntu, as root or with a sudo that does not ask. promtool is taken
 # out of its package and put into BIN, since the package as a whole would start a server. Where we may not, one line
@@ -8,7 +9,7 @@ bin=$1
 PATH=$bin:$PATH
 
 missing() {
-    for program in chromium chromedriver promtool; do
+    for program in chromium chromedriver promtool age zstd; do
         command -v "$program" >/dev/null 2>&1 || printf ' %s' "$program"
     done
 }
@@ -37,6 +38,12 @@ case $(missing) in *chrom*)
     $as_root env DEBIAN_FRONTEND=noninteractive apt-get $quiet install -y --no-install-recommends \
         chromium chromium-driver fonts-dejavu-core >>"$scratch/log" 2>&1
 esac
+for program in age zstd; do
+    case $(missing) in *$program*)
+        $as_root env DEBIAN_FRONTEND=noninteractive apt-get $quiet install -y --no-install-recommends \
+            $program >>"$scratch/log" 2>&1
+    esac
+done
 case $(missing) in *promtool*)
     mkdir "$scratch/deb" && cd "$scratch/deb" &&
         apt-get $quiet -o APT::Sandbox::User=root download prometheus >>"$scratch/log" 2>&1 &&

@@ -14,7 +14,9 @@ from __future__ import annotations
 import base64
 import os
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from ..errors import Corrupt, NotRecognised, Unsafe, UsageError
@@ -23,7 +25,7 @@ from ..stfile import parse
 from ..store import Identity, Source
 from . import manifest as records
 from . import plan, retention, tarball
-from .seekable import FRAME, Cut, FrameReader, read_table
+from .seekable import FRAME, Cut, DamagedFrame, FrameReader, read_table
 
 __all__ = ["SEALED", "SUFFIX", "Archive", "Facts", "facts", "sidecar"]
 
@@ -164,7 +166,7 @@ class Archive(Source):
         """Frames begin where the plan cuts, and every `FRAME` bytes from there on."""
         want: list[int] = []
         cuts = [*self.plan.cuts, Cut(self.table.logical_size, 1, False)]
-        for a, b in zip(cuts, cuts[1:], strict=False):
+        for a, b in pairwise(cuts):
             want.extend(range(a.offset, b.offset, FRAME))
         have = list(self.table.starts)
         if want != have:
@@ -218,8 +220,14 @@ class Archive(Source):
             raise Corrupt(f"{self.root}/{name} has {self.size(name)} bytes; {offset}..{offset + len(into)} are needed.")
         if name in self._extra:
             into[:] = self._extra[name][offset : offset + len(into)]
-        else:
+            return
+        try:
             self._reader.read_into(self._members[name][0] + offset, into)
+        except DamagedFrame as e:
+            end = e.start + e.length
+            hit = [n for n, p in self.plan.places.items() if p.at < end and e.start < p.at + p.nbytes]
+            more = f" and {len(hit) - 1} more" if len(hit) > 1 else ""
+            raise Corrupt(f'{e} In these bytes lies "{hit[0]}"{more}.' if hit else str(e)) from None
 
     def identities(self) -> dict[str, Identity]:
         """Of the archive."""
@@ -238,7 +246,7 @@ class Archive(Source):
         """Whether a signature lies in it."""
         return plan.SIGNATURE in self._members
 
-    def signed_files(self) -> list[tuple[str, str]]:
+    def signed_files(self) -> Sequence[tuple[str, str]]:
         """(member, SHA-256) of all that a signature is over: every member but itself."""
         own = records.sha256(self.read_all(plan.SUMS, _MOST))
         return [*self.sums.items(), (plan.SUMS, own)]

@@ -205,8 +205,11 @@ To unpack and check it, with nothing but tar, zstd and sha256sum:
 
   tensors-*.safetensors   the tensors: 8 bytes n (little-endian), n bytes of JSON {name: {dtype, shape, data_offsets}},
                           then the bytes of the tensors; https://github.com/huggingface/safetensors
-  values.json             everything that is no tensor: step, learning rates, random state, ...; an object {"$kind": ...}
-                          is a value that plain JSON does not have
+  values.json             everything that is no tensor: step, learning rates, random state, ...; {"$tuple": [...]} and other
+                          objects of one key that begins with "$" are values that JSON does not have: $set, $frozenset;
+                          $dict of pairs; $bytes, $bytearray in base64; $float inf, -inf or the bits of a NaN;
+                          $complex; $int, $str in hexadecimal; $global a name in a Python module; $object an
+                          instance of such a class, its parts as data; $tensor a small tensor
   MANIFEST.json           every tensor: name, dtype, shape, digest, member, offset and bytes in it; every data member
                           with its SHA-256; "merkle_root", one digest of all tensors
   PROVENANCE.json         where the state came from, who kept it and why

@@ -79,6 +79,8 @@ class Sealer:
 
     def append(self, data: bytes | memoryview) -> None:
         """Take plain bytes; `data` is not kept. Waits while a queue is full."""
+        if self._ended:
+            raise AssertionError("plain bytes after the end")
         view = memoryview(data).cast("B")
         for at in range(0, len(view), _PIECE):
             piece = bytes(view[at : at + _PIECE])
@@ -104,9 +106,9 @@ class Sealer:
     def _offer(self, piece: bytes) -> bool:
         """Put a piece into the queue, or hand on what is sealed; whether it was put there."""
         with self._changed:
-            self._changed.wait_for(lambda: self._sealed or self._done or self._closed or self._room(piece))
+            self._changed.wait_for(lambda: self._room(piece) or self._worth() or self._done or self._closed)
             self._refuse_failed()
-            if not self._sealed:
+            if not self._worth():
                 self._plain.append(piece)
                 self._plain_bytes += len(piece)
                 self._changed.notify_all()
@@ -117,10 +119,14 @@ class Sealer:
     def _room(self, piece: bytes) -> bool:
         return self._plain_bytes + len(piece) <= WAITING and len(self._plain) < _MOST
 
+    def _worth(self) -> bool:
+        """Whether enough is sealed for a call of `write`: threads that take turns at every 64 KiB are slow."""
+        return self._sealed_bytes >= _PIECE
+
     def _drained(self) -> bool:
         """Hand on what is sealed; whether that was the last of it."""
         with self._changed:
-            self._changed.wait_for(lambda: self._sealed or self._done or self._closed)
+            self._changed.wait_for(lambda: self._worth() or self._done or self._closed)
             self._refuse_failed()
             if not self._sealed:
                 return True
@@ -183,7 +189,8 @@ class Sealer:
                 raise _Closed
             self._sealed.append(data)
             self._sealed_bytes += len(data)
-            self._changed.notify_all()
+            if self._worth():
+                self._changed.notify_all()
 
 
 # --------------------------------------------------------------------------------------------------------- reading

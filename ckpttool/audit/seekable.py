@@ -39,7 +39,18 @@ from ..errors import CkpttoolError, Corrupt, NotRecognised, RemoteError, SourceC
 from ..store import Source
 from . import planes
 
-__all__ = ["FRAME", "Cut", "FrameReader", "FrameWriter", "Member", "Table", "Walked", "read_table", "walk"]
+__all__ = [
+    "FRAME",
+    "Cut",
+    "DamagedFrame",
+    "FrameReader",
+    "FrameWriter",
+    "Member",
+    "Table",
+    "Walked",
+    "read_table",
+    "walk",
+]
 
 FRAME = 4 << 20
 #: Bytes that so much content takes at most, compressed (ZSTD_COMPRESSBOUND).
@@ -146,7 +157,7 @@ class FrameWriter:
     """
 
     def __init__(
-        self, write: Callable[[bytes | memoryview], None], cuts: Sequence[Cut], members: Sequence[Member], *, level: int,
+        self, write: Callable[[bytes | memoryview], object], cuts: Sequence[Cut], members: Sequence[Member], *, level: int,
         jobs: int, state: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         assert cuts[0].offset == 0 and all(a.offset < b.offset for a, b in pairwise(cuts))
@@ -492,6 +503,14 @@ def _unfold(frame: memoryview, crc: int | None) -> bytes:
     return data
 
 
+class DamagedFrame(Corrupt):
+    """A frame that does not hold what it should: `length` bytes of the tar from `start` on."""
+
+    def __init__(self, message: str, start: int, length: int) -> None:
+        super().__init__(message)
+        self.start, self.length = start, length
+
+
 class FrameReader:
     """Ranges of the content of a file, as they were before they were split into planes; any number of threads may ask.
 
@@ -557,10 +576,12 @@ class FrameReader:
                 raise _Fault("the seek table has another size or checksum than the frame")
             return data
         except _Fault as e:
-            raise Corrupt(
+            raise DamagedFrame(
                 f"{os.path.join(self.source.root, self.file)}: bytes {t.offsets[i]}..{t.offsets[i] + t.sizes[i]}, which "
                 f"unfold to {t.starts[i]}..{t.starts[i] + t.lengths[i]} of the tar, are damaged: {e}. Fetch the file "
-                "again or take another copy."
+                "again or take another copy.",
+                t.starts[i],
+                t.lengths[i],
             ) from None
 
 
@@ -746,7 +767,10 @@ class _Search:
         return at == self.size or magic == _ZSTD or magic >> 4 == _CRCS >> 4
 
     def _end(self, at: int) -> int | None:
-        """Where the frame that begins here ends; None where none does, or where nothing can follow."""
+        """Where the frame that begins here ends; None where none does.
+
+        It is one where something known follows, or else where it is sound itself.
+        """
         magic = self._magic(at)
         if magic == _ZSTD:
             end = self._blocks(at)
@@ -754,7 +778,21 @@ class _Search:
             end = at + 8 + int.from_bytes(self._get(at + 4, 4), "little")
         else:
             return None
-        return end if end is not None and end <= self.size and self._known(end) else None
+        if end is None or end > self.size:
+            return None
+        return end if self._known(end) or self._sound(at, end) else None
+
+    def _sound(self, at: int, end: int) -> bool:
+        if self._magic(at) != _ZSTD:
+            return self._crcs_at(at, end) is not None
+        frame = self._get(at, end - at)
+        said = _content_size(frame)
+        self._steps += said[0] >> 10 if said else 0
+        try:
+            _unfold(frame, None)
+        except _Fault:
+            return False
+        return True
 
     def _blocks(self, at: int) -> int | None:
         frame = self._get(at, _BOUND)
@@ -775,13 +813,20 @@ class _Search:
                 return at + p + 4 if p + 4 <= len(frame) else None
         return None
 
+    def _crcs_at(self, at: int, end: int) -> array[int] | None:
+        """The CRCs of the table in this skippable frame, if it is a sound one."""
+        if self._magic(at) != _CRCS or end - at > 4 * _MOST or self._get(at + 8, len(_TAG)) != _TAG:
+            return None
+        return _sound_crcs(memoryview(bytes(self._get(at + 8, end - at - 8))))
+
     def _table(self, at: int, end: int) -> bool:
         """Whether this skippable frame is one of the tables, as far as can be seen."""
-        magic = self._magic(at)
-        if magic == _CRCS and self.crcs is None and end - at <= 4 * _MOST and self._get(at + 8, 8) == _TAG:
-            self.crcs = _sound_crcs(memoryview(bytes(self._get(at + 8, end - at - 8))))
-            return True
-        return magic == _SEEK and end == self.size
+        if self._magic(at) == _SEEK:
+            return end == self.size
+        if self.crcs is None:
+            self.crcs = self._crcs_at(at, end)
+            return self.crcs is not None
+        return False
 
     def _next(self, at: int) -> int:
         """Where the next sound frame begins; the end of the file where none does, or where looking takes too long."""

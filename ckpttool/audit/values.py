@@ -213,11 +213,11 @@ def _row(name: Any, row: Any) -> Value:
 
 def _value(x: Any, depth: int) -> Any:
     """What a piece of JSON stands for."""
-    if type(x) is not list and type(x) is not dict:
+    if not isinstance(x, (list, dict)):
         return x
     if depth > _DEEPEST + 2:  # a complex number, which `encode` takes for a leaf, is two levels more here
         raise ValueError(f"nested deeper than {MAX_DEPTH}")
-    if type(x) is list:
+    if isinstance(x, list):
         return [_value(v, depth + 1) for v in x]
     tag = next((k for k in x if k[:1] == "$"), None)
     if tag is None:

@@ -15,7 +15,7 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from blake3 import blake3
@@ -262,16 +262,16 @@ class _Reading:
 
     def _damaged(self, row: Walked) -> None:
         assert row.fault is not None
-        place = {"file_start": row.offset, "file_end": row.offset + row.size} if row.size else {}
+        a, b = (row.offset, row.offset + row.size) if row.size else (None, None)
         named = list(self.map.of(row.start, row.start + row.length)) if row.start >= 0 and row.length else []
         for f in named:
             if f.member:
                 self.wrong_members.add(f.member)
             if f.tensor:
                 self.wrong_tensors.add(f.tensor)
-            self.note(Finding(row.fault, f.member, f.start, f.end, f.tensor, f.tensor_start, f.tensor_end, **place))
+            self.note(replace(f, what=row.fault, file_start=a, file_end=b))
         if not named:
-            self.note(Finding(row.fault, **place))
+            self.note(Finding(row.fault, file_start=a, file_end=b))
 
     def _sha256(self, start: int, end: int, data: bytes) -> None:
         view = memoryview(data)

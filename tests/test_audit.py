@@ -1,0 +1,516 @@
+"""Audit archives from end to end: any layout in, any layout out, checked by programs that know nothing of ckpttool."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peers import FIXTURES, load_dcp, load_full, same_value
+from safetensors import safe_open
+from safetensors.torch import load_file
+from stores import moto
+
+import ckpttool
+from ckpttool.audit import plan, planes
+from ckpttool.audit.archive import Archive, facts
+from ckpttool.audit.checking import check
+from ckpttool.audit.export import Exported, export, restore
+from ckpttool.audit.options import ArchiveOptions
+from ckpttool.audit.verification import verify_archive
+from ckpttool.conversion import open as open_checkpoint
+from ckpttool.errors import Corrupt, DestinationExists, Differs, UsageError
+from ckpttool.store import Source
+
+# a process forked from this one would begin with this one's peak of memory
+CLI = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-m", "ckpttool"]
+EVERY_LAYOUT = [
+    ("dcp", {"world_size": 3}), ("dcp", {"world_size": 4}), ("full", {}), ("zero3", {"world_size": 2}),
+    ("zero3", {"world_size": 3}), ("fsdp1", {"world_size": 2}),
+]  # fmt: skip
+
+
+def archived(src: Path, dst: Path, **options: Any) -> Exported:
+    """An export without a ledger."""
+    return export(src, str(dst), ArchiveOptions(**options), in_ledger=False)
+
+
+def state() -> dict[str, Any]:
+    """Tensors of every kind of dtype and size, large ones among them, with values of many types."""
+    g = torch.Generator().manual_seed(7)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g) * 0.02
+
+    head = normal(131, 2100)
+    return {
+        "model": {
+            "embed.weight": head,
+            "head.weight": head,
+            "layers.0.w ö/b": normal(700, 501).to(torch.bfloat16),
+            "layers.1.big": normal(1111, 997),
+            "layers.1.double": normal(300, 300).double(),
+            "layers.1.half": normal(640, 640).half(),
+            "layers.2.fp8": normal(600, 600).to(torch.float8_e4m3fn),
+            "layers.2.complex": torch.complex(normal(200, 300), normal(200, 300)),
+            "layers.2.complex128": torch.complex(normal(150, 150).double(), normal(150, 150).double()),
+            "ids": torch.randint(0, 1 << 40, (40_000,), generator=g),
+            "bytes": torch.randint(0, 255, (300_001,), generator=g).to(torch.uint8),
+            "mask": torch.rand(131, generator=g) > 0.5,
+            "empty": torch.zeros(0, 36),
+            "scalar": torch.tensor(1.5),
+            "nan": torch.tensor([float("nan"), -0.0, float("inf"), 1e-45]),
+            "zeros": torch.zeros(600, 600),
+        },
+        "step": 1200,
+        "args": {"lr": 3e-4, "betas": (0.9, 0.95), "name": "run ö", "none": None, "nan": float("nan"), "big": 1 << 80},
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("state") / "state.pt"
+    torch.save(state(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def of_one_state(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A real FSDP2 checkpoint with several param groups, and the same state in every other layout that holds it all."""
+    work = tmp_path_factory.mktemp("layouts")
+    first = FIXTURES / "fsdp2_w2_groups/ckpt"
+    out = [first]
+    for i, (layout, how) in enumerate(EVERY_LAYOUT):
+        path = work / (f"{i}-{layout}" + (".pt" if layout == "full" else ""))
+        ckpttool.convert(first, path, to=layout, **how)
+        out.append(path)
+    return out
+
+
+# ------------------------------------------------------------------------------------------------ one state, one file
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_the_layout_and_the_world_size_play_no_part(of_one_state: list[Path], tmp_path: Path, shuffle: bool) -> None:
+    made = [tmp_path / f"{i}" / "a.tar.zst" for i in range(len(of_one_state))]
+    for src, dst in zip(of_one_state, made, strict=True):
+        dst.parent.mkdir()
+        archived(src, dst, reproducible=True, epoch=1_700_000_000, shuffle=shuffle, member_bytes=1 << 20)
+    assert len({hashlib.sha256(p.read_bytes()).hexdigest() for p in made}) == 1
+
+
+def test_a_real_zero_3_save_and_what_it_was_converted_to(tmp_path: Path) -> None:
+    first = FIXTURES / "zero3_w4/ckpt"
+    ckpttool.convert(first, tmp_path / "d", to="dcp", world_size=3)
+    ckpttool.convert(first, tmp_path / "f.pt", to="full")
+    hashes = set()
+    for src in (first, tmp_path / "d", tmp_path / "f.pt"):
+        archived(src, tmp_path / "a.tar.zst", reproducible=True)
+        hashes.add(hashlib.sha256((tmp_path / "a.tar.zst").read_bytes()).hexdigest())
+        (tmp_path / "a.tar.zst").unlink()
+    assert len(hashes) == 1
+
+
+def test_only_provenance_tells_two_sources_apart(of_one_state: list[Path], tmp_path: Path) -> None:
+    unpacked = []
+    for i, src in enumerate(of_one_state[:4]):
+        archived(src, tmp_path / f"{i}.tar.zst", meta=(("who", "me"),))
+        unpacked.append(unpack(tmp_path / f"{i}.tar.zst", tmp_path / f"{i}"))
+    names = {p.name for p in unpacked[0].iterdir()}
+    for folder in unpacked[1:]:
+        assert {p.name for p in folder.iterdir()} == names
+        same = {n for n in names if (folder / n).read_bytes() == (unpacked[0] / n).read_bytes()}
+        assert names - same == {"PROVENANCE.json", "SHA256SUMS"}
+    said = [json.loads((f / "PROVENANCE.json").read_text()) for f in unpacked]
+    assert [(s["source"]["layout"], s["source"]["world_size"]) for s in said] == [
+        ("dcp", 2), ("dcp", 3), ("dcp", 4), ("full", None),
+    ]  # fmt: skip
+    assert all(s["meta"] == {"who": "me"} and s["step"] == 3 for s in said)
+
+
+def test_the_state_alone_decides_and_not_threads_or_memory(saved: Path, tmp_path: Path) -> None:
+    hashes = set()
+    for i, how in enumerate(({"jobs": 1}, {"jobs": 5}, {"max_memory_bytes": 80_000_000})):
+        export(saved, str(tmp_path / "a.tar.zst"), ArchiveOptions(reproducible=True, shuffle=True), force=i > 0,
+               in_ledger=False, **how)  # fmt: skip
+        hashes.add(hashlib.sha256((tmp_path / "a.tar.zst").read_bytes()).hexdigest())
+    assert len(hashes) == 1
+
+
+# ----------------------------------------------------------------------------------- with tar, zstd and sha256sum alone
+
+
+def unpack(archive: Path, folder: Path) -> Path:
+    """By tar and zstd, checked by sha256sum."""
+    folder.mkdir()
+    subprocess.run(["tar", "--zstd", "-xf", str(archive), "-C", str(folder)], check=True)
+    done = subprocess.run(
+        ["sha256sum", "--strict", "-c", "SHA256SUMS"], cwd=folder, capture_output=True, text=True, check=True
+    )
+    listed = {line.rpartition(": ")[0] for line in done.stdout.splitlines()}
+    assert listed == {p.name for p in folder.iterdir()} - {"SHA256SUMS", "model.sig"}
+    return folder
+
+
+def bits(t: torch.Tensor) -> bytes:
+    return t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if t.numel() else b""
+
+
+def test_unpacked_by_tar_and_loaded_by_safetensors(saved: Path, tmp_path: Path) -> None:
+    archived(saved, tmp_path / "a.tar.zst", member_bytes=2_000_000)
+    folder = unpack(tmp_path / "a.tar.zst", tmp_path / "x")
+    found: dict[str, torch.Tensor] = {}
+    members = sorted(folder.glob("tensors-*.safetensors"))
+    assert len(members) > 3
+    for member in members:
+        found.update(load_file(member))
+    want = state()["model"]
+    assert set(found) == {f"model.{n}" for n in want}
+    for name, t in want.items():
+        have = found[f"model.{name}"]
+        if t.dtype == torch.complex128:  # safetensors has no such dtype; the metadata of the file says what it is
+            assert have.dtype == torch.uint8 and bits(have) == bits(t)
+        else:
+            assert (have.dtype, have.shape, bits(have)) == (t.dtype, t.shape, bits(t)), name
+
+
+def test_planes_are_undone_by_the_ten_lines_of_the_readme(saved: Path, tmp_path: Path) -> None:
+    archived(saved, tmp_path / "a.tar.zst", shuffle=True)
+    folder = unpack(tmp_path / "a.tar.zst", tmp_path / "x")
+    text = (folder / "README.txt").read_text()
+    code = re.search(r"(    import numpy as np\n.*?)\n\n    #", text, re.DOTALL)
+    assert code is not None and code[1].count("\n") < 10
+    names: dict[str, Any] = {}
+    exec("\n".join(line[4:] for line in code[1].splitlines()), names)  # as its reader would
+    manifest = json.loads((folder / "MANIFEST.json").read_text())
+    rows = {r["name"]: r for r in manifest["tensors"]}
+    assert {n for n, r in rows.items() if "planes" in r} == {
+        f"model.{n}" for n, t in state()["model"].items() if t.nbytes >= plan.LARGE and t.element_size() > 1
+    }
+    for name, t in state()["model"].items():
+        r = rows[f"model.{name}"]
+        stored = (folder / r["member"]).read_bytes()[r["offset"] : r["offset"] + r["bytes"]]
+        assert (names["undo"](stored, r["planes"]) if "planes" in r else stored) == bits(t), name
+    with safe_open(folder / "tensors-00001.safetensors", "pt") as f:
+        told = json.loads(f.metadata()["ckpttool.coded"])["model.layers.1.big"]
+        assert told == {"dtype": "float32", "planes": 4, "shape": [1111, 997]}
+        assert f.get_tensor("model.layers.1.big").dtype == torch.uint8  # nobody takes planes for numbers
+
+
+def test_digests_of_the_manifest_are_what_the_readme_says(saved: Path, tmp_path: Path) -> None:
+    from blake3 import blake3
+
+    done = archived(saved, tmp_path / "a.tar.zst")
+    folder = unpack(tmp_path / "a.tar.zst", tmp_path / "x")
+    manifest = json.loads((folder / "MANIFEST.json").read_text())
+    for r in manifest["tensors"]:
+        stored = (folder / r["member"]).read_bytes()[r["offset"] : r["offset"] + r["bytes"]]
+        assert blake3(stored).hexdigest() == r["digest"]
+    level = sorted((r["name"], r["dtype"], r["shape"], r["digest"]) for r in manifest["tensors"])
+    nodes = [blake3(b"\0" + json.dumps(leaf, separators=(",", ":")).encode()).digest() for leaf in map(list, level)]
+    while len(nodes) > 1:
+        pairs = [blake3(b"\1" + a + b).digest() for a, b in zip(nodes[::2], nodes[1::2], strict=False)]
+        nodes = pairs + nodes[len(pairs) * 2 :]
+    assert nodes[0].hex() == manifest["merkle_root"] == done.facts.merkle_root
+    assert manifest["merkle_root"] == ckpttool.digest(saved)["digest"]["all"]
+
+
+def test_one_frame_is_enough_for_one_tensor(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archived(saved, tmp_path / "a.tar.zst", shuffle=True)
+    read: list[tuple[int, int]] = []
+    real = Source.readinto
+
+    def readinto(self: Source, name: str, offset: int, into: memoryview) -> None:
+        read.append((offset, len(into)))
+        real(self, name, offset, into)
+
+    with open_checkpoint(tmp_path / "a.tar.zst") as opened:
+        size = opened.source.base.size("a.tar.zst")  # type: ignore[attr-defined]
+        monkeypatch.setattr(Source, "readinto", readinto)
+        assert opened.read("model.layers.1.big") == bits(state()["model"]["layers.1.big"])
+    assert 0 < sum(n for _, n in read) < size / 2
+
+
+# -------------------------------------------------------------------------------------------------------- and back
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(("layout", "how"), EVERY_LAYOUT)
+def test_restored_into_every_layout(
+    of_one_state: list[Path], tmp_path: Path, layout: str, how: dict[str, Any], shuffle: bool
+) -> None:
+    archived(of_one_state[0], tmp_path / "a.tar.zst", shuffle=shuffle)
+    dst = tmp_path / ("out.pt" if layout == "full" else "out")
+    done = restore(str(tmp_path / "a.tar.zst"), dst, to=layout, **how)
+    assert done.digest == ckpttool.digest(of_one_state[0])["digest"] and done.verified
+    assert ckpttool.diff(dst, of_one_state[0]).equal
+
+
+def test_restored_for_torch_the_tree_is_the_users_own(tmp_path: Path) -> None:
+    case = FIXTURES / "fsdp2_w2_groups"
+    archived(case / "ckpt", tmp_path / "a.tar.zst")
+    restore(str(tmp_path / "a.tar.zst"), tmp_path / "d", to="dcp", world_size=3)
+    restore(str(tmp_path / "a.tar.zst"), tmp_path / "f.pt", to="full")
+    want, have = load_dcp(case / "ckpt"), load_dcp(tmp_path / "d")
+    assert set(want) == set(have) and all(same_value(want[k], have[k]) for k in want)
+    full = load_full(tmp_path / "f.pt")
+    assert {"lr_scheduler", "args", "step", "model"} <= set(full)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_every_dtype_comes_back_and_tied_weights_stay_tied(saved: Path, tmp_path: Path, shuffle: bool) -> None:
+    archived(saved, tmp_path / "a.tar.zst", shuffle=shuffle, member_bytes=1 << 20)
+    restore(str(tmp_path / "a.tar.zst"), tmp_path / "back.pt", to="full")
+    want, have = state(), torch.load(tmp_path / "back.pt", weights_only=True)
+    assert list(have) == ["model", "step", "args"] or set(have) == set(want)
+    for name, t in want["model"].items():
+        assert (have["model"][name].dtype, have["model"][name].shape) == (t.dtype, t.shape)
+        assert bits(have["model"][name]) == bits(t), name
+    assert have["model"]["head.weight"].data_ptr() == have["model"]["embed.weight"].data_ptr()
+    assert (
+        have["args"]["betas"] == (0.9, 0.95)
+        and have["args"]["big"] == 1 << 80
+        and have["args"]["nan"] != have["args"]["nan"]
+    )
+
+
+def test_an_hf_folder_comes_back_with_its_config(tmp_path: Path) -> None:
+    case = FIXTURES / "hf_tied/ckpt"
+    archived(case, tmp_path / "a.tar.zst")
+    restore(str(tmp_path / "a.tar.zst"), tmp_path / "hf", to="hf")
+    weights = {p.name: p.read_bytes() for p in case.iterdir() if p.suffix == ".safetensors"}
+    assert weights and {n: (tmp_path / "hf" / n).read_bytes() for n in weights} == weights
+    said = json.loads((tmp_path / "hf/config.json").read_text())
+    assert said == json.loads((case / "config.json").read_text())
+
+
+def test_other_commands_take_an_archive(of_one_state: list[Path], tmp_path: Path) -> None:
+    path = tmp_path / "a.tar.zst"
+    archived(of_one_state[0], path)
+    assert ckpttool.digest(path)["digest"] == ckpttool.digest(of_one_state[0])["digest"]
+    assert ckpttool.inspect(path)["step"] == 3
+    assert ckpttool.verify(path, read_data=True)["recorded"] == "equal"
+    again = tmp_path / "b.tar.zst"
+    ckpttool.convert(path, again)  # the name tells the layout
+    assert facts(Source(tmp_path), "b.tar.zst").merkle_root == facts(Source(tmp_path), "a.tar.zst").merkle_root
+
+
+def test_only_and_dtype(of_one_state: list[Path], tmp_path: Path) -> None:
+    done = export(of_one_state[0], str(tmp_path / "m.tar.zst"), ArchiveOptions(only=("model",)), in_ledger=False)
+    assert done.facts.components == ("model",)
+    with Source(tmp_path) as source:
+        archive = Archive(source, "m.tar.zst")
+        assert archive.provenance["only"] == ["model"]
+        assert verify_archive(source, "m.tar.zst", against=str(of_one_state[2])).findings == []
+    half = export(of_one_state[0], str(tmp_path / "h.tar.zst"), ArchiveOptions(), dtype="bf16", in_ledger=False)
+    with open_checkpoint(tmp_path / "h.tar.zst") as opened:
+        kinds = {t.dtype for t in opened.checkpoint.tensors.values() if t.path[0] == "model"}
+    assert kinds == {"bfloat16"} and half.facts.merkle_root != done.facts.merkle_root
+
+
+# ------------------------------------------------------------------------------------------------------------- verify
+
+
+def test_three_depths(of_one_state: list[Path], tmp_path: Path) -> None:
+    path = str(tmp_path / "a.tar.zst")
+    done = export(of_one_state[0], path, ArchiveOptions())
+    assert check(path, quick=True).depth == "quick"
+    full = check(path)
+    assert (full.depth, full.findings, full.merkle_root) == ("full", [], done.facts.merkle_root)
+    assert check(path, deep=True).against == done.facts.merkle_root  # what the ledger recorded
+    assert check(path, against=str(of_one_state[3])).depth == "deep"
+    with pytest.raises(Differs, match="another state"):
+        check(path, against=str(FIXTURES / "fsdp2_w3/ckpt"))
+    with pytest.raises(Differs, match="Merkle root"):
+        check(path, root="0" * 64)
+    with pytest.raises(UsageError, match="no ledger"):
+        shutil.copy(path, tmp_path / "b.tar.zst")
+        (tmp_path / "ledger.jsonl").unlink()
+        check(str(tmp_path / "b.tar.zst"), deep=True)
+
+
+def test_altered_bytes_have_a_place(saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.tar.zst"
+    archived(saved, path, member_bytes=1 << 20)
+    with Source(tmp_path) as source:
+        archive = Archive(source, "a.tar.zst")
+        place = archive.plan.places["model.layers.1.big"]
+        table = archive.table
+        k = next(i for i, s in enumerate(table.starts) if s == place.at)
+        at = table.offsets[k] + table.sizes[k] // 2
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+    with Source(tmp_path) as source:
+        found = verify_archive(source, "a.tar.zst").findings
+    assert [(f.tensor, f.member) for f in found] == [("model.layers.1.big", place.member)]
+    assert (
+        found[0].file_start is not None
+        and found[0].file_end is not None
+        and found[0].file_start <= at < found[0].file_end
+    )
+    assert (found[0].tensor_start, found[0].start) == (0, place.offset)
+    with pytest.raises(Corrupt, match=r"layers\.1\.big"):
+        restore(str(path), tmp_path / "out.pt", to="full")
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_the_command_line(of_one_state: list[Path], tmp_path: Path) -> None:
+    def run(*words: str, code: int = 0) -> dict[str, Any]:
+        done = subprocess.run(
+            [*CLI, "audit", *words, "--json"], capture_output=True, text=True, cwd=tmp_path, check=False
+        )
+        assert done.returncode == code, done.stderr
+        return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+    made = run(
+        "export", str(of_one_state[0]), "a.tar.zst", "--meta", "ticket=X-1", "--git-commit", "abc", "--retain", "7y"
+    )
+    assert made["meta"] == {"ticket": "X-1"} and made["peak_memory_mib"] < 200 and made["ledger"]["seq"] == 1
+    assert run("verify", "a.tar.zst")["sound"] is True
+    assert run("list", ".")[0]["facts"]["retain_until"] > "2033"
+    assert run("ledger", "verify", ".")["entries"] == 2
+    run("export", str(of_one_state[0]), "a.tar.zst", code=6)
+    data = bytearray((tmp_path / "a.tar.zst").read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "a.tar.zst").write_bytes(data)
+    assert run("verify", "a.tar.zst", code=4)["error"]["kind"] == "Corrupt"
+    assert [e["event"] for e in run("ledger", "show", ".")] == ["export", "verify", "verify"]
+    assert run("ledger", "show", ".")[-1]["sound"] is False
+
+
+# ------------------------------------------------------------------------------------------------------ interruptions
+
+KILLED = """
+import os, signal, sys
+from ckpttool import fill
+from ckpttool.audit.export import export
+from ckpttool.audit.options import ArchiveOptions
+fill._JOURNAL_BYTES, fill._JOURNAL_SECONDS = 1, 0
+at = float(sys.argv[3])
+def hook(what, done, total):
+    if what == "copy" and done >= at * total:
+        os.kill(os.getpid(), signal.SIGKILL)
+how = ArchiveOptions(reproducible=True, shuffle=True, member_bytes=1 << 20)
+print(export(sys.argv[1], sys.argv[2], how, in_ledger=False, progress=hook).result.notes)
+"""
+
+
+def test_killed_in_the_middle_and_run_again(saved: Path, tmp_path: Path) -> None:
+    archived(saved, tmp_path / "want.tar.zst", reproducible=True, shuffle=True, member_bytes=1 << 20)
+    want = (tmp_path / "want.tar.zst").read_bytes()
+    dst = tmp_path / "k" / "want.tar.zst"
+    dst.parent.mkdir()
+    continued = 0
+    for at in (0.2, 0.5, 0.8, 0.99):
+        killed = subprocess.run(
+            [sys.executable, "-c", KILLED, str(saved), str(dst), str(at)], check=False, capture_output=True
+        )
+        assert killed.returncode == -9, killed.stderr
+        assert [p.name for p in dst.parent.iterdir() if not p.name.startswith(".")] == []
+        done = subprocess.run(
+            [sys.executable, "-c", KILLED, str(saved), str(dst), "2"], check=True, capture_output=True, text=True
+        )
+        continued += "continued" in done.stdout
+        assert dst.read_bytes() == want
+        assert [p.name for p in dst.parent.iterdir()] == ["want.tar.zst"]
+        dst.unlink()
+    assert continued >= 3
+
+
+def test_memory_does_not_grow_with_the_state(tmp_path: Path) -> None:
+    peaks = []
+    for i, n in enumerate((4, 48)):
+        torch.save({"model": {f"w{k}": torch.randn(1024, 2048) for k in range(n)}}, tmp_path / f"{i}.pt")
+        for words in (
+            ["export", f"{i}.pt", f"{i}.tar.zst", "--shuffle", "--no-ledger", "-j", "2"],
+            ["verify", f"{i}.tar.zst", "-j", "2"],
+            ["restore", f"{i}.tar.zst", f"{i}-back.pt", "--to", "full", "-j", "2"],
+        ):
+            done = subprocess.run([*CLI, "audit", *words, "--json"], cwd=tmp_path, capture_output=True, check=True)
+            peaks.append(json.loads(done.stdout)["peak_memory_mib"])
+    assert max(peaks) < 300
+    assert all(large < small + 110 for small, large in zip(peaks[:3], peaks[3:], strict=True)), peaks
+
+
+# -------------------------------------------------------------------------------------------------------- encryption
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> tuple[Path, str]:
+    pyrage = pytest.importorskip("pyrage")
+    secret = pyrage.x25519.Identity.generate()
+    path = tmp_path / "identity.txt"
+    path.write_text(f"# created for a test\n{secret}\n")
+    return path, str(secret.to_public())
+
+
+def test_sealed_and_opened(of_one_state: list[Path], tmp_path: Path, keys: tuple[Path, str]) -> None:
+    identity, recipient = keys
+    path = tmp_path / "a.tar.zst.age"
+    done = export(of_one_state[0], str(path), ArchiveOptions(recipients=(recipient,)))
+    data = path.read_bytes()
+    said = json.loads((tmp_path / "a.tar.zst.age.json").read_text())
+    assert said["ciphertext"]["sha256"] == hashlib.sha256(data).hexdigest()
+    assert said["archive"]["merkle_root"] == done.facts.merkle_root == ckpttool.digest(of_one_state[0])["digest"]["all"]
+    assert facts(Source(tmp_path), path.name).encrypted
+    assert check(str(path)).findings == []  # the ciphertext, without a key
+    inside = check(str(path), identities=[str(identity)], against=str(of_one_state[2]))
+    assert inside.findings == [] and inside.merkle_root == done.facts.merkle_root
+    restore(str(path), tmp_path / "d", identities=[str(identity)], to="dcp", world_size=2)
+    assert ckpttool.diff(tmp_path / "d", of_one_state[0]).equal
+    with pytest.raises(UsageError, match="encrypted"):
+        ckpttool.inspect(path)
+    if shutil.which("age"):
+        subprocess.run(["age", "-d", "-i", str(identity), "-o", str(tmp_path / "p.tar.zst"), str(path)], check=True)
+        assert check(str(tmp_path / "p.tar.zst")).findings == []
+    path.write_bytes(data[:-1000] + bytes([data[-1000] ^ 1]) + data[-999:])
+    wrong = check(str(path)).findings
+    assert len(wrong) == 1 and wrong[0].file_start == 0 and wrong[0].file_end == len(data)
+    with pytest.raises(Corrupt):
+        check(str(path), identities=[str(identity)])
+    left = {p.name for p in tmp_path.iterdir()}
+    assert left <= {"identity.txt", path.name, path.name + ".json", "ledger.jsonl", "d", "p.tar.zst"}
+
+
+# ------------------------------------------------------------------------------------------------------ object stores
+
+
+def test_a_store_in_s3(of_one_state: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = moto().bucket(monkeypatch, lock=True) + "/kept"
+    local = archived(of_one_state[0], tmp_path / "a.tar.zst", reproducible=True)
+    there = export(of_one_state[1], f"{url}/a.tar.zst", ArchiveOptions(reproducible=True, retain="90d", hold="case 7"))
+    assert there.facts.merkle_root == local.facts.merkle_root and there.entry is not None
+    with pytest.raises(DestinationExists):
+        export(of_one_state[1], f"{url}/a.tar.zst", ArchiveOptions())
+    assert check(f"{url}/a.tar.zst", against=str(of_one_state[0])).findings == []
+    assert ckpttool.inspect(f"{url}/a.tar.zst")["step"] == 3
+    restore(f"{url}/a.tar.zst", tmp_path / "d", to="dcp", world_size=3)
+    assert ckpttool.diff(tmp_path / "d", of_one_state[0]).equal
+    from ckpttool.audit import shelf
+
+    export(of_one_state[1], f"{url}/b.tar.zst", ArchiveOptions(meta=(("run", "x"),)))
+    rows = {r.name: r for r in shelf.listing(url)}
+    assert rows["a.tar.zst"].held == ("case 7",) and rows["a.tar.zst"].verified
+    done = shelf.prune(url, keep_last=1)
+    assert (done.deleted, set(done.kept), set(done.refused)) == ((), {"b.tar.zst"}, {"a.tar.zst"})
+
+
+def test_the_readers_of_planes_agree_with_numpy() -> None:
+    data = os.urandom(planes.BLOCK * 2 + 4096)
+    for item in (1, 2, 4, 8, 16):
+        stored = bytes(planes.split(data, item))
+        want = b"".join(
+            np.frombuffer(data[a : a + planes.BLOCK], "u1").reshape(-1, item).T.tobytes()
+            for a in range(0, len(data), planes.BLOCK)
+        )
+        assert stored == want and bytes(planes.merge(stored, item)) == data

@@ -1,0 +1,698 @@
+"""A store of archives: what is promised for a time is there until then, whatever the policies, the clock and others do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stores
+from hypothesis import given
+from hypothesis import strategies as st
+from stores import Flaky, first
+
+from ckpttool import remote
+from ckpttool.audit import ledger, retention, shelf
+from ckpttool.audit.archive import Facts
+from ckpttool.errors import CkpttoolError, Corrupt, RemoteError, UsageError
+from ckpttool.store import Source
+
+NOW = datetime(2031, 3, 1, 12, 0, 0, tzinfo=UTC)
+
+
+def day(n: int) -> datetime:
+    return NOW - timedelta(days=n)
+
+
+def about(name: str, **what: Any) -> Facts:
+    base = Facts(
+        name=name, bytes=10, created="2031-01-01T00:00:00Z", step=None, layout="dcp", trainer=None, world_size=4, tensors=1,
+        tensor_bytes=8, components=("model",), merkle_root="a" * 64, manifest_sha256="", meta={}, retain_until=None,
+        legal_hold=None, signed=False, encrypted=name.endswith(".age"),
+    )  # fmt: skip
+    return replace(base, **{"manifest_sha256": f"sha of {name}", **what})
+
+
+@dataclass
+class Shelf:
+    """A store whose archives are a table: what `facts` would read out of files is said here."""
+
+    path: str
+    table: dict[str, Facts | str] = field(default_factory=dict)
+
+    def add(self, name: str, damaged: str = "", logged: bool = False, **what: Any) -> Facts:
+        known = about(name, **what)
+        self.table[name] = damaged or known
+        Path(self.path, name).write_bytes(b"0123456789")
+        if logged:
+            self.export(known)
+        return known
+
+    def export(self, known: Facts) -> None:
+        said = {k: v for k, v in known.__dict__.items() if k != "name"}
+        ledger.append(self.path, "export", known.name, **said)
+
+    def facts(self, source: Source, file: str) -> Facts:
+        source.size(file)
+        found = self.table.get(file, f"{file} is no archive")
+        if isinstance(found, str):
+            raise Corrupt(found)
+        return found
+
+    def prune(self, **how: Any) -> shelf.Pruned:
+        return shelf.prune(self.path, **{"now": NOW, **how})
+
+    def here(self) -> list[str]:
+        return sorted(n for n in os.listdir(self.path) if n != "ledger.jsonl")
+
+    def events(self) -> list[tuple[str, str]]:
+        return [(e["event"], e["archive"]) for e in ledger.read(self.path)]
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shelf:
+    it = Shelf(str(tmp_path))
+    monkeypatch.setattr(shelf, "facts", it.facts)
+    monkeypatch.setattr(remote, "_WAIT", 0.001)
+    return it
+
+
+# ----------------------------------------------------------------------------------------------------------- durations
+
+
+START = datetime(2024, 2, 29, 10, 20, 30, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("1y", "2025-02-28T10:20:30Z"), ("4y", "2028-02-29T10:20:30Z"), ("7y", "2031-02-28T10:20:30Z"),
+        ("12m", "2025-02-28T10:20:30Z"), ("1m", "2024-03-29T10:20:30Z"), ("10m", "2024-12-29T10:20:30Z"),
+        ("18m", "2025-08-29T10:20:30Z"), ("90d", "2024-05-29T10:20:30Z"), ("2w", "2024-03-14T10:20:30Z"),
+        ("1d", "2024-03-01T10:20:30Z"), ("2033-01-01", "2033-01-01T00:00:00Z"), ("20330101", "2033-01-01T00:00:00Z"),
+        ("2033-01-01T12:00", "2033-01-01T12:00:00Z"), ("2033-01-01T00:30:00+02:00", "2032-12-31T22:30:00Z"),
+        ("2033-01-01T00:00:00Z", "2033-01-01T00:00:00Z"), ("2024-02-29T10:20:30.5", "2024-02-29T10:20:31Z"),
+    ],
+)  # fmt: skip
+def test_until(text: str, want: str) -> None:
+    assert retention.stamp(retention.until(text, START)) == want
+
+
+def test_months_end_where_months_end() -> None:
+    start = datetime(2026, 1, 31, tzinfo=UTC)
+    ends = [retention.until(f"{n}m", start) for n in range(1, 6)]
+    assert [(e.month, e.day) for e in ends] == [(2, 28), (3, 31), (4, 30), (5, 31), (6, 30)]
+    local = datetime.fromisoformat("2026-01-31T23:30:00-05:00")  # already February where time is counted
+    assert retention.until("1m", local) == datetime(2026, 3, 1, 4, 30, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "y", "7", "-7y", "7 y", "7Y", "0d", "0y", "1.5y", "7y ", "7years", "9999y", "9999999d", "999999m", "12h", "٧y", "forever",
+     "2033-13-01", "2033-02-30", "2024-02-29", "2024-02-29T10:20:30Z", "2020-01-01", "0001-01-01", "1234567y"],
+)  # fmt: skip
+def test_no_retention(text: str) -> None:
+    with pytest.raises(UsageError) as e:
+        retention.until(text, START)
+    assert len(str(e.value)) < 200
+
+
+@given(st.integers(1, 2000), st.sampled_from("dwmy"), st.datetimes(datetime(2000, 1, 1), datetime(2100, 1, 1)))
+def test_until_is_later_and_not_early(n: int, unit: str, start: datetime) -> None:
+    start = start.replace(tzinfo=UTC)
+    end = retention.until(f"{n}{unit}", start)
+    least = {"d": 1, "w": 7, "m": 28, "y": 365}[unit] * n
+    assert timedelta(days=least) <= end - start <= retention.age(f"{n}{unit}")
+    assert retention.time_of(retention.stamp(end)) >= end
+
+
+@pytest.mark.parametrize(
+    ("text", "days"), [("90d", 90), ("2w", 14), ("18m", 558), ("7y", 2562), ("12h", 0.5), ("999999y", 365999634)]
+)
+def test_age(text: str, days: float) -> None:
+    assert retention.age(text) == timedelta(days=days)
+
+
+@pytest.mark.parametrize("text", ["", "0d", "90", "-1d", "2033-01-01", "d", "90 d", "1s"])
+def test_no_age(text: str) -> None:
+    with pytest.raises(UsageError, match="no age"):
+        retention.age(text)
+
+
+def test_record() -> None:
+    assert retention.record(None, None, START) is None
+    data = retention.record("7y", "case 4711", START)
+    assert data is not None and json.loads(data) == {
+        "schema": "ckpttool.retention/1",
+        "retain_until": "2031-02-28T10:20:30Z",
+        "retain": "7y",
+        "legal_hold": {"reason": "case 4711", "since": "2024-02-29T10:20:30Z"},
+    }
+    said = retention.parse(data, "x")
+    assert retention.lock_arguments(said) == {
+        "ObjectLockMode": "GOVERNANCE",
+        "ObjectLockRetainUntilDate": datetime(2031, 2, 28, 10, 20, 30, tzinfo=UTC),
+        "ObjectLockLegalHoldStatus": "ON",
+    }
+    assert retention.lock_arguments(said, "COMPLIANCE")["ObjectLockMode"] == "COMPLIANCE"
+    only = retention.parse(retention.record(None, "why", START) or b"", "x")
+    assert only["retain_until"] is None and retention.lock_arguments(only) == {"ObjectLockLegalHoldStatus": "ON"}
+    assert retention.lock_arguments(None) == {}
+    only = retention.parse(retention.record("1d", None, START) or b"", "x")
+    assert only["legal_hold"] is None and set(retention.lock_arguments(only)) == {
+        "ObjectLockMode",
+        "ObjectLockRetainUntilDate",
+    }
+    for hold in ("", " \n"):
+        with pytest.raises(UsageError, match="reason"):
+            retention.record(None, hold, START)
+    with pytest.raises(UsageError, match="passed"):
+        retention.record("2020-01-01", None, START)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"schema": "ckpttool.retention/2"}, {"retain_until": "2033-01-01"}, {"retain_until": 7}, {"retain_until": None},
+        {"retain": None}, {"retain": 7}, {"legal_hold": "why"}, {"legal_hold": {"reason": "why"}}, {"legal_hold": []},
+        {"legal_hold": {"reason": "", "since": "2024-01-01T00:00:00Z"}}, {"legal_hold": {"reason": "x", "since": "now"}},
+        {"legal_hold": {"reason": "x", "since": "2024-01-01T00:00:00Z", "until": ""}}, {"more": 1},
+        {"retain_until": "2033-13-01T00:00:00Z"}, {"retain_until": "2033-01-01T00:00:00Z\n"},
+    ],
+)  # fmt: skip
+def test_strict(change: dict[str, Any]) -> None:
+    said = json.loads(retention.record("7y", "x", START) or b"")
+    with pytest.raises(Corrupt, match="WHERE"):
+        retention.parse(json.dumps(said | change).encode(), "WHERE")
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"null", b"\xff", b"{" * 9, b'{"schema":"ckpttool.retention/1"}'])
+def test_no_record(data: bytes) -> None:
+    with pytest.raises(Corrupt, match="WHERE"):
+        retention.parse(data, "WHERE")
+
+
+# ------------------------------------------------------------------------------------------------------------- listing
+
+
+def test_listing(store: Shelf) -> None:
+    store.add("a.tar.zst", created="2030-01-01T00:00:00Z", step=5)
+    store.add("b.tar.zst", created="2030-06-01T00:00:00Z", retain_until="2040-01-01T00:00:00Z", legal_hold="case 1")
+    store.add("c.tar.zst.age", created="2029-01-01T00:00:00Z", logged=True)
+    store.add("d.tar.zst", created="")
+    store.add("e.tar.zst", damaged="cut short")
+    store.add("f.tar.zst", created="2030-01-01T00:00:00Z", step=7)
+    store.add("g.tar.zst", created="2030-01-01T00:00:00Z", step=7)
+    for other in ("notes.txt", "c.tar.zst.age.json", "x.tar", ".a.tar.zst.partial-1"):
+        Path(store.path, other).write_bytes(b"")
+    ledger.append(
+        store.path,
+        "verify",
+        "c.tar.zst.age",
+        sound=True,
+        manifest_sha256="sha of c.tar.zst.age",
+        created="2029-01-01T00:00:00Z",
+    )
+    rows = shelf.listing(store.path)
+    assert [r.name[0] for r in rows] == ["b", "g", "f", "a", "c", "d", "e"]
+    by = {r.name[0]: r for r in rows}
+    assert by["b"].held == ("case 1",) and by["b"].retain_until == "2040-01-01T00:00:00Z"
+    assert by["e"].damaged == "cut short" and by["e"].facts is None
+    assert by["a"].facts == store.table["a.tar.zst"] and by["a"].held == () and by["a"].verified is None
+    assert by["c"].verified is not None
+
+
+def test_verified(store: Shelf) -> None:
+    known = store.add("a.tar.zst", logged=True)
+    said = {"manifest_sha256": known.manifest_sha256, "created": known.created}
+
+    def seen() -> str | None:
+        return shelf.listing(store.path)[0].verified
+
+    ledger.append(store.path, "verify", "a.tar.zst", sound=False, **said)
+    ledger.append(store.path, "verify", "a.tar.zst", sound=True, **{**said, "manifest_sha256": "another"})
+    ledger.append(store.path, "verify", "b.tar.zst", sound=True)
+    assert seen() is None
+    e = ledger.append(store.path, "verify", "a.tar.zst", sound=True, **said)
+    assert seen() == e["time"]
+
+
+def test_retention_is_the_longest_that_was_promised(store: Shelf) -> None:
+    """An archive put in the place of another, with a shorter retention, does not shorten it."""
+    early, late = "2032-01-01T00:00:00Z", "2040-01-01T00:00:00Z"
+    known = store.add("a.tar.zst", retain_until=late, legal_hold="case 1", logged=True)
+    store.add("a.tar.zst", retain_until=early, manifest_sha256="swapped")
+    row = shelf.listing(store.path)[0]
+    assert (row.retain_until, row.held) == (late, ("case 1",))
+    store.add("a.tar.zst", damaged="garbage")
+    row = shelf.listing(store.path)[0]
+    assert (row.retain_until, row.held) == (late, ("case 1",))
+    # nor does another name of the same file
+    os.rename(os.path.join(store.path, "a.tar.zst"), os.path.join(store.path, "z.tar.zst"))
+    store.table = {"z.tar.zst": replace(known, name="z.tar.zst", retain_until=None, legal_hold=None)}
+    row = shelf.listing(store.path)[0]
+    assert (row.name, row.retain_until, row.held) == ("z.tar.zst", late, ("case 1",))
+    # and the archive's own counts where the ledger says less, or nothing
+    store.add("y.tar.zst", retain_until=late)
+    assert shelf.listing(store.path)[0].retain_until == late
+    store.export(about("y.tar.zst", retain_until=early))
+    assert shelf.listing(store.path)[0].retain_until == late
+
+
+def test_a_name_used_again(store: Shelf) -> None:
+    """After a deletion, a new export of that name starts anew; a copy put back by hand does not."""
+    store.add("a.tar.zst", legal_hold="case 1", retain_until="2031-02-01T00:00:00Z", logged=True)
+    archive = os.path.join(store.path, "a.tar.zst")
+    shelf.hold(archive, "case 2")
+    assert shelf.listing(store.path)[0].held == ("case 1", "case 2")
+    shelf.release(archive, "closed")
+    assert shelf.listing(store.path)[0].held == ()
+    assert store.prune(keep_within=timedelta(days=1)).deleted == ("a.tar.zst",)
+    store.add("a.tar.zst", legal_hold="case 1")  # the same manifest and date: the file of old, released
+    assert shelf.listing(store.path)[0].held == ()
+    store.add("a.tar.zst", legal_hold="case 1", manifest_sha256="new", created="2031-02-02T00:00:00Z", logged=True)
+    assert shelf.listing(store.path)[0].held == ("case 1",)
+
+
+# --------------------------------------------------------------------------------------------------------------- holds
+
+
+def test_hold_and_release(store: Shelf) -> None:
+    known = store.add("a.tar.zst", legal_hold="own", logged=True)
+    archive = os.path.join(store.path, "a.tar.zst")
+    entry = shelf.hold(archive, "case 1")
+    assert entry["event"] == "hold" and entry["reason"] == "case 1" and entry["object_lock"] is False
+    assert entry["merkle_root"] == known.merkle_root and entry["manifest_sha256"] == known.manifest_sha256
+    shelf.hold(archive, "case 2")
+    assert shelf.listing(store.path)[0].held == ("own", "case 1", "case 2")
+    assert store.prune(keep_within=timedelta(days=1)).refused == {"a.tar.zst": "under legal hold: own; case 1; case 2"}
+    entry = shelf.release(archive, "all closed")
+    assert entry["released"] == ["own", "case 1", "case 2"] and entry["reason"] == "all closed"
+    assert shelf.listing(store.path)[0].held == ()
+    with pytest.raises(UsageError, match="no legal hold"):
+        shelf.release(archive, "again")
+    shelf.hold(archive, "own")
+    assert shelf.listing(store.path)[0].held == ("own",)
+
+
+def test_a_release_is_of_one_archive(store: Shelf) -> None:
+    store.add("a.tar.zst", legal_hold="case 1")
+    shelf.release(os.path.join(store.path, "a.tar.zst"), "closed")
+    store.add("a.tar.zst", legal_hold="case 1", manifest_sha256="another")  # put there by hand
+    assert shelf.listing(store.path)[0].held == ("case 1",)
+    store.add("a.tar.zst", legal_hold="case 2")
+    assert shelf.listing(store.path)[0].held == ("case 2",)
+
+
+def test_hold_of_what_is_damaged(store: Shelf) -> None:
+    store.add("a.tar.zst", damaged="cut short")
+    shelf.hold(os.path.join(store.path, "a.tar.zst"), "case 1")
+    assert shelf.listing(store.path)[0].held == ("case 1",)
+
+
+@pytest.mark.parametrize("reason", ["", " "])
+def test_holds_need_reasons(store: Shelf, reason: str) -> None:
+    store.add("a.tar.zst")
+    for call in (shelf.hold, shelf.release):
+        with pytest.raises(UsageError, match="reason"):
+            call(os.path.join(store.path, "a.tar.zst"), reason)
+        with pytest.raises(UsageError, match="no such archive"):
+            call(os.path.join(store.path, "b.tar.zst"), "x")
+        with pytest.raises(UsageError, match="not named like"):
+            call(os.path.join(store.path, "ledger.jsonl"), "x")
+    assert store.events() == []
+
+
+# ------------------------------------------------------------------------------------------------------------ policies
+
+
+def names(found: Iterable[str]) -> str:
+    return "".join(sorted(n[0] for n in found))
+
+
+def test_policies(store: Shelf) -> None:
+    for k, name in enumerate("abcdefgh"):
+        store.add(
+            f"{name}.tar.zst",
+            created=retention.stamp(day(10 * k + 1)),
+            step=8000 - 500 * k,
+            meta={"run": "r"} if k % 2 else {},
+        )
+    done = store.prune(keep_last=1, dry_run=True)
+    assert (names(done.kept), names(done.deleted)) == ("ab", "cdefgh")  # the newest of run r, and of those without
+    assert done.kept == {"a.tar.zst": ("one of the last 1",), "b.tar.zst": ("one of the last 1 of run r",)}
+    done = store.prune(keep_within=timedelta(days=21), dry_run=True)
+    assert (names(done.kept), names(done.deleted)) == ("abc", "defgh")
+    done = store.prune(keep_within=timedelta(days=21) - timedelta(seconds=1), dry_run=True)
+    assert names(done.kept) == "ab"
+    done = store.prune(keep_every=1000, dry_run=True)
+    assert (names(done.kept), names(done.deleted)) == ("aceg", "bdfh")
+    done = store.prune(keep_last=2, keep_within=timedelta(days=1), keep_every=5000, dry_run=True)
+    assert (names(done.kept), names(done.deleted)) == ("abcdg", "efh")
+    assert done.kept["a.tar.zst"] == ("one of the last 2", "exported within 1 days")
+    assert done.kept["g.tar.zst"] == ("step 5000 is a multiple of 5000",)
+    assert done.refused == {} and done.freed == 30
+    assert len(store.here()) == 8 and store.events() == []  # dry
+    assert store.prune(keep_last=2, keep_within=timedelta(days=1), keep_every=5000) == done
+    assert names(store.here()) == "abcdg"
+    assert store.events() == [("delete", f"{n}.tar.zst") for n in "efh"]
+    assert store.prune(keep_within=retention.age("999999y")).deleted == ()
+
+
+def test_ties(store: Shelf) -> None:
+    for name, step in (("a", 1), ("b", 2), ("c", 2), ("d", None)):
+        store.add(f"{name}.tar.zst", step=step)
+    for n, want in ((1, "c"), (2, "bc"), (3, "abc"), (4, "abcd")):
+        assert names(store.prune(keep_last=n, dry_run=True).kept) == want
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"dry_run": True}, {"keep_last": 0}, {"keep_last": -1}, {"keep_every": 0}, {"keep_within": timedelta(0)},
+     {"keep_within": timedelta(days=-1)}, {"keep_last": 5, "keep_every": -1}],
+)  # fmt: skip
+def test_no_policy(store: Shelf, how: dict[str, Any]) -> None:
+    store.add("a.tar.zst")
+    with pytest.raises(UsageError):
+        store.prune(**how)
+    assert store.here() == ["a.tar.zst"]
+
+
+def test_what_cannot_be_judged(store: Shelf) -> None:
+    store.add("a.tar.zst", created="")
+    store.add("b.tar.zst", damaged="cut short")
+    store.add("c.tar.zst", created=retention.stamp(NOW + timedelta(seconds=1)))
+    store.add("d.tar.zst", created="yesterday")
+    store.add("e.tar.zst", retain_until="2031-03-01T12:00:01Z")
+    store.add("f.tar.zst", retain_until="2031-03-01T12:00:00Z")
+    store.add("g.tar.zst", retain_until="whenever")
+    Path(store.path, "h.tar.zst").mkdir()
+    Path(store.path, "i.tar.zst").symlink_to("/etc/hostname")
+    done = store.prune(keep_within=timedelta(seconds=1))
+    assert done.deleted == ("f.tar.zst",)
+    assert names(done.refused) == "abcdeghi" and done.kept == {}
+    assert "no date" in done.refused["a.tar.zst"] and "cut short" in done.refused["b.tar.zst"]
+    assert "in the future" in done.refused["c.tar.zst"] and "until 2031-03-01T12:00:01Z" in done.refused["e.tar.zst"]
+    assert "no time" in done.refused["g.tar.zst"]
+    assert store.prune(keep_last=1, dry_run=True).kept == {"g.tar.zst": ("one of the last 1",)}  # those do not count
+
+
+def test_sidecars_go_along(store: Shelf) -> None:
+    store.add("a.tar.zst.age")
+    store.add("b.tar.zst")
+    for n in ("a.tar.zst.age.json", "b.tar.zst.json", "a.tar.zst.sig", "other.json"):
+        Path(store.path, n).write_bytes(b"{}")
+    assert store.prune(keep_within=timedelta(days=1)).deleted == ("b.tar.zst", "a.tar.zst.age")
+    assert store.here() == ["a.tar.zst.sig", "b.tar.zst.json", "other.json"]
+
+
+def test_the_ledger_is_first(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = store.add("a.tar.zst")
+    unlink = os.unlink
+
+    def look(path: str) -> None:
+        assert store.events() == [("delete", "a.tar.zst")]
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", look)
+    store.prune(keep_within=timedelta(days=1))
+    (entry,) = ledger.read(store.path)
+    assert {k: entry[k] for k in ("merkle_root", "manifest_sha256", "bytes", "created")} == shelf.evidence(known)
+    assert store.here() == []
+
+
+def test_no_ledger_no_deletion(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.add("a.tar.zst")
+    store.add("b.tar.zst", logged=True)
+    path = Path(store.path, "ledger.jsonl")
+    text = path.read_bytes()
+    path.write_bytes(text.replace(b"dcp", b"hf"))
+    with pytest.raises(Corrupt, match="line 1 was altered"):
+        store.prune(keep_within=timedelta(days=1))
+    with pytest.raises(Corrupt, match="line 1 was altered"):
+        shelf.listing(store.path)
+    path.write_bytes(text)
+
+    def full(*_: Any, **__: Any) -> dict[str, Any]:
+        raise CkpttoolError("no space")
+
+    monkeypatch.setattr(ledger, "append", full)
+    with pytest.raises(CkpttoolError, match="no space"):
+        store.prune(keep_within=timedelta(days=1))
+    assert store.here() == ["a.tar.zst", "b.tar.zst"]
+
+
+def test_a_failed_removal_is_told(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.add("a.tar.zst")
+    store.add("b.tar.zst")
+    unlink = os.unlink
+
+    def stuck(path: str) -> None:
+        if path.endswith("b.tar.zst"):
+            raise PermissionError(13, "Permission denied", path)
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", stuck)
+    done = store.prune(keep_within=timedelta(days=1))
+    assert done.deleted == ("a.tar.zst",) and "Permission denied" in done.refused["b.tar.zst"] and done.freed == 10
+    assert store.events() == [("delete", "b.tar.zst"), ("delete-failed", "b.tar.zst"), ("delete", "a.tar.zst")]
+    assert "Permission denied" in ledger.read(store.path)[1]["why"]
+
+
+def test_a_hold_meanwhile_wins(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at the store and the deletion, somebody holds one archive and writes another anew."""
+    store.add("a.tar.zst")
+    store.add("b.tar.zst")
+    store.add("c.tar.zst")
+    append, seen = ledger.append, []
+
+    def late(path: str, event: str, archive: str, **facts: Any) -> dict[str, Any]:
+        seen.append(event)
+        if seen == ["delete"]:
+            append(path, "hold", "c.tar.zst", reason="case 1")
+            append(path, "hold", "a.tar.zst", reason="case 2")
+            Path(path, "b.tar.zst").write_bytes(b"9876543210")
+        return append(path, event, archive, **facts)
+
+    monkeypatch.setattr(ledger, "append", late)
+    done = store.prune(keep_within=timedelta(days=1))
+    assert done.deleted == () and store.here() == ["a.tar.zst", "b.tar.zst", "c.tar.zst"]
+    assert "case 1" in done.refused["c.tar.zst"] and "case 2" in done.refused["a.tar.zst"]
+    assert "changed" in done.refused["b.tar.zst"]
+    assert [r.held for r in shelf.listing(store.path)] == [("case 1",), (), ("case 2",)]
+
+
+def test_hold_of_what_is_just_deleted(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.add("a.tar.zst")
+    append = ledger.append
+
+    def late(path: str, event: str, archive: str, **facts: Any) -> dict[str, Any]:
+        Path(path, "a.tar.zst").unlink(missing_ok=True)
+        return append(path, event, archive, **facts)
+
+    monkeypatch.setattr(ledger, "append", late)
+    with pytest.raises(UsageError, match="no such archive"):
+        shelf.hold(os.path.join(store.path, "a.tar.zst"), "case 1")
+
+
+# ---------------------------------------------------------------------------------------- nothing protected is deleted
+
+
+TIMES = st.sampled_from([None, -400, -1, 0, 1, 400])
+
+
+@st.composite
+def archives(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """Archives with every mixture of what may protect one, and what happened to them, in any order."""
+    out = []
+    for _ in range(draw(st.integers(1, 7))):
+        moment = draw(st.sampled_from(["", "soon", *range(0, 900, 90)]))
+        out.append({
+            "created": retention.stamp(NOW + timedelta(days=1)) if moment == "soon" else "" if moment == "" else retention.stamp(day(moment)),
+            "step": draw(st.sampled_from([None, 0, 500, 1000, 1500])),
+            "run": draw(st.sampled_from([None, "r", "s"])),
+            "own": draw(TIMES), "told": draw(TIMES), "hold": draw(st.booleans()),
+            "damaged": draw(st.integers(0, 9)) == 0,
+            "events": draw(st.lists(st.sampled_from(["export", "hold", "release", "verify", "swap"]), max_size=4)),
+        })  # fmt: skip
+    return out
+
+
+@given(
+    archives(),
+    st.one_of(st.none(), st.integers(1, 4)),
+    st.one_of(st.none(), st.integers(1, 900)),
+    st.one_of(st.none(), st.sampled_from([1, 500, 1000])),
+    st.data(),
+)
+def test_prune_never_deletes_what_is_protected(
+    what: list[dict[str, Any]], last: int | None, within: int | None, every: int | None, data: st.DataObject
+) -> None:
+    """A model of its own, simpler and slower, says what each archive is promised; every policy is tried on it."""
+    if last is within is every is None:
+        last = 1
+    mp = pytest.MonkeyPatch()
+    folder = tempfile.mkdtemp()
+    try:
+        store = Shelf(folder)
+        mp.setattr(shelf, "facts", store.facts)
+        mp.setattr(os, "fsync", lambda _: None)
+        protected, dated = set(), {}
+        for k, w in enumerate(what):
+            name = f"{k}.tar.zst"
+            own, told = (
+                retention.stamp(NOW + timedelta(days=t)) if t is not None else None for t in (w["own"], w["told"])
+            )
+            meta = {"run": w["run"]} if w["run"] else {}
+            known = store.add(
+                name,
+                created=w["created"],
+                step=w["step"],
+                meta=meta,
+                retain_until=own,
+                legal_hold="own" if w["hold"] else None,
+            )
+            until, holds, swapped = [own], {"own"} if w["hold"] else set(), False
+            for e in w["events"]:
+                if e == "export":
+                    store.export(replace(known, retain_until=told))
+                    until.append(told)
+                    if w["hold"]:
+                        holds.add("own")
+                elif e == "hold":
+                    shelf.hold(os.path.join(folder, name), "case")
+                    holds.add("case")
+                elif e == "release" and holds:
+                    shelf.release(os.path.join(folder, name), "closed")
+                    holds.clear()
+                elif e == "verify":
+                    ledger.append(folder, "verify", name, sound=True, **shelf.evidence(known))
+                elif e == "swap" and not swapped and "export" in w["events"][: w["events"].index("swap")]:
+                    # another archive of that name, with nothing promised, put there by hand
+                    swapped = True
+                    known = store.add(
+                        name, created=w["created"], step=w["step"], meta=meta, manifest_sha256=f"swapped {k}"
+                    )
+                    until = [told]
+            if w["damaged"]:
+                store.table[name] = "cut short"
+            if holds or any(u is not None and u > retention.stamp(NOW) for u in until):
+                protected.add(name)
+            if w["damaged"] or not w["created"] or w["created"] > retention.stamp(NOW):
+                protected.add(name)
+            else:
+                dated[name] = known
+        how = {"keep_last": last, "keep_within": timedelta(days=within) if within else None, "keep_every": every}
+        before = set(store.here())
+        dry = store.prune(**how, dry_run=True)
+        assert set(store.here()) == before
+        done = store.prune(**how)
+        assert done == dry
+        left = set(store.here())
+        assert protected <= left
+        assert before - left == set(done.deleted) and not set(done.deleted) & protected
+        assert set(done.kept) | set(done.refused) == left and not set(done.kept) & set(done.refused)
+        # what no policy keeps and nothing protects is gone
+        order = sorted(
+            dated, key=lambda n: (dated[n].created, -1 if dated[n].step is None else dated[n].step, n), reverse=True
+        )
+        kept = set()
+        for n in order:
+            f = dated[n]
+            same = [m for m in order if dated[m].meta == f.meta]
+            if last is not None and same.index(n) < last:
+                kept.add(n)
+            if within is not None and f.created >= retention.stamp(day(within)):
+                kept.add(n)
+            if every is not None and f.step is not None and f.step % every == 0:
+                kept.add(n)
+        assert set(done.kept) == kept
+        assert set(done.deleted) == before - kept - protected
+        entries = ledger.read(folder)
+        assert [e["archive"] for e in entries if e["event"] == "delete"] == list(done.deleted)
+        assert store.prune(**how).deleted == ()
+    finally:
+        mp.undo()
+        shutil.rmtree(folder)
+
+
+# ------------------------------------------------------------------------------------------------------------- buckets
+
+
+def fill(store: Shelf, bucket: str, **archives: dict[str, Any]) -> None:
+    client = stores.moto().client()
+    for name, what in archives.items():
+        known = about(f"{name}.tar.zst", **what)
+        store.table[known.name] = known
+        client.put_object(Bucket=bucket[5:], Key=f"audit/{known.name}", Body=b"0123456789")
+
+
+def test_in_a_bucket(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    moto = stores.moto()
+    bucket = moto.bucket(monkeypatch, lock=True)
+    place = f"{bucket}/audit"
+    fill(store, bucket, a={}, b={"retain_until": "2040-01-01T00:00:00Z"}, c={}, d={})
+    assert shelf.hold(f"{place}/c.tar.zst", "case 1")["object_lock"] is True
+    moto.client().put_object_legal_hold(Bucket=bucket[5:], Key="audit/d.tar.zst", LegalHold={"Status": "ON"})
+    assert [(r.name[0], r.held) for r in shelf.listing(place)] == [("d", ()), ("c", ("case 1",)), ("b", ()), ("a", ())]
+    done = shelf.prune(place, keep_within=timedelta(days=1), now=NOW)
+    assert done.deleted == ("a.tar.zst",) and names(done.refused) == "bcd"
+    assert "AccessDenied" in done.refused["d.tar.zst"]  # the store knows what the ledger does not
+    events = [(e["event"], e["archive"][0]) for e in ledger.read(place)]
+    assert events == [("hold", "c"), ("delete", "d"), ("delete-failed", "d"), ("delete", "a")]
+    assert shelf.release(f"{place}/c.tar.zst", "closed")["released"] == ["case 1"]
+    moto.client().put_object_legal_hold(Bucket=bucket[5:], Key="audit/d.tar.zst", LegalHold={"Status": "OFF"})
+    assert names(shelf.prune(place, keep_within=timedelta(days=1), now=NOW).deleted) == "cd"
+    assert remote.RemoteSource(place).list() == ["b.tar.zst", "ledger.jsonl"]
+
+
+def test_in_a_bucket_without_locks(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = stores.moto().bucket(monkeypatch)
+    place = f"{bucket}/audit"
+    fill(store, bucket, a={})
+    assert shelf.hold(f"{place}/a.tar.zst", "case 1")["object_lock"] is False
+    assert shelf.prune(place, keep_within=timedelta(days=1), now=NOW).refused == {
+        "a.tar.zst": "under legal hold: case 1"
+    }
+
+
+def test_a_release_that_the_store_did_not_hear(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    moto = stores.moto()
+    bucket = moto.bucket(monkeypatch, lock=True)
+    archive = f"{bucket}/audit/a.tar.zst"
+    fill(store, bucket, a={})
+    shelf.hold(archive, "case 1")
+    with Flaky(moto.endpoint, lambda method, path: 403 if method == "PUT" and "legal-hold" in path else None) as proxy:
+        moto.environment(monkeypatch, proxy.endpoint)
+        with pytest.raises(RemoteError, match="does not allow"):
+            shelf.release(archive, "closed")
+    moto.environment(monkeypatch)
+    with pytest.raises(RemoteError, match="AccessDenied"):
+        remote.remove(archive)
+    assert shelf.release(archive, "closed")["event"] == "release"  # again, and no second entry
+    assert [e["event"] for e in ledger.read(f"{bucket}/audit")] == ["hold", "release"]
+    remote.remove(archive)
+
+
+def test_a_bucket_that_fails_is_no_damage(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An archive that cannot be reached is not listed as damaged, and nothing goes by half a look."""
+    moto = stores.moto()
+    bucket = moto.bucket(monkeypatch)
+    fill(store, bucket, a={}, b={})
+    with Flaky(
+        moto.endpoint, lambda method, path: 500 if method == "HEAD" and path.endswith("a.tar.zst") else None
+    ) as proxy:
+        moto.environment(monkeypatch, proxy.endpoint)
+        for call in (lambda p: shelf.listing(p), lambda p: shelf.prune(p, keep_within=timedelta(days=1), now=NOW)):
+            with pytest.raises(RemoteError, match="no answer"):
+                call(f"{bucket}/audit")
+    with Flaky(moto.endpoint, first(4, 500)) as proxy:
+        moto.environment(monkeypatch, proxy.endpoint)
+        assert names(shelf.prune(f"{bucket}/audit", keep_within=timedelta(days=1), now=NOW).deleted) == "ab"
