@@ -1,14 +1,16 @@
 """Object stores: the objects below one URL as a `Source`, and objects written so that they appear whole or not at all.
 
-Stores are those of fsspec (`s3://`, `gs://`, `hf://`, `http(s)://` to read). Everything S3 is asked in its own words through
-the client that s3fs holds, so that one set of credentials, endpoints and settings, found by the ecosystem's own ways,
-serves reading and writing. This module is the only one that tries again: a lost connection, a timeout, 408, 429 and 5xx
-are met with `_TRIES` tries; nothing else is.
+Stores are those of fsspec (`s3://`, `gs://`, `hf://`, `http(s)://` to read). S3 is asked in its own words through the
+client that s3fs holds, so that one set of credentials, endpoints and settings, found by the ecosystem's own ways,
+serves reading and writing. This module is the only one that tries again: a lost connection, a timeout, 408, 429 and
+5xx are met with `_TRIES` tries; nothing else is.
 
-An object that is written twice has no rename: it is uploaded in parts, which nobody sees, and completed in one request.
-That request, and every write of `put_if_unchanged`, carries a condition (If-None-Match, If-Match), so two writers cannot
-overwrite each other. Sources: the API reference of S3 (CreateMultipartUpload, CompleteMultipartUpload, PutObject,
-DeleteObject, PutObjectLegalHold; "Conditional writes"; "Multipart upload limits": 10,000 parts of 5 MiB to 5 GiB).
+Object stores have no rename: an object is uploaded in parts, which nobody sees, and completed in one request. That
+request (unless something is to be replaced) and every write of `put_if_unchanged` carry a condition, If-None-Match or
+If-Match, so two writers cannot overwrite each other; a store that ignores conditions, as old imitations of S3 do, is
+not safe for a ledger that many write to. Sources: the API reference of S3 (CreateMultipartUpload,
+CompleteMultipartUpload, PutObject, DeleteObject, PutObjectLegalHold; "Conditional writes"; "Multipart upload limits":
+10,000 parts of 5 MiB to 5 GiB).
 
 No message holds credentials or signed queries: `shown` takes them out of URLs, `_words` out of what a store said.
 """
@@ -69,7 +71,7 @@ _BUSY = {"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "O
 _CONFLICT = {"PreconditionFailed", "ConditionalRequestConflict"}
 # How stores say that a bucket has no object lock.
 _NO_LOCK = re.compile(r"object ?lock|lock configuration|NotImplemented|MethodNotAllowed", re.IGNORECASE)
-# What says which bytes an object holds, in the words of the stores.
+# What says which bytes an object holds, in the words of the stores, the best first.
 _VERSION = (
     "ETag", "etag", "VersionId", "version_id", "generation", "md5Hash", "content_md5", "Content-MD5", "Digest", "oid",
     "blob_id", "LastModified", "last_modified", "mtime", "updated", "created",
@@ -184,7 +186,7 @@ def _told(url: str, kind: type[RemoteError] | None, words: str) -> RemoteError:
 
 
 def _judge(e: BaseException) -> tuple[type[RemoteError] | None, BaseException]:
-    """(what it means, who says so); None is what may pass. File systems wrap what they were told; the inner one knows."""
+    """(what it means, who says so); None is what may pass. File systems wrap what they were told; the inner knows."""
     for x in _chain(e):
         code, status = _code(x), _status(x)
         if code in _BUSY or status in (408, 429) or ((status or 0) >= 500 and status != 501):
@@ -237,9 +239,8 @@ def _words(e: BaseException) -> str:
     text = " ".join(f"{text or type(e).__name__}".split())
     text = re.sub(r"(://)[^/@\s]*@", r"\1", text)
     text = re.sub(r"(https?://[^\s?'\"]*)\?[^\s'\")]*", r"\1", text)
-    text = re.sub(
-        r"(?i)(signature|credential|token|secret|password|authorization|key)(=|:\s*)[^\s&,;'\")]+", r"\1\2***", text
-    )
+    text = re.sub(r"(?i)((?:signature|credential|token|secret|password|key|key_?id)=)[^\s&,;'\")]+", r"\1***", text)
+    text = re.sub(r"(?i)\b((?:authorization|password|secret)\W{1,4}(?:bearer )?)[^\s,;'\")]+", r"\1***", text)
     for name, value in os.environ.items():
         if len(value) >= 8 and re.search(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL", name.upper()):
             text = text.replace(value, "***")
@@ -282,8 +283,8 @@ class RemoteSource(Source):
     def _identify(self, name: str) -> Identity:
         """The five numbers of a file are here: the place, the version as the store names it, the size, and nothing."""
         said = self._info(name)
-        version = [(k, str(said[k])) for k in _VERSION if said.get(k)]
-        return _number(self._path(name)), _number(repr(version)), said["size"], 0, 0
+        version = next((f"{k} {said[k]}" for k in _VERSION if said.get(k)), "")
+        return _number(self._path(name)), _number(version), said["size"], 0, 0
 
     def list(self, folder: str = "") -> list[str]:
         """Names of what lies directly below the URL, or below one prefix under it, sorted; none where nothing does."""
@@ -323,8 +324,8 @@ class RemoteSource(Source):
         """Fill `into` with the bytes from `offset` on; safe in many threads at once.
 
         Raises:
-            Corrupt: the object is missing or ends before. SourceChanged: it is another one by now. RemoteError: the store
-            fails.
+            Corrupt: the object is missing or ends before. SourceChanged: it is another one by now. RemoteError: the
+            store fails.
         """
         if offset < 0 or offset + len(into) > self.size(name):
             raise Corrupt(f"{self._url(name)} has {self.size(name)} bytes; {offset}..{offset + len(into)} are needed.")
@@ -443,8 +444,8 @@ class Upload:
     """One object, written from its first byte to its last; nobody sees it before `commit`.
 
     Parts that a killed run left behind for the same object are removed first, so of two runs at one object the first
-    fails. `lock` are S3's arguments of an object lock; `locked` tells whether the bucket has such a thing. Memory is a few
-    parts, and a part is as large as `expect_bytes` needs to be made of 10,000.
+    fails. `lock` are S3's arguments of an object lock; `locked` tells whether the bucket has such a thing. Memory is a
+    few parts, and a part is as large as `expect_bytes` needs to be made of 10,000.
 
     Raises:
         DestinationExists: there is such an object, and not `force`. RemoteError: the store fails.
@@ -486,7 +487,7 @@ class _Parts:
         if not force and at.head() is not None:
             raise _taken(at.url)
         self._sweep()
-        # two uploads of one object are told apart by a name of ours: an answer that was lost may still have been a success
+        # uploads of one object are told apart by a name of ours: an answer that was lost may have been a success
         self.mark = uuid.uuid4().hex
         self.id, self.locked = self._begin(lock), bool(lock)
         need = -(-expect_bytes // _PARTS)
@@ -610,7 +611,7 @@ def _taken(url: str) -> DestinationExists:
 
 
 def remove(url: str) -> None:
-    """Remove an object, with every version of it that the store keeps, the oldest first; one that is missing is no error.
+    """Remove an object, with every version that the store keeps of it, the oldest first; a missing one is no error.
 
     Where versions are kept, a deletion without one only hides the object, and no lock stops that; so each is named.
 
@@ -648,7 +649,7 @@ def _versions(at: _S3) -> list[str]:
 
 
 def legal_hold(url: str, on: bool) -> bool:
-    """Put the object under a legal hold of the store, or end it; False where the store, or the bucket, has no such thing.
+    """Put the object under a legal hold of the store, or end it; False where the store or bucket has no such thing.
 
     Raises:
         RemoteError: the store does not allow it, or fails.

@@ -1,13 +1,13 @@
-"""Object stores for tests, on loopback: moto's S3 server in a process of its own, and a proxy that loses what it is told to.
+"""Object stores for tests, on loopback: moto's S3 server in a process of its own, and a proxy that loses what it is
+told to.
 
     store = moto()                  started once a test run
     url = store.bucket(monkeypatch) s3://bucket of its own; the environment says where it is and who asks
     with Flaky(store.endpoint, rule) as proxy: monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
 
-`rule(method, path)` is asked for every request: None passes it on; a number is answered as that HTTP status,
-a pair with a body; "cut" sends
-half of the answer's body and closes; "drop" closes without asking the store; "lose" asks the store, but loses the answer.
-"""
+`rule(method, path)` is asked for every request: None passes it on; a number is answered as that HTTP status, a pair
+with a body; "cut" sends half of the answer's body and closes; "drop" closes without asking the store; "lose" asks the
+store, but loses the answer."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def moto() -> Moto:
 
 
 class Flaky(ThreadingHTTPServer):
-    """A proxy before a server, that fails as its rule says. `seen` are (method, path, what was done) of all requests."""
+    """A proxy before a server, that fails as its rule says. `seen` are (method, path, what was done) of requests."""
 
     daemon_threads = True
 

@@ -304,6 +304,18 @@ def test_other_commands_take_an_archive(of_one_state: list[Path], tmp_path: Path
     assert facts(Source(tmp_path), "b.tar.zst").merkle_root == facts(Source(tmp_path), "a.tar.zst").merkle_root
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_torch_reads_an_archive_without_a_conversion(saved: Path, tmp_path: Path, shuffle: bool) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    archived(saved, tmp_path / "a.tar.zst", shuffle=shuffle)
+    want = state()["model"]
+    tree = {"model": {n: torch.zeros_like(t) for n, t in want.items()}}
+    dcp.load(tree, storage_reader=ckpttool.storage_reader(tmp_path / "a.tar.zst"))
+    assert all(bits(tree["model"][n]) == bits(t) for n, t in want.items())
+
+
 def test_only_and_dtype(of_one_state: list[Path], tmp_path: Path) -> None:
     done = export(of_one_state[0], str(tmp_path / "m.tar.zst"), ArchiveOptions(only=("model",)), in_ledger=False)
     assert done.facts.components == ("model",)

@@ -249,7 +249,8 @@ def _fresh(path: Path) -> list[bytes]:
 @pytest.mark.parametrize(
     "line",
     [
-        b"\n", b"{}\n", b"[]\n", b"null\n", b"\xff\n", b"{" * 100_000 + b"\n", b'{"a":1,"a":2}\n', b"[" * 5000 + b"]" * 5000 + b"\n",
+        b"\n", b"{}\n", b"[]\n", b"null\n", b"\xff\n", b"{" * 100_000 + b"\n", b'{"a":1,"a":2}\n',
+        b"[" * 5000 + b"]" * 5000 + b"\n",
         b'{"seq":1e999}\n', b"\0" * 100 + b"\n", b"9" * 5000 + b"\n",
     ],
 )  # fmt: skip
@@ -268,7 +269,7 @@ def test_a_line_without_end(tmp_path: Path) -> None:
         ledger.append(str(tmp_path), "verify", "a")
 
 
-# ------------------------------------------------------------------------------------------------------ many, and killed
+# ---------------------------------------------------------------------------------------------------- many, and killed
 
 
 def _write(store: str, who: int, n: int) -> None:

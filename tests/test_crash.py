@@ -58,7 +58,7 @@ def hook(self, name, done, total):
     if name == "copy" and 2 * done >= total and not happened:
         happened.append(name)
         act()
-cli._Meter.__call__ = hook
+cli.Meter.__call__ = hook
 cli.main()
 """
 

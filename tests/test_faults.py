@@ -266,10 +266,11 @@ def layouts(original: Original, folder: Path) -> dict[str, Path]:
     ways: dict[str, tuple[str, dict[str, Any]]] = {
         "dcp of 3 ranks": ("dcp", {"world_size": 3}), "full": ("full", {}), "zero3": ("zero3", {"world_size": 3}),
         "universal": ("universal", {}), "fsdp1": ("fsdp1", {"world_size": 2, "wrap": ["**.layers.*"]}),
+        "audit": ("audit", {}),
     }  # fmt: skip
     out = {}
     for name, (to, options) in ways.items():
-        out[name] = folder / (f"{name}.pt" if to == "full" else name)
+        out[name] = folder / (name + {"full": ".pt", "audit": ".tar.zst"}.get(to, ""))
         ckpttool.convert(original.folder / "ckpt", out[name], to=to, **options)
     return out
 
@@ -312,7 +313,7 @@ BENIGN = [
     *(f"{w}: {what}" for w in (1, 3, 4) for what in ("fp32", "bf16", "fp32, by config")),
     *(f"1: {d}, {what}" for d in ("fp32", "bf16") for what in ("12 rows a pass", "checkpointing")),
     "1: fp32, tied", "1: fp32, tied, by config",
-    *(f"1: fp32, {layout}" for layout in ("dcp of 3 ranks", "full", "zero3", "universal", "fsdp1")),
+    *(f"1: fp32, {layout}" for layout in ("dcp of 3 ranks", "full", "zero3", "universal", "fsdp1", "audit")),
     "4: fp32, HSDP", "4: bf16, HSDP", "4: fp32, TP",
 ]  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""The README and docs/cli.md are true: their commands and their Python run, their tables are those of the code."""
+"""The README, docs/cli.md and docs/archive.md are true: their commands and their Python run, their tables are those of the
+code."""
 
 from __future__ import annotations
 
@@ -9,9 +10,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer.main
+from pages import program
+from stores import moto
 from test_live import torchrun
 
 import ckpttool
@@ -22,7 +26,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 FIXTURES = REPOSITORY / "fixtures"
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 CLI = (REPOSITORY / "docs" / "cli.md").read_text(encoding="utf-8")
-COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+ARCHIVE = (REPOSITORY / "docs" / "archive.md").read_text(encoding="utf-8")
 ENVIRONMENT = {
     **os.environ,
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -31,15 +35,28 @@ ENVIRONMENT = {
 }
 
 
+def leaves(group: Any, above: tuple[str, ...] = ()) -> dict[str, Any]:
+    """{command: what it is}; those of a group are "audit export", "audit ledger show"."""
+    out: dict[str, Any] = {}
+    for name, found in group.commands.items():
+        path = (*above, name)
+        out |= leaves(found, path) if hasattr(found, "commands") else {" ".join(path): found}
+    return out
+
+
+COMMANDS = leaves(typer.main.get_command(app))
+
+
 def blocks(text: str, language: str) -> list[str]:
     """The fenced code blocks of one language, or of some: "sh|console"."""
     return re.findall(rf"^```(?:{language})\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def command_lines(text: str) -> list[str]:
-    """The commands of ckpttool in shell blocks, in order; those of a terminal session begin with "$ "."""
-    lines = [line.removeprefix("$ ") for block in blocks(text, "sh|console") for line in block.splitlines()]
-    return [line for line in lines if line.startswith("ckpttool ")]
+    """The commands of ckpttool and tar in shell blocks, in order; those of a terminal session begin with "$ "."""
+    joined = [block.replace("\\\n", "") for block in blocks(text, "sh|console")]
+    lines = [line.removeprefix("$ ") for block in joined for line in block.splitlines()]
+    return [line for line in lines if line.startswith(("ckpttool ", "tar "))]
 
 
 @pytest.fixture
@@ -55,17 +72,37 @@ def desk(tmp_path: Path) -> Path:
     shutil.copytree(FIXTURES / "fsdp1_w2_tied" / "ckpt", tmp_path / "fsdp1")
     described = FIXTURES / "fsdp1_w2_tied" / "flat_layout.json"
     ckpttool.convert(tmp_path / "fsdp1", tmp_path / "fsdp1.pt", flat_layout=described)
+    (tmp_path / "store").mkdir()
+    (tmp_path / "keys").mkdir()
+    make_keys(tmp_path / "keys")
     return tmp_path
 
 
-def run_all(lines: list[str], desk: Path) -> None:
-    """Every line exits 0, one after the other in one folder."""
+def make_keys(folder: Path) -> None:
+    """sign.pem and sign.pub, an EC key; archive.key and archive.pub, one of age."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from pyrage import x25519
+
+    pem = serialization.Encoding.PEM
+    key = ec.generate_private_key(ec.SECP256R1())
+    plain = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    (folder / "sign.pem").write_bytes(plain)
+    public = key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo)
+    (folder / "sign.pub").write_bytes(public)
+    identity = x25519.Identity.generate()
+    (folder / "archive.key").write_text(f"{identity}\n")
+    (folder / "archive.pub").write_text(f"{identity.to_public()}\n")
+
+
+def run_all(lines: list[str], desk: Path, **more: str) -> None:
+    """Every line, or block of lines, exits 0, one after the other in one folder; `more` is environment."""
     assert lines
     for line in lines:
         done = subprocess.run(
-            ["bash", "-o", "pipefail", "-c", line],
+            ["bash", "-e", "-u", "-o", "pipefail", "-c", line],
             cwd=desk,
-            env=ENVIRONMENT,
+            env={**ENVIRONMENT, **more},
             capture_output=True,
             text=True,
             check=False,
@@ -124,6 +161,22 @@ def test_every_command_of_the_reference_runs(desk: Path) -> None:
     run_all(["ckpttool convert run/ckpt hf --to hf --config llama", *command_lines(CLI)], desk)
 
 
+def test_every_recipe_of_the_archive_guide_runs_as_it_stands_and_then_its_reader(
+    desk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("age", "zstd", "openssl"):
+        program(name)
+    shutil.rmtree(desk / "store")
+    shutil.rmtree(desk / "keys")
+    s3 = moto()
+    s3.environment(monkeypatch)
+    s3.client().create_bucket(Bucket="models-archive", ObjectLockEnabledForBucket=True)
+    run_all(blocks(ARCHIVE, "sh"), desk, **{k: v for k, v in os.environ.items() if k.startswith("AWS_")})
+    (script,) = blocks(ARCHIVE, "python")
+    done = subprocess.run([sys.executable, "-c", script], cwd=desk, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_readme_shows_the_table_of_exit_codes() -> None:
     table = README.partition("<!-- exit-codes -->")[2].partition("<!-- /exit-codes -->")[0]
     rows = re.findall(r"^\| (\d+) \| (.*?) \|$", table, re.MULTILINE)
@@ -146,7 +199,8 @@ def test_the_readme_shows_the_output_of_what_it_runs_as_the_demo_prints_it(desk:
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_every_command_has_help_and_a_section_in_both_documents(command: str) -> None:
     assert COMMANDS[command].help
-    assert f"\n### {command}\n" in README
+    assert f"\n### {command.split()[0]}\n" in README
+    assert f"ckpttool {command} " in README or f"ckpttool {command}\n" in README
     assert f"\n## {command}\n" in CLI
 
 

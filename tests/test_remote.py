@@ -1,9 +1,12 @@
-"""Object stores: reading by ranges, writing whole or not at all, swaps, locks, and what a bad connection changes: nothing."""
+"""Object stores: reading by ranges, writing whole or not at all, swaps, locks, and what a bad connection changes:
+nothing."""
 
 from __future__ import annotations
 
 import random
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -115,19 +118,28 @@ def test_no_such_store(url: str) -> None:
     assert url.partition("?")[0] in str(e.value) or "nope" in str(e.value)
 
 
-def test_package_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(UsageError, match=r"pip install 'ckpttool\[s3\]'"):
-        RemoteSource("s3://b/x")
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(UsageError, match=r"pip install 'ckpttool\[gcs\]'"):
-        RemoteSource("gs://b/x")
-    monkeypatch.setitem(sys.modules, "fsspec", None)
-    monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(UsageError, match="pip install"):
-        RemoteSource("s3://b/x")
+@pytest.mark.parametrize(
+    ("absent", "url", "how"),
+    [
+        ("s3fs", "s3://b/x", "pip install 'ckpttool[s3]'"),
+        ("gcsfs", "gs://b/x", "pip install 'ckpttool[gcs]'"),
+        ("fsspec", "s3://b/x", "pip install 'ckpttool[s3]'"),
+        ("adlfs", "az://b/x", "install fsspec's package for az://"),
+    ],
+)
+def test_package_missing(absent: str, url: str, how: str) -> None:
+    code = f"""
+import sys
+sys.modules[{absent!r}] = None
+from ckpttool.remote import RemoteSource
+from ckpttool.errors import UsageError
+try:
+    RemoteSource({url!r})
+except UsageError as e:
+    print(e)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert how in done.stdout and done.stderr == ""
 
 
 # ----------------------------------------------------------------------------------------------------------- reading
@@ -250,7 +262,7 @@ def test_many_threads(s3: Moto, bucket: str) -> None:
     assert wrong == []
 
 
-# ------------------------------------------------------------------------------------------------- what passes, what not
+# ----------------------------------------------------------------------------------------------- what passes, what not
 
 
 @pytest.mark.parametrize("what", [500, 502, 503, 429, "drop", "cut", "lose"])
@@ -373,6 +385,24 @@ def test_no_credential_of_a_url(url: str) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- other stores
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("NoSuchKey: The specified key does not exist.", "NoSuchKey: The specified key does not exist"),
+        ("ExpiredToken: The provided token has expired.", "ExpiredToken: The provided token has expired"),
+        ("Authorization: Bearer abc.def-1, x", "Authorization: Bearer ***, x"),
+        ("header 'Authorization': 'abc'", "header 'Authorization': '***'"),
+        ("get https://u:p@h/x?sig=1&b=2 (x)", "get https://h/x (x)"),
+        ("AWSAccessKeyId=abc&Signature=d%2Fe&x=1", "AWSAccessKeyId=***&Signature=***&x=1"),
+        ("two\nlines\tand   more", "two lines and more"),
+        ("", "OSError"),
+        ("x" * 1000, "x" * 300),
+    ],
+)
+def test_words(said: str, shown: str) -> None:
+    assert remote._words(OSError(said)) == shown
 
 
 class _Ranges(SimpleHTTPRequestHandler):
@@ -605,6 +635,32 @@ def test_writing_through_failures(s3: Moto, bucket: str, monkeypatch: pytest.Mon
         up.commit()
         assert proxy.did(what) >= 6
     assert get(s3, url) == data
+
+
+@pytest.mark.parametrize("then", [(412, b"PreconditionFailed"), (404, b"NoSuchUpload")])
+@pytest.mark.parametrize("done", [True, False])
+def test_completed_though_nobody_heard(
+    s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch, then: tuple[int, bytes], done: bool
+) -> None:
+    """The store completes the upload, its answer is lost, and asked again it says what S3 says."""
+    told = (then[0], b"<Error><Code>" + then[1] + b"</Code><Message>x</Message></Error>")
+    answers: list[Any] = ["lose" if done else "drop", told]
+
+    def rule(method: str, path: str) -> Any:
+        return answers.pop(0) if method == "POST" and "uploadId" in path and answers else None
+
+    with Flaky(s3.endpoint, rule) as proxy:
+        s3.environment(monkeypatch, proxy.endpoint)
+        up = Upload(f"{bucket}/a", force=False)
+        up.append(b"ours")
+        if done:
+            up.commit()
+            assert get(s3, f"{bucket}/a") == b"ours"
+        else:
+            with pytest.raises(DestinationExists if then[0] == 412 else RemoteError):
+                up.commit()
+            assert get(s3, f"{bucket}/a") is None
+        assert answers == []
 
 
 def test_parts_that_never_get_through(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,13 @@
 """The ledger of a store: what happened to its archives, one line an event, each bound to the line before by a hash.
 
-    STORE/ledger.jsonl    {"archive": ..., "by": "user@host", "event": ..., facts ..., "hash": ..., "prev": ..., "seq": 1,
-                           "time": "2026-11-21T10:20:30Z"}
+    STORE/ledger.jsonl    {"archive": ..., "by": "user@host", "event": ..., facts ..., "hash": ..., "prev": ...,
+                           "seq": 1, "time": "2026-11-21T10:20:30Z"}
 
 A line is the canonical JSON of its entry (keys sorted, no spaces, ASCII) and a newline. `hash` is the SHA-256 of the
-canonical JSON of all other fields, `prev` the hash of the line before, 64 zeros in the first. So no line can be altered,
-removed, inserted, swapped or doubled unless all that follow are written anew. What the chain cannot tell by itself is that
-lines are missing at its end, or that somebody wrote all of it anew; whoever writes the hash of a line down elsewhere can
-(`head` of `verify`).
+canonical JSON of all other fields, `prev` the hash of the line before, 64 zeros in the first. So no line can be
+altered, removed, inserted, swapped or doubled unless all that follow are written anew. What the chain cannot tell by
+itself is that lines are missing at its end, or that somebody wrote all of it anew; whoever writes the hash of a line
+down elsewhere can (`head` of `verify`).
 
 In a folder, a line is appended under a lock, in one write, and made durable. A run killed in that write may leave a
 torn last line; nothing goes on from there until somebody has looked and removed it, since a ledger that mends itself
@@ -33,10 +33,10 @@ from ..errors import CkpttoolError, Corrupt, Differs, NoSpace, RemoteError, Unsa
 from ..stfile import parse
 from .retention import stamp, time_of
 
-__all__ = ["FILE", "append", "exists", "read", "verify"]
+__all__ = ["FILE", "FIRST", "append", "exists", "read", "verify"]
 
 FILE = "ledger.jsonl"
-FIRST = "0" * 64
+FIRST = "0" * 64  # what the first line has for the hash of the line before
 _LINE = 1 << 20  # bytes of a line, at most
 _SWAPS = 100  # tries to replace the object of a store that others write to
 _OWN = {"seq", "time", "event", "archive", "by", "prev", "hash"}
@@ -83,8 +83,8 @@ def verify(store: str, head: str | None = None) -> dict[str, Any]:
     entries = read(store)
     if head is not None and all(e["hash"] != head for e in entries):
         raise Differs(
-            f"{_place(store)}: the chain of its {len(entries)} lines is whole, but none has the hash {head}. Lines at its "
-            "end were cut off, or it was written anew."
+            f"{_place(store)}: the chain of its {len(entries)} lines is whole, but none has the hash {head}. Lines at "
+            "its end were cut off, or it was written anew."
         )
     return {
         "entries": len(entries),
@@ -182,9 +182,9 @@ def _checked(data: bytes, what: str) -> list[dict[str, Any]]:
         entry = _entry(data[at:end], what, number)
         if (entry["seq"], entry["prev"]) != (number, prev):
             raise Corrupt(
-                f"{what}: line {number} does not follow the line before: it is entry {entry['seq']}, and the hash that it "
-                f"names is {'that line’s' if entry['prev'] == prev else 'another one'}. Lines were removed, inserted, swapped "
-                "or doubled."
+                f"{what}: line {number} does not follow the line before: it is entry {entry['seq']}, and the hash that "
+                f"it names is {'that line’s' if entry['prev'] == prev else 'another one'}. Lines were removed, inserted, "
+                "swapped or doubled."
             )
         entries.append(entry)
         prev, at = entry["hash"], end + 1
@@ -193,8 +193,9 @@ def _checked(data: bytes, what: str) -> list[dict[str, Any]]:
 
 def _torn(what: str, number: int, at: int, size: int) -> Corrupt:
     return Corrupt(
-        f"{what}: line {number} is torn: its {size - at} bytes have no end. A run was killed while it wrote them, or they "
-        f"were altered. Keep a copy, cut them off (truncate -s {at} FILE), and see that the archives are as the lines say."
+        f"{what}: line {number} is torn: its {size - at} bytes have no end. A run was killed while it wrote them, or "
+        f"they were altered. Keep a copy, cut them off (truncate -s {at} FILE), and see that the archives are as the lines "
+        "say."
     )
 
 
@@ -269,7 +270,10 @@ def _last(fd: int, size: int, what: str) -> dict[str, Any] | None:
     if not tail.endswith(b"\n") or (at == 0 and start):
         number = _count(fd, size) + 1
         raise _torn(what, number, start + tail.rfind(b"\n") + 1, size)
-    return _entry(tail[at:-1], what, _count(fd, size)) if at or not start else None
+    try:
+        return _entry(tail[at:-1], what, 0)
+    except Corrupt:
+        return _entry(tail[at:-1], what, _count(fd, size))  # the number is worth looking for only now
 
 
 def _count(fd: int, size: int) -> int:

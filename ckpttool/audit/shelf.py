@@ -1,14 +1,13 @@
 """A store of archives, in a folder or below a URL: what lies in it, until when, what holds it, and what may go.
 
 What is known of an archive is what it says itself and what the ledger says of it. Of two retentions the longer one
-counts, and a legal hold stands until the ledger has its release, so that an archive put in the place of another does not
-shorten what was promised. An event is of an archive if it names its file, or its manifest and the time of its export; so a
-file that was renamed keeps its holds.
+counts, and a legal hold stands until the ledger has its release, so that an archive put in the place of another does
+not shorten what was promised. An event is of an archive if it names its file, or its manifest and the time of its
+export; so a file that was renamed keeps its holds.
 
-Deletion is the exception and must be earned: policies say what is kept, and what none of them keeps goes only if it is a
-sound archive with a date, not in the future, under no retention and no hold. The ledger has the deletion before it is
-done. A hold that came between is seen there and wins.
-"""
+Deletion is the exception and must be earned: policies say what is kept, and what none of them keeps goes only if it is
+a sound archive with a date, not in the future, under no retention and no hold. The ledger has the deletion before it
+is done. A hold that came between is seen there and wins."""
 
 from __future__ import annotations
 
@@ -150,7 +149,6 @@ class _Standing:
         if what == "export":
             if self.deleted:  # the name is used again
                 self.retain_until, self.holds, self.verified, self.deleted = None, {}, None, False
-            self.lifted = set()
             self._keep(e.get("retain_until"))
             if e.get("legal_hold"):
                 self.holds[str(e["legal_hold"])] = None
@@ -185,7 +183,7 @@ def hold(archive: str, reason: str) -> dict[str, Any]:
     Returns the entry of the ledger; its `object_lock` says whether the store holds it too.
 
     Raises:
-        UsageError: no reason, or no such archive. RemoteError: the store does not allow it; the ledger has nothing then.
+        UsageError: no reason, or no such archive. RemoteError: the store does not allow it; the ledger has nothing.
     """
     store, name = _placed(archive, reason)
     _there(store, name)
@@ -291,7 +289,7 @@ def prune(
             going.append(row)
     gone: list[Row] = []
     for row in going:
-        why = "" if dry_run else _delete(store, row, seen[row.name][0])
+        why = "" if dry_run else _delete(store, row, seen[row.name][0], events, now)
         if why:
             refused[row.name] = why
         else:
@@ -338,22 +336,19 @@ def _protected(row: Row, now: datetime) -> str:
     return ""
 
 
-def _delete(store: str, row: Row, source: Source) -> str:
-    """Delete an archive; why it was not, or "". The ledger knows first."""
+def _delete(store: str, row: Row, source: Source, events: list[dict[str, Any]], now: datetime) -> str:
+    """Delete an archive; why it was not, or "". The ledger, of which `events` are known, has it first."""
     assert row.facts is not None
-    try:
-        source.unchanged()
-    except CkpttoolError as e:
-        return str(e)
     entry = ledger.append(store, "delete", row.name, **evidence(row.facts))
-    events = ledger.read(store)
-    why = ""
-    # what others wrote since we looked counts as well
-    if held := _row(row.name, row.facts, [e for e in events if e["seq"] < entry["seq"]]).held:
-        why = "put under legal hold meanwhile: " + "; ".join(held)
-    else:
+    if entry["prev"] == (events[-1]["hash"] if events else ledger.FIRST):
+        events.append(entry)
+    else:  # what others wrote since we looked counts as well
+        events[:] = ledger.read(store)
+    why = _protected(_row(row.name, row.facts, [e for e in events if e["seq"] < entry["seq"]]), now)
+    if not why:
         lost = row.name
         try:
+            source.unchanged()
             _remove(store, row.name)
             if row.name.endswith(SEALED):
                 lost = sidecar(row.name)
