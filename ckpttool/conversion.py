@@ -362,6 +362,8 @@ def convert(
         _refuse_foreign(where)
     opened, draft, target = plan(src, dst, **how)
     with opened:
+        if force:
+            target.replace(os.fspath(dst))
         ckpt, source = opened.checkpoint, opened.source
         lost = [d for d in draft.dropped if not (target.holds and d.name.partition(".")[0] not in target.holds)]
         if lost and not drop:
@@ -385,7 +387,7 @@ def convert(
             source.unchanged()
             wanted = _wanted(ckpt, draft, _caster(how.get("dtype"), how.get("cast") or {}))
             digests = _canonical(opened, draft, wanted, digests, progress, effort)
-            _compare_recorded(ckpt, wanted, digests)
+            _compare_recorded(opened, wanted, digests, progress, effort)
             root = roots(wanted, digests)
             if isinstance(staging, Staging) and not target.is_file:
                 _write_record(staging, ckpt, draft, wanted, digests, root)
@@ -500,17 +502,25 @@ def _canonical(
     return out
 
 
-def _compare_recorded(ckpt: Checkpoint, wanted: Mapping[str, TensorEntry], digests: Mapping[str, str]) -> None:
-    """What was copied has the digests that the source itself carries.
+def _compare_recorded(
+    opened: Opened,
+    wanted: Mapping[str, TensorEntry],
+    digests: Mapping[str, str],
+    progress: Progress,
+    effort: Effort,
+) -> None:
+    """What was copied has the digests that the source itself carries. Tensors that were cast are read again for that.
 
     Raises:
         Corrupt: with the first tensor that has not.
     """
-    wrong = [
-        n
-        for n, d in ckpt.recorded.items()
-        if n in wanted and wanted[n].dtype == ckpt.tensors[n].dtype and digests[n] != d
-    ]
+    ckpt = opened.checkpoint
+    named = {n for n in ckpt.recorded if n in wanted}
+    cast = {n: ckpt.tensors[n] for n in sorted(named) if wanted[n].dtype != ckpt.tensors[n].dtype}
+    found = dict(digests)
+    if cast:
+        found |= tensor_digests(cast, opened.source, ckpt.files, ckpt.records, progress, "digest", None, effort)
+    wrong = sorted(n for n in named if found[n] != ckpt.recorded[n])
     if wrong:
         raise Corrupt(
             f'{ckpt.root}: {len(wrong)} tensors do not have the digest that the checkpoint records, first "{wrong[0]}". '

@@ -104,6 +104,7 @@ class Layout(NamedTuple):
     write: Callable[[Checkpoint, Source, WriteOptions], Draft] | None
     locate: Callable[[Checkpoint, Source], Checkpoint] = lambda ckpt, source: ckpt
     mount: Callable[[Place], Place] = lambda where: where
+    replace: Callable[[str], None] = lambda path: None
 
 
 def checkpoint_of(
@@ -169,8 +170,8 @@ def place(path: str | os.PathLike[str]) -> Place:
 
 def _remote_place(url: str) -> Place:
     """An object, or the objects below a prefix."""
-    folder, name = url.rsplit("/", 1)
-    if folder.count("/") >= 2:  # no bucket alone
+    folder, name = remote.split(url)
+    if name and folder.count("/") >= 2:  # no bucket alone
         source = remote.RemoteSource(folder)
         if source.exists(name):
             return Place(source, name)

@@ -13,31 +13,24 @@ is in PROVENANCE.json, and so is the order of the source, which is that of the m
 
 from __future__ import annotations
 
-import base64
-import getpass
-import json
-import os
-import platform
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ckpttool import modelfiles
-from ckpttool._version import __version__
 from ckpttool.audit import manifest as records
-from ckpttool.audit import plan, retention, signing, tarball, values
+from ckpttool.audit import plan, provenance, retention, signing, tarball, values
 from ckpttool.audit.archive import SEALED, SUFFIX, Archive, told
 from ckpttool.audit.options import ArchiveOptions
 from ckpttool.audit.sealing import Sealer
 from ckpttool.audit.seekable import FrameWriter
+from ckpttool.audit.shelf import refuse_protected
 from ckpttool.draft import Draft, DraftFile, Sink
-from ckpttool.errors import Corrupt, UsageError
-from ckpttool.index import Checkpoint, Chunks, TensorEntry, joined, twins
+from ckpttool.errors import CkpttoolError, Corrupt, Unsupported, UsageError
+from ckpttool.index import Checkpoint, Chunks, Path, TensorEntry, joined, same_bytes, shape_of
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions
-from ckpttool.names import counted
+from ckpttool.names import COMPONENTS, canonical, counted, original
 from ckpttool.store import Source
 
 __all__ = ["LAYOUTS"]
@@ -80,33 +73,77 @@ def mount(where: Place) -> Place:
 
 
 def read(where: Place, options: ReadOptions) -> Checkpoint:
-    """The index of an archive: its manifest."""
+    """The index of an archive: its manifest, and values.json.
+
+    Raises:
+        Corrupt, Unsafe: the records contradict each other.
+    """
     source = where.source
     assert isinstance(source, Archive)
     found, said = source.manifest, source.provenance
     files = list(source.plan.headers)
     number = {f: i for i, f in enumerate(files)}
+    names = said.get("order") or []
+    if sorted(names) != sorted(found.tensors):  # the order of the model, which some layouts need, is a hint
+        names = list(found.tensors)
     tensors: dict[str, TensorEntry] = {}
-    for name, t in found.tensors.items():
-        p = source.plan.places[name]
+    for name in names:
+        t, p = found.tensors[name], source.plan.places[name]
         tensors[name] = replace(t, chunks=Chunks.whole(t.shape, number[p.member], p.offset, p.nbytes))
-    held = values.decode(source.read_all(plan.VALUES, 1 << 30), f"{source.root}/{plan.VALUES}")
+    held = values.decode(source.record(plan.VALUES), f"{source.root}/{plan.VALUES}")
     out = Checkpoint("audit", source.root, None, files, [source.size(f) for f in files], tensors, held)
+    _agree(out, source)
     out.recorded = dict(found.digests)
-    try:
-        origin = said.get("source") or {}
-        out.world_size, out.trainer = origin.get("world_size"), origin.get("trainer")
-        out.origin = {tuple(a): tuple(b) for a, b in said.get("origin") or ()}
-        if sorted(order := said.get("order") or []) == sorted(tensors):  # that of the model, which some layouts need
-            out.tensors = tensors = {n: tensors[n] for n in order}
-        for name, kept in (said.get("tied") or {}).items():
-            if found.digests[name] == found.digests[kept] and tensors[name].shape == tensors[kept].shape:
-                tensors[name] = replace(tensors[kept], path=tensors[name].path)
-    except (AttributeError, TypeError, ValueError, KeyError) as e:
-        raise Corrupt(f"{source.root}/{plan.PROVENANCE} is damaged ({type(e).__name__}).") from None
+    origin = said.get("source") or {}
+    out.world_size, out.trainer = origin.get("world_size"), origin.get("trainer")
+    for name, kept in (said.get("tied") or {}).items():
+        a, b = tensors.get(name), tensors.get(kept)
+        if a and b and (a.dtype, a.shape, found.digests[name]) == (b.dtype, b.shape, found.digests[kept]):
+            tensors[name] = replace(b, path=a.path)
+    out.origin = {tuple(a): tuple(b) for a, b in said.get("origin") or ()}
+    if not _leads_back(out):
+        out.origin = {}
+        out.notes.append(
+            "the keys of the source's tree, by PROVENANCE.json, are not those of this state; canonical ones stay"
+        )
     if source.exists("config.json"):
         out.config = modelfiles.read_config(source)
     return out
+
+
+def _agree(ckpt: Checkpoint, source: Archive) -> None:
+    """The values are of components that there are, at places where no tensor is, and count the steps of the manifest."""
+    what = f"{source.root}/{plan.VALUES}"
+    paths = [t.path for t in ckpt.tensors.values()] + [v.path for v in ckpt.values.values()]
+    leaves = set(paths)
+    for path in paths:
+        if path[0] not in COMPONENTS or (path in leaves and any(path[:n] in leaves for n in range(1, len(path)))):
+            raise Corrupt(f"{what}: {tarball.short(joined(path))} is of no component, or lies in another entry.")
+    if len(leaves) != len(paths) or ckpt.tensors.keys() & ckpt.values.keys():
+        raise Corrupt(f"{what}: a value has the name of a tensor.")
+    if counted(ckpt.value) != source.manifest.step:
+        raise Corrupt(f"{what} counts {counted(ckpt.value)} steps, {plan.MANIFEST} {source.manifest.step}.")
+    only = source.provenance["only"]
+    if only is not None and set(only) != {p[0] for p in paths}:
+        raise Corrupt(f"{source.root}/{plan.PROVENANCE}: only {', '.join(only)} were kept, it says; others are there.")
+
+
+def _leads_back(ckpt: Checkpoint) -> bool:
+    """Whether the tree with the user's own keys would be read as this very state."""
+    if not ckpt.origin:
+        return True
+    leaves: dict[Path, Any] = {t.path: t for t in ckpt.tensors.values()}
+    leaves |= {v.path: v.data for v in ckpt.values.values()}
+    tree = {original(path, ckpt.origin): leaf for path, leaf in leaves.items()}
+    try:
+        again = canonical(tree, shape_of, None, same_bytes).leaves
+    except CkpttoolError:
+        return False
+    return (
+        len(tree) == len(leaves)
+        and again.keys() == leaves.keys()
+        and all(again[p] is leaf or again[p] == leaf for p, leaf in leaves.items())
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- writing
@@ -120,11 +157,14 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """
     how: ArchiveOptions = options.archive or ArchiveOptions()
     suffix = SEALED if how.recipients else SUFFIX
-    if not options.target.endswith(suffix):
+    if not options.target.endswith(suffix) or options.target == suffix:
         kind = "an encrypted archive" if how.recipients else "an archive"
         raise UsageError(f"{options.target}: name {kind} *{suffix}.")
     if how.key is not None:  # a key that cannot sign is told now, and not when everything is copied
         _signed([("x", "0" * 64)], options.target, how)
+    for name in (*ckpt.tensors, *ckpt.values, options.target):
+        if not name.isascii() and name.encode("utf-8", "replace").decode() != name:
+            raise Unsupported(f"the name {name!a} is half of a character and cannot be kept.")
     wanted = {n: replace(t, dtype=options.cast(n, t.dtype)) for n, t in ckpt.tensors.items()}
     mtime = _mtime(how, source)
     readme = records.readme(how.shuffle)
@@ -146,7 +186,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         return _Sealed(frames, seal) if seal else frames
 
     now = _time(how) or datetime.now(UTC).replace(microsecond=0)
-    provenance = _provenance(how, now, ckpt, source, options.config)
+    story = provenance.collect(how, now, mtime, ckpt, source, options.config)
     kept = retention.record(how.retain, how.hold, now)
     said = retention.parse(kept, plan.RETENTION) if kept is not None else None
 
@@ -161,7 +201,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         smalls = {
             plan.VALUES: held,
             plan.MANIFEST: records.encode(manifest, planned.places),
-            plan.PROVENANCE: _dump(provenance),
+            plan.PROVENANCE: provenance.encode(story),
         }
         if kept is not None:
             smalls[plan.RETENTION] = kept
@@ -172,8 +212,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
             listed.append((plan.SUMS, records.sha256(smalls[plan.SUMS])))
             smalls[plan.SIGNATURE] = _signed(listed, options.target, how)
         draft.about = asdict(told(
-            options.target, 0, manifest, records.sha256(smalls[plan.MANIFEST]), provenance,
-            said, signed=how.key is not None,
+            options.target, 0, manifest, records.sha256(smalls[plan.MANIFEST]), records.sha256(smalls[plan.SUMS]),
+            story, said, signed=how.key is not None,
             encrypted=bool(how.recipients),
         ))  # fmt: skip
         out = b"".join(plan.small(n, data, mtime) for n, data in smalls.items())
@@ -229,64 +269,6 @@ def _mtime(how: ArchiveOptions, source: Source) -> int:
     return max([0, *(i[3] // 1_000_000_000 for i in source.identities().values())])
 
 
-def _dump(data: Mapping[str, Any]) -> bytes:
-    return (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "surrogateescape")
-
-
-def _provenance(
-    how: ArchiveOptions, now: datetime, ckpt: Checkpoint, source: Source, config: str | None
-) -> dict[str, Any]:
-    """PROVENANCE.json; with `reproducible`, no more than what was given on the command line."""
-    out: dict[str, Any] = {"schema": records.SCHEMA, "tool": "ckpttool", "version": __version__}
-    if not how.reproducible or how.epoch is not None:
-        out["created"] = retention.stamp(now)
-    out["only"] = list(how.only) if how.only else None
-    out["meta"] = dict(how.meta)
-    out["git_commit"] = how.git_commit
-    if how.reproducible:
-        return out
-    sizes = source.identities()
-    out["source"] = {
-        "path": source.root, "layout": ckpt.layout, "trainer": ckpt.trainer, "world_size": ckpt.world_size,
-        "files": len(sizes), "bytes": sum(i[2] for i in sizes.values()),
-    }  # fmt: skip
-    out["step"] = counted(ckpt.value)
-    out["made_on"] = {"host": socket.gethostname(), "user": _user(), "system": platform.platform()}
-    out["versions"] = {"python": platform.python_version()} | {
-        name: found
-        for name in ("torch", "transformers", "deepspeed", "safetensors", "zstandard", "blake3")
-        if (found := _installed(name))
-    }
-    out["notes"] = list(ckpt.notes)
-    out["origin"] = [[list(a), list(b)] for a, b in sorted(ckpt.origin.items(), key=lambda kv: joined(kv[0]))]
-    out["order"] = list(ckpt.tensors)
-    out["tied"] = twins(ckpt.tensors)
-    out["config_files"] = {n: _config_file(data) for n, data in modelfiles.training_files(source, config).items()}
-    return out
-
-
-def _config_file(data: bytes) -> dict[str, Any]:
-    known: dict[str, Any] = {"sha256": records.sha256(data)}
-    try:
-        return known | {"text": data.decode()}
-    except UnicodeDecodeError:
-        return known | {"base64": base64.b64encode(data).decode()}
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())
-
-
 LAYOUTS = (
-    Layout("audit", "Audit archive (.tar.zst)", frozenset(), True, detect, read, write, mount=mount),
+    Layout("audit", "Audit archive (.tar.zst)", frozenset(), True, detect, read, write, mount=mount, replace=refuse_protected),
 )  # fmt: skip

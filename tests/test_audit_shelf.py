@@ -34,8 +34,8 @@ def day(n: int) -> datetime:
 def about(name: str, **what: Any) -> Facts:
     base = Facts(
         name=name, bytes=10, created="2031-01-01T00:00:00Z", step=None, layout="dcp", trainer=None, world_size=4,
-        tensors=1, tensor_bytes=8, components=("model",), merkle_root="a" * 64, manifest_sha256="", meta={}, retain_until=None,
-        legal_hold=None, signed=False, encrypted=name.endswith(".age"),
+        tensors=1, tensor_bytes=8, components=("model",), merkle_root="a" * 64, manifest_sha256="", meta={},
+        retain_until=None, legal_hold=None, signed=False, encrypted=name.endswith(".age"),
     )  # fmt: skip
     return replace(base, **{"manifest_sha256": f"sha of {name}", **what})
 
@@ -116,7 +116,8 @@ def test_months_end_where_months_end() -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "y", "7", "-7y", "7 y", "7Y", "0d", "0y", "1.5y", "7y ", "7years", "9999y", "9999999d", "999999m", "12h", "٧y",
-     "forever", "2033-13-01", "2033-02-30", "2024-02-29", "2024-02-29T10:20:30Z", "2020-01-01", "0001-01-01", "1234567y"],
+     "forever", "2033-13-01", "2033-02-30", "2024-02-29", "2024-02-29T10:20:30Z", "2020-01-01", "0001-01-01",
+     "1234567y"],
 )  # fmt: skip
 def test_no_retention(text: str) -> None:
     with pytest.raises(UsageError) as e:

@@ -11,26 +11,24 @@ the hashes of SHA256SUMS. What the data themselves are, verification.py proves.
 
 from __future__ import annotations
 
-import base64
-import os
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
-from ..errors import Corrupt, NotRecognised, Unsafe, UsageError
+from ..errors import Corrupt, NotRecognised, Unsafe
 from ..names import COMPONENTS
-from ..stfile import parse
 from ..store import Identity, Source
 from . import manifest as records
-from . import plan, retention, tarball
+from . import plan, provenance, retention, sidecar, tarball
 from .seekable import FRAME, Cut, DamagedFrame, FrameReader, read_table
 
-__all__ = ["SEALED", "SUFFIX", "Archive", "Facts", "facts", "sidecar"]
+__all__ = ["SEALED", "SUFFIX", "Archive", "Facts", "facts", "told"]
 
 SUFFIX, SEALED = ".tar.zst", ".tar.zst.age"
-_MOST = 1 << 30  # bytes of one small member
+_MOST = 1 << 30  # bytes of one small member, and no more than these for every byte of the archive:
+_FLOOR, _RATIO = 16 << 20, 10
 _TAIL = (plan.VALUES, plan.MANIFEST, plan.PROVENANCE, plan.RETENTION, plan.SUMS, plan.SIGNATURE)
 _NEEDED = {plan.VALUES, plan.MANIFEST, plan.PROVENANCE, plan.SUMS}
 
@@ -54,13 +52,20 @@ class Archive(Source):
         self._members: dict[str, tuple[int, int]] = {}  # name -> (first byte in the tar, bytes)
         self._extra: dict[str, bytes] = {}
         self._walk()
-        data = self.read_all(plan.MANIFEST, _MOST)
-        head = self.read_all(plan.README, 1 << 20)
+        data = self.record(plan.MANIFEST)
+        head = self.record(plan.README)
         self.manifest, self.plan = records.checked(data, self.mtime, head, f"{self.root}/{plan.MANIFEST}")
         self.manifest_sha256 = records.sha256(data)
-        self.sums = records.sums_of(self.read_all(plan.SUMS, _MOST), f"{self.root}/{plan.SUMS}")
+        self.sums = records.sums_of(self.record(plan.SUMS), f"{self.root}/{plan.SUMS}")
+        self.sums_sha256 = records.sha256(self.record(plan.SUMS))
         self._prove(head)
-        self.provenance = self._provenance()
+        what = f"{self.root}/{plan.PROVENANCE}"
+        self.provenance = provenance.decode(self.record(plan.PROVENANCE), what)
+        if provenance.mtime(self.provenance) != self.mtime:
+            raise Unsafe(f"{self.root}: the time of its members is not the one that {plan.PROVENANCE} tells.")
+        self._extra = provenance.config_files(self.provenance, what)
+        if both := sorted(self._extra.keys() & self._members.keys()):
+            raise Unsafe(f"{what}: a configuration file is named like the member {both[0]}.")
         self._starts = [c.offset for c in self.plan.cuts]
         self._items = [c.item for c in self.plan.cuts]
         self._reader = FrameReader(base, file, self.table, self._item)  # frames kept so far had their planes unmerged
@@ -83,6 +88,8 @@ class Archive(Source):
                 break
             if not self._members:
                 self.mtime = found.mtime
+            if found.mtime != self.mtime:
+                raise Unsafe(f"{self.root}: member {tarball.short(found.name)} has another time than the first one.")
             self._name(found.name)
             end = at + tarball.BLOCK + found.size
             if found.size > total or end > total:
@@ -105,7 +112,7 @@ class Archive(Source):
         """Members have the names that they must have, in their order, once."""
         order = [plan.README, *_TAIL]
         before = next(reversed(self._members), None)
-        data = sum(n.startswith("tensors-") for n in self._members)
+        data = len(self._members) - 1 if before and before.startswith("tensors-") else 0
         if name in self._members:
             raise Unsafe(f"{self.root}: member {tarball.short(name)} is there twice; readers differ on which counts.")
         if before is None:
@@ -156,7 +163,7 @@ class Archive(Source):
             )[0]
             raise Corrupt(f"{self.root}: the manifest and {plan.SUMS} do not agree on member {tarball.short(odd)}.")
         for name in listed:
-            if not name.startswith("tensors-") and records.sha256(self.read_all(name, _MOST)) != self.sums[name]:
+            if not name.startswith("tensors-") and records.sha256(self.record(name)) != self.sums[name]:
                 raise Corrupt(f"{self.root}/{name} does not have the SHA-256 that {plan.SUMS} says. It was altered.")
 
     def _long(self, at: int, length: int) -> bytes:
@@ -176,21 +183,19 @@ class Archive(Source):
                 "all). It was not written by ckpttool, or cut and put together."
             )
 
-    def _provenance(self) -> dict[str, Any]:
-        what = f"{self.root}/{plan.PROVENANCE}"
-        said = parse(self.read_all(plan.PROVENANCE, _MOST), what)
-        if not isinstance(said, dict) or said.get("schema") != records.SCHEMA:
-            raise Corrupt(f"{what} is of another schema than {records.SCHEMA!r}.")
-        files = said.get("config_files", {})
-        try:
-            for name, f in files.items():
-                if os.path.basename(name) != name or name in (".", "..") or name in self._members:
-                    raise Unsafe(f"{what}: {tarball.short(name)} is no name of a configuration file.")
-                data = f["text"].encode() if "text" in f else base64.b64decode(f["base64"], validate=True)
-                self._extra[name] = data
-        except (AttributeError, KeyError, TypeError, ValueError) as e:
-            raise Corrupt(f"{what}: config_files is damaged ({type(e).__name__}).") from None
-        return said
+    def record(self, name: str) -> bytes:
+        """A small member, whole.
+
+        Raises:
+            Corrupt, Unsafe: it is larger than any archive of this size has one.
+        """
+        most = min(_MOST, _FLOOR + _RATIO * self.base.size(self.file))
+        if self.size(name) > most:
+            raise Unsafe(
+                f"{self.root}: {name} has {self.size(name)} bytes in an archive of {self.base.size(self.file)}; at most "
+                f"{most} are read."
+            )
+        return self.read(name, 0, self.size(name))
 
     def members(self) -> dict[str, tuple[int, int]]:
         """{member: (its first byte in the tar, bytes)}."""
@@ -248,14 +253,14 @@ class Archive(Source):
 
     def signed_files(self) -> Sequence[tuple[str, str]]:
         """(member, SHA-256) of all that a signature is over: every member but itself."""
-        own = records.sha256(self.read_all(plan.SUMS, _MOST))
+        own = self.sums_sha256
         return [*self.sums.items(), (plan.SUMS, own)]
 
     def retention(self) -> dict[str, Any] | None:
         """What RETENTION.json says."""
         if plan.RETENTION not in self._members:
             return None
-        return retention.parse(self.read_all(plan.RETENTION, 1 << 20), f"{self.root}/{plan.RETENTION}")
+        return retention.parse(self.record(plan.RETENTION), f"{self.root}/{plan.RETENTION}")
 
 
 # ------------------------------------------------------------------------------------------------------------ facts
@@ -263,7 +268,8 @@ class Archive(Source):
 
 @dataclass(frozen=True)
 class Facts:
-    """What a listing shows of an archive. `bytes` are those of the file; times are UTC, "2026-11-21T10:20:30Z"."""
+    """What a listing shows of an archive. `bytes` are those of the file; times are UTC, "2026-11-21T10:20:30Z". `sums_sha256` is
+    the hash of SHA256SUMS, and so of everything but the signature."""
 
     name: str
     bytes: int
@@ -282,11 +288,7 @@ class Facts:
     legal_hold: str | None
     signed: bool
     encrypted: bool
-
-
-def sidecar(file: str) -> str:
-    """The name of what is known of an encrypted archive without its key."""
-    return file + ".json"
+    sums_sha256: str = ""
 
 
 def facts(source: Source, file: str) -> Facts:
@@ -305,8 +307,8 @@ def facts(source: Source, file: str) -> Facts:
 def facts_of(archive: Archive, file: str, nbytes: int) -> Facts:
     """Facts about an open archive."""
     return told(
-        file, nbytes, archive.manifest, archive.manifest_sha256, archive.provenance, archive.retention(),
-        signed=archive.signed, encrypted=False,
+        file, nbytes, archive.manifest, archive.manifest_sha256, archive.sums_sha256, archive.provenance,
+        archive.retention(), signed=archive.signed, encrypted=False,
     )  # fmt: skip
 
 
@@ -315,48 +317,43 @@ def told(
     nbytes: int,
     found: records.Manifest,
     manifest_sha256: str,
-    provenance: dict[str, Any],
+    sums_sha256: str,
+    said: dict[str, Any],
     kept: dict[str, Any] | None,
     *,
     signed: bool,
     encrypted: bool,
 ) -> Facts:
     """The facts that the records of an archive tell."""
-    origin = provenance.get("source") or {}
+    origin = said.get("source") or {}
     hold = (kept or {}).get("legal_hold") or {}
     return Facts(
-        file, nbytes, str(provenance.get("created") or ""), found.step, str(origin.get("layout") or ""),
+        file, nbytes, str(said.get("created") or ""), found.step, str(origin.get("layout") or ""),
         origin.get("trainer"), origin.get("world_size"), len(found.tensors),
         sum(t.nbytes for t in found.tensors.values()),
         tuple(sorted({str(t.path[0]) for t in found.tensors.values()}, key=COMPONENTS.index)), found.merkle_root,
-        manifest_sha256, {str(k): str(v) for k, v in (provenance.get("meta") or {}).items()},
-        (kept or {}).get("retain_until"), hold.get("reason"), signed, encrypted,
+        manifest_sha256, {str(k): str(v) for k, v in (said.get("meta") or {}).items()},
+        (kept or {}).get("retain_until"), hold.get("reason"), signed, encrypted, sums_sha256,
     )  # fmt: skip
 
 
-def read_sidecar(source: Source, file: str) -> dict[str, Any]:
-    """What lies beside an encrypted archive.
-
-    Raises:
-        UsageError: nothing does. Corrupt: it is damaged.
-    """
-    name = sidecar(file)
-    if not source.exists(name):
-        raise UsageError(
-            f"{source.root}/{name} is missing; it says what is in {file}. Decrypt with --identity instead."
-        )
-    what = f"{source.root}/{name}"
-    said = parse(source.read_all(name, _MOST), what)
-    if not isinstance(said, dict) or said.get("schema") != records.SCHEMA or not isinstance(said.get("archive"), dict):
-        raise Corrupt(f"{what} is no sidecar of an encrypted archive.")
-    return said
-
-
 def _sealed_facts(source: Source, file: str) -> Facts:
-    said = read_sidecar(source, file)
-    try:
-        known = dict(said["archive"])
-        known["components"] = tuple(known["components"])
-        return Facts(**{**known, "name": file, "bytes": source.size(file), "encrypted": True})
-    except (TypeError, KeyError) as e:
-        raise Corrupt(f"{source.root}/{sidecar(file)} is damaged ({str(e)[:80]}).") from None
+    said = sidecar.read(source, file)["archive"]
+    kinds = {f.name: str(f.type) for f in fields(Facts)}
+    if said.keys() != kinds.keys() or not all(_FITS[kind](said[name]) for name, kind in kinds.items()):
+        raise Corrupt(f"{source.root}/{sidecar.name(file)} is damaged: it does not say what a sidecar says.")
+    return Facts(
+        **{**said, "name": file, "bytes": source.size(file), "encrypted": True, "components": tuple(said["components"])}
+    )
+
+
+#: Whether a value of the sidecar is of the kind of a field of Facts.
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "str": lambda x: isinstance(x, str),
+    "str | None": lambda x: x is None or isinstance(x, str),
+    "int": lambda x: type(x) is int and x >= 0,
+    "int | None": lambda x: x is None or (type(x) is int and x >= 0),
+    "bool": lambda x: type(x) is bool,
+    "dict[str, str]": lambda x: isinstance(x, dict) and all(isinstance(v, str) for v in x.values()),
+    "tuple[str, ...]": lambda x: isinstance(x, list) and all(isinstance(v, str) for v in x),
+}

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 
 from .. import remote
 from ..errors import CkpttoolError, Corrupt, Differs, UsageError
 from ..fill import Progress
 from ..layouts import place
-from . import ledger
+from ..store import Source
+from . import ledger, sidecar
 from .archive import SEALED
-from .export import check_ciphertext
 from .spool import unsealed
-from .verification import Verdict, verify_archive
+from .verification import Finding, Verdict, verify_archive
 
 __all__ = ["check"]
 
@@ -47,14 +48,17 @@ def check(
         raise UsageError(f"{path} is a folder; an archive is a file.")
     store = source.root
     try:
-        if deep and against is None and root is None:
-            root = _recorded(store, file)
+        root = None if root is None else _digest_of(root)
+        recorded = _recorded(store, file) if deep and against is None and root is None else {}
+        root = recorded.get("merkle_root", root)
         name = file
         if file.endswith(SEALED):
             if not identities:
                 if public_key or certificates or against:
                     raise UsageError(f"{path} is encrypted: give --identity to look inside.")
-                return _note(_ciphertext(source, file, root, progress), store, file, in_ledger)
+                found = _ciphertext(source, file, root, progress)
+                _compare(found, recorded)
+                return _note(found, store, file, in_ledger)
             spool, name = unsealed(source, file, identities, scratch or _here(source), progress)
             source.close()
             source = spool
@@ -62,6 +66,8 @@ def check(
             source, name, quick=quick, public_key=public_key, certificates=certificates, against=against, root=root,
             jobs=jobs, progress=progress,
         )  # fmt: skip
+        if not found.findings:
+            _compare(found, recorded)
     except (Corrupt, Differs) as e:
         _append(store, file, in_ledger, sound=False, depth="quick" if quick else "full", why=str(e)[:500])
         raise
@@ -71,13 +77,23 @@ def check(
     return _note(found, store, file, in_ledger)
 
 
-def _here(source: object) -> str:
-    root = getattr(source, "root", "")
-    return root if os.path.isdir(root) else "."
+def _here(source: Source) -> str:
+    """Where the plain bytes of an encrypted archive may lie meanwhile: beside it."""
+    return source.root if os.path.isdir(source.root) else "."
 
 
-def _recorded(store: str, file: str) -> str:
-    """The root that the ledger has of the export."""
+def _digest_of(text: str) -> str:
+    """A digest as people write it: HEX, blake3:HEX or sha256:HEX."""
+    kind, _, told = text.strip().lower().rpartition(":")
+    if kind not in ("", "blake3", "sha256") or not re.fullmatch(r"[0-9a-f]{64}", told):
+        raise UsageError(
+            f"--root {text!r}: give the 64 digits of a Merkle root, or sha256: and those of MANIFEST.json."
+        )
+    return f"{kind}:{told}" if kind else told
+
+
+def _recorded(store: str, file: str) -> dict[str, str]:
+    """The hashes that the ledger has of the export."""
     rows = (
         [e for e in ledger.read(store) if e["event"] == "export" and e["archive"] == file]
         if ledger.exists(store)
@@ -85,27 +101,48 @@ def _recorded(store: str, file: str) -> str:
     )
     if not rows:
         raise UsageError(f"--deep: {store} has no ledger with an export of {file}; give --against or --root.")
-    return str(rows[-1]["merkle_root"])
+    return {k: str(rows[-1].get(k)) for k in ("merkle_root", "manifest_sha256", "sums_sha256", "ciphertext_sha256")}
 
 
-def _ciphertext(source: object, file: str, root: str | None, progress: Progress) -> Verdict:
-    from ..store import Source
+def _compare(found: Verdict, recorded: dict[str, str]) -> None:
+    """Every hash that the ledger has and that was found: tensors, all state, all members, the ciphertext."""
+    for key, told in recorded.items():
+        have = getattr(found, key)
+        if have is not None and told != str(have):
+            raise Differs(
+                f"{found.path}: its {key} is {have}, by the ledger {told} was exported. It is another archive than the one "
+                "that was put there."
+            )
+    if recorded:
+        found.against = "what the ledger recorded at the export"
 
-    assert isinstance(source, Source)
-    said, wrong = check_ciphertext(source, file, progress)
-    out = Verdict(f"{source.root}/{file}", "deep" if root else "full", source.size(file), wrong)
-    out.signature = "in the ciphertext, not checked (give --identity)" if said.get("signed") else "none"
-    if root is not None and root.lower().removeprefix("blake3:") != said.get("merkle_root"):
-        raise Differs(f"{out.path}: the sidecar has the Merkle root {said.get('merkle_root')}, not {root}.")
+
+def _ciphertext(source: Source, file: str, root: str | None, progress: Progress) -> Verdict:
+    """An encrypted archive without its key: the ciphertext against the hashes beside it."""
+    said = sidecar.read(source, file)
+    known, want, have = said["archive"], said["ciphertext"], sidecar.ciphertext(source, file, progress)
+    out = Verdict(f"{source.root}/{file}", "ciphertext", have["bytes"])
+    for i, (a, b) in enumerate(zip(have["blocks"], want["blocks"], strict=False)):
+        if a != b:
+            what = "the ciphertext does not have the SHA-256 of the sidecar"
+            end = min(have["bytes"], (i + 1) * sidecar.BLOCK)
+            out.findings.append(Finding(what, file_start=i * sidecar.BLOCK, file_end=end))
+    if not out.findings and have != want:
+        out.findings.append(Finding(f"the file has {have['bytes']} bytes, by its sidecar {want['bytes']}"))
+    out.ciphertext_sha256 = have["sha256"]
+    out.signature = "in the ciphertext, not checked (give --identity)" if known.get("signed") else "none"
+    out.manifest_sha256, out.created = known.get("manifest_sha256"), known.get("created")
+    said_root = out.manifest_sha256 if (root or "").startswith("sha256:") else known.get("merkle_root")
+    if root is not None and root.rpartition(":")[2] != said_root:
+        raise Differs(f"{out.path}: the sidecar has {said_root}, not {root}.")
     out.against = root
-    out.manifest_sha256, out.created = said.get("manifest_sha256"), said.get("created")
     return out
 
 
 def _note(found: Verdict, store: str, file: str, in_ledger: bool) -> Verdict:
     _append(
         store, file, in_ledger, sound=not found.findings, depth=found.depth, merkle_root=found.merkle_root,
-        manifest_sha256=found.manifest_sha256, created=found.created, bytes=found.file_bytes,
+        manifest_sha256=found.manifest_sha256, created=found.created or "", bytes=found.file_bytes,
         why=str(found.findings[0])[:500] if found.findings else None,
     )  # fmt: skip
     return found

@@ -52,12 +52,16 @@ Scratch = Annotated[
     str | None,
     typer.Option("--scratch", help="Folder for the plain bytes of an encrypted archive meanwhile.", metavar="DIR"),
 ]
-Jobs = Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Threads; all cores by default.")]
+Jobs = Annotated[
+    int | None, typer.Option("--jobs", "-j", min=1, help="Threads; by default as many as cores, at most 8.")
+]
 NoLedger = Annotated[bool, typer.Option("--no-ledger", help="Write no line into the ledger of the store.")]
 
 
 def _jobs(given: int | None) -> int:
-    return given or max(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2)
+    """Threads: SHA-256 is one stream, which eight that compress can just keep busy."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+    return given or min(8, max(2, cores))
 
 
 def _meta(pairs: list[str] | None) -> tuple[tuple[str, str], ...]:
@@ -75,7 +79,7 @@ def _epoch(reproducible: bool) -> int | None:
     text = os.environ.get("SOURCE_DATE_EPOCH", "")
     if not reproducible or not text:
         return None
-    if not text.isdigit() or len(text) > 11:
+    if not (text.isascii() and text.isdecimal()) or len(text) > 11:
         raise UsageError(f"SOURCE_DATE_EPOCH={text!r} is no number of seconds.")
     return int(text)
 
@@ -197,7 +201,12 @@ def verify(
         str | None, typer.Option("--against", help="A checkpoint that must hold the same state.", metavar="SRC")
     ] = None,
     root: Annotated[
-        str | None, typer.Option("--root", help="The Merkle root that it must have.", metavar="HEX")
+        str | None,
+        typer.Option(
+            "--root",
+            help="The Merkle root that it must have, or sha256: and the hash of its MANIFEST.json.",
+            metavar="HEX",
+        ),
     ] = None,
     public_key: Annotated[
         str | None, typer.Option("--public-key", help="Public EC key of who must have signed.", metavar="FILE")
@@ -239,7 +248,10 @@ def verify(
     found.fail()
     from ..summary import human
 
-    what = {"quick": "structure only", "full": "every hash", "deep": f"every hash, and equal to {found.against}"}
+    what = {
+        "quick": "structure only", "full": "every hash", "deep": f"every hash, and equal to {found.against}",
+        "ciphertext": f"the ciphertext as it was written{f', by {found.against}' if found.against else ''}; not looked into",
+    }  # fmt: skip
     said = f"{found.tensors:,} tensors, {human(found.tensor_bytes)}" if found.merkle_root else human(found.file_bytes)
     note(f"{found.path}: sound ({what[found.depth]}); {said}; {seconds:.1f} s, {peak()}", quiet)
     print(f"signature   {found.signature}")
@@ -321,6 +333,7 @@ def list_(store: Store, as_json: Json = False) -> None:
         note(f"{store} holds no archive.")
         return
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(
         "archive", "state", "step", "size", "exported", "keep until", "held by", "signed", "checked", box=None
@@ -328,15 +341,15 @@ def list_(store: Store, as_json: Json = False) -> None:
     for r in rows:
         f = r.facts
         if f is None:
-            table.add_row(
-                r.name, f"[red]damaged[/]: {r.damaged}", "", "", "", r.retain_until or "", ", ".join(r.held), "", ""
-            )
+            cells = [r.name, f"damaged: {r.damaged}", "", "", "", r.retain_until or "", ", ".join(r.held), "", ""]
+            table.add_row(*map(Text, cells), style="red")
             continue
         state = f"{f.layout or '?'} {', '.join(f.components)}" + (", encrypted" if f.encrypted else "")
-        table.add_row(
+        cells = [
             r.name, state, "" if f.step is None else f"{f.step:,}", human(f.bytes), f.created[:10] or "no date",
             (r.retain_until or "")[:10], ", ".join(r.held), "yes" if f.signed else "no", (r.verified or "never")[:10],
-        )  # fmt: skip
+        ]  # fmt: skip
+        table.add_row(*map(Text, cells))
     draw(table)
 
 

@@ -7,14 +7,10 @@ ciphertext, so that it can be listed, kept and checked by those who have no key.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
-
-from blake3 import blake3
 
 from .. import remote
 from ..conversion import Result, convert
@@ -22,17 +18,12 @@ from ..draft import write_error
 from ..fill import Progress
 from ..layouts import Place, place
 from ..store import Source
-from . import ledger
-from . import manifest as records
-from .archive import SEALED, Facts, read_sidecar, sidecar
+from . import ledger, sidecar
+from .archive import SEALED, Facts
 from .options import ArchiveOptions
 from .spool import unsealed
-from .verification import Finding
 
-__all__ = ["Exported", "check_ciphertext", "export", "restore"]
-
-_BLOCK = 64 << 20  # bytes of ciphertext that have a hash of their own
-_PIECE = 4 << 20
+__all__ = ["Exported", "export", "restore"]
 
 
 @dataclass
@@ -66,16 +57,17 @@ def export(
         CkpttoolError: as `convert`; the destination is as it was before.
     """
     sealed = bool(options.recipients)
+    folder, name = remote.split(dst) if remote.is_url(dst) else os.path.split(os.path.abspath(dst))
+    if in_ledger and (remote.is_url(folder) or os.path.isdir(folder)):
+        ledger.read(folder)  # one that takes no line is told of now, and not when everything is copied
     result = convert(
         src, dst, to="audit", archive=options, only=options.only, verify=verify and not sealed, progress=progress, **how
     )
-    folder, name = os.path.split(dst) if remote.is_url(dst) else os.path.split(os.path.abspath(dst))
     with _store(folder) as source:
         known = Facts(**{**result.about, "bytes": source.size(name)})
-        ciphertext = _ciphertext(source, name, progress) if sealed else None
+        ciphertext = sidecar.ciphertext(source, name, progress) if sealed else None
     if ciphertext is not None:
-        said = {"schema": records.SCHEMA, "archive": asdict(known), "ciphertext": ciphertext}
-        _put(folder, sidecar(name), (json.dumps(said, indent=1, ensure_ascii=False) + "\n").encode())
+        _put(folder, sidecar.name(name), sidecar.encode(asdict(known), ciphertext))
     entry = None
     if in_ledger:
         facts = {k: v for k, v in asdict(known).items() if k != "name"}
@@ -105,50 +97,6 @@ def _put(folder: str, name: str, data: bytes) -> None:
         os.replace(f"{path}.partial", path)
     except OSError as e:
         raise write_error(e, path) from e
-
-
-def _ciphertext(source: Source, file: str, progress: Progress) -> dict[str, Any]:
-    """Hashes of a file as it lies there: of all of it, and of every 64 MiB, so that damage has a place."""
-    whole, tree = hashlib.sha256(), blake3()
-    blocks = []
-    size = source.size(file)
-    for a in range(0, size, _BLOCK):
-        block = hashlib.sha256()
-        for b in range(a, min(size, a + _BLOCK), _PIECE):
-            data = source.read(file, b, min(_PIECE, size - b, a + _BLOCK - b))
-            for h in (whole, tree, block):
-                h.update(data)
-            progress("hash", b + len(data), size)
-        blocks.append(block.hexdigest())
-    return {
-        "bytes": size, "sha256": whole.hexdigest(), "blake3": tree.hexdigest(), "block_bytes": _BLOCK, "blocks": blocks,
-    }  # fmt: skip
-
-
-def check_ciphertext(source: Source, file: str, progress: Progress = _silent) -> tuple[dict[str, Any], list[Finding]]:
-    """(what the sidecar says of an encrypted archive, what is wrong with its ciphertext); no key is needed.
-
-    Raises:
-        UsageError: there is no sidecar. Corrupt: it is damaged.
-    """
-    said = read_sidecar(source, file)
-    want, have = said["ciphertext"], _ciphertext(source, file, progress)
-    wrong = [
-        Finding(
-            "the ciphertext does not have the SHA-256 of the sidecar",
-            file_start=i * _BLOCK,
-            file_end=min(have["bytes"], (i + 1) * _BLOCK),
-        )
-        for i, (a, b) in enumerate(zip(have["blocks"], want.get("blocks", ()), strict=False))
-        if a != b
-    ]
-    if not wrong and have != want:
-        wrong = [
-            Finding(
-                f"the file has {have['bytes']} bytes, by the sidecar {want.get('bytes')}; the copy is incomplete or another"
-            )
-        ]
-    return said["archive"], wrong
 
 
 def restore(

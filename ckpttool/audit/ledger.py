@@ -183,8 +183,8 @@ def _checked(data: bytes, what: str) -> list[dict[str, Any]]:
         if (entry["seq"], entry["prev"]) != (number, prev):
             raise Corrupt(
                 f"{what}: line {number} does not follow the line before: it is entry {entry['seq']}, and the hash that "
-                f"it names is {'that line’s' if entry['prev'] == prev else 'another one'}. Lines were removed, inserted, "
-                "swapped or doubled."
+                f"it names is {'that line’s' if entry['prev'] == prev else 'another one'}. Lines were removed, "
+                "inserted, swapped or doubled."
             )
         entries.append(entry)
         prev, at = entry["hash"], end + 1
@@ -194,8 +194,8 @@ def _checked(data: bytes, what: str) -> list[dict[str, Any]]:
 def _torn(what: str, number: int, at: int, size: int) -> Corrupt:
     return Corrupt(
         f"{what}: line {number} is torn: its {size - at} bytes have no end. A run was killed while it wrote them, or "
-        f"they were altered. Keep a copy, cut them off (truncate -s {at} FILE), and see that the archives are as the lines "
-        "say."
+        f"they were altered. Keep a copy, cut them off (truncate -s {at} FILE), and see that the archives are as "
+        "the lines say."
     )
 
 

@@ -43,5 +43,9 @@ class ArchiveOptions:
             raise UsageError(f"--lock-mode {self.lock_mode}: governance or compliance.")
         if self.certificate and not self.key:
             raise UsageError("--sign-cert needs --sign-key, the private key of the certificate.")
+        if self.chain and not self.certificate:
+            raise UsageError("--cert-chain goes with --sign-cert.")
+        if "" in (self.key, self.certificate, self.git_commit):
+            raise UsageError("--sign-key, --sign-cert and --git-commit need a value.")
         if len({k for k, _ in self.meta}) != len(self.meta):
             raise UsageError("--meta: one key is given twice.")

@@ -107,7 +107,7 @@ def record(retain: str | None, hold: str | None, start: datetime) -> bytes | Non
         "retain": retain,
         "legal_hold": {"reason": hold, "since": stamp(start)} if hold is not None else None,
     }
-    return json.dumps(said, indent=1, ensure_ascii=False).encode() + b"\n"
+    return (json.dumps(said, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def parse(data: bytes, what: str) -> dict[str, Any]:

@@ -18,13 +18,13 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from .. import remote
-from ..errors import CkpttoolError, RemoteError, UsageError
+from ..errors import CkpttoolError, Corrupt, DestinationExists, RemoteError, UsageError
 from ..store import Source
-from . import ledger
-from .archive import SEALED, SUFFIX, Facts, facts, sidecar
+from . import ledger, sidecar
+from .archive import SEALED, SUFFIX, Facts, facts
 from .retention import stamp, time_of
 
-__all__ = ["Pruned", "Row", "evidence", "hold", "listing", "prune", "release"]
+__all__ = ["Pruned", "Row", "evidence", "hold", "listing", "prune", "refuse_protected", "release"]
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,16 @@ def listing(store: str) -> list[Row]:
     """The archives of a store, the newest first, then those without a date, then what is damaged.
 
     Raises:
-        Corrupt: the ledger is damaged, or there is no such folder. RemoteError: the store fails.
+        UsageError: there is no such folder. Corrupt: the ledger is damaged. RemoteError: the store fails.
     """
-    events = ledger.read(store)
+    events = _events(store)
     return sorted((_row(name, _look(store, name)[1], events) for name in _names(store)), key=_order)
+
+
+def _events(store: str) -> list[dict[str, Any]]:
+    if not remote.is_url(store) and not os.path.isdir(store):
+        raise UsageError(f"{store} is no folder; a store is a folder with archives, or the URL of one.")
+    return ledger.read(store)
 
 
 def _order(row: Row) -> tuple[Any, ...]:
@@ -136,8 +142,11 @@ class _Standing:
     def of(cls, name: str, known: Facts | None, events: Iterable[dict[str, Any]]) -> _Standing:
         it = cls()
         for e in events:
-            if e["archive"] == name or (known is not None and known.created and _about(e, known)):
+            own = e["archive"] == name or (known is not None and bool(known.created) and _about(e, known))
+            if own:
                 it._take(e, known)
+            elif known is not None and e.get("manifest_sha256") == known.manifest_sha256:
+                it._protect(e)  # the same state under another name or date: too much is kept rather than too little
         if known is not None:
             it._keep(known.retain_until)
             if known.legal_hold and known.legal_hold not in it.lifted:
@@ -149,21 +158,29 @@ class _Standing:
         if what == "export":
             if self.deleted:  # the name is used again
                 self.retain_until, self.holds, self.verified, self.deleted = None, {}, None, False
-            self._keep(e.get("retain_until"))
-            if e.get("legal_hold"):
-                self.holds[str(e["legal_hold"])] = None
+            self._protect(e)
         elif what == "hold":
-            self.holds[str(e.get("reason"))] = None
+            self._protect(e)
             self.lifted.discard(str(e.get("reason")))
         elif what == "release":
-            if known is not None and _about(e, known):
-                self.lifted |= {str(r) for r in e.get("released", [])}
+            released = e.get("released")
+            if known is not None and _about(e, known) and isinstance(released, list):
+                self.lifted |= set(map(str, released))
             self.holds = {}
         elif what == "verify":
             if e.get("sound") is True and (known is None or _about(e, known)):
                 self.verified = e["time"]
         elif what in ("delete", "delete-failed"):
             self.deleted = what == "delete"
+
+    def _protect(self, e: dict[str, Any]) -> None:
+        """Retention and holds of an event."""
+        if e["event"] == "export":
+            self._keep(e.get("retain_until"))
+            if e.get("legal_hold"):
+                self.holds[str(e["legal_hold"])] = None
+        elif e["event"] == "hold":
+            self.holds[str(e.get("reason"))] = None
 
     def _keep(self, until: Any) -> None:
         if isinstance(until, str) and (self.retain_until is None or until > self.retain_until):
@@ -266,7 +283,7 @@ def prune(
     ):
         raise UsageError("--keep-last, --keep-within and --keep-every keep something; they must be more than nothing.")
     now = (now or datetime.now(UTC)).astimezone(UTC)
-    events = ledger.read(store)
+    events = _events(store)
     seen = {name: _look(store, name) for name in _names(store)}
     rows = sorted((_row(name, known, events) for name, (_, known) in seen.items()), key=_order)
     kept: dict[str, tuple[str, ...]] = {}
@@ -323,6 +340,22 @@ def _policies(
     return tuple(out)
 
 
+def refuse_protected(archive: str) -> None:
+    """Refuse to replace an archive that is under retention or a legal hold.
+
+    Raises:
+        DestinationExists: it is, or it cannot be told that it is not. Corrupt: the ledger is damaged.
+    """
+    store, name = remote.split(archive) if remote.is_url(archive) else os.path.split(os.path.abspath(archive))
+    with _source(store) as source:
+        if not source.exists(name):
+            return
+    row = _row(name, _look(store, name)[1], ledger.read(store))
+    why = f"it is no sound archive: {row.damaged}" if row.facts is None else _protected(row, datetime.now(UTC))
+    if why:
+        raise DestinationExists(f"{remote.shown(archive)} is not replaced, --force or not: {why}.")
+
+
 def _protected(row: Row, now: datetime) -> str:
     """Why an archive must not be deleted, or ""."""
     if row.held:
@@ -351,7 +384,7 @@ def _delete(store: str, row: Row, source: Source, events: list[dict[str, Any]], 
             source.unchanged()
             _remove(store, row.name)
             if row.name.endswith(SEALED):
-                lost = sidecar(row.name)
+                lost = sidecar.name(row.name)
                 _remove(store, lost)
         except CkpttoolError as e:
             why = str(e) if lost == row.name else f"it is deleted, but {lost} is not: {e}"

@@ -23,10 +23,10 @@ from blake3 import blake3
 from ..comparison import diff
 from ..errors import CkpttoolError, Corrupt, Differs
 from ..fill import Progress
-from ..layouts import Place
+from ..layouts import Place, ReadOptions, find
 from ..store import Source
 from . import manifest as records
-from . import plan, planes, signing, tarball, values
+from . import plan, planes, signing, tarball
 from .archive import Archive
 from .seekable import FRAME, FrameReader, Walked, read_table, walk
 
@@ -78,6 +78,8 @@ class Verdict:
     tensor_bytes: int = 0
     merkle_root: str | None = None
     manifest_sha256: str | None = None
+    sums_sha256: str | None = None
+    ciphertext_sha256: str | None = None
     created: str | None = None
     signature: str = "none"
     against: str | None = None
@@ -89,8 +91,9 @@ class Verdict:
     def fail(self) -> None:
         """Raise Corrupt where something was found."""
         if self.findings:
-            more = f" and {len(self.findings) - 1} more findings" if len(self.findings) > 1 else ""
-            raise Corrupt(f"{self.path} is damaged or altered: {self.findings[0]}{more}. Take another copy.")
+            more = f" (and {len(self.findings) - 1} more findings)" if len(self.findings) > 1 else ""
+            text = str(self.findings[0]).rstrip(". ")
+            raise Corrupt(f"{self.path} is damaged or altered: {text}{more}. Take another copy.")
 
 
 @dataclass
@@ -104,7 +107,9 @@ class _Map:
     def of(self, start: int, end: int) -> Iterator[Finding]:
         """What a range of the tar holds, as findings without a word."""
         for a, b, member in self.members:
-            if not (a < end and start < b):
+            if a >= end:
+                break
+            if start >= b:
                 continue
             first = bisect_right(self.starts, max(a, start)) - 1
             named = False
@@ -136,7 +141,7 @@ def verify_archive(
     Args:
         public_key, certificates: who must have signed it; where None a signature is only described.
         against: a checkpoint in any layout that must hold the same state.
-        root: the Merkle root that the archive must have.
+        root: what it must have: a Merkle root (of all tensors), or "sha256:" and the hash of MANIFEST.json (of all state).
 
     Raises:
         Differs: signature, checkpoint or root are others. UsageError: a key cannot be read.
@@ -147,7 +152,8 @@ def verify_archive(
     structure: CkpttoolError | None = None
     try:
         archive = Archive(source, file)
-        values.decode(archive.read_all(plan.VALUES, 1 << 30), f"{path}/{plan.VALUES}")
+        components = _components(archive)
+        archive.retention()
     except CkpttoolError as e:
         structure = e
     if not quick:
@@ -159,18 +165,20 @@ def verify_archive(
     out.tensors = len(archive.manifest.tensors)
     out.tensor_bytes = sum(t.nbytes for t in archive.manifest.tensors.values())
     out.merkle_root, out.manifest_sha256 = archive.manifest.merkle_root, archive.manifest_sha256
-    out.created = str(archive.provenance.get("created") or "")
+    out.sums_sha256, out.created = archive.sums_sha256, archive.provenance["created"] or ""
     if out.findings:
         return out
     _signature(archive, out, public_key, certificates)
-    if root is not None and root.lower().removeprefix("blake3:") != out.merkle_root:
-        raise Differs(
-            f"{path}: the Merkle root is {out.merkle_root}, not {root}. It is another state than the one recorded."
-        )
+    if root is not None:
+        kind, _, told = root.rpartition(":")
+        have = {"": out.merkle_root, "blake3": out.merkle_root, "sha256": out.manifest_sha256}[kind]
+        if told != have:
+            what = "manifest has the SHA-256" if kind == "sha256" else "Merkle root is"
+            raise Differs(f"{path}: its {what} {have}, not {told}. It is another state than the one recorded.")
     if against is not None:
-        _against(archive, against, progress)
-    if root is not None or against is not None:
-        out.against = against or root
+        out.against = _against(archive, against, components, progress)
+    elif root is not None:
+        out.against = root
     source.unchanged()
     return out
 
@@ -190,22 +198,25 @@ def _signature(archive: Archive, out: Verdict, public_key: str | None, certifica
     )
 
 
-def _against(archive: Archive, against: str, progress: Progress) -> None:
-    """Compare with a live checkpoint: every tensor, every value, of the components that were kept."""
-    found = diff(Place(archive.base, archive.file), against, only=archive.provenance.get("only"), progress=progress)
+def _components(archive: Archive) -> list[str]:
+    """The components that it holds, its records having been proved to agree."""
+    ckpt = find("audit").read(Place(archive, None), ReadOptions())
+    return sorted({str(ckpt.component(n)) for n in [*ckpt.tensors, *ckpt.values]})
+
+
+def _against(archive: Archive, against: str, components: list[str], progress: Progress) -> str:
+    """Compare with a live checkpoint: all of it, or the components that were kept; says what was compared."""
+    only = components if archive.provenance["only"] is not None else None
+    found = diff(Place(archive.base, archive.file), against, only=only, progress=progress)
     if not found.equal:
         names = [
-            *found.only_in_a,
-            *found.only_in_b,
-            *found.dtypes,
-            *found.shapes,
-            *found.values,
-            *(d.name for d in found.data),
-        ]
+            *found.only_in_a, *found.only_in_b, *found.dtypes, *found.shapes, *found.values, *(d.name for d in found.data),
+        ]  # fmt: skip
         raise Differs(
             f'{against} is another state than {archive.root}: {len(names)} entries differ, first "{names[0]}". '
             "`ckpttool diff` shows the values."
         )
+    return against if only is None else f"the {', '.join(only)} of {against}, which is all that was kept"
 
 
 # ---------------------------------------------------------------------------------------------------------- reading
@@ -230,6 +241,8 @@ class _Reading:
         self.map = _Map(members, tensors, [t[0] for t in tensors])
         self.wrong_members: set[str] = set()
         self.wrong_tensors: set[str] = set()
+        self.frames_end = 0  # of the file, so far
+        self.member = 0  # the first that is not hashed to its end
         self.sums: dict[str, Any] = {}
         self.digests: dict[str, Any] = {}
 
@@ -246,10 +259,13 @@ class _Reading:
             for row in walk(self.source, self.file, jobs):
                 if row.fault is not None:
                     self._damaged(row)
+                    if row.size and row.length:
+                        self.frames_end = row.offset + row.size
                     continue
                 data = row.stored
                 if data is None:
                     continue
+                self.frames_end = row.offset + row.size
                 end = row.start + row.length
                 hashing.append(pool.submit(self._sha256, row.start, end, data))
                 if len(hashing) > 4:
@@ -262,7 +278,8 @@ class _Reading:
 
     def _damaged(self, row: Walked) -> None:
         assert row.fault is not None
-        a, b = (row.offset, row.offset + row.size) if row.size else (None, None)
+        # a fault of the tables is in them: behind the last frame
+        a, b = (row.offset, row.offset + row.size) if row.size else (self.frames_end, self.out.file_bytes)
         named = list(self.map.of(row.start, row.start + row.length)) if row.start >= 0 and row.length else []
         for f in named:
             if f.member:
@@ -275,10 +292,14 @@ class _Reading:
 
     def _sha256(self, start: int, end: int, data: bytes) -> None:
         view = memoryview(data)
-        for a, b, name in self.map.members:
+        for k in range(self.member, len(self.map.members)):
+            a, b, name = self.map.members[k]
+            if a >= end:
+                break
             p, q = max(a, start), min(b, end)
-            if p < q or (a == b and start <= a < end):
-                self.sums.setdefault(name, hashlib.sha256()).update(view[p - start : q - start] if p < q else b"")
+            self.sums.setdefault(name, hashlib.sha256()).update(view[p - start : q - start] if p < q else b"")
+            if b <= end:
+                self.member = k + 1
 
     def _blake3(self, start: int, end: int, data: bytes, k: int) -> int:
         """Digest the tensors that a frame meets, from the k-th on; returns the first that the next one may meet."""

