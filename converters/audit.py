@@ -90,7 +90,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     for name in names:
         t, p = found.tensors[name], source.plan.places[name]
         tensors[name] = replace(t, chunks=Chunks.whole(t.shape, number[p.member], p.offset, p.nbytes))
-    held = values.decode(source.record(plan.VALUES), f"{source.root}/{plan.VALUES}")
+    held = source.values()
     out = Checkpoint("audit", source.root, None, files, [source.size(f) for f in files], tensors, held)
     _agree(out, source)
     out.recorded = dict(found.digests)
@@ -112,7 +112,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
 
 def _agree(ckpt: Checkpoint, source: Archive) -> None:
-    """The values are of components that there are, at places where no tensor is, and count the steps of the manifest."""
+    """The values are of components that there are, at places where no tensor is."""
     what = f"{source.root}/{plan.VALUES}"
     paths = [t.path for t in ckpt.tensors.values()] + [v.path for v in ckpt.values.values()]
     leaves = set(paths)
@@ -121,8 +121,6 @@ def _agree(ckpt: Checkpoint, source: Archive) -> None:
             raise Corrupt(f"{what}: {tarball.short(joined(path))} is of no component, or lies in another entry.")
     if len(leaves) != len(paths) or ckpt.tensors.keys() & ckpt.values.keys():
         raise Corrupt(f"{what}: a value has the name of a tensor.")
-    if counted(ckpt.value) != source.manifest.step:
-        raise Corrupt(f"{what} counts {counted(ckpt.value)} steps, {plan.MANIFEST} {source.manifest.step}.")
     only = source.provenance["only"]
     if only is not None and set(only) != {p[0] for p in paths}:
         raise Corrupt(f"{source.root}/{plan.PROVENANCE}: only {', '.join(only)} were kept, it says; others are there.")

@@ -18,10 +18,11 @@ from itertools import pairwise
 from typing import Any
 
 from ..errors import Corrupt, NotRecognised, Unsafe
-from ..names import COMPONENTS
+from ..index import Value
+from ..names import COMPONENTS, counted
 from ..store import Identity, Source
 from . import manifest as records
-from . import plan, provenance, retention, sidecar, tarball
+from . import plan, provenance, retention, sidecar, tarball, values
 from .seekable import FRAME, Cut, DamagedFrame, FrameReader, read_table
 
 __all__ = ["SEALED", "SUFFIX", "Archive", "Facts", "facts", "told"]
@@ -251,6 +252,19 @@ class Archive(Source):
         """Whether a signature lies in it."""
         return plan.SIGNATURE in self._members
 
+    def values(self) -> dict[str, Value]:
+        """What values.json says, which counts the steps that the manifest says.
+
+        Raises:
+            Corrupt, Unsafe: it is damaged, or counts others.
+        """
+        what = f"{self.root}/{plan.VALUES}"
+        held = values.decode(self.record(plan.VALUES), what)
+        step = counted(lambda name: held[name].data if name in held else None)
+        if step != self.manifest.step:
+            raise Corrupt(f"{what} counts {step} steps, {plan.MANIFEST} {self.manifest.step}.")
+        return held
+
     def signed_files(self) -> Sequence[tuple[str, str]]:
         """(member, SHA-256) of all that a signature is over: every member but itself."""
         own = self.sums_sha256
@@ -301,13 +315,10 @@ def facts(source: Source, file: str) -> Facts:
         return _sealed_facts(source, file)
     if not file.endswith(SUFFIX):
         raise NotRecognised(f"{file} is not named like an archive ({SUFFIX}, {SEALED}).")
-    return facts_of(Archive(source, file), file, source.size(file))
-
-
-def facts_of(archive: Archive, file: str, nbytes: int) -> Facts:
-    """Facts about an open archive."""
+    archive = Archive(source, file)
+    archive.values()
     return told(
-        file, nbytes, archive.manifest, archive.manifest_sha256, archive.sums_sha256, archive.provenance,
+        file, source.size(file), archive.manifest, archive.manifest_sha256, archive.sums_sha256, archive.provenance,
         archive.retention(), signed=archive.signed, encrypted=False,
     )  # fmt: skip
 

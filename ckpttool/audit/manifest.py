@@ -120,6 +120,7 @@ def decode(data: bytes, what: str) -> Manifest:
         for row in said["tensors"]:
             name, path = row["name"], tuple(row["path"])
             t = _entry(path, row["dtype"], row["shape"], what)
+            name.encode()
             if joined(path) != name or name in tensors:
                 raise Corrupt(f"{what}: the entry of {name[:200]!r} is damaged, or there twice.")
             tensors[name], digests[name] = t, _hex(row["digest"])
@@ -131,7 +132,7 @@ def decode(data: bytes, what: str) -> Manifest:
         grouped = list(by_member.values())
         return Manifest(tensors, digests, grouped, hashes, said["coding"] != "plain", step)
     except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise Corrupt(f"{what} is damaged ({type(e).__name__}: {str(e)[:80]}).") from None
+        raise Corrupt(f"{what} is damaged ({type(e).__name__}: {ascii(str(e))[:80]}).") from None
 
 
 def _entry(path: Path, dtype: Any, shape: Any, what: str) -> TensorEntry:

@@ -18,7 +18,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from .. import remote
-from ..errors import CkpttoolError, Corrupt, DestinationExists, RemoteError, UsageError
+from ..errors import CkpttoolError, DestinationExists, RemoteError, UsageError
 from ..store import Source
 from . import ledger, sidecar
 from .archive import SEALED, SUFFIX, Facts, facts

@@ -237,7 +237,8 @@ class _Reading:
         if archive is not None:
             known = {m[2] for m in members}
             members += [(at, at + n, name) for name, (at, n) in archive.members().items() if name not in known]
-        tensors = sorted((p.at, p.at + p.nbytes, n, p.item) for n, p in planned.places.items()) if planned else []
+        self.places = planned.places if planned else {}
+        tensors = sorted((p.at, p.at + p.nbytes, n, p.item) for n, p in self.places.items())
         self.map = _Map(members, tensors, [t[0] for t in tensors])
         self.wrong_members: set[str] = set()
         self.wrong_tensors: set[str] = set()
@@ -324,13 +325,10 @@ class _Reading:
             have = self.digests[name].hexdigest() if name in self.digests else blake3().hexdigest() if x == y else None
             if have != self.found.digests[name] and name not in self.wrong_tensors:
                 self.wrong_tensors.add(name)
-                for f in self.map.of(x, y):
-                    self.wrong_members.add(f.member or "")
-                    self.note(
-                        Finding(
-                            "the bytes do not have the digest of the manifest", f.member, f.start, f.end, name, 0, y - x
-                        )
-                    )
+                p = self.places[name]
+                self.wrong_members.add(p.member)
+                what = "the bytes do not have the digest of the manifest"
+                self.note(Finding(what, p.member, p.offset, p.offset + p.nbytes, name, 0, p.nbytes))
         want = {n: h for n, (_, h) in self.found.hashes.items()} | (self.archive.sums if self.archive else {})
         for a, b, name in self.map.members:
             if name in want and name not in self.wrong_members:

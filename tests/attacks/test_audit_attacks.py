@@ -40,6 +40,10 @@ from ckpttool.store import Source
 # ------------------------------------------------------------------------------------------------ archives to measure
 
 
+TIME = 1767323045
+CREATED = "2026-01-02T03:04:05Z"
+
+
 class Piece(NamedTuple):
     """A member of the tar: its header, its bytes as they are stored when unfolded and unmerged, its padding."""
 
@@ -49,7 +53,7 @@ class Piece(NamedTuple):
     pad: bytes
 
 
-def piece(name: str, body: bytes, mtime: int = 0) -> Piece:
+def piece(name: str, body: bytes, mtime: int = TIME) -> Piece:
     return Piece(name, tarball.header(name, len(body), mtime), body, tarball.padding(len(body)))
 
 
@@ -66,7 +70,7 @@ def noise(n: int, seed: int) -> bytes:
 
 
 STORY = {
-    "schema": records.SCHEMA, "tool": "ckpttool", "version": "0.1.0", "created": "2026-01-02T03:04:05Z", "only": None,
+    "schema": records.SCHEMA, "tool": "ckpttool", "version": "0.1.0", "created": CREATED, "only": None,
     "meta": {}, "git_commit": None,
 }  # fmt: skip
 
@@ -84,7 +88,7 @@ class Kit:
     shuffle: bool = False
     most: int = 300_000
     step: int | None = 7
-    mtime: int = 0
+    mtime: int = TIME
     grouped: list[list[str]] | None = None
     manifest: Callable[[bytes], bytes] | None = None
     values_text: Callable[[bytes], bytes] | None = None
@@ -275,7 +279,7 @@ def attack(path: Path, reads: str = "restore", lists: bool = True) -> None:
 def raw(name: str, kind: bytes, size: int = 0, link: str = "", **fields: Any) -> Piece:
     """A member with any header."""
     info = tarfile.TarInfo(name)
-    info.type, info.size, info.linkname, info.mode = kind, size, link, 0o644
+    info.type, info.size, info.linkname, info.mode, info.mtime = kind, size, link, 0o644, TIME
     how = tarfile.GNU_FORMAT
     if fields:
         info.pax_headers, how = fields, tarfile.PAX_FORMAT
@@ -539,12 +543,16 @@ DATA: dict[str, Callable[[], Kit]] = {
 
 
 def test_the_builder_writes_what_an_export_writes(tmp_path: Path) -> None:
-    build(tmp_path / "a.tar.zst", kit())
-    assert run("convert", tmp_path / "a.tar.zst", tmp_path / "live.pt", "--to", "full", "-q")[0] == 0
+    for i, k in enumerate((kit(), kit(shuffle=True), replace(value("1"), step=None), retained())):
+        path = build(tmp_path / "a.tar.zst", k)
+        for words in (["audit", "verify"], ["audit", "verify", "--quick"], ["inspect"]):
+            assert run(*words, path)[0] == 0
+        assert run("convert", path, tmp_path / f"{i}.pt", "--to", "full", "-q")[0] == 0
+        assert listed(path)["damaged"] is None
     for i, more in enumerate(([], ["--shuffle"], ["--retain", "7y", "--legal-hold", "case 5"])):
-        path = tmp_path / str(i) / "b.tar.zst"
+        path = tmp_path / f"of {i}" / "b.tar.zst"
         path.parent.mkdir()
-        assert run("audit", "export", tmp_path / "live.pt", path, "-q", *more)[0] == 0
+        assert run("audit", "export", tmp_path / "0.pt", path, "-q", *more)[0] == 0
         data = path.read_bytes()
         assert altered(path).read_bytes() == data
         for words in (["verify", path], ["verify", "--quick", path], ["verify", path, "--deep"]):
