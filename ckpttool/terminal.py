@@ -41,6 +41,7 @@ Only = Annotated[
 
 
 def comma(text: str | None) -> list[str] | None:
+    """The parts of `a, b, c`; None for nothing."""
     return [t.strip() for t in text.split(",") if t.strip()] if text else None
 
 
@@ -111,21 +112,25 @@ class Meter:
 
 
 def peak() -> str:
+    """The most memory that this process took so far, in words."""
     import resource
 
     return f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB"
 
 
 def note(text: str, quiet: bool = False) -> None:
+    """A line for people, on stderr."""
     if not quiet:
         print(text, file=sys.stderr)
 
 
 def print_json(data: Any) -> None:
+    """Data, on stdout."""
     print(json.dumps(data, indent=1, ensure_ascii=False, default=str))
 
 
 def draw(*renderables: Any) -> None:
+    """Tables and trees, on stdout."""
     from rich.console import Console
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
