@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import signal
 import sys
@@ -676,6 +677,8 @@ def _stop(signum: int, frame: Any) -> None:
 def main() -> None:
     """Entry point: runs a command and turns what it raises into a line on stderr and an exit code."""
     signal.signal(signal.SIGTERM, _stop)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
     gc.disable()  # a large index is millions of objects that live until the end; looking for cycles is half of the time
     try:
         app()
