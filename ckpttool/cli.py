@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from .audit.commands import app as audit_app
-from .errors import EXIT_CODES, CkpttoolError, Interrupted, NoSpace, UsageError
+from .errors import EXIT_CODES, CkpttoolError, Interrupted, NoSpace, NotRecognised, UsageError
 from .terminal import (
     Config,
     FlatLayout,
@@ -32,6 +32,7 @@ from .terminal import (
     note,
     peak,
     print_json,
+    printable,
 )  # fmt: skip
 
 __all__ = ["app", "main"]
@@ -333,9 +334,10 @@ def verify(
     print(f"{found['layout']}: {found['tensors']:,} tensors, {human(found['bytes'])}: structure ok")
     if "data" in found:
         covered = found["crc32_covered_bytes"]
-        print(f"data ok: every byte read, {human(covered)} covered by CRC32s of the files themselves")
+        told = f", {human(covered)} covered by CRC32s of the files themselves" if covered else ""
+        print(f"data ok: every byte read{told}")
         if "recorded" in found:
-            print("equal to the digests recorded in ckpttool.json")
+            print("equal to the digests that were recorded when it was written")
         for component, root in found["digest"].items():
             print(f"digest {component:10s} blake3:{root}")
     if "against" in found:
@@ -704,7 +706,9 @@ def main() -> None:
 def _fail(e: CkpttoolError, code: int) -> None:
     if "--json" in sys.argv:
         print_json({"error": {"kind": type(e).__name__, "exit_code": code, "message": str(e)}})
-    print(f"error: {e}", file=sys.stderr)
+    # names from files do not draw on the screen, nor make lines of their own; what NotRecognised lists are ours
+    lines = str(e).split("\n") if isinstance(e, NotRecognised) else [str(e)]
+    print("error: " + "\n".join(map(printable, lines)), file=sys.stderr)
     sys.exit(code)
 
 

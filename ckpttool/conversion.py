@@ -625,12 +625,13 @@ def verify(
         opened.source.unchanged()
         out["data"] = "ok"
         out["digest"] = roots(ckpt.tensors, found)
-        recorded, added = ckpt.recorded, frozenset[str]()
+        recorded, added, where = ckpt.recorded, frozenset[str](), "it carries itself"
         if not recorded and os.path.isdir(path):
             recorded, added = _recorded(opened.source, found)
+            where = f"in {RECORD}"
         if recorded:
             mine = {n: d for n, d in found.items() if n not in added}
-            _compare(mine, recorded, "the digests in ckpttool.json")
+            _compare(mine, recorded, f"the digests {where}")
             out["recorded"] = "equal"
     if against is not None:
         with open(against) as other:

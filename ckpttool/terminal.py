@@ -14,7 +14,7 @@ from .errors import UsageError
 
 __all__ = [
     "Config", "FlatLayout", "From", "Json", "Like", "Meter", "Only", "Quiet", "Src", "Tag", "Wrap", "bytes_of", "comma",
-    "draw", "note", "peak", "print_json",
+    "draw", "note", "peak", "print_json", "printable",
 ]  # fmt: skip
 
 Src = Annotated[str, typer.Argument(help="A checkpoint: a folder or a file, in any layout.", show_default=False)]
@@ -126,7 +126,13 @@ def note(text: str, quiet: bool = False) -> None:
 
 def print_json(data: Any) -> None:
     """Data, on stdout."""
-    print(json.dumps(data, indent=1, ensure_ascii=False, default=str))
+    text = json.dumps(data, indent=1, ensure_ascii=False, default=str)
+    print(text.encode("utf-8", "backslashreplace").decode())  # a name that is no UTF-8 is a JSON escape
+
+
+def printable(text: str) -> str:
+    """A text from a file, on one line and in one direction: what is no letter or mark becomes its escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def draw(*renderables: Any) -> None:

@@ -27,7 +27,7 @@ from ckpttool.audit.sealing import Sealer
 from ckpttool.audit.seekable import FrameWriter
 from ckpttool.audit.shelf import refuse_protected
 from ckpttool.draft import Draft, DraftFile, Sink
-from ckpttool.errors import CkpttoolError, Corrupt, Unsupported, UsageError
+from ckpttool.errors import CkpttoolError, Corrupt, Unsafe, Unsupported, UsageError
 from ckpttool.index import Checkpoint, Chunks, Path, TensorEntry, joined, same_bytes, shape_of
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions
 from ckpttool.names import COMPONENTS, canonical, counted, original
@@ -174,11 +174,22 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         t, p = wanted[name], planned.places[name]
         tensors[name] = TensorEntry(t.dtype, t.shape, t.path, Chunks.whole(t.shape, 0, p.at, p.nbytes))
     sinks: list[FrameWriter] = []
+    sent = [0]  # bytes of the archive so far
 
     def coded(write: Callable[[bytes | memoryview], None], jobs: int, state: dict[str, Any] | None) -> Sink:
-        seal = Sealer(write, how.recipients) if how.recipients else None
+        def counted_write(data: bytes | memoryview) -> None:
+            sent[0] += len(data)
+            write(data)
+
+        sent[0] = state["physical"] if state else 0
+        seal = Sealer(counted_write, how.recipients) if how.recipients else None
         frames = FrameWriter(
-            seal.append if seal else write, planned.cuts, planned.members, level=how.level, jobs=jobs, state=state
+            seal.append if seal else counted_write,
+            planned.cuts,
+            planned.members,
+            level=how.level,
+            jobs=jobs,
+            state=state,
         )
         sinks.append(frames)
         return _Sealed(frames, seal) if seal else frames
@@ -189,6 +200,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     said = retention.parse(kept, plan.RETENTION) if kept is not None else None
 
     def tail(file: int, written: object, digests: Mapping[str, Any]) -> bytes:
+        sinks[-1].settle()
         hashed = sinks[-1].sums()
         hashes = {m.name: (m.end - m.start, hashed[m.name]) for m in planned.members}
         hashes[plan.VALUES] = (len(held), records.sha256(held))
@@ -214,6 +226,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
             story, said, signed=how.key is not None,
             encrypted=bool(how.recipients),
         ))  # fmt: skip
+        for name, data in smalls.items():
+            _refuse_unreadable(name, data, sent[0])
         out = b"".join(plan.small(n, data, mtime) for n, data in smalls.items())
         return plan.padding_after(planned) + out + tarball.END
 
@@ -226,6 +240,21 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         lock=retention.lock_arguments(said, how.lock_mode.upper()),
     )  # fmt: skip
     return draft
+
+
+def _refuse_unreadable(name: str, data: bytes, archive_bytes: int) -> None:
+    """Refuse to write a record that would be refused when it is read."""
+    most = records.most_bytes(archive_bytes)
+    try:
+        records.refuse_bomb(data, name)
+        if len(data) > most:
+            raise Unsafe(
+                f"{name} would have {len(data)} bytes in an archive of {archive_bytes}; at most {most} are read"
+            )
+    except Unsafe as e:
+        raise Unsupported(
+            f"{str(e).rstrip('.')}. Such a record is refused by every reader. Keep less beside the tensors: --only model,optim."
+        ) from None
 
 
 def _signed(files: Sequence[tuple[str, str]], name: str, how: ArchiveOptions) -> bytes:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import UsageError
+from ..errors import Corrupt, UsageError
 from ..terminal import (
     Config,
     FlatLayout,
@@ -28,6 +28,7 @@ from ..terminal import (
     note,
     peak,
     print_json,
+    printable,
 )  # fmt: skip
 
 __all__ = ["app"]
@@ -237,15 +238,18 @@ def verify(
     finally:
         meter.close()
     seconds = time.monotonic() - began
-    if as_json and not found.findings:
+    if as_json:
         print_json({**found.to_json(), "seconds": round(seconds, 3), "peak_memory_mib": int(peak().split()[1])})
+        if found.findings:
+            note(f"error: {found.trouble()}")
+            raise typer.Exit(Corrupt.exit_code)
         return
-    if found.findings and not as_json:
-        for f in found.findings[:40]:
-            print(f"wrong: {f}")
-        if len(found.findings) > 40:
-            print(f"... {len(found.findings) - 40} more")
-    found.fail()
+    for f in found.findings[:40]:
+        print(f"wrong: {printable(str(f))}")
+    if len(found.findings) > 40:
+        print(f"... {len(found.findings) - 40} more")
+    if found.findings:
+        raise Corrupt(found.trouble())
     from ..summary import human
 
     what = {
@@ -342,14 +346,14 @@ def list_(store: Store, as_json: Json = False) -> None:
         f = r.facts
         if f is None:
             cells = [r.name, f"damaged: {r.damaged}", "", "", "", r.retain_until or "", ", ".join(r.held), "", ""]
-            table.add_row(*map(Text, cells), style="red")
+            table.add_row(*(Text(printable(c)) for c in cells), style="red")
             continue
         state = f"{f.layout or '?'} {', '.join(f.components)}" + (", encrypted" if f.encrypted else "")
         cells = [
             r.name, state, "" if f.step is None else f"{f.step:,}", human(f.bytes), f.created[:10] or "no date",
             (r.retain_until or "")[:10], ", ".join(r.held), "yes" if f.signed else "no", (r.verified or "never")[:10],
         ]  # fmt: skip
-        table.add_row(*map(Text, cells))
+        table.add_row(*(Text(printable(c)) for c in cells))
     draw(table)
 
 
@@ -379,11 +383,11 @@ def prune(
         print_json({"dry_run": dry_run, **asdict(done)})
         return
     for name in done.deleted:
-        print(f"{'would delete' if dry_run else 'deleted':13s}{name}")
+        print(f"{'would delete' if dry_run else 'deleted':13s}{printable(name)}")
     for name, why in done.kept.items():
-        print(f"{'kept':13s}{name}: {', '.join(why)}")
+        print(f"{'kept':13s}{printable(name)}: {printable(', '.join(why))}")
     for name, reason in done.refused.items():
-        print(f"{'refused':13s}{name}: {reason}")
+        print(f"{'refused':13s}{printable(name)}: {printable(reason)}")
     note(
         f"{len(done.deleted)} archives, {human(done.freed)}"
         + (" would be freed; nothing was touched" if dry_run else " freed")
@@ -451,4 +455,4 @@ def ledger_show(store: Store, as_json: Json = False) -> None:
         return
     for e in rows:
         said = e.get("reason") or e.get("why") or e.get("merkle_root") or ""
-        print(f"{e['seq']:5d}  {e['time']}  {e['event']:13s} {e['archive']}  {e['by']}  {said}")
+        print(printable(f"{e['seq']:5d}  {e['time']}  {e['event']:13s} {e['archive']}  {e['by']}  {said}"))

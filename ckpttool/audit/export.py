@@ -59,7 +59,7 @@ def export(
     sealed = bool(options.recipients)
     folder, name = remote.split(dst) if remote.is_url(dst) else os.path.split(os.path.abspath(dst))
     if in_ledger and (remote.is_url(folder) or os.path.isdir(folder)):
-        ledger.read(folder)  # one that takes no line is told of now, and not when everything is copied
+        ledger.refuse_unwritable(folder)  # said now, and not when everything is copied
     result = convert(
         src, dst, to="audit", archive=options, only=options.only, verify=verify and not sealed, progress=progress, **how
     )

@@ -16,6 +16,7 @@ hides what was done to it. In an object store the whole object is replaced if no
 
 from __future__ import annotations
 
+import errno
 import getpass
 import json
 import os
@@ -29,11 +30,11 @@ from hashlib import sha256
 from typing import Any
 
 from .. import remote
-from ..errors import CkpttoolError, Corrupt, Differs, NoSpace, RemoteError, Unsafe, UsageError
+from ..errors import CkpttoolError, Corrupt, Differs, NoSpace, RemoteError, Unsafe, Unsupported, UsageError
 from ..stfile import parse
 from .retention import stamp, time_of
 
-__all__ = ["FILE", "FIRST", "append", "exists", "read", "verify"]
+__all__ = ["FILE", "FIRST", "append", "exists", "read", "refuse_unwritable", "verify"]
 
 FILE = "ledger.jsonl"
 FIRST = "0" * 64  # what the first line has for the hash of the line before
@@ -55,6 +56,19 @@ def append(store: str, event: str, archive: str, **facts: Any) -> dict[str, Any]
         raise UsageError(f"An entry of the ledger needs an event and the file name of an archive, not {archive!r}.")
     facts = {"event": event, "archive": archive, "by": _who(), **facts}
     return _append_object(store, facts) if remote.is_url(store) else _append_file(store, facts)
+
+
+def refuse_unwritable(store: str) -> None:
+    """Refuse a store whose ledger takes no line, before work is done that would end with one.
+
+    Raises:
+        Unsupported: the store has no conditional writes. Corrupt: its ledger is damaged.
+    """
+    if remote.is_url(store) and not store.startswith("s3://"):
+        raise Unsupported(
+            f"{remote.shown(store)}: a ledger needs a folder or an S3 store. Use --no-ledger, and keep the hashes elsewhere."
+        )
+    read(store)
 
 
 def read(store: str) -> list[dict[str, Any]]:
@@ -224,7 +238,8 @@ def _opened(store: str, flags: int) -> Iterator[int]:
     except FileNotFoundError:
         raise
     except OSError as e:
-        raise CkpttoolError(f"{path} cannot be opened: {e.strerror}.") from None
+        kind = Unsafe if e.errno in (errno.ELOOP, errno.EISDIR) else CkpttoolError
+        raise kind(f"{path} cannot be opened: {e.strerror}.") from None
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise Unsafe(f"{path} is not a regular file.")

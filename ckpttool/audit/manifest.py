@@ -23,9 +23,21 @@ from ..stfile import parse
 from . import plan
 from .planes import BLOCK
 
-__all__ = ["SCHEMA", "Manifest", "checked", "encode", "readme", "sums", "sums_of"]
+__all__ = [
+    "SCHEMA",
+    "Manifest",
+    "checked",
+    "encode",
+    "most_bytes",
+    "parsed",
+    "readme",
+    "refuse_bomb",
+    "sums",
+    "sums_of",
+]
 
 SCHEMA = "ckpttool.audit/1"
+_MOST, _FLOOR, _RATIO = 1 << 30, 16 << 20, 10  # bytes of a record: in all, in any archive, and for every byte of it
 
 
 @dataclass(frozen=True)
@@ -48,15 +60,32 @@ class Manifest:
         return merkle_root((n, t.dtype, t.shape, self.digests[n]) for n, t in self.tensors.items())
 
 
+def most_bytes(archive_bytes: int) -> int:
+    """How long a record of an archive may be: a small file does not unfold to one that fills the memory."""
+    return min(_MOST, _FLOOR + _RATIO * archive_bytes)
+
+
+def refuse_bomb(data: bytes, what: str) -> None:
+    """Refuse a record of more parts than honest ones of its length have: an empty list takes three bytes there and sixty
+    in memory.
+
+    Raises:
+        Unsafe: with the numbers.
+    """
+    brackets, quotes = data.count(b"[") + data.count(b"{"), data.count(b'"')
+    if brackets > (1 << 16) + len(data) // 12 or quotes > (1 << 18) + len(data) // 6:
+        raise Unsafe(
+            f"{what}: {brackets} lists and objects and {quotes // 2} texts in {len(data)} bytes; it would fill the memory."
+        )
+
+
 def parsed(data: bytes, what: str) -> Any:
-    """JSON of a record that has not many more brackets than text: an empty list takes three bytes here and sixty there.
+    """JSON of a record.
 
     Raises:
         Corrupt, Unsafe: it is no JSON, or a bomb.
     """
-    brackets = data.count(b"[") + data.count(b"{")
-    if brackets > 4096 + len(data) // 12:
-        raise Unsafe(f"{what}: {brackets} lists and objects in {len(data)} bytes; it would fill the memory.")
+    refuse_bomb(data, what)
     return parse(data, what)
 
 

