@@ -28,7 +28,7 @@ from ckpttool.audit.export import Exported, export, restore
 from ckpttool.audit.options import ArchiveOptions
 from ckpttool.audit.verification import verify_archive
 from ckpttool.conversion import open as open_checkpoint
-from ckpttool.errors import Corrupt, DestinationExists, Differs, UsageError
+from ckpttool.errors import Corrupt, DestinationExists, Differs, Unsupported, UsageError
 from ckpttool.store import Source
 
 # a process forked from this one would begin with this one's peak of memory
@@ -526,3 +526,36 @@ def test_the_readers_of_planes_agree_with_numpy() -> None:
             for a in range(0, len(data), planes.BLOCK)
         )
         assert stored == want and bytes(planes.merge(stored, item)) == data
+
+
+def test_a_cast_on_the_way_back_does_not_hide_what_was_altered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"model": {"a": torch.arange(64.0), "b": torch.ones(8)}}, tmp_path / "s.pt")
+    from ckpttool.audit import manifest
+
+    encode = manifest.encode  # the digest of another tensor, in an archive that is whole otherwise
+    monkeypatch.setattr(
+        manifest, "encode",
+        lambda found, places: encode(
+            manifest.Manifest(
+                found.tensors, {n: "ab" * 32 if n == "model.a" else d for n, d in found.digests.items()}, found.grouped,
+                found.hashes, found.shuffle, found.step,
+            ), places,
+        ),
+    )  # fmt: skip
+    export(tmp_path / "s.pt", str(tmp_path / "a.tar.zst"), ArchiveOptions(), verify=False, in_ledger=False)
+    monkeypatch.undo()
+    for dtype in (None, "bf16"):
+        with pytest.raises(Corrupt, match=r"model\.a"):
+            restore(str(tmp_path / "a.tar.zst"), tmp_path / "out.pt", to="full", dtype=dtype)
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_what_no_reader_would_take_is_not_written(tmp_path: Path) -> None:
+    torch.save({"model": {"a": torch.ones(8)}, "text": "x" * 20_000_000}, tmp_path / "s.pt")
+    with pytest.raises(Unsupported, match=r"values\.json would have"):
+        export(tmp_path / "s.pt", str(tmp_path / "a.tar.zst"), ArchiveOptions(), verify=False, in_ledger=False)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["s.pt"]
+    torch.save({"model": {"a": torch.ones(8)}, "text": "x" * 10_000_000}, tmp_path / "s.pt")
+    archived(tmp_path / "s.pt", tmp_path / "a.tar.zst")
+    restore(str(tmp_path / "a.tar.zst"), tmp_path / "b.pt", to="full")
+    assert torch.load(tmp_path / "b.pt", weights_only=True)["text"] == "x" * 10_000_000
