@@ -400,9 +400,7 @@ def convert(
                 _read_back(os.fspath(dst), target, draft, digests, how, progress, effort)
         except KeyboardInterrupt:
             staging.release()
-            raise Interrupted(
-                f"interrupted; {where} is untouched. Run the same command again to continue, or remove {staging.folder}."
-            ) from None
+            raise Interrupted(f"interrupted; {where} is untouched. {staging.again}") from None
         except BaseException as e:
             if isinstance(e, CkpttoolError) and not isinstance(e, NoSpace) and type(e) is not CkpttoolError:
                 staging.abandon()  # nothing of it is of use

@@ -202,6 +202,11 @@ class Staging:
         shutil.rmtree(self.folder, ignore_errors=True)
         return []
 
+    @property
+    def again(self) -> str:
+        """What to do after an interruption."""
+        return f"Run the same command again to continue, or remove {self.folder}."
+
     def note(self, entry: dict[str, Any]) -> None:
         """Append to the journal and make it durable. What it speaks of must be durable already."""
         os.write(self._journal, (json.dumps(entry, separators=(",", ":")) + "\n").encode())

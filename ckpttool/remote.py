@@ -49,6 +49,7 @@ __all__ = [
     "put_if_unchanged",
     "remove",
     "shown",
+    "source",
     "split",
 ]
 
@@ -388,6 +389,11 @@ class RemoteSource(Source):
 
 def _number(text: str) -> int:
     return int.from_bytes(sha256(text.encode()).digest()[:8], "little")
+
+
+def source(path: str) -> Source:
+    """The files of a folder, or the objects below a URL."""
+    return RemoteSource(path) if is_url(path) else Source(path)
 
 
 # ----------------------------------------------------------------------------------------------------------- writing

@@ -68,6 +68,11 @@ class Sending:
                 "the bucket has no object lock, so retention and legal hold stand in the archive and in the ledger alone"
             )
 
+    @property
+    def again(self) -> str:
+        """What to do after an interruption."""
+        return "Run the same command again; it begins anew, and removes the parts that were sent."
+
     def stream(self) -> Sent:
         """The file."""
         return Sent(self.upload)

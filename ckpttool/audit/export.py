@@ -17,7 +17,6 @@ from ..conversion import Result, convert
 from ..draft import write_error
 from ..fill import Progress
 from ..layouts import Place, place
-from ..store import Source
 from . import ledger, sidecar
 from .archive import SEALED, Facts
 from .options import ArchiveOptions
@@ -63,7 +62,7 @@ def export(
     result = convert(
         src, dst, to="audit", archive=options, only=options.only, verify=verify and not sealed, progress=progress, **how
     )
-    with _store(folder) as source:
+    with remote.source(folder) as source:
         known = Facts(**{**result.about, "bytes": source.size(name)})
         ciphertext = sidecar.ciphertext(source, name, progress) if sealed else None
     if ciphertext is not None:
@@ -75,10 +74,6 @@ def export(
             facts["ciphertext_sha256"] = ciphertext["sha256"]
         entry = ledger.append(folder, "export", name, **facts)
     return Exported(result, known, entry)
-
-
-def _store(folder: str) -> Source:
-    return remote.RemoteSource(folder) if remote.is_url(folder) else Source(folder)
 
 
 def _put(folder: str, name: str, data: bytes) -> None:

@@ -92,18 +92,14 @@ def _backwards(name: str) -> tuple[int, ...]:
     return (*(-ord(c) for c in name), 1)
 
 
-def _source(store: str) -> Source:
-    return remote.RemoteSource(store) if remote.is_url(store) else Source(store)
-
-
 def _names(store: str) -> list[str]:
-    with _source(store) as source:
+    with remote.source(store) as source:
         return [n for n in source.list() if n.endswith((SUFFIX, SEALED))]
 
 
 def _look(store: str, name: str) -> tuple[Source, Facts | str]:
     """A source that has seen this archive alone, and the facts, or what is wrong with it."""
-    with _source(store) as source:
+    with remote.source(store) as source:
         try:
             return source, facts(source, name)
         except RemoteError:
@@ -247,7 +243,7 @@ def _placed(archive: str, reason: str) -> tuple[str, str]:
 
 
 def _there(store: str, name: str) -> None:
-    with _source(store) as source:
+    with remote.source(store) as source:
         if not source.exists(name):
             raise UsageError(f"{source.root}/{name}: there is no such archive.")
 
@@ -347,7 +343,7 @@ def refuse_protected(archive: str) -> None:
         DestinationExists: it is, or it cannot be told that it is not. Corrupt: the ledger is damaged.
     """
     store, name = remote.split(archive) if remote.is_url(archive) else os.path.split(os.path.abspath(archive))
-    with _source(store) as source:
+    with remote.source(store) as source:
         if not source.exists(name):
             return
     row = _row(name, _look(store, name)[1], ledger.read(store))
