@@ -223,8 +223,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
             smalls[plan.SIGNATURE] = _signed(listed, options.target, how)
         draft.about = asdict(told(
             options.target, 0, manifest, records.sha256(smalls[plan.MANIFEST]), records.sha256(smalls[plan.SUMS]),
-            story, said, signed=how.key is not None,
-            encrypted=bool(how.recipients),
+            story, said, signature=smalls.get(plan.SIGNATURE), encrypted=bool(how.recipients),
         ))  # fmt: skip
         for name, data in smalls.items():
             _refuse_unreadable(name, data, sent[0])

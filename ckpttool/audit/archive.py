@@ -22,7 +22,7 @@ from ..index import Value
 from ..names import COMPONENTS, counted
 from ..store import Identity, Source
 from . import manifest as records
-from . import plan, provenance, retention, sidecar, tarball, values
+from . import plan, provenance, retention, sidecar, signing, tarball, values
 from .seekable import FRAME, Cut, DamagedFrame, FrameReader, read_table
 
 __all__ = ["SEALED", "SUFFIX", "Archive", "Facts", "facts", "told"]
@@ -284,7 +284,7 @@ class Archive(Source):
 @dataclass(frozen=True)
 class Facts:
     """What a listing shows of an archive. `bytes` are those of the file; times are UTC, "2026-11-21T10:20:30Z". `sums_sha256` is
-    the hash of SHA256SUMS, and so of everything but the signature."""
+    the hash of SHA256SUMS, and so of everything but the signature; `signed_by` what the signature says of its key, unproved."""
 
     name: str
     bytes: int
@@ -304,6 +304,7 @@ class Facts:
     signed: bool
     encrypted: bool
     sums_sha256: str = ""
+    signed_by: str = ""
 
 
 def facts(source: Source, file: str) -> Facts:
@@ -320,7 +321,7 @@ def facts(source: Source, file: str) -> Facts:
     archive.values()
     return told(
         file, source.size(file), archive.manifest, archive.manifest_sha256, archive.sums_sha256, archive.provenance,
-        archive.retention(), signed=archive.signed, encrypted=False,
+        archive.retention(), signature=archive.record(plan.SIGNATURE) if archive.signed else None, encrypted=False,
     )  # fmt: skip
 
 
@@ -333,7 +334,7 @@ def told(
     said: dict[str, Any],
     kept: dict[str, Any] | None,
     *,
-    signed: bool,
+    signature: bytes | None,
     encrypted: bool,
 ) -> Facts:
     """The facts that the records of an archive tell."""
@@ -345,7 +346,8 @@ def told(
         sum(t.nbytes for t in found.tensors.values()),
         tuple(sorted({str(t.path[0]) for t in found.tensors.values()}, key=COMPONENTS.index)), found.merkle_root,
         manifest_sha256, {str(k): str(v) for k, v in (said.get("meta") or {}).items()},
-        (kept or {}).get("retain_until"), hold.get("reason"), signed, encrypted, sums_sha256,
+        (kept or {}).get("retain_until"), hold.get("reason"), signature is not None, encrypted, sums_sha256,
+        signing.describe(signature) if signature is not None else "",
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -340,7 +341,7 @@ def list_(store: Store, as_json: Json = False) -> None:
     from rich.text import Text
 
     table = Table(
-        "archive", "state", "step", "size", "exported", "keep until", "held by", "signed", "checked", box=None
+        "archive", "state", "step", "size", "exported", "keep until", "held by", "signed by", "checked", box=None
     )
     for r in rows:
         f = r.facts
@@ -351,10 +352,15 @@ def list_(store: Store, as_json: Json = False) -> None:
         state = f"{f.layout or '?'} {', '.join(f.components)}" + (", encrypted" if f.encrypted else "")
         cells = [
             r.name, state, "" if f.step is None else f"{f.step:,}", human(f.bytes), f.created[:10] or "no date",
-            (r.retain_until or "")[:10], ", ".join(r.held), "yes" if f.signed else "no", (r.verified or "never")[:10],
+            (r.retain_until or "")[:10], ", ".join(r.held), _short(f.signed_by) or "no", (r.verified or "never")[:10],
         ]  # fmt: skip
         table.add_row(*(Text(printable(c)) for c in cells))
     draw(table)
+
+
+def _short(signer: str) -> str:
+    """A signer in a table: of a long hash its beginning."""
+    return re.sub(r"([0-9a-f]{12})[0-9a-f]{52}", r"\1", signer)
 
 
 @app.command()
