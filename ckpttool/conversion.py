@@ -49,6 +49,7 @@ class Opened:
     checkpoint: Checkpoint
     source: Source
     layout: layouts.Layout
+    folder: bool  # whether it is a folder of its own, and not one file among others
     located: bool = False
 
     def locate(self) -> Checkpoint:
@@ -115,6 +116,7 @@ def _open(
 ) -> Opened:
     raise_file_limit()
     where = path if isinstance(path, layouts.Place) else layouts.place(path)
+    folder = where.file is None
     try:
         found = layouts.find(layout) if layout else layouts.detect(where)
         where = found.mount(where)
@@ -126,7 +128,7 @@ def _open(
     except BaseException:
         where.source.close()
         raise
-    return Opened(ckpt, where.source, found)
+    return Opened(ckpt, where.source, found, folder)
 
 
 def _leave_made(ckpt: Checkpoint, source: Source) -> None:
@@ -356,7 +358,7 @@ def convert(
     """
     _refuse_source(src, dst)
     far = remote.is_url(dst)
-    where = remote.shown(os.fspath(dst)) if far else os.path.abspath(dst)
+    where = remote.whole(dst)
     if os.path.lexists(where):
         refuse_target(where, not os.path.isdir(where), force)
         _refuse_foreign(where)
@@ -610,7 +612,7 @@ def verify(
     with open(path, **how) as opened:
         ckpt = opened.locate()
         out: dict[str, Any] = {
-            "path": os.path.abspath(path),
+            "path": remote.whole(path),
             "layout": ckpt.layout,
             "tensors": len(ckpt.tensors),
             "bytes": ckpt.nbytes,
@@ -624,7 +626,7 @@ def verify(
         out["data"] = "ok"
         out["digest"] = roots(ckpt.tensors, found)
         recorded, added, where = ckpt.recorded, frozenset[str](), "it carries itself"
-        if not recorded and os.path.isdir(path):
+        if not recorded and opened.folder:
             recorded, added = _recorded(opened.source, found)
             where = f"in {RECORD}"
         if recorded:
@@ -639,7 +641,7 @@ def verify(
         mine = {n: d for n, d in found.items() if ckpt.component(n) in shared}
         yours = {n: d for n, d in digests.items() if second.component(n) in shared}
         _compare(mine, yours, os.fspath(against))
-        out["against"] = {"path": os.path.abspath(against), "components": sorted(shared), "verdict": "equal"}
+        out["against"] = {"path": remote.whole(against), "components": sorted(shared), "verdict": "equal"}
     return out
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -51,6 +52,7 @@ __all__ = [
     "shown",
     "source",
     "split",
+    "whole",
 ]
 
 T = TypeVar("T")
@@ -106,6 +108,11 @@ def shown(url: str) -> str:
     return url.split("?")[0].split("#")[0] if url.lower().startswith("http") else url
 
 
+def whole(path: str | os.PathLike[str]) -> str:
+    """A path as records say it: absolute, or a URL without secrets."""
+    return shown(os.fspath(path)) if is_url(path) else os.path.abspath(path)
+
+
 def split(url: str) -> tuple[str, str]:
     """(URL of the folder, name of the object in it); the query of an http URL stays with the folder."""
     query = ""
@@ -137,6 +144,8 @@ def _store(url: str) -> tuple[Any, str, str]:
     options: dict[str, Any] = {"use_listings_cache": False}
     if scheme in ("s3", "s3a"):
         options["config_kwargs"] = {"retries": {"total_max_attempts": 1}}
+    if scheme == "hf":
+        options["skip_instance_cache"] = True  # it keeps listings, and what it did not find, as long as it lives
     try:
         from fsspec.core import url_to_fs
 
@@ -260,14 +269,27 @@ class RemoteSource(Source):
     def __init__(self, url: str) -> None:
         self._fs, self._prefix, self._query = _store(url)
         self._web = url.lower().startswith("http")
+        self._hub = url.lower().startswith("hf://")
+        self._commit: str | None = None
+        self._pin = threading.Lock()
         self.root = shown(url).rstrip("/")
         self._identity: dict[str, Identity] = {}
+
+    def _base(self) -> str:
+        """The path that all objects lie below. On the Hub it names the commit that was first seen: one listing and many
+        reads are of one commit, though the branch moves on."""
+        if not self._hub:
+            return self._prefix
+        with self._pin:
+            if self._commit is None:
+                self._commit = _ask(self.root, lambda: _at_commit(self._fs, self._prefix))
+            return self._commit
 
     def _path(self, name: str) -> str:
         parts = name.split("/")
         if any(p in ("", ".", "..") for p in parts) or "\0" in name or "\\" in name or "?versionId=" in name:
             raise Unsafe(f"{name!r} leads out of {self.root}; a checkpoint may only name objects below its own URL.")
-        return f"{self._prefix}/{quote(name) if self._web else name}{self._query}"
+        return f"{self._base()}/{quote(name) if self._web else name}{self._query}"
 
     def _url(self, name: str) -> str:
         return f"{self.root}/{name}" if name else self.root
@@ -285,12 +307,12 @@ class RemoteSource(Source):
         """The five numbers of a file are here: the place, the version as the store names it, the size, and nothing."""
         said = self._info(name)
         version = next((f"{k} {said[k]}" for k in _VERSION if said.get(k)), "")
-        return _number(self._path(name)), _number(version), said["size"], 0, 0
+        return _number(f"{self._prefix}/{name}{self._query}"), _number(version), said["size"], 0, 0
 
     def list(self, folder: str = "") -> list[str]:
         """Names of what lies directly below the URL, or below one prefix under it, sorted; none where nothing does."""
-        path = self._path(folder) if folder else self._prefix + self._query
         try:
+            path = self._path(folder) if folder else self._base() + self._query
             found: list[str] = _ask(self._url(folder), lambda: self._fs.ls(path, detail=False))
         except _Missing:
             return []
@@ -336,8 +358,10 @@ class RemoteSource(Source):
             into[at : at + n] = self._piece(name, path, offset + at, n)
 
     def _piece(self, name: str, path: str, start: int, n: int) -> bytes:
+        how = {"cache_type": "none"} if self._hub else {}  # else 5 MiB are read ahead of every range
+
         def once() -> bytes:
-            data: bytes = self._fs.cat_file(path, start=start, end=start + n)
+            data: bytes = self._fs.cat_file(path, start=start, end=start + n, **how)
             if len(data) < n:
                 raise EOFError(f"{len(data)} of {n} bytes from byte {start} on")
             return data
@@ -385,6 +409,23 @@ class RemoteSource(Source):
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def _at_commit(fs: Any, path: str) -> str:
+    """A path on the Hub with the commit in the place of its branch; as it is where it names no repository."""
+    from huggingface_hub import HfApi, constants
+
+    try:
+        at = fs.resolve_path(path)
+    except (ValueError, NotImplementedError):
+        return path
+    if not hasattr(at, "repo_id"):  # a bucket
+        return path
+    found = HfApi(endpoint=fs.endpoint, token=fs.token).repo_info(
+        at.repo_id, repo_type=at.repo_type, revision=at.revision
+    )
+    kind = constants.REPO_TYPES_URL_PREFIXES.get(at.repo_type, "")
+    return f"{kind}{at.repo_id}@{found.sha}/{at.path_in_repo}".rstrip("/") if found.sha else path
 
 
 def _number(text: str) -> int:

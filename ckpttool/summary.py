@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from . import remote
 from .conversion import open
 from .index import Checkpoint, TensorEntry, strangers
 from .names import counted
@@ -56,7 +57,7 @@ def summarise(ckpt: Checkpoint, path: str | os.PathLike[str]) -> dict[str, Any]:
         c["values"] += 1
     order = ("model", "optim", "scheduler", "scaler", "rng", "dataloader", "trainer", "extra")
     out: dict[str, Any] = {
-        "path": os.path.abspath(path),
+        "path": remote.whole(path),
         "layout": ckpt.layout,
         "trainer": ckpt.trainer,
         "step": counted(ckpt.value),
