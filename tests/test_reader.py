@@ -75,13 +75,13 @@ def can_be_split(o: Original) -> bool:
 #: torch cannot put a flattened optimizer back together when a parameter has no state.
 NOT_FLAT = {"awkward_w3", "zero3_w3_fresh"}
 
-#: name -> (ranks, mesh, ways to load, whether all models can be sharded so)
+#: name -> (ranks, mesh, ways to load, whether all models are sharded so: not all can with TP, and replicas are no other case)
 JOBS: dict[str, tuple[int, dict[str, int], tuple[str, ...], bool]] = {
     "1 rank": (1, {"dp": 1}, ("dcp",), True),
     "2 ranks": (2, {"dp": 2}, ("load", "dcp", "flat", "bare"), True),
     "3 ranks": (3, {"dp": 3}, ("load", "dcp"), True),
     "4 ranks": (4, {"dp": 4}, ("load",), True),
-    "HSDP 2 x 2": (4, {"replicate": 2, "shard": 2}, ("dcp",), True),
+    "HSDP 2 x 2": (4, {"replicate": 2, "shard": 2}, ("dcp",), False),
     "FSDP 2 x TP 2": (4, {"dp": 2, "tp": 2}, ("load", "dcp", "bare"), False),
 }
 

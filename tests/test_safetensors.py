@@ -172,9 +172,12 @@ def test_a_name_twice_among_very_many_is_found_at_once(tmp_path: Path) -> None:
 
     one = json.dumps(entry(0, 0, shape=(0,)))
     text = ",".join(f'"n{i}":{one}' for i in range(12_000))
-    began = time.process_time()
-    refusal(tmp_path, file(f'{{{text},"n11999":{one}}}'.encode(), b""), Unsafe)
-    assert time.process_time() - began < 0.5
+    spent = []
+    for _ in range(3):  # the collector may come in between: the process has seen many tests
+        began = time.process_time()
+        refusal(tmp_path, file(f'{{{text},"n11999":{one}}}'.encode(), b""), Unsafe)
+        spent.append(time.process_time() - began)
+    assert min(spent) < 0.5
 
 
 @pytest.mark.parametrize("name", [n for n in REFUSED if n not in ("a name twice", "an entry with more", "only bytes")])
