@@ -13,7 +13,7 @@ from typing import Any
 
 from . import boxes
 from .conversion import CheckpointPath, Opened, open
-from .fill import Progress
+from .fill import Progress, silent
 from .index import ITEMSIZE, TensorEntry
 from .stream import Block, Job, Reader, numpy_dtype
 
@@ -54,10 +54,6 @@ class Difference:
         return asdict(self)
 
 
-def _silent(what: str, done: int, total: int) -> None:
-    return None
-
-
 def diff(
     a: CheckpointPath,
     b: CheckpointPath,
@@ -65,7 +61,7 @@ def diff(
     rtol: float = 0.0,
     atol: float = 0.0,
     only: list[str] | None = None,
-    progress: Progress = _silent,
+    progress: Progress = silent,
     **how: Any,
 ) -> Difference:
     """Compare two checkpoints by names, dtypes, shapes and values.

@@ -25,21 +25,20 @@ from ._version import __version__
 from .digests import merkle_root, roots
 from .draft import Draft, Staging, refuse_target, write_error
 from .errors import CkpttoolError, Corrupt, DestinationExists, Differs, Interrupted, NoSpace, Unsupported, UsageError
-from .fill import Progress, fill, tensor_digests
+from .fill import Progress, fill, silent, tensor_digests
 from .index import ITEMSIZE, Checkpoint, TensorEntry, check, joined, strangers, twins
 from .sending import Sending
 from .store import Source, raise_file_limit
 from .stream import Effort, Job, Reader
 
-__all__ = ["Opened", "Result", "convert", "digest", "merkle_root", "open", "plan", "roots", "verify"]
+__all__ = [
+    "RECORD", "Opened", "Result", "convert", "digest", "effort_of", "encoded", "merkle_root", "open", "plan", "plan_id",
+    "record", "roots", "settled", "verify",
+]  # fmt: skip
 
 RECORD = "ckpttool.json"
 #: A folder or a file, or the place that it was found to be.
 CheckpointPath = str | os.PathLike[str] | layouts.Place
-
-
-def _silent(what: str, done: int, total: int) -> None:
-    return None
 
 
 @dataclass
@@ -190,7 +189,7 @@ def optimizer_order(ckpt: Checkpoint) -> tuple[str, ...] | None:
 # --------------------------------------------------------------------------------------------------------- digests
 
 
-def digest(path: str | os.PathLike[str], *, progress: Progress = _silent, **how: Any) -> dict[str, Any]:
+def digest(path: str | os.PathLike[str], *, progress: Progress = silent, **how: Any) -> dict[str, Any]:
     """{"digest": {"all": ..., "model": ...}, "tensors": {name: digest}} of a checkpoint, reading all its bytes."""
     with open(path, **how) as opened:
         ckpt = opened.locate()
@@ -242,6 +241,8 @@ def plan(
     precision: str | None = None,
     write_tag: str | None = None,
     max_shard_bytes: int = 5_000_000_000,
+    adapter: bool = False,
+    training: bool = False,
     archive: Any = None,
 ) -> tuple[Opened, Draft, layouts.Layout]:
     """The draft of a conversion; nothing is written. The caller closes the source.
@@ -255,6 +256,8 @@ def plan(
         zero_stage, sub_group_size, precision: those of the DeepSpeed engine that will load it; those of the source, or
             of the layout, where None.
         write_tag: name of the DeepSpeed save; `global_step<N>` where None.
+        adapter: of hf, whether the adapter alone is written, as PEFT saves it.
+        training: of hf, whether optimizer state and all other state is written beside the weights.
         archive: options of an audit archive, an `ArchiveOptions`.
     """
     model = _model(config, like, flat_layout, wrap)
@@ -276,7 +279,7 @@ def plan(
             **model, target=name, world_size=world_size,
             max_shard_bytes=max_shard_bytes, cast=_caster(dtype, cast or {}), use_orig_params=use_orig_params,
             zero_stage=zero_stage, sub_group_size=sub_group_size, write_tag=write_tag,
-            precision=None if precision is None else _dtype(precision), archive=archive,
+            precision=None if precision is None else _dtype(precision), adapter=adapter, training=training, archive=archive,
         )  # fmt: skip
         draft = target.write(ckpt, opened.source, options)
         for pattern in cast or {}:
@@ -345,13 +348,15 @@ def convert(
     verify: bool = True,
     max_memory_bytes: int | None = None,
     jobs: int = 2,
-    progress: Progress = _silent,
+    expected: Mapping[str, str] | None = None,
+    progress: Progress = silent,
     **how: Any,
 ) -> Result:
     """Convert a checkpoint; `how` are the arguments of `plan`.
 
     The destination appears whole or not at all. What the target cannot hold stops the conversion unless `drop` is
-    set; that hf holds no optimizer is its nature and only reported.
+    set; that hf holds no optimizer is its nature and only reported. `expected` are digests {tensor: BLAKE3} that the
+    source must have, besides those that it carries.
 
     Raises:
         CkpttoolError: one of errors.py; the destination is as it was before.
@@ -373,12 +378,12 @@ def convert(
                 f"{target.name} cannot hold {len(lost)} of the {len(ckpt.tensors) + len(ckpt.values)} entries, first "
                 f'"{lost[0].name}" ({lost[0].why}). Use --drop to go on without them, or another layout.'
             )
-        effort = _effort(max_memory_bytes, jobs)
+        effort = effort_of(max_memory_bytes, jobs)
         need = draft.nbytes + (1 << 20)
         staging = (
             Sending(os.fspath(dst), target.is_file, need, force, draft.lock)
             if far
-            else Staging(os.fspath(dst), target.is_file, _plan_id(source, draft, target, how), need, force)
+            else Staging(os.fspath(dst), target.is_file, plan_id(source, draft, target, how), need, force)
         )
         notes = [*ckpt.notes, *draft.notes, *staging.messages]
         if len(staging.entries) > 1:
@@ -386,13 +391,10 @@ def convert(
             notes.append(f"continued an interrupted run: {done} of {len(draft.checkpoint.tensors)} tensors were done")
         try:
             digests = fill(draft, source, ckpt.files, ckpt.records, staging, progress, effort)
-            source.unchanged()
-            wanted = _wanted(ckpt, draft, _caster(how.get("dtype"), how.get("cast") or {}))
-            digests = _canonical(opened, draft, wanted, digests, progress, effort)
-            _compare_recorded(opened, wanted, digests, progress, effort)
+            wanted, digests = settled(opened, draft, digests, how, expected, progress, effort)
             root = roots(wanted, digests)
             if isinstance(staging, Staging) and not target.is_file:
-                _write_record(staging, ckpt, draft, wanted, digests, root)
+                _write_record(staging, record(ckpt, draft, wanted, digests))
             if verify and isinstance(staging, Staging):
                 path = os.path.join(staging.tree, staging.name) if target.is_file else staging.tree
                 _read_back(path, target, draft, digests, how, progress, effort)
@@ -418,7 +420,7 @@ def convert(
         )  # fmt: skip
 
 
-def _effort(max_memory_bytes: int | None, jobs: int) -> Effort:
+def effort_of(max_memory_bytes: int | None, jobs: int) -> Effort:
     """Threads and buffers: all the buffers, and what Python and numpy take, fit into the budget."""
     if jobs < 1:
         raise UsageError(f"--jobs {jobs}: at least 1.")
@@ -456,7 +458,7 @@ def _refuse_foreign(target: str) -> None:
             ) from None
 
 
-def _plan_id(source: Source, draft: Draft, target: layouts.Layout, how: Mapping[str, Any]) -> str:
+def plan_id(source: Source, draft: Draft, target: layouts.Layout, how: Mapping[str, Any]) -> str:
     """Digest of everything that decides the bytes of the destination."""
     h = blake3()
     said = {k: list(v) if isinstance(v, (tuple, set)) else v for k, v in how.items()}
@@ -484,6 +486,28 @@ def _wanted(ckpt: Checkpoint, draft: Draft, cast: layouts.Cast) -> dict[str, Ten
     }
 
 
+def settled(
+    opened: Opened,
+    draft: Draft,
+    digests: dict[str, str],
+    how: Mapping[str, Any],
+    expected: Mapping[str, str] | None,
+    progress: Progress,
+    effort: Effort,
+) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """(the source's tensors that the destination holds, their digests by canonical name) of a draft that was filled, where
+    `digests` are those of its tensors; the source is unchanged, and has the digests that it carries or that are expected.
+
+    Raises:
+        SourceChanged, Corrupt: it is not.
+    """
+    opened.source.unchanged()
+    wanted = _wanted(opened.checkpoint, draft, _caster(how.get("dtype"), how.get("cast") or {}))
+    digests = _canonical(opened, draft, wanted, digests, progress, effort)
+    _compare_recorded(opened, {**opened.checkpoint.recorded, **(expected or {})}, wanted, digests, progress, effort)
+    return wanted, digests
+
+
 def _canonical(
     opened: Opened,
     draft: Draft,
@@ -504,39 +528,36 @@ def _canonical(
 
 def _compare_recorded(
     opened: Opened,
+    recorded: Mapping[str, str],
     wanted: Mapping[str, TensorEntry],
     digests: Mapping[str, str],
     progress: Progress,
     effort: Effort,
 ) -> None:
-    """What was copied has the digests that the source itself carries. Tensors that were cast are read again for that.
+    """What was copied has the digests that were recorded of the source. Tensors that were cast are read again for that.
 
     Raises:
         Corrupt: with the first tensor that has not.
     """
     ckpt = opened.checkpoint
-    named = {n for n in ckpt.recorded if n in wanted}
+    named = {n for n in recorded if n in wanted}
     cast = {n: ckpt.tensors[n] for n in sorted(named) if wanted[n].dtype != ckpt.tensors[n].dtype}
     found = dict(digests)
     if cast:
         found |= tensor_digests(cast, opened.source, ckpt.files, ckpt.records, progress, "digest", None, effort)
-    wrong = sorted(n for n in named if found[n] != ckpt.recorded[n])
+    wrong = sorted(n for n in named if found[n] != recorded[n])
     if wrong:
         raise Corrupt(
-            f'{ckpt.root}: {len(wrong)} tensors do not have the digest that the checkpoint records, first "{wrong[0]}". '
+            f'{ckpt.root}: {len(wrong)} tensors do not have the digest that was recorded of them, first "{wrong[0]}". '
             "They were altered after it was written; take another copy."
         )
 
 
-def _write_record(
-    staging: Staging,
-    ckpt: Checkpoint,
-    draft: Draft,
-    wanted: dict[str, TensorEntry],
-    digests: dict[str, str],
-    root: dict[str, str],
-) -> None:
-    record = {
+def record(
+    ckpt: Checkpoint, draft: Draft, wanted: Mapping[str, TensorEntry], digests: Mapping[str, str]
+) -> dict[str, Any]:
+    """What ckpttool.json says of a destination: where it came from, and the digest of every tensor."""
+    return {
         "tool": "ckpttool",
         "version": __version__,
         "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -548,16 +569,22 @@ def _write_record(
             "world_size": ckpt.world_size,
             "trainer": ckpt.trainer,
         },
-        "digest": root,
+        "digest": roots(wanted, digests),
         "tied": draft.same,
         "added": draft.added,
         "made": draft.made,
         "tensors": {n: [wanted[n].dtype, list(wanted[n].shape), d] for n, d in digests.items()},
     }
-    path = staging.path(RECORD)
-    with builtins.open(path, "w", encoding="utf-8") as f:
-        json.dump(record, f, indent=1, ensure_ascii=False)
-        f.write("\n")
+
+
+def encoded(record: Mapping[str, Any]) -> bytes:
+    """The bytes of ckpttool.json."""
+    return (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def _write_record(staging: Staging, record: Mapping[str, Any]) -> None:
+    with builtins.open(staging.path(RECORD), "wb") as f:
+        f.write(encoded(record))
         f.flush()
         os.fsync(f.fileno())
 
@@ -600,7 +627,7 @@ def verify(
     *,
     read_data: bool = False,
     against: str | os.PathLike[str] | None = None,
-    progress: Progress = _silent,
+    progress: Progress = silent,
     **how: Any,
 ) -> dict[str, Any]:
     """Check a checkpoint: its structure and every item's framing; with `read_data` every byte against the CRC32s and the

@@ -36,10 +36,15 @@ from .sending import Sending, Sent
 from .store import Source
 from .stream import ALIGN, USUAL, Arena, Block, Effort, Job, Reader, bits_dtype
 
-__all__ = ["Progress", "fill", "tensor_digests"]
+__all__ = ["Progress", "fill", "silent", "tensor_digests"]
 
 #: Called with (what is being done, bytes done, bytes in all).
 Progress = Callable[[str, int, int], None]
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """A Progress that says nothing."""
+
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _JOURNAL_BYTES = 1 << 30

@@ -81,6 +81,8 @@ class WriteOptions(Model):
     sub_group_size: int | None = None
     precision: str | None = None  # of the engine that will load it: "bfloat16", "float16" or "float32"
     write_tag: str | None = None  # name of a DeepSpeed save
+    adapter: bool = False  # of hf: the adapter alone, as PEFT saves it
+    training: bool = False  # of hf: the whole state, beside the weights
     archive: Any = None  # what `audit export` was asked for, an audit.options.ArchiveOptions
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from .. import remote
 from ..errors import CkpttoolError, Corrupt, Differs, UsageError
-from ..fill import Progress
+from ..fill import Progress, silent
 from ..layouts import place
 from ..store import Source
 from . import ledger, sidecar
@@ -32,7 +32,7 @@ def check(
     scratch: str | None = None,
     in_ledger: bool = True,
     jobs: int = 2,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = silent,
 ) -> Verdict:
     """Judge an archive. Without a key, of an encrypted one the ciphertext is compared with its sidecar.
 

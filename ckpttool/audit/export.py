@@ -15,7 +15,7 @@ from typing import Any
 from .. import remote
 from ..conversion import Result, convert
 from ..draft import write_error
-from ..fill import Progress
+from ..fill import Progress, silent
 from ..layouts import Place, place
 from . import ledger, sidecar
 from .archive import SEALED, Facts
@@ -34,10 +34,6 @@ class Exported:
     entry: dict[str, Any] | None
 
 
-def _silent(what: str, done: int, total: int) -> None:
-    return None
-
-
 def export(
     src: str | os.PathLike[str],
     dst: str,
@@ -45,7 +41,7 @@ def export(
     *,
     in_ledger: bool = True,
     verify: bool = True,
-    progress: Progress = _silent,
+    progress: Progress = silent,
     **how: Any,
 ) -> Exported:
     """Write a checkpoint in any layout into one archive; `how` are further arguments of `convert`.
@@ -100,7 +96,7 @@ def restore(
     *,
     identities: Sequence[str] = (),
     scratch: str | None = None,
-    progress: Progress = _silent,
+    progress: Progress = silent,
     **how: Any,
 ) -> Result:
     """Write the state of an archive in any layout; `how` are arguments of `convert`.

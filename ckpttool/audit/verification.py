@@ -22,7 +22,7 @@ from blake3 import blake3
 
 from ..comparison import diff
 from ..errors import CkpttoolError, Corrupt, Differs
-from ..fill import Progress
+from ..fill import Progress, silent
 from ..layouts import Place, ReadOptions, find
 from ..store import Source
 from . import manifest as records
@@ -136,7 +136,7 @@ def verify_archive(
     against: str | None = None,
     root: str | None = None,
     jobs: int = 2,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = silent,
 ) -> Verdict:
     """Judge an archive; what is wrong with it is in the verdict.
 
