@@ -9,7 +9,6 @@ What a digest is, digests.py says.
 
 from __future__ import annotations
 
-import builtins
 import fnmatch
 import json
 import os
@@ -20,14 +19,25 @@ from typing import Any
 
 from blake3 import blake3
 
-from . import layouts, remote
+from . import adapters, layouts, modelfiles, remote
 from ._version import __version__
 from .digests import merkle_root, roots
 from .draft import Draft, Staging, refuse_target, write_error
-from .errors import CkpttoolError, Corrupt, DestinationExists, Differs, Interrupted, NoSpace, Unsupported, UsageError
+from .errors import (
+    CkpttoolError,
+    Corrupt,
+    DestinationExists,
+    Differs,
+    Interrupted,
+    NoSpace,
+    NotRecognised,
+    Unsupported,
+    UsageError,
+)
 from .fill import Progress, fill, silent, tensor_digests
 from .index import ITEMSIZE, Checkpoint, TensorEntry, check, joined, strangers, twins
-from .sending import Sending
+from .objects import NOTE
+from .sending import Sending, SendingFolder
 from .store import Source, raise_file_limit
 from .stream import Effort, Job, Reader
 
@@ -117,6 +127,11 @@ def _open(
     where = path if isinstance(path, layouts.Place) else layouts.place(path)
     folder = where.file is None
     try:
+        if folder and where.source.distant and NOTE in where.source.list():
+            raise Corrupt(
+                f"{where.source.root}: a conversion to this place was interrupted while its files became visible. Run it "
+                "again, or remove what lies there."
+            )
         found = layouts.find(layout) if layout else layouts.detect(where)
         where = found.mount(where)
         ckpt = found.read(where, layouts.ReadOptions(**model, only=None if only is None else frozenset(only), tag=tag))
@@ -269,6 +284,12 @@ def plan(
         if not target.is_file and os.fspath(dst).endswith((*_FILES, *_ARCHIVES, ".safetensors")):
             raise UsageError(f"{target.name} is a folder, but {os.fspath(dst)!r} is named like a file.")
         ckpt = opened.locate()
+        if adapter:
+            if training or target.name != "hf":
+                raise UsageError("--adapter writes an hf folder with the adapter alone: no other --to, no --include-optimizer.")
+            ckpt = opened.checkpoint = adapters.alone(ckpt, modelfiles.adapter(opened.source, config, [])[0])
+        if training and target.name != "hf":
+            raise UsageError(f"--include-optimizer is of hf; {target.name} always holds the optimizer.")
         if odd := strangers(ckpt):
             ckpt.notes.append(
                 f"the optimizer has state for {len(odd)} parameters that the model does not have, first "
@@ -364,9 +385,12 @@ def convert(
     _refuse_source(src, dst)
     far = remote.is_url(dst)
     where = remote.whole(dst)
-    if os.path.lexists(where):
+    if far:
+        _refuse_store(where)
+    elif os.path.lexists(where):
         refuse_target(where, not os.path.isdir(where), force)
-        _refuse_foreign(where)
+    if force:
+        _refuse_foreign(os.fspath(dst))
     opened, draft, target = plan(src, dst, **how)
     with opened:
         if force:
@@ -378,13 +402,15 @@ def convert(
                 f"{target.name} cannot hold {len(lost)} of the {len(ckpt.tensors) + len(ckpt.values)} entries, first "
                 f'"{lost[0].name}" ({lost[0].why}). Use --drop to go on without them, or another layout.'
             )
-        effort = effort_of(max_memory_bytes, jobs)
+        effort = effort_of(max_memory_bytes, jobs, source)
         need = draft.nbytes + (1 << 20)
-        staging = (
-            Sending(os.fspath(dst), target.is_file, need, force, draft.lock)
-            if far
-            else Staging(os.fspath(dst), target.is_file, plan_id(source, draft, target, how), need, force)
-        )
+        staging: Staging | Sending | SendingFolder
+        if not far:
+            staging = Staging(os.fspath(dst), target.is_file, plan_id(source, draft, target, how), need, force)
+        elif target.is_file:
+            staging = Sending(os.fspath(dst), need, force, draft.lock)
+        else:
+            staging = SendingFolder(os.fspath(dst), draft, force)
         notes = [*ckpt.notes, *draft.notes, *staging.messages]
         if len(staging.entries) > 1:
             done = staging.entries[-1]["done"]
@@ -393,8 +419,8 @@ def convert(
             digests = fill(draft, source, ckpt.files, ckpt.records, staging, progress, effort)
             wanted, digests = settled(opened, draft, digests, how, expected, progress, effort)
             root = roots(wanted, digests)
-            if isinstance(staging, Staging) and not target.is_file:
-                _write_record(staging, record(ckpt, draft, wanted, digests))
+            if not isinstance(staging, Sending) and not target.is_file:
+                staging.put(RECORD, encoded(record(ckpt, draft, wanted, digests, source.commit)))
             if verify and isinstance(staging, Staging):
                 path = os.path.join(staging.tree, staging.name) if target.is_file else staging.tree
                 _read_back(path, target, draft, digests, how, progress, effort)
@@ -420,42 +446,62 @@ def convert(
         )  # fmt: skip
 
 
-def effort_of(max_memory_bytes: int | None, jobs: int) -> Effort:
+def effort_of(max_memory_bytes: int | None, jobs: int, source: Source) -> Effort:
     """Threads and buffers: all the buffers, and what Python and numpy take, fit into the budget."""
     if jobs < 1:
         raise UsageError(f"--jobs {jobs}: at least 1.")
     if max_memory_bytes is None:
         return Effort(jobs)
-    buffer = (max_memory_bytes - (64 << 20)) // (9 + 5 * jobs)
+    buffers = 9 + 2 * jobs + 3 * Effort(jobs).readers(source)
+    buffer = (max_memory_bytes - (64 << 20)) // buffers
     if buffer < 256 << 10:
-        need = (64 << 20) + (9 + 5 * jobs) * (256 << 10)
+        need = (64 << 20) + buffers * (256 << 10)
         raise UsageError(f"--max-memory {max_memory_bytes}: at least {-(-need // 10**6)} MB are needed.")
     return Effort(jobs, min(16 << 20, buffer - buffer % 4096))
 
 
 def _refuse_source(src: CheckpointPath, dst: str | os.PathLike[str]) -> None:
     """Refuse a destination that is the source, lies in it or holds it."""
-    if remote.is_url(dst):
-        return
     if isinstance(src, layouts.Place):
         src = os.path.join(src.source.root, src.file or "")
-    a, b = os.path.realpath(src), os.path.realpath(dst)
-    if a == b or (os.path.isdir(a) and b.startswith(a.rstrip("/") + "/")) or a.startswith(b.rstrip("/") + "/"):
+    if remote.is_url(dst) != remote.is_url(src):
+        return
+    a, b = (remote.shown(os.fspath(p)) if remote.is_url(p) else os.path.realpath(p) for p in (src, dst))
+    a, b = a.rstrip("/") + "/", b.rstrip("/") + "/"
+    if a == b or (b.startswith(a) and (remote.is_url(src) or os.path.isdir(a))) or a.startswith(b):
         raise UsageError(
             f"the destination {dst} is, holds or lies in the source {src}, which is never touched; write elsewhere."
         )
 
 
+def _refuse_store(url: str) -> None:
+    """A store that is written to in another way."""
+    if url.startswith("hf://"):
+        raise UsageError(f"{url}: the Hub is written to by `ckpttool push`, which makes one commit of it.")
+    if url.startswith("http"):
+        raise UsageError(f"{url}: http is for reading only. Write to a folder or to s3:// or gs://.")
+
+
 def _refuse_foreign(target: str) -> None:
     """--force replaces a checkpoint, or an empty folder; not a folder of other things."""
-    if os.path.isdir(target) and (names := os.listdir(target)) and RECORD not in names:
+    if remote.is_url(target):
         try:
-            layouts.detect(layouts.place(target))
-        except CkpttoolError:
-            raise DestinationExists(
-                f"{target} holds {len(names)} entries and is no checkpoint, so --force does not replace it. Remove it "
-                "yourself, or choose another destination."
-            ) from None
+            where = layouts.place(target)
+        except NotRecognised:
+            return
+        with where.source as source:
+            names = [] if where.file else source.list()
+    else:
+        names = os.listdir(target) if os.path.isdir(target) else []
+    if not names or RECORD in names or NOTE in names:
+        return
+    try:
+        layouts.detect(layouts.place(target))
+    except CkpttoolError:
+        raise DestinationExists(
+            f"{remote.shown(target)} holds {len(names)} entries and is no checkpoint, so --force does not replace it. "
+            "Remove it yourself, or choose another destination."
+        ) from None
 
 
 def plan_id(source: Source, draft: Draft, target: layouts.Layout, how: Mapping[str, Any]) -> str:
@@ -554,9 +600,14 @@ def _compare_recorded(
 
 
 def record(
-    ckpt: Checkpoint, draft: Draft, wanted: Mapping[str, TensorEntry], digests: Mapping[str, str]
+    ckpt: Checkpoint,
+    draft: Draft,
+    wanted: Mapping[str, TensorEntry],
+    digests: Mapping[str, str],
+    commit: str | None = None,
 ) -> dict[str, Any]:
-    """What ckpttool.json says of a destination: where it came from, and the digest of every tensor."""
+    """What ckpttool.json says of a destination: where it came from (on the Hub: from which commit), and the digest of every
+    tensor."""
     return {
         "tool": "ckpttool",
         "version": __version__,
@@ -568,6 +619,7 @@ def record(
             "layout": ckpt.layout,
             "world_size": ckpt.world_size,
             "trainer": ckpt.trainer,
+            **({"url": ckpt.root, "commit": commit} if commit else {}),
         },
         "digest": roots(wanted, digests),
         "tied": draft.same,
@@ -580,13 +632,6 @@ def record(
 def encoded(record: Mapping[str, Any]) -> bytes:
     """The bytes of ckpttool.json."""
     return (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode()
-
-
-def _write_record(staging: Staging, record: Mapping[str, Any]) -> None:
-    with builtins.open(staging.path(RECORD), "wb") as f:
-        f.write(encoded(record))
-        f.flush()
-        os.fsync(f.fileno())
 
 
 def _read_back(

@@ -212,6 +212,13 @@ class Staging:
         os.write(self._journal, (json.dumps(entry, separators=(",", ":")) + "\n").encode())
         os.fdatasync(self._journal)
 
+    def put(self, name: str, data: bytes) -> None:
+        """A file that is no part of the draft, made durable."""
+        with open(self.path(name), "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+
     def path(self, name: str) -> str:
         """Where a file of the destination is built."""
         path = os.path.join(self.tree, name)

@@ -551,9 +551,12 @@ class _Filler:
     def _read(self, file: int, offset: int, views: list[memoryview]) -> None:
         name, left = self.files[file], sum(map(len, views))
         if not self.source.local:
+            together = memoryview(self.source.read(name, offset, left)) if len(views) > 1 else None
             for view in views:
-                self.source.readinto(name, offset, view)
-                offset += len(view)
+                if together is None:
+                    self.source.readinto(name, offset, view)
+                else:
+                    view[:], together = together[: len(view)], together[len(view) :]
             self.bytes_read += left
             return
         with self.source.using(name) as fd:

@@ -32,7 +32,7 @@ from . import boxes
 from .crc import crc32, crc32_combine
 from .draft import Draft, Sink, Staging, Written, write_error
 from .index import ITEMSIZE, TensorEntry
-from .sending import Sending, Sent
+from .sending import Sending, SendingFolder, Sent
 from .store import Source
 from .stream import ALIGN, USUAL, Arena, Block, Effort, Job, Reader, bits_dtype
 
@@ -259,7 +259,7 @@ def fill(
     source: Source,
     files: list[str],
     records: Any,
-    staging: Staging | Sending,
+    staging: Staging | Sending | SendingFolder,
     progress: Progress,
     effort: Effort = USUAL,
 ) -> dict[str, str]:
@@ -277,7 +277,9 @@ def fill(
 
 
 class _Filling:
-    def __init__(self, draft: Draft, source: Source, staging: Staging | Sending, effort: Effort) -> None:
+    def __init__(
+        self, draft: Draft, source: Source, staging: Staging | Sending | SendingFolder, effort: Effort
+    ) -> None:
         self.draft, self.source, self.staging = draft, source, staging
         tensors = draft.checkpoint.tensors
         self.names = list(tensors)
@@ -314,7 +316,7 @@ class _Filling:
             raw: _Out | Sent = (
                 _Out(self.staging.path(f.name), self.writer, self._resume_position(file))
                 if isinstance(self.staging, Staging)
-                else self.staging.stream()
+                else self.staging.stream(f.name)
             )
             out = _Coded(raw, f.coded(raw.append, self.jobs, self.states.get(file))) if f.coded else raw
             self.outs[file] = out
@@ -371,7 +373,7 @@ class _Filling:
             if last:
                 self.digests[name] = self.fresh_digests[name] = hasher.hexdigest()
                 hasher = None
-                if len(self.ended) >= _MOST_ENDED:
+                if self.ended and len(self.ended) >= (_MOST_ENDED if self.staging.local else 1):
                     self._finish(self.ended)
                     self.ended.clear()
                 now = time.monotonic()

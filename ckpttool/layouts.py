@@ -176,6 +176,7 @@ def _remote_place(url: str) -> Place:
     if name and folder.count("/") >= 2:  # no bucket alone
         source = remote.RemoteSource(folder)
         if source.exists(name):
+            source.announce_ends([name])
             return Place(source, name)
         source.close()
     source = remote.RemoteSource(url)

@@ -1,66 +1,47 @@
-"""Object stores: the objects below one URL as a `Source`, and objects written so that they appear whole or not at all.
+"""Object stores, reading side: the objects below one URL as a `Source`, and how a store is asked.
 
-Stores are those of fsspec (`s3://`, `gs://`, `hf://`, `http(s)://` to read). S3 is asked in its own words through the
-client that s3fs holds, so that one set of credentials, endpoints and settings, found by the ecosystem's own ways,
-serves reading and writing. This module is the only one that tries again: a lost connection, a timeout, 408, 429 and
-5xx are met with `_TRIES` tries; nothing else is.
+Stores are those of fsspec (`s3://`, `gs://`, `hf://`, `http(s)://` to read). This module and objects.py, which writes, are
+the only ones that try again: a lost connection, a timeout, 408, 429 and 5xx are met with `_TRIES` tries; nothing else is.
 
-Object stores have no rename: an object is uploaded in parts, which nobody sees, and completed in one request. That
-request (unless something is to be replaced) and every write of `put_if_unchanged` carry a condition, If-None-Match or
-If-Match, so two writers cannot overwrite each other; a store that ignores conditions, as old imitations of S3 do, is
-not safe for a ledger that many write to. Sources: the API reference of S3 (CreateMultipartUpload,
-CompleteMultipartUpload, PutObject, DeleteObject, PutObjectLegalHold; "Conditional writes"; "Multipart upload limits":
-10,000 parts of 5 MiB to 5 GiB).
+A request costs a round trip, whatever it brings. So one listing tells the sizes and versions of all objects of a folder;
+ranges that were announced are fetched `_TOGETHER` at a time, with what lies between neighbours (`_Ahead`); and
+`stream.Reader` reads with more threads what is far away. What bounds memory: the caller's buffers, `_PIECE` bytes for each
+thread, and `_KEPT` bytes of announced ranges.
 
-No message holds credentials or signed queries: `shown` takes them out of URLs, `_words` out of what a store said.
+No message holds credentials or signed queries: `shown` takes them out of URLs, `words` out of what a store said.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from bisect import bisect_right, insort
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
+from itertools import islice
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
-from .errors import (
-    CkpttoolError,
-    Corrupt,
-    DestinationExists,
-    RemoteError,
-    SourceChanged,
-    Unsafe,
-    Unsupported,
-    UsageError,
-)
+from .errors import CkpttoolError, Corrupt, RemoteError, SourceChanged, Unsafe, UsageError
 from .store import Identity, Source
 
 __all__ = [
-    "RemoteSource",
-    "Upload",
-    "get_with_token",
-    "is_url",
-    "legal_hold",
-    "put_if_unchanged",
-    "remove",
-    "shown",
-    "source",
-    "split",
-    "whole",
-]
+    "BadRange", "Conflict", "Denied", "Missing", "RemoteSource", "ask", "is_url", "judge", "shown", "source", "split",
+    "store_of", "whole", "words",
+]  # fmt: skip
 
 T = TypeVar("T")
 
 _TRIES, _WAIT = 5, 0.2  # waits of 0.2, 0.4, 0.8, 1.6 seconds between the tries
 _PIECE = 8 << 20  # bytes asked for at once: what a lost connection costs at most
-_PART, _PARTS = 16 << 20, 10_000
-_IN_FLIGHT = 48 << 20  # bytes of parts on their way, at most, where parts are small
+_TOGETHER, _THREADS = 256, 16  # announced ranges that are fetched at once, and requests for them
+_LOOK = 4096  # announced ranges among which one that is read is looked for
+_GAP = 64 << 10  # bytes that are read in vain rather than with another request
+_KEPT = 32 << 20  # bytes of announced ranges that are kept
 _EXTRA = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 
@@ -72,28 +53,27 @@ _LOST = {
 }  # fmt: skip
 _BUSY = {"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "OperationAborted", "Throttling"}
 _CONFLICT = {"PreconditionFailed", "ConditionalRequestConflict"}
-# How stores say that a bucket has no object lock.
-_NO_LOCK = re.compile(r"object ?lock|lock configuration|NotImplemented|MethodNotAllowed", re.IGNORECASE)
 # What says which bytes an object holds, in the words of the stores, the best first.
+_STRONG = ("ETag", "etag", "generation", "blob_id")
 _VERSION = (
     "ETag", "etag", "VersionId", "version_id", "generation", "md5Hash", "content_md5", "Content-MD5", "Digest", "oid",
     "blob_id", "LastModified", "last_modified", "mtime", "updated", "created",
 )  # fmt: skip
 
 
-class _Missing(RemoteError):
+class Missing(RemoteError):
     """The store has no such object."""
 
 
-class _Conflict(RemoteError):
+class Conflict(RemoteError):
     """The object is not what a conditional request took it for."""
 
 
-class _Range(RemoteError):
+class BadRange(RemoteError):
     """The object has no such bytes."""
 
 
-class _Denied(RemoteError):
+class Denied(RemoteError):
     """The store does not allow it."""
 
 
@@ -126,7 +106,7 @@ def split(url: str) -> tuple[str, str]:
 # ------------------------------------------------------------------------------------------------------------ asking
 
 
-def _store(url: str) -> tuple[Any, str, str]:
+def store_of(url: str) -> tuple[Any, str, str]:
     """(fsspec file system, path in it, query that every request carries) of a URL.
 
     Raises:
@@ -155,13 +135,13 @@ def _store(url: str) -> tuple[Any, str, str]:
         how = f"pip install 'ckpttool[{extra}]'" if extra else f"install fsspec's package for {scheme}://"
         raise UsageError(f"{scheme}:// needs a package that is not installed: {how}") from None
     except ValueError as e:
-        raise UsageError(f"{shown(url)}: {_words(e)}.") from None
+        raise UsageError(f"{shown(url)}: {words(e)}.") from None
     if scheme in ("s3", "s3a"):
         fs.retries = 1  # tries of its own would multiply with ours
     return fs, path.rstrip("/"), f"?{query}" if query else ""
 
 
-def _ask(url: str, call: Callable[[], T]) -> T:
+def ask(url: str, call: Callable[[], T]) -> T:
     """What the store answers, asked again after what passes.
 
     Raises:
@@ -173,11 +153,11 @@ def _ask(url: str, call: Callable[[], T]) -> T:
         except (CkpttoolError, NotImplementedError):
             raise
         except Exception as e:
-            kind, by = _judge(e)
+            kind, by = judge(e)
             if kind is None and k + 1 < _TRIES:
                 time.sleep(_WAIT * 2**k)
                 continue
-            error = _told(url, kind, _words(by))
+            error = _told(url, kind, words(by))
         raise error from None
     raise AssertionError
 
@@ -188,28 +168,28 @@ def _told(url: str, kind: type[RemoteError] | None, words: str) -> RemoteError:
             f"{url}: no answer in {_TRIES} tries ({words}). Check the network and the store, then run the same command "
             "again."
         )
-    if kind is _Missing:
-        return _Missing(f"{url}: the store has no such thing ({words}).")
-    if kind is _Denied:
-        return _Denied(f"{url}: the store does not allow it ({words}). Check the credentials and what they may do.")
+    if kind is Missing:
+        return Missing(f"{url}: the store has no such thing ({words}).")
+    if kind is Denied:
+        return Denied(f"{url}: the store does not allow it ({words}). Check the credentials and what they may do.")
     return kind(f"{url}: {words}.")
 
 
-def _judge(e: BaseException) -> tuple[type[RemoteError] | None, BaseException]:
+def judge(e: BaseException) -> tuple[type[RemoteError] | None, BaseException]:
     """(what it means, who says so); None is what may pass. File systems wrap what they were told; the inner knows."""
     for x in _chain(e):
         code, status = _code(x), _status(x)
         if code in _BUSY or status in (408, 429) or ((status or 0) >= 500 and status != 501):
             return None, x
         if code in _CONFLICT or status == 412:
-            return _Conflict, x
+            return Conflict, x
         if code == "NoSuchBucket":
             return RemoteError, x
         if status is not None and status >= 400:
-            return {401: _Denied, 403: _Denied, 404: _Missing, 416: _Range}.get(status, RemoteError), x
+            return {401: Denied, 403: Denied, 404: Missing, 416: BadRange}.get(status, RemoteError), x
         if _LOST & {c.__name__ for c in type(x).__mro__}:
             return None, x
-    for kind, means in ((PermissionError, _Denied), (FileNotFoundError, _Missing)):
+    for kind, means in ((PermissionError, Denied), (FileNotFoundError, Missing)):
         if isinstance(e, kind):
             return means, e
     return RemoteError, e
@@ -239,7 +219,7 @@ def _status(e: BaseException) -> int | None:
     return found if isinstance(found, int) and 100 <= found < 600 else None
 
 
-def _words(e: BaseException) -> str:
+def words(e: BaseException) -> str:
     """What the store said, in one line, without what may be credentials."""
     response = getattr(e, "response", None)
     text = str(e)
@@ -265,15 +245,20 @@ class RemoteSource(Source):
     """The objects below one URL. Nothing is kept open and nothing is asked for before it is needed."""
 
     local = False
+    distant = True
 
     def __init__(self, url: str) -> None:
-        self._fs, self._prefix, self._query = _store(url)
+        self._fs, self._prefix, self._query = store_of(url)
         self._web = url.lower().startswith("http")
         self._hub = url.lower().startswith("hf://")
-        self._commit: str | None = None
+        self._pinned: str | None = None
         self._pin = threading.Lock()
         self.root = shown(url).rstrip("/")
-        self._identity: dict[str, Identity] = {}
+        self._identity: dict[str, Identity] = {}  # of objects that were looked at
+        self._listed: dict[
+            str, dict[str, Identity | None]
+        ] = {}  # folder: {name: what the listing says, None of folders}
+        self._ahead = _Ahead(self._piece)
 
     def _base(self) -> str:
         """The path that all objects lie below. On the Hub it names the commit that was first seen: one listing and many
@@ -281,9 +266,9 @@ class RemoteSource(Source):
         if not self._hub:
             return self._prefix
         with self._pin:
-            if self._commit is None:
-                self._commit = _ask(self.root, lambda: _at_commit(self._fs, self._prefix))
-            return self._commit
+            if self._pinned is None:
+                self._pinned, self.commit = ask(self.root, lambda: _at_commit(self._fs, self._prefix))
+            return self._pinned
 
     def _path(self, name: str) -> str:
         parts = name.split("/")
@@ -294,39 +279,68 @@ class RemoteSource(Source):
     def _url(self, name: str) -> str:
         return f"{self.root}/{name}" if name else self.root
 
-    def _info(self, name: str) -> dict[str, Any]:
+    def _ask_identity(self, name: str) -> Identity:
         path = self._path(name)
-        said: dict[str, Any] = _ask(self._url(name), lambda: self._fs.info(path))
+        said: dict[str, Any] = ask(self._url(name), lambda: self._fs.info(path))
         if said.get("type") != "file":
-            raise _Missing(f"{self._url(name)} is a folder, not an object.")
-        if not isinstance(said.get("size"), int):
+            raise Missing(f"{self._url(name)} is a folder, not an object.")
+        found = self._identity_in(name, said)
+        if found is None:
             raise RemoteError(f"{self._url(name)}: the server does not tell its size.")
-        return said
+        return found
 
-    def _identify(self, name: str) -> Identity:
+    def _identity_in(self, name: str, said: dict[str, Any]) -> Identity | None:
         """The five numbers of a file are here: the place, the version as the store names it, the size, and nothing."""
-        said = self._info(name)
+        if said.get("type") != "file" or not isinstance(said.get("size"), int):
+            return None
         version = next((f"{k} {said[k]}" for k in _VERSION if said.get(k)), "")
         return _number(f"{self._prefix}/{name}{self._query}"), _number(version), said["size"], 0, 0
 
     def list(self, folder: str = "") -> list[str]:
-        """Names of what lies directly below the URL, or below one prefix under it, sorted; none where nothing does."""
+        """Names of what lies directly below the URL, or below one prefix under it, sorted; none where nothing does. A
+        folder is asked for once."""
+        if folder not in self._listed:
+            self._listed[folder] = {} if folder and self._known(folder) is not None else self._ask_list(folder)
+        return sorted(self._listed[folder])
+
+    def _known(self, name: str) -> Identity | bool | None:
+        """What listings that were made say of a name: False where there is no such thing, None where they do not tell, or
+        that it is a folder."""
+        if self._web:  # pages for people need not list everything
+            return None
+        parts = name.split("/")
+        for k, part in enumerate(parts):
+            listed = self._listed.get("/".join(parts[:k]))
+            if listed is not None and part not in listed:
+                return False
+        return self._listed.get("/".join(parts[:-1]), {}).get(parts[-1])
+
+    def _ask_list(self, folder: str) -> dict[str, Identity | None]:
         try:
             path = self._path(folder) if folder else self._base() + self._query
-            found: list[str] = _ask(self._url(folder), lambda: self._fs.ls(path, detail=False))
-        except _Missing:
-            return []
+            found: list[dict[str, Any]] = ask(self._url(folder), lambda: self._fs.ls(path, detail=True))
+        except Missing:
+            return {}
         head = path.removesuffix(self._query) + "/"
-        names = {f.rstrip("/").removeprefix(head) for f in found if f.startswith(head)}
-        if self._web:
-            names = {unquote(n.partition("?")[0].rstrip("/")) for n in names}
-        return sorted(n for n in names if n and "/" not in n)
+        out: dict[str, Identity | None] = {}
+        for said in found:
+            if not said["name"].startswith(head):
+                continue
+            name = said["name"].rstrip("/").removeprefix(head)
+            if self._web:
+                name = unquote(name.partition("?")[0].rstrip("/"))
+            if name and "/" not in name:
+                told = any(said.get(k) for k in _STRONG)  # else listings and single answers may tell other things
+                out[name] = self._identity_in(f"{folder}/{name}" if folder else name, said) if told else None
+        return out
 
     def exists(self, name: str) -> bool:
         """Whether there is an object of that name."""
+        if (known := self._known(name)) is not None:
+            return bool(known)
         try:
-            self._info(name)
-        except (_Missing, Unsafe):
+            self._identity.setdefault(name, self._ask_identity(name))
+        except (Missing, Unsafe):
             return False
         return True
 
@@ -337,11 +351,18 @@ class RemoteSource(Source):
             Corrupt: it is missing. Unsafe: the name leads elsewhere. RemoteError: the store does not tell.
         """
         if name not in self._identity:
+            known = self._known(name)
             try:
-                self._identity.setdefault(name, self._identify(name))
-            except _Missing:
+                now = known if isinstance(known, tuple) else self._ask_identity(name)
+            except Missing:
                 raise Corrupt(f"{self._url(name)} is missing. The copy is incomplete; fetch the file again.") from None
+            self._identity.setdefault(name, now)
         return self._identity[name][2]
+
+    def announce(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """Ranges (name, offset, length) that will soon be read, in about this order: the first that is wanted brings many
+        that follow."""
+        self._ahead.announce(ranges)
 
     def readinto(self, name: str, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `offset` on; safe in many threads at once.
@@ -352,13 +373,27 @@ class RemoteSource(Source):
         """
         if offset < 0 or offset + len(into) > self.size(name):
             raise Corrupt(f"{self._url(name)} has {self.size(name)} bytes; {offset}..{offset + len(into)} are needed.")
-        path, into = self._path(name), into.cast("B") if into.format != "B" else into
-        for at in range(0, len(into), _PIECE):
-            n = min(_PIECE, len(into) - at)
-            into[at : at + n] = self._piece(name, path, offset + at, n)
+        into = into.cast("B") if into.format != "B" else into
+        if not len(into):
+            return
+        if (known := self._ahead.take(name, offset, len(into))) is not None:
+            into[:] = known
+            return
 
-    def _piece(self, name: str, path: str, start: int, n: int) -> bytes:
-        how = {"cache_type": "none"} if self._hub else {}  # else 5 MiB are read ahead of every range
+        def fill(at: int) -> None:
+            n = min(_PIECE, len(into) - at)
+            into[at : at + n] = self._piece(name, offset + at, n)
+
+        starts = range(0, len(into), _PIECE)
+        if len(starts) == 1:
+            fill(0)
+            return
+        with ThreadPoolExecutor(min(4, len(starts)), "ckpttool-fetch") as pool:
+            for _ in pool.map(fill, starts):
+                pass
+
+    def _piece(self, name: str, start: int, n: int) -> bytes:
+        path, how = self._path(name), {"cache_type": "none"} if self._hub else {}  # else 5 MiB are read ahead
 
         def once() -> bytes:
             data: bytes = self._fs.cat_file(path, start=start, end=start + n, **how)
@@ -367,13 +402,13 @@ class RemoteSource(Source):
             return data
 
         try:
-            data = _ask(self._url(name), once)
-        except (_Missing, _Range):
+            data = ask(self._url(name), once)
+        except (Missing, BadRange):
             raise SourceChanged(
                 f"{self._url(name)} changed while it was read. Wait until its writer has finished."
             ) from None
         except RemoteError:
-            self._same(name)
+            self._same([name], sure=False)
             raise
         if len(data) > n:
             raise RemoteError(f"{self._url(name)}: the server sends the whole object where a range is asked for.")
@@ -383,49 +418,163 @@ class RemoteSource(Source):
         """(place, version, size, 0, 0) of every object looked at so far."""
         return dict(self._identity)
 
-    def _same(self, name: str) -> None:
-        try:
-            now = self._identify(name)
-        except _Missing:
-            now = None
-        except RemoteError:
-            return
-        if now != self._identity.get(name, now):
-            raise SourceChanged(f"{self._url(name)} changed while it was read. Wait until its writer has finished.")
-
     def unchanged(self) -> None:
-        """Prove that no object was replaced since it was first looked at.
+        """Prove that no object was replaced since it was first looked at. A commit on the Hub does not change.
 
         Raises:
             SourceChanged: with the object.
         """
-        for name, then in self._identity.items():
+        if self.commit is not None:
+            return
+        folders: dict[str, list[str]] = {}
+        for name in self._identity:
+            folders.setdefault(name.rpartition("/")[0], []).append(name)
+        single: list[str] = []
+        for folder, names in folders.items():
+            now = self._ask_list(folder) if len(names) > 2 else {}
+            for name in names:
+                found = now.get(name.rpartition("/")[2])
+                if found is None:
+                    single.append(name)
+                elif found != self._identity[name]:
+                    raise self._changed(name)
+        with ThreadPoolExecutor(_THREADS, "ckpttool-fetch") as pool:
+            for _ in pool.map(lambda name: self._same([name]), single):
+                pass
+
+    def _same(self, names: Iterable[str], sure: bool = True) -> None:
+        """Objects are those that were first looked at; where not `sure`, a store that fails proves nothing."""
+        for name in names:
             try:
-                now = self._identify(name)
-            except _Missing:
+                now = self._ask_identity(name)
+            except Missing:
                 now = None
-            if now != then:
-                raise SourceChanged(f"{self._url(name)} changed while it was read. Wait until its writer has finished.")
+            except RemoteError:
+                if sure:
+                    raise
+                continue
+            if now != self._identity.get(name, now):
+                raise self._changed(name)
+
+    def _changed(self, name: str) -> SourceChanged:
+        return SourceChanged(f"{self._url(name)} changed while it was read. Wait until its writer has finished.")
 
     def close(self) -> None:
         """Nothing is open."""
 
 
-def _at_commit(fs: Any, path: str) -> str:
-    """A path on the Hub with the commit in the place of its branch; as it is where it names no repository."""
+class _Ahead:
+    """Ranges that were announced: fetched many at a time, kept until others push them out."""
+
+    def __init__(self, fetch: Callable[[str, int, int], bytes]) -> None:
+        self._fetch = fetch
+        self._coming: list[tuple[deque[tuple[str, int, int]], Iterator[tuple[str, int, int]]]] = []
+        self._kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._starts: dict[str, list[int]] = {}
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def announce(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """What is announced last is looked at first."""
+        with self._lock:
+            self._coming.append((deque(), iter(ranges)))
+
+    def take(self, name: str, offset: int, n: int) -> bytes | memoryview | None:
+        """Bytes of a range that was announced, or of a part of one; None of any other."""
+        with self._lock:
+            found = self._look(name, offset, n)
+            if found is None and self._coming and self._load(name, offset, n):
+                found = self._look(name, offset, n)
+            return found
+
+    def _look(self, name: str, offset: int, n: int) -> memoryview | None:
+        starts = self._starts.get(name, [])
+        i = bisect_right(starts, offset) - 1
+        if i < 0:
+            return None
+        data = self._kept[name, starts[i]]
+        return (
+            memoryview(data)[offset - starts[i] : offset - starts[i] + n]
+            if offset + n <= starts[i] + len(data)
+            else None
+        )
+
+    def _load(self, name: str, offset: int, n: int) -> bool:
+        """Fetch the announced range that holds this one, and those that follow it."""
+        for k in range(len(self._coming) - 1, -1, -1):
+            waiting, more = self._coming[k]
+            waiting.extend(islice(more, _LOOK - len(waiting)))
+            if not waiting:
+                del self._coming[k]
+                continue
+            for i, (other, start, length) in enumerate(waiting):
+                if other == name and start <= offset and offset + n <= start + length:
+                    for _ in range(i):
+                        waiting.popleft()
+                    self._fetch_next(waiting)
+                    return True
+        return False
+
+    def _fetch_next(self, waiting: deque[tuple[str, int, int]]) -> None:
+        batch: list[tuple[str, int, int]] = []
+        room = _KEPT // 4
+        while waiting and len(batch) < _TOGETHER and (not batch or waiting[0][2] <= room):
+            room -= waiting[0][2]
+            batch.append(waiting.popleft())
+        spans: list[list[Any]] = []
+        for name, start, length in sorted(set(batch)):
+            if (
+                spans
+                and spans[-1][0] == name
+                and start - spans[-1][2] <= _GAP
+                and start + length - spans[-1][1] <= _PIECE
+            ):
+                spans[-1][2] = max(spans[-1][2], start + length)
+            else:
+                spans.append([name, start, start + length])
+        with ThreadPoolExecutor(min(_THREADS, len(spans)), "ckpttool-fetch") as pool:
+            for span, data in zip(spans, pool.map(self._try, spans), strict=True):
+                if data:
+                    self._keep(span[0], span[1], data)
+
+    def _try(self, span: list[Any]) -> bytes:
+        try:
+            return self._fetch(span[0], span[1], span[2] - span[1])
+        except CkpttoolError:
+            return b""  # whoever wants it asks again, and is told
+
+    def _keep(self, name: str, start: int, data: bytes) -> None:
+        if (name, start) in self._kept:
+            if len(self._kept[name, start]) >= len(data):
+                return
+            self._bytes -= len(self._kept.pop((name, start)))
+        else:
+            insort(self._starts.setdefault(name, []), start)
+        self._kept[name, start] = data
+        self._bytes += len(data)
+        while self._bytes > _KEPT:
+            (old, at), gone = self._kept.popitem(last=False)
+            self._starts[old].remove(at)
+            self._bytes -= len(gone)
+
+
+def _at_commit(fs: Any, path: str) -> tuple[str, str | None]:
+    """(a path on the Hub with the commit in the place of its branch, that commit); as it is where it names no repository."""
     from huggingface_hub import HfApi, constants
 
     try:
         at = fs.resolve_path(path)
     except (ValueError, NotImplementedError):
-        return path
+        return path, None
     if not hasattr(at, "repo_id"):  # a bucket
-        return path
+        return path, None
     found = HfApi(endpoint=fs.endpoint, token=fs.token).repo_info(
         at.repo_id, repo_type=at.repo_type, revision=at.revision
     )
     kind = constants.REPO_TYPES_URL_PREFIXES.get(at.repo_type, "")
-    return f"{kind}{at.repo_id}@{found.sha}/{at.path_in_repo}".rstrip("/") if found.sha else path
+    if not found.sha:
+        return path, None
+    return f"{kind}{at.repo_id}@{found.sha}/{at.path_in_repo}".rstrip("/"), found.sha
 
 
 def _number(text: str) -> int:
@@ -435,318 +584,3 @@ def _number(text: str) -> int:
 def source(path: str) -> Source:
     """The files of a folder, or the objects below a URL."""
     return RemoteSource(path) if is_url(path) else Source(path)
-
-
-# ----------------------------------------------------------------------------------------------------------- writing
-
-
-class _S3:
-    """One object of an S3 store."""
-
-    def __init__(self, fs: Any, path: str, url: str) -> None:
-        self.fs, self.url = fs, shown(url)
-        self.bucket, _, self.key = path.partition("/")
-        if not self.key:
-            raise UsageError(f"{shown(url)} names a bucket; give an object in it.")
-
-    def ask(self, method: str, read: bool = False, **kwargs: Any) -> dict[str, Any]:
-        """A request of S3's API; with `read`, its Body are the bytes.
-
-        Raises:
-            RemoteError: or one of its private kinds.
-        """
-        from fsspec.asyn import sync
-
-        body = kwargs.get("Body")
-
-        async def call() -> dict[str, Any]:
-            await self.fs.set_session()
-            client = await self.fs.get_s3(self.bucket)
-            if body is not None:
-                body.seek(0)
-            said: dict[str, Any] = await getattr(client, method)(Bucket=self.bucket, **kwargs)
-            if read:
-                async with said["Body"] as stream:
-                    said["Body"] = await stream.read()
-            return said
-
-        return _ask(self.url, lambda: sync(self.fs.loop, call))
-
-    def head(self) -> dict[str, Any] | None:
-        """What the store says of the object; None where there is none."""
-        try:
-            return self.ask("head_object", Key=self.key)
-        except _Missing:
-            return None
-
-
-def _s3(url: str) -> _S3 | None:
-    """The object, where the store speaks S3."""
-    fs, path, _ = _store(url)
-    protocol = [fs.protocol] if isinstance(fs.protocol, str) else list(fs.protocol)
-    return _S3(fs, path, url) if "s3" in protocol else None
-
-
-class Upload:
-    """One object, written from its first byte to its last; nobody sees it before `commit`.
-
-    Parts that a killed run left behind for the same object are removed first, so of two runs at one object the first
-    fails. `lock` are S3's arguments of an object lock; `locked` tells whether the bucket has such a thing. Memory is a
-    few parts, and a part is as large as `expect_bytes` needs to be made of 10,000.
-
-    Raises:
-        DestinationExists: there is such an object, and not `force`. RemoteError: the store fails.
-    """
-
-    def __init__(self, url: str, *, force: bool, lock: Mapping[str, Any] | None = None, expect_bytes: int = 0) -> None:
-        self.url, self.force = url, force
-        at = _s3(url)
-        if at is None and lock:
-            raise Unsupported(f"{shown(url)}: only S3 stores have object locks.")
-        self._to = _Parts(at, force, dict(lock or {}), expect_bytes) if at else _File(url, force)
-        self.locked = isinstance(self._to, _Parts) and self._to.locked
-
-    def append(self, data: bytes | memoryview) -> None:
-        """Write on; `data` is not kept."""
-        self._to.append(data)
-
-    def commit(self) -> None:
-        """Make the object visible, as a whole.
-
-        Raises:
-            DestinationExists: somebody made one meanwhile, and not `force`; nothing was replaced.
-        """
-        self._to.commit()
-
-    def abort(self) -> None:
-        """Remove what was written. Never raises: what a store does not remove now is removed by the next run."""
-        try:
-            self._to.abort()
-        except (CkpttoolError, OSError):
-            pass
-
-
-class _Parts:
-    """The multipart upload of S3."""
-
-    def __init__(self, at: _S3, force: bool, lock: dict[str, Any], expect_bytes: int) -> None:
-        self.at, self.force = at, force
-        if not force and at.head() is not None:
-            raise _taken(at.url)
-        self._sweep()
-        # uploads of one object are told apart by a name of ours: an answer that was lost may have been a success
-        self.mark = uuid.uuid4().hex
-        self.id, self.locked = self._begin(lock), bool(lock)
-        need = -(-expect_bytes // _PARTS)
-        self.size = max(_PART, -(-need // (1 << 20)) << 20)
-        self.many = max(1, _IN_FLIGHT // self.size)
-        self.part, self.number = io.BytesIO(), 0
-        self.done: dict[int, dict[str, Any]] = {}
-        self.pending: list[Future[None]] = []
-        self.pool = ThreadPoolExecutor(self.many, thread_name_prefix="upload")
-
-    def _sweep(self) -> None:
-        """Remove the parts of uploads that were never finished; a store may not let us look, which stops nobody."""
-        try:
-            for old in self.at.ask("list_multipart_uploads", Prefix=self.at.key).get("Uploads", []):
-                if old["Key"] == self.at.key:
-                    self.at.ask("abort_multipart_upload", Key=self.at.key, UploadId=old["UploadId"])
-        except RemoteError:
-            pass
-
-    def _begin(self, lock: dict[str, Any]) -> str:
-        try:
-            said = self.at.ask(
-                "create_multipart_upload", Key=self.at.key, Metadata={"ckpttool-upload": self.mark}, **lock
-            )
-        except RemoteError as e:
-            if not lock or not _NO_LOCK.search(str(e)):
-                raise
-            lock.clear()
-            return self._begin(lock)
-        return str(said["UploadId"])
-
-    def append(self, data: bytes | memoryview) -> None:
-        view = memoryview(data).cast("B")
-        while len(view):
-            n = min(len(view), self.size - self.part.tell())
-            self.part.write(view[:n])
-            view = view[n:]
-            if self.part.tell() == self.size:
-                self._send()
-
-    def _send(self) -> None:
-        if self.number == _PARTS:
-            raise RemoteError(
-                f"{self.at.url}: {_PARTS:,} parts of {self.size:,} bytes are full; S3 takes no more of them."
-            )
-        while len(self.pending) >= self.many:
-            self.pending.pop(0).result()
-        self.number += 1
-        self.pending.append(self.pool.submit(self._put, self.number, self.part))
-        self.part = io.BytesIO()
-
-    def _put(self, number: int, body: io.BytesIO) -> None:
-        said = self.at.ask("upload_part", Key=self.at.key, UploadId=self.id, PartNumber=number, Body=body)
-        sums = {k: v for k, v in said.items() if k.startswith("Checksum") and k != "ChecksumType"}
-        self.done[number] = {"PartNumber": number, "ETag": said["ETag"], **sums}
-
-    def commit(self) -> None:
-        if self.part.tell() or not self.number:
-            self._send()
-        while self.pending:
-            self.pending.pop(0).result()
-        self.pool.shutdown()
-        parts = {"Parts": [self.done[k] for k in sorted(self.done)]}
-        only_new: dict[str, Any] = {} if self.force else {"IfNoneMatch": "*"}
-        try:
-            self.at.ask(
-                "complete_multipart_upload", Key=self.at.key, UploadId=self.id, MultipartUpload=parts, **only_new
-            )
-        except (_Conflict, _Missing) as e:
-            found = self.at.head()
-            if found is not None and found.get("Metadata", {}).get("ckpttool-upload") == self.mark:
-                return  # the first try had come through, only its answer had not
-            if isinstance(e, _Conflict):
-                self.abort()
-                raise _taken(self.at.url) from None
-            raise RemoteError(
-                f"{self.at.url}: its parts are gone; another run began to write the same object. Nothing was "
-                "replaced; run the command again when it has ended."
-            ) from None
-
-    def abort(self) -> None:
-        self.pool.shutdown(cancel_futures=True)
-        try:
-            self.at.ask("abort_multipart_upload", Key=self.at.key, UploadId=self.id)
-        except _Missing:
-            pass
-
-
-class _File:
-    """What fsspec offers of any store: a file that is committed or discarded."""
-
-    def __init__(self, url: str, force: bool) -> None:
-        self.url, self.force = shown(url), force
-        self.fs, self.path, _ = _store(url)
-        self._free()
-        try:
-            if "memory" in self.fs.protocol:  # shows files that are not whole
-                raise NotImplementedError
-            self.file = _ask(self.url, lambda: self.fs.open(self.path, "wb", autocommit=False))
-        except NotImplementedError:
-            raise Unsupported(f"{self.url}: this kind of store is for reading only.") from None
-
-    def _free(self) -> None:
-        if not self.force and _ask(self.url, lambda: self.fs.exists(self.path)):
-            raise _taken(self.url)
-
-    def append(self, data: bytes | memoryview) -> None:
-        _ask(self.url, lambda: self.file.write(data))
-
-    def commit(self) -> None:
-        self._free()
-        _ask(self.url, self.file.close)
-        _ask(self.url, self.file.commit)
-
-    def abort(self) -> None:
-        _ask(self.url, self.file.discard)
-
-
-def _taken(url: str) -> DestinationExists:
-    return DestinationExists(f"{url} exists. Choose another destination, or --force to replace it.")
-
-
-def remove(url: str) -> None:
-    """Remove an object, with every version that the store keeps of it, the oldest first; a missing one is no error.
-
-    Where versions are kept, a deletion without one only hides the object, and no lock stops that; so each is named.
-
-    Raises:
-        RemoteError: the store refuses, because of an object lock or of missing permissions.
-    """
-    at = _s3(url)
-    if at is None:
-        fs, path, _ = _store(url)
-        try:
-            _ask(shown(url), lambda: fs.rm_file(path))
-        except _Missing:
-            pass
-        return
-    if (found := at.head()) is None:
-        return
-    if not found.get("VersionId"):
-        at.ask("delete_object", Key=at.key)
-        return
-    for version in _versions(at):
-        at.ask("delete_object", Key=at.key, VersionId=version)
-
-
-def _versions(at: _S3) -> list[str]:
-    """Versions of the object and marks of its deletion, the oldest first."""
-    found: list[dict[str, Any]] = []
-    more: dict[str, Any] = {}
-    while True:
-        said = at.ask("list_object_versions", Prefix=at.key, **more)
-        found += [v for v in (*said.get("Versions", []), *said.get("DeleteMarkers", [])) if v["Key"] == at.key]
-        if not said.get("IsTruncated"):
-            break
-        more = {"KeyMarker": said["NextKeyMarker"], "VersionIdMarker": said["NextVersionIdMarker"]}
-    return [v["VersionId"] for v in sorted(found, key=lambda v: (bool(v.get("IsLatest")), v["LastModified"]))]
-
-
-def legal_hold(url: str, on: bool) -> bool:
-    """Put the object under a legal hold of the store, or end it; False where the store or bucket has no such thing.
-
-    Raises:
-        RemoteError: the store does not allow it, or fails.
-    """
-    at = _s3(url)
-    if at is None:
-        return False
-    try:
-        at.ask("put_object_legal_hold", Key=at.key, LegalHold={"Status": "ON" if on else "OFF"})
-    except (_Missing, _Denied):
-        raise
-    except RemoteError as e:
-        if _NO_LOCK.search(str(e)):
-            return False
-        raise
-    return True
-
-
-# ------------------------------------------------------------------------------------------------- compare and swap
-
-
-def get_with_token(url: str) -> tuple[bytes, str | None]:
-    """(bytes, token) of a small object; (b"", None) where there is none. The token is what `put_if_unchanged` wants."""
-    at = _s3(url)
-    try:
-        if at is None:
-            fs, path, _ = _store(url)
-            return _ask(shown(url), lambda: fs.cat_file(path)), ""
-        said = at.ask("get_object", read=True, Key=at.key)
-        return said["Body"], said["ETag"]
-    except _Missing:
-        return b"", None
-
-
-def put_if_unchanged(url: str, data: bytes, token: str | None) -> bool:
-    """Write a small object if it is still the one that `get_with_token` saw; False where it is not.
-
-    False may also mean that it was written and the answer was lost: look again before you write again.
-
-    Raises:
-        Unsupported: the store has no conditional writes; only S3 and its like do.
-    """
-    at = _s3(url)
-    if at is None:
-        raise Unsupported(
-            f"{shown(url)}: this kind of store has no conditional writes; a ledger needs them. Use S3 or a folder."
-        )
-    condition: dict[str, Any] = {"IfNoneMatch": "*"} if token is None else {"IfMatch": token}
-    try:
-        at.ask("put_object", Key=at.key, Body=io.BytesIO(data), **condition)
-    except (_Conflict, _Missing):  # with If-Match, missing is another one's deletion
-        return False
-    return True

@@ -1,28 +1,31 @@
-"""A destination in an object store: one file, sent while it is made.
+"""A destination in an object store, sent while it is made.
 
-`Sending` stands where `draft.Staging` stands for a folder. Nothing is on the local disk, the object appears whole when the
-last byte was sent, and an interrupted run leaves parts that the next one at the same object removes. There is nothing to
-go on from: sending begins anew.
+`Sending` and `SendingFolder` stand where `draft.Staging` stands for a local path. Nothing is on the local disk but, where
+very many files are written at once, the parts that wait to be sent; what is sent appears whole when the last byte was, and
+an interrupted run leaves parts that the next one at the same place removes. There is nothing to go on from: sending begins
+anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from . import remote
-from .errors import Unsupported
+from . import objects, remote
+from .draft import Draft
 
-__all__ = ["Sending", "Sent"]
+__all__ = ["Sending", "SendingFolder", "Sent"]
 
 
 class Sent:
-    """The file, with the methods that `fill` calls."""
+    """A file, with the methods that `fill` calls."""
 
     fd = -1
 
-    def __init__(self, upload: remote.Upload) -> None:
-        self.upload, self.path, self.at = upload, remote.shown(upload.url), 0
+    def __init__(
+        self, path: str, send: Callable[[bytes | memoryview], None], end: Callable[[], None] = lambda: None
+    ) -> None:
+        self.path, self._send, self.end, self.at = path, send, end, 0
 
     @property
     def size(self) -> int:
@@ -31,54 +34,56 @@ class Sent:
 
     def append(self, data: bytes | memoryview) -> None:
         """The next bytes."""
-        self.upload.append(data)
+        self._send(data)
         self.at += len(data)
 
     def settle(self) -> None:
         """Nothing waits here."""
 
-    def end(self) -> None:
-        """The last byte was appended."""
-
     def finish(self) -> None:
-        """`Sending.commit` does."""
+        """`commit` does."""
 
     def close(self) -> None:
-        """`Sending` does."""
+        """`commit` or `abandon` do."""
 
 
-class Sending:
-    """The upload of one file.
-
-    Raises:
-        DestinationExists: there is such an object, and not `force`. Unsupported: the layout is a folder.
-    """
+class _Sent:
+    """What the two destinations share."""
 
     local = False
 
-    def __init__(self, url: str, is_file: bool, need_bytes: int, force: bool, lock: Mapping[str, Any]) -> None:
-        if not is_file:
-            raise Unsupported(f"{remote.shown(url)}: a folder cannot be sent to an object store yet; one file can.")
+    def __init__(self, url: str) -> None:
         self.folder = remote.shown(url)
         self.entries: list[dict[str, Any]] = [{}]
         self.messages: list[str] = []
-        self.upload = remote.Upload(url, force=force, lock=lock, expect_bytes=need_bytes)
-        if lock and not self.upload.locked:
-            self.messages.append(
-                "the bucket has no object lock, so retention and legal hold stand in the archive and in the ledger alone"
-            )
 
     @property
     def again(self) -> str:
         """What to do after an interruption."""
         return "Run the same command again; it begins anew, and removes the parts that were sent."
 
-    def stream(self) -> Sent:
-        """The file."""
-        return Sent(self.upload)
-
     def note(self, entry: dict[str, Any]) -> None:
         """No journal."""
+
+
+class Sending(_Sent):
+    """The upload of one file.
+
+    Raises:
+        DestinationExists: there is such an object, and not `force`.
+    """
+
+    def __init__(self, url: str, need_bytes: int, force: bool, lock: Mapping[str, Any]) -> None:
+        super().__init__(url)
+        self.upload = objects.Upload(url, force=force, lock=lock, expect_bytes=need_bytes)
+        if lock and not self.upload.locked:
+            self.messages.append(
+                "the bucket has no object lock, so retention and legal hold stand in the archive and in the ledger alone"
+            )
+
+    def stream(self, name: str) -> Sent:
+        """The file."""
+        return Sent(self.folder, self.upload.append)
 
     def commit(self) -> None:
         """The object is there, whole."""
@@ -89,3 +94,57 @@ class Sending:
         self.upload.abort()
 
     release = abandon
+
+
+class SendingFolder(_Sent):
+    """The upload of all files of a draft.
+
+    Raises:
+        DestinationExists: something lies there, and not `force`.
+    """
+
+    def __init__(self, url: str, draft: Draft, force: bool) -> None:
+        super().__init__(url)
+        sizes = {f.name: f.size for f in draft.files}
+        self.upload = objects.UploadFolder(
+            url, list(sizes), force=force, open_at_once=_open_at_once(draft), largest=max(sizes.values())
+        )
+
+    def stream(self, name: str) -> Sent:
+        """A file."""
+        return Sent(
+            f"{self.folder}/{name}", lambda data: self.upload.append(name, data), lambda: self.upload.settle(name)
+        )
+
+    def put(self, name: str, data: bytes) -> None:
+        """A file that is no part of the draft."""
+        self.upload.append(name, data)
+
+    def commit(self) -> None:
+        """All of it is there, the marker last."""
+        self.upload.commit()
+
+    def abandon(self) -> None:
+        """Remove what was sent."""
+        self.upload.abort()
+
+    release = abandon
+
+
+def _open_at_once(draft: Draft) -> int:
+    """How many files of a draft are written to at the same time, at most."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for k, (name, entry) in enumerate(draft.checkpoint.tensors.items()):
+        for file in entry.chunks.file if name not in draft.same else ():
+            first.setdefault(file, k)
+            last[file] = k
+    change = [0] * (len(draft.checkpoint.tensors) + 1)
+    for file, k in first.items():
+        change[k] += 1
+        change[last[file] + 1] -= 1
+    most = now = 0
+    for c in change:
+        now += c
+        most = max(most, now)
+    return max(1, most)

@@ -12,16 +12,17 @@ import os
 import stat
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from .errors import Corrupt, SourceChanged, Unsafe
 
-__all__ = ["Source", "raise_file_limit"]
+__all__ = ["FileBytes", "Source", "raise_file_limit"]
 
 # File descriptors kept; a checkpoint of more files than that has its oldest ones closed and opened again.
 _KEPT_OPEN = 400
+_END = 64 << 10
 
 Identity = tuple[int, int, int, int, int]
 
@@ -48,6 +49,8 @@ class Source:
     """
 
     local = True
+    distant = False  # whether a read takes a round trip over a network
+    commit: str | None = None  # of a repository on the Hub: what all reads are of
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = os.path.abspath(root)
@@ -186,6 +189,24 @@ class Source:
                 raise SourceChanged(f"{os.path.join(self.root, name)} became shorter while it was read.")
             got += n
 
+    def at(self, name: str) -> FileBytes:
+        """One file, as a function of offset and length."""
+        return FileBytes(self, name)
+
+    def announce(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """Ranges (name, offset, length) that will soon be read, in about this order. Nothing is done where reads are cheap;
+        then the ranges are not even looked at."""
+
+    def announce_ends(self, names: Iterable[str]) -> None:
+        """The first and last bytes of some files will soon be read: headers, directories, small pickles."""
+        self.announce(end for name in names for end in self._ends(name))
+
+    def _ends(self, name: str) -> Iterator[tuple[str, int, int]]:
+        size = self.size(name)
+        yield name, 0, min(size, _END)
+        if size > _END:
+            yield name, max(_END, size - _END), min(size - _END, _END)
+
     def read_all(self, name: str, most: int) -> bytes:
         """A whole small file, at most `most` bytes."""
         n = self.size(name)
@@ -223,3 +244,19 @@ class Source:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class FileBytes:
+    """The bytes of one file: `file(offset, length)`."""
+
+    __slots__ = ("name", "source")
+
+    def __init__(self, source: Source, name: str) -> None:
+        self.source, self.name = source, name
+
+    def __call__(self, offset: int, length: int) -> bytes:
+        return self.source.read(self.name, offset, length)
+
+    def coming(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Ranges (offset, length) that will soon be read."""
+        self.source.announce((self.name, offset, length) for offset, length in ranges)

@@ -61,7 +61,7 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 _SMALL = 256 << 10  # below this a read through the page cache is cheaper: neighbours come with it
 _BATCH = 512
-_GAP = 4096  # bytes that are read in vain rather than with another call
+_GAP, _FAR_GAP = 4096, 256 << 10  # bytes that are read in vain rather than with another call, or over a network
 
 
 class Effort(NamedTuple):
@@ -69,6 +69,10 @@ class Effort(NamedTuple):
 
     jobs: int = 2
     buffer_bytes: int = 4 << 20
+
+    def readers(self, source: Source) -> int:
+        """Threads that read: more where each waits for a network."""
+        return self.jobs * (4 if source.distant else 1)
 
 
 USUAL = Effort()
@@ -239,9 +243,10 @@ class Reader:
         self.source, self.files = source, files
         self.sums = Sums(records)
         self.block_bytes = effort.buffer_bytes - 2 * ALIGN  # an aligned read takes in up to a page before and after
-        self._threads = effort.jobs
-        self._ahead = 2 + effort.jobs
-        self._arena = Arena(self._ahead + 1 + 2 * effort.jobs, effort.buffer_bytes)
+        self._threads = effort.readers(source)
+        self._ahead = 2 + self._threads
+        self._arena = Arena(self._ahead + 1 + 2 * self._threads, effort.buffer_bytes)
+        self._gap = _FAR_GAP if source.distant else _GAP
         self._no_direct = False
         self._cold: dict[int, int] = {}  # file -> reads for which the page cache is not asked
         self._decoders: dict[tuple[str, int], Decoder] = {}
@@ -307,15 +312,20 @@ class Reader:
 
     # ----------------------------------------------------------------------------------------------------- reading
 
-    def blocks(self, jobs: Iterable[Job]) -> Iterator[Block]:
+    def blocks(self, jobs: Iterable[Job], first: int = 0) -> Iterator[Block]:
         """Blocks of the tensors, in order. Every block must be released before the next but two is asked for.
+
+        Blocks that lie before element `first` of the first tensor are not read, unless its chunks are compressed.
 
         Raises:
             Corrupt: bytes are missing or do not match the CRC32 the source carries.
             SourceChanged: a file became shorter while it was read.
         """
         listed = list(jobs)
-        batches = self._batches(self._plans(listed))
+        plans = self._plans(listed)
+        if first and not listed[0].entry.chunks.zstd:
+            plans = (p for p in plans if p.job is not listed[0] or p.first + p.count > first)
+        batches = self._batches(plans)
         waiting: deque[Future[list[Block]]] = deque()
         threads = 1 if any(job.entry.chunks.zstd for job in listed) else self._threads  # frames unfold in order only
         with ThreadPoolExecutor(threads, "ckpttool-read") as pool:
@@ -361,7 +371,7 @@ class Reader:
         while i < len(batch):
             file, offset, n = wanted[i]
             end, j = offset + n, i + 1
-            while j < len(batch) and wanted[j][0] == file and 0 <= wanted[j][1] - end <= min(_GAP, room):
+            while j < len(batch) and wanted[j][0] == file and 0 <= wanted[j][1] - end <= min(self._gap, room):
                 room -= wanted[j][1] - end
                 end = wanted[j][1] + wanted[j][2]
                 j += 1

@@ -213,7 +213,11 @@ def _settle(
     """Turn header offsets into data offsets, after comparing every local header with the directory."""
     out: dict[str, ZipRecord] = {}
     previous = 0
-    for record, (header, n) in sorted(zip(found.values(), spans, strict=True), key=lambda x: x[1][0]):
+    ordered = sorted(zip(found.values(), spans, strict=True), key=lambda x: x[1][0])
+    coming = getattr(read_at, "coming", None)  # of a file in an object store, where every read is a round trip
+    if coming is not None:
+        coming((base + header, 30 + n) for _, (header, n) in ordered)
+    for record, (header, n) in ordered:
         if header < previous or header + 30 + n > end:
             raise Unsafe(f"{what}: record {record.name!r} overlaps another one.")
         head = read_at(base + header, 30 + n)

@@ -158,14 +158,11 @@ class File:
     def __init__(self, source: Source, name: str, number: int, dict_only: bool = True) -> None:
         self.source, self.name, self.number = source, name, number
         self.what = f"{source.root}/{name}"
+        self.read_at = source.at(name)
         tree = torchzip.read(self.read_at, 0, source.size(name), self.what, _stand_ins(self.what))
         if dict_only and not isinstance(tree, dict):
             raise Corrupt(f"{self.what} holds a {type(tree).__name__}, not a dict; DeepSpeed did not write it.")
         self.tree: Any = tree
-
-    def read_at(self, offset: int, n: int) -> bytes:
-        """Bytes of the file."""
-        return self.source.read(self.name, offset, n)
 
     def get(self, key: str, kind: type | tuple[type, ...], inside: dict[str, Any] | None = None) -> Any:
         """A value of the dict.
@@ -348,6 +345,7 @@ class Reading:
         self.save = find(where.source, options.tag, latest)
         self.where = f"{self.source.root}/{self.save.folder}"
         refuse_foreign(self.save, self.where)
+        self.source.announce_ends(self.save.folder + n for n in self.save.names if n.endswith(".pt"))
         self.names: list[str] = []
         self.records: dict[tuple[int, int], Record] = {}
         self.notes: list[str] = []

@@ -72,7 +72,7 @@ class Files:
 
     def reader(self, file: int) -> torchzip.ReadAt:
         """Reads one file."""
-        return lambda offset, n: self.source.read(self.names[file], offset, n)
+        return self.source.at(self.names[file])
 
     def shards(self, file: int, key: Any, x: Opaque) -> Shards:
         """What a file has of a sharded tensor."""
@@ -127,7 +127,7 @@ def groups_of(names: Iterable[str]) -> list[Group]:
 def _load(files: Files, name: str) -> Any:
     what = f"{files.source.root}/{name}"
     return torchzip.read(
-        lambda offset, n: files.source.read(name, offset, n), 0, files.source.size(name), what, stand_ins(what)
+        files.source.at(name), 0, files.source.size(name), what, stand_ins(what)
     )
 
 
@@ -138,6 +138,7 @@ def parts_of(files: Files, source: Source, groups: list[Group]) -> tuple[dict[st
         Corrupt: ranks are missing. Unsupported: there are two models.
     """
     found: list[tuple[Group, dict[str, list[Rank]]]] = []
+    source.announce_ends(name for group in groups for name in group.ranks.values())
     for group in groups:
         by: dict[str, list[Rank]] = {"model": [], "optim": [], "rest": []}
         for rank, name in group.ranks.items():

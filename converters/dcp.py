@@ -28,7 +28,7 @@ import json
 import re
 import struct
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, chain
@@ -51,7 +51,8 @@ _META = "torch.distributed.checkpoint.metadata"
 _STORAGE = "torch.distributed.checkpoint.filesystem"
 #: Above this many bytes .metadata is read with the C unpickler in a limited child (pickles.load_large).
 _LARGE_BYTES = 2 << 20
-_VALUE_BYTES = 256 << 20
+_VALUE_BYTES, _VALUE_HEAD = 256 << 20, 1 << 20
+_HEAD, _TAIL = 4096, 2048  # of an item: its zip's first records, and its directory
 
 
 def detect(where: Place) -> tuple[bool, str]:
@@ -394,6 +395,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     notes: list[str] = []
     records: list[Record] = []
     seen: dict[str, dict[Path, Any]] = {}
+    source.announce((index.files[f], at, min(n, _VALUE_HEAD)) for _, f, at, n, _ in index.values)
     for key, file, offset, length, transforms in index.values:
         _coding({tuple(transforms)}, key)
         found, sums = _value(source, index, _path(index, key), file, offset, length, bool(transforms))
@@ -462,7 +464,7 @@ def _value(
             return data[at : at + n]
 
         return {path: torchzip.inlined(torchzip.read(unpacked, 0, len(data), what), unpacked, what)}, []
-    head = source.read(name, offset, min(length, 1 << 20))
+    head = source.read(name, offset, min(length, _VALUE_HEAD))
 
     def read_at(at: int, n: int) -> bytes:
         inside = at - offset
@@ -487,6 +489,7 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
     tensors: dict[str, TensorEntry] = {}
     records = list(ckpt.records)
     headers: dict[int, dict[str, stfile.Slot] | None] = {}
+    source.announce(_ends_of_items(ckpt))
     for name, t in ckpt.tensors.items():
         if t.coding == "raw":
             tensors[name] = t
@@ -508,6 +511,16 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
         tensors[name] = replace(t, chunks=raw, coding="raw")
     _refuse_shared(ckpt, tensors)
     return replace(ckpt, tensors=tensors, records=records)
+
+
+def _ends_of_items(ckpt: Checkpoint) -> Iterator[tuple[str, int, int]]:
+    """What `_item` reads, in its order."""
+    for t in ckpt.tensors.values():
+        if t.coding == "torch.save":
+            for file, offset, length in zip(t.chunks.file, t.chunks.offset, t.chunks.length, strict=True):
+                yield ckpt.files[file], offset, min(length, _HEAD)
+                if length > _HEAD:
+                    yield ckpt.files[file], offset + length - _TAIL, _TAIL
 
 
 def _is_safetensors(source: Source, file: str) -> bool:
@@ -536,9 +549,8 @@ def _item(source: Source, file: str, name: str, t: TensorEntry, c: Chunk) -> tup
         read_at, base = _windows(head, tail, total), 0
     else:
         # one or two reads: what is asked for lies at the ends
-        small = 4096
-        head = source.read(file, offset, min(length, small))
-        tail = head if length <= small else source.read(file, offset + length - 2048, 2048)
+        head = source.read(file, offset, min(length, _HEAD))
+        tail = head if length <= _HEAD else source.read(file, offset + length - _TAIL, _TAIL)
         windows = _windows(head, tail, length)
 
         def read_at(at: int, n: int) -> bytes:

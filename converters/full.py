@@ -64,10 +64,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     source, name = where
     assert name is not None
     what = f"{source.root}/{name}"
-
-    def read_at(offset: int, n: int) -> bytes:
-        return source.read(name, offset, n)
-
+    read_at = source.at(name)
     tree = torchzip.read(read_at, 0, source.size(name), what)
     if not isinstance(tree, dict):
         kind = f"an instance of {tree.cls}" if isinstance(tree, Opaque) else f"a {type(tree).__name__}"

@@ -122,9 +122,9 @@ def _parameter(reading: Reading, name: str, shape: tuple[int, ...]) -> dict[str,
     if "/" in name or name in (".", ".."):
         raise Unsupported(f'{reading.where}: a parameter named "{name}".')
     out: dict[str, Any] = {}
-    for file in reading.source.list(reading.save.folder + folder):
-        if not file.endswith(".pt"):
-            continue
+    files = [n for n in reading.source.list(reading.save.folder + folder) if n.endswith(".pt")]
+    reading.source.announce_ends(f"{reading.save.folder}{folder}/{n}" for n in files)
+    for file in files:
         f = reading.file(f"{folder}/{file}", dict_only=False)
         x = f.tree.get("param") if isinstance(f.tree, dict) else f.tree
         slot = file.removesuffix(".pt")

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import atexit
 import http.client
+import os
+import socket
 import subprocess
 import sys
 import threading
@@ -48,6 +50,8 @@ class Moto:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            # S3 wants parts of 5 MiB; tests send less in as many. The other is what moto makes of that number
+            env={**os.environ, "S3_UPLOAD_PART_MIN_SIZE": "1", "MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": str(64 << 20)},
         )
         assert self.process.stdout
         port = self.process.stdout.readline()
@@ -199,6 +203,55 @@ class _Proxy(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _serve
+
+
+class Cutting:
+    """A proxy of bytes before a server: whenever `every` bytes have passed, in either direction and over whatever
+    connections, the one that carries them breaks. `cuts` counts them."""
+
+    def __init__(self, endpoint: str, every: int) -> None:
+        host, _, port = endpoint.removeprefix("http://").partition(":")
+        self.target, self.every, self.passed, self.cuts = (host, int(port)), every, 0, 0
+        self.lock = threading.Lock()
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+
+    def __enter__(self) -> Cutting:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                here, _ = self.listener.accept()
+            except OSError:
+                return
+            there = socket.create_connection(self.target)
+            for a, b in ((here, there), (there, here)):
+                threading.Thread(target=self._carry, args=(a, b), daemon=True).start()
+
+    def _carry(self, a: socket.socket, b: socket.socket) -> None:
+        try:
+            while data := a.recv(1 << 16):
+                with self.lock:
+                    self.passed += len(data)
+                    cut = self.passed >= self.every
+                    if cut:
+                        self.passed, self.cuts = 0, self.cuts + 1
+                if cut:
+                    break
+                b.sendall(data)
+        except OSError:
+            pass
+        for s in (a, b):
+            try:
+                s.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+            s.close()
 
 
 def first(n: int, what: What, *only: str) -> Rule:

@@ -22,7 +22,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from stores import Flaky, first
 
-from ckpttool import remote
+from ckpttool import objects, remote
 from ckpttool.audit import ledger
 from ckpttool.errors import CkpttoolError, Corrupt, Differs, NoSpace, RemoteError, Unsafe, Unsupported, UsageError
 
@@ -367,8 +367,8 @@ def test_in_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ledger.read(store) == [first_, second] and ledger.exists(store)
     assert ledger.verify(store, first_["hash"])["entries"] == 2
     url = f"{store}/ledger.jsonl"
-    data, token = remote.get_with_token(url)
-    remote.put_if_unchanged(url, data.replace(b"true", b"null"), token)
+    data, token = objects.get_with_token(url)
+    objects.put_if_unchanged(url, data.replace(b"true", b"null"), token)
     with pytest.raises(Corrupt, match=f"{url}: line 2 was altered"):
         ledger.append(store, "verify", "a")
 
@@ -399,7 +399,7 @@ def test_in_a_bucket_behind_a_bad_line(monkeypatch: pytest.MonkeyPatch, what: in
 
 def test_a_bucket_that_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "_SWAPS", 3)
-    monkeypatch.setattr(remote, "put_if_unchanged", lambda *_: False)
+    monkeypatch.setattr(objects, "put_if_unchanged", lambda *_: False)
     store = stores.moto().bucket(monkeypatch)
     with pytest.raises(RemoteError, match="3 times"):
         ledger.append(store, "verify", "a")

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stores import Flaky, first
 
-from ckpttool import remote
+from ckpttool import objects, remote
 from ckpttool.audit import ledger, retention, shelf
 from ckpttool.audit.archive import Facts
 from ckpttool.errors import CkpttoolError, Corrupt, RemoteError, UsageError
@@ -699,10 +699,10 @@ def test_a_release_that_the_store_did_not_hear(store: Shelf, monkeypatch: pytest
             shelf.release(archive, "closed")
     moto.environment(monkeypatch)
     with pytest.raises(RemoteError, match="AccessDenied"):
-        remote.remove(archive)
+        objects.remove(archive)
     assert shelf.release(archive, "closed")["event"] == "release"  # again, and no second entry
     assert [e["event"] for e in ledger.read(f"{bucket}/audit")] == ["hold", "release"]
-    remote.remove(archive)
+    objects.remove(archive)
 
 
 def test_a_bucket_that_fails_is_no_damage(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:

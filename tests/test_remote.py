@@ -21,7 +21,7 @@ import stores
 from fsspec.implementations.memory import MemoryFileSystem
 from stores import KEY_ID, SECRET, Flaky, Moto, first
 
-from ckpttool import remote
+from ckpttool import objects, remote
 from ckpttool.errors import (
     CkpttoolError,
     Corrupt,
@@ -32,7 +32,8 @@ from ckpttool.errors import (
     Unsupported,
     UsageError,
 )
-from ckpttool.remote import RemoteSource, Upload
+from ckpttool.objects import Upload
+from ckpttool.remote import RemoteSource
 
 MIB = 1 << 20
 LOCKED = {
@@ -159,9 +160,9 @@ def test_reads_ranges(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch) ->
             out = bytearray(3 * MIB)
             source.readinto("a.bin", 5, memoryview(out))
             assert out == data[5:]
-            assert [h["range"] for h in proxy.headers if "range" in h][1:] == [
+            assert sorted([h["range"] for h in proxy.headers if "range" in h][1:]) == sorted(
                 f"bytes={5 + k * MIB}-{4 + (k + 1) * MIB}" for k in range(3)
-            ]
+            )
             source.readinto("a.bin", 0, memoryview(bytearray()))
             wide = memoryview(bytearray(80)).cast("d")
             source.readinto("a.bin", 0, wide)
@@ -192,7 +193,8 @@ def test_lists_what_lies_directly_below(s3: Moto, bucket: str) -> None:
     assert source.exists("a") and not source.exists("sub") and not source.exists("c") and not source.exists("")
     assert source.exists("sub/c")
     put(s3, f"{bucket}/run/new", b"x")
-    assert "new" in source.list()  # nothing is kept of earlier answers
+    assert "new" not in source.list() and not source.exists("new")  # one checkpoint: what was there at first
+    assert "new" in RemoteSource(f"{bucket}/run").list()
     assert RemoteSource(f"{bucket}/nothing").list() == []
 
 
@@ -350,10 +352,10 @@ def test_no_credential_in_any_message(s3: Moto, bucket: str, monkeypatch: pytest
         calls = [
             lambda: RemoteSource(bucket).read("a", 0, 1),
             lambda: RemoteSource(bucket).list(),
-            lambda: Upload(f"{bucket}/n", force=True),
-            lambda: remote.put_if_unchanged(f"{bucket}/n", b"x", None),
-            lambda: remote.get_with_token(f"{bucket}/n"),
-            lambda: remote.legal_hold(f"{bucket}/a", True),
+            lambda: Upload(f"{bucket}/n", force=True).commit(),
+            lambda: objects.put_if_unchanged(f"{bucket}/n", b"x", None),
+            lambda: objects.get_with_token(f"{bucket}/n"),
+            lambda: objects.legal_hold(f"{bucket}/a", True),
         ]
         for call in calls:
             with pytest.raises(RemoteError) as e:
@@ -375,7 +377,7 @@ def test_no_credential_in_any_message(s3: Moto, bucket: str, monkeypatch: pytest
 def test_no_credential_of_a_url(url: str) -> None:
     source = RemoteSource(url)
     assert "hunter2" not in source.root
-    for call in (lambda: source.size("a"), lambda: source.list(), lambda: remote.get_with_token(f"{url}/a")):
+    for call in (lambda: source.size("a"), lambda: source.list(), lambda: objects.get_with_token(f"{url}/a")):
         with pytest.raises(RemoteError) as e:
             call()
         assert "hunter2" not in str(e.value) and "127.0.0.1:9/d" in str(e.value)
@@ -402,7 +404,7 @@ def test_no_credential_of_a_url(url: str) -> None:
     ],
 )
 def test_words(said: str, shown: str) -> None:
-    assert remote._words(OSError(said)) == shown
+    assert remote.words(OSError(said)) == shown
 
 
 class _Ranges(SimpleHTTPRequestHandler):
@@ -458,7 +460,7 @@ def test_http(web: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(Unsupported, match="for reading only"):
         Upload(f"{web}/d/new", force=True)
     with pytest.raises(Unsupported, match="conditional"):
-        remote.put_if_unchanged(f"{web}/d/new", b"", None)
+        objects.put_if_unchanged(f"{web}/d/new", b"", None)
 
 
 class Plain(MemoryFileSystem):
@@ -488,7 +490,7 @@ def test_any_store_of_fsspec() -> None:
     source = RemoteSource(url)
     assert not source.exists("a")
     up.commit()
-    assert source.list() == ["a"] and source.read("a", 3, 4) == b"3456"
+    assert source.exists("a") and source.list() == ["a"] and source.read("a", 3, 4) == b"3456"
     with pytest.raises(DestinationExists):
         Upload(f"{url}/a", force=False)
     up = Upload(f"{url}/a", force=True)
@@ -506,12 +508,12 @@ def test_any_store_of_fsspec() -> None:
         two.commit()
     with pytest.raises(Unsupported, match="object locks"):
         Upload(f"{url}/c", force=False, lock=LOCKED)
-    assert remote.get_with_token(f"{url}/a") == (b"9876543210", "")
-    assert remote.get_with_token(f"{url}/none") == (b"", None)
-    assert remote.legal_hold(f"{url}/a", True) is False
-    remote.remove(f"{url}/a")
-    remote.remove(f"{url}/a")
-    assert source.list() == ["b"]
+    assert objects.get_with_token(f"{url}/a") == (b"9876543210", "")
+    assert objects.get_with_token(f"{url}/none") == (b"", None)
+    assert objects.legal_hold(f"{url}/a", True) is False
+    objects.remove(f"{url}/a")
+    objects.remove(f"{url}/a")
+    assert RemoteSource(url).list() == ["b"]
 
 
 def test_memory_is_read_only() -> None:
@@ -520,14 +522,14 @@ def test_memory_is_read_only() -> None:
     assert source.list() == ["a"] and source.read("a", 1, 2) == b"12"
     with pytest.raises(Unsupported, match="for reading only"):
         Upload("memory://t/b", force=True)
-    assert source.list() == ["a"]
+    assert RemoteSource("memory://t").list() == ["a"]
 
 
 # ----------------------------------------------------------------------------------------------------------- writing
 
 
 def test_upload_in_parts(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_PART", 5 * MIB)
+    monkeypatch.setattr(objects, "_PART", 5 * MIB)
     data = noise(13 * MIB + 77)
     url = f"{bucket}/run/a.tar.zst"
     with Flaky(s3.endpoint, lambda *_: None) as proxy:
@@ -559,16 +561,16 @@ def test_upload_in_parts(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch)
 def test_size_of_parts(bucket: str, expect: int, part: int) -> None:
     up = Upload(f"{bucket}/a", force=False, expect_bytes=expect)
     assert up._to.size == part and part * 10_000 >= expect
-    assert up._to.size * up._to.many <= max(48 * MIB, part)
+    assert up._to.size * up._to.lane.many <= max(48 * MIB, part)
     up.abort()
 
 
 def test_more_than_expected(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_PART", 1 * MIB)
-    monkeypatch.setattr(remote, "_PARTS", 2)
+    monkeypatch.setattr(objects, "_PART", 1 * MIB)
+    monkeypatch.setattr(objects, "_PARTS", 2)
     up = Upload(f"{bucket}/a", force=False)
     with pytest.raises(RemoteError, match="2 parts of 1,048,576 bytes are full"):
-        up.append(bytes(3 * MIB))
+        up.append(bytes(3 * MIB + 1))
     up.abort()
 
 
@@ -588,21 +590,27 @@ def test_abandoned_parts_are_removed(s3: Moto, bucket: str) -> None:
         client.upload_part(Bucket=name, Key=key, UploadId=upload, PartNumber=1, Body=b"left behind")
     assert unfinished(s3, bucket) == ["a", "a", "ab"]
     up = Upload(f"{bucket}/a", force=False)
-    assert unfinished(s3, bucket).count("a") == 1  # ours
-    up.append(b"new")
+    assert unfinished(s3, bucket) == ["ab"]
+    up.append(bytes(17 * MIB))
+    assert sorted(unfinished(s3, bucket)) == ["a", "ab"]
     up.commit()
-    assert unfinished(s3, bucket) == ["ab"] and get(s3, f"{bucket}/a") == b"new"
+    assert unfinished(s3, bucket) == ["ab"] and get(s3, f"{bucket}/a") == bytes(17 * MIB)
 
 
 def test_two_runs_at_one_object(s3: Moto, bucket: str) -> None:
+    """In parts, the first loses them to the second; in one request, the second finds the first's."""
     one = Upload(f"{bucket}/a", force=False)
-    one.append(b"one")
+    one.append(bytes(17 * MIB))
     two = Upload(f"{bucket}/a", force=False)
     two.append(b"two")
     with pytest.raises(RemoteError, match=f"{bucket}/a"):
         one.commit()
     one.abort()
+    three = Upload(f"{bucket}/a", force=False)
+    three.append(b"three")
     two.commit()
+    with pytest.raises(DestinationExists):
+        three.commit()
     assert get(s3, f"{bucket}/a") == b"two"
 
 
@@ -618,7 +626,7 @@ def test_somebody_was_first(s3: Moto, bucket: str) -> None:
 @pytest.mark.parametrize("what", [500, 503, "drop", "lose", "cut"])
 def test_writing_through_failures(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch, what: int | str) -> None:
     """Each request fails once or twice, whether or not the store had done what it was asked."""
-    monkeypatch.setattr(remote, "_PART", 5 * MIB)
+    monkeypatch.setattr(objects, "_PART", 5 * MIB)
     data = noise(11 * MIB)
     url = f"{bucket}/a"
     times: dict[str, int] = {}
@@ -639,23 +647,26 @@ def test_writing_through_failures(s3: Moto, bucket: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("then", [(412, b"PreconditionFailed"), (404, b"NoSuchUpload")])
 @pytest.mark.parametrize("done", [True, False])
+@pytest.mark.parametrize("parts", [True, False])
 def test_completed_though_nobody_heard(
-    s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch, then: tuple[int, bytes], done: bool
+    s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch, then: tuple[int, bytes], done: bool, parts: bool
 ) -> None:
     """The store completes the upload, its answer is lost, and asked again it says what S3 says."""
     told = (then[0], b"<Error><Code>" + then[1] + b"</Code><Message>x</Message></Error>")
     answers: list[Any] = ["lose" if done else "drop", told]
 
     def rule(method: str, path: str) -> Any:
-        return answers.pop(0) if method == "POST" and "uploadId" in path and answers else None
+        mine = method == "POST" and "uploadId" in path if parts else method == "PUT"
+        return answers.pop(0) if mine and answers else None
 
     with Flaky(s3.endpoint, rule) as proxy:
         s3.environment(monkeypatch, proxy.endpoint)
         up = Upload(f"{bucket}/a", force=False)
-        up.append(b"ours")
+        data = bytes(16 * MIB) + b"ours" if parts else b"ours"
+        up.append(data)
         if done:
             up.commit()
-            assert get(s3, f"{bucket}/a") == b"ours"
+            assert get(s3, f"{bucket}/a") == data
         else:
             with pytest.raises(DestinationExists if then[0] == 412 else RemoteError):
                 up.commit()
@@ -719,7 +730,7 @@ def test_lock_refuses_deletion(s3: Moto, monkeypatch: pytest.MonkeyPatch, mode: 
     url, client = f"{bucket}/a", s3.client()
     put(s3, url, b"kept")
     if mode == "hold":
-        assert remote.legal_hold(url, True) is True
+        assert objects.legal_hold(url, True) is True
     else:
         client.put_object_retention(
             Bucket=bucket[5:],
@@ -727,12 +738,12 @@ def test_lock_refuses_deletion(s3: Moto, monkeypatch: pytest.MonkeyPatch, mode: 
             Retention={"Mode": "GOVERNANCE", "RetainUntilDate": datetime(2044, 1, 1, tzinfo=UTC)},
         )
     with pytest.raises(RemoteError, match="AccessDenied") as e:
-        remote.remove(url)
+        objects.remove(url)
     assert e.value.exit_code == 9 and url in str(e.value)
     assert get(s3, url) == b"kept"  # and no mark hides it
     if mode == "hold":
-        assert remote.legal_hold(url, False) is True
-        remote.remove(url)
+        assert objects.legal_hold(url, False) is True
+        objects.remove(url)
         assert get(s3, url) is None
 
 
@@ -742,7 +753,7 @@ def test_removes_every_version(s3: Moto, monkeypatch: pytest.MonkeyPatch) -> Non
     for k in range(3):
         put(s3, f"{bucket}/a", b"%d" % k)
     put(s3, f"{bucket}/ab", b"other")
-    remote.remove(f"{bucket}/a")
+    objects.remove(f"{bucket}/a")
     left = client.list_object_versions(Bucket=name)
     assert [v["Key"] for v in left.get("Versions", [])] == ["ab"] and not left.get("DeleteMarkers")
 
@@ -752,20 +763,20 @@ def test_a_locked_older_version_keeps_the_newer(s3: Moto, monkeypatch: pytest.Mo
     put(s3, f"{bucket}/a", b"old", ObjectLockLegalHoldStatus="ON")
     put(s3, f"{bucket}/a", b"new")
     with pytest.raises(RemoteError, match="AccessDenied"):
-        remote.remove(f"{bucket}/a")
+        objects.remove(f"{bucket}/a")
     assert get(s3, f"{bucket}/a") == b"new"
 
 
 def test_hold_where_there_are_none(s3: Moto, bucket: str) -> None:
     put(s3, f"{bucket}/a", b"x")
-    assert remote.legal_hold(f"{bucket}/a", True) is False
+    assert objects.legal_hold(f"{bucket}/a", True) is False
 
 
 def test_remove(s3: Moto, bucket: str) -> None:
     put(s3, f"{bucket}/a", b"x")
     put(s3, f"{bucket}/ab", b"x")
-    remote.remove(f"{bucket}/a")
-    remote.remove(f"{bucket}/a")
+    objects.remove(f"{bucket}/a")
+    objects.remove(f"{bucket}/a")
     assert get(s3, f"{bucket}/a") is None and get(s3, f"{bucket}/ab") == b"x"
 
 
@@ -774,32 +785,32 @@ def test_remove(s3: Moto, bucket: str) -> None:
 
 def test_swap(s3: Moto, bucket: str) -> None:
     url = f"{bucket}/l"
-    assert remote.get_with_token(url) == (b"", None)
-    assert remote.put_if_unchanged(url, b"1", None) is True
-    assert remote.put_if_unchanged(url, b"2", None) is False
-    data, token = remote.get_with_token(url)
+    assert objects.get_with_token(url) == (b"", None)
+    assert objects.put_if_unchanged(url, b"1", None) is True
+    assert objects.put_if_unchanged(url, b"2", None) is False
+    data, token = objects.get_with_token(url)
     assert data == b"1" and token
-    assert remote.put_if_unchanged(url, b"12", token) is True
-    assert remote.put_if_unchanged(url, b"13", token) is False
+    assert objects.put_if_unchanged(url, b"12", token) is True
+    assert objects.put_if_unchanged(url, b"13", token) is False
     assert get(s3, url) == b"12"
-    _, token = remote.get_with_token(url)
-    remote.remove(url)
-    assert remote.put_if_unchanged(url, b"14", token) is False
+    _, token = objects.get_with_token(url)
+    objects.remove(url)
+    assert objects.put_if_unchanged(url, b"14", token) is False
     assert get(s3, url) is None
 
 
 def test_swap_in_threads(bucket: str) -> None:
     """Of writers that saw the same object, one gets through."""
     url = f"{bucket}/l"
-    remote.put_if_unchanged(url, b"0", None)
-    _, token = remote.get_with_token(url)
+    objects.put_if_unchanged(url, b"0", None)
+    _, token = objects.get_with_token(url)
     won: list[int] = []
 
     def write(k: int) -> None:
-        if remote.put_if_unchanged(url, b"%d" % k, token):
+        if objects.put_if_unchanged(url, b"%d" % k, token):
             won.append(k)
 
     threads = [threading.Thread(target=write, args=(k,)) for k in range(1, 9)]
     [t.start() for t in threads]
     [t.join() for t in threads]
-    assert len(won) == 1 and remote.get_with_token(url)[0] == b"%d" % won[0]
+    assert len(won) == 1 and objects.get_with_token(url)[0] == b"%d" % won[0]

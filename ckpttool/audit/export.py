@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from .. import remote
+from .. import objects, remote
 from ..conversion import Result, convert
 from ..draft import write_error
 from ..fill import Progress, silent
@@ -75,7 +75,7 @@ def export(
 def _put(folder: str, name: str, data: bytes) -> None:
     """A small file beside an archive, whole or not at all."""
     if remote.is_url(folder):
-        up = remote.Upload(f"{folder}/{name}", force=True)
+        up = objects.Upload(f"{folder}/{name}", force=True)
         up.append(data)
         up.commit()
         return

@@ -29,7 +29,7 @@ from datetime import UTC, datetime
 from hashlib import sha256
 from typing import Any
 
-from .. import remote
+from .. import objects, remote
 from ..errors import CkpttoolError, Corrupt, Differs, NoSpace, RemoteError, Unsafe, Unsupported, UsageError
 from ..stfile import parse
 from .retention import stamp, time_of
@@ -218,7 +218,7 @@ def _torn(what: str, number: int, at: int, size: int) -> Corrupt:
 
 def _bytes(store: str) -> bytes:
     if remote.is_url(store):
-        return remote.get_with_token(_place_url(store))[0]
+        return objects.get_with_token(_place_url(store))[0]
     try:
         with _opened(store, os.O_RDONLY) as fd, open(fd, "rb", closefd=False) as f:
             return f.read()
@@ -306,12 +306,12 @@ def _append_object(store: str, facts: dict[str, Any]) -> dict[str, Any]:
     url, what = _place_url(store), _place(store)
     sent: tuple[dict[str, Any], bytes] | None = None
     for k in range(_SWAPS):
-        data, token = remote.get_with_token(url)
+        data, token = objects.get_with_token(url)
         if sent and data.startswith(sent[1]):
             return sent[0]  # it had been written, only the answer was lost
         entries = _checked(data, what)
         entry, line = _next(facts, entries[-1] if entries else None)
-        if remote.put_if_unchanged(url, data + line, token):
+        if objects.put_if_unchanged(url, data + line, token):
             return entry
         sent = entry, data + line
         time.sleep(min(0.01 * (k + 1), 0.2))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from .. import remote
+from .. import objects, remote
 from ..errors import CkpttoolError, DestinationExists, RemoteError, UsageError
 from ..store import Source
 from . import ledger, sidecar
@@ -202,7 +202,7 @@ def hold(archive: str, reason: str) -> dict[str, Any]:
     _there(store, name)
     _, known = _look(store, name)
     said = evidence(known) if isinstance(known, Facts) else {}
-    locked = remote.is_url(archive) and remote.legal_hold(archive, True)
+    locked = remote.is_url(archive) and objects.legal_hold(archive, True)
     entry = ledger.append(store, "hold", name, reason=reason, object_lock=locked, **said)
     _there(store, name)
     return entry
@@ -229,7 +229,7 @@ def release(archive: str, reason: str) -> dict[str, Any]:
     else:
         raise UsageError(f"{remote.shown(archive)} is under no legal hold.")
     if remote.is_url(archive):
-        remote.legal_hold(archive, False)
+        objects.legal_hold(archive, False)
     return entry
 
 
@@ -391,7 +391,7 @@ def _delete(store: str, row: Row, source: Source, events: list[dict[str, Any]], 
 
 def _remove(store: str, name: str) -> None:
     if remote.is_url(store):
-        remote.remove(f"{store.rstrip('/')}/{name}")
+        objects.remove(f"{store.rstrip('/')}/{name}")
         return
     try:
         os.unlink(os.path.join(store, name))
