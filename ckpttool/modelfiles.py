@@ -13,7 +13,7 @@ from . import stfile
 from .errors import CkpttoolError, Corrupt, Unsafe, Unsupported
 from .store import Source
 
-__all__ = ["beside", "of_model", "read_config", "training_files"]
+__all__ = ["adapter", "beside", "of_model", "read_config", "training_files"]
 
 _MODEL = re.compile(
     r"config\.json|generation_config\.json|tokenizer[^/]*|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|"
@@ -93,6 +93,39 @@ def beside(source: Source, given: str | None, notes: list[str]) -> tuple[dict[st
         "memory and tied weights twice; give --config DIR or HF_ID"
     )
     return None, {}
+
+
+def adapter(source: Source, given: str | None, notes: list[str]) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """(adapter_config.json, files to copy, that one among them) of an adapter: of the folder given, of the source's own, or
+    of the one above it. The config of the base model is not among them.
+
+    Raises:
+        Unsupported: there is no adapter_config.json.
+    """
+    name = "adapter_config.json"
+    if given is not None:
+        files = of_model(given)[1]
+    else:
+        files = {}
+        for below in ("", "..") if source.local else ("",):
+            if below:
+                with Source(os.path.join(source.root, below)) as above:
+                    files = _of_folder(above)[1] if above.exists(name) else {}
+            elif source.exists(name):
+                files = _of_folder(source)[1]
+            if files:
+                notes.append(f"{name} and tokenizer files taken from {below or '.'!r} beside the source")
+                break
+    if name not in files:
+        where_asked = f"--config {given} has" if given is not None else "beside the source there is"
+        raise Unsupported(
+            f"{where_asked} no {name}, without which PEFT does not load an adapter. Give --config DIR with the one that "
+            "peft_config.save_pretrained(DIR) writes in the job."
+        )
+    said = stfile.parse(files[name], name)
+    if not isinstance(said, dict):
+        raise Corrupt(f"{name} is not a JSON object.")
+    return said, {n: files[n] for n in files if n not in ("config.json", "generation_config.json")}
 
 
 def training_files(source: Source, given: str | None) -> dict[str, bytes]:

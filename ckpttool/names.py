@@ -22,12 +22,12 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .errors import Corrupt, Unsupported
-from .index import Path, joined
+from .errors import CkpttoolError, Corrupt, Unsupported
+from .index import Checkpoint, Path, joined, same_bytes, shape_of
 
 __all__ = [
-    "COMPONENTS", "COUNTERS", "ROLES", "WRAPPERS", "Named", "canonical", "counted", "name_order", "nest", "original",
-    "strip_wrappers",
+    "COMPONENTS", "COUNTERS", "ROLES", "WRAPPERS", "Named", "canonical", "counted", "leads_back", "misplaced",
+    "name_order", "nest", "original", "strip_wrappers",
 ]  # fmt: skip
 
 COMPONENTS = ("model", "optim", "scheduler", "scaler", "rng", "dataloader", "trainer", "extra")
@@ -194,6 +194,33 @@ def _rest(p: Path) -> Path:
     if str(p[0]) in COUNTERS:
         return ("trainer", *p)
     return p if p[0] == "extra" and len(p) > 1 else ("extra", *p)
+
+
+def misplaced(paths: Sequence[Path]) -> Path | None:
+    """The first path of a state that is of no component, or that lies inside another one; None where all are sound."""
+    leaves = set(paths)
+    for path in paths:
+        if path[0] not in COMPONENTS or any(path[:n] in leaves for n in range(1, len(path))):
+            return path
+    return None
+
+
+def leads_back(ckpt: Checkpoint) -> bool:
+    """Whether the tree with the user's own keys, by `ckpt.origin`, would be read as this very state."""
+    if not ckpt.origin:
+        return True
+    leaves: dict[Path, Any] = {t.path: t for t in ckpt.tensors.values()}
+    leaves |= {v.path: v.data for v in ckpt.values.values()}
+    tree = {original(path, ckpt.origin): leaf for path, leaf in leaves.items()}
+    try:
+        again = canonical(tree, shape_of, None, same_bytes).leaves
+    except CkpttoolError:
+        return False
+    return (
+        len(tree) == len(leaves)
+        and again.keys() == leaves.keys()
+        and all(again[p] is leaf or again[p] == leaf for p, leaf in leaves.items())
+    )
 
 
 def original(path: Path, origin: Mapping[Path, Path]) -> Path:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterable
 from math import prod
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from .errors import Corrupt, Unsafe, Unsupported
 from .index import ITEMSIZE, MAX_NUMEL
 from .store import Source
 
-__all__ = ["CODES", "Slot", "header", "parse", "slots", "sort_key"]
+__all__ = ["CODES", "Slot", "announce", "header", "parse", "refuse_bomb", "slots", "sort_key"]
 
 #: safetensors' dtype code by torch's name, in the order the library sorts by (safetensors/src/tensor.rs, enum Dtype).
 CODES: dict[str, str] = {
@@ -31,6 +32,7 @@ CODES: dict[str, str] = {
 _NAMES = {v: k for k, v in CODES.items()}
 _RANK = {k: i for i, k in enumerate(CODES)}
 MAX_HEADER_BYTES = 100_000_000
+_USUAL_HEADER_BYTES = 64 << 10
 
 
 class Slot(NamedTuple):
@@ -65,6 +67,20 @@ def parse(text: bytes, what: str) -> Any:
         raise Unsafe(f"{what}: nested without bound.") from None
     except ValueError as e:
         raise Corrupt(f"{what}: not JSON ({e}).") from None
+
+
+def refuse_bomb(data: bytes, what: str) -> None:
+    """Refuse a record of more parts than honest ones of its length have: an empty list takes three bytes there and sixty
+    in memory.
+
+    Raises:
+        Unsafe: with the numbers.
+    """
+    brackets, quotes = data.count(b"[") + data.count(b"{"), data.count(b'"')
+    if brackets > (1 << 16) + len(data) // 12 or quotes > (1 << 18) + len(data) // 6:
+        raise Unsafe(
+            f"{what}: {brackets} lists and objects and {quotes // 2} texts in {len(data)} bytes; it would fill the memory."
+        )
 
 
 def read_header(source: Source, file: str) -> tuple[dict[str, Slot], dict[str, str]]:
@@ -131,6 +147,11 @@ def _slot(name: str, t: Any, base: int, what: str) -> tuple[int, int, str, Slot]
     if end - begin != need:
         raise Corrupt(f'{what}: "{name}" is {dtype} {shape}, {need} bytes, but its range has {end - begin}.')
     return begin, end, name, Slot(_NAMES[dtype], tuple(shape), base + begin, need)
+
+
+def announce(source: Source, files: Iterable[str]) -> None:
+    """The headers of these files will soon be read."""
+    source.announce((f, 0, min(source.size(f), _USUAL_HEADER_BYTES)) for f in files)
 
 
 def slots(source: Source, file: str) -> dict[str, Slot]:

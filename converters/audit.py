@@ -18,19 +18,19 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from ckpttool import modelfiles
+from ckpttool import modelfiles, stfile, values
 from ckpttool.audit import manifest as records
-from ckpttool.audit import plan, provenance, retention, signing, tarball, values
+from ckpttool.audit import plan, provenance, retention, signing, tarball
 from ckpttool.audit.archive import SEALED, SUFFIX, Archive, told
 from ckpttool.audit.options import ArchiveOptions
 from ckpttool.audit.sealing import Sealer
 from ckpttool.audit.seekable import FrameWriter
 from ckpttool.audit.shelf import refuse_protected
 from ckpttool.draft import Draft, DraftFile, Sink
-from ckpttool.errors import CkpttoolError, Corrupt, Unsafe, Unsupported, UsageError
-from ckpttool.index import Checkpoint, Chunks, Path, TensorEntry, joined, same_bytes, shape_of
+from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError
+from ckpttool.index import Checkpoint, Chunks, TensorEntry, joined
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions
-from ckpttool.names import COMPONENTS, canonical, counted, original
+from ckpttool.names import counted, leads_back, misplaced
 from ckpttool.store import Source
 
 __all__ = ["LAYOUTS"]
@@ -101,7 +101,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         if a and b and (a.dtype, a.shape, found.digests[name]) == (b.dtype, b.shape, found.digests[kept]):
             tensors[name] = replace(b, path=a.path)
     out.origin = {tuple(a): tuple(b) for a, b in said.get("origin") or ()}
-    if not _leads_back(out):
+    if not leads_back(out):
         out.origin = {}
         out.notes.append(
             "the keys of the source's tree, by PROVENANCE.json, are not those of this state; canonical ones stay"
@@ -115,33 +115,13 @@ def _agree(ckpt: Checkpoint, source: Archive) -> None:
     """The values are of components that there are, at places where no tensor is."""
     what = f"{source.root}/{plan.VALUES}"
     paths = [t.path for t in ckpt.tensors.values()] + [v.path for v in ckpt.values.values()]
-    leaves = set(paths)
-    for path in paths:
-        if path[0] not in COMPONENTS or (path in leaves and any(path[:n] in leaves for n in range(1, len(path)))):
-            raise Corrupt(f"{what}: {tarball.short(joined(path))} is of no component, or lies in another entry.")
-    if len(leaves) != len(paths) or ckpt.tensors.keys() & ckpt.values.keys():
+    if (path := misplaced(paths)) is not None:
+        raise Corrupt(f"{what}: {tarball.short(joined(path))} is of no component, or lies in another entry.")
+    if len(set(paths)) != len(paths) or ckpt.tensors.keys() & ckpt.values.keys():
         raise Corrupt(f"{what}: a value has the name of a tensor.")
     only = source.provenance["only"]
     if only is not None and set(only) != {p[0] for p in paths}:
         raise Corrupt(f"{source.root}/{plan.PROVENANCE}: only {', '.join(only)} were kept, it says; others are there.")
-
-
-def _leads_back(ckpt: Checkpoint) -> bool:
-    """Whether the tree with the user's own keys would be read as this very state."""
-    if not ckpt.origin:
-        return True
-    leaves: dict[Path, Any] = {t.path: t for t in ckpt.tensors.values()}
-    leaves |= {v.path: v.data for v in ckpt.values.values()}
-    tree = {original(path, ckpt.origin): leaf for path, leaf in leaves.items()}
-    try:
-        again = canonical(tree, shape_of, None, same_bytes).leaves
-    except CkpttoolError:
-        return False
-    return (
-        len(tree) == len(leaves)
-        and again.keys() == leaves.keys()
-        and all(again[p] is leaf or again[p] == leaf for p, leaf in leaves.items())
-    )
 
 
 # --------------------------------------------------------------------------------------------------------- writing
@@ -245,7 +225,7 @@ def _refuse_unreadable(name: str, data: bytes, archive_bytes: int) -> None:
     """Refuse to write a record that would be refused when it is read."""
     most = records.most_bytes(archive_bytes)
     try:
-        records.refuse_bomb(data, name)
+        stfile.refuse_bomb(data, name)
         if len(data) > most:
             raise Unsafe(
                 f"{name} would have {len(data)} bytes in an archive of {archive_bytes}; at most {most} are read"

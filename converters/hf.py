@@ -1,10 +1,13 @@
-"""hf: Hugging Face safetensors, the weights of a model and nothing else.
+"""hf: Hugging Face safetensors, the weights of a model; all else of a state where it is asked for.
 
     DIR/model.safetensors                                    or, in shards,
     DIR/model-0000i-of-0000n.safetensors + model.safetensors.index.json {"metadata", "weight_map": {name: file}}
     DIR/config.json, generation_config.json, tokenizer files
+    DIR/training_state/                                      with options.training: _training_state.py
 
-Also read: adapter_model.safetensors, any other *.safetensors, one such file, and the shards of torch's
+    DIR/adapter_model.safetensors, adapter_config.json, tokenizer files      with options.adapter: as PEFT saves it
+
+Also read: any other *.safetensors, one such file, and the shards of torch's
 HuggingFaceStorageWriter(save_distributed=True), `shard-*-model-*.safetensors`, where several files hold parts of one
 tensor and `__metadata__["DCP_SHARDING_INFO"]` {name: {"saved_offsets"}} says which; the whole shape is the furthest
 corner of all parts.
@@ -37,9 +40,12 @@ from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoin
 from ckpttool.names import Named, strip_wrappers
 from ckpttool.store import Source
 
+from . import _training_state as training_state
+
 __all__ = ["LAYOUTS"]
 
 _INDEX = "model.safetensors.index.json"
+_ADAPTER_CONFIG = "adapter_config.json"
 _SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 #: Output embeddings that transformers ties to the input embedding when the config says so, for hubnames.PLAIN.
 _HEADS = ("lm_head.weight",)
@@ -87,6 +93,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         tensors, files = _sharded(source, shards)
     else:
         tensors, files = _plain(source, [n for n in names if n.endswith(".safetensors")])
+    state = training_state.read(source, len(files)) if training_state.FOLDER in names else None
     config = modelfiles.read_config(source) if file is None and "config.json" in names else None
     if options.config is not None:
         config = modelfiles.of_model(options.config)[0] or config
@@ -94,22 +101,36 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         raise Corrupt(f"{source.root}: its safetensors files hold no tensor.")
     clean = strip_wrappers(tensors)
     leaves: dict[Path, Any] = {("model", clean[n]): t for n, t in tensors.items()}
+    if state is not None:
+        leaves |= {t.path: t for t in state.tensors.values()} | {v.path: v for v in state.values.values()}
+        files += state.files
     out = checkpoint_of(Named(leaves, {}, None, notes), "hf", source.root, None, files, source)
     out.config = config
+    if state is not None:
+        out.world_size, out.trainer = state.world_size, state.trainer
     return out
 
 
 def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
-    """The same weights under the names they have in memory, as config.json tells."""
-    if ckpt.config is None:
+    """The same weights under the names they have in memory, as config.json tells; with a training state, as that tells.
+
+    Raises:
+        Corrupt: the training state is that of other weights.
+    """
+    model = {str(t.path[1]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
+    if ckpt.config is not None and model:
+        notes = list(ckpt.notes)
+        tensors = {joined(t.path): t for t in _in_memory(model, ckpt.config, notes).values()}
+        tensors.update((n, t) for n, t in ckpt.tensors.items() if t.path[0] != "model")
+        ckpt = replace(ckpt, tensors=tensors, notes=notes)
+    if training_state.INDEX not in ckpt.files:
         return ckpt
-    notes = list(ckpt.notes)
-    tensors = _in_memory({str(t.path[1]): t for t in ckpt.tensors.values()}, ckpt.config, notes)
-    return replace(ckpt, tensors={joined(t.path): t for t in tensors.values()}, notes=notes)
+    return training_state.merged(ckpt, source)
 
 
 def _plain(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
     out: dict[str, TensorEntry] = {}
+    stfile.announce(source, files)
     for i, file in enumerate(files):
         for name, slot in stfile.slots(source, file).items():
             if name in out:
@@ -133,6 +154,7 @@ def _indexed(source: Source, notes: list[str]) -> tuple[dict[str, TensorEntry], 
     if not isinstance(weights, dict) or not all(isinstance(v, str) for v in weights.values()):
         raise Corrupt(f"{what}: no weight_map of names to files.")
     files = sorted(set(weights.values()))
+    stfile.announce(source, files)
     slots = [stfile.slots(source, f) for f in files]
     out: dict[str, TensorEntry] = {}
     for name, file in weights.items():
@@ -158,6 +180,7 @@ def _indexed(source: Source, notes: list[str]) -> tuple[dict[str, TensorEntry], 
 
 def _sharded(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
     parts: dict[str, list[tuple[str, tuple[int, ...], Chunk]]] = {}
+    stfile.announce(source, files)
     for i, file in enumerate(files):
         slots, meta = stfile.read_header(source, file)
         info = stfile.parse(meta.get("DCP_SHARDING_INFO", "{}").encode(), f"{source.root}/{file}")
@@ -296,36 +319,37 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     Raises:
         Unsupported: there are no weights, or config.json ties tensors whose bytes differ.
     """
+    if options.adapter:
+        return _write_adapter(ckpt, source, options)
     model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
     if not model:
         raise Unsupported("the checkpoint holds no model weights, and hf holds nothing else.")
     notes: list[str] = []
-    dropped = [
-        Dropped(n, t.nbytes, "hf holds weights only") for n, t in ckpt.tensors.items() if t.path[0] != "model"
-    ] + [Dropped(n, 0, "hf holds weights only") for n in ckpt.values]
+    rest = {n: replace(t, dtype=options.cast(n, t.dtype)) for n, t in ckpt.tensors.items() if t.path[0] != "model"}
+    dropped = [Dropped(n, t.nbytes, "hf holds weights only") for n, t in rest.items()]
+    dropped += [Dropped(n, 0, "hf holds weights only") for n in ckpt.values]
     config, extra = modelfiles.beside(source, options.config, notes)
     stored, tied, together = _hub_tensors(ckpt, model, config, source, notes)
     model = {k: replace(t, dtype=options.cast("model." + k, t.dtype)) for k, t in stored.items()}
-    for name, t in model.items():
-        if t.dtype not in stfile.CODES:
-            raise Unsupported(f'"{name}" is {t.dtype}, which safetensors does not hold. Cast it with --cast.')
+    _refuse_dtypes(model)
     groups = _split(model, options.max_shard_bytes, together)
     n = len(groups)
     files = ["model.safetensors"] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
     tensors: dict[str, TensorEntry] = {}
-    draft_files: list[DraftFile] = []
-    for i, names in enumerate(groups):
-        names.sort(key=lambda k: stfile.sort_key(k, model[k].dtype))
-        head = stfile.header([(k, model[k].dtype, model[k].shape) for k in names], {"format": "pt"})
-        at = len(head)
-        for k in names:
-            t = model[k]
-            tensors["model." + k] = TensorEntry(t.dtype, t.shape, ("model", k), Chunks.whole(t.shape, i, at, t.nbytes))
-            at += t.nbytes
-        draft_files.append(DraftFile(files[i], at, head))
+    draft_files = [_shard(files[i], i, names, model, tensors) for i, names in enumerate(groups)]
+    sources = {"model." + k: stored[k] for names in groups for k in names}
+    records: list[DraftFile] = []
+    if options.training:
+        fqns = {k.removeprefix("model."): v.removeprefix("model.") for k, v in tied.items()}
+        held, shards, records = training_state.draft(ckpt, rest, _split(rest, options.max_shard_bytes, {}), n, fqns)
+        tensors |= held
+        sources |= {k: ckpt.tensors[k] for k in held}
+        draft_files += shards
+        dropped = []
     for name, data in extra.items():
         data = _with_dtype(name, data, model)
         draft_files.append(DraftFile(name, len(data), data))
+    draft_files += records
     if n > 1:
         index = {
             "metadata": {
@@ -337,9 +361,44 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         text = (json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
         draft_files.append(DraftFile(_INDEX, len(text), text))
     names_of_files = [f.name for f in draft_files]
-    out = Checkpoint("hf", options.target, None, names_of_files, [f.size for f in draft_files], tensors, {})
-    sources = {"model." + k: stored[k] for names in groups for k in names}
+    held_values = dict(ckpt.values) if options.training else {}
+    out = Checkpoint("hf", options.target, None, names_of_files, [f.size for f in draft_files], tensors, held_values)
     return Draft(out, sources, draft_files, dropped=dropped, same=tied, notes=notes)
+
+
+def _shard(
+    file: str, i: int, names: list[str], model: dict[str, TensorEntry], tensors: dict[str, TensorEntry]
+) -> DraftFile:
+    """File number `i`, with these weights; adds their places to `tensors`."""
+    names.sort(key=lambda k: stfile.sort_key(k, model[k].dtype))
+    head = stfile.header([(k, model[k].dtype, model[k].shape) for k in names], {"format": "pt"})
+    at = len(head)
+    for k in names:
+        t = model[k]
+        tensors["model." + k] = TensorEntry(t.dtype, t.shape, ("model", k), Chunks.whole(t.shape, i, at, t.nbytes))
+        at += t.nbytes
+    return DraftFile(file, at, head)
+
+
+def _write_adapter(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
+    """A folder that PEFT loads, of a checkpoint that holds an adapter and nothing else (adapters.alone)."""
+    notes: list[str] = []
+    stored = {joined(t.path[1:]): t for t in ckpt.tensors.values()}
+    model = {k: replace(t, dtype=options.cast("model." + k, t.dtype)) for k, t in stored.items()}
+    _refuse_dtypes(model)
+    tensors: dict[str, TensorEntry] = {}
+    files = [_shard("adapter_model.safetensors", 0, list(model), model, tensors)]
+    extra = modelfiles.adapter(source, options.config, notes)[1]
+    extra[_ADAPTER_CONFIG] = extra.pop(_ADAPTER_CONFIG)  # last
+    files += [DraftFile(n, len(data), data) for n, data in extra.items()]
+    out = Checkpoint("hf", options.target, None, [f.name for f in files], [f.size for f in files], tensors, {})
+    return Draft(out, {n: ckpt.tensors[n] for n in tensors}, files, notes=notes)
+
+
+def _refuse_dtypes(model: dict[str, TensorEntry]) -> None:
+    for name, t in model.items():
+        if t.dtype not in stfile.CODES:
+            raise Unsupported(f'"{name}" is {t.dtype}, which safetensors does not hold. Cast it with --cast.')
 
 
 def _hub_tensors(

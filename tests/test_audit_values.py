@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool import conversion, pickles
-from ckpttool.audit.values import decode, encode
+from ckpttool.values import decode, encode
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe, Unsupported
 from ckpttool.index import Value, joined
 from ckpttool.pickles import Global, Opaque
@@ -161,7 +161,7 @@ def test_the_order_of_the_values_plays_no_part(found: dict[Any, float], dice: An
 
 def test_sets_are_written_alike_whatever_their_order() -> None:
     code = (
-        "from ckpttool.audit.values import encode; from ckpttool.index import Value; import sys;"
+        "from ckpttool.values import encode; from ckpttool.index import Value; import sys;"
         "sys.stdout.buffer.write(encode({'extra.x': Value(('extra', 'x'),"
         " [set('zaqwsxcderfv'), frozenset({'b', 'a', 1, None, (2, 'c')})])}))"
     )
@@ -265,7 +265,7 @@ class Number(int):
     "data", [Number(3), object(), {"a": [Number(3)]}, {Number(3): 1}, range(3), Opaque(Opaque, ())]
 )
 def test_other_types_are_refused(data: Any) -> None:
-    with pytest.raises(Unsupported, match=r'the value "extra\.x" holds a .*, which an archive cannot keep'):
+    with pytest.raises(Unsupported, match=r'the value "extra\.x" holds a .*, which values\.json cannot keep'):
         encode(one(data))
 
 

@@ -41,13 +41,16 @@ def assert_loads_into(folder: Path, truth: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("original", WITH_REFERENCE + HUB, ids=labels(WITH_REFERENCE + HUB))
-def test_from_pretrained_misses_nothing_and_has_the_weights_of_the_live_job(original: Original, tmp_path: Path) -> None:
+def test_from_pretrained_misses_nothing_and_has_the_weights_of_the_live_job_whatever_lies_beside_them(
+    original: Original, tmp_path: Path
+) -> None:
     source: Path = original.path
     if original in HUB:  # by way of training's layout
         ckpttool.convert(source, tmp_path / "dcp", to="dcp", world_size=3)
         source = tmp_path / "dcp"
-    ckpttool.convert(source, tmp_path / "out", to="hf", config=original.config or str(original.path))
+    ckpttool.convert(source, tmp_path / "out", to="hf", config=original.config or str(original.path), training=True)
     assert_loads_into(tmp_path / "out", original.truth())
+    assert ckpttool.diff(tmp_path / "out", source).equal
 
 
 @pytest.mark.parametrize("original", WITH_REFERENCE, ids=labels(WITH_REFERENCE))

@@ -17,12 +17,13 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
+from .. import stfile, values
 from ..errors import Corrupt, NotRecognised, Unsafe
 from ..index import Value
 from ..names import COMPONENTS, counted
 from ..store import Identity, Source
 from . import manifest as records
-from . import plan, provenance, retention, sidecar, signing, tarball, values
+from . import plan, provenance, retention, sidecar, signing, tarball
 from .seekable import FRAME, Cut, DamagedFrame, FrameReader, read_table
 
 __all__ = ["SEALED", "SUFFIX", "Archive", "Facts", "facts", "told"]
@@ -44,6 +45,7 @@ class Archive(Source):
 
     def __init__(self, base: Source, file: str) -> None:
         self.base, self.file = base, file
+        self.distant, self.commit = base.distant, base.commit
         self.root = f"{base.root}/{file}"
         self.table = read_table(base, file)
         self._starts: list[int] = []
@@ -262,7 +264,7 @@ class Archive(Source):
         """
         what = f"{self.root}/{plan.VALUES}"
         data = self.record(plan.VALUES)
-        records.refuse_bomb(data, what)
+        stfile.refuse_bomb(data, what)
         held = values.decode(data, what)
         step = counted(lambda name: held[name].data if name in held else None)
         if step != self.manifest.step:

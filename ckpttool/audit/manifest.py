@@ -19,7 +19,7 @@ from ..digests import merkle_root
 from ..errors import Corrupt, Unsafe
 from ..index import ITEMSIZE, MAX_NUMEL, Chunks, Path, TensorEntry, joined
 from ..names import COMPONENTS
-from ..stfile import parse
+from ..stfile import parse, refuse_bomb
 from . import plan
 from .planes import BLOCK
 
@@ -31,7 +31,6 @@ __all__ = [
     "most_bytes",
     "parsed",
     "readme",
-    "refuse_bomb",
     "sums",
     "sums_of",
 ]
@@ -63,20 +62,6 @@ class Manifest:
 def most_bytes(archive_bytes: int) -> int:
     """How long a record of an archive may be: a small file does not unfold to one that fills the memory."""
     return min(_MOST, _FLOOR + _RATIO * archive_bytes)
-
-
-def refuse_bomb(data: bytes, what: str) -> None:
-    """Refuse a record of more parts than honest ones of its length have: an empty list takes three bytes there and sixty
-    in memory.
-
-    Raises:
-        Unsafe: with the numbers.
-    """
-    brackets, quotes = data.count(b"[") + data.count(b"{"), data.count(b'"')
-    if brackets > (1 << 16) + len(data) // 12 or quotes > (1 << 18) + len(data) // 6:
-        raise Unsafe(
-            f"{what}: {brackets} lists and objects and {quotes // 2} texts in {len(data)} bytes; it would fill the memory."
-        )
 
 
 def parsed(data: bytes, what: str) -> Any:

@@ -35,8 +35,8 @@ import zstandard
 from blake3 import blake3
 from click.testing import CliRunner
 
-from ckpttool import fill
-from ckpttool.audit import ledger, plan, planes, seekable, tarball, values
+from ckpttool import fill, values
+from ckpttool.audit import ledger, plan, planes, seekable, tarball
 from ckpttool.audit import manifest as records
 from ckpttool.audit.archive import Archive
 from ckpttool.audit.checking import check

@@ -35,11 +35,11 @@ from collections.abc import Callable, Iterable, Mapping
 from math import isfinite, prod
 from typing import Any
 
-from .. import stfile
-from ..errors import Corrupt, Unsupported
-from ..index import ITEMSIZE, Value, joined
-from ..pickles import MAX_DEPTH, Global, Opaque
-from ..torchzip import Inline
+from . import stfile
+from .errors import Corrupt, Unsupported
+from .index import ITEMSIZE, Value, joined
+from .pickles import MAX_DEPTH, Global, Opaque
+from .torchzip import Inline
 
 __all__ = ["decode", "encode"]
 
@@ -91,7 +91,7 @@ class _Writer:
             return f'{{"$complex": {self.items((x.real, x.imag))}}}'
         if id(x) in self.above or len(self.above) >= _DEEPEST:
             why = "holds itself" if id(x) in self.above else f"is nested deeper than {MAX_DEPTH}"
-            raise Unsupported(f'the value "{_shown(self.name)}" {why}; an archive cannot keep it.')
+            raise Unsupported(f'the value "{_shown(self.name)}" {why}; values.json cannot keep it.')
         self.above.add(id(x))
         try:
             return self.container(x, kind)
@@ -110,7 +110,7 @@ class _Writer:
         if kind is Opaque and type(x.cls) is Global:
             return f'{{"$object": {{{self.instance(x)}}}}}'
         raise Unsupported(
-            f'the value "{_shown(self.name)}" holds a {kind.__module__}.{kind.__qualname__}, which an archive cannot keep.'
+            f'the value "{_shown(self.name)}" holds a {kind.__module__}.{kind.__qualname__}, which values.json cannot keep.'
         )
 
     def items(self, x: Iterable[Any]) -> str:

@@ -1,0 +1,315 @@
+"""training_state/: what a training job needs besides the weights of an hf folder, without a pickle.
+
+    training_state/state.safetensors     or, in shards,
+    training_state/state-0000i-of-0000n.safetensors      every tensor that is no weight, by canonical name
+    training_state/values.json                           every value (ckpttool/values.py)
+    training_state/index.json                            written last
+
+    {"version": 1,
+     "source": {"layout": "dcp", "world_size": 3, "trainer": null},
+     "files": {"state.safetensors": {"bytes": 81920}, "values.json": {"bytes": 700, "sha256": hex}},
+     "origin": [[["trainer", "step"], ["step"]]],
+     "weights": ["model.embed_tokens.weight", ...],
+     "tied": {"lm_head.weight": "model.embed_tokens.weight"},
+     "tensors": {"optim.state.norm.weight.exp_avg": ["float32", [36], ["optim", "state", "norm.weight", "exp_avg"]]},
+     "values": ["trainer.step", ...]}
+
+`source` and `origin` are those of the checkpoint that was written: with them it becomes the very files again that it
+would have become at once. `weights` are the FQNs in memory, in the order of the source, those without bytes of their own
+too; `tied` says whose those have. `tensors` and `values` are in the order of the source. A dtype that safetensors does
+not hold (complex128, complex32) is stored as bytes (U8, one dimension); the index has dtype and shape.
+
+Nothing here is trusted: the files there are, their headers, the index and values.json must agree on every name, dtype,
+shape and length, and the weights beside them must be those that are listed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpttool import stfile, values
+from ckpttool.draft import DraftFile
+from ckpttool.errors import Corrupt, Unsafe, Unsupported
+from ckpttool.index import ITEMSIZE, MAX_NUMEL, Checkpoint, Chunks, Path, TensorEntry, Value, joined, same_bytes
+from ckpttool.names import leads_back, misplaced
+from ckpttool.store import Source
+
+__all__ = ["FOLDER", "INDEX", "State", "draft", "merged", "read"]
+
+FOLDER = "training_state"
+INDEX = f"{FOLDER}/index.json"
+_VALUES = "values.json"
+_SHARD = re.compile(r"state(-\d{5,}-of-\d{5,})?\.safetensors")
+_MOST_INDEX, _MOST_VALUES = 512 << 20, 256 << 20
+_KEYS = ("version", "source", "files", "origin", "weights", "tied", "tensors", "values")
+
+
+class State(NamedTuple):
+    """What lies in the folder. `files` are the shards and the index, by their names in the folder of the checkpoint."""
+
+    tensors: dict[str, TensorEntry]
+    values: dict[str, Value]
+    files: list[str]
+    world_size: int | None
+    trainer: str | None
+
+
+# --------------------------------------------------------------------------------------------------------- writing
+
+
+def draft(
+    ckpt: Checkpoint,
+    tensors: Mapping[str, TensorEntry],
+    groups: Sequence[list[str]],
+    first: int,
+    tied: Mapping[str, str],
+) -> tuple[dict[str, TensorEntry], list[DraftFile], list[DraftFile]]:
+    """(tensors of the destination, the shards that hold them, the records that come after all other files).
+
+    Args:
+        ckpt: what is written, all of it.
+        tensors: those of it that are no weights, with the dtypes to write.
+        groups: their names by shard.
+        first: number of the first shard among the files of the destination.
+        tied: {FQN of a weight without bytes of its own: the one that has them}.
+
+    Raises:
+        Unsupported: a value is of no kind that values.json holds, or a name is no text.
+    """
+    for name in (*ckpt.tensors, *ckpt.values):
+        if name.encode("utf-8", "replace").decode() != name:
+            raise Unsupported(f"the name {name!a} is half of a character and cannot be kept.")
+    n = len(groups)
+    names = ["state.safetensors"] if n == 1 else [f"state-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
+    out: dict[str, TensorEntry] = {}
+    shards: list[DraftFile] = []
+    for i, group in enumerate(groups):
+        group.sort(key=lambda k: stfile.sort_key(k, _stored(tensors[k].dtype, tensors[k].shape)[0]))
+        head = stfile.header([(k, *_stored(tensors[k].dtype, tensors[k].shape)) for k in group], {"format": "pt"})
+        at = len(head)
+        for k in group:
+            t = tensors[k]
+            out[k] = replace(t, chunks=Chunks.whole(t.shape, first + i, at, t.nbytes), coding="raw")
+            at += t.nbytes
+        shards.append(DraftFile(f"{FOLDER}/{names[i]}", at, head))
+    held = values.encode(ckpt.values)
+    index = {
+        "version": 1,
+        "source": {"layout": ckpt.layout, "world_size": ckpt.world_size, "trainer": ckpt.trainer},
+        "files": {
+            **{name: {"bytes": f.size} for name, f in zip(names, shards, strict=True)},
+            _VALUES: {"bytes": len(held), "sha256": sha256(held).hexdigest()},
+        },
+        "origin": [[list(a), list(b)] for a, b in ckpt.origin.items()],
+        "weights": [joined(t.path[1:]) for t in ckpt.tensors.values() if t.path[0] == "model"],
+        "tied": dict(tied),
+        "tensors": {k: [t.dtype, list(t.shape), list(t.path)] for k, t in tensors.items()},
+        "values": list(ckpt.values),
+    }
+    text = (json.dumps(index, separators=(",", ":"), ensure_ascii=False) + "\n").encode()
+    for name, data, most in ((_VALUES, held, _MOST_VALUES), (INDEX, text, _MOST_INDEX)):
+        try:
+            if len(data) > most:
+                raise Unsafe(f"{name} would have {len(data)} bytes; at most {most} are read")
+            stfile.refuse_bomb(data, name)
+        except Unsafe as e:
+            raise Unsupported(
+                f"{str(e).rstrip('.')}. Such a record is refused by every reader. Keep less: --only model,optim."
+            ) from None
+    return out, shards, [DraftFile(f"{FOLDER}/{_VALUES}", len(held), held), DraftFile(INDEX, len(text), text)]
+
+
+def _stored(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """(dtype, shape) that the safetensors header gives a tensor."""
+    if dtype in stfile.CODES:
+        return dtype, shape
+    return "uint8", (prod(shape) * ITEMSIZE[dtype],)
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+def read(source: Source, first: int) -> State:
+    """The training state of an hf folder, of headers and records only. Its shards are the files from number `first` on.
+
+    Raises:
+        Corrupt, Unsafe: it is incomplete, damaged, or contradicts itself.
+    """
+    there = source.list(FOLDER)
+    if "index.json" not in there:
+        raise Corrupt(
+            f"{source.root}/{FOLDER} has no index.json: it is incomplete, or of another program. Fetch it again, or "
+            "remove it to read the weights alone."
+        )
+    index, what = _index(source)
+    files = _files(index["files"], there, source, what)
+    tensors = _tensors(index["tensors"], files, source, first, what)
+    held = _held(index, source)
+    paths = [t.path for t in tensors.values()] + [v.path for v in held.values()]
+    if (path := misplaced(paths)) is not None:
+        raise Corrupt(f'{what}: "{joined(path)}" is of no component, or lies in another entry.')
+    if len(set(paths)) != len(paths) or tensors.keys() & held.keys():
+        raise Corrupt(f"{what}: a value has the name of a tensor.")
+    _weights(index, what)
+    _origin(index["origin"], what)
+    said = index["source"]
+    if not isinstance(said, dict):
+        raise Corrupt(f"{what}: source is no object.")
+    world, trainer = said.get("world_size"), said.get("trainer")
+    return State(
+        tensors, held, [*(f"{FOLDER}/{f}" for f in files), INDEX],
+        world if type(world) is int and 0 < world < 1 << 20 else None, trainer if isinstance(trainer, str) else None,
+    )  # fmt: skip
+
+
+def _index(source: Source) -> tuple[dict[str, Any], str]:
+    """(index.json, what it is called in messages)."""
+    what = f"{source.root}/{INDEX}"
+    data = source.read_all(INDEX, _MOST_INDEX)
+    stfile.refuse_bomb(data, what)
+    index = stfile.parse(data, what)
+    if not isinstance(index, dict) or not {*_KEYS} <= {*index}:
+        raise Corrupt(f"{what}: not an index of a training state.")
+    if index["version"] != 1:
+        raise Unsupported(
+            f"{what}: version {str(index['version'])[:20]}; this ckpttool reads version 1. Use a newer one."
+        )
+    return index, what
+
+
+def _weights(index: dict[str, Any], what: str) -> tuple[list[str], dict[str, str]]:
+    """(FQNs of the weights, {one without bytes of its own: whose it has})."""
+    weights, tied = index["weights"], index["tied"]
+    if not _texts(weights) or len(set(weights)) != len(weights):
+        raise Corrupt(f"{what}: weights are not names, or one is there twice.")
+    own = {*weights} - {*tied} if isinstance(tied, dict) else None
+    if own is None or len(own) != len(weights) - len(tied) or not {*map(str, tied.values())} <= own:
+        raise Corrupt(f"{what}: tied weights that are not listed.")
+    return weights, tied
+
+
+def _texts(x: Any) -> bool:
+    return isinstance(x, list) and all(type(k) is str for k in x)
+
+
+def _path(x: Any, what: str) -> Path:
+    if not isinstance(x, list) or not x or not all(type(k) is str or (type(k) is int and k >= 0) for k in x):
+        raise Corrupt(f"{what}: {str(x)[:80]} is no path.")
+    return tuple(x)
+
+
+def _origin(rows: Any, what: str) -> dict[Path, Path]:
+    if not isinstance(rows, list) or not all(isinstance(r, list) and len(r) == 2 for r in rows):
+        raise Corrupt(f"{what}: origin is not pairs of paths.")
+    return {_path(a, what): _path(b, what) for a, b in rows}
+
+
+def _files(said: Any, there: list[str], source: Source, what: str) -> list[str]:
+    """The shards that the index names, which are there, as long as it says, and all there are."""
+    if not isinstance(said, dict) or _VALUES not in said:
+        raise Corrupt(f"{what}: files does not list {_VALUES}.")
+    for name, row in said.items():
+        if "/" in name or "\\" in name or name in ("", ".", ".."):
+            raise Unsafe(f"{what} names {name!a}, which leads out of {FOLDER}.")
+        if name != _VALUES and not _SHARD.fullmatch(name):
+            raise Corrupt(f"{what} names {name!a}, which is no file of a training state.")
+        if name not in there:
+            raise Corrupt(f"{source.root}/{FOLDER}/{name} is missing. The copy is incomplete; fetch the file again.")
+        size = source.size(f"{FOLDER}/{name}")
+        if not isinstance(row, dict) or row.get("bytes") != size:
+            raise Corrupt(
+                f"{source.root}/{FOLDER}/{name} has {size} bytes, which is not what index.json says. The copy is "
+                "incomplete, or of another step; fetch the folder again."
+            )
+    if extra := [n for n in there if n.endswith(".safetensors") and n not in said]:
+        raise Corrupt(f"{source.root}/{FOLDER}/{extra[0]} is not listed in index.json: files of two saves are mixed.")
+    return [n for n in said if n != _VALUES]
+
+
+def _tensors(rows: Any, files: list[str], source: Source, first: int, what: str) -> dict[str, TensorEntry]:
+    """The tensors of the shards, which are those of the index, in its order."""
+    found: dict[str, tuple[int, stfile.Slot]] = {}
+    stfile.announce(source, [f"{FOLDER}/{file}" for file in files])
+    for i, file in enumerate(files):
+        for name, slot in stfile.slots(source, f"{FOLDER}/{file}").items():
+            if name in found:
+                raise Corrupt(f'"{name}" is in {files[found[name][0]]} and in {file} of {source.root}/{FOLDER}.')
+            found[name] = i, slot
+    if not isinstance(rows, dict):
+        raise Corrupt(f"{what}: tensors is no object.")
+    if odd := found.keys() ^ rows.keys():
+        name = min(odd)
+        where = "the files, but not in index.json" if name in found else "index.json, but in no file"
+        raise Corrupt(f'{source.root}/{FOLDER}: "{name}" is in {where}. They are not of one save.')
+    out: dict[str, TensorEntry] = {}
+    for name, row in rows.items():
+        i, slot = found[name]
+        if not isinstance(row, list) or len(row) != 3 or not isinstance(row[0], str) or row[0] not in ITEMSIZE:
+            raise Corrupt(f'{what}: the entry of "{name}" is damaged.')
+        dtype, shape, path = row[0], row[1], _path(row[2], what)
+        if joined(path) != name:
+            raise Corrupt(f'{what}: "{name}" has the path {str(path)[:80]}.')
+        if path[0] == "model":
+            raise Corrupt(f'{what}: "{name}" is a weight; those lie beside {FOLDER}, not in it.')
+        if not isinstance(shape, list) or not all(type(k) is int and 0 <= k <= MAX_NUMEL for k in shape):
+            raise Corrupt(f'{what}: "{name}" has shape {str(shape)[:80]}.')
+        if (slot.dtype, slot.shape) != _stored(dtype, tuple(shape)):
+            raise Corrupt(
+                f'{what} says "{name}" is {dtype} {shape}; it is {slot.dtype} {list(slot.shape)} in {files[i]}. They are '
+                "not of one save."
+            )
+        chunks = Chunks.whole(shape, first + i, slot.offset, slot.length)
+        out[name] = TensorEntry(dtype, tuple(shape), path, chunks)
+    return out
+
+
+def _held(index: dict[str, Any], source: Source) -> dict[str, Value]:
+    """The values, in the order of the index."""
+    what = f"{source.root}/{FOLDER}/{_VALUES}"
+    data = source.read_all(f"{FOLDER}/{_VALUES}", _MOST_VALUES)
+    if sha256(data).hexdigest() != index["files"][_VALUES].get("sha256"):
+        raise Corrupt(f"{what} was altered after it was written; take another copy.")
+    stfile.refuse_bomb(data, what)
+    found = values.decode(data, what)
+    order = index["values"]
+    if not _texts(order) or sorted(order) != sorted(found):
+        raise Corrupt(f"{what} holds other values than index.json lists; they are not of one save.")
+    return {n: found[n] for n in order}
+
+
+def merged(ckpt: Checkpoint, source: Source) -> Checkpoint:
+    """A checkpoint whose weights have the names they have in memory, as the one that was written: its weights in their
+    order, tied ones under both names, and the user's own keys.
+
+    Raises:
+        Corrupt: the weights are not those that the training state was written with.
+    """
+    index, what = _index(source)
+    weights, tied = _weights(index, what)
+    model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
+    rest = {n: t for n, t in ckpt.tensors.items() if t.path[0] != "model"}
+    if model:
+        for name, kept in tied.items():
+            if name not in model and kept in model:
+                model[name] = replace(model[kept], path=("model", name))
+        listed = {n: model[n] for n in weights if n in model}
+        odd = [n for n in weights if n not in model]
+        odd += [n for n, t in model.items() if n not in listed and not any(same_bytes(t, k) for k in listed.values())]
+        if odd:
+            said = next((n for n in reversed(ckpt.notes) if n.startswith("names are kept")), "")
+            raise Corrupt(
+                f"{what} was written with other weights than lie beside it: {len(odd)} names differ, first "
+                f'"{odd[0]}"{f" ({said})" if said else ""}. Remove {FOLDER} to read the weights alone.'
+            )
+        model = listed
+    out = replace(ckpt, tensors={**{joined(t.path): t for t in model.values()}, **rest})
+    out.origin = _origin(index["origin"], what)
+    if not leads_back(out):
+        out.origin = {}
+    return out
