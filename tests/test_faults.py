@@ -26,7 +26,7 @@ import torch
 from faulty import FAULTS, IN_BF16, Fault
 from live.faults import GLOBAL, MICRO, SAVED, SEQUENCE, TIED
 from peers import REPOSITORY
-from test_live import one_at_a_time, torchrun
+from ranks import forked, one_at_a_time, torchrun
 
 import ckpttool
 from ckpttool.resume import batches
@@ -96,7 +96,7 @@ class Runs:
     def launch(self, folder: Path) -> Runs:
         """Run everything; one launch for each world size."""
         folder.mkdir()
-        with one_at_a_time():
+        with one_at_a_time(), forked():
             self.traces = _launched(self.plan, str(folder), lambda text: None)
         return self
 
@@ -495,7 +495,7 @@ def rewritten(path: Path, before: bytes, after: bytes) -> int:
 
 def verified(checkpoint: Path, job: Path, world: int) -> Report:
     """As `ckpttool resume-verify --reference` does it."""
-    with one_at_a_time():
+    with one_at_a_time(), forked():
         found = resume_verify(
             checkpoint, reference=job / "reference.jsonl", config=str(job / "config"), data=str(job / "tokens.npy"),
             world_size=world, micro_batch=4, steps=3, device="cpu", dtype="fp32",

@@ -5,49 +5,29 @@ Starting an engine takes most of the time, so one launch of torchrun resumes man
 
 from __future__ import annotations
 
-import fcntl
+import ast
 import json
 import os
 import shutil
+import signal
 import struct
 import subprocess
 import sys
-import tempfile
+import time
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from peers import FIXTURES, REPOSITORY, difference, load_dcp, tensors_of
+from ranks import NURSERIES, one_at_a_time, torchrun
 from safetensors.torch import load_file
 
 import ckpttool
 
-# in one worker of pytest, so that the others do not wait for the lock
+# in one worker of pytest, so that the others do not wait for the lock, and there is one nursery for each rank
 pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.xdist_group("live")]
-
-
-@contextmanager
-def one_at_a_time() -> Iterator[None]:
-    """Only one torchrun on this machine, whatever pytest's workers do."""
-    with open(Path(tempfile.gettempdir()) / f"ckpttool-torchrun-{os.getuid()}.lock", "w") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
-        yield
-
-
-def torchrun(world: int, script: str, *arguments: str) -> str:
-    """What tests/live/<script> prints to stderr when that many ranks run it."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
-    with one_at_a_time():
-        done = subprocess.run(
-            [*command, str(REPOSITORY / "tests" / "live" / script), *arguments],
-            capture_output=True, text=True, env=environment, check=False,
-        )  # fmt: skip
-    return done.stderr
 
 
 class Target(NamedTuple):
@@ -232,6 +212,33 @@ def test_the_engine_at_another_world_size_goes_on_as_if_never_interrupted(launch
     for target in targets:
         if target.case != "hf_llama":  # weights only
             assert len(verdicts[target.label]["losses"]) == 3
+
+
+def test_the_ranks_of_a_launch_are_as_torchrun_makes_them_and_end_together(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "every = [None] * dist.get_world_size()\n"
+        "mine = {'rank': dist.get_rank(), 'local': os.environ['LOCAL_RANK'], 'hash': hash('a'), 'told': sys.argv[1:],\n"
+        "        'own': sorted(m for m in sys.modules if m.partition('.')[0] in ('ckpttool', 'fixtures', 'deepspeed'))}\n"
+        "dist.all_gather_object(every, mine)\n"
+        "print(every if dist.get_rank() else '', file=sys.stderr, flush=True)\n"
+        "os._exit(int(sys.argv[1]) if dist.get_rank() else time.sleep(int(sys.argv[2])) or 0)\n"
+    )
+    with one_at_a_time():
+        statuses = NURSERIES.launch(2, [str(script), "3", "0"], tmp_path / "log")
+        assert statuses == [0, 3]
+        said = ast.literal_eval((tmp_path / "log").read_text().strip())
+        assert [(s["rank"], s["local"], s["told"]) for s in said] == [(0, "0", ["3", "0"]), (1, "1", ["3", "0"])]
+        assert len({s["hash"] for s in said}) == 2 or "PYTHONHASHSEED" in os.environ, (
+            "sets have other orders on other ranks"
+        )
+        assert all(s["own"] == [] for s in said), "what is tested is imported by each rank"
+        began = time.monotonic()
+        assert NURSERIES.launch(2, [str(script), "3", "100"], tmp_path / "log", patience=1) == [-signal.SIGKILL, 3]
+        assert time.monotonic() - began < 50
 
 
 def patched(path: Path, before: bytes, after: bytes) -> int:

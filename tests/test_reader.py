@@ -24,8 +24,8 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from peers import FIXTURES, FLAT, ORIGINALS, REPOSITORY, Original, load_dcp, same_value
+from ranks import torchrun
 from safetensors.torch import load_file
-from test_live import torchrun
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -86,11 +86,22 @@ JOBS: dict[str, tuple[int, dict[str, int], tuple[str, ...], bool]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder in which the ranks of all jobs share what transformers answers to one question."""
+    folder = tmp_path_factory.mktemp("answers")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ANSWERS", str(folder))
+        yield folder
+
+
 @pytest.mark.live
 @pytest.mark.slow
 @pytest.mark.xdist_group("live")
 @pytest.mark.parametrize("name", JOBS)
-def test_a_live_job_filled_from_every_layout_holds_the_truth_and_trains_on(name: str, tmp_path: Path) -> None:
+def test_a_live_job_filled_from_every_layout_holds_the_truth_and_trains_on(
+    name: str, tmp_path: Path, answers: Path
+) -> None:
     world, mesh, ways, every = JOBS[name]
     words: list[str] = []
     labels: list[str] = []
@@ -106,6 +117,7 @@ def test_a_live_job_filled_from_every_layout_holds_the_truth_and_trains_on(name:
     verdicts = dict(zip(labels, json.loads(out.read_text()), strict=True))
     assert {label: v for label, v in verdicts.items() if not v["ok"]} == {}
     assert len(verdicts) >= (19 if every else 8) * len(ways)
+    assert not every or any(answers.iterdir()), "a model with fused experts is asked for"
 
 
 @pytest.mark.live

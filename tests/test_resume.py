@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_live import one_at_a_time
+from ranks import one_at_a_time
 
 from ckpttool.resume.trace import line
 from fixtures import jobs

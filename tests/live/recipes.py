@@ -124,6 +124,8 @@ def deepspeed() -> list[float]:
     """DeepSpeed, ZeRO-3: three steps, a save, and the steps that are recorded."""
     import deepspeed as ds
 
+    # as in fixtures/zero_jobs.py: it would have to be compiled, which takes a minute, and does nothing for us that gloo does not
+    ds.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     model: Any = jobs.build("llama")
     config = {
         "train_batch_size": jobs.GLOBAL_ROWS, "train_micro_batch_size_per_gpu": jobs.GLOBAL_ROWS // dist.get_world_size(),
