@@ -327,8 +327,10 @@ class UploadFolder:
     """Objects below one URL that together are a checkpoint, written so that nobody takes them for one before all are there.
 
     Every object is uploaded as `Upload` does. `commit` makes them visible one after the other, the marker (the last of
-    `names`) last; what it replaces loses its marker first. While that goes on, an object `NOTE` lists the names: where it is
-    found, what lies there was never whole, and the next run replaces it.
+    `names`) last; what it replaces loses its marker first. While that goes on, an object `NOTE` lists the names and says
+    whose they are: where it is found, what lies there was never whole, and the next run replaces it. Of two runs, one has
+    the note and the other stops; without `force` nothing is overwritten that was not there, as a part of an interrupted
+    run, at the beginning. A store without conditional requests (all but S3) is looked at again instead.
 
     `open_at_once` files are written to at the same time; beyond `_BUFFERED` bytes their parts wait on the local disk.
 
@@ -339,32 +341,31 @@ class UploadFolder:
     def __init__(self, url: str, names: Sequence[str], *, force: bool, open_at_once: int, largest: int) -> None:
         self.url, self.names, self.force = url.rstrip("/"), list(names), force
         self._fs, self._path, _ = store_of(self.url)
-        self._far = _s3(f"{self.url}/{NOTE}")
-        self.old = self._refuse()
-        if self._far:
-            self._far.sweep(below=True)
+        self._note, self._mine = f"{self.url}/{NOTE}", b""
+        far = _s3(self._note)
+        self._old, self._token = self._look()
+        if far:
+            far.sweep(below=True)
         size = _part_bytes(largest, max(_SMALLEST, min(_PART, _BUFFERED // max(1, open_at_once))))
         self._size, self._on_disk = size, size * open_at_once > _BUFFERED
         self._lane = Lane(max(2, _IN_FLIGHT // size))
         self._uploads: dict[str, _Parts | _File] = {}
 
-    def _refuse(self) -> list[str]:
-        """Names of what lies there, which is to be replaced."""
-        found = [n for n in self._below() if n]
-        if not found or self.force:
-            return found
+    def _look(self) -> tuple[list[str], str | None]:
+        """(names of what lies there and is to be replaced, token of the note that was found)."""
+        found, token, ours = self._below(), None, set[str]()
         if NOTE in found:
-            data = get_with_token(f"{self.url}/{NOTE}")[0]
+            data, token = get_with_token(self._note)
             try:
-                ours = set(json.loads(data)["names"])
+                ours = {NOTE, *json.loads(data)["names"]}
             except (ValueError, TypeError, KeyError):
-                ours = set()
-            if set(found) <= ours | {NOTE}:
-                return found
-        raise DestinationExists(
-            f"{shown(self.url)} holds {len(found)} objects, first {found[0]!r}. Choose another destination, or --force to "
-            "replace it whole."
-        )
+                pass  # not a note of ours
+        if found and not self.force and not set(found) <= ours:
+            raise DestinationExists(
+                f"{shown(self.url)} holds {len(found)} objects, first {found[0]!r}. Choose another destination, or --force "
+                "to replace it whole."
+            )
+        return found, token
 
     def _below(self) -> list[str]:
         """Names of all objects below the URL, sorted."""
@@ -381,10 +382,10 @@ class UploadFolder:
         self._uploads[name].append(data)
 
     def _begin(self, name: str) -> _Parts | _File:
-        at, force = _s3(f"{self.url}/{name}"), self.force or name != self.names[-1]
+        at = _s3(f"{self.url}/{name}")
         if at is None:
-            return _File(f"{self.url}/{name}", force, self._size)
-        return _Parts(at, force, self._size, self._lane, on_disk=self._on_disk)
+            return _File(f"{self.url}/{name}", True, self._size)
+        return _Parts(at, True, self._size, self._lane, on_disk=self._on_disk)
 
     def settle(self, name: str) -> None:
         """The last byte of this object was appended: send what waits."""
@@ -394,23 +395,55 @@ class UploadFolder:
         """Make all of it visible.
 
         Raises:
-            RemoteError: the store failed; the same command begins anew, and replaces what is there by then.
+            DestinationExists: another run has written there meanwhile. RemoteError: the store failed; the same command
+            begins anew, and replaces what is there by then.
         """
         for upload in self._uploads.values():
             upload.settle()
+        self._take_note()
         marker = self.names[-1]
-        note = self._begin(NOTE)
-        note.append(json.dumps({"tool": "ckpttool", "names": sorted(self._uploads)}).encode())
-        note.commit()
-        for name in self.old:
+        for name in self._old:
             if name == marker or (name not in self._uploads and name != NOTE):
                 remove(f"{self.url}/{name}")
+        for name, upload in self._uploads.items():
+            upload.force = name in self._old and name != marker
         with ThreadPoolExecutor(8, "ckpttool-send") as pool:
             for _ in pool.map(lambda name: self._uploads[name].commit(), [n for n in self._uploads if n != marker]):
                 pass
+        if get_with_token(self._note)[0] != self._mine:
+            raise self._other_run()
         self._uploads[marker].commit()
-        remove(f"{self.url}/{NOTE}")
+        remove(self._note)
         self._lane.close()
+
+    def _take_note(self) -> None:
+        """From here on what lies there is ours, and no checkpoint."""
+        said = {"tool": "ckpttool", "run": uuid.uuid4().hex, "names": sorted(self._uploads)}
+        self._mine = json.dumps(said).encode()
+        try:
+            if (
+                not put_if_unchanged(self._note, self._mine, self._token)
+                and get_with_token(self._note)[0] != self._mine
+            ):
+                raise self._other_run()
+        except Unsupported:
+            note = self._begin(NOTE)
+            note.append(self._mine)
+            note.commit()
+        new = sorted(set(self._below()) - {*self._old, NOTE})
+        if new and not self.force:
+            remove(self._note)
+            raise DestinationExists(
+                f"{shown(self.url)}: {new[0]!r} came there while this run was sending; nothing was replaced. Choose another "
+                "destination, or --force to replace what is there."
+            )
+        self._old += new
+
+    def _other_run(self) -> DestinationExists:
+        return DestinationExists(
+            f"{shown(self.url)}: another run makes its files visible there. Wait for it and look at what it wrote; if it is "
+            "gone, run the same command again."
+        )
 
     def abort(self) -> None:
         """Remove what was sent and nobody saw. Never raises."""

@@ -13,6 +13,7 @@ No message holds credentials or signed queries: `shown` takes them out of URLs, 
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import threading
@@ -124,6 +125,7 @@ def store_of(url: str) -> tuple[Any, str, str]:
     options: dict[str, Any] = {"use_listings_cache": False}
     if scheme in ("s3", "s3a"):
         options["config_kwargs"] = {"retries": {"total_max_attempts": 1}}
+    gc.enable()  # the command line turns it off; clients of stores leave cycles that hold what they have read
     if scheme == "hf":
         options["skip_instance_cache"] = True  # it keeps listings, and what it did not find, as long as it lives
     try:

@@ -320,3 +320,56 @@ def test_a_connection_cut_every_so_often(
         assert proxy.cuts >= 5
     assert sent.digest == back.digest
     assert diff(DCP, str(tmp_path / "back")).equal
+
+
+# ------------------------------------------------------------------------------------------------------ two runs at once
+
+
+def during(monkeypatch: pytest.MonkeyPatch, method: str, call: Any) -> None:
+    """Do something before the first time that a method of UploadFolder runs."""
+    real = getattr(objects.UploadFolder, method)
+
+    def first_call(self: Any, *a: Any) -> Any:
+        monkeypatch.setattr(objects.UploadFolder, method, real)
+        call()
+        return real(self, *a)
+
+    monkeypatch.setattr(objects.UploadFolder, method, first_call)
+
+
+OTHER = str(FIXTURES / "fsdp2_w2_groups" / "ckpt")
+
+
+def test_what_another_run_finished_meanwhile_is_not_touched(
+    s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{bucket}/a"
+    during(monkeypatch, "commit", lambda: convert(OTHER, url, to="dcp", world_size=3, verify=False))
+    with pytest.raises(DestinationExists, match="came there while this run was sending; nothing was replaced"):
+        convert(DCP, url, to="dcp", world_size=3)
+    assert verify(url, against=OTHER)["against"]["verdict"] == "equal"
+    assert not [k for k in keys(s3, bucket) if k.endswith(objects.NOTE)] and not unfinished(s3, bucket)
+
+
+def test_a_run_that_finds_the_note_of_another_stops(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, put = f"{bucket}/a", s3.client().put_object
+    during(monkeypatch, "commit", lambda: put(Bucket=bucket[5:], Key=f"a/{objects.NOTE}", Body=b'{"names": ["x"]}'))
+    with pytest.raises(DestinationExists, match="another run"):
+        convert(DCP, url, to="dcp", world_size=3)
+    assert keys(s3, bucket) == [f"a/{objects.NOTE}"] and not unfinished(s3, bucket)
+
+
+def test_a_run_whose_note_was_taken_over_puts_no_marker(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its marker would stand over the other's files."""
+    url, real = f"{bucket}/a", objects.get_with_token
+
+    def replaced(at: str) -> Any:
+        s3.client().put_object(Bucket=bucket[5:], Key=f"a/{objects.NOTE}", Body=b'{"names": ["x"]}')
+        return real(at)
+
+    monkeypatch.setattr(objects, "get_with_token", replaced)
+    with pytest.raises(DestinationExists, match="another run"):
+        convert(DCP, url, to="dcp", world_size=3)
+    assert "a/.metadata" not in keys(s3, bucket)
+    with pytest.raises(Corrupt, match="interrupted"):
+        open_checkpoint(url)
