@@ -14,6 +14,7 @@ import typer
 
 from .audit.commands import app as audit_app
 from .errors import EXIT_CODES, CkpttoolError, Interrupted, NoSpace, NotRecognised, UsageError
+from .hub import commands as hub
 from .terminal import (
     Config,
     FlatLayout,
@@ -27,8 +28,10 @@ from .terminal import (
     Tag,
     Wrap,
     bytes_of,
+    cast_rules,
     comma,
     draw,
+    left_behind,
     note,
     peak,
     print_json,
@@ -86,6 +89,10 @@ def convert(
     ] = None,
     write_tag: Annotated[str | None, typer.Option("--write-tag", help="Name of the DeepSpeed save to write.")] = None,
     max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Largest file of an hf folder.")] = "5GB",
+    adapter: Annotated[bool, typer.Option("--adapter", help="hf: the adapter alone, as PEFT saves it.")] = False,
+    include_optimizer: Annotated[
+        bool, typer.Option("--include-optimizer", help="hf: optimizer and all other state beside the weights.")
+    ] = False,
     max_memory: Annotated[
         str | None, typer.Option("--max-memory", help="Memory budget; buffers shrink or grow to fit.")
     ] = None,
@@ -100,17 +107,12 @@ def convert(
     """Convert a checkpoint to another layout or world size."""
     from . import conversion as engine
 
-    rules: dict[str, str] = {}
-    for rule in cast or []:
-        pattern, eq, kind = rule.rpartition("=")
-        if not eq:
-            raise UsageError(f"--cast {rule!r}: write GLOB=DTYPE.")
-        rules[pattern] = kind
     how: dict[str, Any] = {
-        "to": to, "layout": from_, "world_size": world_size, "only": comma(only), "dtype": dtype, "cast": rules,
+        "to": to, "layout": from_, "world_size": world_size, "only": comma(only), "dtype": dtype, "cast": cast_rules(cast),
         "config": config, "like": like, "flat_layout": flat_layout, "wrap": comma(wrap), "tag": tag,
         "use_orig_params": use_orig_params, "zero_stage": zero_stage, "sub_group_size": sub_group_size,
         "precision": precision, "write_tag": write_tag, "max_shard_bytes": bytes_of(max_shard_size),
+        "adapter": adapter, "training": include_optimizer,
     }  # fmt: skip
     if dry_run:
         _dry_run(src, dst, how, as_json)
@@ -132,7 +134,7 @@ def convert(
         return
     for text in done.notes:
         note(f"note: {text}", quiet)
-    _say_dropped(done.dropped, quiet)
+    left_behind(done.dropped, quiet)
     from .summary import human
 
     where = f" for {done.world_size} ranks" if done.world_size else ""
@@ -143,19 +145,6 @@ def convert(
     )
     for component, root in done.digest.items():
         print(f"digest {component:10s} blake3:{root}")
-
-
-def _say_dropped(dropped: list[tuple[str, int, str]], quiet: bool) -> None:
-    """What is left behind, component by component."""
-    from .summary import human
-
-    groups: dict[tuple[str, str], list[tuple[str, int]]] = {}
-    for name, nbytes, why in dropped:
-        groups.setdefault((name.partition(".")[0], why), []).append((name, nbytes))
-    for (component, why), rows in groups.items():
-        size = sum(n for _, n in rows)
-        names = ", ".join(n for n, _ in rows[:3]) + (f", ... ({len(rows)} entries)" if len(rows) > 3 else "")
-        note(f"left behind: {component}, {human(size)} ({why}): {names}", quiet)
 
 
 def _dry_run(src: str, dst: str, how: dict[str, Any], as_json: bool) -> None:
@@ -185,7 +174,7 @@ def _dry_run(src: str, dst: str, how: dict[str, Any], as_json: bool) -> None:
         for text in [*opened.checkpoint.notes, *draft.notes]:
             print(f"note: {text}")
         sys.stdout.flush()
-        _say_dropped([(d.name, d.nbytes, d.why) for d in draft.dropped], False)
+        left_behind([(d.name, d.nbytes, d.why) for d in draft.dropped], False)
 
 
 @app.command()
@@ -631,6 +620,8 @@ def digest(
         print(f"blake3:{value}  {name}")
 
 
+app.command()(hub.push)
+app.command()(hub.pull)
 app.add_typer(audit_app)
 
 

@@ -161,7 +161,10 @@ def place(path: str | os.PathLike[str]) -> Place:
         NotRecognised: nothing is there.
     """
     if remote.is_url(path):
-        return _remote_place(os.fspath(path).rstrip("/"))
+        url = os.fspath(path)
+        # a web server answers for a folder too; the slash at its end tells it from a file
+        folder = url.lower().startswith("http") and url.partition("?")[0].endswith("/")
+        return _remote_place(url.rstrip("/"), folder)
     text = os.path.abspath(path)
     if os.path.isdir(text):
         return Place(Source(text), None)
@@ -170,10 +173,10 @@ def place(path: str | os.PathLike[str]) -> Place:
     raise NotRecognised(f"{os.fspath(path)}: no such file or folder.")
 
 
-def _remote_place(url: str) -> Place:
+def _remote_place(url: str, is_folder: bool) -> Place:
     """An object, or the objects below a prefix."""
     folder, name = remote.split(url)
-    if name and folder.count("/") >= 2:  # no bucket alone
+    if not is_folder and name and folder.count("/") >= 2:  # no bucket alone
         source = remote.RemoteSource(folder)
         if source.exists(name):
             source.announce_ends([name])

@@ -13,8 +13,8 @@ import typer
 from .errors import UsageError
 
 __all__ = [
-    "Config", "FlatLayout", "From", "Json", "Like", "Meter", "Only", "Quiet", "Src", "Tag", "Wrap", "bytes_of", "comma",
-    "draw", "note", "peak", "print_json", "printable",
+    "Config", "FlatLayout", "From", "Json", "Like", "Meter", "Only", "Quiet", "Src", "Tag", "Wrap", "bytes_of",
+    "cast_rules", "comma", "draw", "left_behind", "note", "peak", "print_json", "printable",
 ]  # fmt: skip
 
 Src = Annotated[str, typer.Argument(help="A checkpoint: a folder or a file, in any layout.", show_default=False)]
@@ -51,6 +51,21 @@ def bytes_of(text: str) -> int:
     if not m:
         raise UsageError(f"{text!r} is no size; write 5GB or 500MiB.")
     return int(float(m[1]) * (1024 if m[3] else 1000) ** " kmgt".index(m[2] or " "))
+
+
+def cast_rules(rules: list[str] | None) -> dict[str, str]:
+    """{glob: dtype} of what --cast was given.
+
+    Raises:
+        UsageError: one is not GLOB=DTYPE.
+    """
+    out: dict[str, str] = {}
+    for rule in rules or []:
+        pattern, eq, kind = rule.rpartition("=")
+        if not eq:
+            raise UsageError(f"--cast {rule!r}: write GLOB=DTYPE.")
+        out[pattern] = kind
+    return out
 
 
 class Meter:
@@ -122,6 +137,19 @@ def note(text: str, quiet: bool = False) -> None:
     """A line for people, on stderr."""
     if not quiet:
         print(text, file=sys.stderr)
+
+
+def left_behind(dropped: list[tuple[str, int, str]], quiet: bool) -> None:
+    """Say what a target does not hold, component by component, of (name, bytes, why)."""
+    from .summary import human
+
+    groups: dict[tuple[str, str], list[tuple[str, int]]] = {}
+    for name, nbytes, why in dropped:
+        groups.setdefault((name.partition(".")[0], why), []).append((name, nbytes))
+    for (component, why), rows in groups.items():
+        size = sum(n for _, n in rows)
+        names = ", ".join(n for n, _ in rows[:3]) + (f", ... ({len(rows)} entries)" if len(rows) > 3 else "")
+        note(f"left behind: {component}, {human(size)} ({why}): {names}", quiet)
 
 
 def print_json(data: Any) -> None:

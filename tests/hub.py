@@ -33,6 +33,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -435,13 +436,17 @@ class _Handler(BaseHTTPRequestHandler):
             found = [entries[p] for p in asked.get("paths", []) if p in entries]
             return _json([self._shown(commit, e, asked.get("expand") == ["true"]) for e in found])
         if what == "preupload":
-            return _json({"files": [self._mode(commit, f) for f in json.loads(body)["files"]], "commitOid": commit.oid})
+            asked = json.loads(body)
+            there = commit.files.get(".gitignore", regular(b"")).data or b""
+            ignored = asked.get("gitIgnore", there.decode()).split()
+            return _json({"files": [self._mode(commit, f, ignored) for f in asked["files"]], "commitOid": commit.oid})
         raise Refused(404, "", f"Not found: {what}")
 
-    def _mode(self, commit: Commit, file: dict[str, Any]) -> dict[str, Any]:
-        """Whether a file goes to LFS, and what there is of it."""
+    def _mode(self, commit: Commit, file: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
+        """Whether a file goes to LFS, and what there is of it; `ignored` are the lines of a .gitignore."""
         mode = "lfs" if self.server._in_lfs(file["path"], file["size"]) else "regular"
-        out = {"path": file["path"], "uploadMode": mode, "shouldIgnore": False}
+        out: dict[str, Any] = {"path": file["path"], "uploadMode": mode}
+        out["shouldIgnore"] = any(fnmatch(file["path"], pattern) for pattern in ignored)
         if old := commit.files.get(file["path"]):
             out["oid"] = old.sha256 or old.oid
         return out

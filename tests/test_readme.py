@@ -1,5 +1,5 @@
-"""The README, docs/cli.md and docs/archive.md are true: their commands and their Python run, their tables are those of the
-code."""
+"""The README, docs/cli.md, docs/archive.md, docs/stores.md and docs/hub.md are true: their commands and their Python run,
+their tables are those of the code."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer.main
+from hub import Hub
 from pages import program
 from ranks import torchrun
 from stores import moto
@@ -28,6 +30,8 @@ README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 MIGRATIONS = README.partition("\n## Migrations\n")[2].partition("\n## ")[0]
 CLI = (REPOSITORY / "docs" / "cli.md").read_text(encoding="utf-8")
 ARCHIVE = (REPOSITORY / "docs" / "archive.md").read_text(encoding="utf-8")
+STORES = (REPOSITORY / "docs" / "stores.md").read_text(encoding="utf-8")
+HUB = (REPOSITORY / "docs" / "hub.md").read_text(encoding="utf-8")
 ENVIRONMENT = {
     **os.environ,
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -79,6 +83,19 @@ def desk(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    with Hub() as hub:
+        hub.environment(monkeypatch, tmp_path / ".home")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
+        yield hub
+
+
+def outside() -> dict[str, str]:
+    """What a child is told of the Hub and of the store."""
+    return {k: v for k, v in os.environ.items() if k.startswith(("AWS_", "HF_", "NO_PROXY", "XDG_CACHE_HOME"))}
+
+
 def make_keys(folder: Path) -> None:
     """sign.pem and sign.pub, an EC key; archive.key and archive.pub, one of age."""
     from cryptography.hazmat.primitives import serialization
@@ -111,10 +128,10 @@ def run_all(lines: list[str], desk: Path, **more: str) -> None:
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
 
 
-def test_every_command_of_the_readme_runs_and_then_its_python(desk: Path) -> None:
+def test_every_command_of_the_readme_runs_and_then_its_python(desk: Path, hub: Hub) -> None:
     lines, apart = command_lines(README), command_lines(MIGRATIONS)
     assert 0 < len(apart) < len(lines)
-    run_all([line for line in lines if line not in apart], desk)  # those of the guides run in the next test
+    run_all([line for line in lines if line not in apart], desk, **outside())  # those of the guides run in the next test
     (script,) = blocks(README, "python")
     done = subprocess.run(
         [sys.executable, "-c", script + "\nimport sys; assert 'torch' not in sys.modules"],
@@ -160,8 +177,8 @@ def test_the_lines_of_every_migration_guide_resume_in_the_engine_they_are_for(de
         assert all(len(v["losses"]) == 3 for v in verdicts)
 
 
-def test_every_command_of_the_reference_runs(desk: Path) -> None:
-    run_all(["ckpttool convert run/ckpt hf --to hf --config llama", *command_lines(CLI)], desk)
+def test_every_command_of_the_reference_runs(desk: Path, hub: Hub) -> None:
+    run_all(["ckpttool convert run/ckpt hf --to hf --config llama", *command_lines(CLI)], desk, **outside())
 
 
 def test_every_recipe_of_the_archive_guide_runs_as_it_stands_and_then_its_reader(
@@ -174,10 +191,32 @@ def test_every_recipe_of_the_archive_guide_runs_as_it_stands_and_then_its_reader
     s3 = moto()
     s3.environment(monkeypatch)
     s3.client().create_bucket(Bucket="models-archive", ObjectLockEnabledForBucket=True)
-    run_all(blocks(ARCHIVE, "sh"), desk, **{k: v for k, v in os.environ.items() if k.startswith("AWS_")})
+    run_all(blocks(ARCHIVE, "sh"), desk, **outside())
     (script,) = blocks(ARCHIVE, "python")
     done = subprocess.run([sys.executable, "-c", script], cwd=desk, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_recipe_of_the_guides_to_stores_and_to_the_hub_runs_as_it_stands(
+    desk: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    s3 = moto()
+    s3.environment(monkeypatch)
+    client = s3.client()
+    client.create_bucket(Bucket="models")
+    hub.upload("org/base", FIXTURES / "hf_llama" / "ckpt")
+    run_all(blocks(STORES, "sh"), desk, **outside())
+    names = [f"base_model.model.model.layers.0.self_attn.q_proj.lora_{k}.default.weight" for k in "AB"]
+    (desk / "lora").mkdir()
+    torch.save({"model": {names[0]: torch.ones(2, 8), names[1]: torch.ones(8, 2)}}, desk / "lora" / "step3.pt")
+    said = {"peft_type": "LORA", "base_model_name_or_path": "org/base", "task_type": "CAUSAL_LM", "r": 2}
+    (desk / "lora" / "adapter_config.json").write_text(json.dumps(said))
+    run_all(blocks(HUB, "sh"), desk, **outside())
+    found = client.list_objects_v2(Bucket="models")["Contents"]
+    assert {"from-the-hub/.metadata", "run7/step3/.metadata", "run7/step3.pt"} <= {o["Key"] for o in found}
+    assert hub.repos["org/llama-3"].private and {"bf16", "refs/pr/1"} <= hub.repos["org/llama-3"].refs.keys()
 
 
 def test_the_readme_shows_the_table_of_exit_codes() -> None:

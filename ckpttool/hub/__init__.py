@@ -1,0 +1,1 @@
+"""The Hugging Face Hub: `ckpttool push` and `ckpttool pull`."""

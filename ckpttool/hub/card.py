@@ -1,0 +1,168 @@
+"""README.md of a repository: its model card.
+
+A new card is YAML metadata, as huggingface_hub's ModelCardData writes it, a title, and our section. Of a card that exists
+nothing but our section is changed, byte for byte; where it has none, it is put at the end. The section lies between
+
+    <!-- ckpttool -->  ...  <!-- /ckpttool -->
+
+and says what the weights are, where they come from, how to load them and how to check them. Texts from a checkpoint
+are put on one line and cannot end the section, open a link or be HTML.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Facts", "base_model", "merged"]
+
+_BEGIN, _END = b"<!-- ckpttool -->", b"<!-- /ckpttool -->"
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+#: First parts of a path that nobody on the Hub is called by, and last parts that are steps of a run.
+_FOLDERS = re.compile(
+    r"models?|checkpoints?|ckpts?|data|datasets?|outputs?|out|results?|runs?|logs?|tmp|temp|home|mnt|scratch|work|workspace|"
+    r"experiments?|exp|saved?|weights|pretrained|local|cache|content|root|user|opt|var",
+    re.IGNORECASE,
+)
+_STEP = re.compile(r"(?:checkpoint|ckpt|step|iter|epoch|global_step)[-_]?\d+", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the section says. `dtypes` {dtype: parameters}; `digest` {component: root}; `training` whether all
+    state is there; `changed` whether tensors have other dtypes or names than in the checkpoint; `config` and `adapter` the config.json
+    and adapter_config.json that are pushed, {} where there are none."""
+
+    repo_id: str
+    version: str
+    layout: str
+    world_size: int | None
+    trainer: str | None
+    step: int | None
+    dtypes: dict[str, int]
+    digest: dict[str, str]
+    training: bool
+    changed: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+    adapter: dict[str, Any] = field(default_factory=dict)
+
+
+def base_model(facts: Facts) -> str | None:
+    """Id on the Hub of the model that this one was made from, as far as its config tells; never a path."""
+    import os
+
+    for found in (facts.adapter.get("base_model_name_or_path"), facts.config.get("_name_or_path")):
+        if isinstance(found, str) and _ID.fullmatch(found) and found != facts.repo_id and not os.path.exists(found):
+            first, last = found.split("/")
+            if not _FOLDERS.fullmatch(first) and not _STEP.fullmatch(last):
+                return found
+    return None
+
+
+def merged(existing: bytes | None, facts: Facts) -> bytes:
+    """README.md with our section as it is now."""
+    section = _section(facts).encode()
+    if existing is None:
+        return _head(facts).encode() + section + b"\n"
+    end = existing.find(_END)
+    begin = existing.rfind(_BEGIN, 0, end) if end >= 0 else -1
+    if begin >= 0:
+        return existing[:begin] + section + existing[end + len(_END) :]
+    gap = b"" if not existing else b"\n" if existing.endswith(b"\n") else b"\n\n"
+    return existing + gap + section + b"\n"
+
+
+def _head(facts: Facts) -> str:
+    from huggingface_hub import ModelCardData
+
+    peft, known = bool(facts.adapter), "model_type" in facts.config
+    data = ModelCardData(
+        library_name="peft" if peft else "transformers" if known else None,
+        tags=["ckpttool", *(["lora"] if facts.adapter.get("peft_type") == "LORA" else [])],
+        base_model=base_model(facts),
+    )
+    return f"---\n{data.to_yaml()}\n---\n\n# {facts.repo_id.split('/')[1]}\n\n"
+
+
+def _section(facts: Facts) -> str:
+    total = sum(facts.dtypes.values())
+    most = sorted(facts.dtypes, key=lambda d: -facts.dtypes[d])
+    dtypes = ", ".join(d if len(most) == 1 else f"{d} ({facts.dtypes[d]:,})" for d in most)
+    by = f", of {_plain(facts.trainer)}" if facts.trainer else ""
+    ranks = f" of {facts.world_size} ranks" if facts.world_size else ""
+    rows = [("parameters", f"{total:,}"), ("dtype", dtypes)]
+    if facts.step is not None:
+        rows.append(("training step", f"{facts.step:,}"))
+    rows.append(("made from", f"a checkpoint in the layout {_plain(facts.layout)}{ranks}{by}"))
+    rows += [(f"digest of {_plain(k)}", f"`blake3:{v}`") for k, v in facts.digest.items() if k != "all"]
+    if len(facts.digest) > 2:
+        rows.append(("digest of all", f"`blake3:{facts.digest['all']}`"))
+    rows.append(("written by", f"ckpttool {facts.version}"))
+    url = f"hf://{facts.repo_id}"
+    state = "the whole training state" if facts.training else "the weights (no optimizer state is here)"
+    return "\n".join(
+        [
+            _BEGIN.decode(),
+            "## Checkpoint",
+            "",
+            "| | |",
+            "|---|---|",
+            *(f"| {k} | {v} |" for k, v in rows),
+            "",
+            "To load it:",
+            "",
+            "```python",
+            *_loading(facts),
+            "```",
+            "",
+            *_checking(facts),
+            "",
+            f"To get {state} as a checkpoint of `torch.distributed.checkpoint` for 8 ranks:",
+            "",
+            "```",
+            f"ckpttool pull {url} CHECKPOINT --to dcp --world-size 8",
+            "```",
+            _END.decode(),
+        ]
+    )
+
+
+def _checking(facts: Facts) -> list[str]:
+    url = f"hf://{facts.repo_id}"
+    if facts.changed:
+        said, how = ["To check every tensor against the digests in `ckpttool.json`:"], "--read-data"
+    else:
+        said = [
+            "To check it against the checkpoint that it was made from, wherever that lies and whatever its layout is, tensor by",
+            "tensor (`ckpttool.json` holds the digest of each):",
+        ]
+        how = "--against CHECKPOINT"
+    return [*said, "", "```", f"ckpttool verify {url} {how}", "```"]
+
+
+def _loading(facts: Facts) -> list[str]:
+    repo = facts.repo_id
+    if facts.adapter:
+        name = {"CAUSAL_LM": "AutoPeftModelForCausalLM"}.get(str(facts.adapter.get("task_type")), "AutoPeftModel")
+        return [f"from peft import {name}", "", f'model = {name}.from_pretrained("{repo}")']
+    names = facts.config.get("architectures")
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else "AutoModel"
+    if name.endswith("ForCausalLM"):
+        name = "AutoModelForCausalLM"
+    if "model_type" in facts.config and name.isidentifier() and name.isascii():
+        return [f"from transformers import {name}", "", f'model = {name}.from_pretrained("{repo}", dtype="auto")']
+    return [
+        "from pathlib import Path",
+        "",
+        "from huggingface_hub import snapshot_download",
+        "from safetensors.torch import load_file",
+        "",
+        f'files = Path(snapshot_download("{repo}")).glob("*.safetensors")',
+        "tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}",
+    ]
+
+
+def _plain(text: str) -> str:
+    """A text from a file, for one cell of a table."""
+    return re.sub(r"[^\w .,:+/-]", "_", text, flags=re.ASCII)[:80]

@@ -1,0 +1,297 @@
+"""One model repository on the Hub, asked through huggingface_hub.
+
+All that is known of endpoint, token, proxy and retries is huggingface_hub's: HF_ENDPOINT, HF_TOKEN, `hf auth login`. What
+it says in exceptions becomes errors of errors.py that say what to do; what it says otherwise (its own progress, its
+retries, with URLs that are signed) is not shown. Questions are asked again after what passes; a commit is not, since it
+may have been done although no answer came.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from json import JSONDecodeError
+from typing import Any, NamedTuple, TypeVar
+
+from .. import remote
+from ..errors import CkpttoolError, RemoteError, UsageError
+
+__all__ = ["Conflict", "Known", "Passing", "Repository", "Sending", "State", "silence", "split"]
+
+T = TypeVar("T")
+
+_TRIES, _WAIT = 5, 0.5  # seconds before the second try, doubled before each further one
+_BATCH = 500  # paths in one question
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_TARGET = re.compile(rf"(?:hf://)?(?P<id>{_NAME}/{_NAME})(?:@(?P<revision>[^@\s]+))?/?")
+_OTHER_KINDS = ("datasets", "spaces", "buckets", "kernels", "models")
+
+
+class Conflict(RemoteError):
+    """Somebody else was faster."""
+
+
+class Passing(RemoteError):
+    """What may pass, and did not while it was tried."""
+
+
+class Known(NamedTuple):
+    """A file of a commit: bytes, SHA-256 where it is kept in LFS, and the name git has for it."""
+
+    size: int
+    sha256: str | None
+    oid: str
+
+
+class State(NamedTuple):
+    """A repository at one commit."""
+
+    private: bool
+    commit: str
+    files: dict[str, Known]
+
+
+class Sending(NamedTuple):
+    """One file to send: a file object, bytes or a path, with its size, first bytes and SHA-256 (hex)."""
+
+    name: str
+    what: Any
+    size: int
+    sample: bytes
+    sha256: str
+
+
+def split(text: str) -> tuple[str, str | None]:
+    """("org/name", revision) of "hf://org/name@revision" or "org/name".
+
+    Raises:
+        UsageError: it is neither.
+    """
+    found = _TARGET.fullmatch(text)
+    if not found or found["id"].split("/")[0] in _OTHER_KINDS or ".." in text or "--" in found["id"]:
+        raise UsageError(f"{remote.shown(text)!r} is no model repository; write hf://org/name or hf://org/name@branch.")
+    revision = found["revision"]
+    return found["id"], None if revision is None else revision.replace("%2F", "/").replace("%2f", "/")
+
+
+class Repository:
+    """A model repository, which need not exist."""
+
+    def __init__(self, repo_id: str) -> None:
+        from huggingface_hub import HfApi
+
+        self.repo_id, self.url = repo_id, f"hf://{repo_id}"
+        self.api: Any = HfApi(library_name="ckpttool")
+
+    @property
+    def page(self) -> str:
+        """Its address in a browser."""
+        return f"{remote.shown(self.api.endpoint)}/{self.repo_id}"
+
+    def ask(self, call: Callable[[], T], tries: int = _TRIES) -> T:
+        """What huggingface_hub gives.
+
+        Raises:
+            Conflict, Passing, RemoteError: with what to do. CkpttoolError: as it was raised within.
+        """
+        for k in range(tries):
+            try:
+                with silence():
+                    return call()
+            except (AssertionError, AttributeError, LookupError, TypeError):
+                raise  # a fault of ours
+            except Exception as e:
+                error = self._told(e)
+            if not isinstance(error, Passing) or k + 1 == tries:
+                raise error from None
+            time.sleep(_WAIT * 2**k)
+        raise AssertionError
+
+    def _told(self, e: Exception) -> CkpttoolError:
+        for inner in _chain(e):
+            if isinstance(inner, CkpttoolError):
+                return inner
+            if type(inner).__name__ == "OfflineModeIsEnabled":
+                return RemoteError(f"{self.url}: HF_HUB_OFFLINE is set, so the Hub is not asked. Unset it.")
+        kind, by = remote.judge(e)
+        if isinstance(e, JSONDecodeError):  # an answer that is no JSON is of something in between
+            kind = None
+        words, status = _words(by), getattr(getattr(by, "response", None), "status_code", None)
+        if kind is None and status == 429:
+            return Passing(
+                f"{self.url}: the Hub has had too many requests ({words}). Wait some minutes, then run the same command "
+                "again; what was sent is not sent again."
+            )
+        if kind is None:
+            return Passing(
+                f"{self.url}: the Hub at {remote.shown(self.api.endpoint)} does not answer ({words}). Check the network and "
+                "HF_ENDPOINT, then run the same command again; what was sent is not sent again."
+            )
+        if kind is remote.Conflict or status == 409:
+            return Conflict(
+                f"{self.url}: somebody else is writing to the repository ({words}). Run the same command again; what was "
+                "sent is not sent again."
+            )
+        if status == 401:
+            return RemoteError(
+                f"{self.url}: the Hub does not know who asks, or has no such repository for them ({words}). Log in with "
+                "`hf auth login` or set HF_TOKEN; a Hub of your own is named by HF_ENDPOINT."
+            )
+        if status == 403:
+            return RemoteError(
+                f"{self.url}: the token may not do that ({words}). Take one with write access to this repository "
+                "(`hf auth login`, HF_TOKEN), or give --pr, which proposes the files."
+            )
+        if kind is remote.Missing:
+            return remote.Missing(
+                f"{self.url}: there is no such thing, or the token may not see it ({words}). Check the name and the "
+                "revision; log in with `hf auth login` or set HF_TOKEN."
+            )
+        return RemoteError(f"{self.url}: the Hub refuses ({words}).")
+
+    # ----------------------------------------------------------------------------------------------------- questions
+
+    def look(self, revision: str | None = None) -> State | None:
+        """The repository at a revision; None where there is none of that name, as far as the token may see."""
+        try:
+            found = self.ask(lambda: self.api.repo_info(self.repo_id, revision=revision))
+        except remote.Missing:
+            return None
+        commit = str(found.sha)
+        listed = self.ask(lambda: list(self.api.list_repo_tree(self.repo_id, recursive=True, revision=commit)))
+        files = {
+            f.path: Known(f.size, f.lfs.sha256 if f.lfs else None, f.blob_id) for f in listed if hasattr(f, "blob_id")
+        }
+        return State(bool(found.private), commit, files)
+
+    def branches(self) -> set[str]:
+        """Names of its branches."""
+        return {b.name for b in self.ask(lambda: self.api.list_repo_refs(self.repo_id)).branches}
+
+    def read(self, name: str, commit: str, most_bytes: int) -> bytes:
+        """A small file of a commit."""
+        with remote.RemoteSource(f"{self.url}@{commit}") as source:
+            return source.read_all(name, most_bytes)
+
+    def known(self, names: Sequence[str], commit: str) -> dict[str, Known]:
+        """What a commit says of some files; those it has not are left out."""
+        out: dict[str, Known] = {}
+        for k in range(0, len(names), _BATCH):
+            part = list(names[k : k + _BATCH])
+            found = self.ask(lambda part=part: self.api.get_paths_info(self.repo_id, part, revision=commit))  # type: ignore[misc]
+            for f in found:
+                if hasattr(f, "blob_id"):
+                    out[f.path] = Known(f.size, f.lfs.sha256 if f.lfs else None, f.blob_id)
+        return out
+
+    # ------------------------------------------------------------------------------------------------------- actions
+
+    def create(self, private: bool) -> None:
+        """Make it."""
+        self.ask(lambda: self.api.create_repo(self.repo_id, private=private, exist_ok=True))
+
+    def branch(self, name: str) -> None:
+        """Make a branch, from the head of main."""
+        self.ask(lambda: self.api.create_branch(self.repo_id, branch=name, exist_ok=True))
+
+    def may_write(self, revision: str | None, pull: bool) -> None:
+        """Find out whether the token may send files: the first step of sending one, which goes no further.
+
+        Raises:
+            RemoteError: it may not.
+        """
+        from huggingface_hub import CommitOperationAdd
+
+        small = [CommitOperationAdd("ckpttool.json", b"{}")]
+        self.ask(lambda: self.api.preupload_lfs_files(self.repo_id, small, revision=revision, create_pr=pull))
+
+    def send(self, files: Sequence[Sending], revision: str | None, pull: bool, jobs: int) -> list[Any]:
+        """Send what the Hub keeps in LFS and does not have; gives the operations of a commit.
+
+        Raises:
+            Passing: it may be tried again; what was sent whole is there.
+        """
+        from huggingface_hub import CommitOperationAdd
+        from huggingface_hub.lfs import UploadInfo
+
+        class Add(CommitOperationAdd):
+            """A file whose hash is known: huggingface_hub would read all of it once more."""
+
+            def __post_init__(self) -> None:
+                file = by_name[self.path_in_repo]
+                self.upload_info = UploadInfo(sha256=bytes.fromhex(file.sha256), size=file.size, sample=file.sample)
+
+        by_name = {f.name: f for f in files}
+        adds = [Add(f.name, f.what) for f in files]
+        # the repository's .gitignore would leave files out silently; ours is empty
+        self.ask(
+            lambda: self.api.preupload_lfs_files(
+                self.repo_id, adds, revision=revision, create_pr=pull, num_threads=jobs, gitignore_content=""
+            ),
+            tries=3,
+        )
+        return adds
+
+    def commit(
+        self, adds: Sequence[Any], gone: Sequence[str], message: str, parent: str, revision: str | None, pull: bool
+    ) -> tuple[str, str | None]:
+        """(commit, address of the pull request) after one commit on top of `parent`.
+
+        Raises:
+            Conflict: there is another commit on top of it. Passing: no answer; it may have been done.
+        """
+        from huggingface_hub import CommitOperationDelete
+
+        operations = [*adds, *(CommitOperationDelete(n, is_folder=False) for n in gone)]
+        done = self.ask(
+            lambda: self.api.create_commit(
+                self.repo_id,
+                operations,
+                commit_message=message,
+                revision=revision,
+                create_pr=pull,
+                parent_commit=parent,
+            ),
+            tries=1,
+        )
+        return str(done.oid), done.pr_url
+
+
+def _chain(e: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while e is not None and id(e) not in seen:
+        seen.add(id(e))
+        yield e
+        e = e.__cause__ or e.__context__
+
+
+def _words(e: BaseException) -> str:
+    """What the Hub said, without what every such message says."""
+    text = remote.words(e)
+    text = re.sub(r"(Client|Server) error '(\d+ [^']*)' for url '[^']*'", r"\2", text)
+    text = re.sub(r" ?For more information check: \S+| ?\(Request ID: [^)]*\)", "", text)
+    text = re.sub(r"[. ]*Cannot access content at: \S+ Make sure your token has the correct permissions\.?", "", text)
+    return re.sub(r"(?<=[A-Za-z]) (?=[A-Z]\w+ \w)", ": ", text, count=1) if re.match(r"\d{3} ", text) else text
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """huggingface_hub shows no progress and logs nothing below an error: its retries are told with signed URLs."""
+    from huggingface_hub import utils
+
+    bars: Any = utils
+    logger, forced = logging.getLogger("huggingface_hub"), "HF_HUB_DISABLE_PROGRESS_BARS" in os.environ
+    level, shown = logger.level, not forced and not bars.are_progress_bars_disabled()
+    logger.setLevel(logging.ERROR)
+    if shown:
+        bars.disable_progress_bars()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if shown:
+            bars.enable_progress_bars()

@@ -1,0 +1,128 @@
+"""The first of two times that a source is read for a push: SHA-256 of every file, BLAKE3 of every tensor, in one pass.
+
+Files are hashed beside each other; for each, one thread reads ahead, one computes SHA-256 and one BLAKE3 of the same
+block. CRC32s that the source carries are checked with the bytes as they pass.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha1, sha256
+from typing import Any, NamedTuple
+
+from blake3 import blake3
+
+from ..conversion import Opened
+from ..errors import Interrupted
+from ..fill import Progress
+from ..stream import Reader, Sums
+from .virtual import Content
+
+__all__ = ["Hashed", "git_oid", "hash_contents", "hash_paths"]
+
+_LARGE = 64 << 10  # a block of fewer bytes is hashed faster than handed to another thread
+
+
+class Hashed(NamedTuple):
+    """A file that was read: its SHA-256, and the BLAKE3 of every tensor in it; hex."""
+
+    sha256: str
+    tensors: dict[str, str]
+
+
+def git_oid(data: bytes) -> str:
+    """The name that git gives to a file."""
+    return sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def hash_contents(
+    opened: Opened,
+    files: Sequence[Content],
+    jobs: int,
+    progress: Progress,
+    keep: Callable[[str, Hashed], None],
+) -> dict[str, Hashed]:
+    """{file: its hashes}; `keep` is told of each file when it is done.
+
+    Raises:
+        Corrupt, SourceChanged: the source is damaged, or was written to meanwhile.
+    """
+    ckpt = opened.checkpoint
+    sums = Sums(ckpt.records)
+    total, passed, lock, stop = sum(f.source_bytes for f in files), 0, threading.Lock(), threading.Event()
+
+    def count(n: int) -> None:
+        nonlocal passed
+        if stop.is_set():
+            raise Interrupted("the hashing was stopped.")
+        with lock:
+            passed += n
+            progress("hash", passed, total)
+
+    def one(content: Content) -> Hashed:
+        done = _hash(content, sums, count)
+        with lock:
+            keep(content.name, done)
+        return done
+
+    with ThreadPoolExecutor(max(1, min(jobs, len(files))), "ckpttool-hash") as pool:
+        try:
+            out = dict(zip([f.name for f in files], pool.map(one, files), strict=True))
+        except BaseException:
+            stop.set()
+            raise
+    if next(sums.unfinished(), None) is not None:
+        reader = Reader(opened.source, ckpt.files, ckpt.records)
+        reader.sums = sums
+        reader.finish()
+    return out
+
+
+def _hash(content: Content, sums: Sums, count: Callable[[int], None]) -> Hashed:
+    whole, tensors = sha256(content.head), {}
+    part: Any = None
+    with ThreadPoolExecutor(1, "ckpttool-sha256") as helper:
+        for block in content.blocks(sums=sums) if content.jobs else ():
+            part = part or blake3()
+            if len(block.data) >= _LARGE:
+                other = helper.submit(whole.update, block.data)
+                part.update(block.data)
+                other.result()
+            else:
+                whole.update(block.data)
+                part.update(block.data)
+            if block.last:
+                tensors[block.name] = part.hexdigest()
+                part = None
+            n = block.source_bytes
+            block.release()
+            count(n)
+    return Hashed(whole.hexdigest(), tensors)
+
+
+def hash_paths(paths: dict[str, str], jobs: int, progress: Progress) -> dict[str, str]:
+    """{file: SHA-256 hex} of files on the disk, {file: path}."""
+    total, passed, lock, stop = sum(map(os.path.getsize, paths.values())), 0, threading.Lock(), threading.Event()
+
+    def one(path: str) -> str:
+        nonlocal passed
+        whole, buffer = sha256(), memoryview(bytearray(4 << 20))
+        with open(path, "rb", buffering=0) as f:
+            while n := f.readinto(buffer):
+                if stop.is_set():
+                    raise Interrupted("the hashing was stopped.")
+                whole.update(buffer[:n])
+                with lock:
+                    passed += n
+                    progress("hash", passed, total)
+        return whole.hexdigest()
+
+    with ThreadPoolExecutor(max(1, min(jobs, len(paths))), "ckpttool-hash") as pool:
+        try:
+            return dict(zip(paths, pool.map(one, paths.values()), strict=True))
+        except BaseException:
+            stop.set()
+            raise

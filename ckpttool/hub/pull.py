@@ -1,0 +1,101 @@
+"""pull: a repository on the Hub becomes a checkpoint for training, by ranged reads, without a copy of its files.
+
+The revision is resolved to one commit first, and everything is read of that. Where the repository holds the ckpttool.json
+of a push, the digest of every tensor is compared with it, if it speaks of the weights that lie there: the SHA-256 of
+each file that the Hub tells is the one that ckpttool.json lists. If not, somebody has put other weights there since.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .. import conversion, remote
+from ..conversion import RECORD, Result
+from ..errors import Corrupt
+from ..fill import Progress, silent
+from .client import Known, Repository, State, silence, split
+
+__all__ = ["Pulled", "pull"]
+
+_MOST_BYTES = 1 << 30
+
+
+@dataclass
+class Pulled:
+    """What a pull did."""
+
+    url: str
+    commit: str
+    compared: int  # tensors whose digest was recorded when they were pushed, and is that
+    notes: list[str]
+    result: Result
+
+
+def pull(
+    repository: str,
+    dst: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    to: str | None = "dcp",
+    progress: Progress = silent,
+    **how: Any,
+) -> Pulled:
+    """Make a checkpoint of what a model repository holds; `how` are the arguments of `conversion.convert`.
+
+    Raises:
+        Corrupt: a tensor does not have the digest that was recorded of it. CkpttoolError: one of errors.py; the
+            destination is as it was before.
+    """
+    repo_id, named = split(repository)
+    hub = Repository(repo_id)
+    state = hub.look(revision or named)
+    if state is None:
+        at = f"@{revision or named}" if revision or named else ""
+        raise remote.Missing(
+            f"hf://{repo_id}{at}: there is no such repository or revision, or the token may not see it. Check the name; log in "
+            "with `hf auth login` or set HF_TOKEN."
+        )
+    notes: list[str] = []
+    expected = _expected(hub, state, notes)
+    with silence():
+        result = conversion.convert(
+            f"{hub.url}@{state.commit}", dst, to=to, expected=expected, progress=progress, **how
+        )
+    if set(result.digest) == {"all", "model"}:
+        notes.append("the repository holds weights and nothing else: training from here starts the optimizer anew")
+    return Pulled(hub.url, state.commit, len(expected), notes, result)
+
+
+def _expected(hub: Repository, state: State, notes: list[str]) -> dict[str, str]:
+    """{tensor: digest} that a push recorded of the weights that lie there; {} with a note where they are not known."""
+    if RECORD not in state.files:
+        notes.append(
+            f"{hub.url} has no {RECORD}, so there are no digests to compare with; it was not pushed by ckpttool"
+        )
+        return {}
+    try:
+        record = json.loads(hub.read(RECORD, state.commit, _MOST_BYTES))
+        files, tensors = record["files"], {str(n): str(t[2]) for n, t in record["tensors"].items()}
+        other = _other(files, state.files)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, Corrupt):
+        notes.append(f"{RECORD} in the repository is not what a push writes; digests were not compared")
+        return {}
+    if other is not None:
+        notes.append(
+            f"{other} is not the file that {RECORD} speaks of: it was changed after the push. Digests were not compared"
+        )
+        return {}
+    return tensors
+
+
+def _other(listed: Mapping[str, Any], there: Mapping[str, Known]) -> str | None:
+    """The first file of weights that is not as it was when it was pushed."""
+    for name in sorted(n for n in {*listed, *there} if n.endswith(".safetensors")):
+        said, known = listed.get(name), there.get(name)
+        if said is None or known is None or known.sha256 != said["sha256"] or known.size != said["bytes"]:
+            return name
+    return None

@@ -1,0 +1,510 @@
+"""push: any layout becomes a repository on the Hub that from_pretrained loads, without a copy on the disk.
+
+    plan -> screen -> repository -> hash -> look, card, ckpttool.json -> send -> one commit -> check
+
+The draft of the hf layout says which bytes each file will have. They are read twice: once for hashes, which the Hub wants
+before it takes a byte (SHA-256) and which ckpttool.json records (BLAKE3 of every tensor), and once while they are sent.
+The hashes are kept (journal.py), so a push that was cut goes on: it hashes nothing again and sends the files that the Hub
+does not have whole. With a staging folder the draft is written to the disk first, and the files of that folder are sent,
+by Xet where the Hub has it.
+
+Refusals come first: what cannot be written, what must not be pushed, and what the token may not do are found out before
+the source is read. Everything becomes visible by one commit on top of the commit that was looked at; where another one
+came in between, all is looked at again. Afterwards the Hub is asked for the hash of every file at the new commit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any, TypeVar
+
+from .. import conversion
+from .._version import __version__
+from ..conversion import RECORD, Opened
+from ..draft import Draft
+from ..errors import Corrupt, DestinationExists, Differs, Interrupted, UsageError
+from ..fill import Progress, silent
+from ..layouts import Layout
+from ..names import counted
+from ..stream import Effort
+from . import card, screening
+from .client import Conflict, Known, Passing, Repository, Sending, State, split
+from .hashing import Hashed, git_oid, hash_contents, hash_paths
+from .journal import Journal
+from .virtual import Content, VirtualFile, contents
+
+__all__ = ["Pushed", "preview", "push"]
+
+T = TypeVar("T")
+
+_CARD = "README.md"
+_ROUNDS = 3  # times that all is looked at anew when somebody else commits meanwhile
+_STALE = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|training_state/.+")
+_PICKLES = re.compile(r".+\.(bin|pt|pth|ckpt|pkl|pickle)")
+_MOST_CARD_BYTES = 8 << 20
+
+
+@dataclass
+class Pushed:
+    """What a push did, or would do. Names of files are sorted; bytes are those on the Hub."""
+
+    source: str
+    layout_from: str
+    url: str
+    revision: str | None
+    private: bool
+    created: bool  # whether the repository was made
+    commit: str | None = None  # None where nothing was committed
+    page: str | None = None  # of the commit or of the pull request
+    files: dict[str, int] = field(default_factory=dict)  # {name: bytes} of all that belong to the push
+    sent: dict[str, int] = field(default_factory=dict)  # those whose bytes went over the network, or would
+    there: list[str] = field(default_factory=list)  # those that the Hub had
+    deleted: list[str] = field(default_factory=list)
+    digest: dict[str, str] = field(default_factory=dict)
+    dropped: list[tuple[str, int, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file as it shall be: its bytes are `data`, at `path`, or those of a content."""
+
+    name: str
+    size: int
+    sha256: str
+    data: bytes | None = None
+    path: str | None = None
+    content: Content | None = None
+
+    def same(self, known: Known | None) -> bool:
+        """Whether it is what a commit has."""
+        if known is None or known.size != self.size:
+            return False
+        return known.sha256 == self.sha256 if known.sha256 is not None else known.oid == self.oid()
+
+    def oid(self) -> str:
+        """Its name in git, of a file that the Hub keeps there: a small one."""
+        if self.data is not None:
+            return git_oid(self.data)
+        if self.path is not None:
+            with open(self.path, "rb") as f:
+                return git_oid(f.read())
+        assert self.content is not None
+        with VirtualFile(self.content) as f:
+            return git_oid(f.read())
+
+    def sample(self) -> bytes:
+        """Its first 512 bytes, by which the Hub tells texts from others."""
+        if self.path is not None:
+            with open(self.path, "rb") as f:
+                return f.read(512)
+        if self.data is None:
+            assert self.content is not None
+            return self.content.head[:512]
+        return self.data[:512]
+
+
+def preview(src: str, target: str, **options: Any) -> Pushed:
+    """What `push` with the same arguments would do; asks the Hub, reads no tensor, sends and makes nothing.
+
+    Raises:
+        CkpttoolError: what `push` would raise before it reads the source.
+    """
+    with _Push(src, target, **options) as run:
+        return run.preview()
+
+
+def push(src: str, target: str, *, stage: str | None = None, progress: Progress = silent, **options: Any) -> Pushed:
+    """Push a checkpoint, in any layout, to a model repository.
+
+    Args:
+        target: "hf://org/name", with "@branch" where that is not main.
+        stage: a folder to write the files to first.
+        revision: a branch, which is made where it is missing.
+        public: whether a new repository, or an existing one, is public.
+        pull: whether to open a pull request instead of a commit on the branch.
+        message: title of the commit.
+        jobs: files that are hashed, and sent, at the same time.
+        The others are those of `conversion.plan`.
+
+    Raises:
+        CkpttoolError: one of errors.py. Before the commit nothing in the repository has changed, but that it, or the
+        branch, may have been made. Differs: the Hub does not have what was sent.
+    """
+    with _Push(src, target, **options) as run:
+        return run.push(stage, progress)
+
+
+class _Push:
+    def __init__(
+        self, src: str, target: str, *, revision: str | None = None, public: bool = False, pull: bool = False,
+        message: str | None = None, jobs: int = 4, **how: Any,
+    ) -> None:  # fmt: skip
+        if jobs < 1:
+            raise UsageError(f"--jobs {jobs}: at least 1.")
+        repo_id, named = split(target)
+        if named and revision and named != revision:
+            raise UsageError(f"{target} names the revision {named}, --revision {revision}; give one of them.")
+        self.src, self.repo_id, self.revision = src, repo_id, revision or named
+        self.public, self.pull, self.message, self.jobs = public, pull, message, jobs
+        self.how = {k: v for k, v in how.items() if v is not None}
+        self.opened: Opened
+        self.draft: Draft
+        self.layout: Layout
+        self.opened, self.draft, self.layout = conversion.plan(src, f"{repo_id}/", to="hf", **self.how)
+        try:
+            self.files = contents(self.opened, self.draft, Effort(1))
+            screening.screen((c.name, c.head) for c in self.files if not c.jobs)
+            self.repository = Repository(repo_id)
+        except BaseException:
+            self.opened.source.close()
+            raise
+        ckpt = self.opened.checkpoint
+        self.notes = [*ckpt.notes, *self.draft.notes]
+        self.adapter = bool(how.get("adapter"))
+        self.made: str | None = None  # the commit, once it is there
+
+    def __enter__(self) -> _Push:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.opened.source.close()
+
+    # ------------------------------------------------------------------------------------------------- two answers
+
+    def preview(self) -> Pushed:
+        """All that can be told without reading tensors or sending anything."""
+        state = self.allowed(self.repository.look())
+        if state is not None and self.needs_branch():
+            self.notes.append(f"the branch {self.revision} would be made")
+        elif state is not None and self.revision:
+            state = self.repository.look(self.revision)
+        out = self.outcome(state, state is None)
+        out.files = {c.name: c.size for c in self.files}
+        journal = self.journal()
+        for c in self.files:
+            known = state.files.get(c.name) if state else None
+            hashed = journal.files.get(c.name) if c.jobs else Hashed(sha256(c.head).hexdigest(), {})
+            if hashed and _File(c.name, c.size, hashed.sha256, content=c).same(known):
+                out.there.append(c.name)
+            else:
+                out.sent[c.name] = c.size
+        self.look_around(state, out)
+        return out
+
+    def push(self, stage: str | None, progress: Progress) -> Pushed:
+        """Do it."""
+        state = self.allowed(self.repository.look())
+        created = state is None
+        if created:
+            self.repository.create(private=not self.public)
+        if self.needs_branch():
+            assert self.revision is not None
+            self.repository.branch(self.revision)
+        if not created:
+            self.repository.may_write(self.revision, self.pull)
+        try:
+            weights, record = self.staged(stage, progress) if stage is not None else self.hashed(progress)
+            return self.rounds(weights, record, created, progress)
+        except KeyboardInterrupt:
+            if self.made is not None:
+                raise Interrupted(
+                    f"interrupted; {self.repository.url} has the commit {self.made}, but it was not checked. Run the same "
+                    "command again for that."
+                ) from None
+            raise Interrupted(
+                f"interrupted; {self.repository.url} has no new commit. Run the same command again: what was hashed and sent "
+                "whole is not hashed and sent again."
+            ) from None
+
+    # -------------------------------------------------------------------------------------------------- the repository
+
+    def allowed(self, state: State | None) -> State | None:
+        """The repository as it is, if it may be pushed to.
+
+        Raises:
+            UsageError: its visibility is not the one that was asked for.
+        """
+        url = self.repository.url
+        if state is not None and not state.private and not self.public:
+            raise UsageError(
+                f"{url} is public: everybody could read what is pushed. Give --public if that is meant, or push to another "
+                "repository; a new one is private."
+            )
+        if state is not None and state.private and self.public:
+            raise UsageError(
+                f"{url} is private, and a push does not change that. Push without --public, then make it public: `hf repos "
+                f"settings {self.repo_id} --public`, or {self.repository.page}/settings."
+            )
+        return state
+
+    def needs_branch(self) -> bool:
+        """Whether the branch has to be made.
+
+        Raises:
+            UsageError: the revision is no branch and cannot become one.
+        """
+        if self.revision in (None, "main") or str(self.revision).startswith("refs/pr/"):
+            return False
+        if re.fullmatch(r"[0-9a-f]{40}", str(self.revision)) or str(self.revision).startswith("refs/"):
+            raise UsageError(
+                f"--revision {self.revision}: give the name of a branch; a commit cannot be added to this."
+            )
+        return self.revision not in self.repository.branches()
+
+    def look_around(self, state: State | None, out: Pushed) -> None:
+        """Name what disturbs in the repository: weights of another push are deleted, pickles are not."""
+        if state is None:
+            return
+        out.deleted = self.stale(state)
+        pickles = sorted(n for n in state.files if _PICKLES.fullmatch(n))
+        if pickles:
+            out.notes.append(
+                f"{self.repository.url} holds pickles, which run code where they are loaded, and which this push leaves there: "
+                f"{_names(pickles)}"
+            )
+        if not self.adapter and "adapter_config.json" in state.files:
+            out.notes.append(
+                "adapter_config.json lies in the repository: from_pretrained would load that adapter on top of the weights"
+            )
+        others = sorted(
+            n for n in state.files
+            if n.endswith(".safetensors") and "/" not in n and n not in out.files and n not in out.deleted
+        )  # fmt: skip
+        if others:
+            out.notes.append(f"other weights lie in the repository and stay there: {_names(others)}")
+
+    def stale(self, state: State) -> list[str]:
+        """Weights that are there and do not belong to these."""
+        own = {c.name for c in self.files}
+        return sorted(n for n in state.files if n not in own and not self.adapter and _STALE.fullmatch(n))
+
+    # ------------------------------------------------------------------------------------------------------- hashes
+
+    def journal(self) -> Journal:
+        """What earlier runs found out of the same files with the same options."""
+        return Journal(conversion.plan_id(self.opened.source, self.draft, self.layout, {"push": 1, **self.how}))
+
+    def hashed(self, progress: Progress) -> tuple[list[_File], dict[str, Any]]:
+        """(every file of the draft, what ckpttool.json says)."""
+        journal = self.journal()
+        missing = [c for c in self.files if c.name not in journal.files]
+        if missing:
+            hash_contents(self.opened, missing, self.jobs, progress, journal.hashed)
+        if journal.record is None:
+            found: dict[str, str] = {}
+            for c in self.files:
+                found |= journal.files[c.name].tensors
+            found |= {name: found[other] for name, other in self.draft.same.items()}
+            effort = Effort(self.jobs)
+            wanted, digests = conversion.settled(self.opened, self.draft, found, self.how, None, progress, effort)
+            record = conversion.record(self.opened.checkpoint, self.draft, wanted, digests, self.opened.source.commit)
+            journal.settled(record)
+        else:
+            self.opened.source.unchanged()
+        assert journal.record is not None
+        files = [
+            _File(c.name, c.size, journal.files[c.name].sha256, content=c)
+            if c.jobs
+            else _File(c.name, c.size, journal.files[c.name].sha256, data=c.head)
+            for c in self.files
+        ]
+        return files, journal.record
+
+    def staged(self, stage: str, progress: Progress) -> tuple[list[_File], dict[str, Any]]:
+        """The same, of files that were written to a folder; one that an earlier run wrote is taken as it is."""
+        journal, folder = self.journal(), os.path.abspath(stage)
+        paths = {c.name: os.path.join(folder, c.name) for c in self.files}
+        known = journal.staged.get(folder)
+        if known is None or not _unchanged(folder, known):
+            if os.path.lexists(folder):
+                raise DestinationExists(
+                    f"--stage {stage} exists and is not what an earlier run of this push left there. Give a folder that does not "
+                    "exist, or remove it."
+                )
+            conversion.convert(self.src, folder, to="hf", progress=progress, jobs=min(self.jobs, 4), **self.how)
+            with open(os.path.join(folder, RECORD), "rb") as f:
+                record = json.load(f)
+            sums = hash_paths(paths, self.jobs, progress)
+            known = {
+                "files": {n: [sums[n], os.stat(p).st_size, os.stat(p).st_mtime_ns] for n, p in paths.items()},
+                "record": record,
+            }
+            journal.stage(folder, known)
+        return [_File(n, known["files"][n][1], known["files"][n][0], path=p) for n, p in paths.items()], known["record"]
+
+    # ------------------------------------------------------------------------------------------------------- sending
+
+    def rounds(self, weights: Sequence[_File], record: dict[str, Any], created: bool, progress: Progress) -> Pushed:
+        """Look, send, commit; anew where somebody else commits in between, or no answer came."""
+        sent: dict[str, int] = {}
+        for k in range(_ROUNDS):
+            state = self.repository.look(self.revision)
+            if state is None:
+                raise Corrupt(f"{self.repository.url} is gone; somebody has removed it meanwhile.")
+            files = self.complete(weights, record, state)
+            out = self.outcome(state, created)
+            out.digest, out.files = record["digest"], {f.name: f.size for f in files}
+            self.look_around(state, out)
+            changed = [f for f in files if not f.same(state.files.get(f.name))]
+            out.sent = {f.name: f.size for f in files if f.name in sent}
+            if not changed and not out.deleted:
+                if sent:  # the commit had been done, only the answer was lost
+                    out.commit, out.page = state.commit, f"{self.repository.page}/commit/{state.commit}"
+                    self.check(files, state.commit)
+                out.there = sorted(f.name for f in files if f.name not in out.sent)
+                return out
+            try:
+                adds = self.send(changed, sent, progress)
+                self.opened.source.unchanged()
+                message = self.message or self.title(record)
+                done = self.repository.commit(adds, out.deleted, message, state.commit, self.revision, self.pull)
+            except (Conflict, Passing) as e:
+                if k + 1 == _ROUNDS or (self.pull and isinstance(e, Passing)):
+                    raise
+                continue
+            out.commit, pull = done
+            self.made = out.commit
+            out.page = pull or f"{self.repository.page}/commit/{out.commit}"
+            out.sent = {f.name: f.size for f in files if f.name in sent}
+            out.there = sorted(f.name for f in files if f.name not in sent)
+            self.check(files, out.commit)
+            return out
+        raise AssertionError
+
+    def send(self, changed: Sequence[_File], sent: dict[str, int], progress: Progress) -> list[Any]:
+        """Operations of a commit, whose large files are on the Hub; {name: bytes} of what went there is put into `sent`."""
+        total, passed, lock = sum(f.size for f in changed if f.data is None), 0, threading.Lock()
+
+        def count(n: int) -> None:
+            nonlocal passed
+            with lock:
+                passed += n
+                progress("upload", passed, total)
+
+        stop, sending = threading.Event(), []
+        opened: dict[str, VirtualFile] = {}
+        for f in changed:
+            if f.content is not None:
+                opened[f.name] = VirtualFile(f.content, count, stop)
+            what = f.path or f.data if f.content is None else opened[f.name]
+            sending.append(Sending(f.name, b"" if what is None else what, f.size, f.sample(), f.sha256))
+        try:
+            send = self.repository.send
+            adds = _stoppable(lambda: send(sending, self.revision, self.pull, self.jobs), stop)
+        finally:
+            for name, file in opened.items():
+                if file.furthest:
+                    sent[name] = file.content.size
+        sent.update((f.name, f.size) for f in changed if f.content is None)
+        if passed < total:
+            progress("upload", total, total)
+        return adds
+
+    def complete(self, weights: Sequence[_File], record: Mapping[str, Any], state: State) -> list[_File]:
+        """All files: those of the draft, the card, and ckpttool.json, which lists the others."""
+        data = self.card(record, state)
+        listed = {f.name: {"sha256": f.sha256, "bytes": f.size} for f in weights}
+        said = {**record, "files": listed}
+        if RECORD in state.files:
+            try:
+                old = json.loads(self.repository.read(RECORD, state.commit, 1 << 30))
+                if isinstance(old, dict) and {**old, "created": None} == {**said, "created": None}:
+                    said["created"] = old["created"]  # the same push, only later
+            except (ValueError, Corrupt):
+                pass  # damaged: it is replaced
+        text = conversion.encoded(said)
+        extra = {_CARD: data, RECORD: text}
+        return [*weights, *(_File(n, len(d), sha256(d).hexdigest(), data=d) for n, d in extra.items())]
+
+    def card(self, record: Mapping[str, Any], state: State) -> bytes:
+        """README.md as it shall be."""
+        old = self.repository.read(_CARD, state.commit, _MOST_CARD_BYTES) if _CARD in state.files else None
+        dtypes: dict[str, int] = {}
+        for t in self.draft.checkpoint.tensors.values():
+            if t.path[0] == "model":
+                dtypes[t.dtype] = dtypes.get(t.dtype, 0) + t.numel
+        ckpt, tensors = self.opened.checkpoint, self.draft.checkpoint.tensors
+        cast = any(tensors[n].dtype != t.dtype for n, t in self.draft.sources.items() if n in tensors)
+        configs = {c.name: _object(c.head) for c in self.files if c.name in ("config.json", "adapter_config.json")}
+        facts = card.Facts(
+            self.repo_id, __version__, ckpt.layout, ckpt.world_size, ckpt.trainer, counted(ckpt.value), dtypes,
+            record["digest"], bool(self.how.get("training")), cast or self.adapter, configs.get("config.json", {}),
+            configs.get("adapter_config.json", {}) if self.adapter else {},
+        )  # fmt: skip
+        return card.merged(old, facts)
+
+    def title(self, record: Mapping[str, Any]) -> str:
+        """Of a commit that was given none."""
+        step = counted(self.opened.checkpoint.value)
+        return f"ckpttool push of {record['source']['name']}" + ("" if step is None else f", step {step}")
+
+    def check(self, files: Sequence[_File], commit: str) -> None:
+        """The commit has what was pushed, as the Hub tells it.
+
+        Raises:
+            Differs: it has not.
+        """
+        there = self.repository.known([f.name for f in files], commit)
+        for f in files:
+            known = there.get(f.name)
+            if not f.same(known):
+                is_there = "is missing" if known is None else f"has {known.size} bytes and {_hash(known)}"
+                raise Differs(
+                    f"{self.repository.url}: {f.name} {is_there} at commit {commit}, but {f.size} bytes with SHA-256 {f.sha256} "
+                    "were pushed. Do not use that commit; run the same command again, and tell those who run the Hub if it "
+                    "stays so."
+                )
+
+    def outcome(self, state: State | None, created: bool) -> Pushed:
+        """A result with what is known before anything is done."""
+        return Pushed(
+            self.opened.source.root, self.opened.layout.name, self.repository.url, self.revision,
+            state.private if state else not self.public, created,
+            dropped=[(d.name, d.nbytes, d.why) for d in self.draft.dropped], notes=list(self.notes),
+        )  # fmt: skip
+
+
+def _stoppable(call: Callable[[], T], stop: threading.Event) -> T:
+    """What a call in another thread gives; `stop` is set when we are interrupted meanwhile, and the call is waited for."""
+    with ThreadPoolExecutor(1, "ckpttool-push") as pool:
+        try:
+            return pool.submit(call).result()
+        except BaseException:
+            stop.set()
+            raise
+
+
+def _hash(known: Known) -> str:
+    return f"SHA-256 {known.sha256}" if known.sha256 else f"git blob {known.oid}"
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f", ... ({len(names)} files)" if len(names) > 5 else "")
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _unchanged(folder: str, known: Mapping[str, Any]) -> bool:
+    """Whether the files of a staging folder are those that were hashed."""
+    try:
+        for name, (_, size, when) in known["files"].items():
+            st = os.stat(os.path.join(folder, name))
+            if (st.st_size, st.st_mtime_ns) != (size, when):
+                return False
+    except (OSError, KeyError, TypeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,189 @@
+"""Files that are nowhere: each gives the bytes of one file of a draft, read from the source while they are asked for.
+
+A `Content` is one file of a draft in the hf layout: literal bytes, then whole tensors, row-major, one behind the other
+without a gap. `VirtualFile` is a file object over it. Reading goes on where the last read ended and runs ahead of it;
+only a read from somewhere else begins a new stream, so `seek` and `tell`, of which clients do many, cost nothing. A
+stream begins with the block that holds its first byte; a tensor in compressed chunks is unfolded from its beginning.
+
+What bounds memory: the buffers of one `stream.Reader` for each file that is being read. Nothing is written anywhere.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from ..conversion import Opened
+from ..draft import Draft
+from ..errors import Interrupted
+from ..index import ITEMSIZE
+from ..stream import Block, Effort, Job, Reader, Sums
+
+__all__ = ["Content", "VirtualFile", "contents"]
+
+
+@dataclass
+class Content:
+    """What one file of a draft holds: `head`, then the tensors of `jobs`, which begin at the bytes `starts`."""
+
+    name: str
+    size: int
+    head: bytes
+    opened: Opened
+    effort: Effort
+    jobs: list[Job] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes that are read from the source for it."""
+        return sum(job.entry.nbytes for job in self.jobs)
+
+    def blocks(self, index: int = 0, first: int = 0, sums: Sums | None = None) -> Iterator[Block]:
+        """Blocks of the tensors from number `index` on, from about its element `first`; CRC32s of the source are noted in
+        `sums`, where many streams share them.
+
+        Raises:
+            Corrupt, SourceChanged: as `stream.Reader.blocks`.
+        """
+        ckpt = self.opened.checkpoint
+        reader = Reader(self.opened.source, ckpt.files, ckpt.records, self.effort)
+        if sums is not None:
+            reader.sums = sums
+        return reader.blocks(self.jobs[index:], first)
+
+
+def contents(opened: Opened, draft: Draft, effort: Effort) -> list[Content]:
+    """The files of a draft, in its order."""
+    if draft.before or draft.after or draft.tail or any(f.coded for f in draft.files):
+        raise AssertionError("the hf layout has nothing around tensors")
+    out = [Content(f.name, f.size, f.first_bytes(), opened, effort) for f in draft.files]
+    at = [len(c.head) for c in out]
+    for name, entry in draft.checkpoint.tensors.items():
+        if name in draft.same:
+            continue
+        ((_, shape, extent, *_),) = entry.chunks
+        content = out[extent.file]
+        if extent.offset != at[extent.file] or shape != entry.shape:
+            raise AssertionError(f"{name} lies at byte {extent.offset} of {content.name}, not {at[extent.file]}")
+        content.jobs.append(Job(name, draft.sources[name], entry.dtype, False))
+        content.starts.append(extent.offset)
+        at[extent.file] += extent.length
+    for content, end in zip(out, at, strict=True):
+        if end != content.size:
+            raise AssertionError(f"{content.name} ends at byte {end}, not {content.size}")
+    return out
+
+
+class VirtualFile(io.BufferedIOBase):
+    """A file object over a content; for one thread at a time.
+
+    `passed(n)` is told of every n bytes that were read for the first time; once `stop` is set, reads raise Interrupted.
+    """
+
+    def __init__(
+        self, content: Content, passed: Callable[[int], None] = lambda n: None, stop: threading.Event | None = None
+    ) -> None:
+        self.content, self.name = content, content.name
+        self.furthest = 0  # end of what was read so far
+        self._passed, self._stop = passed, stop
+        self._at = 0  # where the next read begins
+        self._here = -1  # where the stream stands; -1 where there is none
+        self._stream: Iterator[Block] | None = None
+        self._block: Block | None = None
+        self._rest = memoryview(b"")  # of the block
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seekable(self) -> bool:
+        """Yes."""
+        return True
+
+    def tell(self) -> int:
+        """Where the next read begins."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Let the next read begin there; reads nothing."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.content.size}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Exactly `size` bytes, fewer only at the end.
+
+        Raises:
+            Corrupt, SourceChanged: the source is damaged, or another one by now. Interrupted: it was stopped.
+        """
+        left = max(0, self.content.size - self._at)
+        n = left if size is None or size < 0 else min(size, left)
+        pieces: list[bytes] = []
+        while n:
+            if self._stop is not None and self._stop.is_set():
+                raise Interrupted("the upload was stopped.")
+            pieces.append(piece := self._some(n))
+            self._at += len(piece)
+            n -= len(piece)
+        if self._at > self.furthest:
+            self._passed(self._at - self.furthest)
+            self.furthest = self._at
+        if self._at >= self.content.size:
+            self._end()
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def read1(self, size: int = -1, /) -> bytes:
+        """As `read`."""
+        return self.read(size)
+
+    def _some(self, most: int) -> bytes:
+        """Bytes from where the next read begins, at least one."""
+        if self._at < len(self.content.head):
+            return self.content.head[self._at : self._at + most]
+        if self._here != self._at:
+            self._begin()
+        while not len(self._rest):
+            self._next()
+        out = bytes(self._rest[:most])
+        self._rest = self._rest[len(out) :]
+        self._here += len(out)
+        return out
+
+    def _begin(self) -> None:
+        """A stream that stands where the next read begins."""
+        self._end()
+        index = bisect_right(self.content.starts, self._at) - 1
+        item = ITEMSIZE[self.content.jobs[index].dtype]
+        self._stream = self.content.blocks(index, (self._at - self.content.starts[index]) // item)
+        block = self._next()
+        here = self.content.starts[index] + block.first * item
+        while here + len(self._rest) <= self._at:
+            here += len(self._rest)
+            self._next()
+        self._rest = self._rest[self._at - here :]
+        self._here = self._at
+
+    def _next(self) -> Block:
+        if self._block is not None:
+            self._rest = memoryview(b"")
+            self._block.release()
+        assert self._stream is not None
+        self._block = next(self._stream)
+        self._rest = self._block.data
+        return self._block
+
+    def _end(self) -> None:
+        """Give up the stream, and its buffers."""
+        stream, self._stream, self._block, self._rest, self._here = self._stream, None, None, memoryview(b""), -1
+        if stream is not None:
+            stream.close()  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Give up the stream."""
+        self._end()
+        super().close()
