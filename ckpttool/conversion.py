@@ -286,7 +286,9 @@ def plan(
         ckpt = opened.locate()
         if adapter:
             if training or target.name != "hf":
-                raise UsageError("--adapter writes an hf folder with the adapter alone: no other --to, no --include-optimizer.")
+                raise UsageError(
+                    "--adapter writes an hf folder with the adapter alone: no other --to, no --include-optimizer."
+                )
             ckpt = opened.checkpoint = adapters.alone(ckpt, modelfiles.adapter(opened.source, config, [])[0])
         if training and target.name != "hf":
             raise UsageError(f"--include-optimizer is of hf; {target.name} always holds the optimizer.")
@@ -412,6 +414,8 @@ def convert(
         else:
             staging = SendingFolder(os.fspath(dst), draft, force)
         notes = [*ckpt.notes, *draft.notes, *staging.messages]
+        if not source.versioned():
+            notes.append("the server tells no version of its files: a change while they were read would not be noticed")
         if len(staging.entries) > 1:
             done = staging.entries[-1]["done"]
             notes.append(f"continued an interrupted run: {done} of {len(draft.checkpoint.tensors)} tensors were done")
@@ -505,8 +509,9 @@ def _refuse_foreign(target: str) -> None:
 
 
 def plan_id(source: Source, draft: Draft, target: layouts.Layout, how: Mapping[str, Any]) -> str:
-    """Digest of everything that decides the bytes of the destination."""
-    h = blake3()
+    """Digest of everything that decides the bytes of the destination; no two are equal of a source of which nobody can tell
+    whether it is still the same."""
+    h = blake3(b"" if source.versioned() else os.urandom(32))
     said = {k: list(v) if isinstance(v, (tuple, set)) else v for k, v in how.items()}
     h.update(
         json.dumps(

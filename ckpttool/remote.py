@@ -14,6 +14,7 @@ No message holds credentials or signed queries: `shown` takes them out of URLs, 
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import threading
@@ -58,7 +59,7 @@ _CONFLICT = {"PreconditionFailed", "ConditionalRequestConflict"}
 _STRONG = ("ETag", "etag", "generation", "blob_id")
 _VERSION = (
     "ETag", "etag", "VersionId", "version_id", "generation", "md5Hash", "content_md5", "Content-MD5", "Digest", "oid",
-    "blob_id", "LastModified", "last_modified", "mtime", "updated", "created",
+    "blob_id", "LastModified", "Last-Modified", "last_modified", "mtime", "updated", "created",
 )  # fmt: skip
 
 
@@ -138,6 +139,8 @@ def store_of(url: str) -> tuple[Any, str, str]:
         raise UsageError(f"{scheme}:// needs a package that is not installed: {how}") from None
     except ValueError as e:
         raise UsageError(f"{shown(url)}: {words(e)}.") from None
+    if scheme == "hf":
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells its retries, with URLs that are signed
     if scheme in ("s3", "s3a"):
         fs.retries = 1  # tries of its own would multiply with ours
     return fs, path.rstrip("/"), f"?{query}" if query else ""
@@ -287,6 +290,8 @@ class RemoteSource(Source):
         if said.get("type") != "file":
             raise Missing(f"{self._url(name)} is a folder, not an object.")
         found = self._identity_in(name, said)
+        if found is None and isinstance(said.get("size"), int):
+            raise Missing(f"{self._url(name)} is a folder, not an object.")
         if found is None:
             raise RemoteError(f"{self._url(name)}: the server does not tell its size.")
         return found
@@ -295,6 +300,8 @@ class RemoteSource(Source):
         """The five numbers of a file are here: the place, the version as the store names it, the size, and nothing."""
         if said.get("type") != "file" or not isinstance(said.get("size"), int):
             return None
+        if self._web and str(said.get("url", "")).partition("?")[0].endswith("/"):
+            return None  # the server has led on to the page of a folder
         version = next((f"{k} {said[k]}" for k in _VERSION if said.get(k)), "")
         return _number(f"{self._prefix}/{name}{self._query}"), _number(version), said["size"], 0, 0
 
@@ -398,7 +405,11 @@ class RemoteSource(Source):
         path, how = self._path(name), {"cache_type": "none"} if self._hub else {}  # else 5 MiB are read ahead
 
         def once() -> bytes:
-            data: bytes = self._fs.cat_file(path, start=start, end=start + n, **how)
+            data: bytes
+            if self._web:
+                data = _of_web(self._fs, path, start, start + n)
+            else:
+                data = self._fs.cat_file(path, start=start, end=start + n, **how)
             if len(data) < n:
                 raise EOFError(f"{len(data)} of {n} bytes from byte {start} on")
             return data
@@ -419,6 +430,10 @@ class RemoteSource(Source):
     def identities(self) -> dict[str, Identity]:
         """(place, version, size, 0, 0) of every object looked at so far."""
         return dict(self._identity)
+
+    def versioned(self) -> bool:
+        """Whether the store tells versions, so that `unchanged` proves something."""
+        return all(identity[1] != _NO_VERSION for identity in self._identity.values())
 
     def unchanged(self) -> None:
         """Prove that no object was replaced since it was first looked at. A commit on the Hub does not change.
@@ -581,6 +596,34 @@ def _at_commit(fs: Any, path: str) -> tuple[str, str | None]:
 
 def _number(text: str) -> int:
     return int.from_bytes(sha256(text.encode()).digest()[:8], "little")
+
+
+_NO_VERSION = _number("")
+
+
+def _of_web(fs: Any, url: str, start: int, end: int) -> bytes:
+    """Bytes [start, end) of what lies at a URL.
+
+    Raises:
+        RemoteError: the server sends others.
+    """
+    from fsspec.asyn import sync
+
+    async def call() -> Any:
+        session = await fs.set_session()
+        headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+        async with session.get(fs.encode_url(url), headers={**fs.kwargs.get("headers", {}), **headers}) as answer:
+            fs._raise_not_found_for_status(answer, url)
+            return answer.status, answer.headers.get("Content-Range", ""), await answer.read()
+
+    data: bytes
+    status, told, data = sync(fs.loop, call)
+    if status == 206 and not told.replace(" ", "").startswith(f"bytes{start}-"):
+        raise RemoteError(
+            f"{shown(url)}: bytes from {start} on were asked for, and the server sends {told or 'others'!r}. A proxy or cache "
+            "between may be at fault; fetch the file by other means."
+        )
+    return data
 
 
 def source(path: str) -> Source:

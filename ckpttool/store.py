@@ -218,6 +218,10 @@ class Source:
         """(device, inode, size, mtime, ctime) of every file opened so far."""
         return dict(self._identity)
 
+    def versioned(self) -> bool:
+        """Whether an identity tells one state of a file from another of the same size."""
+        return True
+
     def unchanged(self) -> None:
         """Prove that no file was written to since it was opened.
 

@@ -46,6 +46,9 @@ __all__ = ["LAYOUTS"]
 
 _INDEX = "model.safetensors.index.json"
 _ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER = "adapter_model.safetensors"
+_WHOLE = "model.safetensors"
+_NUMBERED = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.safetensors")
 _SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 #: Output embeddings that transformers ties to the input embedding when the config says so, for hubnames.PLAIN.
 _HEADS = ("lm_head.weight",)
@@ -92,7 +95,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     elif shards:
         tensors, files = _sharded(source, shards)
     else:
-        tensors, files = _plain(source, [n for n in names if n.endswith(".safetensors")])
+        tensors, files = _plain(source, _counting(source, names, notes))
     state = training_state.read(source, len(files)) if training_state.FOLDER in names else None
     config = modelfiles.read_config(source) if file is None and "config.json" in names else None
     if options.config is not None:
@@ -128,6 +131,40 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
     return training_state.merged(ckpt, source)
 
 
+def _counting(source: Source, names: list[str], notes: list[str]) -> list[str]:
+    """The files that are the model, where no index says: all there are, but beside model.safetensors what transformers
+    does not read.
+
+    Raises:
+        Corrupt: of numbered shards some are missing.
+    """
+    files = [n for n in names if n.endswith(".safetensors")]
+    if _WHOLE in files and ("config.json" in names or _ADAPTER in files):
+        _say_aside([n for n in files if n != _WHOLE and ("config.json" in names or n == _ADAPTER)], notes)
+        files = [n for n in files if n == _WHOLE or ("config.json" not in names and n != _ADAPTER)]
+    for name in files:
+        m = _NUMBERED.fullmatch(name)
+        if m is None or len(files) == 1 == len(names):  # one file that was given itself
+            continue
+        missing = [
+            i
+            for i in range(1, min(int(m[3]), 10**5) + 1)
+            if f"{m[1]}{i:0{len(m[2])}d}-of-{m[3]}.safetensors" not in files
+        ]
+        if missing:
+            raise Corrupt(
+                f"{source.root}: {name} is one of {int(m[3])} shards, and number {missing[0]} is missing. The copy is "
+                "incomplete; fetch the folder again, or give the file itself to read it alone."
+            )
+    return files
+
+
+def _say_aside(files: list[str], notes: list[str]) -> None:
+    if files:
+        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+        notes.append(f"{files[0]}{more} lies beside the model and is no part of it; give the file itself to read it")
+
+
 def _plain(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
     out: dict[str, TensorEntry] = {}
     stfile.announce(source, files)
@@ -154,6 +191,13 @@ def _indexed(source: Source, notes: list[str]) -> tuple[dict[str, TensorEntry], 
     if not isinstance(weights, dict) or not all(isinstance(v, str) for v in weights.values()):
         raise Corrupt(f"{what}: no weight_map of names to files.")
     files = sorted(set(weights.values()))
+    aside = [n for n in source.list() if n.endswith(".safetensors") and n not in files]
+    if _WHOLE in aside:
+        raise Unsupported(
+            f"{source.root} holds {_WHOLE}, which transformers reads, and {_INDEX}, which names other files. One of the two "
+            f"is left over from an earlier save: remove it, or give {_WHOLE} itself."
+        )
+    _say_aside(aside, notes)
     stfile.announce(source, files)
     slots = [stfile.slots(source, f) for f in files]
     out: dict[str, TensorEntry] = {}
@@ -334,7 +378,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     _refuse_dtypes(model)
     groups = _split(model, options.max_shard_bytes, together)
     n = len(groups)
-    files = ["model.safetensors"] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
+    files = [_WHOLE] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
     tensors: dict[str, TensorEntry] = {}
     draft_files = [_shard(files[i], i, names, model, tensors) for i, names in enumerate(groups)]
     sources = {"model." + k: stored[k] for names in groups for k in names}
@@ -387,7 +431,7 @@ def _write_adapter(ckpt: Checkpoint, source: Source, options: WriteOptions) -> D
     model = {k: replace(t, dtype=options.cast("model." + k, t.dtype)) for k, t in stored.items()}
     _refuse_dtypes(model)
     tensors: dict[str, TensorEntry] = {}
-    files = [_shard("adapter_model.safetensors", 0, list(model), model, tensors)]
+    files = [_shard(_ADAPTER, 0, list(model), model, tensors)]
     extra = modelfiles.adapter(source, options.config, notes)[1]
     extra[_ADAPTER_CONFIG] = extra.pop(_ADAPTER_CONFIG)  # last
     files += [DraftFile(n, len(data), data) for n, data in extra.items()]

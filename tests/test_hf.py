@@ -12,9 +12,14 @@ import pytest
 import torch
 from peers import FIXTURES, Original, difference, files_of, load_hf
 from peers import ORIGINALS as ALL
+from safetensors.torch import save_file
 from torch import Tensor
 
 import ckpttool
+from ckpttool.comparison import diff
+from ckpttool.conversion import convert
+from ckpttool.conversion import open as open_checkpoint
+from ckpttool.errors import Corrupt, Unsupported
 
 WITH_REFERENCE = [o for o in ALL if o.config is not None]
 HUB = [o for o in ALL if o.saved_as in ("hf", "hf_with_index")]
@@ -159,3 +164,48 @@ print(len(PLAIN))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+# -------------------------------------------------------------------------------------------- which files are the model
+
+
+def _copied(tmp_path: Path, name: str = "hf_llama", **shards: int) -> Path:
+    out = tmp_path / "hf"
+    convert(FIXTURES / name / "ckpt", out, to="hf", **shards)
+    return out
+
+
+def test_an_incomplete_copy_without_its_index_is_no_model(tmp_path: Path) -> None:
+    """The names of shards say how many there are."""
+    out = _copied(tmp_path, max_shard_bytes=40_000)
+    names = sorted(p.name for p in out.glob("model-*.safetensors"))
+    assert len(names) > 2
+    (out / "model.safetensors.index.json").unlink()
+    assert not diff(str(FIXTURES / "hf_llama" / "ckpt"), str(out)).only_in_a  # all shards are there
+    (out / names[0]).unlink()
+    with pytest.raises(Corrupt, match=f"one of {len(names)} shards, and number 1 is missing"):
+        open_checkpoint(out)
+    with open_checkpoint(out / names[1]) as one:
+        assert one.checkpoint.tensors  # what was asked for by name
+
+
+@pytest.mark.parametrize("other", ["adapter_model.safetensors", "consolidated.safetensors"])
+def test_what_lies_beside_the_model_is_named_and_not_joined(tmp_path: Path, other: str) -> None:
+    out = _copied(tmp_path)
+    save_file({"another.weight": torch.ones(3)}, out / other)
+    with open_checkpoint(out) as opened:
+        assert "model.another.weight" not in opened.checkpoint.tensors
+        assert any(other in note and "no part of it" in note for note in opened.checkpoint.notes)
+    (out / "config.json").unlink()
+    with open_checkpoint(out) as opened:  # no model of transformers: several files are one state, but for an adapter
+        assert ("model.another.weight" in opened.checkpoint.tensors) == (other[0] == "c")
+
+
+def test_two_models_in_one_folder(tmp_path: Path) -> None:
+    out = _copied(tmp_path, max_shard_bytes=40_000)
+    save_file({"another.weight": torch.ones(3)}, out / "extra.safetensors")
+    with open_checkpoint(out) as opened:
+        assert any("extra.safetensors" in note for note in opened.checkpoint.notes)
+    save_file({"another.weight": torch.ones(3)}, out / "model.safetensors")
+    with pytest.raises(Unsupported, match="left over from an earlier save"):
+        open_checkpoint(out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ import stores
 from fsspec.implementations.memory import MemoryFileSystem
 from stores import KEY_ID, SECRET, Flaky, Moto, first
 
-from ckpttool import objects, remote
+from ckpttool import conversion, objects, remote
 from ckpttool.errors import (
     CkpttoolError,
     Corrupt,
@@ -35,6 +36,7 @@ from ckpttool.errors import (
 from ckpttool.objects import Upload
 from ckpttool.remote import RemoteSource
 
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 MIB = 1 << 20
 LOCKED = {
     "ObjectLockMode": "GOVERNANCE",
@@ -408,9 +410,13 @@ def test_words(said: str, shown: str) -> None:
 
 
 class _Ranges(SimpleHTTPRequestHandler):
-    """http.server with ranges; `whole` ignores them."""
+    """http.server with ranges; `whole` ignores them, `shift` sends others, and without `dated` nothing tells a version."""
 
-    whole = False
+    whole, shift, dated = False, 0, True
+
+    def send_header(self, keyword: str, value: str) -> None:
+        if self.dated or keyword != "Last-Modified":
+            super().send_header(keyword, value)
 
     def log_message(self, *_: object) -> None:
         pass
@@ -420,7 +426,7 @@ class _Ranges(SimpleHTTPRequestHandler):
         path = Path(self.translate_path(self.path))
         if not found or self.whole or not path.is_file():
             return super().do_GET()
-        a, b = int(found[1]), int(found[2]) + 1
+        a, b = int(found[1]) + self.shift, int(found[2]) + 1 + self.shift
         data = path.read_bytes()
         self.send_response(206)
         self.send_header("Content-Range", f"bytes {a}-{b - 1}/{len(data)}")
@@ -457,10 +463,33 @@ def test_http(web: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(_Ranges, "whole", True)
     with pytest.raises(RemoteError, match="whole object where a range"):
         RemoteSource(f"{web}/d").read("a b#c", 1000, 50_000)
+    monkeypatch.setattr(_Ranges, "whole", False)
+    monkeypatch.setattr(_Ranges, "shift", 7)  # a proxy that sends what it has
+    with pytest.raises(RemoteError, match="bytes from 1000 on were asked for, and the server sends 'bytes 1007-51006/"):
+        RemoteSource(f"{web}/d").read("a b#c", 1000, 50_000)
     with pytest.raises(Unsupported, match="for reading only"):
         Upload(f"{web}/d/new", force=True)
     with pytest.raises(Unsupported, match="conditional"):
         objects.put_if_unchanged(f"{web}/d/new", b"", None)
+
+
+def test_checkpoints_over_http(web: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with a listing, with and without the slash; a file; and a server that tells no versions."""
+    shutil.copytree(FIXTURES / "fsdp2_w3" / "ckpt", tmp_path / "run")
+    there = conversion.digest(str(tmp_path / "run"))["digest"]
+    for url in (f"{web}/run", f"{web}/run/"):
+        done = conversion.convert(url, tmp_path / "out", to="full", force=True)
+        assert done.digest == there and not any("no version" in n for n in done.notes)
+    conversion.convert(str(tmp_path / "run"), tmp_path / "a.pt")
+    assert conversion.digest(f"{web}/a.pt")["digest"] == there
+    monkeypatch.setattr(_Ranges, "dated", False)
+    done = conversion.convert(f"{web}/run", tmp_path / "out", to="full", force=True)
+    assert done.digest == there and any("no version" in n for n in done.notes)
+    plans = []
+    for _ in range(2):
+        opened, draft, target = conversion.plan(f"{web}/run", "x", to="full")
+        plans.append(conversion.plan_id(opened.source, draft, target, {}))
+    assert plans[0] != plans[1]  # so that nothing is continued that may be of other bytes
 
 
 class Plain(MemoryFileSystem):
