@@ -434,7 +434,7 @@ def convert(
                 _read_back(os.fspath(dst), target, draft, digests, how, progress, effort)
         except KeyboardInterrupt:
             staging.release()
-            raise Interrupted(f"interrupted; {where} is untouched. {staging.again}") from None
+            raise Interrupted(f"interrupted. {staging.again}") from None
         except BaseException as e:
             if isinstance(e, CkpttoolError) and not isinstance(e, NoSpace) and type(e) is not CkpttoolError:
                 staging.abandon()  # nothing of it is of use

@@ -204,8 +204,8 @@ class Staging:
 
     @property
     def again(self) -> str:
-        """What to do after an interruption."""
-        return f"Run the same command again to continue, or remove {self.folder}."
+        """What is there after an interruption, and what to do."""
+        return f"{self.target} is untouched. Run the same command again to continue, or remove {self.folder}."
 
     def note(self, entry: dict[str, Any]) -> None:
         """Append to the journal and make it durable. What it speaks of must be durable already."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Any
 
-from .errors import CkpttoolError, DestinationExists, RemoteError, Unsupported, UsageError
+from .errors import CkpttoolError, DestinationExists, NoSpace, RemoteError, Unsupported, UsageError
 from .remote import Conflict, Denied, Missing, ask, shown, store_of
 
 __all__ = ["NOTE", "Upload", "UploadFolder", "get_with_token", "legal_hold", "put_if_unchanged", "remove"]
@@ -67,14 +67,19 @@ class _S3:
 
         return ask(self.url, lambda: sync(self.fs.loop, call))
 
-    def sweep(self, below: bool = False) -> None:
-        """Remove the parts of uploads of this object that were never finished, or of all objects in its folder; a store
-        may not let us look, which stops nobody."""
-        prefix = self.key.rpartition("/")[0] + "/" if below else self.key
+    def sweep(self, prefix: str, ours: Callable[[str], bool]) -> None:
+        """Remove the parts of uploads that were never finished, of keys with that prefix that are `ours`; a store may not
+        let us look, which stops nobody."""
+        more: dict[str, Any] = {}
         try:
-            for old in self.ask("list_multipart_uploads", Prefix=prefix).get("Uploads", []):
-                if below or old["Key"] == self.key:
-                    self.ask("abort_multipart_upload", Key=old["Key"], UploadId=old["UploadId"])
+            while True:
+                said = self.ask("list_multipart_uploads", Prefix=prefix, **more)
+                for old in said.get("Uploads", []):
+                    if ours(old["Key"]):
+                        self.ask("abort_multipart_upload", Key=old["Key"], UploadId=old["UploadId"])
+                if not said.get("IsTruncated"):
+                    return
+                more = {"KeyMarker": said["NextKeyMarker"], "UploadIdMarker": said["NextUploadIdMarker"]}
         except RemoteError:
             pass
 
@@ -134,7 +139,7 @@ class Upload:
         else:
             if not force and at.head() is not None:
                 raise _taken(at.url)
-            at.sweep()
+            at.sweep(at.key, lambda key: key == at.key)
             size = _part_bytes(expect_bytes, _PART)
             self._to = _Parts(at, force, size, Lane(max(1, _IN_FLIGHT // size)), dict(lock or {}))
         self.locked = isinstance(self._to, _Parts) and self._to.locked
@@ -203,7 +208,13 @@ class _Parts:
             if self.part.tell() == self.size:
                 self._send()
             n = min(len(view), self.size - self.part.tell())
-            self.part.write(view[:n])
+            try:
+                self.part.write(view[:n])
+            except OSError as e:
+                raise NoSpace(
+                    f"{tempfile.gettempdir()}: {e.strerror}. So many files are written at once that their parts wait there to "
+                    "be sent; free some space, or set TMPDIR to a roomier folder, and run the same command again."
+                ) from None
             view = view[n:]
 
     def _send(self) -> None:
@@ -344,12 +355,14 @@ class UploadFolder:
         self._note, self._mine = f"{self.url}/{NOTE}", b""
         far = _s3(self._note)
         self._old, self._token = self._look()
-        if far:
-            far.sweep(below=True)
+        if far:  # objects of the folder itself, and what lies deeper only where this run will write it, too
+            prefix = far.key.removesuffix(NOTE)
+            far.sweep(prefix, lambda key: "/" not in key.removeprefix(prefix) or key.removeprefix(prefix) in self.names)
         size = _part_bytes(largest, max(_SMALLEST, min(_PART, _BUFFERED // max(1, open_at_once))))
         self._size, self._on_disk = size, size * open_at_once > _BUFFERED
         self._lane = Lane(max(2, _IN_FLIGHT // size))
         self._uploads: dict[str, _Parts | _File] = {}
+        self.showing = False  # whether some of it may be visible
 
     def _look(self) -> tuple[list[str], str | None]:
         """(names of what lies there and is to be replaced, token of the note that was found)."""
@@ -373,7 +386,8 @@ class UploadFolder:
             found: list[str] = ask(shown(self.url), lambda: self._fs.find(self._path))
         except Missing:
             return []
-        return sorted(f.removeprefix(self._path).lstrip("/") for f in found if f.startswith(self._path + "/"))
+        names = (f.removeprefix(self._path).lstrip("/") for f in found if f.startswith(self._path + "/"))
+        return sorted(n for n in names if n)  # none is that of the "folder" that the console of S3 makes
 
     def append(self, name: str, data: bytes | memoryview) -> None:
         """The next bytes of one of the objects."""
@@ -401,6 +415,7 @@ class UploadFolder:
         for upload in self._uploads.values():
             upload.settle()
         self._take_note()
+        self.showing = True
         marker = self.names[-1]
         for name in self._old:
             if name == marker or (name not in self._uploads and name != NOTE):

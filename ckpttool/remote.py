@@ -41,6 +41,7 @@ T = TypeVar("T")
 _TRIES, _WAIT = 5, 0.2  # waits of 0.2, 0.4, 0.8, 1.6 seconds between the tries
 _PIECE = 8 << 20  # bytes asked for at once: what a lost connection costs at most
 _TOGETHER, _THREADS = 256, 16  # announced ranges that are fetched at once, and requests for them
+_MOST = 1 << 20  # bytes of an announced range
 _LOOK = 4096  # announced ranges among which one that is read is looked for
 _GAP = 64 << 10  # bytes that are read in vain rather than with another request
 _KEPT = 32 << 20  # bytes of announced ranges that are kept
@@ -498,6 +499,8 @@ class _Ahead:
 
     def take(self, name: str, offset: int, n: int) -> bytes | memoryview | None:
         """Bytes of a range that was announced, or of a part of one; None of any other."""
+        if n > _MOST:
+            return None  # what `stream.Reader` reads in many threads does not wait for each other here
         with self._lock:
             found = self._look(name, offset, n)
             if found is None and self._coming and self._load(name, offset, n):

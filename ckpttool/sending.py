@@ -59,8 +59,8 @@ class _Sent:
 
     @property
     def again(self) -> str:
-        """What to do after an interruption."""
-        return "Run the same command again; it begins anew, and removes the parts that were sent."
+        """What is there after an interruption, and what to do."""
+        return f"{self.folder} is untouched. Run the same command again; it begins anew, and removes the parts that were sent."
 
     def note(self, entry: dict[str, Any]) -> None:
         """No journal."""
@@ -108,6 +108,16 @@ class SendingFolder(_Sent):
         sizes = {f.name: f.size for f in draft.files}
         self.upload = objects.UploadFolder(
             url, list(sizes), force=force, open_at_once=_open_at_once(draft), largest=max(sizes.values())
+        )
+
+    @property
+    def again(self) -> str:
+        """What is there after an interruption, and what to do."""
+        if not self.upload.showing:
+            return super().again
+        return (
+            f"Some objects below {self.folder} are visible already, and what they replace is gone; ckpttool takes them for no "
+            "checkpoint. Run the same command again, which replaces them."
         )
 
     def stream(self, name: str) -> Sent:

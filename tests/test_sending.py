@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,7 @@ from ckpttool import fill, objects, remote, sending
 from ckpttool.comparison import diff
 from ckpttool.conversion import convert, plan, verify
 from ckpttool.conversion import open as open_checkpoint
-from ckpttool.errors import Corrupt, DestinationExists, Interrupted, RemoteError, SourceChanged, UsageError
+from ckpttool.errors import Corrupt, DestinationExists, Interrupted, NoSpace, RemoteError, SourceChanged, UsageError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 DCP = str(FIXTURES / "fsdp2_w3" / "ckpt")
@@ -158,11 +162,52 @@ def test_a_run_that_ends_early_leaves_nothing(
 
 
 def test_parts_of_a_killed_run_are_removed(s3: Moto, bucket: str) -> None:
+    """And not those of other runs, which may be alive, at other places."""
     client = s3.client()
-    for key in ("a/__0_0.distcp", "a/sub/x", "ab/x"):
+    for key in ("a/__0_0.distcp", "a/__9_0.distcp", "a/step10/.metadata", "ab/x"):
         client.create_multipart_upload(Bucket=bucket[5:], Key=key)
     convert(DCP, f"{bucket}/a", to="dcp", world_size=1)
-    assert [u["Key"] for u in unfinished(s3, bucket)] == ["ab/x"]
+    assert [u["Key"] for u in unfinished(s3, bucket)] == ["a/step10/.metadata", "ab/x"]
+    client.create_multipart_upload(Bucket=bucket[5:], Key="z/global_step3/zero_pp_rank_0_mp_rank_00_model_states.pt")
+    convert(DCP, f"{bucket}/z", to="zero3", world_size=1)
+    assert len(unfinished(s3, bucket)) == 2
+
+
+def test_a_folder_that_a_console_made_is_empty(s3: Moto, bucket: str) -> None:
+    s3.client().put_object(Bucket=bucket[5:], Key="a/", Body=b"")
+    convert(DCP, f"{bucket}/a", to="dcp", world_size=1)
+    assert verify(f"{bucket}/a", against=DCP)["against"]["verdict"] == "equal"
+
+
+def test_an_interruption_says_what_is_there(s3: Moto, bucket: str, proxied: Flaky) -> None:
+    url = f"{bucket}/a"
+    convert(DCP, url, to="dcp", world_size=1, verify=False)
+
+    def stop(what: str, done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted, match=r"s3://.*/a is untouched\. Run the same command again"):
+        convert(DCP, url, to="dcp", force=True, progress=stop)
+    assert verify(url, against=DCP)["against"]["verdict"] == "equal"
+
+    def rule(method: str, path: str) -> None:
+        if method == "PUT" and path.endswith("distcp"):
+            signal.raise_signal(signal.SIGINT)
+
+    proxied.rule = rule
+    with pytest.raises(Interrupted, match="what they replace is gone"):
+        convert(DCP, url, to="dcp", force=True)
+
+
+def test_no_room_for_parts_that_wait(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(objects, "_BUFFERED", 1)
+    monkeypatch.setattr(objects.tempfile, "TemporaryFile", Full)
+    with pytest.raises(NoSpace, match=f"{tempfile.gettempdir()}: No space left on device.*TMPDIR"):
+        convert(DCP, f"{bucket}/a", to="dcp", world_size=3)
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
