@@ -358,7 +358,9 @@ class UploadFolder:
         if far:  # objects of the folder itself, and what lies deeper only where this run will write it, too
             prefix = far.key.removesuffix(NOTE)
             far.sweep(prefix, lambda key: "/" not in key.removeprefix(prefix) or key.removeprefix(prefix) in self.names)
-        size = _part_bytes(largest, max(_SMALLEST, min(_PART, _BUFFERED // max(1, open_at_once))))
+        share = _BUFFERED // max(1, open_at_once)
+        share -= share % min(share, 256 << 10)  # Google takes multiples of that
+        size = _part_bytes(largest, max(_SMALLEST, min(_PART, share)))
         self._size, self._on_disk = size, size * open_at_once > _BUFFERED
         self._lane = Lane(max(2, _IN_FLIGHT // size))
         self._uploads: dict[str, _Parts | _File] = {}
@@ -419,7 +421,7 @@ class UploadFolder:
         marker = self.names[-1]
         for name in self._old:
             if name == marker or (name not in self._uploads and name != NOTE):
-                remove(f"{self.url}/{name}")
+                _hide(f"{self.url}/{name}")
         for name, upload in self._uploads.items():
             upload.force = name in self._old and name != marker
         with ThreadPoolExecutor(8, "ckpttool-send") as pool:
@@ -428,7 +430,7 @@ class UploadFolder:
         if get_with_token(self._note)[0] != self._mine:
             raise self._other_run()
         self._uploads[marker].commit()
-        remove(self._note)
+        _hide(self._note)
         self._lane.close()
 
     def _take_note(self) -> None:
@@ -447,7 +449,7 @@ class UploadFolder:
             note.commit()
         new = sorted(set(self._below()) - {*self._old, NOTE})
         if new and not self.force:
-            remove(self._note)
+            _hide(self._note)
             raise DestinationExists(
                 f"{shown(self.url)}: {new[0]!r} came there while this run was sending; nothing was replaced. Choose another "
                 "destination, or --force to replace what is there."
@@ -470,6 +472,19 @@ class UploadFolder:
         self._lane.close()
 
 
+def _hide(url: str) -> None:
+    """Remove an object from sight; a bucket that keeps versions keeps those that were there."""
+    at = _s3(url)
+    if at is not None:
+        at.ask("delete_object", Key=at.key)
+        return
+    fs, path, _ = store_of(url)
+    try:
+        ask(shown(url), lambda: fs.rm_file(path))
+    except Missing:
+        pass
+
+
 def remove(url: str) -> None:
     """Remove an object, with every version that the store keeps of it, the oldest first; a missing one is no error.
 
@@ -479,17 +494,8 @@ def remove(url: str) -> None:
         RemoteError: the store refuses, because of an object lock or of missing permissions.
     """
     at = _s3(url)
-    if at is None:
-        fs, path, _ = store_of(url)
-        try:
-            ask(shown(url), lambda: fs.rm_file(path))
-        except Missing:
-            pass
-        return
-    if (found := at.head()) is None:
-        return
-    if not found.get("VersionId"):
-        at.ask("delete_object", Key=at.key)
+    if at is None or not (at.head() or {}).get("VersionId"):
+        _hide(url)
         return
     for version in _versions(at):
         at.ask("delete_object", Key=at.key, VersionId=version)

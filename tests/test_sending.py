@@ -109,6 +109,20 @@ def test_what_is_replaced_loses_its_marker_first(s3: Moto, bucket: str, proxied:
     assert verify(url, against=DCP)["against"]["verdict"] == "equal"
 
 
+def test_a_bucket_that_keeps_versions_keeps_what_was_replaced(s3: Moto, bucket: str) -> None:
+    client, name = s3.client(), bucket[5:]
+    client.put_bucket_versioning(Bucket=name, VersioningConfiguration={"Status": "Enabled"})
+    convert(DCP, f"{bucket}/a", to="dcp", world_size=2, verify=False)
+    before = {k: client.get_object(Bucket=name, Key=k)["Body"].read() for k in keys(s3, bucket)}
+    convert(DCP, f"{bucket}/a", to="dcp", world_size=1, force=True)
+    assert verify(f"{bucket}/a", against=DCP)["against"]["verdict"] == "equal"
+    kept: dict[str, list[bytes]] = {}
+    for v in client.list_object_versions(Bucket=name)["Versions"]:
+        body = client.get_object(Bucket=name, Key=v["Key"], VersionId=v["VersionId"])["Body"].read()
+        kept.setdefault(v["Key"], []).append(body)
+    assert all(data in kept[key] for key, data in before.items())
+
+
 def test_force_does_not_replace_what_is_no_checkpoint(s3: Moto, bucket: str) -> None:
     s3.client().put_object(Bucket=bucket[5:], Key="home/thesis.tex", Body=b"x")
     with pytest.raises(DestinationExists, match="no checkpoint"):
