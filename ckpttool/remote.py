@@ -137,6 +137,7 @@ def store_of(url: str) -> tuple[Any, str, str]:
     except ImportError:
         extra = _EXTRA.get(scheme)
         how = f"pip install 'ckpttool[{extra}]'" if extra else f"install fsspec's package for {scheme}://"
+        how = "pip install aiohttp" if scheme in ("http", "https") else how
         raise UsageError(f"{scheme}:// needs a package that is not installed: {how}") from None
     except ValueError as e:
         raise UsageError(f"{shown(url)}: {words(e)}.") from None
@@ -193,7 +194,10 @@ def judge(e: BaseException) -> tuple[type[RemoteError] | None, BaseException]:
             return RemoteError, x
         if status is not None and status >= 400:
             return {401: Denied, 403: Denied, 404: Missing, 416: BadRange}.get(status, RemoteError), x
-        if _LOST & {c.__name__ for c in type(x).__mro__}:
+        names = {c.__name__ for c in type(x).__mro__}
+        if "OfflineModeIsEnabled" in names:  # HF_HUB_OFFLINE
+            return RemoteError, x
+        if _LOST & names:
             return None, x
     for kind, means in ((PermissionError, Denied), (FileNotFoundError, Missing)):
         if isinstance(e, kind):
@@ -264,6 +268,7 @@ class RemoteSource(Source):
         self._listed: dict[
             str, dict[str, Identity | None]
         ] = {}  # folder: {name: what the listing says, None of folders}
+        self._files: set[str] = set()  # names that listings tell as those of files
         self._ahead = _Ahead(self._piece)
 
     def _base(self) -> str:
@@ -310,7 +315,8 @@ class RemoteSource(Source):
         """Names of what lies directly below the URL, or below one prefix under it, sorted; none where nothing does. A
         folder is asked for once."""
         if folder not in self._listed:
-            self._listed[folder] = {} if folder and self._known(folder) is not None else self._ask_list(folder)
+            no_folder = folder in self._files or (folder and self._known(folder) is not None)
+            self._listed[folder] = {} if no_folder else self._ask_list(folder)
         return sorted(self._listed[folder])
 
     def _known(self, name: str) -> Identity | bool | None:
@@ -340,6 +346,8 @@ class RemoteSource(Source):
             if self._web:
                 name = unquote(name.partition("?")[0].rstrip("/"))
             if name and "/" not in name:
+                if said.get("type") == "file":
+                    self._files.add(f"{folder}/{name}" if folder else name)
                 told = any(said.get(k) for k in _STRONG)  # else listings and single answers may tell other things
                 out[name] = self._identity_in(f"{folder}/{name}" if folder else name, said) if told else None
         return out

@@ -25,8 +25,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import struct
+import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -60,7 +62,9 @@ def detect(where: Place) -> tuple[bool, str]:
     if where.file is not None:
         return False, "a folder with .metadata and *.distcp files; this is a file"
     names = where.source.list()
-    if ".metadata" in names:
+    if ".metadata" in names or (
+        where.source.distant and where.source.exists(".metadata")
+    ):  # a web server may not list it
         return True, "has .metadata"
     if any(re.fullmatch(r"__\d+\.metadata", n) for n in names):
         return True, "has one .metadata file a rank"
@@ -270,9 +274,11 @@ class _Index:
 
 
 def read_index_in_child(path: str) -> bytes:
-    """The index of one .metadata file, read by the C unpickler; runs in a limited child process (child.py)."""
+    """The index of one .metadata file, read by the C unpickler; runs in a limited child process (child.py). The bytes of one
+    that is no file come by stdin."""
     collector = _Collector()
-    with open(path, "rb") as f:
+    file: Any = open(path, "rb") if os.path.isabs(path) else sys.stdin.buffer
+    with file as f:
         top = pickles.load_large(f, collector.stand_ins)
     return _index([(top, collector)], path).to_bytes()
 
@@ -283,8 +289,9 @@ def _read_index(source: Source) -> _Index:
         (n for n in source.list() if re.fullmatch(r"__\d+\.metadata", n)), key=lambda n: int(n[2:-9])
     )
     if len(names) == 1 and source.size(names[0]) > _LARGE_BYTES:
-        where = f"{source.root}/{names[0]}"
-        return _Index.from_bytes(in_child("ckpttool.converters.dcp:read_index_in_child", where, source.size(names[0])))
+        where, size = f"{source.root}/{names[0]}", source.size(names[0])
+        data = b"" if source.local else source.read_all(names[0], 2 << 30)
+        return _Index.from_bytes(in_child("ckpttool.converters.dcp:read_index_in_child", where, size, data))
     tops = []
     for n in names:
         what = f"{source.root}/{n}"

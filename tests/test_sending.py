@@ -285,6 +285,15 @@ def test_the_source_is_never_the_destination(bucket: str) -> None:
             convert(f"{bucket}/a/b", dst, to="dcp", force=True)
 
 
+def test_an_index_that_is_read_in_a_child(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of megabytes is; the child has no credentials and asks no store."""
+    from ckpttool.converters import dcp
+
+    convert(DCP, f"{bucket}/a", to="dcp", world_size=3, verify=False)
+    monkeypatch.setattr(dcp, "_LARGE_BYTES", 0)
+    assert diff(DCP, f"{bucket}/a").equal
+
+
 # -------------------------------------------------------------------------------------------------------- few requests
 
 
