@@ -277,7 +277,7 @@ def read_index_in_child(path: str) -> bytes:
     """The index of one .metadata file, read by the C unpickler; runs in a limited child process (child.py). The bytes of one
     that is no file come by stdin."""
     collector = _Collector()
-    file: Any = open(path, "rb") if os.path.isabs(path) else sys.stdin.buffer
+    file: Any = open(path, "rb") if os.path.isabs(path) else sys.stdin.buffer  # noqa: SIM115
     with file as f:
         top = pickles.load_large(f, collector.stand_ins)
     return _index([(top, collector)], path).to_bytes()
