@@ -55,7 +55,10 @@ app = typer.Typer(
 @app.command()
 def convert(
     src: Src,
-    dst: Annotated[str, typer.Argument(help="Where the new checkpoint shall be: a path, or an s3:// or gs:// URL.", show_default=False)],
+    dst: Annotated[
+        str,
+        typer.Argument(help="Where the new checkpoint shall be: a path, or an s3:// or gs:// URL.", show_default=False),
+    ],
     to: Annotated[str | None, typer.Option("--to", help="Layout to write; `ckpttool layouts` lists them.")] = None,
     from_: From = None,
     world_size: Annotated[

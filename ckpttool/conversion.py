@@ -233,6 +233,7 @@ class Result:
     dropped: list[tuple[str, int, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)  # what the layout says of the destination: Facts of an archive
+    compared: int = 0  # tensors whose digest was expected, and is that
 
 
 def plan(
@@ -446,7 +447,7 @@ def convert(
         return Result(
             source.root, where, opened.layout.name, target.name, draft.checkpoint.world_size,
             len(wanted), ckpt.nbytes, draft.nbytes, root, verify,
-            [(d.name, d.nbytes, d.why) for d in draft.dropped], notes, draft.about,
+            [(d.name, d.nbytes, d.why) for d in draft.dropped], notes, draft.about, len(wanted.keys() & (expected or {}).keys()),
         )  # fmt: skip
 
 

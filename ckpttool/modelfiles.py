@@ -1,6 +1,6 @@
 """Files that lie beside a checkpoint and belong to it: the model's config and tokenizer, the trainer's configuration.
 
-Read as data, small ones only; no pickles, and nothing whose name says that it is a secret.
+Read as data, small ones only; no pickles, no archives, and nothing whose name says that it is a secret.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from . import stfile
 from .errors import CkpttoolError, Corrupt, Unsafe, Unsupported
 from .store import Source
 
-__all__ = ["adapter", "beside", "of_model", "read_config", "training_files"]
+__all__ = ["PACKED", "adapter", "beside", "of_model", "read_config", "training_files"]
 
 _MODEL = re.compile(
     r"config\.json|generation_config\.json|tokenizer[^/]*|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|"
@@ -24,6 +24,12 @@ _TRAINING = re.compile(
     r"[^/]*(config|args|params)[^/]*\.(json|ya?ml|toml)|trainer_state\.json|recipe\.ya?ml", re.IGNORECASE
 )
 _SECRET = re.compile(r"secret|credential|passw|token(?!izer)|api.?key|private", re.IGNORECASE)
+#: How files begin that hold others, or that only a decoder can look into: gzip, compress, bzip2, xz, zip, 7z, zstd, lz4,
+#: rar; .npy, which may hold pickled objects. No tokenizer needs one.
+PACKED = (
+    b"\x1f\x8b", b"\x1f\x9d", b"BZh", b"\xfd7zXZ\0", b"PK\x03\x04", b"PK\x05\x06", b"7z\xbc\xaf\x27\x1c", b"\x28\xb5\x2f\xfd",
+    b"\x04\x22\x4d\x18", b"Rar!\x1a", b"\x93NUMPY",
+)  # fmt: skip
 _MOST_BYTES = 256 << 20
 _MOST_TRAINING_BYTES = 4 << 20
 
@@ -40,14 +46,18 @@ def read_config(source: Source, name: str = "config.json") -> dict[str, Any]:
     return data
 
 
-def _of_folder(source: Source) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
+def _of_folder(source: Source, notes: list[str]) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
     names = [n for n in source.list() if _MODEL.fullmatch(n) and source.exists(n)]
     found = read_config(source) if "config.json" in names else None
-    return found, {n: source.read_all(n, _MOST_BYTES) for n in names}
+    files = {n: source.read_all(n, _MOST_BYTES) for n in names}
+    packed = [n for n, data in files.items() if data.startswith(PACKED)]
+    if packed:
+        notes.append(f"not taken along, being archives or arrays, which no tokenizer needs: {', '.join(packed)}")
+    return found, {n: files[n] for n in names if n not in packed}
 
 
-def of_model(config: str) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
-    """(config.json, files to copy) of a folder or a model id.
+def of_model(config: str, notes: list[str] | None = None) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
+    """(config.json, files to copy) of a folder or a model id; what else is to be said is put into `notes`.
 
     Raises:
         Unsupported: it is neither.
@@ -67,19 +77,20 @@ def of_model(config: str) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
                     f"--config {config}: neither a folder nor a model id that can be fetched ({e})."
                 ) from None
     with Source(config) as source:
-        return _of_folder(source)
+        return _of_folder(source, [] if notes is None else notes)
 
 
 def beside(source: Source, given: str | None, notes: list[str]) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
     """(config.json, files to copy) of the model given, or found with the source or beside it."""
     if given is not None:
-        return of_model(given)
+        return of_model(given, notes)
     for below in ("", "huggingface", "hf", "..") if source.local else ("",):
+        said: list[str] = []
         try:
             if not below:
-                config, files = _of_folder(source)
+                config, files = _of_folder(source, said)
             elif os.path.isfile(os.path.join(source.root, below, "config.json")):
-                config, files = of_model(os.path.join(source.root, below))
+                config, files = of_model(os.path.join(source.root, below), said)
             else:
                 continue
         except (Corrupt, Unsafe):
@@ -87,6 +98,7 @@ def beside(source: Source, given: str | None, notes: list[str]) -> tuple[dict[st
         if config and "model_type" in config:
             where = os.path.relpath(os.path.join(source.root, below), source.root)
             notes.append(f"config and tokenizer files taken from {where!r} beside the source")
+            notes += said
             return config, files
     notes.append(
         "no config.json beside the source: from_pretrained needs one, and without it names are written as they are in "
@@ -104,15 +116,15 @@ def adapter(source: Source, given: str | None, notes: list[str]) -> tuple[dict[s
     """
     name = "adapter_config.json"
     if given is not None:
-        files = of_model(given)[1]
+        files = of_model(given, notes)[1]
     else:
         files = {}
         for below in ("", "..") if source.local else ("",):
             if below:
                 with Source(os.path.join(source.root, below)) as above:
-                    files = _of_folder(above)[1] if above.exists(name) else {}
+                    files = _of_folder(above, notes)[1] if above.exists(name) else {}
             elif source.exists(name):
-                files = _of_folder(source)[1]
+                files = _of_folder(source, notes)[1]
             if files:
                 notes.append(f"{name} and tokenizer files taken from {below or '.'!r} beside the source")
                 break

@@ -17,7 +17,13 @@ __all__ = [
     "cast_rules", "comma", "draw", "left_behind", "note", "peak", "print_json", "printable",
 ]  # fmt: skip
 
-Src = Annotated[str, typer.Argument(help="A checkpoint in any layout: a folder, a file, or the URL of one (s3://, gs://, hf://, https://).", show_default=False)]
+Src = Annotated[
+    str,
+    typer.Argument(
+        help="A checkpoint in any layout: a folder, a file, or the URL of one (s3://, gs://, hf://, https://).",
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no notes.")]
 From = Annotated[str | None, typer.Option("--from", help="Layout of the source, where its files alone do not tell.")]

@@ -126,9 +126,7 @@ def groups_of(names: Iterable[str]) -> list[Group]:
 
 def _load(files: Files, name: str) -> Any:
     what = f"{files.source.root}/{name}"
-    return torchzip.read(
-        files.source.at(name), 0, files.source.size(name), what, stand_ins(what)
-    )
+    return torchzip.read(files.source.at(name), 0, files.source.size(name), what, stand_ins(what))
 
 
 def parts_of(files: Files, source: Source, groups: list[Group]) -> tuple[dict[str, Any], int]:

@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool import conversion, pickles
-from ckpttool.values import decode, encode
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe, Unsupported
 from ckpttool.index import Value, joined
 from ckpttool.pickles import Global, Opaque
 from ckpttool.torchzip import Inline
+from ckpttool.values import decode, encode
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 NAN, OTHER_NAN = (struct.unpack(">d", bytes.fromhex(h))[0] for h in ("7ff8000000000000", "fff8000000001234"))

@@ -262,7 +262,7 @@ ROOMS: dict[str, set[str]] = {
     "hub.virtual": {"conversion", "draft", "errors", "index", "stream"},
     "hub.hashing": {"conversion", "errors", "fill", "hub.virtual", "stream"},
     "hub.journal": {"hub.hashing"},
-    "hub.screening": {"errors"},
+    "hub.screening": {"errors", "modelfiles"},
     "hub.card": set(),
     "hub.client": {"errors", "remote"},
     "hub.push": {

@@ -75,6 +75,9 @@ def test_the_whole_state_comes_back(hub: Hub, tmp_path: Path) -> None:
     assert done.result.digest == pushed.digest == digest(DCP) and "optim" in pushed.digest
     assert ckpttool.diff(tmp_path / "dcp", DCP).equal
     assert not any("optimizer anew" in n for n in done.notes)
+    assert done.compared == done.result.tensors
+    part = pull(URL, tmp_path / "part", world_size=2, only=["model"])
+    assert part.compared == part.result.tensors < done.compared
 
 
 @pytest.mark.parametrize("to", ["hf", "full"])
@@ -116,8 +119,21 @@ def test_weights_that_somebody_changed_later_are_not_compared(hub: Hub, tmp_path
         "model.safetensors is not the file that ckpttool.json speaks of" in n for n in done.notes
     )
     assert done.result.digest != digest(LLAMA)
+    hub.repos.clear()
+    push(str(LLAMA), URL)
+    record = json.loads(hub.bytes_at("org/name", "ckpttool.json"))
+    record["files"] = {"adapter_model.safetensors": {"sha256": "0" * 64, "bytes": 8}}
+    record["tensors"] = {"model.lora_A.weight": ["float32", [2], "0" * 64]}
+    hub.commit("org/name", {"ckpttool.json": json.dumps(record).encode()})
+    assert any("adapter_model.safetensors is not the file" in n for n in pull(URL, tmp_path / "f", world_size=1).notes)
+    record["files"] = {}
+    hub.commit("org/name", {"ckpttool.json": json.dumps(record).encode()})
+    done = pull(URL, tmp_path / "g", world_size=1)
+    assert not done.compared and any("is of other weights than these" in n for n in done.notes)
     hub.commit("org/name", {"ckpttool.json": b"[]"})
     assert any("is not what a push writes" in n for n in pull(URL, tmp_path / "c", world_size=1).notes)
+    hub.commit("org/name", {"ckpttool.json": b"[" * 100_000})
+    assert any("is not what a push writes" in n for n in pull(URL, tmp_path / "e", world_size=1).notes)
     hub.commit("org/name", {"ckpttool.json": None})
     assert any("has no ckpttool.json" in n for n in pull(URL, tmp_path / "d", world_size=1).notes)
 

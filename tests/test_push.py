@@ -3,9 +3,14 @@ on the way, and what must not be pushed is not."""
 
 from __future__ import annotations
 
+import base64
+import bz2
+import gzip
 import hashlib
 import io
 import json
+import logging
+import lzma
 import os
 import pickle
 import random
@@ -21,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hub import OWNER, STRANGER, Hub
@@ -30,8 +36,9 @@ from peers import FIXTURES, difference, files_of, load_dcp, tensors_of
 from safetensors.torch import load, load_file, save_file
 
 import ckpttool
-from ckpttool import conversion, remote
+from ckpttool import conversion, remote, stream
 from ckpttool.errors import (
+    CkpttoolError,
     Corrupt,
     DestinationExists,
     Differs,
@@ -45,6 +52,7 @@ from ckpttool.hub import card, client, hashing, screening
 from ckpttool.hub import push as pushing
 from ckpttool.hub.push import preview, push
 from ckpttool.hub.virtual import VirtualFile, contents
+from ckpttool.store import Source
 from ckpttool.stream import Effort
 
 URL = "hf://org/name"
@@ -229,6 +237,18 @@ def test_a_virtual_file_is_the_file_from_any_offset(tmp_path: Path, case: str, d
                 f.fileno()
 
 
+def test_crc32s_are_compared_while_hashing_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent is known by its SHA-256."""
+    opened, draft, _ = conversion.plan(
+        str(min((FIXTURES / "full_w1").glob("ckpt*/*.pt"))), "name", to="hf", config=CONFIG
+    )
+    with opened:
+        assert opened.checkpoint.records
+        monkeypatch.setattr(stream, "crc32", None)
+        with VirtualFile(next(c for c in contents(opened, draft, Effort(1)) if c.jobs)) as f:
+            assert len(f.read()) == f.content.size
+
+
 def test_seeking_reads_nothing_and_going_on_reads_nothing_twice(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, draft, _ = conversion.plan(str(large), "name", to="hf")
     begun: list[int] = []
@@ -346,6 +366,29 @@ def test_a_hub_that_has_something_else(hub: Hub) -> None:
     hub.rule = rule
     with pytest.raises(Differs, match=r"config\.json has 2 bytes"):
         push(str(DCP), URL, config=CONFIG)
+
+
+@pytest.mark.parametrize("where", ["/api/models/org/name", "/tree/", "/preupload/", "/validate-yaml", "/paths-info/"])
+@pytest.mark.parametrize("answer", [b"[]", b'{"a": 1}', b"[1]", b"{" * 100_000])
+def test_answers_of_another_shape(hub: Hub, where: str, answer: bytes) -> None:
+    """JSON that no Hub sends is an error of the Hub, and no fault of ours; a commit that was made is named."""
+    hub.commit("org/name", {"a": b"x"})
+    hub.rule = lambda method, path: (200, answer) if where in path and "refs" not in path else None
+    try:
+        push(str(DCP), URL, config=CONFIG)
+    except CkpttoolError as e:
+        assert e.exit_code in (5, 9) and URL in str(e)
+        if where == "/paths-info/":
+            assert hub.repos["org/name"].refs["main"] in str(e)
+    else:
+        assert where in ("/tree/", "/validate-yaml")  # an empty list, or what nobody reads
+
+
+def test_a_commit_that_cannot_be_checked_is_named(hub: Hub) -> None:
+    hub.rule = lambda method, path: 503 if "paths-info" in path else None
+    with pytest.raises(RemoteError, match="is there, but was not checked") as e:
+        push(str(DCP), URL, config=CONFIG)
+    assert hub.repos["org/name"].refs["main"] in str(e.value)
 
 
 def test_a_hub_that_ignores_files(hub: Hub) -> None:
@@ -511,6 +554,36 @@ def test_who_may_read(hub: Hub) -> None:
         assert hub.repos[f"org/{name}"].private == public
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_repository_that_becomes_public_meanwhile(hub: Hub, monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    """While it is looked at, hashed or sent: no commit. While the commit is made: it is told. One that somebody else made,
+    public, between our look and ours: nothing is hashed."""
+    if there:
+        hub.commit("org/name", {"a": b"x"})
+    opening = "/info/lfs/"
+
+    def rule(method: str, path: str) -> None:
+        if opening in path and "org/name" in hub.repos:
+            hub.repos["org/name"].private = False
+
+    hub.rule = rule
+    with pytest.raises(UsageError, match="is public: everybody could read"):
+        push(str(DCP), URL, config=CONFIG)
+    assert "model.safetensors" not in head(hub)
+    hub.repos["org/name"].private, opening = True, "/paths-info/"
+    with pytest.raises(
+        RemoteError, match=r"has the commit \w+, but somebody has made the repository public .*--private"
+    ):
+        push(str(DCP), URL, config=CONFIG)
+    hub.repos.clear()
+    nothing_is_hashed(monkeypatch)
+    hub.rule = lambda method, path: (
+        hub.commit("org/name", {"a": b"x"}, private=False) and None if "create" in path else None
+    )
+    with pytest.raises(UsageError, match="is public: everybody could read"):
+        push(str(DCP), URL, config=CONFIG)
+
+
 def test_branches_and_pull_requests(hub: Hub) -> None:
     hub.commit("org/name", {"a": b"x"})
     done = push(str(DCP), URL, config=CONFIG, revision="exp/one")
@@ -627,6 +700,27 @@ def test_staged(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 # --------------------------------------------------------------------------------------------------------------- cards
 
 
+@pytest.mark.parametrize(
+    ("data", "words"), [(b"# \xff\xfe\n", r"no UTF-8 \(byte 2\)"), (b"x" * (9 << 20), "of 9437184 bytes")]
+)
+def test_a_card_that_the_hub_does_not_take(hub: Hub, monkeypatch: pytest.MonkeyPatch, data: bytes, words: str) -> None:
+    """Found out before the source is read, on a branch too."""
+    nothing_is_hashed(monkeypatch)
+    hub.commit("org/name", {"a": b"x"})
+    hub.repos["org/name"].refs["exp"] = hub.repos["org/name"].refs["main"]
+    hub.commit("org/name", {"README.md": data}, "exp")
+    for call in (push, preview):
+        with pytest.raises(Unsupported, match=rf"the README\.md that is there is {words}"):
+            call(str(DCP), URL, config=CONFIG, revision="exp")
+
+
+def test_a_record_that_is_nested_without_bound(hub: Hub) -> None:
+    """Whatever lies there under the name of ckpttool.json is replaced."""
+    for data in (b"[" * 100_000, b"{", b"[]", b'{"created": 1}'):
+        hub.commit("org/name", {"ckpttool.json": data})
+        assert push(str(DCP), URL, config=CONFIG).commit and record(hub)["tool"] == "ckpttool"
+
+
 def test_a_new_card(hub: Hub) -> None:
     push(str(DCP), URL, config=CONFIG)
     text = hub.bytes_at("org/name", "README.md").decode()
@@ -659,6 +753,13 @@ def test_an_existing_card_keeps_everything_but_our_section(before: bytes, after:
     assert card.merged(before, facts).startswith(before) and section in card.merged(before, facts)
     again = card.merged(before, facts)
     assert card.merged(again, facts) == again
+    for odd in (
+        b"<!-- /ckpttool -->\n",
+        b"a<!-- /ckpttool -->\n<!-- ckpttool -->mine<!-- /ckpttool -->\nrest",
+        b"<!-- ckpttool -->\n",
+    ):
+        once = card.merged(odd + before, facts)  # marks that stand alone, or the wrong way round
+        assert card.merged(once, facts) == once and once.count(section) == 1
     assert b"<b>" not in section and b"my__b_trainer_" in section and b"load_file" in section
 
 
@@ -701,6 +802,31 @@ SECRETS = {
     "an API key": "sk-proj-" + "a1B2c3D4" * 5,
     "a Slack token": "xoxb-" + "123456789012-abcdef",
     "a URL with a password": "https://" + "me:hunter22@example.com/x",
+    "a Hugging Face token in UTF-16": ('{"x": "hf_' + "aB3dE5fG7h" * 4 + '"}').encode("utf-16").decode("latin-1"),
+    "a Hugging Face token, escaped": '{"x": "\\u0068f_' + "aB3dE5fG7h" * 4 + '"}',
+    "a GitLab token": "glpat-" + "a1B2c3D4e5F6g7H8i9J0",
+    "an npm token": "npm_" + "a1B2c3" * 6,
+    "an API key of payments": "sk_live_" + "a1B2c3D4e5F6g7H8",
+    "a JSON web token": "eyJhbGciOiJIUzI1NiJ9." + "eyJzdWIiOiIxMjM0In0.dozjgNryP4J3jVmNHl0w5N",
+    "what a request is authorised by": '{"Authorization": "Bearer 0a1b2c3d4e5f60718293"}',
+    "the key of an account": "AccountName=x;AccountKey=" + "a1B2c3D4e5F6g7H8" * 5 + "==;",
+    "a signed URL": "https://x.org/k?X-Amz-Signature=" + "0a1b2c3d4e5f6071" * 4,
+    "a URL with a short password": "s3://u:" + "pw1@h/db",
+    "a URL with a password alone": "https://:" + "hunter22@h/",
+    "a password of .netrc": "machine api.wandb.ai\n  login user\n  password 0a1b2c3d4e5f60718293a4b5c6d7e8f901234567",
+    'what its key "wandb_key" says': '{"wandb_key": "0a1b2c3d4e5f60718293a4b5c6d7e8f901234567"}',
+    'what its key "runKey" says': '{"runKey": "0a1b2c3d4e5f60718293a4b5c6d7e8f901234567"}',
+    'what its key "pwd" says': '{"pwd": "Zx81mQ0pL22vB7nR5tY"}',
+    'what its key "passphrase" says': '{"passphrase": "correct-horse-battery"}',
+    'what its key "api-key" says': '["--api-key", "0a1b2c3d4e5f60718293a4b5c6d7e8f9"]',
+    'what its key "api-key" says, in a line': "run --api-key 0a1b2c3d4e5f60718293a4b5c6d7e8f9 --x",
+    'what its key "token" says': '{"token": ["0a1b2c3d4e5f60718293a4b5c6d7e8f9"]}',
+    'what its key "hub_token" says, in a text': '{"x": "Namespace(hub_token=\\"0a1b2c3d4e5f60718293a4b5c6d7e8f9\\")"}',
+    'what its key "hub_token" says, in a dict': '{"a": {"data": {"$dict": [[1, "x"], ["hub_token", "abcd1234efgh5678ijkl"]]}}}',
+    'what its key "api_key" says, of a tuple': '{"a": {"data": {"$dict": [[{"$tuple": ["a", "api_key"]}, "abcd1234efgh5678ijkl"]]}}}',
+    'what its key "api_key" says, in a pair': '{"a": {"data": [["api_key", "abcd1234efgh5678ijkl"]]}}',
+    "a Hugging Face token in bytes": '{"a": {"data": {"$bytes": "'
+    + base64.b64encode(b"hf_" + b"aB3dE5fG7h" * 4).decode() + '"}}}',
     'what its key "api_key" says': '{"api_key": "0a1b2c3d4e5f60718293a4b5c6d7e8f901234567"}',
     'what its key "WANDB_API_KEY" says': "WANDB_API_KEY=0a1b2c3d4e5f60718293a4b5c6d7e8f901234567\n",
     'what its key "password" says': '{"db": {"password": "correct horse battery"}}'.replace(" horse", "-horse").replace(" b", "-b"),
@@ -711,12 +837,13 @@ SECRETS = {
 
 @pytest.mark.parametrize("kind", SECRETS)
 def test_secrets_are_found(kind: str) -> None:
-    found = screening.kind_of(SECRETS[kind].encode())
-    assert found is not None and (found == kind or found.startswith("what its key"))
+    data = SECRETS[kind].encode("latin-1")
+    found = screening.kind_of(data)
+    assert found is not None and (kind.startswith((found, "a URL with")) or found.startswith("what its key"))
     with pytest.raises(Unsafe, match=r"conf/x\.json seems to hold") as e:
-        screening.screen([("conf/x.json", SECRETS[kind].encode())])
+        screening.screen([("conf/x.json", data)])
     assert e.value.exit_code == 7
-    for word in ("0a1b2c", "hunter22", "aB3dE5", "horse", "Zx81", "ABCDEFGH", "a1B2"):
+    for word in ("0a1b2c", "hunter22", "aB3dE5", "horse", "Zx81", "ABCDEFGH", "a1B2", "abcd1234", "dozjg", "pw1"):
         assert word not in str(e.value)
 
 
@@ -725,6 +852,25 @@ def test_pickles_are_found_by_content(protocol: int) -> None:
     for thing in ({"a": 1}, [1, 2.5, "x"], os.path.join, 7, "text", (None, True)):
         with pytest.raises(Unsafe, match=r"tokenizer\.model is a pickle"):
             screening.screen([("tokenizer.model", pickle.dumps(thing, protocol))])
+    calls = pickle.dumps(Path("x"), protocol)  # what follows is not read by pickle.load
+    assert screening.kind_of(calls + b"\n{}\nand more") == "a pickle"
+
+
+def test_archives_are_found() -> None:
+    """What nobody has looked into is not pushed."""
+    array = io.BytesIO()
+    numpy.save(array, numpy.array([1]))
+    made = [
+        gzip.compress(b"x"),
+        bz2.compress(b"x"),
+        lzma.compress(b"x"),
+        zipped("x.txt"),
+        b"#!\n" + zipped("x"),
+        array.getvalue(),
+    ]
+    for data in made:
+        with pytest.raises(Unsafe, match=r"tokenizer\.model is an archive: nobody can see"):
+            screening.screen([("tokenizer.model", data)])
 
 
 def test_zips_of_torch_are_found() -> None:
@@ -732,7 +878,6 @@ def test_zips_of_torch_are_found() -> None:
     torch.save({"w": torch.zeros(2)}, out)
     for data in (out.getvalue(), zipped("archive/data.pkl"), zipped("x/data.pkl")[:60] + b"data.pkl"):
         assert screening.kind_of(data) == "a pickle"
-    assert screening.kind_of(zipped("readme.txt")) is None
 
 
 ORDINARY = [
@@ -745,6 +890,11 @@ ORDINARY = [
     b"max_position_embeddings: 131072\ntokenizer_class: LlamaTokenizerFast\nsecret: None\n",
     b'{"auto_map": {"AutoModel": "modeling.Model"}, "_name_or_path": "https://huggingface.co/org/name@main"}',
     "".join(f"{t} {k}\n" for k, t in enumerate(["IQ==", "IyQ=", "c2stYWJj"])).encode(),
+    b"sk-learn-is-a-package-in-python3-for-ml", b'{"sk-learn2abcdefghijklmnopqrs": 5}', b"(in the beginning\nfoo\n.", b"cat\ndog\n.\nand more\n",
+    json.dumps({"private_key": "/home/user/.ssh/id_rsa2024", "access_token": "https://example.com/oauth2/token01", "PWD": "/home/me/project"}).encode(),
+    json.dumps({"dataset_key": "imagenet_1k_2012_train_split", "image_key": "observation.images.top_camera_1", "mask_token": "extra_id_99_abcdefgh"}).encode(),
+    json.dumps(["password", "administrator", "token", "characteristically", "secret", "service-account"]).encode(),
+    json.dumps({"proxy": "http://user:password@proxy", "url": "https://x.org:8080/a@b", "text": "a bearer of good news from afar"}).encode(),
 ]  # fmt: skip
 
 
@@ -766,6 +916,11 @@ def test_large_files_are_looked_through_quickly() -> None:
         '"api_key": ',
         "hf_ ",
         "https://a:",
+        "https://a:b",
+        "eyJhbGci.",
+        "machine login ",
+        '["api_key",',
+        "bearer a",
         "(" * 9,
         "eyJ0b2tlbiI6",
     ):
@@ -806,6 +961,19 @@ def test_a_folder_with_a_secret_or_a_pickle_is_not_pushed(hub: Hub, tmp_path: Pa
                 call(str(tmp_path / "src"), URL)
         (tmp_path / "src" / name).unlink()
     assert not hub.seen
+    for name in ("tokenizer.pkl.gz", "tokenizer.npy"):
+        (tmp_path / "src" / name).write_bytes(gzip.compress(pickle.dumps({})))
+    done = push(str(tmp_path / "src"), URL)
+    assert any("not taken along" in n and "tokenizer.npy, tokenizer.pkl.gz" in n for n in done.notes)
+    assert not any(n.startswith("tokenizer.") for n in head(hub))
+
+
+def test_no_name_of_a_tensor_is_a_secret(hub: Hub, tmp_path: Path) -> None:
+    """Names are in the headers of weights and in ckpttool.json."""
+    torch.save({"model": {"hf_" + "aB3dE5fG7h" * 4 + ".weight": torch.zeros(2, 2)}}, tmp_path / "x.pt")
+    with pytest.raises(Unsafe, match="a Hugging Face token") as e:
+        push(str(tmp_path / "x.pt"), URL)
+    assert "aB3dE5" not in str(e.value) and not hub.seen
 
 
 def test_no_value_of_the_whole_state_is_a_secret(hub: Hub, tmp_path: Path) -> None:
@@ -819,9 +987,73 @@ def test_no_value_of_the_whole_state_is_a_secret(hub: Hub, tmp_path: Path) -> No
     assert "0a1b2c" not in str(e.value) and not hub.seen
 
 
+def test_files_without_a_version_are_hashed_every_time(
+    hub: Hub, large: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nobody can tell whether they are those of the last time; a server that sends neither ETag nor Last-Modified."""
+    monkeypatch.setattr(Source, "versioned", lambda self: False)
+    first = push(str(large), URL)
+    assert first.commit and any("tells no version" in n for n in first.notes) and not list(tmp_path.rglob("*.jsonl"))
+    nothing_is_hashed(monkeypatch)
+    with pytest.raises(AssertionError, match="hashed again"):
+        push(str(large), URL)
+
+
+def test_nothing_of_the_client_is_shown_when_a_repository_is_read(hub: Hub) -> None:
+    """Its warnings name URLs that are signed."""
+    push(str(LLAMA), URL)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda r: said.append(r.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("huggingface_hub")
+    logger.setLevel(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        times: Counter[str] = Counter()
+
+        def rule(method: str, path: str) -> int | None:
+            times[path] += 1
+            return 503 if times[path] == 1 else None
+
+        hub.rule = rule
+        ckpttool.digest(URL)
+    finally:
+        logger.removeHandler(handler)
+    assert hub.did(503) > 1 and said == []
+
+
 def test_the_journal_holds_no_secret_and_is_ones_own(hub: Hub, tmp_path: Path) -> None:
     push(str(DCP), URL, config=CONFIG)
     (journal,) = (tmp_path / "cache").rglob("*.jsonl")
     assert journal.stat().st_mode & 0o777 == 0o600 and OWNER not in journal.read_text()
     journal.write_bytes(journal.read_bytes()[:-9])  # a line that was cut off counts for nothing
     assert push(str(DCP), URL, config=CONFIG).commit is None
+    said = journal.read_bytes()
+    sha256 = record(hub)["files"]["model.safetensors"]["sha256"].encode()
+    assert sha256 in said
+    journal.write_bytes(
+        said.replace(sha256, sha256[::-1]) + b'\n{"record": {}}\n{"file": "model.safetensors"}\n5 5\n' + b"[" * 100_000
+    )
+    assert push(str(DCP), URL, config=CONFIG).commit is None
+    journal.unlink()
+    os.mkfifo(journal)
+    assert push(str(DCP), URL, config=CONFIG).commit is None
+
+
+def test_hashes_of_other_bytes_are_dropped(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that became another one, although its identity does not say so."""
+    identities = Source.identities
+    monkeypatch.setattr(Source, "identities", lambda self: {n: (0, 0, i[2], 0, 0) for n, i in identities(self).items()})
+    shutil.copytree(LLAMA, tmp_path / "src")
+    hub.rule = lambda method, path: 403 if "/info/lfs" in path else None
+    with pytest.raises(RemoteError, match="the token may not do that"):
+        push(str(tmp_path / "src"), URL)  # hashed, not sent
+    hub.rule = lambda method, path: None
+    path = tmp_path / "src" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(RemoteError, match=r"its hashes are dropped\. Run the same command again"):
+        push(str(tmp_path / "src"), URL)
+    assert push(str(tmp_path / "src"), URL).commit
+    assert hub.bytes_at("org/name", "model.safetensors")[-3:] == data[-3:]

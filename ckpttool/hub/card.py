@@ -65,9 +65,9 @@ def merged(existing: bytes | None, facts: Facts) -> bytes:
     section = _section(facts).encode()
     if existing is None:
         return _head(facts).encode() + section + b"\n"
-    end = existing.find(_END)
-    begin = existing.rfind(_BEGIN, 0, end) if end >= 0 else -1
+    begin = existing.rfind(_BEGIN, 0, max(0, existing.rfind(_END)))  # the last one that is ended
     if begin >= 0:
+        end = existing.find(_END, begin)
         return existing[:begin] + section + existing[end + len(_END) :]
     gap = b"" if not existing else b"\n" if existing.endswith(b"\n") else b"\n\n"
     return existing + gap + section + b"\n"

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 from .. import remote
 from ..errors import CkpttoolError, RemoteError, UsageError
 
-__all__ = ["Conflict", "Known", "Passing", "Repository", "Sending", "State", "silence", "split"]
+__all__ = ["Conflict", "Known", "Passing", "Refused", "Repository", "Sending", "State", "silence", "split"]
 
 T = TypeVar("T")
 
@@ -28,6 +28,7 @@ _TRIES, _WAIT = 5, 0.5  # seconds before the second try, doubled before each fur
 _BATCH = 500  # paths in one question
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _TARGET = re.compile(rf"(?:hf://)?(?P<id>{_NAME}/{_NAME})(?:@(?P<revision>[^@\s]+))?/?")
+_FAULTS = (AssertionError, AttributeError, LookupError, TypeError)  # also of who reads an answer of another shape
 _OTHER_KINDS = ("datasets", "spaces", "buckets", "kernels", "models")
 
 
@@ -37,6 +38,10 @@ class Conflict(RemoteError):
 
 class Passing(RemoteError):
     """What may pass, and did not while it was tried."""
+
+
+class Refused(RemoteError):
+    """What the Hub does not take, whoever sends it."""
 
 
 class Known(NamedTuple):
@@ -102,9 +107,9 @@ class Repository:
             try:
                 with silence():
                     return call()
-            except (AssertionError, AttributeError, LookupError, TypeError):
-                raise  # a fault of ours
             except Exception as e:
+                if isinstance(e, _FAULTS) and _is_ours(e):
+                    raise
                 error = self._told(e)
             if not isinstance(error, Passing) or k + 1 == tries:
                 raise error from None
@@ -117,6 +122,11 @@ class Repository:
                 return inner
             if type(inner).__name__ == "OfflineModeIsEnabled":
                 return RemoteError(f"{self.url}: HF_HUB_OFFLINE is set, so the Hub is not asked. Unset it.")
+        if isinstance(e, _FAULTS):
+            return RemoteError(
+                f"{self.url}: {remote.shown(self.api.endpoint)} answers, but not as a Hub does ({type(e).__name__}: "
+                f"{remote.words(e)}). Check HF_ENDPOINT and the proxy, then run the same command again."
+            )
         kind, by = remote.judge(e)
         if isinstance(e, JSONDecodeError):  # an answer that is no JSON is of something in between
             kind = None
@@ -151,7 +161,7 @@ class Repository:
                 f"{self.url}: there is no such thing, or the token may not see it ({words}). Check the name and the "
                 "revision; log in with `hf auth login` or set HF_TOKEN."
             )
-        return RemoteError(f"{self.url}: the Hub refuses ({words}).")
+        return Refused(f"{self.url}: the Hub refuses ({words}).")
 
     # ----------------------------------------------------------------------------------------------------- questions
 
@@ -167,6 +177,10 @@ class Repository:
             f.path: Known(f.size, f.lfs.sha256 if f.lfs else None, f.blob_id) for f in listed if hasattr(f, "blob_id")
         }
         return State(bool(found.private), commit, files)
+
+    def private(self) -> bool:
+        """Whether only those may read it who were given it, by now."""
+        return bool(self.ask(lambda: self.api.repo_info(self.repo_id)).private)
 
     def branches(self) -> set[str]:
         """Names of its branches."""
@@ -259,6 +273,14 @@ class Repository:
             tries=1,
         )
         return str(done.oid), done.pr_url
+
+
+def _is_ours(e: BaseException) -> bool:
+    """Whether a fault lies in ckpttool, and not in what huggingface_hub makes of an answer."""
+    at = e.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return at is not None and str(at.tb_frame.f_globals.get("__name__")).startswith("ckpttool.")
 
 
 def _chain(e: BaseException | None) -> Iterator[BaseException]:

@@ -1,9 +1,9 @@
 """What is kept of a push between runs: the hashes of its files, so that a push that was cut does not read its source for
 them again.
 
-A file of JSON lines below $XDG_CACHE_HOME/ckpttool/push (or ~/.cache), named by `conversion.plan_id`, which covers the
+A file of lines, each with a checksum and JSON, below $XDG_CACHE_HOME/ckpttool/push (or ~/.cache), named by `conversion.plan_id`, which covers the
 identity of every source file and every option. A line speaks of a file that was hashed to its end, of the record of all
-of them, or of a folder that was converted to the disk. A line that was cut off counts for nothing; files that nobody
+of them, or of a folder that was converted to the disk. A line that was cut off or altered counts for nothing; files that nobody
 wrote to for thirty days are removed. Hashes are no secrets, but the names of tensors are there: only the owner may read.
 """
 
@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import time
+from contextlib import suppress
+from hashlib import sha256
 from typing import Any
 
 from .hashing import Hashed
@@ -22,13 +25,13 @@ _KEPT_SECONDS = 30 * 86400
 
 
 class Journal:
-    """The lines of one plan; `files` {name: hashes}, `record` what ckpttool.json says, where the pass was finished,
+    """The lines of one plan, of none where nothing is to be kept; `files` {name: hashes}, `record` what ckpttool.json says, where the pass was finished,
     `staged` {folder: {"files": {name: [SHA-256, size, mtime_ns]}, "record": ...}}."""
 
-    def __init__(self, plan: str) -> None:
+    def __init__(self, plan: str | None) -> None:
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         self.folder = os.path.join(cache, "ckpttool", "push")
-        self.path = os.path.join(self.folder, f"{plan[:40]}.jsonl")
+        self.path = None if plan is None else os.path.join(self.folder, f"{plan[:40]}.jsonl")
         self.files: dict[str, Hashed] = {}
         self.record: dict[str, Any] | None = None
         self.staged: dict[str, dict[str, Any]] = {}
@@ -36,31 +39,32 @@ class Journal:
             self._take(line)
 
     def _lines(self) -> list[dict[str, Any]]:
-        out: list[dict[str, Any]] = []
+        if self.path is None:
+            return []
         try:
-            with open(self.path, encoding="utf-8", errors="replace") as f:
-                lines = f.read().split("\n")[:-1]
+            fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+            with open(fd, "rb") as f:
+                if not stat.S_ISREG(os.fstat(fd).st_mode):
+                    return []
+                lines = f.read().split(b"\n")[:-1]
         except OSError:
-            return out
-        for line in lines:
-            try:
-                said = json.loads(line) if line else None
-            except ValueError:
-                continue
-            if isinstance(said, dict):
-                out.append(said)
-        return out
+            return []
+        parts = (line.partition(b" ") for line in lines)
+        return [json.loads(said) for sum_, _, said in parts if said and sum_ == _sum(said)]
 
     def _take(self, line: dict[str, Any]) -> None:
-        try:
-            if "file" in line:
-                self.files[str(line["file"])] = Hashed(str(line["sha256"]), dict(line["tensors"]))
-            elif "record" in line:
-                self.record = dict(line["record"])
-            elif "staged" in line:
-                self.staged[str(line["staged"])] = dict(line["of"])
-        except (KeyError, TypeError, ValueError):
-            pass
+        if "file" in line:
+            self.files[line["file"]] = Hashed(line["sha256"], line["tensors"])
+        elif "record" in line:
+            self.record = line["record"]
+        elif "staged" in line:
+            self.staged[line["staged"]] = line["of"]
+
+    def drop(self) -> None:
+        """Forget all of it, for the next run."""
+        if self.path is not None:
+            with suppress(OSError):
+                os.unlink(self.path)
 
     def hashed(self, name: str, done: Hashed) -> None:
         """A file was hashed."""
@@ -76,13 +80,19 @@ class Journal:
 
     def _add(self, line: dict[str, Any]) -> None:
         self._take(line)
+        if self.path is None:
+            return
         try:
             if not os.path.exists(self.path):
                 os.makedirs(self.folder, mode=0o700, exist_ok=True)
                 self._prune()
-            fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fd = os.open(
+                self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+            )
             try:
-                os.write(fd, f"\n{json.dumps(line, separators=(',', ':'))}\n".encode())  # a line before may be cut off
+                said = json.dumps(line, separators=(",", ":")).encode()
+                with open(fd, "ab", closefd=False) as f:
+                    f.write(b"\n%b %b\n" % (_sum(said), said))  # a line before may be cut off
             finally:
                 os.close(fd)
         except OSError:
@@ -93,3 +103,7 @@ class Journal:
             path = os.path.join(self.folder, name)
             if name.endswith(".jsonl") and os.lstat(path).st_mtime < time.time() - _KEPT_SECONDS:
                 os.unlink(path)
+
+
+def _sum(said: bytes) -> bytes:
+    return sha256(said).hexdigest()[:32].encode()

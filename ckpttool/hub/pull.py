@@ -17,7 +17,7 @@ from .. import conversion, remote
 from ..conversion import RECORD, Result
 from ..errors import Corrupt
 from ..fill import Progress, silent
-from .client import Known, Repository, State, silence, split
+from .client import Known, Repository, State, split
 
 __all__ = ["Pulled", "pull"]
 
@@ -61,13 +61,12 @@ def pull(
         )
     notes: list[str] = []
     expected = _expected(hub, state, notes)
-    with silence():
-        result = conversion.convert(
-            f"{hub.url}@{state.commit}", dst, to=to, expected=expected, progress=progress, **how
-        )
+    result = conversion.convert(f"{hub.url}@{state.commit}", dst, to=to, expected=expected, progress=progress, **how)
     if set(result.digest) == {"all", "model"}:
         notes.append("the repository holds weights and nothing else: training from here starts the optimizer anew")
-    return Pulled(hub.url, state.commit, len(expected), notes, result)
+    if expected and not result.compared:
+        notes.append(f"{RECORD} in the repository is of other weights than these, so there were no digests to compare")
+    return Pulled(hub.url, state.commit, result.compared, notes, result)
 
 
 def _expected(hub: Repository, state: State, notes: list[str]) -> dict[str, str]:
@@ -81,7 +80,7 @@ def _expected(hub: Repository, state: State, notes: list[str]) -> dict[str, str]
         record = json.loads(hub.read(RECORD, state.commit, _MOST_BYTES))
         files, tensors = record["files"], {str(n): str(t[2]) for n, t in record["tensors"].items()}
         other = _other(files, state.files)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, Corrupt):
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, Corrupt):
         notes.append(f"{RECORD} in the repository is not what a push writes; digests were not compared")
         return {}
     if other is not None:
@@ -93,9 +92,9 @@ def _expected(hub: Repository, state: State, notes: list[str]) -> dict[str, str]
 
 
 def _other(listed: Mapping[str, Any], there: Mapping[str, Known]) -> str | None:
-    """The first file of weights that is not as it was when it was pushed."""
-    for name in sorted(n for n in {*listed, *there} if n.endswith(".safetensors")):
-        said, known = listed.get(name), there.get(name)
-        if said is None or known is None or known.sha256 != said["sha256"] or known.size != said["bytes"]:
+    """The first file of weights that is not as it was when it was pushed. Of others, nothing is said or compared."""
+    for name in sorted(n for n in listed if n.endswith(".safetensors")):
+        said, known = listed[name], there.get(name)
+        if known is None or known.sha256 != said["sha256"] or known.size != said["bytes"]:
             return name
     return None

@@ -29,13 +29,13 @@ from .. import conversion
 from .._version import __version__
 from ..conversion import RECORD, Opened
 from ..draft import Draft
-from ..errors import Corrupt, DestinationExists, Differs, Interrupted, UsageError
+from ..errors import Corrupt, DestinationExists, Differs, Interrupted, RemoteError, Unsupported, UsageError
 from ..fill import Progress, silent
 from ..layouts import Layout
 from ..names import counted
 from ..stream import Effort
 from . import card, screening
-from .client import Conflict, Known, Passing, Repository, Sending, State, split
+from .client import Conflict, Known, Passing, Refused, Repository, Sending, State, split
 from .hashing import Hashed, git_oid, hash_contents, hash_paths
 from .journal import Journal
 from .virtual import Content, VirtualFile, contents
@@ -161,14 +161,21 @@ class _Push:
         self.opened, self.draft, self.layout = conversion.plan(src, f"{repo_id}/", to="hf", **self.how)
         try:
             self.files = contents(self.opened, self.draft, Effort(1))
-            screening.screen((c.name, c.head) for c in self.files if not c.jobs)
+            screening.screen((c.name, _text(c)) for c in self.files)
+            screening.screen([(RECORD, "\n".join(self.draft.sources).encode("utf-8", "replace"))])
             self.repository = Repository(repo_id)
         except BaseException:
             self.opened.source.close()
             raise
         ckpt = self.opened.checkpoint
         self.notes = [*ckpt.notes, *self.draft.notes]
+        if not self.opened.source.versioned():
+            self.notes.append(
+                "the server tells no version of its files: a change while they were read would not be noticed, and hashes are "
+                "not kept for another run"
+            )
         self.adapter = bool(how.get("adapter"))
+        self.taken_over = False  # whether hashes are those of an earlier run
         self.made: str | None = None  # the commit, once it is there
 
     def __enter__(self) -> _Push:
@@ -186,6 +193,8 @@ class _Push:
             self.notes.append(f"the branch {self.revision} would be made")
         elif state is not None and self.revision:
             state = self.repository.look(self.revision)
+        if state is not None:
+            self.card_there(state)
         out = self.outcome(state, state is None)
         out.files = {c.name: c.size for c in self.files}
         journal = self.journal()
@@ -205,11 +214,16 @@ class _Push:
         created = state is None
         if created:
             self.repository.create(private=not self.public)
+            state = self.allowed(self.repository.look())  # somebody else may have made it, or the Hub made it otherwise
         if self.needs_branch():
             assert self.revision is not None
             self.repository.branch(self.revision)
         if not created:
             self.repository.may_write(self.revision, self.pull)
+            if self.revision:
+                state = self.repository.look(self.revision)
+        if state is not None:
+            self.card_there(state)
         try:
             weights, record = self.staged(stage, progress) if stage is not None else self.hashed(progress)
             return self.rounds(weights, record, created, progress)
@@ -280,6 +294,11 @@ class _Push:
         )  # fmt: skip
         if others:
             out.notes.append(f"other weights lie in the repository and stay there: {_names(others)}")
+        if self.adapter and any(_STALE.fullmatch(n) for n in state.files):
+            out.notes.append(
+                f"the repository holds the weights of a model, which are what `pull` and `digest` read, and {RECORD} tells the "
+                "digests of the adapter from now on: a repository of its own, or --revision, keeps the two apart"
+            )
 
     def stale(self, state: State) -> list[str]:
         """Weights that are there and do not belong to these."""
@@ -289,13 +308,17 @@ class _Push:
     # ------------------------------------------------------------------------------------------------------- hashes
 
     def journal(self) -> Journal:
-        """What earlier runs found out of the same files with the same options."""
+        """What earlier runs found out of the same files with the same options; nothing of files of which nobody can tell
+        whether they are still the same."""
+        if not self.opened.source.versioned():
+            return Journal(None)
         return Journal(conversion.plan_id(self.opened.source, self.draft, self.layout, {"push": 1, **self.how}))
 
     def hashed(self, progress: Progress) -> tuple[list[_File], dict[str, Any]]:
         """(every file of the draft, what ckpttool.json says)."""
         journal = self.journal()
         missing = [c for c in self.files if c.name not in journal.files]
+        self.taken_over = len(missing) < len(self.files)
         if missing:
             hash_contents(self.opened, missing, self.jobs, progress, journal.hashed)
         if journal.record is None:
@@ -323,6 +346,7 @@ class _Push:
         journal, folder = self.journal(), os.path.abspath(stage)
         paths = {c.name: os.path.join(folder, c.name) for c in self.files}
         known = journal.staged.get(folder)
+        self.taken_over = known is not None
         if known is None or not _unchanged(folder, known):
             if os.path.lexists(folder):
                 raise DestinationExists(
@@ -346,7 +370,7 @@ class _Push:
         """Look, send, commit; anew where somebody else commits in between, or no answer came."""
         sent: dict[str, int] = {}
         for k in range(_ROUNDS):
-            state = self.repository.look(self.revision)
+            state = self.allowed(self.repository.look(self.revision))
             if state is None:
                 raise Corrupt(f"{self.repository.url} is gone; somebody has removed it meanwhile.")
             files = self.complete(weights, record, state)
@@ -365,6 +389,7 @@ class _Push:
                 adds = self.send(changed, sent, progress)
                 self.opened.source.unchanged()
                 message = self.message or self.title(record)
+                self.allowed(state._replace(private=self.repository.private()))  # what was sent may have taken hours
                 done = self.repository.commit(adds, out.deleted, message, state.commit, self.revision, self.pull)
             except (Conflict, Passing) as e:
                 if k + 1 == _ROUNDS or (self.pull and isinstance(e, Passing)):
@@ -375,7 +400,13 @@ class _Push:
             out.page = pull or f"{self.repository.page}/commit/{out.commit}"
             out.sent = {f.name: f.size for f in files if f.name in sent}
             out.there = sorted(f.name for f in files if f.name not in sent)
-            self.check(files, out.commit)
+            try:
+                self.check(files, out.commit)
+                out.private = self.repository.private()
+            except RemoteError as e:
+                raise RemoteError(f"the commit {out.commit} is there, but was not checked: {e}") from None
+            if not out.private and not self.public:
+                raise RemoteError(self.opened_up(out.commit))
             return out
         raise AssertionError
 
@@ -399,6 +430,14 @@ class _Push:
         try:
             send = self.repository.send
             adds = _stoppable(lambda: send(sending, self.revision, self.pull, self.jobs), stop)
+        except Refused as e:
+            if not self.taken_over:
+                raise
+            self.journal().drop()
+            raise Refused(
+                f"{e} It may be that these are not the bytes that an earlier run has hashed; its hashes are dropped. Run the "
+                "same command again, which hashes anew."
+            ) from None
         finally:
             for name, file in opened.items():
                 if file.furthest:
@@ -418,15 +457,39 @@ class _Push:
                 old = json.loads(self.repository.read(RECORD, state.commit, 1 << 30))
                 if isinstance(old, dict) and {**old, "created": None} == {**said, "created": None}:
                     said["created"] = old["created"]  # the same push, only later
-            except (ValueError, Corrupt):
+            except (ValueError, LookupError, RecursionError, Corrupt):
                 pass  # damaged: it is replaced
         text = conversion.encoded(said)
         extra = {_CARD: data, RECORD: text}
         return [*weights, *(_File(n, len(d), sha256(d).hexdigest(), data=d) for n, d in extra.items())]
 
+    def card_there(self, state: State) -> bytes | None:
+        """README.md of a commit; None where there is none.
+
+        Raises:
+            Unsupported: it is none that the Hub takes again with our section in it.
+        """
+        known = state.files.get(_CARD)
+        if known is None:
+            return None
+        what = ""
+        if known.size > _MOST_CARD_BYTES:
+            what = f"of {known.size} bytes, more than {_MOST_CARD_BYTES}"
+        else:
+            data = self.repository.read(_CARD, state.commit, _MOST_CARD_BYTES)
+            try:
+                data.decode()
+                return data
+            except UnicodeDecodeError as e:
+                what = f"no UTF-8 (byte {e.start})"
+        raise Unsupported(
+            f"{self.repository.url}: the {_CARD} that is there is {what}, so the card of the model cannot be kept and told on. "
+            "Mend or remove it, then run the same command again."
+        )
+
     def card(self, record: Mapping[str, Any], state: State) -> bytes:
         """README.md as it shall be."""
-        old = self.repository.read(_CARD, state.commit, _MOST_CARD_BYTES) if _CARD in state.files else None
+        old = self.card_there(state)
         dtypes: dict[str, int] = {}
         for t in self.draft.checkpoint.tensors.values():
             if t.path[0] == "model":
@@ -463,6 +526,14 @@ class _Push:
                     "stays so."
                 )
 
+    def opened_up(self, commit: str) -> str:
+        """What to say when the repository was made public while we committed."""
+        return (
+            f"{self.repository.url} has the commit {commit}, but somebody has made the repository public meanwhile: everybody "
+            f"can read what was pushed. Make it private if that is not meant: `hf repos settings {self.repo_id} --private`, or "
+            f"{self.repository.page}/settings."
+        )
+
     def outcome(self, state: State | None, created: bool) -> Pushed:
         """A result with what is known before anything is done."""
         return Pushed(
@@ -490,10 +561,15 @@ def _names(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f", ... ({len(names)} files)" if len(names) > 5 else "")
 
 
+def _text(content: Content) -> bytes:
+    """What of a file is no weights: all of it, or the header, which names them."""
+    return content.head[8:] if content.jobs and content.name.endswith(".safetensors") else content.head
+
+
 def _object(data: bytes) -> dict[str, Any]:
     try:
         found = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

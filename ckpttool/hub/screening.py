@@ -1,62 +1,141 @@
-"""What is never pushed: pickles, which run code where they are loaded, and texts that hold a secret.
+"""What is never pushed: pickles, which run code where they are loaded, archives, which hide what they hold, and texts that
+hold a secret.
 
-Weights are safetensors and are written by us. Every other file of a push is looked at whole, by its content and not by
-its name. A message names the file and the kind of secret, never the secret.
+Weights are safetensors and are written by us; of them only the headers are looked at. Every other file of a push is
+looked at whole, by its content and not by its name. A message names the file and the kind of secret, never the secret.
 
-    pickle      the opcodes of protocol 2 and later, or a protocol 0 or 1 stream from its first byte to its last; a zip with
-                such a record (torch.save)
-    secret      tokens of known forms (Hugging Face, AWS, OpenAI, Anthropic, GitHub, Slack, Google), private keys, URLs with
-                a password, and long values of keys called api_key, token, secret, password, ...
+    pickle      the opcodes of protocol 2 and later, or a stream of any protocol from the first byte that calls something,
+                or that ends where the file ends; a zip with such a record (torch.save)
+    archive     gzip, bzip2, xz, zip, 7z, zstd, lz4; .npy, which may hold pickled objects
+    secret      tokens of known forms, private keys, signed URLs, URLs with a password, and long values of keys called
+                api_key, token, secret, password, ...; of other keys that end in key or token, if drawn by lot
 
-Special tokens ("pad_token": "<pad>"), vocabularies (where a word is followed by its number) and templates are none of it.
+JSON is looked at as it reads, too: with its escapes unfolded, lists of pairs and arguments ("--api-key", "..."), and bytes
+as values.json spells them. UTF-16 is text. Special tokens ("pad_token": "<pad>"), vocabularies (where a word is followed
+by its number), templates, paths, plain URLs and words with hyphens are none of it.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import io
+import json
 import pickletools
 import re
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+from typing import Any
 
 from ..errors import Unsafe
+from ..modelfiles import PACKED
 
 __all__ = ["kind_of", "screen"]
 
-#: (kind, texts of which one is in every such secret, the form).
-_FORMS: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = (
-    ("a Hugging Face token", ("hf_", "api_org_"), re.compile(r"(?<![A-Za-z0-9_])(?:hf_|api_org_)[A-Za-z0-9]{30,}")),
-    ("an AWS access key", ("AKIA", "ASIA"), re.compile(r"(?<![A-Z0-9])(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Z0-9])")),
-    ("a private key", ("PRIVATE KEY",), re.compile(r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----")),
+_PICKLE, _ARCHIVE = "a pickle", "an archive"
+
+
+def _random(text: str) -> bool:
+    """Whether a part of it looks drawn by lot: 16 letters and digits or more, whose kinds change all the time."""
+    for run in re.findall(r"[A-Za-z0-9]{16,}", text):
+        kinds = [0 if c.isdigit() else 1 if c.isupper() else 2 for c in run]
+        if kinds.count(0) >= 3 and sum(a != b for a, b in pairwise(kinds)) * 4 >= len(run):
+            return True
+    return False
+
+
+def _mixed(value: str) -> bool:
+    """Whether a value is long and of letters and digits of many kinds, and no path, URL or date."""
+    if len(value) < 16 or len(value) > 4096 or len(set(value)) < 9:
+        return False
+    if re.search(r"[A-Za-z]", value) is None or len(re.findall(r"[0-9]", value)) < 2:
+        return False
+    if re.fullmatch(r"[A-Za-z0-9_./+=:~!@#$%^&*-]+", value) is None or "://" in value:
+        return False
+    return _random(value) if _PATH.match(value) else True
+
+
+def _has_digits(text: str) -> bool:
+    return re.search(r"[0-9]", text) is not None
+
+
+def _cased(text: str) -> bool:
+    return re.search(r"[A-Z]", text) is not None and re.search(r"[a-z]", text) is not None
+
+
+def _unlike_words(text: str) -> bool:
+    return re.match(r"sk-(?:proj|svcacct|admin|ant-[a-z]+\d\d|or-v1)-", text) is not None or _random(text)
+
+
+def _password(text: str) -> bool:
+    return not _PLACEHOLDER.fullmatch(text) and text.lower() not in ("password", "passwd", "pass", "pwd", "token")
+
+
+#: (kind, texts of which one is in every such secret, the form, what its last group has to be).
+_FORMS: tuple[tuple[str, tuple[str, ...], re.Pattern[str], Callable[[str], bool]], ...] = (
+    ("a Hugging Face token", ("hf_", "api_org_"), re.compile(r"(?<![A-Za-z0-9_])((?:hf_|api_org_)[A-Za-z0-9]{30,})"), _cased),
+    ("an AWS access key", ("AKIA", "ASIA"), re.compile(r"(?<![A-Z0-9])((?:AKIA|ASIA)[A-Z0-9]{16})(?![A-Z0-9])"), bool),
+    ("a private key", ("PRIVATE KEY",), re.compile(r"-----BEGIN ((?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?)-----"), bool),
     (
         "a GitHub token", ("ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_"),
-        re.compile(r"(?<![A-Za-z0-9])(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_[A-Za-z0-9_]{40,})"),
+        re.compile(r"(?<![A-Za-z0-9])(gh[pousr]_[A-Za-z0-9]{36,}|github_pat_[A-Za-z0-9_]{40,})"), bool,
+    ),
+    ("a GitLab token", ("glpat-",), re.compile(r"(?<![A-Za-z0-9])glpat-([A-Za-z0-9_-]{20,})"), bool),
+    ("an npm token", ("npm_",), re.compile(r"(?<![A-Za-z0-9_])npm_([A-Za-z0-9]{36})(?![A-Za-z0-9])"), _random),
+    ("an API key", ("sk-",), re.compile(r"(?<![A-Za-z0-9])(sk-[A-Za-z0-9_-]{20,})"), _unlike_words),
+    ("an API key", ("k_live_",), re.compile(r"(?<![A-Za-z0-9])[sr]k_live_([A-Za-z0-9]{16,})"), bool),
+    ("a Slack token", ("xox",), re.compile(r"(?<![A-Za-z0-9])(xox[abeprs]-[A-Za-z0-9-]{16,})"), bool),
+    ("a Google API key", ("AIza",), re.compile(r"(?<![A-Za-z0-9])AIza([A-Za-z0-9_-]{35})(?![A-Za-z0-9_-])"), bool),
+    (
+        "a JSON web token", ("eyJ",),
+        re.compile(r"(?<![A-Za-z0-9_.-])(eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{16,})"), bool,
     ),
     (
-        "an API key", ("sk-",),
-        re.compile(r"(?<![A-Za-z0-9])sk-(?=[A-Za-z_-]*[0-9])(?=[0-9_-]*[A-Za-z])[A-Za-z0-9_-]{20,}"),
+        "what a request is authorised by", ("earer ", "EARER ", "asic ", "BASIC "),
+        re.compile(r"(?<![A-Za-z0-9])(?i:bearer|basic) {1,9}([A-Za-z0-9._~+/=-]{16,4096})"), _mixed,
     ),
-    ("a Slack token", ("xox",), re.compile(r"(?<![A-Za-z0-9])xox[abeprs]-[A-Za-z0-9-]{16,}")),
-    ("a Google API key", ("AIza",), re.compile(r"(?<![A-Za-z0-9])AIza[A-Za-z0-9_-]{35}(?![A-Za-z0-9_-])")),
+    (
+        "the key of an account", ("AccountKey=", "SharedAccessKey="),
+        re.compile(r"(?:AccountKey|SharedAccessKey)=([A-Za-z0-9+/]{40,100}={0,2})"), bool,
+    ),
+    (
+        "a signed URL", ("Signature=", "sig="),
+        re.compile(r"[?&](?:X-Amz-Signature|X-Goog-Signature|Signature|sig)=([A-Za-z0-9%~_+/=-]{30,2048})"), _has_digits,
+    ),
     (
         "a URL with a password", ("://",),
-        re.compile(
-            r"(?<![a-z0-9+.-])[a-z][a-z0-9+.-]*://[^\s/:@\"'<>{}\\]+:[^\s/:@\"'<>{}\\]{6,}@[A-Za-z0-9\[]"
-        ),
+        re.compile(r"(?<![a-z0-9+.-])[a-z][a-z0-9+.-]*://[^\s/:@\"'<>{}\\]*:([^\s/:@\"'<>{}\\]{3,})@[A-Za-z0-9\[]"), _password,
+    ),
+    (
+        "a password of .netrc", ("machine",),
+        re.compile(r"(?<![A-Za-z0-9])machine\s{1,9}\S{1,256}\s{1,99}login\s{1,9}\S{1,256}\s{1,99}password\s{1,9}(\S{3,256})"),
+        _password,
     ),
 )  # fmt: skip
+#: Keys whose values are secrets, if they are long.
 _KEY = (
-    r"(?:[A-Za-z0-9_.-]{0,64}(?:api[_-]?key|apikey|hub[_-]?token|auth[_-]?token|access[_-]?token|access[_-]?key|"
-    r"secret[_-]?key|client[_-]?secret|private[_-]?key|passw(?:or)?d)|(?:[A-Za-z0-9_.-]{0,64}\.)?(?:token|secret|hf_token))"
+    r"(?:[A-Za-z0-9_.-]{0,64}(?:api[_-]?key|(?:hub|auth|access|refresh|bearer|api|hf|bot|wandb|github|gitlab|slack)[_-]?token|"
+    r"(?:access|secret|private|wandb|account|signing|encryption)[_-]?key|client[_-]?secret|passw(?:or)?d|passphrase|[_.-]pwd)|"
+    r"pwd|(?:[A-Za-z0-9_.-]{0,64}[._-])?secret|(?:[A-Za-z0-9_.-]{0,64}\.)?token|-{1,2}token)"
 )
-# "key": "value", key: value, key = 'value', and as values.json has it: {"path": [..., "key"], "data": "value"}
+_OF_SECRET = re.compile(rf"(?i){_KEY}")
+_MAYBE = re.compile(r"(?i)[A-Za-z0-9_.-]{0,64}(?:key|token)")
+# "key": "value", key: value, key = 'value', and as values.json has it: {"path": [..., "key"], "data": "value"}; pairs
 _NAMED = re.compile(
-    rf"""(?i)(?P<key>{_KEY})["']?\s*(?:[:=]|\]\s*,\s*"data"\s*:)\s*(?P<quote>["']?)(?P<value>[^\s"',}}\]]{{12,4096}})"""
+    rf"""(?i)(?P<key>{_KEY})(?:["']?\s*(?:[:=]|\]\s*,\s*"data"\s*:)\s*|(?P<pair>["']\s*,\s*)(?=["']))"""
+    r"""(?P<quote>["']?)(?P<value>[^\s"',}\]]{12,4096})"""
 )
+_ARGUMENT = re.compile(rf"""(?i)(?P<key>--?{_KEY})\s{{1,9}}(?P<quote>["']?)(?P<value>[^\s"',}}\]]{{12,4096}})""")
 #: One is in every such key; a search for them is a hundred times faster than one for the form.
-_STEMS, _LONGEST_KEY = (b"key", b"token", b"secret", b"passw"), 64
+_STEMS, _LONGEST_KEY, _SHORTEST = (b"key", b"token", b"secret", b"passw", b"passphrase", b"pwd"), 64, 10
 _OF_KEYS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.-")
-_PLACEHOLDER = re.compile(r"[<$*{].*|.*\*\*\*.*|(?i:none|null|true|false|your[_-].*|env[:.].*|os\.environ.*)")
+_PATH = re.compile(r"/|\.{1,2}/|~/|[A-Za-z]:[/\\]")
+_PLACEHOLDER = re.compile(r"[<$*{].*|.*\*\*\*.*|(?i:none|null|true|false|your[_-].*|env[:.].*|os\.environ.*|x{3,})")
+#: Keys by which JSON says how something is spelled, not what it is; those of values.json among them.
+_SPELLING = frozenset(
+    {"data", "value", "$tuple", "$set", "$frozenset", "$dict", "$object", "args", "state", "list", "dict"}
+)
 
 
 def screen(files: Iterable[tuple[str, bytes]]) -> None:
@@ -67,10 +146,13 @@ def screen(files: Iterable[tuple[str, bytes]]) -> None:
     """
     for name, data in files:
         found = kind_of(data)
-        if found == "a pickle":
+        if found in (_PICKLE, _ARCHIVE):
+            why = (
+                "loading one runs code" if found == _PICKLE else "nobody can see what it holds, and a model needs none"
+            )
             raise Unsafe(
-                f"{name} is a pickle: loading one runs code, so it is never pushed. Take it away from the model's other "
-                "files, or give --config with a folder that has none."
+                f"{name} is {found}: {why}, so it is never pushed. Take it away from the model's other files, or give --config "
+                "with a folder that has none."
             )
         if found is not None:
             raise Unsafe(
@@ -80,20 +162,46 @@ def screen(files: Iterable[tuple[str, bytes]]) -> None:
 
 
 def kind_of(data: bytes) -> str | None:
-    """What of a file must not be pushed, "a pickle" or the kind of secret; None of one that may."""
+    """What of a file must not be pushed: "a pickle", "an archive" or the kind of secret; None of one that may."""
     if _is_pickle(data) or _holds_pickle(data):
-        return "a pickle"
+        return _PICKLE
+    if data.startswith(PACKED) or zipfile.is_zipfile(io.BytesIO(data)):
+        return _ARCHIVE
+    found = _in_text(data)
+    if found is None and b"\0" in data:  # UTF-16 and UTF-32 of ASCII are that with NULs in between
+        found = _in_text(data.replace(b"\0", b""))
+    if found is None and data.lstrip(b"\xef\xbb\xbf\xff\xfe\0 \t\r\n")[:1] in (b"{", b"["):
+        found = _in_json(data)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------- secrets
+
+
+def _in_text(data: bytes) -> str | None:
     text = data.decode("latin-1")  # as many characters as bytes; all that is looked for is ASCII
-    for kind, parts, form in _FORMS:
-        if any(part in text for part in parts) and form.search(text):
+    for kind, parts, form, check in _FORMS:
+        if any(part in text for part in parts) and any(check(m[1]) for m in form.finditer(text)):
             return kind
     for found in _named(data.lower(), text):
-        value = found["value"]
-        if _PLACEHOLDER.fullmatch(value):
-            continue
-        if _mixed(value) or (found["quote"] and re.search(r"(?i)passw", found["key"])):
-            return f'what its key "{found["key"][:40]}" says'
+        pair = found.groupdict().get("pair")  # words of a list, perhaps
+        if _is_secret(found["key"], found["value"], bool(found["quote"]) and not pair):
+            return _of_key(found["key"])
     return None
+
+
+def _of_key(key: str) -> str:
+    return f'what its key "{key.lstrip("-")[:40]}" says'
+
+
+def _is_secret(key: str, value: str, quoted: bool) -> bool:
+    """Whether the value of a key that speaks of secrets is one."""
+    if _PLACEHOLDER.fullmatch(value):
+        return False
+    if _mixed(value):
+        return True
+    chosen = re.search(r"(?i)passw|passphrase|pwd", key)  # by a person: words will do
+    return chosen is not None and quoted and len(value) >= 12 and not _PATH.match(value) and "://" not in value
 
 
 def _named(lower: bytes, text: str) -> Iterator[re.Match[str]]:
@@ -106,33 +214,119 @@ def _named(lower: bytes, text: str) -> Iterator[re.Match[str]]:
                 start -= 1
             while end < len(text) and end - at < _LONGEST_KEY and text[end] in _OF_KEYS:
                 end += 1
-            if end - at < _LONGEST_KEY and (found := _NAMED.match(text, start)):
+            if end - at < _LONGEST_KEY and (found := _NAMED.match(text, start) or _ARGUMENT.match(text, start)):
                 yield found
             at = lower.find(stem, end)
 
 
-def _mixed(value: str) -> bool:
-    """Whether a value looks drawn by lot: letters and digits, of many kinds, and long."""
-    return (
-        len(value) >= 16
-        and re.search(r"[A-Za-z]", value) is not None
-        and len(re.findall(r"[0-9]", value)) >= 2
-        and len(set(value)) >= 9
-        and re.fullmatch(r"[A-Za-z0-9_./+=:~!@#$%^&*-]+", value) is not None
-    )
+class _Pairs(list[tuple[str, Any]]):
+    """An object of JSON with all its keys, also those that stand there twice."""
+
+
+def _in_json(data: bytes) -> str | None:
+    """What a file of JSON holds as it reads, where a search in its bytes does not see it."""
+    try:
+        read = json.loads(data, object_pairs_hook=_Pairs)
+    except (ValueError, RecursionError):
+        return None
+    texts: list[str] = []
+    todo: list[tuple[Any, str | None]] = [(read, None)]
+    while todo:
+        x, key = todo.pop()
+        if isinstance(x, _Pairs):
+            texts += [k for k, _ in x if _long(k)]
+            todo += _under(x, key)
+        elif isinstance(x, list):
+            todo += ((item, key) for item in x)
+            for name, item in pairwise(x):
+                both = isinstance(item, str) and _long(item) and isinstance(name, str) and _speaks(name)
+                if both and _is_secret(name, item, False):
+                    return _of_key(name)
+        elif isinstance(x, str) and _long(x):
+            texts.append(x)
+            if key is not None and _told(key, x):
+                return _of_key(key)
+    if b"\\" not in data and b'"$' not in data:
+        return None  # it is spelled as it reads
+    return _in_text("\n".join(texts).encode("utf-8", "replace"))
+
+
+def _under(x: _Pairs, above: str | None) -> Iterator[tuple[Any, str | None]]:
+    """What an object holds, with the key that says what each is."""
+    above = next((_last(item) for key, item in x if key == "path"), None) or above
+    for key, item in x:
+        if key in ("$bytes", "$bytearray") and isinstance(item, str):
+            try:
+                yield base64.b64decode(item).decode("latin-1"), above
+            except (binascii.Error, ValueError):
+                yield item, above
+        elif key == "$str" and isinstance(item, str) and re.fullmatch(r"(?:[0-9a-f]{2})*", item):
+            yield bytes.fromhex(item).decode("latin-1"), above
+        elif key == "$dict" and isinstance(item, list):
+            for pair in item:
+                if isinstance(pair, list) and len(pair) == 2:
+                    yield pair[0], None
+                    yield pair[1], _last(pair[0]) or above
+        elif key not in ("$tensor", "path"):
+            yield item, above if key in _SPELLING else key
+
+
+def _last(x: Any) -> str | None:
+    """The last text in the key of a dict, which may be a tuple."""
+    while isinstance(x, list) and x:
+        x = x[-1][1] if isinstance(x, _Pairs) else x[-1]
+    return x if isinstance(x, str) else None
+
+
+def _long(text: str) -> bool:
+    """Whether a secret fits in."""
+    return len(text) >= _SHORTEST
+
+
+def _speaks(key: str) -> bool:
+    return len(key) <= _LONGEST_KEY and _OF_SECRET.fullmatch(key) is not None
+
+
+def _told(key: str, value: str) -> bool:
+    """Whether a text is a secret, by its key."""
+    if _speaks(key):
+        return _is_secret(key, value, True) and not re.search(r"\s", value)
+    return len(value) >= 20 and _MAYBE.fullmatch(key) is not None and _mixed(value) and _random(value)
+
+
+# ---------------------------------------------------------------------------------------------------------- pickles
+
+_CALLS = frozenset({"REDUCE", "BUILD", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4"})
 
 
 def _is_pickle(data: bytes) -> bool:
     if data[:1] == b"\x80" and data[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         return True
-    if not data.rstrip().endswith(b".") or data[:1] not in b"(])}lcidISVFLMNGJKTUX":
+    calls, end = _walk(data)
+    if not end:
         return False
-    stream = io.BytesIO(data)
+    if calls:  # what follows is not read when it is loaded
+        return True
+    if end < 2 or data[end:].strip():
+        return False
     try:
-        pickletools.dis(stream, _Nowhere())  # it keeps account of the stack, so that few texts pass
-    except Exception:  # no opcode, a number that is none, nothing to pop
+        pickletools.dis(io.BytesIO(data), _Nowhere())  # it keeps account of the stack, so that few texts pass
+    except Exception:  # nothing to pop
         return False
-    return stream.tell() > 1 and not data[stream.tell() :].strip()
+    return True
+
+
+def _walk(data: bytes) -> tuple[bool, int]:
+    """(whether a stream of opcodes calls what it names, bytes to its end); (False, 0) of what is none."""
+    stream, calls = io.BytesIO(data), False
+    try:
+        for op, arg, _ in pickletools.genops(stream):
+            if op.name in ("GLOBAL", "INST") and not re.fullmatch(r"[A-Za-z_][\w.]* [A-Za-z_][\w.]*", str(arg)):
+                return False, 0
+            calls = calls or op.name in _CALLS
+    except Exception:  # no opcode, a number that is none
+        return False, 0
+    return calls, stream.tell()
 
 
 class _Nowhere(io.StringIO):
@@ -147,6 +341,6 @@ def _holds_pickle(data: bytes) -> bool:
         return False
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as z:
-            return any(n.endswith((".pkl", ".pickle")) for n in z.namelist())
+            return any(n.lower().endswith((".pkl", ".pickle")) for n in z.namelist())
     except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError):
         return b"data.pkl" in data

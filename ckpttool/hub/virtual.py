@@ -26,6 +26,9 @@ from ..stream import Block, Effort, Job, Reader, Sums
 __all__ = ["Content", "VirtualFile", "contents"]
 
 
+_KNOWN = Sums(())  # whoever takes the file knows its SHA-256, which was computed of bytes whose CRC32s were compared
+
+
 @dataclass
 class Content:
     """What one file of a draft holds: `head`, then the tensors of `jobs`, which begin at the bytes `starts`."""
@@ -96,6 +99,7 @@ class VirtualFile(io.BufferedIOBase):
         self._stream: Iterator[Block] | None = None
         self._block: Block | None = None
         self._rest = memoryview(b"")  # of the block
+        self._gathered = bytearray()
 
     def readable(self) -> bool:
         """Yes."""
@@ -123,35 +127,48 @@ class VirtualFile(io.BufferedIOBase):
         """
         left = max(0, self.content.size - self._at)
         n = left if size is None or size < 0 else min(size, left)
-        pieces: list[bytes] = []
-        while n:
-            if self._stop is not None and self._stop.is_set():
-                raise Interrupted("the upload was stopped.")
-            pieces.append(piece := self._some(n))
-            self._at += len(piece)
-            n -= len(piece)
+        out = bytes(piece) if len(piece := self._some(n)) == n else self._many(piece, n)
         if self._at > self.furthest:
             self._passed(self._at - self.furthest)
             self.furthest = self._at
         if self._at >= self.content.size:
             self._end()
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return out
 
     def read1(self, size: int = -1, /) -> bytes:
         """As `read`."""
         return self.read(size)
 
-    def _some(self, most: int) -> bytes:
-        """Bytes from where the next read begins, at least one."""
+    def _many(self, piece: memoryview, n: int) -> bytes:
+        """`n` bytes, of which the first are at hand. They are gathered in one buffer: results that come and go beside their
+        parts make malloc give its memory back and take it again, which costs more than all else."""
+        if len(self._gathered) < n:
+            self._gathered = bytearray(n)
+        into, end = memoryview(self._gathered), 0
+        while True:
+            into[end : end + len(piece)] = piece
+            end += len(piece)
+            if end == n:
+                return bytes(into[:n])
+            piece = self._some(n - end)
+
+    def _some(self, most: int) -> memoryview:
+        """Bytes from where the next read begins, at least one if any is asked for; valid until the next call."""
+        if self._stop is not None and self._stop.is_set():
+            raise Interrupted("the upload was stopped.")
+        if not most:
+            return memoryview(b"")
         if self._at < len(self.content.head):
-            return self.content.head[self._at : self._at + most]
+            out = memoryview(self.content.head)[self._at : self._at + most]
+            self._at += len(out)
+            return out
         if self._here != self._at:
             self._begin()
         while not len(self._rest):
             self._next()
-        out = bytes(self._rest[:most])
+        out = self._rest[:most]
         self._rest = self._rest[len(out) :]
-        self._here += len(out)
+        self._here = self._at = self._at + len(out)
         return out
 
     def _begin(self) -> None:
@@ -159,7 +176,7 @@ class VirtualFile(io.BufferedIOBase):
         self._end()
         index = bisect_right(self.content.starts, self._at) - 1
         item = ITEMSIZE[self.content.jobs[index].dtype]
-        self._stream = self.content.blocks(index, (self._at - self.content.starts[index]) // item)
+        self._stream = self.content.blocks(index, (self._at - self.content.starts[index]) // item, _KNOWN)
         block = self._next()
         here = self.content.starts[index] + block.first * item
         while here + len(self._rest) <= self._at:
@@ -180,6 +197,7 @@ class VirtualFile(io.BufferedIOBase):
     def _end(self) -> None:
         """Give up the stream, and its buffers."""
         stream, self._stream, self._block, self._rest, self._here = self._stream, None, None, memoryview(b""), -1
+        self._gathered = bytearray()
         if stream is not None:
             stream.close()  # type: ignore[attr-defined]
 
