@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import bz2
+import dataclasses
 import gzip
 import hashlib
 import io
@@ -761,6 +762,18 @@ def test_an_existing_card_keeps_everything_but_our_section(before: bytes, after:
         once = card.merged(odd + before, facts)  # marks that stand alone, or the wrong way round
         assert card.merged(once, facts) == once and once.count(section) == 1
     assert b"<b>" not in section and b"my__b_trainer_" in section and b"load_file" in section
+
+
+def test_a_card_on_a_branch_speaks_of_that_branch() -> None:
+    """What it tells people to run finds these files, not those of main."""
+    facts = card.Facts(
+        "org/name", "1", "dcp", None, None, None, {"bfloat16": 1}, {}, False, False,
+        {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, {}, "bf16",
+    )  # fmt: skip
+    section = card._section(facts)
+    assert 'from_pretrained("org/name", revision="bf16", dtype="auto")' in section
+    assert "ckpttool pull hf://org/name@bf16 " in section and "ckpttool verify hf://org/name@bf16 " in section
+    assert "@" not in card._section(dataclasses.replace(facts, branch=None))
 
 
 @pytest.mark.parametrize(

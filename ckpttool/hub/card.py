@@ -46,6 +46,12 @@ class Facts:
     changed: bool = False
     config: dict[str, Any] = field(default_factory=dict)
     adapter: dict[str, Any] = field(default_factory=dict)
+    branch: str | None = None  # where that is not main
+
+    @property
+    def url(self) -> str:
+        """What a command is given to find it."""
+        return f"hf://{self.repo_id}" + (f"@{self.branch}" if self.branch else "")
 
 
 def base_model(facts: Facts) -> str | None:
@@ -99,7 +105,6 @@ def _section(facts: Facts) -> str:
     if len(facts.digest) > 2:
         rows.append(("digest of all", f"`blake3:{facts.digest['all']}`"))
     rows.append(("written by", f"ckpttool {facts.version}"))
-    url = f"hf://{facts.repo_id}"
     state = "the whole training state" if facts.training else "the weights (no optimizer state is here)"
     return "\n".join(
         [
@@ -121,7 +126,7 @@ def _section(facts: Facts) -> str:
             f"To get {state} as a checkpoint of `torch.distributed.checkpoint` for 8 ranks:",
             "",
             "```",
-            f"ckpttool pull {url} CHECKPOINT --to dcp --world-size 8",
+            f"ckpttool pull {facts.url} CHECKPOINT --to dcp --world-size 8",
             "```",
             _END.decode(),
         ]
@@ -129,7 +134,6 @@ def _section(facts: Facts) -> str:
 
 
 def _checking(facts: Facts) -> list[str]:
-    url = f"hf://{facts.repo_id}"
     if facts.changed:
         said, how = ["To check every tensor against the digests in `ckpttool.json`:"], "--read-data"
     else:
@@ -138,27 +142,27 @@ def _checking(facts: Facts) -> list[str]:
             "tensor (`ckpttool.json` holds the digest of each):",
         ]
         how = "--against CHECKPOINT"
-    return [*said, "", "```", f"ckpttool verify {url} {how}", "```"]
+    return [*said, "", "```", f"ckpttool verify {facts.url} {how}", "```"]
 
 
 def _loading(facts: Facts) -> list[str]:
-    repo = facts.repo_id
+    where = f'"{facts.repo_id}"' + (f', revision="{facts.branch}"' if facts.branch else "")
     if facts.adapter:
         name = {"CAUSAL_LM": "AutoPeftModelForCausalLM"}.get(str(facts.adapter.get("task_type")), "AutoPeftModel")
-        return [f"from peft import {name}", "", f'model = {name}.from_pretrained("{repo}")']
+        return [f"from peft import {name}", "", f"model = {name}.from_pretrained({where})"]
     names = facts.config.get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else "AutoModel"
     if name.endswith("ForCausalLM"):
         name = "AutoModelForCausalLM"
     if "model_type" in facts.config and name.isidentifier() and name.isascii():
-        return [f"from transformers import {name}", "", f'model = {name}.from_pretrained("{repo}", dtype="auto")']
+        return [f"from transformers import {name}", "", f'model = {name}.from_pretrained({where}, dtype="auto")']
     return [
         "from pathlib import Path",
         "",
         "from huggingface_hub import snapshot_download",
         "from safetensors.torch import load_file",
         "",
-        f'files = Path(snapshot_download("{repo}")).glob("*.safetensors")',
+        f'files = Path(snapshot_download({where})).glob("*.safetensors")',
         "tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}",
     ]
 

@@ -501,6 +501,7 @@ class _Push:
             self.repo_id, __version__, ckpt.layout, ckpt.world_size, ckpt.trainer, counted(ckpt.value), dtypes,
             record["digest"], bool(self.how.get("training")), cast or self.adapter, configs.get("config.json", {}),
             configs.get("adapter_config.json", {}) if self.adapter else {},
+            None if self.revision in (None, "main") or str(self.revision).startswith("refs/") else self.revision,
         )  # fmt: skip
         return card.merged(old, facts)
 
