@@ -26,9 +26,14 @@ from typing import Any, NamedTuple
 
 from .errors import Corrupt, Unsafe
 
-__all__ = ["Global", "Opaque", "Truncated", "dump", "load", "load_large", "ordered_dict", "refuse_deep", "short"]
+__all__ = [
+    "MEMORY_FORMATS", "Global", "Opaque", "Truncated", "dump", "enum_members", "load", "load_large", "ordered_dict",
+    "refuse_deep", "short",
+]  # fmt: skip
 
 StandIns = Mapping[tuple[str, str], Any]
+#: Members of torch's (_)MEM_FORMAT_ENCODING, by number (torch/distributed/checkpoint/metadata.py).
+MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
 
 MAX_BYTES = 1 << 30
 MAX_DEPTH = 100
@@ -467,6 +472,22 @@ def refuse_deep(obj: Any, what: str, most: int) -> None:
         if seen > most:
             raise Unsafe(f"{what}: unfolds to more than {most} objects.")
         todo.extend((c, depth + 1) for c in inside if isinstance(c, (dict, list, tuple, set, frozenset, Opaque)))
+
+
+def enum_members(*enums: tuple[Any, Mapping[str, Any]]) -> dict[tuple[str, str], Any]:
+    """Stand-ins for getattr, by which Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) pickles members of an enum: each is (the
+    stand-in of a class, {name: member}). Of anything else getattr is refused.
+
+    Source: Enum.__reduce_ex__ in Lib/enum.py of those versions.
+    """
+
+    def member(cls: Any, name: Any) -> Any:
+        for known, members in enums:
+            if cls is known and isinstance(name, str) and name in members:
+                return members[name]
+        raise Unsafe(f"the pickle calls getattr({short(cls)}, {short(name)}), which has no place here.")
+
+    return {("builtins", "getattr"): member, ("__builtin__", "getattr"): member}
 
 
 def load_large(data: io.BufferedIOBase, stand_ins: StandIns) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from . import boxes
 from .errors import Corrupt, Unsafe, Unsupported
 from .index import ITEMSIZE
-from .pickles import Global, Opaque, short
+from .pickles import MEMORY_FORMATS, Global, Opaque, enum_members, short
 from .torchzip import ReadAt, StoredTensor, TensorRef
 
 __all__ = ["Shards", "Table", "is_sharded", "sharded_tensor", "shards_of", "stand_ins"]
@@ -58,19 +58,26 @@ def stand_ins(what: str) -> dict[tuple[str, str], Any]:
         return func(*args)
 
     def get(obj: Any, name: Any) -> Any:
-        """ShardedTensor.ProcessGroupState is pickled as getattr(ShardedTensor, "ProcessGroupState"); that and no more."""
+        """ShardedTensor.ProcessGroupState is pickled as getattr(ShardedTensor, "ProcessGroupState"), and by some versions of
+        Python the memory format (pickles.enum_members); that and no more."""
+        if obj is memory_format:
+            return formats(obj, name)
         if not (isinstance(obj, Global) and obj.module.startswith(_SHARDED) and obj.name == "ShardedTensor"):
             raise Unsafe(f"{what}: the pickle calls getattr({short(obj)}, {short(name)}).")
         if name != "ProcessGroupState":
             raise Unsafe(f"{what}: the pickle takes {short(name)} of ShardedTensor.")
         return Global(obj.module, "ShardedTensor.ProcessGroupState")
 
+    def memory_format(number: Any) -> Any:
+        return number
+
+    formats = enum_members((memory_format, {name: k for k, name in enumerate(MEMORY_FORMATS)}))["builtins", "getattr"]
     out: dict[tuple[str, str], Any] = {("torch._tensor", "_rebuild_from_type_v2"): from_type}
     for builtins in ("__builtin__", "builtins"):
         out[builtins, "getattr"] = get
     for module in (f"{_SHARDED}.metadata", "torch.distributed.checkpoint.metadata"):
         for name in ("MEM_FORMAT_ENCODING", "_MEM_FORMAT_ENCODING"):
-            out[module, name] = lambda number: number
+            out[module, name] = memory_format
     return out
 
 

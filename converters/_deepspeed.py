@@ -34,7 +34,7 @@ from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError
 from ckpttool.index import ITEMSIZE, Checkpoint, Chunks, Extent, Path, Record, TensorEntry, same_bytes, shape_of
 from ckpttool.layouts import Place, ReadOptions, checkpoint_of
 from ckpttool.names import canonical, strip_wrappers
-from ckpttool.pickles import Global, Opaque, short
+from ckpttool.pickles import Global, Opaque, enum_members, short
 from ckpttool.store import Source
 from ckpttool.torchzip import StoredTensor
 
@@ -189,7 +189,8 @@ def _stand_ins(what: str) -> dict[tuple[str, str], Any]:
             raise Corrupt(f"{what}: ZeRO stage {short(n)}.")
         return n
 
-    return {(STAGE.module, STAGE.name): stage}
+    named = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
+    return {(STAGE.module, STAGE.name): stage, **enum_members((stage, named))}
 
 
 @lru_cache(1 << 16)

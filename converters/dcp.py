@@ -97,6 +97,10 @@ class _Properties(_Inert):
     __slots__ = ()
 
 
+class _MemoryFormat(_Inert):
+    __slots__ = ()
+
+
 class _Bytes(_Inert):
     __slots__ = ()
 
@@ -209,7 +213,8 @@ _STAND_INS: dict[tuple[str, str], Any] = {
     (_META, "TensorProperties"): _Properties,
     (_META, "BytesStorageMetadata"): _Bytes,
     (_META, "StorageMeta"): _Inert,
-    (_META, "_MEM_FORMAT_ENCODING"): _Inert,
+    (_META, "_MEM_FORMAT_ENCODING"): _MemoryFormat,
+    **pickles.enum_members((_MemoryFormat, {name: _MemoryFormat(k) for k, name in enumerate(pickles.MEMORY_FORMATS)})),
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): _Inert,
     ("collections", "OrderedDict"): pickles.ordered_dict,

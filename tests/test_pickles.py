@@ -12,6 +12,7 @@ import os
 import pathlib
 import pickle
 import random
+import shutil
 import struct
 import subprocess
 import sys
@@ -559,3 +560,62 @@ def test_the_large_reader_takes_stand_ins_and_refuses_every_other_global(canary:
     with pytest.raises(Unsafe, match="outside of it"):
         pickles.load_large(io.BytesIO(b"\x80\x02X\x01\x00\x00\x00aQ."), stand_ins)
     assert not canary.exists()
+
+
+# ------------------------------------------------------------------------------------- enums of Python 3.11.0 to 3.11.3
+
+
+def by_name(module: str, cls: str, member: str, builtins: str = "builtins") -> bytes:
+    """A member of an enum as those versions pickle it (Debian 12 has 3.11.2): getattr(cls, member)."""
+    return b"\x80\x02c%b\ngetattr\nc%b\n%b\nX%b%b\x86R." % (
+        builtins.encode(), module.encode(), cls.encode(), len(member).to_bytes(4, "little"), member.encode(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("builtins", ["builtins", "__builtin__"])
+def test_members_of_known_enums(builtins: str) -> None:
+    from ckpttool.converters import _deepspeed
+
+    from ckpttool.sharded import stand_ins
+
+    zero, torch_ = "deepspeed.runtime.zero.config", "torch.distributed._shard.sharded_tensor.metadata"
+    for name, number in (("disabled", 0), ("optimizer_states", 1), ("gradients", 2), ("weights", 3)):
+        data = by_name(zero, "ZeroStageEnum", name, builtins)
+        assert pickles.load(data, _deepspeed._stand_ins("x"), what="x")[0] == number
+    data = by_name(torch_, "MEM_FORMAT_ENCODING", "TORCH_PRESERVE_FORMAT", builtins)
+    assert pickles.load(data, stand_ins("x"), what="x")[0] == 2
+    for cls, member, tables in (
+        ("ZeroStageEnum", "__class__", _deepspeed._stand_ins("x")),
+        ("ZeroStageEnum", "mro", _deepspeed._stand_ins("x")),
+        ("Other", "weights", _deepspeed._stand_ins("x")),
+    ):
+        with pytest.raises(Unsafe, match="getattr"):
+            pickles.load(by_name(zero, cls, member, builtins), tables, what="x")
+    with pytest.raises(Unsafe, match="getattr"):
+        pickles.load(by_name(torch_, "MEM_FORMAT_ENCODING", "__init__", builtins), stand_ins("x"), what="x")
+
+
+@pytest.mark.parametrize("child", [False, True], ids=["read here", "read in a child"])
+def test_a_checkpoint_that_such_a_python_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, child: bool) -> None:
+    """torch's own .metadata, written again with what those versions have as Enum.__reduce_ex__."""
+    from ckpttool.converters import dcp
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+    from ckpttool.comparison import diff
+
+    source = Path(__file__).parents[1] / "fixtures" / "fsdp2_w3" / "ckpt"
+    shutil.copytree(source, tmp_path / "there")
+    with open(source / ".metadata", "rb") as f:
+        metadata = pickle.load(f)
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+    data = pickle.dumps(metadata)
+    assert b"getattr" in data and b"TORCH_CONTIGUOUS_FORMAT" in data
+    (tmp_path / "there" / ".metadata").write_bytes(data)
+    if child:
+        monkeypatch.setattr(dcp, "_LARGE_BYTES", 0)
+    assert diff(str(source), str(tmp_path / "there")).equal
+    evil = data.replace(b"TORCH_CONTIGUOUS_FORMAT", b"__init_subclass_______z")
+    assert len(evil) == len(data)
+    (tmp_path / "there" / ".metadata").write_bytes(evil)
+    with pytest.raises(Unsafe, match="getattr"):
+        diff(str(source), str(tmp_path / "there"))
