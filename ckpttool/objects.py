@@ -359,7 +359,7 @@ class UploadFolder:
             prefix = far.key.removesuffix(NOTE)
             far.sweep(prefix, lambda key: "/" not in key.removeprefix(prefix) or key.removeprefix(prefix) in self.names)
         share = _BUFFERED // max(1, open_at_once)
-        share -= share % min(share, 256 << 10)  # Google takes multiples of that
+        share -= share % (256 << 10) if share > 256 << 10 else 0  # Google takes multiples of that
         size = _part_bytes(largest, max(_SMALLEST, min(_PART, share)))
         self._size, self._on_disk = size, size * open_at_once > _BUFFERED
         self._lane = Lane(max(2, _IN_FLIGHT // size))
