@@ -16,17 +16,26 @@ from .audit.commands import app as audit_app
 from .errors import EXIT_CODES, CkpttoolError, Interrupted, NoSpace, NotRecognised, UsageError
 from .hub import commands as hub
 from .terminal import (
+    Cast,
     Config,
+    Drop,
+    Dtype,
     FlatLayout,
+    Force,
     From,
     Json,
     Like,
     Meter,
     Only,
+    Precision,
     Quiet,
     Src,
     Tag,
+    Threads,
+    UseOrigParams,
+    WorldSize,
     Wrap,
+    ZeroStage,
     bytes_of,
     cast_rules,
     comma,
@@ -61,35 +70,21 @@ def convert(
     ],
     to: Annotated[str | None, typer.Option("--to", help="Layout to write; `ckpttool layouts` lists them.")] = None,
     from_: From = None,
-    world_size: Annotated[
-        int | None, typer.Option("--world-size", "-n", min=1, help="Ranks of the job that will load it.")
-    ] = None,
+    world_size: WorldSize = None,
     only: Only = None,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="dtype of floating-point weights: bf16, fp16, fp32, keep.")
-    ] = None,
-    cast: Annotated[
-        list[str] | None,
-        typer.Option("--cast", help="dtype of some tensors; may be given again.", metavar="GLOB=DTYPE"),
-    ] = None,
+    dtype: Dtype = None,
+    cast: Cast = None,
     config: Config = None,
     like: Like = None,
     flat_layout: FlatLayout = None,
     wrap: Wrap = None,
     tag: Tag = None,
-    use_orig_params: Annotated[
-        bool, typer.Option("--use-orig-params", help="For an FSDP1 job that was given use_orig_params=True.")
-    ] = False,
-    zero_stage: Annotated[
-        int | None,
-        typer.Option("--zero-stage", min=1, max=3, help="ZeRO stage of the DeepSpeed engine that will load it."),
-    ] = None,
+    use_orig_params: UseOrigParams = False,
+    zero_stage: ZeroStage = None,
     sub_group_size: Annotated[
         int | None, typer.Option("--sub-group-size", min=1, help="sub_group_size in the config of that engine.")
     ] = None,
-    precision: Annotated[
-        str | None, typer.Option("--precision", help="Precision the next job computes in: bf16, fp16 or fp32.")
-    ] = None,
+    precision: Precision = None,
     write_tag: Annotated[str | None, typer.Option("--write-tag", help="Name of the DeepSpeed save to write.")] = None,
     max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Largest file of an hf folder.")] = "5GB",
     adapter: Annotated[bool, typer.Option("--adapter", help="hf: the adapter alone, as PEFT saves it.")] = False,
@@ -99,9 +94,9 @@ def convert(
     max_memory: Annotated[
         str | None, typer.Option("--max-memory", help="Memory budget; buffers shrink or grow to fit.")
     ] = None,
-    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Threads that read, and as many that write.")] = 2,
-    drop: Annotated[bool, typer.Option("--drop", help="Go on without what the target cannot hold.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing destination, whole.")] = False,
+    jobs: Threads = 2,
+    drop: Drop = False,
+    force: Force = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be written, and stop.")] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not read the result back from disk.")] = False,
     as_json: Json = False,

@@ -51,6 +51,7 @@ class _Sent:
     """What the two destinations share."""
 
     local = False
+    upload: objects.Upload | objects.UploadFolder
 
     def __init__(self, url: str) -> None:
         self.folder = remote.shown(url)
@@ -65,6 +66,16 @@ class _Sent:
     def note(self, entry: dict[str, Any]) -> None:
         """No journal."""
 
+    def commit(self) -> None:
+        """What was sent is there, whole."""
+        self.upload.commit()
+
+    def abandon(self) -> None:
+        """Remove what was sent."""
+        self.upload.abort()
+
+    release = abandon
+
 
 class Sending(_Sent):
     """The upload of one file.
@@ -72,6 +83,8 @@ class Sending(_Sent):
     Raises:
         DestinationExists: there is such an object, and not `force`.
     """
+
+    upload: objects.Upload
 
     def __init__(self, url: str, need_bytes: int, force: bool, lock: Mapping[str, Any]) -> None:
         super().__init__(url)
@@ -85,16 +98,6 @@ class Sending(_Sent):
         """The file."""
         return Sent(self.folder, self.upload.append)
 
-    def commit(self) -> None:
-        """The object is there, whole."""
-        self.upload.commit()
-
-    def abandon(self) -> None:
-        """Remove what was sent."""
-        self.upload.abort()
-
-    release = abandon
-
 
 class SendingFolder(_Sent):
     """The upload of all files of a draft.
@@ -102,6 +105,8 @@ class SendingFolder(_Sent):
     Raises:
         DestinationExists: something lies there, and not `force`.
     """
+
+    upload: objects.UploadFolder
 
     def __init__(self, url: str, draft: Draft, force: bool) -> None:
         super().__init__(url)
@@ -129,16 +134,6 @@ class SendingFolder(_Sent):
     def put(self, name: str, data: bytes) -> None:
         """A file that is no part of the draft."""
         self.upload.append(name, data)
-
-    def commit(self) -> None:
-        """All of it is there, the marker last."""
-        self.upload.commit()
-
-    def abandon(self) -> None:
-        """Remove what was sent."""
-        self.upload.abort()
-
-    release = abandon
 
 
 def _open_at_once(draft: Draft) -> int:

@@ -13,8 +13,35 @@ import typer
 from .errors import UsageError
 
 __all__ = [
-    "Config", "FlatLayout", "From", "Json", "Like", "Meter", "Only", "Quiet", "Src", "Tag", "Wrap", "bytes_of",
-    "cast_rules", "comma", "draw", "left_behind", "note", "peak", "print_json", "printable",
+    "Cast",
+    "Config",
+    "Drop",
+    "Dtype",
+    "FlatLayout",
+    "Force",
+    "From",
+    "Json",
+    "Like",
+    "Meter",
+    "Only",
+    "Precision",
+    "Quiet",
+    "Src",
+    "Tag",
+    "Threads",
+    "UseOrigParams",
+    "WorldSize",
+    "Wrap",
+    "ZeroStage",
+    "bytes_of",
+    "cast_rules",
+    "comma",
+    "draw",
+    "left_behind",
+    "note",
+    "peak",
+    "print_json",
+    "printable",
 ]  # fmt: skip
 
 Src = Annotated[
@@ -41,6 +68,24 @@ Wrap = Annotated[
     typer.Option("--wrap", help="Modules that FSDP1 wrapped; * is one name, ** any.", metavar="PATTERN,..."),
 ]
 Tag = Annotated[str | None, typer.Option("--tag", help="Which DeepSpeed save, where a folder holds several.")]
+WorldSize = Annotated[int | None, typer.Option("--world-size", "-n", min=1, help="Ranks of the job that will load it.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="dtype of floating-point weights: bf16, fp16, fp32, keep.")]
+Cast = Annotated[
+    list[str] | None, typer.Option("--cast", help="dtype of some tensors; may be given again.", metavar="GLOB=DTYPE")
+]
+UseOrigParams = Annotated[
+    bool, typer.Option("--use-orig-params", help="For an FSDP1 job that was given use_orig_params=True.")
+]
+ZeroStage = Annotated[
+    int | None,
+    typer.Option("--zero-stage", min=1, max=3, help="ZeRO stage of the DeepSpeed engine that will load it."),
+]
+Precision = Annotated[
+    str | None, typer.Option("--precision", help="Precision the next job computes in: bf16, fp16 or fp32.")
+]
+Threads = Annotated[int, typer.Option("--jobs", "-j", min=1, help="Threads that read, and as many that write.")]
+Drop = Annotated[bool, typer.Option("--drop", help="Go on without what the target cannot hold.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing destination, whole.")]
 Only = Annotated[
     str | None, typer.Option("--only", help="Components to take, e.g. model,optim.", metavar="model,optim,...")
 ]

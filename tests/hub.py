@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import pytest
+from stores import body_of
 
 OWNER, STRANGER = "hf_OwnerOwnerOwnerOwnerOwner012345", "hf_StrangerStrangerStranger012345"
 What = int | tuple[int, bytes] | str | None
@@ -281,18 +282,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     # ------------------------------------------------------------------------------------------------------ plumbing
 
-    def _body(self) -> bytes:
-        if "chunked" not in self.headers.get("Transfer-Encoding", ""):
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        out = b""
-        while n := int(self.rfile.readline().split(b";")[0], 16):
-            out += self.rfile.read(n)
-            self.rfile.readline()
-        self.rfile.readline()
-        return out
-
     def _serve(self) -> None:
-        hub, body = self.server, self._body()
+        hub, body = self.server, body_of(self)
         what = hub.rule(self.command, self.path)
         with hub.lock:
             hub.seen.append((self.command, self.path, what, self.headers.get("Range")))

@@ -145,6 +145,18 @@ class Flaky(ThreadingHTTPServer):
         return sum(d == what for _, _, d in self.seen)
 
 
+def body_of(request: BaseHTTPRequestHandler) -> bytes:
+    """The body of a request, whole or in chunks."""
+    if "chunked" not in request.headers.get("Transfer-Encoding", ""):
+        return request.rfile.read(int(request.headers.get("Content-Length", 0)))
+    out = b""
+    while n := int(request.rfile.readline().split(b";")[0], 16):
+        out += request.rfile.read(n)
+        request.rfile.readline()
+    request.rfile.readline()
+    return out
+
+
 class _Proxy(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Flaky
@@ -152,18 +164,8 @@ class _Proxy(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass
 
-    def _body(self) -> bytes:
-        if "chunked" not in self.headers.get("Transfer-Encoding", ""):
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        out = b""
-        while n := int(self.rfile.readline().split(b";")[0], 16):
-            out += self.rfile.read(n)
-            self.rfile.readline()
-        self.rfile.readline()
-        return out
-
     def _serve(self) -> None:
-        body = self._body()
+        body = body_of(self)
         what = self.server.rule(self.command, self.path)
         self.server.seen.append((self.command, self.path, what))
         self.server.headers.append({k.lower(): v for k, v in self.headers.items()})

@@ -13,7 +13,10 @@ import typer
 from ..errors import Corrupt, UsageError
 from ..terminal import (
     Config,
+    Drop,
+    Dtype,
     FlatLayout,
+    Force,
     From,
     Json,
     Like,
@@ -22,6 +25,7 @@ from ..terminal import (
     Quiet,
     Src,
     Tag,
+    WorldSize,
     Wrap,
     bytes_of,
     comma,
@@ -138,9 +142,7 @@ def export(
     flat_layout: FlatLayout = None,
     wrap: Wrap = None,
     tag: Tag = None,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="dtype of floating-point weights: bf16, fp16, fp32, keep.")
-    ] = None,
+    dtype: Dtype = None,
     max_memory: Annotated[str | None, typer.Option("--max-memory", help="Memory budget of the buffers.")] = None,
     jobs: Jobs = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing archive.")] = False,
@@ -269,13 +271,9 @@ def restore(
     archive: ArchivePath,
     dst: Annotated[str, typer.Argument(help="Where the checkpoint shall be.", show_default=False)],
     to: Annotated[str | None, typer.Option("--to", help="Layout to write; `ckpttool layouts` lists them.")] = None,
-    world_size: Annotated[
-        int | None, typer.Option("--world-size", "-n", min=1, help="Ranks of the job that will load it.")
-    ] = None,
+    world_size: WorldSize = None,
     only: Only = None,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="dtype of floating-point weights: bf16, fp16, fp32, keep.")
-    ] = None,
+    dtype: Dtype = None,
     config: Config = None,
     like: Like = None,
     flat_layout: FlatLayout = None,
@@ -285,8 +283,8 @@ def restore(
     scratch: Scratch = None,
     max_memory: Annotated[str | None, typer.Option("--max-memory", help="Memory budget of the buffers.")] = None,
     jobs: Jobs = None,
-    drop: Annotated[bool, typer.Option("--drop", help="Go on without what the target cannot hold.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing destination, whole.")] = False,
+    drop: Drop = False,
+    force: Force = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not read the result back from disk.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,

@@ -8,17 +8,26 @@ from typing import Annotated, Any
 import typer
 
 from ..terminal import (
+    Cast,
     Config,
+    Drop,
+    Dtype,
     FlatLayout,
+    Force,
     From,
     Json,
     Like,
     Meter,
     Only,
+    Precision,
     Quiet,
     Src,
     Tag,
+    Threads,
+    UseOrigParams,
+    WorldSize,
     Wrap,
+    ZeroStage,
     bytes_of,
     cast_rules,
     comma,
@@ -30,10 +39,6 @@ from ..terminal import (
 
 __all__ = ["pull", "push"]
 
-Dtype = Annotated[str | None, typer.Option("--dtype", help="dtype of floating-point weights: bf16, fp16, fp32, keep.")]
-Cast = Annotated[
-    list[str] | None, typer.Option("--cast", help="dtype of some tensors; may be given again.", metavar="GLOB=DTYPE")
-]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and stop; nothing is sent.")]
 
 
@@ -137,9 +142,7 @@ def pull(
     ],
     dst: Annotated[str, typer.Argument(help="Where the checkpoint shall be.", show_default=False)],
     to: Annotated[str, typer.Option("--to", help="Layout to write; `ckpttool layouts` lists them.")] = "dcp",
-    world_size: Annotated[
-        int | None, typer.Option("--world-size", "-n", min=1, help="Ranks of the job that will load it.")
-    ] = None,
+    world_size: WorldSize = None,
     revision: Annotated[
         str | None, typer.Option("--revision", help="Branch, tag or commit, where the repository names none.")
     ] = None,
@@ -150,19 +153,12 @@ def pull(
     like: Like = None,
     flat_layout: FlatLayout = None,
     wrap: Wrap = None,
-    use_orig_params: Annotated[
-        bool, typer.Option("--use-orig-params", help="For an FSDP1 job that was given use_orig_params=True.")
-    ] = False,
-    zero_stage: Annotated[
-        int | None,
-        typer.Option("--zero-stage", min=1, max=3, help="ZeRO stage of the DeepSpeed engine that will load it."),
-    ] = None,
-    precision: Annotated[
-        str | None, typer.Option("--precision", help="Precision the next job computes in: bf16, fp16 or fp32.")
-    ] = None,
-    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Threads that read, and as many that write.")] = 2,
-    drop: Annotated[bool, typer.Option("--drop", help="Go on without what the target cannot hold.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing destination, whole.")] = False,
+    use_orig_params: UseOrigParams = False,
+    zero_stage: ZeroStage = None,
+    precision: Precision = None,
+    jobs: Threads = 2,
+    drop: Drop = False,
+    force: Force = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
