@@ -217,5 +217,63 @@ def test_a_spiral_covers_its_square() -> None:
     assert boxes.cover((9, 9), spiral(4)) is None
 
 
-def test_a_spiral_of_many_chunks_is_refused_instead_of_compared_pair_by_pair() -> None:
-    assert "no cut separates" in str(boxes.cover((601, 601), spiral(300)))
+def onion(n: int) -> list[Box]:
+    """n chunks that cover a square: a row, a column of what is left, a row, ..."""
+    h, r, c = n // 2 + 1, 0, 0
+    out: list[Box] = []
+    for k in range(n - 1):
+        out.append(((r, c), (1, h - c)) if k % 2 == 0 else ((r, c), (h - r, 1)))
+        r, c = r + (k % 2 == 0), c + k % 2
+    return [*out, ((r, c), (h - r, h - c))]
+
+
+def test_chunks_that_no_mesh_makes_are_proven_or_refused_in_time_that_is_linear_in_their_number() -> None:
+    n = 8_000
+    side = n // 2 + 1
+    for name, good in (("onion", onion(n)), ("spiral", spiral(n // 4))):
+        shape = (side, side) if name == "onion" else (n // 2 + 1, n // 2 + 1)
+        began = time.process_time()
+        assert boxes.cover(shape, good) is None
+        (r, c), (h, w) = good[n // 2]
+        assert boxes.cover(shape, [*good[: n // 2], *good[n // 2 + 1 :]]) == (
+            f"chunks hold {prod(shape) - h * w} of {prod(shape)} elements"
+        )
+        moved = [
+            *good[: n // 2],
+            ((r - 1, c), (h, w)),
+            *good[n // 2 + 1 :],
+        ]  # as many elements, one twice and one never
+        assert "overlap" in str(boxes.cover(shape, moved))
+        assert time.process_time() - began < 5  # about 1 s; minutes where every chunk is met with every other
+
+
+@given(st.data())
+def test_boxes_are_a_cover_exactly_when_every_element_is_in_one_of_them(data: st.DataObject) -> None:
+    shape = data.draw(HOLLOW)
+    found = list(data.draw(chunking(shape))) if prod(shape) else []
+    if prod(shape):
+        others = data.draw(st.lists(a_box(shape), max_size=3))
+        gone = data.draw(st.integers(0, len(found)))
+        found = found[gone:] + others if data.draw(st.booleans()) else found
+    counts = np.bincount([i for b in found for i in part(shape, b)], minlength=prod(shape))
+    assert (boxes.cover(shape, found) is None) == bool((counts == 1).all())
+
+
+def test_flat_ranges_of_every_rank_cover_a_tensor_of_many_dimensions() -> None:
+    shape = (3, 5, 2, 7, 131)
+    n = prod(shape)
+    cuts = [0, 1, 17, 130, 131, 132, 5000, n // 2, n - 1, n]
+    found = [b for a, e in pairwise(cuts) for b in boxes.flat_to_boxes(shape, a, e)]
+    assert boxes.cover(shape, found) is None
+    assert "chunks hold" in str(boxes.cover(shape, found[:-1]))
+
+
+def test_a_tensor_of_sixty_dimensions_is_checked_too() -> None:
+    shape = (2,) * 56
+    found, start, size = [], [0] * 56, [2] * 56
+    for d in range(56):
+        size[d] = 1
+        found.append((tuple(start), tuple(size)))
+        start[d] = 1
+    assert boxes.cover(shape, [*found, (tuple(start), tuple(size))]) is None
+    assert "chunks hold" in str(boxes.cover(shape, found))
