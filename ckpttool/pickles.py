@@ -6,7 +6,7 @@ something unknown) is refused; NEWOBJ of one (an instance of an unknown class) b
 arguments and state and can be written to another pickle unchanged by `dump`.
 
 Bounds: opcodes, stack, string and total length follow from the size of the input, which is itself bounded; integers
-have at most 64 bytes; keys of dicts are scalars or flat tuples of them, so nothing nested is ever hashed; the result
+have at most 64 bytes; keys of dicts are scalars or flat tuples of them, so nothing nested is ever hashed, and none is set twice; the result
 is walked once and refused when it is deeper than 100 or unfolds to more than 16 nodes an opcode.
 
 `load_large` reads a genuine 100 MB `.metadata` (a million chunks) fifty times faster with the C unpickler of the
@@ -59,13 +59,23 @@ class Opaque:
     `call` is True when the pickle called the class (REDUCE), False when it used __new__ (NEWOBJ).
     """
 
-    __slots__ = ("args", "call", "cls", "dict_items", "list_items", "state")
+    __slots__ = ("_keys", "args", "call", "cls", "dict_items", "list_items", "state")
 
     def __init__(self, cls: Global, args: tuple[Any, ...], call: bool = False) -> None:
         self.cls, self.args, self.call = cls, args, call
         self.state: Any = None
         self.list_items: list[Any] = []
         self.dict_items: list[tuple[Any, Any]] = []
+        self._keys: dict[Any, None] = {}
+
+    def set_item(self, key: Any, value: Any, what: str) -> None:
+        """One more item of an instance of a subclass of dict; a key that is there already is refused.
+
+        Keys whose hashing has no bound (an instance, a tuple of tuples) are not compared.
+        """
+        if _bounded(key):
+            _set(self._keys, key, None, what)
+        self.dict_items.append((key, value))
 
     def parts(self) -> tuple[Any, ...]:
         """Everything inside, for walking and comparing."""
@@ -92,7 +102,10 @@ def _complex(real: float, imag: float) -> complex:
 
 def ordered_dict(items: Any = ()) -> dict[Any, Any]:
     """Stand-in for collections.OrderedDict."""
-    return {_key(k): v for k, v in items}
+    out: dict[Any, Any] = {}
+    for k, v in items:
+        _set(out, k, v)
+    return out
 
 
 # Calls (REDUCE) that genuine checkpoints hold and that are data, not actions. What plain Python can hold becomes that,
@@ -153,15 +166,32 @@ def _flat_set(kind: Any, items: Any) -> Any:
     return kind(items)
 
 
+def _bounded(k: Any) -> bool:
+    """Whether hashing a key takes bounded work."""
+    if isinstance(k, tuple):
+        return all(x is None or isinstance(x, (str, int, float, bytes)) for x in k)
+    return k is None or isinstance(k, (str, int, float, bytes)) or getattr(type(k), "hashed_by_identity", False)
+
+
 def _key(k: Any) -> Any:
     """A key whose hashing is bounded, or a refusal."""
-    if k is None or (isinstance(k, (str, int, float, bytes, bool)) and not isinstance(k, tuple)):
-        return k
-    if isinstance(k, tuple) and all(x is None or isinstance(x, (str, int, float, bytes)) for x in k):
-        return k
-    if getattr(type(k), "hashed_by_identity", False):
+    if _bounded(k):
         return k
     raise Unsafe(f"a pickle uses a {type(k).__name__} as key of a dict; hashing it has no bound.")
+
+
+def _set(d: dict[Any, Any], k: Any, v: Any, what: str = "a pickle") -> None:
+    """d[k] = v, where k must be new: a pickler writes every key of a dict once.
+
+    Equal keys (1, 1.0, True) are one key. Stand-ins of which one instance stands for many objects (`stands_for_many`)
+    are not compared.
+    """
+    if _key(k) in d and not getattr(type(k), "stands_for_many", False):
+        raise Unsafe(
+            f"{what}: the key {short(k)} is set twice in one dict, and the first value is lost to whoever loads it. No pickler "
+            "writes that: take another copy of the checkpoint."
+        )
+    d[k] = v
 
 
 def load(
@@ -301,6 +331,10 @@ def _run(data: bytes, pos: int, known: dict[tuple[str, str], Any], persistent: A
         elif op == 0x62:  # BUILD
             state, obj = pop(), stack[-1]
             if isinstance(obj, Opaque):
+                if obj.state is not None:
+                    raise Unsafe(
+                        f"{what}: the pickle sets the state of a {obj.cls} twice; the first one would be lost."
+                    )
                 obj.state = state
             elif hasattr(type(obj), "__setstate__") and getattr(type(obj), "hashed_by_identity", False):
                 obj.__setstate__(state)
@@ -309,21 +343,22 @@ def _run(data: bytes, pos: int, known: dict[tuple[str, str], Any], persistent: A
         elif op == 0x75:  # SETITEMS
             items = since_mark()
             if isinstance(stack[-1], Opaque):
-                stack[-1].dict_items.extend(zip(items[::2], items[1::2], strict=True))
+                for k, v in zip(items[::2], items[1::2], strict=True):
+                    stack[-1].set_item(k, v, what)
             else:
                 d = stack[-1]
                 if type(d) is not dict:
                     raise TypeError("SETITEMS on a " + type(d).__name__)
                 for i in range(0, len(items), 2):
-                    d[_key(items[i])] = items[i + 1]
+                    _set(d, items[i], items[i + 1], what)
         elif op == 0x73:  # SETITEM
             v, k = pop(), pop()
             if isinstance(stack[-1], Opaque):
-                stack[-1].dict_items.append((k, v))
+                stack[-1].set_item(k, v, what)
             elif type(stack[-1]) is not dict:
                 raise TypeError("SETITEM on a " + type(stack[-1]).__name__)
             else:
-                stack[-1][_key(k)] = v
+                _set(stack[-1], k, v, what)
         elif op in (0x65, 0x61):  # APPENDS, APPEND
             items = since_mark() if op == 0x65 else [pop()]
             if isinstance(stack[-1], Opaque):
@@ -413,7 +448,7 @@ def _run(data: bytes, pos: int, known: dict[tuple[str, str], Any], persistent: A
             push(since_mark())
         elif op == 0x64:
             items = since_mark()
-            push({_key(k): v for k, v in zip(items[::2], items[1::2], strict=True)})
+            push(ordered_dict(zip(items[::2], items[1::2], strict=True)))
         elif op in (0x49, 0x4C):  # INT, LONG as text (protocol 0)
             text = line().rstrip(b"L")
             if len(text) > 150:

@@ -20,7 +20,7 @@ from . import boxes
 from .errors import Corrupt, Unsafe, Unsupported
 from .index import ITEMSIZE
 from .pickles import MEMORY_FORMATS, Global, Opaque, enum_members, short
-from .torchzip import ReadAt, StoredTensor, TensorRef
+from .torchzip import ReadAt, StoredTensor, TensorRef, with_attributes
 
 __all__ = ["Shards", "Table", "is_sharded", "sharded_tensor", "shards_of", "stand_ins"]
 
@@ -55,7 +55,7 @@ def stand_ins(what: str) -> dict[tuple[str, str], Any]:
             return out
         if isinstance(func, Global) or not callable(func) or not isinstance(args, tuple):
             raise Unsafe(f"{what}: the pickle calls {short(func)}.")
-        return func(*args)
+        return with_attributes(func(*args), state, what)
 
     def get(obj: Any, name: Any) -> Any:
         """ShardedTensor.ProcessGroupState is pickled as getattr(ShardedTensor, "ProcessGroupState"), and by some versions of

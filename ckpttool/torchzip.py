@@ -29,7 +29,7 @@ from .pickles import Global, Opaque, Truncated, dump, load, short
 
 __all__ = [
     "DATA_DESCRIPTOR_BYTES", "STORAGE_NAMES", "Inline", "StoredTensor", "ZipRecord", "central_directory",
-    "is_zip", "leaves", "local_header", "number_in", "read", "small_zip", "zip_records",
+    "is_zip", "leaves", "local_header", "number_in", "read", "small_zip", "with_attributes", "zip_records",
 ]  # fmt: skip
 
 ReadAt = Callable[[int, int], bytes]
@@ -267,8 +267,15 @@ def read(
     if pkl.crc32 and crc32(data) != pkl.crc32:
         raise Corrupt(f"{what}: data.pkl does not match its CRC32; the file is damaged.")
 
+    kinds: dict[str, str] = {}
+    unread: list[tuple[Any, str]] = []
+
     def persistent(pid: Any) -> Storage:
         dtype, key, numel = _storage_id(pid, what)
+        if kinds.setdefault(key, dtype or "uint8") != (dtype or "uint8"):
+            raise Corrupt(
+                f"{what}: storage {key!r} is declared as {kinds[key]} and as {dtype}; torch reads both as the first."
+            )
         record = records.get(f"data/{key}")
         if record is None:
             raise Corrupt(f"{what}: storage {key!r} is missing from the archive.")
@@ -280,7 +287,9 @@ def read(
             )
         return Storage(dtype, record.offset, record.length, record.crc32 or None)
 
-    return load(data, {**_rebuilds(what), **(stand_ins or {})}, persistent, what=what)[0]
+    tree = load(data, {**_rebuilds(what, unread), **(stand_ins or {})}, persistent, what=what)[0]
+    _refuse_unread(tree, unread, what)
+    return tree
 
 
 def _storage_id(pid: Any, what: str) -> tuple[str | None, str, int]:
@@ -298,12 +307,79 @@ def _storage_id(pid: Any, what: str) -> tuple[str | None, str, int]:
     return dtype, key, numel
 
 
-def _rebuilds(what: str) -> dict[tuple[str, str], Any]:
-    """Stand-ins for torch's functions that put a tensor together."""
+#: Attributes of a tensor that are its numbers, or that make others of them.
+_ACTING = frozenset(("data", "real", "imag", "__class__", "__dict__"))
+
+_MEANING = {
+    "conj": ("is a conjugated view (conj bit): torch flips the sign of the imaginary parts when it reads it", "resolve_conj"),
+    "neg": ("is a negated view (neg bit): torch flips the sign of the numbers when it reads it", "resolve_neg"),
+}  # fmt: skip
+
+
+def with_attributes(x: Any, state: Any, what: str) -> Any:
+    """A tensor to which torch would give the attributes in `state` (torch/_utils.py, _set_obj_state): they are dropped.
+
+    Raises:
+        Corrupt: it is not a tensor. Unsupported: an attribute is the tensor's numbers.
+    """
+    if not isinstance(x, (StoredTensor, Opaque)):  # a DTensor or ShardedTensor is an Opaque
+        raise Corrupt(f"{what}: a tensor made of {short(x)}.")
+    for part in state if isinstance(state, tuple) else (state,):
+        for name in part if isinstance(part, dict) else ():
+            if name in _ACTING:
+                raise Unsupported(
+                    f"{what}: a tensor has an attribute {name!r}, which puts other numbers in the place of its own. Save plain "
+                    "tensors."
+                )
+    return x
+
+
+def _bits(bits: Any) -> str:
+    """What the metadata of a tensor means (torch/_utils.py, set_tensor_metadata; a key acts whatever its value)."""
+    if not isinstance(bits, dict):
+        return f"has metadata {short(bits)}, which is not a dict"
+    other = [k for k in bits if k not in _MEANING]
+    if other:
+        return f"has metadata {short(other[0])}, which ckpttool does not know, and which may change its numbers"
+    said, calls = zip(*(_MEANING[k] for k in bits), strict=True)
+    return f"{' and '.join(said)}. Save {''.join(f'.{c}()' for c in calls)} of it"
+
+
+def _refuse_unread(tree: Any, unread: list[tuple[Any, str]], what: str) -> None:
+    """Refuse a file with a tensor whose numbers are not those of its storage.
+
+    Raises:
+        Unsupported: with the name of the tensor, where it lies in dicts and lists.
+    """
+    if unread:
+        tensor, why = unread[0]
+        name = joined(_path_to(tree, tensor) or ())
+        raise Unsupported(f'{what}: {f"""tensor "{name}" """ if name else "a tensor "}{why}.')
+
+
+def _path_to(tree: Any, wanted: Any) -> Path | None:
+    if tree is wanted:
+        return ()
+    if isinstance(tree, Opaque):  # a DTensor: its name is where it lies
+        return () if any(_path_to(x, wanted) is not None for x in tree.parts()) else None
+    if isinstance(tree, dict):
+        inside: Any = tree.items()
+    else:
+        inside = enumerate(tree) if type(tree) in (list, tuple) else ()
+    for key, x in inside:
+        if (found := _path_to(x, wanted)) is not None:
+            return (str(key), *found)
+    return None
+
+
+def _rebuilds(what: str, unread: list[tuple[Any, str]]) -> dict[tuple[str, str], Any]:
+    """Stand-ins for torch's functions that put a tensor together. Those whose numbers would be others than the bytes of
+    their storage are put into `unread`, with the reason."""
 
     def tensor(
-        storage: Any, offset: Any, size: Any, stride: Any, *_rest: Any, dtype: str | None = None
-    ) -> StoredTensor:
+        storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False, hooks: Any = None, bits: Any = None,
+        *, dtype: str | None = None,
+    ) -> StoredTensor:  # fmt: skip
         if not isinstance(storage, Storage):
             raise Corrupt(f"{what}: a tensor without a storage.")
         kind = dtype or storage.dtype
@@ -325,19 +401,30 @@ def _rebuilds(what: str) -> dict[tuple[str, str], Any]:
                 f"{what}: a tensor of size {size}, stride {stride}, offset {offset} reaches past its storage of "
                 f"{storage.length} bytes."
             )
+        if bits:
+            unread.append((out, _bits(bits)))
+        if hooks:
+            unread.append((out, "has backward hooks, which are code"))
         return out
 
-    def v3(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *rest: Any) -> Any:
+    def v3(
+        storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, bits: Any = None
+    ) -> Any:
         if not (isinstance(dtype, Global) and dtype.module == "torch" and dtype.name in ITEMSIZE):
             raise Corrupt(f"{what}: a tensor of dtype {short(dtype)}.")
-        return tensor(storage, offset, size, stride, dtype=dtype.name)
+        return tensor(storage, offset, size, stride, grad, hooks, bits, dtype=dtype.name)
+
+    def parameter(data: Any, grad: Any = False, hooks: Any = None, state: Any = None) -> Any:
+        if hooks:
+            unread.append((data, "has backward hooks, which are code"))
+        return with_attributes(data, state, what)
 
     def from_type(_func: Any, _cls: Any, args: Any, _state: Any) -> Any:
         # a tensor with Python attributes (DeepSpeed's flat groups): the attributes are not tensor data
         rebuild = _func
         if isinstance(rebuild, Global) or not callable(rebuild) or not isinstance(args, tuple):
             raise Unsafe(f"{what}: the pickle calls {short(rebuild)}.")
-        return rebuild(*args)
+        return with_attributes(rebuild(*args), _state, what)
 
     def layout(name: Any) -> Global:
         if not isinstance(name, str):
@@ -356,11 +443,14 @@ def _rebuilds(what: str) -> dict[tuple[str, str], Any]:
         ("torch._utils", "_rebuild_nested_tensor"): refused("nested"),
         ("torch._utils", "_rebuild_meta_tensor_no_storage"): refused("meta (without data)"),
         ("torch._utils", "_rebuild_wrapper_subclass"): refused("wrapper subclass"),
+        ("torch._utils", "_rebuild_device_tensor_from_numpy"): refused("device (XLA, MTIA)"),
+        ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): refused("device (XLA, MTIA)"),
+        ("torch._utils", "_rebuild_xla_tensor"): refused("device (XLA)"),
         ("torch._utils", "_rebuild_tensor_v2"): tensor,
         ("torch._utils", "_rebuild_tensor"): tensor,
         ("torch._utils", "_rebuild_tensor_v3"): v3,
-        ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
-        ("torch._utils", "_rebuild_parameter_with_state"): lambda data, *_: data,
+        ("torch._utils", "_rebuild_parameter"): parameter,
+        ("torch._utils", "_rebuild_parameter_with_state"): parameter,
         ("torch._tensor", "_rebuild_from_type_v2"): from_type,
         ("torch", "Size"): lambda items=(): _sizes(items, what),
         ("torch.serialization", "_get_layout"): layout,
@@ -402,6 +492,7 @@ def _parse_legacy(
 ) -> Any:
     wanted: dict[str, tuple[str | None, int]] = {}
     numbers: dict[str, int] = {}
+    unread: list[tuple[Any, str]] = []
 
     def persistent(pid: Any) -> Any:
         if isinstance(pid, tuple) and len(pid) == 6 and pid[5] is not None:
@@ -418,7 +509,8 @@ def _parse_legacy(
             info, at = load(data, start=at, what=what)
         if isinstance(info, dict) and info.get("little_endian") is False:
             raise Unsupported(f"{what}: written on a big-endian machine.")
-        obj, at = load(data, {**_rebuilds(what), **stand_ins}, persistent, start=at, what=what)
+        obj, at = load(data, {**_rebuilds(what, unread), **stand_ins}, persistent, start=at, what=what)
+        _refuse_unread(obj, unread, what)
         keys, at = load(data, start=at, what=what)
     except Truncated as e:
         raise _Cut from e

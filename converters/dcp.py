@@ -40,7 +40,7 @@ from typing import Any
 from ckpttool import boxes, pickles, stfile, torchzip
 from ckpttool.child import in_child
 from ckpttool.draft import Draft, DraftFile, Written
-from ckpttool.errors import Corrupt, Unsupported, UsageError
+from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError
 from ckpttool.index import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, Path, Record, TensorEntry, joined, shape_of
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of
 from ckpttool.names import canonical, original
@@ -131,6 +131,7 @@ class _Collector:
         self.stored: dict[str, _Stored] = {}
         self.files: dict[str, int] = {}
         self.places = self.items = 0
+        self.built: list[int] = [0, 0]  # tensors and values
         collect, stored, files = self, self.stored, self.files
         add_start, add_size = self.starts.append, self.sizes.append
 
@@ -144,9 +145,17 @@ class _Collector:
                     raise Corrupt("two tensors of .metadata share a chunk; torch does not write that")
                 self.state = (state["properties"], state["size"], first, n)
                 collect.tensors = first + n
+                collect.built[0] += 1
+
+        class Bytes(_Bytes):
+            __slots__ = ()
+
+            def __new__(cls, *args: Any) -> Bytes:
+                collect.built[1] += 1
+                return object.__new__(cls)
 
         class Single:
-            hashed_by_identity = True
+            hashed_by_identity = stands_for_many = True
             __slots__ = ()
 
             def __new__(cls, *args: Any) -> Single:
@@ -202,6 +211,7 @@ class _Collector:
         self.stand_ins: dict[tuple[str, str], Any] = {
             **_STAND_INS,
             (_META, "TensorStorageMetadata"): Tensor,
+            (_META, "BytesStorageMetadata"): Bytes,
             (_META, "ChunkStorageMetadata"): Box,
             (_META, "MetadataIndex"): Place,
             (_STORAGE, "_StorageInfo"): Item,
@@ -211,7 +221,6 @@ class _Collector:
 _STAND_INS: dict[tuple[str, str], Any] = {
     (_META, "Metadata"): _Metadata,
     (_META, "TensorProperties"): _Properties,
-    (_META, "BytesStorageMetadata"): _Bytes,
     (_META, "StorageMeta"): _Inert,
     (_META, "_MEM_FORMAT_ENCODING"): _MemoryFormat,
     **pickles.enum_members((_MemoryFormat, {name: _MemoryFormat(k) for k, name in enumerate(pickles.MEMORY_FORMATS)})),
@@ -329,6 +338,13 @@ def _columns(tops: list[tuple[Any, _Collector]], what: str) -> _Index:
             if not isinstance(path, tuple) or not path or not all(isinstance(p, (str, int)) for p in path):
                 raise Corrupt(f"{what}: the path of {pickles.short(key)} is {pickles.short(path)}.")
             out.paths[key] = list(path)
+        listed = sum(isinstance(meta, collector.tensor_class) for meta in state["state_dict_metadata"].values())
+        values = sum(isinstance(meta, _Bytes) for meta in state["state_dict_metadata"].values())
+        if collector.built[0] > listed or collector.built[1] > values:  # what the C unpickler does not say of itself
+            raise Unsafe(
+                f"{what}: describes {sum(collector.built)} entries for {listed + values} names, so a name is there twice, and the "
+                "first entry is lost to whoever loads it. Take another copy of the checkpoint."
+            )
         numbers = [files.setdefault(name, len(files)) for name in collector.files]  # this file's -> all files'
         for key, meta in state["state_dict_metadata"].items():
             stored = collector.stored.get(key) or _Stored()
@@ -337,6 +353,8 @@ def _columns(tops: list[tuple[Any, _Collector]], what: str) -> _Index:
             if isinstance(meta, _Bytes):
                 if not stored.file:
                     raise Corrupt(f'{what}: "{key}" is listed but stored nowhere.')
+                if len(stored.file) > 1:
+                    raise Unsafe(_twice(what, key))
                 row = (numbers[stored.file[0]], stored.offset[0], stored.length[0])
                 if key not in tensors:
                     out.values.append((key, *row, list(stored.transforms.get(0, ()))))
@@ -360,6 +378,13 @@ def _columns(tops: list[tuple[Any, _Collector]], what: str) -> _Index:
     return out
 
 
+def _twice(what: str, key: str) -> str:
+    return (
+        f'{what}: storage_data has two places for the same part of "{key}", and the first is lost to whoever loads it. Take '
+        "another copy of the checkpoint."
+    )
+
+
 def _joined(
     key: str, state: Any, collector: _Collector, stored: _Stored, numbers: list[int], what: str
 ) -> tuple[str, tuple[int, ...], Chunks]:
@@ -376,6 +401,8 @@ def _joined(
     chunks.shape.extend(chain.from_iterable(collector.sizes[first : first + n]))
     array("q", chain.from_iterable(stored.starts))  # integers, all of them, so that hashing them has a bound
     rows = dict(zip(stored.starts, range(len(stored.starts)), strict=True))
+    if len(rows) < len(stored.starts):
+        raise Unsafe(_twice(what, key))
     found = [rows.get(s) for s in starts]
     if None in found:
         place = starts[found.index(None)]
