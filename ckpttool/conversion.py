@@ -39,7 +39,7 @@ from .index import ITEMSIZE, Checkpoint, TensorEntry, check, joined, strangers, 
 from .objects import NOTE
 from .sending import Sending, SendingFolder
 from .store import Source, raise_file_limit
-from .stream import Effort, Job, Reader
+from .stream import Effort, small
 
 __all__ = [
     "RECORD", "Opened", "Result", "convert", "digest", "effort_of", "encoded", "merkle_root", "open", "plan", "plan_id",
@@ -70,15 +70,8 @@ class Opened:
         return self.checkpoint
 
     def read(self, name: str) -> bytes:
-        """The row-major bytes of one small tensor."""
-        ckpt = self.locate()
-        entry = ckpt.tensors[name]
-        reader = Reader(self.source, ckpt.files, ckpt.records)
-        out = bytearray()
-        for block in reader.blocks([Job(name, entry, entry.dtype, False)]):
-            out += block.data
-            block.release()
-        return bytes(out)
+        """The row-major bytes of one small tensor, checked against the CRC32 that the source carries."""
+        return small(self.locate(), self.source, [name])[name]
 
     def __enter__(self) -> Opened:
         return self

@@ -20,7 +20,7 @@ from . import boxes
 from .errors import Corrupt, Unsafe, Unsupported
 from .index import ITEMSIZE
 from .pickles import MEMORY_FORMATS, Global, Opaque, enum_members, short
-from .torchzip import ReadAt, StoredTensor, TensorRef, with_attributes
+from .torchzip import ReadAt, StoredTensor, TensorRef, inlined, with_attributes
 
 __all__ = ["Shards", "Table", "is_sharded", "sharded_tensor", "shards_of", "stand_ins"]
 
@@ -138,7 +138,7 @@ def _dtensor(x: Opaque, read_at: ReadAt, what: str) -> Shards:
     shape = _ints((meta.args or tuple(_fields(meta).values()))[0])
     if not isinstance(tensor, StoredTensor):
         raise ValueError("no local tensor")
-    sizes, at, rank, world = _mesh(_fields(spec["mesh"]), read_at)
+    sizes, at, rank, world = _mesh(_fields(spec["mesh"]), read_at, what)
     kinds = [(p.cls.name, _fields(p).get("dim")) for p in spec["placements"]]
     if len(kinds) != len(sizes):
         raise ValueError(f"{len(kinds)} placements on a mesh of {len(sizes)} dimensions")
@@ -169,7 +169,7 @@ def _dtensor(x: Opaque, read_at: ReadAt, what: str) -> Shards:
     return Shards(tensor.dtype, shape, pieces, rank, world, (slice_at, slices))
 
 
-def _mesh(mesh: dict[str, Any], read_at: ReadAt) -> tuple[list[int], list[int], int | None, int | None]:
+def _mesh(mesh: dict[str, Any], read_at: ReadAt, what: str) -> tuple[list[int], list[int], int | None, int | None]:
     """(size of every dimension, the rank's coordinates, the rank, ranks in all) of a pickled DeviceMesh."""
     grid = mesh.get("mesh")
     if isinstance(grid, StoredTensor):  # torch < 2.10
@@ -184,9 +184,8 @@ def _mesh(mesh: dict[str, Any], read_at: ReadAt) -> tuple[list[int], list[int], 
     rank = mesh.get("_rank")
     ranks = grid if isinstance(grid, StoredTensor) else mesh.get("_rank_map")
     if rank is None and isinstance(grid, StoredTensor) and grid.dtype in ("int32", "int64"):
-        item = ITEMSIZE[grid.dtype]
-        k = sum(c * s for c, s in zip(at, grid.strides, strict=True))
-        rank = int.from_bytes(read_at(grid.extent[0] + k * item, item), "little")
+        item, k = ITEMSIZE[grid.dtype], boxes.flat_start(grid.shape, at)
+        rank = int.from_bytes(inlined(grid, read_at, what).data[k * item :][:item], "little")
     world = prod(ranks.shape) if isinstance(ranks, StoredTensor) and ranks is not grid else None
     return sizes, at, rank if type(rank) is int else None, world
 

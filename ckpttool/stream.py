@@ -37,7 +37,7 @@ from typing import IO, Any, NamedTuple
 from . import boxes
 from .crc import crc32, crc32_combine
 from .errors import Corrupt, Unsafe
-from .index import ITEMSIZE, Chunk, Extent, Record, TensorEntry
+from .index import ITEMSIZE, Checkpoint, Chunk, Extent, Record, TensorEntry
 from .store import Source
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "bits_dtype",
     "cast",
     "numpy_dtype",
+    "small",
     "unfold",
 ]
 
@@ -565,6 +566,21 @@ class Reader:
             for at in range(offset, offset + length, self.block_bytes):
                 self._pread(file, at, min(self.block_bytes, offset + length - at), buffer)
         self._arena.free.put(buffer)
+
+
+def small(ckpt: Checkpoint, source: Source, names: Iterable[str]) -> dict[str, bytes]:
+    """The row-major bytes of small tensors, whose records are checked to their ends before the bytes are used.
+
+    Raises:
+        Corrupt: bytes do not have the CRC32 that the source says.
+    """
+    out: dict[str, bytearray] = {n: bytearray() for n in names}
+    reader = Reader(source, ckpt.files, ckpt.records, Effort(1, 256 << 10))
+    for block in reader.blocks([Job(n, ckpt.tensors[n], ckpt.tensors[n].dtype, False) for n in out]):
+        out[block.name] += block.data
+        block.release()
+    reader.finish()
+    return {n: bytes(b) for n, b in out.items()}
 
 
 class _Raw(io.RawIOBase, IO[bytes]):

@@ -29,10 +29,10 @@ from .fill import tensor_digests
 from .index import ITEMSIZE, Checkpoint, Path, TensorEntry, joined, twins
 from .names import nest, original
 from .store import Source
-from .stream import Effort, Job, Reader
+from .stream import Effort, Job, Reader, small
 from .torchzip import Inline
 
-__all__ = ["Group", "Training", "agreed", "small", "taken_apart"]
+__all__ = ["Group", "Training", "agreed", "taken_apart"]
 
 
 class Group(NamedTuple):
@@ -67,16 +67,6 @@ class Training:
             if type(found) is int:
                 return found
         return None
-
-
-def small(ckpt: Checkpoint, source: Source, names: Iterable[str]) -> dict[str, bytes]:
-    """The row-major bytes of small tensors."""
-    out: dict[str, bytearray] = {n: bytearray() for n in names}
-    jobs = [Job(n, ckpt.tensors[n], ckpt.tensors[n].dtype, False) for n in out]
-    for block in Reader(source, ckpt.files, (), Effort(1, 256 << 10)).blocks(jobs):
-        out[block.name] += block.data
-        block.release()
-    return {n: bytes(b) for n, b in out.items()}
 
 
 def taken_apart(ckpt: Checkpoint, source: Source, trained: Iterable[str] | None = None) -> Training:

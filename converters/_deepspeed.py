@@ -180,7 +180,8 @@ class File:
 
     def scalar(self, t: StoredTensor) -> float | int | None:
         """The value of a 0-dim tensor, None for a dtype that no counter has."""
-        return None if t.shape else torchzip.number_in(t.dtype, self.read_at(t.extent[0], ITEMSIZE[t.dtype]))
+        found = None if t.shape else torchzip.inlined(t, self.read_at, self.what)
+        return None if found is None else torchzip.number_in(found.dtype, found.data)
 
 
 def _stand_ins(what: str) -> dict[tuple[str, str], Any]:
