@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import gc
-import io
 import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -27,6 +28,7 @@ from .terminal import (
     Like,
     Meter,
     Only,
+    OutputLost,
     Precision,
     Quiet,
     Src,
@@ -45,6 +47,8 @@ from .terminal import (
     peak,
     print_json,
     printable,
+    refuse_empty,
+    streams,
 )  # fmt: skip
 
 __all__ = ["app", "main"]
@@ -668,20 +672,21 @@ def _stop(signum: int, frame: Any) -> None:
 def main() -> None:
     """Entry point: runs a command and turns what it raises into a line on stderr and an exit code."""
     signal.signal(signal.SIGTERM, _stop)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
+    streams()
     gc.disable()  # a large index is millions of objects that live until the end; looking for cycles is half of the time
     try:
-        app()
+        _run()
+    except OutputLost as e:
+        _lost(e.error)
     except CkpttoolError as e:
         _fail(e, e.exit_code)
     except KeyboardInterrupt:
         _fail(Interrupted("interrupted; nothing was changed."), 130)
     except MemoryError:
         _fail(NoSpace("not enough memory."), 8)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)  # as a program that SIGPIPE ends: whoever read our output has enough
+    except OSError as e:
+        found = _refused(e)
+        _fail(found, found.exit_code)
     except Exception as e:  # a fault of ours: no traceback unless asked for, but say where it was
         if os.environ.get("CKPTTOOL_DEBUG"):
             raise
@@ -692,9 +697,45 @@ def main() -> None:
         _fail(CkpttoolError(f"{text} This is a bug of ckpttool; CKPTTOOL_DEBUG=1 shows the traceback to report."), 1)
 
 
+def _run() -> None:
+    refuse_empty(sys.argv[1:])
+    try:
+        app()
+    finally:
+        sys.stdout.flush()  # here, where a failure has a handler
+
+
+def _lost(e: OSError) -> None:
+    """Standard output failed. It is closed for good, so that Python does not try again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if isinstance(e, BrokenPipeError):
+        sys.exit(141)  # as a program that SIGPIPE ends: whoever read our output has enough
+    print(
+        f"error: standard output: {e.strerror}. What was printed is incomplete; a checkpoint that this command wrote is not "
+        "affected.",
+        file=sys.stderr,
+    )
+    sys.exit(_refused(e).exit_code)
+
+
+def _refused(e: OSError) -> CkpttoolError:
+    """What the system refused, where no command knew better."""
+    try:
+        os.getcwd()
+    except OSError:
+        return UsageError("The current folder was removed. Change to another one, or give absolute paths.")
+    name = os.fsdecode(e.filename) if isinstance(e.filename, (str, bytes)) else "the system"
+    kind = (
+        NoSpace if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE) else CkpttoolError
+    )
+    return kind(f"{name}: {e.strerror or e}" + (f" (errno {e.errno})." if e.errno else "."))
+
+
 def _fail(e: CkpttoolError, code: int) -> None:
     if "--json" in sys.argv:
-        print_json({"error": {"kind": type(e).__name__, "exit_code": code, "message": str(e)}})
+        with suppress(OutputLost):
+            print_json({"error": {"kind": type(e).__name__, "exit_code": code, "message": str(e)}})
+            sys.stdout.flush()
     # names from files do not draw on the screen, nor make lines of their own; what NotRecognised lists are ours
     lines = str(e).split("\n") if isinstance(e, NotRecognised) else [str(e)]
     print("error: " + "\n".join(map(printable, lines)), file=sys.stderr)

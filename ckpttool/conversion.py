@@ -36,6 +36,7 @@ from .errors import (
 )
 from .fill import Progress, fill, silent, tensor_digests
 from .index import ITEMSIZE, Checkpoint, TensorEntry, check, joined, strangers, twins
+from .names import refuse_surrogates
 from .objects import NOTE
 from .sending import Sending, SendingFolder
 from .store import Source, raise_file_limit
@@ -298,7 +299,9 @@ def plan(
             zero_stage=zero_stage, sub_group_size=sub_group_size, write_tag=write_tag,
             precision=None if precision is None else _dtype(precision), adapter=adapter, training=training, archive=archive,
         )  # fmt: skip
+        refuse_surrogates(ckpt.tensors)  # every record lists them by name
         draft = target.write(ckpt, opened.source, options)
+        _refuse_casts(draft)
         for pattern in cast or {}:
             if not fnmatch.filter([*ckpt.tensors, *draft.checkpoint.tensors], pattern):
                 raise UsageError(
@@ -308,6 +311,21 @@ def plan(
         opened.source.close()
         raise
     return opened, draft, target
+
+
+def _refuse_casts(draft: Draft) -> None:
+    """Refuse a layout's own choice of dtype (masters of ZeRO are float32) where numpy cannot convert the source's.
+
+    Raises:
+        Unsupported: with the first such tensor.
+    """
+    for name, t in draft.checkpoint.tensors.items():
+        of = draft.sources.get(name)
+        if of is not None and of.dtype != t.dtype and "float4_e2m1fn_x2" in (of.dtype, t.dtype):
+            raise Unsupported(
+                f'"{joined(of.path)}" is {of.dtype}, two numbers in a byte, and the destination keeps it as {t.dtype}. ckpttool moves '
+                "such tensors, it does not convert them. Choose a layout that keeps dtypes, such as dcp."
+            )
 
 
 _FILES = (".pt", ".pth", ".bin", ".ckpt")
@@ -378,6 +396,7 @@ def convert(
     Raises:
         CkpttoolError: one of errors.py; the destination is as it was before.
     """
+    dst = _destination(dst)
     _refuse_source(src, dst)
     far = remote.is_url(dst)
     where = remote.whole(dst)
@@ -386,11 +405,11 @@ def convert(
     elif os.path.lexists(where):
         refuse_target(where, not os.path.isdir(where), force)
     if force:
-        _refuse_foreign(os.fspath(dst))
+        _refuse_foreign(dst)
     opened, draft, target = plan(src, dst, **how)
     with opened:
         if force:
-            target.replace(os.fspath(dst))
+            target.replace(dst)
         ckpt, source = opened.checkpoint, opened.source
         lost = [d for d in draft.dropped if not (target.holds and d.name.partition(".")[0] not in target.holds)]
         if lost and not drop:
@@ -458,6 +477,14 @@ def effort_of(max_memory_bytes: int | None, jobs: int, source: Source) -> Effort
     return Effort(jobs, min(16 << 20, buffer - buffer % 4096))
 
 
+def _destination(dst: str | os.PathLike[str]) -> str:
+    """The destination as it was given, if it can be one at all."""
+    text = os.fspath(dst)
+    if not text or "\0" in text:
+        raise UsageError(f"{text!r} cannot be a destination. Give the path that the new checkpoint shall have.")
+    return remote.normal(text) if remote.is_url(text) else text
+
+
 def _refuse_source(src: CheckpointPath, dst: str | os.PathLike[str]) -> None:
     """Refuse a destination that is the source, lies in it or holds it."""
     if isinstance(src, layouts.Place):
@@ -513,7 +540,7 @@ def plan_id(source: Source, draft: Draft, target: layouts.Layout, how: Mapping[s
         ).encode()
     )
     for f in draft.files:
-        h.update(f"{f.name} {f.size}\n".encode())
+        h.update(os.fsencode(f"{f.name} {f.size}\n"))
         if not callable(f.head):
             h.update(f.head)
     return h.hexdigest()
@@ -629,8 +656,8 @@ def record(
 
 
 def encoded(record: Mapping[str, Any]) -> bytes:
-    """The bytes of ckpttool.json."""
-    return (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode()
+    """The bytes of ckpttool.json; a byte of a path that is not UTF-8 becomes a JSON escape."""
+    return (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def _read_back(

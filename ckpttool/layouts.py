@@ -7,6 +7,7 @@ the same road as those that other packages register in the entry-point group "ck
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -160,8 +161,10 @@ def place(path: str | os.PathLike[str]) -> Place:
     Raises:
         NotRecognised: nothing is there.
     """
+    if not os.fspath(path):
+        raise UsageError("The path is empty: an empty string names no file or folder.")
     if remote.is_url(path):
-        url = os.fspath(path)
+        url = remote.normal(os.fspath(path))
         # a web server answers for a folder too; the slash at its end tells it from a file
         folder = url.lower().startswith("http") and url.partition("?")[0].endswith("/")
         return _remote_place(url.rstrip("/"), folder)
@@ -170,7 +173,11 @@ def place(path: str | os.PathLike[str]) -> Place:
         return Place(Source(text), None)
     if os.path.exists(text):
         return Place(Source(os.path.dirname(text)), os.path.basename(text))
-    raise NotRecognised(f"{os.fspath(path)}: no such file or folder.")
+    hint = " The URL of a store has two slashes, as in s3://bucket/folder." if _NO_URL.match(os.fspath(path)) else ""
+    raise NotRecognised(f"{os.fspath(path)}: no such file or folder.{hint}")
+
+
+_NO_URL = re.compile(r"(s3a?|gc?s|hf|https?):/*", re.IGNORECASE)
 
 
 def _remote_place(url: str, is_folder: bool) -> Place:

@@ -27,7 +27,7 @@ from .index import Checkpoint, Path, joined, same_bytes, shape_of
 
 __all__ = [
     "COMPONENTS", "COUNTERS", "ROLES", "WRAPPERS", "Named", "canonical", "counted", "leads_back", "misplaced",
-    "name_order", "nest", "original", "strip_wrappers",
+    "name_order", "nest", "original", "refuse_surrogates", "strip_wrappers",
 ]  # fmt: skip
 
 COMPONENTS = ("model", "optim", "scheduler", "scaler", "rng", "dataloader", "trainer", "extra")
@@ -196,6 +196,20 @@ def _rest(p: Path) -> Path:
     return p if p[0] == "extra" and len(p) > 1 else ("extra", *p)
 
 
+def refuse_surrogates(names: Iterable[str]) -> None:
+    """Refuse names that are not Unicode text, which is all that safetensors, JSON and folders can hold.
+
+    Raises:
+        Unsupported: with the first such name.
+    """
+    for name in names:
+        if not name.isascii() and name.encode("utf-8", "replace").decode() != name:
+            raise Unsupported(
+                f"The name {name!a} has half of a surrogate pair in it, which UTF-8 cannot encode, so that no file of the "
+                "destination could list it. Rename it in the source."
+            )
+
+
 def misplaced(paths: Sequence[Path]) -> Path | None:
     """The first path of a state that is of no component, or that lies inside another one; None where all are sound."""
     leaves = set(paths)
@@ -275,7 +289,13 @@ def _optimizer(
         names = {str(k) for k, _ in state} | {n for g in groups.values() for n in _params(g)}
         fqns = dict(strip_wrappers(names)) if not names <= clean.keys() else {n: clean[n] for n in names}
     for (key, slot), leaf in state.items():
-        out["optim", "state", fqns[_id(key) if ids else str(key)], *slot] = leaf
+        owner = fqns.get(_id(key) if ids else str(key))
+        if owner is None:
+            raise Corrupt(
+                f"optim.state has an entry for parameter {key}, which no param group lists; the optimizer would not know "
+                "what to do with it. The file is damaged, or was put together from two optimizers."
+            )
+        out["optim", "state", owner, *slot] = leaf
     for i, g in groups.items():
         for k, leaf in g.items():
             if k == ("params",):

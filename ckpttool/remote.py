@@ -85,6 +85,12 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     return _URL.match(os.fspath(path)) is not None
 
 
+def normal(url: str) -> str:
+    """A URL with its scheme in lower case, which is all that code looks for: S3:// is s3://."""
+    scheme, mark, rest = url.partition("://")
+    return scheme.lower() + mark + rest
+
+
 def shown(url: str) -> str:
     """A URL without user, password and query: these may be credentials."""
     url = re.sub(r"(://)[^/@\s]*@", r"\1", url)
@@ -141,6 +147,8 @@ def store_of(url: str) -> tuple[Any, str, str]:
         raise UsageError(f"{scheme}:// needs a package that is not installed: {how}") from None
     except ValueError as e:
         raise UsageError(f"{shown(url)}: {words(e)}.") from None
+    except OSError as e:  # some stores (ftp) are asked for at once
+        raise RemoteError(f"{shown(url)}: {words(e)}. Check the address and the network.") from None
     if scheme == "hf":
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells its retries, with URLs that are signed
     if scheme in ("s3", "s3a"):

@@ -165,10 +165,18 @@ def sort_key(name: str, dtype: str) -> tuple[int, str]:
 
 
 def header(tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
-    """The first bytes of a file of (name, dtype, shape), in this order: byte for byte what the library writes."""
+    """The first bytes of a file of (name, dtype, shape), in this order: byte for byte what the library writes.
+
+    Raises:
+        Unsupported: a tensor has the name that the format keeps for its metadata.
+    """
     entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     at = 0
     for name, dtype, shape in tensors:
+        if name == "__metadata__":
+            raise Unsupported(
+                'A tensor is named "__metadata__", which safetensors keeps for the metadata of a file. Rename it in the source.'
+            )
         n = prod(shape) * ITEMSIZE[dtype]
         said = [*shape[:-1], 2 * shape[-1]] if CODES[dtype] == "F4" and shape else list(shape)
         entries[name] = {"dtype": CODES[dtype], "shape": said, "data_offsets": [at, at + n]}

@@ -71,9 +71,9 @@ class Source:
         """Names of the entries of the folder itself, or of one in it, sorted; none where there is no such folder."""
         try:
             return sorted(os.listdir(os.path.join(self.root, folder)))
-        except (OSError, ValueError):  # a name from a file may be no name at all
+        except (OSError, ValueError) as e:  # a name from a file may be no name at all
             if not folder:
-                raise
+                raise Corrupt(f"{self.root} cannot be listed: {getattr(e, 'strerror', e)}.") from e
             return []
 
     def exists(self, name: str) -> bool:

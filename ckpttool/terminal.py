@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
 import sys
 import time
-from typing import Annotated, Any
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Annotated, Any, TextIO, cast
 
 import typer
 
@@ -24,6 +28,7 @@ __all__ = [
     "Like",
     "Meter",
     "Only",
+    "OutputLost",
     "Precision",
     "Quiet",
     "Src",
@@ -42,6 +47,8 @@ __all__ = [
     "peak",
     "print_json",
     "printable",
+    "refuse_empty",
+    "streams",
 ]  # fmt: skip
 
 Src = Annotated[
@@ -92,8 +99,32 @@ Only = Annotated[
 
 
 def comma(text: str | None) -> list[str] | None:
-    """The parts of `a, b, c`; None for nothing."""
-    return [t.strip() for t in text.split(",") if t.strip()] if text else None
+    """The parts of `a, b, c`; None where the option was not given.
+
+    Raises:
+        UsageError: it was, and names nothing.
+    """
+    if text is None:
+        return None
+    parts = [t.strip() for t in text.split(",") if t.strip()]
+    if not parts:
+        raise UsageError(f"{text!r} lists nothing. Give names with commas between them, or leave the option out.")
+    return parts
+
+
+def refuse_empty(arguments: Iterable[str]) -> None:
+    """Refuse a command line with an empty argument: a variable of the shell that is not set must not mean the current
+    folder, or all components.
+
+    Raises:
+        UsageError: with the option that it was given to, or its number.
+    """
+    before = ""
+    for i, text in enumerate(arguments):
+        if not text or re.fullmatch(r"--[a-z-]+=", text):
+            where = text[:-1] or (before if before.startswith("-") else f"argument {i + 1}")
+            raise UsageError(f"{where} is empty. Is a variable of the shell not set?")
+        before = text
 
 
 def bytes_of(text: str) -> int:
@@ -175,6 +206,75 @@ class Meter:
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
+
+
+class OutputLost(Exception):
+    """Standard output cannot be written to. No OSError, so that no library between us and `main` takes it for its own."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(error.strerror)
+        self.error = error
+
+
+class Stdout:
+    """Standard output, whose failures are told from those of the files that a command works on."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        """As that of a text file.
+
+        Raises:
+            OutputLost: it failed.
+        """
+        try:
+            return self._file.write(text)
+        except OSError as e:
+            raise OutputLost(e) from None
+
+    def flush(self) -> None:
+        """Likewise."""
+        try:
+            self._file.flush()
+        except OSError as e:
+            raise OutputLost(e) from None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+class Stderr:
+    """Standard error, on which nothing depends: a log that is full or a terminal that is gone ends no conversion."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        """As that of a text file."""
+        with suppress(OSError):
+            return self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Likewise."""
+        with suppress(OSError):
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def streams() -> None:
+    """Make stdin, stdout and stderr files that can be used, also where the caller closed them: no file of a checkpoint
+    gets their numbers."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
+    sys.stdout = cast("TextIO", Stdout(sys.stdout or open(os.devnull, "w")))  # noqa: SIM115
+    sys.stderr = cast("TextIO", Stderr(sys.stderr or open(os.devnull, "w")))  # noqa: SIM115
 
 
 def peak() -> str:

@@ -274,6 +274,11 @@ def _flats(
         dtype = next(iter(kinds))
         if "float" not in dtype:
             raise Unsupported(f'"{owners[0]}" is {dtype}; FSDP1 flattens floating-point parameters only.')
+        if world > 1 and not any(state.tensors[n].numel for n in owners):
+            raise Unsupported(
+                f'No parameter of module "{module}" has an element (first "{owners[0]}"), so that no rank has a shard of its '
+                "flat parameter. Wrap it together with its parent with --wrap."
+            )
         step = 16 // ITEMSIZE[dtype] if align is None else align
         sized = [(n, state.tensors[n].shape) for n in owners]
         out.append(flatlayout.lay_out(module, sized, step, world, dtype, shared))
@@ -423,8 +428,11 @@ def _cut_up(p: Part, bounds: list[tuple[int, int]], numbers: list[int], starts: 
     for r, (a, b) in enumerate(bounds):
         for start, size, _, at in flatlayout.pieces(p, a, b):
             chunks.add(start, size, numbers[r], starts[r] + (at - a) * item, prod(size) * item)
-    if not p.numel:
-        chunks.add((0,) * len(p.shape), p.shape, numbers[0], starts[0], 0)
+    if not p.numel:  # no bytes, but a place: files are written front to back
+        held = [r for r, (a, b) in enumerate(bounds) if a < b]
+        r = next((r for r in held if bounds[r][0] <= p.first < bounds[r][1]), held[-1] if held else 0)
+        a, b = bounds[r]
+        chunks.add((0,) * len(p.shape), p.shape, numbers[r], starts[r] + max(0, min(p.first, b) - a) * item, 0)
     return chunks
 
 

@@ -37,7 +37,7 @@ from ckpttool import stfile, values
 from ckpttool.draft import DraftFile
 from ckpttool.errors import Corrupt, Unsafe, Unsupported
 from ckpttool.index import ITEMSIZE, MAX_NUMEL, Checkpoint, Chunks, Path, TensorEntry, Value, joined, same_bytes
-from ckpttool.names import leads_back, misplaced
+from ckpttool.names import leads_back, misplaced, refuse_surrogates
 from ckpttool.store import Source
 
 __all__ = ["FOLDER", "INDEX", "State", "draft", "merged", "read"]
@@ -82,9 +82,7 @@ def draft(
     Raises:
         Unsupported: a value is of no kind that values.json holds, or a name is no text.
     """
-    for name in (*ckpt.tensors, *ckpt.values):
-        if name.encode("utf-8", "replace").decode() != name:
-            raise Unsupported(f"the name {name!a} is half of a character and cannot be kept.")
+    refuse_surrogates(ckpt.values)
     n = len(groups)
     names = ["state.safetensors"] if n == 1 else [f"state-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
     out: dict[str, TensorEntry] = {}

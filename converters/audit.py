@@ -30,7 +30,7 @@ from ckpttool.draft import Draft, DraftFile, Sink
 from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError
 from ckpttool.index import Checkpoint, Chunks, TensorEntry, joined
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions
-from ckpttool.names import counted, leads_back, misplaced
+from ckpttool.names import counted, leads_back, misplaced, refuse_surrogates
 from ckpttool.store import Source
 
 __all__ = ["LAYOUTS"]
@@ -140,9 +140,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         raise UsageError(f"{options.target}: name {kind} *{suffix}.")
     if how.key is not None:  # a key that cannot sign is told now, and not when everything is copied
         _signed([("x", "0" * 64)], options.target, how)
-    for name in (*ckpt.tensors, *ckpt.values, options.target):
-        if not name.isascii() and name.encode("utf-8", "replace").decode() != name:
-            raise Unsupported(f"the name {name!a} is half of a character and cannot be kept.")
+    refuse_surrogates(ckpt.values)
     wanted = {n: replace(t, dtype=options.cast(n, t.dtype)) for n, t in ckpt.tensors.items()}
     mtime = _mtime(how, source)
     readme = records.readme(how.shuffle)

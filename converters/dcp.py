@@ -302,6 +302,7 @@ def _read_index(source: Source) -> _Index:
     names = names or sorted(
         (n for n in source.list() if re.fullmatch(r"__\d+\.metadata", n)), key=lambda n: int(n[2:-9])
     )
+    names = names or [".metadata"]  # no regular file: opening it says what it is
     if len(names) == 1 and source.size(names[0]) > _LARGE_BYTES:
         where, size = f"{source.root}/{names[0]}", source.size(names[0])
         data = b"" if source.local else source.read_all(names[0], 2 << 30)

@@ -18,6 +18,7 @@ Sources: deepspeed 0.19.8, checkpoint/ds_to_universal.py, runtime/zero/stage3.py
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -170,8 +171,11 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         dropped += lost if stage == 3 else []
         slots = plan.slots_of(group)
         for n, shape in group.items():
-            if "/" in n or "\\" in n or n in ("", ".", "..", "optimizer_state.pt"):
-                raise Unsupported(f'"{n}" cannot be the name of a parameter\'s folder.')
+            if set(n) & set("/\\\0") or n in ("", ".", "..", "optimizer_state.pt") or len(os.fsencode(n)) > 255:
+                raise Unsupported(
+                    f"A universal checkpoint keeps each parameter in a folder of its name, and {n[:300]!a} cannot name one. "
+                    "Write another layout, or rename the parameter in the source."
+                )
             entries: dict[str, tuple[TensorEntry, TensorEntry | None]] = {"fp32": (tensors[n], state.tensors[n])}
             if n in state.fresh:  # zeros
                 entries.update({s: (replace(tensors[n], dtype="float32"), None) for s in slots})

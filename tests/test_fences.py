@@ -68,6 +68,7 @@ ROOMS: dict[str, set[str]] = {
         "index",
         "layouts",
         "modelfiles",
+        "names",
         "objects",
         "remote",
         "sending",
