@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test tools lint bench fixtures clean
+.PHONY: demo test torture tools lint bench fixtures clean
 
 $(VENV)/.done: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -29,6 +29,10 @@ tools: $(VENV)/.done
 
 test: $(VENV)/.engines tools lint
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -q -n 2 --dist loadgroup
+
+# Mutated checkpoints with torch as the oracle, failing system calls, kills: MINUTES=1 is a look, 30 the real thing.
+torture: $(VENV)/.engines
+	DS_ACCELERATOR=cpu $(BIN)/python -m tests.torture --minutes $(or $(MINUTES),30) $(if $(FIRST),--first $(FIRST))
 
 lint: $(VENV)/.done
 	$(BIN)/ruff check .

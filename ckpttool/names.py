@@ -286,7 +286,13 @@ def _optimizer(
     if ids:
         fqns = _resolve_ids(state, groups, raw_model, clean, shape_of, like, same, notes)
     else:
-        names = {str(k) for k, _ in state} | {n for g in groups.values() for n in _params(g)}
+        listed = {n for g in groups.values() for n in _params(g)}
+        if numbers := [n for n in listed if not isinstance(n, str)]:
+            raise Corrupt(
+                f"optim.param_groups lists parameters by number in one group, first {numbers[0]}, and by name in another. The "
+                "file is damaged, or was put together from two optimizers."
+            )
+        names = {str(k) for k, _ in state} | listed
         fqns = dict(strip_wrappers(names)) if not names <= clean.keys() else {n: clean[n] for n in names}
     for (key, slot), leaf in state.items():
         owner = fqns.get(_id(key) if ids else str(key))

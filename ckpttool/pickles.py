@@ -22,9 +22,10 @@ import io
 import pickle
 import struct
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any, NamedTuple
 
-from .errors import Corrupt, Unsafe
+from .errors import Corrupt, Unsafe, Unsupported
 
 __all__ = [
     "MEMORY_FORMATS", "Global", "Opaque", "Truncated", "dump", "enum_members", "load", "load_large", "ordered_dict",
@@ -496,6 +497,7 @@ def refuse_deep(obj: Any, what: str, most: int) -> None:
 
     Raises:
         Unsafe: deeper than 100, or more than `most` nodes, so that any later walk is bounded.
+        Unsupported: a stand-in of ours is in it, since the pickle holds a function that it never calls.
     """
     todo, seen = [(obj, 0)], 0
     while todo:
@@ -506,7 +508,14 @@ def refuse_deep(obj: Any, what: str, most: int) -> None:
         seen += 1 + len(inside)
         if seen > most:
             raise Unsafe(f"{what}: unfolds to more than {most} objects.")
-        todo.extend((c, depth + 1) for c in inside if isinstance(c, (dict, list, tuple, set, frozenset, Opaque)))
+        for c in inside:
+            if isinstance(c, (dict, list, tuple, set, frozenset, Opaque)):
+                todo.append((c, depth + 1))
+            elif isinstance(c, (FunctionType, type)):
+                raise Unsupported(
+                    f"{what}: holds a function or a class that rebuilds objects ({c.__name__}) as a value. That is no state; save "
+                    "the checkpoint without it."
+                )
 
 
 def enum_members(*enums: tuple[Any, Mapping[str, Any]]) -> dict[tuple[str, str], Any]:

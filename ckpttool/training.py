@@ -309,12 +309,13 @@ def agreed(training: Training, params: Iterable[str], what: str) -> tuple[dict[s
     dropped: list[Dropped] = []
     for slot in dict.fromkeys(s for n in names for s in training.scalars.get(n, {})):
         counts: dict[Any, list[str]] = {}
+        none = [n for n in names if slot not in training.scalars.get(n, {})]
         for n in names:
-            value = training.scalars.get(n, {}).get(slot)
-            counts.setdefault(repr(value), []).append(n)
+            if n not in none:
+                counts.setdefault(repr(training.scalars[n][slot]), []).append(n)
         most = max(counts.values(), key=len)
-        out[slot] = training.scalars[most[0]].get(slot)
-        for others in counts.values():
+        out[slot] = training.scalars[most[0]][slot]
+        for others in (*counts.values(), none):
             if others is not most:
                 dropped += [Dropped(f"optim.state.{n}.{slot}", 0, f"{what}; {most[0]} has another") for n in others]
     return out, dropped

@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable, Mapping
 from math import isfinite, prod
 from typing import Any
 
-from . import jsontext
+from . import stfile
 from .errors import Corrupt, Unsupported
 from .index import ITEMSIZE, Value, joined
 from .pickles import MAX_DEPTH, Global, Opaque
@@ -186,9 +186,9 @@ def decode(data: bytes, what: str) -> dict[str, Value]:
     """The values of a values.json, which is not trusted.
 
     Raises:
-        Corrupt: damaged, or other bytes than `encode` writes. Unsafe: a key twice, or nested too deep.
+        Corrupt: damaged, or other bytes than `encode` writes. Unsafe: a key twice, or nested without bound.
     """
-    tree = jsontext.parse(data, what)
+    tree = stfile.parse(data, what)
     try:
         found = _value(tree, 0)
         if type(found) is not dict:

@@ -338,6 +338,11 @@ def _columns(tops: list[tuple[Any, _Collector]], what: str) -> _Index:
         for key, path in (state.get("planner_data") or {}).items():
             if not isinstance(path, tuple) or not path or not all(isinstance(p, (str, int)) for p in path):
                 raise Corrupt(f"{what}: the path of {pickles.short(key)} is {pickles.short(path)}.")
+            if joined(path) != key:
+                raise Corrupt(
+                    f"{what}: planner_data gives {pickles.short(key)} the path {pickles.short(path)}. torch joins the path to "
+                    "make the key and loads by the key alone, so the file was altered; take another copy."
+                )
             out.paths[key] = list(path)
         listed = sum(isinstance(meta, collector.tensor_class) for meta in state["state_dict_metadata"].values())
         values = sum(isinstance(meta, _Bytes) for meta in state["state_dict_metadata"].values())

@@ -34,7 +34,6 @@ ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "_version": set(),
     "boxes": set(),
-    "jsontext": {"errors"},
     "crc": set(),
     "index": {"errors", "boxes"},
     "child": {"errors"},
@@ -42,21 +41,21 @@ ROOMS: dict[str, set[str]] = {
     "pickles": {"errors"},
     "names": {"errors", "index"},
     "hubnames": {"errors", "child"},
-    "stfile": {"errors", "index", "jsontext", "store"},
-    "modelfiles": {"errors", "jsontext", "store"},
+    "stfile": {"errors", "index", "store"},
+    "modelfiles": {"errors", "stfile", "store"},
     "remote": {"errors", "store"},
     "digests": {"index"},
     "torchzip": {"errors", "boxes", "crc", "index", "pickles"},
     "draft": {"errors", "index"},
-    "values": {"errors", "index", "jsontext", "pickles", "torchzip"},
+    "values": {"errors", "index", "pickles", "stfile", "torchzip"},
     "adapters": {"errors", "index"},
     "torchdraft": {"crc", "draft", "index", "pickles", "torchzip"},
     "stream": {"errors", "boxes", "crc", "index", "store"},
-    "objects": {"errors", "jsontext", "remote"},
+    "objects": {"errors", "remote"},
     "sending": {"draft", "objects", "remote"},
     "fill": {"errors", "boxes", "crc", "index", "store", "stream", "draft", "sending"},
     "sharded": {"errors", "boxes", "index", "pickles", "torchzip"},
-    "flatlayout": {"errors", "boxes", "child", "hubnames", "index", "jsontext", "store"},
+    "flatlayout": {"errors", "boxes", "child", "hubnames", "index", "stfile", "store"},
     "training": {"errors", "draft", "fill", "index", "names", "store", "stream", "torchzip"},
     "layouts": {"errors", "index", "names", "remote", "store", "draft"},
     "conversion": {
@@ -67,7 +66,6 @@ ROOMS: dict[str, set[str]] = {
         "errors",
         "fill",
         "index",
-        "jsontext",
         "layouts",
         "modelfiles",
         "names",
@@ -82,12 +80,12 @@ ROOMS: dict[str, set[str]] = {
     "audit.planes": set(),
     "audit.options": {"errors"},
     "audit.tarball": {"errors"},
-    "audit.retention": {"errors", "jsontext"},
-    "audit.signing": {"errors", "jsontext"},
+    "audit.retention": {"errors", "stfile"},
+    "audit.signing": {"errors", "stfile"},
     "audit.sealing": {"errors", "store"},
     "audit.seekable": {"audit.planes", "crc", "errors", "store"},
     "audit.plan": {"audit.seekable", "audit.tarball", "index", "names", "stfile"},
-    "audit.manifest": {"audit.plan", "audit.planes", "digests", "errors", "index", "jsontext", "names"},
+    "audit.manifest": {"audit.plan", "audit.planes", "digests", "errors", "index", "names", "stfile"},
     "audit.provenance": {
         "_version",
         "audit.manifest",
@@ -96,12 +94,11 @@ ROOMS: dict[str, set[str]] = {
         "audit.tarball",
         "errors",
         "index",
-        "jsontext",
         "modelfiles",
         "names",
         "store",
     },
-    "audit.sidecar": {"errors", "fill", "jsontext", "store"},
+    "audit.sidecar": {"errors", "fill", "stfile", "store"},
     "audit.archive": {
         "audit.manifest",
         "audit.plan",
@@ -114,11 +111,12 @@ ROOMS: dict[str, set[str]] = {
         "errors",
         "index",
         "names",
+        "stfile",
         "store",
         "values",
     },
     "audit.spool": {"audit.archive", "audit.sealing", "draft", "errors", "store"},
-    "audit.ledger": {"audit.retention", "errors", "jsontext", "objects", "remote"},
+    "audit.ledger": {"audit.retention", "errors", "objects", "remote", "stfile"},
     "audit.shelf": {
         "audit.archive",
         "audit.ledger",
@@ -180,10 +178,10 @@ ROOMS: dict[str, set[str]] = {
         "summary",
         "terminal",
     },
-    "resume.trace": {"errors", "jsontext"},
+    "resume.trace": {"errors"},
     "resume.settings": {"errors"},
     "resume.verdict": {"resume.trace"},
-    "resume.batches": {"errors", "jsontext"},
+    "resume.batches": {"errors"},
     "resume.fingerprint": {"boxes", "stream"},
     "resume.recorder": {"_version", "names", "reader", "resume.batches", "resume.fingerprint", "resume.trace"},
     "resume.bounds": {"errors", "resume.trace"},
@@ -265,7 +263,7 @@ ROOMS: dict[str, set[str]] = {
     "hub.virtual": {"conversion", "draft", "errors", "index", "stream"},
     "hub.hashing": {"conversion", "errors", "fill", "hub.virtual", "stream"},
     "hub.journal": {"hub.hashing"},
-    "hub.screening": {"errors", "jsontext", "modelfiles"},
+    "hub.screening": {"errors", "modelfiles"},
     "hub.card": set(),
     "hub.client": {"errors", "remote"},
     "hub.push": {
@@ -280,12 +278,11 @@ ROOMS: dict[str, set[str]] = {
         "hub.journal",
         "hub.screening",
         "hub.virtual",
-        "jsontext",
         "layouts",
         "names",
         "stream",
     },
-    "hub.pull": {"conversion", "errors", "fill", "hub.client", "jsontext", "remote"},
+    "hub.pull": {"conversion", "errors", "fill", "hub.client", "remote"},
     "hub.commands": {"hub.pull", "hub.push", "summary", "terminal"},
     "terminal": {"errors", "summary"},
     "cli": {
@@ -583,17 +580,3 @@ def test_every_layout_stands_in_the_readme() -> None:
 
     words = set(re.findall(r"\w+", (ROOT / "README.md").read_text()))
     assert set(layouts()) <= words
-
-
-#: Who parses JSON besides jsontext, which bounds what it takes: of text that we ourselves wrote a moment ago, or of children
-#: of ours that answer.
-OWN_JSON = {
-    "hubnames", "flatlayout", "audit.ledger", "converters.dcp", "draft", "hub.journal", "hub.screening", "resume.trace",
-    "resume.launch", "resume.settings", "resume.recorder",
-}  # fmt: skip
-
-
-def test_json_of_others_is_parsed_in_one_place() -> None:
-    calls = {m for m, path in MODULES.items() if re.search(r"\bjson\.loads?\(", path.read_text(encoding="utf-8"))}
-    short = {m.removeprefix("ckpttool.") for m in calls}
-    assert short == {"jsontext", *OWN_JSON}

@@ -244,6 +244,17 @@ def test_state_of_a_parameter_that_no_group_lists_is_damage(tmp_path: Path, grou
         ckpttool.open(tmp_path / "in.pt")
 
 
+def test_param_groups_that_number_and_name_parameters_are_damage(tmp_path: Path) -> None:
+    groups = [{"params": ["w"]}, {"params": [0]}]
+    tree = {
+        "model": {"w": torch.ones(2)},
+        "optim": {"state": {"w": {"exp_avg": torch.ones(2)}}, "param_groups": groups},
+    }
+    torch.save(tree, tmp_path / "in.pt")
+    with pytest.raises(errors.Corrupt, match="by number in one group, first 0, and by name in another"):
+        ckpttool.open(tmp_path / "in.pt")
+
+
 @pytest.mark.parametrize("kind", ["fifo", "folder"])
 def test_a_metadata_that_is_no_regular_file_is_refused(tmp_path: Path, small: Path, kind: str) -> None:
     ckpttool.convert(small / "in.pt", tmp_path / "dcp", to="dcp", world_size=2)

@@ -276,6 +276,7 @@ def training(**steps: Any) -> Training:
         ({"a": 3, "b": 3, "c": 3}, {"step": 3}, []),
         ({"a": 3, "b": 4, "c": 4}, {"step": 4}, ["a"]),
         ({"a": 3, "b": 3, "c": None}, {"step": 3}, ["c"]),
+        ({"a": None, "b": None, "c": 3}, {"step": 3}, ["a", "b"]),
         ({"a": 3, "b": 3.0}, {"step": 3}, ["b"]),
         ({"a": float("nan"), "b": float("nan")}, None, []),
         ({}, {}, []),

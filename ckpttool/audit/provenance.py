@@ -22,7 +22,6 @@ from .. import modelfiles
 from .._version import __version__
 from ..errors import Corrupt, Unsafe
 from ..index import Checkpoint, joined, twins
-from ..jsontext import parse
 from ..names import COMPONENTS, counted
 from ..store import Source
 from . import manifest, retention, tarball
@@ -96,7 +95,7 @@ def decode(data: bytes, what: str) -> dict[str, Any]:
     Raises:
         Corrupt, Unsafe: it says something else, or in another spelling.
     """
-    said = parse(data, what)
+    said = manifest.parsed(data, what)
     if not isinstance(said, dict) or said.get("schema") != manifest.SCHEMA:
         raise Corrupt(f"{what} is of another schema than {manifest.SCHEMA!r}.")
     if unknown := sorted(set(said) - _KINDS.keys()):

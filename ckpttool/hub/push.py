@@ -15,6 +15,7 @@ came in between, all is looked at again. Afterwards the Hub is asked for the has
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import threading
@@ -26,11 +27,10 @@ from typing import Any, TypeVar
 
 from .. import conversion
 from .._version import __version__
-from ..conversion import MOST_RECORD_BYTES, RECORD, Opened
+from ..conversion import RECORD, Opened
 from ..draft import Draft
-from ..errors import Corrupt, DestinationExists, Differs, Interrupted, RemoteError, Unsafe, Unsupported, UsageError
+from ..errors import Corrupt, DestinationExists, Differs, Interrupted, RemoteError, Unsupported, UsageError
 from ..fill import Progress, silent
-from ..jsontext import parse
 from ..layouts import Layout
 from ..names import counted
 from ..stream import Effort
@@ -355,7 +355,7 @@ class _Push:
                 )
             conversion.convert(self.src, folder, to="hf", progress=progress, jobs=min(self.jobs, 4), **self.how)
             with open(os.path.join(folder, RECORD), "rb") as f:
-                record = parse(f.read(), RECORD)
+                record = json.load(f)
             sums = hash_paths(paths, self.jobs, progress)
             known = {
                 "files": {n: [sums[n], os.stat(p).st_size, os.stat(p).st_mtime_ns] for n, p in paths.items()},
@@ -454,10 +454,10 @@ class _Push:
         said = {**record, "files": listed}
         if RECORD in state.files:
             try:
-                old = parse(self.repository.read(RECORD, state.commit, MOST_RECORD_BYTES), RECORD)
+                old = json.loads(self.repository.read(RECORD, state.commit, 1 << 30))
                 if isinstance(old, dict) and {**old, "created": None} == {**said, "created": None}:
                     said["created"] = old["created"]  # the same push, only later
-            except (LookupError, Corrupt, Unsafe):
+            except (ValueError, LookupError, RecursionError, Corrupt):
                 pass  # damaged: it is replaced
         text = conversion.encoded(said)
         extra = {_CARD: data, RECORD: text}
@@ -569,8 +569,8 @@ def _text(content: Content) -> bytes:
 
 def _object(data: bytes) -> dict[str, Any]:
     try:
-        found = parse(data, "a config")
-    except (Corrupt, Unsafe):
+        found = json.loads(data)
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -1,0 +1,260 @@
+"""Small checkpoints of every layout, for mutation: a few kilobytes each, so that a mutant takes some ten milliseconds.
+
+`build(folder, names)` writes them below `folder`. They hold what is hard: shapes that three ranks do not divide, an empty
+tensor, tensors without dimensions, tied weights, a transposed view, two param groups, bfloat16, bool, complex numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import Tensor
+
+import ckpttool
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import zero_files
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+
+
+@dataclass(frozen=True)
+class Seed:
+    """`make(folder)` writes the checkpoint; `file` is its name where it is one file in that folder.
+
+    `oracle` names a function of oracle.READERS, `how` are arguments of `ckpttool.open`.
+    """
+
+    oracle: str
+    make: Callable[[Path], Any]
+    file: str = ""
+    how: dict[str, Any] = field(default_factory=dict)
+    weight: int = 2
+
+    def path(self, folder: Path) -> Path:
+        """What is given to ckpttool."""
+        return folder / self.file if self.file else folder
+
+
+# ------------------------------------------------------------------------------------------------------- the states
+
+
+def weights() -> dict[str, Tensor]:
+    """A model's state dict."""
+    g = torch.Generator().manual_seed(13)
+    embed = torch.randn(13, 4, generator=g)
+    return {
+        "embed.weight": embed, "fc.weight": torch.randn(7, 5, generator=g).T, "fc.bias": torch.randn(5, generator=g),
+        "half": torch.randn(3, 3, generator=g).bfloat16(), "none": torch.empty(0, 4), "seen": torch.tensor(17),
+        "lm_head.weight": embed,
+    }  # fmt: skip
+
+
+TRAINED = ("embed.weight", "fc.weight", "fc.bias")
+
+
+def state() -> dict[str, Any]:
+    """A training state under canonical names, so that a name is what its path says."""
+    model = weights()
+    slots = {n: {"step": torch.tensor(3.0), "exp_avg": model[n] * 2, "exp_avg_sq": model[n] ** 2} for n in TRAINED}
+    groups = [
+        {"lr": 0.1, "betas": (0.9, 0.99), "foreach": None, "params": list(TRAINED[:1])},
+        {"lr": 0.2, "betas": (0.9, 0.95), "foreach": False, "params": list(TRAINED[1:])},
+    ]
+    return {
+        "model": model, "optim": {"state": slots, "param_groups": groups},
+        "scheduler": {"last_epoch": 3, "base_lrs": [0.1, 0.2]}, "rng": torch.arange(16, dtype=torch.uint8),
+        "trainer": {"step": 3, "name": "run", "loss": float("inf")},
+        "extra": {"spectrum": torch.tensor([1 + 2j, 3 - 4j]), "mask": torch.tensor([True, False, True])},
+    }  # fmt: skip
+
+
+def numbered() -> dict[str, Any]:
+    """What most scripts save: two state dicts, the optimizer's by number."""
+    model = {n: t.contiguous() for n, t in weights().items() if n in TRAINED}
+    slots = {
+        i: {"step": torch.tensor(3.0), "exp_avg": t * 2, "exp_avg_sq": t * t} for i, t in enumerate(model.values())
+    }
+    groups = [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0, 1, 2]}]
+    return {"model_state_dict": model, "optimizer_state_dict": {"state": slots, "param_groups": groups}, "epoch": 3}
+
+
+def lightning() -> dict[str, Any]:
+    """The tree of a Lightning checkpoint."""
+    tree = numbered()
+    return {
+        "epoch": 1, "global_step": 3, "pytorch-lightning_version": "2.5.0", "loops": {"fit_loop": {"state_dict": {}}},
+        "callbacks": {"Saver": {"best": 0.5, "path": "x.ckpt"}}, "state_dict": {"net." + n: t for n, t in tree["model_state_dict"].items()},
+        "optimizer_states": [tree["optimizer_state_dict"]], "lr_schedulers": [{"last_epoch": 3, "base_lrs": [0.1]}],
+        "hparams_name": "kwargs", "hyper_parameters": {"width": 4},
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ who writes them
+
+
+def torch_file(tree: Callable[[], Any], **how: Any) -> Callable[[Path], None]:
+    """torch.save."""
+    return lambda folder: torch.save(tree(), folder / "x.pt", **how)
+
+
+def torch_dcp(**how: Any) -> Callable[[Path], None]:
+    """dcp.save of one rank, with as many files as `thread_count`."""
+
+    def make(folder: Path) -> None:
+        options = dict(how)
+        if options.pop("zstd", False):
+            from torch.distributed.checkpoint._extension import ZStandard
+
+            options["_extensions"] = [ZStandard()]
+        if options.pop("safetensors", False):
+            from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+            options["serialization_format"] = SerializationFormat.SAFETENSORS
+        tree = state()
+        if options:  # neither of the two takes a tensor that is not contiguous; safetensors takes nothing but tensors
+            tree["model"] = {n: t.contiguous().clone() for n, t in tree["model"].items()}
+            tree["optim"]["state"]["fc.weight"] = {
+                k: t.contiguous() for k, t in tree["optim"]["state"]["fc.weight"].items()
+            }
+        if "serialization_format" in options:
+            tree = {"model": tree["model"]}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            logging.disable(logging.INFO)
+            dcp.save(tree, storage_writer=dcp.FileSystemWriter(folder, **options), no_dist=True)
+            logging.disable(logging.NOTSET)
+
+    return make
+
+
+def hf_sharded(folder: Path) -> None:
+    """Two files and an index, as save_pretrained writes them."""
+    tensors = {n: t.contiguous().clone() for n, t in weights().items() if n != "lm_head.weight"}
+    parts = [list(tensors)[:2], list(tensors)[2:]]
+    files = [f"model-0000{i + 1}-of-00002.safetensors" for i in range(2)]
+    for name, part in zip(files, parts, strict=True):
+        save_file({n: tensors[n] for n in part}, folder / name, metadata={"format": "pt"})
+    index = {
+        "metadata": {"total_size": sum(t.nbytes for t in tensors.values())},
+        "weight_map": {n: name for name, part in zip(files, parts, strict=True) for n in part},
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def hf_single(folder: Path) -> None:
+    """One file."""
+    save_file({n: t.contiguous().clone() for n, t in weights().items()}, folder / "model.safetensors")
+
+
+def fixture(name: str, *beside: str) -> Callable[[Path], None]:
+    """A checkpoint that a real engine wrote, with some of the files beside it."""
+
+    def make(folder: Path) -> None:
+        shutil.copytree(FIXTURES / name / "ckpt", folder, dirs_exist_ok=True)
+        for other in beside:
+            shutil.copy(FIXTURES / name / other, folder)
+
+    return make
+
+
+def ours(to: str, file: str = "", tree: Callable[[], Any] = state, **how: Any) -> Callable[[Path], None]:
+    """What ckpttool itself writes."""
+
+    def make(folder: Path) -> None:
+        source = folder.parent / f"{folder.name}.pt"
+        torch.save(tree(), source)
+        try:
+            folder.rmdir() if not file else None
+            ckpttool.convert(source, folder / file if file else folder, to=to, drop=True, **how)
+        finally:
+            source.unlink()
+
+    return make
+
+
+def without_record(make: Callable[[Path], None]) -> Callable[[Path], None]:
+    """The same folder without ckpttool.json, whose digests would find most of what the fuzzer does."""
+
+    def bare(folder: Path) -> None:
+        make(folder)
+        (folder / "ckpttool.json").unlink()
+
+    return bare
+
+
+def trainable() -> dict[str, Any]:
+    """A state that engines with flat tensors can hold."""
+    tree = state()
+    tree["model"] = {n: t.contiguous().float() for n, t in tree["model"].items() if n in TRAINED}
+    tree["optim"]["state"] = {n: {k: v.contiguous() for k, v in s.items()} for n, s in tree["optim"]["state"].items()}
+    return {k: tree[k] for k in ("model", "optim", "scheduler", "trainer")}
+
+
+def small() -> zero_files.Job:
+    """Two groups, a tied and a frozen parameter, a buffer."""
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (13, 4), "fc.weight": (5, 3), "fc.bias": (5,), "lora": (3, 2)}
+    tensors = {n: zero_files.numbers(n, s) for n, s in shapes.items()}
+    tensors["lm_head.weight"] = tensors["embed.weight"]
+    tensors["seen"] = torch.tensor(17)
+    groups = [["fc.bias", "embed.weight"], ["fc.weight"]]
+    return zero_files.Job(
+        tensors, groups, buffers=["seen"], frozen=["lora"], tied={"lm_head.weight": "embed.weight"},
+        client={"tag": "run"}, scheduler={"last_epoch": 3},
+    )  # fmt: skip
+
+
+SEEDS: dict[str, Seed] = {
+    "full": Seed("torch", torch_file(state), "x.pt", weight=4),
+    "full-legacy": Seed("torch", torch_file(state, _use_new_zipfile_serialization=False), "x.pt", weight=3),
+    "full-numbered": Seed("torch", torch_file(numbered), "x.pt", weight=3),
+    "full-lightning": Seed("torch", torch_file(lightning), "x.pt"),
+    "full-weights": Seed("torch", torch_file(weights), "x.pt"),
+    "full-ours": Seed("torch", ours("full", "x.pt"), "x.pt"),
+    "dcp": Seed("dcp", torch_dcp(), weight=5),
+    "dcp-files": Seed("dcp", torch_dcp(thread_count=3), weight=4),
+    "dcp-zstd": Seed("dcp", torch_dcp(zstd=True)),
+    "dcp-safetensors": Seed("dcp_safetensors", torch_dcp(safetensors=True)),
+    "dcp-ranks": Seed("dcp", fixture("awkward_w3"), weight=1),
+    "dcp-ours": Seed("dcp", ours("dcp", world_size=3), weight=3),
+    "dcp-ours-bare": Seed("dcp", without_record(ours("dcp", world_size=3)), weight=4),
+    "hf": Seed("hf", hf_single, weight=3),
+    "hf-sharded": Seed("hf", hf_sharded, weight=4),
+    "hf-ours": Seed("hf", ours("hf", max_shard_bytes=300)),
+    "hf-training": Seed("hf_model", ours("hf", training=True), weight=3),
+    "zero3": Seed("zero3", lambda f: zero_files.zero3(small(), f, 2), weight=4),
+    "zero3-odd": Seed("zero3", lambda f: zero_files.zero3(small(), f, 3, most=20)),
+    "zero2": Seed("zero12", lambda f: zero_files.zero12(small(), f, 2), weight=4),
+    "zero1": Seed("zero12", lambda f: zero_files.zero12(small(), f, 3, stage=1)),
+    "zero0": Seed("zero0", lambda f: zero_files.zero0(zero_files.plain(), f, 1, masters=True)),
+    "universal": Seed("universal", lambda f: zero_files.universal(small(), f, 2, stage=2), weight=3),
+    "zero3-ours": Seed("zero3", ours("zero3", tree=trainable, world_size=2)),
+    "zero2-ours": Seed("zero12", without_record(ours("zero2", tree=trainable, world_size=3)), weight=3),
+    "universal-ours": Seed("universal", without_record(ours("universal", tree=trainable))),
+    "fsdp1-local": Seed("seed", fixture("fsdp1_w3_uop0", "flat_layout.json"), weight=2),
+    "fsdp1-sharded": Seed("seed", fixture("fsdp1_w2_sharded"), weight=1),
+    "fsdp1-ours": Seed("seed", without_record(ours("fsdp1", tree=trainable, world_size=2, wrap=["fc"])), weight=3),
+    "audit": Seed("seed", ours("audit", "a.tar.zst"), "a.tar.zst", weight=3),
+}  # fmt: skip
+
+
+def build(folder: Path, names: Iterable[str] = SEEDS) -> dict[str, Path]:
+    """{name: folder with the checkpoint}."""
+    out = {}
+    for name in names:
+        out[name] = folder / name
+        out[name].mkdir(parents=True)
+        SEEDS[name].make(out[name])
+    return out
