@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -326,13 +327,19 @@ FAMILIES: dict[str, set[str]] = {
 HEAVY = {"torch", "transformers", "numpy", "ml_dtypes", "rich", "zstandard", "safetensors", "huggingface_hub"}
 
 
+@cache
+def tree_of(module: str) -> ast.Module:
+    """One file, parsed once for all fences."""
+    return ast.parse(MODULES[module].read_text())
+
+
+@cache
 def imports(module: str) -> list[tuple[str, bool]]:
     """(module imported, at the top level?) of one file; ours by their short names, "converters.x" for converters."""
-    path = MODULES[module]
     package = module.rpartition(".")[0]
     out: list[tuple[str, bool]] = []
     typing_only: set[int] = set()
-    tree = ast.parse(path.read_text())
+    tree = tree_of(module)
     top = {id(n) for s in tree.body for n in ast.walk(s) if not isinstance(s, (ast.FunctionDef, ast.ClassDef))}
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -438,13 +445,13 @@ def test_what_reads_an_index_needs_the_standard_library_only(module: str) -> Non
 
 @pytest.mark.parametrize("module", MODULES)
 def test_every_module_says_what_it_is(module: str) -> None:
-    tree = ast.parse(MODULES[module].read_text())
+    tree = tree_of(module)
     assert not tree.body or ast.get_docstring(tree)
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_every_public_function_and_class_says_what_it_is(module: str) -> None:
-    tree = ast.parse(MODULES[module].read_text())
+    tree = tree_of(module)
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
             assert ast.get_docstring(node), node.name
@@ -452,7 +459,7 @@ def test_every_public_function_and_class_says_what_it_is(module: str) -> None:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_what_a_module_exports_is_there(module: str) -> None:
-    tree = ast.parse(MODULES[module].read_text())
+    tree = tree_of(module)
     names = next((ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"), [])  # fmt: skip
     if short(module) != "__main__":
         loaded = importlib.import_module(module.removesuffix(".__init__"))
