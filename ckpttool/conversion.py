@@ -31,11 +31,13 @@ from .errors import (
     Interrupted,
     NoSpace,
     NotRecognised,
+    Unsafe,
     Unsupported,
     UsageError,
 )
 from .fill import Progress, fill, silent, tensor_digests
 from .index import ITEMSIZE, Checkpoint, TensorEntry, check, joined, strangers, twins
+from .jsontext import parse
 from .names import refuse_surrogates
 from .objects import NOTE
 from .sending import Sending, SendingFolder
@@ -48,6 +50,7 @@ __all__ = [
 ]  # fmt: skip
 
 RECORD = "ckpttool.json"
+MOST_RECORD_BYTES = 256 << 20  # 10^6 tensors
 #: A folder or a file, or the place that it was found to be.
 CheckpointPath = str | os.PathLike[str] | layouts.Place
 
@@ -145,11 +148,11 @@ def _leave_made(ckpt: Checkpoint, source: Source) -> None:
     if not ckpt.layout.startswith(("zero", "universal")) or not source.exists(RECORD):
         return
     try:
-        made = json.loads(source.read_all(RECORD, 1 << 30))["made"]
+        made = parse(source.read_all(RECORD, MOST_RECORD_BYTES), RECORD)["made"]
         for name, data in made.items():
             if ckpt.value(name) == data:
                 ckpt.values.pop(name, None)
-    except (CkpttoolError, ValueError, TypeError, KeyError, AttributeError):
+    except (Corrupt, Unsafe, TypeError, KeyError, AttributeError):
         return  # an older record, or a damaged one: `verify` says so
 
 
@@ -749,10 +752,10 @@ def _recorded(source: Source, found: Mapping[str, str]) -> tuple[dict[str, str],
     if not source.exists(RECORD):
         return {}, frozenset()
     try:
-        record = json.loads(source.read_all(RECORD, 1 << 30))
+        record = parse(source.read_all(RECORD, MOST_RECORD_BYTES), f"{source.root}/{RECORD}")
         added = frozenset(map(str, record.get("added", ())))
         return {n: t[2] for n, t in record["tensors"].items() if n in found or n not in record["tied"]}, added
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+    except (Corrupt, Unsafe, TypeError, KeyError, IndexError, AttributeError):
         raise Corrupt(f"{source.root}/{RECORD} is damaged; remove it to verify without recorded digests.") from None
 
 

@@ -48,7 +48,7 @@ from .child import in_child
 from .errors import Corrupt, Unsupported
 from .hubnames import meta_model
 from .index import ITEMSIZE, MAX_NUMEL
-from .stfile import parse
+from .jsontext import parse
 from .store import Source
 
 __all__ = [

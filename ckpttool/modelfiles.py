@@ -9,7 +9,7 @@ import os
 import re
 from typing import Any
 
-from . import stfile
+from . import jsontext
 from .errors import CkpttoolError, Corrupt, Unsafe, Unsupported
 from .store import Source
 
@@ -40,7 +40,7 @@ def read_config(source: Source, name: str = "config.json") -> dict[str, Any]:
     Raises:
         Corrupt, Unsafe: it is no JSON object.
     """
-    data = stfile.parse(source.read_all(name, 16 << 20), f"{source.root}/{name}")
+    data = jsontext.parse(source.read_all(name, 16 << 20), f"{source.root}/{name}")
     if not isinstance(data, dict):
         raise Corrupt(f"{source.root}/{name} is not a JSON object.")
     return data
@@ -134,7 +134,7 @@ def adapter(source: Source, given: str | None, notes: list[str]) -> tuple[dict[s
             f"{where_asked} no {name}, without which PEFT does not load an adapter. Give --config DIR with the one that "
             "peft_config.save_pretrained(DIR) writes in the job."
         )
-    said = stfile.parse(files[name], name)
+    said = jsontext.parse(files[name], name)
     if not isinstance(said, dict):
         raise Corrupt(f"{name} is not a JSON object.")
     return said, {n: files[n] for n in files if n not in ("config.json", "generation_config.json")}

@@ -20,7 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Any
 
-from .errors import CkpttoolError, DestinationExists, NoSpace, RemoteError, Unsupported, UsageError
+from .errors import CkpttoolError, Corrupt, DestinationExists, NoSpace, RemoteError, Unsafe, Unsupported, UsageError
+from .jsontext import parse
 from .remote import Conflict, Denied, Missing, ask, shown, store_of
 
 __all__ = ["NOTE", "Upload", "UploadFolder", "get_with_token", "legal_hold", "put_if_unchanged", "remove"]
@@ -372,8 +373,8 @@ class UploadFolder:
         if NOTE in found:
             data, token = get_with_token(self._note)
             try:
-                ours = {NOTE, *json.loads(data)["names"]}
-            except (ValueError, TypeError, KeyError):
+                ours = {NOTE, *parse(data, NOTE)["names"]}
+            except (Corrupt, Unsafe, TypeError, KeyError):
                 pass  # not a note of ours
         if found and not self.force and not set(found) <= ours:
             raise DestinationExists(

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 from .errors import Corrupt, Unsafe, Unsupported
 from .index import ITEMSIZE, MAX_NUMEL
+from .jsontext import parse
 from .store import Source
 
-__all__ = ["CODES", "Slot", "announce", "header", "parse", "refuse_bomb", "slots", "sort_key"]
+__all__ = ["CODES", "Slot", "announce", "header", "slots", "sort_key"]
 
 #: safetensors' dtype code by torch's name, in the order the library sorts by (safetensors/src/tensor.rs, enum Dtype).
 CODES: dict[str, str] = {
@@ -42,45 +43,6 @@ class Slot(NamedTuple):
     shape: tuple[int, ...]
     offset: int
     length: int
-
-
-def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        seen: set[str] = set()
-        twin = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
-        raise Unsafe(f"the key {twin!r} stands twice in one JSON object; readers differ on which counts")
-    return out
-
-
-def parse(text: bytes, what: str) -> Any:
-    """JSON with no key twice in one object.
-
-    Raises:
-        Corrupt, Unsafe: with `what`.
-    """
-    try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=_no_twins)
-    except Unsafe as e:
-        raise Unsafe(f"{what}: {e}.") from None
-    except RecursionError:
-        raise Unsafe(f"{what}: nested without bound.") from None
-    except ValueError as e:
-        raise Corrupt(f"{what}: not JSON ({e}).") from None
-
-
-def refuse_bomb(data: bytes, what: str) -> None:
-    """Refuse a record of more parts than honest ones of its length have: an empty list takes three bytes there and sixty
-    in memory.
-
-    Raises:
-        Unsafe: with the numbers.
-    """
-    brackets, quotes = data.count(b"[") + data.count(b"{"), data.count(b'"')
-    if brackets > (1 << 16) + len(data) // 12 or quotes > (1 << 18) + len(data) // 6:
-        raise Unsafe(
-            f"{what}: {brackets} lists and objects and {quotes // 2} texts in {len(data)} bytes; it would fill the memory."
-        )
 
 
 def read_header(source: Source, file: str) -> tuple[dict[str, Slot], dict[str, str]]:

@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable, Mapping
 from math import isfinite, prod
 from typing import Any
 
-from . import stfile
+from . import jsontext
 from .errors import Corrupt, Unsupported
 from .index import ITEMSIZE, Value, joined
 from .pickles import MAX_DEPTH, Global, Opaque
@@ -186,9 +186,9 @@ def decode(data: bytes, what: str) -> dict[str, Value]:
     """The values of a values.json, which is not trusted.
 
     Raises:
-        Corrupt: damaged, or other bytes than `encode` writes. Unsafe: a key twice, or nested without bound.
+        Corrupt: damaged, or other bytes than `encode` writes. Unsafe: a key twice, or nested too deep.
     """
-    tree = stfile.parse(data, what)
+    tree = jsontext.parse(data, what)
     try:
         found = _value(tree, 0)
         if type(found) is not dict:

@@ -21,7 +21,6 @@ _load_checkpoint), runtime/fp16/loss_scaler.py, runtime/zero/config.py (ZeroStag
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -32,6 +31,7 @@ from typing import Any, NamedTuple
 from ckpttool import boxes, torchzip
 from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError
 from ckpttool.index import ITEMSIZE, Checkpoint, Chunks, Extent, Path, Record, TensorEntry, same_bytes, shape_of
+from ckpttool.jsontext import parse
 from ckpttool.layouts import Place, ReadOptions, checkpoint_of
 from ckpttool.names import canonical, strip_wrappers
 from ckpttool.pickles import Global, Opaque, enum_members, short
@@ -332,9 +332,10 @@ _TRAINER = ("global_step", "epoch", "max_steps", "num_train_epochs", "num_input_
 
 
 def _json(source: Source, name: str) -> dict[str, Any]:
+    data = source.read_all(name, 64 << 20)
     try:
-        found = json.loads(source.read_all(name, 64 << 20))
-    except (ValueError, RecursionError):
+        found = parse(data, name)
+    except (Corrupt, Unsafe):
         return {}
     return found if isinstance(found, dict) else {}
 

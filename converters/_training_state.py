@@ -33,7 +33,7 @@ from hashlib import sha256
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool import stfile, values
+from ckpttool import jsontext, stfile, values
 from ckpttool.draft import DraftFile
 from ckpttool.errors import Corrupt, Unsafe, Unsupported
 from ckpttool.index import ITEMSIZE, MAX_NUMEL, Checkpoint, Chunks, Path, TensorEntry, Value, joined, same_bytes
@@ -115,7 +115,7 @@ def draft(
         try:
             if len(data) > most:
                 raise Unsafe(f"{name} would have {len(data)} bytes; at most {most} are read")
-            stfile.refuse_bomb(data, name)
+            jsontext.refuse_bomb(data, name)
         except Unsafe as e:
             raise Unsupported(
                 f"{str(e).rstrip('.')}. Such a record is refused by every reader. Keep less: --only model,optim."
@@ -170,8 +170,7 @@ def _index(source: Source) -> tuple[dict[str, Any], str]:
     """(index.json, what it is called in messages)."""
     what = f"{source.root}/{INDEX}"
     data = source.read_all(INDEX, _MOST_INDEX)
-    stfile.refuse_bomb(data, what)
-    index = stfile.parse(data, what)
+    index = jsontext.parse(data, what)
     if not isinstance(index, dict) or not {*_KEYS} <= {*index}:
         raise Corrupt(f"{what}: not an index of a training state.")
     if index["version"] != 1:
@@ -273,7 +272,6 @@ def _held(index: dict[str, Any], source: Source) -> dict[str, Value]:
     data = source.read_all(f"{FOLDER}/{_VALUES}", _MOST_VALUES)
     if sha256(data).hexdigest() != index["files"][_VALUES].get("sha256"):
         raise Corrupt(f"{what} was altered after it was written; take another copy.")
-    stfile.refuse_bomb(data, what)
     found = values.decode(data, what)
     order = index["values"]
     if not _texts(order) or sorted(order) != sorted(found):

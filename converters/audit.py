@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from ckpttool import modelfiles, stfile, values
+from ckpttool import jsontext, modelfiles, values
 from ckpttool.audit import manifest as records
 from ckpttool.audit import plan, provenance, retention, signing, tarball
 from ckpttool.audit.archive import SEALED, SUFFIX, Archive, told
@@ -223,7 +223,7 @@ def _refuse_unreadable(name: str, data: bytes, archive_bytes: int) -> None:
     """Refuse to write a record that would be refused when it is read."""
     most = records.most_bytes(archive_bytes)
     try:
-        stfile.refuse_bomb(data, name)
+        jsontext.refuse_bomb(data, name)
         if len(data) > most:
             raise Unsafe(
                 f"{name} would have {len(data)} bytes in an archive of {archive_bytes}; at most {most} are read"

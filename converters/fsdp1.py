@@ -38,10 +38,10 @@ from ckpttool import flatlayout, torchzip
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.flatlayout import FLAT, Flat, FlatLayout, ModelNames, Part
 from ckpttool.index import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, same_bytes, shape_of, twins
+from ckpttool.jsontext import parse
 from ckpttool.layouts import Layout, Model, Place, ReadOptions, checkpoint_of
 from ckpttool.names import canonical, name_order, strip_wrappers
 from ckpttool.sharded import is_sharded
-from ckpttool.stfile import parse
 from ckpttool.store import Source
 from ckpttool.torchzip import StoredTensor
 

@@ -18,14 +18,14 @@ Sources: torch/serialization.py, torch/_weights_only_unpickler.py (what may be l
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
 from ckpttool import torchzip
 from ckpttool.draft import Draft, Dropped
-from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.errors import Corrupt, Unsafe, Unsupported
 from ckpttool.index import Checkpoint, Chunks, Path, TensorEntry, same_bytes, shape_of, twins
+from ckpttool.jsontext import parse
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of
 from ckpttool.names import canonical, nest, original
 from ckpttool.pickles import Global, Opaque, children
@@ -93,9 +93,9 @@ def _recorded(read_at: torchzip.ReadAt, length: int, what: str) -> dict[str, str
     if record is None:
         return {}
     try:
-        found = json.loads(read_at(record.offset, record.length))
+        found = parse(read_at(record.offset, record.length), what)
         return {str(k): str(v) for k, v in found.items()}
-    except (ValueError, AttributeError):
+    except (Corrupt, Unsafe, AttributeError):
         raise Corrupt(f"{what}: its ckpttool.json is damaged.") from None
 
 

@@ -31,7 +31,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from ckpttool import boxes, hubnames, modelfiles, stfile
+from ckpttool import boxes, hubnames, jsontext, modelfiles, stfile
 from ckpttool.draft import Draft, DraftFile, Dropped
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.fill import tensor_digests
@@ -186,7 +186,7 @@ def _entry(name: str, slot: stfile.Slot, file: int) -> TensorEntry:
 
 def _indexed(source: Source, notes: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
     what = f"{source.root}/{_INDEX}"
-    index = stfile.parse(source.read_all(_INDEX, 512 << 20), what)
+    index = jsontext.parse(source.read_all(_INDEX, 128 << 20), what)
     weights = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weights, dict) or not all(isinstance(v, str) for v in weights.values()):
         raise Corrupt(f"{what}: no weight_map of names to files.")
@@ -200,9 +200,10 @@ def _indexed(source: Source, notes: list[str]) -> tuple[dict[str, TensorEntry], 
     _say_aside(aside, notes)
     stfile.announce(source, files)
     slots = [stfile.slots(source, f) for f in files]
+    at = {f: i for i, f in enumerate(files)}
     out: dict[str, TensorEntry] = {}
     for name, file in weights.items():
-        i = files.index(file)
+        i = at[file]
         if name not in slots[i]:
             raise Corrupt(
                 f'{what} says "{name}" is in {file}, which does not hold it. The shards are not of one model.'
@@ -227,7 +228,7 @@ def _sharded(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], 
     stfile.announce(source, files)
     for i, file in enumerate(files):
         slots, meta = stfile.read_header(source, file)
-        info = stfile.parse(meta.get("DCP_SHARDING_INFO", "{}").encode(), f"{source.root}/{file}")
+        info = jsontext.parse(meta.get("DCP_SHARDING_INFO", "{}").encode(), f"{source.root}/{file}")
         for name, slot in slots.items():
             entry = info.get(name) if isinstance(info, dict) else None
             start = entry.get("saved_offsets") if isinstance(entry, dict) else None
@@ -544,7 +545,7 @@ def _with_dtype(name: str, data: bytes, model: dict[str, TensorEntry]) -> bytes:
     """config.json says the dtype of the weights beside it, as save_pretrained writes it."""
     if name != "config.json":
         return data
-    config = json.loads(data)
+    config = jsontext.parse(data, name)
     sizes: dict[str, int] = {}
     for t in model.values():
         if "float" in t.dtype:

@@ -119,7 +119,7 @@ REFUSED: dict[str, tuple[bytes, type[CkpttoolError], str]] = {
     "not UTF-8": (file(b'{"\xff": 1}'), Corrupt, "not JSON"),
     "two values": (file(b"{}{}", b""), Corrupt, "not JSON"),
     "an integer of any length": (file(b'{"a": ' + b"9" * 10_000 + b"}"), Corrupt, "not JSON"),
-    "deep": (file(b'{"a":' + b"[" * 200_000), Unsafe, "nested without bound"),
+    "deep": (file(b'{"a":' + b"[" * 200_000), Unsafe, "nested deeper than 350"),
     "a name twice": (file(b'{"a":' + json.dumps(entry()).encode() + b',"a":' + json.dumps(entry()).encode() + b"}"), Unsafe, "stands twice"),
     "a key of an entry twice": (file(b'{"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}'), Unsafe, "stands twice"),
     "metadata that is no map": (file({"__metadata__": [1], "a": entry()}), Corrupt, "not a map of strings"),

@@ -31,7 +31,7 @@ from typing import Any
 
 from .. import objects, remote
 from ..errors import CkpttoolError, Corrupt, Differs, NoSpace, RemoteError, Unsafe, Unsupported, UsageError
-from ..stfile import parse
+from ..jsontext import parse
 from .retention import stamp, time_of
 
 __all__ = ["FILE", "FIRST", "append", "exists", "read", "refuse_unwritable", "verify"]

@@ -18,8 +18,8 @@ from typing import Any
 from ..digests import merkle_root
 from ..errors import Corrupt, Unsafe
 from ..index import ITEMSIZE, MAX_NUMEL, Chunks, Path, TensorEntry, joined
+from ..jsontext import parse
 from ..names import COMPONENTS
-from ..stfile import parse, refuse_bomb
 from . import plan
 from .planes import BLOCK
 
@@ -29,7 +29,6 @@ __all__ = [
     "checked",
     "encode",
     "most_bytes",
-    "parsed",
     "readme",
     "sums",
     "sums_of",
@@ -62,16 +61,6 @@ class Manifest:
 def most_bytes(archive_bytes: int) -> int:
     """How long a record of an archive may be: a small file does not unfold to one that fills the memory."""
     return min(_MOST, _FLOOR + _RATIO * archive_bytes)
-
-
-def parsed(data: bytes, what: str) -> Any:
-    """JSON of a record.
-
-    Raises:
-        Corrupt, Unsafe: it is no JSON, or a bomb.
-    """
-    refuse_bomb(data, what)
-    return parse(data, what)
 
 
 def encode(found: Manifest, places: Mapping[str, plan.Place]) -> bytes:
@@ -124,7 +113,7 @@ def decode(data: bytes, what: str) -> Manifest:
     Raises:
         Corrupt, Unsafe: it says nothing sound.
     """
-    said = parsed(data, what)
+    said = parse(data, what)
     try:
         if said["schema"] != SCHEMA:
             raise Corrupt(f"{what} is of schema {str(said['schema'])[:60]!r}; this ckpttool knows {SCHEMA!r}.")

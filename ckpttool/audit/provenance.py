@@ -22,6 +22,7 @@ from .. import modelfiles
 from .._version import __version__
 from ..errors import Corrupt, Unsafe
 from ..index import Checkpoint, joined, twins
+from ..jsontext import parse
 from ..names import COMPONENTS, counted
 from ..store import Source
 from . import manifest, retention, tarball
@@ -95,7 +96,7 @@ def decode(data: bytes, what: str) -> dict[str, Any]:
     Raises:
         Corrupt, Unsafe: it says something else, or in another spelling.
     """
-    said = manifest.parsed(data, what)
+    said = parse(data, what)
     if not isinstance(said, dict) or said.get("schema") != manifest.SCHEMA:
         raise Corrupt(f"{what} is of another schema than {manifest.SCHEMA!r}.")
     if unknown := sorted(set(said) - _KINDS.keys()):

@@ -18,7 +18,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from ..errors import Corrupt, UsageError
-from ..stfile import parse as parse_json
+from ..jsontext import parse as parse_json
 
 __all__ = ["SCHEMA", "age", "lock_arguments", "parse", "record", "stamp", "time_of", "until"]
 

@@ -17,7 +17,7 @@ from blake3 import blake3
 
 from ..errors import Corrupt, UsageError
 from ..fill import Progress
-from ..stfile import parse
+from ..jsontext import parse
 from ..store import Source
 
 __all__ = ["BLOCK", "ciphertext", "encode", "name", "read"]

@@ -7,21 +7,19 @@ each file that the Hub tells is the one that ckpttool.json lists. If not, somebo
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from .. import conversion, remote
-from ..conversion import RECORD, Result
-from ..errors import Corrupt
+from ..conversion import MOST_RECORD_BYTES, RECORD, Result
+from ..errors import Corrupt, Unsafe
 from ..fill import Progress, silent
+from ..jsontext import parse
 from .client import Known, Repository, State, split
 
 __all__ = ["Pulled", "pull"]
-
-_MOST_BYTES = 1 << 30
 
 
 @dataclass
@@ -77,10 +75,10 @@ def _expected(hub: Repository, state: State, notes: list[str]) -> dict[str, str]
         )
         return {}
     try:
-        record = json.loads(hub.read(RECORD, state.commit, _MOST_BYTES))
+        record = parse(hub.read(RECORD, state.commit, MOST_RECORD_BYTES), RECORD)
         files, tensors = record["files"], {str(n): str(t[2]) for n, t in record["tensors"].items()}
         other = _other(files, state.files)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, Corrupt):
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, Corrupt, Unsafe):
         notes.append(f"{RECORD} in the repository is not what a push writes; digests were not compared")
         return {}
     if other is not None:

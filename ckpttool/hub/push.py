@@ -15,7 +15,6 @@ came in between, all is looked at again. Afterwards the Hub is asked for the has
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import threading
@@ -27,10 +26,11 @@ from typing import Any, TypeVar
 
 from .. import conversion
 from .._version import __version__
-from ..conversion import RECORD, Opened
+from ..conversion import MOST_RECORD_BYTES, RECORD, Opened
 from ..draft import Draft
-from ..errors import Corrupt, DestinationExists, Differs, Interrupted, RemoteError, Unsupported, UsageError
+from ..errors import Corrupt, DestinationExists, Differs, Interrupted, RemoteError, Unsafe, Unsupported, UsageError
 from ..fill import Progress, silent
+from ..jsontext import parse
 from ..layouts import Layout
 from ..names import counted
 from ..stream import Effort
@@ -355,7 +355,7 @@ class _Push:
                 )
             conversion.convert(self.src, folder, to="hf", progress=progress, jobs=min(self.jobs, 4), **self.how)
             with open(os.path.join(folder, RECORD), "rb") as f:
-                record = json.load(f)
+                record = parse(f.read(), RECORD)
             sums = hash_paths(paths, self.jobs, progress)
             known = {
                 "files": {n: [sums[n], os.stat(p).st_size, os.stat(p).st_mtime_ns] for n, p in paths.items()},
@@ -454,10 +454,10 @@ class _Push:
         said = {**record, "files": listed}
         if RECORD in state.files:
             try:
-                old = json.loads(self.repository.read(RECORD, state.commit, 1 << 30))
+                old = parse(self.repository.read(RECORD, state.commit, MOST_RECORD_BYTES), RECORD)
                 if isinstance(old, dict) and {**old, "created": None} == {**said, "created": None}:
                     said["created"] = old["created"]  # the same push, only later
-            except (ValueError, LookupError, RecursionError, Corrupt):
+            except (LookupError, Corrupt, Unsafe):
                 pass  # damaged: it is replaced
         text = conversion.encoded(said)
         extra = {_CARD: data, RECORD: text}
@@ -569,8 +569,8 @@ def _text(content: Content) -> bytes:
 
 def _object(data: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(data)
-    except (ValueError, RecursionError):
+        found = parse(data, "a config")
+    except (Corrupt, Unsafe):
         return {}
     return found if isinstance(found, dict) else {}
 

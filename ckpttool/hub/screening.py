@@ -29,6 +29,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..errors import Unsafe
+from ..jsontext import refuse_bomb
 from ..modelfiles import PACKED
 
 __all__ = ["kind_of", "screen"]
@@ -226,8 +227,9 @@ class _Pairs(list[tuple[str, Any]]):
 def _in_json(data: bytes) -> str | None:
     """What a file of JSON holds as it reads, where a search in its bytes does not see it."""
     try:
+        refuse_bomb(data, "a file")
         read = json.loads(data, object_pairs_hook=_Pairs)
-    except (ValueError, RecursionError):
+    except (Unsafe, ValueError, RecursionError):
         return None
     texts: list[str] = []
     todo: list[tuple[Any, str | None]] = [(read, None)]

@@ -19,12 +19,12 @@ Data is one of
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..errors import UsageError
+from ..errors import Corrupt, Unsafe, UsageError
+from ..jsontext import parse
 
 __all__ = ["Rows", "digest", "micro_batches", "of_user", "open_data"]
 
@@ -138,10 +138,10 @@ def _lines(path: str, sequence: int | None, vocabulary: int | None, tokenizer: s
             f.seek(where[k])
             raw = f.read(where[k + 1] - where[k])
         try:
-            found = json.loads(raw)
+            found = parse(raw, path)
             ids = found["input_ids"] if "input_ids" in found else encode(found["text"])
             return {"input_ids": [int(t) for t in ids], "labels": [int(t) for t in found.get("labels", ids)]}
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (Corrupt, Unsafe, ValueError, KeyError, TypeError, AttributeError):
             raise UsageError(
                 f'--data {path}, line {k + 1}: not an object with "input_ids" or "text", as every line must be.'
             ) from None

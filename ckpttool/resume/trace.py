@@ -23,7 +23,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from ..errors import Corrupt, UsageError
+from ..errors import Corrupt, Unsafe, UsageError
+from ..jsontext import parse
 
 __all__ = ["SCHEMA", "Step", "Trace", "line", "read_reference", "read_trace", "spelled", "to_json"]
 
@@ -187,8 +188,8 @@ def _lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, Any]]]
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
-            except ValueError:
+                record = parse(line.encode("utf-8", "surrogatepass"), f"{os.fspath(path)}, line {number}")
+            except (Corrupt, Unsafe):
                 record = None
             if not isinstance(record, dict):
                 if not line.endswith("\n"):

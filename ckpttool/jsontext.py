@@ -1,0 +1,87 @@
+"""JSON that somebody else wrote, parsed within bounds: a short text cannot fill the memory or the stack.
+
+Memory: an empty list takes three bytes of text and more than sixty as an object. So brackets, strings and commas are
+counted before anything is parsed, at the speed of bytes.count, and what would take more than 32 MiB and twelve times
+its length is refused. Honest records need up to eleven times their length: a safetensors header of 10^6 tensors passes.
+Depth: at most MAX_DEPTH levels. Time: linear.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import accumulate
+from typing import Any
+
+from .errors import Corrupt, Unsafe
+
+__all__ = ["MAX_DEPTH", "parse", "refuse_bomb"]
+
+MAX_DEPTH = 350
+_FLOOR, _RATIO = 32 << 20, 12
+#: Bytes of the objects that CPython 3.11 makes of each, as an upper bound for short ones.
+_LIST, _OBJECT, _STRING, _KEY, _ITEM = 72, 180, 60, 40, 24
+_NO_STRUCTURE = bytes(sorted(set(range(256)) - set(b'"[]{},:')))
+_STEP = [0] * 256
+for _opening, _closing in (b"[]", b"{}"):
+    _STEP[_opening], _STEP[_closing] = 1, -1
+
+
+def parse(data: bytes, what: str) -> Any:
+    """JSON in UTF-8 with no key twice in one object.
+
+    Args:
+        data: the whole text.
+        what: file name, for messages.
+
+    Raises:
+        Corrupt: not JSON. Unsafe: a key twice, nested deeper than MAX_DEPTH, or a bomb (see `refuse_bomb`).
+    """
+    refuse_bomb(data, what)
+    try:
+        return json.loads(data.decode("utf-8"), object_pairs_hook=_no_twins)
+    except Unsafe as e:
+        raise Unsafe(f"{what}: {e}.") from None
+    except RecursionError:
+        raise Unsafe(f"{what}: nested too deep.") from None
+    except ValueError as e:
+        raise Corrupt(f"{what}: not JSON ({e}).") from None
+
+
+def refuse_bomb(data: bytes, what: str) -> None:
+    """Refuse a text that would take far more memory than its own length, or that is nested too deep.
+
+    Raises:
+        Unsafe: with the numbers.
+    """
+    structure, strings = _outside_strings(data)
+    lists, objects, keys = structure.count(b"["), structure.count(b"{"), structure.count(b":")
+    need = _LIST * lists + _OBJECT * objects + _STRING * max(0, strings - keys) + _KEY * keys
+    need += _ITEM * structure.count(b",")
+    if need > _FLOOR + _RATIO * len(data):
+        raise Unsafe(
+            f"{what}: {lists} lists, {objects} objects and {strings} strings in {len(data)} bytes would fill the memory "
+            f"(about {need >> 20} MiB). No checkpoint has such a record; take another copy, or remove the file."
+        )
+    brackets = structure.translate(None, b",:")
+    if max(accumulate(map(_STEP.__getitem__, brackets)), default=0) > MAX_DEPTH:
+        raise Unsafe(f"{what}: nested deeper than {MAX_DEPTH} levels. No checkpoint has such a record.")
+
+
+def _outside_strings(data: bytes) -> tuple[bytes, int]:
+    """(the characters []{},: that are not in a string, how many strings there are)."""
+    if b"\\" in data:
+        data = data.replace(rb"\\", b"").replace(rb"\"", b"")
+    strings = data.count(b'"') // 2
+    found = data.translate(None, _NO_STRUCTURE).replace(b'""', b"")
+    if b'"' in found:
+        found = b"".join(found.split(b'"')[::2])
+    return found, strings
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        seen: set[str] = set()
+        twin = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
+        raise Unsafe(f"the key {twin!r} stands twice in one JSON object; readers differ on which counts")
+    return out
