@@ -47,6 +47,7 @@ from .terminal import (
     peak,
     print_json,
     printable,
+    ranks,
     refuse_empty,
     streams,
 )  # fmt: skip
@@ -139,7 +140,7 @@ def convert(
     left_behind(done.dropped, quiet)
     from .summary import human
 
-    where = f" for {done.world_size} ranks" if done.world_size else ""
+    where = f" for {ranks(done.world_size)}" if done.world_size else ""
     note(
         f"{done.layout_from} -> {done.layout_to}{where}: {done.tensors:,} tensors, {human(done.written_bytes)} in "
         f"{seconds:.1f} s, {peak()}" + (", read back and equal" if done.verified else ", not read back"),
@@ -165,7 +166,7 @@ def _dry_run(src: str, dst: str, how: dict[str, Any], as_json: bool) -> None:
                 "notes": [*opened.checkpoint.notes, *draft.notes],
             })  # fmt: skip
             return
-        world = f" for {draft.checkpoint.world_size} ranks" if draft.checkpoint.world_size else ""
+        world = f" for {ranks(draft.checkpoint.world_size)}" if draft.checkpoint.world_size else ""
         print(
             f"{opened.layout.name} -> {target.name}{world}: {len(draft.checkpoint.tensors):,} tensors, about {human(draft.nbytes)}"
         )

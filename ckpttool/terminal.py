@@ -47,6 +47,7 @@ __all__ = [
     "peak",
     "print_json",
     "printable",
+    "ranks",
     "refuse_empty",
     "streams",
 ]  # fmt: skip
@@ -312,6 +313,11 @@ def print_json(data: Any) -> None:
 def printable(text: str) -> str:
     """A text from a file, on one line and in one direction: what is no letter or mark becomes its escape."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def ranks(n: int) -> str:
+    """How many, as people say it: 1 rank, 8 ranks."""
+    return "1 rank" if n == 1 else f"{n} ranks"
 
 
 def draw(*renderables: Any) -> None:

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,14 @@ from safetensors.torch import load_file
 from stores import moto
 
 import ckpttool
-from ckpttool.audit import plan, planes
+from ckpttool.audit import ledger, manifest, plan, planes, shelf
 from ckpttool.audit.archive import Archive, facts
 from ckpttool.audit.checking import check
 from ckpttool.audit.export import Exported, export, restore
 from ckpttool.audit.options import ArchiveOptions
 from ckpttool.audit.verification import verify_archive
 from ckpttool.conversion import open as open_checkpoint
-from ckpttool.errors import Corrupt, DestinationExists, Differs, Unsupported, UsageError
+from ckpttool.errors import CkpttoolError, Corrupt, DestinationExists, Differs, NoSpace, Unsupported, UsageError
 from ckpttool.store import Source
 
 # a process forked from this one would begin with this one's peak of memory
@@ -398,6 +399,158 @@ def test_the_command_line(of_one_state: list[Path], tmp_path: Path) -> None:
     assert run("verify", "a.tar.zst", code=4)["error"]["kind"] == "Corrupt"
     assert [e["event"] for e in run("ledger", "show", ".")] == ["export", "verify", "verify"]
     assert run("ledger", "show", ".")[-1]["sound"] is False
+
+
+def test_archives_and_a_ledger_of_an_earlier_version(tmp_path: Path) -> None:
+    """fixtures/audit_store was written at commit 83cdf05: other words in README.txt, no files of holds, no `signed_by` to add."""
+    pytest.importorskip("model_signing")
+    store = shutil.copytree(FIXTURES / "audit_store", tmp_path / "store")
+    for name in ("plain", "signed"):
+        path = str(store / f"{name}.tar.zst")
+        key = str(store / "sign.pub") if name == "signed" else None
+        for how in ({"quick": True}, {"deep": True}):
+            found = check(path, public_key=key, **how)
+            assert found.findings == [] and "recorded on" in str(found.ledger)
+        step = 2 if name == "signed" else 1
+        ckpttool.convert(path, tmp_path / f"{name}.pt", to="full")
+        back = torch.load(tmp_path / f"{name}.pt", weights_only=True)
+        big = (torch.arange(131 * 1024) % 131).to(torch.bfloat16).reshape(131, 1024)
+        assert torch.equal(back["model"]["big"], big) and back["trainer"]["step"] == step
+        assert torch.equal(back["model"]["w"], torch.arange(12.0).reshape(3, 4) * step)
+    assert check(str(store / "sealed.tar.zst.age"), deep=True).findings == []
+    rows = {r.name.partition(".")[0]: r for r in shelf.listing(str(store))}
+    assert {n: (r.ledger, r.held) for n, r in rows.items()} == {
+        "plain": ("match", ()), "signed": ("match", ("case 2",)), "sealed": ("match", ("case 1",)),
+    }  # fmt: skip
+    assert (
+        rows["plain"].warnings == rows["sealed"].warnings == () and "lost with the ledger" in rows["signed"].warnings[0]
+    )
+    assert ledger.verify(str(store))["entries"] == 12
+    with pytest.raises(Differs, match="another archive than the one recorded as plain"):
+        shutil.copy(store / "signed.tar.zst", store / "plain.tar.zst")
+        check(str(store / "plain.tar.zst"))
+
+
+# ------------------------------------------------------------------------------------------- an export and its line
+
+
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file system has no lock for the ledger, as NFS without lockd, and has them for all else."""
+    import fcntl
+
+    flock = fcntl.flock
+
+    def fails(fd: int, how: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("ledger.jsonl"):
+            raise OSError(37, "No locks available")
+        flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", fails)
+
+
+def small(path: Path) -> Path:
+    torch.save({"model": {"w": torch.arange(131.0)}, "step": 3}, path)
+    return path
+
+
+def test_a_ledger_that_cannot_be_locked_stops_an_export_before_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger.append(str(tmp_path), "verify", "x.tar.zst")
+    with monkeypatch.context() as m:
+        no_locks(m)
+        with pytest.raises(CkpttoolError, match="cannot be locked: No locks available"):
+            export(small(tmp_path / "s.pt"), str(tmp_path / "a.tar.zst"), ArchiveOptions())
+    assert sorted(os.listdir(tmp_path)) == ["ledger.jsonl", "s.pt"]
+
+
+def test_an_archive_without_its_line_is_told_and_can_be_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 20: the archive had its name, the first line of the ledger failed, and nothing said what that left."""
+    path = tmp_path / "a b.tar.zst"
+    with monkeypatch.context() as m:
+        no_locks(m)
+        with pytest.raises(
+            CkpttoolError, match=r"No locks.*is whole, but the ledger has no line.*ledger add '.*a b\.tar"
+        ):
+            export(small(tmp_path / "s.pt"), str(path), ArchiveOptions(hold="case"))
+    assert "does not know" in str(check(str(path)).ledger)
+    assert shelf.listing(str(tmp_path))[0].ledger == "unknown"
+    entry = shelf.add(str(path))
+    assert (entry["event"], entry["archive"], entry["legal_hold"]) == ("add", "a b.tar.zst", "case")
+    assert check(str(path), deep=True).findings == [] and shelf.listing(str(tmp_path))[0].ledger == "match"
+
+
+def test_a_sealed_archive_without_its_sidecar_is_told(
+    tmp_path: Path, keys: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = os.replace
+
+    def fails(a: str, b: str) -> None:
+        if b.endswith(".age.json"):
+            raise OSError(28, "No space left on device")
+        replace(a, b)
+
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(NoSpace, match=r"a\.tar\.zst\.age\.json is missing.*Delete the archive and export again"):
+        export(small(tmp_path / "s.pt"), str(tmp_path / "a.tar.zst.age"), ArchiveOptions(recipients=(keys[1],)))
+    assert sorted(os.listdir(tmp_path)) == ["a.tar.zst.age", "identity.txt", "s.pt"]
+
+
+def test_a_sealed_archive_is_added_if_its_ciphertext_is_the_one_described(
+    tmp_path: Path, keys: tuple[Path, str]
+) -> None:
+    path = tmp_path / "a.tar.zst.age"
+    export(small(tmp_path / "s.pt"), str(path), ArchiveOptions(recipients=(keys[1],)), in_ledger=False)
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(Corrupt, match="ciphertext is not the one"):
+        shelf.add(str(path))
+    path.write_bytes(data)
+    assert shelf.add(str(path))["ciphertext_sha256"] == hashlib.sha256(data).hexdigest()
+    assert check(str(path), deep=True).findings == []
+
+
+def test_an_export_on_a_clock_that_went_back_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Later(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime(2099, 1, 1, tzinfo=UTC)
+
+    with monkeypatch.context() as m:
+        m.setattr(ledger, "datetime", Later)
+        ledger.append(str(tmp_path), "verify", "x.tar.zst")
+    done = export(small(tmp_path / "s.pt"), str(tmp_path / "a.tar.zst"), ArchiveOptions())
+    assert any("2099-01-01T00:00:00Z" in n and "clock" in n for n in done.result.notes)
+    (found,) = ledger.verify(str(tmp_path))["backwards"]
+    assert found["line"] == 2
+
+
+def test_readme_txt_has_the_commands_that_open_and_check_an_archive(tmp_path: Path) -> None:
+    """They run as they stand, on an archive that was signed and encrypted."""
+    pytest.importorskip("model_signing")
+    pyrage = pytest.importorskip("pyrage")
+    for name in ("age", "openssl"):
+        if not shutil.which(name):
+            pytest.skip(f"{name} is not installed")
+    secret = pyrage.x25519.Identity.generate()
+    (tmp_path / "SECRET.key").write_text(f"{secret}\n")
+    key = ["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", "k.pem"]
+    public = ["openssl", "ec", "-in", "k.pem", "-pubout", "-out", "SIGNER.pub"]
+    for words in (key, public):
+        subprocess.run(words, cwd=tmp_path, check=True, capture_output=True)
+    path = tmp_path / "ARCHIVE.tar.zst.age"
+    options = ArchiveOptions(recipients=(str(secret.to_public()),), key=str(tmp_path / "k.pem"))
+    export(small(tmp_path / "s.pt"), str(path), options)
+    # the sidecar has the first command, since README.txt lies in the ciphertext
+    first = json.loads((tmp_path / "ARCHIVE.tar.zst.age.json").read_text())["open"]
+    text = manifest.readme(False).decode()
+    assert f"    {first}\n" in text
+    lines = re.findall(r"^    ((?:mkdir|tar|\(cd|python|age) .*)$", text, re.MULTILINE)
+    steps = [first, *(s for s in lines if not s.startswith("age") and "certificate" not in s)]
+    assert len(steps) == 5 and "model_signing verify key" in steps[-1]
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run(["sh", "-ec", "\n".join(steps)], cwd=tmp_path, env=env, check=True, capture_output=True)
+    assert (tmp_path / "opened" / "README.txt").read_text() == text
 
 
 # ------------------------------------------------------------------------------------------------------ interruptions

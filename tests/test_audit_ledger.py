@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -61,13 +62,14 @@ def test_a_line_is_what_the_docs_say(tmp_path: Path) -> None:
 
 
 def test_verify(tmp_path: Path) -> None:
-    assert not ledger.exists(str(tmp_path)) and ledger.read(str(tmp_path)) == []
-    with pytest.raises(UsageError, match="no ledger"):
+    assert ledger.read_or_none(str(tmp_path)) is None and ledger.read(str(tmp_path)) == []
+    with pytest.raises(Corrupt, match="no ledger"):
         ledger.verify(str(tmp_path))
     filled(tmp_path)
     entries = ledger.read(str(tmp_path))
-    assert ledger.exists(str(tmp_path)) and [e["seq"] for e in entries] == [1, 2, 3, 4, 5]
-    want = {"entries": 5, "head": entries[-1]["hash"], "first": entries[0]["time"], "last": entries[-1]["time"]}
+    assert [e["seq"] for e in entries] == [1, 2, 3, 4, 5]
+    want = {"entries": 5, "head": entries[-1]["hash"], "first": entries[0]["time"], "last": entries[-1]["time"],
+            "backwards": []}  # fmt: skip
     assert ledger.verify(str(tmp_path)) == want
     for e in entries:  # a hash that was written down earlier stands for all lines before it
         assert ledger.verify(str(tmp_path), e["hash"]) == want
@@ -81,7 +83,8 @@ def test_a_cut_tail_shows_by_the_head_alone(tmp_path: Path) -> None:
     with pytest.raises(Differs, match=f"{head}.*cut off"):
         ledger.verify(str(tmp_path), head)
     path.write_bytes(b"")
-    assert ledger.verify(str(tmp_path)) == {"entries": 0, "head": "0" * 64, "first": None, "last": None}
+    nothing = {"entries": 0, "head": "0" * 64, "first": None, "last": None, "backwards": []}
+    assert ledger.verify(str(tmp_path)) == nothing
     with pytest.raises(Differs):
         ledger.verify(str(tmp_path), head)
 
@@ -94,6 +97,34 @@ def test_a_ledger_written_anew_shows_by_the_head_alone(tmp_path: Path) -> None:
     assert ledger.verify(str(tmp_path))["entries"] == 4
     with pytest.raises(Differs):
         ledger.verify(str(tmp_path), head)
+
+
+def test_times_that_go_back_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five minutes are what clocks of machines may differ by; the chain is whole either way."""
+
+    class Clock(datetime):
+        at = datetime(2026, 11, 22, 12, 0, 0, tzinfo=UTC)
+
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return cls.at
+
+    monkeypatch.setattr(ledger, "datetime", Clock)
+    for minutes in (0, -5, 60, -60 * 24 * 365, -60 * 24 * 365 + 1):
+        Clock.at = datetime(2026, 11, 22, 12, 0, 0, tzinfo=UTC) + timedelta(minutes=minutes)
+        ledger.append(str(tmp_path), "verify", "a.tar.zst")
+    assert ledger.verify(str(tmp_path))["backwards"] == [
+        {"line": 4, "time": "2025-11-22T12:00:00Z", "before": "2026-11-22T13:00:00Z", "seconds": 365 * 86400 + 3600}
+    ]
+    entries = ledger.read(str(tmp_path))
+    assert ledger.clock_behind(entries[:2]) is not None and ledger.clock_behind(entries) is None
+    assert ledger.clock_behind([]) is None
+    Clock.at = datetime(2026, 11, 22, 11, 50, 0, tzinfo=UTC)
+    assert ledger.clock_behind(entries[:2]) is None  # five minutes before a line of 11:55
+    Clock.at -= timedelta(seconds=1)
+    assert "11:49:59Z, and the last line of the ledger was written at 2026-11-22T11:55:00Z" in str(
+        ledger.clock_behind(entries[:2])
+    )
 
 
 @pytest.mark.parametrize("head", ["", "0" * 63, "g" * 64, "A" * 64, "0" * 65])
@@ -362,9 +393,9 @@ def test_only_a_file(tmp_path: Path) -> None:
 
 def test_in_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     store = f"{stores.moto().bucket(monkeypatch)}/audit"
-    assert not ledger.exists(store) and ledger.read(store) == []
+    assert ledger.read_or_none(store) is None and ledger.read(store) == []
     first_, second = ledger.append(store, "export", "a"), ledger.append(f"{store}/", "verify", "a", sound=True)
-    assert ledger.read(store) == [first_, second] and ledger.exists(store)
+    assert ledger.read(store) == [first_, second]
     assert ledger.verify(store, first_["hash"])["entries"] == 2
     url = f"{store}/ledger.jsonl"
     data, token = objects.get_with_token(url)

@@ -21,7 +21,7 @@ from stores import Flaky, first
 from ckpttool import objects, remote
 from ckpttool.audit import ledger, retention, shelf
 from ckpttool.audit.archive import Facts
-from ckpttool.errors import CkpttoolError, Corrupt, RemoteError, UsageError
+from ckpttool.errors import CkpttoolError, Corrupt, Differs, NoSpace, RemoteError, UsageError
 from ckpttool.store import Source
 
 NOW = datetime(2031, 3, 1, 12, 0, 0, tzinfo=UTC)
@@ -67,10 +67,11 @@ class Shelf:
         return found
 
     def prune(self, **how: Any) -> shelf.Pruned:
-        return shelf.prune(self.path, **{"now": NOW, **how})
+        """Of archives that need not be in the ledger: what that protects has tests of its own."""
+        return shelf.prune(self.path, **{"now": NOW, "no_ledger": True, **how})
 
     def here(self) -> list[str]:
-        return sorted(n for n in os.listdir(self.path) if n != "ledger.jsonl")
+        return sorted(n for n in os.listdir(self.path) if n != "ledger.jsonl" and not n.endswith(".hold.json"))
 
     def events(self) -> list[tuple[str, str]]:
         return [(e["event"], e["archive"]) for e in ledger.read(self.path)]
@@ -352,6 +353,158 @@ def test_holds_need_reasons(store: Shelf, reason: str) -> None:
     assert store.events() == []
 
 
+# ------------------------------------------------------------------------------------------- what a lost ledger leaves
+
+
+def hold_file(store: Shelf, name: str) -> Path:
+    return Path(store.path, f"{name}.hold.json")
+
+
+def test_a_lost_ledger_does_not_let_prune_delete_what_was_held(store: Shelf) -> None:
+    """Finding A1: a hold lay in the ledger alone, and prune began a new one."""
+    for name in ("a.tar.zst", "b.tar.zst"):
+        store.add(name, logged=True)
+    shelf.hold(os.path.join(store.path, "a.tar.zst"), "case 9")
+    os.unlink(os.path.join(store.path, "ledger.jsonl"))
+    for how in ({}, {"dry_run": True}):
+        with pytest.raises(Corrupt, match=r"2 archives and no ledger\.jsonl.*legal hold.*--no-ledger"):
+            store.prune(keep_within=timedelta(days=1), no_ledger=False, **how)
+    assert not os.path.exists(os.path.join(store.path, "ledger.jsonl")) and len(store.here()) == 2
+    rows = {r.name[0]: r for r in shelf.listing(store.path)}
+    assert (rows["a"].ledger, rows["a"].held) == ("missing", ("case 9",)) and rows["a"].warnings == ()
+    # --no-ledger means it, and the file of holds still counts
+    done = store.prune(keep_within=timedelta(days=1), no_ledger=True)
+    assert done.deleted == ("b.tar.zst",) and done.refused == {"a.tar.zst": "under legal hold: case 9"}
+    # that began a ledger, which says nothing of the hold: the file counts, and the listing says what does not fit
+    (row,) = shelf.listing(store.path)
+    assert (row.held, row.ledger) == (("case 9",), "unknown") and "has no such hold" in row.warnings[1]
+    assert shelf.release(os.path.join(store.path, "a.tar.zst"), "closed")["released"] == ["case 9"]
+    assert not hold_file(store, "a.tar.zst").exists() and shelf.listing(store.path)[0].held == ()
+
+
+def test_what_a_new_ledger_does_not_know_is_not_pruned(store: Shelf) -> None:
+    store.add("a.tar.zst")  # copied from elsewhere, or of a ledger that was lost
+    store.add("b.tar.zst", logged=True)
+    done = store.prune(keep_within=timedelta(days=1), no_ledger=False)
+    assert done.deleted == ("b.tar.zst",)
+    assert "does not know this archive" in done.refused["a.tar.zst"] and "ledger add" in done.refused["a.tar.zst"]
+    entry = shelf.add(os.path.join(store.path, "a.tar.zst"))
+    assert entry["event"] == "add" and shelf.add(os.path.join(store.path, "a.tar.zst")) == entry
+    assert store.prune(keep_within=timedelta(days=1), no_ledger=False).deleted == ("a.tar.zst",)
+
+
+def test_an_empty_store_needs_no_ledger(store: Shelf) -> None:
+    assert store.prune(keep_last=1, no_ledger=False).deleted == ()
+
+
+def test_an_archive_in_the_place_of_another_is_not_pruned(store: Shelf) -> None:
+    store.add("a.tar.zst", logged=True)
+    store.add("b.tar.zst", logged=True)
+    store.table["b.tar.zst"] = replace(about("b.tar.zst"), manifest_sha256="sha of a.tar.zst")
+    ledger.append(store.path, "verify", "b.tar.zst", sound=True, manifest_sha256="sha of a.tar.zst",
+                  created="2031-01-01T00:00:00Z")  # fmt: skip
+    row = {r.name[0]: r for r in shelf.listing(store.path)}["b"]
+    assert (row.ledger, row.verified) == ("differs", None)
+    assert "line 2 of the ledger has sha of b.tar.zst" in row.warnings[0] and "line 1 records as a" in row.warnings[0]
+    for flag in (False, True):
+        done = store.prune(keep_every=1, dry_run=True, no_ledger=flag)
+        assert done.deleted == ("a.tar.zst",) and "another archive" in done.refused["b.tar.zst"]
+    with pytest.raises(Differs, match="another archive"):
+        shelf.add(os.path.join(store.path, "b.tar.zst"))
+
+
+def test_a_hold_goes_along_when_the_folder_is_copied(store: Shelf, tmp_path_factory: pytest.TempPathFactory) -> None:
+    store.add("a.tar.zst", logged=True)
+    archive = os.path.join(store.path, "a.tar.zst")
+    shelf.hold(archive, "case 1")
+    shelf.hold(archive, "case 2")
+    shelf.hold(archive, "case 1")  # again: one of each
+    said = json.loads(hold_file(store, "a.tar.zst").read_text())
+    assert said["schema"] == "ckpttool.hold/1" and said["archive"] == "a.tar.zst"
+    assert [h["reason"] for h in said["holds"]] == ["case 2", "case 1"]
+    assert said["holds"][0]["manifest_sha256"] == "sha of a.tar.zst" and said["holds"][0]["by"].count("@") == 1
+    elsewhere = Shelf(str(tmp_path_factory.mktemp("copy")), store.table)
+    for n in ("a.tar.zst", "a.tar.zst.hold.json"):
+        shutil.copy(os.path.join(store.path, n), elsewhere.path)
+    elsewhere.add("b.tar.zst", logged=True)  # which begins a ledger there
+    assert {r.name[0]: r.held for r in shelf.listing(elsewhere.path)}["a"] == ("case 2", "case 1")
+    assert "legal hold" in elsewhere.prune(keep_every=1).refused["a.tar.zst"]
+    # under another name, by its manifest
+    os.rename(os.path.join(elsewhere.path, "a.tar.zst"), os.path.join(elsewhere.path, "z.tar.zst"))
+    store.table["z.tar.zst"] = replace(about("a.tar.zst"), name="z.tar.zst")
+    assert "legal hold" in elsewhere.prune(keep_every=1).refused["z.tar.zst"]
+    shelf.release(os.path.join(elsewhere.path, "z.tar.zst"), "closed")
+    assert {r.name[0]: r.held for r in shelf.listing(elsewhere.path)}["z"] == ()
+
+
+def test_the_stricter_of_ledger_and_file_counts_and_both_are_told(store: Shelf) -> None:
+    store.add("a.tar.zst", logged=True)
+    archive, beside = os.path.join(store.path, "a.tar.zst"), hold_file(store, "a.tar.zst")
+    shelf.hold(archive, "case 1")
+    text = beside.read_bytes()
+    assert shelf.listing(store.path)[0].warnings == ()
+    beside.unlink()  # the ledger alone
+    (row,) = shelf.listing(store.path)
+    assert row.held == ("case 1",) and "lost with the ledger" in row.warnings[0]
+    shelf.release(archive, "closed")
+    assert shelf.listing(store.path)[0].warnings == ()
+    beside.write_bytes(text)  # the file alone: a release killed before it removed it, or a file put back
+    (row,) = shelf.listing(store.path)
+    assert row.held == ("case 1",) and "the ledger ended it in line 3" in row.warnings[0]
+    assert "legal hold" in store.prune(keep_every=1).refused["a.tar.zst"]
+    shelf.release(archive, "closed again")
+    assert not beside.exists() and shelf.listing(store.path)[0].held == ()
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b"[]", b"\xff", b'{"schema": "ckpttool.hold/1", "holds": []}',
+                                  b'{"schema": "ckpttool.hold/1", "holds": [{"reason": 5}]}', b"[" * 100_000])  # fmt: skip
+def test_a_damaged_file_of_holds_is_a_hold(store: Shelf, text: bytes) -> None:
+    store.add("a.tar.zst", logged=True)
+    hold_file(store, "a.tar.zst").write_bytes(text)
+    assert "hold.json is damaged" in store.prune(keep_every=1).refused["a.tar.zst"]
+    shelf.release(os.path.join(store.path, "a.tar.zst"), "looked into it")
+    assert store.prune(keep_every=1).deleted == ("a.tar.zst",)
+
+
+def test_a_link_or_pipe_in_the_place_of_a_file_of_holds(store: Shelf) -> None:
+    for name in ("a", "b"):
+        store.add(f"{name}.tar.zst", logged=True)
+    os.mkfifo(hold_file(store, "a.tar.zst"))
+    hold_file(store, "b.tar.zst").symlink_to("/etc/hostname")
+    assert names(store.prune(keep_every=1).refused) == "ab"
+    shelf.hold(os.path.join(store.path, "b.tar.zst"), "case")
+    assert not hold_file(store, "b.tar.zst").is_symlink() and Path("/etc/hostname").stat().st_size < 1000
+
+
+def test_a_file_of_holds_meanwhile_wins(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.add("a.tar.zst", logged=True)
+    append = ledger.append
+
+    def late(path: str, event: str, archive: str, **facts: Any) -> dict[str, Any]:
+        hold_file(store, archive).write_bytes(b"{}")
+        return append(path, event, archive, **facts)
+
+    monkeypatch.setattr(ledger, "append", late)
+    assert "damaged" in store.prune(keep_every=1).refused["a.tar.zst"]
+
+
+def test_a_hold_whose_file_cannot_be_written_says_so(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.add("a.tar.zst", logged=True)
+    archive = os.path.join(store.path, "a.tar.zst")
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as m:
+        m.setattr(os, "replace", full)
+        with pytest.raises(NoSpace, match="held by line 2 of the ledger, but the hold would be lost with the ledger"):
+            shelf.hold(archive, "case")
+    assert sorted(os.listdir(store.path)) == ["a.tar.zst", "ledger.jsonl"]
+    assert shelf.listing(store.path)[0].held == ("case",)
+    shelf.hold(archive, "case")
+    assert shelf.listing(store.path)[0].warnings == ()
+
+
 # ------------------------------------------------------------------------------------------------------------ policies
 
 
@@ -378,7 +531,7 @@ def test_policies(store: Shelf) -> None:
     assert (names(done.kept), names(done.deleted)) == ("aceg", "bdfh")
     done = store.prune(keep_last=2, keep_within=timedelta(days=1), keep_every=5000, dry_run=True)
     assert (names(done.kept), names(done.deleted)) == ("abcdg", "efh")
-    assert done.kept["a.tar.zst"] == ("one of the last 2", "exported within 1 days")
+    assert done.kept["a.tar.zst"] == ("one of the last 2", "exported within 1 day")
     assert done.kept["g.tar.zst"] == ("step 5000 is a multiple of 5000",)
     assert done.refused == {} and done.freed == 30
     assert len(store.here()) == 8 and store.events() == []  # dry
@@ -386,6 +539,15 @@ def test_policies(store: Shelf) -> None:
     assert names(store.here()) == "abcdg"
     assert store.events() == [("delete", f"{n}.tar.zst") for n in "efh"]
     assert store.prune(keep_within=retention.age("999999y")).deleted == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "want"), [("12h", "12 hours"), ("1h", "1 hour"), ("1d", "1 day"), ("90d", "90 days"), ("36h", "36 hours")]
+)
+def test_how_an_age_is_said(store: Shelf, text: str, want: str) -> None:
+    store.add("a.tar.zst", created=retention.stamp(NOW))
+    done = store.prune(keep_within=retention.age(text), dry_run=True)
+    assert done.kept == {"a.tar.zst": (f"exported within {want}",)}
 
 
 def test_ties(store: Shelf) -> None:
@@ -583,11 +745,12 @@ def test_prune_never_deletes_what_is_protected(
                 retain_until=own,
                 legal_hold="own" if w["hold"] else None,
             )
-            until, holds, swapped = [own], {"own"} if w["hold"] else set(), False
+            until, holds, swapped, listed = [own], {"own"} if w["hold"] else set(), False, ""
             for e in w["events"]:
                 if e == "export":
                     store.export(replace(known, retain_until=told))
                     until.append(told)
+                    listed = known.manifest_sha256
                     if w["hold"]:
                         holds.add("own")
                 elif e == "hold":
@@ -609,6 +772,8 @@ def test_prune_never_deletes_what_is_protected(
                 store.table[name] = "cut short"
             if holds or any(u is not None and u > retention.stamp(NOW) for u in until):
                 protected.add(name)
+            if listed not in ("", known.manifest_sha256):
+                protected.add(name)  # the ledger has another archive under this name
             if w["damaged"] or not w["created"] or w["created"] > retention.stamp(NOW):
                 protected.add(name)
             else:
@@ -664,17 +829,18 @@ def test_in_a_bucket(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     place = f"{bucket}/audit"
     fill(store, bucket, a={}, b={"retain_until": "2040-01-01T00:00:00Z"}, c={}, d={})
     assert shelf.hold(f"{place}/c.tar.zst", "case 1")["object_lock"] is True
+    assert "c.tar.zst.hold.json" in remote.RemoteSource(place).list()
     moto.client().put_object_legal_hold(Bucket=bucket[5:], Key="audit/d.tar.zst", LegalHold={"Status": "ON"})
     assert [(r.name[0], r.held) for r in shelf.listing(place)] == [("d", ()), ("c", ("case 1",)), ("b", ()), ("a", ())]
-    done = shelf.prune(place, keep_within=timedelta(days=1), now=NOW)
+    done = shelf.prune(place, keep_within=timedelta(days=1), now=NOW, no_ledger=True)
     assert done.deleted == ("a.tar.zst",) and names(done.refused) == "bcd"
     assert "AccessDenied" in done.refused["d.tar.zst"]  # the store knows what the ledger does not
     events = [(e["event"], e["archive"][0]) for e in ledger.read(place)]
     assert events == [("hold", "c"), ("delete", "d"), ("delete-failed", "d"), ("delete", "a")]
     assert shelf.release(f"{place}/c.tar.zst", "closed")["released"] == ["case 1"]
     moto.client().put_object_legal_hold(Bucket=bucket[5:], Key="audit/d.tar.zst", LegalHold={"Status": "OFF"})
-    assert names(shelf.prune(place, keep_within=timedelta(days=1), now=NOW).deleted) == "cd"
-    assert remote.RemoteSource(place).list() == ["b.tar.zst", "ledger.jsonl"]
+    assert names(shelf.prune(place, keep_within=timedelta(days=1), now=NOW, no_ledger=True).deleted) == "cd"
+    assert remote.RemoteSource(place).list() == ["b.tar.zst", "ledger.jsonl"]  # no file of holds is left
 
 
 def test_in_a_bucket_without_locks(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -682,7 +848,7 @@ def test_in_a_bucket_without_locks(store: Shelf, monkeypatch: pytest.MonkeyPatch
     place = f"{bucket}/audit"
     fill(store, bucket, a={})
     assert shelf.hold(f"{place}/a.tar.zst", "case 1")["object_lock"] is False
-    assert shelf.prune(place, keep_within=timedelta(days=1), now=NOW).refused == {
+    assert shelf.prune(place, keep_within=timedelta(days=1), now=NOW, no_ledger=True).refused == {
         "a.tar.zst": "under legal hold: case 1"
     }
 
@@ -714,9 +880,15 @@ def test_a_bucket_that_fails_is_no_damage(store: Shelf, monkeypatch: pytest.Monk
         moto.endpoint, lambda method, path: 500 if method == "HEAD" and path.endswith("a.tar.zst") else None
     ) as proxy:
         moto.environment(monkeypatch, proxy.endpoint)
-        for call in (lambda p: shelf.listing(p), lambda p: shelf.prune(p, keep_within=timedelta(days=1), now=NOW)):
+        for call in (
+            lambda p: shelf.listing(p),
+            lambda p: shelf.prune(p, keep_within=timedelta(days=1), now=NOW, no_ledger=True),
+        ):
             with pytest.raises(RemoteError, match="no answer"):
                 call(f"{bucket}/audit")
     with Flaky(moto.endpoint, first(4, 500)) as proxy:
         moto.environment(monkeypatch, proxy.endpoint)
-        assert names(shelf.prune(f"{bucket}/audit", keep_within=timedelta(days=1), now=NOW).deleted) == "ab"
+        assert (
+            names(shelf.prune(f"{bucket}/audit", keep_within=timedelta(days=1), now=NOW, no_ledger=True).deleted)
+            == "ab"
+        )

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from .. import remote
-from ..errors import CkpttoolError, Corrupt, Differs, UsageError
+from ..errors import CkpttoolError, Corrupt, Differs, Unsafe, UsageError
 from ..fill import Progress, silent
 from ..layouts import place
 from ..store import Source
 from . import ledger, sidecar
 from .archive import SEALED
+from .shelf import disagreements
 from .spool import unsealed
 from .verification import Finding, Verdict, verify_archive
 
@@ -36,10 +39,12 @@ def check(
 ) -> Verdict:
     """Judge an archive. Without a key, of an encrypted one the ciphertext is compared with its sidecar.
 
-    A line goes into the ledger of the store, where there is one that can be written to.
+    Where the store has a ledger, the archive is compared with the one that it records under this name, at any depth. A
+    line goes into the ledger where that can be written to.
 
     Raises:
-        Differs: signature, checkpoint or root are others. UsageError: arguments that make no sense together.
+        Differs: signature, checkpoint or root are others, or it is another archive than the one recorded.
+        UsageError: arguments that make no sense together. Corrupt: the ledger is damaged.
     """
     where = place(path)
     source, file = where.source, where.file
@@ -47,17 +52,29 @@ def check(
         source.close()
         raise UsageError(f"{path} is a folder; an archive is a file.")
     store = source.root
+    by_ledger = deep and against is None and root is None
     try:
         root = None if root is None else _digest_of(root)
-        recorded = _recorded(store, file) if deep and against is None and root is None else {}
-        root = recorded.get("merkle_root", root)
+        lines, unread = _lines(store, in_ledger)
+        recorded = ledger.records(lines or [])
+        if by_ledger and file not in recorded:
+            raise UsageError(
+                f"--deep: {unread or f'{store} has no ledger with an export of {file}'}; give --against or --root."
+            )
+    except CkpttoolError:
+        source.close()
+        raise
+    in_ledger = in_ledger and lines is not None  # looking at an archive does not begin one
+    try:
+        root = str(recorded[file].get("merkle_root")) if by_ledger else root
         name = file
         if file.endswith(SEALED):
             if not identities:
                 if public_key or certificates or against:
                     raise UsageError(f"{path} is encrypted: give --identity to look inside.")
                 found = _ciphertext(source, file, root, quick, progress)
-                _compare(found, recorded)
+                found.ledger = unread
+                _compare(found, store, file, lines, recorded, by_ledger)
                 return _note(found, store, file, in_ledger)
             spool, name = unsealed(source, file, identities, scratch or _here(source), progress)
             source.close()
@@ -66,8 +83,8 @@ def check(
             source, name, quick=quick, public_key=public_key, certificates=certificates, against=against, root=root,
             jobs=jobs, progress=progress,
         )  # fmt: skip
-        if not found.findings:
-            _compare(found, recorded)
+        found.ledger = unread
+        _compare(found, store, file, lines, recorded, by_ledger)
     except (Corrupt, Differs) as e:
         _append(store, file, in_ledger, sound=False, depth="quick" if quick else "full", why=str(e)[:500])
         raise
@@ -92,28 +109,44 @@ def _digest_of(text: str) -> str:
     return f"{kind}:{told}" if kind else told
 
 
-def _recorded(store: str, file: str) -> dict[str, str]:
-    """The hashes that the ledger has of the export."""
-    rows = (
-        [e for e in ledger.read(store) if e["event"] == "export" and e["archive"] == file]
-        if ledger.exists(store)
-        else []
-    )
-    if not rows:
-        raise UsageError(f"--deep: {store} has no ledger with an export of {file}; give --against or --root.")
-    return {k: str(rows[-1].get(k)) for k in ("merkle_root", "manifest_sha256", "sums_sha256", "ciphertext_sha256")}
+def _lines(store: str, in_ledger: bool) -> tuple[list[dict[str, Any]] | None, str | None]:
+    """The lines of the ledger, None where there is none; and why it could not be read.
+
+    Raises:
+        Corrupt, Unsafe: it is damaged, and a line shall be written to it.
+    """
+    try:
+        return ledger.read_or_none(store), None
+    except CkpttoolError as e:
+        if in_ledger and isinstance(e, (Corrupt, Unsafe)):
+            raise
+        return None, f"not compared with it: {e}"
 
 
-def _compare(found: Verdict, recorded: dict[str, str]) -> None:
-    """Every hash that the ledger has and that was found: tensors, all state, all members, the ciphertext."""
-    for key, told in recorded.items():
-        have = getattr(found, key)
-        if have is not None and told != str(have):
-            raise Differs(
-                f"{found.path}: its {key} is {have}, by the ledger {told} was exported. It is another archive than the one "
-                "that was put there."
-            )
-    if recorded:
+def _compare(
+    found: Verdict,
+    store: str,
+    file: str,
+    lines: list[dict[str, Any]] | None,
+    recorded: dict[str, dict[str, Any]],
+    by_ledger: bool,
+) -> None:
+    """What the ledger has of this name: every hash that was found, whether it was signed, and by which key.
+
+    Raises:
+        Differs: it has another archive.
+    """
+    if lines is None or found.findings:
+        return
+    signed = found.signature != "none"
+    match = ledger.match(recorded, file, {**asdict(found), "signed": signed, "signed_by": found.signature})
+    if match.state == "differs":
+        raise Differs(f"{found.path}: {match.says}")
+    found.ledger = match.says
+    with remote.source(store) as beside:
+        held = sidecar.holds(beside, file) if beside.exists(sidecar.hold_name(file)) else []
+    found.warnings = disagreements(file, lines, held)
+    if by_ledger:
         found.against = "what the ledger recorded at the export"
 
 
@@ -150,12 +183,11 @@ def _note(found: Verdict, store: str, file: str, in_ledger: bool) -> Verdict:
 
 
 def _append(store: str, file: str, in_ledger: bool, **facts: object) -> None:
-    """A line, where there is a ledger and it may be written to: looking at an archive does not begin one."""
+    """A line, where the ledger may be written to."""
     if not in_ledger:
         return
     try:
-        if ledger.exists(store):
-            ledger.append(store, "verify", file, **facts)
+        ledger.append(store, "verify", file, **facts)
     except (CkpttoolError, OSError):
         if not remote.is_url(store) and os.access(os.path.join(store, "ledger.jsonl"), os.W_OK):
             raise

@@ -6,6 +6,7 @@ import os
 import re
 import time
 from dataclasses import asdict
+from datetime import timedelta
 from typing import Annotated, Any
 
 import typer
@@ -34,6 +35,7 @@ from ..terminal import (
     peak,
     print_json,
     printable,
+    ranks,
 )  # fmt: skip
 
 __all__ = ["app"]
@@ -261,7 +263,10 @@ def verify(
     }  # fmt: skip
     said = f"{found.tensors:,} tensors, {human(found.tensor_bytes)}" if found.merkle_root else human(found.file_bytes)
     note(f"{found.path}: sound ({what[found.depth]}); {said}; {seconds:.1f} s, {peak()}", quiet)
+    for text in found.warnings:
+        note(f"warning: {text}.")
     print(f"signature   {found.signature}")
+    print(f"ledger      {printable(found.ledger or 'none beside it to compare with')}")
     if found.merkle_root:
         print(f"merkle-root blake3:{found.merkle_root}")
 
@@ -314,7 +319,7 @@ def restore(
     for text in done.notes:
         note(f"note: {text}", quiet)
     note(
-        f"{archive} -> {done.layout_to}{f' for {done.world_size} ranks' if done.world_size else ''}: {done.tensors:,} tensors, {human(done.written_bytes)} in {seconds:.1f} s, "
+        f"{archive} -> {done.layout_to}{f' for {ranks(done.world_size)}' if done.world_size else ''}: {done.tensors:,} tensors, {human(done.written_bytes)} in {seconds:.1f} s, "
         f"{peak()}, equal to the manifest" + (", read back and equal" if done.verified else ", not read back"),
         quiet,
     )
@@ -335,6 +340,10 @@ def list_(store: Store, as_json: Json = False) -> None:
     if not rows:
         note(f"{store} holds no archive.")
         return
+    if any(r.ledger == "missing" for r in rows):
+        note(
+            f"warning: {store} has no ledger: nothing shows what was done to its archives, or which were under a hold."
+        )
     from rich.table import Table
     from rich.text import Text
 
@@ -352,8 +361,11 @@ def list_(store: Store, as_json: Json = False) -> None:
             r.name, state, "" if f.step is None else f"{f.step:,}", human(f.bytes), f.created[:10] or "no date",
             (r.retain_until or "")[:10], ", ".join(r.held), _short(f.signed_by) or "no", (r.verified or "never")[:10],
         ]  # fmt: skip
-        table.add_row(*(Text(printable(c)) for c in cells))
+        table.add_row(*(Text(printable(c)) for c in cells), style="red" if r.ledger == "differs" else None)
     draw(table)
+    for r in rows:
+        for text in r.warnings:
+            note(f"warning: {printable(f'{r.name}: {text}').rstrip('.')}.")
 
 
 def _short(signer: str) -> str:
@@ -372,6 +384,9 @@ def prune(
         int | None, typer.Option("--keep-every", min=1, help="Keep training steps that are multiples of it.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and delete nothing.")] = False,
+    no_ledger: Annotated[
+        bool, typer.Option("--no-ledger", help="Delete also what no ledger knows: its holds may be lost.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Delete the archives that no policy keeps; never one under retention or a legal hold, undated or damaged."""
@@ -381,7 +396,7 @@ def prune(
 
     done = run(
         store, keep_last=keep_last, keep_within=age(keep_within) if keep_within else None, keep_every=keep_every,
-        dry_run=dry_run,
+        dry_run=dry_run, no_ledger=no_ledger,
     )  # fmt: skip
     if as_json:
         print_json({"dry_run": dry_run, **asdict(done)})
@@ -393,7 +408,7 @@ def prune(
     for name, reason in done.refused.items():
         print(f"{'refused':13s}{printable(name)}: {printable(reason)}")
     note(
-        f"{len(done.deleted)} archives, {human(done.freed)}"
+        f"{len(done.deleted)} archive{'s' * (len(done.deleted) != 1)}, {human(done.freed)}"
         + (" would be freed; nothing was touched" if dry_run else " freed")
     )
 
@@ -445,7 +460,20 @@ def ledger_verify(
         print_json(found)
         return
     note(f"{found['entries']} entries, from {found['first']} to {found['last']}, in one chain")
+    for b in found["backwards"]:
+        note(
+            f"warning: line {b['line']} is of {b['time']}, {timedelta(seconds=b['seconds'])} before the line above it "
+            f"({b['before']}): the clock of a machine was wrong."
+        )
     print(f"head        sha256:{found['head']}")
+
+
+@ledger_app.command("add")
+def ledger_add(archive: ArchivePath, as_json: Json = False) -> None:
+    """Record an archive that the ledger of its store does not know; prints its line if it does."""
+    from .shelf import add as run
+
+    _entry(run(archive), as_json)
 
 
 @ledger_app.command("show")

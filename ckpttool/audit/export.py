@@ -8,13 +8,14 @@ ciphertext, so that it can be listed, kept and checked by those who have no key.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from .. import objects, remote
+from .. import remote
 from ..conversion import Result, convert
-from ..draft import write_error
+from ..errors import CkpttoolError
 from ..fill import Progress, silent
 from ..layouts import Place, place
 from . import ledger, sidecar
@@ -49,45 +50,50 @@ def export(
     An encrypted archive is not read back, since the key to it is not here: age proves its bytes when they are read.
 
     Raises:
-        CkpttoolError: as `convert`; the destination is as it was before.
+        CkpttoolError: as `convert`, and the destination is as it was before; or the archive is there and its sidecar or its
+            line in the ledger could not be written, which the message says.
     """
     sealed = bool(options.recipients)
     folder, name = remote.split(dst) if remote.is_url(dst) else os.path.split(os.path.abspath(dst))
+    clock = None
     if in_ledger and (remote.is_url(folder) or os.path.isdir(folder)):
-        ledger.refuse_unwritable(folder)  # said now, and not when everything is copied
+        clock = ledger.clock_behind(ledger.refuse_unwritable(folder))  # said now, and not when everything is copied
     result = convert(
         src, dst, to="audit", archive=options, only=options.only, verify=verify and not sealed, progress=progress, **how
     )
-    with remote.source(folder) as source:
-        known = Facts(**{**result.about, "bytes": source.size(name)})
-        ciphertext = sidecar.ciphertext(source, name, progress) if sealed else None
-    if ciphertext is not None:
-        _put(folder, sidecar.name(name), sidecar.encode(asdict(known), ciphertext))
-    entry = None
-    if in_ledger:
-        facts = {k: v for k, v in asdict(known).items() if k != "name"}
+    if clock:
+        result.notes.append(clock)
+    entry, recorded = None, not sealed
+    try:
+        with remote.source(folder) as source:
+            known = Facts(**{**result.about, "bytes": source.size(name)})
+            ciphertext = sidecar.ciphertext(source, name, progress) if sealed else None
         if ciphertext is not None:
-            facts["ciphertext_sha256"] = ciphertext["sha256"]
-        entry = ledger.append(folder, "export", name, **facts)
+            sidecar.put(folder, sidecar.name(name), sidecar.encode(asdict(known), ciphertext))
+            recorded = True
+        if in_ledger:
+            facts = {k: v for k, v in asdict(known).items() if k != "name"}
+            if ciphertext is not None:
+                facts["ciphertext_sha256"] = ciphertext["sha256"]
+            entry = ledger.append(folder, "export", name, **facts)
+    except (CkpttoolError, OSError) as e:
+        raise _unrecorded(e, dst, recorded) from e
     return Exported(result, known, entry)
 
 
-def _put(folder: str, name: str, data: bytes) -> None:
-    """A small file beside an archive, whole or not at all."""
-    if remote.is_url(folder):
-        up = objects.Upload(f"{folder}/{name}", force=True)
-        up.append(data)
-        up.commit()
-        return
-    path = os.path.join(folder, name)
-    try:
-        with open(f"{path}.partial", "wb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(f"{path}.partial", path)
-    except OSError as e:
-        raise write_error(e, path) from e
+def _unrecorded(e: CkpttoolError | OSError, dst: str, sidecar_there: bool) -> CkpttoolError:
+    """The same error, with what it leaves: an archive that has its name, and nothing that knows of it."""
+    where = remote.shown(dst)
+    kind = type(e) if isinstance(e, CkpttoolError) else CkpttoolError
+    if not sidecar_there:
+        return kind(
+            f"{e} The archive {where} is whole, but {sidecar.name(where)} is missing, and without it nobody can list or keep "
+            "it. Delete the archive and export again."
+        )
+    return kind(
+        f"{e} The archive {where} is whole, but the ledger has no line for it. When the ledger can be written, run "
+        f"`ckpttool audit ledger add {shlex.quote(where)}`."
+    )
 
 
 def restore(

@@ -23,10 +23,12 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from hashlib import sha256
+from itertools import pairwise
 from typing import Any
 
 from .. import objects, remote
@@ -34,12 +36,16 @@ from ..errors import CkpttoolError, Corrupt, Differs, NoSpace, RemoteError, Unsa
 from ..jsontext import parse
 from .retention import stamp, time_of
 
-__all__ = ["FILE", "FIRST", "append", "exists", "read", "refuse_unwritable", "verify"]
+__all__ = ["FILE", "FIRST", "Match", "append", "backwards", "clock_behind", "match", "read", "read_or_none", "records", "refuse_unwritable", "verify"]  # fmt: skip
 
 FILE = "ledger.jsonl"
 FIRST = "0" * 64  # what the first line has for the hash of the line before
 _LINE = 1 << 20  # bytes of a line, at most
 _SWAPS = 100  # tries to replace the object of a store that others write to
+_SKEW = timedelta(minutes=5)  # machines that share a store have clocks that differ; Kerberos allows as much
+_RECORDS = ("export", "add")  # events that say which archive a name stands for
+_KEY = re.compile(r"[0-9a-f]{64}")  # of a signer: the hash of the key or certificate
+_HASHES = ("manifest_sha256", "merkle_root", "sums_sha256", "ciphertext_sha256")
 _OWN = {"seq", "time", "event", "archive", "by", "prev", "hash"}
 
 
@@ -58,17 +64,26 @@ def append(store: str, event: str, archive: str, **facts: Any) -> dict[str, Any]
     return _append_object(store, facts) if remote.is_url(store) else _append_file(store, facts)
 
 
-def refuse_unwritable(store: str) -> None:
-    """Refuse a store whose ledger takes no line, before work is done that would end with one.
+def refuse_unwritable(store: str) -> list[dict[str, Any]]:
+    """Refuse a store whose ledger takes no line, before work is done that would end with one; returns its entries.
+
+    An existing ledger is opened for writing and locked, as `append` does it.
 
     Raises:
-        Unsupported: the store has no conditional writes. Corrupt: its ledger is damaged.
+        Unsupported: the store has no conditional writes. Corrupt: its ledger is damaged. CkpttoolError: it cannot be
+            opened for writing, or not be locked.
     """
-    if remote.is_url(store) and not store.startswith("s3://"):
-        raise Unsupported(
-            f"{remote.shown(store)}: a ledger needs a folder or an S3 store. Use --no-ledger, and keep the hashes elsewhere."
-        )
-    read(store)
+    if remote.is_url(store):
+        if not store.startswith("s3://"):
+            raise Unsupported(
+                f"{remote.shown(store)}: a ledger needs a folder or an S3 store. Use --no-ledger, and keep the hashes elsewhere."
+            )
+        return read(store)
+    try:
+        with _opened(store, os.O_RDWR | os.O_APPEND) as fd, open(fd, "rb", closefd=False) as f:
+            return _checked(f.read(), _place(store))
+    except FileNotFoundError:
+        return []
 
 
 def read(store: str) -> list[dict[str, Any]]:
@@ -77,24 +92,36 @@ def read(store: str) -> list[dict[str, Any]]:
     Raises:
         Corrupt: with the number of the first line that is not what was written.
     """
-    return _checked(_bytes(store), _place(store))
+    return read_or_none(store) or []
+
+
+def read_or_none(store: str) -> list[dict[str, Any]] | None:
+    """As `read`, but None where there is no ledger, which is not the same as one without lines."""
+    data = _bytes(store)
+    return None if data is None else _checked(data, _place(store))
 
 
 def verify(store: str, head: str | None = None) -> dict[str, Any]:
-    """Check the chain: {"entries", "head", "first", "last"}, head being the hash of the last line, the others times.
+    """Check the chain: {"entries", "head", "first", "last", "backwards"}, head being the hash of the last line.
 
-    `head` is the hash of any line, written down when it was the last one: lines that are missing at the end, or a
-    ledger that was written anew, show only by it.
+    `first` and `last` are times; `backwards` are the lines that `backwards` finds. `head` is the hash of any line,
+    written down when it was the last one: lines that are missing at the end, or a ledger that was written anew, show
+    only by it.
 
     Raises:
-        Corrupt: with the number of the first line that is not what was written. Differs: no line has the hash `head`.
-        UsageError: there is no ledger, or `head` is no hash.
+        Corrupt: with the number of the first line that is not what was written; or there is no ledger.
+        Differs: no line has the hash `head`. UsageError: `head` is no hash, or there is no such folder.
     """
     if head is not None and not re.fullmatch(r"[0-9a-f]{64}", head):
         raise UsageError(f"{head!r} is no hash of a line: 64 digits 0-9a-f, as `audit ledger verify` prints them.")
-    if not exists(store):
-        raise UsageError(f"{_place(store)} is missing: {store} has no ledger.")
-    entries = read(store)
+    if not remote.is_url(store) and not os.path.isdir(store):
+        raise UsageError(f"{store} is no folder; a store is a folder with archives, or the URL of one.")
+    entries = read_or_none(store)
+    if entries is None:
+        raise Corrupt(
+            f"{_place(store)} is missing: {store} has no ledger, so nothing shows what was done to its archives. If there "
+            "was one, bring it back."
+        )
     if head is not None and all(e["hash"] != head for e in entries):
         raise Differs(
             f"{_place(store)}: the chain of its {len(entries)} lines is whole, but none has the hash {head}. Lines at "
@@ -105,14 +132,97 @@ def verify(store: str, head: str | None = None) -> dict[str, Any]:
         "head": entries[-1]["hash"] if entries else FIRST,
         "first": entries[0]["time"] if entries else None,
         "last": entries[-1]["time"] if entries else None,
+        "backwards": backwards(entries),
     }
 
 
-def exists(store: str) -> bool:
-    """Whether the store has a ledger."""
-    if remote.is_url(store):
-        return remote.RemoteSource(store).exists(FILE)
-    return os.path.lexists(_place(store))
+def backwards(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Lines whose time is more than five minutes before that of the line before: {"line", "time", "before", "seconds"}.
+
+    `before` is the time of the line before, `seconds` by how much it is later. A clock was wrong when one of the two was
+    written; which one, the ledger does not tell.
+    """
+    out = []
+    for a, b in pairwise(entries):
+        step = time_of(a["time"]) - time_of(b["time"])
+        if step > _SKEW:
+            out.append({
+                "line": b["seq"], "time": b["time"], "before": a["time"], "seconds": int(step.total_seconds()),
+            })  # fmt: skip
+    return out
+
+
+def clock_behind(entries: Sequence[Mapping[str, Any]]) -> str | None:
+    """What to say where this machine's clock is more than five minutes before the last line; None where it is not."""
+    now = datetime.now(UTC).replace(microsecond=0)
+    if not entries or time_of(entries[-1]["time"]) - now <= _SKEW:
+        return None
+    return (
+        f"this machine's clock says {stamp(now)}, and the last line of the ledger was written at {entries[-1]['time']}. One "
+        "of the two clocks is wrong. Dates of archives, and so retention and prune, follow the clock"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- archives in it
+
+
+@dataclass(frozen=True)
+class Match:
+    """What a ledger says of the archive that has a name now.
+
+    `state` is "match": the name was given to this archive; "differs": it was given to another one; "renamed": this
+    archive is recorded under another name; "unknown": no line records it. `says` is the same as a sentence.
+    """
+
+    state: str
+    says: str
+
+
+def records(entries: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """{name: the last line that says which archive has it}."""
+    return {
+        e["archive"]: e for e in entries if e["event"] in _RECORDS and isinstance(e.get("manifest_sha256"), str)
+    }  # fmt: skip
+
+
+def match(recorded: Mapping[str, dict[str, Any]], name: str, known: Mapping[str, Any]) -> Match:
+    """Compare an archive with what was recorded under its name.
+
+    Args:
+        recorded: what `records` found.
+        known: what was found of it: "manifest_sha256", "merkle_root", "sums_sha256", "ciphertext_sha256", "signed" (bool)
+            and "signed_by"; what is None, empty or missing on either side is not compared.
+    """
+    line = recorded.get(name)
+    others = (e for n, e in recorded.items() if n != name and known.get("manifest_sha256") == e["manifest_sha256"])
+    alias = next((e for e in others if not _unlike(known, e)), None)
+    if line is None:
+        if alias is None:
+            return Match("unknown", f"the ledger does not know this archive: no line records {name}")
+        return Match(
+            "renamed", f"recorded as {alias['archive']} by line {alias['seq']} of {alias['time']}, not as {name}"
+        )
+    if unlike := _unlike(known, line):
+        also = f" It is the archive that line {alias['seq']} records as {alias['archive']}." if alias else ""
+        return Match(
+            "differs", f"{unlike}, so it is another archive than the one recorded as {name} on {line['time']}.{also}"
+        )
+    return Match("match", f"the archive that line {line['seq']} recorded on {line['time']}")
+
+
+def _unlike(known: Mapping[str, Any], line: Mapping[str, Any]) -> str:
+    """In what an archive differs from the one that a line records, or ""."""
+    for key in _HASHES:
+        have, told = known.get(key), line.get(key)
+        if have and told and have != told:
+            return f"its {key} is {have}, and line {line['seq']} of the ledger has {told}"
+    signed, told = known.get("signed"), line.get("signed")
+    if isinstance(signed, bool) and isinstance(told, bool) and signed != told:
+        return f"it is {'signed' if signed else 'not signed'}, and line {line['seq']} of the ledger has it {'' if told else 'not '}signed"
+    keys, before = (set(_KEY.findall(str(m.get("signed_by") or ""))) for m in (known, line))
+    if keys and before and keys != before:
+        return f"it is signed by {known['signed_by']}, and line {line['seq']} of the ledger has {line['signed_by']}"
+    return ""
 
 
 # ----------------------------------------------------------------------------------------------------------- the chain
@@ -216,14 +326,16 @@ def _torn(what: str, number: int, at: int, size: int) -> Corrupt:
 # -------------------------------------------------------------------------------------------------------------- folder
 
 
-def _bytes(store: str) -> bytes:
+def _bytes(store: str) -> bytes | None:
+    """The whole ledger; None where there is none."""
     if remote.is_url(store):
-        return objects.get_with_token(_place_url(store))[0]
+        data, token = objects.get_with_token(_place_url(store))
+        return None if token is None else data
     try:
         with _opened(store, os.O_RDONLY) as fd, open(fd, "rb", closefd=False) as f:
             return f.read()
     except FileNotFoundError:
-        return b""
+        return None
 
 
 @contextmanager
@@ -243,7 +355,12 @@ def _opened(store: str, flags: int) -> Iterator[int]:
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise Unsafe(f"{path} is not a regular file.")
-        fcntl.flock(fd, fcntl.LOCK_SH if flags == os.O_RDONLY else fcntl.LOCK_EX)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH if flags == os.O_RDONLY else fcntl.LOCK_EX)
+        except OSError as e:
+            raise CkpttoolError(
+                f"{path} cannot be locked: {e.strerror}. Nothing was read from it or written."
+            ) from None
         yield fd
     finally:
         os.close(fd)

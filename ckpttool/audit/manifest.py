@@ -216,8 +216,22 @@ This archive holds the state of a training run: one checkpoint, whole, in plain 
 
 To unpack and check it, with nothing but tar, zstd and sha256sum:
 
-    tar --zstd -xf ARCHIVE.tar.zst
-    sha256sum -c SHA256SUMS
+    mkdir opened
+    tar --zstd -xf ARCHIVE.tar.zst -C opened
+    (cd opened && sha256sum -c SHA256SUMS)
+
+If it holds a model.sig, it is signed. To check that, with the signer's public key or root certificate, which must come
+from somewhere else, and OpenSSF's model-signing (pip install model-signing):
+
+    python -m model_signing verify key opened --signature opened/model.sig --public_key SIGNER.pub
+    python -m model_signing verify certificate opened --signature opened/model.sig --certificate_chain ROOT.crt
+
+If it was encrypted, its name was ARCHIVE.tar.zst.age. To open such a file, with age (https://age-encryption.org) and the
+secret key of a recipient:
+
+    age -d -i SECRET.key -o ARCHIVE.tar.zst ARCHIVE.tar.zst.age
+
+What lies in it:
 
   tensors-*.safetensors   the tensors: 8 bytes n (little-endian), n bytes of JSON {name: {dtype, shape, data_offsets}},
                           then the bytes of the tensors; https://github.com/huggingface/safetensors

@@ -388,6 +388,10 @@ class Table:
     logical_size: int
 
 
+#: What a message says to whoever did not ask `audit verify`.
+LOOK = " Fetch the file again, or see with `ckpttool audit verify` what is left of it."
+
+
 def read_table(source: Source, file: str) -> Table:
     """The tables at the end of a file.
 
@@ -398,7 +402,6 @@ def read_table(source: Source, file: str) -> Table:
     path = os.path.join(source.root, file)
     none = f"{path} does not end with the tables of an archive. It is none, or it was cut off; fetch the file again."
     wrong = f"{path}: the tables at its end are damaged: "
-    again = " Fetch the file again, or see with `ckpttool audit verify` what is left of it."
     size = source.size(file)
     if size < 8 + _FOOT.size:
         raise NotRecognised(none)
@@ -409,10 +412,10 @@ def read_table(source: Source, file: str) -> Table:
         raise Unsafe(f"{path}: its seek table has {count} frames; ckpttool writes and reads at most {_MOST}.")
     span = 8 + 12 * count + _FOOT.size
     if span > size:
-        raise Corrupt(f"{wrong}{count} frames take a seek table of {span} bytes, and the file has {size}.{again}")
+        raise Corrupt(f"{wrong}{count} frames take a seek table of {span} bytes, and the file has {size}.{LOOK}")
     raw = memoryview(source.read(file, size - span, span))
     if struct.unpack_from("<II", raw) != (_SEEK, span - 8):
-        raise Corrupt(f"{wrong}the seek table of {count} frames does not begin {span} bytes before the end.{again}")
+        raise Corrupt(f"{wrong}the seek table of {count} frames does not begin {span} bytes before the end.{LOOK}")
     sizes, lengths, checksums = _columns(raw[8 : -_FOOT.size], 3)
     last, frames = sizes.pop(), count - 1
     mark = lengths.pop(), checksums.pop()
@@ -424,7 +427,7 @@ def read_table(source: Source, file: str) -> Table:
         raise NotRecognised(f"{path}: there is no CRC table before its seek table. It is no archive of ckpttool.")
     crcs = _sound_crcs(crc[8:])
     if crcs is None:
-        raise Corrupt(f"{wrong}the CRC table does not have its own CRC32.{again}")
+        raise Corrupt(f"{wrong}the CRC table does not have its own CRC32.{LOOK}")
     if frames:
         if max(sizes) > _BOUND or max(lengths) > FRAME:
             raise Unsafe(
@@ -432,10 +435,10 @@ def read_table(source: Source, file: str) -> Table:
                 f"archive have at most {FRAME}."
             )
         if not min(lengths):
-            raise Corrupt(f"{wrong}frame {lengths.index(0)} is empty.{again}")
+            raise Corrupt(f"{wrong}frame {lengths.index(0)} is empty.{LOOK}")
     offsets, starts = (array("Q", accumulate(column, initial=0)) for column in (sizes, lengths))
     if (end := offsets.pop()) != size - span - last:
-        raise Corrupt(f"{wrong}its {frames} frames take {end} bytes, but {size - span - last} are there.{again}")
+        raise Corrupt(f"{wrong}its {frames} frames take {end} bytes, but {size - span - last} are there.{LOOK}")
     total = starts.pop()
     return Table(offsets, sizes, starts, lengths, checksums, crcs, total)
 

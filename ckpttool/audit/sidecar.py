@@ -1,29 +1,44 @@
-"""NAME.tar.zst.age.json: what is known of an encrypted archive without its key.
+"""Small files beside an archive: what is known of an encrypted one without its key, and what holds one.
+
+NAME.tar.zst.age.json
 
     {"schema", "archive": {what a listing shows}, "ciphertext": {"bytes", "sha256", "blake3", "block_bytes", "blocks"}}
 
 BLAKE3 is a hash tree over the ciphertext; `blocks` are the SHA-256 of every 64 MiB of it, so that damage has a place. The
-hash tree over the plain bytes is the Merkle root, in "archive".
+hash tree over the plain bytes is the Merkle root, in "archive". "open" is the command that decrypts it without ckpttool.
+
+NAME.hold.json (NAME as the archive has it, with its .tar.zst)
+
+    {"schema", "archive": NAME, "holds": [{"reason", "since", "by", "manifest_sha256", "created"}]}
+
+The legal holds that `audit hold` placed, so that they stand when the ledger is lost, and go along when the folder is
+copied. The ledger has them too; what either one says counts.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from blake3 import blake3
 
-from ..errors import Corrupt, UsageError
+from .. import objects, remote
+from ..errors import CkpttoolError, Corrupt, NoSpace, RemoteError, UsageError
 from ..fill import Progress
 from ..jsontext import parse
 from ..store import Source
 
-__all__ = ["BLOCK", "ciphertext", "encode", "name", "read"]
+__all__ = ["BLOCK", "HOLD", "ciphertext", "encode", "encode_holds", "hold_name", "holds", "name", "put", "read"]
 
 BLOCK = 64 << 20
-_SCHEMA = "ckpttool.sealed/1"
+HOLD = ".hold.json"
+_SCHEMA, _HOLD_SCHEMA = "ckpttool.sealed/1", "ckpttool.hold/1"
+_MOST_HOLDS = 16 << 20  # bytes of a file of holds
 _PIECE = 4 << 20
 
 
@@ -52,7 +67,10 @@ def ciphertext(source: Source, file: str, progress: Progress) -> dict[str, Any]:
 
 def encode(archive: Mapping[str, Any], hashes: Mapping[str, Any]) -> bytes:
     """The sidecar of an archive with these facts and hashes."""
-    said = {"schema": _SCHEMA, "archive": dict(archive), "ciphertext": dict(hashes)}
+    said = {
+        "schema": _SCHEMA, "open": f"age -d -i SECRET.key -o {archive['name'].removesuffix('.age')} {archive['name']}",
+        "archive": dict(archive), "ciphertext": dict(hashes),
+    }  # fmt: skip
     return (json.dumps(said, indent=1, ensure_ascii=False) + "\n").encode()
 
 
@@ -82,3 +100,77 @@ def read(source: Source, file: str) -> dict[str, Any]:
     ):
         raise Corrupt(f"{what} is damaged: it does not say the hashes of the ciphertext.")
     return said
+
+
+def hold_name(file: str) -> str:
+    """What the file with the holds of an archive is called."""
+    return file + HOLD
+
+
+def encode_holds(file: str, held: Sequence[Mapping[str, Any]]) -> bytes:
+    """The file with the holds of an archive."""
+    said = {"schema": _HOLD_SCHEMA, "archive": file, "holds": [{k: h.get(k) for k in _HELD} for h in held]}
+    return (json.dumps(said, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+
+
+_HELD = ("reason", "since", "by", "manifest_sha256", "created")
+
+
+def holds(source: Source, file: str) -> list[dict[str, Any]]:
+    """The holds of an archive by the file beside it, which is there; a damaged one is a hold of unknown reason.
+
+    Raises:
+        RemoteError: the store fails.
+    """
+    beside = hold_name(file)
+    try:
+        said = parse(source.read_all(beside, _MOST_HOLDS), beside)
+        held = said["holds"]
+        if said["schema"] != _HOLD_SCHEMA or not held or not all(_is_hold(h) for h in held):
+            raise ValueError
+    except RemoteError:
+        raise
+    except (CkpttoolError, KeyError, TypeError, ValueError):
+        return [{"reason": f"unknown, {beside} is damaged"}]
+    return [{k: h[k] for k in _HELD} for h in held]
+
+
+def _is_hold(h: Any) -> bool:
+    return (
+        isinstance(h, dict)
+        and h.keys() == set(_HELD)
+        and isinstance(h["reason"], str)
+        and all(v is None or isinstance(v, str) for v in h.values())
+    )
+
+
+def put(folder: str, name: str, data: bytes) -> None:
+    """Write a small file beside an archive, whole or not at all, in the place of one that is there.
+
+    Raises:
+        CkpttoolError: it cannot be written.
+    """
+    if remote.is_url(folder):
+        up = objects.Upload(f"{folder}/{name}", force=True)
+        up.append(data)
+        up.commit()
+        return
+    path, part = os.path.join(folder, name), os.path.join(folder, f".{name}.partial-{os.getpid()}")
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(part)
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(part, path)
+        at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(at)
+        finally:
+            os.close(at)
+    except OSError as e:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        kind = NoSpace if e.errno in (errno.ENOSPC, errno.EDQUOT) else CkpttoolError
+        raise kind(f"{path} cannot be written: {e.strerror}.") from e

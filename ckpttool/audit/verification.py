@@ -28,7 +28,7 @@ from ..store import Source
 from . import manifest as records
 from . import plan, planes, signing, tarball
 from .archive import Archive
-from .seekable import FRAME, FrameReader, Walked, read_table, walk
+from .seekable import FRAME, LOOK, FrameReader, Walked, read_table, walk
 
 __all__ = ["Finding", "Verdict", "verify_archive"]
 
@@ -68,7 +68,8 @@ class Finding:
 
 @dataclass
 class Verdict:
-    """What a verification found; sound when `findings` is empty. `signature` says who signed, or why that is not known."""
+    """What a verification found; sound when `findings` is empty. `signature` says who signed, or why that is not known,
+    `ledger` what the ledger of the store says of it, `warnings` what does not fit together there."""
 
     path: str
     depth: str
@@ -83,6 +84,8 @@ class Verdict:
     created: str | None = None
     signature: str = "none"
     against: str | None = None
+    ledger: str | None = None
+    warnings: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, with "sound", and "error" where it is not."""
@@ -93,7 +96,8 @@ class Verdict:
 
     def trouble(self) -> str:
         """What is wrong, in a sentence or two."""
-        more = f" (and {len(self.findings) - 1} more findings)" if len(self.findings) > 1 else ""
+        n = len(self.findings) - 1
+        more = f" (and {n} more finding{'s' if n > 1 else ''})" if n else ""
         text = str(self.findings[0]).rstrip(". ")
         return f"{self.path} is damaged or altered: {text}{more}. Take another copy."
 
@@ -161,7 +165,8 @@ def verify_archive(
     if not quick:
         _Reading(source, file, archive, out).run(jobs, progress)
     if structure is not None and not out.findings:
-        out.findings.append(Finding(str(structure).removeprefix(path).lstrip("/: ")))
+        said = str(structure).removeprefix(path).lstrip("/: ")
+        out.findings.append(Finding(said.removesuffix(LOOK)))  # which names this command
     if archive is None or structure is not None:
         return out
     out.tensors = len(archive.manifest.tensors)

@@ -35,6 +35,7 @@ from ..terminal import (
     note,
     peak,
     print_json,
+    ranks,
 )
 
 __all__ = ["pull", "push"]
@@ -192,7 +193,7 @@ def pull(
     for text in [*result.notes, *done.notes]:
         note(f"note: {text}", quiet)
     left_behind(result.dropped, quiet)
-    where = f" for {result.world_size} ranks" if result.world_size else ""
+    where = f" for {ranks(result.world_size)}" if result.world_size else ""
     equal = f", {done.compared:,} digests equal to those that were pushed" if done.compared else ""
     note(
         f"{done.url} -> {result.layout_to}{where}: {result.tensors:,} tensors, {human(result.written_bytes)} in "

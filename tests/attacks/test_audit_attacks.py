@@ -36,7 +36,7 @@ from blake3 import blake3
 from click.testing import CliRunner
 
 from ckpttool import fill, values
-from ckpttool.audit import ledger, plan, planes, seekable, tarball
+from ckpttool.audit import ledger, plan, planes, seekable, signing, tarball
 from ckpttool.audit import manifest as records
 from ckpttool.audit.archive import Archive
 from ckpttool.audit.checking import check
@@ -892,13 +892,15 @@ def test_what_is_altered_everywhere_is_told_by_what_lies_elsewhere(
     k = kit_of(shop.path)
     act(k)
     build(shop.path, k)
+    assert shop.verify() in {4, 5}  # by the ledger beside it
+    assert shop.verify("--deep") in {4, 5}
+    (shop.path.parent / "ledger.jsonl").unlink()
     if act is lies_of_its_parts:  # which the archive itself contradicts
         assert shop.verify() == 4
     else:
         assert shop.verify() == 0
         assert shop.verify("--root", shop.root) == by_root
         assert shop.verify("--against", shop.live) == by_live
-    assert shop.verify("--deep") in {4, 5}
     assert shop.verify("--public-key", shop.keys / "mine.pub") in {4, 5}
 
 
@@ -906,10 +908,11 @@ def test_an_archive_of_less_says_so_when_compared(shop: Shop) -> None:
     k = kit_of(shop.path)
     values_alone(k)
     build(shop.path, k)
+    assert (shop.verify(), shop.verify("--deep")) == (5, 5)
+    (shop.path.parent / "ledger.jsonl").unlink()
     assert shop.verify() == 0
     code, said = run("audit", "verify", shop.path, "--against", shop.live)
     assert code == 5 or "trainer" in said  # what was compared, and that it was not all
-    assert shop.verify("--deep") == 5
 
 
 def test_signatures(shop: Shop, tmp_path: Path) -> None:
@@ -937,6 +940,200 @@ def test_signatures(shop: Shop, tmp_path: Path) -> None:
         text = json.dumps(bundle | {part: bundle[part] | {key: junk}}).encode()
         build(tmp_path / "c.tar.zst", replace(kit_of(second), signature=text))
         assert run("audit", "verify", tmp_path / "c.tar.zst", "--public-key", mine, "-q")[0] in {3, 4, 5, 7}, junk
+
+
+# The attacks of a hostile tester. Each archive is written anew, in the form that an export gives it.
+
+
+def bit_flipped(path: Path, _: Shop) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 8
+    path.write_bytes(data)
+
+
+def cut_in_half(path: Path, _: Shop) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def a_byte_more(path: Path, _: Shop) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def tensor_alone(path: Path, _: Shop) -> None:
+    k = kit_of(path)
+    with Source(path.parent) as source:
+        k.digests = {"model.short": Archive(source, path.name).manifest.digests["model.short"]}
+    other_data(k)
+    build(path, k)
+
+
+def tensor_and_every_hash(path: Path, _: Shop) -> None:
+    k = kit_of(path)
+    other_data(k)
+    build(path, k)
+
+
+def value_and_sums(path: Path, _: Shop) -> None:
+    k = kit_of(path)
+    with Source(path.parent) as source:
+        was = Archive(source, path.name).manifest.hashes[plan.VALUES]
+    other_value(k)
+    held = (k.values_text or bytes)(b"")
+    k.manifest = lambda text: text.replace(records.sha256(held).encode(), was[1].encode())
+    build(path, k)
+
+
+def value_and_every_hash(path: Path, _: Shop) -> None:
+    k = kit_of(path)
+    other_value(k)
+    build(path, k)
+
+
+def another_step(path: Path, _: Shop) -> None:
+    altered(path, step=4)
+
+
+def retention_shorter(path: Path, _: Shop) -> None:
+    said = json.loads(kit_of(path).retention or b"") | {"retain_until": "2026-01-03T00:00:00Z", "retain": "1d"}
+    altered(path, retention=json.dumps(said, indent=1).encode() + b"\n")
+
+
+def retention_removed(path: Path, _: Shop) -> None:
+    altered(path, retention=None)
+
+
+def provenance_edited(path: Path, _: Shop) -> None:
+    altered(path, provenance=kit_of(path).provenance | {"meta": {"who": "somebody else"}})
+
+
+def signature_stripped(path: Path, _: Shop) -> None:
+    altered(path, signature=None)
+
+
+def signed_by_another(path: Path, shop: Shop) -> None:
+    with Source(path.parent) as source:
+        files = Archive(source, path.name).signed_files()
+    altered(path, signature=signing.sign(files, path.name, key=str(shop.keys / "other.pem")))
+
+
+def tensor_and_no_signature(path: Path, shop: Shop) -> None:
+    tensor_and_every_hash(path, shop)
+    signature_stripped(path, shop)
+
+
+def tensor_and_another_signature(path: Path, shop: Shop) -> None:
+    tensor_and_every_hash(path, shop)
+    signed_by_another(path, shop)
+
+
+def rolled_back(path: Path, _: Shop) -> None:
+    shutil.copy(path.with_name("old.tar.zst"), path)
+
+
+#: (attack, exit code of a plain verify that has neither ledger nor key, with a key alone)
+ATTACKS = [
+    (bit_flipped, 4, 4), (cut_in_half, 4, 4), (a_byte_more, 4, 4), (tensor_alone, 4, 4), (value_and_sums, 4, 4),
+    (another_step, 4, 4), (value_and_every_hash, 0, 5), (tensor_and_every_hash, 0, 5), (retention_shorter, 0, 5),
+    (retention_removed, 0, 5), (provenance_edited, 0, 5), (signature_stripped, 0, 5), (signed_by_another, 0, 5),
+    (tensor_and_no_signature, 0, 5), (tensor_and_another_signature, 0, 5), (rolled_back, 0, 0),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def market(tmp_path_factory: pytest.TempPathFactory, keys: Path) -> Shop:
+    """A store of two signed archives, old and a, with retention and a ledger."""
+    folder = tmp_path_factory.mktemp("market")
+    live, store = state_of(folder / "s.pt", 1, 1, 20), folder / "store"
+    store.mkdir()
+    more = ["-q", "--sign-key", keys / "mine.pem", "--retain", "7y"]
+    assert run("audit", "export", state_of(folder / "old.pt", 1, 2, 20), store / "old.tar.zst", *more)[0] == 0
+    assert run("audit", "export", live, store / "a.tar.zst", *more)[0] == 0
+    return Shop(live, store / "a.tar.zst", "", keys)
+
+
+@pytest.mark.parametrize(("act", "alone", "by_key"), ATTACKS)
+def test_the_table_of_attacks(
+    act: Callable[[Path, Shop], None], alone: int, by_key: int, market: Shop, tmp_path: Path
+) -> None:
+    """Where there is a ledger, every depth finds what was altered. What it says without one is in docs/archive.md."""
+    store = shutil.copytree(market.path.parent, tmp_path / "store")
+    path, key = store / "a.tar.zst", market.keys / "mine.pub"
+    for words in ([], ["--quick"], ["--deep"], ["--public-key", key]):
+        code, said = run("audit", "verify", path, *words)
+        assert code == 0 and "recorded on" in said, said
+    act(path, market)
+    want = 4 if alone == 4 else 5
+    for words in ([], ["--deep"], ["--public-key", key], ["--deep", "--public-key", key], ["--no-ledger"]):
+        assert run("audit", "verify", path, "-q", *words)[0] == want, words
+    if alone == 0:  # what a look at the structure alone shows as well
+        assert run("audit", "verify", path, "-q", "--quick")[0] == 5
+        assert listed(path)["ledger"] == "differs" and listed(path)["verified"] is None
+    assert not any(e["sound"] for e in ledger.read(str(store))[6:] if e["event"] == "verify")
+    (store / "ledger.jsonl").unlink()
+    assert run("audit", "verify", path, "-q")[0] == alone
+    assert run("audit", "verify", path, "-q", "--public-key", key)[0] == by_key
+
+
+def test_an_archive_of_another_name_is_told_and_one_of_nowhere_too(market: Shop, tmp_path: Path) -> None:
+    store = shutil.copytree(market.path.parent, tmp_path / "store")
+    (store / "a.tar.zst").rename(store / "moved.tar.zst")
+    code, said = run("audit", "verify", store / "moved.tar.zst")
+    assert code == 0 and "recorded as a.tar.zst by line 2" in said
+    assert listed(store / "moved.tar.zst")["ledger"] == "renamed"
+    build(store / "stray.tar.zst")
+    code, said = run("audit", "verify", store / "stray.tar.zst")
+    assert code == 0 and "does not know this archive" in said
+    assert listed(store / "stray.tar.zst")["ledger"] == "unknown"
+    assert listed(store / "old.tar.zst")["ledger"] == "match" and not listed(store / "old.tar.zst")["warnings"]
+    for name in ("moved", "stray"):
+        assert run("audit", "ledger", "add", store / f"{name}.tar.zst")[0] == 0
+        assert run("audit", "verify", store / f"{name}.tar.zst", "--deep", "-q")[0] == 0
+    lines = len(ledger.read(str(store)))
+    assert run("audit", "ledger", "add", store / "stray.tar.zst")[0] == 0 and len(ledger.read(str(store))) == lines
+    shutil.copy(store / "old.tar.zst", store / "stray.tar.zst")
+    assert run("audit", "ledger", "add", store / "stray.tar.zst")[0] == 5
+
+
+def nightly() -> str:
+    """The script of docs/archive.md."""
+    text = (Path(__file__).parents[2] / "docs" / "archive.md").read_text(encoding="utf-8")
+    return text.partition("cat > nightly.sh <<'END'\n")[2].partition("\nEND\n")[0]
+
+
+def ledger_cut(path: Path, _: Shop) -> None:
+    book = path.with_name("ledger.jsonl")
+    book.write_bytes(b"".join(book.read_bytes().splitlines(True)[:1]))
+
+
+def rolled_back_and_ledger_cut(path: Path, shop: Shop) -> None:
+    rolled_back(path, shop)
+    ledger_cut(path, shop)
+
+
+def ledger_gone(path: Path, _: Shop) -> None:
+    path.with_name("ledger.jsonl").unlink()
+
+
+@pytest.mark.parametrize(
+    ("act", "want"),
+    [(rolled_back, 5), (tensor_and_every_hash, 5), (signature_stripped, 5), (ledger_cut, 5), (ledger_gone, 4),
+     (rolled_back_and_ledger_cut, 5)],
+)  # fmt: skip
+def test_the_nightly_check_of_the_docs(
+    act: Callable[[Path, Shop], None], want: int, market: Shop, tmp_path: Path
+) -> None:
+    store = shutil.copytree(market.path.parent, tmp_path / "store")
+    (tmp_path / "nightly.sh").write_text(nightly())
+    (tmp_path / "head.txt").write_text(str(ledger.verify(str(store))["head"]) + "\n")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    act(store / "a.tar.zst", market)
+    before = sorted(p.name for p in store.iterdir())
+    done = subprocess.run(
+        ["sh", "nightly.sh", "store", "head.txt", market.keys / "mine.pub"],
+        cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == want, done.stderr
+    assert sorted(p.name for p in store.iterdir()) == before
 
 
 def test_a_ciphertext_with_another_sidecar(tmp_path: Path) -> None:
@@ -1404,7 +1601,11 @@ def test_files_that_are_no_archives(tmp_path: Path) -> None:
     for path in [p for p in tmp_path.iterdir() if p.name.endswith(".tar.zst")]:
         for words in (["audit", "verify"], ["audit", "verify", "--quick"], ["inspect"]):
             assert run(*words, path)[0] in REFUSALS | {2}, (words, path)
-    for words in (["list", tmp_path], ["list", tmp_path, "--json"], ["prune", tmp_path, "--keep-last", 1]):
+    for words in (
+        ["list", tmp_path],
+        ["list", tmp_path, "--json"],
+        ["prune", tmp_path, "--keep-last", 1, "--no-ledger"],
+    ):
         assert run("audit", *words)[0] == 0
     assert (tmp_path / "empty.tar.zst").exists()
 
