@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pages import program
 from peers import FIXTURES, load_dcp, load_full, same_value
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -402,7 +403,7 @@ def test_the_command_line(of_one_state: list[Path], tmp_path: Path) -> None:
 
 
 def test_archives_and_a_ledger_of_an_earlier_version(tmp_path: Path) -> None:
-    """fixtures/audit_store was written at commit 83cdf05: other words in README.txt, no files of holds, no `signed_by` to add."""
+    """fixtures/audit_store was written before holds had files, and with other words in README.txt."""
     pytest.importorskip("model_signing")
     store = shutil.copytree(FIXTURES / "audit_store", tmp_path / "store")
     for name in ("plain", "signed"):
@@ -530,8 +531,7 @@ def test_readme_txt_has_the_commands_that_open_and_check_an_archive(tmp_path: Pa
     pytest.importorskip("model_signing")
     pyrage = pytest.importorskip("pyrage")
     for name in ("age", "openssl"):
-        if not shutil.which(name):
-            pytest.skip(f"{name} is not installed")
+        program(name)
     secret = pyrage.x25519.Identity.generate()
     (tmp_path / "SECRET.key").write_text(f"{secret}\n")
     key = ["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", "k.pem"]
