@@ -215,7 +215,7 @@ def load(
         obj, end = _run(data, start, known, persistent, what)
     except (IndexError, struct.error):
         raise Truncated(f"{what}: the pickle ends in the middle of an instruction.") from None
-    except (UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError) as e:
+    except (UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
         raise Corrupt(f"{what}: the pickle is malformed ({type(e).__name__}: {e}).") from None
     refuse_deep(obj, what, 16 * (end - start) + 1000)
     return obj, end

@@ -135,6 +135,7 @@ DCP: dict[str, Case] = {
     "a chunk of other dimensions": Case(chunks("model.b", ((0, 0), (6, 1))), Corrupt, ""),
     "a size of 2**50": Case(size(1 << 50), Corrupt, "chunks hold 6 of 1125899906842624"),
     "a size that overflows": Case(size(1 << 40, 1 << 40), Corrupt, ""),
+    "an item at 2**63": Case(move("model.b", offset=1 << 63), Corrupt, "too big"),
     "an item at 2**62": Case(move("model.b", offset=1 << 62), Corrupt, "at bytes 4611686018427387904"),
     "an item at 2**61": Case(move("model.b", offset=1 << 61), Corrupt, "but the file ends at"),
     "an item at -1": Case(move("model.b", offset=-1), Corrupt, "at bytes -1"),

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from . import fuzz, report, seeds
+from . import faults, fuzz, lab, report, seeds
 
-SHARES = {"fuzz": 0.6, "faults": 0.25, "kills": 0.15}
+#: Of the time; what building and importing takes comes out of the share of the fuzzer, which is last.
+SHARES = {"fuzz": 0.6, "faults": 0.25, "kills": 0.1, "races": 0.05}
 
 
 def scratch() -> Path:
@@ -26,30 +29,65 @@ def scratch() -> Path:
 def replay(case: str, work: Path) -> dict[str, Any]:
     """One case again, by its ID."""
     kind, name, number = case.split(":")[:3]
-    assert kind == "fuzz", case
+    if kind != "fuzz":
+        shim = faults.compiled(work)
+        if shim and "LD_PRELOAD" not in os.environ:  # the loader reads it when a process begins
+            os.environ["LD_PRELOAD"] = str(shim)
+            faults.prepare(work / "sources")
+            script = (
+                f"import json; from pathlib import Path; from tests.torture import lab; "
+                f"print(json.dumps(lab.replay({case!r}, Path({str(work / 'sources')!r}), Path({str(work / 'lab' / 'out')!r})), indent=1))"
+            )
+            subprocess.run([sys.executable, "-c", script], check=True, cwd=lab.REPOSITORY)
+            return {}
+        return lab.replay(case, work / "sources", work / "lab" / "out")
     made = seeds.build(work / "seeds", {name, "full-numbered"})
     fuzz.warm(made, work / "warm")
     signal.signal(signal.SIGALRM, fuzz._ring)
     return fuzz.Bench(made, work / "bench").mutant(name, int(number))
 
 
+def in_labs(work: Path, keep: Path, seconds: dict[str, float], first: int, count: int = 2) -> bool:
+    """Faults, kills and races in processes of their own; whether the shim could be compiled."""
+    shim = faults.compiled(work)
+    faults.prepare(work / "sources")
+    running = [
+        lab.started(
+            shim, sources=work / "sources", out=work / f"lab{k}" / "out", log=keep / f"lab.{k}.jsonl", part=k, parts=count,
+            first=first, **{name: [s, 1 << 30] for name, s in seconds.items()},
+        )
+        for k in range(count)
+    ]  # fmt: skip
+    failed = [p.returncode for p in running if p.wait()]
+    if failed:
+        raise SystemExit(f"a process for faults, kills and races ended with {failed}")
+    return shim is not None
+
+
 def torture(minutes: float, first: int, work: Path, keep: Path) -> int:
     """Everything; the exit status."""
     began = time.time()
+    whole = minutes * 60
+    for old in keep.glob("*.jsonl"):
+        old.unlink()
+    shim = in_labs(work, keep, {name: whole * share for name, share in SHARES.items() if name != "fuzz"}, first)
     made = seeds.build(work / "seeds")
     fuzz.warm(made, work / "warm")
-    print(f"{len(made)} seeds after {time.time() - began:.0f} s; logs in {keep}", flush=True)
-    fuzz.supervised(made, work / "fuzz", first, began + minutes * 60 * SHARES["fuzz"], keep / "fuzz")
-    done = report.lines(keep.glob("fuzz.*.jsonl"))
-    rows = report.of_mutants(done)
-    bad = report.failures(done)
-    print(report.table(rows))
-    print("\naccepted, though the real reader refuses:\n" + report.alone(done))
+    fuzz.supervised(made, work / "fuzz", first, began + whole, keep / "fuzz")
+    mutants, others = report.lines(keep.glob("fuzz.*.jsonl")), report.lines(keep.glob("lab.*.jsonl"))
+    bad = report.failures([*mutants, *others])
     (keep / "failures.json").write_text(json.dumps(bad, indent=1))
+    print(report.table([*report.of_mutants(mutants), *report.of_others(others)]))
+    if not shim:
+        print("\nNo system call failed: there is no C compiler, or this is not Linux.")
+    print("\nAccepted, though the real reader refuses:\n" + (report.alone(mutants) or "nothing"))
     for r in bad[:40]:
         print(f"\nFAILED {r['id']}: {r['status']}\n  {r['said'][:300]}\n  {r['detail'][-700:]}")
+    if shim and minutes >= 30 and (short := report.short_of(mutants, others)):
+        print(f"\nFewer than wanted in {minutes:.0f} minutes: {short}. The machine was busy, or something became slow.")
     print(
-        f"\n{len(bad)} failures; {keep}/failures.json has them, `python -m tests.torture --replay ID` does one again."
+        f"\n{len(bad)} failures in {(time.time() - began) / 60:.1f} minutes from number {first} on. {keep}/failures.json has them; "
+        "`python -m tests.torture --replay ID` does one again."
     )
     return 1 if bad else 0
 

@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -329,12 +329,12 @@ def _state(folder: Path) -> list[tuple[Any, ...]]:
 # ------------------------------------------------------------------------------------------------------------ workers
 
 
-def warm(seeds: dict[str, Path], work: Path) -> None:
+def warm(seeds: dict[str, Path], work: Path, targets: Iterable[str] = TARGETS) -> None:
     """Import whatever a conversion imports, before anything is forked or watched."""
     oracle.restrict()
     name = "full-numbered"
     work.mkdir(parents=True, exist_ok=True)
-    for suffix, reader, options in TARGETS.values():
+    for suffix, reader, options in (TARGETS[t] for t in targets):
         out = work / f"warm{suffix}"
         ckpttool.convert(SEEDS[name].path(seeds[name]), out, drop=True, **options)
         oracle.ours(out)

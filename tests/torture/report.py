@@ -50,6 +50,35 @@ def of_mutants(done: list[dict[str, Any]]) -> list[Row]:
     return out
 
 
+def of_others(done: list[dict[str, Any]]) -> list[Row]:
+    """Rows of faults, kills and races."""
+    of: dict[str, list[dict[str, Any]]] = {
+        k: [r for r in done if r["id"].startswith(k)] for k in ("fault", "kill", "race")
+    }
+    codes = Counter(r["code"] for r in of["fault"])
+    killed = [r for r in of["kill"] if r["killed"]]
+    out = [
+        Row("system calls that failed, each with a rerun", len(of["fault"]), "exit " + ", ".join(f"{c}: {n}" for c, n in sorted(codes.items()))),
+        Row("- bad: half-written, hang, traceback, a message that is not so, a rerun that fails", sum(r["bad"] for r in of["fault"]), bad=True),
+        Row("conversions killed, each with a rerun", len(killed), f"{len(of['kill']) - len(killed)} more ended before the kill"),
+        Row("- bad: half-written, a rerun that fails, something left behind", sum(r["bad"] for r in of["kill"]), bad=True),
+    ]  # fmt: skip
+    for name in dict.fromkeys(r["said"] for r in of["race"]):
+        mine = [r for r in of["race"] if r["said"] == name]
+        skipped = {r["status"] for r in mine if r["status"].startswith("skipped")}
+        out.append(Row(f"races: {name}", len(mine), "; ".join(skipped) or f"bad: {sum(r['bad'] for r in mine)}"))
+    return out
+
+
+def short_of(mutants: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
+    """What there is less of than half an hour should have."""
+    have = {
+        "mutants": len(mutants), "faults": sum(r["id"].startswith("fault") for r in others),
+        "kills": sum(r["id"].startswith("kill") and r["killed"] for r in others),
+    }  # fmt: skip
+    return ", ".join(f"{have[k]:,} {k} of {n:,}" for k, n in WANTED.items() if have[k] < n)
+
+
 def table(rows: Iterable[Row]) -> str:
     """Markdown."""
     body = [f"| {r.what} | {r.count:,} | {r.result} |" for r in rows]
