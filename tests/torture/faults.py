@@ -322,6 +322,8 @@ class Lab:
                 bad.append("an unexpected exception")
             if ran.code == 0 and found != new:
                 bad.append("exit 0, but the destination is not the new one")
+            if ran.code == 0 and (more := self._unnamed(name, ran.text)):
+                bad.append(f"exit 0, and beside it, not named: {more}")
             if ran.code != 0 and found == new != before and "untouched" in ran.text:
                 bad.append('says "untouched", but the destination is the new one')
         again = self.arguments(name)
@@ -334,9 +336,14 @@ class Lab:
             bad.append(f"the rerun ends with {second.code}: {second.text[-300:]}")
         elif content(self.target(name)) != new:
             bad.append("the rerun writes something else")
-        if left := sorted(x for x in set(os.listdir(self.out)) - self.beside[name] if x not in ran.text + second.text):
+        if left := self._unnamed(name, ran.text + second.text):
             bad.append(f"left behind and not named: {left}")
         return bad
+
+    def _unnamed(self, name: str, text: str) -> list[str]:
+        """What lies beside the destination and should not, and is not in a message."""
+        joined = "".join(text.split())  # messages are wrapped
+        return sorted(x for x in set(os.listdir(self.out)) - self.beside[name] if x not in joined)
 
     def fault(self, name: str, fault: Fault, n: int) -> dict[str, Any] | None:
         """One fault, judged; None where the conversion has fewer such calls."""
