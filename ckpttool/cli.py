@@ -43,6 +43,7 @@ from .terminal import (
     comma,
     draw,
     left_behind,
+    not_read,
     note,
     peak,
     print_json,
@@ -118,7 +119,7 @@ def convert(
         "adapter": adapter, "training": include_optimizer,
     }  # fmt: skip
     if dry_run:
-        _dry_run(src, dst, how, as_json)
+        _dry_run(src, dst, {**how, "drop": drop}, as_json)
         return
     meter = Meter(quiet)
     began = time.monotonic()
@@ -164,6 +165,7 @@ def _dry_run(src: str, dst: str, how: dict[str, Any], as_json: bool) -> None:
                 "destination_bytes": draft.nbytes, "files": [{"name": n, "bytes": b} for n, b in files],
                 "dropped": [{"name": d.name, "bytes": d.nbytes, "why": d.why} for d in draft.dropped],
                 "notes": [*opened.checkpoint.notes, *draft.notes],
+                "not_read": [r.to_json() for r in opened.checkpoint.unread],
             })  # fmt: skip
             return
         world = f" for {ranks(draft.checkpoint.world_size)}" if draft.checkpoint.world_size else ""
@@ -257,6 +259,8 @@ def diff(
     if as_json:
         print_json(found.to_json())
     else:
+        for path, rows in ((a, found.not_read_a), (b, found.not_read_b)):
+            not_read(rows, quiet, f"{printable(path)}: ")
         _print_difference(found)
     if not found.equal:
         raise typer.Exit(5)
@@ -323,6 +327,7 @@ def verify(
         return
     from .summary import human
 
+    not_read(found["not_read"], quiet)
     print(f"{found['layout']}: {found['tensors']:,} tensors, {human(found['bytes'])}: structure ok")
     if "data" in found:
         covered = found["crc32_covered_bytes"]
@@ -615,8 +620,9 @@ def digest(
     finally:
         meter.close()
     if as_json:
-        print_json(found if tensors else {"digest": found["digest"]})
+        print_json(found if tensors else {k: found[k] for k in ("digest", "not_read")})
         return
+    not_read(found["not_read"], quiet)
     for component, root in found["digest"].items():
         print(f"blake3:{root}  {component}")
     for name, value in found["tensors"].items() if tensors else ():

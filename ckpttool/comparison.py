@@ -48,6 +48,8 @@ class Difference:
     values: dict[str, tuple[str, str]] = field(default_factory=dict)
     data: list[TensorDifference] = field(default_factory=list)
     within_tolerance: int = 0
+    not_read_a: list[dict[str, Any]] = field(default_factory=list)  # files of each that were not compared
+    not_read_b: list[dict[str, Any]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -75,7 +77,10 @@ def diff(
     """
     with open(a, only=only, **how) as x, open(b, only=only, **how) as y:
         left, right = x.locate(), y.locate()
-        out = Difference(tensors=len(left.tensors.keys() & right.tensors.keys()))
+        aside = [[r.to_json() for r in ckpt.unread] for ckpt in (left, right)]
+        out = Difference(
+            tensors=len(left.tensors.keys() & right.tensors.keys()), not_read_a=aside[0], not_read_b=aside[1]
+        )
         out.only_in_a = [n for n in [*left.tensors, *left.values] if n not in right.tensors and n not in right.values]
         out.only_in_b = [n for n in [*right.tensors, *right.values] if n not in left.tensors and n not in left.values]
         for n in left.values.keys() & right.values.keys():

@@ -19,10 +19,10 @@ from typing import Any
 
 from blake3 import blake3
 
-from . import adapters, layouts, modelfiles, remote
+from . import adapters, beside, layouts, modelfiles, remote
 from ._version import __version__
 from .digests import merkle_root, roots
-from .draft import Draft, Staging, refuse_target, write_error
+from .draft import Draft, Dropped, Staging, refuse_target, write_error
 from .errors import (
     CkpttoolError,
     Corrupt,
@@ -36,7 +36,7 @@ from .errors import (
     UsageError,
 )
 from .fill import Progress, fill, silent, tensor_digests
-from .index import ITEMSIZE, Checkpoint, TensorEntry, check, joined, strangers, twins
+from .index import ITEMSIZE, Checkpoint, TensorEntry, Unread, check, joined, strangers, twins
 from .jsontext import parse
 from .names import refuse_surrogates
 from .objects import NOTE
@@ -130,9 +130,12 @@ def _open(
                 "again, or remove what lies there."
             )
         found = layouts.find(layout) if layout else layouts.detect(where)
-        where = found.mount(where)
+        given, where = where, found.mount(where)
         ckpt = found.read(where, layouts.ReadOptions(**model, only=None if only is None else frozenset(only), tag=tag))
         _leave_made(ckpt, where.source)
+        if where == given:  # what is mounted holds all that it lists
+            ckpt.unread = beside.unread(where.source, where.file, ckpt)
+            ckpt.notes = [*ckpt.notes, *beside.note(ckpt.unread)]
         if only is not None:
             ckpt = _only(ckpt, only)
         check(ckpt)
@@ -202,12 +205,15 @@ def optimizer_order(ckpt: Checkpoint) -> tuple[str, ...] | None:
 
 
 def digest(path: str | os.PathLike[str], *, progress: Progress = silent, **how: Any) -> dict[str, Any]:
-    """{"digest": {"all": ..., "model": ...}, "tensors": {name: digest}} of a checkpoint, reading all its bytes."""
+    """{"digest": {"all": ..., "model": ...}, "tensors": {name: digest}, "not_read": [{"name", "bytes", "what"}]} of a
+    checkpoint, reading all bytes of its tensors; `not_read` are files that belong to it and are not part of the digest."""
     with open(path, **how) as opened:
         ckpt = opened.locate()
         found = tensor_digests(ckpt.tensors, opened.source, ckpt.files, ckpt.records, progress)
         opened.source.unchanged()
-        return {"digest": roots(ckpt.tensors, found), "tensors": found}
+        return {
+            "digest": roots(ckpt.tensors, found), "tensors": found, "not_read": [r.to_json() for r in ckpt.unread],
+        }  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------ converting
@@ -231,6 +237,7 @@ class Result:
     notes: list[str] = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)  # what the layout says of the destination: Facts of an archive
     compared: int = 0  # tensors whose digest was expected, and is that
+    not_read: list[dict[str, Any]] = field(default_factory=list)  # files of the source, as `Unread.to_json` has them
 
 
 def plan(
@@ -257,6 +264,7 @@ def plan(
     adapter: bool = False,
     training: bool = False,
     archive: Any = None,
+    drop: bool = False,
 ) -> tuple[Opened, Draft, layouts.Layout]:
     """The draft of a conversion; nothing is written. The caller closes the source.
 
@@ -272,15 +280,23 @@ def plan(
         adapter: of hf, whether the adapter alone is written, as PEFT saves it.
         training: of hf, whether optimizer state and all other state is written beside the weights.
         archive: options of an audit archive, an `ArchiveOptions`.
+        drop: go on without what the target cannot hold, and without state in files that were not read (`Checkpoint.unread`).
+
+    Raises:
+        Unsupported: there is such a thing, and `drop` is not set.
     """
     model = _model(config, like, flat_layout, wrap)
-    opened = _open(src, layout, None if only is None else tuple(only), tag, model)
+    only = None if only is None else tuple(only)
+    opened = _open(src, layout, only, tag, model)
     try:
         target = layouts.find(to or _guess(dst))
         if target.write is None:
             raise Unsupported(f"ckpttool reads {target.name}, but does not write it.")
         if not target.is_file and os.fspath(dst).endswith((*_FILES, *_ARCHIVES, ".safetensors")):
             raise UsageError(f"{target.name} is a folder, but {os.fspath(dst)!r} is named like a file.")
+        aside = beside.lost(opened.checkpoint, () if training else target.holds, only)
+        if aside and not drop:
+            raise Unsupported(_not_carried(opened, target, aside))
         ckpt = opened.locate()
         if adapter:
             if training or target.name != "hf":
@@ -305,6 +321,13 @@ def plan(
         refuse_surrogates(ckpt.tensors)  # every record lists them by name
         draft = target.write(ckpt, opened.source, options)
         _refuse_casts(draft)
+        lost = [d for d in draft.dropped if not (target.holds and d.name.partition(".")[0] not in target.holds)]
+        if lost and not drop:
+            raise Unsupported(
+                f"{target.name} cannot hold {len(lost)} of the {len(ckpt.tensors) + len(ckpt.values)} entries, first "
+                f'"{lost[0].name}" ({lost[0].why}). Use --drop to go on without them, or another layout.'
+            )
+        draft.dropped += [Dropped(r.name, r.bytes or 0, f"{r.what}, {beside.NOT_READ}") for r in aside]
         for pattern in cast or {}:
             if not fnmatch.filter([*ckpt.tensors, *draft.checkpoint.tensors], pattern):
                 raise UsageError(
@@ -329,6 +352,16 @@ def _refuse_casts(draft: Draft) -> None:
                 f'"{joined(of.path)}" is {of.dtype}, two numbers in a byte, and the destination keeps it as {t.dtype}. ckpttool moves '
                 "such tensors, it does not convert them. Choose a layout that keeps dtypes, such as dcp."
             )
+
+
+def _not_carried(opened: Opened, target: layouts.Layout, rows: list[Unread]) -> str:
+    """Why a conversion stops at files that were not read."""
+    where = opened.source.root if opened.folder else os.path.join(opened.source.root, opened.checkpoint.files[0])
+    return (
+        f"{where} is read as {opened.layout.name}, which does not include these files of the same checkpoint: "
+        f"{beside.listed(rows)}. The {target.name} checkpoint would look complete, but training could not resume from it. "
+        "Give --drop to convert without them, or --only model for the weights alone."
+    )
 
 
 _FILES = (".pt", ".pth", ".bin", ".ckpt")
@@ -392,8 +425,8 @@ def convert(
 ) -> Result:
     """Convert a checkpoint; `how` are the arguments of `plan`.
 
-    The destination appears whole or not at all. What the target cannot hold stops the conversion unless `drop` is
-    set; that hf holds no optimizer is its nature and only reported. `expected` are digests {tensor: BLAKE3} that the
+    The destination appears whole or not at all. What the target cannot hold, and state in files that the source's layout
+    does not read, stops the conversion unless `drop` is set; that hf holds no optimizer is its nature and only reported. `expected` are digests {tensor: BLAKE3} that the
     source must have, besides those that it carries.
 
     Raises:
@@ -409,17 +442,11 @@ def convert(
         refuse_target(where, not os.path.isdir(where), force)
     if force:
         _refuse_foreign(dst)
-    opened, draft, target = plan(src, dst, **how)
+    opened, draft, target = plan(src, dst, drop=drop, **how)
     with opened:
         if force:
             target.replace(dst)
         ckpt, source = opened.checkpoint, opened.source
-        lost = [d for d in draft.dropped if not (target.holds and d.name.partition(".")[0] not in target.holds)]
-        if lost and not drop:
-            raise Unsupported(
-                f"{target.name} cannot hold {len(lost)} of the {len(ckpt.tensors) + len(ckpt.values)} entries, first "
-                f'"{lost[0].name}" ({lost[0].why}). Use --drop to go on without them, or another layout.'
-            )
         effort = effort_of(max_memory_bytes, jobs, source)
         need = draft.nbytes + (1 << 20)
         staging: Staging | Sending | SendingFolder
@@ -463,6 +490,7 @@ def convert(
             source.root, where, opened.layout.name, target.name, draft.checkpoint.world_size,
             len(wanted), ckpt.nbytes, draft.nbytes, root, verify,
             [(d.name, d.nbytes, d.why) for d in draft.dropped], notes, draft.about, len(wanted.keys() & (expected or {}).keys()),
+            [r.to_json() for r in ckpt.unread],
         )  # fmt: skip
 
 
@@ -651,6 +679,7 @@ def record(
             **({"url": ckpt.root, "commit": commit} if commit else {}),
         },
         "digest": roots(wanted, digests),
+        **({"not_carried": aside} if (aside := [d for d in draft.dropped if d.why.endswith(beside.NOT_READ)]) else {}),
         "tied": draft.same,
         "added": draft.added,
         "made": draft.made,
@@ -719,6 +748,7 @@ def verify(
             "bytes": ckpt.nbytes,
             "structure": "ok",
             "crc32_covered_bytes": sum(r.extent.length for r in ckpt.records),
+            "not_read": [r.to_json() for r in ckpt.unread],
         }
         if not read_data and against is None:
             return out

@@ -32,6 +32,7 @@ __all__ = [
     "Extent",
     "Record",
     "TensorEntry",
+    "Unread",
     "Value",
     "check",
     "joined",
@@ -220,6 +221,20 @@ class Record(NamedTuple):
     crc32: int
 
 
+class Unread(NamedTuple):
+    """A file that lies with a checkpoint and was not read, or a folder of such ("optimizer_0/"): relative name, bytes where
+    they are known, what it holds by its name, and the component that a resume would miss, "" where it would not."""
+
+    name: str
+    bytes: int | None
+    what: str
+    component: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: {"name", "bytes", "what", "component"}."""
+        return self._asdict()
+
+
 @dataclass
 class Checkpoint:
     """A checkpoint as an index. Nothing in it is bytes of tensors.
@@ -242,6 +257,7 @@ class Checkpoint:
     config: dict[str, Any] | None = None  # the config.json of the model, where one lies with the weights
     recorded: dict[str, str] = field(default_factory=dict)  # {tensor: digest} that the checkpoint itself carries
     notes: list[str] = field(default_factory=list)
+    unread: list[Unread] = field(default_factory=list)  # files that belong to it and that its layout does not read
 
     @property
     def nbytes(self) -> int:

@@ -13,7 +13,7 @@ from . import jsontext
 from .errors import CkpttoolError, Corrupt, Unsafe, Unsupported
 from .store import Source
 
-__all__ = ["PACKED", "adapter", "beside", "of_model", "read_config", "training_files"]
+__all__ = ["PACKED", "adapter", "beside", "of_model", "read_config", "training_files", "understood"]
 
 _MODEL = re.compile(
     r"config\.json|generation_config\.json|tokenizer[^/]*|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|"
@@ -44,6 +44,11 @@ def read_config(source: Source, name: str = "config.json") -> dict[str, Any]:
     if not isinstance(data, dict):
         raise Corrupt(f"{source.root}/{name} is not a JSON object.")
     return data
+
+
+def understood(name: str) -> bool:
+    """Whether a file of that name is the model's config or tokenizer, or a configuration of the trainer."""
+    return _MODEL.fullmatch(name) is not None or _TRAINING.fullmatch(name) is not None
 
 
 def _of_folder(source: Source, notes: list[str]) -> tuple[dict[str, Any] | None, dict[str, bytes]]:

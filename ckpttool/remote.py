@@ -370,6 +370,12 @@ class RemoteSource(Source):
             return False
         return True
 
+    def glance(self, name: str) -> tuple[bool, int | None]:
+        """(whether it is a folder, bytes of an object where the listing tells them) of an entry of `list`; asks nothing."""
+        folder, _, entry = name.rpartition("/")
+        said = self._listed.get(folder, {}).get(entry)
+        return name not in self._files, said[2] if said else None
+
     def size(self, name: str) -> int:
         """Bytes of an object.
 

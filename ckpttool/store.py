@@ -80,6 +80,14 @@ class Source:
         """Whether a regular file of that name is there."""
         return os.path.isfile(os.path.join(self.root, name))
 
+    def glance(self, name: str) -> tuple[bool, int | None]:
+        """(whether it is a folder, bytes of a file where they are known) of an entry of `list`; opens nothing."""
+        try:
+            st = os.stat(os.path.join(self.root, name))
+        except (OSError, ValueError):
+            return False, None
+        return stat.S_ISDIR(st.st_mode), st.st_size if stat.S_ISREG(st.st_mode) else None
+
     def size(self, name: str) -> int:
         """Bytes of a file."""
         if name not in self._identity:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from . import remote
+from .beside import human, listed
 from .conversion import open
 from .index import Checkpoint, TensorEntry, strangers
 from .names import counted
@@ -19,15 +20,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 __all__ = ["human", "inspect", "screen", "summarise", "tensor_rows", "tree"]
-
-
-def human(n: float) -> str:
-    """Bytes as people read them: human(2_500_000) == "2.5 MB"."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(n) < 1000 or unit == "TB":
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1000
-    return ""
 
 
 def _count(n: int) -> str:
@@ -70,6 +62,7 @@ def summarise(ckpt: Checkpoint, path: str | os.PathLike[str]) -> dict[str, Any]:
         "optimizer": _optimizer(ckpt),
         "missing": _missing(ckpt),
         "notes": ckpt.notes,
+        "not_read": [r.to_json() for r in ckpt.unread],
     }
     return out
 
@@ -108,7 +101,7 @@ def _missing(ckpt: Checkpoint) -> list[str]:
     if "model" not in have:
         out.append("no model weights")
     if "optim" not in have:
-        out.append("no optimizer state: training from here starts the optimizer anew")
+        out.append(_without_optimizer(ckpt))
         return out
     if odd := strangers(ckpt):
         out.append(f"the optimizer has state for {len(odd)} parameters that the model does not have, first {odd[0]}")
@@ -141,6 +134,15 @@ def _missing(ckpt: Checkpoint) -> list[str]:
             f"{len(outside)} tensors of the model are not in the optimizer (buffers, frozen or tied), first {outside[0]}"
         )
     return out
+
+
+def _without_optimizer(ckpt: Checkpoint) -> str:
+    aside = [r for r in ckpt.unread if r.component == "optim"]
+    if aside:
+        return f"the optimizer state was not read: it is in {listed(aside)}, which the layout {ckpt.layout} does not include"
+    if aside := [r for r in ckpt.unread if r.component == "extra"]:
+        return f"no optimizer state in the files that were read; not looked into: {listed(aside)}"
+    return "no optimizer state: training from here starts the optimizer anew"
 
 
 def tensor_rows(ckpt: Checkpoint, names: Iterable[str]) -> list[dict[str, Any]]:

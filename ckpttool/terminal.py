@@ -43,6 +43,7 @@ __all__ = [
     "comma",
     "draw",
     "left_behind",
+    "not_read",
     "note",
     "peak",
     "print_json",
@@ -92,7 +93,9 @@ Precision = Annotated[
     str | None, typer.Option("--precision", help="Precision the next job computes in: bf16, fp16 or fp32.")
 ]
 Threads = Annotated[int, typer.Option("--jobs", "-j", min=1, help="Threads that read, and as many that write.")]
-Drop = Annotated[bool, typer.Option("--drop", help="Go on without what the target cannot hold.")]
+Drop = Annotated[
+    bool, typer.Option("--drop", help="Go on without what the target cannot hold, and files that were not read.")
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing destination, whole.")]
 Only = Annotated[
     str | None, typer.Option("--only", help="Components to take, e.g. model,optim.", metavar="model,optim,...")
@@ -292,16 +295,29 @@ def note(text: str, quiet: bool = False) -> None:
 
 
 def left_behind(dropped: list[tuple[str, int, str]], quiet: bool) -> None:
-    """Say what a target does not hold, component by component, of (name, bytes, why)."""
-    from .summary import human
+    """Say what a target does not hold, component by component, of (name, bytes, why); files that were not read in a line."""
+    from .beside import NOT_READ, human, listed
+    from .index import Unread
 
+    files = [Unread(n, b, why.removesuffix(f", {NOT_READ}"), "") for n, b, why in dropped if why.endswith(NOT_READ)]
+    if files:
+        note(f"left behind: {listed(files)}", quiet)
     groups: dict[tuple[str, str], list[tuple[str, int]]] = {}
-    for name, nbytes, why in dropped:
+    for name, nbytes, why in dropped[: len(dropped) - len(files)]:
         groups.setdefault((name.partition(".")[0], why), []).append((name, nbytes))
     for (component, why), rows in groups.items():
         size = sum(n for _, n in rows)
         names = ", ".join(n for n, _ in rows[:3]) + (f", ... ({len(rows)} entries)" if len(rows) > 3 else "")
         note(f"left behind: {component}, {human(size)} ({why}): {names}", quiet)
+
+
+def not_read(rows: list[dict[str, Any]], quiet: bool, of: str = "") -> None:
+    """Name the files of a checkpoint that a command did not read, as `Unread.to_json` has them."""
+    from . import beside
+    from .index import Unread
+
+    for text in beside.note([Unread(**r) for r in rows]):
+        note(f"note: {of}{text}", quiet)
 
 
 def print_json(data: Any) -> None:

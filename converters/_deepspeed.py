@@ -322,12 +322,6 @@ def scaler(optim: dict[str, Any]) -> dict[Path, Any]:
 DERIVED = "model weights are the fp32 masters; the low-precision weights the engine computes with follow from them by rounding"
 
 
-# What the frameworks on top of the engine write into the folder that holds the tag's
-# (transformers/trainer.py, _save_checkpoint; accelerate/checkpointing.py, save_accelerator_state).
-_SIDE = re.compile(
-    r"scheduler\.(bin|pt)|random_states_\d+\.pkl|rng_state(_\d+)?\.pth|training_args\.bin|trainer_state\.json|sampler\.bin|"
-    r"dl_state_dict\.bin|scaler\.pt"
-)
 _TRAINER = ("global_step", "epoch", "max_steps", "num_train_epochs", "num_input_tokens_seen", "train_batch_size")
 
 
@@ -573,24 +567,19 @@ class Reading:
         return from_cuts(shape, dtype, ("model", name), cuts)
 
     def take_side_files(self) -> None:
-        """What HF Trainer and Accelerate put beside the save: scheduler and counters are taken, the rest is named."""
+        """What HF Trainer and Accelerate put beside the save: scheduler and counters are taken; beside.py names the rest."""
         if not self.save.folder:
             return  # the tag's own folder was given: what lies above it is not asked for
-        left: list[str] = []
         for name in self.source.list():
             if name in ("scheduler.bin", "scheduler.pt") and not any(p[0] == "lr_scheduler" for p in self.rest):
                 self.names.append(name)
                 file = File(self.source, name, len(self.names) - 1)
                 self.take(("lr_scheduler",), file.tree, file)
-            elif _SIDE.fullmatch(name):
-                left.append(name)
         if self.source.exists("trainer_state.json"):
             said = _json(self.source, "trainer_state.json")
             self.rest.update({("trainer", k): said[k] for k in _TRAINER if isinstance(said.get(k), (int, float))})
-        if left:
-            self.notes.append(
-                f"beside the save lie {', '.join(left)}, which are not carried; copy what the next job needs"
-            )
+            if said.get("log_history"):
+                self.notes.append("of trainer_state.json the counters are carried, log_history is not")
 
     def done(self, layout: str, world: int | None, like: tuple[str, ...] | None = None) -> Checkpoint:
         """The checkpoint of what was read. `like` names numbered parameters, where there are such."""

@@ -28,7 +28,6 @@ nn/data_parallel/fully_sharded_data_parallel.py; files of torch 2.10 to 2.13.
 from __future__ import annotations
 
 import os
-import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
@@ -124,16 +123,7 @@ def _read(source: Source, options: ReadOptions) -> Checkpoint:
             f'ranks that should have the same have not, in {len(files.unlike)} tensors, first "{files.unlike[0]}"; that of the '
             "lowest rank is taken"
         )
-    left = [n for n in source.list() if n not in files.names and not _IGNORED.fullmatch(n)]
-    if left:
-        out.notes.append(f"left out, as no file of a rank: {', '.join(left[:6])}{', ...' if len(left) > 6 else ''}")
     return out
-
-
-_IGNORED = re.compile(
-    r"flat_layout\.json|ckpttool\.json|config\.json|fsdp_config\.json|generation_config\.json|huggingface|"
-    r"tokenizer.*|special_tokens_map\.json|.*\.md|\..*|case\.json"
-)
 
 
 def _own_config(source: Source) -> dict[str, Any] | None:

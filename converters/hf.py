@@ -95,7 +95,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     elif shards:
         tensors, files = _sharded(source, shards)
     else:
-        tensors, files = _plain(source, _counting(source, names, notes))
+        tensors, files = _plain(source, _counting(source, names))
     state = training_state.read(source, len(files)) if training_state.FOLDER in names else None
     config = modelfiles.read_config(source) if file is None and "config.json" in names else None
     if options.config is not None:
@@ -131,7 +131,7 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
     return training_state.merged(ckpt, source)
 
 
-def _counting(source: Source, names: list[str], notes: list[str]) -> list[str]:
+def _counting(source: Source, names: list[str]) -> list[str]:
     """The files that are the model, where no index says: all there are, but beside model.safetensors what transformers
     does not read.
 
@@ -140,7 +140,6 @@ def _counting(source: Source, names: list[str], notes: list[str]) -> list[str]:
     """
     files = [n for n in names if n.endswith(".safetensors")]
     if _WHOLE in files and ("config.json" in names or _ADAPTER in files):
-        _say_aside([n for n in files if n != _WHOLE and ("config.json" in names or n == _ADAPTER)], notes)
         files = [n for n in files if n == _WHOLE or ("config.json" not in names and n != _ADAPTER)]
     for name in files:
         m = _NUMBERED.fullmatch(name)
@@ -157,12 +156,6 @@ def _counting(source: Source, names: list[str], notes: list[str]) -> list[str]:
                 "incomplete; fetch the folder again, or give the file itself to read it alone."
             )
     return files
-
-
-def _say_aside(files: list[str], notes: list[str]) -> None:
-    if files:
-        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-        notes.append(f"{files[0]}{more} lies beside the model and is no part of it; give the file itself to read it")
 
 
 def _plain(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
@@ -197,7 +190,6 @@ def _indexed(source: Source, notes: list[str]) -> tuple[dict[str, TensorEntry], 
             f"{source.root} holds {_WHOLE}, which transformers reads, and {_INDEX}, which names other files. One of the two "
             f"is left over from an earlier save: remove it, or give {_WHOLE} itself."
         )
-    _say_aside(aside, notes)
     stfile.announce(source, files)
     slots = [stfile.slots(source, f) for f in files]
     at = {f: i for i, f in enumerate(files)}

@@ -46,6 +46,7 @@ ROOMS: dict[str, set[str]] = {
     "stfile": {"errors", "index", "jsontext", "store"},
     "modelfiles": {"errors", "jsontext", "store"},
     "remote": {"errors", "store"},
+    "beside": {"errors", "index", "modelfiles", "remote", "store"},
     "digests": {"index"},
     "torchzip": {"errors", "boxes", "crc", "index", "pickles"},
     "draft": {"errors", "index"},
@@ -63,6 +64,7 @@ ROOMS: dict[str, set[str]] = {
     "conversion": {
         "_version",
         "adapters",
+        "beside",
         "digests",
         "draft",
         "errors",
@@ -79,7 +81,7 @@ ROOMS: dict[str, set[str]] = {
         "stream",
     },
     "comparison": {"boxes", "conversion", "errors", "fill", "index", "stream"},
-    "summary": {"conversion", "index", "names", "remote"},
+    "summary": {"beside", "conversion", "index", "names", "remote"},
     "audit.planes": set(),
     "audit.options": {"errors"},
     "audit.tarball": {"errors"},
@@ -289,7 +291,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "hub.pull": {"conversion", "errors", "fill", "hub.client", "jsontext", "remote"},
     "hub.commands": {"hub.pull", "hub.push", "summary", "terminal"},
-    "terminal": {"errors", "summary"},
+    "terminal": {"beside", "errors", "index"},
     "cli": {
         "audit.commands",
         "hub.commands",

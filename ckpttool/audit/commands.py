@@ -147,6 +147,7 @@ def export(
     dtype: Dtype = None,
     max_memory: Annotated[str | None, typer.Option("--max-memory", help="Memory budget of the buffers.")] = None,
     jobs: Jobs = None,
+    drop: Drop = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing archive.")] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not read the archive back.")] = False,
     no_ledger: NoLedger = False,
@@ -169,7 +170,7 @@ def export(
     try:
         done = run(
             src, dst, options, in_ledger=not no_ledger, verify=not no_verify, progress=meter, layout=from_,
-            config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag, dtype=dtype, force=force,
+            config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag, dtype=dtype, drop=drop, force=force,
             max_memory_bytes=bytes_of(max_memory) if max_memory else None, jobs=_jobs(jobs),
         )  # fmt: skip
     finally:
@@ -179,6 +180,7 @@ def export(
         print_json({
             **asdict(done.facts), "source": done.result.source, "destination": done.result.destination,
             "read_back": done.result.verified, "ledger": done.entry, "notes": done.result.notes,
+            "not_read": done.result.not_read,
             "seconds": round(seconds, 3), "peak_memory_mib": int(peak().split()[1]),
         })  # fmt: skip
         return

@@ -77,6 +77,7 @@ def push(
         ),
     ] = None,
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Files hashed, and sent, at the same time.")] = 4,
+    drop: Drop = False,
     dry_run: DryRun = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -91,7 +92,7 @@ def push(
         "revision": revision, "public": public, "pull": pr, "message": message, "jobs": jobs, "layout": from_,
         "dtype": dtype, "cast": cast_rules(cast) or None, "max_shard_bytes": bytes_of(max_shard_size), "config": config,
         "like": like, "flat_layout": flat_layout, "wrap": comma(wrap), "tag": tag, "adapter": adapter or None,
-        "training": include_optimizer or None,
+        "training": include_optimizer or None, "drop": drop or None,
     }  # fmt: skip
     meter = Meter(quiet)
     began = time.monotonic()

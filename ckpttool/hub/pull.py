@@ -60,7 +60,8 @@ def pull(
     notes: list[str] = []
     expected = _expected(hub, state, notes)
     result = conversion.convert(f"{hub.url}@{state.commit}", dst, to=to, expected=expected, progress=progress, **how)
-    if set(result.digest) == {"all", "model"}:
+    aside = any(r["component"] in ("optim", "extra") for r in result.not_read)
+    if set(result.digest) == {"all", "model"} and not aside:
         notes.append("the repository holds weights and nothing else: training from here starts the optimizer anew")
     if expected and not result.compared:
         notes.append(f"{RECORD} in the repository is of other weights than these, so there were no digests to compare")

@@ -70,6 +70,7 @@ class Pushed:
     digest: dict[str, str] = field(default_factory=dict)
     dropped: list[tuple[str, int, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    not_read: list[dict[str, Any]] = field(default_factory=list)  # files of the source that no layout read
 
 
 @dataclass(frozen=True)
@@ -541,6 +542,7 @@ class _Push:
             self.opened.source.root, self.opened.layout.name, self.repository.url, self.revision,
             state.private if state else not self.public, created,
             dropped=[(d.name, d.nbytes, d.why) for d in self.draft.dropped], notes=list(self.notes),
+            not_read=[r.to_json() for r in self.opened.checkpoint.unread],
         )  # fmt: skip
 
 

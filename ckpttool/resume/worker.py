@@ -111,7 +111,9 @@ def run(settings: Settings, probe_file: str, tell: Tell) -> Trace | None:
         entries = [t.path for t in ckpt.tensors.values()] + [v.path for v in ckpt.values.values()]
         trained = job.optimizer is not None and any(path[0] == "optim" for path in entries)
         if not trained:
-            out.notes.append("the checkpoint has no optimizer state; the optimizer of the job begins anew")
+            aside = any(r.component == "optim" for r in ckpt.unread)
+            lacks = "what was read has no optimizer state" if aside else "the checkpoint has no optimizer state"
+            out.notes.append(f"{lacks}; the optimizer of the job begins anew")
         tell(f"loading {settings.source}")
         failed = _load(settings, job, trained, out, tell)
         if failed is not None:
