@@ -17,6 +17,7 @@ from .audit.commands import app as audit_app
 from .errors import EXIT_CODES, CkpttoolError, Interrupted, NoSpace, NotRecognised, UsageError
 from .hub import commands as hub
 from .terminal import (
+    AllowNameMismatch,
     Cast,
     Config,
     Drop,
@@ -32,6 +33,7 @@ from .terminal import (
     Precision,
     Quiet,
     Src,
+    StripPrefix,
     Tag,
     Threads,
     UseOrigParams,
@@ -97,6 +99,8 @@ def convert(
     include_optimizer: Annotated[
         bool, typer.Option("--include-optimizer", help="hf: optimizer and all other state beside the weights.")
     ] = False,
+    strip_prefix: StripPrefix = None,
+    allow_name_mismatch: AllowNameMismatch = False,
     max_memory: Annotated[
         str | None, typer.Option("--max-memory", help="Memory budget; buffers shrink or grow to fit.")
     ] = None,
@@ -116,7 +120,8 @@ def convert(
         "config": config, "like": like, "flat_layout": flat_layout, "wrap": comma(wrap), "tag": tag,
         "use_orig_params": use_orig_params, "zero_stage": zero_stage, "sub_group_size": sub_group_size,
         "precision": precision, "write_tag": write_tag, "max_shard_bytes": bytes_of(max_shard_size),
-        "adapter": adapter, "training": include_optimizer,
+        "adapter": adapter, "training": include_optimizer, "strip_prefix": strip_prefix,
+        "allow_name_mismatch": allow_name_mismatch,
     }  # fmt: skip
     if dry_run:
         _dry_run(src, dst, {**how, "drop": drop}, as_json)

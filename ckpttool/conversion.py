@@ -38,7 +38,7 @@ from .errors import (
 from .fill import Progress, fill, silent, tensor_digests
 from .index import ITEMSIZE, Checkpoint, TensorEntry, Unread, check, joined, strangers, twins
 from .jsontext import parse
-from .names import refuse_surrogates
+from .names import refuse_surrogates, without_prefix
 from .objects import NOTE
 from .sending import Sending, SendingFolder
 from .store import Source, raise_file_limit
@@ -263,6 +263,8 @@ def plan(
     max_shard_bytes: int = 5_000_000_000,
     adapter: bool = False,
     training: bool = False,
+    strip_prefix: str | None = None,
+    allow_name_mismatch: bool = False,
     archive: Any = None,
     drop: bool = False,
 ) -> tuple[Opened, Draft, layouts.Layout]:
@@ -279,6 +281,10 @@ def plan(
         write_tag: name of the DeepSpeed save; `global_step<N>` where None.
         adapter: of hf, whether the adapter alone is written, as PEFT saves it.
         training: of hf, whether optimizer state and all other state is written beside the weights.
+        strip_prefix: of hf, modules that the names of the weights begin with and that are left out ("net."); names without
+            them stay.
+        allow_name_mismatch: of hf, whether weights are written that the model of the config does not have, or has in other
+            shapes.
         archive: options of an audit archive, an `ArchiveOptions`.
         drop: go on without what the target cannot hold, and without state in files that were not read (`Checkpoint.unread`).
 
@@ -298,6 +304,10 @@ def plan(
         if aside and not drop:
             raise Unsupported(_not_carried(opened, target, aside))
         ckpt = opened.locate()
+        if (strip_prefix or allow_name_mismatch) and target.name != "hf":
+            raise UsageError(f"--strip-prefix and --allow-name-mismatch are of hf; {target.name} keeps the names.")
+        if strip_prefix is not None:
+            ckpt = opened.checkpoint = without_prefix(ckpt, strip_prefix)
         if adapter:
             if training or target.name != "hf":
                 raise UsageError(
@@ -316,7 +326,8 @@ def plan(
             **model, target=name, world_size=world_size,
             max_shard_bytes=max_shard_bytes, cast=_caster(dtype, cast or {}), use_orig_params=use_orig_params,
             zero_stage=zero_stage, sub_group_size=sub_group_size, write_tag=write_tag,
-            precision=None if precision is None else _dtype(precision), adapter=adapter, training=training, archive=archive,
+            precision=None if precision is None else _dtype(precision), adapter=adapter, training=training,
+            allow_name_mismatch=allow_name_mismatch, archive=archive,
         )  # fmt: skip
         refuse_surrogates(ckpt.tensors)  # every record lists them by name
         draft = target.write(ckpt, opened.source, options)

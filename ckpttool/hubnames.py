@@ -8,6 +8,9 @@ tensors together again.
 
 Most architectures need none of that; those in PLAIN are known to have equal names, which a test proves with
 transformers, and cost nothing.
+
+`relate` can also judge: the same child lets `from_pretrained` load the names and shapes that would be written, all of them
+on the meta device, and reports what it misses, does not expect, or finds in another shape.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Any, NamedTuple
 from .child import in_child
 from .errors import Corrupt, Unsupported
 
-__all__ = ["PLAIN", "Relation", "meta_model", "relate"]
+__all__ = ["PLAIN", "Relation", "Verdict", "meta_model", "relate"]
 
 #: model_type of architectures whose parameters have the same names in memory and on the Hub.
 PLAIN = frozenset((
@@ -38,31 +41,53 @@ class View(NamedTuple):
     strides: tuple[int, ...]
 
 
+class Verdict(NamedTuple):
+    """What `from_pretrained` says of some weights. `shapes` are sentences; `strip` is the prefix without which all names
+    and shapes are right, None where no prefix does that."""
+
+    model: str
+    parameters: int
+    missing: list[str]
+    unexpected: list[str]
+    shapes: list[str]
+    strip: str | None
+
+    @property
+    def good(self) -> bool:
+        """Whether every weight would be loaded, and no other one is needed."""
+        return not (self.missing or self.unexpected or self.shapes)
+
+
 class Relation(NamedTuple):
     """`views` {Hub name: part of a parameter in memory}; `shapes` {parameter: shape}; `tied` {dropped: kept};
-    `together` {Hub name: first one in the same storage when transformers saves}, which its shards do not separate."""
+    `together` {Hub name: first one in the same storage when transformers saves}, which its shards do not separate;
+    `verdict` where it was asked for."""
 
     views: dict[str, View]
     shapes: dict[str, tuple[int, ...]]
     tied: dict[str, str]
     together: dict[str, str]
+    verdict: Verdict | None = None
 
 
-def relate(config: dict[str, Any], tensors: dict[str, tuple[int, ...]] | None) -> Relation:
-    """How the parameters of a model, {name: shape} in memory, stand on the Hub; None takes the model's own list.
+def relate(config: dict[str, Any], tensors: dict[str, tuple[int, ...]] | None, judge: bool = False) -> Relation:
+    """How the parameters of a model, {name: shape} in memory, stand on the Hub; None takes the model's own list. With
+    `judge`, whether the model of `config` loads them.
 
     Raises:
         Unsupported: transformers is missing, does not know the architecture, or would compute instead of rename.
     """
-    question = json.dumps({"config": config, "tensors": tensors}).encode()
+    question = json.dumps({"config": config, "tensors": tensors, "judge": judge}).encode()
     try:
         answer = json.loads(_asked(question))
     except Corrupt as e:
         raise Unsupported(
-            f"transformers cannot tell the Hub names of model_type {config.get('model_type')!r}: {e}"
+            f"transformers cannot tell the Hub names of model_type {config.get('model_type')!r}: {str(e)[:300]}"
         ) from None
     views = {k: View(of, tuple(s), o, tuple(st)) for k, (of, s, o, st) in answer["views"].items()}
-    return Relation(views, {k: tuple(v) for k, v in answer["shapes"].items()}, answer["tied"], answer["together"])
+    verdict = None if answer["verdict"] is None else Verdict(**answer["verdict"])
+    shapes = {k: tuple(v) for k, v in answer["shapes"].items()}
+    return Relation(views, shapes, answer["tied"], answer["together"], verdict)
 
 
 @lru_cache(16)
@@ -102,6 +127,10 @@ def _answer(_: str) -> bytes:
     shapes = {k: tuple(v) for k, v in (question["tensors"] or own).items()}
     state = {k: torch.empty(s, device="meta") for k, s in shapes.items()}
     by_storage = {v.untyped_storage()._cdata: k for k, v in state.items()}
+    try:
+        verdict = _judged(model, state) if question["judge"] else None
+    except Exception:  # no verdict then; what transformers cannot load this way it may load from files
+        verdict = None
     saved = revert_weight_conversion(model, dict(state))
     first: dict[int, str] = {}
     together = {k: o for k, t in saved.items() if (o := first.setdefault(t.untyped_storage()._cdata, k)) != k}
@@ -116,4 +145,45 @@ def _answer(_: str) -> bytes:
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     if not isinstance(tied, dict):
         tied = {}
-    return json.dumps({"views": views, "shapes": shapes, "tied": dict(tied), "together": together}).encode()
+    return json.dumps({
+        "views": views, "shapes": shapes, "tied": dict(tied), "together": together,
+        "verdict": None if verdict is None else verdict._asdict(),
+    }).encode()  # fmt: skip
+
+
+def _judged(model: Any, state: dict[str, Any]) -> Verdict:
+    """In the child: what becomes of a state, {name in memory: meta tensor}, on its way to the Hub and back."""
+    found = _loaded(model, state)
+    if found.good:
+        return found
+    parts = next((n.split(".") for n in state if n in found.unexpected), next(iter(state)).split("."))
+    for k in range(1, len(parts)):
+        prefix = ".".join(parts[:k]) + "."
+        short = {n.removeprefix(prefix): t for n, t in state.items()}
+        if len(short) == len(state) and _loaded(model, short).good:
+            return found._replace(strip=prefix)
+    return found
+
+
+def _loaded(model: Any, state: dict[str, Any]) -> Verdict:
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    shapes: list[str] = []
+    missing: list[str] = []
+    unexpected: list[str] = []
+    try:
+        saved = revert_weight_conversion(model, dict(state))
+        _, info = type(model).from_pretrained(
+            None, config=model.config, state_dict=saved, device_map="meta", output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )  # fmt: skip
+        missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+        shapes = [
+            f'"{n}" is {list(mine)}, the model has {list(its)}' for n, mine, its in sorted(info["mismatched_keys"])
+        ]
+    except RuntimeError as e:  # a conversion of names that takes tensors of other shapes
+        shapes = [str(e).splitlines()[0][:200]]
+    return Verdict(type(model).__name__, len(model.state_dict()), missing, unexpected, shapes, None)

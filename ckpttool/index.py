@@ -30,6 +30,7 @@ __all__ = [
     "Chunk",
     "Chunks",
     "Extent",
+    "Number",
     "Record",
     "TensorEntry",
     "Unread",
@@ -55,6 +56,12 @@ ITEMSIZE: dict[str, int] = {
 
 #: No tensor has more elements than this, so that products of sizes stay inside 64 bits.
 MAX_NUMEL = 1 << 56
+
+
+class Number(str):
+    """An element of a path that is an integer as a key of a dict: {0: ...}. DCP, whose keys are text, has it as text."""
+
+    __slots__ = ()
 
 
 def joined(path: Path) -> str:

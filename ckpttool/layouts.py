@@ -84,6 +84,7 @@ class WriteOptions(Model):
     write_tag: str | None = None  # name of a DeepSpeed save
     adapter: bool = False  # of hf: the adapter alone, as PEFT saves it
     training: bool = False  # of hf: the whole state, beside the weights
+    allow_name_mismatch: bool = False  # of hf: weights that are not those of the config's model are written too
     archive: Any = None  # what `audit export` was asked for, an audit.options.ArchiveOptions
 
 

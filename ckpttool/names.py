@@ -6,7 +6,13 @@ the model, the optimizer and the rest among the usual shapes and returns the lea
     model.<fqn>   optim.state.<fqn>.<slot>   optim.param_groups.<i>.<key>   scheduler...   scaler...   rng...
     dataloader...   trainer.<key>   extra...
 
-with `origin`, the paths that were changed, by which `original` puts the user's own top-level keys back.
+with `origin`, the paths that were changed, by which `own_tree` gives the tree back that the trainer wrote:
+
+    ("model",) -> ("state_dict",)                        a component, and the key it had
+    ("model", "net.w") -> ("_orig_mod.net.w",)           an entry that had another place than its component's
+    ("optim", "params", "net.w") -> (0,)                 what the optimizer calls a parameter
+    ("optim", "state") -> ("optimizer", "state.")        an optimizer flattened to "state.<fqn>.<slot>"
+    ("trainer", "step") -> ("step",)                     everything else, by its first elements
 
 The names are those of torch.distributed.checkpoint.state_dict.get_state_dict, flattened, so a live FSDP2 job's own
 checkpoint needs no mapping. Shapes known: {"model", "optim"}; {"model_state_dict", "optimizer_state_dict"};
@@ -20,14 +26,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from .errors import CkpttoolError, Corrupt, Unsupported
-from .index import Checkpoint, Path, joined, same_bytes, shape_of
+from .errors import CkpttoolError, Corrupt, Unsupported, UsageError
+from .index import Checkpoint, Number, Path, Value, joined, same_bytes, shape_of
 
 __all__ = [
     "COMPONENTS", "COUNTERS", "ROLES", "WRAPPERS", "Named", "canonical", "counted", "leads_back", "misplaced",
-    "name_order", "nest", "original", "refuse_surrogates", "strip_wrappers",
+    "name_order", "nest", "of_the_rest", "original", "own_tree", "refuse_surrogates", "strip_wrappers", "without_prefix",
 ]  # fmt: skip
 
 COMPONENTS = ("model", "optim", "scheduler", "scaler", "rng", "dataloader", "trainer", "extra")
@@ -52,6 +59,9 @@ COUNTERS = frozenset((
 
 #: The counters among them that count optimizer steps, the usual first.
 _STEPS = ("step", "global_step", "steps", "global_steps", "num_steps", "iteration")
+
+#: The first part of a key of an optimizer that was flattened.
+_FLAT_STATE, _FLAT_GROUPS = "state.", "param_groups."
 
 #: Wrapper modules that put themselves into the FQN: FSDP1, torch.compile, activation checkpointing, Lightning.
 WRAPPERS = frozenset(("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"))
@@ -97,6 +107,43 @@ def strip_wrappers(fqns: Iterable[str]) -> dict[str, str]:
     return out
 
 
+def without_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
+    """The same checkpoint without the modules `prefix` ("net.") in front of the names of parameters that begin with them, in
+    the model and in the optimizer.
+
+    Raises:
+        UsageError: no weight has the prefix. Corrupt: two names are the same afterwards.
+    """
+    prefix = prefix.rstrip(".") + "."
+    names = [str(t.path[1]) for t in ckpt.tensors.values() if t.path[0] == "model"]
+    if not any(n.startswith(prefix) and n != prefix for n in names):
+        first = f', first of all is "{names[0]}"' if names else ""
+        raise UsageError(f"--strip-prefix {prefix}: no weight has a name that begins so{first}.")
+
+    def short(path: Path) -> Path:
+        at = 1 if path[0] == "model" else 2 if path[:2] == ("optim", "state") else None
+        if at is None or len(path) <= at:
+            return path
+        return (*path[:at], str(path[at]).removeprefix(prefix) or path[at], *path[at + 1 :])
+
+    out = replace(ckpt, tensors={}, values={}, recorded={}, origin={})
+    renamed: dict[str, str] = {}
+    for name, t in ckpt.tensors.items():
+        path = short(t.path)
+        renamed[name] = joined(path)
+        if renamed[name] in out.tensors:
+            raise Corrupt(f'two tensors are "{renamed[name]}" without the prefix "{prefix}".')
+        out.tensors[renamed[name]] = t if path == t.path else replace(t, path=path)
+    for value in ckpt.values.values():
+        path, data = short(value.path), value.data
+        if path[:2] == ("optim", "param_groups") and path[3:] == ("params",) and isinstance(data, list):
+            data = [n.removeprefix(prefix) if isinstance(n, str) else n for n in data]
+        out.values[joined(path)] = Value(path, data)
+    out.recorded = {renamed.get(n, n): d for n, d in ckpt.recorded.items()}
+    out.origin = {q: p for q, p in ckpt.origin.items() if q[0] not in ("model", "optim")}
+    return out
+
+
 def canonical(
     leaves: Mapping[Path, Any],
     shape_of: Any,
@@ -116,31 +163,44 @@ def canonical(
     """
     found = dict(leaves)
     origin: dict[Path, Path] = {}
+    outer: Path = ()  # a key around everything
     notes: list[str] = []
     tops = {p[0] for p in found}
     if len(tops) == 1 and len({p[:2] for p in found}) > 1:
         inner = {str(p[1]) for p in found if len(p) > 2}
         if any(ROLES.get(n) == "model" for n in inner):  # {"app": {"model": ..., "optim": ...}}
-            notes.append(f'everything lies under the key "{next(iter(tops))}", which is not kept')
+            outer = (next(iter(tops)),)
+            notes.append(f'everything is under the key "{outer[0]}"; dcp and full keep it, other layouts do not')
             found = {p[1:]: v for p, v in found.items()}
     model_key, optim_key = _containers(found)
     out: dict[Path, Any] = {}
     raw_model: dict[str, Any] = {}
+    places: dict[str, Path] = {}
     raw_optim: dict[Path, Any] = {}
     rest: dict[Path, Any] = {}
     for p, leaf in found.items():
         top = p[0]
         if model_key is not None and top == model_key and len(p) > 1:
-            raw_model[joined(p[1:])] = leaf
+            name = joined(p[1:])
+            if places.setdefault(name, p) != p:
+                raise Corrupt(f"the model has two entries {name!r}, one of them in a dict or list of its own.")
+            raw_model[name] = leaf
         elif optim_key is not None and top == optim_key and len(p) > 1:
             raw_optim[p[1:]] = leaf
         elif model_key is None and len(p) == 1 and shape_of(leaf) is not None and not _is_known(str(top)):
+            places[str(top)] = p
             raw_model[str(top)] = leaf
         else:
             rest[p] = leaf
+    if model_key is not None and (*outer, model_key) != ("model",):
+        origin["model",] = (*outer, model_key)
     clean = strip_wrappers(raw_model)
+    q: Path
     for name, leaf in raw_model.items():
-        out["model", clean[name]] = leaf
+        q = ("model", clean[name])
+        out[q] = leaf
+        if original(q, origin) != (*outer, *places[name]):
+            origin[q] = (*outer, *places[name])
     taken: dict[Any, Any] = {}
     for p, leaf in rest.items():
         q = _rest(p)
@@ -151,15 +211,18 @@ def canonical(
         out[q] = leaf
         cut = _own(q)
         origin[q[:cut]] = p[: len(p) - (len(q) - cut)]
+    origin = {q: p for q, p in origin.items() if q != p}
     if raw_optim:
-        if raw_optim.keys() and all(p[0] == 0 for p in raw_optim):  # Lightning's list of optimizers, of one
-            raw_optim = {p[1:]: v for p, v in raw_optim.items()}
+        own: Path = (*outer, optim_key)
+        if all(p[0] == 0 for p in raw_optim):  # Lightning's list of optimizers, of one
+            raw_optim, own = {p[1:]: v for p, v in raw_optim.items()}, (*own, 0)
+        if own != ("optim",):
+            origin["optim",] = own
         try:
-            out.update(_optimizer(raw_optim, raw_model, clean, shape_of, like, same, notes))
+            out.update(_optimizer(raw_optim, raw_model, clean, shape_of, like, same, notes, origin))
         except Unsupported:
             if only is None or "optim" in only:
                 raise
-    origin = {q: p for q, p in origin.items() if q != p}
     trainer = "torchtitan" if model_key is None and "train_state" in tops and optim_key else None
     trainer = "Lightning" if {"loops", "callbacks"} <= {str(t) for t in tops} else trainer
     return Named(out, origin, trainer, notes)
@@ -221,20 +284,80 @@ def misplaced(paths: Sequence[Path]) -> Path | None:
 
 def leads_back(ckpt: Checkpoint) -> bool:
     """Whether the tree with the user's own keys, by `ckpt.origin`, would be read as this very state."""
-    if not ckpt.origin:
-        return True
     leaves: dict[Path, Any] = {t.path: t for t in ckpt.tensors.values()}
     leaves |= {v.path: v.data for v in ckpt.values.values()}
-    tree = {original(path, ckpt.origin): leaf for path, leaf in leaves.items()}
+    return not ckpt.origin or own_tree(leaves, ckpt.origin, same_bytes)[0] is not leaves
+
+
+def own_tree(leaves: dict[Path, Any], origin: Mapping[Path, Path], same: Any) -> tuple[dict[Path, Any], list[str]]:
+    """(the tree that `origin` tells of, {path: leaf}, notes) for the leaves of a state, {canonical path: TensorEntry or data}.
+
+    The leaves themselves are the tree where nothing else is known, and where a reader would not find the same state in
+    the other tree: numbers of parameters whose names do not follow any more, keys of which one holds another. `same` is
+    what the reader of the tree will pass to `canonical`.
+    """
+    if not origin:
+        return leaves, []
     try:
-        again = canonical(tree, shape_of, None, same_bytes).leaves
+        tree = _restored(leaves, origin)
+        nest(tree)
+        again = canonical(tree, shape_of, None, same).leaves
     except CkpttoolError:
-        return False
-    return (
-        len(tree) == len(leaves)
-        and again.keys() == leaves.keys()
-        and all(again[p] is leaf or again[p] == leaf for p, leaf in leaves.items())
-    )
+        again = {}
+    if again.keys() == leaves.keys() and all(again[p] is leaf or again[p] == leaf for p, leaf in leaves.items()):
+        return tree, []
+    return leaves, [
+        "the keys are ckpttool's canonical ones, not those of the source: with those, this state could not be read again"
+    ]
+
+
+def _restored(leaves: Mapping[Path, Any], origin: Mapping[Path, Path]) -> dict[Path, Any]:
+    """The tree without a proof.
+
+    Raises:
+        Corrupt: two leaves would have one place, or one tensor several.
+    """
+    outer = origin.get(("model",), ())[:-1]
+    states, groups = original(("optim", "state"), origin), original(("optim", "param_groups"), origin)
+    flat = groups[-1] == _FLAT_GROUPS
+    out: dict[Path, Any] = {}
+
+    def called(fqn: Any) -> Any:
+        return origin.get(("optim", "params", fqn), (fqn,))[0]
+
+    def put(path: Path, leaf: Any) -> None:
+        if path in out:
+            raise Corrupt(f"two entries have the place {joined(path)!r}.")
+        out[path] = leaf
+
+    for path, leaf in leaves.items():
+        kind = path[:2]
+        if path[0] not in ("model", "optim"):
+            put((*outer, *original(path, origin)), leaf)
+        elif kind == ("optim", "state") and len(path) > 3:
+            name = called(path[2])
+            if states[-1] == _FLAT_STATE:
+                put((*states[:-1], f"{_FLAT_STATE}{name}.{joined(path[3:])}"), leaf)
+            else:
+                put((*states, Number(name) if isinstance(name, int) else name, *path[3:]), leaf)
+        elif kind == ("optim", "param_groups") and len(path) > 3 and flat:
+            members = leaves.get((*path[:3], "params"), ())
+            if shape_of(leaf) is not None and len(members) != 1:
+                raise Corrupt(f"{joined(path)!r} is one tensor of several parameters.")
+            for fqn in members if path[3:] != ("params",) else ():
+                put((*groups[:-1], f"{_FLAT_GROUPS}{called(fqn)}.{joined(path[3:])}"), leaf)
+        elif kind == ("optim", "param_groups") and path[3:] == ("params",) and isinstance(leaf, list):
+            put((*groups, *path[2:]), [called(fqn) for fqn in leaf])
+        else:
+            put(original(path, origin), leaf)
+    if ("optim", "state") in origin and states[-1] == "state" and any(p[0] == "optim" for p in leaves):
+        put(states, {})  # an optimizer that has made no step; `load_state_dict` asks for the key
+    return out
+
+
+def of_the_rest(named: Named) -> Named:
+    """The same, of a layout that is no tree: its model and optimizer get canonical keys in dcp and full."""
+    return named._replace(origin={q: p for q, p in named.origin.items() if q[0] not in ("model", "optim")})
 
 
 def original(path: Path, origin: Mapping[Path, Path]) -> Path:
@@ -256,7 +379,11 @@ def _optimizer(
     like: Sequence[str] | None,
     same: Any,
     notes: list[str],
+    origin: dict[Path, Path],
 ) -> dict[Path, Any]:
+    """The leaves of the optimizer under their canonical paths; how they were called is added to `origin`."""
+    own = origin.get(("optim",), ("optim",))
+    flat = False
     state: dict[tuple[Any, Path], Any] = {}  # (fqn or id, slot path) -> leaf
     groups: dict[int, dict[Path, Any]] = {}
     flat_groups: dict[str, dict[Path, Any]] = {}
@@ -271,17 +398,21 @@ def _optimizer(
             for i, g in enumerate(leaf):
                 groups[i] = {(str(k),): v for k, v in g.items()} if isinstance(g, dict) else {("value",): g}
         elif head.startswith("state.") and len(p) == 1 and head.count(".") >= 2:
-            fqn, _, kind = head[len("state.") :].rpartition(".")
+            fqn, _, kind = head[len(_FLAT_STATE) :].rpartition(".")
             state[fqn, (kind,)] = leaf
+            flat = True
         elif head.startswith("param_groups.") and len(p) == 1 and head.count(".") >= 2:
-            fqn, _, key = head[len("param_groups.") :].rpartition(".")
+            fqn, _, key = head[len(_FLAT_GROUPS) :].rpartition(".")
             flat_groups.setdefault(fqn, {})[key,] = leaf
         elif head in ("state", "param_groups") and len(p) == 1 and leaf in ({}, []):
-            pass  # no state yet
+            if head == "state":
+                origin["optim", "state"] = (*own, "state")  # no state yet
         else:
             out["optim", *p] = leaf
+    if flat or flat_groups:
+        origin["optim", "state"], origin["optim", "param_groups"] = (*own, _FLAT_STATE), (*own, _FLAT_GROUPS)
     if flat_groups:
-        groups = _regroup(flat_groups, clean)
+        groups = _regroup(flat_groups)
     ids = bool(state or groups) and _integer_ids(state, groups)
     if ids:
         fqns = _resolve_ids(state, groups, raw_model, clean, shape_of, like, same, notes)
@@ -294,6 +425,7 @@ def _optimizer(
             )
         names = {str(k) for k, _ in state} | listed
         fqns = dict(strip_wrappers(names)) if not names <= clean.keys() else {n: clean[n] for n in names}
+    origin.update((("optim", "params", fqn), (name,)) for name, fqn in fqns.items() if fqn != name)
     for (key, slot), leaf in state.items():
         owner = fqns.get(_id(key) if ids else str(key))
         if owner is None:
@@ -330,17 +462,16 @@ def _integer_ids(state: Mapping[tuple[Any, Path], Any], groups: Mapping[int, Map
     return all(isinstance(_id(k), int) for k, _ in state)
 
 
-def _regroup(flat: Mapping[str, Mapping[Path, Any]], clean: Mapping[str, str]) -> dict[int, dict[Path, Any]]:
+def _regroup(flat: Mapping[str, Mapping[Path, Any]]) -> dict[int, dict[Path, Any]]:
     """Param groups from per-parameter options: parameters with equal options were, or could be, one group."""
-    names = dict(strip_wrappers(flat))
     out: list[tuple[Mapping[Path, Any], list[str]]] = []
     for fqn, options in flat.items():
         for known, members in out:
             if known == options:
-                members.append(names[fqn])
+                members.append(fqn)
                 break
         else:
-            out.append((options, [names[fqn]]))
+            out.append((options, [fqn]))
     return {i: {**options, ("params",): members} for i, (options, members) in enumerate(out)}
 
 
@@ -481,7 +612,8 @@ def name_order(
 
 
 def nest(leaves: Mapping[Path, Any]) -> Any:
-    """The tree of some leaves: str elements become keys of dicts, int elements positions in lists.
+    """The tree of some leaves: str elements become keys of dicts, a Number one that is an integer, int elements positions
+    in lists.
 
     nest({("a", 0): 1, ("a", 1): 2}) == {"a": [1, 2]}
     """
@@ -511,4 +643,4 @@ def _plain(x: Any) -> Any:
         if min(x) < 0 or last > 2 * len(x) + 64:
             raise Corrupt(f"a list with {len(x)} elements has one at position {last}.")
         return [_plain(x.get(k)) for k in range(last + 1)]  # DCP forgets an empty dict, which leaves a hole
-    return {k: _plain(v) for k, v in x.items()}
+    return {int(k) if type(k) is Number else k: _plain(v) for k, v in x.items()}

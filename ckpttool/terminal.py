@@ -17,6 +17,7 @@ import typer
 from .errors import UsageError
 
 __all__ = [
+    "AllowNameMismatch",
     "Cast",
     "Config",
     "Drop",
@@ -32,6 +33,7 @@ __all__ = [
     "Precision",
     "Quiet",
     "Src",
+    "StripPrefix",
     "Tag",
     "Threads",
     "UseOrigParams",
@@ -63,6 +65,16 @@ Src = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no notes.")]
 From = Annotated[str | None, typer.Option("--from", help="Layout of the source, where its files alone do not tell.")]
+StripPrefix = Annotated[
+    str | None,
+    typer.Option(
+        "--strip-prefix", help="hf: modules that names of weights begin with, to leave out.", metavar="PREFIX"
+    ),
+]
+AllowNameMismatch = Annotated[
+    bool,
+    typer.Option("--allow-name-mismatch", help="hf: write weights that the model of the config does not have."),
+]
 Config = Annotated[
     str | None, typer.Option("--config", help="Folder or id of a Hugging Face model: config and tokenizer files.")
 ]

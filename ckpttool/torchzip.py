@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from . import boxes
 from .crc import crc32
 from .errors import Corrupt, Unsafe, Unsupported
-from .index import ITEMSIZE, MAX_NUMEL, Chunks, Extent, Path, Record, TensorEntry, joined
+from .index import ITEMSIZE, MAX_NUMEL, Chunks, Extent, Number, Path, Record, TensorEntry, joined
 from .pickles import Global, Opaque, Truncated, dump, load, short
 
 __all__ = [
@@ -583,7 +583,7 @@ def _flatten(path: Path, x: Any, out: dict[Path, Any]) -> None:
             _flatten((*path, k), v, out)
     elif _is_optimizer_state(path, x):
         for k, v in x.items():
-            _flatten((*path, str(k)), v, out)
+            _flatten((*path, Number(str(k))), v, out)
     elif isinstance(x, list) and any(isinstance(v, (dict, StoredTensor)) or _nested(v) for v in x):
         for i, v in enumerate(x):
             _flatten((*path, i), v, out)

@@ -33,7 +33,7 @@ from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError
 from ckpttool.index import ITEMSIZE, Checkpoint, Chunks, Extent, Path, Record, TensorEntry, same_bytes, shape_of
 from ckpttool.jsontext import parse
 from ckpttool.layouts import Place, ReadOptions, checkpoint_of
-from ckpttool.names import canonical, strip_wrappers
+from ckpttool.names import canonical, of_the_rest, strip_wrappers
 from ckpttool.pickles import Global, Opaque, enum_members, short
 from ckpttool.store import Source
 from ckpttool.torchzip import StoredTensor
@@ -591,7 +591,7 @@ class Reading:
         leaves: dict[Path, Any] = {("model", n): t for n, t in self.model.items()}
         leaves.update(self.optim)
         leaves.update(self.rest)
-        named = canonical(leaves, shape_of, like, same_bytes, self.options.only)
+        named = of_the_rest(canonical(leaves, shape_of, like, same_bytes, self.options.only))
         out = checkpoint_of(named, layout, self.source.root, world, self.names, self.source)
         out.records = list(self.records.values())
         out.notes = self.notes + out.notes

@@ -43,7 +43,7 @@ from ckpttool.draft import Draft, DraftFile, Written
 from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError
 from ckpttool.index import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, Path, Record, TensorEntry, joined, shape_of
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of
-from ckpttool.names import canonical, original
+from ckpttool.names import canonical, own_tree
 from ckpttool.store import Source
 from ckpttool.stream import unfold
 
@@ -666,13 +666,18 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     world = options.world_size or ckpt.world_size
     if not world or world < 1:
         raise UsageError("--world-size is needed: the number of ranks of the job that will load this.")
-    paths = {name: original(t.path, ckpt.origin) for name, t in ckpt.tensors.items()}
-    paths.update((name, original(v.path, ckpt.origin)) for name, v in ckpt.values.items())
-    values: list[tuple[str, int, int]] = []  # flat key, offset in rank 0's file, length
+    leaves: dict[Path, Any] = {t.path: t for t in ckpt.tensors.values()}
+    leaves |= {v.path: v.data for v in ckpt.values.values()}
+    tree, notes = own_tree(leaves, _sharded_origin(ckpt), None)
+    paths: dict[str, Path] = {}  # of tensors, by canonical name
+    values: list[tuple[Path, int, int]] = []  # path, offset in rank 0's file, length
     head = bytearray()
-    for name, value in ckpt.values.items():
-        item = torchzip.small_zip(value.data)
-        values.append((joined(paths[name]), len(head), len(item)))
+    for path, leaf in tree.items():
+        if isinstance(leaf, TensorEntry):
+            paths[joined(leaf.path)] = path
+            continue
+        item = torchzip.small_zip(leaf)
+        values.append((path, len(head), len(item)))
         head += item
     files = [f"__{r}_0.distcp" for r in range(world)]
     at = [len(head)] + [0] * (world - 1)
@@ -687,7 +692,17 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     ]
     rows = sum(len(t.chunks) for t in tensors.values())
     draft_files.append(DraftFile(".metadata", 400 * rows + 1000, lambda: _metadata(out, paths, values)))
-    return Draft(out, dict(ckpt.tensors), draft_files, before=_before, after=_after)
+    return Draft(out, dict(ckpt.tensors), draft_files, before=_before, after=_after, notes=notes)
+
+
+def _sharded_origin(ckpt: Checkpoint) -> dict[Path, Path]:
+    """Without the numbers that an optimizer gives its parameters, unless ranks saved them: in a file of one process they
+    stand for names, and a job of several ranks asks for names."""
+    if ckpt.world_size is not None:
+        return ckpt.origin
+    return {
+        q: p for q, p in ckpt.origin.items() if not (q[:2] == ("optim", "params") and len(q) == 3 and type(p[0]) is int)
+    }
 
 
 def _placed(t: TensorEntry, sizes: list[int], at: list[int]) -> Chunks:
@@ -816,8 +831,8 @@ def _text(value: str) -> bytes:
     return b"X" + struct.pack("<I", len(raw)) + raw
 
 
-def _metadata(ckpt: Checkpoint, paths: dict[str, Path], values: list[tuple[str, int, int]]) -> bytes:
-    """The bytes of .metadata."""
+def _metadata(ckpt: Checkpoint, paths: dict[str, Path], values: list[tuple[Path, int, int]]) -> bytes:
+    """The bytes of .metadata: tensors at `paths`, by canonical name, and values at theirs."""
     e = _Emitter()
     m, out = e.memo, e.out
     keys = {name: joined(paths[name]) for name in paths}
@@ -842,14 +857,14 @@ def _metadata(ckpt: Checkpoint, paths: dict[str, Path], values: list[tuple[str, 
         rows = b"".join(box + e.size(start) + m["sizes"] + e.size(shape) + b"ub" for start, shape in t.chunks.boxes())
         out += m["TensorStorageMetadata"] + b")\x81}(" + m["properties"] + properties[t.dtype]
         out += m["size"] + e.size(t.shape) + m["chunks"] + b"](" + rows + b"eub"
-    for key, _, _ in values:
-        e.text(key)
+    for path, _, _ in values:
+        e.text(joined(path))
         out += m["BytesStorageMetadata"] + b")\x81"
     out += b"u" + m["planner_data"] + b"}("
-    for name in [*ckpt.tensors, *ckpt.values]:
-        e.text(keys[name])
+    for path in [*(paths[name] for name in ckpt.tensors), *(path for path, _, _ in values)]:
+        e.text(joined(path))
         out += b"("
-        for p in paths[name]:
+        for p in path:
             if isinstance(p, int):
                 out += _int(p)
             else:
@@ -862,8 +877,8 @@ def _metadata(ckpt: Checkpoint, paths: dict[str, Path], values: list[tuple[str, 
             before, after = _frame_sizes(t.dtype, shape)
             file, offset = ckpt.files[c.file[k]], c.offset[k] - before
             _storage(e, keys[name], e.size(start), k, file, offset, c.length[k] + before + after)
-    for key, offset, length in values:
-        _storage(e, key, b"N", None, ckpt.files[0], offset, length)
+    for path, offset, length in values:
+        _storage(e, joined(path), b"N", None, ckpt.files[0], offset, length)
     out += b"u" + m["storage_meta"] + b"N" + m["version"] + _text("1.0.0") + b"ub."
     return bytes(out)
 

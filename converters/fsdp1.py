@@ -39,7 +39,7 @@ from ckpttool.flatlayout import FLAT, Flat, FlatLayout, ModelNames, Part
 from ckpttool.index import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, same_bytes, shape_of, twins
 from ckpttool.jsontext import parse
 from ckpttool.layouts import Layout, Model, Place, ReadOptions, checkpoint_of
-from ckpttool.names import canonical, name_order, strip_wrappers
+from ckpttool.names import canonical, name_order, of_the_rest, strip_wrappers
 from ckpttool.sharded import is_sharded
 from ckpttool.store import Source
 from ckpttool.torchzip import StoredTensor
@@ -114,7 +114,7 @@ def _read(source: Source, options: ReadOptions) -> Checkpoint:
         leaves.update(_optimizer(files, parts["optim"], known, options, config))
     leaves.update(rest_of(files, parts["rest"], leaves))
     like = options.like.optimizer if options.like else None
-    named = canonical(leaves, shape_of, like, same_bytes, options.only)
+    named = of_the_rest(canonical(leaves, shape_of, like, same_bytes, options.only))
     out = checkpoint_of(named, "fsdp1", source.root, world, files.names, source)
     out.records, out.config = list(files.records.values()), config
     out.notes = [*out.notes, *dict.fromkeys(files.notes)]

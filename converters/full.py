@@ -10,6 +10,7 @@ Written: a zip of stored records under `archive/`, each 64-byte aligned and with
 
     {"model": {fqn: tensor}, "optim": {"state": {fqn: {slot: tensor}}, "param_groups": [...]}, ...the rest}
 
+or, of what was dcp or full, the source's own tree: its keys, its names of parameters, its integer ids.
 Tied weights share a storage again. `archive/ckpttool.json` holds the digests; torch does not look at it. What
 weights_only=True would refuse (instances of classes, numpy arrays) is listed as dropped.
 
@@ -24,10 +25,10 @@ from typing import Any
 from ckpttool import torchzip
 from ckpttool.draft import Draft, Dropped
 from ckpttool.errors import Corrupt, Unsafe, Unsupported
-from ckpttool.index import Checkpoint, Chunks, Path, TensorEntry, same_bytes, shape_of, twins
+from ckpttool.index import Checkpoint, Chunks, Path, TensorEntry, joined, same_bytes, shape_of, twins
 from ckpttool.jsontext import parse
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of
-from ckpttool.names import canonical, nest, original
+from ckpttool.names import canonical, nest, own_tree
 from ckpttool.pickles import Global, Opaque, children
 from ckpttool.store import Source
 from ckpttool.torchdraft import TorchFiles
@@ -107,20 +108,21 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     wanted = {n: replace(t, dtype=options.cast(n, t.dtype)) for n, t in ckpt.tensors.items()}
     same = {n: o for n, o in twins(ckpt.tensors).items() if wanted[n].dtype == wanted[o].dtype}
     keys = {name: str(i) for i, name in enumerate(n for n in ckpt.tensors if n not in same)}
-    leaves: dict[Path, Any] = {}
-    for name, t in wanted.items():
-        ref = torchzip.TensorRef(t.dtype, t.shape, keys[same.get(name, name)], t.numel)
-        leaves[original(t.path, ckpt.origin)] = ref
-    for v in values.values():
-        leaves[original(v.path, ckpt.origin)] = v.data
+    leaves: dict[Path, Any] = {t.path: t for t in wanted.values()}
+    leaves |= {v.path: v.data for v in values.values()}
+    tree, notes = own_tree(leaves, ckpt.origin, same_bytes)
+    for path, leaf in tree.items():
+        if isinstance(leaf, TensorEntry):
+            name = joined(leaf.path)
+            tree[path] = torchzip.TensorRef(leaf.dtype, leaf.shape, keys[same.get(name, name)], leaf.numel)
     files = TorchFiles()
-    files.add(options.target, nest(leaves), {key: wanted[n].nbytes for n, key in keys.items()})
+    files.add(options.target, nest(tree), {key: wanted[n].nbytes for n, key in keys.items()})
     tensors: dict[str, TensorEntry] = {}
     for name, t in wanted.items():
         at = files.offset(0, keys[same.get(name, name)])
         tensors[name] = replace(t, chunks=Chunks.whole(t.shape, 0, at, t.nbytes), coding="raw")
     out = Checkpoint("full", options.target, None, [], [], tensors, values)
-    return files.draft(out, dict(ckpt.tensors), dropped, same, recorded=True)
+    return files.draft(out, dict(ckpt.tensors), dropped, same, notes, recorded=True)
 
 
 def _not_loadable(x: Any) -> str | None:

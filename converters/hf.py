@@ -245,20 +245,30 @@ def _sharded(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], 
 
 def _in_memory(tensors: dict[str, TensorEntry], config: dict[str, Any], notes: list[str]) -> dict[str, TensorEntry]:
     """The same tensors under the names a model has in memory, tied ones under both."""
-    relation = _relation(config, tensors, None, notes)
-    if relation is not None:
-        if set(relation.views) - set(relation.tied) <= set(tensors) and any(
-            v.of != k for k, v in relation.views.items()
-        ):
-            tensors = _fuse(tensors, relation)
-        tied = relation.tied if config.get("tie_word_embeddings", True) else {}
-    else:
-        tied = _usual_ties(config, tensors)
+    relation = _relation(config, tensors, notes)
+    if (
+        relation is not None
+        and set(relation.views) - set(relation.tied) <= set(tensors)
+        and any(v.of != k for k, v in relation.views.items())
+    ):
+        tensors = _fuse(tensors, relation)
+    tied = _ties(config, tensors, relation)
     for name, kept in tied.items():
         if name not in tensors and kept in tensors:
             tensors[name] = replace(tensors[kept], path=("model", name))
             notes.append(f'"{name}" is tied to "{kept}" (config.json); both names are kept')
     return tensors
+
+
+def _ties(
+    config: dict[str, Any] | None, tensors: dict[str, TensorEntry], relation: hubnames.Relation | None
+) -> dict[str, str]:
+    """{name: the one whose bytes it has} of what the model of a config ties."""
+    if config is None:
+        return {}
+    if relation is not None:
+        return relation.tied if config.get("tie_word_embeddings", True) else {}
+    return _usual_ties(config, tensors)
 
 
 def _usual_ties(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> dict[str, str]:
@@ -280,14 +290,13 @@ def _asks_transformers(config: dict[str, Any], tensors: dict[str, TensorEntry]) 
 def _relation(
     config: dict[str, Any],
     tensors: dict[str, TensorEntry],
-    shapes: dict[str, tuple[int, ...]] | None,
     notes: list[str],
 ) -> hubnames.Relation | None:
     """What transformers says of the names, where it must be asked and knows."""
     if not _asks_transformers(config, tensors):
         return None
     try:
-        return hubnames.relate(config, shapes)
+        return hubnames.relate(config, None)
     except Unsupported as e:
         notes.append(f"names are kept as they are: {e}")
         return None
@@ -354,7 +363,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """A folder that from_pretrained loads.
 
     Raises:
-        Unsupported: there are no weights, or config.json ties tensors whose bytes differ.
+        Unsupported: there are no weights, config.json ties tensors whose bytes differ, or its model has other tensors.
     """
     if options.adapter:
         return _write_adapter(ckpt, source, options)
@@ -366,7 +375,9 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     dropped = [Dropped(n, t.nbytes, "hf holds weights only") for n, t in rest.items()]
     dropped += [Dropped(n, 0, "hf holds weights only") for n in ckpt.values]
     config, extra = modelfiles.beside(source, options.config, notes)
-    stored, tied, together = _hub_tensors(ckpt, model, config, source, notes)
+    relation = None if config is None else _judged(ckpt, config, model, options, notes)
+    stored, tied, together = _hub_tensors(ckpt, model, config, relation, source, notes)
+    added = [f"model.{n}" for n, kept in _ties(config, model, relation).items() if n not in model and kept in stored]
     model = {k: replace(t, dtype=options.cast("model." + k, t.dtype)) for k, t in stored.items()}
     _refuse_dtypes(model)
     groups = _split(model, options.max_shard_bytes, together)
@@ -400,7 +411,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     names_of_files = [f.name for f in draft_files]
     held_values = dict(ckpt.values) if options.training else {}
     out = Checkpoint("hf", options.target, None, names_of_files, [f.size for f in draft_files], tensors, held_values)
-    return Draft(out, sources, draft_files, dropped=dropped, same=tied, notes=notes)
+    return Draft(out, sources, draft_files, dropped=dropped, same=tied, notes=notes, added=added)
 
 
 def _shard(
@@ -438,10 +449,68 @@ def _refuse_dtypes(model: dict[str, TensorEntry]) -> None:
             raise Unsupported(f'"{name}" is {t.dtype}, which safetensors does not hold. Cast it with --cast.')
 
 
+def _judged(
+    ckpt: Checkpoint, config: dict[str, Any], model: dict[str, TensorEntry], options: WriteOptions, notes: list[str]
+) -> hubnames.Relation | None:
+    """What transformers says of the names, where they may differ on the Hub; the model of the config has all of them and no
+    others, with these shapes. That is asked where a config was given, or transformers is asked anyway.
+
+    Raises:
+        Unsupported: it has not.
+    """
+    asks = _asks_transformers(config, model)
+    if not isinstance(config.get("model_type"), str) or not (asks or options.config):
+        return None
+    try:
+        relation = hubnames.relate(config, {k: t.shape for k, t in model.items()}, judge=True)
+    except Unsupported as e:
+        notes.append(f"names are kept as they are, and were not compared with those of the model of config.json: {e}")
+        return None
+    if relation.verdict is None:
+        notes.append(
+            "names were not compared with those of the model of config.json: transformers cannot load it on meta"
+        )
+    elif not relation.verdict.good:
+        said = _mismatch(ckpt, model, relation.verdict)
+        if not options.allow_name_mismatch:
+            raise Unsupported(said)
+        notes.append(said.partition(" from_pretrained would")[0])
+    return relation if asks else None
+
+
+def _mismatch(ckpt: Checkpoint, model: dict[str, TensorEntry], found: hubnames.Verdict) -> str:
+    """What a verdict that is not good says, and what to do."""
+    parts = []
+    if found.missing:
+        parts.append(f'{len(found.missing)} of its {found.parameters} tensors are missing, first "{found.missing[0]}"')
+    if found.unexpected:
+        parts.append(
+            f'{len(found.unexpected)} of the {len(model)} weights are not its own, first "{found.unexpected[0]}"'
+        )
+    if found.shapes:
+        parts.append(f"{len(found.shapes)} have other shapes, first {found.shapes[0]}")
+    if found.strip:
+        hint = (
+            f'All names and shapes are right without the prefix "{found.strip}": add --strip-prefix {found.strip[:-1]}.'
+        )
+    elif any("lora_" in n for n in model):
+        hint = "The weights hold an adapter: --adapter writes it as PEFT saves it."
+    elif ckpt.trainer == "torchtitan":
+        hint = "These are torchtitan's own names, which its state_dict_adapter maps: export with torchtitan's last_save_in_hf."
+    else:
+        hint = "Give the config of this very model."
+    return (
+        f"config.json describes a {found.model}, and the weights are not those of one: {'; '.join(parts)}. "
+        f"from_pretrained would fill what is missing with random numbers. {hint} To write the weights as they are, for code "
+        "that loads them by itself, use --allow-name-mismatch."
+    )
+
+
 def _hub_tensors(
     ckpt: Checkpoint,
     model: dict[str, TensorEntry],
     config: dict[str, Any] | None,
+    relation: hubnames.Relation | None,
     source: Source,
     notes: list[str],
 ) -> tuple[dict[str, TensorEntry], dict[str, str], dict[str, str]]:
@@ -449,15 +518,11 @@ def _hub_tensors(
     {name: first one} of those that it never puts into different shards."""
     together: dict[str, str] = {}
     tied = twins(model)
-    relation = _relation(config, model, {k: t.shape for k, t in model.items()}, notes) if config is not None else None
-    if config is not None and relation is not None:
-        if config.get("tie_word_embeddings", True):
-            tied.update({k: v for k, v in relation.tied.items() if k in model and v in model})
+    tied.update({k: v for k, v in _ties(config, model, relation).items() if k in model and v in model})
+    if relation is not None:
         out = {k: _crop(k, model[v.of], v) for k, v in relation.views.items()}
         together = relation.together
     else:
-        if config is not None:
-            tied.update({k: v for k, v in _usual_ties(config, model).items() if k in model})
         out = dict(model)
     gone: dict[str, str] = {}
     for name, kept in sorted(tied.items()):

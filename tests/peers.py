@@ -104,10 +104,17 @@ def load_hf(path: Path) -> dict[str, Tensor]:
 
 
 def tensors_of(tree: dict[str, Any]) -> dict[str, Tensor]:
-    """`model.<fqn>` and `optim.<fqn>.<slot>` of a {"model", "optim"} tree, the names of truth.safetensors."""
-    out = {f"model.{k}": t for k, t in tree.get("model", {}).items()}
-    for fqn, slots in tree.get("optim", {}).get("state", {}).items():
+    """`model.<fqn>` and `optim.<fqn>.<slot>` of a tree as the fixtures have them, the names of truth.safetensors."""
+    tree = tree.get("app", tree)
+    bare = {k: t for k, t in tree.items() if isinstance(t, Tensor)}
+    model = next((tree[k] for k in ("model", "model_state_dict", "state_dict") if k in tree), bare)
+    optim = next((tree[k] for k in ("optim", "optimizer", "optimizer_state_dict") if k in tree), {})
+    owners = [n for n in model if n != "lm_head.weight"]  # tied to the embedding where parameters have numbers
+    out = {f"model.{k}": t for k, t in model.items()}
+    for key, slots in optim.get("state", {}).items():
+        fqn = owners[int(key)] if str(key).isdigit() else key
         out.update({f"optim.{fqn}.{slot}": t for slot, t in slots.items()})
+    out.update({f"optim.{k[len('state.') :]}": t for k, t in optim.items() if k.startswith("state.")})
     return out
 
 

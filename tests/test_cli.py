@@ -336,7 +336,7 @@ def test_like_names_the_parameters_of_an_optimizer_that_numbers_them(tmp_path: P
     torch.save({"model": model, "optim": named}, tmp_path / "named.pt")
     like = ["--like", tmp_path / "named.pt"]
     assert run("convert", tmp_path / "ids.pt", tmp_path / "out", "--to", "dcp", "-n", "2", *like).returncode == 0
-    optim = load_dcp(tmp_path / "out")["optim"]
+    optim = load_dcp(tmp_path / "out")["optimizer"]
     for n, p in zip("abc", w, strict=True):
         assert difference({n: optim["state"][n]["exp_avg"]}, {n: optimizer.state[p]["exp_avg"]}) == []
     assert [(g["params"], g["lr"]) for g in optim["param_groups"]] == [(["c"], 0.001), (["a", "b"], 0.5)]

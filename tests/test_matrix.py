@@ -45,65 +45,66 @@ def named(label: str) -> Original:
     return next(o for o in ORIGINALS if o.label == label)
 
 
-def rest_of(tree: dict[str, Any], without: tuple[str, ...] = ("model", "optim")) -> dict[str, Any]:
-    return {k: v for k, v in tree.items() if k not in without}
-
-
 def by_torch(original: Original) -> dict[str, Any]:
     """What torch's own loader makes of the original."""
     return load_dcp(original.path) if original.path.is_dir() else load_full(original.path)
 
 
-def assert_groups_are_those_of(original: Original, groups: list[dict[str, Any]], model: list[str]) -> None:
-    """The param groups name the parameters, and every option of every parameter is what the job had."""
-    source = by_torch(original)
-    if original.saved_as == "flat_optimizer":  # options are stored parameter by parameter
-        wanted = {
-            k: v
-            for k, v in source["optim"].items()
-            if isinstance(k, str) and k.startswith("param_groups.")
-        }  # fmt: skip
-        assert len(groups) == 2
-        for group in groups:
-            for fqn in group["params"]:
-                for key, value in group.items():
-                    if key != "params":
-                        assert same_value(value, wanted.pop(f"param_groups.{fqn}.{key}"))
-        assert not wanted
-        return
-    if original.saved_as == "raw" or original.path.name == "ids.pt":  # integer ids, in the order of the model
-        given = (source.get("optimizer") or source["optimizer_state_dict"])["param_groups"]
-        owners = [n for n in model if n != "lm_head.weight"]  # tied to the embedding
-        wanted_groups = [{**g, "params": [owners[i] for i in g["params"]]} for g in given]
-    else:
-        wanted_groups = source["optim"]["param_groups"]
-    assert same_value(groups, wanted_groups)
+def plain(x: Any) -> Any:
+    """An OrderedDict as the dict it is."""
+    return {k: plain(v) for k, v in x.items()} if isinstance(x, dict) else x
 
 
-def assert_tree_is_that_of(original: Original, tree: dict[str, Any]) -> None:
-    """Tensors equal those of the live job, everything else what torch's own loader gives on the original."""
+def with_names(tree: dict[str, Any]) -> dict[str, Any]:
+    """A file whose optimizer numbers its parameters, as a sharded job asks for it: by names."""
+    owners = [n for n in tree["model_state_dict"] if n != "lm_head.weight"]  # tied to the embedding
+    optim = tree["optimizer_state_dict"]
+    state = {owners[i]: slots for i, slots in optim["state"].items()}
+    groups = [{**g, "params": [owners[i] for i in g["params"]]} for g in optim["param_groups"]]
+    return {**tree, "optimizer_state_dict": {**optim, "state": state, "param_groups": groups}}
+
+
+def assert_tree_is_that_of(original: Original, tree: dict[str, Any], sharded: bool) -> None:
+    """Tensors equal those of the live job, and the tree is the one that torch's own loader finds in the original: every key,
+    every nesting, every value."""
     assert difference(tensors(tree), original.truth()) == []
     if original.saved_as in WITHOUT_OPTIMIZER:
-        assert tree.keys() == {"model"}
+        assert (original.saved_as == "safetensors") or tree.keys() == {"model"}  # that one has its names at the root
         return
-    keys = ("model", "optim", "optimizer", "model_state_dict", "optimizer_state_dict", "state_dict")
-    assert same_value(rest_of(tree, keys), rest_of(by_torch(original), keys))
-    if "optim" in original.truth() or any(k.startswith("optim.") for k in original.truth()):
-        assert_groups_are_those_of(original, tree["optim"]["param_groups"], list(tree["model"]))
+    wanted = plain(by_torch(original))
+    if original.path.name == "ids.pt" and sharded:
+        wanted = with_names(wanted)
+    if original.saved_as == "raw" and not sharded:  # DCP keeps integer keys as text; optimizers want them back
+        wanted["optimizer"]["state"] = {int(k): v for k, v in wanted["optimizer"]["state"].items()}
+    assert same_value(tree, wanted)
 
 
 @by_label
 def test_a_full_file_holds_the_state_of_the_live_job(original: Original, tmp_path: Path) -> None:
     out = tmp_path / "out.pt"
     done = ckpttool.convert(original.path, out, to="full")
-    assert_tree_is_that_of(original, load_full(out))
+    assert_tree_is_that_of(original, load_full(out), sharded=False)
     assert not done.dropped
 
 
 @by_label
 def test_a_dcp_folder_holds_the_state_of_the_live_job(original: Original, tmp_path: Path) -> None:
     ckpttool.convert(original.path, tmp_path / "out", to="dcp", world_size=world_of(original))
-    assert_tree_is_that_of(original, load_dcp(tmp_path / "out"))
+    assert_tree_is_that_of(original, load_dcp(tmp_path / "out"), sharded=True)
+
+
+@pytest.mark.parametrize("label", ["fsdp2_w2_flatopt", "fsdp2_w2_raw", "full_w1/ids.pt", "fsdp2_w2_stserial"])
+@pytest.mark.parametrize("by", ["audit", "hf"])
+def test_the_tree_of_the_trainer_comes_back_through_an_archive_and_an_hf_folder(
+    label: str, by: str, tmp_path: Path
+) -> None:
+    original = named(label)
+    between = tmp_path / ("a.tar.zst" if by == "audit" else "hf")
+    ckpttool.convert(original.path, between, to=by, **({"training": True} if by == "hf" else {}))
+    ckpttool.convert(between, tmp_path / "out", to="dcp", world_size=3)
+    assert_tree_is_that_of(original, load_dcp(tmp_path / "out"), sharded=True)
+    ckpttool.convert(between, tmp_path / "out.pt", to="full")
+    assert_tree_is_that_of(original, load_full(tmp_path / "out.pt"), sharded=False)
 
 
 @by_label
@@ -139,7 +140,10 @@ def test_the_digest_is_the_same_in_every_layout_at_every_world_size_and_after_a_
         assert ckpttool.convert(path, step, to=to, world_size=size).digest == wanted
         assert ckpttool.digest(step)["digest"] == wanted
         path = step
-    assert same_value(load_full(tmp_path / "1.pt"), load_full(tmp_path / "3.pt"))
+    if (
+        original.saved_as != "raw"
+    ):  # its numbers become names on the way from a file of one process to a folder of ranks
+        assert same_value(load_full(tmp_path / "1.pt"), load_full(tmp_path / "3.pt"))
 
 
 def test_every_world_size_from_one_to_four_and_one_above_the_longest_dimension_has_the_same_digest(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpttool import index
 from ckpttool.errors import CkpttoolError, Corrupt, Unsupported
-from ckpttool.index import joined
-from ckpttool.names import COMPONENTS, canonical, name_order, nest, original, strip_wrappers
+from ckpttool.index import Chunks, Number, TensorEntry, joined, same_bytes
+from ckpttool.names import COMPONENTS, canonical, name_order, nest, original, own_tree, strip_wrappers
 
 
 class T:
@@ -280,6 +282,114 @@ def test_every_leaf_of_the_rest_gets_back_the_path_it_had(rest: dict[tuple[Any, 
         return  # two of them mean the same
     back = {original(p, found.origin): v for p, v in found.leaves.items() if p[0] != "model"}
     assert back == rest
+
+
+def stored(tree: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
+    """The leaves of a tree as `full` hands them over: tensors as entries, integer keys as such."""
+    if isinstance(tree, dict) and tree:
+        keys = [Number(k) if isinstance(k, int) else k for k in tree]
+        return {p: v for k, x in zip(keys, tree.values(), strict=True) for p, v in stored(x, (*path, k)).items()}
+    if isinstance(tree, list) and any(isinstance(x, (dict, T)) for x in tree):
+        return {p: v for i, x in enumerate(tree) for p, v in stored(x, (*path, i)).items()}
+    if isinstance(tree, T):
+        n = 4 * max(1, tree.shape[0] if tree.shape else 1) * (tree.shape[1] if len(tree.shape) > 1 else 1)
+        return {path: TensorEntry("float32", tree.shape, path, Chunks.whole(tree.shape, 0, id(tree), n))}
+    return {path: tree}
+
+
+NUMBERED = {
+    "state": {0: ADAM, 1: ADAM_B}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0, 1]}],
+}  # fmt: skip
+FLATTENED = {
+    **{f"state.{n}.{k}": v for n, slots in (("fc.weight", ADAM), ("fc.bias", ADAM_B)) for k, v in slots.items()},
+    **{
+        f"param_groups.{n}.{k}": v
+        for n in ("fc.weight", "fc.bias")
+        for k, v in (("lr", 0.1), ("decay", n == "fc.bias"))
+    },
+}
+REST_OF = {"lr_scheduler": {"last_epoch": 3}, "train_state": {"step": 4}, "epoch": 1, "args": {"x": [1]}, "rng": T(5)}
+
+
+def prefixed(prefix: str, optim: dict[str, Any]) -> dict[str, Any]:
+    """A tree whose names all begin so, those in a flattened optimizer too."""
+    state = {f"{prefix}{k}": v for k, v in optim["state"].items()}
+    groups = [{**g, "params": [prefix + n for n in g["params"]]} for g in optim["param_groups"]]
+    return {"model": {prefix + k: v for k, v in MODEL.items()}, "optim": {"state": state, "param_groups": groups}}
+
+
+WRITTEN: dict[str, Any] = {
+    "Accelerate's optimizer folder": {"optimizer": BY_NAME},
+    "model, optimizer": {"model": MODEL, "optimizer": BY_NAME, **REST_OF},
+    "integer ids": {"model_state_dict": MODEL, "optimizer_state_dict": NUMBERED, **REST_OF},
+    "integer ids, no step yet": {"model": MODEL, "optim": {"state": {}, "param_groups": NUMBERED["param_groups"]}},
+    "Lightning": {"state_dict": MODEL, "optimizer_states": [NUMBERED], "loops": {"a": 1}, "callbacks": {}, "lr_schedulers": [{"b": 1}]},
+    "Lightning, two optimizers": {"state_dict": MODEL, "optimizer_states": [BY_NAME, BY_NAME]},
+    "Lightning, sharded": {"state_dict": MODEL, "optimizer_0": BY_NAME},
+    "torchtitan": {**MODEL, "optimizer": FLATTENED, "train_state": {"step": 3}, "dataloader": {"dp_rank_0": b"x"}},
+    "OLMo-core": {"model": MODEL, "optim": FLATTENED},
+    "below one key": {"app": {"model": MODEL, "optim": BY_NAME, **REST_OF}},
+    "below one key, of another name": {"state": {"state_dict": MODEL, "optimizer": FLATTENED, "epoch": 3}},
+    "bare": MODEL,
+    "compile": prefixed("_orig_mod.", BY_NAME),
+    "DDP": prefixed("module.", BY_NAME),
+    "DDP, integer ids": {"model": prefixed("module.", BY_NAME)["model"], "optimizer": NUMBERED},
+    "compile, flattened": {
+        "model": {f"_orig_mod.{k}": v for k, v in MODEL.items()},
+        "optim": {k.replace(".fc.", "._orig_mod.fc.", 1): v for k, v in FLATTENED.items()},
+    },
+    "compile, of the model alone": {"model": prefixed("_orig_mod.", BY_NAME)["model"], "optim": BY_NAME},
+    "nested modules": {"model": {"fc": {"weight": W, "bias": B}}, "optim": BY_NAME},
+    "a second model": {"model": MODEL, "ema": MODEL, "state_dict": {"a": W}, "model_ema": {"b": 1}},
+    "keys that mean the same": {"model": MODEL, "rng": {"a": 1}, "rng_state": {"b": 1}, "step": 3, "trainer": {"step": 4}},
+    "integers as keys of the rest": {"model": MODEL, "other": {"state": {0: ADAM}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_the_tree_that_a_trainer_wrote_comes_back(kind: str) -> None:
+    leaves = stored(WRITTEN[kind])
+    found = canonical(leaves, index.shape_of, None, same_bytes)
+    tree, notes = own_tree(found.leaves, found.origin, same_bytes)
+    assert (tree, notes) == (leaves, [])
+    assert nest(tree) == nest(leaves)
+    pairs = [[list(a), list(b)] for a, b in found.origin.items()]
+    read_again = {
+        tuple(a): tuple(b) for a, b in json.loads(json.dumps(pairs))
+    }  # as archives and training states keep it
+    assert own_tree(found.leaves, read_again, same_bytes)[0] == leaves
+
+
+def test_where_the_own_keys_do_not_lead_back_the_canonical_ones_stay() -> None:
+    leaves = stored(WRITTEN["integer ids"])
+    found = canonical(leaves, index.shape_of, None, same_bytes)
+    optimizer = {p: v for p, v in found.leaves.items() if p[0] == "optim"}  # --only optim: nothing names the numbers
+    tree, notes = own_tree(optimizer, found.origin, same_bytes)
+    assert tree is optimizer and "could not be read again" in notes[0]
+    tied = stored(
+        {"model": {"a.weight": W, "b.weight": W}, "optim": {"state": {0: ADAM}, "param_groups": [{"params": [0]}]}}
+    )
+    found = canonical(tied, index.shape_of, None, same_bytes)
+    assert own_tree(found.leaves, found.origin, same_bytes)[0] == tied
+    tree, notes = own_tree(found.leaves, found.origin, None)  # DCP does not show that they are one
+    assert tree is found.leaves and notes
+    wrong = {("model", "fc.weight"): ("x",), ("model", "fc.bias"): ("x",)}
+    bare = {("model", k): v for (k,), v in stored(MODEL).items()}
+    assert own_tree(bare, wrong, None)[0] is bare
+
+
+def test_a_part_of_a_state_has_the_keys_it_had() -> None:
+    for kind in ("torchtitan", "Lightning", "compile"):
+        leaves = stored(WRITTEN[kind])
+        found = canonical(leaves, index.shape_of, None, same_bytes)
+        model = {p: v for p, v in found.leaves.items() if p[0] == "model"}
+        tree, notes = own_tree(model, found.origin, same_bytes)
+        assert len(tree) == 2 and all(leaves[p] is t for p, t in tree.items()) and not notes
+
+
+def test_two_entries_of_a_model_with_one_name_are_refused() -> None:
+    with pytest.raises(Corrupt, match="two entries"):
+        names({"model": {"fc": {"weight": W}, "fc.weight": B}})
 
 
 # -------------------------------------------------------------------------------------------------------- wrappers

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..terminal import (
+    AllowNameMismatch,
     Cast,
     Config,
     Drop,
@@ -22,6 +23,7 @@ from ..terminal import (
     Precision,
     Quiet,
     Src,
+    StripPrefix,
     Tag,
     Threads,
     UseOrigParams,
@@ -61,6 +63,8 @@ def push(
         bool,
         typer.Option("--include-optimizer", help="Optimizer and all other state too, beside the weights; no pickles."),
     ] = False,
+    strip_prefix: StripPrefix = None,
+    allow_name_mismatch: AllowNameMismatch = False,
     from_: From = None,
     dtype: Dtype = None,
     cast: Cast = None,
@@ -92,7 +96,8 @@ def push(
         "revision": revision, "public": public, "pull": pr, "message": message, "jobs": jobs, "layout": from_,
         "dtype": dtype, "cast": cast_rules(cast) or None, "max_shard_bytes": bytes_of(max_shard_size), "config": config,
         "like": like, "flat_layout": flat_layout, "wrap": comma(wrap), "tag": tag, "adapter": adapter or None,
-        "training": include_optimizer or None, "drop": drop or None,
+        "training": include_optimizer or None, "drop": drop or None, "strip_prefix": strip_prefix,
+        "allow_name_mismatch": allow_name_mismatch or None,
     }  # fmt: skip
     meter = Meter(quiet)
     began = time.monotonic()
