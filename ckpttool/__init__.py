@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .errors import CkpttoolError
     from .flatlayout import describe_fsdp1
     from .index import Checkpoint
+    from .partial import clean
     from .reader import load, storage_reader
     from .resume.launch import resume_verify
     from .resume.recorder import Recorder
@@ -31,6 +32,7 @@ __all__ = [
     "CkpttoolError",
     "Recorder",
     "__version__",
+    "clean",
     "convert",
     "describe_fsdp1",
     "diff",
@@ -48,6 +50,7 @@ _WHERE = {
     "Checkpoint": "index",
     "CkpttoolError": "errors",
     "Recorder": "resume.recorder",
+    "clean": "partial",
     "convert": "conversion",
     "describe_fsdp1": "flatlayout",
     "diff": "comparison",

@@ -634,6 +634,46 @@ def digest(
         print(f"blake3:{value}  {name}")
 
 
+@app.command()
+def clean(
+    path: Annotated[
+        str,
+        typer.Argument(help="A destination, or a folder in which destinations lie; no URL.", show_default=False),
+    ],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed, and stop.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Remove what interrupted runs left beside a destination, and put an old destination back that they took away.
+
+    Removes what belongs to you and is not in use; anything else is named. In an object store the next run at the same URL
+    removes what was left.
+    """
+    from . import remote
+    from .partial import clean as remove
+    from .summary import human
+
+    if remote.is_url(path):
+        raise UsageError(f"{path}: in an object store, the next run at the same URL removes what was left.")
+    done = remove(path, dry_run=dry_run)
+    if as_json:
+        print_json({
+            "put_back": [{"from": a, "to": b} for a, b in done.put_back],
+            "removed": [{"path": p, "bytes": n} for p, n in done.removed],
+            "kept": [{"path": p, "why": why} for p, why in done.kept], "dry_run": dry_run,
+        })  # fmt: skip
+        return
+    would = "would be " if dry_run else ""
+    for old, target in done.put_back:
+        print(f"{would}put back {printable(target)}, from {printable(old)}")
+    for p, n in done.removed:
+        print(f"{would}removed {printable(p)}" + (f"  {human(n)}" if n else ""))
+    for p, why in done.kept:
+        note(f"kept {printable(p)}: {printable(why)}", quiet)
+    if not done.removed and not done.put_back and not done.kept:
+        note("nothing was left there", quiet)
+
+
 app.command()(hub.push)
 app.command()(hub.pull)
 app.add_typer(audit_app)
@@ -751,6 +791,8 @@ def _fail(e: CkpttoolError, code: int) -> None:
     # names from files do not draw on the screen, nor make lines of their own; what NotRecognised lists are ours
     lines = str(e).split("\n") if isinstance(e, NotRecognised) else [str(e)]
     print("error: " + "\n".join(map(printable, lines)), file=sys.stderr)
+    for text in getattr(e, "__notes__", ()):
+        print("note: " + printable(text), file=sys.stderr)
     sys.exit(code)
 
 

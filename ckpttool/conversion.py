@@ -19,7 +19,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from . import adapters, beside, layouts, modelfiles, remote
+from . import adapters, beside, layouts, modelfiles, partial, remote
 from ._version import __version__
 from .digests import merkle_root, roots
 from .draft import Draft, Dropped, Staging, refuse_target, write_error
@@ -29,8 +29,9 @@ from .errors import (
     DestinationExists,
     Differs,
     Interrupted,
-    NoSpace,
     NotRecognised,
+    RemoteError,
+    Unreadable,
     Unsafe,
     Unsupported,
     UsageError,
@@ -440,19 +441,60 @@ def convert(
     does not read, stops the conversion unless `drop` is set; that hf holds no optimizer is its nature and only reported. `expected` are digests {tensor: BLAKE3} that the
     source must have, besides those that it carries.
 
+    What an interrupted run of the same conversion has left is used after it was read again; such a result is read back
+    even where `verify` is not set. An old destination that an interrupted run had taken away is put back first.
+
     Raises:
-        CkpttoolError: one of errors.py; the destination is as it was before.
+        CkpttoolError: one of errors.py; the destination is as it was before, or the message says that it is the new one.
+            What is worth knowing besides, such as what could not be removed, is in the notes of the exception.
     """
     dst = _destination(dst)
     _refuse_source(src, dst)
     far = remote.is_url(dst)
     where = remote.whole(dst)
+    said: list[str] = []
     if far:
         _refuse_store(where)
-    elif os.path.lexists(where):
-        refuse_target(where, not os.path.isdir(where), force)
+    else:
+        said = _recovered(where)
+        if os.path.lexists(where):
+            refuse_target(where, not os.path.isdir(where), force)
     if force:
         _refuse_foreign(dst)
+    try:
+        return _convert(src, dst, where, drop, force, verify, max_memory_bytes, jobs, expected, progress, said, how)
+    except CkpttoolError as e:
+        for text in said:
+            e.add_note(text)
+        raise
+
+
+def _recovered(target: str) -> list[str]:
+    """`partial.recover`."""
+    try:
+        return partial.recover(target)
+    except OSError as e:
+        raise write_error(
+            e, target, f"An earlier run left the old checkpoint beside it; `{partial.command(target)}` puts it back."
+        ) from e
+
+
+def _convert(
+    src: CheckpointPath,
+    dst: str,
+    where: str,
+    drop: bool,
+    force: bool,
+    verify: bool,
+    max_memory_bytes: int | None,
+    jobs: int,
+    expected: Mapping[str, str] | None,
+    progress: Progress,
+    said: list[str],
+    how: Mapping[str, Any],
+) -> Result:
+    """`convert`, after the destination was looked at; what is worth knowing is added to `said`, also where it raises."""
+    far = remote.is_url(dst)
     opened, draft, target = plan(src, dst, drop=drop, **how)
     with opened:
         if force:
@@ -467,19 +509,16 @@ def convert(
             staging = Sending(os.fspath(dst), need, force, draft.lock)
         else:
             staging = SendingFolder(os.fspath(dst), draft, force)
-        notes = [*ckpt.notes, *draft.notes, *staging.messages]
-        if not source.versioned():
-            notes.append("the server tells no version of its files: a change while they were read would not be noticed")
-        if len(staging.entries) > 1:
-            done = staging.entries[-1]["done"]
-            notes.append(f"continued an interrupted run: {done} of {len(draft.checkpoint.tensors)} tensors were done")
+        said += staging.messages
+        staging.messages = said
         try:
             digests = fill(draft, source, ckpt.files, ckpt.records, staging, progress, effort)
+            done = staging.earlier.done if isinstance(staging, Staging) else 0
             wanted, digests = settled(opened, draft, digests, how, expected, progress, effort)
             root = roots(wanted, digests)
             if not isinstance(staging, Sending) and not target.is_file:
                 staging.put(RECORD, encoded(record(ckpt, draft, wanted, digests, source.commit)))
-            if verify and isinstance(staging, Staging):
+            if isinstance(staging, Staging) and (verify or done):
                 path = os.path.join(staging.tree, staging.name) if target.is_file else staging.tree
                 _read_back(path, target, draft, digests, how, progress, effort)
             source.unchanged()
@@ -490,16 +529,28 @@ def convert(
             staging.release()
             raise Interrupted(f"interrupted. {staging.again}") from None
         except BaseException as e:
-            if isinstance(e, CkpttoolError) and not isinstance(e, NoSpace) and type(e) is not CkpttoolError:
-                staging.abandon()  # nothing of it is of use
+            if not isinstance(e, CkpttoolError) or e.keeps_work or staging.in_place:
+                staging.release()  # the next run goes on from here
             else:
-                staging.release()  # the disk failed us: the next run goes on from here
+                staging.abandon()
+            if isinstance(e, CkpttoolError) and far and staging.in_place:
+                e.add_note(staging.outcome)
+            elif isinstance(e, (RemoteError, Unreadable)) and not far:
+                e.add_note(staging.again)
             if isinstance(e, OSError) and not isinstance(e, BrokenPipeError):
-                raise write_error(e, e.filename or staging.folder) from e
+                raise write_error(e, e.filename or staging.folder, staging.outcome) from e
             raise
+        notes = [*ckpt.notes, *draft.notes, *said]
+        if not source.versioned():
+            notes.append("the server tells no version of its files: a change while they were read would not be noticed")
+        if done:
+            again = "" if verify else "; the result was read back, as always then"
+            notes.append(
+                f"continued an interrupted run: {done} of {len(draft.checkpoint.tensors)} tensors were done, and read again{again}"
+            )
         return Result(
             source.root, where, opened.layout.name, target.name, draft.checkpoint.world_size,
-            len(wanted), ckpt.nbytes, draft.nbytes, root, verify,
+            len(wanted), ckpt.nbytes, draft.nbytes, root, verify or done > 0,
             [(d.name, d.nbytes, d.why) for d in draft.dropped], notes, draft.about, len(wanted.keys() & (expected or {}).keys()),
             [r.to_json() for r in ckpt.unread],
         )  # fmt: skip
@@ -550,7 +601,7 @@ def _refuse_store(url: str) -> None:
 
 
 def _refuse_foreign(target: str) -> None:
-    """--force replaces a checkpoint, or an empty folder; not a folder of other things."""
+    """--force replaces a checkpoint, an empty folder or an empty file; not a folder or a file of other things."""
     if remote.is_url(target):
         try:
             where = layouts.place(target)
@@ -559,15 +610,25 @@ def _refuse_foreign(target: str) -> None:
         with where.source as source:
             names = [] if where.file else source.list()
     else:
-        names = os.listdir(target) if os.path.isdir(target) else []
+        try:
+            names = os.listdir(target) if os.path.isdir(target) else [target] if os.path.getsize(target) else []
+        except FileNotFoundError:
+            return
     if not names or RECORD in names or NOTE in names:
         return
     try:
-        layouts.detect(layouts.place(target))
-    except CkpttoolError:
+        there = layouts.place(target)
+        with there.source:
+            layouts.detect(there)
+    except CkpttoolError as e:
+        if e.keeps_work:  # it says nothing of what is there
+            raise
+        what = f"a folder of {len(names)} entries"
+        if names == [target]:
+            what = f"a file of {os.path.getsize(target):,} bytes"
         raise DestinationExists(
-            f"{remote.shown(target)} holds {len(names)} entries and is no checkpoint, so --force does not replace it. "
-            "Remove it yourself, or choose another destination."
+            f"{remote.shown(target)} is {what} and not a checkpoint, so --force does not replace it. Remove it yourself, or "
+            "choose another destination."
         ) from None
 
 
@@ -715,11 +776,16 @@ def _read_back(
     """Read what was written, from the disk, as any reader would, and compare every digest.
 
     Raises:
-        Differs: with the first tensor that is not what was written.
+        Differs: with the first tensor that is not what was written. Corrupt: it cannot be read.
     """
-    with open(path, layout=target.name, config=None if target.name == "hf" else how.get("config")) as back:
-        ckpt = back.locate()
-        found = tensor_digests(ckpt.tensors, back.source, ckpt.files, ckpt.records, progress, "verify", None, effort)
+    try:
+        with open(path, layout=target.name, config=None if target.name == "hf" else how.get("config")) as back:
+            ckpt = back.locate()
+            found = tensor_digests(
+                ckpt.tensors, back.source, ckpt.files, ckpt.records, progress, "verify", None, effort
+            )
+    except Unreadable as e:  # what was written there would fail the next run too
+        raise Corrupt(f"the destination cannot be read back: {e}") from e
     missing = sorted(set(digests) - set(found) - set(draft.same))
     extra = sorted(set(found) - set(digests) - {d.name for d in draft.dropped} - set(draft.added))
     wrong = sorted(n for n in digests if n in found and found[n] != digests[n])

@@ -4,29 +4,31 @@ A `Draft` is the index of the destination with the bytes still missing: `checkpo
 lie, `sources` which tensor of the source (or which part of one) fills it, `files` what else each file holds. It is the
 plan: `--dry-run` prints it.
 
-`Staging` is the only code that creates, renames or removes anything. The destination is built in
-`.<name>.partial-<id>/tree` beside it, where <id> is the digest of the plan, so that the same command run again finds
-what an interrupted run left and goes on from its journal. Every file is fsynced, then the folder, then one rename makes
-it the destination: at any instant the destination is absent or old, or complete. An existing one is swapped whole
+`Staging` and what it uses of partial.py is the only code that creates, renames or removes anything. The destination is
+built in `.<name>.partial-<id>/tree` beside it, where <id> is the digest of the plan, so that the same command run again
+finds what an interrupted run left and goes on from its journal. Every file is fsynced, then the folder, then one rename
+makes it the destination: at any instant the destination is absent or old, or complete. An existing one is swapped whole
 (renameat2 EXCHANGE) and removed afterwards. A lock file names the process that writes.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import json
 import os
+import shlex
 import shutil
-import socket
+import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from .errors import CkpttoolError, DestinationExists, Locked, NoSpace, UsageError
+from . import partial
+from .errors import CkpttoolError, DestinationExists, NoSpace, Unsafe, UsageError
 from .index import Checkpoint, TensorEntry
+from .store import short_of
 
-__all__ = ["Draft", "DraftFile", "Dropped", "Sink", "Staging", "Written"]
+__all__ = ["Altered", "Draft", "DraftFile", "Dropped", "EarlierFile", "Sink", "Staging", "Written"]
 
 #: (tensor, chunk of it, CRC32 of its bytes): a chunk of the destination that was written.
 Written = tuple[str, int, int]
@@ -44,8 +46,8 @@ class Dropped(NamedTuple):
 class Sink(Protocol):
     """What stands between the bytes of a file, as the draft has them, and those on the disk: compression, a cipher.
 
-    `at` counts the bytes appended. Where `resumable`, `settle` hands everything on and `state` is what another sink needs
-    to go on from there, JSON-able, with "physical", the length of the file on the disk.
+    `at` counts the bytes appended. Where `resumable`, `settle` hands everything on, and `state`, JSON-able, lets another
+    sink that is given the same bytes from the beginning on check what this one has written instead of making it again.
     """
 
     @property
@@ -58,17 +60,30 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+class Altered(Exception):
+    """What an earlier run left on the disk is not what this run would have written: all of it is made anew."""
+
+
+class EarlierFile(NamedTuple):
+    """What an earlier run left of a file: the state of its sink, and `read(offset, length)`, which may give fewer bytes.
+    Neither is believed before the bytes are proved to be the right ones."""
+
+    state: dict[str, Any]
+    read: Callable[[int, int], bytes]
+
+
 @dataclass
 class DraftFile:
     """One file to be: `head` are its first bytes, or all of them where no chunk lies in it.
 
-    `coded(write, jobs, state)` makes the sink of a file whose bytes on the disk are other ones.
+    `coded(write, jobs, earlier)` makes the sink of a file whose bytes on the disk are other ones. With `earlier`, `write`
+    compares with the disk until the earlier run's last byte and raises `Altered`.
     """
 
     name: str
     size: int
     head: bytes | Callable[[], bytes] = b""
-    coded: Callable[[Callable[[bytes | memoryview], None], int, dict[str, Any] | None], Sink] | None = None
+    coded: Callable[[Callable[[bytes | memoryview], None], int, EarlierFile | None], Sink] | None = None
 
     def first_bytes(self) -> bytes:
         """The literal bytes."""
@@ -114,6 +129,9 @@ class Draft:
 class Staging:
     """The folder in which a destination is built, locked and journalled.
 
+    `earlier` is what an interrupted run of the same plan left there, `messages` what people should know of what was found,
+    put back, removed or left.
+
     Raises:
         DestinationExists: something is at `target` and `force` is not set.
         Locked: another run is building the same destination.
@@ -123,88 +141,117 @@ class Staging:
     local = True
 
     def __init__(self, target: str, is_file: bool, plan: str, need_bytes: int, force: bool) -> None:
-        self.target = os.path.abspath(target)
-        self.is_file, self.force = is_file, force
-        self.parent, self.name = os.path.split(self.target)
-        if not self.name:
-            raise UsageError(f"{target!r} names no file or folder.")
-        refuse_target(self.target, is_file, force)
-        prefix = f".{self.name}.partial-"
-        self.lock_path = os.path.join(self.parent, prefix + "lock")
-        self._journal = self._lock = -1
-        self.folder = os.path.join(self.parent, prefix + plan[:12])
-        self.tree = os.path.join(self.folder, "tree")
-        self.journal_path = os.path.join(self.folder, "journal")
+        self.beside = beside = partial.Beside(target)
+        self.target, self.parent, self.name = beside.target, beside.parent, beside.name
+        self.is_file, self.force, self.plan = is_file, force, plan
+        self._journal = self._lock = self._folder = -1
+        self._built: tuple[int, int] | None = None  # device and inode of what is to be renamed to the target
+        self.folder = self.tree = self.parent
+        self.earlier = partial.Earlier()
         self.messages: list[str] = []
+        refuse_target(self.target, is_file, force)
         try:
-            self._lock = self._take_lock()
-            self.entries = self._prepare(prefix, plan, need_bytes)
+            self._lock = partial.take_lock(beside)
+            if old := partial.put_back(beside):
+                self.messages.append(partial.told(self.target, old))
+            refuse_target(self.target, is_file, force)
+            self._prepare(need_bytes)
         except BaseException as e:
             self.release()
             if isinstance(e, OSError):
                 raise write_error(e, e.filename or self.folder) from e
             raise
 
-    def _prepare(self, prefix: str, plan: str, need_bytes: int) -> list[dict[str, Any]]:
-        """Clear what other runs left, make room for this one, open its journal; returns the lines found in it."""
-        for stale in sorted(os.listdir(self.parent)):
-            path = os.path.join(self.parent, stale)
-            if stale.startswith(prefix) and path != self.folder and _journal_of(os.path.join(path, "journal")):
-                shutil.rmtree(path)  # ours: it has a journal, and we hold the lock
-                self.messages.append(f"removed {stale}, left by an interrupted run with other options")
-        entries = self._read_journal(plan)
-        os.makedirs(self.tree, exist_ok=True)
+    def _prepare(self, need_bytes: int) -> None:
+        """Find what an earlier run of this plan left, clear what others did, make room, open the journal."""
+        mine = f"{self.beside.prefix}{self.plan[:12]}"
+        found = None
+        for folder in self.beside.folders():
+            same = os.path.basename(folder).startswith(mine)
+            if why := partial.foreign(folder):
+                self.messages.append(
+                    f"{folder} {why}, so it was not used; if you know that it can go: rm -r {shlex.quote(folder)}"
+                )
+                continue
+            earlier = partial.earlier_run(partial.read_journal(folder), self.plan) if same and not found else None
+            if earlier and partial.continuable(folder):
+                found, self.earlier = folder, earlier
+                continue
+            if left := partial.remove(folder, self.target):
+                self.messages.append(left)
+            elif not same:
+                self.messages.append(
+                    f"removed {os.path.basename(folder)}, left by an interrupted run with other options"
+                )
+        self._enter(found or self._new_folder(mine))
         have = sum(e.stat().st_blocks * 512 for e in _walk(self.tree))
         free = shutil.disk_usage(self.parent).free
         if need_bytes > free + have:
-            if not entries:
-                shutil.rmtree(self.folder, ignore_errors=True)
+            if not self.earlier.done:
+                self._clear()
             raise NoSpace(
                 f"{self.parent} has {free:,} bytes free, the destination needs {need_bytes:,}. Free "
                 f"{need_bytes - free:,} bytes or write elsewhere."
             )
-        self._journal = os.open(self.journal_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        if not entries:
-            self.note({"plan": plan})
-        return entries
+        if not found:
+            self.begin_anew()
 
-    def _take_lock(self) -> int:
-        import fcntl
+    def _new_folder(self, name: str) -> str:
+        """A partial folder under the first name that is free."""
+        for k in range(100):
+            folder = os.path.join(self.parent, f"{name}-{k}" if k else name)
+            try:
+                partial.make(folder)
+                return folder
+            except FileExistsError:
+                continue
+        raise DestinationExists(f"100 entries of {self.parent} are named like {name}; remove them, or write elsewhere.")
 
-        while True:
-            fd = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as e:
-                holder = os.read(fd, 200).decode(errors="replace").strip() or "another process"
-                os.close(fd)
-                if e.errno not in (errno.EAGAIN, errno.EACCES):
-                    raise
-                raise Locked(f"{self.target} is being written by {holder}. Wait for it, or stop it first.") from None
-            try:
-                if os.stat(self.lock_path).st_ino == os.fstat(fd).st_ino:
-                    break
-            except FileNotFoundError:
-                pass
-            os.close(fd)  # the holder before us removed it in between
+    def _enter(self, folder: str) -> None:
+        """Work in this folder from now on."""
+        self.folder, self.tree = folder, os.path.join(folder, "tree")
+        self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        if not os.path.isdir(self.tree):
+            os.mkdir(self.tree)
+            partial.keep_ours(self.tree, 0o700)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._journal = os.open(os.path.join(folder, "journal"), flags, 0o600)
+        partial.keep_ours(self._journal, 0o600)
+        with open(os.path.join(folder, "journal"), "rb") as f:
+            os.ftruncate(self._journal, f.read().rfind(b"\n") + 1)  # a line that was cut off
+
+    def begin_anew(self) -> None:
+        """Forget what an earlier run left in the folder."""
+        for entry in os.scandir(self.tree):
+            (shutil.rmtree if entry.is_dir(follow_symlinks=False) else os.unlink)(entry.path)
+        os.ftruncate(self._journal, 0)
+        self.note({"plan": self.plan, "name": self.name})
+        self.earlier = partial.Earlier()
+
+    @property
+    def in_place(self) -> bool:
+        """Whether what was built has the target's name."""
         try:
-            os.ftruncate(fd, 0)
-            os.write(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            st = os.lstat(self.target)
         except OSError:
-            os.close(fd)
-            raise
-        return fd
+            return False
+        return self._built == (st.st_dev, st.st_ino)
 
-    def _read_journal(self, plan: str) -> list[dict[str, Any]]:
-        entries = _journal_of(self.journal_path)
-        if entries and entries[0].get("plan") == plan and "committed" not in entries[-1]:
-            return entries
-        shutil.rmtree(self.folder, ignore_errors=True)
-        return []
+    @property
+    def outcome(self) -> str:
+        """What an error left at the destination."""
+        if self.in_place:
+            return (
+                f"The new checkpoint is in place at {self.target} and complete. What was left beside it is removed by "
+                f"`{partial.command(self.target)}`."
+            )
+        return "The destination is untouched."
 
     @property
     def again(self) -> str:
         """What is there after an interruption, and what to do."""
+        if self.in_place:
+            return self.outcome
         return f"{self.target} is untouched. Run the same command again to continue, or remove {self.folder}."
 
     def note(self, entry: dict[str, Any]) -> None:
@@ -215,6 +262,7 @@ class Staging:
     def put(self, name: str, data: bytes) -> None:
         """A file that is no part of the draft, made durable."""
         with open(self.path(name), "wb") as f:
+            partial.keep_ours(f.fileno(), 0o600)
             f.write(data)
             f.flush()
             os.fsync(f.fileno())
@@ -222,44 +270,101 @@ class Staging:
     def path(self, name: str) -> str:
         """Where a file of the destination is built."""
         path = os.path.join(self.tree, name)
-        if os.path.dirname(path) != self.tree:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+        folder = os.path.dirname(path)
+        if folder != self.tree and not os.path.isdir(folder):
+            self.path(os.path.relpath(folder, self.tree))
+            os.mkdir(folder)
+            partial.keep_ours(folder, 0o700)
         return path
 
     def commit(self) -> None:
-        """Make what was built the destination. Every file in it must be fsynced already."""
-        built = os.path.join(self.tree, self.name) if self.is_file else self.tree
+        """Make what was built the destination. Every file in it must be fsynced already.
+
+        Raises:
+            CkpttoolError: the destination is as it was, or (`in_place`) the new one, and the message says which.
+        """
         for folder, _, _ in os.walk(self.tree):
             _fsync_folder(folder)
-        self.note({"committed": True})  # from here on `tree` may hold the old destination: never to be continued
+        there = os.stat(self.folder, follow_symlinks=False)
+        if not os.path.samestat(there, os.fstat(self._folder)):
+            raise Unsafe(f"{self.folder} was put in the place of ours while we wrote. The destination is untouched.")
         refuse_target(self.target, self.is_file, self.force)  # somebody may have put something there meanwhile
-        if self.is_file and self.force:
-            os.replace(built, self.target)
-        elif os.path.lexists(self.target):
-            if not _rename2(built, self.target, 2):  # EXCHANGE
-                os.rename(self.target, os.path.join(self.folder, "old"))
-                os.rename(built, self.target)
-        elif not _rename2(built, self.target, 1):  # NOREPLACE
-            os.rename(built, self.target)
-        _fsync_folder(self.parent)
+        self.note({"committed": True})  # from here on `tree` may hold the old destination: never to be continued
+        self._rename()
+        try:
+            _fsync_folder(self.parent)
+        except OSError as e:
+            old = ""
+            if self._replaced:
+                old = f" The old one is kept in {self.folder}; `{partial.command(self.target)}` removes it."
+            else:
+                self._clear()
+            error = NoSpace if e.errno in _NO_ROOM else CkpttoolError
+            raise error(
+                f"{self.parent}: {e.strerror} (errno {e.errno}) while the folder was synced. The new checkpoint is in place "
+                f"at {self.target} and complete, but its new name may not survive a power cut: run `sync`.{old}"
+            ) from e
         self.abandon()
+
+    _replaced = False
+
+    def _rename(self) -> None:
+        """What was built gets the target's name; what had it goes into the partial folder, or away where it was a file."""
+        built = os.path.join("tree", self.name) if self.is_file else "tree"
+        st = os.stat(built, dir_fd=self._folder, follow_symlinks=False)
+        self._built = (st.st_dev, st.st_ino)
+        if self.is_file and self.force:
+            os.replace(built, self.target, src_dir_fd=self._folder)
+        elif os.path.lexists(self.target):
+            self._replaced = True
+            if not partial.rename2(built, self.target, 2, self._folder):  # EXCHANGE
+                self._rename_twice(built)
+        elif not partial.rename2(built, self.target, 1, self._folder):  # NOREPLACE
+            os.rename(built, self.target, src_dir_fd=self._folder)
+
+    def _rename_twice(self, built: str) -> None:
+        """Where two names cannot be exchanged there is an instant without a destination; what ends us then (an error here, a
+        kill by the next run) has the old one put back."""
+        try:
+            os.rename(self.target, "old", dst_dir_fd=self._folder)
+            os.rename(built, self.target, src_dir_fd=self._folder)
+        except BaseException:
+            if not os.path.lexists(self.target):
+                try:
+                    os.rename("old", self.target, src_dir_fd=self._folder)
+                except OSError as e:
+                    raise CkpttoolError(
+                        f"{self.target}: {e.strerror} (errno {e.errno}). The old checkpoint is whole in {self.folder}/old "
+                        f"and could not be put back; `{partial.command(self.target)}` does that, or the next run."
+                    ) from e
+            raise
+
+    def _clear(self) -> None:
+        """Remove the partial folder, and say what is left of it."""
+        self._close()  # on NFS an open file is renamed, not removed
+        if left := partial.remove(self.folder, self.target):
+            self.messages.append(left)
 
     def abandon(self) -> None:
         """Remove everything that was built, and the lock."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._clear()
         self.release()
 
     def release(self) -> None:
         """Stop writing but keep what was built, for the next run; give up the lock."""
-        for fd in (self._journal, self._lock):
+        self._close()
+        if self._lock >= 0:
+            partial.unlock(self.beside, self._lock)
+        self._lock = -1
+
+    def _close(self) -> None:
+        for fd in (self._journal, self._folder):
             if fd >= 0:
-                if fd == self._lock:
-                    try:
-                        os.unlink(self.lock_path)
-                    except OSError:
-                        pass  # an empty file stays; the lock itself goes with the descriptor
-                os.close(fd)
-        self._journal = self._lock = -1
+                try:
+                    os.close(fd)
+                except OSError:
+                    pass  # each line of the journal was synced when it was written
+        self._journal = self._folder = -1
 
 
 def refuse_target(target: str, is_file: bool, force: bool) -> None:
@@ -268,40 +373,46 @@ def refuse_target(target: str, is_file: bool, force: bool) -> None:
     Raises:
         DestinationExists: something is there that is not to be replaced. UsageError: its folder is missing.
     """
-    if os.path.islink(target):
+    if not os.path.isdir(os.path.dirname(target)):
+        raise UsageError(f"{os.path.dirname(target)} is not a folder; create it first.")
+    try:
+        mode = os.lstat(target).st_mode
+    except FileNotFoundError:
+        return
+    except OSError as e:
+        raise UsageError(f"{target}: {e.strerror}.") from None
+    if stat.S_ISLNK(mode):
         raise DestinationExists(
             f"{target} is a link to {os.readlink(target)}; give the path it leads to, or remove it."
         )
-    if not os.path.isdir(os.path.dirname(target)):
-        raise UsageError(f"{os.path.dirname(target)} is not a folder; create it first.")
-    if not os.path.lexists(target):
-        return
+    if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
+        raise DestinationExists(
+            f"{target} is {_KINDS.get(stat.S_IFMT(mode), 'no regular file')}, which ckpttool never replaces. Choose another "
+            "destination."
+        )
     if not force:
         raise DestinationExists(f"{target} exists. Choose another destination, or --force to replace it whole.")
-    if os.path.isdir(target) == is_file:
+    if stat.S_ISDIR(mode) == is_file:
         kinds = ("a folder", "file") if is_file else ("a file", "folder")
         raise DestinationExists(f"{target} is {kinds[0]}; a {kinds[1]} does not replace it. Remove it first.")
 
 
-def write_error(e: OSError, path: str) -> CkpttoolError:
-    """What a failed system call on the destination means."""
-    if e.errno in (errno.ENOSPC, errno.EDQUOT):
+_KINDS = {
+    stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a character device", stat.S_IFBLK: "a block device"
+}  # fmt: skip
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+def write_error(e: OSError, path: str, outcome: str = "The destination is untouched.") -> CkpttoolError:
+    """What a failed system call on the destination means; `outcome` is what is there now."""
+    if e.errno in _NO_ROOM:
         return NoSpace(
-            f"{path}: {e.strerror}. The destination is untouched; free some space and run the same command again, it "
-            "goes on from here (or remove the folder)."
+            f"{path}: {e.strerror}. {outcome} Free some space and run the same command again; what was written is kept and "
+            "used."
         )
-    return CkpttoolError(f"{path}: {e.strerror} (errno {e.errno}). The destination is untouched.")
-
-
-def _journal_of(path: str) -> list[dict[str, Any]]:
-    """The whole lines of a journal; [] where there is none."""
-    try:
-        with open(path, encoding="utf-8") as f:
-            lines = f.read().split("\n")[:-1]  # what follows the last newline was cut off
-        entries = [json.loads(line) for line in lines]
-    except (OSError, ValueError):
-        return []
-    return entries if entries and isinstance(entries[0], dict) and "plan" in entries[0] else []
+    if (what := short_of(e)) is not None:
+        return NoSpace(f"{path}: {e.strerror}: {what}. {outcome} Then run the same command again.")
+    return CkpttoolError(f"{path}: {e.strerror} (errno {e.errno}). {outcome}")
 
 
 def _walk(folder: str) -> list[os.DirEntry[str]]:
@@ -318,19 +429,3 @@ def _fsync_folder(path: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _rename2(a: str, b: str, flags: int) -> bool:
-    """renameat2(2) with NOREPLACE (1) or EXCHANGE (2); False where the system or the file system has no such thing."""
-    try:
-        call = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError):
-        return False
-    if call(-100, os.fsencode(a), -100, os.fsencode(b), flags) == 0:
-        return True
-    error = ctypes.get_errno()
-    if error == errno.EEXIST:
-        raise DestinationExists(f"{b} was created by somebody else meanwhile; nothing was replaced.")
-    if error in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-        return False
-    raise OSError(error, os.strerror(error), b)

@@ -1,20 +1,24 @@
 """What can go wrong, and the exit code of each.
 
-    CkpttoolError                 1   unexpected
-    ├── UsageError                2   the command line or an argument makes no sense
-    ├── NotRecognised             3   no layout knows this path
-    ├── Unsupported               3   known, but this layout or pair cannot do that
-    ├── Corrupt                   4   incomplete, inconsistent or damaged
-    │   └── SourceChanged         4   the source was written to while it was read
-    ├── Differs                   5   two checkpoints, or a digest, are not equal
-    ├── DestinationExists         6   something is there already
-    │   └── Locked                6   another run is writing there
-    ├── Unsafe                    7   content that would run code, or that hides from a reader
-    ├── NoSpace                   8   not enough memory or disk
-    ├── RemoteError               9   a remote store or its authentication
-    ├── ContinuityFailed         10   training does not go on as before
-    ├── GateFailed               11   a threshold given by the user was not met
-    └── Interrupted             130   stopped by a signal; the next run continues
+    CkpttoolError                 1     unexpected
+    ├── UsageError                2     the command line or an argument makes no sense
+    ├── NotRecognised             3  x  no layout knows this path
+    ├── Unsupported               3  x  known, but this layout or pair cannot do that
+    ├── Corrupt                   4  x  incomplete, inconsistent or damaged
+    │   ├── SourceChanged         4  x  the source was written to while it was read
+    │   └── Unreadable            4     the system failed to read it; it may succeed next time
+    ├── Differs                   5  x  two checkpoints, or a digest, are not equal
+    ├── DestinationExists         6     something is there already
+    │   └── Locked                6     another run is writing there
+    ├── Unsafe                    7  x  content that would run code, or that hides from a reader
+    ├── NoSpace                   8     not enough memory or disk
+    ├── RemoteError               9     a remote store or its authentication
+    ├── ContinuityFailed         10     training does not go on as before
+    ├── GateFailed               11     a threshold given by the user was not met
+    └── Interrupted             130     stopped by a signal; the next run continues
+
+x: what a run has written so far is of no use after such an error and is removed (`keeps_work` is False). After any other
+error it is kept, and the same command continues from there.
 
 A message says what was found, why that stops us and what to do, with file, tensor and numbers.
 """
@@ -23,15 +27,19 @@ from __future__ import annotations
 
 __all__ = [
     "EXIT_CODES", "CkpttoolError", "ContinuityFailed", "Corrupt", "DestinationExists", "Differs", "GateFailed",
-    "Interrupted", "Locked", "NoSpace", "NotRecognised", "RemoteError", "SourceChanged", "Unsafe", "Unsupported",
-    "UsageError",
+    "Interrupted", "Locked", "NoSpace", "NotRecognised", "RemoteError", "SourceChanged", "Unreadable", "Unsafe",
+    "Unsupported", "UsageError",
 ]  # fmt: skip
 
 
 class CkpttoolError(Exception):
-    """Anything ckpttool refuses or fails to do."""
+    """Anything ckpttool refuses or fails to do.
+
+    `keeps_work`: whether what a run has written so far can still become the destination, so that the next run continues.
+    """
 
     exit_code = 1
+    keeps_work = True
 
 
 class UsageError(CkpttoolError):
@@ -44,28 +52,38 @@ class NotRecognised(CkpttoolError):
     """No layout knows this path."""
 
     exit_code = 3
+    keeps_work = False
 
 
 class Unsupported(CkpttoolError):
     """The layout is known, but it cannot do what was asked."""
 
     exit_code = 3
+    keeps_work = False
 
 
 class Corrupt(CkpttoolError):
     """The checkpoint is incomplete, inconsistent or damaged."""
 
     exit_code = 4
+    keeps_work = False
 
 
 class SourceChanged(Corrupt):
     """A source file was written to while it was read."""
 
 
+class Unreadable(Corrupt):
+    """The system failed to read a file (EIO, a stale handle); it may succeed next time."""
+
+    keeps_work = True
+
+
 class Differs(CkpttoolError):
     """Two checkpoints, or a checkpoint and its recorded digest, are not equal."""
 
     exit_code = 5
+    keeps_work = False
 
 
 class DestinationExists(CkpttoolError):
@@ -82,6 +100,7 @@ class Unsafe(CkpttoolError):
     """Content that would run code, or that different readers would read differently."""
 
     exit_code = 7
+    keeps_work = False
 
 
 class NoSpace(CkpttoolError):

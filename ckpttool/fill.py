@@ -10,8 +10,12 @@ arena and the writer's, six and eight buffers of 4 MiB; with more files than buf
 gives its buffer up. Writes go around the page cache (O_DIRECT) in whole buffers; the tail of a file is padded to a page
 and cut off again. A second thread writes while this one digests.
 
-Now and then what was written is made durable and a line goes into the journal: tensors done, their digests, the CRCs.
-A run that finds such a journal goes on after the last tensor of its last line.
+Now and then what was written is made durable and a line goes into the journal: tensors done. A run that finds such a
+journal walks through those tensors once more without writing: it reads them, digests them, computes the CRCs of their
+chunks and compares all literal bytes around them (headers, padding, frames of an archive) with the disk. Digests and CRCs
+are therefore never taken from the journal, and the read-back, which such a run always has, proves the bytes of the
+tensors. They are read from the source; where that is a store or the Hub, from the disk, and compared with the digests in
+the journal, so that nothing is downloaded twice.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from typing import Any
@@ -30,8 +34,10 @@ from blake3 import blake3
 
 from . import boxes
 from .crc import crc32, crc32_combine
-from .draft import Draft, Sink, Staging, Written, write_error
+from .draft import Altered, Draft, EarlierFile, Sink, Staging, Written, write_error
+from .errors import Corrupt
 from .index import ITEMSIZE, TensorEntry
+from .partial import Earlier, keep_ours
 from .sending import Sending, SendingFolder, Sent
 from .store import Source
 from .stream import ALIGN, USUAL, Arena, Block, Effort, Job, Reader, bits_dtype
@@ -100,11 +106,14 @@ class _Writer:
 
 
 class _Out:
-    """One file of the destination, written front to back."""
+    """One file of the destination, written front to back.
 
-    def __init__(self, path: str, writer: _Writer, resume_at: int = 0) -> None:
+    With `again`, what is appended is compared with what an earlier run wrote, and nothing is written before `go_on`.
+    """
+
+    def __init__(self, path: str, writer: _Writer, again: bool = False) -> None:
         self.path, self.writer = path, writer
-        self.at = resume_at  # bytes appended so far
+        self.at = 0  # bytes appended so far
         self.buffer: memoryview | None = None
         self.base = 0  # file offset of buffer[0], a multiple of ALIGN
         self.tail = b""  # bytes after the last whole page, while no buffer is held
@@ -118,15 +127,45 @@ class _Out:
                 raise
             self.direct = False
             self.fd = os.open(path, flags, 0o666)
-        whole = resume_at - resume_at % ALIGN
-        if resume_at % ALIGN:
-            with open(path, "rb") as f:
-                f.seek(whole)
-                self.tail = f.read(resume_at - whole)
-        self.base = whole
+        self.there = -1  # a descriptor to read what is there, until `go_on`
+        try:
+            keep_ours(self.fd, 0o600)
+            if again:
+                self.there = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def peek(self, offset: int, length: int) -> bytes:
+        """What an earlier run wrote there; fewer bytes where it did not."""
+        return os.pread(self.there, length, offset)
+
+    def skip(self, n: int) -> None:
+        """The next `n` bytes are there already; the read-back proves them."""
+        self.at += n
+
+    def go_on(self) -> None:
+        """From here on, write.
+
+        Raises:
+            Altered: the file ends before.
+        """
+        if self.there < 0:
+            return
+        self.base = self.at - self.at % ALIGN
+        self.tail = self.peek(self.base, self.at - self.base)
+        if os.fstat(self.there).st_size < self.at:
+            raise Altered(self.path)
+        os.close(self.there)
+        self.there = -1
 
     def append(self, data: bytes | memoryview) -> None:
         """The next bytes of the file."""
+        if self.there >= 0:
+            if self.peek(self.at, len(data)) != data:
+                raise Altered(self.path)
+            self.at += len(data)
+            return
         done, n = 0, len(data)
         view = memoryview(data)
         while done < n:
@@ -204,10 +243,10 @@ class _Out:
 
     def close(self) -> None:
         """Close the descriptors."""
-        for fd in (self.fd, self.old_fd):
+        for fd in (self.fd, self.old_fd, self.there):
             if fd >= 0:
                 os.close(fd)
-        self.fd = self.old_fd = -1
+        self.fd = self.old_fd = self.there = -1
 
 
 class _Coded:
@@ -233,6 +272,13 @@ class _Coded:
     def size(self) -> int:
         """Bytes on the disk."""
         return self.raw.at
+
+    def go_on(self) -> None:
+        """From here on, write."""
+        if not self.sink.resumable():
+            raise Altered(self.path)
+        self.sink.settle()
+        self.raw.go_on()
 
     def settle(self) -> None:
         """Hand on everything appended so far."""
@@ -269,127 +315,151 @@ def fill(
         Corrupt, SourceChanged: the source is damaged, or was written to meanwhile.
         NoSpace, CkpttoolError: the destination could not be written.
     """
-    run = _Filling(draft, source, staging, effort)
-    try:
-        return run.run(Reader(source, files, records, effort), progress)
-    finally:
-        run.close()
+    while True:
+        run = _Filling(draft, source, files, records, staging, effort)
+        try:
+            return run.run(progress)
+        except Altered:
+            assert isinstance(staging, Staging)
+            staging.begin_anew()
+            staging.messages.append(
+                f"what an interrupted run left in {staging.folder} was not what it had written; it was made anew"
+            )
+        finally:
+            run.close()
 
 
 class _Filling:
     def __init__(
-        self, draft: Draft, source: Source, staging: Staging | Sending | SendingFolder, effort: Effort
+        self,
+        draft: Draft,
+        source: Source,
+        files: list[str],
+        records: Any,
+        staging: Staging | Sending | SendingFolder,
+        effort: Effort,
     ) -> None:
-        self.draft, self.source, self.staging = draft, source, staging
+        self.draft, self.source, self.staging, self.effort = draft, source, staging, effort
+        self.files, self.records = files, records
         tensors = draft.checkpoint.tensors
         self.names = list(tensors)
         self.writer = _Writer(effort)
         self.digests: dict[str, str] = {}
         self.crcs: dict[int, list[Written]] = {i: [] for i in range(len(draft.files))}
-        self.jobs = effort.jobs
-        self.done = 0  # tensors finished, all files durable up to there
-        self.states: dict[int, dict[str, Any]] = {}  # of sinks, there
-        for entry in staging.entries[1:]:
-            self.done = entry["done"]
-            self.digests.update(entry["digests"])
-            self.states = {int(file): state for file, state in entry.get("sinks", {}).items()}
-            for file, rows in entry["crcs"].items():
-                self.crcs[int(file)].extend((n, r, c) for n, r, c in rows)
-        if not self._built():  # a folder that lost files in a power cut: begin anew
-            self.done, self.digests, self.states = 0, {}, {}
-            self.crcs = {i: [] for i in range(len(draft.files))}
+        self.earlier = staging.earlier if isinstance(staging, Staging) else Earlier()
+        self.again = self.earlier.done > 0  # what is appended is there already
         self.outs: dict[int, _Out | Sent | _Coded] = {}
         self.left: dict[int, int] = {}  # chunks that are still to come, by file
-        for name in self.names[self.done :]:
+        for name in self.names:
             for file in tensors[name].chunks.file if name not in draft.same else ():
                 self.left[file] = self.left.get(file, 0) + 1
         self.ended: list[int] = []  # files whose last chunk has come, still open
         self.closed: set[int] = set()
         self.fresh_digests: dict[str, str] = {}
-        self.fresh_crcs: dict[int, list[Written]] = {}
-        self.last_note = time.monotonic()
+        self.noted, self.last_note = 0, time.monotonic()
 
     def out(self, file: int) -> _Out | Sent | _Coded:
-        """The stream of a file, opened at its first byte, or where the journal says an earlier run had come."""
+        """The stream of a file, opened at its first byte."""
         if file not in self.outs:
             f = self.draft.files[file]
-            raw: _Out | Sent = (
-                _Out(self.staging.path(f.name), self.writer, self._resume_position(file))
-                if isinstance(self.staging, Staging)
-                else self.staging.stream(f.name)
-            )
-            out = _Coded(raw, f.coded(raw.append, self.jobs, self.states.get(file))) if f.coded else raw
-            self.outs[file] = out
-            if out.at == 0:
-                out.append(f.first_bytes())
+            raw: _Out | Sent
+            earlier = None
+            if isinstance(self.staging, Staging):
+                raw = _Out(self.staging.path(f.name), self.writer, self.again)
+                if self.again:
+                    earlier = EarlierFile(self.earlier.sinks.get(file, {}), raw.peek)
+            else:
+                raw = self.staging.stream(f.name)
+            self.outs[file] = out = _Coded(raw, f.coded(raw.append, self.effort.jobs, earlier)) if f.coded else raw
+            out.append(f.first_bytes())
         return self.outs[file]
 
-    def _built(self) -> bool:
-        """Whether every file is as long as the journal says."""
-        if not isinstance(self.staging, Staging):
-            return True
-        for i, f in enumerate(self.draft.files):
-            at = self._resume_position(i)
-            path = self.staging.path(f.name)
-            if at and (not os.path.exists(path) or os.path.getsize(path) < at):
-                return False
-        return True
-
-    def _resume_position(self, file: int) -> int:
-        """Where the last chunk of the file that the journal speaks of ends, on the disk, its trailer included."""
-        if file in self.states:
-            return int(self.states[file]["physical"])
-        done = self.crcs[file]
-        if not done:
-            return 0
-        name, row, _ = done[-1]
-        entry = self.draft.checkpoint.tensors[name]
-        chunk = entry.chunks[row]
-        after = len(self.draft.after(name, entry, row, done)) if self.draft.after else 0
-        return int(chunk.extent.offset + chunk.extent.length + after)
-
-    def run(self, reader: Reader, progress: Progress) -> dict[str, str]:
+    def run(self, progress: Progress) -> dict[str, str]:
         """Do it all."""
-        tensors, sources = self.draft.checkpoint.tensors, self.draft.sources
-        todo = [n for n in self.names[self.done :] if n not in self.draft.same]
+        tensors, sources, done = self.draft.checkpoint.tensors, self.draft.sources, self.earlier.done
+        if done > len(self.names):
+            raise Altered(self.staging.folder)
+        reader = None
+        if self.again:
+            reader = self._walk_again(self.names[:done], progress)
+            self.again = False
+            for out in self.outs.values():
+                out.go_on()
+        reader = reader or Reader(self.source, self.files, self.records, self.effort)
+        todo = [n for n in self.names[done:] if n not in self.draft.same]
         total = sum(sources[n].nbytes for n in self.names if n not in self.draft.same)
-        passed = total - sum(sources[n].nbytes for n in todo)
-        noted = passed
-        jobs = [Job(n, sources[n], tensors[n].dtype, not _flat(tensors[n])) for n in todo]
+        passed = self.noted = total - sum(sources[n].nbytes for n in todo)
+        for block in self._pass(reader, [Job(n, sources[n], tensors[n].dtype, not _flat(tensors[n])) for n in todo]):
+            passed += block.source_bytes
+            progress("copy", passed, total)
+            if block.last:
+                self._note(block.name, passed)
+        reader.finish()
+        for name, other in self.draft.same.items():
+            self.digests[name] = self.digests[other]
+        self._finish([i for i in range(len(self.draft.files)) if i not in self.closed])
+        return self.digests
+
+    def _walk_again(self, names: list[str], progress: Progress) -> Reader | None:
+        """The tensors that an earlier run finished, once more; the reader, where it is one of the source."""
+        tensors, sources = self.draft.checkpoint.tensors, self.draft.sources
+        assert isinstance(self.staging, Staging)
+        names = [n for n in names if n not in self.draft.same]
+        coded = any(f.coded for f in self.draft.files)  # what lies in such a file cannot be read by offset
+        here = self.source.distant and not coded
+        if here:
+            reader = Reader(Source(self.staging.tree), [f.name for f in self.draft.files], (), self.effort)
+            sources = tensors
+        else:
+            reader = Reader(self.source, self.files, self.records, self.effort)
+        total, passed = sum(sources[n].nbytes for n in names), 0
+        jobs = [Job(n, sources[n], tensors[n].dtype, not _flat(tensors[n])) for n in names]
+        try:
+            for block in self._pass(reader, jobs):
+                passed += block.source_bytes
+                progress("reread", passed, total)
+                if here and block.last and self.digests[block.name] != self.earlier.digests.get(block.name):
+                    raise Altered(self.staging.folder)
+        except Corrupt:
+            if here:
+                raise Altered(self.staging.folder) from None
+            raise
+        finally:
+            if here:
+                reader.source.close()
+        return None if here else reader
+
+    def _pass(self, reader: Reader, jobs: list[Job]) -> Iterator[Block]:
+        """Digest tensors and append them to the files they belong to; each block, when that is done and it is released."""
+        tensors = self.draft.checkpoint.tensors
         plan: list[_Row] = []
         hasher: Any = None
         name = ""
         for block in reader.blocks(jobs):
             if block.name != name or hasher is None:
                 name, hasher = block.name, blake3()
-                entry = tensors[name]
-                plan = _rows(entry)
+                plan = _rows(tensors[name])
             hasher.update(block.data)
-            self._scatter(name, entry, plan, block)
-            passed += block.source_bytes
-            last = block.last
+            self._scatter(name, tensors[name], plan, block)
             block.release()
-            progress("copy", passed, total)
-            if last:
+            if block.last:
                 self.digests[name] = self.fresh_digests[name] = hasher.hexdigest()
                 hasher = None
-                if self.ended and len(self.ended) >= (_MOST_ENDED if self.staging.local else 1):
+                if len(self.ended) >= (_MOST_ENDED if self.staging.local else 1):
                     self._finish(self.ended)
                     self.ended.clear()
-                now = time.monotonic()
-                due = passed - noted >= _JOURNAL_BYTES or (passed > noted and now - self.last_note >= _JOURNAL_SECONDS)
-                if (
-                    due
-                    and self.staging.local
-                    and all(o.sink.resumable() for o in self.outs.values() if isinstance(o, _Coded))
-                ):
-                    self._journal(self.names.index(name, self.done) + 1)
-                    noted, self.last_note = passed, now
-        reader.finish()
-        for name, other in self.draft.same.items():
-            self.digests[name] = self.digests[other]
-        self._finish([i for i in range(len(self.draft.files)) if i not in self.closed])
-        return self.digests
+            yield block
+
+    def _note(self, name: str, passed: int) -> None:
+        """A line in the journal after a tensor, where it is time for one."""
+        now = time.monotonic()
+        due = passed - self.noted >= _JOURNAL_BYTES or (
+            passed > self.noted and now - self.last_note >= _JOURNAL_SECONDS
+        )
+        coded = [o.sink for o in self.outs.values() if isinstance(o, _Coded)]
+        if due and self.staging.local and all(sink.resumable() for sink in coded):
+            self._journal(self.names.index(name, self.earlier.done) + 1)
+            self.noted, self.last_note = passed, now
 
     def _scatter(self, name: str, entry: TensorEntry, plan: list[_Row], block: Block) -> None:
         """Append a block's elements to the files of the chunks they belong to."""
@@ -415,7 +485,11 @@ class _Filling:
                 n = prod(both[1])
             if r.done == 0:
                 self._begin(name, entry, r)
-            self.out(r.file).append(part)
+            out = self.out(r.file)
+            if self.again and isinstance(out, _Out):
+                out.skip(len(part))
+            else:
+                out.append(part)
             if self.draft.after or self.draft.tail:
                 if block.crc is not None and n == block.count:
                     r.crc = crc32_combine(r.crc, block.crc, len(part))
@@ -436,7 +510,6 @@ class _Filling:
         self.crcs[r.file].append((name, r.row, r.crc))
         if self.draft.after:
             self.out(r.file).append(self.draft.after(name, entry, r.row, self.crcs[r.file]))
-        self.fresh_crcs.setdefault(r.file, []).append((name, r.row, r.crc))
         self.left[r.file] -= 1
         if not self.left[r.file]:
             self.ended.append(r.file)
@@ -449,11 +522,13 @@ class _Filling:
                 os.fdatasync(out.fd)
             except OSError as e:
                 raise write_error(e, out.path) from e
-        entry: dict[str, Any] = {"done": done, "digests": self.fresh_digests, "crcs": self.fresh_crcs}
+        entry: dict[str, Any] = {"done": done}
+        if self.source.distant:
+            entry["digests"] = self.fresh_digests
         if sinks := {i: o.sink.state() for i, o in self.outs.items() if isinstance(o, _Coded)}:
             entry["sinks"] = sinks
         self.staging.note(entry)
-        self.fresh_digests, self.fresh_crcs = {}, {}
+        self.fresh_digests = {}
 
     def _settle(self) -> None:
         for out in self.outs.values():
@@ -464,6 +539,8 @@ class _Filling:
         """Heads of files without chunks, tails, truncation, fsync; in the order given."""
         for i in files:
             f, out = self.draft.files[i], self.out(i)
+            if self.again:
+                out.go_on()
             if self.draft.tail:
                 out.append(self.draft.tail(i, self.crcs[i], self.digests))
             out.end()

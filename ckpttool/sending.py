@@ -40,6 +40,9 @@ class Sent:
     def settle(self) -> None:
         """Nothing waits here."""
 
+    def go_on(self) -> None:
+        """Nothing was there before."""
+
     def finish(self) -> None:
         """`commit` does."""
 
@@ -55,12 +58,23 @@ class _Sent:
 
     def __init__(self, url: str) -> None:
         self.folder = remote.shown(url)
-        self.entries: list[dict[str, Any]] = [{}]
         self.messages: list[str] = []
+        self.in_place = False
+
+    @property
+    def outcome(self) -> str:
+        """What an error left at the destination."""
+        return (
+            f"{self.folder} is in place, whole, and was not read back."
+            if self.in_place
+            else "The destination is untouched."
+        )
 
     @property
     def again(self) -> str:
         """What is there after an interruption, and what to do."""
+        if self.in_place:
+            return self.outcome
         return f"{self.folder} is untouched. Run the same command again; it begins anew, and removes the parts that were sent."
 
     def note(self, entry: dict[str, Any]) -> None:
@@ -69,6 +83,7 @@ class _Sent:
     def commit(self) -> None:
         """What was sent is there, whole."""
         self.upload.commit()
+        self.in_place = True
 
     def abandon(self) -> None:
         """Remove what was sent."""
@@ -118,7 +133,7 @@ class SendingFolder(_Sent):
     @property
     def again(self) -> str:
         """What is there after an interruption, and what to do."""
-        if not self.upload.showing:
+        if self.in_place or not self.upload.showing:
             return super().again
         return (
             f"Some objects below {self.folder} are visible already, and what they replace is gone; ckpttool takes them for no "

@@ -8,6 +8,7 @@ and compared at the end: a source that a trainer is still writing to is an error
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -16,9 +17,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .errors import Corrupt, SourceChanged, Unsafe
+from .errors import CkpttoolError, Corrupt, NoSpace, SourceChanged, Unreadable, Unsafe
 
-__all__ = ["FileBytes", "Source", "raise_file_limit"]
+__all__ = ["FileBytes", "Source", "raise_file_limit", "read_error", "short_of"]
 
 # File descriptors kept; a checkpoint of more files than that has its oldest ones closed and opened again.
 _KEPT_OPEN = 400
@@ -39,6 +40,23 @@ def raise_file_limit() -> None:
         _KEPT_OPEN = max(_KEPT_OPEN, min(hard // 2, 1 << 16) - 100)
     except (ImportError, ValueError, OSError):
         pass  # not on this platform, or not allowed: the least recently used files are closed instead
+
+
+def short_of(e: OSError) -> str | None:
+    """What the machine or this process is short of, where a system call failed for that, and who sets the limit."""
+    return {
+        errno.EFBIG: "the file would be larger than this shell (`ulimit -f`) or the file system allows",
+        errno.EMFILE: "this process has too many open files; allow more (`ulimit -n`)",
+        errno.ENFILE: "the system has too many open files",
+        errno.ENOMEM: "there is not enough memory",
+    }.get(e.errno or 0)
+
+
+def read_error(e: OSError, path: str) -> CkpttoolError:
+    """What a failed system call on a file that is read means."""
+    if (what := short_of(e)) is not None:
+        return NoSpace(f"{path} cannot be read: {what}. Then run the same command again.")
+    return Unreadable(f"{path} cannot be read: {e.strerror}.")
 
 
 class Source:
@@ -72,6 +90,8 @@ class Source:
         try:
             return sorted(os.listdir(os.path.join(self.root, folder)))
         except (OSError, ValueError) as e:  # a name from a file may be no name at all
+            if isinstance(e, OSError) and short_of(e):
+                raise read_error(e, os.path.join(self.root, folder)) from e
             if not folder:
                 raise Corrupt(f"{self.root} cannot be listed: {getattr(e, 'strerror', e)}.") from e
             return []
@@ -99,7 +119,7 @@ class Source:
 
         Raises:
             Unsafe: the file lies outside the folder, or is not a regular file.
-            Corrupt: it is missing or cannot be read.
+            Corrupt: it is missing or cannot be read. NoSpace: too many files are open.
         """
         with self._lock:
             if (name, flags) in self._open:
@@ -139,7 +159,7 @@ class Source:
         except OSError as e:
             if flags:
                 raise
-            raise Corrupt(f"{path} cannot be opened: {e.strerror}.") from e
+            raise read_error(e, path) from e
         try:
             self._judge(name, path, fd)
         except BaseException:
@@ -184,7 +204,7 @@ class Source:
         """Fill `into` with the bytes from `offset` on.
 
         Raises:
-            Corrupt: they cannot be read. SourceChanged: the file ends before.
+            Unreadable: they cannot be read. SourceChanged: the file ends before. NoSpace: the machine is short of something.
         """
         got = 0
         while got < len(into):
@@ -192,7 +212,7 @@ class Source:
                 with self.using(name) as fd:
                     n = os.preadv(fd, [into[got:]], offset + got)
             except OSError as e:
-                raise Corrupt(f"{os.path.join(self.root, name)}: byte {offset + got}: {e.strerror}.") from e
+                raise read_error(e, f"{os.path.join(self.root, name)}: byte {offset + got}") from e
             if not n:
                 raise SourceChanged(f"{os.path.join(self.root, name)} became shorter while it was read.")
             got += n
@@ -249,7 +269,10 @@ class Source:
     def close(self) -> None:
         """Close every descriptor."""
         while self._open:
-            os.close(self._open.popitem()[1])
+            try:
+                os.close(self._open.popitem()[1])
+            except OSError:
+                pass  # only read from
 
     def __enter__(self) -> Source:
         return self

@@ -36,9 +36,9 @@ from typing import IO, Any, NamedTuple
 
 from . import boxes
 from .crc import crc32, crc32_combine
-from .errors import Corrupt, Unsafe
+from .errors import Corrupt, NoSpace, Unsafe
 from .index import ITEMSIZE, Checkpoint, Chunk, Extent, Record, TensorEntry
-from .store import Source
+from .store import Source, read_error
 
 __all__ = [
     "ALIGN",
@@ -80,13 +80,22 @@ USUAL = Effort()
 
 
 class Arena:
-    """`count` buffers of `size` bytes, aligned to 2 MiB and on huge pages where the system has them."""
+    """`count` buffers of `size` bytes, aligned to 2 MiB and on huge pages where the system has them.
+
+    Raises:
+        NoSpace: there is no memory for them.
+    """
 
     def __init__(self, count: int, size: int) -> None:
         huge = 2 << 20
         self.size = size
         step = -(-size // huge) * huge
-        self._map = mmap.mmap(-1, count * step + huge, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            self._map = mmap.mmap(-1, count * step + huge, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as e:
+            raise NoSpace(
+                f"{count * step + huge:,} bytes of buffers: {e.strerror}. Fewer --jobs or a smaller --max-memory take less."
+            ) from e
         if hasattr(mmap, "MADV_HUGEPAGE"):
             try:
                 self._map.madvise(mmap.MADV_HUGEPAGE)
@@ -554,7 +563,7 @@ class Reader:
             if e.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP):
                 self._no_direct = True  # this file system has no O_DIRECT
                 return None
-            raise Corrupt(f"{os.path.join(self.source.root, name)}: byte {offset}: {e.strerror}.") from e
+            raise read_error(e, f"{os.path.join(self.source.root, name)}: byte {offset}") from e
         if got < offset - a + n:
             return None  # an unusual short read: read again through the cache
         return buffer[offset - a : offset - a + n]

@@ -26,7 +26,7 @@ from ckpttool.audit.options import ArchiveOptions
 from ckpttool.audit.sealing import Sealer
 from ckpttool.audit.seekable import FrameWriter
 from ckpttool.audit.shelf import refuse_protected
-from ckpttool.draft import Draft, DraftFile, Sink
+from ckpttool.draft import Draft, DraftFile, EarlierFile, Sink
 from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError
 from ckpttool.index import Checkpoint, Chunks, TensorEntry, joined
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions
@@ -154,12 +154,12 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     sinks: list[FrameWriter] = []
     sent = [0]  # bytes of the archive so far
 
-    def coded(write: Callable[[bytes | memoryview], None], jobs: int, state: dict[str, Any] | None) -> Sink:
+    def coded(write: Callable[[bytes | memoryview], None], jobs: int, earlier: EarlierFile | None) -> Sink:
         def counted_write(data: bytes | memoryview) -> None:
             sent[0] += len(data)
             write(data)
 
-        sent[0] = state["physical"] if state else 0
+        sent[0] = 0
         seal = Sealer(counted_write, how.recipients) if how.recipients else None
         frames = FrameWriter(
             seal.append if seal else counted_write,
@@ -167,7 +167,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
             planned.members,
             level=how.level,
             jobs=jobs,
-            state=state,
+            earlier=earlier,
         )
         sinks.append(frames)
         return _Sealed(frames, seal) if seal else frames

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import ckpttool
-from ckpttool import draft, fill
+from ckpttool import fill, partial
 
 WRITES = (
     "open", "write", "pwrite", "fsync", "fdatasync", "ftruncate", "mkdir", "rename", "replace", "unlink", "rmdir",
@@ -52,7 +52,7 @@ class Fault:
         self.n, self.error, self.count = n, error, 0
         names = WRITES + (READS if error else ())
         self.real: list[tuple[Any, str, Any]] = [(os, name, getattr(os, name)) for name in names]
-        self.real += [(builtins, "open", builtins.open), (draft, "_rename2", draft._rename2)]
+        self.real += [(builtins, "open", builtins.open), (partial, "rename2", partial.rename2)]
         for module, name, real in self.real:
             setattr(module, name, self._counted(real))
 

@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 
 from ckpttool.audit import planes, seekable
 from ckpttool.audit.seekable import FRAME, Cut, FrameReader, FrameWriter, Member, Walked, read_table, walk
+from ckpttool.draft import EarlierFile
 from ckpttool.errors import CkpttoolError, Corrupt, NotRecognised, RemoteError, SourceChanged, Unsafe
 from ckpttool.store import Source
 
@@ -349,35 +350,54 @@ def test_compressors_that_have_seen_much_make_the_same_frames(packed: tuple[byte
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_an_interrupted_file_is_gone_on_with(seed: int, small: None, tmp_path: Path) -> None:
+def test_an_interrupted_file_is_gone_on_with(
+    seed: int, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dice = random.Random(1000 + seed)
     data, cuts, members = random_plan(dice)
     want, sums = pack(data, cuts, members)
     path = tmp_path / NAME
-    state: dict[str, Any] | None = None
     inside = {c.offset for c in cuts if any(m.start < c.offset < m.end for m in members)}
     stops = [c.offset for c in cuts[1:] if c.offset not in inside]
-    for stop in [*dice.sample(stops, min(2, len(stops))), None]:
-        begin = 0 if state is None else state["at"]
-        if stop is not None and stop < begin:
-            continue
-        with open(path, "r+b" if path.exists() else "w+b") as f:
-            f.truncate(0 if state is None else state["physical"])
-            f.seek(0, 2)
-            writer = FrameWriter(f.write, cuts, members, level=1, jobs=2, state=state)
-            assert writer.at == begin
-            feed(writer, data[begin:stop], dice)
-            if stop is None:
-                writer.finish()
-                assert writer.sums() == sums
-            else:
-                assert writer.resumable()
-                writer.settle()
-                state = json.loads(json.dumps(writer.state()))
-                assert f.tell() == state["physical"] and state["at"] == stop
-                feed(writer, data[stop : stop + 3000], dice)  # written on for a while, and lost
-            writer.close()
-    assert path.read_bytes() == want
+    stop = dice.choice(stops) if stops else 0
+    with open(path, "wb") as f:
+        writer = FrameWriter(f.write, cuts, members, level=1, jobs=2)
+        feed(writer, data[:stop], dice)
+        assert writer.resumable()
+        writer.settle()
+        state = json.loads(json.dumps(writer.state()))
+        feed(writer, data[stop : stop + 3000], dice)  # written on for a while, and lost
+        writer.close()
+    made: list[int] = []
+    monkeypatch.setattr(seekable._Compress, "__call__", counted(seekable._Compress.__call__, made))
+    for lie in (
+        None,
+        {},
+        {"frames": "?"},
+        {"frames": "AAAAAQ=="},
+        {"frames": 7},
+    ):  # what it says is checked, not believed
+        made.clear()
+        out = bytearray()
+        there = EarlierFile(state if lie is None else lie, lambda at, n: path.read_bytes()[at : at + n])
+        writer = FrameWriter(out.extend, cuts, members, level=1, jobs=2, earlier=there)
+        feed(writer, data[:stop], dice)
+        writer.settle()
+        if lie is None:
+            assert not made, "frames that are there are not made again"
+        feed(writer, data[stop:], dice)
+        writer.finish()
+        assert writer.sums() == sums
+        writer.close()
+        assert bytes(out) == want
+
+
+def counted(call: Any, made: list[int]) -> Any:
+    def count(self: Any, data: Any, *args: Any) -> Any:
+        made.append(len(data))
+        return call(self, data, *args)
+
+    return count
 
 
 def test_resumable_only_at_cuts_outside_of_members(small: None) -> None:

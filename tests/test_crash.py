@@ -422,7 +422,7 @@ def test_an_existing_destination_is_refused_without_force_and_replaced_whole_wit
 ) -> None:
     target = tmp_path / "out"
     if to == "full":
-        target.write_text("old")
+        torch.save({"model": {"old": torch.ones(2)}}, target)
     else:
         target.mkdir()
         (target / "model.safetensors").write_text("old")

@@ -49,14 +49,15 @@ ROOMS: dict[str, set[str]] = {
     "beside": {"errors", "index", "modelfiles", "remote", "store"},
     "digests": {"index"},
     "torchzip": {"errors", "boxes", "crc", "index", "pickles"},
-    "draft": {"errors", "index"},
+    "partial": {"errors"},
+    "draft": {"errors", "index", "partial", "store"},
     "values": {"errors", "index", "jsontext", "pickles", "torchzip"},
     "adapters": {"errors", "index"},
     "torchdraft": {"crc", "draft", "index", "pickles", "torchzip"},
     "stream": {"errors", "boxes", "crc", "index", "store"},
     "objects": {"errors", "jsontext", "remote"},
     "sending": {"draft", "objects", "remote"},
-    "fill": {"errors", "boxes", "crc", "index", "store", "stream", "draft", "sending"},
+    "fill": {"errors", "boxes", "crc", "index", "store", "stream", "partial", "draft", "sending"},
     "sharded": {"errors", "boxes", "index", "pickles", "torchzip"},
     "flatlayout": {"errors", "boxes", "child", "hubnames", "index", "jsontext", "store"},
     "training": {"errors", "draft", "fill", "index", "names", "store", "stream", "torchzip"},
@@ -75,6 +76,7 @@ ROOMS: dict[str, set[str]] = {
         "modelfiles",
         "names",
         "objects",
+        "partial",
         "remote",
         "sending",
         "store",
@@ -88,7 +90,7 @@ ROOMS: dict[str, set[str]] = {
     "audit.retention": {"errors", "jsontext"},
     "audit.signing": {"errors", "jsontext"},
     "audit.sealing": {"errors", "store"},
-    "audit.seekable": {"audit.planes", "crc", "errors", "store"},
+    "audit.seekable": {"audit.planes", "crc", "draft", "errors", "store"},
     "audit.plan": {"audit.seekable", "audit.tarball", "index", "names", "stfile"},
     "audit.manifest": {"audit.plan", "audit.planes", "digests", "errors", "index", "jsontext", "names"},
     "audit.provenance": {
@@ -300,12 +302,24 @@ ROOMS: dict[str, set[str]] = {
         "comparison",
         "summary",
         "layouts",
+        "partial",
+        "remote",
         "_version",
         "resume.launch",
         "resume.report",
         "terminal",
     },
-    "__init__": {"_version", "comparison", "conversion", "errors", "flatlayout", "index", "reader", "summary"},
+    "__init__": {
+        "_version",
+        "comparison",
+        "conversion",
+        "errors",
+        "flatlayout",
+        "index",
+        "partial",
+        "reader",
+        "summary",
+    },
     "__main__": {"cli"},
 }
 #: What is not in the standard library and may be imported as a module is loaded; numpy, torch, ... only where used.
@@ -598,7 +612,7 @@ def test_every_layout_stands_in_the_readme() -> None:
 #: Who parses JSON besides jsontext, which bounds what it takes: of text that we ourselves wrote a moment ago, or of children
 #: of ours that answer.
 OWN_JSON = {
-    "hubnames", "flatlayout", "audit.ledger", "converters.dcp", "draft", "hub.journal", "hub.screening", "resume.trace",
+    "hubnames", "flatlayout", "audit.ledger", "converters.dcp", "partial", "hub.journal", "hub.screening", "resume.trace",
     "resume.launch", "resume.settings", "resume.recorder",
 }  # fmt: skip
 

@@ -35,6 +35,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from ..crc import crc32
+from ..draft import EarlierFile
 from ..errors import CkpttoolError, Corrupt, NotRecognised, RemoteError, SourceChanged, Unsafe
 from ..store import Source
 from . import planes
@@ -152,13 +153,14 @@ class _Flying:
 class FrameWriter:
     """A sink for the content of an archive; `write` gets the bytes of the file, in order, in the thread that appends.
 
-    `cuts` begin with one at 0 and ascend, `members` do not overlap. With `state`, that of an earlier writer, it goes on
-    where that one stood; the file must have been cut to `state["physical"]` bytes.
+    `cuts` begin with one at 0 and ascend, `members` do not overlap. With `earlier`, it is given the same content as an
+    earlier writer from the beginning on; a frame that this one has written is unfolded and compared with the content, which
+    takes less time than making it again. `write` gets it as if it had been made now.
     """
 
     def __init__(
         self, write: Callable[[bytes | memoryview], object], cuts: Sequence[Cut], members: Sequence[Member], *, level: int,
-        jobs: int, state: dict[str, Any] | None = None,
+        jobs: int, earlier: EarlierFile | None = None,
     ) -> None:  # fmt: skip
         assert cuts[0].offset == 0 and all(a.offset < b.offset for a, b in pairwise(cuts))
         self.write = write
@@ -175,13 +177,12 @@ class FrameWriter:
         self._block = memoryview(bytearray(0))  # a block whose rest has not come yet
         self._waiting = 0  # bytes in it
         self._over = False
-        said = state or {"at": 0, "physical": 0, "frames": "", "sums": {}}
-        self.at = self._start = self._end = self._hashed = int(said["at"])
-        self._cut = bisect_right(cuts, self.at, key=lambda c: c.offset) - 1
-        self._physical = int(said["physical"])
-        self._rows = bytearray(base64.b64decode(said["frames"]))  # per frame: its row in the seek table, its CRC32
-        self._sums: dict[str, str] = dict(said["sums"])
-        self._ended = sum(m.end <= self.at and m.name in self._sums for m in self.members)
+        self._earlier = _earlier_frames(earlier)  # those that have not been met yet
+        self._read = earlier.read if earlier else None
+        self.at = self._start = self._end = self._hashed = self._cut = 0
+        self._rows = bytearray()  # per frame: its row in the seek table, its CRC32
+        self._sums: dict[str, str] = {}
+        self._ended = 0
         self._hasher: Any = None
 
     def append(self, data: bytes | memoryview) -> None:
@@ -245,11 +246,23 @@ class FrameWriter:
         n = self.at - self._start
         cut = self.cuts[self._cut]
         hashed = self._hash_to(self.at)
-        frame = self._pool.submit(self._compress, self._buffer[:n], cut.item, cut.fast)
+        there = self._earlier.popleft() if self._earlier else None
+        frame = self._pool.submit(self._frame, self._buffer[:n], cut, there)
         self._flying.append(_Flying(self._buffer, n, frame, hashed))
         self._buffer = None
         while self._flying and self._flying[0].frame.done() and self._flying[0].hashed.done():
             self._land()
+
+    def _frame(self, data: memoryview, cut: Cut, there: tuple[int, int] | None) -> tuple[bytes, int]:
+        """(the frame, CRC32 of its bytes): the one at this (offset, length) of the file, if it holds the data."""
+        if there and self._read:
+            frame = self._read(*there)
+            try:
+                if _unfold(memoryview(frame), None) == data:
+                    return frame, crc32(frame)
+            except _Fault:
+                pass  # the one that is made now will not be equal to it either, and `write` says so
+        return self._compress(data, cut.item, cut.fast)
 
     def _land(self) -> None:
         """Wait for the oldest frame in flight and write it."""
@@ -258,11 +271,7 @@ class FrameWriter:
         f.hashed.result()
         self._rows += struct.pack("<II4sI", len(frame), f.length, frame[-4:], crc)
         self._free.append(f.buffer)
-        self._put(frame)
-
-    def _put(self, data: bytes) -> None:
-        self._physical += len(data)
-        self.write(data)
+        self.write(frame)
 
     def _hash_to(self, end: int) -> Future[None]:
         assert self._buffer is not None
@@ -316,10 +325,9 @@ class FrameWriter:
             self._land()
 
     def state(self) -> dict[str, Any]:
-        """What a writer needs to go on from here, after `settle`; JSON holds it."""
+        """Where the frames are, after `settle`; JSON holds it."""
         assert not self._flying and self.resumable()
-        frames = base64.b64encode(self._rows).decode()
-        return {"at": self.at, "physical": self._physical, "frames": frames, "sums": dict(self._sums)}
+        return {"frames": base64.b64encode(_bytes(_columns(self._rows, 4)[0])).decode()}
 
     def finish(self) -> None:
         """The last frame and the tables."""
@@ -327,13 +335,29 @@ class FrameWriter:
         self._over = True
         sizes, lengths, checksums, crcs = _columns(self._rows, 4)
         table = _crc_table(crcs)
-        self._put(table)
-        self._put(_seek_table(sizes, lengths, checksums, len(table)))
+        self.write(table)
+        self.write(_seek_table(sizes, lengths, checksums, len(table)))
 
     def close(self) -> None:
         """Stop the threads; nothing is written afterwards."""
         for pool in (self._pool, self._hash_pool):
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _earlier_frames(earlier: EarlierFile | None) -> deque[tuple[int, int]]:
+    """(offset, length) of the frames that an earlier writer says it has written; none where that makes no sense."""
+    out: deque[tuple[int, int]] = deque()
+    try:
+        sizes = _numbers(base64.b64decode(earlier.state["frames"], validate=True)) if earlier else ()
+    except (KeyError, TypeError, ValueError):
+        return out
+    at = 0
+    for n in sizes:
+        if n > _BOUND:
+            break
+        out.append((at, n))
+        at += n
+    return out
 
 
 # -------------------------------------------------------------------------------------------------------- the tables
