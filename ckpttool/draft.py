@@ -20,6 +20,7 @@ import shlex
 import shutil
 import stat
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -146,7 +147,7 @@ class Staging:
         self.is_file, self.force, self.plan = is_file, force, plan
         self._journal = self._lock = self._folder = -1
         self._built: tuple[int, int] | None = None  # device and inode of what is to be renamed to the target
-        self.folder = self.tree = self.parent
+        self.folder = self.tree = self.journal_path = self.parent
         self.earlier = partial.Earlier()
         self.messages: list[str] = []
         refuse_target(self.target, is_file, force)
@@ -209,15 +210,19 @@ class Staging:
 
     def _enter(self, folder: str) -> None:
         """Work in this folder from now on."""
-        self.folder, self.tree = folder, os.path.join(folder, "tree")
+        self.folder, self.tree, self.journal_path = (
+            folder,
+            os.path.join(folder, "tree"),
+            os.path.join(folder, "journal"),
+        )
         self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         if not os.path.isdir(self.tree):
             os.mkdir(self.tree)
             partial.keep_ours(self.tree, 0o700)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._journal = os.open(os.path.join(folder, "journal"), flags, 0o600)
+        self._journal = os.open(self.journal_path, flags, 0o600)
         partial.keep_ours(self._journal, 0o600)
-        with open(os.path.join(folder, "journal"), "rb") as f:
+        with open(self.journal_path, "rb") as f:
             os.ftruncate(self._journal, f.read().rfind(b"\n") + 1)  # a line that was cut off
 
     def begin_anew(self) -> None:
@@ -289,8 +294,15 @@ class Staging:
         if not os.path.samestat(there, os.fstat(self._folder)):
             raise Unsafe(f"{self.folder} was put in the place of ours while we wrote. The destination is untouched.")
         refuse_target(self.target, self.is_file, self.force)  # somebody may have put something there meanwhile
+        whole = os.fstat(self._journal).st_size
         self.note({"committed": True})  # from here on `tree` may hold the old destination: never to be continued
-        self._rename()
+        try:
+            self._rename()
+        except BaseException:
+            if not self.in_place and not os.path.lexists(os.path.join(self.folder, "old")):
+                with suppress(OSError):
+                    os.ftruncate(self._journal, whole)  # nothing was moved: the next run may continue
+            raise
         try:
             _fsync_folder(self.parent)
         except OSError as e:
@@ -325,16 +337,17 @@ class Staging:
     def _rename_twice(self, built: str) -> None:
         """Where two names cannot be exchanged there is an instant without a destination; what ends us then (an error here, a
         kill by the next run) has the old one put back."""
+        old = os.path.join(self.folder, "old")
         try:
-            os.rename(self.target, "old", dst_dir_fd=self._folder)
-            os.rename(built, self.target, src_dir_fd=self._folder)
+            os.rename(self.target, old)
+            os.rename(os.path.join(self.folder, built), self.target)
         except BaseException:
             if not os.path.lexists(self.target):
                 try:
-                    os.rename("old", self.target, src_dir_fd=self._folder)
+                    os.rename(old, self.target)
                 except OSError as e:
                     raise CkpttoolError(
-                        f"{self.target}: {e.strerror} (errno {e.errno}). The old checkpoint is whole in {self.folder}/old "
+                        f"{self.target}: {e.strerror} (errno {e.errno}). The old checkpoint is whole in {old} "
                         f"and could not be put back; `{partial.command(self.target)}` does that, or the next run."
                     ) from e
             raise
