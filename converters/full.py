@@ -95,8 +95,9 @@ def _recorded(read_at: torchzip.ReadAt, length: int, what: str) -> dict[str, str
     record = torchzip.zip_records(read_at, 0, length, what).get("ckpttool.json")
     if record is None:
         return {}
+    data = read_at(record.offset, record.length)
     try:
-        found = parse(read_at(record.offset, record.length), what)
+        found = parse(data, what)
         return {str(k): str(v) for k, v in found.items()}
     except (Corrupt, Unsafe, AttributeError):
         raise Corrupt(f"{what}: its ckpttool.json is damaged.") from None

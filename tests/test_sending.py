@@ -125,7 +125,7 @@ def test_a_bucket_that_keeps_versions_keeps_what_was_replaced(s3: Moto, bucket: 
 
 def test_force_does_not_replace_what_is_no_checkpoint(s3: Moto, bucket: str) -> None:
     s3.client().put_object(Bucket=bucket[5:], Key="home/thesis.tex", Body=b"x")
-    with pytest.raises(DestinationExists, match="no checkpoint"):
+    with pytest.raises(DestinationExists, match="not a checkpoint"):
         convert(DCP, f"{bucket}/home", to="dcp", force=True)
     assert keys(s3, bucket) == ["home/thesis.tex"]
 
