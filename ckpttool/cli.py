@@ -17,6 +17,8 @@ from .audit.commands import app as audit_app
 from .errors import EXIT_CODES, CkpttoolError, Interrupted, NoSpace, NotRecognised, UsageError
 from .hub import commands as hub
 from .terminal import (
+    AllowEqualRanks,
+    AllowMixedSteps,
     AllowNameMismatch,
     Cast,
     Config,
@@ -87,6 +89,8 @@ def convert(
     flat_layout: FlatLayout = None,
     wrap: Wrap = None,
     tag: Tag = None,
+    allow_equal_ranks: AllowEqualRanks = False,
+    allow_mixed_steps: AllowMixedSteps = False,
     use_orig_params: UseOrigParams = False,
     zero_stage: ZeroStage = None,
     sub_group_size: Annotated[
@@ -122,6 +126,7 @@ def convert(
         "precision": precision, "write_tag": write_tag, "max_shard_bytes": bytes_of(max_shard_size),
         "adapter": adapter, "training": include_optimizer, "strip_prefix": strip_prefix,
         "allow_name_mismatch": allow_name_mismatch,
+        "allow_equal_ranks": allow_equal_ranks, "allow_mixed_steps": allow_mixed_steps,
     }  # fmt: skip
     if dry_run:
         _dry_run(src, dst, {**how, "drop": drop}, as_json)
@@ -208,7 +213,10 @@ def inspect(
     from . import summary as look
     from .conversion import open as open_checkpoint
 
-    how: dict[str, Any] = {"config": config, "like": like, "flat_layout": flat_layout, "wrap": comma(wrap), "tag": tag}
+    how: dict[str, Any] = {
+        "config": config, "like": like, "flat_layout": flat_layout, "wrap": comma(wrap), "tag": tag,
+        "allow_equal_ranks": True, "allow_mixed_steps": True,
+    }  # fmt: skip
     with open_checkpoint(path, layout=from_, **how) as opened:
         if tensor is not None:
             ckpt = opened.locate()
@@ -313,6 +321,8 @@ def verify(
     flat_layout: FlatLayout = None,
     wrap: Wrap = None,
     tag: Tag = None,
+    allow_equal_ranks: AllowEqualRanks = False,
+    allow_mixed_steps: AllowMixedSteps = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -324,6 +334,7 @@ def verify(
         found = check(
             path, read_data=read_data, against=against, progress=meter, layout=from_, config=config, like=like,
             flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
+            allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
         )  # fmt: skip
     finally:
         meter.close()
@@ -373,6 +384,8 @@ def resume_verify(
     flat_layout: FlatLayout = None,
     wrap: Wrap = None,
     tag: Tag = None,
+    allow_equal_ranks: AllowEqualRanks = False,
+    allow_mixed_steps: AllowMixedSteps = False,
     world_size: Annotated[
         int | None,
         typer.Option(
@@ -543,6 +556,7 @@ def resume_verify(
     gc.enable()  # a training job makes cycles
     how = {
         "layout": from_, "config": config, "like": like, "flat_layout": flat_layout, "wrap": comma(wrap), "tag": tag,
+        "allow_equal_ranks": allow_equal_ranks or None, "allow_mixed_steps": allow_mixed_steps or None,
     }  # fmt: skip
     telling = _Telling(quiet)
     try:
@@ -609,6 +623,8 @@ def digest(
     flat_layout: FlatLayout = None,
     wrap: Wrap = None,
     tag: Tag = None,
+    allow_equal_ranks: AllowEqualRanks = False,
+    allow_mixed_steps: AllowMixedSteps = False,
     tensors: Annotated[bool, typer.Option("--tensors", help="The digest of every tensor too.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -620,7 +636,7 @@ def digest(
     try:
         found = compute(
             path, progress=meter, layout=from_, only=comma(only), config=config, like=like, flat_layout=flat_layout,
-            wrap=comma(wrap), tag=tag,
+            wrap=comma(wrap), tag=tag, allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
         )  # fmt: skip
     finally:
         meter.close()

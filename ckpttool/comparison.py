@@ -75,6 +75,7 @@ def diff(
     Raises:
         CkpttoolError: one of the two cannot be read.
     """
+    how |= {"allow_equal_ranks": True, "allow_mixed_steps": True}  # to look at them is what diff is for
     with open(a, only=only, **how) as x, open(b, only=only, **how) as y:
         left, right = x.locate(), y.locate()
         aside = [[r.to_json() for r in ckpt.unread] for ckpt in (left, right)]

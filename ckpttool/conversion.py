@@ -19,7 +19,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from . import adapters, beside, layouts, modelfiles, partial, remote
+from . import adapters, beside, layouts, mixups, modelfiles, partial, remote
 from ._version import __version__
 from .digests import merkle_root, roots
 from .draft import Draft, Dropped, Staging, refuse_target, write_error
@@ -65,12 +65,19 @@ class Opened:
     layout: layouts.Layout
     folder: bool  # whether it is a folder of its own, and not one file among others
     located: bool = False
+    # what `locate` does not refuse
+    allow_equal_ranks: bool = False
+    allow_mixed_steps: bool = False
 
     def locate(self) -> Checkpoint:
         """The index with raw byte ranges, checked again; every item's framing has been looked into."""
         if not self.located:
             self.checkpoint = self.layout.locate(self.checkpoint, self.source)
             check(self.checkpoint)
+            if not self.allow_equal_ranks:
+                mixups.refuse_equal_ranks(self.checkpoint, self.source)
+            if not self.allow_mixed_steps:
+                mixups.refuse_mixed_steps(self.checkpoint, self.source)
             self.located = True
         return self.checkpoint
 
@@ -95,6 +102,8 @@ def open(
     flat_layout: str | os.PathLike[str] | None = None,
     wrap: Iterable[str] | None = None,
     tag: str | None = None,
+    allow_equal_ranks: bool = False,
+    allow_mixed_steps: bool = False,
 ) -> Opened:
     """Read the index of a checkpoint in any layout and prove it sound; no tensor byte is read.
 
@@ -107,20 +116,26 @@ def open(
         flat_layout: file with what `describe_fsdp1` gave in the job.
         wrap: patterns of the modules that FSDP1 wrapped, "**.layers.*".
         tag: which save, where a DeepSpeed folder holds several; else the one that `latest` names.
+        allow_equal_ranks: read it also where one rank's file looks like a copy of another's (mixups.py).
+        allow_mixed_steps: read it also where one rank's file looks like one of another step.
 
     Raises:
-        NotRecognised, Unsupported, Corrupt, Unsafe: as errors.py tells them apart.
+        NotRecognised, Unsupported, Corrupt, Unsafe: as errors.py tells them apart. Two files of ranks that do not belong
+            together are Corrupt when the checkpoint is located, not here.
     """
-    return _open(path, layout, None if only is None else tuple(only), tag, _model(config, like, flat_layout, wrap))
+    allow = (allow_equal_ranks, allow_mixed_steps)
+    return _open(path, layout, only, tag, _model(config, like, flat_layout, wrap), allow)
 
 
 def _open(
     path: CheckpointPath,
     layout: str | None,
-    only: tuple[str, ...] | None,
+    only: Iterable[str] | None,
     tag: str | None,
     model: dict[str, Any],
+    allow: tuple[bool, bool],
 ) -> Opened:
+    only = None if only is None else tuple(only)
     raise_file_limit()
     where = path if isinstance(path, layouts.Place) else layouts.place(path)
     folder = where.file is None
@@ -132,7 +147,12 @@ def _open(
             )
         found = layouts.find(layout) if layout else layouts.detect(where)
         given, where = where, found.mount(where)
-        ckpt = found.read(where, layouts.ReadOptions(**model, only=None if only is None else frozenset(only), tag=tag))
+        ckpt = found.read(
+            where,
+            layouts.ReadOptions(
+                **model, only=None if only is None else frozenset(only), tag=tag, allow_equal_ranks=allow[0]
+            ),
+        )
         _leave_made(ckpt, where.source)
         if where == given:  # what is mounted holds all that it lists
             ckpt.unread = beside.unread(where.source, where.file, ckpt)
@@ -143,7 +163,7 @@ def _open(
     except BaseException:
         where.source.close()
         raise
-    return Opened(ckpt, where.source, found, folder)
+    return Opened(ckpt, where.source, found, folder, False, *allow)
 
 
 def _leave_made(ckpt: Checkpoint, source: Source) -> None:
@@ -268,6 +288,8 @@ def plan(
     allow_name_mismatch: bool = False,
     archive: Any = None,
     drop: bool = False,
+    allow_equal_ranks: bool = False,
+    allow_mixed_steps: bool = False,
 ) -> tuple[Opened, Draft, layouts.Layout]:
     """The draft of a conversion; nothing is written. The caller closes the source.
 
@@ -294,7 +316,7 @@ def plan(
     """
     model = _model(config, like, flat_layout, wrap)
     only = None if only is None else tuple(only)
-    opened = _open(src, layout, only, tag, model)
+    opened = _open(src, layout, only, tag, model, (allow_equal_ranks, allow_mixed_steps))
     try:
         target = layouts.find(to or _guess(dst))
         if target.write is None:
@@ -779,7 +801,10 @@ def _read_back(
         Differs: with the first tensor that is not what was written. Corrupt: it cannot be read.
     """
     try:
-        with open(path, layout=target.name, config=None if target.name == "hf" else how.get("config")) as back:
+        with open(
+            path, layout=target.name, config=None if target.name == "hf" else how.get("config"),
+            allow_equal_ranks=True, allow_mixed_steps=True,
+        ) as back:  # fmt: skip
             ckpt = back.locate()
             found = tensor_digests(
                 ckpt.tensors, back.source, ckpt.files, ckpt.records, progress, "verify", None, effort
@@ -842,7 +867,7 @@ def verify(
             _compare(mine, recorded, f"the digests {where}")
             out["recorded"] = "equal"
     if against is not None:
-        with open(against) as other:
+        with open(against, allow_equal_ranks=True, allow_mixed_steps=True) as other:
             second = other.locate()
             digests = tensor_digests(second.tensors, other.source, second.files, second.records, progress, "read")
             shared = {str(t.path[0]) for t in ckpt.tensors.values()} & {str(t.path[0]) for t in second.tensors.values()}

@@ -32,7 +32,7 @@ from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import boxes, conversion
+from . import boxes, conversion, mixups
 from .errors import CkpttoolError, Corrupt, SourceChanged, Unsupported
 from .fill import Progress
 from .index import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, TensorEntry, Value, joined
@@ -681,6 +681,7 @@ class OpenCheckpoint:
             if not framed and self.layout.locate is not Layout._field_defaults["locate"]:
                 opened.locate()  # of such a layout, it is the names that `locate` finds
             self.ckpt: Checkpoint = opened.checkpoint
+            self._refuse_mixups(opened, framed)
             self.names = Names(self.ckpt)
         except BaseException:
             self.source.close()
@@ -688,6 +689,17 @@ class OpenCheckpoint:
         self.bytes_read = 0
         self._located: dict[tuple[str, int], Chunk] = {}
         self._rows: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
+
+    def _refuse_mixups(self, opened: conversion.Opened, framed: bool) -> None:
+        """What `Opened.locate` refuses of files of ranks. Of framed items, which are not all looked into, only steps are
+        compared."""
+        if not framed and not opened.allow_equal_ranks:
+            mixups.refuse_equal_ranks(self.ckpt, self.source)
+        if framed and not opened.allow_mixed_steps:
+            some = {
+                n: t for n, t in self.ckpt.tensors.items() if t.path[:2] == ("optim", "state") and t.path[-1] == "step"
+            }
+            mixups.refuse_mixed_steps(self.layout.locate(replace(self.ckpt, tensors=some), self.source), self.source)
 
     # -------------------------------------------------------------------------------------------------- what is there
 
@@ -909,6 +921,8 @@ def storage_reader(
     flat_layout: str | os.PathLike[str] | None = None,
     wrap: Iterable[str] | None = None,
     tag: str | None = None,
+    allow_equal_ranks: bool = False,
+    allow_mixed_steps: bool = False,
     progress: Progress | None = None,
 ) -> Any:
     """A StorageReader of torch.distributed.checkpoint for a checkpoint in any layout.
@@ -926,7 +940,8 @@ def storage_reader(
     """
     how = {
         "layout": layout, "config": config, "like": like, "flat_layout": flat_layout,
-        "wrap": None if wrap is None else tuple(wrap), "tag": tag,
+        "wrap": None if wrap is None else tuple(wrap), "tag": tag, "allow_equal_ranks": allow_equal_ranks,
+        "allow_mixed_steps": allow_mixed_steps,
     }  # fmt: skip
     return _reader_class()(path, how, progress)
 

@@ -262,6 +262,7 @@ class Checkpoint:
     origin: dict[Path, Path] = field(default_factory=dict)
     trainer: str | None = None
     config: dict[str, Any] | None = None  # the config.json of the model, where one lies with the weights
+    ranks: dict[int, int] = field(default_factory=dict)  # {file: rank} of files that one rank wrote for itself
     recorded: dict[str, str] = field(default_factory=dict)  # {tensor: digest} that the checkpoint itself carries
     notes: list[str] = field(default_factory=list)
     unread: list[Unread] = field(default_factory=list)  # files that belong to it and that its layout does not read

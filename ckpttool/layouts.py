@@ -67,6 +67,7 @@ class ReadOptions(Model):
 
     only: frozenset[str] | None = None  # components that are wanted; the others need not be understood
     tag: str | None = None  # --tag: which of several saves in one folder
+    allow_equal_ranks: bool = False  # --allow-equal-ranks: files that were saved as those of other ranks
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,8 @@ def load(
     flat_layout: str | os.PathLike[str] | None = None,
     wrap: Iterable[str] | None = None,
     tag: str | None = None,
+    allow_equal_ranks: bool = False,
+    allow_mixed_steps: bool = False,
     progress: Progress | None = None,
 ) -> Loaded:
     """Load a checkpoint in any layout into a live job: FSDP2, HSDP, tensor parallel, DDP or plain. A collective.
@@ -98,7 +100,7 @@ def load(
         nonlocal reader, job
         reader = storage_reader(
             path, layout=layout, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
-            progress=progress,
+            allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps, progress=progress,
         )  # fmt: skip
         job = _Job(model, optimizer, scheduler, reader.opened)
 

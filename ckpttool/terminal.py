@@ -17,6 +17,8 @@ import typer
 from .errors import UsageError
 
 __all__ = [
+    "AllowEqualRanks",
+    "AllowMixedSteps",
     "AllowNameMismatch",
     "Cast",
     "Config",
@@ -89,6 +91,12 @@ Wrap = Annotated[
     typer.Option("--wrap", help="Modules that FSDP1 wrapped; * is one name, ** any.", metavar="PATTERN,..."),
 ]
 Tag = Annotated[str | None, typer.Option("--tag", help="Which DeepSpeed save, where a folder holds several.")]
+AllowEqualRanks = Annotated[
+    bool, typer.Option("--allow-equal-ranks", help="Also where one rank's file looks like a copy of another's.")
+]
+AllowMixedSteps = Annotated[
+    bool, typer.Option("--allow-mixed-steps", help="Also where one rank's file looks like one of another step.")
+]
 WorldSize = Annotated[int | None, typer.Option("--world-size", "-n", min=1, help="Ranks of the job that will load it.")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="dtype of floating-point weights: bf16, fp16, fp32, keep.")]
 Cast = Annotated[

@@ -29,7 +29,7 @@ from .pickles import Global, Opaque, Truncated, dump, load, short
 
 __all__ = [
     "DATA_DESCRIPTOR_BYTES", "STORAGE_NAMES", "Inline", "StoredTensor", "ZipRecord", "central_directory",
-    "is_zip", "leaves", "local_header", "number_in", "read", "small_zip", "with_attributes", "zip_records",
+    "is_zip", "leaves", "local_header", "number_in", "read", "saved_as", "small_zip", "with_attributes", "zip_records",
 ]  # fmt: skip
 
 ReadAt = Callable[[int, int], bytes]
@@ -107,6 +107,20 @@ class ZipRecord(NamedTuple):
 def is_zip(head: bytes) -> bool:
     """Whether a file starts like a zip."""
     return head[:4] == b"PK\x03\x04"
+
+
+def saved_as(read_at: ReadAt, length: int) -> str | None:
+    """The name under which torch.save wrote a file, without its ending: the root folder of its records. None for a legacy
+    file, and for one that was written to an open file ("archive").
+
+    Source: caffe2/serialize/inline_container.cc, PyTorchStreamWriter::setup.
+    """
+    head = read_at(0, min(length, 300))
+    if not is_zip(head):
+        return None
+    n: int = _LOCAL.unpack(head[:30])[9]
+    root = head[30 : 30 + n].partition(b"/")[0].decode("utf-8", "replace")
+    return None if root == "archive" else root
 
 
 # --------------------------------------------------------------------------------------------------------- reading

@@ -61,6 +61,12 @@ MAYBE = ("lr_scheduler", "data_sampler", "random_ltd")
 _SAME = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "param_shapes")
 
 
+def _rank_of(name: str) -> int | None:
+    """The data parallel rank of a file with one a rank."""
+    model, optim = MODEL3.fullmatch(name), OPTIM.fullmatch(name)
+    return int(model[1]) if model else int(optim[2]) if optim else None
+
+
 class Save(NamedTuple):
     """One save: the folder below the source's root ("" or "global_step3/"), the files in it."""
 
@@ -354,7 +360,19 @@ class Reading:
     def file(self, name: str, dict_only: bool = True) -> File:
         """Unpickle a file of the save."""
         self.names.append(self.save.folder + name)
-        return File(self.source, self.names[-1], len(self.names) - 1, dict_only)
+        out = File(self.source, self.names[-1], len(self.names) - 1, dict_only)
+        first = torchzip.saved_as(out.read_at, self.source.size(out.name))
+        if (
+            first is not None
+            and not self.options.allow_equal_ranks
+            and _rank_of(f"{first}.pt") not in (None, _rank_of(name))
+        ):
+            raise Corrupt(
+                f"{out.what}: the file was saved under the name {short(first)}, by another rank. It was copied over the file of "
+                "this rank, or exchanged with it; fetch the files again. If files are renamed on purpose, use "
+                "--allow-equal-ranks."
+            )
+        return out
 
     def seen(self, file: File, t: StoredTensor) -> StoredTensor:
         """The tensor; the CRC32 of its storage is checked when it is read."""
@@ -594,6 +612,7 @@ class Reading:
         named = of_the_rest(canonical(leaves, shape_of, like, same_bytes, self.options.only))
         out = checkpoint_of(named, layout, self.source.root, world, self.names, self.source)
         out.records = list(self.records.values())
+        out.ranks = {i: r for i, n in enumerate(self.names) if (r := _rank_of(n.rpartition("/")[2])) is not None}
         out.notes = self.notes + out.notes
         out.trainer = out.trainer or "DeepSpeed"
         return out

@@ -158,6 +158,7 @@ def parts_of(files: Files, source: Source, groups: list[Group]) -> tuple[dict[st
     world = _world(files, models[0][1]["model"] if models else [], [g for g, by in found if by["model"] or by["optim"]])
     out: dict[str, Any] = {"model": [], "optim": [], "rest": {}}
     for group, by in found:
+        _refuse_exchanged(files, group)
         for role in ("model", "optim"):
             if not by[role]:
                 continue
@@ -179,6 +180,28 @@ def parts_of(files: Files, source: Source, groups: list[Group]) -> tuple[dict[st
     if not out["model"] and not out["optim"]:
         raise Unsupported(f"{source.root}: the files of ranks hold neither a model nor an optimizer.")
     return out, world
+
+
+def _refuse_exchanged(files: Files, group: Group) -> None:
+    """torch.save writes a file's name into it. Where the ranks in those names are these ranks in another order, files were
+    exchanged; where they are not, the job saved under other names, and that tells nothing.
+
+    Raises:
+        Corrupt: with the first file that is in another's place.
+    """
+    said: dict[int, int] = {}
+    for rank, name in group.ranks.items():
+        first = torchzip.saved_as(files.source.at(name), files.source.size(name))
+        found = groups_of([f"{first}.pt"]) if first is not None else []
+        if not found:
+            return
+        said[rank] = next(iter(found[0].ranks))
+    wrong = next((r for r, s in said.items() if r != s), None)
+    if wrong is not None and sorted(said.values()) == sorted(said):
+        raise Corrupt(
+            f"{files.source.root}/{group.ranks[wrong]} was saved as the file of rank {said[wrong]}, and that of rank {wrong} "
+            "lies under another name. Files of ranks were exchanged or renamed; put them back."
+        )
 
 
 def _roles(tree: dict[Any, Any], side: bool) -> dict[str, Any]:

@@ -461,10 +461,10 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         None,
         options.only,
     )
-    ranks = [int(m[1]) for f in index.files if (m := re.match(r"__(\d+)_", f))]
+    ranks = {i: int(m[1]) for i, f in enumerate(index.files) if (m := re.match(r"__(\d+)_", f))}
     named.notes.extend(notes)
-    out = checkpoint_of(named, "dcp", source.root, max(ranks, default=0) + 1, index.files, source)
-    out.records = records
+    out = checkpoint_of(named, "dcp", source.root, max(ranks.values(), default=0) + 1, index.files, source)
+    out.records, out.ranks = records, ranks
     return out
 
 

@@ -117,6 +117,7 @@ def _read(source: Source, options: ReadOptions) -> Checkpoint:
     named = of_the_rest(canonical(leaves, shape_of, like, same_bytes, options.only))
     out = checkpoint_of(named, "fsdp1", source.root, world, files.names, source)
     out.records, out.config = list(files.records.values()), config
+    out.ranks = {r.file: r.rank for ranks in (parts["model"], *parts["optim"]) for r in ranks}
     out.notes = [*out.notes, *dict.fromkeys(files.notes)]
     if files.unlike:
         out.notes.append(

@@ -62,6 +62,7 @@ ROOMS: dict[str, set[str]] = {
     "flatlayout": {"errors", "boxes", "child", "hubnames", "index", "jsontext", "store"},
     "training": {"errors", "draft", "fill", "index", "names", "store", "stream", "torchzip"},
     "layouts": {"errors", "index", "names", "remote", "store", "draft"},
+    "mixups": {"crc", "errors", "index", "store", "stream", "torchzip"},
     "conversion": {
         "_version",
         "adapters",
@@ -73,6 +74,7 @@ ROOMS: dict[str, set[str]] = {
         "index",
         "jsontext",
         "layouts",
+        "mixups",
         "modelfiles",
         "names",
         "objects",
@@ -261,6 +263,7 @@ ROOMS: dict[str, set[str]] = {
         "fill",
         "index",
         "layouts",
+        "mixups",
         "names",
         "pickles",
         "store",

@@ -13,6 +13,8 @@ import typer
 
 from ..errors import Corrupt, UsageError
 from ..terminal import (
+    AllowEqualRanks,
+    AllowMixedSteps,
     Config,
     Drop,
     Dtype,
@@ -144,6 +146,8 @@ def export(
     flat_layout: FlatLayout = None,
     wrap: Wrap = None,
     tag: Tag = None,
+    allow_equal_ranks: AllowEqualRanks = False,
+    allow_mixed_steps: AllowMixedSteps = False,
     dtype: Dtype = None,
     max_memory: Annotated[str | None, typer.Option("--max-memory", help="Memory budget of the buffers.")] = None,
     jobs: Jobs = None,
@@ -171,6 +175,7 @@ def export(
         done = run(
             src, dst, options, in_ledger=not no_ledger, verify=not no_verify, progress=meter, layout=from_,
             config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag, dtype=dtype, drop=drop, force=force,
+            allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
             max_memory_bytes=bytes_of(max_memory) if max_memory else None, jobs=_jobs(jobs),
         )  # fmt: skip
     finally:

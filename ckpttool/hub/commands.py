@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from ..terminal import (
+    AllowEqualRanks,
+    AllowMixedSteps,
     AllowNameMismatch,
     Cast,
     Config,
@@ -74,6 +76,8 @@ def push(
     flat_layout: FlatLayout = None,
     wrap: Wrap = None,
     tag: Tag = None,
+    allow_equal_ranks: AllowEqualRanks = False,
+    allow_mixed_steps: AllowMixedSteps = False,
     stage: Annotated[
         str | None,
         typer.Option(
@@ -97,7 +101,8 @@ def push(
         "dtype": dtype, "cast": cast_rules(cast) or None, "max_shard_bytes": bytes_of(max_shard_size), "config": config,
         "like": like, "flat_layout": flat_layout, "wrap": comma(wrap), "tag": tag, "adapter": adapter or None,
         "training": include_optimizer or None, "drop": drop or None, "strip_prefix": strip_prefix,
-        "allow_name_mismatch": allow_name_mismatch or None,
+        "allow_name_mismatch": allow_name_mismatch or None, "allow_equal_ranks": allow_equal_ranks or None,
+        "allow_mixed_steps": allow_mixed_steps or None,
     }  # fmt: skip
     meter = Meter(quiet)
     began = time.monotonic()

@@ -183,7 +183,7 @@ MIXED: dict[str, Case] = {
     "a learning rate in a tensor that differs": Case(z3(lambda t: [edit(t / OPTIM.format(r), inside(put(*GROUPS, 0, "lr", torch.tensor(r + 1.0)))) for r in (0, 1)]), Corrupt, "param_groups differ"),
     "another number of ranks": Case(model(put("dp_world_size", 3), 1), Corrupt, "dp_world_size is 3, rank 0 says 2"),
     "other shapes": Case(model(put("param_shapes", 0, "w", (3, 5)), 1), Corrupt, "param_shapes is other than rank 0's"),
-    "ranks of stage 2 in each other's place": Case(z2(swapped(OPTIM.format(0), OPTIM.format(1))), Corrupt, "flat tensor 0 has 7 elements"),
+    "ranks of stage 2 in each other's place": Case(z2(swapped(OPTIM.format(0), OPTIM.format(1))), Corrupt, "was saved under the name"),
     "partition_count of another world": Case(optim(put("partition_count", 3)), Corrupt, "partition_count is 3, the save is of 2 ranks"),
     "partition_count of another world, stage 2": Case(optim2(put("partition_count", [2, 3])), Corrupt, "partition_count is [2, 3]"),
     "partition_count that is True": Case(z3(lambda t: edit(t / OPTIM.format(0), inside(put("partition_count", True))), 1), Corrupt, "partition_count"),

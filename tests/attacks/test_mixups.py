@@ -1,0 +1,273 @@
+"""Files of ranks that do not belong together: one rank's file copied over another's, exchanged, or of another step."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_numbers import with_right_crcs
+
+import ckpttool
+from ckpttool import conversion, mixups
+from ckpttool.errors import Corrupt
+from ckpttool.stream import small
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+
+
+def copied(name: str, tmp_path: Path) -> Path:
+    """A fixture that may be changed."""
+    folder = tmp_path / "in"
+    shutil.copytree(FIXTURES / name / "ckpt", folder)
+    return folder
+
+
+def anonymous(path: Path) -> None:
+    """Write a file anew as if the job had saved it to an open file: without its name in it."""
+    path.write_bytes(with_right_crcs(path.read_bytes()))
+
+
+def refusal(folder: Path, out: Path, **how: Any) -> str:
+    """What convert and verify say of a folder; `how` are arguments of `open` without which it is another refusal."""
+    with pytest.raises(Corrupt) as e:
+        ckpttool.convert(folder, out, to="full", drop=True, **how)
+    assert not out.exists()
+    with pytest.raises(Corrupt) as same:
+        ckpttool.verify(folder, **how)
+    assert str(same.value) == str(e.value)
+    return str(e.value)
+
+
+def optim(layout: str, rank: int, folder: Path) -> Path:
+    """The optimizer file of a rank."""
+    pattern = {"zero": f"*/*zero_pp_rank_{rank}_*optim_states.pt", "fsdp1": f"*optim*rank*{rank}.pt"}[layout]
+    return next(folder.glob(pattern))
+
+
+# ------------------------------------------------------------------------------------------------------ equal ranks
+
+SAVES = ["zero3_w4", "zero3_w3_groups", "zero3_w3_subgroup", "zero2_w3_bf16", "zero1_w2"]
+
+
+@pytest.mark.parametrize("name", SAVES)
+@pytest.mark.parametrize("named", [True, False], ids=["named", "anonymous"])
+def test_an_optimizer_file_of_zero_that_is_a_copy_of_another_rank_s(name: str, named: bool, tmp_path: Path) -> None:
+    folder = copied(name, tmp_path)
+    for a, b in ((0, 1), (1, 0)):
+        shutil.copytree(FIXTURES / name / "ckpt", folder, dirs_exist_ok=True)
+        shutil.copy(optim("zero", a, folder), optim("zero", b, folder))
+        if not named:
+            for path in (optim("zero", a, folder), optim("zero", b, folder)):
+                anonymous(path)
+        said = refusal(folder, tmp_path / "out.pt")
+        assert f"rank_{b}_" in said and "--allow-equal-ranks" in said
+        assert ("was saved under the name" if named else "hold the same numbers") in said
+    assert ckpttool.convert(folder, tmp_path / "out.pt", drop=True, allow_equal_ranks=True).verified
+
+
+def test_a_model_file_of_zero_that_is_a_copy_or_exchanged_is_named(tmp_path: Path) -> None:
+    folder = copied("zero3_w4", tmp_path)
+    one, two = (next(folder.glob(f"*/zero_pp_rank_{r}_*model_states.pt")) for r in (1, 2))
+    shutil.copy(one, two)
+    assert "zero_pp_rank_1" in refusal(folder, tmp_path / "out.pt")
+    folder = copied("zero3_w4", tmp_path / "two")
+    one, two = optim("zero", 1, folder), optim("zero", 2, folder)
+    first = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(first)
+    assert "exchanged" in refusal(folder, tmp_path / "out.pt")
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_a_raw_optimizer_file_of_fsdp1_that_is_a_copy(legacy: bool, tmp_path: Path) -> None:
+    """Nothing in it tells its rank, but for the numbers."""
+    folder = copied("fsdp1_w3_uop0", tmp_path)
+    shutil.copy(FIXTURES / "fsdp1_w3_uop0" / "flat_layout.json", folder)
+    if legacy:
+        for path in folder.glob("*optim*rank*"):
+            state = torch.load(path, weights_only=True)
+            torch.save(state, path, _use_new_zipfile_serialization=False)
+    assert ckpttool.verify(folder)["structure"] == "ok"
+    files = sorted(folder.glob("*optim*rank*"))
+    shutil.copy(files[0], files[1])
+    said = refusal(folder, tmp_path / "out.pt")
+    assert files[0].name in said and files[1].name in said and "hold the same numbers" in said
+
+
+def test_raw_optimizer_files_of_fsdp1_that_were_exchanged(tmp_path: Path) -> None:
+    folder = copied("fsdp1_w3_uop0", tmp_path)
+    shutil.copy(FIXTURES / "fsdp1_w3_uop0" / "flat_layout.json", folder)
+    one, two = sorted(folder.glob("*optim*rank*"))[:2]
+    first = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(first)
+    assert "exchanged" in refusal(folder, tmp_path / "out.pt")
+
+
+def dcp(tmp_path: Path, make: Callable[[tuple[int, ...]], torch.Tensor]) -> Path:
+    """A DCP folder of three ranks whose second and third files have the same places."""
+    model = {"a.weight": make((6, 4)), "a.bias": make((6,)), "b.weight": make((9, 5)), "norm.weight": torch.ones(12)}
+    state = {
+        n: {"step": torch.tensor(3.0), "exp_avg": torch.zeros_like(t), "exp_avg_sq": t * 2} for n, t in model.items()
+    }
+    tree = {"model": model, "optim": {"state": state, "param_groups": [{"lr": 0.1, "params": list(model)}]}}
+    torch.save(tree, tmp_path / "in.pt")
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "in", to="dcp", world_size=3)
+    return tmp_path / "in"
+
+
+def test_a_data_file_of_dcp_that_is_a_copy(tmp_path: Path) -> None:
+    folder = dcp(tmp_path, torch.randn)
+    shutil.copy(folder / "__1_0.distcp", folder / "__2_0.distcp")
+    said = refusal(folder, tmp_path / "out.pt")
+    assert "__1_0.distcp of rank 1" in said and "__2_0.distcp of rank 2" in said
+    assert ckpttool.convert(folder, tmp_path / "out.pt", allow_equal_ranks=True).verified
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 0.5])
+def test_ranks_of_a_constant_state_are_equal_and_that_is_right(value: float, tmp_path: Path) -> None:
+    """A fresh optimizer, norms, an untrained model of constants: equal without being copies, in every layout."""
+    folder = dcp(tmp_path, lambda shape: torch.full(shape, value))
+    assert (folder / "__1_0.distcp").read_bytes() == (folder / "__2_0.distcp").read_bytes()
+    for to in ("zero3", "zero2", "fsdp1"):
+        assert ckpttool.convert(folder, tmp_path / to, to=to, world_size=3, drop=True).verified
+        ckpttool.verify(tmp_path / to)
+
+
+def test_two_copies_of_a_model_in_files_of_different_ranks_are_no_mixup(tmp_path: Path) -> None:
+    """Replicated tensors are spread over the ranks: a reference model that is still equal may lie in a file of its own."""
+    w = torch.randn(6, 4)
+    torch.save({"model": {"w": w}}, tmp_path / "in.pt")
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "in", to="dcp", world_size=1)
+    with ckpttool.open(tmp_path / "in") as opened:
+        ckpt = opened.locate()
+        t = ckpt.tensors["model.w"]
+        ckpt.tensors["optim.reference"] = t
+        ckpt.files.append(ckpt.files[0])
+        ckpt.sizes.append(ckpt.sizes[0])
+        again = type(t.chunks).whole(t.shape, len(ckpt.files) - 1, *t.chunks[0].extent[1:])
+        ckpt.tensors["optim.reference"] = type(t)(t.dtype, t.shape, ("optim", "reference"), again)
+        ckpt.ranks = {0: 0, len(ckpt.files) - 1: 1}
+        mixups.refuse_equal_ranks(ckpt, opened.source)
+
+
+def test_crc32s_of_zeros() -> None:
+    assert [mixups._zeros(n) for n in (0, 1, 2, 3, 7, 4096, 1000003)] == [
+        zlib.crc32(bytes(n)) for n in (0, 1, 2, 3, 7, 4096, 1000003)
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------ mixed steps
+
+
+def set_steps(folder: Path, steps: Callable[[str, str], float | None]) -> None:
+    """Give optimizer steps other values, with right CRC32s; `steps(file, parameter)`, None for one that stays."""
+    with ckpttool.open(folder) as opened:
+        items = {n: t.chunks[0].extent for n, t in opened.checkpoint.tensors.items() if t.path[-1] == "step"}
+        names = {n: str(opened.checkpoint.tensors[n].path[2]) for n in items}
+        old = small(opened.locate(), opened.source, items)
+        files = opened.checkpoint.files
+    for n, (file, offset, length) in items.items():
+        value = steps(files[file], names[n])
+        if value is None:
+            continue
+        path, new = folder / files[file], struct.pack("<f", value)
+        data = path.read_bytes()
+        item = data[offset : offset + length]
+        assert item.count(old[n]) == 1
+        was, now = (struct.pack("<I", zlib.crc32(b)) for b in (old[n], new))
+        item = item.replace(old[n], new).replace(was, now)
+        path.write_bytes(data[:offset] + item + data[offset + length :])
+
+
+def test_a_data_file_of_another_step(tmp_path: Path) -> None:
+    folder = copied("fsdp2_w3", tmp_path)
+    set_steps(folder, lambda file, _: 2.0 if file == "__2_0.distcp" else None)
+    said = refusal(folder, tmp_path / "out.pt")
+    for part in ("__2_0.distcp holds step 2", "__1_0.distcp holds step 3", "--allow-mixed-steps"):
+        assert part in said
+    with pytest.raises(Corrupt, match="step 2"):
+        ckpttool.storage_reader(folder)
+    assert ckpttool.convert(folder, tmp_path / "out.pt", allow_mixed_steps=True).verified
+    assert ckpttool.inspect(folder)["step"] is not None
+    assert len(ckpttool.diff(folder, FIXTURES / "fsdp2_w3" / "ckpt").data) == 10  # looking at it is not refused
+
+
+def test_steps_that_differ_within_a_file_are_the_job_s_own(tmp_path: Path) -> None:
+    folder = copied("fsdp2_w3", tmp_path)
+    late = {"lm_head.weight"}
+    set_steps(folder, lambda _, name: 1.0 if name in late else None)
+    assert ckpttool.convert(folder, tmp_path / "out.pt").verified
+    shutil.rmtree(folder)
+    folder = copied("fsdp2_w3", tmp_path)
+    set_steps(folder, lambda _, name: 1.0 if "layers.1" in name else None)
+    assert ckpttool.verify(folder)["structure"] == "ok"
+
+
+def along(steps: str, places: str, groups: str = "") -> Any:
+    """`_along` of parameters 0, 1, ...: a digit each for step, place and param group."""
+    names = [str(i) for i in range(len(steps))]
+
+    def column(text: str) -> dict[str, int]:
+        return dict(zip(names, map(int, text), strict=True))
+
+    return mixups._along(names, column(groups or "0" * len(steps)), column(places), column(steps))
+
+
+@pytest.mark.parametrize(
+    ("steps", "places", "groups", "found"),
+    [
+        ("3333", "0011", "", None),
+        ("3322", "0011", "", ("2", "0", True)),
+        ("2233", "0011", "", ("2", "0", True)),
+        ("332233", "001122", "", ("2", "0", True)),
+        ("3332", "0011", "", None),  # within a file
+        ("3332", "0001", "", ("3", "0", False)),  # one alone
+        ("332", "012", "", ("2", "0", False)),
+        ("33332222", "00110011", "00001111", None),  # a group of its own, in both files
+        ("33222233", "00110011", "00001111", ("2", "0", True)),
+        ("33223333", "00110011", "00001111", None),  # the other group has equal steps in both
+        ("33223323", "00110011", "00001111", None),  # the other group has different ones in one file
+        ("3322", "0011", "0011", None),  # a group in each file: nothing can be said
+    ],
+)
+def test_what_lies_along_the_lines_of_files(steps: str, places: str, groups: str, found: Any) -> None:
+    assert along(steps, places, groups) == found
+
+
+def test_a_single_step_in_a_file_is_a_note(tmp_path: Path) -> None:
+    folder = copied("fsdp2_w3", tmp_path)
+    with ckpttool.open(folder) as opened:
+        ckpt = opened.locate()
+        steps = {n: t for n, t in ckpt.tensors.items() if t.path[-1] == "step"}
+        first = next(n for n, t in steps.items() if ckpt.files[t.chunks.file[0]] == "__2_0.distcp")
+        others = [n for n, t in steps.items() if ckpt.files[t.chunks.file[0]] == "__1_0.distcp"]
+        name = str(steps[first].path[2])
+    set_steps(folder, lambda _, n: 2.0 if n == name else None)
+    with conversion.open(folder) as opened:
+        ckpt = opened.locate()
+        ckpt.tensors = {n: ckpt.tensors[n] for n in [first, *others]}
+        mixups.refuse_mixed_steps(ckpt, opened.source)
+        assert "__2_0.distcp holds step 2" in ckpt.notes[-1]
+
+
+GENUINE = [
+    p for pattern in ("awkward_*", "zero*", "fsdp1_*", "fsdp2_*") for p in sorted(FIXTURES.glob(pattern)) if (p / "ckpt").is_dir()
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", GENUINE, ids=lambda p: p.name)
+def test_no_genuine_checkpoint_is_refused(folder: Path) -> None:
+    """Replicas of HSDP, NO_SHARD, fresh optimizers, files per tensor, safetensors and zstd among them."""
+    told = folder / "flat_layout.json"
+    with ckpttool.open(folder / "ckpt", flat_layout=told if told.exists() else None) as opened:
+        ckpt = opened.locate()
+        assert not [n for n in ckpt.notes if "another save" in n]
+        if folder.name in ("zero3_w4", "zero2_w3_bf16", "fsdp2_w3", "fsdp1_w3_uop0", "fsdp1_w4_uop1"):
+            assert len(set(ckpt.ranks.values())) == int(folder.name.partition("_w")[2][0])
