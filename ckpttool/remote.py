@@ -276,7 +276,7 @@ class RemoteSource(Source):
         self._listed: dict[
             str, dict[str, Identity | None]
         ] = {}  # folder: {name: what the listing says, None of folders}
-        self._files: set[str] = set()  # names that listings tell as those of files
+        self._files: dict[str, int | None] = {}  # names that listings tell as those of files, with their bytes
         self._ahead = _Ahead(self._piece)
 
     def _base(self) -> str:
@@ -355,7 +355,8 @@ class RemoteSource(Source):
                 name = unquote(name.partition("?")[0].rstrip("/"))
             if name and "/" not in name:
                 if said.get("type") == "file":
-                    self._files.add(f"{folder}/{name}" if folder else name)
+                    size = said.get("size")
+                    self._files[f"{folder}/{name}" if folder else name] = size if isinstance(size, int) else None
                 told = any(said.get(k) for k in _STRONG)  # else listings and single answers may tell other things
                 out[name] = self._identity_in(f"{folder}/{name}" if folder else name, said) if told else None
         return out
@@ -372,9 +373,7 @@ class RemoteSource(Source):
 
     def glance(self, name: str) -> tuple[bool, int | None]:
         """(whether it is a folder, bytes of an object where the listing tells them) of an entry of `list`; asks nothing."""
-        folder, _, entry = name.rpartition("/")
-        said = self._listed.get(folder, {}).get(entry)
-        return name not in self._files, said[2] if said else None
+        return name not in self._files, self._files.get(name)
 
     def size(self, name: str) -> int:
         """Bytes of an object.

@@ -19,6 +19,7 @@ import ckpttool
 from ckpttool import beside, conversion
 from ckpttool.cli import app
 from ckpttool.errors import Unsupported
+from ckpttool.hub.push import push
 from ckpttool.summary import inspect
 
 DCP = FIXTURES / "fsdp2_w2_groups" / "ckpt"
@@ -156,6 +157,12 @@ def test_an_export_stops_and_drop_lets_it_go_on(tmp_path: Path) -> None:
     assert done.exit_code == 0 and any(r["name"] == "optimizer.bin" for r in json.loads(done.stdout)["not_read"])
 
 
+def test_a_push_of_the_whole_state_stops_before_the_hub_is_asked(tmp_path: Path) -> None:
+    source = trainer(tmp_path / "checkpoint-3", "optimizer.bin")
+    with pytest.raises(Unsupported, match=r"optimizer\.bin"):
+        push(str(source), "hf://org/name", training=True)
+
+
 def test_a_live_job_is_told(tmp_path: Path) -> None:
     source = model_folder(tmp_path / "m")
     save_file({"weight": torch.ones(2, 3), "bias": torch.ones(2)}, source / "model.safetensors")
@@ -251,6 +258,24 @@ def test_a_file_under_no_known_name_in_the_checkpoint_s_own_folder(tmp_path: Pat
     found = rows(source)
     assert {n: c for n, (_, _, c) in found.items()} == {"my_state.pkl": "extra", "__9_0.distcp": "", "notes.json": ""}
     assert "my_state.pkl (9 B, unknown)" in stops(source, tmp_path)
+
+
+def test_in_an_object_store_the_listing_tells(tmp_path: Path) -> None:
+    import fsspec
+
+    store, name = fsspec.filesystem("memory"), f"/{tmp_path.name}"
+    step = trainer(tmp_path / "checkpoint-3", "optimizer.pt")
+    dcp_into(step / "pytorch_model_fsdp_0")
+    bytes_at(step / "optimizer_0" / "x.distcp", 7)
+    store.put(str(step), name, recursive=True)
+    try:
+        for path in (step, step / "model.safetensors", step / "pytorch_model_fsdp_0"):
+            there = conversion.open(f"memory:/{name}/{path.relative_to(step)}".removesuffix("/."))
+            with there, conversion.open(path) as here:
+                assert there.checkpoint.unread == here.checkpoint.unread != []
+                assert set(there.source.identities()) == set(here.source.identities()), "nothing else was looked at"
+    finally:
+        store.rm(name, recursive=True)
 
 
 # ------------------------------------------------------------------------------------------------------ false alarms
