@@ -27,6 +27,7 @@ from .terminal import (
     FlatLayout,
     Force,
     From,
+    IgnoreRecorded,
     Json,
     Like,
     Meter,
@@ -110,6 +111,7 @@ def convert(
     ] = None,
     jobs: Threads = 2,
     drop: Drop = False,
+    ignore_recorded_digests: IgnoreRecorded = False,
     force: Force = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be written, and stop.")] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not read the result back from disk.")] = False,
@@ -127,6 +129,7 @@ def convert(
         "adapter": adapter, "training": include_optimizer, "strip_prefix": strip_prefix,
         "allow_name_mismatch": allow_name_mismatch,
         "allow_equal_ranks": allow_equal_ranks, "allow_mixed_steps": allow_mixed_steps,
+        "ignore_recorded_digests": ignore_recorded_digests,
     }  # fmt: skip
     if dry_run:
         _dry_run(src, dst, {**how, "drop": drop}, as_json)
@@ -154,7 +157,9 @@ def convert(
     where = f" for {ranks(done.world_size)}" if done.world_size else ""
     note(
         f"{done.layout_from} -> {done.layout_to}{where}: {done.tensors:,} tensors, {human(done.written_bytes)} in "
-        f"{seconds:.1f} s, {peak()}" + (", read back and equal" if done.verified else ", not read back"),
+        f"{seconds:.1f} s, {peak()}"
+        + (", read back and equal" if done.verified else ", not read back")
+        + (f", {done.compared:,} tensors have the recorded digests" if done.compared else ""),
         quiet,
     )
     for component, root in done.digest.items():
@@ -349,8 +354,10 @@ def verify(
         covered = found["crc32_covered_bytes"]
         told = f", {human(covered)} covered by CRC32s of the files themselves" if covered else ""
         print(f"data ok: every byte read{told}")
-        if "recorded" in found:
+        if found.get("recorded") == "equal":
             print("equal to the digests that were recorded when it was written")
+        for text in found.get("notes", ()):
+            note(f"note: {text}", quiet)
         for component, root in found["digest"].items():
             print(f"digest {component:10s} blake3:{root}")
     if "against" in found:

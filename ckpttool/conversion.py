@@ -32,26 +32,23 @@ from .errors import (
     NotRecognised,
     RemoteError,
     Unreadable,
-    Unsafe,
     Unsupported,
     UsageError,
 )
 from .fill import Progress, fill, silent, tensor_digests
 from .index import ITEMSIZE, Checkpoint, TensorEntry, Unread, check, joined, strangers, twins
-from .jsontext import parse
 from .names import refuse_surrogates, without_prefix
 from .objects import NOTE
+from .recorded import IGNORE, MOST_RECORD_BYTES, RECORD, Recorded, missing, of_folder, other_digests
 from .sending import Sending, SendingFolder
 from .store import Source, raise_file_limit
 from .stream import Effort, small
 
 __all__ = [
-    "RECORD", "Opened", "Result", "convert", "digest", "effort_of", "encoded", "merkle_root", "open", "plan", "plan_id",
+    "MOST_RECORD_BYTES", "RECORD", "Opened", "Result", "convert", "digest", "effort_of", "encoded", "merkle_root", "open", "plan", "plan_id",
     "record", "roots", "settled", "verify",
 ]  # fmt: skip
 
-RECORD = "ckpttool.json"
-MOST_RECORD_BYTES = 256 << 20  # 10^6 tensors
 #: A folder or a file, or the place that it was found to be.
 CheckpointPath = str | os.PathLike[str] | layouts.Place
 
@@ -68,6 +65,55 @@ class Opened:
     # what `locate` does not refuse
     allow_equal_ranks: bool = False
     allow_mixed_steps: bool = False
+    only: tuple[str, ...] | None = None  # the components that were asked for
+    _record: list[Recorded | None] = field(default_factory=list)
+
+    def recorded(self) -> Recorded | None:
+        """What the ckpttool.json in the folder says; None where there is none. Read once."""
+        if not self._record:
+            self._record.append(of_folder(self.source) if self.folder else None)
+        return self._record[0]
+
+    def expect_recorded(self, ignore: bool = False) -> None:
+        """Make the digests in ckpttool.json those that this checkpoint must have (`Checkpoint.recorded`), as far as they are
+        about it; `ignore` takes away those that it carries itself too. What cannot be compared is put into `notes`.
+
+        Raises:
+            Corrupt: names, dtypes or shapes are not those of the record.
+        """
+        ckpt, found = self.checkpoint, None if self.checkpoint.recorded and not ignore else self.recorded()
+        if ignore:
+            if ckpt.recorded or found is not None:
+                ckpt.notes.append(f"the digests that were recorded of it were not compared: {IGNORE}")
+                ckpt.recorded, ckpt.ignored_digests = {}, True
+            return
+        if found is None:
+            return
+        if found.problem is not None:
+            ckpt.notes.append(f"the digests in {RECORD} were not compared, since it is damaged: {found.problem}")
+            return
+        if not found.about(ckpt):
+            ckpt.notes.append(
+                f"the digests in {RECORD} were not compared: it is about other files than {ckpt.files[0]}, which this "
+                "checkpoint lies in"
+            )
+            return
+        expected = found.expected(ckpt, self.only)
+        if gone := [n for n in expected if n not in ckpt.tensors]:
+            raise missing(ckpt, gone, len(expected))
+        for n, (dtype, shape, _) in expected.items():
+            t = ckpt.tensors[n]
+            if (t.dtype, t.shape) != (dtype, shape):
+                raise Corrupt(
+                    f'{ckpt.root}: "{n}" is {t.dtype} {list(t.shape)}, but {RECORD} lists it as {dtype} {list(shape)}: it was '
+                    f"changed after the record was written. Take another copy. If it was on purpose, use {IGNORE}, or remove "
+                    f"{RECORD}."
+                )
+        if new := [n for n in ckpt.tensors if n not in expected and n not in found.added and n not in found.tied]:
+            ckpt.notes.append(
+                f'{len(new)} tensors are not listed in {RECORD}, first "{new[0]}", so no digest of them was compared'
+            )
+        ckpt.recorded = {n: digest for n, (_, _, digest) in expected.items()}
 
     def locate(self) -> Checkpoint:
         """The index with raw byte ranges, checked again; every item's framing has been looked into."""
@@ -153,31 +199,28 @@ def _open(
                 **model, only=None if only is None else frozenset(only), tag=tag, allow_equal_ranks=allow[0]
             ),
         )
-        _leave_made(ckpt, where.source)
+        opened = Opened(ckpt, where.source, found, folder, False, *allow, only=only)
+        _leave_made(opened)
         if where == given:  # what is mounted holds all that it lists
             ckpt.unread = beside.unread(where.source, where.file, ckpt)
             ckpt.notes = [*ckpt.notes, *beside.note(ckpt.unread)]
         if only is not None:
-            ckpt = _only(ckpt, only)
-        check(ckpt)
+            opened.checkpoint = _only(ckpt, only)
+        check(opened.checkpoint)
     except BaseException:
         where.source.close()
         raise
-    return Opened(ckpt, where.source, found, folder, False, *allow)
+    return opened
 
 
-def _leave_made(ckpt: Checkpoint, source: Source) -> None:
+def _leave_made(opened: Opened) -> None:
     """Take out the values that ckpttool itself had to put into a DeepSpeed save, and that are still what it put there:
     they are no part of the state."""
-    if not ckpt.layout.startswith(("zero", "universal")) or not source.exists(RECORD):
-        return
-    try:
-        made = parse(source.read_all(RECORD, MOST_RECORD_BYTES), RECORD)["made"]
-        for name, data in made.items():
+    ckpt = opened.checkpoint
+    if ckpt.layout.startswith(("zero", "universal")) and (found := opened.recorded()) is not None:
+        for name, data in found.made.items():
             if ckpt.value(name) == data:
                 ckpt.values.pop(name, None)
-    except (Corrupt, Unsafe, TypeError, KeyError, AttributeError):
-        return  # an older record, or a damaged one: `verify` says so
 
 
 def _only(ckpt: Checkpoint, only: Iterable[str]) -> Checkpoint:
@@ -290,6 +333,8 @@ def plan(
     drop: bool = False,
     allow_equal_ranks: bool = False,
     allow_mixed_steps: bool = False,
+    ignore_recorded_digests: bool = False,
+    expected: Mapping[str, str] | None = None,
 ) -> tuple[Opened, Draft, layouts.Layout]:
     """The draft of a conversion; nothing is written. The caller closes the source.
 
@@ -310,6 +355,8 @@ def plan(
             shapes.
         archive: options of an audit archive, an `ArchiveOptions`.
         drop: go on without what the target cannot hold, and without state in files that were not read (`Checkpoint.unread`).
+        ignore_recorded_digests: do not compare the source with the digests in its ckpttool.json, or in itself.
+        expected: digests {tensor: BLAKE3} that the source must have, instead of those in its ckpttool.json.
 
     Raises:
         Unsupported: there is such a thing, and `drop` is not set.
@@ -327,6 +374,10 @@ def plan(
         if aside and not drop:
             raise Unsupported(_not_carried(opened, target, aside))
         ckpt = opened.locate()
+        if expected is None:
+            opened.expect_recorded(ignore_recorded_digests)
+        else:
+            ckpt.recorded = {**ckpt.recorded, **expected}
         if (strip_prefix or allow_name_mismatch) and target.name != "hf":
             raise UsageError(f"--strip-prefix and --allow-name-mismatch are of hf; {target.name} keeps the names.")
         if strip_prefix is not None:
@@ -453,15 +504,15 @@ def convert(
     verify: bool = True,
     max_memory_bytes: int | None = None,
     jobs: int = 2,
-    expected: Mapping[str, str] | None = None,
     progress: Progress = silent,
     **how: Any,
 ) -> Result:
     """Convert a checkpoint; `how` are the arguments of `plan`.
 
     The destination appears whole or not at all. What the target cannot hold, and state in files that the source's layout
-    does not read, stops the conversion unless `drop` is set; that hf holds no optimizer is its nature and only reported. `expected` are digests {tensor: BLAKE3} that the
-    source must have, besides those that it carries.
+    does not read, stops the conversion unless `drop` is set; that hf holds no optimizer is its nature and only reported.
+    What is copied is compared with the digests that were recorded of the source, cast tensors too, which are read again
+    for that.
 
     What an interrupted run of the same conversion has left is used after it was read again; such a result is read back
     even where `verify` is not set. An old destination that an interrupted run had taken away is put back first.
@@ -484,7 +535,7 @@ def convert(
     if force:
         _refuse_foreign(dst)
     try:
-        return _convert(src, dst, where, drop, force, verify, max_memory_bytes, jobs, expected, progress, said, how)
+        return _convert(src, dst, where, drop, force, verify, max_memory_bytes, jobs, progress, said, how)
     except CkpttoolError as e:
         for text in said:
             e.add_note(text)
@@ -510,7 +561,6 @@ def _convert(
     verify: bool,
     max_memory_bytes: int | None,
     jobs: int,
-    expected: Mapping[str, str] | None,
     progress: Progress,
     said: list[str],
     how: Mapping[str, Any],
@@ -536,7 +586,7 @@ def _convert(
         try:
             digests = fill(draft, source, ckpt.files, ckpt.records, staging, progress, effort)
             done = staging.earlier.done if isinstance(staging, Staging) else 0
-            wanted, digests = settled(opened, draft, digests, how, expected, progress, effort)
+            wanted, digests = settled(opened, draft, digests, how, progress, effort)
             root = roots(wanted, digests)
             if not isinstance(staging, Sending) and not target.is_file:
                 staging.put(RECORD, encoded(record(ckpt, draft, wanted, digests, source.commit)))
@@ -573,7 +623,7 @@ def _convert(
         return Result(
             source.root, where, opened.layout.name, target.name, draft.checkpoint.world_size,
             len(wanted), ckpt.nbytes, draft.nbytes, root, verify or done > 0,
-            [(d.name, d.nbytes, d.why) for d in draft.dropped], notes, draft.about, len(wanted.keys() & (expected or {}).keys()),
+            [(d.name, d.nbytes, d.why) for d in draft.dropped], notes, draft.about, len(wanted.keys() & ckpt.recorded.keys()),
             [r.to_json() for r in ckpt.unread],
         )  # fmt: skip
 
@@ -688,12 +738,12 @@ def settled(
     draft: Draft,
     digests: dict[str, str],
     how: Mapping[str, Any],
-    expected: Mapping[str, str] | None,
     progress: Progress,
     effort: Effort,
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """(the source's tensors that the destination holds, their digests by canonical name) of a draft that was filled, where
-    `digests` are those of its tensors; the source is unchanged, and has the digests that it carries or that are expected.
+    `digests` are those of its tensors; the source is unchanged, and has the digests that were
+    recorded of it.
 
     Raises:
         SourceChanged, Corrupt: it is not.
@@ -701,7 +751,7 @@ def settled(
     opened.source.unchanged()
     wanted = _wanted(opened.checkpoint, draft, _caster(how.get("dtype"), how.get("cast") or {}))
     digests = _canonical(opened, draft, wanted, digests, progress, effort)
-    _compare_recorded(opened, {**opened.checkpoint.recorded, **(expected or {})}, wanted, digests, progress, effort)
+    _compare_recorded(opened, wanted, digests, progress, effort)
     return wanted, digests
 
 
@@ -725,7 +775,6 @@ def _canonical(
 
 def _compare_recorded(
     opened: Opened,
-    recorded: Mapping[str, str],
     wanted: Mapping[str, TensorEntry],
     digests: Mapping[str, str],
     progress: Progress,
@@ -737,17 +786,14 @@ def _compare_recorded(
         Corrupt: with the first tensor that has not.
     """
     ckpt = opened.checkpoint
-    named = {n for n in recorded if n in wanted}
+    named = {n for n in ckpt.recorded if n in wanted}
     cast = {n: ckpt.tensors[n] for n in sorted(named) if wanted[n].dtype != ckpt.tensors[n].dtype}
     found = dict(digests)
     if cast:
         found |= tensor_digests(cast, opened.source, ckpt.files, ckpt.records, progress, "digest", None, effort)
-    wrong = sorted(n for n in named if found[n] != recorded[n])
+    wrong = sorted(n for n in named if found[n] != ckpt.recorded[n])
     if wrong:
-        raise Corrupt(
-            f'{ckpt.root}: {len(wrong)} tensors do not have the digest that was recorded of them, first "{wrong[0]}". '
-            "They were altered after it was written; take another copy."
-        )
+        raise other_digests(ckpt, wrong, len(named))
 
 
 def record(
@@ -771,12 +817,14 @@ def record(
             "world_size": ckpt.world_size,
             "trainer": ckpt.trainer,
             **({"url": ckpt.root, "commit": commit} if commit else {}),
+            **({"recorded_digests": "ignored"} if ckpt.ignored_digests else {}),
         },
         "digest": roots(wanted, digests),
         **({"not_carried": aside} if (aside := [d for d in draft.dropped if d.why.endswith(beside.NOT_READ)]) else {}),
         "tied": draft.same,
         "added": draft.added,
         "made": draft.made,
+        "files": {f.name: {"bytes": f.size} for f in draft.files},
         "tensors": {n: [wanted[n].dtype, list(wanted[n].shape), d] for n, d in digests.items()},
     }
 
@@ -858,14 +906,7 @@ def verify(
         opened.source.unchanged()
         out["data"] = "ok"
         out["digest"] = roots(ckpt.tensors, found)
-        recorded, added, where = ckpt.recorded, frozenset[str](), "it carries itself"
-        if not recorded and opened.folder:
-            recorded, added = _recorded(opened.source, found)
-            where = f"in {RECORD}"
-        if recorded:
-            mine = {n: d for n, d in found.items() if n not in added}
-            _compare(mine, recorded, f"the digests {where}")
-            out["recorded"] = "equal"
+        _verify_recorded(opened, found, out)
     if against is not None:
         with open(against, allow_equal_ranks=True, allow_mixed_steps=True) as other:
             second = other.locate()
@@ -878,20 +919,32 @@ def verify(
     return out
 
 
-def _recorded(source: Source, found: Mapping[str, str]) -> tuple[dict[str, str], frozenset[str]]:
-    """{tensor: digest} of the ckpttool.json in a folder, without tied names that are not stored and were not found; and
-    names that the layout added."""
-    if not source.exists(RECORD):
-        return {}, frozenset()
-    try:
-        record = parse(source.read_all(RECORD, MOST_RECORD_BYTES), f"{source.root}/{RECORD}")
-        added = frozenset(map(str, record.get("added", ())))
-        return {n: t[2] for n, t in record["tensors"].items() if n in found or n not in record["tied"]}, added
-    except (Corrupt, Unsafe, TypeError, KeyError, IndexError, AttributeError):
-        raise Corrupt(f"{source.root}/{RECORD} is damaged; remove it to verify without recorded digests.") from None
+def _verify_recorded(opened: Opened, found: Mapping[str, str], out: dict[str, Any]) -> None:
+    """Compare digests with those that were recorded, and say in `out` what came of it.
+
+    Raises:
+        Differs: they are not equal.
+    """
+    ckpt, record = opened.checkpoint, opened.recorded()
+    if ckpt.recorded:
+        _compare(found, ckpt.recorded, "the digests it carries itself")
+    elif record is None:
+        return
+    elif record.problem is not None:
+        out["recorded"], out["notes"] = "damaged", [f"digests were not compared: {record.problem}"]
+        return
+    elif not record.about(ckpt):
+        out["recorded"] = "other files"
+        out["notes"] = [f"digests were not compared: {RECORD} is about other files than {ckpt.files[0]}"]
+        return
+    else:
+        expected = record.expected(ckpt, opened.only)
+        mine = {n: (ckpt.tensors[n].dtype, ckpt.tensors[n].shape, d) for n, d in found.items() if n not in record.added}
+        _compare(mine, expected, f"the digests in {RECORD}")
+    out["recorded"] = "equal"
 
 
-def _compare(mine: Mapping[str, str], theirs: Mapping[str, str], what: str) -> None:
+def _compare(mine: Mapping[str, Any], theirs: Mapping[str, Any], what: str) -> None:
     wrong = sorted(n for n in mine if n in theirs and mine[n] != theirs[n])
     missing, extra = sorted(set(theirs) - set(mine)), sorted(set(mine) - set(theirs))
     if wrong or missing or extra:

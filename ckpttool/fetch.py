@@ -20,12 +20,13 @@ Sources: torch/distributed/checkpoint/{storage,default_planner,planner_helpers,s
 from __future__ import annotations
 
 import ctypes
+import heapq
 import io
 import os
 import re
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
@@ -34,11 +35,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import boxes, conversion, mixups
 from .errors import CkpttoolError, Corrupt, SourceChanged, Unsupported
-from .fill import Progress
+from .fill import Progress, silent, tensor_digests
 from .index import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, TensorEntry, Value, joined
 from .layouts import Layout
 from .names import COUNTERS, ROLES, WRAPPERS, original
 from .pickles import Global, Opaque
+from .recorded import other_digests
 from .store import Source
 from .stream import Decoder
 from .torchzip import Inline, ZipRecord, zip_records
@@ -598,6 +600,12 @@ class Wanted(NamedTuple):
     target: Tensor
 
 
+class _Share(NamedTuple):
+    """The tensors whose recorded digests one rank compares."""
+
+    names: Sequence[str]
+
+
 class _Frame:
     """What stands around the data of one torch.save item, to be found around others without reading it again.
 
@@ -670,7 +678,13 @@ class OpenCheckpoint:
 
     progress: Progress | None = None
 
-    def __init__(self, path: str | os.PathLike[str], how: Mapping[str, Any], progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        how: Mapping[str, Any],
+        progress: Progress | None = None,
+        ignore_recorded_digests: bool = False,
+    ) -> None:
         opened = conversion.open(path, **how)
         self.progress = progress
         self.path = os.fspath(path)
@@ -680,13 +694,19 @@ class OpenCheckpoint:
             framed = any(t.coding != "raw" for t in opened.checkpoint.tensors.values())
             if not framed and self.layout.locate is not Layout._field_defaults["locate"]:
                 opened.locate()  # of such a layout, it is the names that `locate` finds
+            before = len(opened.checkpoint.notes)
+            opened.expect_recorded(ignore_recorded_digests)
+            if not ignore_recorded_digests:
+                for text in opened.checkpoint.notes[before:]:
+                    warnings.warn(f"{os.fspath(path)}: {text}", stacklevel=2)
             self.ckpt: Checkpoint = opened.checkpoint
             self._refuse_mixups(opened, framed)
             self.names = Names(self.ckpt)
         except BaseException:
             self.source.close()
             raise
-        self.bytes_read = 0
+        self.bytes_read = self.bytes_checked = 0
+        self._compared: set[str] = set()  # tensors that have the digest that was recorded of them
         self._located: dict[tuple[str, int], Chunk] = {}
         self._rows: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
 
@@ -808,8 +828,12 @@ class OpenCheckpoint:
 
     # ---------------------------------------------------------------------------------------------------------- bytes
 
-    def fill(self, wanted: Sequence[Wanted]) -> None:
-        """Read every box into its target.
+    def fill(self, wanted: Sequence[Wanted], compare: Iterable[str] | None = None) -> None:
+        """Read every box into its target, and compare the digests of whole tensors with those that were recorded.
+
+        Args:
+            compare: canonical names of the tensors to compare; all where None. Of these, a tensor of which the target holds
+                every byte is hashed there, without reading it again. `check_recorded` is for the others.
 
         Raises:
             Corrupt, SourceChanged: bytes are missing, damaged or not those of before.
@@ -855,6 +879,7 @@ class OpenCheckpoint:
             self._unfold(w, chunk)
         torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
         self.source.unchanged()
+        self._compare_whole(wanted, self.ckpt.recorded if compare is None else frozenset(compare))
         self._rows.clear()
         if changed:
             first, (a, b) = next(iter(changed.items()))
@@ -863,6 +888,51 @@ class OpenCheckpoint:
                 f"there and {b} in the job.",
                 stacklevel=2,
             )
+
+    def _compare_whole(self, wanted: Sequence[Wanted], names: Container[str]) -> None:
+        """Hash the targets that hold all bytes of a tensor."""
+        from blake3 import blake3
+
+        found: dict[str, str] = {}
+        for w in wanted:
+            entry, target = self.ckpt.tensors[w.name], w.target
+            if (
+                w.name in self.ckpt.recorded
+                and w.name in names
+                and w.shape == entry.shape
+                and str(target.dtype) == f"torch.{entry.dtype}"
+                and _is_plain_memory(target)
+            ):
+                found[w.name] = blake3(_memory(target, 0, entry.nbytes) if entry.nbytes else b"").hexdigest()
+        self._equal(found)
+
+    def check_recorded(self, names: Iterable[str]) -> None:
+        """Compare the digests of tensors with those that were recorded; what `fill` has not compared is read, whole.
+
+        Raises:
+            Corrupt: a tensor has another digest.
+        """
+        recorded = self.ckpt.recorded
+        some = {n: self.ckpt.tensors[n] for n in names if n in recorded and n not in self._compared}
+        if not some:
+            return
+        framed = {n: t for n, t in some.items() if t.coding != "raw"}
+        if framed:
+            some.update(self.layout.locate(replace(self.ckpt, tensors=framed, records=[]), self.source).tensors)
+            for n in framed:
+                for chunk in some[n].chunks:
+                    self._sound(n, some[n].dtype, chunk)
+        found = tensor_digests(some, self.source, self.ckpt.files, [], silent)
+        self.bytes_checked += sum(t.nbytes for t in some.values())
+        self.source.unchanged()
+        self._equal(found)
+
+    def _equal(self, found: Mapping[str, str]) -> None:
+        recorded = self.ckpt.recorded
+        wrong = [n for n, digest in found.items() if digest != recorded[n]]
+        if wrong:
+            raise other_digests(self.ckpt, wrong, len(found))
+        self._compared.update(found)
 
     def _unfold(self, w: Wanted, chunk: Chunk) -> None:
         """A part of a compressed chunk: slabs of it are decompressed in order, up to the last one that is needed."""
@@ -923,11 +993,18 @@ def storage_reader(
     tag: str | None = None,
     allow_equal_ranks: bool = False,
     allow_mixed_steps: bool = False,
+    ignore_recorded_digests: bool = False,
     progress: Progress | None = None,
 ) -> Any:
     """A StorageReader of torch.distributed.checkpoint for a checkpoint in any layout.
 
     The arguments are those of `open`, and `progress`, which is called with ("load", bytes, bytes in all) of this rank.
+
+    Where digests were recorded (ckpttool.json, or in the checkpoint itself), every tensor that is loaded is compared with
+    its own, unless `ignore_recorded_digests`. A tensor that lies whole in the memory of one rank is hashed there. The
+    others (sharded ones, and those on a GPU or in another dtype) are shared out among the ranks and read once more, so
+    the job reads up to twice as many bytes, the second time mostly from the page cache. Where a digest differs, dcp.load
+    fails on every rank, and the job's tensors are then partly overwritten.
 
     >>> dcp.load(state_dict, storage_reader=ckpttool.storage_reader("runs/step-1000"))             # doctest: +SKIP
 
@@ -943,7 +1020,7 @@ def storage_reader(
         "wrap": None if wrap is None else tuple(wrap), "tag": tag, "allow_equal_ranks": allow_equal_ranks,
         "allow_mixed_steps": allow_mixed_steps,
     }  # fmt: skip
-    return _reader_class()(path, how, progress)
+    return _reader_class()(path, how, progress, ignore_recorded_digests)
 
 
 @cache
@@ -987,10 +1064,12 @@ def _reader_class() -> Any:
     class AnyLayoutReader(StorageReader):
         """Reads a checkpoint that is not DCP, or is, for torch.distributed.checkpoint.load."""
 
-        def __init__(self, path: str | os.PathLike[str], how: dict[str, Any], progress: Progress | None) -> None:
+        def __init__(
+            self, path: str | os.PathLike[str], how: dict[str, Any], progress: Progress | None, ignore: bool
+        ) -> None:
             super().__init__()
-            self._how, self._progress = how, progress
-            self._open = OpenCheckpoint(path, how, progress)
+            self._how, self._progress, self._ignore = how, progress, ignore
+            self._open = OpenCheckpoint(path, how, progress, ignore)
 
         @property
         def checkpoint_id(self) -> str:
@@ -1003,6 +1082,11 @@ def _reader_class() -> Any:
             return self._open.bytes_read
 
         @property
+        def bytes_checked(self) -> int:
+            """Bytes that this rank has read once more to compare digests."""
+            return self._open.bytes_checked
+
+        @property
         def opened(self) -> OpenCheckpoint:
             """The checkpoint behind it."""
             return self._open
@@ -1010,7 +1094,7 @@ def _reader_class() -> Any:
         def reset(self, checkpoint_id: Any = None, *args: Any, **kwargs: Any) -> None:
             if checkpoint_id is not None and os.fspath(checkpoint_id) != self._open.path:
                 self._open.source.close()
-                self._open = OpenCheckpoint(checkpoint_id, self._how, self._progress)
+                self._open = OpenCheckpoint(checkpoint_id, self._how, self._progress, self._ignore)
 
         # No parameter is called kwargs: torch would take an error here for a missing .metadata and ask again.
         def read_metadata(self, *_: Any, **__: Any) -> Any:
@@ -1046,7 +1130,34 @@ def _reader_class() -> Any:
             return plan
 
         def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-            return plans
+            """On the coordinator alone: every rank is told, in its plan, which tensors it shall compare."""
+            shares = self._shares([plan.items for plan in plans])
+            return [replace(plan, storage_data=_Share(names)) for plan, names in zip(plans, shares, strict=True)]
+
+        def _shares(self, items: Sequence[Sequence[ReadItem]]) -> list[list[str]]:
+            """For every rank, the tensors with a recorded digest that it compares: one that it reads whole, or else an equal
+            share of the bytes."""
+            shares: list[list[str]] = [[] for _ in items]
+            if not self._open.ckpt.recorded:
+                return shares
+            whole: dict[str, list[int]] = {}  # ranks that read all of it
+            for rank, mine in enumerate(items):
+                for item in mine:
+                    name, entry = self._open.entry(item.storage_index.fqn)
+                    if name in self._open.ckpt.recorded and isinstance(entry, TensorEntry):
+                        ranks = whole.setdefault(name, [])
+                        if item.type == LoadItemType.BYTE_IO or tuple(item.lengths) == entry.shape:
+                            ranks.append(rank)
+            tensors = self._open.ckpt.tensors
+            load = [(0, rank) for rank in range(len(items))]
+            for k, name in enumerate(sorted(whole, key=lambda n: -tensors[n].nbytes)):
+                if whole[name]:
+                    shares[whole[name][k % len(whole[name])]].append(name)
+                else:
+                    nbytes, rank = heapq.heappop(load)
+                    shares[rank].append(name)
+                    heapq.heappush(load, (nbytes + tensors[name].nbytes, rank))
+            return shares
 
         def _check(self, items: Sequence[ReadItem]) -> None:
             """All that can be found out before a byte is written."""
@@ -1065,14 +1176,20 @@ def _reader_class() -> Any:
         def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
             try:
                 self._check(plan.items)
-                self._read(plan.items, planner)
+                share = plan.storage_data
+                if not isinstance(
+                    share, _Share
+                ):  # a planner of its own that made a new plan: this rank sees to all it reads
+                    share = _Share(self._shares([plan.items])[0])
+                self._read(plan.items, planner, share)
+                self._open.check_recorded(share.names)
             finally:
                 self._open.source.close()
             done: Future[None] = Future()
             done.set_result(None)
             return done
 
-        def _read(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        def _read(self, items: Sequence[ReadItem], planner: LoadPlanner, share: _Share) -> None:
             live = getattr(planner, "state_dict", None)
             live = live if isinstance(live, dict) else {}
             wanted: list[Wanted] = []
@@ -1116,7 +1233,7 @@ def _reader_class() -> Any:
                     else:
                         number.fill_(entry.data)
                     later.append((item, number, held))
-            self._open.fill(wanted)
+            self._open.fill(wanted, share.names)
             for item, target in commit:
                 planner.commit_tensor(item, target)
             for item, number, held in later:

@@ -266,6 +266,7 @@ class Checkpoint:
     recorded: dict[str, str] = field(default_factory=dict)  # {tensor: digest} that the checkpoint itself carries
     notes: list[str] = field(default_factory=list)
     unread: list[Unread] = field(default_factory=list)  # files that belong to it and that its layout does not read
+    ignored_digests: bool = False  # whether there were digests, which the user told us not to compare
 
     @property
     def nbytes(self) -> int:

@@ -71,6 +71,7 @@ def load(
     tag: str | None = None,
     allow_equal_ranks: bool = False,
     allow_mixed_steps: bool = False,
+    ignore_recorded_digests: bool = False,
     progress: Progress | None = None,
 ) -> Loaded:
     """Load a checkpoint in any layout into a live job: FSDP2, HSDP, tensor parallel, DDP or plain. A collective.
@@ -100,7 +101,8 @@ def load(
         nonlocal reader, job
         reader = storage_reader(
             path, layout=layout, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
-            allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps, progress=progress,
+            allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
+            ignore_recorded_digests=ignore_recorded_digests, progress=progress,
         )  # fmt: skip
         job = _Job(model, optimizer, scheduler, reader.opened)
 

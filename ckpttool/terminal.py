@@ -27,6 +27,7 @@ __all__ = [
     "FlatLayout",
     "Force",
     "From",
+    "IgnoreRecorded",
     "Json",
     "Like",
     "Meter",
@@ -117,6 +118,9 @@ Drop = Annotated[
     bool, typer.Option("--drop", help="Go on without what the target cannot hold, and files that were not read.")
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing destination, whole.")]
+IgnoreRecorded = Annotated[
+    bool, typer.Option("--ignore-recorded-digests", help="Do not compare the source with the digests recorded of it.")
+]
 Only = Annotated[
     str | None, typer.Option("--only", help="Components to take, e.g. model,optim.", metavar="model,optim,...")
 ]

@@ -24,12 +24,13 @@ from typing import Any
 
 from ckpttool import torchzip
 from ckpttool.draft import Draft, Dropped
-from ckpttool.errors import Corrupt, Unsafe, Unsupported
+from ckpttool.errors import Corrupt, Unreadable, Unsafe, Unsupported
 from ckpttool.index import Checkpoint, Chunks, Path, TensorEntry, joined, same_bytes, shape_of, twins
 from ckpttool.jsontext import parse
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of
 from ckpttool.names import canonical, nest, own_tree
 from ckpttool.pickles import Global, Opaque, children
+from ckpttool.recorded import MOST_RECORD_BYTES
 from ckpttool.store import Source
 from ckpttool.torchdraft import TorchFiles
 
@@ -84,7 +85,14 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     )
     out = checkpoint_of(named, "full", source.root, None, [name], source)
     out.records = records
-    out.recorded = _recorded(read_at, source.size(name), what)
+    try:
+        out.recorded = _recorded(read_at, source.size(name), what)
+    except Unreadable:
+        raise
+    except (Corrupt, Unsafe) as e:
+        out.notes.append(
+            f"the digests in its ckpttool.json were not compared, since it is damaged: {str(e).rstrip('.')}"
+        )
     return out
 
 
@@ -95,12 +103,12 @@ def _recorded(read_at: torchzip.ReadAt, length: int, what: str) -> dict[str, str
     record = torchzip.zip_records(read_at, 0, length, what).get("ckpttool.json")
     if record is None:
         return {}
-    data = read_at(record.offset, record.length)
-    try:
-        found = parse(data, what)
-        return {str(k): str(v) for k, v in found.items()}
-    except (Corrupt, Unsafe, AttributeError):
-        raise Corrupt(f"{what}: its ckpttool.json is damaged.") from None
+    if record.length > MOST_RECORD_BYTES:
+        raise Unsafe(f"{what}: ckpttool.json has {record.length} bytes; at most {MOST_RECORD_BYTES} are read")
+    found = parse(read_at(record.offset, record.length), f"{what}: ckpttool.json")
+    if not isinstance(found, dict) or not all(isinstance(d, str) for d in found.values()):
+        raise Corrupt(f"{what}: ckpttool.json is not a map of names to digests")
+    return found
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:

@@ -21,6 +21,7 @@ from ..terminal import (
     FlatLayout,
     Force,
     From,
+    IgnoreRecorded,
     Json,
     Like,
     Meter,
@@ -149,6 +150,7 @@ def export(
     allow_equal_ranks: AllowEqualRanks = False,
     allow_mixed_steps: AllowMixedSteps = False,
     dtype: Dtype = None,
+    ignore_recorded_digests: IgnoreRecorded = False,
     max_memory: Annotated[str | None, typer.Option("--max-memory", help="Memory budget of the buffers.")] = None,
     jobs: Jobs = None,
     drop: Drop = False,
@@ -177,6 +179,7 @@ def export(
             config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag, dtype=dtype, drop=drop, force=force,
             allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
             max_memory_bytes=bytes_of(max_memory) if max_memory else None, jobs=_jobs(jobs),
+            ignore_recorded_digests=ignore_recorded_digests,
         )  # fmt: skip
     finally:
         meter.close()

@@ -18,6 +18,7 @@ from ..terminal import (
     FlatLayout,
     Force,
     From,
+    IgnoreRecorded,
     Json,
     Like,
     Meter,
@@ -78,6 +79,7 @@ def push(
     tag: Tag = None,
     allow_equal_ranks: AllowEqualRanks = False,
     allow_mixed_steps: AllowMixedSteps = False,
+    ignore_recorded_digests: IgnoreRecorded = False,
     stage: Annotated[
         str | None,
         typer.Option(
@@ -103,6 +105,7 @@ def push(
         "training": include_optimizer or None, "drop": drop or None, "strip_prefix": strip_prefix,
         "allow_name_mismatch": allow_name_mismatch or None, "allow_equal_ranks": allow_equal_ranks or None,
         "allow_mixed_steps": allow_mixed_steps or None,
+        "ignore_recorded_digests": ignore_recorded_digests or None,
     }  # fmt: skip
     meter = Meter(quiet)
     began = time.monotonic()
@@ -170,6 +173,7 @@ def pull(
     precision: Precision = None,
     jobs: Threads = 2,
     drop: Drop = False,
+    ignore_recorded_digests: IgnoreRecorded = False,
     force: Force = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -183,7 +187,7 @@ def pull(
         "to": to, "world_size": world_size, "only": comma(only), "dtype": dtype, "cast": cast_rules(cast),
         "config": config, "like": like, "flat_layout": flat_layout, "wrap": comma(wrap),
         "use_orig_params": use_orig_params, "zero_stage": zero_stage, "precision": precision, "jobs": jobs,
-        "drop": drop, "force": force,
+        "drop": drop, "force": force, "ignore_recorded_digests": ignore_recorded_digests,
     }  # fmt: skip
     meter = Meter(quiet)
     began = time.monotonic()

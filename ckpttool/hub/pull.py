@@ -39,6 +39,7 @@ def pull(
     *,
     revision: str | None = None,
     to: str | None = "dcp",
+    ignore_recorded_digests: bool = False,
     progress: Progress = silent,
     **how: Any,
 ) -> Pulled:
@@ -58,8 +59,11 @@ def pull(
             "with `hf auth login` or set HF_TOKEN."
         )
     notes: list[str] = []
-    expected = _expected(hub, state, notes)
-    result = conversion.convert(f"{hub.url}@{state.commit}", dst, to=to, expected=expected, progress=progress, **how)
+    expected = None if ignore_recorded_digests else _expected(hub, state, notes)
+    result = conversion.convert(
+        f"{hub.url}@{state.commit}", dst, to=to, expected=expected, ignore_recorded_digests=ignore_recorded_digests,
+        progress=progress, **how,
+    )  # fmt: skip
     aside = any(r["component"] in ("optim", "extra") for r in result.not_read)
     if set(result.digest) == {"all", "model"} and not aside:
         notes.append("the repository holds weights and nothing else: training from here starts the optimizer anew")

@@ -328,7 +328,7 @@ class _Push:
                 found |= journal.files[c.name].tensors
             found |= {name: found[other] for name, other in self.draft.same.items()}
             effort = Effort(self.jobs)
-            wanted, digests = conversion.settled(self.opened, self.draft, found, self.how, None, progress, effort)
+            wanted, digests = conversion.settled(self.opened, self.draft, found, self.how, progress, effort)
             record = conversion.record(self.opened.checkpoint, self.draft, wanted, digests, self.opened.source.commit)
             journal.settled(record)
         else:
