@@ -40,15 +40,24 @@ def load(job: jobs.Job, checkpoint: Path) -> bool:
 
     A collective.
     """
-    model, optim = get_state_dict(job.model, job.optimizer)
+    stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    # a checkpoint has the keys that its own job gave it: options of every parameter, or numbers of parameters
+    flat = any(key.startswith("optim.") for key in stored) and "optim.param_groups.0.lr" not in stored
+    options = StateDictOptions(flatten_optimizer_state_dict=flat, strict=False)
+    model, optim = get_state_dict(job.model, job.optimizer, options=options)
+    if any(key.startswith("optimizer.") for key in stored):
+        raw = job.optimizer.state_dict()
+        dcp_load({"model": model, "optimizer": raw}, checkpoint_id=checkpoint)
+        set_model_state_dict(job.model, model)
+        job.optimizer.load_state_dict(raw)
+        return True
     # get_state_dict invents a zero state for a parameter that never had a gradient; the checkpoint rightly has none,
     # and dcp.load would call it missing
-    stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     if not any(key.startswith("optim.") for key in stored):
         dcp_load({"model": model}, checkpoint_id=checkpoint)
         set_model_state_dict(job.model, model)
         return False
-    state: Any = optim["state"]
+    state: Any = {} if flat else optim["state"]
     for fqn in list(state):
         if not any(key.startswith(f"optim.state.{fqn}.") for key in stored):
             del state[fqn]
@@ -59,7 +68,7 @@ def load(job: jobs.Job, checkpoint: Path) -> bool:
         job.optimizer,
         model_state_dict=model,
         optim_state_dict=optim,
-        options=StateDictOptions(strict=False),
+        options=options,
     )
     return True
 
