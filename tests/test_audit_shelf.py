@@ -830,6 +830,13 @@ def test_in_a_bucket(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(store, bucket, a={}, b={"retain_until": "2040-01-01T00:00:00Z"}, c={}, d={})
     assert shelf.hold(f"{place}/c.tar.zst", "case 1")["object_lock"] is True
     assert "c.tar.zst.hold.json" in remote.RemoteSource(place).list()
+    client, line = moto.client(), {"Bucket": bucket[5:], "Key": "audit/ledger.jsonl"}
+    kept = client.get_object(**line)["Body"].read()
+    client.delete_object(**line)  # the ledger is lost, the hold is not
+    with pytest.raises(Corrupt, match=r"4 archives and no ledger\.jsonl"):
+        shelf.prune(place, keep_within=timedelta(days=1), now=NOW)
+    assert [(r.ledger, r.held) for r in shelf.listing(place)][1] == ("missing", ("case 1",))
+    client.put_object(**line, Body=kept)
     moto.client().put_object_legal_hold(Bucket=bucket[5:], Key="audit/d.tar.zst", LegalHold={"Status": "ON"})
     assert [(r.name[0], r.held) for r in shelf.listing(place)] == [("d", ()), ("c", ("case 1",)), ("b", ()), ("a", ())]
     done = shelf.prune(place, keep_within=timedelta(days=1), now=NOW, no_ledger=True)

@@ -166,7 +166,7 @@ def verify_archive(
         _Reading(source, file, archive, out).run(jobs, progress)
     if structure is not None and not out.findings:
         said = str(structure).removeprefix(path).lstrip("/: ")
-        out.findings.append(Finding(said.removesuffix(LOOK)))  # which names this command
+        out.findings.append(Finding(said.removesuffix(LOOK)))
     if archive is None or structure is not None:
         return out
     out.tensors = len(archive.manifest.tensors)
@@ -286,6 +286,7 @@ class _Reading:
 
     def _damaged(self, row: Walked) -> None:
         assert row.fault is not None
+        fault = row.fault.removesuffix(LOOK)  # which names this command
         # a fault of the tables is in them: behind the last frame
         a, b = (row.offset, row.offset + row.size) if row.size else (self.frames_end, self.out.file_bytes)
         named = list(self.map.of(row.start, row.start + row.length)) if row.start >= 0 and row.length else []
@@ -294,9 +295,9 @@ class _Reading:
                 self.wrong_members.add(f.member)
             if f.tensor:
                 self.wrong_tensors.add(f.tensor)
-            self.note(replace(f, what=row.fault, file_start=a, file_end=b))
+            self.note(replace(f, what=fault, file_start=a, file_end=b))
         if not named:
-            self.note(Finding(row.fault, file_start=a, file_end=b))
+            self.note(Finding(fault, file_start=a, file_end=b))
 
     def _sha256(self, start: int, end: int, data: bytes) -> None:
         view = memoryview(data)

@@ -1074,6 +1074,45 @@ def test_the_table_of_attacks(
     assert run("audit", "verify", path, "-q", "--public-key", key)[0] == by_key
 
 
+def test_words_of_a_verdict(tmp_path: Path) -> None:
+    """`audit verify` does not send people to `audit verify`, and counts like people do."""
+    path = build(tmp_path / "a.tar.zst")
+    good = path.read_bytes()
+    with Source(tmp_path) as source:
+        table = seekable.read_table(source, path.name)
+    at = table.offsets[-1] + table.sizes[-1] + 20  # in the table of CRC32s
+    path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+    code, said = run("audit", "verify", path, "-q")
+    assert code == 4 and "table" in said and "audit verify" not in said
+    assert "with `ckpttool audit verify` what is left of it" in refused("inspect", path)
+    flips = bytearray(good)
+    seen = set()
+    for k in range(3):
+        flips[table.offsets[k] + table.sizes[k] // 2] ^= 1
+        path.write_bytes(flips)
+        _, said = run("audit", "verify", path, "-q")
+        found = re.search(r"\(and (\d+) more (findings?)\)", said)
+        seen.add(found and (found[1] == "1", found[2]))
+    assert (True, "finding") in seen and (False, "findings") in seen and len(seen - {None}) == 2
+
+
+def test_what_the_command_line_says_without_a_ledger(market: Shop, tmp_path: Path) -> None:
+    store = shutil.copytree(market.path.parent, tmp_path / "store")
+    assert run("audit", "hold", store / "a.tar.zst", "case 9")[0] == 0
+    (store / "ledger.jsonl").unlink()
+    code, said = run("audit", "list", store)
+    assert code == 0 and "has no ledger" in said and "case 9" in said
+    code, said = run("audit", "verify", store / "a.tar.zst")
+    assert code == 0 and "ledger      none beside it" in said
+    assert run("audit", "ledger", "verify", store)[0] == 4
+    for more in ([], ["--dry-run"], ["--json"]):
+        code, said = run("audit", "prune", store, "--keep-every", 1000, *more)
+        assert code == 4 and "legal hold" in said and "--no-ledger" in said
+    assert {p.name for p in store.iterdir()} == {"a.tar.zst", "a.tar.zst.hold.json", "old.tar.zst"}
+    code, said = run("audit", "prune", store, "--keep-every", 1000, "--no-ledger")  # both are under retention
+    assert code == 0 and "under legal hold: case 9" in said and "0 archives" in said
+
+
 def test_an_archive_of_another_name_is_told_and_one_of_nowhere_too(market: Shop, tmp_path: Path) -> None:
     store = shutil.copytree(market.path.parent, tmp_path / "store")
     (store / "a.tar.zst").rename(store / "moved.tar.zst")
