@@ -393,6 +393,14 @@ def test_what_a_new_ledger_does_not_know_is_not_pruned(store: Shelf) -> None:
     assert store.prune(keep_within=timedelta(days=1), no_ledger=False).deleted == ("a.tar.zst",)
 
 
+def test_what_was_added_keeps_its_promises(store: Shelf) -> None:
+    store.add("a.tar.zst", legal_hold="case 1", retain_until="2040-01-01T00:00:00Z")
+    shelf.add(os.path.join(store.path, "a.tar.zst"))
+    store.add("a.tar.zst", damaged="cut short")
+    (row,) = shelf.listing(store.path)
+    assert (row.held, row.retain_until) == (("case 1",), "2040-01-01T00:00:00Z")
+
+
 def test_an_empty_store_needs_no_ledger(store: Shelf) -> None:
     assert store.prune(keep_last=1, no_ledger=False).deleted == ()
 
