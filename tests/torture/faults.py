@@ -341,9 +341,10 @@ class Lab:
         return bad
 
     def _unnamed(self, name: str, text: str) -> list[str]:
-        """What lies beside the destination and should not, and is not in a message."""
+        """What lies beside the destination and should not, and is in no message; a lock file that is free is nothing."""
         joined = "".join(text.split())  # messages are wrapped
-        return sorted(x for x in set(os.listdir(self.out)) - self.beside[name] if x not in joined)
+        left = set(os.listdir(self.out)) - self.beside[name]
+        return sorted(x for x in left if x not in joined and not x.endswith(".partial-lock"))
 
     def fault(self, name: str, fault: Fault, n: int) -> dict[str, Any] | None:
         """One fault, judged; None where the conversion has fewer such calls."""
