@@ -168,8 +168,8 @@ def zip_records(read_at: ReadAt, base: int, length: int, what: str) -> dict[str,
     for _ in range(count):
         if directory[at : at + 4] != b"PK\x01\x02" or at + 46 > cd_size:
             raise Corrupt(f"{what}: the zip's directory is damaged at entry {len(out)}.")
-        (_, _, _, flags, method, _, _, crc, packed, size, n, extra_n, comment_n, _, _, _, header) = _CENTRAL.unpack(
-            directory[at : at + 46]
+        (_, _, _, flags, method, _, _, crc, packed, size, n, extra_n, comment_n, _, _, attributes, header) = (
+            _CENTRAL.unpack(directory[at : at + 46])
         )
         raw_name = directory[at + 46 : at + 46 + n]
         extra = directory[at + 46 + n : at + 46 + n + extra_n]
@@ -183,6 +183,11 @@ def zip_records(read_at: ReadAt, base: int, length: int, what: str) -> dict[str,
             raise Unsafe(
                 f"{what}: record {name!r} is compressed ({packed} -> {size} bytes). torch never does that; refused, "
                 "since it could unfold without bound."
+            )
+        if attributes & 0x10 or name.endswith("/"):
+            raise Unsafe(
+                f"{what}: record {name!r} is marked as a folder. torch then reads nothing from it and leaves memory as it was, "
+                "other readers see its bytes; take another copy of the file."
             )
         if flags & 0x2041:
             raise Unsafe(f"{what}: record {name!r} is encrypted.")

@@ -104,6 +104,12 @@ def transforms(value: Any) -> Any:
     return metadata(change)
 
 
+def as_folder(data: bytes) -> bytes:
+    """A zip whose directory has the attribute of a folder at a storage."""
+    at = data.rindex(b"archive/data/0") - 46 + 38
+    return data[:at] + b"\x10" + data[at + 1 :]
+
+
 LR = "optim.param_groups.0.lr"
 
 DCP: dict[str, Case] = {
@@ -192,6 +198,7 @@ PT: dict[str, Case] = {
     "a persistent id of another kind": Case(pt(lambda c: torch_pickle(b"X\x01\x00\x00\x00aQ")), Corrupt, "unknown kind of reference"),
     "deep": Case(pt(lambda c: torch_pickle(b"]" * 100_000 + b"a" * 99_999)), Unsafe, "nested deeper than 100"),
     "laughs": Case(pt(lambda c: torch_pickle(laughs())), Unsafe, "unfolds to more"),
+    "a record marked as a folder": Case(pt(lambda c: as_folder(saved(STATE))), Unsafe, "is marked as a folder"),
     "a function as a value": Case(pt(lambda c: torch_pickle(b"}X\x01\x00\x00\x00actorch._utils\n_rebuild_tensor_v2\ns")), Unsupported, "a function or a class that rebuilds objects"),
     "laughs as a key": Case(pt(lambda c: torch_pickle(b"}" + laughs() + b"Ns")), Unsafe, "hashing it has no bound"),
     "a view past its storage": Case(pt(lambda c: rebuilt(0, (1000, 1000), (1000, 1))), Corrupt, "reaches past its storage"),

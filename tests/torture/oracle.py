@@ -404,7 +404,11 @@ def differences(mine: Reading, tree: Tree, oracle: str) -> list[str]:
         whole = tuple(
             f"{n}." for n, x in mine.items() if not isinstance(x, tuple)
         )  # values, with tensors inside or not
-        tree = {p: t for p, t in tree.items() if not joined(p).startswith(whole)}
+        if any(
+            n.startswith("optim.state.") for n in whole
+        ):  # state that is no dict of slots is kept as a value, by number
+            whole = (*whole, "optim.state.")
+        tree = {p: t for p, t in tree.items() if joined(p) in mine or not joined(p).startswith(whole)}
         mine = {n: x for n, x in mine.items() if n.startswith(tuple(f"{s}." for s in scope)) and isinstance(x, tuple)}
         tree = {p: t for p, t in tree.items() if isinstance(t, Tensor)}
         if oracle == "universal":  # stage 3 has the steps elsewhere

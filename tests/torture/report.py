@@ -16,7 +16,7 @@ WANTED = {"mutants": 20_000, "faults": 2_000, "kills": 500}
 
 #: Why a real reader refuses what we accept, as it says itself: what it wants beyond the numbers, or cannot hold.
 ALLOWED = {
-    r"Weights only load failed|WeightsUnpickler": "a class that torch.load(weights_only=True) does not know: carried as data, never built",
+    r"Weights only load failed|WeightsUnpickler|with weights_only": "a class that torch.load(weights_only=True) does not know: carried as data, never built",
     r"has no attribute|not subscriptable|not iterable|unsupported operand|cannot be interpreted|must be": "DeepSpeed's script wants another "
     "type at a place that is no tensor of the state: kept as a value, or not needed",
     r"No such file|is a directory": "a file that the script wants and the state does not need",
