@@ -221,10 +221,11 @@ def detect(where: Place) -> Layout:
 
 def _below(source: Source) -> list[tuple[str, str]]:
     out = []
+    known = list(layouts().values())
     for name in source.list()[:1000]:
         inner = os.path.join(source.root, name)
         here = place(inner) if os.path.isdir(inner) else Place(source, name) if os.path.isfile(inner) else None
-        for layout in layouts().values() if here else ():
+        for layout in known if here else ():
             try:
                 if here and layout.detect(here)[0]:
                     out.append((name, layout.name))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ckpttool
 from ckpttool.errors import Corrupt
 from ckpttool.index import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, TensorEntry, Value, check, joined
 
@@ -252,3 +254,18 @@ def test_only_keeps_components_and_nbytes_counts_tensors() -> None:
 def test_joined_keeps_dots_of_fqns() -> None:
     assert joined(("model", "norm.weight")) == "model.norm.weight"
     assert joined(("optim", "param_groups", 0, "lr")) == "optim.param_groups.0.lr"
+
+
+def test_a_folder_of_many_files_asks_for_the_layouts_once_or_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckpttool import layouts
+
+    for i in range(300):
+        (tmp_path / f"x{i}.bin").touch()
+    asked: list[int] = []
+    real = layouts.layouts
+    monkeypatch.setattr(layouts, "layouts", lambda: (asked.append(1), real())[1])
+    with pytest.raises(ckpttool.CkpttoolError, match="is not a checkpoint"):
+        ckpttool.open(tmp_path)
+    assert len(asked) < 5
