@@ -184,17 +184,17 @@ def zip_records(read_at: ReadAt, base: int, length: int, what: str) -> dict[str,
                 f"{what}: record {name!r} is compressed ({packed} -> {size} bytes). torch never does that; refused, "
                 "since it could unfold without bound."
             )
-        if attributes & 0x10 or name.endswith("/"):
-            raise Unsafe(
-                f"{what}: record {name!r} is marked as a folder. torch then reads nothing from it and leaves memory as it was, "
-                "other readers see its bytes; take another copy of the file."
-            )
         if flags & 0x2041:
             raise Unsafe(f"{what}: record {name!r} is encrypted.")
         folder, _, short = name.partition("/")
         root = root if root is not None else folder
         if folder != root or not short or ".." in short.split("/") or "\\" in name or "\0" in name:
             raise Unsafe(f"{what}: record {name!r} lies outside the folder {root!r} of the archive.")
+        if attributes & 0x10 or name.endswith("/"):
+            raise Unsafe(
+                f"{what}: record {name!r} is marked as a folder. torch then reads nothing from it and leaves memory as it was, "
+                "other readers see its bytes; take another copy of the file."
+            )
         if short in out:
             raise Unsafe(f"{what}: two records are named {name!r}; readers differ on which counts.")
         out[short] = ZipRecord(short, header, size, crc)  # offset is the header's until _settle
