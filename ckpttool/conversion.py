@@ -690,8 +690,11 @@ def _refuse_foreign(target: str) -> None:
         return
     try:
         there = layouts.place(target)
-        with there.source:
+        with there.source as source:
             layouts.detect(there)
+            head = source.read(there.file, 0, min(source.size(there.file), 64)) if there.file else b"\0"
+            if all(9 <= c <= 13 or 32 <= c < 127 for c in head):
+                raise NotRecognised("a text file, whatever its name says")
     except CkpttoolError as e:
         if e.keeps_work:  # it says nothing of what is there
             raise

@@ -98,7 +98,8 @@ def beside(source: Source, given: str | None, notes: list[str]) -> tuple[dict[st
                 config, files = of_model(os.path.join(source.root, below), said)
             else:
                 continue
-        except (Corrupt, Unsafe):
+        except (Corrupt, Unsafe) as e:
+            notes.append(f"config and tokenizer files in {os.path.join(source.root, below)} were not used: {e}")
             continue
         if config and "model_type" in config:
             where = os.path.relpath(os.path.join(source.root, below), source.root)

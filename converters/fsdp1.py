@@ -580,11 +580,23 @@ def _param_groups(files: Files, ranks: list[Rank]) -> list[dict[Any, Any]]:
 
 
 def _slots(ranks: list[Rank]) -> dict[tuple[Any, Any], list[Any]]:
-    """{(parameter, slot): what each rank has, None where nothing}."""
+    """{(parameter, slot): what each rank has, None where nothing}. A rank without elements of a parameter has no slot of it.
+
+    Raises:
+        Corrupt: a rank has some of the slots of a parameter and not all.
+    """
     out: dict[tuple[Any, Any], list[Any]] = {}
+    first: dict[Any, tuple[Rank, dict[Any, Any]]] = {}
     for i, r in enumerate(ranks):
         for name, slots in r.tree["state"].items():
-            if isinstance(slots, dict):
+            if isinstance(slots, dict) and slots:
+                other, has = first.setdefault(name, (r, slots))
+                if odd := sorted(map(str, slots.keys() ^ has.keys())):
+                    raise Corrupt(
+                        f'The optimizer state of parameter {name} has a slot "{odd[0]}" in the file of rank '
+                        f"{(r if odd[0] in map(str, slots) else other).rank} and not in that of rank "
+                        f"{(other if odd[0] in map(str, slots) else r).rank}. The files are of different jobs, or one was changed."
+                    )
                 for slot, x in slots.items():
                     out.setdefault((name, slot), [None] * len(ranks))[i] = x
     return out

@@ -53,8 +53,6 @@ def detect(where: Place) -> tuple[bool, str]:
     if _LEGACY in head:
         return True, "is a legacy torch.save file"
     if name.endswith(_SUFFIXES):
-        if head and all(9 <= c <= 13 or 32 <= c < 127 for c in head):
-            return False, f"is named {name.rpartition('.')[2]}, but it is a text file"
         return True, f"is named {name.rpartition('.')[2]}"
     return False, "neither a zip nor a legacy torch.save file"
 

@@ -336,6 +336,11 @@ def test_param_groups_that_differ_are_found_out(good: tuple[Path, str], tmp_path
         (lambda s: s.update(exp_avg=s["exp_avg"][:-1]), "elements"),
         (lambda s: s.update(exp_avg=s["exp_avg"].half()), "float16"),
         (lambda s: s.update(exp_avg=s["exp_avg"][:-1], exp_avg_sq=s["exp_avg_sq"][:-1]), "fits no order"),
+        (
+            lambda s: s.update(exp_max=s.pop("exp_avg")),
+            'slot "exp_avg" in the file of rank 0 and not in that of rank 1',
+        ),
+        (lambda s: s.pop("exp_avg_sq"), 'slot "exp_avg_sq" in the file of rank 0 and not in that of rank 1'),
     ],
 )
 def test_slots_that_do_not_fit_are_found_out(good: tuple[Path, str], tmp_path: Path, change: Any, said: str) -> None:

@@ -128,6 +128,7 @@ def test_a_folder_that_may_not_be_listed_is_an_error_with_its_name(
         (["convert", "in.pt", "out", "--to", "dcp", "--only", ""], "--only"),
         (["convert", "in.pt", "out", "--to", "dcp", "--only="], "--only"),
         (["verify", "in.pt", "--against", ""], "--against"),
+        (["convert", "in.pt", "out", "--to", "hf", "--max-shard-size="], "--max-shard-size"),
     ],
 )
 def test_an_empty_argument_is_a_usage_error(

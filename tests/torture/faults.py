@@ -62,7 +62,7 @@ FAULTS = (
     Fault("sync", "ENOSPC"), Fault("rename", "ENOSPC"),
 )  # fmt: skip
 
-#: {name: (arguments, what lies at the destination before, where the destination is)}
+#: {name: (arguments, what lies at the destination before, or "+" and what lies around it, where the destination is)}
 CONVERSIONS: dict[str, tuple[list[str], str | None, str]] = {
     "dcp-dcp": (["convert", "{s}/dcp", "{o}/out", "--to", "dcp", "-n", "3"], None, "out"),
     "dcp-full": (["convert", "{s}/dcp", "{o}/out.pt"], None, "out.pt"),
@@ -75,6 +75,8 @@ CONVERSIONS: dict[str, tuple[list[str], str | None, str]] = {
     "full-dcp-force": (["convert", "{s}/in.pt", "{o}/out", "--to", "dcp", "-n", "2", "--force"], "old", "out"),
     "dcp-full-force": (["convert", "{s}/dcp", "{o}/out.pt", "--force"], "old.pt", "out.pt"),
     "export": (["audit", "export", "{s}/dcp", "{o}/out.tar.zst", "--reproducible"], None, "out.tar.zst"),
+    "clean": (["clean", "{o}/out"], "+interrupted", "out"),
+    "clean-put-back": (["clean", "{o}/out"], "+taken", "out"),
     "restore": (["audit", "restore", "{s}/a.tar.zst", "{o}/out", "--to", "dcp", "-n", "3"], None, "out"),
 }
 
@@ -93,6 +95,14 @@ def prepare(folder: Path) -> None:
     ckpttool.convert(folder / "in.pt", folder / "dcp", to="dcp", world_size=2)
     ckpttool.convert(folder / "old.pt", folder / "old", to="dcp", world_size=1)
     ckpttool.convert(folder / "in.pt", folder / "a.tar.zst", to="audit")
+    # what a run leaves that was killed while it copied, and between the two renames of a --force
+    for name, where in (("interrupted", "out"), ("taken", f".out.partial-{'0' * 12}/old")):
+        partial = folder / name / f".out.partial-{'0' * 12}"
+        partial.mkdir(parents=True)
+        partial.chmod(0o700)
+        shutil.copytree(folder / "dcp", partial / "tree")
+        (partial / "journal").write_text('{"plan": "0"}\n')
+        shutil.copytree(folder / "old", folder / name / where)
 
 
 def compiled(folder: Path) -> Path | None:
@@ -173,8 +183,11 @@ class Lab:
         self.out.mkdir(parents=True)
         old = CONVERSIONS[name][1]
         if old:
-            source = self.sources / old
-            (shutil.copytree if source.is_dir() else shutil.copy)(source, self.target(name))
+            source, around = self.sources / old.removeprefix("+"), old.startswith("+")
+            if around:
+                shutil.copytree(source, self.out, dirs_exist_ok=True)
+            else:
+                (shutil.copytree if source.is_dir() else shutil.copy)(source, self.target(name))
         return content(self.target(name))
 
     def learn(self, name: str) -> dict[str, str]:
