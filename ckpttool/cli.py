@@ -683,8 +683,10 @@ def clean(
         print_json({
             "put_back": [{"from": a, "to": b} for a, b in done.put_back],
             "removed": [{"path": p, "bytes": n} for p, n in done.removed],
-            "kept": [{"path": p, "why": why} for p, why in done.kept], "dry_run": dry_run,
+            "kept": [{"path": p, "why": why} for p, why in done.kept], "failed": done.failed, "dry_run": dry_run,
         })  # fmt: skip
+        if done.failed:
+            raise typer.Exit(1)
         return
     would = "would be " if dry_run else ""
     for old, target in done.put_back:
@@ -695,6 +697,8 @@ def clean(
         note(f"kept {printable(p)}: {printable(why)}", quiet)
     if not done.removed and not done.put_back and not done.kept:
         note("nothing was left there", quiet)
+    if done.failed:
+        raise typer.Exit(1)
 
 
 app.command()(hub.push)

@@ -394,6 +394,7 @@ class Cleaned:
     put_back: list[tuple[str, str]] = field(default_factory=list)  # (where the old destination was, destination)
     removed: list[tuple[str, int]] = field(default_factory=list)  # (path, bytes on the disk)
     kept: list[tuple[str, str]] = field(default_factory=list)  # (path, why)
+    failed: bool = False  # whether some of `kept` is ours, and could not be removed
 
 
 def clean(path: str | os.PathLike[str], *, dry_run: bool = False) -> Cleaned:
@@ -457,6 +458,7 @@ def _clean(beside: Beside, dry_run: bool, out: Cleaned) -> None:
                     out.removed.append((folder, size))
                 else:
                     out.kept.append((folder, left))
+                    out.failed = True
             if stale:
                 out.removed.append((beside.lock, 0))
     except Locked as e:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import ckpttool
-from ckpttool import conversion, draft, fill, partial, store, stream
+from ckpttool import cli, conversion, draft, fill, partial, store, stream
 from ckpttool.audit.export import export
 from ckpttool.audit.options import ArchiveOptions
 from ckpttool.errors import (
@@ -663,6 +663,20 @@ def test_clean_removes_what_is_ours_and_dead_and_names_the_rest(src: Path, dst: 
     assert sorted(dst.parent.iterdir()) == sorted([*unrelated, foreign])
     with pytest.raises(UsageError):
         ckpttool.clean(dst.parent / "nowhere" / "out")
+
+
+def test_clean_that_could_not_remove_something_is_no_success(
+    src: Path, dst: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    left = interrupted(src, dst)
+    monkeypatch.setattr(partial, "remove", lambda folder, target: f"{folder} could not be removed (busy)")
+    monkeypatch.setattr(sys, "argv", ["ckpttool", "clean", str(dst)])
+    for name in ("stdout", "stderr"):  # main wraps them
+        monkeypatch.setattr(sys, name, getattr(sys, name))
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 1
+    assert f"kept {left}" in capfd.readouterr().err
 
 
 def test_clean_leaves_what_a_live_run_writes(src: Path, dst: Path) -> None:
