@@ -1,7 +1,7 @@
 """What can go wrong, and the exit code of each.
 
     CkpttoolError                 1     unexpected
-    ├── UsageError                2     the command line or an argument makes no sense
+    ├── UsageError                2  x  the command line or an argument makes no sense
     ├── NotRecognised             3  x  no layout knows this path
     ├── Unsupported               3  x  known, but this layout or pair cannot do that
     ├── Corrupt                   4  x  incomplete, inconsistent or damaged
@@ -46,6 +46,7 @@ class UsageError(CkpttoolError):
     """The command line or an argument makes no sense."""
 
     exit_code = 2
+    keeps_work = False
 
 
 class NotRecognised(CkpttoolError):

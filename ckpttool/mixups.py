@@ -34,6 +34,7 @@ __all__ = ["refuse_equal_ranks", "refuse_mixed_steps"]
 #: (tensor, row of its chunks), and of the record that it lies in: length, CRC32, the piece's first byte.
 Piece = tuple[str, int]
 Sum = tuple[int, int, int]
+_REPETITIVE = frozenset(("bool", "int16", "int32", "int64", "uint16", "uint32", "uint64"))
 _PROBES, _PROBE_BYTES, _STEP_BYTES = 8, 256, 4 << 20
 
 
@@ -138,13 +139,15 @@ def _proof(
     ckpt: Checkpoint, source: Source, a: Mapping[Piece, Sum | None], b: Mapping[Piece, Sum | None]
 ) -> str | None:
     """The largest tensor that shows one file to be a copy: more than one number over and over, and in DCP a part of it
-    in both files. None where there is none, or where two parts of one tensor differ."""
+    in both files. None where there is none, or where two parts of one tensor differ. Masks and indices show nothing, since
+    they repeat themselves."""
     pieces = list(a)
     if ckpt.layout == "dcp":
         there = {name: s for (name, _), s in b.items()}
         pieces = [p for p in a if p[0] in there]
         if any(a[p] != there[p[0]] for p in pieces):
             return None
+    pieces = [p for p in pieces if ckpt.tensors[p[0]].dtype not in _REPETITIVE]
     pieces.sort(key=lambda p: -ckpt.tensors[p[0]].nbytes)
     return next((name for name, k in pieces if _varied(ckpt, source, name, k)), None)
 

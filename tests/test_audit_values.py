@@ -346,7 +346,8 @@ def checkpoints() -> list[str]:
 @pytest.mark.parametrize("name", checkpoints())
 def test_values_of_every_fixture(name: str) -> None:
     opened = 0
-    for path in [FIXTURES / name / "ckpt", *sorted((FIXTURES / name / "ckpt").glob("*.pt"))]:
+    folder = FIXTURES / name / "ckpt"
+    for path in [folder, *sorted(folder.glob("*.pt")), *sorted(folder.glob("checkpoint-*"))]:
         try:
             found = conversion.open(path)
         except CkpttoolError:  # not readable without the model's layout, or no checkpoint on its own

@@ -86,7 +86,10 @@ def test_every_dtype_shape_and_key_survives(tmp_path: Path) -> None:
 
 
 def test_what_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
-    for state, text in (({"\ud83d": 1}, "half of a character"), ({"mine": {"s": ({},) * 240_000}}, "fill the memory")):
+    for state, text in (
+        ({"\ud83d": 1}, "half of a surrogate pair"),
+        ({"mine": {"s": ({},) * 240_000}}, "fill the memory"),
+    ):
         torch.save({**awkward(), **state}, tmp_path / "x.pt")
         with pytest.raises(Unsupported, match=text):
             ckpttool.convert(tmp_path / "x.pt", tmp_path / "hf", to="hf", training=True)

@@ -284,7 +284,7 @@ def opened(ckpt: Checkpoint, folder: Path) -> Any:
     check(ckpt)
     out = fetch.OpenCheckpoint.__new__(fetch.OpenCheckpoint)
     out.path, out.source, out.layout, out.ckpt = str(folder), Source(folder), find("full"), ckpt
-    out.names, out.bytes_read, out._located, out._rows = fetch.Names(ckpt), 0, {}, {}
+    out.names, out.bytes_read, out._located, out._rows, out._compared = fetch.Names(ckpt), 0, {}, {}, set()
     return out
 
 

@@ -127,6 +127,7 @@ def test_a_data_file_of_dcp_that_is_a_copy(tmp_path: Path) -> None:
     shutil.copy(folder / "__1_0.distcp", folder / "__2_0.distcp")
     said = refusal(folder, tmp_path / "out.pt")
     assert "__1_0.distcp of rank 1" in said and "__2_0.distcp of rank 2" in said
+    (folder / "ckpttool.json").unlink()  # its digests tell as well
     assert ckpttool.convert(folder, tmp_path / "out.pt", allow_equal_ranks=True).verified
 
 
@@ -138,6 +139,16 @@ def test_ranks_of_a_constant_state_are_equal_and_that_is_right(value: float, tmp
     for to in ("zero3", "zero2", "fsdp1"):
         assert ckpttool.convert(folder, tmp_path / to, to=to, world_size=3, drop=True).verified
         ckpttool.verify(tmp_path / to)
+
+
+def test_masks_and_indices_that_repeat_themselves_on_every_rank_are_right(tmp_path: Path) -> None:
+    """The second and the third file hold parts of masks alone, and the same ones."""
+    mask = (torch.arange(9 * 6) % 3 == 0).reshape(9, 6)
+    tree = {"model": {"mask": mask, "index": torch.arange(6).repeat(9).reshape(9, 6), "w": torch.randn(1, 8)}}
+    torch.save(tree, tmp_path / "in.pt")
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "in", to="dcp", world_size=3)
+    assert (tmp_path / "in" / "__1_0.distcp").read_bytes() == (tmp_path / "in" / "__2_0.distcp").read_bytes()
+    ckpttool.verify(tmp_path / "in", read_data=True, against=tmp_path / "in.pt")
 
 
 def test_two_copies_of_a_model_in_files_of_different_ranks_are_no_mixup(tmp_path: Path) -> None:
