@@ -22,7 +22,7 @@ import ckpttool
 
 HERE = Path(__file__).resolve().parent
 CLI = [sys.executable, "-m", "ckpttool"]
-KILLS = 25
+KILLS = 10  # of the real program with 64 MB; `make torture` does hundreds with small ones
 
 # The command line with something that happens once, when half of the bytes are copied.
 HOOKED = """
