@@ -20,6 +20,7 @@ from .terminal import (
     AllowEqualRanks,
     AllowMixedSteps,
     AllowNameMismatch,
+    CanonicalKeys,
     Cast,
     Config,
     Drop,
@@ -106,6 +107,7 @@ def convert(
     ] = False,
     strip_prefix: StripPrefix = None,
     allow_name_mismatch: AllowNameMismatch = False,
+    canonical_keys: CanonicalKeys = False,
     max_memory: Annotated[
         str | None, typer.Option("--max-memory", help="Memory budget; buffers shrink or grow to fit.")
     ] = None,
@@ -127,7 +129,7 @@ def convert(
         "use_orig_params": use_orig_params, "zero_stage": zero_stage, "sub_group_size": sub_group_size,
         "precision": precision, "write_tag": write_tag, "max_shard_bytes": bytes_of(max_shard_size),
         "adapter": adapter, "training": include_optimizer, "strip_prefix": strip_prefix,
-        "allow_name_mismatch": allow_name_mismatch,
+        "allow_name_mismatch": allow_name_mismatch, "canonical_keys": canonical_keys,
         "allow_equal_ranks": allow_equal_ranks, "allow_mixed_steps": allow_mixed_steps,
         "ignore_recorded_digests": ignore_recorded_digests,
     }  # fmt: skip

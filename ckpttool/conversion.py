@@ -329,6 +329,7 @@ def plan(
     training: bool = False,
     strip_prefix: str | None = None,
     allow_name_mismatch: bool = False,
+    canonical_keys: bool = False,
     archive: Any = None,
     drop: bool = False,
     allow_equal_ranks: bool = False,
@@ -353,6 +354,8 @@ def plan(
             them stay.
         allow_name_mismatch: of hf, whether weights are written that the model of the config does not have, or has in other
             shapes.
+        canonical_keys: of dcp and full, whether model and optimizer are written under "model" and "optim" with plain FQNs, as
+            torch's get_state_dict names them, and not under the keys of the source.
         archive: options of an audit archive, an `ArchiveOptions`.
         drop: go on without what the target cannot hold, and without state in files that were not read (`Checkpoint.unread`).
         ignore_recorded_digests: do not compare the source with the digests in its ckpttool.json, or in itself.
@@ -380,6 +383,10 @@ def plan(
             ckpt.recorded = {**ckpt.recorded, **expected}
         if (strip_prefix or allow_name_mismatch) and target.name != "hf":
             raise UsageError(f"--strip-prefix and --allow-name-mismatch are of hf; {target.name} keeps the names.")
+        if canonical_keys and target.name not in ("dcp", "full"):
+            raise UsageError(f"--canonical-keys is of dcp and full; {target.name} has keys of its own.")
+        if canonical_keys:
+            ckpt.origin = {k: v for k, v in ckpt.origin.items() if k[0] not in ("model", "optim")}
         if strip_prefix is not None:
             ckpt = opened.checkpoint = without_prefix(ckpt, strip_prefix)
         if adapter:

@@ -305,7 +305,10 @@ def own_tree(leaves: dict[Path, Any], origin: Mapping[Path, Path], same: Any) ->
     except CkpttoolError:
         again = {}
     if again.keys() == leaves.keys() and all(again[p] is leaf or again[p] == leaf for p, leaf in leaves.items()):
-        return tree, []
+        theirs = any(p[0] in ("model", "optim") for p in origin)
+        return tree, [
+            "model and optimizer keep the keys of the source; --canonical-keys writes model and optim"
+        ] * theirs
     return leaves, [
         "the keys are ckpttool's canonical ones, not those of the source: with those, this state could not be read again"
     ]

@@ -20,6 +20,7 @@ __all__ = [
     "AllowEqualRanks",
     "AllowMixedSteps",
     "AllowNameMismatch",
+    "CanonicalKeys",
     "Cast",
     "Config",
     "Drop",
@@ -72,6 +73,12 @@ StripPrefix = Annotated[
     str | None,
     typer.Option(
         "--strip-prefix", help="hf: modules that names of weights begin with, to leave out.", metavar="PREFIX"
+    ),
+]
+CanonicalKeys = Annotated[
+    bool,
+    typer.Option(
+        "--canonical-keys", help="dcp, full: keys model and optim and plain FQNs, not the keys of the source."
     ),
 ]
 AllowNameMismatch = Annotated[

@@ -71,3 +71,25 @@ def test_keys_and_paths_of_the_index_are_those_of_the_trainer(source: Path, tmp_
     for folder in ("out", "again"):
         assert pickle.loads((tmp_path / folder / ".metadata").read_bytes()).planner_data == wanted
     assert same_value(load_full(tmp_path / "out.pt"), load_dcp(source))
+
+
+@pytest.mark.parametrize("source", [TITAN, LIGHTNING], ids=["torchtitan", "Lightning"])
+@pytest.mark.parametrize("to", ["dcp", "full"])
+def test_canonical_keys_are_those_of_get_state_dict(source: Path, to: str, tmp_path: Path) -> None:
+    """For a job of another kind: it asks for model and optim."""
+    out = tmp_path / ("out.pt" if to == "full" else "out")
+    how: dict[str, Any] = {"to": to, "world_size": 3 if to == "dcp" else None, "drop": True}
+    done = ckpttool.convert(source, out, canonical_keys=True, **how)
+    tree = load_full(out) if to == "full" else load_dcp(out)
+    assert {"model", "optim"} <= tree.keys() and not tree.keys() & {"state_dict", "optimizer", "optimizer_0"}
+    with ckpttool.open(source) as opened:
+        names = {n.removeprefix("model.") for n in opened.checkpoint.tensors if n.startswith("model.")}
+    assert tree["model"].keys() == names and tree["optim"]["state"].keys() <= names
+    assert not any("canonical" in n for n in done.notes)
+    shutil.rmtree(out) if out.is_dir() else out.unlink()
+    assert any("--canonical-keys" in n for n in ckpttool.convert(source, out, **how).notes)
+
+
+def test_canonical_keys_are_of_trees(tmp_path: Path) -> None:
+    with pytest.raises(ckpttool.errors.UsageError, match="of dcp and full"):
+        ckpttool.convert(TITAN, tmp_path / "out", to="zero3", world_size=2, canonical_keys=True, drop=True)
