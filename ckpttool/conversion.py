@@ -37,7 +37,7 @@ from .errors import (
 )
 from .fill import Progress, fill, silent, tensor_digests
 from .index import ITEMSIZE, Checkpoint, TensorEntry, Unread, check, joined, strangers, twins
-from .names import refuse_surrogates, without_prefix
+from .names import NOT_THEIRS, refuse_surrogates, without_prefix
 from .objects import NOTE
 from .recorded import IGNORE, MOST_RECORD_BYTES, RECORD, Recorded, missing, of_folder, other_digests
 from .sending import Sending, SendingFolder
@@ -413,6 +413,11 @@ def plan(
         refuse_surrogates(ckpt.tensors)  # every record lists them by name
         draft = target.write(ckpt, opened.source, options)
         _refuse_casts(draft)
+        theirs = target.name in ("dcp", "full") and any(p[0] in ("model", "optim") for p in ckpt.origin)
+        if theirs and NOT_THEIRS not in draft.notes:
+            draft.notes.append(
+                "model and optimizer keep the keys of the source; --canonical-keys writes model and optim"
+            )
         lost = [d for d in draft.dropped if not (target.holds and d.name.partition(".")[0] not in target.holds)]
         if lost and not drop:
             raise Unsupported(

@@ -33,7 +33,7 @@ from .errors import CkpttoolError, Corrupt, Unsupported, UsageError
 from .index import Checkpoint, Number, Path, Value, joined, same_bytes, shape_of
 
 __all__ = [
-    "COMPONENTS", "COUNTERS", "ROLES", "WRAPPERS", "Named", "canonical", "counted", "leads_back", "misplaced",
+    "COMPONENTS", "COUNTERS", "NOT_THEIRS", "ROLES", "WRAPPERS", "Named", "canonical", "counted", "leads_back", "misplaced",
     "name_order", "nest", "of_the_rest", "original", "own_tree", "refuse_surrogates", "strip_wrappers", "without_prefix",
 ]  # fmt: skip
 
@@ -289,6 +289,12 @@ def leads_back(ckpt: Checkpoint) -> bool:
     return not ckpt.origin or own_tree(leaves, ckpt.origin, same_bytes)[0] is not leaves
 
 
+#: The note of a tree that could not be given back.
+NOT_THEIRS = (
+    "the keys are ckpttool's canonical ones, not those of the source: with those, this state could not be read again"
+)
+
+
 def own_tree(leaves: dict[Path, Any], origin: Mapping[Path, Path], same: Any) -> tuple[dict[Path, Any], list[str]]:
     """(the tree that `origin` tells of, {path: leaf}, notes) for the leaves of a state, {canonical path: TensorEntry or data}.
 
@@ -305,13 +311,8 @@ def own_tree(leaves: dict[Path, Any], origin: Mapping[Path, Path], same: Any) ->
     except CkpttoolError:
         again = {}
     if again.keys() == leaves.keys() and all(again[p] is leaf or again[p] == leaf for p, leaf in leaves.items()):
-        theirs = any(p[0] in ("model", "optim") for p in origin)
-        return tree, [
-            "model and optimizer keep the keys of the source; --canonical-keys writes model and optim"
-        ] * theirs
-    return leaves, [
-        "the keys are ckpttool's canonical ones, not those of the source: with those, this state could not be read again"
-    ]
+        return tree, []
+    return leaves, [NOT_THEIRS]
 
 
 def _restored(leaves: Mapping[Path, Any], origin: Mapping[Path, Path]) -> dict[Path, Any]:
