@@ -320,7 +320,7 @@ def strangers(ckpt: Checkpoint) -> list[str]:
     torchtitan alone keeps fused parameters in the optimizer and their parts in the model.
     """
     model = {t.path[1] for t in ckpt.tensors.values() if t.path[0] == "model"}
-    state = {t.path[2] for t in ckpt.tensors.values() if t.path[:2] == ("optim", "state")}
+    state = {t.path[2] for t in ckpt.tensors.values() if t.path[:2] == ("optim", "state") and len(t.path) > 2}
     return sorted(map(str, state - model)) if model and ckpt.trainer != "torchtitan" else []
 
 

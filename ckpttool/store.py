@@ -153,6 +153,12 @@ class Source:
             raise Unsafe(f"{name!r} leads out of {self.root}; a checkpoint may only name files inside its own folder.")
         path = os.path.join(self.root, name)
         try:
+            os.fsencode(name)
+        except UnicodeEncodeError:
+            raise Corrupt(
+                f"{self.root}: a file named {name!a} is asked for, and half a surrogate pair cannot be in a file's name."
+            ) from None
+        try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
         except FileNotFoundError:
             raise Corrupt(f"{path} is missing. The copy is incomplete; fetch the file again.") from None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 from ckpttool.errors import Unsupported, UsageError
@@ -184,7 +185,7 @@ class Plan:
             found = next((inner[k] for k in ("global_step", "step") if type(inner.get(k)) is int), None)
         if found is None:
             steps = [_as_number(s.get("step")) for s in self.state.scalars.values()]
-            found = max((int(n) for n in steps if n is not None), default=0)
+            found = max((int(n) for n in steps if n is not None and isfinite(n)), default=0)
             self.notes.append(
                 f"global_steps is {found}, the largest step of the optimizer: the checkpoint says no other"
             )

@@ -19,6 +19,7 @@ Sources: deepspeed 0.19.8, checkpoint/ds_to_universal.py, runtime/zero/stage3.py
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -88,6 +89,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
             if not isinstance(slots[name].get("fp32"), TensorEntry):
                 raise Corrupt(f'{reading.where}zero/{name}: there is no fp32.pt, the weights of "{name}". Fetch it.')
             reading.masters[name] = replace(slots[name].pop("fp32"), path=("model", name))
+    _refuse_others(reading, models[0], slots.keys())
     reading.take_module(models)
     reading.rest.update(ds.scaler(state.tree))
     members = [list(g) for g in shapes]
@@ -115,6 +117,21 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
                 reading.optim[path] = reading.whole(state, x, path) if isinstance(x, StoredTensor) else Value(path, x)
     reading.take_groups(state, state.get("param_groups", list), members)
     return reading.done("universal", None)
+
+
+def _refuse_others(reading: Reading, model: ds.File, params: Iterable[str]) -> None:
+    """Refuse a folder of a parameter that the model does not have. DeepSpeed writes them for buffers and frozen parameters too.
+
+    Raises:
+        Corrupt: with the folder.
+    """
+    known = {*params, *model.get("module", dict)}
+    for name in reading.source.list(reading.save.folder + "zero"):
+        if name not in known and reading.source.list(f"{reading.save.folder}zero/{name}"):
+            raise Corrupt(
+                f"{reading.where}zero/{name}: the folder of a parameter that neither param_shapes nor module lists, so nothing "
+                "would read it. The files are of different saves, or one was changed."
+            )
 
 
 def _parameter(reading: Reading, name: str, shape: tuple[int, ...]) -> dict[str, Any]:

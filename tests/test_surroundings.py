@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from peers import difference, load_dcp, load_full, tensors_of
+from peers import FIXTURES, difference, load_dcp, load_full, tensors_of
 
 import ckpttool
 from ckpttool import errors, layouts, terminal
@@ -264,3 +264,41 @@ def test_a_metadata_that_is_no_regular_file_is_refused(tmp_path: Path, small: Pa
     os.mkfifo(metadata) if kind == "fifo" else metadata.mkdir()
     with pytest.raises(errors.Unsafe, match="not a regular file"):
         ckpttool.open(tmp_path / "dcp", layout="dcp")
+
+
+# ------------------------------------------------------------------------------------- what the fuzzer found, minimized
+
+
+def test_state_of_an_optimizer_that_is_a_tensor_itself(tmp_path: Path) -> None:
+    torch.save(
+        {"model": {"w": torch.ones(3)}, "optim": {"state": torch.ones(3), "param_groups": []}}, tmp_path / "in.pt"
+    )
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", world_size=2)
+    assert load_dcp(tmp_path / "out")["optim"]["state"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_an_index_that_names_a_file_with_half_a_surrogate_pair(tmp_path: Path, small: Path) -> None:
+    ckpttool.convert(small / "in.pt", tmp_path / "hf", to="hf")
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(
+        '{"metadata": {}, "weight_map": {"w": "\\ud800.safetensors", "b": "model.safetensors"}}'
+    )
+    with pytest.raises(errors.CkpttoolError, match="half a surrogate pair"):
+        ckpttool.open(tmp_path / "hf")
+
+
+def test_a_step_that_is_infinite_is_no_number_of_steps(tmp_path: Path) -> None:
+    tree = state({"w": (2, 3)})
+    tree["optim"]["state"]["w"]["step"] = torch.tensor(float("inf"))
+    torch.save(tree, tmp_path / "in.pt")
+    done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="zero2", world_size=2, drop=True)
+    assert any("global_steps is 0" in n for n in done.notes)
+
+
+def test_a_folder_of_a_parameter_that_a_universal_checkpoint_does_not_list(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "universal_z3_w2" / "ckpt", tmp_path / "uc")
+    (folder,) = tmp_path.glob("uc/*_universal/zero")
+    first = next(p for p in sorted(folder.iterdir()) if p.is_dir())
+    ckpttool.open(tmp_path / "uc")
+    shutil.copytree(first, folder / "ghost.weight")
+    with pytest.raises(errors.Corrupt, match=r"zero/ghost\.weight"):
+        ckpttool.open(tmp_path / "uc")

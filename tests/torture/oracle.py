@@ -230,6 +230,8 @@ def dcp_safetensors(path: Path) -> Tree:
 
 def hf(path: Path) -> Tree:
     """safetensors files, one or those that an index names."""
+    if odd := [p.name for p in path.iterdir() if p.is_fifo()]:
+        raise OSError(f"{odd[0]} is a FIFO, which safetensors would wait for")
     index = path / "model.safetensors.index.json"
     if index.exists():
         of_file: dict[str, list[str]] = {}
