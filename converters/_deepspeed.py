@@ -328,6 +328,10 @@ def scaler(optim: dict[str, Any]) -> dict[Path, Any]:
 DERIVED = "model weights are the fp32 masters; the low-precision weights the engine computes with follow from them by rounding"
 
 
+#: What every rank's model file says of the model.
+_OF_MODEL = {
+    "module", "buffer_names", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
+}  # fmt: skip
 _TRAINER = ("global_step", "epoch", "max_steps", "num_train_epochs", "num_input_tokens_seen", "train_batch_size")
 
 
@@ -446,6 +450,13 @@ class Reading:
         """
         first = models[0]
         refuse_parallel(first)
+        for other in models[1:]:
+            if odd := sorted(_OF_MODEL & (first.tree.keys() ^ other.tree.keys())):
+                has, lacks = (first, other) if odd[0] in first.tree else (other, first)
+                raise Corrupt(
+                    f'{lacks.what} has no "{odd[0]}", and {has.what} has one. Every rank writes it, so the file is damaged or of '
+                    "another version; fetch it again."
+                )
         module = first.get("module", dict)
         aliases = tied(models)
         frozen = first.tree.get("frozen_param_shapes") or {}

@@ -302,3 +302,14 @@ def test_a_folder_of_a_parameter_that_a_universal_checkpoint_does_not_list(tmp_p
     shutil.copytree(first, folder / "ghost.weight")
     with pytest.raises(errors.Corrupt, match=r"zero/ghost\.weight"):
         ckpttool.open(tmp_path / "uc")
+
+
+@pytest.mark.parametrize("key", ["buffer_names", "shared_params"])
+def test_what_one_rank_of_zero_says_of_the_model_and_another_does_not(tmp_path: Path, key: str) -> None:
+    shutil.copytree(FIXTURES / "zero3_w3_groups" / "ckpt", tmp_path / "z")
+    (path,) = tmp_path.glob("z/global_step*/zero_pp_rank_1_mp_rank_00_model_states.pt")
+    tree = torch.load(path, weights_only=False)
+    tree[f"{key}x"] = tree.pop(key)
+    torch.save(tree, path)
+    with pytest.raises(errors.Corrupt, match=rf'rank_1_mp_rank_00_model_states\.pt has no "{key}"'):
+        ckpttool.open(tmp_path / "z")
