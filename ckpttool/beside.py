@@ -110,7 +110,8 @@ def human(n: float) -> str:
 
 
 def unread(source: Source, file: str | None, ckpt: Checkpoint) -> list[Unread]:
-    """What belongs to a checkpoint by its name and was not read, the most important first.
+    """What belongs to a checkpoint by its name and was not read, the most important first. A folder that cannot be listed
+    becomes a note of the checkpoint.
 
     Args:
         source, file: the place that was read; a file of None is the folder.
@@ -126,8 +127,8 @@ def unread(source: Source, file: str | None, ckpt: Checkpoint) -> list[Unread]:
     for look in looks:
         try:
             rows += look(source, held, ckpt.layout)
-        except (CkpttoolError, OSError):
-            continue  # a folder that may be read but not listed
+        except (CkpttoolError, OSError) as e:  # a folder that may be read but not listed
+            ckpt.notes.append(f"the folder could not be listed for files that belong to the checkpoint: {e}")
     rows.sort(key=lambda r: (_ORDER.index(r.component), r.what, r.name))
     if len(rows) > _MOST:
         rest = rows[_MOST:]

@@ -19,7 +19,7 @@ import torch
 from peers import FIXTURES, difference, load_dcp, load_full, tensors_of
 
 import ckpttool
-from ckpttool import errors, layouts, terminal
+from ckpttool import beside, errors, layouts, terminal
 from ckpttool.cli import main
 
 CKPTTOOL = f"{sys.executable} -m ckpttool"
@@ -313,3 +313,12 @@ def test_what_one_rank_of_zero_says_of_the_model_and_another_does_not(tmp_path: 
     torch.save(tree, path)
     with pytest.raises(errors.Corrupt, match=rf'rank_1_mp_rank_00_model_states\.pt has no "{key}"'):
         ckpttool.open(tmp_path / "z")
+
+
+def test_a_folder_whose_other_files_could_not_be_listed_is_a_note(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*args: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(small))
+
+    monkeypatch.setattr(beside, "_around", denied)
+    with ckpttool.open(small / "in.pt") as opened:
+        assert any("could not be listed" in n and "Permission denied" in n for n in opened.checkpoint.notes)
