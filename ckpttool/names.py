@@ -375,6 +375,11 @@ def original(path: Path, origin: Mapping[Path, Path]) -> Path:
 # ------------------------------------------------------------------------------------------------------- optimizer
 
 
+def _are_groups(x: Any) -> bool:
+    """A list of param groups whose keys are all strings; another one stays a value, since a name would be made up."""
+    return isinstance(x, list) and all(isinstance(k, str) for g in x if isinstance(g, dict) for k in g)
+
+
 def _optimizer(
     raw: dict[Path, Any],
     raw_model: Mapping[str, Any],
@@ -398,9 +403,9 @@ def _optimizer(
             state[p[1], p[2:]] = leaf
         elif head == "param_groups" and len(p) > 2 and isinstance(p[1], int):
             groups.setdefault(p[1], {})[p[2:]] = leaf
-        elif head == "param_groups" and len(p) == 1 and isinstance(leaf, list):  # one item, as torch < 2.4 wrote it
+        elif head == "param_groups" and len(p) == 1 and _are_groups(leaf):  # one item, as torch < 2.4 wrote it
             for i, g in enumerate(leaf):
-                groups[i] = {(str(k),): v for k, v in g.items()} if isinstance(g, dict) else {("value",): g}
+                groups[i] = {(k,): v for k, v in g.items()} if isinstance(g, dict) else {("value",): g}
         elif head.startswith("state.") and len(p) == 1 and head.count(".") >= 2:
             fqn, _, kind = head[len(_FLAT_STATE) :].rpartition(".")
             state[fqn, (kind,)] = leaf

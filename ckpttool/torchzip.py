@@ -596,22 +596,28 @@ def leaves(tree: Any, path: Path, file: int, read_at: ReadAt, what: str) -> tupl
     return found, list(records.values())
 
 
-def _flatten(path: Path, x: Any, out: dict[Path, Any]) -> None:
+def _flatten(path: Path, x: Any, out: dict[Path, Any]) -> bool:
+    """Put the leaves of `x` into `out`, and return whether it was taken apart.
+
+    A list is, where that takes an item of it apart or an item is a tensor; DCP's planner has no key for the items of
+    another list, such as [{}], [{6: 1}] or [[[1]]].
+    """
     if isinstance(x, dict) and x and all(isinstance(k, str) for k in x):
         for k, v in x.items():
             _flatten((*path, k), v, out)
-    elif _is_optimizer_state(path, x):
+        return True
+    if _is_optimizer_state(path, x):
         for k, v in x.items():
             _flatten((*path, Number(str(k))), v, out)
-    elif isinstance(x, list) and any(isinstance(v, (dict, StoredTensor)) or _nested(v) for v in x):
-        for i, v in enumerate(x):
-            _flatten((*path, i), v, out)
-    else:
-        out[path] = x
-
-
-def _nested(x: Any) -> bool:
-    return isinstance(x, list) and any(isinstance(v, (dict, list, StoredTensor)) for v in x)
+        return True
+    if isinstance(x, list) and any(isinstance(v, (dict, list, StoredTensor)) for v in x):
+        apart = [_flatten((*path, i), v, out) or isinstance(v, StoredTensor) for i, v in enumerate(x)]
+        if any(apart):
+            return True
+        for i in range(len(x)):
+            del out[(*path, i)]
+    out[path] = x
+    return False
 
 
 def _is_optimizer_state(path: Path, x: Any) -> bool:

@@ -450,6 +450,11 @@ class Reading:
         """
         first = models[0]
         refuse_parallel(first)
+        if "buffer_names" not in first.tree:
+            raise Corrupt(
+                f'{first.what} has no "buffer_names", which DeepSpeed writes into every file of model states, and by which '
+                "it knows one. The file is damaged, or another program changed it; fetch it again."
+            )
         for other in models[1:]:
             if odd := sorted(_OF_MODEL & (first.tree.keys() ^ other.tree.keys())):
                 has, lacks = (first, other) if odd[0] in first.tree else (other, first)
@@ -494,6 +499,12 @@ class Reading:
                     "names it."
                 )
             else:
+                if self.masters and name not in buffers and "shared_params" not in first.tree:
+                    raise Corrupt(
+                        f'{first.what}: "{name}" is in module, but not in param_shapes, and there is no "shared_params" to say '
+                        "whether it is tied to a weight that is. The file is damaged, or of DeepSpeed before 0.9: resume it "
+                        "with a later release and save it again."
+                    )
                 self.model[name] = self.whole(first, t, ("model", name))
                 others = [(f, f.tree["module"].get(name)) for f in models[1:] if isinstance(f.tree.get("module"), dict)]
                 if t.numel and any(not alike(t, o, first, f) for f, o in others):

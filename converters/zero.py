@@ -423,6 +423,7 @@ def _read_stage0(reading: Reading, model: File) -> Checkpoint:
         return reading.done("zero0", None)
     state = model.get("optimizer", dict)
     inner = model.get("optimizer_state_dict", dict, state) if "optimizer_state_dict" in state else state
+    model.get("state", dict, inner)  # there, or the file is damaged
     reading.take(("optim",), inner, model)
     masters = state.get("fp32_groups")
     if masters is None and "fp32_groups_flat" in state:

@@ -288,6 +288,32 @@ def every_dtype() -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        [{}],
+        [{6: 1}],
+        [[[1]]],
+        [[], {}],
+        [[{}]],
+        [[{}], {}],
+        [None, [[]]],
+        [{}, {"a": 1}],
+        [[{"a": torch.ones(2)}, {}], 3],
+    ],
+    ids=repr,
+)
+def test_torch_finds_a_list_of_anything_that_a_dcp_folder_holds(odd: list[Any], tmp_path: Path) -> None:
+    """Its planner has a key for an item of a list only where the list holds a tensor or a dict that it takes apart."""
+    groups = [{"lr": 0.1, 6: ["w"]}]  # as odd, and in a place that has a meaning
+    tree = {"model": {"w": torch.ones(4)}, "optim": {"state": {"w": {"m": torch.ones(4)}}, "param_groups": groups}}
+    torch.save({**tree, "odd": odd}, tmp_path / "in.pt")
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", world_size=2)
+    found = load_dcp(tmp_path / "out")
+    assert repr(found["odd"]) == repr(odd)
+    assert found["optim"]["param_groups"] == groups
+
+
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_every_dtype_survives_in_every_layout_that_has_it(tmp_path: Path) -> None:
     state = every_dtype()

@@ -233,6 +233,11 @@ SHAPES: dict[str, Case] = {
     "a number as name in the module": Case(model(put("module", 5, torch.ones(2))), Unsupported, "which is no tensor"),
     "buffer_names that are a number": Case(model(put("buffer_names", 5)), Corrupt, "buffer_names"),
     "buffer_names of a number": Case(model(put("buffer_names", [5])), Corrupt, "buffer_names"),
+    "no buffer_names": Case(model(without("buffer_names")), Corrupt, 'has no "buffer_names"'),
+    "no buffer_names at stage 2": Case(model2(without("buffer_names")), Corrupt, 'has no "buffer_names"'),
+    "no shared_params where a weight may be tied": Case(
+        model2(lambda t: (t.pop("shared_params"), t["module"].update(ghost=torch.ones(5, 3)))[1]), Corrupt, 'no "shared_params" to say'
+    ),
     "buffer_names of dicts": Case(model(put("buffer_names", [{"a": 1}])), Corrupt, "buffer_names"),
 }  # fmt: skip
 
@@ -304,6 +309,7 @@ OPTIMIZER: dict[str, Case] = {
     "stage 0: a master less": Case(z0(put("optimizer", "fp32_groups", [[]])), Corrupt, "fp32_groups does not fit"),
     "stage 0: masters by name": Case(z0(put("optimizer", "fp32_groups", {"a": 1})), Corrupt, "fp32_groups does not fit"),
     "stage 0: no groups": Case(z0(without("optimizer", "optimizer_state_dict", "param_groups")), Corrupt, "'param_groups' is missing"),
+    "stage 0: no state": Case(z0(without("optimizer", "optimizer_state_dict", "state")), Corrupt, "'state' is missing"),
     "stage 0: a list for the optimizer": Case(z0(put("optimizer", [1])), Corrupt, "'optimizer' is [1]"),
     "stage 0: ids that are names": Case(z0(put("optimizer", "optimizer_state_dict", "param_groups", 0, "params", ["x"])), Corrupt, "param_groups"),
     "stage 0: ids that are a number": Case(z0(put("optimizer", "optimizer_state_dict", "param_groups", 0, "params", 5)), Corrupt, "param_groups"),

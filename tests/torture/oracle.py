@@ -60,6 +60,8 @@ class Refused(Exception):
 def of_tensor(t: Tensor) -> tuple[Any, ...]:
     """dtype, shape, digest."""
     t = t.detach().resolve_conj().resolve_neg().contiguous()
+    if t.dtype == torch.bool:  # a byte of neither 0 nor 1, which ckpttool keeps, is 1 after any copy_ of torch's
+        t = t.view(torch.uint8) != 0
     raw = t.reshape(-1).view(torch.uint8).numpy().tobytes() if t.numel() else b""
     return str(t.dtype).removeprefix("torch."), tuple(t.shape), blake3(raw).hexdigest()
 
@@ -100,6 +102,8 @@ def ours(path: Path, **how: Any) -> Reading:
         ckpt = opened.locate()
         digests = tensor_digests(ckpt.tensors, opened.source, ckpt.files, ckpt.records, lambda *_: None)
         opened.source.unchanged()
+        for n in [n for n, t in ckpt.tensors.items() if t.dtype == "bool"]:
+            digests[n] = blake3(bytes(map(bool, opened.read(n)))).hexdigest()  # as in `of_tensor`
         out: Reading = {n: (t.dtype, tuple(t.shape), digests[n]) for n, t in ckpt.tensors.items()}
         out.update((n, text_of(v.data)) for n, v in ckpt.values.items())
         return out
@@ -168,25 +172,22 @@ def flat(tree: Any) -> Tree:
     """{path: leaf} by the rule of torch.distributed.checkpoint: dicts with string keys, and lists that hold such or tensors."""
     out: Tree = {}
 
-    def has_more(x: Any) -> bool:
-        return isinstance(x, (dict, Tensor)) or (
-            isinstance(x, list) and any(isinstance(v, (dict, list, Tensor)) for v in x)
+    def splits(path: tuple[Any, ...], x: Any) -> bool:
+        if isinstance(x, list):
+            return any(isinstance(v, Tensor) or splits((*path, i), v) for i, v in enumerate(x))
+        numbered = path[-1:] == ("state",) and isinstance(x, dict) and all(type(k) is int for k in x)
+        return (
+            isinstance(x, dict)
+            and bool(x)
+            and (all(isinstance(k, str) for k in x) or (numbered and all(isinstance(v, dict) for v in x.values())))
         )
 
     def walk(path: tuple[Any, ...], x: Any) -> None:
-        numbered = path[-1:] == ("state",) and isinstance(x, dict) and all(type(k) is int for k in x)
-        if (
-            isinstance(x, dict)
-            and x
-            and (all(isinstance(k, str) for k in x) or (numbered and all(isinstance(v, dict) for v in x.values())))
-        ):
-            for k, v in x.items():
-                walk((*path, str(k)), v)
-        elif isinstance(x, list) and any(map(has_more, x)):
-            for i, v in enumerate(x):
-                walk((*path, i), v)
-        else:
+        if not splits(path, x):
             out[path] = x
+            return
+        for k, v in x.items() if isinstance(x, dict) else enumerate(x):
+            walk((*path, str(k) if isinstance(x, dict) else k), v)
 
     walk((), tree)
     return out
@@ -391,7 +392,9 @@ def theirs(oracle: str, path: Path) -> Tree:
         raise
     except BaseException as e:  # torch's CheckpointException is one
         said = str(e).strip().splitlines() or [""]
-        raise Refused(f"{type(e).__name__}: {said[-1 if isinstance(e, CheckpointException) else 0][:200]}") from None
+        if isinstance(e, CheckpointException):  # its text ends with the error of a rank
+            said = [next((x for x in said if "Weights only load failed" in x), said[-1])]
+        raise Refused(f"{type(e).__name__}: {said[0][:200]}") from None
 
 
 def entry(x: Any) -> Any:
