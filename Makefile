@@ -38,6 +38,7 @@ lint: $(VENV)/.done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 bench: $(VENV)/.engines
 	$(BIN)/python bench/run.py --size $(or $(SIZE),3G)

@@ -81,7 +81,7 @@ def make(folder: Path, ranks: int) -> None:
 CODE = """
 import sys, time, json, resource
 began = time.monotonic()
-from ckpttool import conversion
+from ckpttool.engine import conversion
 from ckpttool.converters import dcp
 from ckpttool.layouts import WriteOptions
 opened = conversion.open(sys.argv[1])

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from .comparison import diff
-    from .conversion import convert, digest, open, plan, verify
+    from .engine.conversion import convert, digest, open, plan, verify
+    from .engine.diff import diff
+    from .engine.flat_layout import describe_fsdp1
+    from .engine.inspect import inspect
     from .errors import CkpttoolError
-    from .flatlayout import describe_fsdp1
-    from .index import Checkpoint
-    from .partial import clean
-    from .reader import load, storage_reader
+    from .index.checkpoint import Checkpoint
+    from .live.load import load, storage_reader
     from .resume.launch import resume_verify
     from .resume.recorder import Recorder
-    from .summary import inspect
+    from .storage.partial import clean
 
 __all__ = [
     "Checkpoint",
@@ -47,21 +47,21 @@ __all__ = [
 ]
 
 _WHERE = {
-    "Checkpoint": "index",
+    "Checkpoint": "index.checkpoint",
     "CkpttoolError": "errors",
     "Recorder": "resume.recorder",
-    "clean": "partial",
-    "convert": "conversion",
-    "describe_fsdp1": "flatlayout",
-    "diff": "comparison",
-    "digest": "conversion",
-    "inspect": "summary",
-    "load": "reader",
-    "open": "conversion",
-    "plan": "conversion",
+    "clean": "storage.partial",
+    "convert": "engine.conversion",
+    "describe_fsdp1": "engine.flat_layout",
+    "diff": "engine.diff",
+    "digest": "engine.conversion",
+    "inspect": "engine.inspect",
+    "load": "live.load",
+    "open": "engine.conversion",
+    "plan": "engine.conversion",
     "resume_verify": "resume.launch",
-    "storage_reader": "reader",
-    "verify": "conversion",
+    "storage_reader": "live.load",
+    "verify": "engine.conversion",
 }
 
 

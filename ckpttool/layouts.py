@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from . import remote
-from .draft import Draft
 from .errors import Corrupt, NotRecognised, Unsupported, UsageError
-from .index import Checkpoint, TensorEntry, Value, joined
-from .names import COMPONENTS, Named
-from .store import Source
+from .index.checkpoint import Checkpoint, TensorEntry, Value, joined
+from .index.names import COMPONENTS, Named
+from .storage import remote
+from .storage.source import Source
+from .storage.staging import Draft
 
 __all__ = [
     "Layout", "Like", "Model", "Place", "ReadOptions", "WriteOptions", "checkpoint_of", "detect", "find", "layouts",

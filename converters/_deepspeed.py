@@ -28,15 +28,26 @@ from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool import boxes, torchzip
+from ckpttool.bounded_json import parse
 from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError
-from ckpttool.index import ITEMSIZE, Checkpoint, Chunks, Extent, Path, Record, TensorEntry, same_bytes, shape_of
-from ckpttool.jsontext import parse
+from ckpttool.formats import torch_zip
+from ckpttool.formats.pickles import Global, Opaque, enum_members, short
+from ckpttool.formats.torch_zip import StoredTensor
+from ckpttool.index import boxes
+from ckpttool.index.checkpoint import (
+    ITEMSIZE,
+    Checkpoint,
+    Chunks,
+    Extent,
+    Path,
+    Record,
+    TensorEntry,
+    same_bytes,
+    shape_of,
+)
+from ckpttool.index.names import canonical, of_the_rest, strip_wrappers
 from ckpttool.layouts import Place, ReadOptions, checkpoint_of
-from ckpttool.names import canonical, of_the_rest, strip_wrappers
-from ckpttool.pickles import Global, Opaque, enum_members, short
-from ckpttool.store import Source
-from ckpttool.torchzip import StoredTensor
+from ckpttool.storage.source import Source
 
 __all__ = [
     "DERIVED", "MAYBE", "MODEL", "MODEL3", "OPTIM", "OWN", "SCALERS", "STAGE", "Cut", "File", "Reading", "alike",
@@ -165,7 +176,7 @@ class File:
         self.source, self.name, self.number = source, name, number
         self.what = f"{source.root}/{name}"
         self.read_at = source.at(name)
-        tree = torchzip.read(self.read_at, 0, source.size(name), self.what, _stand_ins(self.what))
+        tree = torch_zip.read(self.read_at, 0, source.size(name), self.what, _stand_ins(self.what))
         if dict_only and not isinstance(tree, dict):
             raise Corrupt(f"{self.what} holds a {type(tree).__name__}, not a dict; DeepSpeed did not write it.")
         self.tree: Any = tree
@@ -186,8 +197,8 @@ class File:
 
     def scalar(self, t: StoredTensor) -> float | int | None:
         """The value of a 0-dim tensor, None for a dtype that no counter has."""
-        found = None if t.shape else torchzip.inlined(t, self.read_at, self.what)
-        return None if found is None else torchzip.number_in(found.dtype, found.data)
+        found = None if t.shape else torch_zip.inlined(t, self.read_at, self.what)
+        return None if found is None else torch_zip.number_in(found.dtype, found.data)
 
 
 def _stand_ins(what: str) -> dict[tuple[str, str], Any]:
@@ -365,7 +376,7 @@ class Reading:
         """Unpickle a file of the save."""
         self.names.append(self.save.folder + name)
         out = File(self.source, self.names[-1], len(self.names) - 1, dict_only)
-        first = torchzip.saved_as(out.read_at, self.source.size(out.name))
+        first = torch_zip.saved_as(out.read_at, self.source.size(out.name))
         if (
             first is not None
             and not self.options.allow_equal_ranks
@@ -393,7 +404,7 @@ class Reading:
 
     def take(self, path: Path, value: Any, file: File) -> None:
         """Everything below a key, to where `path` says."""
-        found, crcs = torchzip.leaves(value, path, file.number, file.read_at, file.what)
+        found, crcs = torch_zip.leaves(value, path, file.number, file.read_at, file.what)
         (self.optim if path[0] == "optim" else self.rest).update(found)
         for r in crcs:
             self.records[r.extent.file, r.extent.offset] = r
@@ -607,7 +618,7 @@ class Reading:
         return from_cuts(shape, dtype, ("model", name), cuts)
 
     def take_side_files(self) -> None:
-        """What HF Trainer and Accelerate put beside the save: scheduler and counters are taken; beside.py names the rest."""
+        """What HF Trainer and Accelerate put beside the save: scheduler and counters are taken; unread_files.py names the rest."""
         if not self.save.folder:
             return  # the tag's own folder was given: what lies above it is not asked for
         for name in self.source.list():

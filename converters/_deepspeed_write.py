@@ -15,13 +15,13 @@ from dataclasses import replace
 from math import isfinite
 from typing import Any
 
+from ckpttool.engine.training import Training
 from ckpttool.errors import Unsupported, UsageError
-from ckpttool.index import ITEMSIZE, Checkpoint, Chunks, TensorEntry, joined
+from ckpttool.formats.pickles import Global, Opaque
+from ckpttool.formats.torch_zip import Inline, TensorRef, number_in
+from ckpttool.formats.torch_zip_writer import TorchFiles
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, joined
 from ckpttool.layouts import WriteOptions
-from ckpttool.pickles import Global, Opaque
-from ckpttool.torchdraft import TorchFiles
-from ckpttool.torchzip import Inline, TensorRef, number_in
-from ckpttool.training import Training
 
 from ._deepspeed import MAYBE, OWN, SCALERS, STAGE, Cut, from_cuts, setting
 

@@ -20,18 +20,18 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool import flatlayout
-from ckpttool.draft import Draft
+from ckpttool.engine import flat_layout
+from ckpttool.engine.flat_layout import Flat, FlatLayout, Part
+from ckpttool.engine.training import Training, taken_apart
 from ckpttool.errors import Unsupported, UsageError
-from ckpttool.flatlayout import Flat, FlatLayout, Part
-from ckpttool.index import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, joined
+from ckpttool.formats.sharded import Table, sharded_tensor
+from ckpttool.formats.torch_zip import Inline, TensorRef
+from ckpttool.formats.torch_zip_writer import TorchFiles
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, joined
+from ckpttool.index.names import nest
 from ckpttool.layouts import WriteOptions
-from ckpttool.names import nest
-from ckpttool.sharded import Table, sharded_tensor
-from ckpttool.store import Source
-from ckpttool.torchdraft import TorchFiles
-from ckpttool.torchzip import Inline, TensorRef
-from ckpttool.training import Training, taken_apart
+from ckpttool.storage.source import Source
+from ckpttool.storage.staging import Draft
 
 __all__ = ["write"]
 
@@ -55,8 +55,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     _write_model(out, state)
     if plan.groups is not None:
         _write_optimizer(out, state, plan)
-    record = json.dumps(flatlayout.as_json(plan.layout), indent=1, ensure_ascii=False) + "\n"
-    out.files.literal(flatlayout.RECORD, record.encode())
+    record = json.dumps(flat_layout.as_json(plan.layout), indent=1, ensure_ascii=False) + "\n"
+    out.files.literal(flat_layout.RECORD, record.encode())
     gone = {d.name for d in state.dropped}
     kept = {n: v for n, v in ckpt.values.items() if n not in gone}
     draft = out.files.draft(
@@ -92,7 +92,7 @@ class _Writing:
 
     def slices(self, flat: Flat) -> list[tuple[int, int]]:
         """What each rank has of a flat parameter."""
-        return [flatlayout.slice_of(flat.numel, self.layout.shards, r) for r in range(self.layout.shards)]
+        return [flat_layout.slice_of(flat.numel, self.layout.shards, r) for r in range(self.layout.shards)]
 
 
 @dataclass
@@ -110,7 +110,7 @@ def _planned(ckpt: Checkpoint, state: Training, options: WriteOptions, world: in
     groups = _listed_by_group(ckpt, state)
     group_of = {n: i for i, (names, _) in enumerate(groups) for n in names}
     params = {*group_of, *state.frozen, *state.tied, *(n for g in state.groups for n in g.params)}
-    given = flatlayout.read_file(options.flat_layout) if options.flat_layout is not None else None
+    given = flat_layout.read_file(options.flat_layout) if options.flat_layout is not None else None
     if given is not None:
         flats = _flats_given(given, state, params, options, world)
         names = given.names or tuple(state.tensors)
@@ -197,38 +197,38 @@ def _model_order(ckpt: Checkpoint, state: Training, options: WriteOptions) -> tu
     if options.like is not None and options.like.shapes:
         told, where = list(options.like.shapes), "--like"
     elif options.config is not None or (own == sorted(own) and ckpt.config is not None):
-        config = flatlayout.config_of(options.config) if options.config is not None else ckpt.config
-        told, where = (list(flatlayout.names_of(config).shapes), "the config") if config else (None, "")
+        config = flat_layout.config_of(options.config) if options.config is not None else ckpt.config
+        told, where = (list(flat_layout.names_of(config).shapes), "the config") if config else (None, "")
     if told is not None:
-        flatlayout.refuse_alphabet(told, where)
+        flat_layout.refuse_alphabet(told, where)
         if missing := [n for n in own if n not in set(told)]:
             raise Unsupported(
-                f'"{missing[0]}" and {len(missing) - 1} other tensors are not among the names of {where}. {flatlayout.OTHER}'
+                f'"{missing[0]}" and {len(missing) - 1} other tensors are not among the names of {where}. {flat_layout.OTHER}'
             )
         return tuple(n for n in told if n in state.tensors)
-    flatlayout.refuse_alphabet(own, f"{ckpt.layout} sources")
+    flat_layout.refuse_alphabet(own, f"{ckpt.layout} sources")
     return tuple(own)
 
 
 def _wrapped(ckpt: Checkpoint, names: list[str], options: WriteOptions, notes: list[str]) -> list[str]:
     """The modules that the job wraps."""
-    paths = flatlayout.module_paths(names)
+    paths = flat_layout.module_paths(names)
     if options.wrap is not None:
-        found = flatlayout.matching(paths, options.wrap)
+        found = flat_layout.matching(paths, options.wrap)
         if not found and options.wrap:
             notes.append(
                 f"--wrap {','.join(options.wrap)} names no module, so only the root is wrapped; there are "
-                f"{flatlayout.listed(paths[1:])}. * is one component of the path, ** any number"
+                f"{flat_layout.listed(paths[1:])}. * is one component of the path, ** any number"
             )
         return found
-    patterns = flatlayout.blocks(names)
+    patterns = flat_layout.blocks(names)
     if options.config is not None:
-        config = flatlayout.config_of(options.config)
+        config = flat_layout.config_of(options.config)
         inside = set(paths)
-        if found := [b for b in flatlayout.names_of(config).blocks if b in inside]:
-            notes.append(f"wrapped modules, by the config: {flatlayout.listed(found)}, and the root")
+        if found := [b for b in flat_layout.names_of(config).blocks if b in inside]:
+            notes.append(f"wrapped modules, by the config: {flat_layout.listed(found)}, and the root")
             return found
-    found = flatlayout.matching(paths, patterns)
+    found = flat_layout.matching(paths, patterns)
     if found:
         notes.append(
             f"wrapped modules, by the repeated blocks of the model: {', '.join(patterns)}, and the root; --wrap names others"
@@ -242,7 +242,7 @@ def _ignored(names: list[str], modules: list[str], state: Training, options: Wri
     """Frozen parameters of another dtype than the trained ones beside them: what FSDP1 must be told to leave alone."""
     trained = {n for g in state.groups for n in g.params}
     out: set[str] = set()
-    for members in flatlayout.assigned(names, modules).values():
+    for members in flat_layout.assigned(names, modules).values():
         kinds = {n: options.cast(f"model.{n}", state.tensors[n].dtype) for n in members}
         floats = {kinds[n] for n in members if state.tied.get(n, n) in trained}
         if len(floats) == 1:
@@ -261,7 +261,7 @@ def _flats(
 ) -> list[Flat]:
     """The flat parameters of a wrapping. `align` None is the alignment of the parameters' own dtype."""
     out = []
-    for module, members in flatlayout.assigned(names, modules).items():
+    for module, members in flat_layout.assigned(names, modules).items():
         owners = [n for n in members if state.tied.get(n) not in members]
         shared = [(n, state.tied[n]) for n in members if state.tied.get(n) in members]
         kinds = {options.cast(f"model.{n}", state.tensors[n].dtype): n for n in owners}
@@ -281,7 +281,7 @@ def _flats(
             )
         step = 16 // ITEMSIZE[dtype] if align is None else align
         sized = [(n, state.tensors[n].shape) for n in owners]
-        out.append(flatlayout.lay_out(module, sized, step, world, dtype, shared))
+        out.append(flat_layout.lay_out(module, sized, step, world, dtype, shared))
     return out
 
 
@@ -303,7 +303,7 @@ def _flats_given(given: FlatLayout, state: Training, params: set[str], options: 
             t = state.tensors.get(p.name)
             if t is None or t.shape != p.shape:
                 raise Unsupported(
-                    f'{where} has "{p.name}" {p.shape}, the source has {t.shape if t else "no such tensor"}. {flatlayout.OTHER}'
+                    f'{where} has "{p.name}" {p.shape}, the source has {t.shape if t else "no such tensor"}. {flat_layout.OTHER}'
                 )
         end = max((p.first + p.numel for p in flat.parts), default=0)
         dtype = (
@@ -313,7 +313,7 @@ def _flats_given(given: FlatLayout, state: Training, params: set[str], options: 
     inside = {n for f in out for n in (*(p.name for p in f.parts), *(a for a, _ in f.shared))}
     if missing := sorted(params - inside):
         raise Unsupported(
-            f'{where} lacks "{missing[0]}" and {len(missing) - 1} other parameters of the source. {flatlayout.OTHER}'
+            f'{where} lacks "{missing[0]}" and {len(missing) - 1} other parameters of the source. {flat_layout.OTHER}'
         )
     return out
 
@@ -426,7 +426,7 @@ def _place_model(
 def _cut_up(p: Part, bounds: list[tuple[int, int]], numbers: list[int], starts: list[int], item: int) -> Chunks:
     chunks = Chunks(len(p.shape))
     for r, (a, b) in enumerate(bounds):
-        for start, size, _, at in flatlayout.pieces(p, a, b):
+        for start, size, _, at in flat_layout.pieces(p, a, b):
             chunks.add(start, size, numbers[r], starts[r] + (at - a) * item, prod(size) * item)
     if not p.numel:  # no bytes, but a place: files are written front to back
         held = [r for r, (a, b) in enumerate(bounds) if a < b]

@@ -17,14 +17,15 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool import boxes, torchzip
 from ckpttool.errors import Corrupt, Unsupported
-from ckpttool.index import Chunks, Extent, Path, Record, TensorEntry
-from ckpttool.names import COMPONENTS
-from ckpttool.pickles import Opaque, short
-from ckpttool.sharded import Shards, is_sharded, shards_of, stand_ins
-from ckpttool.store import Source
-from ckpttool.torchzip import StoredTensor
+from ckpttool.formats import torch_zip
+from ckpttool.formats.pickles import Opaque, short
+from ckpttool.formats.sharded import Shards, is_sharded, shards_of, stand_ins
+from ckpttool.formats.torch_zip import StoredTensor
+from ckpttool.index import boxes
+from ckpttool.index.checkpoint import Chunks, Extent, Path, Record, TensorEntry
+from ckpttool.index.names import COMPONENTS
+from ckpttool.storage.source import Source
 
 __all__ = [
     "SIDE", "Files", "Group", "Rank", "assembled", "column_of", "groups_of", "parts_of", "replicated", "rest_of", "scalar",
@@ -70,7 +71,7 @@ class Files:
         """A file as errors name it."""
         return f"{self.source.root}/{self.names[file]}"
 
-    def reader(self, file: int) -> torchzip.ReadAt:
+    def reader(self, file: int) -> torch_zip.ReadAt:
         """Reads one file."""
         return self.source.at(self.names[file])
 
@@ -126,7 +127,7 @@ def groups_of(names: Iterable[str]) -> list[Group]:
 
 def _load(files: Files, name: str) -> Any:
     what = f"{files.source.root}/{name}"
-    return torchzip.read(files.source.at(name), 0, files.source.size(name), what, stand_ins(what))
+    return torch_zip.read(files.source.at(name), 0, files.source.size(name), what, stand_ins(what))
 
 
 def parts_of(files: Files, source: Source, groups: list[Group]) -> tuple[dict[str, Any], int]:
@@ -191,7 +192,7 @@ def _refuse_exchanged(files: Files, group: Group) -> None:
     """
     said: dict[int, int] = {}
     for rank, name in group.ranks.items():
-        first = torchzip.saved_as(files.source.at(name), files.source.size(name))
+        first = torch_zip.saved_as(files.source.at(name), files.source.size(name))
         found = groups_of([f"{first}.pt"]) if first is not None else []
         if not found:
             return
@@ -331,7 +332,7 @@ def replicated(files: Files, ranks: list[Rank], name: str, column: list[Any]) ->
     """A tensor, or plain value, that all ranks have whole; that of the first is taken."""
     first = column[0]
     if not isinstance(first, StoredTensor):
-        return torchzip.inlined(first, files.reader(ranks[0].file), name)
+        return torch_zip.inlined(first, files.reader(ranks[0].file), name)
     for r, x in zip(ranks[1:], column[1:], strict=True):
         if not isinstance(x, StoredTensor) or (x.dtype, x.shape) != (first.dtype, first.shape):
             kind = f"{x.dtype} {x.shape}" if isinstance(x, StoredTensor) else short(x)
@@ -368,13 +369,13 @@ def slot_of(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> An
 
 def scalar(files: Files, file: int, x: Any) -> Any:
     """A number, or the bytes of a tensor that is one."""
-    return torchzip.inlined(x, files.reader(file), files.path(file)) if isinstance(x, StoredTensor) else x
+    return torch_zip.inlined(x, files.reader(file), files.path(file)) if isinstance(x, StoredTensor) else x
 
 
 def shown(x: Any) -> str:
     """A step as a number."""
-    if isinstance(x, torchzip.Inline):
-        n = torchzip.number_in(x.dtype, x.data)
+    if isinstance(x, torch_zip.Inline):
+        n = torch_zip.number_in(x.dtype, x.data)
         return x.data.hex() if n is None else f"{n:g}"
     return short(x)
 
@@ -389,7 +390,7 @@ def rest_of(files: Files, groups: dict[str, list[Rank]], taken: Mapping[Path, An
     for pattern, ranks in groups.items():
         found: list[dict[Path, Any]] = []
         for r in ranks:
-            leaves, records = torchzip.leaves(r.tree, (), r.file, files.reader(r.file), files.path(r.file))
+            leaves, records = torch_zip.leaves(r.tree, (), r.file, files.reader(r.file), files.path(r.file))
             found.append(leaves)
             files.records.update(((r.file, x.extent.offset), x) for x in records)
         tops = dict.fromkeys(p[0] for leaves in found for p in leaves)

@@ -33,12 +33,23 @@ from hashlib import sha256
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool import jsontext, stfile, values
-from ckpttool.draft import DraftFile
+from ckpttool import bounded_json
 from ckpttool.errors import Corrupt, Unsafe, Unsupported
-from ckpttool.index import ITEMSIZE, MAX_NUMEL, Checkpoint, Chunks, Path, TensorEntry, Value, joined, same_bytes
-from ckpttool.names import leads_back, misplaced, refuse_surrogates
-from ckpttool.store import Source
+from ckpttool.formats import safetensors_header, values
+from ckpttool.index.checkpoint import (
+    ITEMSIZE,
+    MAX_NUMEL,
+    Checkpoint,
+    Chunks,
+    Path,
+    TensorEntry,
+    Value,
+    joined,
+    same_bytes,
+)
+from ckpttool.index.names import leads_back, misplaced, refuse_surrogates
+from ckpttool.storage.source import Source
+from ckpttool.storage.staging import DraftFile
 
 __all__ = ["FOLDER", "INDEX", "State", "draft", "merged", "read"]
 
@@ -88,8 +99,10 @@ def draft(
     out: dict[str, TensorEntry] = {}
     shards: list[DraftFile] = []
     for i, group in enumerate(groups):
-        group.sort(key=lambda k: stfile.sort_key(k, _stored(tensors[k].dtype, tensors[k].shape)[0]))
-        head = stfile.header([(k, *_stored(tensors[k].dtype, tensors[k].shape)) for k in group], {"format": "pt"})
+        group.sort(key=lambda k: safetensors_header.sort_key(k, _stored(tensors[k].dtype, tensors[k].shape)[0]))
+        head = safetensors_header.header(
+            [(k, *_stored(tensors[k].dtype, tensors[k].shape)) for k in group], {"format": "pt"}
+        )
         at = len(head)
         for k in group:
             t = tensors[k]
@@ -115,7 +128,7 @@ def draft(
         try:
             if len(data) > most:
                 raise Unsafe(f"{name} would have {len(data)} bytes; at most {most} are read")
-            jsontext.refuse_bomb(data, name)
+            bounded_json.refuse_bomb(data, name)
         except Unsafe as e:
             raise Unsupported(
                 f"{str(e).rstrip('.')}. Such a record is refused by every reader. Keep less: --only model,optim."
@@ -125,7 +138,7 @@ def draft(
 
 def _stored(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
     """(dtype, shape) that the safetensors header gives a tensor."""
-    if dtype in stfile.CODES:
+    if dtype in safetensors_header.CODES:
         return dtype, shape
     return "uint8", (prod(shape) * ITEMSIZE[dtype],)
 
@@ -170,7 +183,7 @@ def _index(source: Source) -> tuple[dict[str, Any], str]:
     """(index.json, what it is called in messages)."""
     what = f"{source.root}/{INDEX}"
     data = source.read_all(INDEX, _MOST_INDEX)
-    index = jsontext.parse(data, what)
+    index = bounded_json.parse(data, what)
     if not isinstance(index, dict) or not {*_KEYS} <= {*index}:
         raise Corrupt(f"{what}: not an index of a training state.")
     if index["version"] != 1:
@@ -231,10 +244,10 @@ def _files(said: Any, there: list[str], source: Source, what: str) -> list[str]:
 
 def _tensors(rows: Any, files: list[str], source: Source, first: int, what: str) -> dict[str, TensorEntry]:
     """The tensors of the shards, which are those of the index, in its order."""
-    found: dict[str, tuple[int, stfile.Slot]] = {}
-    stfile.announce(source, [f"{FOLDER}/{file}" for file in files])
+    found: dict[str, tuple[int, safetensors_header.Slot]] = {}
+    safetensors_header.announce(source, [f"{FOLDER}/{file}" for file in files])
     for i, file in enumerate(files):
-        for name, slot in stfile.slots(source, f"{FOLDER}/{file}").items():
+        for name, slot in safetensors_header.slots(source, f"{FOLDER}/{file}").items():
             if name in found:
                 raise Corrupt(f'"{name}" is in {files[found[name][0]]} and in {file} of {source.root}/{FOLDER}.')
             found[name] = i, slot

@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from ckpttool import jsontext, modelfiles, values
+from ckpttool import bounded_json
 from ckpttool.audit import manifest as records
 from ckpttool.audit import plan, provenance, retention, signing, tarball
 from ckpttool.audit.archive import SEALED, SUFFIX, Archive, told
@@ -26,12 +26,14 @@ from ckpttool.audit.options import ArchiveOptions
 from ckpttool.audit.sealing import Sealer
 from ckpttool.audit.seekable import FrameWriter
 from ckpttool.audit.shelf import refuse_protected
-from ckpttool.draft import Draft, DraftFile, EarlierFile, Sink
 from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError
-from ckpttool.index import Checkpoint, Chunks, TensorEntry, joined
+from ckpttool.formats import values
+from ckpttool.huggingface import model_files
+from ckpttool.index.checkpoint import Checkpoint, Chunks, TensorEntry, joined
+from ckpttool.index.names import counted, leads_back, misplaced, refuse_surrogates
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions
-from ckpttool.names import counted, leads_back, misplaced, refuse_surrogates
-from ckpttool.store import Source
+from ckpttool.storage.source import Source
+from ckpttool.storage.staging import Draft, DraftFile, EarlierFile, Sink
 
 __all__ = ["LAYOUTS"]
 
@@ -107,7 +109,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
             "the keys of the source's tree, by PROVENANCE.json, are not those of this state; canonical ones stay"
         )
     if source.exists("config.json"):
-        out.config = modelfiles.read_config(source)
+        out.config = model_files.read_config(source)
     return out
 
 
@@ -223,7 +225,7 @@ def _refuse_unreadable(name: str, data: bytes, archive_bytes: int) -> None:
     """Refuse to write a record that would be refused when it is read."""
     most = records.most_bytes(archive_bytes)
     try:
-        jsontext.refuse_bomb(data, name)
+        bounded_json.refuse_bomb(data, name)
         if len(data) > most:
             raise Unsafe(
                 f"{name} would have {len(data)} bytes in an archive of {archive_bytes}; at most {most} are read"

@@ -37,15 +37,27 @@ from itertools import accumulate, chain
 from math import prod
 from typing import Any
 
-from ckpttool import boxes, pickles, stfile, torchzip
-from ckpttool.child import in_child
-from ckpttool.draft import Draft, DraftFile, Written
+from ckpttool.engine.stream import unfold
 from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError
-from ckpttool.index import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, Path, Record, TensorEntry, joined, shape_of
+from ckpttool.formats import pickles, safetensors_header, torch_zip
+from ckpttool.formats.sandbox import in_child
+from ckpttool.index import boxes
+from ckpttool.index.checkpoint import (
+    ITEMSIZE,
+    Checkpoint,
+    Chunk,
+    Chunks,
+    Extent,
+    Path,
+    Record,
+    TensorEntry,
+    joined,
+    shape_of,
+)
+from ckpttool.index.names import canonical, own_tree
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of
-from ckpttool.names import canonical, own_tree
-from ckpttool.store import Source
-from ckpttool.stream import unfold
+from ckpttool.storage.source import Source
+from ckpttool.storage.staging import Draft, DraftFile, Written
 
 __all__ = ["LAYOUTS"]
 
@@ -288,7 +300,7 @@ class _Index:
 
 
 def read_index_in_child(path: str) -> bytes:
-    """The index of one .metadata file, read by the C unpickler; runs in a limited child process (child.py). The bytes of one
+    """The index of one .metadata file, read by the C unpickler; runs in a limited child process (sandbox.py). The bytes of one
     that is no file come by stdin."""
     collector = _Collector()
     file: Any = open(path, "rb") if os.path.isabs(path) else sys.stdin.buffer  # noqa: SIM115
@@ -508,17 +520,17 @@ def _value(
         def unpacked(at: int, n: int) -> bytes:
             return data[at : at + n]
 
-        return {path: torchzip.inlined(torchzip.read(unpacked, 0, len(data), what), unpacked, what)}, []
+        return {path: torch_zip.inlined(torch_zip.read(unpacked, 0, len(data), what), unpacked, what)}, []
     head = source.read(name, offset, min(length, _VALUE_HEAD))
 
     def read_at(at: int, n: int) -> bytes:
         inside = at - offset
         return head[inside : inside + n] if inside >= 0 and inside + n <= len(head) else source.read(name, at, n)
 
-    tree = torchzip.read(read_at, offset, length, what)
-    if next(torchzip.tensors_in(tree), None) is None:
+    tree = torch_zip.read(read_at, offset, length, what)
+    if next(torch_zip.tensors_in(tree), None) is None:
         return {path: tree}, []
-    return torchzip.leaves(tree, path, file, read_at, what)
+    return torch_zip.leaves(tree, path, file, read_at, what)
 
 
 # -------------------------------------------------------------------------------------------------------- locating
@@ -533,7 +545,7 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
     """
     tensors: dict[str, TensorEntry] = {}
     records = list(ckpt.records)
-    headers: dict[int, dict[str, stfile.Slot] | None] = {}
+    headers: dict[int, dict[str, safetensors_header.Slot] | None] = {}
     source.announce(_ends_of_items(ckpt))
     for name, t in ckpt.tensors.items():
         if t.coding == "raw":
@@ -544,7 +556,9 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
             file = c.extent.file
             if file not in headers:
                 headers[file] = (
-                    stfile.slots(source, ckpt.files[file]) if _is_safetensors(source, ckpt.files[file]) else None
+                    safetensors_header.slots(source, ckpt.files[file])
+                    if _is_safetensors(source, ckpt.files[file])
+                    else None
                 )
             slots = headers[file]
             if slots is not None:
@@ -573,7 +587,7 @@ def _is_safetensors(source: Source, file: str) -> bool:
     return len(head) == 9 and head[8:] == b"{" and head[:2] != b"PK"
 
 
-def _slot(slots: dict[str, stfile.Slot], name: str, t: TensorEntry, c: Chunk, file: str) -> Chunk:
+def _slot(slots: dict[str, safetensors_header.Slot], name: str, t: TensorEntry, c: Chunk, file: str) -> Chunk:
     for key in (name, name.partition(".")[2]):
         slot = slots.get(key)
         if slot is not None:
@@ -605,8 +619,8 @@ def _item(source: Source, file: str, name: str, t: TensorEntry, c: Chunk) -> tup
                 return source.read(file, at, n)
 
         base, total = offset, length
-    found = torchzip.read(read_at, base, total, what)
-    if not isinstance(found, torchzip.StoredTensor):
+    found = torch_zip.read(read_at, base, total, what)
+    if not isinstance(found, torch_zip.StoredTensor):
         raise Corrupt(f"{what}: holds a {type(found).__name__}, not a tensor.")
     if found.dtype != t.dtype or found.shape != c.shape:
         raise Corrupt(f"{what}: holds {found.dtype} {found.shape}, .metadata says {t.dtype} {c.shape}.")
@@ -676,7 +690,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         if isinstance(leaf, TensorEntry):
             paths[joined(leaf.path)] = path
             continue
-        item = torchzip.small_zip(leaf)
+        item = torch_zip.small_zip(leaf)
         values.append((path, len(head), len(item)))
         head += item
     files = [f"__{r}_0.distcp" for r in range(world)]
@@ -740,9 +754,9 @@ def _sharded(t: TensorEntry) -> bool:
 @lru_cache(4096)
 def _frame(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, list[tuple[str, int, int, int, bool]]]:
     """The bytes before an item's payload, and the directory entries of its small records."""
-    ref = torchzip.TensorRef(dtype, shape, "0", prod(shape))
-    head, records = torchzip.head_records("archive", torchzip.pickled(ref))
-    header = torchzip.local_header("archive/data/0", prod(shape) * ITEMSIZE[dtype], None, len(head), 64)
+    ref = torch_zip.TensorRef(dtype, shape, "0", prod(shape))
+    head, records = torch_zip.head_records("archive", torch_zip.pickled(ref))
+    header = torch_zip.local_header("archive/data/0", prod(shape) * ITEMSIZE[dtype], None, len(head), 64)
     return head + header, [*records, ("archive/data/0", len(head), prod(shape) * ITEMSIZE[dtype], 0, True)]
 
 
@@ -755,10 +769,10 @@ def _trailer(dtype: str, shape: tuple[int, ...], crc: int) -> bytes:
     head, records = _frame(dtype, shape)
     size = prod(shape) * ITEMSIZE[dtype]
     name, at, _, _, _ = records[-1]
-    directory = torchzip.central_directory(
-        [*records[:-1], (name, at, size, crc, True)], len(head) + size + torchzip.DATA_DESCRIPTOR_BYTES
+    directory = torch_zip.central_directory(
+        [*records[:-1], (name, at, size, crc, True)], len(head) + size + torch_zip.DATA_DESCRIPTOR_BYTES
     )
-    return torchzip.data_descriptor(size, crc) + directory
+    return torch_zip.data_descriptor(size, crc) + directory
 
 
 def _before(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:

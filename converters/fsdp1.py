@@ -2,7 +2,7 @@
 
     local_rank{r}.pt          model.state_dict()       any names do that end in rank{r} or rank_{r} before the suffix:
     local_optim_rank{r}.pt    optimizer.state_dict()   model_world_size_4_rank_0.pt (verl), pytorch_model_fsdp_rank0.bin
-    flat_layout.json          see flatlayout.py        (accelerate), checkpoint-shard0.pt (FairScale)
+    flat_layout.json          see flat_layout.py       (accelerate), checkpoint-shard0.pt (FairScale)
 
 or one file a rank with everything in it: {"model": ..., "optim": ..., "step": ...}. What a file is, its content tells:
 
@@ -17,7 +17,7 @@ or one file a rank with everything in it: {"model": ..., "optim": ..., "step": .
 
 A ShardedTensor is pickled as (local shards, metadata, process group state, ...), a DTensor as its local tensor and a
 spec with mesh and placements; both carry the rank that wrote them, by which exchanged files are found out. Neither is
-ever built. Flat parameters do not say which parameters lie in them: `flatlayout` says where that comes from.
+ever built. Flat parameters do not say which parameters lie in them: `flat_layout` says where that comes from.
 
 FairScale's shards (`flat_param_0`, `shard_metadata`) have the padding in the model too and say what lies where.
 
@@ -33,16 +33,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool import flatlayout, torchzip
+from ckpttool.bounded_json import parse
+from ckpttool.engine import flat_layout
+from ckpttool.engine.flat_layout import FLAT, Flat, FlatLayout, ModelNames, Part
 from ckpttool.errors import Corrupt, Unsupported
-from ckpttool.flatlayout import FLAT, Flat, FlatLayout, ModelNames, Part
-from ckpttool.index import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, same_bytes, shape_of, twins
-from ckpttool.jsontext import parse
+from ckpttool.formats import torch_zip
+from ckpttool.formats.sharded import is_sharded
+from ckpttool.formats.torch_zip import StoredTensor
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, same_bytes, shape_of, twins
+from ckpttool.index.names import canonical, name_order, of_the_rest, strip_wrappers
 from ckpttool.layouts import Layout, Model, Place, ReadOptions, checkpoint_of
-from ckpttool.names import canonical, name_order, of_the_rest, strip_wrappers
-from ckpttool.sharded import is_sharded
-from ckpttool.store import Source
-from ckpttool.torchzip import StoredTensor
+from ckpttool.storage.source import Source
 
 from ._fsdp1_write import write
 from ._ranks import (
@@ -102,7 +103,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 def _read(source: Source, options: ReadOptions) -> Checkpoint:
     files = Files(source)
     parts, world = parts_of(files, source, groups_of(source.list()))
-    config = flatlayout.config_of(options.config) if options.config is not None else _own_config(source)
+    config = flat_layout.config_of(options.config) if options.config is not None else _own_config(source)
     model: dict[str, Any] = {}
     known = _Known(None, {}, {}, _Own([], {}))
     if parts["model"] and "shard_metadata" in parts["model"][0].tree:
@@ -270,7 +271,7 @@ class _Spans(NamedTuple):
         k = bisect_right(self.end, part.first)
         while k < len(self.first) and self.first[k] < part.first + part.numel:
             a = self.first[k]
-            for start, size, steps, at in flatlayout.pieces(part, a, self.end[k]):
+            for start, size, steps, at in flat_layout.pieces(part, a, self.end[k]):
                 out.add(start, size, self.file[k], self.offset[k] + (at - a) * item, prod(size) * item, steps)
             k += 1
         if not part.numel:
@@ -313,29 +314,29 @@ def _layout(
     unknown = [n for n in slices if n not in told.shapes]
     if unknown:
         raise Unsupported(
-            f'{files.source.root}: "{unknown[0]}" is not among the {len(told.shapes)} names of {where}. {flatlayout.OTHER}'
+            f'{files.source.root}: "{unknown[0]}" is not among the {len(told.shapes)} names of {where}. {flat_layout.OTHER}'
         )
     if not uop:
-        flatlayout.refuse_alphabet(order, where)
+        flat_layout.refuse_alphabet(order, where)
     params = [n for n in order if n not in told.buffers and (n in slices or not uop)]
-    inside = flatlayout.assigned(params, flats)
+    inside = flat_layout.assigned(params, flats)
     homeless = [m for m in inside if m not in flats]
     if homeless:
         raise Unsupported(
             f'{files.source.root}: "{inside[homeless[0]][0]}" of {where} lies in no wrapped module; the files have flat '
-            f"parameters of {flatlayout.listed(flats)}. {flatlayout.OTHER}"
+            f"parameters of {flat_layout.listed(flats)}. {flat_layout.OTHER}"
         )
     made = []
     for module in (*inside, *(m for m in flats if m not in inside)):
         whole, members = flats[module], [(n, told.shapes[n]) for n in inside.get(module, ())]
-        aligns = flatlayout.aligned(whole.dtype) if uop else (0,)
+        aligns = flat_layout.aligned(whole.dtype) if uop else (0,)
 
         def fits(flat: Flat, size: int = whole.shape[0]) -> bool:
             return flat.numel == size and all(
                 own.agrees(flat, p, plain[p.name]) for p in flat.parts if p.name in slices
             )
 
-        flat = flatlayout.fitting(module, members, fits, aligns, own.shards, whole.dtype, tied)
+        flat = flat_layout.fitting(module, members, fits, aligns, own.shards, whole.dtype, tied)
         if flat is None:
             raise Unsupported(_no_fit(files, module, whole.shape[0], members, aligns, where, own.shards, uop))
         made.append(flat)
@@ -364,7 +365,7 @@ class _Own(NamedTuple):
     def agrees(self, flat: Flat, part: Part, column: list[Any]) -> bool:
         """Whether the slices of a parameter in the files are as long, and where, as the flat parameter says."""
         for i, t in enumerate(column):
-            a, b = flatlayout.slice_of(flat.numel, self.shards, self.places[i][0])
+            a, b = flat_layout.slice_of(flat.numel, self.shards, self.places[i][0])
             a, b = max(a, part.first), min(b, part.first + part.numel)
             if prod(t.shape) != max(0, b - a):
                 return False
@@ -406,12 +407,12 @@ def _tied_slices(plain: dict[str, list[Any]], slices: set[str]) -> dict[str, str
 
 def _given(files: Files, options: Model) -> tuple[FlatLayout, str] | None:
     """The flat layout beside the files, or that of --flat-layout."""
-    if files.source.exists(flatlayout.RECORD):
-        what = f"{files.source.root}/{flatlayout.RECORD}"
-        return flatlayout.from_json(files.source.read_all(flatlayout.RECORD, 256 << 20), what), flatlayout.RECORD
+    if files.source.exists(flat_layout.RECORD):
+        what = f"{files.source.root}/{flat_layout.RECORD}"
+        return flat_layout.from_json(files.source.read_all(flat_layout.RECORD, 256 << 20), what), flat_layout.RECORD
     if options.flat_layout is None:
         return None
-    return flatlayout.read_file(options.flat_layout), f"--flat-layout {options.flat_layout}"
+    return flat_layout.read_file(options.flat_layout), f"--flat-layout {options.flat_layout}"
 
 
 def _prove(
@@ -431,8 +432,8 @@ def _prove(
     told = {f.module: f for f in layout.flats}
     if told.keys() != flats.keys():
         raise Unsupported(
-            f"{files.source.root}: {where} knows flat parameters of {flatlayout.listed(told)}, the files have those of "
-            f"{flatlayout.listed(flats)}. They are of jobs that wrapped different modules."
+            f"{files.source.root}: {where} knows flat parameters of {flat_layout.listed(told)}, the files have those of "
+            f"{flat_layout.listed(flats)}. They are of jobs that wrapped different modules."
         )
     for module, t in flats.items():
         flat = told[module]
@@ -458,7 +459,7 @@ def _names(
         buffers = frozenset(n for n, (_, dtype) in like.shapes.items() if "float" not in dtype)
         return ModelNames({n: s for n, (s, _) in like.shapes.items()}, like.tied, buffers, ()), "--like"
     if config is not None:
-        return flatlayout.names_of(config), "the config"
+        return flat_layout.names_of(config), "the config"
     for ranks in optim:
         shapes = {}
         for name, slots in ranks[0].tree.get("state", {}).items():
@@ -474,7 +475,7 @@ def _names(
 def _three_ways(files: Files, flats: Iterable[str]) -> str:
     name = os.path.basename(files.source.root)
     return (
-        f"{files.source.root} holds flat parameters of {flatlayout.listed(flats)}, and no word on which parameters lie in them. "
+        f"{files.source.root} holds flat parameters of {flat_layout.listed(flats)}, and no word on which parameters lie in them. "
         "Say it in one of three ways:\n"
         f"  ckpttool convert {name} OUT --to dcp --like model.pt           any other checkpoint of the same model\n"
         f"  ckpttool convert {name} OUT --to dcp --config DIR_OR_HF_ID     its config.json\n"
@@ -492,7 +493,7 @@ def _no_fit(
     shards: int,
     uop: bool,
 ) -> str:
-    sizes = [flatlayout.lay_out(module, members, a, shards).numel for a in aligns]
+    sizes = [flat_layout.lay_out(module, members, a, shards).numel for a in aligns]
     text = f"{sizes[0]}" if not uop else ", ".join(f"{n} aligned to {a}" for a, n in zip(aligns, sizes, strict=True))
     return (
         f'{files.source.root}: the flat parameter of module "{module}" has {numel} elements, but the {len(members)} '
@@ -565,7 +566,7 @@ def _param_groups(files: Files, ranks: list[Rank]) -> list[dict[Any, Any]]:
             or not isinstance(r.tree["state"], dict)
         ):
             raise Corrupt(f"{files.path(r.file)}: an optimizer without param_groups.")
-        groups = torchzip.inlined(groups, files.reader(r.file), files.path(r.file))
+        groups = torch_zip.inlined(groups, files.reader(r.file), files.path(r.file))
         if r is ranks[0]:
             out = groups
         elif groups != out:
@@ -752,7 +753,7 @@ def _expected(layout: FlatLayout, own: _Own) -> list[tuple[str, tuple[int, ...]]
             out.append((flat.key, (step,) * len(own.places)))
             continue
         for p in flat.parts:
-            cut = [flatlayout.slice_of(flat.numel, own.shards, k) for k, _ in own.places]
+            cut = [flat_layout.slice_of(flat.numel, own.shards, k) for k, _ in own.places]
             out.append((p.name, tuple(max(0, min(b, p.first + p.numel) - max(a, p.first)) for a, b in cut)))
     if layout.use_orig_params and layout.names is not None:
         place = {n: i for i, n in enumerate(layout.names)}
@@ -788,22 +789,22 @@ def _guesses(
         yield given[0]
         return
     names, shapes = list(known.params), known.params
-    paths = flatlayout.module_paths(names)
+    paths = flat_layout.module_paths(names)
     wraps: list[list[str]] = []
     if options.wrap is not None:
-        wraps.append(flatlayout.matching(paths, options.wrap))
+        wraps.append(flat_layout.matching(paths, options.wrap))
     else:
         if config is not None:
-            wraps.append([b for b in flatlayout.names_of(config).blocks if b in paths])
-        wraps.append(flatlayout.matching(paths, flatlayout.blocks(names)))
+            wraps.append([b for b in flat_layout.names_of(config).blocks if b in paths])
+        wraps.append(flat_layout.matching(paths, flat_layout.blocks(names)))
         wraps.append([])
     wanted = {n for group in expected for n in group}
     tied = dict(options.like.tied) if options.like else {}
     tied = {**known.tied, **tied}
     if config is not None:
-        tied = {**flatlayout.names_of(config).tied, **tied}
+        tied = {**flat_layout.names_of(config).tied, **tied}
     for modules in wraps:
-        inside = flatlayout.assigned(names, modules)
+        inside = flat_layout.assigned(names, modules)
         for aligns in ((0,), *((a,) for a in (4, 8, 2, 16))):
             uop = aligns != (0,)
             made = []
@@ -813,7 +814,7 @@ def _guesses(
                     found = _expected(FlatLayout(uop, own.shards, (flat,)), own)
                     return all(n in wanted or None in wanted for _, n in found)
 
-                flat = flatlayout.fitting(
+                flat = flat_layout.fitting(
                     module, [(n, shapes[n]) for n in members], fits, aligns, own.shards, None, tied
                 )
                 if flat is None:
@@ -870,7 +871,7 @@ def _parted(
     if layout.use_orig_params:
         spans = _Spans.joined(files, at, [(r, t) for r, t, _ in found])
     else:
-        cut = [(r, t, flatlayout.slice_of(flat.numel, own.shards, k)) for r, t, k in found]
+        cut = [(r, t, flat_layout.slice_of(flat.numel, own.shards, k)) for r, t, k in found]
         spans = _Spans.joined(files, at, [(r, t._replace(shape=(b - a,))) for r, t, (a, b) in cut])
     return {("optim", "state", p.name, slot): TensorEntry(spans.dtype, p.shape, (), spans.chunks(p)) for _, p in parts}
 
@@ -921,7 +922,7 @@ def _from_metadata(files: Files, ranks: list[Rank]) -> tuple[dict[str, Any], _Kn
                 (f"{path}.{n}" if path else n, tuple(s)) for n, s in zip(told["names"], told["shapes"], strict=True)
             ]
             params = [(n.replace("_fpw_module.", ""), s) for n, s in params]
-            flat = flatlayout.lay_out(key, params, dtype=dtype)
+            flat = flat_layout.lay_out(key, params, dtype=dtype)
             if flat.numel != at or [prod(s) for _, s in params] != list(told["numels"]):
                 raise ValueError(f"{key} has {at} elements, its parameters {flat.numel}")
             whole = _Spans(columns[0], columns[1], columns[2], columns[3], dtype)

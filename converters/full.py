@@ -14,7 +14,7 @@ or, of what was dcp or full, the source's own tree: its keys, its names of param
 Tied weights share a storage again. `archive/ckpttool.json` holds the digests; torch does not look at it. What
 weights_only=True would refuse (instances of classes, numpy arrays) is listed as dropped.
 
-Sources: torch/serialization.py, torch/_weights_only_unpickler.py (what may be loaded), torchzip.py.
+Sources: torch/serialization.py, torch/_weights_only_unpickler.py (what may be loaded), torch_zip.py.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ckpttool import torchzip
-from ckpttool.draft import Draft, Dropped
+from ckpttool.bounded_json import parse
+from ckpttool.engine.recorded import MOST_RECORD_BYTES
 from ckpttool.errors import Corrupt, Unreadable, Unsafe, Unsupported
-from ckpttool.index import Checkpoint, Chunks, Path, TensorEntry, joined, same_bytes, shape_of, twins
-from ckpttool.jsontext import parse
+from ckpttool.formats import torch_zip
+from ckpttool.formats.pickles import Global, Opaque, children
+from ckpttool.formats.torch_zip_writer import TorchFiles
+from ckpttool.index.checkpoint import Checkpoint, Chunks, Path, TensorEntry, joined, same_bytes, shape_of, twins
+from ckpttool.index.names import canonical, nest, own_tree
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of
-from ckpttool.names import canonical, nest, own_tree
-from ckpttool.pickles import Global, Opaque, children
-from ckpttool.recorded import MOST_RECORD_BYTES
-from ckpttool.store import Source
-from ckpttool.torchdraft import TorchFiles
+from ckpttool.storage.source import Source
+from ckpttool.storage.staging import Draft, Dropped
 
 __all__ = ["LAYOUTS"]
 
@@ -48,7 +48,7 @@ def detect(where: Place) -> tuple[bool, str]:
     if name is None:
         return False, "one .pt file; this is a folder"
     head = source.read(name, 0, min(source.size(name), 64))
-    if torchzip.is_zip(head):
+    if torch_zip.is_zip(head):
         return True, "is a zip, as torch.save writes"
     if _LEGACY in head:
         return True, "is a legacy torch.save file"
@@ -67,11 +67,11 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     assert name is not None
     what = f"{source.root}/{name}"
     read_at = source.at(name)
-    tree = torchzip.read(read_at, 0, source.size(name), what)
+    tree = torch_zip.read(read_at, 0, source.size(name), what)
     if not isinstance(tree, dict):
         kind = f"an instance of {tree.cls}" if isinstance(tree, Opaque) else f"a {type(tree).__name__}"
         raise Unsupported(f"{what} holds {kind}, not a state dict. Save model.state_dict() instead.")
-    entries, records = torchzip.leaves(tree, (), 0, read_at, what)
+    entries, records = torch_zip.leaves(tree, (), 0, read_at, what)
     if not any(isinstance(x, TensorEntry) for x in entries.values()):
         raise Unsupported(f"{what} holds no tensor at a key of a dict; nothing in it is a state dict.")
     named = canonical(
@@ -94,11 +94,11 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     return out
 
 
-def _recorded(read_at: torchzip.ReadAt, length: int, what: str) -> dict[str, str]:
+def _recorded(read_at: torch_zip.ReadAt, length: int, what: str) -> dict[str, str]:
     """The digests that `write` left in the archive."""
-    if not torchzip.is_zip(read_at(0, min(4, length))):
+    if not torch_zip.is_zip(read_at(0, min(4, length))):
         return {}
-    record = torchzip.zip_records(read_at, 0, length, what).get("ckpttool.json")
+    record = torch_zip.zip_records(read_at, 0, length, what).get("ckpttool.json")
     if record is None:
         return {}
     if record.length > MOST_RECORD_BYTES:
@@ -123,7 +123,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     for path, leaf in tree.items():
         if isinstance(leaf, TensorEntry):
             name = joined(leaf.path)
-            tree[path] = torchzip.TensorRef(leaf.dtype, leaf.shape, keys[same.get(name, name)], leaf.numel)
+            tree[path] = torch_zip.TensorRef(leaf.dtype, leaf.shape, keys[same.get(name, name)], leaf.numel)
     files = TorchFiles()
     files.add(options.target, nest(tree), {key: wanted[n].nbytes for n, key in keys.items()})
     tensors: dict[str, TensorEntry] = {}
@@ -145,7 +145,7 @@ def _not_loadable(x: Any) -> str | None:
             return f"a reference to {v}, which torch.load(weights_only=True) refuses"
         if isinstance(v, frozenset):
             return "a frozenset, which torch.load(weights_only=True) refuses"
-        if not isinstance(v, torchzip.Inline):
+        if not isinstance(v, torch_zip.Inline):
             todo.extend(children(v))
     return None
 

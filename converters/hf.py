@@ -12,14 +12,14 @@ HuggingFaceStorageWriter(save_distributed=True), `shard-*-model-*.safetensors`, 
 tensor and `__metadata__["DCP_SHARDING_INFO"]` {name: {"saved_offsets"}} says which; the whole shape is the furthest
 corner of all parts.
 
-Canonical names are those in memory. Where transformers keeps other ones on the Hub (fused experts), hubnames.py
+Canonical names are those in memory. Where transformers keeps other ones on the Hub (fused experts), huggingface/hub_names.py
 relates the two, in both directions, as views. Tied weights are written once, after their bytes were compared, and both
 names are there again on reading.
 
 Written: names, tensors, order and header byte for byte as `save_pretrained` writes them; shards as
 huggingface_hub splits them.
 
-Sources: stfile.py; transformers/modeling_utils.py (save_pretrained); huggingface_hub/serialization/_base.py
+Sources: safetensors_header.py; transformers/modeling_utils.py (save_pretrained); huggingface_hub/serialization/_base.py
 (split_state_dict_into_shards_factory); torch/distributed/checkpoint/{hf_storage,_hf_utils}.py.
 """
 
@@ -31,14 +31,17 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from ckpttool import boxes, hubnames, jsontext, modelfiles, stfile
-from ckpttool.draft import Draft, DraftFile, Dropped
+from ckpttool import bounded_json
+from ckpttool.engine.fill import tensor_digests
 from ckpttool.errors import Corrupt, Unsupported
-from ckpttool.fill import tensor_digests
-from ckpttool.index import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, Path, TensorEntry, joined, twins
+from ckpttool.formats import safetensors_header
+from ckpttool.huggingface import hub_names, model_files
+from ckpttool.index import boxes
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, Path, TensorEntry, joined, twins
+from ckpttool.index.names import Named, strip_wrappers
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of
-from ckpttool.names import Named, strip_wrappers
-from ckpttool.store import Source
+from ckpttool.storage.source import Source
+from ckpttool.storage.staging import Draft, DraftFile, Dropped
 
 from . import _training_state as training_state
 
@@ -50,7 +53,7 @@ _ADAPTER = "adapter_model.safetensors"
 _WHOLE = "model.safetensors"
 _NUMBERED = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.safetensors")
 _SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
-#: Output embeddings that transformers ties to the input embedding when the config says so, for hubnames.PLAIN.
+#: Output embeddings that transformers ties to the input embedding when the config says so, for hub_names.PLAIN.
 _HEADS = ("lm_head.weight",)
 _EMBEDDINGS = (
     "model.embed_tokens.weight",
@@ -97,9 +100,9 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     else:
         tensors, files = _plain(source, _counting(source, names))
     state = training_state.read(source, len(files)) if training_state.FOLDER in names else None
-    config = modelfiles.read_config(source) if file is None and "config.json" in names else None
+    config = model_files.read_config(source) if file is None and "config.json" in names else None
     if options.config is not None:
-        config = modelfiles.of_model(options.config)[0] or config
+        config = model_files.of_model(options.config)[0] or config
     if not tensors:
         raise Corrupt(f"{source.root}: its safetensors files hold no tensor.")
     clean = strip_wrappers(tensors)
@@ -160,9 +163,9 @@ def _counting(source: Source, names: list[str]) -> list[str]:
 
 def _plain(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
     out: dict[str, TensorEntry] = {}
-    stfile.announce(source, files)
+    safetensors_header.announce(source, files)
     for i, file in enumerate(files):
-        for name, slot in stfile.slots(source, file).items():
+        for name, slot in safetensors_header.slots(source, file).items():
             if name in out:
                 raise Corrupt(
                     f'"{name}" is in {file} and in {files[out[name].chunks[0].extent.file]}, and no index says which counts.'
@@ -171,7 +174,7 @@ def _plain(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], li
     return out, files
 
 
-def _entry(name: str, slot: stfile.Slot, file: int) -> TensorEntry:
+def _entry(name: str, slot: safetensors_header.Slot, file: int) -> TensorEntry:
     return TensorEntry(
         slot.dtype, slot.shape, ("model", name), Chunks.whole(slot.shape, file, slot.offset, slot.length)
     )
@@ -179,7 +182,7 @@ def _entry(name: str, slot: stfile.Slot, file: int) -> TensorEntry:
 
 def _indexed(source: Source, notes: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
     what = f"{source.root}/{_INDEX}"
-    index = jsontext.parse(source.read_all(_INDEX, 128 << 20), what)
+    index = bounded_json.parse(source.read_all(_INDEX, 128 << 20), what)
     weights = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weights, dict) or not all(isinstance(v, str) for v in weights.values()):
         raise Corrupt(f"{what}: no weight_map of names to files.")
@@ -190,8 +193,8 @@ def _indexed(source: Source, notes: list[str]) -> tuple[dict[str, TensorEntry], 
             f"{source.root} holds {_WHOLE}, which transformers reads, and {_INDEX}, which names other files. One of the two "
             f"is left over from an earlier save: remove it, or give {_WHOLE} itself."
         )
-    stfile.announce(source, files)
-    slots = [stfile.slots(source, f) for f in files]
+    safetensors_header.announce(source, files)
+    slots = [safetensors_header.slots(source, f) for f in files]
     at = {f: i for i, f in enumerate(files)}
     out: dict[str, TensorEntry] = {}
     for name, file in weights.items():
@@ -217,10 +220,10 @@ def _indexed(source: Source, notes: list[str]) -> tuple[dict[str, TensorEntry], 
 
 def _sharded(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
     parts: dict[str, list[tuple[str, tuple[int, ...], Chunk]]] = {}
-    stfile.announce(source, files)
+    safetensors_header.announce(source, files)
     for i, file in enumerate(files):
-        slots, meta = stfile.read_header(source, file)
-        info = jsontext.parse(meta.get("DCP_SHARDING_INFO", "{}").encode(), f"{source.root}/{file}")
+        slots, meta = safetensors_header.read_header(source, file)
+        info = bounded_json.parse(meta.get("DCP_SHARDING_INFO", "{}").encode(), f"{source.root}/{file}")
         for name, slot in slots.items():
             entry = info.get(name) if isinstance(info, dict) else None
             start = entry.get("saved_offsets") if isinstance(entry, dict) else None
@@ -261,7 +264,7 @@ def _in_memory(tensors: dict[str, TensorEntry], config: dict[str, Any], notes: l
 
 
 def _ties(
-    config: dict[str, Any] | None, tensors: dict[str, TensorEntry], relation: hubnames.Relation | None
+    config: dict[str, Any] | None, tensors: dict[str, TensorEntry], relation: hub_names.Relation | None
 ) -> dict[str, str]:
     """{name: the one whose bytes it has} of what the model of a config ties."""
     if config is None:
@@ -284,25 +287,25 @@ def _asks_transformers(config: dict[str, Any], tensors: dict[str, TensorEntry]) 
         return False
     if any("lora_" in n or ".base_layer." in n for n in tensors):
         return False  # an adapter: PEFT's names are written as they are
-    return config["model_type"] not in hubnames.PLAIN or "tie_word_embeddings" not in config
+    return config["model_type"] not in hub_names.PLAIN or "tie_word_embeddings" not in config
 
 
 def _relation(
     config: dict[str, Any],
     tensors: dict[str, TensorEntry],
     notes: list[str],
-) -> hubnames.Relation | None:
+) -> hub_names.Relation | None:
     """What transformers says of the names, where it must be asked and knows."""
     if not _asks_transformers(config, tensors):
         return None
     try:
-        return hubnames.relate(config, None)
+        return hub_names.relate(config, None)
     except Unsupported as e:
         notes.append(f"names are kept as they are: {e}")
         return None
 
 
-def _fuse(tensors: dict[str, TensorEntry], relation: hubnames.Relation) -> dict[str, TensorEntry]:
+def _fuse(tensors: dict[str, TensorEntry], relation: hub_names.Relation) -> dict[str, TensorEntry]:
     """Hub tensors put together: each view of a parameter becomes a chunk of it."""
     chunks: dict[str, Chunks] = {}
     dtypes: dict[str, str] = {}
@@ -329,7 +332,7 @@ def _fuse(tensors: dict[str, TensorEntry], relation: hubnames.Relation) -> dict[
 
 
 def _box_of(
-    view: hubnames.View, whole: tuple[int, ...], name: str
+    view: hub_names.View, whole: tuple[int, ...], name: str
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]:
     """(start, shape, strides) of a view in its parameter: strides, in elements of the view's own row-major bytes, where
     dimensions are swapped; else None.
@@ -374,7 +377,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     rest = {n: replace(t, dtype=options.cast(n, t.dtype)) for n, t in ckpt.tensors.items() if t.path[0] != "model"}
     dropped = [Dropped(n, t.nbytes, "hf holds weights only") for n, t in rest.items()]
     dropped += [Dropped(n, 0, "hf holds weights only") for n in ckpt.values]
-    config, extra = modelfiles.beside(source, options.config, notes)
+    config, extra = model_files.beside(source, options.config, notes)
     relation = None if config is None else _judged(ckpt, config, model, options, notes)
     stored, tied, together = _hub_tensors(ckpt, model, config, relation, source, notes)
     added = [f"model.{n}" for n, kept in _ties(config, model, relation).items() if n not in model and kept in stored]
@@ -418,8 +421,8 @@ def _shard(
     file: str, i: int, names: list[str], model: dict[str, TensorEntry], tensors: dict[str, TensorEntry]
 ) -> DraftFile:
     """File number `i`, with these weights; adds their places to `tensors`."""
-    names.sort(key=lambda k: stfile.sort_key(k, model[k].dtype))
-    head = stfile.header([(k, model[k].dtype, model[k].shape) for k in names], {"format": "pt"})
+    names.sort(key=lambda k: safetensors_header.sort_key(k, model[k].dtype))
+    head = safetensors_header.header([(k, model[k].dtype, model[k].shape) for k in names], {"format": "pt"})
     at = len(head)
     for k in names:
         t = model[k]
@@ -436,7 +439,7 @@ def _write_adapter(ckpt: Checkpoint, source: Source, options: WriteOptions) -> D
     _refuse_dtypes(model)
     tensors: dict[str, TensorEntry] = {}
     files = [_shard(_ADAPTER, 0, list(model), model, tensors)]
-    extra = modelfiles.adapter(source, options.config, notes)[1]
+    extra = model_files.adapter(source, options.config, notes)[1]
     extra[_ADAPTER_CONFIG] = extra.pop(_ADAPTER_CONFIG)  # last
     files += [DraftFile(n, len(data), data) for n, data in extra.items()]
     out = Checkpoint("hf", options.target, None, [f.name for f in files], [f.size for f in files], tensors, {})
@@ -445,13 +448,13 @@ def _write_adapter(ckpt: Checkpoint, source: Source, options: WriteOptions) -> D
 
 def _refuse_dtypes(model: dict[str, TensorEntry]) -> None:
     for name, t in model.items():
-        if t.dtype not in stfile.CODES:
+        if t.dtype not in safetensors_header.CODES:
             raise Unsupported(f'"{name}" is {t.dtype}, which safetensors does not hold. Cast it with --cast.')
 
 
 def _judged(
     ckpt: Checkpoint, config: dict[str, Any], model: dict[str, TensorEntry], options: WriteOptions, notes: list[str]
-) -> hubnames.Relation | None:
+) -> hub_names.Relation | None:
     """What transformers says of the names, where they may differ on the Hub; the model of the config has all of them and no
     others, with these shapes. That is asked where a config was given, or transformers is asked anyway.
 
@@ -462,7 +465,7 @@ def _judged(
     if not isinstance(config.get("model_type"), str) or not (asks or options.config):
         return None
     try:
-        relation = hubnames.relate(config, {k: t.shape for k, t in model.items()}, judge=True)
+        relation = hub_names.relate(config, {k: t.shape for k, t in model.items()}, judge=True)
     except Unsupported as e:
         notes.append(f"names are kept as they are, and were not compared with those of the model of config.json: {e}")
         return None
@@ -478,7 +481,7 @@ def _judged(
     return relation if asks else None
 
 
-def _mismatch(ckpt: Checkpoint, model: dict[str, TensorEntry], found: hubnames.Verdict) -> str:
+def _mismatch(ckpt: Checkpoint, model: dict[str, TensorEntry], found: hub_names.Verdict) -> str:
     """What a verdict that is not good says, and what to do."""
     parts = []
     if found.missing:
@@ -510,7 +513,7 @@ def _hub_tensors(
     ckpt: Checkpoint,
     model: dict[str, TensorEntry],
     config: dict[str, Any] | None,
-    relation: hubnames.Relation | None,
+    relation: hub_names.Relation | None,
     source: Source,
     notes: list[str],
 ) -> tuple[dict[str, TensorEntry], dict[str, str], dict[str, str]]:
@@ -542,7 +545,7 @@ def _hub_tensors(
     return out, gone, together
 
 
-def _crop(name: str, t: TensorEntry, view: hubnames.View) -> TensorEntry:
+def _crop(name: str, t: TensorEntry, view: hub_names.View) -> TensorEntry:
     """A part of a tensor as a tensor of its own."""
     if view.shape == t.shape and view.offset == 0 and view.strides == boxes.strides(t.shape):
         return t
@@ -602,7 +605,7 @@ def _with_dtype(name: str, data: bytes, model: dict[str, TensorEntry]) -> bytes:
     """config.json says the dtype of the weights beside it, as save_pretrained writes it."""
     if name != "config.json":
         return data
-    config = jsontext.parse(data, name)
+    config = bounded_json.parse(data, name)
     sizes: dict[str, int] = {}
     for t in model.values():
         if "float" in t.dtype:

@@ -37,15 +37,15 @@ from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.draft import Draft, Dropped
+from ckpttool.engine.training import agreed, taken_apart
 from ckpttool.errors import Corrupt, Unsupported, UsageError
-from ckpttool.index import ITEMSIZE, Checkpoint, Path, TensorEntry, Value, joined
+from ckpttool.formats.pickles import short
+from ckpttool.formats.torch_zip import StoredTensor, TensorRef
+from ckpttool.formats.torch_zip_writer import TorchFiles
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, Value, joined
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions
-from ckpttool.pickles import short
-from ckpttool.store import Source
-from ckpttool.torchdraft import TorchFiles
-from ckpttool.torchzip import StoredTensor, TensorRef
-from ckpttool.training import agreed, taken_apart
+from ckpttool.storage.source import Source
+from ckpttool.storage.staging import Draft, Dropped
 
 from . import _deepspeed as ds
 from . import _deepspeed_write as dw

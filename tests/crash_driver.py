@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import ckpttool
-from ckpttool import fill, partial
+from ckpttool.engine import fill
+from ckpttool.storage import partial
 
 WRITES = (
     "open", "write", "pwrite", "fsync", "fdatasync", "ftruncate", "mkdir", "rename", "replace", "unlink", "rmdir",

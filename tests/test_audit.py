@@ -29,9 +29,9 @@ from ckpttool.audit.checking import check
 from ckpttool.audit.export import Exported, export, restore
 from ckpttool.audit.options import ArchiveOptions
 from ckpttool.audit.verification import verify_archive
-from ckpttool.conversion import open as open_checkpoint
+from ckpttool.engine.conversion import open as open_checkpoint
 from ckpttool.errors import CkpttoolError, Corrupt, DestinationExists, Differs, NoSpace, Unsupported, UsageError
-from ckpttool.store import Source
+from ckpttool.storage.source import Source
 
 # a process forked from this one would begin with this one's peak of memory
 CLI = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-m", "ckpttool"]
@@ -557,7 +557,7 @@ def test_readme_txt_has_the_commands_that_open_and_check_an_archive(tmp_path: Pa
 
 KILLED = """
 import os, signal, sys
-from ckpttool import fill
+from ckpttool.engine import fill
 from ckpttool.audit.export import export
 from ckpttool.audit.options import ArchiveOptions
 fill._JOURNAL_BYTES, fill._JOURNAL_SECONDS = 1, 0

@@ -19,7 +19,7 @@ import pytest
 from ckpttool.audit import sealing
 from ckpttool.audit.sealing import Sealer, parse_identities, parse_recipients, unseal
 from ckpttool.errors import CkpttoolError, Corrupt, UsageError
-from ckpttool.store import Source
+from ckpttool.storage.source import Source
 
 pyrage = pytest.importorskip("pyrage")
 KIB, MIB = 1 << 10, 1 << 20
@@ -166,7 +166,7 @@ def test_memory_is_constant_for_half_a_gibibyte(tmp_path: Path, key: Key) -> Non
     code = f"""
 import resource
 from ckpttool.audit.sealing import Sealer, parse_identities, unseal
-from ckpttool.store import Source
+from ckpttool.storage.source import Source
 piece = bytes(range(256)) * 8192
 total = 0
 with open({str(tmp_path / "big.age")!r}, "wb") as f:

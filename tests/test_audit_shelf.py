@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stores import Flaky, first
 
-from ckpttool import objects, remote
 from ckpttool.audit import ledger, retention, shelf
 from ckpttool.audit.archive import Facts
 from ckpttool.errors import CkpttoolError, Corrupt, Differs, NoSpace, RemoteError, UsageError
-from ckpttool.store import Source
+from ckpttool.storage import remote, upload
+from ckpttool.storage.source import Source
 
 NOW = datetime(2031, 3, 1, 12, 0, 0, tzinfo=UTC)
 
@@ -880,10 +880,10 @@ def test_a_release_that_the_store_did_not_hear(store: Shelf, monkeypatch: pytest
             shelf.release(archive, "closed")
     moto.environment(monkeypatch)
     with pytest.raises(RemoteError, match="AccessDenied"):
-        objects.remove(archive)
+        upload.remove(archive)
     assert shelf.release(archive, "closed")["event"] == "release"  # again, and no second entry
     assert [e["event"] for e in ledger.read(f"{bucket}/audit")] == ["hold", "release"]
-    objects.remove(archive)
+    upload.remove(archive)
 
 
 def test_a_bucket_that_fails_is_no_damage(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:

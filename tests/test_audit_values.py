@@ -16,12 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool import conversion, pickles
+from ckpttool.engine import conversion
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe, Unsupported
-from ckpttool.index import Value, joined
-from ckpttool.pickles import Global, Opaque
-from ckpttool.torchzip import Inline
-from ckpttool.values import decode, encode
+from ckpttool.formats import pickles
+from ckpttool.formats.pickles import Global, Opaque
+from ckpttool.formats.torch_zip import Inline
+from ckpttool.formats.values import decode, encode
+from ckpttool.index.checkpoint import Value, joined
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 NAN, OTHER_NAN = (struct.unpack(">d", bytes.fromhex(h))[0] for h in ("7ff8000000000000", "fff8000000001234"))
@@ -161,7 +162,7 @@ def test_the_order_of_the_values_plays_no_part(found: dict[Any, float], dice: An
 
 def test_sets_are_written_alike_whatever_their_order() -> None:
     code = (
-        "from ckpttool.values import encode; from ckpttool.index import Value; import sys;"
+        "from ckpttool.formats.values import encode; from ckpttool.index.checkpoint import Value; import sys;"
         "sys.stdout.buffer.write(encode({'extra.x': Value(('extra', 'x'),"
         " [set('zaqwsxcderfv'), frozenset({'b', 'a', 1, None, (2, 'c')})])}))"
     )

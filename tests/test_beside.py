@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import ckpttool
-from ckpttool import beside, conversion
-from ckpttool.cli import app
+from ckpttool.cli.main import app
+from ckpttool.engine import conversion, unread_files
+from ckpttool.engine.inspect import inspect
 from ckpttool.errors import Unsupported
 from ckpttool.hub.push import push
-from ckpttool.summary import inspect
 
 DCP = FIXTURES / "fsdp2_w2_groups" / "ckpt"
 ZERO3 = FIXTURES / "zero3_w3_groups" / "ckpt"
@@ -381,4 +381,4 @@ def test_very_many_files_are_quick_and_a_short_list(tmp_path: Path) -> None:
         assert opened.checkpoint.unread[-1].name == "4000 more files"
         assert len(opened.checkpoint.notes[-1]) < 400
     assert took < 2
-    assert len(beside.listed(opened.checkpoint.unread)) < 400
+    assert len(unread_files.listed(opened.checkpoint.unread)) < 400

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool import boxes
+from ckpttool.index import boxes
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 

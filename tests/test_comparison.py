@@ -12,7 +12,7 @@ from peers import FIXTURES
 from torch import Tensor
 
 import ckpttool
-from ckpttool.comparison import Difference, TensorDifference
+from ckpttool.engine.diff import Difference, TensorDifference
 
 
 def compare(tmp_path: Path, a: dict[str, object], b: dict[str, object], **how: float) -> Difference:

@@ -28,7 +28,8 @@ KILLS = 10  # of the real program with 64 MB; `make torture` does hundreds with 
 HOOKED = """
 import os, signal, sys
 from pathlib import Path
-from ckpttool import cli, fill
+from ckpttool.cli import main as cli
+from ckpttool.engine import fill
 fill._JOURNAL_BYTES = 1
 what, happened = sys.argv.pop(1), []
 def act():

@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ckpttool import boxes, flatlayout
+from ckpttool.engine import flat_layout
+from ckpttool.engine.flat_layout import Flat, FlatLayout, Part, describe_fsdp1, lay_out, pieces, slice_of
 from ckpttool.errors import Corrupt, Unsafe, Unsupported
-from ckpttool.flatlayout import Flat, FlatLayout, Part, describe_fsdp1, lay_out, pieces, slice_of
+from ckpttool.index import boxes
 
 
 @contextmanager
@@ -124,51 +125,51 @@ PATHS = ["", "model", "model.layers", "model.layers.0", "model.layers.0.mlp", "m
     ],
 )
 def test_a_star_is_one_component_and_two_are_any_number(pattern: str, found: list[str]) -> None:
-    assert flatlayout.matching(PATHS, [pattern]) == found
+    assert flat_layout.matching(PATHS, [pattern]) == found
 
 
 def test_repeated_blocks_are_numbered_modules_with_modules_inside() -> None:
     names = [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(12)]
-    assert flatlayout.blocks(["model.embed.weight", *names, "lm_head.weight"]) == ["model.layers.*"]
+    assert flat_layout.blocks(["model.embed.weight", *names, "lm_head.weight"]) == ["model.layers.*"]
     experts = [f"h.{i}.experts.{k}.w.weight" for i in range(2) for k in range(3)]
-    assert flatlayout.blocks(experts) == ["h.*"]
-    assert flatlayout.blocks(["0.weight", "2.weight", "heads.0.weight", "heads.1.weight"]) == []
+    assert flat_layout.blocks(experts) == ["h.*"]
+    assert flat_layout.blocks(["0.weight", "2.weight", "heads.0.weight", "heads.1.weight"]) == []
 
 
 def test_a_parameter_lies_in_the_innermost_wrapped_module_around_it() -> None:
     names = ["emb.w", "a.x", "a.b.x", "a.b.y", "a.z", "c.0.x"]
-    assert flatlayout.assigned(names, ["a", "a.b", "c", "c.0"]) == {
+    assert flat_layout.assigned(names, ["a", "a.b", "c", "c.0"]) == {
         "": ["emb.w"], "a": ["a.x", "a.z"], "a.b": ["a.b.x", "a.b.y"], "c.0": ["c.0.x"],
     }  # fmt: skip
-    assert list(flatlayout.assigned(["b.c.x", "b.y", "z"], ["b", "b.c"])) == ["", "b", "b.c"]  # as a walk meets them
+    assert list(flat_layout.assigned(["b.c.x", "b.y", "z"], ["b", "b.c"])) == ["", "b", "b.c"]  # as a walk meets them
 
 
 def test_a_tied_weight_that_nobody_named_is_found_by_the_size() -> None:
-    flat = flatlayout.fitting("", LLAMA_ROOT, lambda f: f.numel == 4752)
+    flat = flat_layout.fitting("", LLAMA_ROOT, lambda f: f.numel == 4752)
     assert flat is not None
     assert [p.name for p in flat.parts] == ["model.embed_tokens.weight", "model.norm.weight"]
     assert flat.shared == (("lm_head.weight", "model.embed_tokens.weight"),)
-    assert flatlayout.fitting("", LLAMA_ROOT, lambda f: f.numel == 4751) is None
+    assert flat_layout.fitting("", LLAMA_ROOT, lambda f: f.numel == 4751) is None
 
 
 def test_two_ways_to_tie_are_not_chosen_between() -> None:
     three = [("a.weight", (5, 2)), ("b.weight", (5, 2)), ("c.weight", (5, 2))]
     with pytest.raises(Unsupported, match=r'"b\.weight" or "c\.weight"'):
-        flatlayout.fitting("", three, lambda f: f.numel == 20)
-    flat = flatlayout.fitting("", three, lambda f: f.numel == 20, tied={"c.weight": "a.weight"})
+        flat_layout.fitting("", three, lambda f: f.numel == 20)
+    flat = flat_layout.fitting("", three, lambda f: f.numel == 20, tied={"c.weight": "a.weight"})
     assert flat is not None and [p.name for p in flat.parts] == ["a.weight", "b.weight"]
 
 
 def test_equal_layers_are_never_taken_for_tied() -> None:
     layers = [(f"layers.{i}.weight", (5, 2)) for i in range(3)]
-    assert flatlayout.fitting("", layers, lambda f: f.numel == 20) is None
+    assert flat_layout.fitting("", layers, lambda f: f.numel == 20) is None
 
 
 def test_names_in_the_order_of_the_alphabet_are_no_order() -> None:
     names = [f"layers.0.{n}" for n in ("a", "b", "c", "d", "e", "f", "g", "h")]
     with pytest.raises(Unsupported, match="alphabet"):
-        flatlayout.refuse_alphabet(names, "--like")
-    flatlayout.refuse_alphabet([*names[4:], *names[:4]], "--like")
+        flat_layout.refuse_alphabet(names, "--like")
+    flat_layout.refuse_alphabet([*names[4:], *names[:4]], "--like")
 
 
 # ----------------------------------------------------------------------------------------------------------- JSON
@@ -185,14 +186,14 @@ LAYOUT = FlatLayout(
 
 
 def text(change: Any = None) -> bytes:
-    tree = flatlayout.as_json(LAYOUT)
+    tree = flat_layout.as_json(LAYOUT)
     if change is not None:
         change(tree)
     return json.dumps(tree).encode()
 
 
 def test_a_layout_survives_its_file() -> None:
-    assert flatlayout.from_json(text(), "x.json") == LAYOUT
+    assert flat_layout.from_json(text(), "x.json") == LAYOUT
 
 
 @pytest.mark.parametrize(
@@ -219,17 +220,17 @@ def test_a_layout_survives_its_file() -> None:
 )
 def test_a_layout_that_contradicts_itself_is_refused(change: Any) -> None:
     with pytest.raises(Corrupt, match=r"x\.json"):
-        flatlayout.from_json(text(change), "x.json")
+        flat_layout.from_json(text(change), "x.json")
 
 
 def test_a_file_that_is_no_layout_is_refused_with_how_to_make_one() -> None:
     for data in (b"[]", b"{}", b"3"):
         with pytest.raises(Corrupt, match="describe_fsdp1"):
-            flatlayout.from_json(data, "x.json")
+            flat_layout.from_json(data, "x.json")
     with pytest.raises(Corrupt):
-        flatlayout.from_json(b"{", "x.json")
+        flat_layout.from_json(b"{", "x.json")
     with pytest.raises(Unsafe):
-        flatlayout.from_json(b'{"format": 1, "format": 2}', "x.json")
+        flat_layout.from_json(b'{"format": 1, "format": 2}', "x.json")
 
 
 # ---------------------------------------------------------------------------------------------------------- FSDP1
@@ -277,11 +278,11 @@ def test_fsdp1_lays_its_flat_parameters_out_as_we_do(world: int, uop: bool, alig
         live = wrapped(model, use_orig_params=uop, **how)
         optimizer = torch.optim.AdamW(live.parameters())
         described = describe_fsdp1(live, optimizer)
-        told = flatlayout.from_json(json.dumps(described).encode(), "x.json")
+        told = flat_layout.from_json(json.dumps(described).encode(), "x.json")
     ordered = [n for n in state if n in parameters]
     tied = {"head.weight": "emb.weight"}
     made = []
-    for module, names in flatlayout.assigned(ordered, ["layers.0", "layers.1"]).items():
+    for module, names in flat_layout.assigned(ordered, ["layers.0", "layers.1"]).items():
         params = [(n, parameters[n]) for n in names if n not in tied]
         shared = [(n, tied[n]) for n in names if n in tied]
         made.append(lay_out(module, params, align, world, "float32", shared))
@@ -299,7 +300,7 @@ def test_a_transposed_parameter_is_described_by_its_strides() -> None:
         live = wrapped(Odd(), use_orig_params=False)
         described = describe_fsdp1(live)
         flat = live._handle.flat_param.detach().clone()
-    part = flatlayout.from_json(json.dumps(described).encode(), "x.json").flats[0].parts[0]
+    part = flat_layout.from_json(json.dumps(described).encode(), "x.json").flats[0].parts[0]
     assert part == Part("w", (3, 2), 0, (1, 3))
     assert flat.tolist() == [0.0, 1.0, 2.0]  # row-major would be 0, 3, 1
 
@@ -316,10 +317,10 @@ def test_names_of_a_hub_model_come_from_transformers_in_a_child(tmp_path: Path) 
         "tie_word_embeddings": True,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    names = flatlayout.names_of(flatlayout.config_of(str(tmp_path)))
+    names = flat_layout.names_of(flat_layout.config_of(str(tmp_path)))
     assert next(iter(names.shapes)) == "model.embed_tokens.weight"
     assert names.tied == {"lm_head.weight": "model.embed_tokens.weight"}
     assert names.blocks == ("model.layers.0", "model.layers.1")
     with pytest.raises(Unsupported, match="no model_type"):
         (tmp_path / "config.json").write_text("{}")
-        flatlayout.config_of(str(tmp_path))
+        flat_layout.config_of(str(tmp_path))

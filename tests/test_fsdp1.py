@@ -23,9 +23,10 @@ from test_flatlayout import Tiny, rank_of, wrapped
 from torch import Tensor, nn
 
 import ckpttool
-from ckpttool import conversion, layouts
+from ckpttool import layouts
+from ckpttool.engine import conversion
+from ckpttool.engine.flat_layout import describe_fsdp1, slice_of
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe, Unsupported, UsageError
-from ckpttool.flatlayout import describe_fsdp1, slice_of
 
 Tensors = dict[str, Tensor]
 

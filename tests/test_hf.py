@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import ckpttool
-from ckpttool.comparison import diff
-from ckpttool.conversion import convert
-from ckpttool.conversion import open as open_checkpoint
+from ckpttool.engine.conversion import convert
+from ckpttool.engine.conversion import open as open_checkpoint
+from ckpttool.engine.diff import diff
 from ckpttool.errors import Corrupt, Unsupported
 
 WITH_REFERENCE = [o for o in ALL if o.config is not None]
@@ -151,7 +151,7 @@ def test_tokenizer_files_come_along_and_code_and_weights_beside_them_do_not(tmp_
 def test_architectures_taken_for_plain_have_the_same_names_in_memory_and_on_the_hub() -> None:
     code = """
 import transformers, torch
-from ckpttool.hubnames import PLAIN
+from ckpttool.huggingface.hub_names import PLAIN
 from transformers.core_model_loading import revert_weight_conversion
 small = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
              num_key_value_heads=2, head_dim=8, n_embd=16, n_layer=2, n_head=2, n_positions=8, ffn_dim=16, pad_token_id=0,

@@ -17,8 +17,8 @@ from test_hf import from_pretrained
 from torch import Tensor
 
 import ckpttool
-from ckpttool import hubnames
 from ckpttool.errors import Corrupt, Unsupported, UsageError
+from ckpttool.huggingface import hub_names
 
 LLAMA = FIXTURES / "hf_llama" / "ckpt"
 MOE = FIXTURES / "hf_moe" / "ckpt"
@@ -35,14 +35,14 @@ def asked_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
             m.setattr(torch.Tensor, "contiguous", torch.Tensor.contiguous)  # which `_answer` replaces
             m.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(text)))
             try:
-                return hubnames._answer(argument)
+                return hub_names._answer(argument)
             except Exception as e:
                 raise Corrupt(f"{type(e).__name__}: {e}") from None
 
-    monkeypatch.setattr(hubnames, "in_child", here)
-    hubnames._asked.cache_clear()
+    monkeypatch.setattr(hub_names, "in_child", here)
+    hub_names._asked.cache_clear()
     yield asked
-    hubnames._asked.cache_clear()
+    hub_names._asked.cache_clear()
 
 
 def saved(tmp_path: Path, tree: dict[str, Any]) -> Path:

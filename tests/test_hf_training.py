@@ -20,10 +20,11 @@ from peers import FIXTURES, FLAT, ORIGINALS, Original, difference, files_of, loa
 from safetensors.torch import load_file, save_file
 
 import ckpttool
-from ckpttool import conversion, remote
-from ckpttool.cli import app
+from ckpttool.cli.main import app
+from ckpttool.engine import conversion
+from ckpttool.engine.inspect import summarise
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe, Unsupported, UsageError
-from ckpttool.summary import summarise
+from ckpttool.storage import remote
 
 WITHOUT_OPTIMIZER = ("safetensors", "hf_shards", "hf", "hf_with_index")
 STATES = [o for o in [*ORIGINALS, *FLAT] if o.saved_as not in WITHOUT_OPTIMIZER and o.path.name != "views.pt"]

@@ -29,9 +29,9 @@ from peers import FIXTURES, files_of
 from safetensors.torch import load_file, save_file
 
 import ckpttool
-from ckpttool import remote
 from ckpttool.errors import CkpttoolError, NotRecognised, RemoteError, SourceChanged
-from ckpttool.remote import RemoteSource
+from ckpttool.storage import remote
+from ckpttool.storage.remote import RemoteSource
 
 MIB = 1 << 20
 LLAMA = FIXTURES / "hf_llama" / "ckpt"

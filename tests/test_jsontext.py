@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpttool
+from ckpttool.bounded_json import MAX_DEPTH, _outside_strings, parse
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe
-from ckpttool.jsontext import MAX_DEPTH, _outside_strings, parse
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(st.sampled_from('a"\\[]{},:\n😀'), max_size=6),
@@ -60,7 +60,7 @@ BOMBS = {
 
 @pytest.mark.parametrize("kind", BOMBS)
 def test_no_text_takes_many_times_its_length(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpttool.jsontext._FLOOR", 1 << 20)  # so that a text of three megabytes is a large one
+    monkeypatch.setattr("ckpttool.bounded_json._FLOOR", 1 << 20)  # so that a text of three megabytes is a large one
     data = BOMBS[kind]
     tracemalloc.start()
     try:
@@ -99,7 +99,7 @@ def test_other_refusals() -> None:
 
 def test_dense_honest_records_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the floor, which is for short texts: shapes of no dimension and names of three letters are the densest there are."""
-    monkeypatch.setattr("ckpttool.jsontext._FLOOR", 1 << 16)
+    monkeypatch.setattr("ckpttool.bounded_json._FLOOR", 1 << 16)
     header = {f"{i:x}.w": {"dtype": "F32", "shape": [4], "data_offsets": [4 * i, 4 * i + 4]} for i in range(20_000)}
     record = {"tensors": {f"model.{i}": ["float32", [], f"{i:064x}"] for i in range(20_000)}, "made": {}, "added": []}
     index = {"metadata": {}, "weight_map": {f"{i:x}.w": "model-00001-of-00002.safetensors" for i in range(20_000)}}

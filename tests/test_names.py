@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool import index
 from ckpttool.errors import CkpttoolError, Corrupt, Unsupported
-from ckpttool.index import Chunks, Number, TensorEntry, joined, same_bytes
-from ckpttool.names import COMPONENTS, canonical, name_order, nest, original, own_tree, strip_wrappers
+from ckpttool.index import checkpoint
+from ckpttool.index.checkpoint import Chunks, Number, TensorEntry, joined, same_bytes
+from ckpttool.index.names import COMPONENTS, canonical, name_order, nest, original, own_tree, strip_wrappers
 
 
 class T:
@@ -349,7 +349,7 @@ WRITTEN: dict[str, Any] = {
 @pytest.mark.parametrize("kind", WRITTEN)
 def test_the_tree_that_a_trainer_wrote_comes_back(kind: str) -> None:
     leaves = stored(WRITTEN[kind])
-    found = canonical(leaves, index.shape_of, None, same_bytes)
+    found = canonical(leaves, checkpoint.shape_of, None, same_bytes)
     tree, notes = own_tree(found.leaves, found.origin, same_bytes)
     assert (tree, notes) == (leaves, [])
     assert nest(tree) == nest(leaves)
@@ -362,14 +362,14 @@ def test_the_tree_that_a_trainer_wrote_comes_back(kind: str) -> None:
 
 def test_where_the_own_keys_do_not_lead_back_the_canonical_ones_stay() -> None:
     leaves = stored(WRITTEN["integer ids"])
-    found = canonical(leaves, index.shape_of, None, same_bytes)
+    found = canonical(leaves, checkpoint.shape_of, None, same_bytes)
     optimizer = {p: v for p, v in found.leaves.items() if p[0] == "optim"}  # --only optim: nothing names the numbers
     tree, notes = own_tree(optimizer, found.origin, same_bytes)
     assert tree is optimizer and "could not be read again" in notes[0]
     tied = stored(
         {"model": {"a.weight": W, "b.weight": W}, "optim": {"state": {0: ADAM}, "param_groups": [{"params": [0]}]}}
     )
-    found = canonical(tied, index.shape_of, None, same_bytes)
+    found = canonical(tied, checkpoint.shape_of, None, same_bytes)
     assert own_tree(found.leaves, found.origin, same_bytes)[0] == tied
     tree, notes = own_tree(found.leaves, found.origin, None)  # DCP does not show that they are one
     assert tree is found.leaves and notes
@@ -381,7 +381,7 @@ def test_where_the_own_keys_do_not_lead_back_the_canonical_ones_stay() -> None:
 def test_a_part_of_a_state_has_the_keys_it_had() -> None:
     for kind in ("torchtitan", "Lightning", "compile"):
         leaves = stored(WRITTEN[kind])
-        found = canonical(leaves, index.shape_of, None, same_bytes)
+        found = canonical(leaves, checkpoint.shape_of, None, same_bytes)
         model = {p: v for p, v in found.leaves.items() if p[0] == "model"}
         tree, notes = own_tree(model, found.origin, same_bytes)
         assert len(tree) == 2 and all(leaves[p] is t for p, t in tree.items()) and not notes

@@ -18,9 +18,10 @@ import pytest
 import torch
 
 import ckpttool
-from ckpttool import cli, conversion, draft, fill, partial, store, stream
 from ckpttool.audit.export import export
 from ckpttool.audit.options import ArchiveOptions
+from ckpttool.cli import main as cli
+from ckpttool.engine import conversion, fill, stream
 from ckpttool.errors import (
     CkpttoolError,
     Corrupt,
@@ -33,6 +34,7 @@ from ckpttool.errors import (
     Unreadable,
     UsageError,
 )
+from ckpttool.storage import partial, source, staging
 
 NOBODY = 65534
 ROOT = os.geteuid() == 0
@@ -282,19 +284,19 @@ def test_a_line_that_was_cut_off_does_not_spoil_the_journal(src: Path, dst: Path
 
 
 def test_a_source_that_is_far_away_is_not_read_twice(src: Path, dst: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store.Source, "distant", True)
+    monkeypatch.setattr(source.Source, "distant", True)
     left = interrupted(src, dst)
     read = 0
 
     def counted(
-        self: store.Source, name: str, offset: int, into: memoryview, real: Any = store.Source.readinto
+        self: source.Source, name: str, offset: int, into: memoryview, real: Any = source.Source.readinto
     ) -> None:
         nonlocal read
         if name == src.name:
             read += len(into)
         real(self, name, offset, into)
 
-    monkeypatch.setattr(store.Source, "readinto", counted)
+    monkeypatch.setattr(source.Source, "readinto", counted)
     done = ckpttool.convert(src, dst, **HOW)
     assert "continued" in said(done)
     assert read < 0.7 * src.stat().st_size
@@ -489,14 +491,14 @@ def test_an_error_after_the_rename_says_that_the_new_one_is_in_place(
 ) -> None:
     if force:
         ckpttool.convert(saved(dst.parent / "old.pt", 2), dst, **HOW)
-    real = draft._fsync_folder
+    real = staging._fsync_folder
 
     def sync(path: str) -> None:
         if path == str(dst.parent):
             raise OSError(code, os.strerror(code))
         real(path)
 
-    monkeypatch.setattr(draft, "_fsync_folder", sync)
+    monkeypatch.setattr(staging, "_fsync_folder", sync)
     with pytest.raises(kind, match="new checkpoint is in place") as e:
         ckpttool.convert(src, dst, force=force, **HOW)
     assert type(e.value) is kind and "untouched" not in str(e.value) and "power cut" in str(e.value)
@@ -598,7 +600,7 @@ def test_no_memory_for_the_buffers_is_exit_8(src: Path, dst: Path, monkeypatch: 
 
 
 def test_a_file_that_may_not_grow_so_far_is_exit_8(src: Path, dst: Path) -> None:
-    code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536)); from ckpttool.cli import main; main()"
+    code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536)); from ckpttool.cli.main import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, "convert", src, dst, "--to", "full", "-q"], capture_output=True, text=True
     )

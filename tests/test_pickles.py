@@ -29,9 +29,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool import pickles
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe
-from ckpttool.pickles import Global, Opaque
+from ckpttool.formats import pickles
+from ckpttool.formats.pickles import Global, Opaque
 
 PROTOCOLS = range(6)
 
@@ -396,9 +396,7 @@ CRASHES = {
 def test_what_has_no_bound_is_refused_wherever_it_stands(name: str) -> None:
     # in a child: the fault is a hang of 2**64 steps or an overflow of the C stack
     data = b"\x80\x04" + (HANGS.get(name) or CRASHES[name])
-    code = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_CPU, (1, 1)); from ckpttool import errors, pickles\n"
-    )
+    code = "import resource, sys; resource.setrlimit(resource.RLIMIT_CPU, (1, 1)); from ckpttool import errors; from ckpttool.formats import pickles\n"
     code += "try: pickles.load(sys.stdin.buffer.read())\nexcept (errors.Unsafe, errors.Corrupt): sys.exit(9)"
     done = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, check=False)
     assert done.returncode == 9, (done.returncode, done.stderr[-300:])
@@ -513,7 +511,7 @@ def test_reading_causes_none_of_the_events_by_which_a_process_acts(tmp_path: Pat
     (tmp_path / "pickles").write_text(json.dumps([d.hex() for d in [*evil, *genuine, *GENUINE.values()]]))
     script = """
         import json, sys
-        from ckpttool import pickles
+        from ckpttool.formats import pickles
         from ckpttool.errors import CkpttoolError
         for codec in ("latin1", "latin-1", "utf-8", "ascii", "raw-unicode-escape"):
             "".encode(codec); b"".decode(codec)  # the first use of a codec is an import of its module
@@ -576,7 +574,7 @@ def by_name(module: str, cls: str, member: str, builtins: str = "builtins") -> b
 def test_members_of_known_enums(builtins: str) -> None:
     from ckpttool.converters import _deepspeed
 
-    from ckpttool.sharded import stand_ins
+    from ckpttool.formats.sharded import stand_ins
 
     zero, torch_ = "deepspeed.runtime.zero.config", "torch.distributed._shard.sharded_tensor.metadata"
     for name, number in (("disabled", 0), ("optimizer_states", 1), ("gradients", 2), ("weights", 3)):
@@ -601,7 +599,7 @@ def test_a_checkpoint_that_such_a_python_saved(tmp_path: Path, monkeypatch: pyte
     from ckpttool.converters import dcp
     from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-    from ckpttool.comparison import diff
+    from ckpttool.engine.diff import diff
 
     source = Path(__file__).parents[1] / "fixtures" / "fsdp2_w3" / "ckpt"
     shutil.copytree(source, tmp_path / "there")

@@ -16,11 +16,11 @@ from peers import FIXTURES, difference, load_dcp, load_hf, tensors_of
 from safetensors.torch import load, save
 
 import ckpttool
-from ckpttool import remote
 from ckpttool.errors import Corrupt, DestinationExists, RemoteError, UsageError
 from ckpttool.hub import client
 from ckpttool.hub.pull import pull
 from ckpttool.hub.push import push
+from ckpttool.storage import remote
 
 URL = "hf://org/name"
 LLAMA = FIXTURES / "hf_llama" / "ckpt"

@@ -37,7 +37,8 @@ from peers import FIXTURES, difference, files_of, load_dcp, tensors_of
 from safetensors.torch import load, load_file, save_file
 
 import ckpttool
-from ckpttool import conversion, remote, stream
+from ckpttool.engine import conversion, stream
+from ckpttool.engine.stream import Effort
 from ckpttool.errors import (
     CkpttoolError,
     Corrupt,
@@ -53,8 +54,8 @@ from ckpttool.hub import card, client, hashing, screening
 from ckpttool.hub import push as pushing
 from ckpttool.hub.push import preview, push
 from ckpttool.hub.virtual import VirtualFile, contents
-from ckpttool.store import Source
-from ckpttool.stream import Effort
+from ckpttool.storage import remote
+from ckpttool.storage.source import Source
 
 URL = "hf://org/name"
 LLAMA, SHARDED = FIXTURES / "hf_llama" / "ckpt", FIXTURES / "hf_llama" / "ckpt_sharded"

@@ -32,11 +32,12 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import ckpttool
-from ckpttool import boxes, fetch
 from ckpttool.errors import CkpttoolError, Corrupt, SourceChanged, Unsafe, Unsupported
-from ckpttool.index import ITEMSIZE, Checkpoint, Chunks, TensorEntry, Value, check, joined
+from ckpttool.index import boxes
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, Value, check, joined
 from ckpttool.layouts import find
-from ckpttool.store import Source
+from ckpttool.live import storage_reader
+from ckpttool.storage.source import Source
 
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests" / "attacks")]
 
@@ -220,7 +221,7 @@ UNDERSTOOD = {
 
 @pytest.mark.parametrize("asked", UNDERSTOOD)
 def test_a_name_is_understood_in_the_ways_that_jobs_have(asked: str) -> None:
-    assert fetch.Names(LISTED).find(asked) == UNDERSTOOD[asked]
+    assert storage_reader.Names(LISTED).find(asked) == UNDERSTOOD[asked]
 
 
 AMBIGUOUS = {
@@ -251,16 +252,16 @@ def test_a_name_that_means_two_things_is_no_guess(name: str) -> None:
     ckpt, asked = AMBIGUOUS[name]
     assert asked is not None
     with pytest.raises(Unsupported, match="can mean"):
-        fetch.Names(ckpt).find(asked)
+        storage_reader.Names(ckpt).find(asked)
 
 
 def test_names_that_are_asked_for_together_are_understood_in_one_way() -> None:
-    names = fetch.Names(index([("model", "model.w"), ("model", "w")], {}))
+    names = storage_reader.Names(index([("model", "model.w"), ("model", "w")], {}))
     assert names.find("model.w") == "model.w" and names.find("w") == "model.w"
     names.agree(["model.w", "model.model.w"])
     with pytest.raises(Unsupported, match='both mean "model'):
         names.agree(["w", "model.w"])
-    two = fetch.Names(index([("model", "w"), ("model", "v")], {("trainer", "step"): 1}))
+    two = storage_reader.Names(index([("model", "w"), ("model", "v")], {("trainer", "step"): 1}))
     two.agree(["app.model.w", "app.model.v", "step"])
     with pytest.raises(Unsupported, match="different keys in front"):
         two.agree(["vision.model.w", "text.model.v"])
@@ -282,9 +283,9 @@ def test_a_bare_state_dict_whose_names_mean_two_things_is_refused_before_a_byte_
 def opened(ckpt: Checkpoint, folder: Path) -> Any:
     """An index of ours behind the reader."""
     check(ckpt)
-    out = fetch.OpenCheckpoint.__new__(fetch.OpenCheckpoint)
+    out = storage_reader.OpenCheckpoint.__new__(storage_reader.OpenCheckpoint)
     out.path, out.source, out.layout, out.ckpt = str(folder), Source(folder), find("full"), ckpt
-    out.names, out.bytes_read, out._located, out._rows, out._compared = fetch.Names(ckpt), 0, {}, {}, set()
+    out.names, out.bytes_read, out._located, out._rows, out._compared = storage_reader.Names(ckpt), 0, {}, {}, set()
     return out
 
 
@@ -353,14 +354,14 @@ def test_any_box_of_any_tensor_in_any_chunks_is_what_numpy_says(
             target = torch.empty(size, dtype=torch.float64 if kind == "other dtype" and item > 1 else named)
         part = np.ascontiguousarray(raw[tuple(slice(a, a + k) for a, k in zip(start, size, strict=True))])
         truth = torch.from_numpy(part.reshape(-1).copy()).view(named).reshape(size)
-        wanted.append(fetch.Wanted("model.w", start, size, target))
+        wanted.append(storage_reader.Wanted("model.w", start, size, target))
         expected.append(truth.to(target.dtype))
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr(fetch, "_STAGE", draw.choice([16, 64, 1 << 20]))
-        patch.setattr(fetch, "_GAP", draw.choice([0, 8, 1 << 14]))
-        patch.setattr(fetch, "_LONG_RUN", draw.choice([4, 1 << 16]))
-        patch.setattr(fetch, "_threads", lambda: draw.choice([1, 3]))
+        patch.setattr(storage_reader, "_STAGE", draw.choice([16, 64, 1 << 20]))
+        patch.setattr(storage_reader, "_GAP", draw.choice([0, 8, 1 << 14]))
+        patch.setattr(storage_reader, "_LONG_RUN", draw.choice([4, 1 << 16]))
+        patch.setattr(storage_reader, "_threads", lambda: draw.choice([1, 3]))
         it.fill(wanted)
     for w, truth in zip(wanted, expected, strict=True):
         got = torch.empty(w.shape, dtype=w.target.dtype).copy_(w.target).reshape(-1).view(torch.uint8)
@@ -372,7 +373,7 @@ def test_any_box_of_any_tensor_in_any_chunks_is_what_numpy_says(
 def test_boxes_of_real_checkpoints_are_those_of_the_truth(
     case: str, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch, "_STAGE", stage)
+    monkeypatch.setattr(storage_reader, "_STAGE", stage)
     o = next(o for o in [*ORIGINALS, *FLAT] if o.case == case)
     draw = random.Random(case)
     truth = {n: t for n, t in o.truth().items() if n.startswith("model.")}
@@ -384,7 +385,7 @@ def test_boxes_of_real_checkpoints_are_those_of_the_truth(
             size = [draw.randint(1, n - a) for n, a in zip(t.shape, start, strict=True)]
             part = t[tuple(slice(a, a + k) for a, k in zip(start, size, strict=True))]
             expected.append(part)
-            wanted.append(fetch.Wanted(name, tuple(start), tuple(size), torch.empty_like(part.contiguous())))
+            wanted.append(storage_reader.Wanted(name, tuple(start), tuple(size), torch.empty_like(part.contiguous())))
     ours.fill(wanted)
     for w, t in zip(wanted, expected, strict=True):
         assert torch.equal(w.target, t), (w.name, w.start, w.shape)
@@ -415,14 +416,14 @@ def test_a_rank_reads_its_own_bytes_and_no_others(tmp_path: Path, monkeypatch: p
     def box(start: tuple[int, int], size: tuple[int, int]) -> list[tuple[int, int]]:
         counted.ranges.clear()
         target = torch.empty(size)
-        it.fill([fetch.Wanted("model.w", start, size, target)])
+        it.fill([storage_reader.Wanted("model.w", start, size, target)])
         assert torch.equal(target, w[start[0] : start[0] + size[0], start[1] : start[1] + size[1]])
         return counted.ranges
 
     assert box((128, 0), (128, 4096)) == [(base + 128 * 16384, 128 * 16384)], "rows are one read"
     columns = box((0, 1024), (512, 1024))  # runs of 4 KiB with 12 KiB between, which cost less than a read each
     assert sum(n for _, n in columns) == 511 * 16384 + 4096
-    monkeypatch.setattr(fetch, "_GAP", 4096)
+    monkeypatch.setattr(storage_reader, "_GAP", 4096)
     runs_of = box((0, 1024), (512, 1024))
     assert runs_of == [(base + 16384 * i + 4096, 4096) for i in range(512)], "runs far apart are read alone"
 
@@ -442,7 +443,7 @@ def test_only_items_that_a_rank_needs_are_looked_into(monkeypatch: pytest.Monkey
     t = load_file(FIXTURES / "fsdp2_w3" / "truth.safetensors")["model.lm_head.weight"]  # 131 rows: 44, 44, 43
     for _ in range(2):
         target = torch.empty(40, 36)
-        it.fill([fetch.Wanted("model.lm_head.weight", (50, 0), (38, 36), target[:38])])
+        it.fill([storage_reader.Wanted("model.lm_head.weight", (50, 0), (38, 36), target[:38])])
         assert torch.equal(target[:38], t[50:88])
     assert seen == ["model.lm_head.weight"], "one of its three items, once"
 
@@ -579,7 +580,7 @@ def test_no_descriptor_stays_open() -> None:
 
 
 def test_importing_it_imports_no_torch() -> None:
-    code = "import sys, ckpttool.reader; assert not {'torch', 'numpy'} & set(sys.modules)"
+    code = "import sys, ckpttool.live.load; assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -592,7 +593,7 @@ def test_importing_it_imports_no_torch() -> None:
      ("uint8", "int16"), ("int8", "bfloat16"), ("float8_e4m3fn", "bfloat16"), ("float32", "complex64")],
 )  # fmt: skip
 def test_a_wider_dtype_loses_nothing_and_the_way_back_does(a: str, b: str) -> None:
-    assert fetch.lossless(a, a) and fetch.lossless(a, b) and not fetch.lossless(b, a)
+    assert storage_reader.lossless(a, a) and storage_reader.lossless(a, b) and not storage_reader.lossless(b, a)
 
 
 @pytest.mark.parametrize(
@@ -601,7 +602,7 @@ def test_a_wider_dtype_loses_nothing_and_the_way_back_does(a: str, b: str) -> No
      ("float8_e5m2", "float8_e4m3fn"), ("float64", "complex64")],
 )  # fmt: skip
 def test_what_has_numbers_that_the_other_has_not_is_not_lossless(a: str, b: str) -> None:
-    assert not fetch.lossless(a, b)
+    assert not storage_reader.lossless(a, b)
 
 
 def test_rounding_is_said_once_and_is_that_of_torch(tmp_path: Path) -> None:
@@ -692,7 +693,7 @@ BAD_ARRAYS = {
 
 @pytest.mark.parametrize("name", BAD_ARRAYS)
 def test_an_array_that_is_not_plain_numbers_is_refused(name: str) -> None:
-    from ckpttool.pickles import Global, Opaque
+    from ckpttool.formats.pickles import Global, Opaque
 
     kind, shape, data, order = BAD_ARRAYS[name]
     dtype = Opaque(Global("numpy", "dtype"), (kind, False, True), call=True)
@@ -702,7 +703,7 @@ def test_an_array_that_is_not_plain_numbers_is_refused(name: str) -> None:
     )
     array.state = (1, shape, dtype, order, data)
     with pytest.raises(Unsupported, match="_reconstruct"):
-        fetch.plain(array, "rng.x")
+        storage_reader.plain(array, "rng.x")
 
 
 # -------------------------------------------------------------------------------------------------------- refusals
@@ -735,7 +736,7 @@ def test_a_checkpoint_that_would_run_code_does_not(tmp_path: Path, canary: Path)
 
 def test_nothing_but_our_own_pickles_reaches_torchs_unpickler(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[bytes] = []
-    real_save, real_load = fetch._saved, torch.load
+    real_save, real_load = storage_reader._saved, torch.load
 
     def saved(x: Any) -> Any:
         out = real_save(x)
@@ -746,7 +747,7 @@ def test_nothing_but_our_own_pickles_reaches_torchs_unpickler(monkeypatch: pytes
         assert f.getvalue() in made
         return real_load(f, *more, **how)
 
-    monkeypatch.setattr(fetch, "_saved", saved)
+    monkeypatch.setattr(storage_reader, "_saved", saved)
     monkeypatch.setattr(torch, "load", checked)
     folder = FIXTURES / "fsdp2_w2_groups" / "ckpt"
     load(_skeleton({"args": {"name": 1, "tuple": 1}, "step": 1, "optim": {"param_groups": [{"lr": 1}]}}), folder)

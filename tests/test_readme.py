@@ -24,7 +24,7 @@ from stores import moto
 from typer.testing import CliRunner
 
 import ckpttool
-from ckpttool.cli import app
+from ckpttool.cli.main import app
 from ckpttool.errors import EXIT_CODES
 
 REPOSITORY = Path(__file__).resolve().parents[1]

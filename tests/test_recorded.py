@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 import ckpttool
 from ckpttool.audit.export import export
 from ckpttool.audit.options import ArchiveOptions
+from ckpttool.engine.recorded import RECORD
 from ckpttool.errors import Corrupt, Differs
-from ckpttool.recorded import RECORD
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dcp": {"world_size": 3}, "hf": {}, "hf+": {"to": "hf", "training": True}, "zero2": {"world_size": 3},

@@ -22,7 +22,7 @@ import stores
 from fsspec.implementations.memory import MemoryFileSystem
 from stores import KEY_ID, SECRET, Flaky, Moto, first
 
-from ckpttool import conversion, objects, remote
+from ckpttool.engine import conversion
 from ckpttool.errors import (
     CkpttoolError,
     Corrupt,
@@ -33,8 +33,10 @@ from ckpttool.errors import (
     Unsupported,
     UsageError,
 )
-from ckpttool.objects import Upload
-from ckpttool.remote import RemoteSource
+from ckpttool.storage import remote
+from ckpttool.storage import upload as objects
+from ckpttool.storage.remote import RemoteSource
+from ckpttool.storage.upload import Upload
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 MIB = 1 << 20
@@ -134,7 +136,7 @@ def test_package_missing(absent: str, url: str, how: str) -> None:
     code = f"""
 import sys
 sys.modules[{absent!r}] = None
-from ckpttool.remote import RemoteSource
+from ckpttool.storage.remote import RemoteSource
 from ckpttool.errors import UsageError
 try:
     RemoteSource({url!r})

@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 
-from ckpttool import stfile
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe, Unsupported
-from ckpttool.index import ITEMSIZE
-from ckpttool.store import Source
+from ckpttool.formats import safetensors_header
+from ckpttool.index.checkpoint import ITEMSIZE
+from ckpttool.storage.source import Source
 
 #: float4_e2m1fn_x2 has two numbers in a byte, and the library counts numbers where torch counts bytes; see below.
-WHOLE = [d for d in stfile.CODES if d != "float4_e2m1fn_x2"]
+WHOLE = [d for d in safetensors_header.CODES if d != "float4_e2m1fn_x2"]
 NAMES = st.text('abz.0_é日"\\/\n\x07\x7f ', min_size=1, max_size=12)
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 
@@ -41,8 +41,8 @@ def library(tensors: dict[str, tuple[str, tuple[int, ...]]], metadata: dict[str,
 
 
 def ours(tensors: dict[str, tuple[str, tuple[int, ...]]], metadata: dict[str, str] | None) -> bytes:
-    rows = sorted(((n, d, s) for n, (d, s) in tensors.items()), key=lambda r: stfile.sort_key(r[0], r[1]))
-    return stfile.header(rows, metadata or {})
+    rows = sorted(((n, d, s) for n, (d, s) in tensors.items()), key=lambda r: safetensors_header.sort_key(r[0], r[1]))
+    return safetensors_header.header(rows, metadata or {})
 
 
 @given(st.dictionaries(NAMES, st.tuples(st.sampled_from(WHOLE), SHAPES), min_size=1, max_size=12), st.booleans())
@@ -66,7 +66,7 @@ def test_a_tensor_of_half_bytes_is_written_and_read_as_the_library_does(tmp_path
     whole = library({"w": ("float4_e2m1fn_x2", (2, 4))}, None)
     (tmp_path / "f").write_bytes(whole)
     with Source(tmp_path) as source:
-        (slot,) = stfile.slots(source, "f").values()
+        (slot,) = safetensors_header.slots(source, "f").values()
     assert slot[:2] == ("float4_e2m1fn_x2", (2, 4)) and slot.length == 8
     assert whole.startswith(ours({"w": ("float4_e2m1fn_x2", (2, 4))}, None))
 
@@ -77,7 +77,7 @@ def test_what_the_library_wrote_is_read(tmp_path: Path, tensors: dict[str, tuple
     whole = library(tensors, {"format": "pt", "step": "3"})
     (tmp_path / "f").write_bytes(whole)
     with Source(tmp_path) as source:
-        slots, metadata = stfile.read_header(source, "f")
+        slots, metadata = safetensors_header.read_header(source, "f")
     assert metadata == {"format": "pt", "step": "3"}
     assert {n: (s.dtype, s.shape) for n, s in slots.items()} == tensors
     at = len(ours(tensors, metadata))
@@ -103,7 +103,7 @@ def refusal(folder: Path, data: bytes, kind: type[CkpttoolError]) -> str:
     """The message; the library must not read the file either, unless we are the stricter."""
     (folder / "f").write_bytes(data)
     with Source(folder) as source, pytest.raises(CkpttoolError) as e:
-        stfile.read_header(source, "f")
+        safetensors_header.read_header(source, "f")
     assert type(e.value) is kind, e.value
     return str(e.value)
 
@@ -193,12 +193,12 @@ def test_empty_tensors_anywhere_are_read(tmp_path: Path) -> None:
         file({"z": entry(0, 0, shape=(0, 3)), "a": entry(), "e": entry(4, 4, shape=(0,)), "__metadata__": None})
     )
     with Source(tmp_path) as source:
-        assert set(stfile.slots(source, "f")) == {"z", "a", "e"}
+        assert set(safetensors_header.slots(source, "f")) == {"z", "a", "e"}
 
 
 @given(st.binary(max_size=40))
 def test_any_json_is_a_value_or_an_error_of_ours(data: bytes) -> None:
     try:
-        stfile.parse(data, "x")
+        safetensors_header.parse(data, "x")
     except CkpttoolError:
         pass

@@ -19,13 +19,14 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool import boxes, store
-from ckpttool.draft import Draft, DraftFile, Staging
+from ckpttool.engine.fill import fill, tensor_digests
+from ckpttool.engine.stream import Effort, Job, Mismatch, Reader, Sums, cast, numpy_dtype, unfold
 from ckpttool.errors import Corrupt, SourceChanged, Unsafe
-from ckpttool.fill import fill, tensor_digests
-from ckpttool.index import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, Record, TensorEntry
-from ckpttool.store import Source
-from ckpttool.stream import Effort, Job, Mismatch, Reader, Sums, cast, numpy_dtype, unfold
+from ckpttool.index import boxes
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, Record, TensorEntry
+from ckpttool.storage import source as store
+from ckpttool.storage.source import Source
+from ckpttool.storage.staging import Draft, DraftFile, Staging
 
 TINY = Effort(1, 32 << 10)  # two pages of it are for alignment, so blocks have 24 KiB
 

@@ -19,8 +19,10 @@ import torch
 from peers import FIXTURES, difference, load_dcp, load_full, tensors_of
 
 import ckpttool
-from ckpttool import beside, errors, layouts, terminal
-from ckpttool.cli import main
+from ckpttool import errors, layouts
+from ckpttool.cli import terminal
+from ckpttool.cli.main import main
+from ckpttool.engine import unread_files
 
 CKPTTOOL = f"{sys.executable} -m ckpttool"
 
@@ -319,6 +321,6 @@ def test_a_folder_whose_other_files_could_not_be_listed_is_a_note(small: Path, m
     def denied(*args: Any) -> Any:
         raise PermissionError(13, "Permission denied", str(small))
 
-    monkeypatch.setattr(beside, "_around", denied)
+    monkeypatch.setattr(unread_files, "_around", denied)
     with ckpttool.open(small / "in.pt") as opened:
         assert any("could not be listed" in n and "Permission denied" in n for n in opened.checkpoint.notes)

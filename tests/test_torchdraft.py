@@ -19,13 +19,13 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool import draft as drafts
-from ckpttool import fill
-from ckpttool.index import ITEMSIZE, Checkpoint, Chunks, TensorEntry
-from ckpttool.pickles import Global, Opaque
-from ckpttool.store import Source
-from ckpttool.torchdraft import TorchFiles
-from ckpttool.torchzip import Inline, TensorRef
+from ckpttool.engine import fill
+from ckpttool.formats.pickles import Global, Opaque
+from ckpttool.formats.torch_zip import Inline, TensorRef
+from ckpttool.formats.torch_zip_writer import TorchFiles
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry
+from ckpttool.storage import staging as drafts
+from ckpttool.storage.source import Source
 
 
 class Place(NamedTuple):

@@ -20,11 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpttool
-from ckpttool import torchzip
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe, Unsupported
-from ckpttool.index import ITEMSIZE
-from ckpttool.pickles import Global, Opaque
-from ckpttool.torchzip import Inline, StoredTensor, TensorRef
+from ckpttool.formats import torch_zip
+from ckpttool.formats.pickles import Global, Opaque
+from ckpttool.formats.torch_zip import Inline, StoredTensor, TensorRef
+from ckpttool.index.checkpoint import ITEMSIZE
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -38,7 +38,7 @@ def saved(value: Any, **how: Any) -> bytes:
 
 
 def read(data: bytes) -> Any:
-    return torchzip.read(lambda at, n: data[at : at + n], 0, len(data), "x.pt")
+    return torch_zip.read(lambda at, n: data[at : at + n], 0, len(data), "x.pt")
 
 
 def numbers(dtype: str, *shape: int) -> torch.Tensor:
@@ -61,7 +61,7 @@ def bytes_of(data: bytes, t: StoredTensor) -> bytes:
     """Row-major bytes, by us."""
     at, n = t.extent
     raw = data[at : at + n]
-    return raw if t.contiguous else torchzip.gather(raw, t)
+    return raw if t.contiguous else torch_zip.gather(raw, t)
 
 
 def same(data: bytes, ours: Any, theirs: Any) -> None:
@@ -149,7 +149,7 @@ def test_the_file_carries_the_crc_of_each_storage(dtype: str) -> None:
 
 def test_every_record_is_found_where_zipfile_finds_it() -> None:
     data = saved({"a": torch.ones(3), "b": torch.ones(50)})
-    found = torchzip.zip_records(lambda at, n: data[at : at + n], 0, len(data), "x")
+    found = torch_zip.zip_records(lambda at, n: data[at : at + n], 0, len(data), "x")
     with zipfile.ZipFile(io.BytesIO(data)) as z:
         assert {i.filename.partition("/")[2] for i in z.infolist()} == set(found)
         for name, r in found.items():
@@ -158,7 +158,7 @@ def test_every_record_is_found_where_zipfile_finds_it() -> None:
 
 def test_a_torch_file_inside_another_file_is_read_from_its_base() -> None:
     data = b"x" * 77 + saved([torch.ones(3)]) + b"y" * 10
-    (found,) = torchzip.read(lambda at, n: data[at : at + n], 77, len(data) - 87, "x")
+    (found,) = torch_zip.read(lambda at, n: data[at : at + n], 77, len(data) - 87, "x")
     assert bytes_of(data, found) == raw_bytes(torch.ones(3))
 
 
@@ -332,22 +332,22 @@ def test_records_that_share_bytes_are_refused() -> None:
     out, entries = bytearray(), []
     for name, body in (("a/data.pkl", b"N."), ("a/x", b"12345678")):
         entries.append((name, len(out), len(body), zlib.crc32(body), False))
-        out += torchzip.local_header(name, len(body), zlib.crc32(body), len(out)) + body
+        out += torch_zip.local_header(name, len(body), zlib.crc32(body), len(out)) + body
     name, at, size, crc, _ = entries[1]
-    assert read(bytes(out + torchzip.central_directory(entries, len(out)))) is None
-    twice = bytes(out + torchzip.central_directory([*entries, ("a/y", at, size, crc, False)], len(out)))
+    assert read(bytes(out + torch_zip.central_directory(entries, len(out)))) is None
+    twice = bytes(out + torch_zip.central_directory([*entries, ("a/y", at, size, crc, False)], len(out)))
     assert "overlaps another" in refusal(twice, Unsafe)
-    moved = bytes(out + torchzip.central_directory([entries[0], (name, at + 1, size, crc, False)], len(out)))
+    moved = bytes(out + torch_zip.central_directory([entries[0], (name, at + 1, size, crc, False)], len(out)))
     assert "disagrees" in refusal(moved, Unsafe) or "overlaps" in refusal(moved, Unsafe)
-    longer = bytes(out + torchzip.central_directory([entries[0], (name, at, size + 9, crc, False)], len(out)))
+    longer = bytes(out + torch_zip.central_directory([entries[0], (name, at, size + 9, crc, False)], len(out)))
     with pytest.raises((Corrupt, Unsafe)):
         read(longer)
 
 
 def test_a_zip64_field_longer_than_its_place_is_refused() -> None:
     body = b"N."
-    head = torchzip.local_header("a/data.pkl", len(body), zlib.crc32(body), 0) + body
-    good = torchzip.central_directory([("a/data.pkl", 0, len(body), zlib.crc32(body), False)], len(head))
+    head = torch_zip.local_header("a/data.pkl", len(body), zlib.crc32(body), 0) + body
+    good = torch_zip.central_directory([("a/data.pkl", 0, len(body), zlib.crc32(body), False)], len(head))
     entry, extra = bytearray(good[:-22]), struct.pack("<HHQ", 1, 16, 2)
     entry[30:32] = struct.pack("<H", len(extra))
     entry[20:28] = b"\xff" * 8
@@ -416,8 +416,10 @@ def test_numbers_without_bound_are_refused_and_not_printed(where: str) -> None:
         "torch.Size": b"ctorch\nSize\n" + many + b"\x85R",
         "_get_layout": b"ctorch.serialization\n_get_layout\n" + many + b"\x85R",
     }.get(where) or b"ctorch._utils\n_rebuild_tensor_v2\n(j\xe8\x03\x00\x00" + arguments + b"\x89NtR"
-    code = "import sys; from ckpttool import errors, torchzip; d = sys.stdin.buffer.read()\n"
-    code += "try: torchzip.read(lambda at, n: d[at:at + n], 0, len(d), 'x')\n"
+    code = (
+        "import sys; from ckpttool import errors; from ckpttool.formats import torch_zip; d = sys.stdin.buffer.read()\n"
+    )
+    code += "try: torch_zip.read(lambda at, n: d[at:at + n], 0, len(d), 'x')\n"
     code += "except (errors.Unsafe, errors.Corrupt): sys.exit(9)"
     done = subprocess.run(
         [sys.executable, "-c", code], input=pickled(data), capture_output=True, check=False,
@@ -474,7 +476,7 @@ def test_what_is_no_torch_file_is_corrupt(data: bytes) -> None:
 def test_a_strided_tensor_inside_a_tuple_keeps_its_values() -> None:
     value = (torch.arange(6.0).reshape(2, 3).t(), [torch.tensor(5)])
     data = saved(value)
-    found = torchzip.inlined(read(data), lambda at, n: data[at : at + n], "x")
+    found = torch_zip.inlined(read(data), lambda at, n: data[at : at + n], "x")
     assert found[0] == Inline("float32", (3, 2), raw_bytes(value[0]))
     assert found[1] == [Inline("int64", (), raw_bytes(value[1][0]))]
 
@@ -482,20 +484,20 @@ def test_a_strided_tensor_inside_a_tuple_keeps_its_values() -> None:
 def test_tensors_of_more_than_the_limit_inside_a_tuple_are_refused() -> None:
     data = saved((torch.zeros(100),))
     with pytest.raises(Unsupported, match="400 bytes of tensors inside a container"):
-        torchzip.inlined(read(data), lambda at, n: data[at : at + n], "x", most=399)
+        torch_zip.inlined(read(data), lambda at, n: data[at : at + n], "x", most=399)
 
 
 def test_a_damaged_tensor_inside_a_tuple_is_corrupt() -> None:
     data = bytearray(saved((torch.arange(6.0), "x")))
     data[data.index(struct.pack("<f", 5.0))] ^= 1
     with pytest.raises(Corrupt):
-        torchzip.inlined(read(bytes(data)), lambda at, n: bytes(data[at : at + n]), "x")
+        torch_zip.inlined(read(bytes(data)), lambda at, n: bytes(data[at : at + n]), "x")
 
 
 def test_an_expanded_tensor_that_unfolds_to_more_than_the_limit_is_refused() -> None:
     data = saved((torch.zeros(1).expand(1000, 1000),))
     with pytest.raises(Unsupported):
-        torchzip.inlined(read(data), lambda at, n: data[at : at + n], "x", most=1_000_000)
+        torch_zip.inlined(read(data), lambda at, n: data[at : at + n], "x", most=1_000_000)
 
 
 # --------------------------------------------------------------------------------------------------------- writing
@@ -509,7 +511,7 @@ VALUES: list[Any] = [
 
 @pytest.mark.parametrize("i", range(len(VALUES)))
 def test_a_value_that_we_write_torch_and_zipfile_read(i: int) -> None:
-    data = torchzip.small_zip(VALUES[i])
+    data = torch_zip.small_zip(VALUES[i])
     with zipfile.ZipFile(io.BytesIO(data)) as z:
         assert z.testzip() is None
     found = torch.load(io.BytesIO(data), weights_only=True)
@@ -521,7 +523,7 @@ def test_a_value_that_we_write_torch_and_zipfile_read(i: int) -> None:
 @pytest.mark.parametrize("dtype", MAKEABLE)
 def test_a_small_tensor_of_every_dtype_that_we_write_torch_reads(dtype: str, tmp_path: Path) -> None:
     value = {"m": numbers(dtype, 2, 3), "scalar": numbers(dtype), "empty": numbers(dtype, 0, 2)}
-    data = torchzip.small_zip({k: Inline(dtype, tuple(t.shape), raw_bytes(t)) for k, t in value.items()})
+    data = torch_zip.small_zip({k: Inline(dtype, tuple(t.shape), raw_bytes(t)) for k, t in value.items()})
     (tmp_path / "x.pt").write_bytes(data)
     with zipfile.ZipFile(tmp_path / "x.pt") as z:
         assert z.testzip() is None
@@ -533,7 +535,7 @@ def test_a_small_tensor_of_every_dtype_that_we_write_torch_reads(dtype: str, tmp
 
 
 def test_the_same_value_gives_the_same_bytes() -> None:
-    assert torchzip.small_zip(VALUES) == torchzip.small_zip([*VALUES])
+    assert torch_zip.small_zip(VALUES) == torch_zip.small_zip([*VALUES])
 
 
 def big_zip(bodies: list[tuple[str, bytes, bool]], align: int = 64) -> bytes:
@@ -542,10 +544,10 @@ def big_zip(bodies: list[tuple[str, bytes, bool]], align: int = 64) -> bytes:
     for name, body, behind in bodies:
         crc = zlib.crc32(body)
         entries.append((name, len(out), len(body), crc, behind))
-        out += torchzip.local_header(name, len(body), None if behind else crc, len(out), align) + body
+        out += torch_zip.local_header(name, len(body), None if behind else crc, len(out), align) + body
         if behind:
-            out += torchzip.data_descriptor(len(body), crc)
-    return bytes(out + torchzip.central_directory(entries, len(out)))
+            out += torch_zip.data_descriptor(len(body), crc)
+    return bytes(out + torch_zip.central_directory(entries, len(out)))
 
 
 NAMES = st.text("abcé日/._-0123", min_size=1, max_size=20).map(lambda s: "archive/x" + s.replace("/", "_"))
@@ -563,7 +565,7 @@ def test_records_that_we_write_zipfile_reads_and_each_is_aligned(
     with zipfile.ZipFile(io.BytesIO(data)) as z:
         assert z.testzip() is None
         assert {i.filename: z.read(i) for i in z.infolist()} == {n: b for n, b, _ in bodies}
-    found = torchzip.zip_records(lambda at, n: data[at : at + n], 0, len(data), "x")
+    found = torch_zip.zip_records(lambda at, n: data[at : at + n], 0, len(data), "x")
     assert {"archive/" + n: data[r.offset : r.offset + r.length] for n, r in found.items()} == {
         n: b for n, b, _ in bodies
     }
@@ -576,7 +578,7 @@ def test_more_records_than_a_plain_zip_can_count_are_read_by_zipfile_and_by_us()
     data = big_zip([(f"archive/{i}", b"", False) for i in range(66_000)], 1)
     with zipfile.ZipFile(io.BytesIO(data)) as z:
         assert len(z.infolist()) == 66_000
-    assert len(torchzip.zip_records(lambda at, n: data[at : at + n], 0, len(data), "x")) == 66_000
+    assert len(torch_zip.zip_records(lambda at, n: data[at : at + n], 0, len(data), "x")) == 66_000
 
 
 GIB = 1 << 30
@@ -590,18 +592,18 @@ def test_storages_of_four_gib_and_more_are_read_by_torch_zipfile_and_us(
     # a sparse file: no byte of the large storage is ever on the disk
     path, small = tmp_path / "x.pt", raw_bytes(torch.arange(3.0))
     tree = {"large": TensorRef("uint8", (first_bytes,), "0", first_bytes), "small": TensorRef("float32", (3,), "1", 3)}
-    head, entries = torchzip.head_records("archive", torchzip.pickled(tree))
+    head, entries = torch_zip.head_records("archive", torch_zip.pickled(tree))
     with open(path, "wb") as f:
         f.write(head)
         for key, size, body, crc in (("0", first_bytes, b"", 0), ("1", len(small), small, zlib.crc32(small))):
             at = f.tell()
             entries.append((f"archive/data/{key}", at, size, crc, behind))
-            f.write(torchzip.local_header(f"archive/data/{key}", size, None if behind else crc, at, 64))
+            f.write(torch_zip.local_header(f"archive/data/{key}", size, None if behind else crc, at, 64))
             assert f.tell() % 64 == 0
             f.write(body) if body else f.seek(size, os.SEEK_CUR)
             if behind:
-                f.write(torchzip.data_descriptor(size, crc))
-        f.write(torchzip.central_directory(entries, f.tell()))
+                f.write(torch_zip.data_descriptor(size, crc))
+        f.write(torch_zip.central_directory(entries, f.tell()))
     with zipfile.ZipFile(path) as z:
         info = {i.filename: i for i in z.infolist()}
         assert info["archive/data/0"].file_size == first_bytes and z.read("archive/data/1") == small
@@ -610,7 +612,7 @@ def test_storages_of_four_gib_and_more_are_read_by_torch_zipfile_and_us(
     assert found["large"][-1] == 0
     with open(path, "rb") as f:
         fd = f.fileno()
-        ours = torchzip.read(lambda at, n: os.pread(fd, n, at), 0, os.path.getsize(path), "x")
+        ours = torch_zip.read(lambda at, n: os.pread(fd, n, at), 0, os.path.getsize(path), "x")
         assert ours["large"].span == first_bytes
         at, n = ours["small"].extent
         assert os.pread(fd, n, at) == small
@@ -619,7 +621,7 @@ def test_storages_of_four_gib_and_more_are_read_by_torch_zipfile_and_us(
 
 
 def test_gather_is_what_numpy_makes_of_strides() -> None:
-    storage = torchzip.Storage("float32", 0, 48, None)
+    storage = torch_zip.Storage("float32", 0, 48, None)
     raw = np.arange(12, dtype="<f4").tobytes()
     t = StoredTensor("float32", (4, 3), (1, 4), storage, 0)
-    assert torchzip.gather(raw, t) == np.arange(12, dtype="<f4").reshape(3, 4).T.tobytes()
+    assert torch_zip.gather(raw, t) == np.arange(12, dtype="<f4").reshape(3, 4).T.tobytes()

@@ -11,9 +11,9 @@ from peers import load_full
 from torch import Tensor
 
 import ckpttool
+from ckpttool.engine.training import Training, agreed, taken_apart
 from ckpttool.errors import Unsupported
-from ckpttool.torchzip import Inline
-from ckpttool.training import Training, agreed, taken_apart
+from ckpttool.formats.torch_zip import Inline
 
 
 def moments(t: Tensor, step: Any = 3.0) -> dict[str, Any]:

@@ -36,8 +36,8 @@ from zero_files import (
 )
 
 import ckpttool
-from ckpttool.boxes import flat_to_boxes
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe, Unsupported, UsageError
+from ckpttool.index.boxes import flat_to_boxes
 
 BF16 = torch.bfloat16
 ONE_GROUP = ["embed.weight", "fc.weight", "fc.bias", "gate", "scale", "head.bias"]

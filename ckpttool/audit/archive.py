@@ -17,11 +17,11 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
-from .. import values
 from ..errors import Corrupt, NotRecognised, Unsafe
-from ..index import Value
-from ..names import COMPONENTS, counted
-from ..store import Identity, Source
+from ..formats import values
+from ..index.checkpoint import Value
+from ..index.names import COMPONENTS, counted
+from ..storage.source import Identity, Source
 from . import manifest as records
 from . import plan, provenance, retention, sidecar, signing, tarball
 from .seekable import FRAME, Cut, DamagedFrame, FrameReader, read_table

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from .. import remote
+from ..engine.fill import Progress, silent
 from ..errors import CkpttoolError, Corrupt, Differs, Unsafe, UsageError
-from ..fill import Progress, silent
 from ..layouts import place
-from ..store import Source
+from ..storage import remote
+from ..storage.source import Source
 from . import ledger, sidecar
 from .archive import SEALED
 from .shelf import disagreements

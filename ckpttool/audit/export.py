@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from .. import remote
-from ..conversion import Result, convert
+from ..engine.conversion import Result, convert
+from ..engine.fill import Progress, silent
 from ..errors import CkpttoolError
-from ..fill import Progress, silent
 from ..layouts import Place, place
+from ..storage import remote
 from . import ledger, sidecar
 from .archive import SEALED, Facts
 from .options import ArchiveOptions

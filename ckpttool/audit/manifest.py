@@ -15,11 +15,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..digests import merkle_root
+from ..bounded_json import parse
 from ..errors import Corrupt, Unsafe
-from ..index import ITEMSIZE, MAX_NUMEL, Chunks, Path, TensorEntry, joined
-from ..jsontext import parse
-from ..names import COMPONENTS
+from ..index.checkpoint import ITEMSIZE, MAX_NUMEL, Chunks, Path, TensorEntry, joined
+from ..index.digests import merkle_root
+from ..index.names import COMPONENTS
 from . import plan
 from .planes import BLOCK
 

@@ -20,9 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .. import stfile
-from ..index import ITEMSIZE, TensorEntry
-from ..names import COMPONENTS
+from ..formats import safetensors_header
+from ..index.checkpoint import ITEMSIZE, TensorEntry
+from ..index.names import COMPONENTS
 from . import tarball
 from .seekable import Cut, Member
 
@@ -77,7 +77,7 @@ def groups(tensors: Mapping[str, TensorEntry], most: int, shuffle: bool) -> list
         out[-1].append(name)
         size += n
     for names in out:
-        names.sort(key=lambda k: stfile.sort_key(k, _stored(tensors[k], shuffle)[0]))
+        names.sort(key=lambda k: safetensors_header.sort_key(k, _stored(tensors[k], shuffle)[0]))
     return out
 
 
@@ -88,7 +88,7 @@ def planes(t: TensorEntry, shuffle: bool) -> int:
 
 def _stored(t: TensorEntry, shuffle: bool) -> tuple[str, tuple[int, ...]]:
     """(dtype, shape) that the safetensors header gives a tensor."""
-    if planes(t, shuffle) > 1 or t.dtype not in stfile.CODES:
+    if planes(t, shuffle) > 1 or t.dtype not in safetensors_header.CODES:
         return "uint8", (t.nbytes,)
     return t.dtype, t.shape
 
@@ -144,7 +144,7 @@ def _header(names: Sequence[str], tensors: Mapping[str, TensorEntry], shuffle: b
         if dtype != tensors[n].dtype
     }
     meta = {"format": "pt"} if not other else {"format": "pt", "ckpttool.coded": json.dumps(other, sort_keys=True)}
-    return stfile.header(rows, meta)
+    return safetensors_header.header(rows, meta)
 
 
 def padding_after(plan: Plan) -> bytes:

@@ -18,13 +18,13 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from .. import modelfiles
 from .._version import __version__
+from ..bounded_json import parse
 from ..errors import Corrupt, Unsafe
-from ..index import Checkpoint, joined, twins
-from ..jsontext import parse
-from ..names import COMPONENTS, counted
-from ..store import Source
+from ..huggingface import model_files
+from ..index.checkpoint import Checkpoint, joined, twins
+from ..index.names import COMPONENTS, counted
+from ..storage.source import Source
 from . import manifest, retention, tarball
 from .options import ArchiveOptions
 
@@ -59,7 +59,7 @@ def collect(
     out["order"] = list(ckpt.tensors)
     out["origin"] = [[list(a), list(b)] for a, b in sorted(ckpt.origin.items(), key=lambda kv: joined(kv[0]))]
     out["tied"] = twins(ckpt.tensors)
-    out["config_files"] = {n: _config_file(data) for n, data in modelfiles.training_files(source, config).items()}
+    out["config_files"] = {n: _config_file(data) for n, data in model_files.training_files(source, config).items()}
     return out
 
 

@@ -17,8 +17,8 @@ import re
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from ..bounded_json import parse as parse_json
 from ..errors import Corrupt, UsageError
-from ..jsontext import parse as parse_json
 
 __all__ = ["SCHEMA", "age", "lock_arguments", "parse", "record", "stamp", "time_of", "until"]
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import CkpttoolError, Corrupt, UsageError
-from ..store import Source
+from ..storage.source import Source
 
 __all__ = ["Sealer", "parse_identities", "parse_recipients", "unseal"]
 

@@ -34,10 +34,10 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from ..crc import crc32
-from ..draft import EarlierFile
 from ..errors import CkpttoolError, Corrupt, NotRecognised, RemoteError, SourceChanged, Unsafe
-from ..store import Source
+from ..formats.crc import crc32
+from ..storage.source import Source
+from ..storage.staging import EarlierFile
 from . import planes
 
 __all__ = [

@@ -21,10 +21,10 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from .. import objects, remote
+from ..engine.fill import silent
 from ..errors import CkpttoolError, Corrupt, DestinationExists, Differs, RemoteError, UsageError
-from ..fill import silent
-from ..store import Source
+from ..storage import remote, upload
+from ..storage.source import Source
 from . import ledger, sidecar
 from .archive import SEALED, SUFFIX, Facts, facts
 from .retention import stamp, time_of
@@ -275,7 +275,7 @@ def hold(archive: str, reason: str) -> dict[str, Any]:
     _there(store, name)
     _, known = _look(store, name)
     said = evidence(known) if isinstance(known, Facts) else {}
-    locked = remote.is_url(archive) and objects.legal_hold(archive, True)
+    locked = remote.is_url(archive) and upload.legal_hold(archive, True)
     entry = ledger.append(store, "hold", name, reason=reason, object_lock=locked, **said)
     _there(store, name)
     with remote.source(store) as source:
@@ -315,7 +315,7 @@ def release(archive: str, reason: str) -> dict[str, Any]:
     if name in history.files:
         _remove(store, sidecar.hold_name(name))
     if remote.is_url(archive):
-        objects.legal_hold(archive, False)
+        upload.legal_hold(archive, False)
     return entry
 
 
@@ -556,7 +556,7 @@ def _delete(store: str, row: Row, source: Source, history: _History, now: dateti
 
 def _remove(store: str, name: str) -> None:
     if remote.is_url(store):
-        objects.remove(f"{store.rstrip('/')}/{name}")
+        upload.remove(f"{store.rstrip('/')}/{name}")
         return
     try:
         os.unlink(os.path.join(store, name))

@@ -27,11 +27,11 @@ from typing import Any
 
 from blake3 import blake3
 
-from .. import objects, remote
+from ..bounded_json import parse
+from ..engine.fill import Progress
 from ..errors import CkpttoolError, Corrupt, NoSpace, RemoteError, UsageError
-from ..fill import Progress
-from ..jsontext import parse
-from ..store import Source
+from ..storage import remote, upload
+from ..storage.source import Source
 
 __all__ = ["BLOCK", "HOLD", "ciphertext", "encode", "encode_holds", "hold_name", "holds", "name", "put", "read"]
 
@@ -151,7 +151,7 @@ def put(folder: str, name: str, data: bytes) -> None:
         CkpttoolError: it cannot be written.
     """
     if remote.is_url(folder):
-        up = objects.Upload(f"{folder}/{name}", force=True)
+        up = upload.Upload(f"{folder}/{name}", force=True)
         up.append(data)
         up.commit()
         return

@@ -32,7 +32,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from .. import jsontext
+from .. import bounded_json
 from ..errors import Corrupt, Differs, Unsupported, UsageError
 
 __all__ = ["describe", "sign", "verify"]
@@ -142,7 +142,7 @@ def describe(bundle: bytes) -> str:
 
 def _material(bundle: bytes) -> dict[str, Any]:
     """The verification material, checked: {"publicKey": {"hint": str}} or {"x509CertificateChain": ...}."""
-    tree = jsontext.parse(bundle, SIGNATURE)
+    tree = bounded_json.parse(bundle, SIGNATURE)
     try:
         if tree["mediaType"] != _MEDIA_TYPE:
             raise ValueError(f"its media type is {str(tree['mediaType'])[:80]!a}")

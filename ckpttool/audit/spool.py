@@ -10,9 +10,9 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 
-from ..draft import write_error
 from ..errors import Corrupt, NoSpace
-from ..store import Identity, Source
+from ..storage.source import Identity, Source
+from ..storage.staging import write_error
 from . import sealing
 from .archive import SEALED, SUFFIX
 

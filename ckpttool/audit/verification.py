@@ -20,11 +20,11 @@ from typing import Any
 
 from blake3 import blake3
 
-from ..comparison import diff
+from ..engine.diff import diff
+from ..engine.fill import Progress, silent
 from ..errors import CkpttoolError, Corrupt, Differs
-from ..fill import Progress, silent
 from ..layouts import Place, ReadOptions, find
-from ..store import Source
+from ..storage.source import Source
 from . import manifest as records
 from . import plan, planes, signing, tarball
 from .archive import Archive

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from json import JSONDecodeError
 from typing import Any, NamedTuple, TypeVar
 
-from .. import remote
 from ..errors import CkpttoolError, RemoteError, UsageError
+from ..storage import remote
 
 __all__ = ["Conflict", "Known", "Passing", "Refused", "Repository", "Sending", "State", "silence", "split"]
 

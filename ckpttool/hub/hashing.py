@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
-from ..conversion import Opened
+from ..engine.conversion import Opened
+from ..engine.fill import Progress
+from ..engine.stream import Reader, Sums
 from ..errors import Interrupted
-from ..fill import Progress
-from ..stream import Reader, Sums
 from .virtual import Content
 
 __all__ = ["Hashed", "git_oid", "hash_contents", "hash_paths"]

@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .. import conversion, remote
-from ..conversion import MOST_RECORD_BYTES, RECORD, Result
+from ..bounded_json import parse
+from ..engine import conversion
+from ..engine.conversion import MOST_RECORD_BYTES, RECORD, Result
+from ..engine.fill import Progress, silent
 from ..errors import Corrupt, Unsafe
-from ..fill import Progress, silent
-from ..jsontext import parse
+from ..storage import remote
 from .client import Known, Repository, State, split
 
 __all__ = ["Pulled", "pull"]

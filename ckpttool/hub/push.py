@@ -24,16 +24,16 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, TypeVar
 
-from .. import conversion
 from .._version import __version__
-from ..conversion import MOST_RECORD_BYTES, RECORD, Opened
-from ..draft import Draft
+from ..bounded_json import parse
+from ..engine import conversion
+from ..engine.conversion import MOST_RECORD_BYTES, RECORD, Opened
+from ..engine.fill import Progress, silent
+from ..engine.stream import Effort
 from ..errors import Corrupt, DestinationExists, Differs, Interrupted, RemoteError, Unsafe, Unsupported, UsageError
-from ..fill import Progress, silent
-from ..jsontext import parse
+from ..index.names import counted
 from ..layouts import Layout
-from ..names import counted
-from ..stream import Effort
+from ..storage.staging import Draft
 from . import card, screening
 from .client import Conflict, Known, Passing, Refused, Repository, Sending, State, split
 from .hashing import Hashed, git_oid, hash_contents, hash_paths

@@ -28,9 +28,9 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
+from ..bounded_json import refuse_bomb
 from ..errors import Unsafe
-from ..jsontext import refuse_bomb
-from ..modelfiles import PACKED
+from ..huggingface.model_files import PACKED
 
 __all__ = ["kind_of", "screen"]
 

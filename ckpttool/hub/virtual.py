@@ -17,11 +17,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from ..conversion import Opened
-from ..draft import Draft
+from ..engine.conversion import Opened
+from ..engine.stream import Block, Effort, Job, Reader, Sums
 from ..errors import Interrupted
-from ..index import ITEMSIZE
-from ..stream import Block, Effort, Job, Reader, Sums
+from ..index.checkpoint import ITEMSIZE
+from ..storage.staging import Draft
 
 __all__ = ["Content", "VirtualFile", "contents"]
 

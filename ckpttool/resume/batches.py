@@ -23,8 +23,8 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from ..bounded_json import parse
 from ..errors import Corrupt, Unsafe, UsageError
-from ..jsontext import parse
 
 __all__ = ["Rows", "digest", "micro_batches", "of_user", "open_data"]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..conversion import Opened
+from ..engine.conversion import Opened
 from . import blame_config, blame_numbers, blame_state
 from .case import Case
 from .differences import state_obstacle

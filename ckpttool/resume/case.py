@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ..conversion import Opened
+from ..engine.conversion import Opened
 from .trace import Trace
 from .verdict import Cause, Check
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from ..boxes import box_is_flat, flat_start, strides
+from ..index.boxes import box_is_flat, flat_start, strides
 
 __all__ = ["combine", "flat", "in_files", "in_memory", "local", "norms", "owned"]
 
@@ -197,7 +197,7 @@ def in_files(
     """
     import torch
 
-    from ..stream import Job, Reader
+    from ..engine.stream import Job, Reader
 
     ckpt = opened.locate()
     load, mine = [0] * world, []

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from .. import boxes
-from ..conversion import Opened
+from ..engine.conversion import Opened
+from ..engine.stream import Job, Reader, numpy_dtype
 from ..errors import CkpttoolError
-from ..index import ITEMSIZE, Checkpoint
-from ..stream import Job, Reader, numpy_dtype
+from ..index import boxes
+from ..index.checkpoint import ITEMSIZE, Checkpoint
 from .likeness import Likeness, likeness
 from .words import fqn_of, slot_of
 

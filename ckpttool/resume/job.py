@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import Unsupported, UsageError
-from ..index import Checkpoint
-from ..reader import OWN_FLAGS
+from ..index.checkpoint import Checkpoint
+from ..live.load import OWN_FLAGS
 from .recorder import dropouts
 from .settings import Settings
 

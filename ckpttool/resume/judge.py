@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from ..names import counted
+from ..index.names import counted
 from . import bounds as table
 from .bounds import SIGNALS, Bound
 from .differences import (

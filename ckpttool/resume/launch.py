@@ -26,10 +26,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from .. import errors
-from ..conversion import Opened
-from ..conversion import open as open_checkpoint
+from ..engine.conversion import Opened
+from ..engine.conversion import open as open_checkpoint
 from ..errors import CkpttoolError, Interrupted, UsageError
-from ..names import counted
+from ..index.names import counted
 from .bounds import PROFILES
 from .settings import Settings, mesh_of, write_settings
 from .trace import Trace, read_reference, read_trace
@@ -312,7 +312,7 @@ def step_of(opened: Opened) -> int:
 def _number(dtype: str, data: bytes) -> int:
     import numpy as np
 
-    from ..stream import numpy_dtype
+    from ..engine.stream import numpy_dtype
 
     value = float(np.frombuffer(data, dtype=numpy_dtype(dtype))[0])
     return int(value) if math.isfinite(value) else 0

@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from ..bounded_json import parse
 from ..errors import Corrupt, Unsafe, UsageError
-from ..jsontext import parse
 
 __all__ = ["SCHEMA", "Step", "Trace", "line", "read_reference", "read_trace", "spelled", "to_json"]
 

@@ -24,14 +24,14 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from ..conversion import Opened
-from ..conversion import open as open_checkpoint
+from ..engine.conversion import Opened
+from ..engine.conversion import open as open_checkpoint
 from ..errors import CkpttoolError, UsageError
-from ..fetch import lossless
-from ..reader import gathered, load
+from ..live.load import gathered, load
+from ..live.storage_reader import lossless
 from . import batches, fingerprint
 from .job import Job, start
-from .recorder import (
+from .recorder import (  # fmt: skip
     Measure,
     config_of,
     device_of,
@@ -43,7 +43,7 @@ from .recorder import (
     root_of_squares,
     scalars_of,
     tied_names,
-)  # fmt: skip
+)
 from .settings import Settings, read_settings
 from .trace import Step, Trace, to_json
 

@@ -401,7 +401,7 @@ def test_a_conversion_of_evil_causes_no_event_by_which_a_process_acts(tmp_path: 
                 sources.append(str(case.make(folder / "in", canary)))
     script = """
         import json, sys, os
-        import ckpttool, ckpttool.conversion, ckpttool.layouts, zstandard, numpy.lib.stride_tricks
+        import ckpttool, ckpttool.engine.conversion, ckpttool.layouts, zstandard, numpy.lib.stride_tricks
         ckpttool.layouts.layouts()
         home, sources = sys.argv[1], json.load(sys.stdin)
         "".encode("latin-1"), b"".decode("raw-unicode-escape"), b"".decode("ascii")

@@ -35,7 +35,6 @@ import zstandard
 from blake3 import blake3
 from click.testing import CliRunner
 
-from ckpttool import fill, values
 from ckpttool.audit import ledger, plan, planes, seekable, signing, tarball
 from ckpttool.audit import manifest as records
 from ckpttool.audit.archive import Archive
@@ -44,13 +43,15 @@ from ckpttool.audit.export import export, restore
 from ckpttool.audit.options import ArchiveOptions
 from ckpttool.audit.seekable import Cut, FrameWriter
 from ckpttool.audit.verification import verify_archive
-from ckpttool.cli import _fail, app
-from ckpttool.conversion import open as open_checkpoint
-from ckpttool.crc import crc32
+from ckpttool.cli.main import _fail, app
+from ckpttool.engine import fill
+from ckpttool.engine.conversion import open as open_checkpoint
 from ckpttool.errors import CkpttoolError, Corrupt
-from ckpttool.index import Chunks, TensorEntry, Value, joined
-from ckpttool.names import COMPONENTS
-from ckpttool.store import Source
+from ckpttool.formats import values
+from ckpttool.formats.crc import crc32
+from ckpttool.index.checkpoint import Chunks, TensorEntry, Value, joined
+from ckpttool.index.names import COMPONENTS
+from ckpttool.storage.source import Source
 
 # ------------------------------------------------------------------------------------------------ archives to measure
 
@@ -1326,7 +1327,7 @@ LIMITED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_CPU, (10, 10))
 resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
-from ckpttool import cli
+from ckpttool.cli import main as cli
 try:
     cli.main()
 finally:
@@ -1457,7 +1458,8 @@ def test_attacks_cause_no_event_by_which_a_process_acts(tmp_path: Path, canary: 
 # ------------------------------------------------------------------------------------------------ interrupted, raced
 
 JOURNALLED = """
-from ckpttool import cli, fill
+from ckpttool.cli import main as cli
+from ckpttool.engine import fill
 fill._JOURNAL_BYTES, fill._JOURNAL_SECONDS = 1, 0
 cli.main()
 """

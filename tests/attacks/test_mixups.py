@@ -14,9 +14,9 @@ import torch
 from test_numbers import with_right_crcs
 
 import ckpttool
-from ckpttool import conversion, mixups
+from ckpttool.engine import conversion, mixups
+from ckpttool.engine.stream import small
 from ckpttool.errors import Corrupt
-from ckpttool.stream import small
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckpttool
-from ckpttool import fetch
+from ckpttool.live import storage_reader
 
 pytestmark = [
     pytest.mark.gpu,
@@ -115,8 +115,8 @@ def test_boxes_with_small_buffers_and_many_threads(
     stage: int, threads: int, saved: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known, path = saved
-    monkeypatch.setattr(fetch, "_STAGE", stage)
-    monkeypatch.setattr(fetch, "_threads", lambda: threads)
+    monkeypatch.setattr(storage_reader, "_STAGE", stage)
+    monkeypatch.setattr(storage_reader, "_threads", lambda: threads)
     wanted, expected = [], []
     for n, t in known.items():
         if t.ndim and "large" not in n:
@@ -124,7 +124,7 @@ def test_boxes_with_small_buffers_and_many_threads(
             size = tuple(k - a - (k > 5) for k, a in zip(t.shape, start, strict=True))
             expected.append(t[tuple(slice(a, a + k) for a, k in zip(start, size, strict=True))])
             target = torch.empty(size, dtype=t.dtype, device="cuda")
-            wanted.append(fetch.Wanted(f"model.{n}", start, size, target))
+            wanted.append(storage_reader.Wanted(f"model.{n}", start, size, target))
     ckpttool.storage_reader(path).opened.fill(wanted)
     assert [w.name for w, t in zip(wanted, expected, strict=True) if not same(w.target, t)] == []
 

@@ -35,7 +35,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 import ckpttool
-from ckpttool import child, flatlayout, hubnames
+from ckpttool.engine import flat_layout
+from ckpttool.formats import sandbox
+from ckpttool.huggingface import hub_names
 from fixtures import jobs
 
 
@@ -139,7 +141,7 @@ def asked_once(function: str, argument: str, work_bytes: int, text: bytes = b"")
         file.seek(0)
         answer = file.read()
         if not answer:
-            answer = child.in_child(function, argument, work_bytes, text)
+            answer = sandbox.in_child(function, argument, work_bytes, text)
             file.write(answer)
     return answer
 
@@ -147,7 +149,7 @@ def asked_once(function: str, argument: str, work_bytes: int, text: bytes = b"")
 def main() -> None:
     """One rank of the launch."""
     if "ANSWERS" in os.environ:
-        hubnames.in_child = flatlayout.in_child = asked_once
+        hub_names.in_child = flat_layout.in_child = asked_once
     jobs.join()
     torch.set_num_threads(1)
     verdicts.run("Fill fixtures' jobs through our reader and judge the results.", "CASE_DIR CHECKPOINT TOLD", resume)

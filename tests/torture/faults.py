@@ -160,7 +160,7 @@ class Lab:
 
         import typer.main
 
-        from ckpttool import cli
+        from ckpttool.cli import main as cli
 
         command = typer.main.get_command(cli.app)  # two thirds of a small conversion's time, and the same every time
         typer.main.get_command = lambda _: command
@@ -237,7 +237,7 @@ class Lab:
         return self._wait(*started, None)
 
     def _here(self, arguments: Sequence[str], out: int, put: int, facts: int, tell: int) -> Ran:
-        from ckpttool import cli
+        from ckpttool.cli import main as cli
 
         for fd in (out, put, facts, tell):
             os.close(fd)
@@ -261,7 +261,8 @@ class Lab:
     ) -> int:
         code = 98
         try:
-            from ckpttool import cli, fill
+            from ckpttool.cli import main as cli
+            from ckpttool.engine import fill
 
             os.dup2(put, 1)
             os.dup2(put, 2)

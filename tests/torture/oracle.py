@@ -35,11 +35,11 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import ckpttool
-from ckpttool import names
-from ckpttool.fill import tensor_digests
-from ckpttool.index import joined
-from ckpttool.pickles import Global
-from ckpttool.torchzip import Inline
+from ckpttool.engine.fill import tensor_digests
+from ckpttool.formats.pickles import Global
+from ckpttool.formats.torch_zip import Inline
+from ckpttool.index import names
+from ckpttool.index.checkpoint import joined
 
 Reading = dict[Any, Any]
 Tree = dict[tuple[Any, ...], Any]

@@ -1,0 +1,1 @@
+"""The command line: one typer application; commands parse, call and print."""

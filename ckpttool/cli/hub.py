@@ -1,0 +1,220 @@
+"""`ckpttool push` and `ckpttool pull`: parse, call, print."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from .terminal import (
+    AllowEqualRanks,
+    AllowMixedSteps,
+    AllowNameMismatch,
+    Cast,
+    Config,
+    Drop,
+    Dtype,
+    FlatLayout,
+    Force,
+    From,
+    IgnoreRecorded,
+    Json,
+    Like,
+    Meter,
+    Only,
+    Precision,
+    Quiet,
+    Src,
+    StripPrefix,
+    Tag,
+    Threads,
+    UseOrigParams,
+    WorldSize,
+    Wrap,
+    ZeroStage,
+    bytes_of,
+    cast_rules,
+    comma,
+    left_behind,
+    note,
+    peak,
+    print_json,
+    ranks,
+)
+
+__all__ = ["pull", "push"]
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and stop; nothing is sent.")]
+
+
+def push(
+    src: Src,
+    target: Annotated[
+        str, typer.Argument(help="A model repository: hf://org/name, or hf://org/name@branch.", show_default=False)
+    ],
+    public: Annotated[
+        bool, typer.Option("--public/--private", help="Who may read a new repository. An existing one is not changed.")
+    ] = False,
+    revision: Annotated[
+        str | None, typer.Option("--revision", help="Branch to commit to; made where it is missing.")
+    ] = None,
+    pr: Annotated[bool, typer.Option("--pr", help="Open a pull request instead.")] = False,
+    message: Annotated[str | None, typer.Option("--message", "-m", help="Title of the commit.")] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="The adapter alone, as PEFT saves it.")] = False,
+    include_optimizer: Annotated[
+        bool,
+        typer.Option("--include-optimizer", help="Optimizer and all other state too, beside the weights; no pickles."),
+    ] = False,
+    strip_prefix: StripPrefix = None,
+    allow_name_mismatch: AllowNameMismatch = False,
+    from_: From = None,
+    dtype: Dtype = None,
+    cast: Cast = None,
+    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Largest file of weights.")] = "5GB",
+    config: Config = None,
+    like: Like = None,
+    flat_layout: FlatLayout = None,
+    wrap: Wrap = None,
+    tag: Tag = None,
+    allow_equal_ranks: AllowEqualRanks = False,
+    allow_mixed_steps: AllowMixedSteps = False,
+    ignore_recorded_digests: IgnoreRecorded = False,
+    stage: Annotated[
+        str | None,
+        typer.Option(
+            "--stage", help="Write the files there first, and send those (by Xet where the Hub has it).", metavar="DIR"
+        ),
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Files hashed, and sent, at the same time.")] = 4,
+    drop: Drop = False,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Push a checkpoint to the Hugging Face Hub, as a model that from_pretrained loads; nothing is copied to the disk."""
+    from dataclasses import asdict
+
+    from ..hub.push import preview
+    from ..hub.push import push as run
+
+    how: dict[str, Any] = {
+        "revision": revision, "public": public, "pull": pr, "message": message, "jobs": jobs, "layout": from_,
+        "dtype": dtype, "cast": cast_rules(cast) or None, "max_shard_bytes": bytes_of(max_shard_size), "config": config,
+        "like": like, "flat_layout": flat_layout, "wrap": comma(wrap), "tag": tag, "adapter": adapter or None,
+        "training": include_optimizer or None, "drop": drop or None, "strip_prefix": strip_prefix,
+        "allow_name_mismatch": allow_name_mismatch or None, "allow_equal_ranks": allow_equal_ranks or None,
+        "allow_mixed_steps": allow_mixed_steps or None,
+        "ignore_recorded_digests": ignore_recorded_digests or None,
+    }  # fmt: skip
+    meter = Meter(quiet)
+    began = time.monotonic()
+    try:
+        done = preview(src, target, **how) if dry_run else run(src, target, stage=stage, progress=meter, **how)
+    finally:
+        meter.close()
+    seconds = time.monotonic() - began
+    if as_json:
+        print_json({
+            **asdict(done), "dry_run": dry_run, "seconds": round(seconds, 3), "peak_memory_mib": int(peak().split()[1]),
+        })  # fmt: skip
+        return
+    from ..engine.inspect import human
+
+    for text in done.notes:
+        note(f"note: {text}", quiet)
+    left_behind(done.dropped, quiet)
+    if any(why.startswith("hf holds weights") for _, _, why in done.dropped):
+        note("(--include-optimizer pushes it too)", quiet)
+    for name in done.deleted:
+        note(f"deleted: {name}, of other weights" if not dry_run else f"would be deleted: {name}", quiet)
+    kind = "private" if done.private else "public"
+    where = done.url + (f"@{done.revision}" if done.revision else "")
+    if dry_run:
+        new = "new, " if done.created else ""
+        print(
+            f"{done.layout_from} -> {where} ({new}{kind}): {len(done.files)} files, {human(sum(done.files.values()))}"
+        )
+        for name, size in sorted(done.files.items()):
+            print(f"  {name:44s} {human(size):>12s}" + ("  there already" if name in done.there else ""))
+        print("  and README.md, ckpttool.json; nothing was sent.")
+        return
+    if done.commit is None:
+        print(f"{where} ({kind}) has all {len(done.files)} files already; nothing was sent, no commit made.")
+    else:
+        sent = f"{len(done.sent)} files sent ({human(sum(done.sent.values()))})"
+        there = f", {len(done.there)} there already" if done.there else ""
+        note(f"{done.layout_from} -> {where} ({kind}): {sent}{there} in {seconds:.1f} s, {peak()}", quiet)
+        note(f"the Hub has the hash of every one of the {len(done.files)} files", quiet)
+        print(f"commit {done.commit}  {done.page}")
+    for component, root in done.digest.items():
+        print(f"digest {component:10s} blake3:{root}")
+
+
+def pull(
+    repository: Annotated[
+        str, typer.Argument(help="A model repository: hf://org/name, or hf://org/name@revision.", show_default=False)
+    ],
+    dst: Annotated[str, typer.Argument(help="Where the checkpoint shall be.", show_default=False)],
+    to: Annotated[str, typer.Option("--to", help="Layout to write; `ckpttool layouts` lists them.")] = "dcp",
+    world_size: WorldSize = None,
+    revision: Annotated[
+        str | None, typer.Option("--revision", help="Branch, tag or commit, where the repository names none.")
+    ] = None,
+    only: Only = None,
+    dtype: Dtype = None,
+    cast: Cast = None,
+    config: Config = None,
+    like: Like = None,
+    flat_layout: FlatLayout = None,
+    wrap: Wrap = None,
+    use_orig_params: UseOrigParams = False,
+    zero_stage: ZeroStage = None,
+    precision: Precision = None,
+    jobs: Threads = 2,
+    drop: Drop = False,
+    ignore_recorded_digests: IgnoreRecorded = False,
+    force: Force = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Make a training checkpoint of a repository on the Hugging Face Hub, pinned to one commit."""
+    from dataclasses import asdict
+
+    from ..hub.pull import pull as run
+
+    how: dict[str, Any] = {
+        "to": to, "world_size": world_size, "only": comma(only), "dtype": dtype, "cast": cast_rules(cast),
+        "config": config, "like": like, "flat_layout": flat_layout, "wrap": comma(wrap),
+        "use_orig_params": use_orig_params, "zero_stage": zero_stage, "precision": precision, "jobs": jobs,
+        "drop": drop, "force": force, "ignore_recorded_digests": ignore_recorded_digests,
+    }  # fmt: skip
+    meter = Meter(quiet)
+    began = time.monotonic()
+    try:
+        done = run(repository, dst, revision=revision, progress=meter, **how)
+    finally:
+        meter.close()
+    seconds, result = time.monotonic() - began, done.result
+    if as_json:
+        told = {"url": done.url, "commit": done.commit, "compared": done.compared, **asdict(result)}
+        print_json({
+            **told, "notes": [*result.notes, *done.notes], "seconds": round(seconds, 3),
+            "peak_memory_mib": int(peak().split()[1]),
+        })  # fmt: skip
+        return
+    from ..engine.inspect import human
+
+    for text in [*result.notes, *done.notes]:
+        note(f"note: {text}", quiet)
+    left_behind(result.dropped, quiet)
+    where = f" for {ranks(result.world_size)}" if result.world_size else ""
+    equal = f", {done.compared:,} digests equal to those that were pushed" if done.compared else ""
+    note(
+        f"{done.url} -> {result.layout_to}{where}: {result.tensors:,} tensors, {human(result.written_bytes)} in "
+        f"{seconds:.1f} s, {peak()}, read back and equal{equal}",
+        quiet,
+    )
+    print(f"commit {done.commit}")
+    for component, root in result.digest.items():
+        print(f"digest {component:10s} blake3:{root}")

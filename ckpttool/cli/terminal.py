@@ -1,0 +1,376 @@
+"""What all commands share: arguments that mean the same everywhere, sizes, progress on stderr, data on stdout."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Annotated, Any, TextIO, cast
+
+import typer
+
+from ..errors import UsageError
+
+__all__ = [
+    "AllowEqualRanks",
+    "AllowMixedSteps",
+    "AllowNameMismatch",
+    "CanonicalKeys",
+    "Cast",
+    "Config",
+    "Drop",
+    "Dtype",
+    "FlatLayout",
+    "Force",
+    "From",
+    "IgnoreRecorded",
+    "Json",
+    "Like",
+    "Meter",
+    "Only",
+    "OutputLost",
+    "Precision",
+    "Quiet",
+    "Src",
+    "StripPrefix",
+    "Tag",
+    "Threads",
+    "UseOrigParams",
+    "WorldSize",
+    "Wrap",
+    "ZeroStage",
+    "bytes_of",
+    "cast_rules",
+    "comma",
+    "draw",
+    "left_behind",
+    "not_read",
+    "note",
+    "peak",
+    "print_json",
+    "printable",
+    "ranks",
+    "refuse_empty",
+    "streams",
+]  # fmt: skip
+
+Src = Annotated[
+    str,
+    typer.Argument(
+        help="A checkpoint in any layout: a folder, a file, or the URL of one (s3://, gs://, hf://, https://).",
+        show_default=False,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no notes.")]
+From = Annotated[str | None, typer.Option("--from", help="Layout of the source, where its files alone do not tell.")]
+StripPrefix = Annotated[
+    str | None,
+    typer.Option(
+        "--strip-prefix", help="hf: modules that names of weights begin with, to leave out.", metavar="PREFIX"
+    ),
+]
+CanonicalKeys = Annotated[
+    bool,
+    typer.Option(
+        "--canonical-keys", help="dcp, full: keys model and optim and plain FQNs, not the keys of the source."
+    ),
+]
+AllowNameMismatch = Annotated[
+    bool,
+    typer.Option("--allow-name-mismatch", help="hf: write weights that the model of the config does not have."),
+]
+Config = Annotated[
+    str | None, typer.Option("--config", help="Folder or id of a Hugging Face model: config and tokenizer files.")
+]
+Like = Annotated[
+    str | None, typer.Option("--like", help="Checkpoint of the same model, whose names, shapes and order are used.")
+]
+FlatLayout = Annotated[
+    str | None, typer.Option("--flat-layout", help="File with what ckpttool.describe_fsdp1(model) gave in the job.")
+]
+Wrap = Annotated[
+    str | None,
+    typer.Option("--wrap", help="Modules that FSDP1 wrapped; * is one name, ** any.", metavar="PATTERN,..."),
+]
+Tag = Annotated[str | None, typer.Option("--tag", help="Which DeepSpeed save, where a folder holds several.")]
+AllowEqualRanks = Annotated[
+    bool, typer.Option("--allow-equal-ranks", help="Also where one rank's file looks like a copy of another's.")
+]
+AllowMixedSteps = Annotated[
+    bool, typer.Option("--allow-mixed-steps", help="Also where one rank's file looks like one of another step.")
+]
+WorldSize = Annotated[int | None, typer.Option("--world-size", "-n", min=1, help="Ranks of the job that will load it.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="dtype of floating-point weights: bf16, fp16, fp32, keep.")]
+Cast = Annotated[
+    list[str] | None, typer.Option("--cast", help="dtype of some tensors; may be given again.", metavar="GLOB=DTYPE")
+]
+UseOrigParams = Annotated[
+    bool, typer.Option("--use-orig-params", help="For an FSDP1 job that was given use_orig_params=True.")
+]
+ZeroStage = Annotated[
+    int | None,
+    typer.Option("--zero-stage", min=1, max=3, help="ZeRO stage of the DeepSpeed engine that will load it."),
+]
+Precision = Annotated[
+    str | None, typer.Option("--precision", help="Precision the next job computes in: bf16, fp16 or fp32.")
+]
+Threads = Annotated[int, typer.Option("--jobs", "-j", min=1, help="Threads that read, and as many that write.")]
+Drop = Annotated[
+    bool, typer.Option("--drop", help="Go on without what the target cannot hold, and files that were not read.")
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing destination, whole.")]
+IgnoreRecorded = Annotated[
+    bool, typer.Option("--ignore-recorded-digests", help="Do not compare the source with the digests recorded of it.")
+]
+Only = Annotated[
+    str | None, typer.Option("--only", help="Components to take, e.g. model,optim.", metavar="model,optim,...")
+]
+
+
+def comma(text: str | None) -> list[str] | None:
+    """The parts of `a, b, c`; None where the option was not given.
+
+    Raises:
+        UsageError: it was, and names nothing.
+    """
+    if text is None:
+        return None
+    parts = [t.strip() for t in text.split(",") if t.strip()]
+    if not parts:
+        raise UsageError(f"{text!r} lists nothing. Give names with commas between them, or leave the option out.")
+    return parts
+
+
+def refuse_empty(arguments: Iterable[str]) -> None:
+    """Refuse a command line with an empty argument: a variable of the shell that is not set must not mean the current
+    folder, or all components.
+
+    Raises:
+        UsageError: with the option that it was given to, or its number.
+    """
+    before = ""
+    for i, text in enumerate(arguments):
+        if not text or re.fullmatch(r"--[a-z-]+=", text):
+            where = text[:-1] or (before if before.startswith("-") else f"argument {i + 1}")
+            raise UsageError(f"{where} is empty. Is a variable of the shell not set?")
+        before = text
+
+
+def bytes_of(text: str) -> int:
+    """A size as people write it: 5GB, 500MiB, 1000000."""
+    m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    if not m:
+        raise UsageError(f"{text!r} is no size; write 5GB or 500MiB.")
+    return int(float(m[1]) * (1024 if m[3] else 1000) ** " kmgt".index(m[2] or " "))
+
+
+def cast_rules(rules: list[str] | None) -> dict[str, str]:
+    """{glob: dtype} of what --cast was given.
+
+    Raises:
+        UsageError: one is not GLOB=DTYPE.
+    """
+    out: dict[str, str] = {}
+    for rule in rules or []:
+        pattern, eq, kind = rule.rpartition("=")
+        if not eq:
+            raise UsageError(f"--cast {rule!r}: write GLOB=DTYPE.")
+        out[pattern] = kind
+    return out
+
+
+class Meter:
+    """Progress on stderr: a live bar on a terminal, a line every ten seconds in a log, nothing with --quiet."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.quiet = quiet
+        self.bar: Any = None
+        self.task: Any = None
+        self.what, self.began, self.said = "", 0.0, 0.0
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if self.quiet:
+            return
+        now = time.monotonic()
+        if what != self.what:
+            self.close()
+            self.what, self.began, self.said = what, now, now
+            if sys.stderr.isatty():
+                self._start(what, total)
+        if self.bar is not None:
+            if now - self.said > 0.1 or done == total:
+                self.bar.update(self.task, completed=done, memory=peak())
+                self.said = now
+        elif now - self.said >= 10:
+            rate = done / (now - self.began)
+            left = (total - done) / rate if rate else 0
+            print(
+                f"{what} {done / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e9:.2f} GB/s, {left:.0f} s left, {peak()}",
+                file=sys.stderr,
+                flush=True,
+            )
+            self.said = now
+
+    def _start(self, what: str, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        bar = Progress(
+            TextColumn("{task.description:8s}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+            TimeRemainingColumn(), TextColumn("{task.fields[memory]}"), console=Console(stderr=True), transient=True,
+        )  # fmt: skip
+        self.task = bar.add_task(what, total=max(1, total), memory="")
+        bar.start()
+        self.bar = bar
+
+    def close(self) -> None:
+        """Take the bar off the screen."""
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+
+class OutputLost(Exception):
+    """Standard output cannot be written to. No OSError, so that no library between us and `main` takes it for its own."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(error.strerror)
+        self.error = error
+
+
+class Stdout:
+    """Standard output, whose failures are told from those of the files that a command works on."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        """As that of a text file.
+
+        Raises:
+            OutputLost: it failed.
+        """
+        try:
+            return self._file.write(text)
+        except OSError as e:
+            raise OutputLost(e) from None
+
+    def flush(self) -> None:
+        """Likewise."""
+        try:
+            self._file.flush()
+        except OSError as e:
+            raise OutputLost(e) from None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+class Stderr:
+    """Standard error, on which nothing depends: a log that is full or a terminal that is gone ends no conversion."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        """As that of a text file."""
+        with suppress(OSError):
+            return self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Likewise."""
+        with suppress(OSError):
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def streams() -> None:
+    """Make stdin, stdout and stderr files that can be used, also where the caller closed them: no file of a checkpoint
+    gets their numbers."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
+    sys.stdout = cast("TextIO", Stdout(sys.stdout or open(os.devnull, "w")))  # noqa: SIM115
+    sys.stderr = cast("TextIO", Stderr(sys.stderr or open(os.devnull, "w")))  # noqa: SIM115
+
+
+def peak() -> str:
+    """The most memory that this process took so far, in words."""
+    import resource
+
+    return f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB"
+
+
+def note(text: str, quiet: bool = False) -> None:
+    """A line for people, on stderr."""
+    if not quiet:
+        print(text, file=sys.stderr)
+
+
+def left_behind(dropped: list[tuple[str, int, str]], quiet: bool) -> None:
+    """Say what a target does not hold, component by component, of (name, bytes, why); files that were not read in a line."""
+    from ..engine.unread_files import NOT_READ, human, listed
+    from ..index.checkpoint import Unread
+
+    files = [Unread(n, b, why.removesuffix(f", {NOT_READ}"), "") for n, b, why in dropped if why.endswith(NOT_READ)]
+    if files:
+        note(f"left behind: {listed(files)}", quiet)
+    groups: dict[tuple[str, str], list[tuple[str, int]]] = {}
+    for name, nbytes, why in dropped[: len(dropped) - len(files)]:
+        groups.setdefault((name.partition(".")[0], why), []).append((name, nbytes))
+    for (component, why), rows in groups.items():
+        size = sum(n for _, n in rows)
+        names = ", ".join(n for n, _ in rows[:3]) + (f", ... ({len(rows)} entries)" if len(rows) > 3 else "")
+        note(f"left behind: {component}, {human(size)} ({why}): {names}", quiet)
+
+
+def not_read(rows: list[dict[str, Any]], quiet: bool, of: str = "") -> None:
+    """Name the files of a checkpoint that a command did not read, as `Unread.to_json` has them."""
+    from ..engine import unread_files
+    from ..index.checkpoint import Unread
+
+    for text in unread_files.note([Unread(**r) for r in rows]):
+        note(f"note: {of}{text}", quiet)
+
+
+def print_json(data: Any) -> None:
+    """Data, on stdout."""
+    text = json.dumps(data, indent=1, ensure_ascii=False, default=str)
+    print(text.encode("utf-8", "backslashreplace").decode())  # a name that is no UTF-8 is a JSON escape
+
+
+def printable(text: str) -> str:
+    """A text from a file, on one line and in one direction: what is no letter or mark becomes its escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def ranks(n: int) -> str:
+    """How many, as people say it: 1 rank, 8 ranks."""
+    return "1 rank" if n == 1 else f"{n} ranks"
+
+
+def draw(*renderables: Any) -> None:
+    """Tables and trees, on stdout."""
+    from rich.console import Console
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    for r in renderables:
+        console.print(r)

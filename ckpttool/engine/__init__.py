@@ -1,0 +1,1 @@
+"""Index -> draft -> fill -> commit: opening, planning, converting, verifying, comparing and inspecting."""

@@ -1,0 +1,276 @@
+"""diff: where two checkpoints differ, whatever their layouts, in constant memory.
+
+Both are streamed tensor by tensor in row-major order; equal bytes are passed over, and for the others the count of
+differing elements, the largest absolute and relative difference, the largest distance in units in the last place and
+the place of the first and the worst one are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..index import boxes
+from ..index.checkpoint import ITEMSIZE, TensorEntry
+from .conversion import CheckpointPath, Opened, open
+from .fill import Progress, silent
+from .stream import Block, Job, Reader, numpy_dtype
+
+__all__ = ["Difference", "TensorDifference", "diff"]
+
+
+@dataclass
+class TensorDifference:
+    """How one tensor differs. `ulp` is None for dtypes without one; places are indices of elements."""
+
+    name: str
+    elements: int
+    differing: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    max_ulp: int | None = None
+    first: tuple[int, ...] = ()
+    worst: tuple[int, ...] = ()
+    nan_mismatch: int = 0
+
+
+@dataclass
+class Difference:
+    """What `diff` found; `equal` is True when nothing is listed, or all of it lies within the tolerances."""
+
+    equal: bool = True
+    tensors: int = 0
+    only_in_a: list[str] = field(default_factory=list)
+    only_in_b: list[str] = field(default_factory=list)
+    dtypes: dict[str, tuple[str, str]] = field(default_factory=dict)
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    values: dict[str, tuple[str, str]] = field(default_factory=dict)
+    data: list[TensorDifference] = field(default_factory=list)
+    within_tolerance: int = 0
+    not_read_a: list[dict[str, Any]] = field(default_factory=list)  # files of each that were not compared
+    not_read_b: list[dict[str, Any]] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def diff(
+    a: CheckpointPath,
+    b: CheckpointPath,
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    only: list[str] | None = None,
+    progress: Progress = silent,
+    **how: Any,
+) -> Difference:
+    """Compare two checkpoints by names, dtypes, shapes and values.
+
+    Two elements are close when |x - y| <= atol + rtol * |y|; without tolerances bytes must be equal, so that NaN equals
+    NaN of the same bits and 0.0 is not -0.0. Components that only one of the two holds are listed by name. `how` are
+    further arguments of `open`, for both.
+
+    Raises:
+        CkpttoolError: one of the two cannot be read.
+    """
+    how |= {"allow_equal_ranks": True, "allow_mixed_steps": True}  # to look at them is what diff is for
+    with open(a, only=only, **how) as x, open(b, only=only, **how) as y:
+        left, right = x.locate(), y.locate()
+        aside = [[r.to_json() for r in ckpt.unread] for ckpt in (left, right)]
+        out = Difference(
+            tensors=len(left.tensors.keys() & right.tensors.keys()), not_read_a=aside[0], not_read_b=aside[1]
+        )
+        out.only_in_a = [n for n in [*left.tensors, *left.values] if n not in right.tensors and n not in right.values]
+        out.only_in_b = [n for n in [*right.tensors, *right.values] if n not in left.tensors and n not in left.values]
+        for n in left.values.keys() & right.values.keys():
+            if not _same_value(left.values[n].data, right.values[n].data):
+                out.values[n] = (_text(left.values[n].data), _text(right.values[n].data))
+        common: list[str] = []
+        for n in left.tensors:
+            if n not in right.tensors:
+                continue
+            s, t = left.tensors[n], right.tensors[n]
+            if s.shape != t.shape:
+                out.shapes[n] = (s.shape, t.shape)
+            else:
+                common.append(n)
+            if s.dtype != t.dtype:
+                out.dtypes[n] = (s.dtype, t.dtype)
+        for found, close in _data(x, y, common, rtol, atol, progress):
+            if close:
+                out.within_tolerance += 1
+            else:
+                out.data.append(found)
+        x.source.unchanged()
+        y.source.unchanged()
+    tolerant = bool(rtol or atol)
+    out.equal = not (out.only_in_a or out.only_in_b or out.shapes or out.values or out.data) and (
+        tolerant or not out.dtypes
+    )
+    return out
+
+
+def _same_value(a: Any, b: Any) -> bool:
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):  # DCP turns tuples into lists in some places
+        return len(a) == len(b) and all(map(_same_value, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same_value(a[k], b[k]) for k in a)
+    return bool(a == b) or (a != a and b != b)
+
+
+def _text(x: Any) -> str:
+    text = repr(x)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _data(
+    x: Opened, y: Opened, names: list[str], rtol: float, atol: float, progress: Progress
+) -> Iterator[tuple[TensorDifference, bool]]:
+    """(difference, within tolerance) of every tensor whose bytes differ."""
+    left, right = x.checkpoint, y.checkpoint
+    total = sum(left.tensors[n].nbytes for n in names)
+    passed = 0
+    streams = [_stream(x, names), _stream(y, names)]
+    for name in names:
+        s, t = left.tensors[name], right.tensors[name]
+        found = TensorDifference(name, s.numel)
+        close = True
+        for first, p, q in _side_by_side(streams, s, t):
+            passed += len(p)
+            if s.dtype == t.dtype and _equal(p, q):
+                continue
+            close = _measure(found, first, p, q, s, t, rtol, atol) and close
+            progress("compare", passed, total)
+        if found.differing:
+            yield found, close and bool(rtol or atol)
+        progress("compare", passed, total)
+
+
+def _equal(p: memoryview, q: memoryview) -> bool:
+    """Whether two buffers hold the same bytes; memoryview's own comparison goes byte by byte."""
+    import numpy as np
+
+    return bool(np.array_equal(np.frombuffer(p, "u1"), np.frombuffer(q, "u1")))
+
+
+def _stream(opened: Opened, names: list[str]) -> Iterator[Block]:
+    ckpt = opened.checkpoint
+    jobs = (Job(n, ckpt.tensors[n], ckpt.tensors[n].dtype, False) for n in names)
+    return Reader(opened.source, ckpt.files, ckpt.records).blocks(jobs)
+
+
+def _side_by_side(
+    streams: list[Iterator[Block]], s: TensorEntry, t: TensorEntry
+) -> Iterator[tuple[int, memoryview, memoryview]]:
+    """The next tensor of both streams, as (first element, bytes here, bytes there) of the same elements."""
+    items = (ITEMSIZE[s.dtype], ITEMSIZE[t.dtype])
+    blocks = [next(stream) for stream in streams]
+    at = 0
+    while True:
+        ends = [b.first + b.count for b in blocks]
+        end = min(ends)
+        views = [b.data[(at - b.first) * i : (end - b.first) * i] for b, i in zip(blocks, items, strict=True)]
+        if end > at:
+            yield at, views[0], views[1]
+        del views
+        at = end
+        if all(b.last and e == at for b, e in zip(blocks, ends, strict=True)):
+            for b in blocks:
+                b.release()
+            return
+        for k in range(2):
+            if ends[k] == at and not blocks[k].last:
+                blocks[k].release()
+                blocks[k] = next(streams[k])
+
+
+def _measure(
+    out: TensorDifference,
+    first: int,
+    p: memoryview,
+    q: memoryview,
+    s: TensorEntry,
+    t: TensorEntry,
+    rtol: float,
+    atol: float,
+) -> bool:
+    """Add a piece to the numbers; returns whether all of it is within the tolerances."""
+    import numpy as np
+
+    a, b = np.frombuffer(p, dtype=numpy_dtype(s.dtype)), np.frombuffer(q, dtype=numpy_dtype(t.dtype))
+    raw_equal = s.dtype == t.dtype
+    wide: Any = np.complex128 if "complex" in s.dtype + t.dtype else np.float64
+    all_close = True
+    for k in range(0, len(a), 1 << 18):  # in pieces that stay in the cache
+        u, v = a[k : k + (1 << 18)], b[k : k + (1 << 18)]
+        if raw_equal:
+            bits = f"V{u.dtype.itemsize}" if u.dtype.itemsize > 8 else f"u{u.dtype.itemsize}"
+            where = np.flatnonzero(u.view(bits) != v.view(bits))
+        else:
+            where = np.arange(len(u))
+        if not len(where):
+            continue
+        with np.errstate(all="ignore"):
+            f, g = u[where].astype(wide), v[where].astype(wide)
+            gap = np.abs(f - g)
+            nans = np.isnan(f) != np.isnan(g)
+            both = np.isnan(f) & np.isnan(g)
+            infs = (f == g) & ~both
+            if raw_equal and u.dtype.kind in "iu":
+                gap = _apart(u[where], v[where]).astype(np.float64)  # beyond 2**53 float64 cannot tell neighbours apart
+                infs = np.zeros(len(where), dtype=bool)
+            gap = np.where(infs | both, 0.0, gap)
+            rel = np.where(gap == 0, 0.0, gap / np.maximum(np.abs(g), np.finfo(np.float64).tiny))
+        if not raw_equal:
+            keep = (gap > 0) | nans
+            where, f, g, gap, rel, nans, both = (z[keep] for z in (where, f, g, gap, rel, nans, both))
+            if not len(where):
+                continue
+        if not out.differing:
+            out.first = _index(s.shape, first + k + int(where[0]))
+        out.differing += len(where)
+        out.nan_mismatch += int(nans.sum())
+        finite = np.where(np.isnan(gap), -1.0, gap)
+        top = int(finite.argmax())
+        if finite[top] > out.max_abs or not out.worst:
+            out.worst = _index(s.shape, first + k + int(where[top]))
+        out.max_abs = max(out.max_abs, float(finite[top]))
+        out.max_rel = max(out.max_rel, float(np.where(np.isnan(rel), 0, rel).max()))
+        if raw_equal and "float" in s.dtype and u.dtype.itemsize in (1, 2, 4, 8):
+            out.max_ulp = max(out.max_ulp or 0, _ulp(u[where], v[where]))
+        with np.errstate(all="ignore"):
+            ok = (np.isfinite(gap) & (gap <= atol + rtol * np.abs(g))) | both  # no tolerance reaches infinity
+        all_close = all_close and bool(ok.all()) and not nans.any()
+    return all_close
+
+
+def _ulp(u: Any, v: Any) -> int:
+    """Largest distance in units in the last place: the order of sign-magnitude bits is the order of the numbers."""
+    import numpy as np
+
+    n = u.dtype.itemsize
+    top = 1 << (8 * n - 1)
+    keys = []
+    for x in (u, v):
+        bits = x.view(f"u{n}").astype(np.uint64)
+        keys.append(np.where(bits & top, np.int64(0) - (bits & (top - 1)).astype(np.int64), bits.astype(np.int64)))
+    return int(_apart(*keys).max())
+
+
+def _apart(a: Any, b: Any) -> Any:
+    """|a - b| of integers, exact, as uint64."""
+    import numpy as np
+
+    kind = "u8" if a.dtype.kind == "u" else "i8"
+    high, low = (f(a, b).astype(kind).view("u8") for f in (np.maximum, np.minimum))
+    return high - low
+
+
+def _index(shape: tuple[int, ...], flat: int) -> tuple[int, ...]:
+    out = []
+    for s in boxes.strides(shape):
+        out.append(flat // s if s else 0)
+        flat -= out[-1] * s if s else 0
+    return tuple(out)

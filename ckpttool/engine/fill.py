@@ -1,0 +1,627 @@
+"""Fill a draft: every byte of the destination, from the source, once, in one pass, with digests and CRCs.
+
+    for tensor in draft:                        in the order of the destination's files
+        for block of its source:                read ahead by `stream.Reader`, cast if asked
+            digest the block
+            for each chunk it meets:            append to that chunk's file (`_Out`)
+
+What drives it: the destination's order, so that every file is an append-only stream. What bounds memory: the reader's
+arena and the writer's, six and eight buffers of 4 MiB; with more files than buffers the file that was idle longest
+gives its buffer up. Writes go around the page cache (O_DIRECT) in whole buffers; the tail of a file is padded to a page
+and cut off again. A second thread writes while this one digests.
+
+Now and then what was written is made durable and a line goes into the journal: tensors done. A run that finds such a
+journal walks through those tensors once more without writing: it reads them, digests them, computes the CRCs of their
+chunks and compares all literal bytes around them (headers, padding, frames of an archive) with the disk. Digests and CRCs
+are therefore never taken from the journal, and the read-back, which such a run always has, proves the bytes of the
+tensors. They are read from the source; where that is a store or the Hub, from the disk, and compared with the digests in
+the journal, so that nothing is downloaded twice.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
+from typing import Any
+
+from blake3 import blake3
+
+from ..errors import Corrupt
+from ..formats.crc import crc32, crc32_combine
+from ..index import boxes
+from ..index.checkpoint import ITEMSIZE, TensorEntry
+from ..storage.destinations import Sending, SendingFolder, Sent
+from ..storage.partial import Earlier, keep_ours
+from ..storage.source import Source
+from ..storage.staging import Altered, Draft, EarlierFile, Sink, Staging, Written, write_error
+from .stream import ALIGN, USUAL, Arena, Block, Effort, Job, Reader, bits_dtype
+
+__all__ = ["Progress", "fill", "silent", "tensor_digests"]
+
+#: Called with (what is being done, bytes done, bytes in all).
+Progress = Callable[[str, int, int], None]
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """A Progress that says nothing."""
+
+
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_JOURNAL_BYTES = 1 << 30
+_JOURNAL_SECONDS = 5.0
+_MOST_ENDED = 64  # so many files are kept open after their last chunk: a layout may have a file for every tensor
+
+
+class _Writer:
+    """A thread that writes, and the buffers that wait for it."""
+
+    def __init__(self, effort: Effort) -> None:
+        buffers, size = 6 + 2 * effort.jobs, effort.buffer_bytes
+        self.arena = Arena(buffers, size)
+        self.spare = buffers
+        self.size = size
+        self.pool = ThreadPoolExecutor(effort.jobs, "ckpttool-write")
+        self.pending: list[Future[None]] = []
+        self.lock = threading.Lock()
+        self.holders: OrderedDict[_Out, None] = OrderedDict()  # files that hold a buffer, idle longest first
+
+    def acquire(self, out: _Out) -> memoryview:
+        """A free buffer for a file; when all are held by idle files, the one idle longest gives its own up."""
+        if self.spare == 0:
+            idle = next(iter(self.holders))
+            idle.flush()
+        self.spare -= 1
+        self.holders[out] = None
+        buffer = self.arena.free.get()  # waits for a write where none is free
+        self.check()
+        return buffer
+
+    def submit(self, out: _Out, buffer: memoryview, n: int, offset: int) -> None:
+        """Write buffer[:n] at an offset of a file and give the buffer back."""
+        self.holders.pop(out, None)
+        self.spare += 1
+        self.pending.append(self.pool.submit(self._write, out, buffer, n, offset))
+
+    def _write(self, out: _Out, buffer: memoryview, n: int, offset: int) -> None:
+        try:
+            out.pwrite(buffer[:n], offset)
+        finally:
+            self.arena.free.put(buffer)
+
+    def check(self) -> None:
+        """Raise what a finished write has raised."""
+        while self.pending and self.pending[0].done():
+            self.pending.pop(0).result()
+
+    def drain(self) -> None:
+        """Wait for every write."""
+        while self.pending:
+            self.pending.pop(0).result()
+
+
+class _Out:
+    """One file of the destination, written front to back.
+
+    With `again`, what is appended is compared with what an earlier run wrote, and nothing is written before `go_on`.
+    """
+
+    def __init__(self, path: str, writer: _Writer, again: bool = False) -> None:
+        self.path, self.writer = path, writer
+        self.at = 0  # bytes appended so far
+        self.buffer: memoryview | None = None
+        self.base = 0  # file offset of buffer[0], a multiple of ALIGN
+        self.tail = b""  # bytes after the last whole page, while no buffer is held
+        self.old_fd = -1
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self.direct = bool(_DIRECT)
+        try:
+            self.fd = os.open(path, flags | _DIRECT, 0o666)
+        except OSError as e:
+            if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            self.direct = False
+            self.fd = os.open(path, flags, 0o666)
+        self.there = -1  # a descriptor to read what is there, until `go_on`
+        try:
+            keep_ours(self.fd, 0o600)
+            if again:
+                self.there = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def peek(self, offset: int, length: int) -> bytes:
+        """What an earlier run wrote there; fewer bytes where it did not."""
+        return os.pread(self.there, length, offset)
+
+    def skip(self, n: int) -> None:
+        """The next `n` bytes are there already; the read-back proves them."""
+        self.at += n
+
+    def go_on(self) -> None:
+        """From here on, write.
+
+        Raises:
+            Altered: the file ends before.
+        """
+        if self.there < 0:
+            return
+        self.base = self.at - self.at % ALIGN
+        self.tail = self.peek(self.base, self.at - self.base)
+        if os.fstat(self.there).st_size < self.at:
+            raise Altered(self.path)
+        os.close(self.there)
+        self.there = -1
+
+    def append(self, data: bytes | memoryview) -> None:
+        """The next bytes of the file."""
+        if self.there >= 0:
+            if self.peek(self.at, len(data)) != data:
+                raise Altered(self.path)
+            self.at += len(data)
+            return
+        done, n = 0, len(data)
+        view = memoryview(data)
+        while done < n:
+            if self.buffer is None:
+                self.buffer = self.writer.acquire(self)
+                self.buffer[: len(self.tail)] = self.tail
+            elif self in self.writer.holders:
+                self.writer.holders.move_to_end(self)
+            used = self.at - self.base
+            k = min(n - done, self.writer.size - used)
+            self.buffer[used : used + k] = view[done : done + k]
+            self.at += k
+            done += k
+            if used + k == self.writer.size:
+                self.flush()
+
+    def flush(self) -> None:
+        """Hand the whole pages of the buffer to the writer; what is after them is kept."""
+        if self.buffer is None:
+            return
+        used = self.at - self.base
+        whole = used - used % ALIGN
+        self.tail = bytes(self.buffer[whole:used])
+        buffer, self.buffer = self.buffer, None
+        self.writer.submit(self, buffer, whole, self.base)
+        self.base += whole
+
+    def settle(self) -> None:
+        """Everything appended so far into the file: pages, and the tail padded to one, then cut off again."""
+        self.flush()
+        if self.tail:
+            n = -(-len(self.tail) // ALIGN) * ALIGN
+            buffer = self.writer.acquire(self)
+            buffer[: len(self.tail)] = self.tail
+            buffer[len(self.tail) : n] = bytes(n - len(self.tail))
+            self.writer.submit(self, buffer, n, self.base)
+
+    def pwrite(self, data: memoryview, offset: int) -> None:
+        """All of the data, whatever it takes."""
+        done = 0
+        while done < len(data):
+            fd = self.fd
+            try:
+                done += os.pwrite(fd, data[done:], offset + done)
+            except OSError as e:
+                if e.errno == errno.EINVAL and self._through_cache(fd):
+                    continue
+                raise write_error(e, self.path) from e
+
+    def _through_cache(self, fd: int) -> bool:
+        """After a direct write that the file system refused: whether there is now another descriptor to write to."""
+        with self.writer.lock:
+            if self.fd == fd and self.direct:
+                self.direct = False
+                self.old_fd = self.fd  # another thread may be writing through it
+                self.fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            return self.fd != fd
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self.at
+
+    def end(self) -> None:
+        """The last byte was appended."""
+        self.settle()
+
+    def finish(self) -> None:
+        """Cut the padding off and make the file durable. All writes must have ended."""
+        try:
+            os.ftruncate(self.fd, self.at)
+            os.fsync(self.fd)
+        except OSError as e:
+            raise write_error(e, self.path) from e
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        for fd in (self.fd, self.old_fd, self.there):
+            if fd >= 0:
+                os.close(fd)
+        self.fd = self.old_fd = self.there = -1
+
+
+class _Coded:
+    """A file of the destination whose bytes go through a sink on their way to the disk."""
+
+    def __init__(self, raw: _Out | Sent, sink: Sink) -> None:
+        self.raw, self.sink = raw, sink
+        self.append = sink.append
+
+    @property
+    def at(self) -> int:
+        return self.sink.at
+
+    @property
+    def path(self) -> str:
+        return self.raw.path
+
+    @property
+    def fd(self) -> int:
+        return self.raw.fd
+
+    @property
+    def size(self) -> int:
+        """Bytes on the disk."""
+        return self.raw.at
+
+    def go_on(self) -> None:
+        """From here on, write."""
+        if not self.sink.resumable():
+            raise Altered(self.path)
+        self.sink.settle()
+        self.raw.go_on()
+
+    def settle(self) -> None:
+        """Hand on everything appended so far."""
+        self.sink.settle()
+        self.raw.settle()
+
+    def end(self) -> None:
+        """The last byte was appended."""
+        self.sink.finish()
+        self.raw.settle()
+
+    def finish(self) -> None:
+        """As `_Out.finish`."""
+        self.raw.finish()
+
+    def close(self) -> None:
+        """Stop the sink, close the file."""
+        self.sink.close()
+        self.raw.close()
+
+
+def fill(
+    draft: Draft,
+    source: Source,
+    files: list[str],
+    records: Any,
+    staging: Staging | Sending | SendingFolder,
+    progress: Progress,
+    effort: Effort = USUAL,
+) -> dict[str, str]:
+    """Write every file of a draft into its staging folder; returns {tensor: BLAKE3 hex digest of its bytes there}.
+
+    Raises:
+        Corrupt, SourceChanged: the source is damaged, or was written to meanwhile.
+        NoSpace, CkpttoolError: the destination could not be written.
+    """
+    while True:
+        run = _Filling(draft, source, files, records, staging, effort)
+        try:
+            return run.run(progress)
+        except Altered:
+            assert isinstance(staging, Staging)
+            staging.begin_anew()
+            staging.messages.append(
+                f"what an interrupted run left in {staging.folder} was not what it had written; it was made anew"
+            )
+        finally:
+            run.close()
+
+
+class _Filling:
+    def __init__(
+        self,
+        draft: Draft,
+        source: Source,
+        files: list[str],
+        records: Any,
+        staging: Staging | Sending | SendingFolder,
+        effort: Effort,
+    ) -> None:
+        self.draft, self.source, self.staging, self.effort = draft, source, staging, effort
+        self.files, self.records = files, records
+        tensors = draft.checkpoint.tensors
+        self.names = list(tensors)
+        self.writer = _Writer(effort)
+        self.digests: dict[str, str] = {}
+        self.crcs: dict[int, list[Written]] = {i: [] for i in range(len(draft.files))}
+        self.earlier = staging.earlier if isinstance(staging, Staging) else Earlier()
+        self.again = self.earlier.done > 0  # what is appended is there already
+        self.outs: dict[int, _Out | Sent | _Coded] = {}
+        self.left: dict[int, int] = {}  # chunks that are still to come, by file
+        for name in self.names:
+            for file in tensors[name].chunks.file if name not in draft.same else ():
+                self.left[file] = self.left.get(file, 0) + 1
+        self.ended: list[int] = []  # files whose last chunk has come, still open
+        self.closed: set[int] = set()
+        self.fresh_digests: dict[str, str] = {}
+        self.noted, self.last_note = 0, time.monotonic()
+
+    def out(self, file: int) -> _Out | Sent | _Coded:
+        """The stream of a file, opened at its first byte."""
+        if file not in self.outs:
+            f = self.draft.files[file]
+            raw: _Out | Sent
+            earlier = None
+            if isinstance(self.staging, Staging):
+                raw = _Out(self.staging.path(f.name), self.writer, self.again)
+                if self.again:
+                    earlier = EarlierFile(self.earlier.sinks.get(file, {}), raw.peek)
+            else:
+                raw = self.staging.stream(f.name)
+            self.outs[file] = out = _Coded(raw, f.coded(raw.append, self.effort.jobs, earlier)) if f.coded else raw
+            out.append(f.first_bytes())
+        return self.outs[file]
+
+    def run(self, progress: Progress) -> dict[str, str]:
+        """Do it all."""
+        tensors, sources, done = self.draft.checkpoint.tensors, self.draft.sources, self.earlier.done
+        if done > len(self.names):
+            raise Altered(self.staging.folder)
+        reader = None
+        if self.again:
+            reader = self._walk_again(self.names[:done], progress)
+            self.again = False
+            for out in self.outs.values():
+                out.go_on()
+        reader = reader or Reader(self.source, self.files, self.records, self.effort)
+        todo = [n for n in self.names[done:] if n not in self.draft.same]
+        total = sum(sources[n].nbytes for n in self.names if n not in self.draft.same)
+        passed = self.noted = total - sum(sources[n].nbytes for n in todo)
+        for block in self._pass(reader, [Job(n, sources[n], tensors[n].dtype, not _flat(tensors[n])) for n in todo]):
+            passed += block.source_bytes
+            progress("copy", passed, total)
+            if block.last:
+                self._note(block.name, passed)
+        reader.finish()
+        for name, other in self.draft.same.items():
+            self.digests[name] = self.digests[other]
+        self._finish([i for i in range(len(self.draft.files)) if i not in self.closed])
+        return self.digests
+
+    def _walk_again(self, names: list[str], progress: Progress) -> Reader | None:
+        """The tensors that an earlier run finished, once more; the reader, where it is one of the source."""
+        tensors, sources = self.draft.checkpoint.tensors, self.draft.sources
+        assert isinstance(self.staging, Staging)
+        names = [n for n in names if n not in self.draft.same]
+        coded = any(f.coded for f in self.draft.files)  # what lies in such a file cannot be read by offset
+        here = self.source.distant and not coded
+        if here:
+            reader = Reader(Source(self.staging.tree), [f.name for f in self.draft.files], (), self.effort)
+            sources = tensors
+        else:
+            reader = Reader(self.source, self.files, self.records, self.effort)
+        total, passed = sum(sources[n].nbytes for n in names), 0
+        jobs = [Job(n, sources[n], tensors[n].dtype, not _flat(tensors[n])) for n in names]
+        try:
+            for block in self._pass(reader, jobs):
+                passed += block.source_bytes
+                progress("reread", passed, total)
+                if here and block.last and self.digests[block.name] != self.earlier.digests.get(block.name):
+                    raise Altered(self.staging.folder)
+        except Corrupt:
+            if here:
+                raise Altered(self.staging.folder) from None
+            raise
+        finally:
+            if here:
+                reader.source.close()
+        return None if here else reader
+
+    def _pass(self, reader: Reader, jobs: list[Job]) -> Iterator[Block]:
+        """Digest tensors and append them to the files they belong to; each block, when that is done and it is released."""
+        tensors = self.draft.checkpoint.tensors
+        plan: list[_Row] = []
+        hasher: Any = None
+        name = ""
+        for block in reader.blocks(jobs):
+            if block.name != name or hasher is None:
+                name, hasher = block.name, blake3()
+                plan = _rows(tensors[name])
+            hasher.update(block.data)
+            self._scatter(name, tensors[name], plan, block)
+            block.release()
+            if block.last:
+                self.digests[name] = self.fresh_digests[name] = hasher.hexdigest()
+                hasher = None
+                if len(self.ended) >= (_MOST_ENDED if self.staging.local else 1):
+                    self._finish(self.ended)
+                    self.ended.clear()
+            yield block
+
+    def _note(self, name: str, passed: int) -> None:
+        """A line in the journal after a tensor, where it is time for one."""
+        now = time.monotonic()
+        due = passed - self.noted >= _JOURNAL_BYTES or (
+            passed > self.noted and now - self.last_note >= _JOURNAL_SECONDS
+        )
+        coded = [o.sink for o in self.outs.values() if isinstance(o, _Coded)]
+        if due and self.staging.local and all(sink.resumable() for sink in coded):
+            self._journal(self.names.index(name, self.earlier.done) + 1)
+            self.noted, self.last_note = passed, now
+
+    def _scatter(self, name: str, entry: TensorEntry, plan: list[_Row], block: Block) -> None:
+        """Append a block's elements to the files of the chunks they belong to."""
+        item = ITEMSIZE[entry.dtype]
+        if block.count == 0:
+            for r in plan:
+                self._begin(name, entry, r)
+                self._end(name, entry, r)
+            return
+        first, last = block.first, block.first + block.count
+        for r in plan:
+            if r.first is not None:  # a flat range
+                a, b = max(first, r.first), min(last, r.first + r.count)
+                if a >= b:
+                    continue
+                part: memoryview = block.data[(a - first) * item : (b - first) * item]
+                n = b - a
+            else:
+                both = boxes.meet((r.start, r.shape), (block.start, block.shape))
+                if both is None:
+                    continue
+                part = _cut(block, both, item)
+                n = prod(both[1])
+            if r.done == 0:
+                self._begin(name, entry, r)
+            out = self.out(r.file)
+            if self.again and isinstance(out, _Out):
+                out.skip(len(part))
+            else:
+                out.append(part)
+            if self.draft.after or self.draft.tail:
+                if block.crc is not None and n == block.count:
+                    r.crc = crc32_combine(r.crc, block.crc, len(part))
+                else:
+                    r.crc = crc32(part, r.crc)
+            r.done += n
+            if r.done == r.count:
+                self._end(name, entry, r)
+
+    def _begin(self, name: str, entry: TensorEntry, r: _Row) -> None:
+        out = self.out(r.file)
+        if self.draft.before:
+            out.append(self.draft.before(name, entry, r.row, self.crcs[r.file]))
+        if out.at != r.offset:
+            raise AssertionError(f"{name} row {r.row}: at byte {out.at} of {out.path}, planned {r.offset}")
+
+    def _end(self, name: str, entry: TensorEntry, r: _Row) -> None:
+        self.crcs[r.file].append((name, r.row, r.crc))
+        if self.draft.after:
+            self.out(r.file).append(self.draft.after(name, entry, r.row, self.crcs[r.file]))
+        self.left[r.file] -= 1
+        if not self.left[r.file]:
+            self.ended.append(r.file)
+
+    def _journal(self, done: int) -> None:
+        """Make everything up to tensor `done` durable, then say so."""
+        self._settle()
+        for out in self.outs.values():
+            try:
+                os.fdatasync(out.fd)
+            except OSError as e:
+                raise write_error(e, out.path) from e
+        entry: dict[str, Any] = {"done": done}
+        if self.source.distant:
+            entry["digests"] = self.fresh_digests
+        if sinks := {i: o.sink.state() for i, o in self.outs.items() if isinstance(o, _Coded)}:
+            entry["sinks"] = sinks
+        self.staging.note(entry)
+        self.fresh_digests = {}
+
+    def _settle(self) -> None:
+        for out in self.outs.values():
+            out.settle()
+        self.writer.drain()
+
+    def _finish(self, files: list[int]) -> None:
+        """Heads of files without chunks, tails, truncation, fsync; in the order given."""
+        for i in files:
+            f, out = self.draft.files[i], self.out(i)
+            if self.again:
+                out.go_on()
+            if self.draft.tail:
+                out.append(self.draft.tail(i, self.crcs[i], self.digests))
+            out.end()
+            self.writer.drain()
+            out.finish()
+            f.size = out.size
+            out.close()
+            del self.outs[i]
+            self.closed.add(i)
+
+    def close(self) -> None:
+        """Stop the writer; nothing is written afterwards."""
+        self.writer.pool.shutdown(wait=True, cancel_futures=True)
+        for out in self.outs.values():
+            out.close()
+
+
+class _Row:
+    """A chunk of the destination while it is filled."""
+
+    __slots__ = ("count", "crc", "done", "file", "first", "offset", "row", "shape", "start")
+
+    def __init__(self, row: int, entry: TensorEntry, flat: bool) -> None:
+        c = entry.chunks[row]
+        self.row, self.start, self.shape, self.file, self.offset = row, c.start, c.shape, c.extent.file, c.extent.offset
+        self.count = prod(c.shape)
+        self.first = boxes.flat_start(entry.shape, c.start) if flat else None
+        self.done = self.crc = 0
+
+
+def _flat(entry: TensorEntry) -> bool:
+    c = entry.chunks
+    return c.rows_in_order() is not None or all(boxes.box_is_flat(entry.shape, k.start, k.shape) for k in c)
+
+
+def _rows(entry: TensorEntry) -> list[_Row]:
+    flat = _flat(entry)
+    rows = [_Row(k, entry, flat) for k in range(len(entry.chunks))]
+    return sorted(rows, key=lambda r: r.first or 0) if flat else rows
+
+
+def _cut(block: Block, box: tuple[tuple[int, ...], tuple[int, ...]], item: int) -> memoryview:
+    """The bytes of a box of a slab, row-major."""
+    at = tuple(a - b for a, b in zip(box[0], block.start, strict=True))
+    if boxes.box_is_flat(block.shape, at, box[1]):
+        a = boxes.flat_start(block.shape, at) * item
+        return block.data[a : a + prod(box[1]) * item]
+    import numpy as np
+
+    kind = bits_dtype(item)
+    whole = np.frombuffer(block.data, dtype=kind).reshape(block.shape)
+    part = np.ascontiguousarray(whole[tuple(slice(s, s + k) for s, k in zip(at, box[1], strict=True))])
+    return memoryview(part.reshape(-1).view("u1").data)
+
+
+def tensor_digests(
+    tensors: dict[str, TensorEntry],
+    source: Source,
+    files: list[str],
+    records: Any,
+    progress: Progress,
+    what: str = "digest",
+    dtypes: dict[str, str] | None = None,
+    effort: Effort = USUAL,
+) -> dict[str, str]:
+    """{tensor: BLAKE3 hex digest of its canonical bytes}, reading everything and checking the CRCs on the way.
+
+    `dtypes` names the dtype a tensor is digested in, where that is not its own.
+    """
+    total, passed = sum(t.nbytes for t in tensors.values()), 0
+    out: dict[str, str] = {}
+    hasher: Any = None
+    reader = Reader(source, files, records, effort)
+    for block in reader.blocks(Job(n, t, (dtypes or {}).get(n, t.dtype), False) for n, t in tensors.items()):
+        hasher = hasher or blake3()
+        hasher.update(block.data)
+        passed += block.source_bytes
+        if block.last:
+            out[block.name] = hasher.hexdigest()
+            hasher = None
+        block.release()
+        progress(what, passed, total)
+    reader.finish()
+    return out

@@ -1,0 +1,273 @@
+"""inspect: what a checkpoint is, in numbers and names; reads the index only.
+
+`inspect` gives plain data, for --json and for anyone's program; `screen` draws it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from ..index.checkpoint import Checkpoint, TensorEntry, strangers
+from ..index.names import counted
+from ..storage import remote
+from .conversion import open
+from .unread_files import human, listed
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["human", "inspect", "screen", "summarise", "tensor_rows", "tree"]
+
+
+def _count(n: int) -> str:
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if n >= limit:
+            return f"{n / limit:.2f} {unit}"
+    return str(n)
+
+
+def inspect(path: str | os.PathLike[str], **how: Any) -> dict[str, Any]:
+    """Layout, ranks, step, components, parameters, dtypes, optimizer and what is missing."""
+    with open(path, **{"allow_equal_ranks": True, **how}) as opened:
+        return summarise(opened.checkpoint, path)
+
+
+def summarise(ckpt: Checkpoint, path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The summary of an index."""
+    components: dict[str, dict[str, Any]] = {}
+    for t in ckpt.tensors.values():
+        c = components.setdefault(str(t.path[0]), {"tensors": 0, "bytes": 0, "elements": 0, "dtypes": {}, "values": 0})
+        c["tensors"] += 1
+        c["bytes"] += t.nbytes
+        c["elements"] += t.numel
+        c["dtypes"][t.dtype] = c["dtypes"].get(t.dtype, 0) + t.nbytes
+    for v in ckpt.values.values():
+        c = components.setdefault(str(v.path[0]), {"tensors": 0, "bytes": 0, "elements": 0, "dtypes": {}, "values": 0})
+        c["values"] += 1
+    order = ("model", "optim", "scheduler", "scaler", "rng", "dataloader", "trainer", "extra")
+    out: dict[str, Any] = {
+        "path": remote.whole(path),
+        "layout": ckpt.layout,
+        "trainer": ckpt.trainer,
+        "step": counted(ckpt.value),
+        "ranks": ckpt.world_size,
+        "files": len(ckpt.files),
+        "file_bytes": sum(ckpt.sizes),
+        "tensors": len(ckpt.tensors),
+        "bytes": ckpt.nbytes,
+        "components": {k: components[k] for k in order if k in components},
+        "optimizer": _optimizer(ckpt),
+        "missing": _missing(ckpt),
+        "notes": ckpt.notes,
+        "not_read": [r.to_json() for r in ckpt.unread],
+    }
+    return out
+
+
+def _slots(ckpt: Checkpoint) -> dict[str, dict[str, int]]:
+    out: dict[str, dict[str, int]] = {}
+    for t in ckpt.tensors.values():
+        if t.path[:2] == ("optim", "state") and len(t.path) > 3:
+            s = out.setdefault(str(t.path[3]), {"parameters": 0, "bytes": 0})
+            s["parameters"] += 1
+            s["bytes"] += t.nbytes
+    return out
+
+
+def _optimizer(ckpt: Checkpoint) -> dict[str, Any] | None:
+    slots = _slots(ckpt)
+    groups: dict[int, dict[str, Any]] = {}
+    for v in ckpt.values.values():
+        if v.path[:2] == ("optim", "param_groups") and len(v.path) > 3:
+            key = str(v.path[3])
+            group = groups.setdefault(int(v.path[2]), {})
+            if key == "params":
+                group["parameters"] = len(v.data)
+            elif v.data is None or isinstance(v.data, (bool, int, float, str)) or key == "betas":
+                group[key] = v.data
+    if not slots and not groups:
+        return None
+    kind = "AdamW or Adam" if "exp_avg_sq" in slots else "SGD" if "momentum_buffer" in slots or not slots else "unknown"
+    return {"kind": kind, "slots": slots, "groups": [groups[i] for i in sorted(groups)]}
+
+
+def _missing(ckpt: Checkpoint) -> list[str]:
+    """Sentences about what a resume would need and what is not there."""
+    out: list[str] = []
+    have = {ckpt.component(n) for n in [*ckpt.tensors, *ckpt.values]}
+    if "model" not in have:
+        out.append("no model weights")
+    if "optim" not in have:
+        out.append(_without_optimizer(ckpt))
+        return out
+    if odd := strangers(ckpt):
+        out.append(f"the optimizer has state for {len(odd)} parameters that the model does not have, first {odd[0]}")
+    slots = _slots(ckpt)
+    per_slot: dict[str, set[str]] = {k: set() for k in slots}
+    for t in ckpt.tensors.values():
+        if t.path[:2] == ("optim", "state") and len(t.path) > 3:
+            per_slot[str(t.path[3])].add(str(t.path[2]))
+    every = set().union(*per_slot.values()) if per_slot else set()
+    for slot, names in per_slot.items():
+        gone = sorted(every - names)
+        if gone:
+            out.append(f"{slot} is missing for {len(gone)} of {len(every)} parameters, first {gone[0]}")
+    listed = {
+        n
+        for v in ckpt.values.values()
+        if v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("params",)
+        for n in v.data
+    }
+    bare = sorted(n for n in listed - every if isinstance(n, str))
+    if every and bare:
+        out.append(f"{len(bare)} parameters of the optimizer have no state, first {bare[0]}")
+    outside = [
+        str(t.path[1])
+        for t in ckpt.tensors.values()
+        if t.path[0] == "model" and len(t.path) == 2 and t.path[1] not in listed
+    ]
+    if listed and outside:
+        out.append(
+            f"{len(outside)} tensors of the model are not in the optimizer (buffers, frozen or tied), first {outside[0]}"
+        )
+    return out
+
+
+def _without_optimizer(ckpt: Checkpoint) -> str:
+    aside = [r for r in ckpt.unread if r.component == "optim"]
+    if aside:
+        return f"the optimizer state was not read: it is in {listed(aside)}, which the layout {ckpt.layout} does not include"
+    if aside := [r for r in ckpt.unread if r.component == "extra"]:
+        return f"no optimizer state in the files that were read; not looked into: {listed(aside)}"
+    return "no optimizer state: training from here starts the optimizer anew"
+
+
+def tensor_rows(ckpt: Checkpoint, names: Iterable[str]) -> list[dict[str, Any]]:
+    """Everything about some tensors, chunk by chunk (the first 64)."""
+    out = []
+    for n in names:
+        t = ckpt.tensors[n]
+        out.append({
+            "name": n, "dtype": t.dtype, "shape": list(t.shape), "bytes": t.nbytes, "chunks": len(t.chunks),
+            "where": [
+                {"start": list(c.start), "shape": list(c.shape), "file": ckpt.files[c.extent.file],
+                 "offset": c.extent.offset, "length": c.extent.length}
+                for c in t.chunks[:64]
+            ],
+        })  # fmt: skip
+    return out
+
+
+# --------------------------------------------------------------------------------------------------------- drawing
+
+
+def screen(s: dict[str, Any]) -> RenderableType:
+    """The summary as a person likes to read it."""
+    from rich import box
+    from rich.console import Group
+    from rich.markup import escape
+    from rich.table import Table
+    from rich.text import Text
+
+    head = Text()
+    head.append(f"{s['layout']}", style="bold cyan")
+    head.append(" checkpoint", style="bold")
+    facts = [s["trainer"], None if s["step"] is None else f"step {s['step']:,}", s["ranks"] and f"{s['ranks']} ranks"]
+    for fact in facts:
+        if fact:
+            head.append(f" · {fact}")
+    head.append(f" · {s['tensors']:,} tensors, {human(s['bytes'])}")
+    head.append(f" · {s['files']:,} file{'s' if s['files'] != 1 else ''}, {human(s['file_bytes'])} on disk")
+    parts: list[RenderableType] = [head]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for title, right in (("", False), ("tensors", True), ("elements", True), ("bytes", True), ("dtypes", False)):
+        table.add_column(title, justify="right" if right else "left")
+    total = max(1, s["bytes"])
+    table.add_column("", justify="left")
+    for name, c in s["components"].items():
+        dtypes = ", ".join(f"{k}" + (f" {human(v)}" if len(c["dtypes"]) > 1 else "") for k, v in c["dtypes"].items())
+        bar = "█" * max(1, round(24 * c["bytes"] / total)) if c["bytes"] else ""
+        table.add_row(
+            f"[bold]{name}[/]", f"{c['tensors']:,}" if c["tensors"] else "", _count(c["elements"]) if c["tensors"] else "",
+            human(c["bytes"]) if c["tensors"] else "", dtypes or f"{c['values']} value{'s' if c['values'] != 1 else ''}",
+            f"[cyan]{bar}[/]",
+        )  # fmt: skip
+    parts.append(table)
+    if s["optimizer"]:
+        o = s["optimizer"]
+        line = Text("optimizer ", style="bold")
+        line.append(f"{o['kind']}, ", style="default")
+        line.append(
+            "; ".join(f"{k} of {v['parameters']} parameters" for k, v in o["slots"].items()) or "no state",
+            style="default",
+        )
+        parts.append(line)
+        for i, g in enumerate(o["groups"]):
+            shown = ", ".join(
+                f"{k} {g[k]}" for k in ("lr", "weight_decay", "betas", "momentum", "eps") if g.get(k) is not None
+            )
+            parts.append(Text(f"  group {i}: {g.get('parameters', '?')} parameters, {shown}"))
+    for text in s["missing"]:
+        parts.append(Text.from_markup(f"[yellow]-[/] {escape(text)}"))
+    for text in s["notes"]:
+        parts.append(Text.from_markup(f"[blue]note[/] {escape(text)}"))
+    return Group(*parts)
+
+
+def tree(ckpt: Checkpoint) -> RenderableType:
+    """Names as a tree; repeated blocks (layers.0, layers.1, ...) that are alike are drawn once."""
+    from rich.tree import Tree
+
+    root = Tree(f"[bold]{ckpt.layout}[/] {human(ckpt.nbytes)}")
+    top: dict[str, Any] = {}
+    for t in ckpt.tensors.values():
+        at = top
+        keys = [k for p in t.path for k in (str(p).split(".") if isinstance(p, str) else [str(p)])]
+        for k in keys[:-1]:
+            inner = at.setdefault(k, {})
+            at = inner if isinstance(inner, dict) else at.setdefault(k + ".", {})
+        at[keys[-1]] = t
+    for v in ckpt.values.values():
+        at = top
+        keys = [str(p) for p in v.path]
+        for k in keys[:-1]:
+            inner = at.setdefault(k, {})
+            at = inner if isinstance(inner, dict) else at.setdefault(k + ".", {})
+        at.setdefault(keys[-1], v.data)
+    _grow(root, top)
+    return root
+
+
+def _shape_of(x: Any) -> Any:
+    if isinstance(x, dict):
+        return tuple((k, _shape_of(v)) for k, v in x.items())
+    return (x.dtype, x.shape) if isinstance(x, TensorEntry) else repr(x)
+
+
+def _grow(node: Any, x: dict[str, Any]) -> None:
+    from rich.markup import escape
+
+    items = list(x.items())
+    if all(k.isdigit() for k in x):
+        items.sort(key=lambda kv: int(kv[0]))
+    i = 0
+    while i < len(items):
+        key, value = items[i]
+        if isinstance(value, dict):
+            j = i + 1
+            if re.fullmatch(r"\d+", key):
+                while j < len(items) and items[j][0].isdigit() and _shape_of(items[j][1]) == _shape_of(value):
+                    j += 1
+            label = f"[cyan]{escape(key)}[/]" + (f" .. [cyan]{items[j - 1][0]}[/] ({j - i} alike)" if j - i > 1 else "")
+            _grow(node.add(label), value)
+            i = j
+            continue
+        if isinstance(value, TensorEntry):
+            node.add(f"{escape(key)} [dim]{value.dtype} {list(value.shape)}[/]")
+        else:
+            text = repr(value)
+            node.add(f"{escape(key)} [dim]= {escape(text if len(text) < 60 else text[:57] + '...')}[/]")
+        i += 1

@@ -1,0 +1,255 @@
+"""Files of ranks that do not belong together: one rank's file copied over another's, one rank's file from another step.
+
+Every such file is sound by itself, and the engine loads the wrong numbers without a word. Two things in the files tell:
+
+    equal ranks   every rank holds a part of its own of the weights and of the optimizer. If all the records that a file holds
+                  have the CRC32s of records in another rank's, the file is a copy. Parts that are one number over and over
+                  (zeros, the ones of a norm) prove nothing. In DCP only tensors of which both ranks hold a part count, since
+                  whole ones may be equal: tied weights, a second copy of the model.
+    mixed steps   torch spreads the `step` of each parameter over the files of a DCP folder. Parameters may have different
+                  steps (unfrozen later, experts that were not used), but not exactly along the lines of files.
+
+Files without CRC32s (the legacy format of torch.save, safetensors) of one size are compared at a few places, and whole where
+those are equal.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+from ..errors import Corrupt
+from ..formats.crc import crc32, crc32_combine
+from ..formats.torch_zip import number_in
+from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, Record, TensorEntry
+from ..storage.source import Source
+from .stream import Effort, Job, Reader, small
+
+__all__ = ["refuse_equal_ranks", "refuse_mixed_steps"]
+
+#: (tensor, row of its chunks), and of the record that it lies in: length, CRC32, the piece's first byte.
+Piece = tuple[str, int]
+Sum = tuple[int, int, int]
+_REPETITIVE = frozenset(("bool", "int16", "int32", "int64", "uint16", "uint32", "uint64"))
+_PROBES, _PROBE_BYTES, _STEP_BYTES = 8, 256, 4 << 20
+
+
+# ------------------------------------------------------------------------------------------------------ equal ranks
+
+
+def refuse_equal_ranks(ckpt: Checkpoint, source: Source) -> None:
+    """Refuse a checkpoint in which one rank's file is a copy of another's.
+
+    Raises:
+        Corrupt: with both files.
+    """
+    if len(set(ckpt.ranks.values())) < 2:
+        return
+    pieces: dict[int, dict[Piece, Sum | None]] = {}
+    find = _records_of(ckpt)
+    for name, t in ckpt.tensors.items():
+        if t.path[0] not in ("model", "optim") or t.numel < 2:
+            continue
+        if ckpt.layout == "dcp" and len({ckpt.ranks.get(f) for f in set(t.chunks.file)}) < 2:
+            continue
+        for k, c in enumerate(t.chunks):
+            if c.extent.file in ckpt.ranks and prod(c.shape) > 1:
+                pieces.setdefault(c.extent.file, {})[name, k] = find(t, c)
+    summed = {f: found for f, found in pieces.items() if None not in found.values()}
+    for a, b in [*_equal_sums(ckpt, summed), *_equal_files(ckpt, source, [f for f in pieces if f not in summed])]:
+        proof = _proof(ckpt, source, pieces[a], pieces[b])
+        if proof is not None:
+            raise Corrupt(
+                f"{ckpt.root}: {ckpt.files[a]} of rank {ckpt.ranks[a]} and {ckpt.files[b]} of rank {ckpt.ranks[b]} hold the same "
+                f'numbers, those of "{proof}" among them, although every rank has a part of its own. One file was copied over the '
+                "other; fetch both again. If the two ranks really are equal, use --allow-equal-ranks."
+            )
+
+
+@lru_cache(4096)
+def _zeros(n: int) -> int:
+    """The CRC32 of n zeros."""
+    if n < 2:
+        return crc32(bytes(n))
+    half = _zeros(n // 2)
+    both = crc32_combine(half, half, n // 2)
+    return crc32_combine(both, crc32(b"\0"), 1) if n % 2 else both
+
+
+def _records_of(ckpt: Checkpoint) -> Callable[[TensorEntry, Chunk], Sum | None]:
+    """What finds the record that a chunk of a tensor lies in; None where there is none."""
+    by_file: dict[int, list[Record]] = {}
+    for r in ckpt.records:
+        by_file.setdefault(r.extent.file, []).append(r)
+    starts = {}
+    for file, records in by_file.items():
+        records.sort(key=lambda r: r.extent.offset)
+        starts[file] = [r.extent.offset for r in records]
+
+    def find(t: TensorEntry, c: Chunk) -> Sum | None:
+        if c.zstd is not None:
+            return None if c.zstd[1] is None else (prod(c.shape) * ITEMSIZE[t.dtype], c.zstd[1], 0)
+        k = bisect_right(starts.get(c.extent.file, ()), c.extent.offset) - 1
+        if k < 0:
+            return None
+        r = by_file[c.extent.file][k]
+        inside = c.extent.offset - r.extent.offset
+        return (r.extent.length, r.crc32, inside) if inside + c.extent.length <= r.extent.length else None
+
+    return find
+
+
+def _equal_sums(ckpt: Checkpoint, summed: Mapping[int, Mapping[Piece, Sum | None]]) -> Iterator[tuple[int, int]]:
+    """Pairs of files of different ranks of which the first has no record, but for zeros, that the second has not."""
+    sets: dict[frozenset[tuple[int, int]], list[int]] = {}
+    for file, found in summed.items():
+        if keys := frozenset(s[:2] for s in found.values() if s is not None and s[1] != _zeros(s[0])):
+            sets.setdefault(keys, []).append(file)
+    owners: dict[tuple[int, int], set[frozenset[tuple[int, int]]]] = {}
+    for keys in sets:
+        for key in keys:
+            owners.setdefault(key, set()).add(keys)
+    for keys, files in sets.items():
+        for other in set.intersection(*(owners[k] for k in keys)):
+            for b in sets[other]:
+                if ckpt.ranks[b] != ckpt.ranks[files[0]]:
+                    yield files[0], b
+
+
+def _equal_files(ckpt: Checkpoint, source: Source, files: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Pairs of files of different ranks that are equal, byte by byte."""
+    seen: dict[Any, int] = {}
+    for file in files:
+        name, size = ckpt.files[file], ckpt.sizes[file]
+        places = (size * (i + 1) // (_PROBES + 1) for i in range(_PROBES))
+        probes = tuple(source.read(name, at, min(_PROBE_BYTES, size - at)) for at in places)
+        first = seen.setdefault((size, probes), file)
+        steps = ((at, min(_STEP_BYTES, size - at)) for at in range(0, size, _STEP_BYTES))
+        if ckpt.ranks[first] != ckpt.ranks[file] and all(
+            source.read(name, *step) == source.read(ckpt.files[first], *step) for step in steps
+        ):
+            yield first, file
+
+
+def _proof(
+    ckpt: Checkpoint, source: Source, a: Mapping[Piece, Sum | None], b: Mapping[Piece, Sum | None]
+) -> str | None:
+    """The largest tensor that shows one file to be a copy: more than one number over and over, and in DCP a part of it
+    in both files. None where there is none, or where two parts of one tensor differ. Masks and indices show nothing, since
+    they repeat themselves."""
+    pieces = list(a)
+    if ckpt.layout == "dcp":
+        there = {name: s for (name, _), s in b.items()}
+        pieces = [p for p in a if p[0] in there]
+        if any(a[p] != there[p[0]] for p in pieces):
+            return None
+    pieces = [p for p in pieces if ckpt.tensors[p[0]].dtype not in _REPETITIVE]
+    pieces.sort(key=lambda p: -ckpt.tensors[p[0]].nbytes)
+    return next((name for name, k in pieces if _varied(ckpt, source, name, k)), None)
+
+
+def _varied(ckpt: Checkpoint, source: Source, name: str, row: int) -> bool:
+    """Whether a piece of a tensor holds more than one number."""
+    t = ckpt.tensors[name]
+    c, item = t.chunks[row], ITEMSIZE[t.dtype]
+    chunks = Chunks(len(c.shape))
+    chunks.add((0,) * len(c.shape), c.shape, c.extent.file, c.extent.offset, c.extent.length, c.strides, c.zstd)
+    entry = TensorEntry(t.dtype, c.shape, t.path, chunks)
+    first, found = b"", False
+    for block in Reader(source, ckpt.files, (), Effort(1, 256 << 10)).blocks([Job(name, entry, t.dtype, False)]):
+        data = block.data
+        first = first or bytes(data[:item])
+        found = found or data[:item] != first or data[item:] != data[: len(data) - item]
+        block.release()
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ mixed steps
+
+
+def refuse_mixed_steps(ckpt: Checkpoint, source: Source) -> None:
+    """Refuse a DCP folder in which the steps of parameters differ exactly along the lines of files, or of ranks.
+
+    Param groups are judged one by one, since they may have been trained for different numbers of steps. A file counts only
+    with two or more steps of a group: one step alone is as likely a parameter that was unfrozen later, and becomes a note.
+
+    Raises:
+        Corrupt: with the files and their steps.
+    """
+    names = [
+        n
+        for n, t in ckpt.tensors.items()
+        if t.path[:2] == ("optim", "state") and t.path[-1] == "step" and t.numel == 1 and t.chunks.file[0] in ckpt.ranks
+    ]
+    file = {n: ckpt.tensors[n].chunks.file[0] for n in names}
+    if ckpt.layout != "dcp" or len(set(file.values())) < 2:
+        return
+    find = _records_of(ckpt)
+    sums = {(ckpt.tensors[n].dtype, find(ckpt.tensors[n], ckpt.tensors[n].chunks[0])) for n in names}
+    if len(sums) == 1 and None not in {s for _, s in sums}:
+        return  # equal CRC32s of one number each: equal numbers, and nothing was read
+    source.announce((ckpt.files[file[n]], *ckpt.tensors[n].chunks[0].extent[1:]) for n in names)
+    steps = {n: number_in(ckpt.tensors[n].dtype, d) for n, d in small(ckpt, source, names).items()}
+    groups = _groups(ckpt, names)
+    text = ""
+    for place in (file, {n: ckpt.ranks[f] for n, f in file.items()}):
+        found = _along(names, groups, place, steps)
+        if found is None:
+            text = ""
+            continue
+        one, two, sure = found
+        text = (
+            f"{ckpt.files[file[one]]} holds {_said(steps[one])} of the optimizer (first {one}), {ckpt.files[file[two]]} holds "
+            f"{_said(steps[two])} (first {two})"
+        )
+        if sure:
+            raise Corrupt(
+                f"{ckpt.root}: {text}, and no file holds two different steps. The files are of different saves; fetch those of "
+                "one. If the parameters in one file were really trained for fewer steps, use --allow-mixed-steps."
+            )
+    if text:
+        ckpt.notes.append(f"{text}: it was trained for fewer steps, or the file is of another save")
+
+
+def _said(step: float | int | None) -> str:
+    return "a step of an unknown dtype" if step is None else f"step {step:g}"
+
+
+def _groups(ckpt: Checkpoint, names: Iterable[str]) -> dict[str, int]:
+    """The param group of every step."""
+    of: dict[Any, int] = {}
+    for v in ckpt.values.values():
+        if v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("params",) and isinstance(v.data, list):
+            of.update((n, int(v.path[2])) for n in v.data if isinstance(n, str))
+    return {n: of.get(ckpt.tensors[n].path[2], -1) for n in names}
+
+
+def _along(
+    names: list[str], groups: Mapping[str, int], place: Mapping[str, int], steps: Mapping[str, Any]
+) -> tuple[str, str, bool] | None:
+    """(a step that is not the usual one, one that is, whether both places have two or more) of two places (files or ranks),
+    where no place has two different steps in a param group, and two places have different ones in one group.
+
+    None where steps differ within a place, or where another group has equal steps in the same two places.
+    """
+    cells: dict[int, dict[int, list[str]]] = {}
+    for n in names:
+        cells.setdefault(groups[n], {}).setdefault(place[n], []).append(n)
+    if any(len({steps[n] for n in cell}) > 1 for row in cells.values() for cell in row.values()):
+        return None
+    best: tuple[str, str, bool] | None = None
+    for row in cells.values():
+        usual = Counter(steps[n] for cell in row.values() for n in cell).most_common(1)[0][0]
+        q = max((q for q, cell in row.items() if steps[cell[0]] == usual), key=lambda q: len(row[q]))
+        for p, cell in row.items():
+            both = (other for other in cells.values() if p in other and q in other)
+            if steps[cell[0]] == usual or any(steps[r[p][0]] == steps[r[q][0]] for r in both):
+                continue
+            sure = min(len(cell), len(row[q])) > 1
+            if best is None or (sure and not best[2]):
+                best = cell[0], row[q][0], sure
+    return best

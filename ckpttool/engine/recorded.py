@@ -1,0 +1,108 @@
+"""ckpttool.json beside a checkpoint: the digest that every tensor had when ckpttool wrote it.
+
+It is read once, where a folder is opened to be copied, loaded or verified, and it may be anybody's: a damaged one, or one
+about other files than those that are there, is a note and not an error. One that is about these files must agree with
+them in names, dtypes, shapes and digests, unless the user says that it should be ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..bounded_json import parse
+from ..errors import Corrupt, SourceChanged, Unreadable, Unsafe
+from ..index.checkpoint import Checkpoint
+from ..storage.source import Source
+
+__all__ = ["IGNORE", "MOST_RECORD_BYTES", "RECORD", "Recorded", "missing", "of_folder", "other_digests"]
+
+RECORD = "ckpttool.json"
+MOST_RECORD_BYTES = 256 << 20  # 10^6 tensors
+IGNORE = "--ignore-recorded-digests (ignore_recorded_digests=True)"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a ckpttool.json says.
+
+    `tensors`   {name: (dtype, shape, BLAKE3 hex)}, tied names without bytes of their own included
+    `tied`      those names
+    `added`     names that the layout added, which were not in the source of the conversion
+    `made`      {name: data} of values likewise
+    `files`     the files that were written; None where the record does not say
+    `problem`   why it cannot be used; None where it can
+    """
+
+    tensors: Mapping[str, tuple[str, tuple[int, ...], str]] = field(default_factory=dict)
+    tied: frozenset[str] = frozenset()
+    added: frozenset[str] = frozenset()
+    made: Mapping[str, Any] = field(default_factory=dict)
+    files: frozenset[str] | None = None
+    problem: str | None = None
+
+    def expected(
+        self, ckpt: Checkpoint, only: Iterable[str] | None = None
+    ) -> dict[str, tuple[str, tuple[int, ...], str]]:
+        """Those of `tensors` that must be in a checkpoint of which some components (None: all) were opened."""
+        kept = None if only is None else set(only)
+        return {
+            n: t
+            for n, t in self.tensors.items()
+            if (n in ckpt.tensors or n not in self.tied) and (kept is None or n.partition(".")[0] in kept)
+        }
+
+    def about(self, ckpt: Checkpoint) -> bool:
+        """Whether it is about the files that the checkpoint lies in, as far as it says: a DeepSpeed folder may hold the save
+        that ckpttool wrote, and later ones."""
+        return self.files is None or not ckpt.files or not self.files.isdisjoint(ckpt.files)
+
+
+def of_folder(source: Source) -> Recorded | None:
+    """The record in a folder; None where there is none. One that cannot be used says so in `problem`."""
+    if not source.exists(RECORD):
+        return None
+    try:
+        found = parse(source.read_all(RECORD, MOST_RECORD_BYTES), RECORD)
+        files = found.get("files")
+        return Recorded(
+            {n: _tensor(*t) for n, t in found["tensors"].items()},
+            frozenset(found["tied"]), frozenset(map(str, found.get("added", ()))), dict(found.get("made", {})),
+            frozenset(files) if files else None,
+        )  # fmt: skip
+    except (SourceChanged, Unreadable):
+        raise
+    except (Corrupt, Unsafe) as e:
+        return Recorded(problem=str(e).rstrip("."))
+    except (TypeError, KeyError, ValueError, AttributeError) as e:
+        return Recorded(problem=f"{RECORD}: not a record of ckpttool ({type(e).__name__}: {str(e)[:80]})")
+
+
+def _tensor(dtype: Any, shape: Any, digest: Any) -> tuple[str, tuple[int, ...], str]:
+    if type(dtype) is not str or type(digest) is not str or not all(type(n) is int for n in shape):
+        raise ValueError("an entry of a tensor is not [dtype, shape, digest]")
+    return dtype, tuple(shape), digest
+
+
+def missing(ckpt: Checkpoint, names: list[str], total: int) -> Corrupt:
+    """The error for names that a record has and the checkpoint has not."""
+    parts = sorted({n.partition(".")[0] for n in names})
+    left = sorted({n.partition(".")[0] for n in ckpt.tensors} - set(parts))
+    hint = f"--only {','.join(left)}, " if left else ""
+    return Corrupt(
+        f'{ckpt.root}: {len(names)} of the {total} tensors that {RECORD} lists are not there, first "{names[0]}": files were '
+        f"removed or replaced after it was written. Take another copy. If it was on purpose, use {hint}{IGNORE}, or remove "
+        f"{RECORD}."
+    )
+
+
+def other_digests(ckpt: Checkpoint, names: list[str], total: int) -> Corrupt:
+    """The error for tensors that are not what was recorded; `names` are those of the checkpoint."""
+    chunks = ckpt.tensors[names[0]].chunks
+    where = f" in {ckpt.files[chunks.file[0]]}" if len(chunks) else ""
+    return Corrupt(
+        f"{ckpt.root}: {len(names)} of {total} tensors do not have the digest that was recorded of them, first "
+        f'"{names[0]}"{where}. They were damaged or changed after the record was written. Take another copy. If they were '
+        f"changed on purpose, use {IGNORE}, or remove the {RECORD} beside them."
+    )

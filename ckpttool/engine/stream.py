@@ -1,0 +1,704 @@
+"""Tensors as streams: the bytes of each tensor in row-major order, in blocks, read ahead, in constant memory.
+
+    for block in Reader(source, ckpt.files, ckpt.records).blocks([(name, entry, "bfloat16", False), ...]):
+        block.data       memoryview of elements [block.first, block.first + n) of tensor block.name
+
+What drives it: a generator of block plans, in the order the caller wants the tensors. One thread runs ahead and reads;
+the caller hashes, compares or copies. What bounds memory: a fixed arena of buffers, cut once; the thread waits for one.
+
+Two ways to cut a tensor. When its chunks are flat ranges of it (dim-0 shards, whole tensors) and the caller does not
+ask for boxes, a block is a part of one chunk: one read, no copy. Else blocks are slabs (boxes.py) and each chunk's part
+of a slab, which is contiguous in the chunk, is read and put in its place. Either way a chunk is consumed from its first
+byte to its last, so compressed chunks are decompressed as streams.
+
+Reads of 256 KiB and more bypass the page cache (O_DIRECT, into 2 MiB-aligned huge pages: a sixth of the CPU time of
+buffered reads on the machines of the README's table) unless the pages are there already (RWF_NOWAIT asks without
+waiting). Where the file system knows neither, plain reads do.
+
+CRC32s that the source carries are checked with the bytes as they pass (`Sums`).
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import mmap
+import os
+import queue
+import threading
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from typing import IO, Any, NamedTuple
+
+from ..errors import Corrupt, NoSpace, Unsafe
+from ..formats.crc import crc32, crc32_combine
+from ..index import boxes
+from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Extent, Record, TensorEntry
+from ..storage.source import Source, read_error
+
+__all__ = [
+    "ALIGN",
+    "USUAL",
+    "Arena",
+    "Block",
+    "Decoder",
+    "Effort",
+    "Job",
+    "Reader",
+    "Sums",
+    "bits_dtype",
+    "cast",
+    "numpy_dtype",
+    "small",
+    "unfold",
+]
+
+ALIGN = 4096
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
+_SMALL = 256 << 10  # below this a read through the page cache is cheaper: neighbours come with it
+_BATCH = 512
+_GAP, _FAR_GAP = 4096, 256 << 10  # bytes that are read in vain rather than with another call, or over a network
+
+
+class Effort(NamedTuple):
+    """How much of the machine a run may take: threads that read and that write, and bytes of one buffer."""
+
+    jobs: int = 2
+    buffer_bytes: int = 4 << 20
+
+    def readers(self, source: Source) -> int:
+        """Threads that read: more where each waits for a network."""
+        return self.jobs * (4 if source.distant else 1)
+
+
+USUAL = Effort()
+
+
+class Arena:
+    """`count` buffers of `size` bytes, aligned to 2 MiB and on huge pages where the system has them.
+
+    Raises:
+        NoSpace: there is no memory for them.
+    """
+
+    def __init__(self, count: int, size: int) -> None:
+        huge = 2 << 20
+        self.size = size
+        step = -(-size // huge) * huge
+        try:
+            self._map = mmap.mmap(-1, count * step + huge, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as e:
+            raise NoSpace(
+                f"{count * step + huge:,} bytes of buffers: {e.strerror}. Fewer --jobs or a smaller --max-memory take less."
+            ) from e
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:
+                pass  # a kernel without them
+        import ctypes
+
+        start = -ctypes.addressof(ctypes.c_char.from_buffer(self._map)) % huge
+        view = memoryview(self._map)
+        self.free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        for i in range(count):
+            self.free.put(view[start + i * step : start + i * step + size])
+
+
+class Job(NamedTuple):
+    """One tensor to stream: `dtype` is what the blocks shall hold, `boxed` asks for slabs."""
+
+    name: str
+    entry: TensorEntry
+    dtype: str
+    boxed: bool
+
+
+class _Lease:
+    """A buffer that some blocks share; it goes back to the arena when the last of them is released."""
+
+    __slots__ = ("arena", "blocks", "buffer")
+
+    def __init__(self, arena: Arena, buffer: memoryview, blocks: int) -> None:
+        self.arena, self.buffer, self.blocks = arena, buffer, blocks
+
+    def end(self) -> None:
+        self.blocks -= 1
+        if self.blocks == 0:
+            self.arena.free.put(self.buffer)
+
+
+@dataclass(slots=True)
+class Block:
+    """Elements [first, first + count) of a tensor, row-major; a slab (`start`, `shape`) where the job was boxed."""
+
+    name: str
+    first: int
+    count: int
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    data: memoryview
+    crc: int | None  # CRC32 of `data`, where reading it has needed it
+    last: bool
+    source_bytes: int
+    _lease: _Lease
+
+    def release(self) -> None:
+        """Give the buffer back; `data` is not valid any more."""
+        self._lease.end()
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    job: Job
+    first: int
+    count: int
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    parts: list[tuple[int, tuple[int, ...], tuple[int, ...]]]  # chunk row, start in tensor, shape
+    one: bool  # the block is one contiguous part of one chunk
+    last: bool
+
+
+class Mismatch(Exception):
+    """Bytes do not have the CRC32 that the source says: (record, the CRC they have)."""
+
+
+class Sums:
+    """CRC32s of records of the source, checked as their bytes pass in any order and in any pieces."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        by_file: dict[int, list[Record]] = {}
+        for r in records:
+            by_file.setdefault(r.extent.file, []).append(r)
+        self._records = {f: sorted(rs, key=lambda r: r.extent.offset) for f, rs in by_file.items()}
+        self._starts = {f: [r.extent.offset for r in rs] for f, rs in self._records.items()}
+        self._seen: dict[tuple[int, int], list[tuple[int, int, int]]] = {}  # (file, index) -> [(start, end, crc)]
+        self._done: set[tuple[int, int]] = set()
+        self._lock = threading.Lock()
+
+    def passed(self, file: int, offset: int, data: memoryview) -> int | None:
+        """Take note of bytes read at an offset; returns their CRC32 where a record covers them and they are new.
+
+        Raises:
+            Mismatch: a record is complete, and its CRC is not what the source says.
+        """
+        starts = self._starts.get(file)
+        if not starts or not len(data):
+            return None
+        i = bisect_right(starts, offset) - 1
+        if i < 0:
+            return None
+        record = self._records[file][i]
+        key, end = (file, i), offset + len(data)
+        if key in self._done or end > record.extent.offset + record.extent.length:
+            return None
+        crc = crc32(data)
+        with self._lock:
+            seen = self._seen.setdefault(key, [])
+            if any(a < end and offset < b for a, b, _ in seen):
+                return crc  # read before, for another tensor that shares these bytes
+            if seen and seen[-1][1] == offset:
+                start, _, before = seen[-1]
+                seen[-1] = (start, end, crc32_combine(before, crc, len(data)))
+            else:
+                seen.append((offset, end, crc))
+            self._judge(key, record)
+        return crc
+
+    def _judge(self, key: tuple[int, int], record: Record) -> None:
+        seen = self._seen[key]
+        if sum(b - a for a, b, _ in seen) < record.extent.length:
+            return
+        crc = 0
+        for a, b, c in sorted(seen):
+            crc = crc32_combine(crc, c, b - a)
+        del self._seen[key]
+        self._done.add(key)
+        if crc != record.crc32:
+            raise Mismatch(record, crc)
+
+    def unfinished(self) -> Iterator[tuple[int, int, int]]:
+        """(file, offset, length) of the parts not read yet of records of which something was."""
+        for (file, i), seen in list(self._seen.items()):
+            record = self._records[file][i]
+            at = record.extent.offset
+            for a, b, _ in sorted(seen):
+                if at < a:
+                    yield file, at, a - at
+                at = b
+            end = record.extent.offset + record.extent.length
+            if at < end:
+                yield file, at, end - at
+
+
+class Reader:
+    """Streams tensors of one source.
+
+    Its buffers, three and three more for each thread, are all the memory it takes.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        files: Sequence[str],
+        records: Sequence[Record] = (),
+        effort: Effort = USUAL,
+    ) -> None:
+        self.source, self.files = source, files
+        self.sums = Sums(records)
+        self.block_bytes = effort.buffer_bytes - 2 * ALIGN  # an aligned read takes in up to a page before and after
+        self._threads = effort.readers(source)
+        self._ahead = 2 + self._threads
+        self._arena = Arena(self._ahead + 1 + 2 * self._threads, effort.buffer_bytes)
+        self._gap = _FAR_GAP if source.distant else _GAP
+        self._no_direct = False
+        self._cold: dict[int, int] = {}  # file -> reads for which the page cache is not asked
+        self._decoders: dict[tuple[str, int], Decoder] = {}
+
+    # ---------------------------------------------------------------------------------------------------- planning
+
+    def _plans(self, jobs: Iterable[Job]) -> Iterator[_Plan]:
+        for job in jobs:
+            e = job.entry
+            item = ITEMSIZE[e.dtype]
+            most = max(1, self.block_bytes // max(item, ITEMSIZE[job.dtype]))
+            if e.numel == 0:
+                yield _Plan(job, 0, 0, (0,) * len(e.shape), e.shape, [], False, True)
+                continue
+            rows = self._flat_rows(e)
+            if rows is not None and (not job.boxed or len(rows) == 1):
+                if job.boxed:
+                    for start, shape in boxes.slabs(e.shape, most):
+                        first = boxes.flat_start(e.shape, start)
+                        n = prod(shape)
+                        yield _Plan(
+                            job, first, n, start, shape, [(rows[0][0], start, shape)], True, first + n == e.numel
+                        )
+                    continue
+                for row, first, count in rows:
+                    for a in range(first, first + count, most):
+                        n = min(most, first + count - a)
+                        yield _Plan(job, a, n, (a - first,), (), [(row, (), ())], True, a + n == e.numel)
+                continue
+            yield from self._assembled(job, most)
+
+    def _flat_rows(self, e: TensorEntry) -> list[tuple[int, int, int]] | None:
+        """(row, first element, count) in order, when every chunk is a flat, uncompressed, row-major range."""
+        c = e.chunks
+        if c.strides or c.zstd:
+            return None
+        order = c.rows_in_order()
+        if order is not None and c.ndim and c.shape[1 : c.ndim].tolist() == list(e.shape[1:]):
+            row = prod(e.shape[1:])
+            return [(k, c.start[k * c.ndim] * row, c.shape[k * c.ndim] * row) for k in order]
+        if c.ndim == 0:
+            return [(0, 0, 1)]
+        out = []
+        for k, chunk in enumerate(c):
+            if prod(chunk.shape):
+                if not boxes.box_is_flat(e.shape, chunk.start, chunk.shape):
+                    return None
+                out.append((k, boxes.flat_start(e.shape, chunk.start), prod(chunk.shape)))
+        return sorted(out, key=lambda r: r[1])
+
+    def _assembled(self, job: Job, most: int) -> Iterator[_Plan]:
+        e = job.entry
+        chunks = [(k, c.start, c.shape) for k, c in enumerate(e.chunks) if prod(c.shape)]
+        for start, shape in boxes.slabs(e.shape, most):
+            parts = []
+            for k, s, n in chunks:
+                both = boxes.meet((s, n), (start, shape))
+                if both:
+                    parts.append((k, *both))
+            first = boxes.flat_start(e.shape, start)
+            n_elements = prod(shape)
+            yield _Plan(job, first, n_elements, start, shape, parts, False, first + n_elements == e.numel)
+
+    # ----------------------------------------------------------------------------------------------------- reading
+
+    def blocks(self, jobs: Iterable[Job], first: int = 0) -> Iterator[Block]:
+        """Blocks of the tensors, in order. Every block must be released before the next but two is asked for.
+
+        Blocks that lie before element `first` of the first tensor are not read, unless its chunks are compressed.
+
+        Raises:
+            Corrupt: bytes are missing or do not match the CRC32 the source carries.
+            SourceChanged: a file became shorter while it was read.
+        """
+        listed = list(jobs)
+        plans = self._plans(listed)
+        if first and not listed[0].entry.chunks.zstd:
+            plans = (p for p in plans if p.job is not listed[0] or p.first + p.count > first)
+        batches = self._batches(plans)
+        waiting: deque[Future[list[Block]]] = deque()
+        threads = 1 if any(job.entry.chunks.zstd for job in listed) else self._threads  # frames unfold in order only
+        with ThreadPoolExecutor(threads, "ckpttool-read") as pool:
+            try:
+                while True:
+                    while len(waiting) < self._ahead and (batch := next(batches, None)) is not None:
+                        waiting.append(pool.submit(self._load_batch, batch))
+                    if not waiting:
+                        return
+                    yield from waiting.popleft().result()
+            finally:
+                for w in waiting:
+                    w.cancel()
+
+    def _batches(self, plans: Iterator[_Plan]) -> Iterator[list[_Plan]]:
+        """Plans one by one; small ones in groups that fit a buffer, since handing over a block costs more than they do."""
+        batch: list[_Plan] = []
+        total = 0
+        for plan in plans:
+            n = plan.count * ITEMSIZE[plan.job.entry.dtype]
+            small = plan.one and n <= _SMALL and plan.job.dtype == plan.job.entry.dtype
+            if batch and (not small or total + n > self.block_bytes or len(batch) == _BATCH):
+                yield batch
+                batch, total = [], 0
+            if small:
+                batch.append(plan)
+                total += n
+            else:
+                yield [plan]
+        if batch:
+            yield batch
+
+    def _load_batch(self, batch: list[_Plan]) -> list[Block]:
+        """Blocks of one buffer. Neighbours in one file are read together, with what lies between them (item headers)."""
+        if len(batch) == 1:
+            return [self._load(batch[0])]
+        buffer = self._arena.free.get()
+        lease = _Lease(self._arena, buffer, len(batch))
+        out: list[Block] = []
+        wanted = [self._where(plan) for plan in batch]
+        room = len(buffer) - sum(n for _, _, n in wanted)  # what may be spent on bytes between neighbours
+        at = i = 0
+        while i < len(batch):
+            file, offset, n = wanted[i]
+            end, j = offset + n, i + 1
+            while j < len(batch) and wanted[j][0] == file and 0 <= wanted[j][1] - end <= min(self._gap, room):
+                room -= wanted[j][1] - end
+                end = wanted[j][1] + wanted[j][2]
+                j += 1
+            self._pread_raw(self.files[file], file, offset, end - offset, buffer[at : at + end - offset], large=False)
+            for plan, (_, a, k) in zip(batch[i:j], wanted[i:j], strict=True):
+                data = buffer[at + a - offset : at + a - offset + k]
+                crc = self._check(file, a, data)
+                where = (plan.first, plan.count, plan.start, plan.shape)
+                out.append(Block(plan.job.name, *where, data, crc, plan.last, k, lease))
+            at += end - offset
+            i = j
+        return out
+
+    def _where(self, plan: _Plan) -> tuple[int, int, int]:
+        """(file, offset, bytes) of a plan that is one contiguous part of one chunk."""
+        e = plan.job.entry
+        item = ITEMSIZE[e.dtype]
+        row = plan.parts[0][0]
+        inside = plan.first if plan.job.boxed else plan.start[0]
+        return e.chunks.file[row], e.chunks.offset[row] + inside * item, plan.count * item
+
+    def _load(self, plan: _Plan) -> Block:
+        e = plan.job.entry
+        item = ITEMSIZE[e.dtype]
+        n = plan.count * item
+        crc = None
+        if plan.one:
+            buffer = self._arena.free.get()
+            data, crc = self._pread(*self._where(plan), buffer)
+        else:
+            buffer = self._arena.free.get()
+            data = buffer[:n]
+            for row, start, shape in plan.parts:
+                self._place(e, row, start, shape, plan, data, item)
+        if plan.job.dtype != e.dtype and n:
+            other = self._arena.free.get()
+            size = plan.count * ITEMSIZE[plan.job.dtype]
+            cast(data, e.dtype, other[:size], plan.job.dtype)
+            self._arena.free.put(buffer)
+            buffer, data, crc = other, other[:size], None
+        lease = _Lease(self._arena, buffer, 1)
+        return Block(plan.job.name, plan.first, plan.count, plan.start, plan.shape, data, crc, plan.last, n, lease)
+
+    def _place(
+        self,
+        e: TensorEntry,
+        row: int,
+        start: tuple[int, ...],
+        shape: tuple[int, ...],
+        plan: _Plan,
+        data: memoryview,
+        item: int,
+    ) -> None:
+        """Read one chunk's part of a slab and put it where it belongs in the slab."""
+        chunk: Chunk = e.chunks[row]
+        inside = tuple(a - b for a, b in zip(start, chunk.start, strict=True))
+        at = tuple(a - b for a, b in zip(start, plan.start, strict=True))
+        n = prod(shape) * item
+        if chunk.strides is not None:
+            import numpy as np
+
+            target = np.frombuffer(data, dtype=f"V{item}").reshape(plan.shape)
+            place = target[tuple(slice(a, a + k) for a, k in zip(at, shape, strict=True))]
+            first = sum(i * s for i, s in zip(inside, chunk.strides, strict=True))
+            self._gather(chunk.extent.file, chunk.extent.offset, first, shape, chunk.strides, place, item)
+            return
+        spare = self._arena.free.get()
+        try:
+            if chunk.zstd is not None:
+                got = self._decoder(chunk).take(spare[:n])
+                if boxes.flat_start(chunk.shape, inside) + prod(shape) == prod(chunk.shape):
+                    self._decoders.pop((self.files[chunk.extent.file], chunk.extent.offset)).close()
+            else:
+                offset = chunk.extent.offset + boxes.flat_start(chunk.shape, inside) * item
+                got, _ = self._pread(chunk.extent.file, offset, n, spare)
+            if boxes.box_is_flat(plan.shape, at, shape):
+                a = boxes.flat_start(plan.shape, at) * item
+                data[a : a + n] = got
+            else:
+                import numpy as np
+
+                kind = bits_dtype(item)
+                target = np.frombuffer(data, dtype=kind).reshape(plan.shape)
+                target[tuple(slice(a, a + k) for a, k in zip(at, shape, strict=True))] = np.frombuffer(
+                    got, dtype=kind
+                ).reshape(shape)
+        finally:
+            self._arena.free.put(spare)
+
+    def _gather(
+        self, file: int, base: int, first: int, shape: Sequence[int], strides: Sequence[int], place: Any, item: int
+    ) -> None:
+        """Read a strided box: its whole span when that wastes little, else piece by piece along its widest dimension."""
+        import numpy as np
+
+        span = boxes.span(shape, strides) * item
+        if span <= min(self.block_bytes, 4 * max(prod(shape) * item, ALIGN)):
+            spare = self._arena.free.get()
+            raw, _ = self._pread(file, base + first * item, span, spare)
+            view = np.lib.stride_tricks.as_strided(
+                np.frombuffer(raw, dtype=f"V{item}"), tuple(shape), tuple(s * item for s in strides), writeable=False
+            )
+            place[...] = view
+            del view, raw
+            self._arena.free.put(spare)
+            return
+        d = max((i for i, n in enumerate(shape) if n > 1), key=lambda i: strides[i] * (shape[i] - 1))
+        half = shape[d] // 2
+        for a, b in ((0, half), (half, shape[d])):
+            part = tuple(b - a if i == d else n for i, n in enumerate(shape))
+            where = tuple(slice(a, b) if i == d else slice(None) for i in range(len(shape)))
+            self._gather(file, base, first + a * strides[d], part, strides, place[where], item)
+
+    def _decoder(self, chunk: Chunk) -> Decoder:
+        name = self.files[chunk.extent.file]
+        key = (name, chunk.extent.offset)
+        if key not in self._decoders:
+            what = f"{name} at byte {chunk.extent.offset}"
+            assert chunk.zstd is not None
+            self._decoders[key] = Decoder(self.source, name, chunk.extent, *chunk.zstd, what)
+        return self._decoders[key]
+
+    def _pread(self, file: int, offset: int, n: int, buffer: memoryview) -> tuple[memoryview, int | None]:
+        """Exactly n bytes of a file, somewhere in the buffer, checked against the source's CRC32s; and their own."""
+        name = self.files[file]
+        data = self._pread_raw(name, file, offset, n, buffer)
+        return data, self._check(file, offset, data)
+
+    def _check(self, file: int, offset: int, data: memoryview) -> int | None:
+        try:
+            return self.sums.passed(file, offset, data)
+        except Mismatch as e:
+            self._mismatch(*e.args)
+            return None
+
+    def _mismatch(self, record: Record, crc: int) -> None:
+        name = os.path.join(self.source.root, self.files[record.extent.file])
+        raise Corrupt(
+            f"{name}: bytes {record.extent.offset}..{record.extent.offset + record.extent.length} have CRC32 "
+            f"{crc:08x}, the file itself says {record.crc32:08x}. They were damaged after they were written; "
+            "fetch the file again or take another copy."
+        )
+
+    def _pread_raw(
+        self, name: str, file: int, offset: int, n: int, buffer: memoryview, large: bool = True
+    ) -> memoryview:
+        if n >= _SMALL and large and self.source.local:
+            data = self._cached(name, file, offset, n, buffer)
+            if data is None and _DIRECT and not self._no_direct:
+                data = self._direct(name, offset, n, buffer)
+            if data is not None:
+                return data
+        self.source.readinto(name, offset, buffer[:n])
+        return buffer[:n]
+
+    def _cached(self, name: str, file: int, offset: int, n: int, buffer: memoryview) -> memoryview | None:
+        """The bytes if they are in the page cache; a file whose bytes are not is not asked again for some time."""
+        if not _NOWAIT:
+            return None
+        if self._cold.get(file, 0) > 0:
+            self._cold[file] -= 1
+            return None
+        try:
+            with self.source.using(name) as fd:
+                if os.preadv(fd, [buffer[:n]], offset, _NOWAIT) == n:
+                    return buffer[:n]
+        except OSError:
+            pass
+        self._cold[file] = 32
+        return None
+
+    def _direct(self, name: str, offset: int, n: int, buffer: memoryview) -> memoryview | None:
+        a = offset - offset % ALIGN
+        b = -(-(offset + n) // ALIGN) * ALIGN
+        try:
+            with self.source.using(name, _DIRECT) as fd:
+                got = os.preadv(fd, [buffer[: b - a]], a)
+        except OSError as e:
+            if e.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP):
+                self._no_direct = True  # this file system has no O_DIRECT
+                return None
+            raise read_error(e, f"{os.path.join(self.source.root, name)}: byte {offset}") from e
+        if got < offset - a + n:
+            return None  # an unusual short read: read again through the cache
+        return buffer[offset - a : offset - a + n]
+
+    def finish(self) -> None:
+        """Read what is left of records that were read in part, so that their CRC32s are checked too."""
+        buffer = self._arena.free.get()
+        for file, offset, length in self.sums.unfinished():
+            for at in range(offset, offset + length, self.block_bytes):
+                self._pread(file, at, min(self.block_bytes, offset + length - at), buffer)
+        self._arena.free.put(buffer)
+
+
+def small(ckpt: Checkpoint, source: Source, names: Iterable[str]) -> dict[str, bytes]:
+    """The row-major bytes of small tensors, whose records are checked to their ends before the bytes are used.
+
+    Raises:
+        Corrupt: bytes do not have the CRC32 that the source says.
+    """
+    out: dict[str, bytearray] = {n: bytearray() for n in names}
+    reader = Reader(source, ckpt.files, ckpt.records, Effort(1, 256 << 10))
+    for block in reader.blocks([Job(n, ckpt.tensors[n], ckpt.tensors[n].dtype, False) for n in out]):
+        out[block.name] += block.data
+        block.release()
+    reader.finish()
+    return {n: bytes(b) for n, b in out.items()}
+
+
+class _Raw(io.RawIOBase, IO[bytes]):
+    """A byte range of a source file as a stream."""
+
+    def __init__(self, source: Source, name: str, offset: int, length: int) -> None:
+        self.source, self.name_, self.at, self.end = source, name, offset, offset + length
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, b: Any) -> int:
+        n = min(len(b), self.end - self.at)
+        b[:n] = self.source.read(self.name_, self.at, n)
+        self.at += n
+        return n
+
+
+class Decoder:
+    """The content of one zstd frame from byte `skip` on; `crc` is that of what is taken, where it is known."""
+
+    crc = 0
+
+    def __init__(self, source: Source, name: str, extent: Extent, skip: int, crc: int | None, what: str) -> None:
+        import zstandard
+
+        self.what, self.want = what, crc
+        self.error = zstandard.ZstdError
+        self.stream = zstandard.ZstdDecompressor(max_window_size=128 << 20).stream_reader(
+            _Raw(source, name, extent.offset, extent.length), read_size=256 << 10
+        )
+        scratch = memoryview(bytearray(min(skip, 1 << 20)))
+        while skip:
+            skip -= len(self.take(scratch[: min(skip, len(scratch))]))
+        self.crc = 0
+
+    def take(self, into: memoryview) -> memoryview:
+        """Fill `into`."""
+        got = 0
+        while got < len(into):
+            try:
+                k = self.stream.readinto(into[got:])
+            except self.error as e:
+                raise Corrupt(f"{self.what}: the zstd frame is damaged ({e}).") from None
+            if not k:
+                raise Corrupt(f"{self.what}: the zstd frame ends too early.")
+            got += k
+        self.crc = crc32(into, self.crc)
+        return into
+
+    def close(self) -> None:
+        """Free the decompressor, after the last byte of the tensor."""
+        self.stream.close()  # type: ignore[no-untyped-call]
+        if self.want is not None and self.crc != self.want:
+            raise Corrupt(f"{self.what}: the bytes have CRC32 {self.crc:08x}, the file itself says {self.want:08x}.")
+
+
+def unfold(source: Source, name: str, offset: int, length: int, most: int, what: str) -> tuple[bytes, bytes, int]:
+    """(first 64 KiB, last 64 KiB, bytes) of the content of a zstd frame, in constant memory.
+
+    Raises:
+        Unsafe: it unfolds to more than `most` bytes.
+    """
+    import zstandard
+
+    head, tail, total = b"", b"", 0
+    stream = zstandard.ZstdDecompressor(max_window_size=128 << 20).stream_reader(_Raw(source, name, offset, length))
+    try:
+        while piece := stream.read(1 << 20):
+            total += len(piece)
+            if total > most:
+                raise Unsafe(f"{what}: the zstd frame unfolds to more than {most} bytes, which its tensor needs.")
+            if len(head) < 65536:
+                head += piece[: 65536 - len(head)]
+            tail = (tail + piece)[-65536:]
+    except zstandard.ZstdError as e:
+        raise Corrupt(f"{what}: the zstd frame is damaged ({e}).") from None
+    return head, tail, total
+
+
+def cast(data: memoryview, dtype: str, out: memoryview, to: str) -> None:
+    """Convert elements, rounding to nearest even as torch does; NaN stays NaN.
+
+    In pieces of 64 Ki elements, which stay in the processor's cache.
+    """
+    import numpy as np
+
+    src, dst = np.frombuffer(data, dtype=numpy_dtype(dtype)), np.frombuffer(out, dtype=numpy_dtype(to))
+    for a in range(0, len(src), 64 << 10):
+        piece = src[a : a + (64 << 10)]
+        with np.errstate(over="ignore", invalid="ignore"):
+            if to == "float8_e4m3fn":  # has no infinity: torch gives its largest number for all that is beyond
+                piece = np.clip(piece, -448, 448)
+            dst[a : a + (64 << 10)] = piece
+            if to == "bfloat16" and np.isnan(piece.max()):  # torch has one NaN, ml_dtypes keeps the sign
+                dst.view("u2")[a : a + (64 << 10)][np.isnan(piece)] = 0x7FC0
+
+
+def bits_dtype(item: int) -> str:
+    """The numpy dtype that moves elements of `item` bytes as they are, by machine words where there are such."""
+    return {1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(item, f"V{item}")
+
+
+def numpy_dtype(dtype: str) -> Any:
+    """The numpy dtype of a torch one; ml_dtypes gives those that numpy does not have."""
+    import numpy as np
+
+    if dtype == "bfloat16" or dtype.startswith("float8"):
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, dtype))
+    return np.dtype({"bool": "?"}.get(dtype, dtype))

@@ -1,0 +1,279 @@
+"""Files of a checkpoint that were not read: what trainers write next to the files of a layout.
+
+HF Trainer puts optimizer.bin beside model.safetensors, Accelerate optimizer_0/ beside pytorch_model_fsdp_0/, torchtune
+recipe_state/ beside epoch_0/, Lightning meta.pt into a DCP folder. A layout reads its own files. This module lists the
+others, so that every command can name them and a conversion does not lose them in silence.
+
+    unread(source, file, ckpt)     [Unread], after the layout has read `ckpt`
+    lost(ckpt, holds, only)        those that a layout which holds such components could keep
+    listed(rows)                   them in words: "optimizer.bin (1.2 GB, optimizer), ..."
+
+A file was read when the source opened it. Names alone decide what a file holds: none of these files is opened, sizes come
+from the directory or from the listing of the store. For a folder that is all that lies in it, and next to it the names in
+`_NEXT_TO`. For a single file it is the names in `_NAMES` that hold state, and no others: a folder of downloads is not one
+checkpoint. State that the checkpoint already holds (a scheduler in DeepSpeed's own file) is listed and is no loss.
+
+Sources: transformers/trainer.py (_save_optimizer_and_scheduler, _save_rng_state), accelerate/checkpointing.py and
+utils/constants.py, torchtune/training/checkpointing/_checkpointer.py, lightning/pytorch/strategies/fsdp.py,
+verl/trainer/ppo/ray_trainer.py, olmo_core/train/checkpoint.py, megatron/core/dist_checkpointing/serialization.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple
+
+from ..errors import CkpttoolError
+from ..huggingface import model_files
+from ..index.checkpoint import Checkpoint, Unread
+from ..storage import remote
+from ..storage.source import Source
+
+__all__ = ["NOT_READ", "human", "listed", "lost", "note", "unread"]
+
+#: How the reason of a `Dropped` ends that stands for a file.
+NOT_READ = "in a file that was not read"
+
+
+class _Kind(NamedTuple):
+    """Files that trainers write: a pattern of names (of folders with "/"), what they hold, which component of a state it is.
+    "adapter" is one beside the weights of a model; "" is no state: arguments, the same weights in another form."""
+
+    pattern: str
+    what: str
+    component: str
+
+
+_TORCH = r"\.(bin|pt|pth|ckpt)"
+_NAMES = (
+    _Kind(rf"(optimizer|optim)(_\d+)?(_rank\d+)?{_TORCH}|optimizer\.safetensors|optimizer_\d+/", "optimizer", "optim"),
+    _Kind(r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_?optim_states\.pt|global_step\d+/", "DeepSpeed optimizer", "optim"),
+    _Kind(r"optim_world_size_\d+_rank_\d+\.pt", "optimizer", "optim"),
+    _Kind(r"recipe_state\.pt|recipe_state/", "optimizer and training progress", "optim"),
+    _Kind(r"common\.pt", "param groups, scheduler, arguments", "optim"),
+    _Kind(rf"(lr_)?scheduler(_\d+)?{_TORCH}", "scheduler", "scheduler"),
+    _Kind(rf"random_states_\d+\.pkl|(rng|random)_states?(_\d+)?({_TORCH}|\.pkl)", "RNG", "rng"),
+    _Kind(rf"(grad_)?scaler(_\d+)?{_TORCH}", "gradient scaler", "scaler"),
+    _Kind(rf"sampler(_\d+)?{_TORCH}|(dl_state_dict|dataloader)(_\d+)?{_TORCH}", "data loader", "dataloader"),
+    _Kind(r"extra_state_world_size_\d+_rank_\d+\.pt", "scheduler and RNG", "rng"),
+    _Kind(r"meta\.pt", "loops, schedulers, hyperparameters", "trainer"),
+    _Kind(r"trainer_state\.json", "counters of the trainer", "trainer"),
+    _Kind(r"custom_checkpoint_\d+\.pkl", "registered objects", "extra"),
+    _Kind(r"adapter_model\.(safetensors|bin|pt)", "adapter", "adapter"),
+    _Kind(rf"(training_args|args|hparams){_TORCH}", "arguments", ""),
+    _Kind(
+        r"(pytorch_model|pytorch_model_fsdp|model|consolidated|diffusion_pytorch_model|openvino_model|tf_model|flax_model|"
+        r"rust_model|ggml-model)([-._]\w+)*\.(bin|pt|pth|safetensors|h5|msgpack|ot)|[^/]*\.(gguf|onnx|tflite|mlmodel)|"
+        r"pytorch_model_fsdp_\d+/|sharded/|original/",
+        "weights in another form", "",
+    ),
+)  # fmt: skip
+_NAMED = re.compile("|".join(f"(?P<k{i}>{k.pattern})" for i, k in enumerate(_NAMES)))
+#: What a name that no trainer is known to write suggests, in the checkpoint's own folder.
+_WORDS = (
+    ("optim", "optimizer", "optim"), ("sched", "scheduler", "scheduler"), ("rng", "RNG", "rng"), ("scaler", "scaler", "scaler"),
+    ("sampler", "data loader", "dataloader"), ("dataloader", "data loader", "dataloader"), ("train", "training state", "trainer"),
+    ("", "unknown", "extra"),
+)  # fmt: skip
+_STATE = re.compile(r".*\.(bin|pt|pth|ckpt|pkl|pickle|distcp|safetensors|npz|npy|tar)", re.IGNORECASE | re.DOTALL)
+#: Names that need no word: indices, programs, logs, texts, pictures; what ckpttool and torch write besides.
+_PLAIN = re.compile(
+    r"ckpttool\.json|flat_layout\.json|latest|latest_universal|.*\.index\.json|metadata\.json|.*\.(md|txt|py|sh|log|html|csv|"
+    r"ya?ml|toml|png|jpe?g|gif|svg|pdf|ipynb)|(LICEN[CS]E|NOTICE|USE_POLICY).*|events\.out\..*|(all|train|eval)_results\.json|"
+    r"preprocessor_config\.json|config_.*\.json|(runs|logs|wandb|tensorboard|lightning_logs|huggingface|hf)/",
+    re.IGNORECASE | re.DOTALL,
+)
+#: Folders that are saves of their own, of other steps.
+_SAVES = re.compile(r"(checkpoint|ckpt|step|epoch|iter|tag)[-_=]?\d.*/")
+#: {name of a checkpoint's folder: names in the folder above that belong to it}; None for those of `_NAMES`.
+_NEXT_TO = (
+    (re.compile(r"pytorch_model_fsdp_\d+|optimizer_\d+"), None),
+    (re.compile(r"model_and_optim"), _Kind(r"train/", "training progress and RNG", "trainer")),
+    (re.compile(r"(epoch|step)_\d+"), _Kind(r"recipe_state\.pt|recipe_state/", "optimizer and training progress", "optim")),
+    (re.compile(r"actor|critic"), _Kind(r"data\.pt", "data loader", "dataloader")),
+)  # fmt: skip
+_ORDER = ("optim", "scheduler", "scaler", "rng", "dataloader", "trainer", "extra", "adapter", "")
+_MOST = 1000  # rows; those beyond are one more
+
+
+def human(n: float) -> str:
+    """Bytes as people read them: human(2_500_000) == "2.5 MB"."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(n) < 1000 or unit == "TB":
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1000
+    return ""
+
+
+# ---------------------------------------------------------------------------------------------------------- looking
+
+
+def unread(source: Source, file: str | None, ckpt: Checkpoint) -> list[Unread]:
+    """What belongs to a checkpoint by its name and was not read, the most important first. A folder that cannot be listed
+    becomes a note of the checkpoint.
+
+    Args:
+        source, file: the place that was read; a file of None is the folder.
+        ckpt: what was read of it, before components were left out.
+    """
+    held = {ckpt.component(n) for n in [*ckpt.tensors, *ckpt.values]} - {
+        "trainer",
+        "extra",
+    }  # these may have several parts
+    held |= {"adapter" for n in ckpt.files if n.startswith("adapter_model.")}
+    rows: list[Unread] = []
+    looks = [_inside, _above] if file is None else [_around]
+    for look in looks:
+        try:
+            rows += look(source, held, ckpt.layout)
+        except (CkpttoolError, OSError) as e:  # a folder that may be read but not listed
+            ckpt.notes.append(f"the folder could not be listed for files that belong to the checkpoint: {e}")
+    rows.sort(key=lambda r: (_ORDER.index(r.component), r.what, r.name))
+    if len(rows) > _MOST:
+        rest = rows[_MOST:]
+        rows[_MOST:] = [Unread(f"{len(rest)} more files", _sum(rest), "unknown", rest[0].component)]
+    return rows
+
+
+def _inside(source: Source, held: set[str], layout: str) -> Iterator[Unread]:
+    """Files in the folder, and in the folders in it from which the layout read."""
+    read = set(source.identities())
+    used = {n[:i] for n in read for i, c in enumerate(n) if c == "/"}
+    deepspeed = layout.startswith(("zero", "universal"))
+    for folder in ("", *sorted(f for f in used if "/" not in f)):
+        for entry in source.list(folder):
+            name = f"{folder}/{entry}" if folder else entry
+            if name in read or name in used or (kind := _kind(entry)) is None:
+                continue
+            is_folder, size = source.glance(name)
+            if not is_folder:
+                yield _row(name, size, *kind, held)
+                continue
+            kind = _named(entry + "/")
+            if deepspeed and (kind is None or "global_step" in entry):
+                continue  # another save, whatever its tag is called
+            if kind is not None:
+                yield _row(name + "/", _within(source, name), *kind, held)
+            elif not folder and not _SAVES.fullmatch(entry + "/") and not _PLAIN.fullmatch(entry + "/"):
+                yield _row(name + "/", None, "folder", "", held)
+
+
+def _around(source: Source, held: set[str], layout: str) -> Iterator[Unread]:
+    """State next to a single file."""
+    if not source.root.startswith("http"):  # where listings are pages for people, a question a file is too much
+        yield from _siblings(source, set(source.identities()), held, "", None)
+
+
+def _above(source: Source, held: set[str], layout: str) -> Iterator[Unread]:
+    """State in the folder above, where a trainer spreads one checkpoint over several folders."""
+    root = os.path.realpath(source.root) if source.local else source.root
+    parent, _, name = root.rpartition("/")
+    halves = [kind for pattern, kind in _NEXT_TO if pattern.fullmatch(name)]
+    if not parent or parent.endswith("/") or not (halves or layout.startswith(("zero", "universal"))):
+        return
+    with remote.source(parent) as above:
+        names = above.list()
+        if not halves and not {"latest", "latest_universal"} & set(names):
+            return
+        stem = re.sub(r"\d+", "", name)
+        same = {n for n in names if re.sub(r"\d+", "", n) == stem}  # other steps, or another model and its optimizer
+        if stem in ("epoch_", "step_") and max(same, key=_number) != name:
+            return  # the recipe's state is that of the last one
+        if stem in ("actor", "critic") and not re.fullmatch(r".*/global_step_\d+", parent):
+            return
+        yield from _siblings(above, same, held, "../", halves[0] if halves else None)
+
+
+def _siblings(source: Source, skip: set[str], held: set[str], above: str, kind: _Kind | None) -> Iterator[Unread]:
+    """State in a folder under names that trainers use (all of them, or those of one kind), but for components that the
+    checkpoint has."""
+    for entry in source.list():
+        for name in (entry, entry + "/") if entry not in skip else ():
+            found = _named(name) if kind is None else kind[1:] if re.fullmatch(kind.pattern, name) else None
+            if found is None or found[1] in ("", "adapter") or found[1] in held:
+                continue
+            is_folder, size = source.glance(entry)
+            if is_folder == name.endswith("/"):
+                yield Unread(_shown(above + name), _within(source, entry) if is_folder else size, *found)
+
+
+def _number(name: str) -> int:
+    return int("".join(c for c in name if c in "0123456789") or 0)
+
+
+def _kind(name: str) -> tuple[str, str] | None:
+    """(what, component) of a file in the checkpoint's own folder; None of one that needs no word: config, tokenizer, texts."""
+    if (known := _named(name)) is not None:
+        return known
+    if name.startswith((".", "tokenizer")):
+        return None
+    if not _STATE.fullmatch(name):
+        return None if _PLAIN.fullmatch(name) or model_files.understood(name) else ("unknown", "")
+    if name.endswith(".distcp"):
+        return "left over from another save: .metadata does not name it", ""
+    return next((what, component) for word, what, component in _WORDS if word in name.lower())
+
+
+def _named(name: str) -> tuple[str, str] | None:
+    """(what, component) of a name that trainers use; of a folder with "/"."""
+    m = _NAMED.fullmatch(name)
+    return None if m is None else next(k[1:] for i, k in enumerate(_NAMES) if m[f"k{i}"] is not None)
+
+
+def _row(name: str, size: int | None, what: str, component: str, held: set[str]) -> Unread:
+    return Unread(_shown(name), size, what, "" if component in held else component)
+
+
+def _within(source: Source, folder: str) -> int:
+    """Bytes of the first files of a folder, as far as they are known."""
+    return sum(source.glance(f"{folder}/{n}")[1] or 0 for n in source.list(folder)[:_MOST])
+
+
+def _shown(name: str) -> str:
+    """A name of a file as printable text that is UTF-8."""
+    return name if name.isprintable() else name.encode("unicode_escape").decode("ascii")
+
+
+def _sum(rows: Iterable[Unread]) -> int:
+    return sum(r.bytes or 0 for r in rows)
+
+
+# ---------------------------------------------------------------------------------------------------------- judging
+
+
+def lost(ckpt: Checkpoint, holds: Collection[str], only: Collection[str] | None) -> list[Unread]:
+    """The files without which a conversion would give a checkpoint that looks complete and is not: state that was asked for
+    (`only`, all where None) and that the target holds (all components where there are none), beside the weights of a model.
+
+    The counters in trainer_state.json alone are not enough: Trainer writes them beside weights that are to be published.
+    """
+    if not any(t.path[0] == "model" for t in ckpt.tensors.values()):
+        return []
+    found = [
+        r
+        for r in ckpt.unread
+        if r.component and (not holds or r.component in holds) and (only is None or r.component in only)
+    ]
+    return [] if all(r.name.endswith("trainer_state.json") for r in found) else found
+
+
+def listed(rows: Iterable[Unread], most: int = 8) -> str:
+    """Files in words, with sizes and what they hold; files whose names differ in numbers alone are one item."""
+    groups: dict[tuple[str, str], list[Unread]] = {}
+    for r in rows:
+        groups.setdefault((re.sub(r"\d+", "#", r.name), r.what), []).append(r)
+    parts = []
+    for same in list(groups.values())[:most]:
+        size = "" if all(r.bytes is None for r in same) else f"{human(_sum(same))}, "
+        more = f" and {len(same) - 1} more" if len(same) > 1 else ""
+        parts.append(f"{same[0].name}{more} ({size}{same[0].what})")
+    if rest := [r for same in list(groups.values())[most:] for r in same]:
+        parts.append(f"and {len(rest)} more ({human(_sum(rest))})")
+    return ", ".join(parts)
+
+
+def note(rows: list[Unread]) -> list[str]:
+    """The sentence for the notes of a checkpoint, where there is anything to name."""
+    return [f"not read, so not carried: {listed(rows)}"] if rows else []

@@ -1,0 +1,666 @@
+"""The only pickle door. A pickle is read as data: opcodes build plain values and inert records, nothing is ever called.
+
+`load` is a small pickle machine of our own. A global (module, name) is looked up in a dict of *stand-ins*, functions
+and inert classes of ours; one that is not there becomes `Global`, a pair of strings. REDUCE of a `Global` (a call of
+something unknown) is refused; NEWOBJ of one (an instance of an unknown class) becomes `Opaque`, which keeps class,
+arguments and state and can be written to another pickle unchanged by `dump`.
+
+Bounds: opcodes, stack, string and total length follow from the size of the input, which is itself bounded; integers
+have at most 64 bytes; keys of dicts are scalars or flat tuples of them, so nothing nested is ever hashed, and none is set twice; the result
+is walked once and refused when it is deeper than 100 or unfolds to more than 16 nodes an opcode.
+
+`load_large` reads a genuine 100 MB `.metadata` (a million chunks) fifty times faster with the C unpickler of the
+standard library and the same stand-ins, in a child process whose memory and time are limited, since the C code would
+hash nested tuples for ever; globals without a stand-in are refused there.
+
+Sources: CPython's Lib/pickletools.py for the opcodes; torch/serialization.py for what torch writes.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any, NamedTuple
+
+from ..errors import Corrupt, Unsafe, Unsupported
+
+__all__ = [
+    "MEMORY_FORMATS", "Global", "Opaque", "Truncated", "dump", "enum_members", "load", "load_large", "ordered_dict",
+    "refuse_deep", "short",
+]  # fmt: skip
+
+StandIns = Mapping[tuple[str, str], Any]
+#: Members of torch's (_)MEM_FORMAT_ENCODING, by number (torch/distributed/checkpoint/metadata.py).
+MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
+
+MAX_BYTES = 1 << 30
+MAX_DEPTH = 100
+
+
+class Truncated(Corrupt):
+    """The bytes end before the pickle does."""
+
+
+class Global(NamedTuple):
+    """A (module, name) that a pickle refers to: a dtype, a class; never imported."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+class Opaque:
+    """An instance of a class that is not ours to know: carried as it was pickled, never built.
+
+    `call` is True when the pickle called the class (REDUCE), False when it used __new__ (NEWOBJ).
+    """
+
+    __slots__ = ("_keys", "args", "call", "cls", "dict_items", "list_items", "state")
+
+    def __init__(self, cls: Global, args: tuple[Any, ...], call: bool = False) -> None:
+        self.cls, self.args, self.call = cls, args, call
+        self.state: Any = None
+        self.list_items: list[Any] = []
+        self.dict_items: list[tuple[Any, Any]] = []
+        self._keys: dict[Any, None] = {}
+
+    def set_item(self, key: Any, value: Any, what: str) -> None:
+        """One more item of an instance of a subclass of dict; a key that is there already is refused.
+
+        Keys whose hashing has no bound (an instance, a tuple of tuples) are not compared.
+        """
+        if _bounded(key):
+            _set(self._keys, key, None, what)
+        self.dict_items.append((key, value))
+
+    def parts(self) -> tuple[Any, ...]:
+        """Everything inside, for walking and comparing."""
+        return (self.cls, self.args, self.state, self.list_items, self.dict_items)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Opaque) and self.parts() == other.parts()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"<{self.cls}>"
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    if encoding not in ("latin1", "latin-1", "utf-8", "ascii"):
+        raise Unsafe(f"a pickle encodes text as {short(encoding)}")
+    return text.encode(encoding)
+
+
+def _complex(real: float, imag: float) -> complex:
+    return complex(float(real), float(imag))
+
+
+def ordered_dict(items: Any = ()) -> dict[Any, Any]:
+    """Stand-in for collections.OrderedDict."""
+    out: dict[Any, Any] = {}
+    for k, v in items:
+        _set(out, k, v)
+    return out
+
+
+# Calls (REDUCE) that genuine checkpoints hold and that are data, not actions. What plain Python can hold becomes that,
+PLAIN: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): ordered_dict,
+    ("builtins", "set"): lambda items=(): _flat_set(set, items),
+    ("__builtin__", "set"): lambda items=(): _flat_set(set, items),
+    ("builtins", "frozenset"): lambda items=(): _flat_set(frozenset, items),
+    ("__builtin__", "frozenset"): lambda items=(): _flat_set(frozenset, items),
+    ("builtins", "complex"): _complex,
+    ("__builtin__", "complex"): _complex,
+    ("builtins", "bytearray"): lambda raw=b"": _bytearray(raw),
+    ("__builtin__", "bytearray"): lambda raw=b"": _bytearray(raw),
+    ("builtins", "bytes"): lambda: b"",  # how protocols below 3 spell no bytes at all
+    ("__builtin__", "bytes"): lambda: b"",
+    ("_codecs", "encode"): _encode,
+}
+# and the others are kept as Opaque and written out by name again.
+_KEPT = frozenset(
+    Global(module, name)
+    for module, names in {
+        "pathlib": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"),
+        "pathlib._local": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"),
+        "datetime": ("datetime", "timedelta", "date", "time", "timezone"),
+        "collections": ("Counter", "defaultdict", "deque"),
+        "decimal": ("Decimal",),
+        "uuid": ("UUID",),
+        "torch": ("device", "Size"),
+        "numpy": ("dtype",),
+        "numpy.core.multiarray": ("_reconstruct", "scalar"),
+        "numpy._core.multiarray": ("_reconstruct", "scalar"),
+        "numpy._core.numeric": ("_frombuffer",),
+        "numpy.core.numeric": ("_frombuffer",),
+        "builtins": ("slice", "range"),
+        "__builtin__": ("slice", "range", "xrange"),
+    }.items()
+    for name in names
+)
+
+# Classes whose construction alone acts, or that stand for calls: never carried, not even unbuilt.
+_NEVER = frozenset((
+    "os", "posix", "nt", "sys", "subprocess", "builtins", "__builtin__", "importlib", "runpy", "code", "pty", "shutil",
+    "socket", "ctypes", "multiprocessing", "threading", "asyncio", "webbrowser", "pickle", "marshal", "types", "io",
+    "commands", "copy_reg", "copyreg", "_pickle", "_posixsubprocess", "_socket", "_ctypes", "_thread", "_io",
+    "functools", "operator", "tempfile", "urllib", "http", "signal", "gc", "inspect", "pdb", "timeit", "cProfile",
+))  # fmt: skip
+
+
+def _bytearray(raw: Any) -> bytearray:
+    if not isinstance(raw, bytes):  # bytearray(10**12) would allocate
+        raise Unsafe(f"a pickle builds a bytearray from a {type(raw).__name__}")
+    return bytearray(raw)
+
+
+def _flat_set(kind: Any, items: Any) -> Any:
+    for x in items:
+        _key(x)
+    return kind(items)
+
+
+def _bounded(k: Any) -> bool:
+    """Whether hashing a key takes bounded work."""
+    if isinstance(k, tuple):
+        return all(x is None or isinstance(x, (str, int, float, bytes)) for x in k)
+    return k is None or isinstance(k, (str, int, float, bytes)) or getattr(type(k), "hashed_by_identity", False)
+
+
+def _key(k: Any) -> Any:
+    """A key whose hashing is bounded, or a refusal."""
+    if _bounded(k):
+        return k
+    raise Unsafe(f"a pickle uses a {type(k).__name__} as key of a dict; hashing it has no bound.")
+
+
+def _set(d: dict[Any, Any], k: Any, v: Any, what: str = "a pickle") -> None:
+    """d[k] = v, where k must be new: a pickler writes every key of a dict once.
+
+    Equal keys (1, 1.0, True) are one key. Stand-ins of which one instance stands for many objects (`stands_for_many`)
+    are not compared.
+    """
+    if _key(k) in d and not getattr(type(k), "stands_for_many", False):
+        raise Unsafe(
+            f"{what}: the key {short(k)} is set twice in one dict, and the first value is lost to whoever loads it. No pickler "
+            "writes that: take another copy of the checkpoint."
+        )
+    d[k] = v
+
+
+def load(
+    data: bytes,
+    stand_ins: StandIns | None = None,
+    persistent: Callable[[Any], Any] | None = None,
+    start: int = 0,
+    what: str = "pickle",
+) -> tuple[Any, int]:
+    """(object, position after STOP) of one pickle.
+
+    `persistent` turns a persistent id (torch's storages) into a value. `what` names the pickle in errors.
+
+    Raises:
+        Unsafe: it would call something, or has no bound.
+        Corrupt: it is not a pickle, or ends too early.
+    """
+    known: dict[tuple[str, str], Any] = {**PLAIN, **(stand_ins or {})}
+    try:
+        obj, end = _run(data, start, known, persistent, what)
+    except (IndexError, struct.error):
+        raise Truncated(f"{what}: the pickle ends in the middle of an instruction.") from None
+    except (UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
+        raise Corrupt(f"{what}: the pickle is malformed ({type(e).__name__}: {e}).") from None
+    refuse_deep(obj, what, 16 * (end - start) + 1000)
+    return obj, end
+
+
+def _run(data: bytes, pos: int, known: dict[tuple[str, str], Any], persistent: Any, what: str) -> tuple[Any, int]:
+    stack: list[Any] = []
+    memo: dict[int, Any] = {}
+    push, pop = stack.append, stack.pop
+    marks: list[int] = []
+    u16, u32, u64 = struct.Struct("<H").unpack_from, struct.Struct("<I").unpack_from, struct.Struct("<Q").unpack_from
+    i32, f64 = struct.Struct("<i").unpack_from, struct.Struct(">d").unpack_from
+    size = len(data)
+    if size > MAX_BYTES:
+        raise Corrupt(f"{what}: {size} bytes of pickle; at most {MAX_BYTES} are read.")
+
+    def take(n: int) -> bytes:
+        nonlocal pos
+        if n < 0 or pos + n > size:
+            raise IndexError
+        out = data[pos : pos + n]
+        pos += n
+        return out
+
+    def since_mark() -> list[Any]:
+        k = marks.pop()
+        out = stack[k:]
+        del stack[k:]
+        return out
+
+    def line() -> bytes:
+        end = data.index(b"\n", pos)
+        return take(end + 1 - pos)[:-1]
+
+    def find(module: str, name: str) -> Any:
+        found = known.get((module, name))
+        return Global(module, name) if found is None else found
+
+    def call(f: Any, args: Any) -> Any:
+        if not isinstance(args, tuple):
+            raise Corrupt(f"{what}: arguments of {short(f)} are not a tuple.")
+        if isinstance(f, Global) and f in _KEPT:
+            return Opaque(f, args, call=True)
+        if isinstance(f, Global) or not callable(f):
+            raise Unsafe(
+                f"{what}: the pickle calls {f if isinstance(f, Global) else short(f)}{short(args)}. ckpttool never runs what a checkpoint asks for; "
+                "ask its author for a copy without code."
+            )
+        return f(*args)
+
+    while True:
+        op = data[pos]
+        pos += 1
+        # ordered by how often torch's pickles use them
+        if op == 0x94:  # MEMOIZE
+            memo[len(memo)] = stack[-1]
+        elif op == 0x4B:  # BININT1
+            push(data[pos])
+            pos += 1
+        elif op == 0x68:  # BINGET
+            push(memo[data[pos]])
+            pos += 1
+        elif op == 0x6A:  # LONG_BINGET
+            push(memo[u32(data, pos)[0]])
+            pos += 4
+        elif op == 0x71:  # BINPUT
+            memo[data[pos]] = stack[-1]
+            pos += 1
+        elif op == 0x72:  # LONG_BINPUT
+            memo[u32(data, pos)[0]] = stack[-1]
+            pos += 4
+        elif op == 0x58:  # BINUNICODE
+            n = u32(data, pos)[0]
+            pos += 4
+            push(take(n).decode("utf-8", "surrogatepass"))
+        elif op == 0x8C:  # SHORT_BINUNICODE
+            n = data[pos]
+            pos += 1
+            push(take(n).decode("utf-8", "surrogatepass"))
+        elif op == 0x28:  # MARK
+            marks.append(len(stack))
+        elif op == 0x74:  # TUPLE
+            push(tuple(since_mark()))
+        elif op == 0x85:  # TUPLE1
+            stack[-1] = (stack[-1],)
+        elif op == 0x86:  # TUPLE2
+            b = pop()
+            stack[-1] = (stack[-1], b)
+        elif op == 0x87:  # TUPLE3
+            c, b = pop(), pop()
+            stack[-1] = (stack[-1], b, c)
+        elif op == 0x29:  # EMPTY_TUPLE
+            push(())
+        elif op == 0x7D:  # EMPTY_DICT
+            push({})
+        elif op == 0x5D:  # EMPTY_LIST
+            push([])
+        elif op == 0x52:  # REDUCE
+            args = pop()
+            stack[-1] = call(stack[-1], args)
+        elif op in (0x81, 0x92):  # NEWOBJ, NEWOBJ_EX
+            kwargs = pop() if op == 0x92 else {}
+            args, cls = pop(), pop()
+            if kwargs:
+                raise Unsafe(f"{what}: the pickle builds a {short(cls)} with keyword arguments.")
+            if isinstance(cls, Global):
+                if cls.module.partition(".")[0] in _NEVER:
+                    raise Unsafe(f"{what}: the pickle holds an instance of {cls}, which is no training state.")
+                if not isinstance(args, tuple):
+                    raise Corrupt(f"{what}: arguments of {cls} are not a tuple.")
+                push(Opaque(cls, args))
+            else:
+                push(call(cls, args))
+        elif op == 0x62:  # BUILD
+            state, obj = pop(), stack[-1]
+            if isinstance(obj, Opaque):
+                if obj.state is not None:
+                    raise Unsafe(
+                        f"{what}: the pickle sets the state of a {obj.cls} twice; the first one would be lost."
+                    )
+                obj.state = state
+            elif hasattr(type(obj), "__setstate__") and getattr(type(obj), "hashed_by_identity", False):
+                obj.__setstate__(state)
+            elif not isinstance(obj, dict):  # an OrderedDict may carry _metadata: module versions, which nobody needs
+                raise Unsafe(f"{what}: the pickle sets the state of {short(obj)}.")
+        elif op == 0x75:  # SETITEMS
+            items = since_mark()
+            if isinstance(stack[-1], Opaque):
+                for k, v in zip(items[::2], items[1::2], strict=True):
+                    stack[-1].set_item(k, v, what)
+            else:
+                d = stack[-1]
+                if type(d) is not dict:
+                    raise TypeError("SETITEMS on a " + type(d).__name__)
+                for i in range(0, len(items), 2):
+                    _set(d, items[i], items[i + 1], what)
+        elif op == 0x73:  # SETITEM
+            v, k = pop(), pop()
+            if isinstance(stack[-1], Opaque):
+                stack[-1].set_item(k, v, what)
+            elif type(stack[-1]) is not dict:
+                raise TypeError("SETITEM on a " + type(stack[-1]).__name__)
+            else:
+                _set(stack[-1], k, v, what)
+        elif op in (0x65, 0x61):  # APPENDS, APPEND
+            items = since_mark() if op == 0x65 else [pop()]
+            if isinstance(stack[-1], Opaque):
+                stack[-1].list_items.extend(items)
+            elif type(stack[-1]) is list:
+                stack[-1].extend(items)
+            else:
+                raise TypeError("APPEND to a " + type(stack[-1]).__name__)
+        elif op == 0x90:  # ADDITEMS
+            items = since_mark()
+            if type(stack[-1]) is not set:
+                raise TypeError("ADDITEMS to a " + type(stack[-1]).__name__)
+            stack[-1].update(map(_key, items))
+        elif op == 0x93:  # STACK_GLOBAL
+            name, module = pop(), pop()
+            if not isinstance(name, str) or not isinstance(module, str):
+                raise Unsafe(f"{what}: a global whose name is not a string.")
+            if "." in name:
+                raise Unsafe(f"{what}: the pickle names {module}.{name}, an attribute of something; refused.")
+            push(find(module, name))
+        elif op == 0x63:  # GLOBAL
+            module, name = line().decode(), line().decode()
+            if "." in name:
+                raise Unsafe(f"{what}: the pickle names {module}.{name}, an attribute of something; refused.")
+            push(find(module, name))
+        elif op in (0x51, 0x50):  # BINPERSID, PERSID
+            pid = pop() if op == 0x51 else line().decode()
+            if persistent is None:
+                raise Unsafe(f"{what}: the pickle refers to an object outside of it.")
+            push(persistent(pid))
+        elif op == 0x88:
+            push(True)
+        elif op == 0x89:
+            push(False)
+        elif op == 0x4E:
+            push(None)
+        elif op == 0x4D:  # BININT2
+            push(u16(data, pos)[0])
+            pos += 2
+        elif op == 0x4A:  # BININT
+            push(i32(data, pos)[0])
+            pos += 4
+        elif op == 0x47:  # BINFLOAT
+            push(f64(data, pos)[0])
+            pos += 8
+        elif op == 0x8A:  # LONG1
+            n = data[pos]
+            pos += 1
+            if n > 64:
+                raise Unsafe(f"{what}: an integer of {n} bytes.")
+            push(int.from_bytes(take(n), "little", signed=True))
+        elif op in (0x43, 0x55):  # SHORT_BINBYTES, SHORT_BINSTRING
+            n = data[pos]
+            pos += 1
+            raw = take(n)
+            push(raw if op == 0x43 else raw.decode("latin-1"))
+        elif op in (0x42, 0x54):  # BINBYTES, BINSTRING
+            n = u32(data, pos)[0]
+            pos += 4
+            raw = take(n)
+            push(raw if op == 0x42 else raw.decode("latin-1"))
+        elif op in (0x8D, 0x8E, 0x96):  # BINUNICODE8, BINBYTES8, BYTEARRAY8
+            n = u64(data, pos)[0]
+            pos += 8
+            raw = take(n)
+            push(raw.decode("utf-8", "surrogatepass") if op == 0x8D else raw if op == 0x8E else bytearray(raw))
+        elif op == 0x95:  # FRAME
+            pos += 8
+        elif op == 0x80:  # PROTO
+            if data[pos] > 5:
+                raise Corrupt(f"{what}: pickle protocol {data[pos]}.")
+            pos += 1
+        elif op == 0x8F:
+            push(set())
+        elif op == 0x91:
+            push(frozenset(map(_key, since_mark())))
+        elif op == 0x30:  # POP
+            if marks and marks[-1] == len(stack):
+                marks.pop()
+            else:
+                pop()
+        elif op == 0x31:  # POP_MARK
+            since_mark()
+        elif op == 0x32:  # DUP
+            push(stack[-1])
+        elif op == 0x6C:
+            push(since_mark())
+        elif op == 0x64:
+            items = since_mark()
+            push(ordered_dict(zip(items[::2], items[1::2], strict=True)))
+        elif op in (0x49, 0x4C):  # INT, LONG as text (protocol 0)
+            text = line().rstrip(b"L")
+            if len(text) > 150:
+                raise Unsafe(f"{what}: an integer of {len(text)} digits.")
+            push({b"00": False, b"01": True}.get(text) if op == 0x49 and text in (b"00", b"01") else int(text))
+        elif op == 0x46:
+            push(float(line()))
+        elif op == 0x56:
+            push(line().decode("raw-unicode-escape"))
+        elif op in (0x70, 0x67):  # PUT, GET as text
+            n = int(line())
+            if op == 0x70:
+                memo[n] = stack[-1]
+            else:
+                push(memo[n])
+        elif op == 0x2E:  # STOP
+            if len(stack) != 1 or marks:
+                raise Corrupt(f"{what}: the pickle leaves {len(stack)} objects instead of one.")
+            return stack[0], pos
+        else:
+            raise Unsafe(f"{what}: pickle instruction 0x{op:02x} at byte {pos - 1}, which no checkpoint needs.")
+
+
+def short(x: Any) -> str:
+    """repr of anything that came out of a pickle, for a message: bounded in work and in length."""
+    try:
+        refuse_deep(x, "", 200)
+        text = repr(x)
+    except (Unsafe, RecursionError):
+        return "(...)"
+    return text if len(text) < 80 else text[:77] + "..."
+
+
+def children(x: Any) -> Any:
+    """What a container holds, or () for a leaf."""
+    if isinstance(x, dict):
+        return [*x.keys(), *x.values()]
+    if isinstance(x, Opaque):
+        return x.parts()
+    return x if isinstance(x, (list, tuple, set, frozenset)) and not isinstance(x, Global) else ()
+
+
+def refuse_deep(obj: Any, what: str, most: int) -> None:
+    """Walk an object without recursion, seeing shared parts as often as they are met.
+
+    Raises:
+        Unsafe: deeper than 100, or more than `most` nodes, so that any later walk is bounded.
+        Unsupported: a stand-in of ours is in it, since the pickle holds a function that it never calls.
+    """
+    todo, seen = [(obj, 0)], 0
+    while todo:
+        x, depth = todo.pop()
+        if depth > MAX_DEPTH:
+            raise Unsafe(f"{what}: nested deeper than {MAX_DEPTH}; no training state is.")
+        inside = children(x)
+        seen += 1 + len(inside)
+        if seen > most:
+            raise Unsafe(f"{what}: unfolds to more than {most} objects.")
+        for c in inside:
+            if isinstance(c, (dict, list, tuple, set, frozenset, Opaque)):
+                todo.append((c, depth + 1))
+            elif isinstance(c, (FunctionType, type)):
+                raise Unsupported(
+                    f"{what}: holds a function or a class that rebuilds objects ({c.__name__}) as a value. That is no state; save "
+                    "the checkpoint without it."
+                )
+
+
+def enum_members(*enums: tuple[Any, Mapping[str, Any]]) -> dict[tuple[str, str], Any]:
+    """Stand-ins for getattr, by which Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) pickles members of an enum: each is (the
+    stand-in of a class, {name: member}). Of anything else getattr is refused.
+
+    Source: Enum.__reduce_ex__ in Lib/enum.py of those versions.
+    """
+
+    def member(cls: Any, name: Any) -> Any:
+        for known, members in enums:
+            if cls is known and isinstance(name, str) and name in members:
+                return members[name]
+        raise Unsafe(f"the pickle calls getattr({short(cls)}, {short(name)}), which has no place here.")
+
+    return {("builtins", "getattr"): member, ("__builtin__", "getattr"): member}
+
+
+def load_large(data: io.BufferedIOBase, stand_ins: StandIns) -> Any:
+    """Unpickle with the C unpickler of the standard library; to be called in a limited child process only."""
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            try:
+                return stand_ins[module, name]
+            except KeyError:
+                raise Unsafe(f"the pickle names {module}.{name}, which has no place here.") from None
+
+        def persistent_load(self, pid: Any) -> Any:
+            raise Unsafe("the pickle refers to an object outside of it.")
+
+    return Unpickler(data).load()
+
+
+def dump(obj: Any, persistent: Callable[[Any], tuple[Any, ...] | None] | None = None) -> bytes:
+    """A protocol 2 pickle, as torch writes, of plain data, Global and Opaque; the same bytes for the same data.
+
+    `persistent(x)` gives the persistent id of a tensor's storage, or None for anything else. Objects with a `reduce()`
+    method of ours give (Global, args) to be called by the reader.
+
+    Raises:
+        TypeError: an object of another type.
+    """
+    out = bytearray(b"\x80\x02")
+    memo: dict[Any, int] = {}
+    keep: list[Any] = []  # objects whose id() is in the memo must live as long as it does
+
+    def put(key: Any) -> None:
+        n = memo[key] = len(memo)
+        out.extend(b"q" + bytes([n]) if n < 256 else b"r" + struct.pack("<I", n))
+
+    def get(key: Any) -> bool:
+        n = memo.get(key)
+        if n is None:
+            return False
+        out.extend(b"h" + bytes([n]) if n < 256 else b"j" + struct.pack("<I", n))
+        return True
+
+    def save(x: Any) -> None:
+        pid = persistent(x) if persistent is not None else None
+        if pid is not None:
+            save(pid)
+            out.extend(b"Q")
+        elif x is None:
+            out.extend(b"N")
+        elif x is True or x is False:
+            out.extend(b"\x88" if x else b"\x89")
+        elif type(x) is int:
+            if 0 <= x < 256:
+                out.extend(b"K" + bytes([x]))
+            elif 0 <= x < 65536:
+                out.extend(b"M" + struct.pack("<H", x))
+            elif -(1 << 31) <= x < 1 << 31:
+                out.extend(b"J" + struct.pack("<i", x))
+            else:
+                raw = x.to_bytes(x.bit_length() // 8 + 1, "little", signed=True)
+                out.extend(b"\x8a" + bytes([len(raw)]) + raw)
+        elif type(x) is float:
+            out.extend(b"G" + struct.pack(">d", x))
+        elif type(x) is str:
+            if not get(x):
+                raw = x.encode("utf-8", "surrogatepass")
+                out.extend(b"X" + struct.pack("<I", len(raw)) + raw)
+                put(x)
+        elif type(x) is bytes:  # protocol 2 has no bytes; this is how CPython spells them there
+            save_call(Global("_codecs", "encode"), (x.decode("latin-1"), "latin1"))
+        elif type(x) is bytearray:
+            save_call(Global("__builtin__", "bytearray"), (bytes(x),))
+        elif isinstance(x, Global):
+            if not get(("g", x)):
+                out.extend(b"c" + x.module.encode() + b"\n" + x.name.encode() + b"\n")
+                put(("g", x))
+        elif hasattr(x, "reduce"):
+            save_call(*x.reduce())
+        elif isinstance(x, tuple):
+            save_tuple(x)
+        elif isinstance(x, complex):
+            save_call(Global("__builtin__", "complex"), (x.real, x.imag))
+        elif isinstance(x, (set, frozenset)):
+            save_call(Global("__builtin__", type(x).__name__), (sorted(x, key=lambda v: (type(v).__name__, repr(v))),))
+        elif get(id(x)):
+            pass
+        elif type(x) is list:
+            out.extend(b"]")
+            keep.append(x)
+            put(id(x))
+            save_items(b"e", [x])
+        elif type(x) is dict:
+            out.extend(b"}")
+            keep.append(x)
+            put(id(x))
+            save_items(b"u", [list(x.keys()), list(x.values())])
+        elif isinstance(x, Opaque):
+            keep.append(x)
+            save(x.cls)
+            save_tuple(x.args)
+            out.extend(b"R" if x.call else b"\x81")
+            put(id(x))
+            save_items(b"e", [x.list_items])
+            save_items(b"u", [[k for k, _ in x.dict_items], [v for _, v in x.dict_items]])
+            if x.state is not None:
+                save(x.state)
+                out.extend(b"b")
+        else:
+            raise TypeError(f"a {type(x).__name__} cannot be written to a checkpoint")
+
+    def save_tuple(x: tuple[Any, ...]) -> None:
+        if len(x) > 3:
+            out.extend(b"(")
+        for v in x:
+            save(v)
+        out.extend({0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}.get(len(x), b"t"))
+
+    def save_call(f: Global, args: tuple[Any, ...]) -> None:
+        save(f)
+        save_tuple(args)
+        out.extend(b"R")
+
+    def save_items(op: bytes, columns: list[list[Any]]) -> None:
+        if columns[0]:
+            out.extend(b"(")
+            for row in zip(*columns, strict=True):
+                for v in row:
+                    save(v)
+            out.extend(op)
+
+    save(obj)
+    return bytes(out + b".")

@@ -1,0 +1,148 @@
+"""Headers of safetensors files, read and written without the library, so that no tensor byte is touched.
+
+    8 bytes   length n of the header, little-endian
+    n bytes   JSON {name: {"dtype", "shape", "data_offsets": [begin, end)}, "__metadata__": {str: str}}
+    the rest  tensor bytes, row-major, little-endian; offsets count from here; no hole, no overlap, nothing behind
+
+Source: the format section of the safetensors README and `Metadata::validate` in safetensors/src/tensor.rs.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable
+from math import prod
+from typing import Any, NamedTuple
+
+from ..bounded_json import parse
+from ..errors import Corrupt, Unsafe, Unsupported
+from ..index.checkpoint import ITEMSIZE, MAX_NUMEL
+from ..storage.source import Source
+
+__all__ = ["CODES", "Slot", "announce", "header", "slots", "sort_key"]
+
+#: safetensors' dtype code by torch's name, in the order the library sorts by (safetensors/src/tensor.rs, enum Dtype).
+CODES: dict[str, str] = {
+    "bool": "BOOL", "float4_e2m1fn_x2": "F4", "uint8": "U8", "int8": "I8", "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0", "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ", "int16": "I16", "uint16": "U16", "float16": "F16", "bfloat16": "BF16",
+    "int32": "I32", "uint32": "U32", "float32": "F32", "complex64": "C64", "float64": "F64", "int64": "I64",
+    "uint64": "U64",
+}  # fmt: skip
+_NAMES = {v: k for k, v in CODES.items()}
+_RANK = {k: i for i, k in enumerate(CODES)}
+MAX_HEADER_BYTES = 100_000_000
+_USUAL_HEADER_BYTES = 64 << 10
+
+
+class Slot(NamedTuple):
+    """A tensor of a safetensors file, with its absolute byte range."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    length: int
+
+
+def read_header(source: Source, file: str) -> tuple[dict[str, Slot], dict[str, str]]:
+    """(slots in the order of their bytes, __metadata__) of a file.
+
+    Raises:
+        Corrupt: not a whole safetensors file. Unsafe: readers would differ on it.
+    """
+    what = f"{source.root}/{file}"
+    size = source.size(file)
+    if size < 8:
+        raise Corrupt(f"{what} has {size} bytes; the copy is incomplete.")
+    n = struct.unpack("<Q", source.read(file, 0, 8))[0]
+    if n > MAX_HEADER_BYTES:
+        raise Unsafe(f"{what}: a header of {n} bytes; safetensors allows {MAX_HEADER_BYTES}.")
+    if 8 + n > size:
+        raise Corrupt(f"{what}: the header needs {n} bytes but the file has {size}. The copy is incomplete.")
+    text = source.read(file, 8, n)
+    if text[:1] != b"{":
+        raise Corrupt(f"{what}: not a safetensors file (its header does not begin with {{).")
+    data = parse(text, what)
+    meta = data.pop("__metadata__", None) or {}
+    if not isinstance(meta, dict) or not all(isinstance(v, str) for v in meta.values()):
+        raise Corrupt(f"{what}: __metadata__ is not a map of strings.")
+    out: list[tuple[int, int, str, Slot]] = []
+    for name, t in data.items():
+        if not name.isascii():
+            _encodable(name, what)
+        out.append(_slot(name, t, 8 + n, what))
+    out.sort(key=lambda x: x[:2])
+    at = 0
+    for begin, end, name, _ in out:
+        if begin != at:
+            raise Corrupt(f'{what}: "{name}" begins at byte {begin} of the data, {at} was expected (hole or overlap).')
+        at = end
+    if 8 + n + at > size:
+        raise Corrupt(f"{what} has {size} bytes, its tensors need {8 + n + at}. The copy is incomplete.")
+    if 8 + n + at < size:
+        raise Unsafe(f"{what}: {size - 8 - n - at} bytes follow the last tensor; something else is hidden in the file.")
+    return {name: slot for _, _, name, slot in out}, meta
+
+
+def _encodable(name: str, what: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise Corrupt(f"{what}: the name {name!a} is half of a character and cannot be written.") from None
+
+
+def _slot(name: str, t: Any, base: int, what: str) -> tuple[int, int, str, Slot]:
+    if not isinstance(t, dict) or set(t) != {"dtype", "shape", "data_offsets"}:
+        raise Corrupt(f'{what}: the entry of "{name}" is damaged.')
+    dtype, shape, offsets = t["dtype"], t["shape"], t["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _NAMES:
+        raise Unsupported(f'{what}: "{name}" has dtype {repr(dtype)[:40]}, which torch does not have.')
+    if not isinstance(shape, list) or not all(type(k) is int and 0 <= k <= MAX_NUMEL for k in shape) or len(shape) > 64:
+        raise Corrupt(f'{what}: "{name}" has shape {str(shape)[:80]}.')
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(k) is int and k >= 0 for k in offsets):
+        raise Corrupt(f'{what}: "{name}" has data_offsets {str(offsets)[:80]}.')
+    if dtype == "F4" and shape:  # the file counts halves of a byte, torch pairs of them
+        shape = [*shape[:-1], shape[-1] // 2]
+    begin, end = offsets
+    need = prod(shape) * ITEMSIZE[_NAMES[dtype]]
+    if end - begin != need:
+        raise Corrupt(f'{what}: "{name}" is {dtype} {shape}, {need} bytes, but its range has {end - begin}.')
+    return begin, end, name, Slot(_NAMES[dtype], tuple(shape), base + begin, need)
+
+
+def announce(source: Source, files: Iterable[str]) -> None:
+    """The headers of these files will soon be read."""
+    source.announce((f, 0, min(source.size(f), _USUAL_HEADER_BYTES)) for f in files)
+
+
+def slots(source: Source, file: str) -> dict[str, Slot]:
+    """The tensors of a file."""
+    return read_header(source, file)[0]
+
+
+def sort_key(name: str, dtype: str) -> tuple[int, str]:
+    """The library writes widest dtypes first, then by name, so that every tensor is aligned."""
+    return -_RANK[dtype], name
+
+
+def header(tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
+    """The first bytes of a file of (name, dtype, shape), in this order: byte for byte what the library writes.
+
+    Raises:
+        Unsupported: a tensor has the name that the format keeps for its metadata.
+    """
+    entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    at = 0
+    for name, dtype, shape in tensors:
+        if name == "__metadata__":
+            raise Unsupported(
+                'A tensor is named "__metadata__", which safetensors keeps for the metadata of a file. Rename it in the source.'
+            )
+        n = prod(shape) * ITEMSIZE[dtype]
+        said = [*shape[:-1], 2 * shape[-1]] if CODES[dtype] == "F4" and shape else list(shape)
+        entries[name] = {"dtype": CODES[dtype], "shape": said, "data_offsets": [at, at + n]}
+        at += n
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text

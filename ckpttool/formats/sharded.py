@@ -1,0 +1,267 @@
+"""Sharded tensors as jobs pickle them, read and written as data: ShardedTensor and DTensor, without torch.
+
+A ShardedTensor is (local shards, metadata, process group state, sharding spec, init_rrefs): its metadata lists offsets
+and sizes of all shards, the state has the rank that wrote it (torch/distributed/_shard/sharded_tensor/api.py,
+`__getstate__`). A DTensor is a local tensor and a spec, {mesh, placements, tensor_meta}; which box of the whole the
+local tensor is follows from the mesh's size, the rank's coordinates, and the placements: dimension by dimension of the
+mesh each Shard(d) cuts what is left along d as torch.chunk does, from left to right, or as `shard_order` says, or from
+right to left where a _StridedShard says that tensor parallelism, on the right, cut first
+(torch/distributed/tensor/_dtensor_spec.py, placement_types.py).
+
+`stand_ins` keeps both as `Opaque`; `shards_of` says what one rank has of such a tensor; `sharded_tensor` makes one.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+from ..errors import Corrupt, Unsafe, Unsupported
+from ..index import boxes
+from ..index.checkpoint import ITEMSIZE
+from .pickles import MEMORY_FORMATS, Global, Opaque, enum_members, short
+from .torch_zip import ReadAt, StoredTensor, TensorRef, inlined, with_attributes
+
+__all__ = ["Shards", "Table", "is_sharded", "sharded_tensor", "shards_of", "stand_ins"]
+
+_SHARDED = "torch.distributed._shard.sharded_tensor"
+
+
+class Shards(NamedTuple):
+    """What one rank has of a ShardedTensor or DTensor: `pieces` are (start, tensor).
+
+    `place` is (which slice of a flat parameter this rank would hold, how many there are).
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: list[tuple[tuple[int, ...], StoredTensor]]
+    rank: int | None
+    world: int | None
+    place: tuple[int, int] | None
+
+
+def stand_ins(what: str) -> dict[tuple[str, str], Any]:
+    """What stands for the classes and calls in files of ranks: nothing is built, ShardedTensor and DTensor are Opaque."""
+
+    def from_type(func: Any, cls: Any, args: Any, state: Any) -> Any:
+        if (
+            isinstance(cls, Global)
+            and cls.module.startswith("torch.distributed.")
+            and cls.name in ("ShardedTensor", "DTensor")
+        ):
+            out = Opaque(cls, args if isinstance(args, tuple) else ())
+            out.state = state
+            return out
+        if isinstance(func, Global) or not callable(func) or not isinstance(args, tuple):
+            raise Unsafe(f"{what}: the pickle calls {short(func)}.")
+        return with_attributes(func(*args), state, what)
+
+    def get(obj: Any, name: Any) -> Any:
+        """ShardedTensor.ProcessGroupState is pickled as getattr(ShardedTensor, "ProcessGroupState"), and by some versions of
+        Python the memory format (pickles.enum_members); that and no more."""
+        if obj is memory_format:
+            return formats(obj, name)
+        if not (isinstance(obj, Global) and obj.module.startswith(_SHARDED) and obj.name == "ShardedTensor"):
+            raise Unsafe(f"{what}: the pickle calls getattr({short(obj)}, {short(name)}).")
+        if name != "ProcessGroupState":
+            raise Unsafe(f"{what}: the pickle takes {short(name)} of ShardedTensor.")
+        return Global(obj.module, "ShardedTensor.ProcessGroupState")
+
+    def memory_format(number: Any) -> Any:
+        return number
+
+    formats = enum_members((memory_format, {name: k for k, name in enumerate(MEMORY_FORMATS)}))["builtins", "getattr"]
+    out: dict[tuple[str, str], Any] = {("torch._tensor", "_rebuild_from_type_v2"): from_type}
+    for builtins in ("__builtin__", "builtins"):
+        out[builtins, "getattr"] = get
+    for module in (f"{_SHARDED}.metadata", "torch.distributed.checkpoint.metadata"):
+        for name in ("MEM_FORMAT_ENCODING", "_MEM_FORMAT_ENCODING"):
+            out[module, name] = memory_format
+    return out
+
+
+def _fields(x: Any) -> dict[str, Any]:
+    """The attributes of an instance, as pickled: its __dict__, or (None, {slot: value})."""
+    state = x.state if isinstance(x, Opaque) else None
+    if isinstance(state, tuple) and len(state) == 2:
+        return {**(state[0] or {}), **(state[1] or {})}
+    return state if isinstance(state, dict) else {}
+
+
+def is_sharded(x: Any) -> bool:
+    """Whether something out of a pickle is a ShardedTensor or DTensor."""
+    return isinstance(x, Opaque) and x.cls.name in ("ShardedTensor", "DTensor")
+
+
+def shards_of(x: Opaque, key: str, read_at: ReadAt, what: str) -> Shards:
+    """What a file says of its part of a tensor.
+
+    Raises:
+        Corrupt: it contradicts itself.
+    """
+    try:
+        return _sharded_tensor(x) if x.cls.name == "ShardedTensor" else _dtensor(x, read_at, what)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
+        raise Corrupt(
+            f'{what}: "{key}" is a {x.cls.name} that does not hold together ({type(e).__name__}: {e}).'
+        ) from None
+
+
+def _sharded_tensor(x: Opaque) -> Shards:
+    local, meta, group = x.state[:3]
+    told = _fields(meta)
+    shape = _ints(told["size"])
+    dtype = told["tensor_properties"].state[0].name
+    pieces = []
+    for shard in map(_fields, local):
+        tensor, place = shard["tensor"], _fields(shard["metadata"])
+        start, size = _ints(place["shard_offsets"]), _ints(place["shard_sizes"])
+        listed = any(
+            list(start) == s["shard_offsets"] and list(size) == s["shard_sizes"]
+            for s in map(_fields, told["shards_metadata"])
+        )
+        if not isinstance(tensor, StoredTensor) or tensor.shape != size or not listed:
+            raise ValueError(f"a shard at {start} of size {size} that its table does not have")
+        dtype = tensor.dtype
+        pieces.append((start, tensor))
+    ranks = _fields(group)
+    rank, world = ranks.get("global_rank"), ranks.get("global_world_size")
+    where = (ranks["local_rank"], ranks["local_world_size"]) if "local_rank" in ranks else None
+    return Shards(dtype, shape, pieces, rank, world, where)
+
+
+def _dtensor(x: Opaque, read_at: ReadAt, what: str) -> Shards:
+    told = _fields(x)
+    tensor, spec = told["_local_tensor"], _fields(told["_spec"])
+    meta = spec["tensor_meta"]
+    shape = _ints((meta.args or tuple(_fields(meta).values()))[0])
+    if not isinstance(tensor, StoredTensor):
+        raise ValueError("no local tensor")
+    sizes, at, rank, world = _mesh(_fields(spec["mesh"]), read_at, what)
+    kinds = [(p.cls.name, _fields(p).get("dim")) for p in spec["placements"]]
+    if len(kinds) != len(sizes):
+        raise ValueError(f"{len(kinds)} placements on a mesh of {len(sizes)} dimensions")
+    bounds = [(0, n) for n in shape]
+    order = list(range(len(kinds)))
+    if any(kind == "_StridedShard" for kind, _ in kinds):
+        order.reverse()  # tensor parallelism, on the right, cut first
+    else:
+        for dim, dims in ((e.args[0], e.args[1]) for e in spec.get("shard_order") or () if isinstance(e, Opaque)):
+            inside = iter(dims)
+            order = [next(inside) if kinds[d][1] == dim else d for d in order]
+    slice_at, slices = 0, 1
+    for d in order:
+        kind, dim = kinds[d]
+        if kind == "Replicate":
+            continue
+        if kind not in ("Shard", "_StridedShard") or type(dim) is not int:
+            raise Unsupported(f"{what}: holds a DTensor with placement {kind}, which is no state of rest.")
+        a, b = bounds[dim]
+        cut = boxes.chunk_sizes(b - a, sizes[d])
+        first = a + sum(cut[: at[d]])
+        bounds[dim] = (first, first + cut[at[d]])
+        slice_at, slices = slice_at * sizes[d] + at[d], slices * sizes[d]
+    box = tuple(b - a for a, b in bounds)
+    if tensor.shape != box and prod(tensor.shape) + prod(box):
+        raise ValueError(f"a local tensor of {tensor.shape} where mesh and placements leave {box}")
+    pieces = [(tuple(a for a, _ in bounds), tensor)] if prod(box) else []
+    return Shards(tensor.dtype, shape, pieces, rank, world, (slice_at, slices))
+
+
+def _mesh(mesh: dict[str, Any], read_at: ReadAt, what: str) -> tuple[list[int], list[int], int | None, int | None]:
+    """(size of every dimension, the rank's coordinates, the rank, ranks in all) of a pickled DeviceMesh."""
+    grid = mesh.get("mesh")
+    if isinstance(grid, StoredTensor):  # torch < 2.10
+        sizes = list(grid.shape)
+    else:
+        layout = _fields(mesh["_layout"])
+        axes = [_fields(a)["shape"] for a in layout["axes"]] if "axes" in layout else layout["shape"]
+        sizes = [prod(_flat_ints(a)) for a in axes]
+    at = list(mesh["_coordinate_on_dim"])
+    if len(at) != len(sizes) or not all(type(c) is int and 0 <= c < n for c, n in zip(at, sizes, strict=True)):
+        raise ValueError(f"coordinates {at} on a mesh of {sizes}")
+    rank = mesh.get("_rank")
+    ranks = grid if isinstance(grid, StoredTensor) else mesh.get("_rank_map")
+    if rank is None and isinstance(grid, StoredTensor) and grid.dtype in ("int32", "int64"):
+        item, k = ITEMSIZE[grid.dtype], boxes.flat_start(grid.shape, at)
+        rank = int.from_bytes(inlined(grid, read_at, what).data[k * item :][:item], "little")
+    world = prod(ranks.shape) if isinstance(ranks, StoredTensor) and ranks is not grid else None
+    return sizes, at, rank if type(rank) is int else None, world
+
+
+def _flat_ints(x: Any) -> list[int]:
+    return [x] if type(x) is int else [n for y in x for n in _flat_ints(y)]
+
+
+def _ints(x: Any) -> tuple[int, ...]:
+    if isinstance(x, (tuple, list)) and len(x) <= 64 and all(type(n) is int and n >= 0 for n in x):
+        return tuple(x)
+    raise ValueError(f"{short(x)} is no size")
+
+
+# --------------------------------------------------------------------------------------------------------- writing
+
+
+class Table:
+    """The shards of 1-D tensors of one job as ShardedTensors list them; made once, since pickles then share them.
+
+    `bounds` are (first element, end) by rank; ranks that hold nothing have no shard.
+    """
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.places = [_instance("torch.distributed.remote_device", "_remote_device", _remote(r)) for r in range(world)]
+        self.lists: dict[tuple[tuple[int, int], ...], list[Opaque]] = {}
+
+    def shards(self, bounds: tuple[tuple[int, int], ...]) -> list[Opaque]:
+        """The ShardMetadata of all ranks that hold something."""
+        if bounds not in self.lists:
+            self.lists[bounds] = [self._one(r, a, b) for r, (a, b) in enumerate(bounds) if a < b]
+        return self.lists[bounds]
+
+    def _one(self, rank: int, a: int, b: int) -> Opaque:
+        fields = {"shard_offsets": [a], "shard_sizes": [b - a], "placement": self.places[rank]}
+        return _instance("torch.distributed._shard.metadata", "ShardMetadata", (None, fields))
+
+
+def sharded_tensor(
+    table: Table, bounds: tuple[tuple[int, int], ...], rank: int, ref: TensorRef | None, dtype: str
+) -> Opaque:
+    """A 1-D ShardedTensor as `rank` pickles it; `ref` is its own shard, None where it holds nothing."""
+    cls, kind = Global(f"{_SHARDED}.api", "ShardedTensor"), Global("torch", dtype)
+    size, shards = bounds[-1][1], table.shards(bounds)
+    strided = Opaque(Global("torch.serialization", "_get_layout"), ("torch.strided",), call=True)
+    local = []
+    if ref is not None:
+        own = shards[sum(a < b for a, b in bounds[:rank])]
+        local.append(_instance(f"{_SHARDED}.shard", "Shard", (None, {"tensor": ref, "metadata": own})))
+    memory = Opaque(Global(f"{_SHARDED}.metadata", "MEM_FORMAT_ENCODING"), (0,), call=True)
+    properties = _instance(f"{_SHARDED}.metadata", "TensorProperties", (kind, strided, True, memory, False))
+    shape = Opaque(Global("torch", "Size"), ((size,),), call=True)
+    about = {"shards_metadata": shards, "size": shape, "tensor_properties": properties}
+    meta = _instance(f"{_SHARDED}.metadata", "ShardedTensorMetadata", about)
+    # ShardedTensor.ProcessGroupState is a class inside a class, which protocol 2 spells as a call of getattr
+    nested: Any = Opaque(Global("__builtin__", "getattr"), (cls, "ProcessGroupState"), call=True)
+    group = Opaque(nested, ())
+    group.state = {
+        "local_rank": rank, "global_rank": rank, "local_world_size": table.world, "global_world_size": table.world,
+    }  # fmt: skip
+    chunks = "torch.distributed._shard.sharding_spec.chunk_sharding_spec"
+    spec = _instance(chunks, "ChunkShardingSpec", {"dim": 0, "placements": list(table.places)})
+    wrapper = (cls, kind, (size,), (1,), 0, strided, Opaque(Global("torch", "device"), ("cpu",), call=True), True)
+    return Opaque(
+        Global("torch._tensor", "_rebuild_from_type_v2"),
+        (Global("torch._utils", "_rebuild_wrapper_subclass"), cls, wrapper, (local, meta, group, spec, False)),
+        call=True,
+    )  # fmt: skip
+
+
+def _instance(module: str, name: str, state: Any) -> Opaque:
+    out = Opaque(Global(module, name), ())
+    out.state = state
+    return out
+
+
+def _remote(rank: int) -> dict[str, Any]:
+    return {"_worker_name": None, "_rank": rank, "_device": Opaque(Global("torch", "device"), ("cpu",), call=True)}

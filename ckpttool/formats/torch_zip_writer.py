@@ -1,0 +1,248 @@
+"""torch.save files to be: their pickles and small records are known, the bytes of their storages come later.
+
+    files = TorchFiles()
+    f = files.add("rank0.pt", {"w": TensorRef("float32", (4,), "0", 4)}, {"0": 16})
+    files.offset(f, "0")                  where storage "0" begins; chunks of any tensors may be laid into it
+    files.draft(checkpoint, sources)      checkpoint.tensors say which
+
+A storage is one stored record of the zip, `<root>/data/<key>`: 64-byte aligned, its CRC32 behind it in a data
+descriptor and again in the directory. What no chunk covers is padding, written as zeros. The CRC32 of a record is
+put together from those of its chunks and of the padding between, so nothing is read twice and a run that was
+interrupted needs no state but the list of chunks written.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from ..index.checkpoint import Checkpoint, TensorEntry
+from ..storage.staging import Draft, DraftFile, Dropped, Written
+from . import torch_zip
+from .crc import crc32, crc32_combine
+from .pickles import Opaque
+
+__all__ = ["TorchFiles"]
+
+
+class _Hole(NamedTuple):
+    """A record whose bytes come later: its header's offset, its own, its length."""
+
+    name: str
+    header: int
+    offset: int
+    length: int
+
+
+class _File(NamedTuple):
+    head: bytes
+    records: list[tuple[str, int, int, int, bool]]  # directory entries of what is in the head
+    holes: list[_Hole]
+    places: dict[str, int]
+    end: int  # of the last hole, its descriptor included
+
+
+@lru_cache(1024)
+def _zeros(n: int) -> int:
+    """CRC32 of n zero bytes."""
+    if n <= 1 << 16:
+        return int(crc32(bytes(n)))
+    half = _zeros(n // 2)
+    return int(crc32_combine(crc32_combine(half, half, n // 2), _zeros(n % 2), n % 2))
+
+
+class TorchFiles:
+    """The files of a draft, in the order in which they are to be finished."""
+
+    def __init__(self) -> None:
+        self.files: list[_File | bytes] = []
+        self.names: list[str] = []
+        self.ends: dict[tuple[str, int], int] = {}
+
+    def add(self, name: str, tree: Any, storages: Mapping[str, int], root: str = "archive") -> int:
+        """A file of a tree of plain values with `TensorRef` and `Inline` tensors; gives its number.
+
+        Args:
+            storages: {key: bytes}, in the order in which their records shall lie; those of `Inline` tensors are added.
+        """
+        inline: list[bytes] = []
+        tree = _number_inline(tree, len(storages), inline)
+        if clash := {str(len(storages) + i) for i in range(len(inline))} & storages.keys():
+            raise AssertionError(f"{name}: storages are numbered otherwise: {sorted(clash)}")
+        head, records = torch_zip.head_records(root, torch_zip.pickled(tree))
+        out = bytearray(head)
+        for i, data in enumerate(inline):
+            record = f"{root}/data/{len(storages) + i}"
+            records.append((record, len(out), len(data), crc32(data), False))
+            out += torch_zip.local_header(record, len(data), crc32(data), len(out), 64) + data
+        at, holes, places = len(out), [], {}
+        for key, n in storages.items():
+            record = f"{root}/data/{key}"
+            offset = at + len(torch_zip.local_header(record, n, None, at, 64))
+            holes.append(_Hole(record, at, offset, n))
+            places[key] = offset
+            at = offset + n + torch_zip.DATA_DESCRIPTOR_BYTES
+        self.names.append(name)
+        self.files.append(_File(bytes(out), records, holes, places, at))
+        return len(self.files) - 1
+
+    def literal(self, name: str, data: bytes) -> int:
+        """A file whose bytes are all known; gives its number."""
+        self.names.append(name)
+        self.files.append(data)
+        return len(self.files) - 1
+
+    def offset(self, file: int, key: str) -> int:
+        """Where a storage begins in its file."""
+        f = self.files[file]
+        assert isinstance(f, _File)
+        return f.places[key]
+
+    def sizes(self) -> list[int]:
+        """Bytes of every file; of those with records to come, a bound."""
+        out = []
+        for f in self.files:
+            if isinstance(f, bytes):
+                out.append(len(f))
+                continue
+            names = [name for name, *_ in f.records] + [hole.name for hole in f.holes]
+            out.append(f.end + sum(46 + 28 + len(n.encode()) for n in names) + 98)  # directory, its end records
+        return out
+
+    def draft(
+        self,
+        checkpoint: Checkpoint,
+        sources: dict[str, TensorEntry],
+        dropped: list[Dropped] | None = None,
+        same: dict[str, str] | None = None,
+        notes: list[str] | None = None,
+        recorded: bool = False,
+        added: list[str] | None = None,
+        made: dict[str, Any] | None = None,
+    ) -> Draft:
+        """The draft of a checkpoint whose chunks lie in these files; its `files` and `sizes` are set.
+
+        Args:
+            recorded: end every file with a record `ckpttool.json` of the digests.
+        """
+        checkpoint.files, checkpoint.sizes = self.names, self.sizes()
+
+        def end_of(written: Sequence[Written], f: _File) -> int:
+            if not written:
+                return len(f.head)
+            name, row, _ = written[-1]
+            c = checkpoint.tensors[name].chunks
+            return c.offset[row] + c.length[row]
+
+        def before(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
+            f = self.files[t.chunks.file[row]]
+            assert isinstance(f, _File)
+            return self._between(checkpoint, f, end_of(written, f), t.chunks.offset[row], written)
+
+        def tail(file: int, written: Sequence[Written], digests: dict[str, Any]) -> bytes:
+            f = self.files[file]
+            if isinstance(f, bytes):
+                return b""
+            out = self._between(checkpoint, f, end_of(written, f), f.end, written)
+            entries, at = list(f.records), f.end
+            at_chunk = 0
+            for hole in f.holes:
+                crc, at_chunk = self._crc(checkpoint, hole, written, at_chunk)
+                entries.append((hole.name, hole.header, hole.length, crc, True))
+            if recorded:
+                name = f.records[0][0].partition("/")[0] + "/ckpttool.json"
+                note = json.dumps(digests, indent=1, ensure_ascii=False).encode()
+                entries.append((name, at, len(note), crc32(note), False))
+                note = torch_zip.local_header(name, len(note), crc32(note), at) + note
+                out, at = out + note, at + len(note)
+            return out + torch_zip.central_directory(entries, at)
+
+        heads = [f if isinstance(f, bytes) else f.head for f in self.files]
+        files = [DraftFile(n, size, h) for n, size, h in zip(self.names, checkpoint.sizes, heads, strict=True)]
+        return Draft(
+            checkpoint, sources, files, dropped=dropped or [], same=same or {}, before=before, tail=tail,
+            notes=notes or [], added=added or [], made=made or {},
+        )  # fmt: skip
+
+    def _between(self, checkpoint: Checkpoint, f: _File, a: int, b: int, written: Sequence[Written]) -> bytes:
+        """Bytes [a, b) of a file, in which no chunk lies: padding, and the ends and headers of records."""
+        out, at = bytearray(), a
+        for hole in self._reached(f, a):
+            if at == hole.header and at < b:
+                out += torch_zip.local_header(hole.name, hole.length, None, hole.header, 64)
+                at = hole.offset
+            end = hole.offset + hole.length
+            if at >= b:
+                break
+            stop = min(end, b)
+            out += bytes(stop - at)
+            at = stop
+            if at == end and at < b:
+                crc = self._crc(checkpoint, hole, written, self._first(checkpoint, hole, written))[0]
+                out += torch_zip.data_descriptor(hole.length, crc)
+                at += torch_zip.DATA_DESCRIPTOR_BYTES
+        if at != b:
+            raise AssertionError(f"bytes {a}..{b} cannot be laid out: at {at}")
+        return bytes(out)
+
+    @staticmethod
+    def _reached(f: _File, at: int) -> Iterator[_Hole]:
+        """The holes that end at or after a byte."""
+        first = bisect_left(f.holes, at, key=lambda hole: hole.offset + hole.length)
+        return (f.holes[i] for i in range(first, len(f.holes)))
+
+    @staticmethod
+    def _first(checkpoint: Checkpoint, hole: _Hole, written: Sequence[Written]) -> int:
+        """The first of the last chunks written that lie in a hole."""
+        k = len(written)
+        while k:
+            name, row, _ = written[k - 1]
+            if checkpoint.tensors[name].chunks.offset[row] < hole.offset:
+                break
+            k -= 1
+        return k
+
+    @staticmethod
+    def _crc(checkpoint: Checkpoint, hole: _Hole, written: Sequence[Written], k: int) -> tuple[int, int]:
+        """(CRC32 of a hole, number of the first chunk after it), where its chunks are written[k], ..."""
+        crc, at, end = 0, hole.offset, hole.offset + hole.length
+        while k < len(written):
+            name, row, part = written[k]
+            c = checkpoint.tensors[name].chunks
+            offset, length = c.offset[row], c.length[row]
+            if offset >= end and (length or offset > end):
+                break
+            if offset > at:
+                crc = crc32_combine(crc, _zeros(offset - at), offset - at)
+            crc, at, k = crc32_combine(crc, part, length), offset + length, k + 1
+        if at < end:
+            crc = crc32_combine(crc, _zeros(end - at), end - at)
+        return int(crc), k
+
+
+def _number_inline(x: Any, first: int, inline: list[bytes], done: dict[int, Any] | None = None) -> Any:
+    """Small tensors inside values become tensors of their own storages; what is there twice stays one object."""
+    done = {} if done is None else done
+    if id(x) in done:
+        return done[id(x)]
+    if isinstance(x, torch_zip.Inline):
+        inline.append(x.data)
+        n = 1
+        for k in x.shape:
+            n *= k
+        return torch_zip.TensorRef(x.dtype, x.shape, str(first + len(inline) - 1), n)
+    if isinstance(x, dict):
+        done[id(x)] = {k: _number_inline(v, first, inline, done) for k, v in x.items()}
+    elif isinstance(x, list):
+        done[id(x)] = [_number_inline(v, first, inline, done) for v in x]
+    elif type(x) is tuple:
+        return tuple(_number_inline(v, first, inline, done) for v in x)
+    elif isinstance(x, Opaque):
+        out = done[id(x)] = Opaque(x.cls, _number_inline(x.args, first, inline, done), x.call)
+        out.state = _number_inline(x.state, first, inline, done)
+        out.list_items = _number_inline(x.list_items, first, inline, done)
+        out.dict_items = _number_inline(x.dict_items, first, inline, done)
+    return done.get(id(x), x)

@@ -1,0 +1,318 @@
+"""values.json: what a checkpoint holds besides tensors, without loss, as JSON that a person can read.
+
+    {
+    "optim.param_groups.0.betas": {"path": ["optim", "param_groups", 0, "betas"], "data": {"$tuple": [0.9, 0.95]}},
+    "trainer.step": {"path": ["trainer", "step"], "data": 1200}
+    }
+
+One line a value, sorted by name; UTF-8. None, bool, int, finite float, str, list and dict with plain keys look as JSON
+has them, so `jq '."trainer.step".data'` works. All else is an object of one key, which begins with "$":
+
+    {"$tuple": [...]}  {"$set": [...]}  {"$frozenset": [...]}        members of sets sorted by their text
+    {"$dict": [[key, value], ...]}      a dict with a key that is no str, begins with "$" or is half of a character
+    {"$bytes": base64}  {"$bytearray": base64}
+    {"$float": "inf" | "-inf" | "nan:7ff8000000000000"}              a NaN by its bits, big-endian
+    {"$complex": [real, imaginary]}
+    {"$int": hexadecimal}               of more than 2048 bits
+    {"$str": hexadecimal}               UTF-8 of a text with halves of characters (lone surrogates), as it stands
+    {"$global": [module, name]}         a name in a module: {"$global": ["torch", "float16"]} is a dtype
+    {"$object": {"class": [module, name], "call", "args", "state", "list", "dict"}}  an instance that is never built
+    {"$tensor": {"dtype", "shape", "data": base64}}                  a small tensor inside a value, row-major
+
+In "$object" what is not there is left out: "call" (the class was called, instead of made by __new__), "args" of that,
+"state" that was set, items that were appended ("list") and set ("dict", pairs).
+
+Equal values have equal bytes: dicts keep their order, sets have none. Only those bytes are read; any other spelling of
+the same values is refused. What two places of one value share is written twice.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from math import isfinite, prod
+from typing import Any
+
+from .. import bounded_json
+from ..errors import Corrupt, Unsupported
+from ..index.checkpoint import ITEMSIZE, Value, joined
+from .pickles import MAX_DEPTH, Global, Opaque
+from .torch_zip import Inline
+
+__all__ = ["decode", "encode"]
+
+_PLAIN_INT_BITS = 2048
+_DEEPEST = MAX_DEPTH + 2  # the file is a dict of dicts itself
+
+
+# --------------------------------------------------------------------------------------------------------- writing
+
+
+def encode(values: Mapping[str, Value]) -> bytes:
+    """The bytes of values.json.
+
+    Raises:
+        Unsupported: a value holds itself, is nested too deep, or is of a type that no checkpoint has.
+    """
+    rows: dict[Any, Any] = {}
+    for name in sorted(values):
+        path, data = values[name]
+        if name != joined(path):
+            raise AssertionError(f"{name!a} has the path {path!a}")
+        rows[name] = {"path": list(path), "data": data}
+    return (_Writer().pairs(rows, "\n", ",\n") + "\n").encode()
+
+
+class _Writer:
+    """Values to text; `name` is the one that a message speaks of."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        self.above: set[int] = set()  # containers that are being written, by identity
+
+    def pairs(self, x: dict[Any, Any], edge: str = "", comma: str = ", ") -> str:
+        plain = all(type(k) is str and k[:1] != "$" and _whole(k) for k in x)
+        rows = []
+        for k, v in x.items():
+            if edge:
+                self.name = k
+            rows.append(f"{self.text(k)}: {self.text(v)}" if plain else f"[{self.text(k)}, {self.text(v)}]")
+        inner = edge + comma.join(rows) + edge if rows else ""
+        return f"{{{inner}}}" if plain else f'{{"$dict": [{inner}]}}'
+
+    def text(self, x: Any) -> str:
+        kind = type(x)
+        leaf = _LEAVES.get(kind)
+        if leaf is not None:
+            return leaf(x)
+        if kind is complex:
+            return f'{{"$complex": {self.items((x.real, x.imag))}}}'
+        if id(x) in self.above or len(self.above) >= _DEEPEST:
+            why = "holds itself" if id(x) in self.above else f"is nested deeper than {MAX_DEPTH}"
+            raise Unsupported(f'the value "{_shown(self.name)}" {why}; values.json cannot keep it.')
+        self.above.add(id(x))
+        try:
+            return self.container(x, kind)
+        finally:
+            self.above.discard(id(x))
+
+    def container(self, x: Any, kind: type) -> str:
+        if kind is dict:
+            return self.pairs(x)
+        if kind is list:
+            return self.items(x)
+        if kind is tuple:
+            return f'{{"$tuple": {self.items(x)}}}'
+        if kind is set or kind is frozenset:
+            return f'{{"${kind.__name__}": [{", ".join(sorted(map(self.text, x)))}]}}'
+        if kind is Opaque and type(x.cls) is Global:
+            return f'{{"$object": {{{self.instance(x)}}}}}'
+        raise Unsupported(
+            f'the value "{_shown(self.name)}" holds a {kind.__module__}.{kind.__qualname__}, which values.json cannot keep.'
+        )
+
+    def items(self, x: Iterable[Any]) -> str:
+        return f"[{', '.join(map(self.text, x))}]"
+
+    def instance(self, x: Opaque) -> str:
+        out = [f'"class": {self.items(x.cls)}']
+        if x.call:
+            out.append('"call": true')
+        if x.args:
+            out.append(f'"args": {self.items(x.args)}')
+        if x.state is not None:
+            out.append(f'"state": {self.text(x.state)}')
+        if x.list_items:
+            out.append(f'"list": {self.items(x.list_items)}')
+        if x.dict_items:
+            out.append(f'"dict": [{", ".join(map(self.items, x.dict_items))}]')
+        return ", ".join(out)
+
+
+def _whole(text: str) -> bool:
+    """Whether a text has no halves of characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _shown(name: Any) -> str:
+    text = ascii(name)[1:-1]
+    return text if len(text) < 200 else text[:197] + "..."
+
+
+def _of_str(x: str) -> str:
+    if _whole(x):
+        return json.dumps(x, ensure_ascii=False)
+    return f'{{"$str": "{x.encode("utf-8", "surrogatepass").hex()}"}}'
+
+
+def _of_int(x: int) -> str:
+    return str(x) if x.bit_length() <= _PLAIN_INT_BITS else f'{{"$int": "{x:x}"}}'
+
+
+def _of_float(x: float) -> str:
+    if isfinite(x):
+        return repr(x)
+    return f'{{"$float": "{x if x == x else "nan:" + struct.pack(">d", x).hex()}"}}'
+
+
+def _of_tensor(x: Inline) -> str:
+    row = {"dtype": x.dtype, "shape": list(x.shape), "data": base64.b64encode(x.data).decode()}
+    return f'{{"$tensor": {json.dumps(row)}}}'
+
+
+_LEAVES: dict[type, Callable[[Any], str]] = {
+    type(None): lambda x: "null",
+    bool: lambda x: "true" if x else "false",
+    int: _of_int,
+    float: _of_float,
+    str: _of_str,
+    bytes: lambda x: f'{{"$bytes": "{base64.b64encode(x).decode()}"}}',
+    bytearray: lambda x: f'{{"$bytearray": "{base64.b64encode(x).decode()}"}}',
+    Global: lambda x: f'{{"$global": [{_of_str(x.module)}, {_of_str(x.name)}]}}',
+    Inline: _of_tensor,
+}
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+def decode(data: bytes, what: str) -> dict[str, Value]:
+    """The values of a values.json, which is not trusted.
+
+    Raises:
+        Corrupt: damaged, or other bytes than `encode` writes. Unsafe: a key twice, or nested too deep.
+    """
+    tree = bounded_json.parse(data, what)
+    try:
+        found = _value(tree, 0)
+        if type(found) is not dict:
+            raise ValueError("it is no object of values")
+        out = {name: _row(name, row) for name, row in found.items()}
+        same = encode(out) == data
+    except (ValueError, TypeError, Unsupported) as e:
+        raise Corrupt(f"{what}: damaged, or not written by ckpttool ({e}).") from None
+    if not same:
+        raise Corrupt(f"{what}: not spelled as ckpttool spells these values; damaged, or written by something else.")
+    return out
+
+
+def _row(name: Any, row: Any) -> Value:
+    if type(name) is not str or type(row) is not dict or list(row) != ["path", "data"] or type(row["path"]) is not list:
+        raise ValueError(f"the entry {_shown(name)!r} is not a path and data")
+    path = tuple(row["path"])
+    if not path or not all(type(k) is str or (type(k) is int and k >= 0) for k in path) or joined(path) != name:
+        raise ValueError(f"the entry {_shown(name)!r} has another path")
+    return Value(path, row["data"])
+
+
+def _value(x: Any, depth: int) -> Any:
+    """What a piece of JSON stands for."""
+    if not isinstance(x, (list, dict)):
+        return x
+    if depth > _DEEPEST + 2:  # a complex number, which `encode` takes for a leaf, is two levels more here
+        raise ValueError(f"nested deeper than {MAX_DEPTH}")
+    if isinstance(x, list):
+        return [_value(v, depth + 1) for v in x]
+    tag = next((k for k in x if k[:1] == "$"), None)
+    if tag is None:
+        return {k: _value(v, depth + 1) for k, v in x.items()}
+    if len(x) != 1 or tag not in _TAGS:
+        raise ValueError(f"an object with the key {_shown(tag)!r}, which stands for nothing")
+    return _TAGS[tag](x[tag], depth + 1)
+
+
+def _list(x: Any, depth: int) -> list[Any]:
+    if type(x) is not list:
+        raise ValueError("something else where a list is due")
+    return [_value(v, depth) for v in x]
+
+
+def _pair(x: Any, depth: int) -> tuple[Any, Any]:
+    key, value = _list(x, depth)
+    return key, value
+
+
+def _dict(x: Any, depth: int) -> dict[Any, Any]:
+    return dict(_pairs(x, depth))
+
+
+def _pairs(x: Any, depth: int) -> list[tuple[Any, Any]]:
+    if type(x) is not list:
+        raise ValueError("something else where pairs are due")
+    return [_pair(row, depth) for row in x]
+
+
+def _string(x: Any) -> str:
+    if type(x) is not str:
+        raise ValueError("something else where text is due")
+    return x
+
+
+def _bytes(x: Any) -> bytes:
+    return base64.b64decode(_string(x), validate=True)
+
+
+def _float(x: Any) -> float:
+    if _string(x).startswith("nan:"):
+        found: float = struct.unpack(">d", bytes.fromhex(x[4:]).rjust(8, b"\0")[:8])[0]
+        return found
+    return float(x)
+
+
+def _complex(x: Any, depth: int) -> complex:
+    real, imaginary = _list(x, depth)
+    if type(real) is not float or type(imaginary) is not float:
+        raise ValueError("a complex number of something else than floats")
+    return complex(real, imaginary)
+
+
+def _global(x: Any, depth: int) -> Global:
+    module, name = map(_string, _list(x, depth))
+    return Global(module, name)
+
+
+_PARTS = {"class", "call", "args", "state", "list", "dict"}
+
+
+def _object(x: Any, depth: int) -> Opaque:
+    if type(x) is not dict or not x.keys() <= _PARTS or "class" not in x:
+        raise ValueError("an object without a class, or with more than objects have")
+    out = Opaque(_global(x["class"], depth), tuple(_list(x.get("args", []), depth)), "call" in x)
+    out.state = _value(x.get("state"), depth)
+    out.list_items = _list(x.get("list", []), depth)
+    out.dict_items = _pairs(x.get("dict", []), depth)
+    return out
+
+
+def _tensor(x: Any, depth: int) -> Inline:
+    if type(x) is not dict or list(x) != ["dtype", "shape", "data"] or type(x["shape"]) is not list:
+        raise ValueError("a tensor without dtype, shape or data")
+    dtype, shape, data = _string(x["dtype"]), tuple(x["shape"]), _bytes(x["data"])
+    if dtype not in ITEMSIZE or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError("a tensor of a dtype or shape that torch does not have")
+    if prod(shape) * ITEMSIZE[dtype] != len(data):
+        raise ValueError(f"a tensor of {dtype} {shape} with {len(data)} bytes")
+    return Inline(dtype, shape, data)
+
+
+_TAGS: dict[str, Callable[[Any, int], Any]] = {
+    "$tuple": lambda x, depth: tuple(_list(x, depth)),
+    "$set": lambda x, depth: set(_list(x, depth)),
+    "$frozenset": lambda x, depth: frozenset(_list(x, depth)),
+    "$dict": _dict,
+    "$bytes": lambda x, depth: _bytes(x),
+    "$bytearray": lambda x, depth: bytearray(_bytes(x)),
+    "$float": lambda x, depth: _float(x),
+    "$complex": _complex,
+    "$int": lambda x, depth: int(_string(x), 16),
+    "$str": lambda x, depth: bytes.fromhex(_string(x)).decode("utf-8", "surrogatepass"),
+    "$global": _global,
+    "$object": _object,
+    "$tensor": _tensor,
+}

@@ -1,0 +1,1 @@
+"""What transformers and PEFT know: names on the Hub, files beside a model, adapters."""

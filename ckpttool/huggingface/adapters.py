@@ -1,0 +1,155 @@
+"""The adapter in a model that PEFT wrapped, under the names it has in adapter_model.safetensors.
+
+    base_model.model.layers.0.q_proj.lora_A.default.weight      -> base_model.model.layers.0.q_proj.lora_A.weight
+    base_model.model.layers.0.q_proj.lora_embedding_A.default   -> base_model.model.layers.0.q_proj.lora_embedding_A
+    base_model.model.lm_head.modules_to_save.default.weight     -> base_model.model.lm_head.weight
+
+Names only; no bytes. "default" is the adapter's name, which PEFT leaves out and gives anew on loading. A checkpoint of
+`get_peft_model_state_dict` has the names on the right already, and they stay. What belongs to the adapter besides its own
+tensors, adapter_config.json says: modules_to_save, bias, targeted embeddings.
+
+Sources: peft/utils/save_and_load.py (get_peft_model_state_dict), peft/tuners/tuners_utils.py
+(_get_adapter_state_dict, _remove_adapter_name_from_state_dict_key), peft/tuners/lora/model.py, of peft 0.21.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from ..errors import Unsupported
+from ..index.checkpoint import Checkpoint, joined
+
+__all__ = ["alone"]
+
+#: What the tensors of a method are called, by peft_type: what all begin with, and the ends that are known.
+_METHODS = {
+    "LORA": ("lora_", r"A|B|embedding_[AB]|magnitude_vector"),
+    "LOHA": ("hada_", r"w[12]_[ab]|t[12]"),
+    "LOKR": ("lokr_", r"w[12](_[ab])?|t2"),
+    "IA3": ("ia3_", r"l"),
+    "HRA": ("hra_", r"u"),
+}
+_MODULES = ("lora_A", "lora_B")  # a module for each adapter; the others have a parameter for each
+_EMBEDDINGS = ("embed_tokens", "lm_head")
+_ROOT = "base_model.model."
+
+
+def alone(ckpt: Checkpoint, config: dict[str, Any]) -> Checkpoint:
+    """The same checkpoint with nothing but its adapter, as adapter_config.json describes it.
+
+    Raises:
+        Unsupported: it holds no adapter, more than one and none is called default, or one whose names are not known.
+    """
+    kind = config.get("peft_type")
+    if not isinstance(kind, str) or kind not in _METHODS:
+        raise Unsupported(
+            f"adapter_config.json is of a {str(kind)[:40]!r} adapter; ckpttool knows the names of {', '.join(_METHODS)}. "
+            "Save it with PEFT's save_pretrained."
+        )
+    prefix, ends = _METHODS[kind]
+    known = re.compile(f"{prefix}({ends})")
+    if config.get("trainable_token_indices"):
+        raise Unsupported(
+            "the adapter has trainable_token_indices, and how those are tied the files do not tell. Save it with PEFT's "
+            "save_pretrained."
+        )
+    names = [joined(t.path[1:]) for t in ckpt.tensors.values() if t.path[0] == "model"]
+    adapter = _which(names, prefix, known)
+    if adapter is None:  # what get_peft_model_state_dict gave: nothing but the adapter, as it is saved
+        saved = {n: n for n in names}
+    else:
+        saved = {n: s for n in names if (s := _saved(n, prefix, adapter)) is not None}
+        saved |= {n: n for n in _beside(names, saved, config, prefix)}
+    for name in saved:
+        own = _parts(name, prefix)
+        if own is None and adapter is None and name.endswith(".base_layer.weight") and not _embeds(name):
+            raise Unsupported(f'"{name}" is of the base model, but no tensor names its adapter. Save it with PEFT.')
+        if own is not None and not known.fullmatch(own[0][-1]):
+            raise Unsupported(f'"{name}" is of no kind of {kind} adapter that ckpttool knows. Save it with PEFT.')
+    if not any(s.startswith(_ROOT) for s in saved.values()):  # injected, not wrapped; the file is the same
+        saved = {n: _ROOT + s for n, s in saved.items()}
+    if len(set(saved.values())) != len(saved):
+        raise Unsupported("two tensors of the adapter have one name in adapter_model.safetensors.")
+    renamed = {f"model.{n}": f"model.{s}" for n, s in saved.items()}
+    called = f' "{adapter}"' if adapter else ""
+    left = len(ckpt.tensors) + len(ckpt.values) - len(renamed)
+    note = f"the adapter{called} alone: {len(renamed)} tensors; {left:,} other entries are left behind"
+    return replace(
+        ckpt,
+        tensors={s: replace(ckpt.tensors[n], path=("model", s.removeprefix("model."))) for n, s in renamed.items()},
+        values={},
+        recorded={renamed[n]: d for n, d in ckpt.recorded.items() if n in renamed},
+        notes=[*ckpt.notes, note],
+    )
+
+
+def _which(names: Iterable[str], prefix: str, known: re.Pattern[str]) -> str | None:
+    """The name of the adapter; None where its tensors do not have it in their names.
+
+    Raises:
+        Unsupported: there is no adapter, or it is not clear which one.
+    """
+    parts = [_parts(n, prefix) for n in names]
+    found = {p[2] for p in parts if p is not None and known.fullmatch(p[0][-1])}
+    if not found:
+        raise Unsupported(
+            f"the checkpoint holds no adapter: no tensor has {prefix}* in its name. Without --adapter all weights are "
+            "written; if the adapter was merged into them, that is what to publish."
+        )
+    named = sorted(n for n in found if n is not None)
+    if len(named) < 2 or "default" in named:
+        return "default" if "default" in named else next(iter(named), None)
+    raise Unsupported(
+        f'the checkpoint holds {len(named)} adapters ({", ".join(named[:8])}), and none of them is called "default". Save '
+        "the one you mean with PEFT's save_pretrained."
+    )
+
+
+def _parts(name: str, prefix: str) -> tuple[list[str], list[str], str | None] | None:
+    """(elements up to the one of the method, those behind the adapter's name, that name); None of another tensor."""
+    path = name.split(".")
+    at = next((i for i in range(len(path) - 1, -1, -1) if path[i].startswith(prefix)), None)
+    if at is None or len(path) - at > 3:
+        return None
+    front, rest = path[: at + 1], path[at + 1 :]
+    if not rest or (rest in (["weight"], ["bias"]) and front[-1] in _MODULES):
+        return front, rest, None
+    return front, rest[1:], rest[0]
+
+
+def _saved(name: str, prefix: str, adapter: str) -> str | None:
+    """The name that PEFT saves a tensor of the adapter under; None where it is none."""
+    found = _parts(name, prefix)
+    if found is not None:
+        front, rest, owner = found
+        if owner != adapter:
+            return None
+        if front[-1] == "lora_magnitude_vector":
+            rest = []  # a module by now, a parameter in files
+        return ".".join([*front, *rest])
+    before, hit, after = name.partition(f".modules_to_save.{adapter}.")
+    return f"{before}.{after}" if hit else None
+
+
+def _beside(names: list[str], saved: dict[str, str], config: dict[str, Any], prefix: str) -> list[str]:
+    """Tensors of the base model that are saved with the adapter, under their own names."""
+    there = set(names)
+    out: list[str] = []
+    if config.get("bias") == "all":
+        aside = ("original_module", "modules_to_save")  # what was trained of those is in `saved`
+        out += [n for n in names if n.endswith(".bias") and n not in saved and not {*aside} & {*n.split(".")}]
+    elif str(config.get("bias", "none")) != "none":  # "lora_only": of the layers that have an adapter
+        layers = {n.rpartition(f".{prefix}")[0] for n in saved if f".{prefix}" in n}
+        out += [n for n in (f"{k}.base_layer.bias" for k in sorted(layers)) if n in there]
+    targets = config.get("target_modules") or ()
+    if targets != "all-linear" if isinstance(targets, str) else {*_EMBEDDINGS} & {*map(str, targets)}:
+        out += [n for n in names if _embeds(n)]
+    return out
+
+
+def _embeds(name: str) -> bool:
+    """Whether a tensor is an embedding below the layer that adapts it."""
+    return name.split(".")[-3:] in ([e, "base_layer", "weight"] for e in _EMBEDDINGS)

@@ -1,0 +1,189 @@
+"""Names and tensors as `save_pretrained` writes them, from what transformers itself knows; as views, never as data.
+
+transformers v5 keeps some models under other names than the Hub does: experts of a layer are fused into one 3-D
+parameter, prefixes moved. `relate` asks transformers in a child process (so that torch is never imported here): the
+model is built on the meta device, its own `revert_weight_conversion` runs on meta tensors, and every result is a view
+whose storage, offset and strides say which part of which parameter it is. The same table read backwards puts Hub
+tensors together again.
+
+Most architectures need none of that; those in PLAIN are known to have equal names, which a test proves with
+transformers, and cost nothing.
+
+`relate` can also judge: the same child lets `from_pretrained` load the names and shapes that would be written, all of them
+on the meta device, and reports what it misses, does not expect, or finds in another shape.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from ..errors import Corrupt, Unsupported
+from ..formats.sandbox import in_child
+
+__all__ = ["PLAIN", "Relation", "Verdict", "meta_model", "relate"]
+
+#: model_type of architectures whose parameters have the same names in memory and on the Hub.
+PLAIN = frozenset((
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi", "phi3", "granite", "olmo", "olmo2", "starcoder2",
+    "stablelm", "cohere", "smollm3", "gpt2", "opt",
+))  # fmt: skip
+
+
+class View(NamedTuple):
+    """A tensor that is part of another: offset and strides in its elements."""
+
+    of: str
+    shape: tuple[int, ...]
+    offset: int
+    strides: tuple[int, ...]
+
+
+class Verdict(NamedTuple):
+    """What `from_pretrained` says of some weights. `shapes` are sentences; `strip` is the prefix without which all names
+    and shapes are right, None where no prefix does that."""
+
+    model: str
+    parameters: int
+    missing: list[str]
+    unexpected: list[str]
+    shapes: list[str]
+    strip: str | None
+
+    @property
+    def good(self) -> bool:
+        """Whether every weight would be loaded, and no other one is needed."""
+        return not (self.missing or self.unexpected or self.shapes)
+
+
+class Relation(NamedTuple):
+    """`views` {Hub name: part of a parameter in memory}; `shapes` {parameter: shape}; `tied` {dropped: kept};
+    `together` {Hub name: first one in the same storage when transformers saves}, which its shards do not separate;
+    `verdict` where it was asked for."""
+
+    views: dict[str, View]
+    shapes: dict[str, tuple[int, ...]]
+    tied: dict[str, str]
+    together: dict[str, str]
+    verdict: Verdict | None = None
+
+
+def relate(config: dict[str, Any], tensors: dict[str, tuple[int, ...]] | None, judge: bool = False) -> Relation:
+    """How the parameters of a model, {name: shape} in memory, stand on the Hub; None takes the model's own list. With
+    `judge`, whether the model of `config` loads them.
+
+    Raises:
+        Unsupported: transformers is missing, does not know the architecture, or would compute instead of rename.
+    """
+    question = json.dumps({"config": config, "tensors": tensors, "judge": judge}).encode()
+    try:
+        answer = json.loads(_asked(question))
+    except Corrupt as e:
+        raise Unsupported(
+            f"transformers cannot tell the Hub names of model_type {config.get('model_type')!r}: {str(e)[:300]}"
+        ) from None
+    views = {k: View(of, tuple(s), o, tuple(st)) for k, (of, s, o, st) in answer["views"].items()}
+    verdict = None if answer["verdict"] is None else Verdict(**answer["verdict"])
+    shapes = {k: tuple(v) for k, v in answer["shapes"].items()}
+    return Relation(views, shapes, answer["tied"], answer["together"], verdict)
+
+
+@lru_cache(16)
+def _asked(question: bytes) -> bytes:
+    """Seconds each: a conversion asks the same for its source, its draft and the result."""
+    return in_child("ckpttool.huggingface.hub_names:_answer", "transformers", 0, question)
+
+
+def meta_model(config_dict: dict[str, Any]) -> Any:
+    """The model of a config on the meta device, for a child process: names and shapes, no weights, no code beside them."""
+    import torch
+    import transformers
+
+    # code beside the weights is never imported, kernels and quantizers are never fetched: names do not depend on them
+    for key in ("auto_map", "attn_implementation", "_attn_implementation", "quantization_config"):
+        config_dict.pop(key, None)
+    config = transformers.AutoConfig.for_model(**config_dict)
+    cls = next(
+        (getattr(transformers, a) for a in config_dict.get("architectures") or () if hasattr(transformers, a)), None
+    )
+    with torch.device("meta"):
+        if cls is not None:
+            model = cls._from_config(config)
+        else:
+            model = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    return model
+
+
+def _answer(_: str) -> bytes:
+    """In the child: the question is on stdin."""
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+
+    question = json.loads(sys.stdin.buffer.read())
+    model = meta_model(question["config"])
+    own = {k: tuple(v.shape) for k, v in model.state_dict().items()}
+    shapes = {k: tuple(v) for k, v in (question["tensors"] or own).items()}
+    state = {k: torch.empty(s, device="meta") for k, s in shapes.items()}
+    by_storage = {v.untyped_storage()._cdata: k for k, v in state.items()}
+    try:
+        verdict = _judged(model, state) if question["judge"] else None
+    except Exception:  # no verdict then; what transformers cannot load this way it may load from files
+        verdict = None
+    saved = revert_weight_conversion(model, dict(state))
+    first: dict[int, str] = {}
+    together = {k: o for k, t in saved.items() if (o := first.setdefault(t.untyped_storage()._cdata, k)) != k}
+    # the conversion makes its pieces contiguous for the writer; here they must stay views, so that they can be told
+    torch.Tensor.contiguous = lambda self, **_: self  # type: ignore[method-assign]
+    views: dict[str, Any] = {}
+    for name, t in revert_weight_conversion(model, dict(state)).items():
+        of = by_storage.get(t.untyped_storage()._cdata)
+        if of is None:
+            raise ValueError(f"{name} is computed, not a part of one parameter")
+        views[name] = (of, tuple(t.shape), t.storage_offset(), t.stride())
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    if not isinstance(tied, dict):
+        tied = {}
+    return json.dumps({
+        "views": views, "shapes": shapes, "tied": dict(tied), "together": together,
+        "verdict": None if verdict is None else verdict._asdict(),
+    }).encode()  # fmt: skip
+
+
+def _judged(model: Any, state: dict[str, Any]) -> Verdict:
+    """In the child: what becomes of a state, {name in memory: meta tensor}, on its way to the Hub and back."""
+    found = _loaded(model, state)
+    if found.good:
+        return found
+    parts = next((n.split(".") for n in state if n in found.unexpected), next(iter(state)).split("."))
+    for k in range(1, len(parts)):
+        prefix = ".".join(parts[:k]) + "."
+        short = {n.removeprefix(prefix): t for n, t in state.items()}
+        if len(short) == len(state) and _loaded(model, short).good:
+            return found._replace(strip=prefix)
+    return found
+
+
+def _loaded(model: Any, state: dict[str, Any]) -> Verdict:
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    shapes: list[str] = []
+    missing: list[str] = []
+    unexpected: list[str] = []
+    try:
+        saved = revert_weight_conversion(model, dict(state))
+        _, info = type(model).from_pretrained(
+            None, config=model.config, state_dict=saved, device_map="meta", output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )  # fmt: skip
+        missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+        shapes = [
+            f'"{n}" is {list(mine)}, the model has {list(its)}' for n, mine, its in sorted(info["mismatched_keys"])
+        ]
+    except RuntimeError as e:  # a conversion of names that takes tensors of other shapes
+        shapes = [str(e).splitlines()[0][:200]]
+    return Verdict(type(model).__name__, len(model.state_dict()), missing, unexpected, shapes, None)

@@ -1,0 +1,162 @@
+"""Files that lie beside a checkpoint and belong to it: the model's config and tokenizer, the trainer's configuration.
+
+Read as data, small ones only; no pickles, no archives, and nothing whose name says that it is a secret.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from .. import bounded_json
+from ..errors import CkpttoolError, Corrupt, Unsafe, Unsupported
+from ..storage.source import Source
+
+__all__ = ["PACKED", "adapter", "beside", "of_model", "read_config", "training_files", "understood"]
+
+_MODEL = re.compile(
+    r"config\.json|generation_config\.json|tokenizer[^/]*|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|"
+    r"merges\.txt|[^/]*\.(model|tiktoken|jinja)|(pre)?processor_config\.json|chat_template[^/]*|adapter_config\.json|"
+    r"video_preprocessor_config\.json"
+)
+_TRAINING = re.compile(
+    r"[^/]*(config|args|params)[^/]*\.(json|ya?ml|toml)|trainer_state\.json|recipe\.ya?ml", re.IGNORECASE
+)
+_SECRET = re.compile(r"secret|credential|passw|token(?!izer)|api.?key|private", re.IGNORECASE)
+#: How files begin that hold others, or that only a decoder can look into: gzip, compress, bzip2, xz, zip, 7z, zstd, lz4,
+#: rar; .npy, which may hold pickled objects. No tokenizer needs one.
+PACKED = (
+    b"\x1f\x8b", b"\x1f\x9d", b"BZh", b"\xfd7zXZ\0", b"PK\x03\x04", b"PK\x05\x06", b"7z\xbc\xaf\x27\x1c", b"\x28\xb5\x2f\xfd",
+    b"\x04\x22\x4d\x18", b"Rar!\x1a", b"\x93NUMPY",
+)  # fmt: skip
+_MOST_BYTES = 256 << 20
+_MOST_TRAINING_BYTES = 4 << 20
+
+
+def read_config(source: Source, name: str = "config.json") -> dict[str, Any]:
+    """config.json of a folder.
+
+    Raises:
+        Corrupt, Unsafe: it is no JSON object.
+    """
+    data = bounded_json.parse(source.read_all(name, 16 << 20), f"{source.root}/{name}")
+    if not isinstance(data, dict):
+        raise Corrupt(f"{source.root}/{name} is not a JSON object.")
+    return data
+
+
+def understood(name: str) -> bool:
+    """Whether a file of that name is the model's config or tokenizer, or a configuration of the trainer."""
+    return _MODEL.fullmatch(name) is not None or _TRAINING.fullmatch(name) is not None
+
+
+def _of_folder(source: Source, notes: list[str]) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
+    names = [n for n in source.list() if _MODEL.fullmatch(n) and source.exists(n)]
+    found = read_config(source) if "config.json" in names else None
+    files = {n: source.read_all(n, _MOST_BYTES) for n in names}
+    packed = [n for n, data in files.items() if data.startswith(PACKED)]
+    if packed:
+        notes.append(f"not taken along, being archives or arrays, which no tokenizer needs: {', '.join(packed)}")
+    return found, {n: files[n] for n in names if n not in packed}
+
+
+def of_model(config: str, notes: list[str] | None = None) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
+    """(config.json, files to copy) of a folder or a model id; what else is to be said is put into `notes`.
+
+    Raises:
+        Unsupported: it is neither.
+    """
+    if not os.path.isdir(config):
+        if os.path.isfile(config):
+            config = os.path.dirname(os.path.abspath(config))
+        else:
+            from huggingface_hub import snapshot_download
+
+            try:
+                config = snapshot_download(
+                    config, allow_patterns=["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+                )
+            except Exception as e:
+                raise Unsupported(
+                    f"--config {config}: neither a folder nor a model id that can be fetched ({e})."
+                ) from None
+    with Source(config) as source:
+        return _of_folder(source, [] if notes is None else notes)
+
+
+def beside(source: Source, given: str | None, notes: list[str]) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
+    """(config.json, files to copy) of the model given, or found with the source or beside it."""
+    if given is not None:
+        return of_model(given, notes)
+    for below in ("", "huggingface", "hf", "..") if source.local else ("",):
+        said: list[str] = []
+        try:
+            if not below:
+                config, files = _of_folder(source, said)
+            elif os.path.isfile(os.path.join(source.root, below, "config.json")):
+                config, files = of_model(os.path.join(source.root, below), said)
+            else:
+                continue
+        except (Corrupt, Unsafe) as e:
+            notes.append(f"config and tokenizer files in {os.path.join(source.root, below)} were not used: {e}")
+            continue
+        if config and "model_type" in config:
+            where = os.path.relpath(os.path.join(source.root, below), source.root)
+            notes.append(f"config and tokenizer files taken from {where!r} beside the source")
+            notes += said
+            return config, files
+    notes.append(
+        "no config.json beside the source: from_pretrained needs one, and without it names are written as they are in "
+        "memory and tied weights twice; give --config DIR or HF_ID"
+    )
+    return None, {}
+
+
+def adapter(source: Source, given: str | None, notes: list[str]) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """(adapter_config.json, files to copy, that one among them) of an adapter: of the folder given, of the source's own, or
+    of the one above it. The config of the base model is not among them.
+
+    Raises:
+        Unsupported: there is no adapter_config.json.
+    """
+    name = "adapter_config.json"
+    if given is not None:
+        files = of_model(given, notes)[1]
+    else:
+        files = {}
+        for below in ("", "..") if source.local else ("",):
+            if below:
+                with Source(os.path.join(source.root, below)) as above:
+                    files = _of_folder(above, notes)[1] if above.exists(name) else {}
+            elif source.exists(name):
+                files = _of_folder(source, notes)[1]
+            if files:
+                notes.append(f"{name} and tokenizer files taken from {below or '.'!r} beside the source")
+                break
+    if name not in files:
+        where_asked = f"--config {given} has" if given is not None else "beside the source there is"
+        raise Unsupported(
+            f"{where_asked} no {name}, without which PEFT does not load an adapter. Give --config DIR with the one that "
+            "peft_config.save_pretrained(DIR) writes in the job."
+        )
+    said = bounded_json.parse(files[name], name)
+    if not isinstance(said, dict):
+        raise Corrupt(f"{name} is not a JSON object.")
+    return said, {n: files[n] for n in files if n not in ("config.json", "generation_config.json")}
+
+
+def training_files(source: Source, given: str | None) -> dict[str, bytes]:
+    """The configuration that a checkpoint was made with: files of the model, and those of the trainer in the folder of the
+    checkpoint and in the one above it, by name; the nearest counts."""
+    out = dict(beside(source, given, [])[1])
+    for folder in ("", "..") if source.local else ("",):
+        where = Source(os.path.join(source.root, folder)) if folder else source
+        for name in where.list():
+            if name in out or not _TRAINING.fullmatch(name) or _SECRET.search(name) or not where.exists(name):
+                continue
+            try:
+                out[name] = where.read_all(name, _MOST_TRAINING_BYTES)
+            except CkpttoolError:
+                continue  # a link that leads out, or a large one: not what is looked for
+    return {n: out[n] for n in sorted(out)}

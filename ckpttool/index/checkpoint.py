@@ -1,0 +1,394 @@
+"""The index: what a checkpoint is, with no bytes in it.
+
+    Checkpoint(layout, root, world_size, files, tensors, values, ...)
+        tensors  "model.lm_head.weight" -> TensorEntry("bfloat16", (131, 36), path, chunks)
+        values   "trainer.step"         -> Value(path, 3)
+    Chunks       columns: start, shape, file, offset, length; row k is Chunk k
+    Chunk        a box of one tensor, row-major, at one byte range of one file
+
+Names are the elements of `path` joined by dots; `path` keeps what the joining loses (FQNs contain dots), so that a
+tree can be built again: str elements are keys of dicts, int elements are positions in lists.
+
+A checkpoint of a 70B model at 512 ranks has more than a million chunks, so they live in columns of machine integers
+(72 bytes a chunk for a matrix) and are checked by whole columns; a `Chunk` is made when one is looked at.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, NamedTuple
+
+from ..errors import Corrupt
+from . import boxes
+
+__all__ = [
+    "ITEMSIZE",
+    "Checkpoint",
+    "Chunk",
+    "Chunks",
+    "Extent",
+    "Number",
+    "Record",
+    "TensorEntry",
+    "Unread",
+    "Value",
+    "check",
+    "joined",
+    "same_bytes",
+    "shape_of",
+    "strangers",
+    "twins",
+]
+
+Path = tuple[str | int, ...]
+
+#: Bytes of one element, by torch's name of the dtype (torch/headeronly/core/ScalarType.h).
+ITEMSIZE: dict[str, int] = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
+    "complex128": 16, "complex64": 8, "complex32": 4,
+}  # fmt: skip
+
+#: No tensor has more elements than this, so that products of sizes stay inside 64 bits.
+MAX_NUMEL = 1 << 56
+
+
+class Number(str):
+    """An element of a path that is an integer as a key of a dict: {0: ...}. DCP, whose keys are text, has it as text."""
+
+    __slots__ = ()
+
+
+def joined(path: Path) -> str:
+    """The name of a path: joined(("model", "norm.weight")) == "model.norm.weight"."""
+    return ".".join(map(str, path))
+
+
+class Extent(NamedTuple):
+    """A byte range of a file of the checkpoint."""
+
+    file: int
+    offset: int
+    length: int
+
+
+class Chunk(NamedTuple):
+    """A box of one tensor, stored row-major at one byte range.
+
+    `strides` (elements) is None for row-major; else element (i, j, ..) of the box is at offset + itemsize * (i*s0 +
+    j*s1 + ..). `zstd` is None, or the extent is one zstd frame: (byte of its content where the box starts, CRC32).
+    """
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    extent: Extent
+    strides: tuple[int, ...] | None = None
+    zstd: tuple[int, int | None] | None = None
+
+
+_NO_STRIDES: dict[int, tuple[int, ...]] = {}  # shared by all that have none, never written to
+_NO_ZSTD: dict[int, tuple[int, int | None]] = {}
+
+
+class Chunks(Sequence[Chunk]):
+    """Chunks of one tensor of `ndim` dimensions, in columns of int64."""
+
+    __slots__ = ("file", "length", "ndim", "offset", "shape", "start", "strides", "zstd")
+
+    def __init__(self, ndim: int) -> None:
+        self.ndim = ndim
+        self.start, self.shape = array("q"), array("q")  # ndim numbers a row
+        self.file, self.offset, self.length = array("q"), array("q"), array("q")
+        self.strides: dict[int, tuple[int, ...]] = _NO_STRIDES  # the rare row that is not row-major
+        self.zstd: dict[int, tuple[int, int | None]] = _NO_ZSTD  # the rare row that is compressed
+
+    @classmethod
+    def of(cls, ndim: int, rows: Iterable[Chunk]) -> Chunks:
+        """Columns of some chunks."""
+        out = cls(ndim)
+        for c in rows:
+            out.add(c.start, c.shape, *c.extent, strides=c.strides, zstd=c.zstd)
+        return out
+
+    @classmethod
+    def whole(
+        cls, shape: Sequence[int], file: int, offset: int, length: int, strides: tuple[int, ...] | None = None
+    ) -> Chunks:
+        """One chunk that is the whole tensor."""
+        out = cls(len(shape))
+        out.add((0,) * len(shape), shape, file, offset, length, strides)
+        return out
+
+    def add(
+        self,
+        start: Sequence[int],
+        shape: Sequence[int],
+        file: int,
+        offset: int,
+        length: int,
+        strides: tuple[int, ...] | None = None,
+        zstd: tuple[int, int | None] | None = None,
+    ) -> None:
+        """Append a row.
+
+        Raises:
+            Corrupt: it has another number of dimensions.
+        """
+        if len(start) != self.ndim or len(shape) != self.ndim:
+            raise Corrupt(
+                f"a chunk has {len(start)} offsets and {len(shape)} sizes, the tensor {self.ndim} dimensions."
+            )
+        if zstd is not None:
+            self.zstd = {**self.zstd, len(self.file): zstd}
+        if strides is not None:
+            self.strides = {**self.strides, len(self.file): strides}
+        self.start.extend(start)
+        self.shape.extend(shape)
+        self.file.append(file)
+        self.offset.append(offset)
+        self.length.append(length)
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def __getitem__(self, k: Any) -> Any:
+        if isinstance(k, slice):
+            return [self[i] for i in range(*k.indices(len(self)))]
+        k = range(len(self))[k]
+        a, b = k * self.ndim, (k + 1) * self.ndim
+        extent = Extent(self.file[k], self.offset[k], self.length[k])
+        return Chunk(tuple(self.start[a:b]), tuple(self.shape[a:b]), extent, self.strides.get(k), self.zstd.get(k))
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for k in range(len(self)):
+            yield self[k]
+
+    def boxes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """(start, shape) of every row."""
+        n = self.ndim
+        if n == 0:
+            return [((), ())] * len(self)
+        starts, shapes = iter(self.start), iter(self.shape)
+        return list(zip(zip(*[starts] * n, strict=True), zip(*[shapes] * n, strict=True), strict=True))
+
+    def rows_in_order(self) -> list[int] | None:
+        """Rows without empty ones, sorted along the flattened tensor, when each is a whole range of dim 0; else None."""
+        n = self.ndim
+        if n == 0 or not len(self):
+            return list(range(len(self)))
+        for d in range(1, n):
+            column = self.shape[d::n]
+            if any(self.start[d::n]) or column.count(column[0]) != len(column):
+                return None
+        first, size = self.start[0::n], self.shape[0::n]
+        return sorted((k for k in range(len(self)) if size[k]), key=first.__getitem__)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A logical tensor and where its chunks are.
+
+    `coding` says what an extent holds: "raw" the bytes of the chunk; "torch.save" a zip around them, and
+    "torch.save+zstd" that zip in one zstd frame, as DCP items are until `locate` has looked inside.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    chunks: Chunks
+    coding: str = "raw"
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a 0-dim tensor."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+class Value(NamedTuple):
+    """Plain data at a path of the state dict: a number, string, None, list, `pickles.Opaque`, ..."""
+
+    path: Path
+    data: Any
+
+
+class Record(NamedTuple):
+    """Bytes of a file whose CRC32 the source itself carries."""
+
+    extent: Extent
+    crc32: int
+
+
+class Unread(NamedTuple):
+    """A file that lies with a checkpoint and was not read, or a folder of such ("optimizer_0/"): relative name, bytes where
+    they are known, what it holds by its name, and the component that a resume would miss, "" where it would not."""
+
+    name: str
+    bytes: int | None
+    what: str
+    component: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: {"name", "bytes", "what", "component"}."""
+        return self._asdict()
+
+
+@dataclass
+class Checkpoint:
+    """A checkpoint as an index. Nothing in it is bytes of tensors.
+
+    `origin` maps a canonical path prefix to the one the source had, where it had another one, so that a
+    destination that keeps trees puts the user's own keys back: {("trainer", "step"): ("step",)}.
+    `notes` are sentences about what was assumed on reading; the command line prints them.
+    """
+
+    layout: str
+    root: str
+    world_size: int | None
+    files: list[str]
+    sizes: list[int]
+    tensors: dict[str, TensorEntry]
+    values: dict[str, Value]
+    records: list[Record] = field(default_factory=list)
+    origin: dict[Path, Path] = field(default_factory=dict)
+    trainer: str | None = None
+    config: dict[str, Any] | None = None  # the config.json of the model, where one lies with the weights
+    ranks: dict[int, int] = field(default_factory=dict)  # {file: rank} of files that one rank wrote for itself
+    recorded: dict[str, str] = field(default_factory=dict)  # {tensor: digest} that the checkpoint itself carries
+    notes: list[str] = field(default_factory=list)
+    unread: list[Unread] = field(default_factory=list)  # files that belong to it and that its layout does not read
+    ignored_digests: bool = False  # whether there were digests, which the user told us not to compare
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in self.tensors.values())
+
+    def component(self, name: str) -> str:
+        """The first element of a canonical name: "model", "optim", "scheduler", ..."""
+        return str((self.tensors.get(name) or self.values[name]).path[0])
+
+    def value(self, name: str) -> Any:
+        """The data of a value; None where there is none of that name."""
+        found = self.values.get(name)
+        return None if found is None else found.data
+
+    def only(self, components: Iterable[str]) -> Checkpoint:
+        """The same checkpoint with nothing but some components ("model", "optim", ...)."""
+        keep = set(components)
+        return replace(
+            self,
+            tensors={k: v for k, v in self.tensors.items() if v.path[0] in keep},
+            values={k: v for k, v in self.values.items() if v.path[0] in keep},
+        )
+
+
+def twins(tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
+    """{name: the first one that has the same bytes of the same file}: tied weights, as far as a file shows them."""
+    first: dict[Any, str] = {}
+    out: dict[str, str] = {}
+    for name, t in tensors.items():
+        if t.numel and t.coding == "raw":
+            place = (t.dtype, t.shape, tuple(t.chunks[:]))
+            if first.setdefault(place, name) != name:
+                out[name] = first[place]
+    return out
+
+
+def shape_of(leaf: Any) -> tuple[int, ...] | None:
+    """The shape of a tensor's leaf, None of a value's."""
+    return leaf.shape if isinstance(leaf, TensorEntry) else None
+
+
+def same_bytes(a: TensorEntry, b: TensorEntry) -> bool:
+    """Whether two tensors are the same bytes of the same file."""
+    return a.numel > 0 and a.shape == b.shape and a.dtype == b.dtype and a.chunks[:] == b.chunks[:]
+
+
+def strangers(ckpt: Checkpoint) -> list[str]:
+    """FQNs that the optimizer has state for and the model does not have, where both are there.
+
+    torchtitan alone keeps fused parameters in the optimizer and their parts in the model.
+    """
+    model = {t.path[1] for t in ckpt.tensors.values() if t.path[0] == "model"}
+    state = {t.path[2] for t in ckpt.tensors.values() if t.path[:2] == ("optim", "state") and len(t.path) > 2}
+    return sorted(map(str, state - model)) if model and ckpt.trainer != "torchtitan" else []
+
+
+def check(ckpt: Checkpoint) -> None:
+    """Prove, before a byte is copied, that the index is sound.
+
+    Every element of every tensor is covered exactly once, every extent lies inside its file, dtype x shape equals the
+    length of every raw extent, no number overflows.
+
+    Raises:
+        Corrupt: with the tensor, the file and the numbers, for the first thing that is not so.
+    """
+    ends = [0] * len(ckpt.files)
+    for name, t in ckpt.tensors.items():
+        _check_tensor(ckpt, name, t)
+        for file, offset, length in zip(t.chunks.file, t.chunks.offset, t.chunks.length, strict=True):
+            if offset + length > ends[file]:
+                ends[file] = offset + length
+                if ends[file] > ckpt.sizes[file]:
+                    raise Corrupt(
+                        f'{ckpt.files[file]}: "{name}" needs bytes {offset}..{offset + length} but the file ends at '
+                        f"{ckpt.sizes[file]}. The copy is incomplete; fetch the file again."
+                    )
+
+
+def _check_tensor(ckpt: Checkpoint, name: str, t: TensorEntry) -> None:
+    item = ITEMSIZE.get(t.dtype)
+    if item is None:
+        raise Corrupt(f'"{name}" has dtype {t.dtype!r}, which torch does not have.')
+    numel = t.numel
+    if numel > MAX_NUMEL or (t.shape and min(t.shape) < 0):
+        raise Corrupt(f'"{name}" has shape {t.shape}: {numel} elements, which no file holds.')
+    c = t.chunks
+    if c.ndim != len(t.shape):
+        raise Corrupt(f'"{name}": chunks have {c.ndim} dimensions, the tensor has {len(t.shape)}.')
+    if len(c.file) == 1 and c.shape.tolist() == list(t.shape) and not any(c.start):
+        want = [numel * item]  # most tensors of most layouts: one chunk, all of it
+    elif _rows_tile(c, t.shape):
+        row = prod(t.shape[1:]) * item
+        want = [n * row for n in c.shape[0 :: c.ndim]]
+    else:
+        reason = boxes.cover(t.shape, c.boxes())
+        if reason:
+            raise Corrupt(f'"{name}" {t.shape}: {reason}.')
+        want = [prod(k) * item for _, k in c.boxes()]
+    for k, (n, offset, length) in enumerate(zip(want, c.offset, c.length, strict=True)):
+        if not 0 <= offset < 1 << 62 or not 0 <= length < 1 << 62:
+            raise Corrupt(f'"{name}" has a chunk at bytes {offset}..+{length}; the index is damaged.')
+        if t.coding == "raw" and k in c.strides:
+            n = boxes.span(c[k].shape, c.strides[k]) * item
+        if (length != n and k not in c.zstd) if t.coding == "raw" else (length < n and t.coding == "torch.save"):
+            raise Corrupt(
+                f'{ckpt.files[c.file[k]]}: a chunk of "{name}" is {length} bytes long, but {t.dtype} '
+                f"{c[k].shape} needs {n}. The file and its index are not of the same checkpoint."
+            )
+
+
+def _rows_tile(c: Chunks, shape: tuple[int, ...]) -> bool:
+    """Whether the chunks are whole rows of dim 0 that follow one another without hole or overlap, told by columns."""
+    order = c.rows_in_order() if len(c) and c.ndim else None
+    if order is None or c.shape[1 : c.ndim].tolist() != list(shape[1:]):
+        return False
+    first, size = c.start[0 :: c.ndim], c.shape[0 :: c.ndim]
+    if min(size) < 0 or min(first) < 0 or max(first) > shape[0]:
+        return False
+    at = 0
+    for k in order:
+        if first[k] != at:
+            return False
+        at += size[k]
+    return at == shape[0]

@@ -1,0 +1,490 @@
+"""What lies beside a destination while it is built, and after a run was interrupted.
+
+    .NAME.partial-lock              locked with flock while a run writes
+    .NAME.partial-<id>/journal      one JSON object a line
+    .NAME.partial-<id>/tree/        the destination to be
+    .NAME.partial-<id>/old          the old destination, between two renames, where the system cannot exchange names
+
+Others may be able to create entries in the same parent folder (a scratch folder with the sticky bit), so a name proves
+nothing. A partial folder is used or removed only if it belongs to us and nobody else can write to it; it is continued
+only if, besides, nobody else can enter it. What does not belong to us is named and left alone.
+
+`old` is put back when the destination is absent, and a folder that holds it is not removed before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ..errors import CkpttoolError, DestinationExists, Locked, UsageError
+
+__all__ = [
+    "Beside", "Cleaned", "Earlier", "clean", "command", "continuable", "earlier_run", "foreign", "keep_ours", "make",
+    "put_back", "read_journal", "recover", "remove", "rename2", "take_lock", "told", "unlock",
+]  # fmt: skip
+
+_ID = 12  # hex digits of the plan's digest
+_MOST = 100  # partial folders of one plan: the names of others are passed over
+_SUFFIX = re.compile(rf"(?P<stem>.+)\.partial-(?:lock|(?P<id>[0-9a-f]{{{_ID}}})(?:-\d{{1,2}})?)", re.DOTALL)
+_OURS = {"journal", "tree", "old"}
+
+
+# ----------------------------------------------------------------------------------------------------------- names
+
+
+class Beside:
+    """The names beside a destination.
+
+    Raises:
+        UsageError: the destination's own name is longer than the file system allows.
+    """
+
+    def __init__(self, target: str) -> None:
+        self.target = os.path.abspath(target)
+        self.parent, self.name = os.path.split(self.target)
+        if not self.name:
+            raise UsageError(f"{target!r} names no file or folder.")
+        most = _longest_name(self.parent)
+        if (n := len(os.fsencode(self.name))) > most:
+            raise UsageError(f"the name of the destination has {n} bytes, and {self.parent} allows {most}: {self.name}")
+        self.prefix = f".{_stem(self.name, most)}.partial-"
+        self.lock = os.path.join(self.parent, self.prefix + "lock")
+
+    def folders(self) -> list[str]:
+        """Paths of everything that is named like a partial folder of this destination, sorted."""
+        found = (n for n in os.listdir(self.parent) if n.startswith(self.prefix))
+        return [os.path.join(self.parent, n) for n in sorted(found) if (m := _SUFFIX.fullmatch(n)) and m["id"]]
+
+
+def _longest_name(parent: str) -> int:
+    try:
+        return os.pathconf(parent, "PC_NAME_MAX")
+    except (OSError, ValueError, AttributeError):
+        return 255
+
+
+def _stem(name: str, most: int) -> str:
+    """The name, or its beginning and a hash where the names made of it would be too long."""
+    room = most - len(f"..partial-{'0' * _ID}-99")
+    raw = os.fsencode(name)
+    if len(raw) <= room:
+        return name
+    return f"{raw[: room - 17].decode('utf-8', 'ignore')}~{hashlib.sha256(raw).hexdigest()[:16]}"
+
+
+def command(target: str) -> str:
+    """The command that removes what lies beside a destination."""
+    return f"ckpttool clean {shlex.quote(target)}"
+
+
+# ------------------------------------------------------------------------------------------------------------- whose
+
+
+def foreign(path: str) -> str | None:
+    """Why a partial folder is not ours to use or to remove, as the end of a sentence; None where it is ours."""
+    st = os.lstat(path)
+    if stat.S_ISLNK(st.st_mode):
+        return "is a link"
+    if not stat.S_ISDIR(st.st_mode):
+        return "is not a folder"
+    if not _our_uid(st.st_uid, os.path.dirname(path)):
+        return f"belongs to {_user(st.st_uid)}"
+    if st.st_mode & 0o022:
+        return f"can be changed by other users (mode {st.st_mode & 0o7777:04o})"
+    try:
+        other = sorted(set(os.listdir(path)) - _OURS)
+    except PermissionError:
+        return f"cannot be looked into (mode {st.st_mode & 0o7777:04o})"
+    if other:
+        return f"holds {other[0]!r}, which ckpttool does not make"
+    return None
+
+
+def continuable(folder: str) -> bool:
+    """Whether nobody else could enter a partial folder of ours, and its journal and tree are plain files of ours."""
+    if os.lstat(folder).st_mode & 0o077:
+        return False
+    todo = [os.path.join(folder, name) for name in ("journal", "tree")]
+    while todo:
+        path = todo.pop()
+        st = os.lstat(path)
+        if not _our_uid(st.st_uid, folder):
+            return False
+        if stat.S_ISDIR(st.st_mode):
+            todo += [os.path.join(path, name) for name in os.listdir(path)]
+        elif not stat.S_ISREG(st.st_mode) or st.st_nlink != 1:
+            return False
+    return True
+
+
+def _our_uid(uid: int, where: str) -> bool:
+    """Whether files of this owner are ours: on some file systems (NFS that squashes root, SMB) what we create belongs to
+    another number than our own."""
+    if uid == os.geteuid():
+        return True
+    try:
+        with tempfile.TemporaryFile(dir=where) as probe:
+            return os.fstat(probe.fileno()).st_uid == uid
+    except OSError:
+        return False
+
+
+def _user(uid: int) -> str:
+    import pwd
+
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name}"
+    except KeyError:
+        return f"user {uid}"
+
+
+def make(folder: str) -> None:
+    """Create a folder that nobody else can enter, whatever the umask is."""
+    os.mkdir(folder, 0o700)
+    keep_ours(folder, 0o700)
+
+
+def keep_ours(path: str | int, owner: int) -> None:
+    """Give the owner the permissions `owner` for what was just created, where the umask has taken them away."""
+    mode = os.stat(path).st_mode
+    if mode & owner != owner:
+        os.chmod(path, stat.S_IMODE(mode) | owner)
+
+
+# -------------------------------------------------------------------------------------------------------------- lock
+
+
+def take_lock(beside: Beside) -> int:
+    """A descriptor of the locked lock file.
+
+    Raises:
+        Locked: another run holds it, or the lock file is not ours.
+    """
+    while True:
+        fd = _open_lock(beside, os.O_CREAT)
+        _flock(beside, fd)
+        try:
+            if os.stat(beside.lock).st_ino == os.fstat(fd).st_ino:
+                break
+        except FileNotFoundError:
+            pass
+        os.close(fd)  # the holder before us removed it in between
+    try:
+        os.ftruncate(fd, 0)
+        os.write(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _flock(beside: Beside, fd: int) -> None:
+    """Lock it, or close it."""
+    import fcntl
+
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        holder = os.read(fd, 200).decode(errors="replace").strip() or "another process"
+        os.close(fd)
+        if e.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        raise Locked(f"{beside.target} is being written by {holder}. Wait for it, or stop it first.") from None
+
+
+def _open_lock(beside: Beside, create: int) -> int:
+    """A descriptor of the lock file, which is ours; with O_CREAT it is made where it is missing.
+
+    Raises:
+        FileNotFoundError: it is missing.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    while True:
+        try:
+            _refuse_lock(beside, os.lstat(beside.lock))
+            fd = os.open(beside.lock, flags)
+        except FileNotFoundError:
+            if not create:
+                raise
+            try:
+                # for the owner alone: whoever can open a file can lock it
+                fd = os.open(beside.lock, flags | os.O_CREAT | os.O_EXCL, 0o600)
+            except FileExistsError:
+                continue
+            try:
+                keep_ours(fd, 0o600)
+            except OSError:
+                os.close(fd)
+                raise
+            return fd
+        try:
+            _refuse_lock(beside, os.fstat(fd))
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+
+def _refuse_lock(beside: Beside, st: os.stat_result) -> None:
+    why = None
+    if not stat.S_ISREG(st.st_mode) or st.st_nlink > 1:
+        why = "is no lock that ckpttool made (a link or a special file)"
+    elif not _our_uid(st.st_uid, beside.parent):
+        why = f"belongs to {_user(st.st_uid)}, who may be writing the same destination"
+    if why:
+        raise Locked(f"{beside.lock} {why}. Ask its owner, remove it, or write elsewhere.")
+
+
+def unlock(beside: Beside, fd: int) -> None:
+    """Remove the lock file and let go of it."""
+    try:
+        os.unlink(beside.lock)
+    except OSError:
+        pass  # an empty file stays, which holds nobody up; the lock itself goes with the descriptor
+    try:
+        os.close(fd)
+    except OSError:
+        pass
+
+
+@contextmanager
+def _locked(beside: Beside, look_only: bool = False) -> Iterator[None]:
+    """Hold the lock; to look only, do not make it where it is missing, nor remove it."""
+    fd = -1
+    if not look_only:
+        fd = take_lock(beside)
+    elif os.path.lexists(beside.lock):
+        fd = _open_lock(beside, 0)
+        _flock(beside, fd)
+    try:
+        yield
+    finally:
+        if not look_only:
+            unlock(beside, fd)
+        elif fd >= 0:
+            os.close(fd)
+
+
+# ----------------------------------------------------------------------------------------------------------- journal
+
+
+class Earlier(NamedTuple):
+    """What an earlier run left: tensors done, and what it says of them.
+
+    `digests` {tensor: BLAKE3} of those that are done, only where their source is far away; `sinks` {number of a file: state
+    of what its bytes went through}.
+    """
+
+    done: int = 0
+    digests: dict[str, str] = {}  # noqa: RUF012
+    sinks: dict[int, dict[str, Any]] = {}  # noqa: RUF012
+
+
+def read_journal(folder: str) -> list[dict[str, Any]]:
+    """The whole lines of the journal of a partial folder; [] where there is none."""
+    try:
+        fd = os.open(os.path.join(folder, "journal"), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(fd, encoding="utf-8") as f:
+            lines = f.read().split("\n")[:-1]  # what follows the last newline was cut off
+        entries = [json.loads(line) for line in lines]
+    except (OSError, ValueError, RecursionError):
+        return []
+    if not entries or not all(isinstance(e, dict) for e in entries) or "plan" not in entries[0]:
+        return []
+    return entries
+
+
+def earlier_run(entries: list[dict[str, Any]], plan: str) -> Earlier | None:
+    """What a journal says; None where it is of another plan, its tree may be the old destination, or it makes no sense."""
+    if not entries or entries[0]["plan"] != plan or "committed" in entries[-1]:
+        return None
+    done, digests, sinks = 0, dict[str, str](), dict[int, dict[str, Any]]()
+    try:
+        for e in entries[1:]:
+            if type(e["done"]) is not int or e["done"] < done:
+                return None
+            done = e["done"]
+            digests |= {str(n): str(d) for n, d in e.get("digests", {}).items()}
+            sinks = {int(file): dict(state) for file, state in e.get("sinks", {}).items()}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    return Earlier(done, digests, sinks)
+
+
+# -------------------------------------------------------------------------------------- putting back, and removing
+
+
+def put_back(beside: Beside, dry_run: bool = False) -> str | None:
+    """Rename an old destination back that was taken away when a run was interrupted between two renames; where it was.
+
+    The lock must be held.
+
+    Raises:
+        OSError: it could not be renamed.
+    """
+    for folder in beside.folders():
+        old = os.path.join(folder, "old")
+        if os.path.lexists(beside.target):
+            return None
+        if foreign(folder) is None and os.path.lexists(old):
+            if not dry_run and not rename2(old, beside.target, 1):  # NOREPLACE
+                os.rename(old, beside.target)
+            return old
+    return None
+
+
+def told(target: str, old: str) -> str:
+    """What `put_back` did, in words."""
+    return (
+        f"an earlier run was interrupted after it had taken the old {target} away and before the new one was in its place; "
+        f"the old one was put back from {old}"
+    )
+
+
+def recover(target: str) -> list[str]:
+    """`put_back`, when no other run is at it: what a run does before anything else.
+
+    Raises:
+        UsageError: the name is too long. OSError: what is there could not be put back.
+    """
+    try:
+        beside = Beside(target)
+        if os.path.lexists(beside.target) or not any(os.path.lexists(os.path.join(f, "old")) for f in beside.folders()):
+            return []
+        with _locked(beside):
+            old = put_back(beside)
+            return [told(beside.target, old)] if old else []
+    except (Locked, FileNotFoundError, NotADirectoryError, PermissionError):
+        return []  # said later, by whoever needs it
+
+
+def remove(folder: str, target: str) -> str | None:
+    """Remove a partial folder of ours. What is left of it, and why, as a sentence; None where nothing is."""
+    if os.path.lexists(os.path.join(folder, "old")) and not os.path.lexists(target):
+        return f"{folder} holds the old {target}, which is missing, and was kept; `{command(target)}` puts it back"
+    failed: list[str] = []
+
+    def note(function: Any, path: str, what: Any) -> None:
+        failed.append(f"{path}: {what[1].strerror or what[1]}")
+
+    shutil.rmtree(folder, onerror=note)
+    if not os.path.lexists(folder):
+        return None
+    return f"{folder} could not be removed ({failed[0] if failed else 'it is there again'}); `{command(target)}` removes it"
+
+
+@dataclass
+class Cleaned:
+    """What `clean` did, or would do."""
+
+    put_back: list[tuple[str, str]] = field(default_factory=list)  # (where the old destination was, destination)
+    removed: list[tuple[str, int]] = field(default_factory=list)  # (path, bytes on the disk)
+    kept: list[tuple[str, str]] = field(default_factory=list)  # (path, why)
+    failed: bool = False  # whether some of `kept` is ours, and could not be removed
+
+
+def clean(path: str | os.PathLike[str], *, dry_run: bool = False) -> Cleaned:
+    """Remove what interrupted runs left beside a destination, or in a folder beside any destination.
+
+    Partial folders and locks that belong to us, of runs that no longer live, are removed. An old destination that an
+    interrupted run took away is put back first. What belongs to others, or is in use, is reported in `kept`.
+
+    Args:
+        path: a destination, whether it exists or not, or a folder with destinations in it.
+        dry_run: only report.
+
+    Raises:
+        UsageError: neither the path nor the folder that holds it exists.
+    """
+    target = os.path.abspath(path)
+    if not os.path.isdir(os.path.dirname(target)):
+        raise UsageError(f"{os.path.dirname(target)} is not a folder.")
+    out = Cleaned()
+    try:
+        besides = [Beside(target)] if os.path.basename(target) else []
+        if os.path.isdir(target):
+            besides += _inside(target)
+        for beside in besides:
+            _clean(beside, dry_run, out)
+    except OSError as e:
+        raise CkpttoolError(f"{e.filename or target}: {e.strerror}.") from e
+    return out
+
+
+def _inside(folder: str) -> list[Beside]:
+    """The destinations beside which something lies in a folder."""
+    names: dict[str, str] = {}
+    for entry in sorted(os.listdir(folder)):
+        if entry.startswith(".") and (m := _SUFFIX.fullmatch(entry[1:])):
+            stem = m["stem"]
+            said = read_journal(os.path.join(folder, entry))[:1] if m["id"] else []
+            name = said[0].get("name") if said else None
+            if isinstance(name, str) and "/" not in name and _stem(name, _longest_name(folder)) == stem:
+                names[stem] = name  # a long one, which is cut in the names beside it
+            names.setdefault(stem, stem)
+    return [Beside(os.path.join(folder, name)) for name in names.values()]
+
+
+def _clean(beside: Beside, dry_run: bool, out: Cleaned) -> None:
+    folders = beside.folders()
+    if not folders and not os.path.lexists(beside.lock):
+        return
+    stale = os.path.lexists(beside.lock)
+    try:
+        with _locked(beside, dry_run):
+            if old := put_back(beside, dry_run):
+                out.put_back.append((old, beside.target))
+            for folder in folders:
+                if why := foreign(folder):
+                    out.kept.append((folder, f"{why}; if you know that it can go: rm -r {shlex.quote(folder)}"))
+                    continue
+                size = _disk_bytes(folder)
+                left = None if dry_run else remove(folder, beside.target)
+                if left is None:
+                    out.removed.append((folder, size))
+                else:
+                    out.kept.append((folder, left))
+                    out.failed = True
+            if stale:
+                out.removed.append((beside.lock, 0))
+    except Locked as e:
+        out.kept += [(path, str(e)) for path in folders or [beside.lock]]
+
+
+def _disk_bytes(folder: str) -> int:
+    return sum(
+        os.lstat(os.path.join(where, name)).st_blocks * 512 for where, _, names in os.walk(folder) for name in names
+    )
+
+
+def rename2(a: str, b: str, flags: int, a_folder: int = -100) -> bool:
+    """renameat2(2) with NOREPLACE (1) or EXCHANGE (2); False where the system or the file system has no such thing.
+
+    `a_folder` is the descriptor of the folder that `a` is relative to.
+    """
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    if call(a_folder, os.fsencode(a), -100, os.fsencode(b), flags) == 0:
+        return True
+    error = ctypes.get_errno()
+    if error == errno.EEXIST:
+        raise DestinationExists(f"{b} was created by somebody else meanwhile; nothing was replaced.")
+    if error in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(error, os.strerror(error), b)

@@ -1,0 +1,303 @@
+"""The one seam to storage, reading side: `Source`, the files below one folder, opened so that none lies outside it.
+
+A name is refused when it is absolute, holds "..", or is a link that leads out of the folder (a Hugging Face cache may
+link from snapshots/ to its own blobs/). The file that was opened is what is judged, not the name, so a link that is
+swapped in between changes nothing. The identity of every file (device, inode, size, times) is taken when it is opened
+and compared at the end: a source that a trainer is still writing to is an error, not a mixture.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import CkpttoolError, Corrupt, NoSpace, SourceChanged, Unreadable, Unsafe
+
+__all__ = ["FileBytes", "Source", "raise_file_limit", "read_error", "short_of"]
+
+# File descriptors kept; a checkpoint of more files than that has its oldest ones closed and opened again.
+_KEPT_OPEN = 400
+_END = 64 << 10
+
+Identity = tuple[int, int, int, int, int]
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as the system allows it (512 ranks read, 384 written)."""
+    try:
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        global _KEPT_OPEN
+        _KEPT_OPEN = max(_KEPT_OPEN, min(hard // 2, 1 << 16) - 100)
+    except (ImportError, ValueError, OSError):
+        pass  # not on this platform, or not allowed: the least recently used files are closed instead
+
+
+def short_of(e: OSError) -> str | None:
+    """What the machine or this process is short of, where a system call failed for that, and who sets the limit."""
+    return {
+        errno.EFBIG: "the file would be larger than this shell (`ulimit -f`) or the file system allows",
+        errno.EMFILE: "this process has too many open files; allow more (`ulimit -n`)",
+        errno.ENFILE: "the system has too many open files",
+        errno.ENOMEM: "there is not enough memory",
+    }.get(e.errno or 0)
+
+
+def read_error(e: OSError, path: str) -> CkpttoolError:
+    """What a failed system call on a file that is read means."""
+    if (what := short_of(e)) is not None:
+        return NoSpace(f"{path} cannot be read: {what}. Then run the same command again.")
+    return Unreadable(f"{path} cannot be read: {e.strerror}.")
+
+
+class Source:
+    """The files below `root`, by relative name.
+
+    Those of a folder. What lies elsewhere (in an archive, in an object store) is a subclass with `local` False, which has
+    no descriptors: its bytes come from `read` and `readinto` alone.
+    """
+
+    local = True
+    distant = False  # whether a read takes a round trip over a network
+    commit: str | None = None  # of a repository on the Hub: what all reads are of
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = os.path.abspath(root)
+        if not os.path.isdir(self.root):
+            raise Corrupt(f"{self.root}: no such folder.")
+        self._real = os.path.realpath(self.root)
+        # huggingface_hub lays snapshots/<revision>/x as a link to ../../blobs/<hash>
+        parent = os.path.dirname(self._real)
+        self._blobs = (
+            os.path.join(os.path.dirname(parent), "blobs") if os.path.basename(parent) == "snapshots" else None
+        )
+        self._open: OrderedDict[tuple[str, int], int] = OrderedDict()
+        self._busy: Counter[tuple[str, int]] = Counter()
+        self._lock = threading.RLock()
+        self._identity: dict[str, Identity] = {}
+
+    def list(self, folder: str = "") -> list[str]:
+        """Names of the entries of the folder itself, or of one in it, sorted; none where there is no such folder."""
+        try:
+            return sorted(os.listdir(os.path.join(self.root, folder)))
+        except (OSError, ValueError) as e:  # a name from a file may be no name at all
+            if isinstance(e, OSError) and short_of(e):
+                raise read_error(e, os.path.join(self.root, folder)) from e
+            if not folder:
+                raise Corrupt(f"{self.root} cannot be listed: {getattr(e, 'strerror', e)}.") from e
+            return []
+
+    def exists(self, name: str) -> bool:
+        """Whether a regular file of that name is there."""
+        return os.path.isfile(os.path.join(self.root, name))
+
+    def glance(self, name: str) -> tuple[bool, int | None]:
+        """(whether it is a folder, bytes of a file where they are known) of an entry of `list`; opens nothing."""
+        try:
+            st = os.stat(os.path.join(self.root, name))
+        except (OSError, ValueError):
+            return False, None
+        return stat.S_ISDIR(st.st_mode), st.st_size if stat.S_ISREG(st.st_mode) else None
+
+    def size(self, name: str) -> int:
+        """Bytes of a file."""
+        if name not in self._identity:
+            self.fd(name)
+        return self._identity[name][2]
+
+    def fd(self, name: str, flags: int = 0) -> int:
+        """A descriptor, kept open until many others were opened; `flags` may hold O_DIRECT. To read, take `using`.
+
+        Raises:
+            Unsafe: the file lies outside the folder, or is not a regular file.
+            Corrupt: it is missing or cannot be read. NoSpace: too many files are open.
+        """
+        with self._lock:
+            if (name, flags) in self._open:
+                self._open.move_to_end((name, flags))
+                return self._open[name, flags]
+            fd = self._open_file(name, flags)
+            if len(self._open) >= _KEPT_OPEN:
+                idle = next((k for k in self._open if not self._busy[k]), None)
+                if idle is not None:
+                    os.close(self._open.pop(idle))
+            self._open[name, flags] = fd
+            return fd
+
+    @contextmanager
+    def using(self, name: str, flags: int = 0) -> Iterator[int]:
+        """A descriptor that no other thread closes meanwhile: its number would be that of another file at once."""
+        with self._lock:
+            fd = self.fd(name, flags)
+            self._busy[name, flags] += 1
+        try:
+            yield fd
+        finally:
+            with self._lock:
+                self._busy[name, flags] -= 1
+                if not self._busy[name, flags]:
+                    del self._busy[name, flags]
+
+    def _open_file(self, name: str, flags: int) -> int:
+        parts = Path(name).parts
+        if not parts or os.path.isabs(name) or ".." in parts or "\0" in name:
+            raise Unsafe(f"{name!r} leads out of {self.root}; a checkpoint may only name files inside its own folder.")
+        path = os.path.join(self.root, name)
+        try:
+            os.fsencode(name)
+        except UnicodeEncodeError:
+            raise Corrupt(
+                f"{self.root}: a file named {name!a} is asked for, and half a surrogate pair cannot be in a file's name."
+            ) from None
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+        except FileNotFoundError:
+            raise Corrupt(f"{path} is missing. The copy is incomplete; fetch the file again.") from None
+        except OSError as e:
+            if flags:
+                raise
+            raise read_error(e, path) from e
+        try:
+            self._judge(name, path, fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        if hasattr(os, "posix_fadvise"):
+            # we ask for what we want in pieces of our own; readahead around a thousand item headers is 256 MB in vain
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        return fd
+
+    def _judge(self, name: str, path: str, fd: int) -> None:
+        st = os.fstat(fd)
+        if not stat.S_ISREG(st.st_mode):
+            raise Unsafe(f"{path} is not a regular file.")
+        try:
+            real = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:  # no /proc: the name must do
+            real = os.path.realpath(path)
+        inside = [self._real] + ([self._blobs] if self._blobs else [])
+        if not any(real == d or real.startswith(d.rstrip("/") + "/") for d in inside):
+            raise Unsafe(f"{path} is a link to {real}, outside the checkpoint's folder.")
+        now = (st.st_dev, st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns)
+        if self._identity.setdefault(name, now) != now:
+            raise SourceChanged(f"{path} changed while it was read. Wait until the trainer has finished writing.")
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes.
+
+        Raises:
+            Corrupt: the file ends before.
+        """
+        if offset < 0 or length < 0 or offset + length > self.size(name):
+            raise Corrupt(
+                f"{os.path.join(self.root, name)} ends at byte {self.size(name)}, but {offset}..{offset + length} is "
+                "needed. The copy is incomplete; fetch the file again."
+            )
+        out = bytearray(length)
+        self.readinto(name, offset, memoryview(out))
+        return bytes(out)
+
+    def readinto(self, name: str, offset: int, into: memoryview) -> None:
+        """Fill `into` with the bytes from `offset` on.
+
+        Raises:
+            Unreadable: they cannot be read. SourceChanged: the file ends before. NoSpace: the machine is short of something.
+        """
+        got = 0
+        while got < len(into):
+            try:
+                with self.using(name) as fd:
+                    n = os.preadv(fd, [into[got:]], offset + got)
+            except OSError as e:
+                raise read_error(e, f"{os.path.join(self.root, name)}: byte {offset + got}") from e
+            if not n:
+                raise SourceChanged(f"{os.path.join(self.root, name)} became shorter while it was read.")
+            got += n
+
+    def at(self, name: str) -> FileBytes:
+        """One file, as a function of offset and length."""
+        return FileBytes(self, name)
+
+    def announce(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """Ranges (name, offset, length) that will soon be read, in about this order. Nothing is done where reads are cheap;
+        then the ranges are not even looked at."""
+
+    def announce_ends(self, names: Iterable[str]) -> None:
+        """The first and last bytes of some files will soon be read: headers, directories, small pickles."""
+        self.announce(end for name in names for end in self._ends(name))
+
+    def _ends(self, name: str) -> Iterator[tuple[str, int, int]]:
+        size = self.size(name)
+        yield name, 0, min(size, _END)
+        if size > _END:
+            yield name, max(_END, size - _END), min(size - _END, _END)
+
+    def read_all(self, name: str, most: int) -> bytes:
+        """A whole small file, at most `most` bytes."""
+        n = self.size(name)
+        if n > most:
+            raise Corrupt(f"{os.path.join(self.root, name)} has {n} bytes; such a file has at most {most}.")
+        return self.read(name, 0, n)
+
+    def identities(self) -> dict[str, Identity]:
+        """(device, inode, size, mtime, ctime) of every file opened so far."""
+        return dict(self._identity)
+
+    def versioned(self) -> bool:
+        """Whether an identity tells one state of a file from another of the same size."""
+        return True
+
+    def unchanged(self) -> None:
+        """Prove that no file was written to since it was opened.
+
+        Raises:
+            SourceChanged: with the file.
+        """
+        for name, then in self._identity.items():
+            path = os.path.join(self.root, name)
+            try:
+                st = os.stat(path)
+                now = (st.st_dev, st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns)
+            except OSError:
+                now = None
+            if now != then:
+                raise SourceChanged(f"{path} changed while it was read. Wait until the trainer has finished writing.")
+
+    def close(self) -> None:
+        """Close every descriptor."""
+        while self._open:
+            try:
+                os.close(self._open.popitem()[1])
+            except OSError:
+                pass  # only read from
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class FileBytes:
+    """The bytes of one file: `file(offset, length)`."""
+
+    __slots__ = ("name", "source")
+
+    def __init__(self, source: Source, name: str) -> None:
+        self.source, self.name = source, name
+
+    def __call__(self, offset: int, length: int) -> bytes:
+        return self.source.read(self.name, offset, length)
+
+    def coming(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Ranges (offset, length) that will soon be read."""
+        self.source.announce((self.name, offset, length) for offset, length in ranges)

@@ -1,0 +1,444 @@
+"""The checkpoint to be, and the folder in which it becomes one.
+
+A `Draft` is the index of the destination with the bytes still missing: `checkpoint.tensors` says where every chunk will
+lie, `sources` which tensor of the source (or which part of one) fills it, `files` what else each file holds. It is the
+plan: `--dry-run` prints it.
+
+`Staging` and what it uses of partial.py is the only code that creates, renames or removes anything. The destination is
+built in `.<name>.partial-<id>/tree` beside it, where <id> is the digest of the plan, so that the same command run again
+finds what an interrupted run left and goes on from its journal. Every file is fsynced, then the folder, then one rename
+makes it the destination: at any instant the destination is absent or old, or complete. An existing one is swapped whole
+(renameat2 EXCHANGE) and removed afterwards. A lock file names the process that writes.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shlex
+import shutil
+import stat
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from ..errors import CkpttoolError, DestinationExists, NoSpace, Unsafe, UsageError
+from ..index.checkpoint import Checkpoint, TensorEntry
+from . import partial
+from .source import short_of
+
+__all__ = ["Altered", "Draft", "DraftFile", "Dropped", "EarlierFile", "Sink", "Staging", "Written"]
+
+#: (tensor, chunk of it, CRC32 of its bytes): a chunk of the destination that was written.
+Written = tuple[str, int, int]
+Framing = Callable[[str, TensorEntry, int, Sequence[Written]], bytes]
+
+
+class Dropped(NamedTuple):
+    """A part of the state that the target cannot hold."""
+
+    name: str
+    nbytes: int
+    why: str
+
+
+class Sink(Protocol):
+    """What stands between the bytes of a file, as the draft has them, and those on the disk: compression, a cipher.
+
+    `at` counts the bytes appended. Where `resumable`, `settle` hands everything on, and `state`, JSON-able, lets another
+    sink that is given the same bytes from the beginning on check what this one has written instead of making it again.
+    """
+
+    @property
+    def at(self) -> int: ...
+    def append(self, data: bytes | memoryview) -> None: ...
+    def resumable(self) -> bool: ...
+    def settle(self) -> None: ...
+    def state(self) -> dict[str, Any]: ...
+    def finish(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Altered(Exception):
+    """What an earlier run left on the disk is not what this run would have written: all of it is made anew."""
+
+
+class EarlierFile(NamedTuple):
+    """What an earlier run left of a file: the state of its sink, and `read(offset, length)`, which may give fewer bytes.
+    Neither is believed before the bytes are proved to be the right ones."""
+
+    state: dict[str, Any]
+    read: Callable[[int, int], bytes]
+
+
+@dataclass
+class DraftFile:
+    """One file to be: `head` are its first bytes, or all of them where no chunk lies in it.
+
+    `coded(write, jobs, earlier)` makes the sink of a file whose bytes on the disk are other ones. With `earlier`, `write`
+    compares with the disk until the earlier run's last byte and raises `Altered`.
+    """
+
+    name: str
+    size: int
+    head: bytes | Callable[[], bytes] = b""
+    coded: Callable[[Callable[[bytes | memoryview], None], int, EarlierFile | None], Sink] | None = None
+
+    def first_bytes(self) -> bytes:
+        """The literal bytes."""
+        return self.head() if callable(self.head) else self.head
+
+
+@dataclass
+class Draft:
+    """A destination whose tensor bytes are still missing.
+
+    Files are written front to back in the order of `checkpoint.tensors`, which therefore lists, for every file, its
+    chunks by ascending offset. `files[i]` is `checkpoint.files[i]`; the last one is the marker without which a reader
+    does not take the folder for a checkpoint.
+
+    `before(name, entry, row, written)` and `after(name, entry, row, written)` are the bytes around a chunk (a zip's
+    local header and data descriptor, padding), `tail(file, written, digests)` those at the end of a file; `written` are
+    the chunks of that file so far, in order, in `after` with the one it follows. None means none. A tensor under a name
+    that no canonical one is ("replica...", "module...") is a further copy of its source.
+    """
+
+    checkpoint: Checkpoint
+    sources: dict[str, TensorEntry]
+    files: list[DraftFile]
+    dropped: list[Dropped] = field(default_factory=list)
+    same: dict[str, str] = field(default_factory=dict)  # name without bytes of its own -> the name that has them
+    before: Framing | None = None
+    after: Framing | None = None
+    tail: Callable[[int, Sequence[Written], dict[str, Any]], bytes] | None = None
+    notes: list[str] = field(default_factory=list)
+    added: list[str] = field(
+        default_factory=list
+    )  # tensors that the layout has and the source has not: zeros, counters
+    made: dict[str, Any] = field(default_factory=dict)  # values likewise: {name: data}
+    lock: dict[str, Any] = field(default_factory=dict)  # arguments of an object lock, where the destination has such
+    about: dict[str, Any] = field(default_factory=dict)  # what is known of the destination when its last byte is
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(f.size for f in self.files)
+
+
+class Staging:
+    """The folder in which a destination is built, locked and journalled.
+
+    `earlier` is what an interrupted run of the same plan left there, `messages` what people should know of what was found,
+    put back, removed or left.
+
+    Raises:
+        DestinationExists: something is at `target` and `force` is not set.
+        Locked: another run is building the same destination.
+        NoSpace: the file system has less room than the draft needs.
+    """
+
+    local = True
+
+    def __init__(self, target: str, is_file: bool, plan: str, need_bytes: int, force: bool) -> None:
+        self.beside = beside = partial.Beside(target)
+        self.target, self.parent, self.name = beside.target, beside.parent, beside.name
+        self.is_file, self.force, self.plan = is_file, force, plan
+        self._journal = self._lock = self._folder = -1
+        self._built: tuple[int, int] | None = None  # device and inode of what is to be renamed to the target
+        self.folder = self.tree = self.journal_path = self.parent
+        self.earlier = partial.Earlier()
+        self.messages: list[str] = []
+        refuse_target(self.target, is_file, force)
+        try:
+            self._lock = partial.take_lock(beside)
+            if old := partial.put_back(beside):
+                self.messages.append(partial.told(self.target, old))
+            refuse_target(self.target, is_file, force)
+            self._prepare(need_bytes)
+        except BaseException as e:
+            self.release()
+            if isinstance(e, OSError):
+                raise write_error(e, e.filename or self.folder) from e
+            raise
+
+    def _prepare(self, need_bytes: int) -> None:
+        """Find what an earlier run of this plan left, clear what others did, make room, open the journal."""
+        mine = f"{self.beside.prefix}{self.plan[:12]}"
+        found = None
+        for folder in self.beside.folders():
+            same = os.path.basename(folder).startswith(mine)
+            if why := partial.foreign(folder):
+                self.messages.append(
+                    f"{folder} {why}, so it was not used; if you know that it can go: rm -r {shlex.quote(folder)}"
+                )
+                continue
+            earlier = partial.earlier_run(partial.read_journal(folder), self.plan) if same and not found else None
+            if earlier and partial.continuable(folder):
+                found, self.earlier = folder, earlier
+                continue
+            if left := partial.remove(folder, self.target):
+                self.messages.append(left)
+            elif not same:
+                self.messages.append(
+                    f"removed {os.path.basename(folder)}, left by an interrupted run with other options"
+                )
+        self._enter(found or self._new_folder(mine))
+        have = sum(e.stat().st_blocks * 512 for e in _walk(self.tree))
+        free = shutil.disk_usage(self.parent).free
+        if need_bytes > free + have:
+            if not self.earlier.done:
+                self._clear()
+            raise NoSpace(
+                f"{self.parent} has {free:,} bytes free, the destination needs {need_bytes:,}. Free "
+                f"{need_bytes - free:,} bytes or write elsewhere."
+            )
+        if not found:
+            self.begin_anew()
+
+    def _new_folder(self, name: str) -> str:
+        """A partial folder under the first name that is free."""
+        for k in range(100):
+            folder = os.path.join(self.parent, f"{name}-{k}" if k else name)
+            try:
+                partial.make(folder)
+                return folder
+            except FileExistsError:
+                continue
+        raise DestinationExists(f"100 entries of {self.parent} are named like {name}; remove them, or write elsewhere.")
+
+    def _enter(self, folder: str) -> None:
+        """Work in this folder from now on."""
+        self.folder, self.tree, self.journal_path = (
+            folder,
+            os.path.join(folder, "tree"),
+            os.path.join(folder, "journal"),
+        )
+        self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        if not os.path.isdir(self.tree):
+            os.mkdir(self.tree)
+            partial.keep_ours(self.tree, 0o700)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._journal = os.open(self.journal_path, flags, 0o600)
+        partial.keep_ours(self._journal, 0o600)
+        with open(self.journal_path, "rb") as f:
+            os.ftruncate(self._journal, f.read().rfind(b"\n") + 1)  # a line that was cut off
+
+    def begin_anew(self) -> None:
+        """Forget what an earlier run left in the folder."""
+        for entry in os.scandir(self.tree):
+            (shutil.rmtree if entry.is_dir(follow_symlinks=False) else os.unlink)(entry.path)
+        os.ftruncate(self._journal, 0)
+        self.note({"plan": self.plan, "name": self.name})
+        self.earlier = partial.Earlier()
+
+    @property
+    def in_place(self) -> bool:
+        """Whether what was built has the target's name."""
+        try:
+            st = os.lstat(self.target)
+        except OSError:
+            return False
+        return self._built == (st.st_dev, st.st_ino)
+
+    @property
+    def outcome(self) -> str:
+        """What an error left at the destination."""
+        if self.in_place:
+            return (
+                f"The new checkpoint is in place at {self.target} and complete. What was left beside it is removed by "
+                f"`{partial.command(self.target)}`."
+            )
+        return "The destination is untouched."
+
+    @property
+    def again(self) -> str:
+        """What is there after an interruption, and what to do."""
+        if self.in_place:
+            return self.outcome
+        return f"{self.target} is untouched. Run the same command again to continue, or remove {self.folder}."
+
+    def note(self, entry: dict[str, Any]) -> None:
+        """Append to the journal and make it durable. What it speaks of must be durable already."""
+        os.write(self._journal, (json.dumps(entry, separators=(",", ":")) + "\n").encode())
+        os.fdatasync(self._journal)
+
+    def put(self, name: str, data: bytes) -> None:
+        """A file that is no part of the draft, made durable."""
+        with open(self.path(name), "wb") as f:
+            partial.keep_ours(f.fileno(), 0o600)
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+
+    def path(self, name: str) -> str:
+        """Where a file of the destination is built."""
+        path = os.path.join(self.tree, name)
+        folder = os.path.dirname(path)
+        if folder != self.tree and not os.path.isdir(folder):
+            self.path(os.path.relpath(folder, self.tree))
+            os.mkdir(folder)
+            partial.keep_ours(folder, 0o700)
+        return path
+
+    def commit(self) -> None:
+        """Make what was built the destination. Every file in it must be fsynced already.
+
+        Raises:
+            CkpttoolError: the destination is as it was, or (`in_place`) the new one, and the message says which.
+        """
+        for folder, _, _ in os.walk(self.tree):
+            _fsync_folder(folder)
+        there = os.stat(self.folder, follow_symlinks=False)
+        if not os.path.samestat(there, os.fstat(self._folder)):
+            raise Unsafe(f"{self.folder} was put in the place of ours while we wrote. The destination is untouched.")
+        refuse_target(self.target, self.is_file, self.force)  # somebody may have put something there meanwhile
+        whole = os.fstat(self._journal).st_size
+        self.note({"committed": True})  # from here on `tree` may hold the old destination: never to be continued
+        try:
+            self._rename()
+        except BaseException:
+            if not self.in_place and not os.path.lexists(os.path.join(self.folder, "old")):
+                with suppress(OSError):
+                    os.ftruncate(self._journal, whole)  # nothing was moved: the next run may continue
+            raise
+        try:
+            _fsync_folder(self.parent)
+        except OSError as e:
+            old = ""
+            if self._replaced:
+                old = f" The old one is kept in {self.folder}; `{partial.command(self.target)}` removes it."
+            else:
+                self._clear()
+            error = NoSpace if e.errno in _NO_ROOM else CkpttoolError
+            raise error(
+                f"{self.parent}: {e.strerror} (errno {e.errno}) while the folder was synced. The new checkpoint is in place "
+                f"at {self.target} and complete, but its new name may not survive a power cut: run `sync`.{old}"
+            ) from e
+        self.abandon()
+
+    _replaced = False
+
+    def _rename(self) -> None:
+        """What was built gets the target's name; what had it goes into the partial folder, or away where it was a file."""
+        built = os.path.join("tree", self.name) if self.is_file else "tree"
+        st = os.stat(built, dir_fd=self._folder, follow_symlinks=False)
+        self._built = (st.st_dev, st.st_ino)
+        if self.is_file and self.force:
+            os.replace(built, self.target, src_dir_fd=self._folder)
+        elif os.path.lexists(self.target):
+            self._replaced = True
+            if not partial.rename2(built, self.target, 2, self._folder):  # EXCHANGE
+                self._rename_twice(built)
+        elif not partial.rename2(built, self.target, 1, self._folder):  # NOREPLACE
+            os.rename(built, self.target, src_dir_fd=self._folder)
+
+    def _rename_twice(self, built: str) -> None:
+        """Where two names cannot be exchanged there is an instant without a destination; what ends us then (an error here, a
+        kill by the next run) has the old one put back."""
+        old = os.path.join(self.folder, "old")
+        try:
+            os.rename(self.target, old)
+            os.rename(os.path.join(self.folder, built), self.target)
+        except BaseException:
+            if not os.path.lexists(self.target):
+                try:
+                    os.rename(old, self.target)
+                except OSError as e:
+                    raise CkpttoolError(
+                        f"{self.target}: {e.strerror} (errno {e.errno}). The old checkpoint is whole in {old} "
+                        f"and could not be put back; `{partial.command(self.target)}` does that, or the next run."
+                    ) from e
+            raise
+
+    def _clear(self) -> None:
+        """Remove the partial folder, and say what is left of it."""
+        self._close()  # on NFS an open file is renamed, not removed
+        if left := partial.remove(self.folder, self.target):
+            self.messages.append(left)
+
+    def abandon(self) -> None:
+        """Remove everything that was built, and the lock."""
+        self._clear()
+        self.release()
+
+    def release(self) -> None:
+        """Stop writing but keep what was built, for the next run; give up the lock."""
+        self._close()
+        if self._lock >= 0:
+            partial.unlock(self.beside, self._lock)
+        self._lock = -1
+
+    def _close(self) -> None:
+        for fd in (self._journal, self._folder):
+            if fd >= 0:
+                try:
+                    os.close(fd)
+                except OSError:
+                    pass  # each line of the journal was synced when it was written
+        self._journal = self._folder = -1
+
+
+def refuse_target(target: str, is_file: bool, force: bool) -> None:
+    """Refuse a destination that nothing may be written to, before any work is done.
+
+    Raises:
+        DestinationExists: something is there that is not to be replaced. UsageError: its folder is missing.
+    """
+    if not os.path.isdir(os.path.dirname(target)):
+        raise UsageError(f"{os.path.dirname(target)} is not a folder; create it first.")
+    try:
+        mode = os.lstat(target).st_mode
+    except FileNotFoundError:
+        return
+    except OSError as e:
+        raise UsageError(f"{target}: {e.strerror}.") from None
+    if stat.S_ISLNK(mode):
+        raise DestinationExists(
+            f"{target} is a link to {os.readlink(target)}; give the path it leads to, or remove it."
+        )
+    if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
+        raise DestinationExists(
+            f"{target} is {_KINDS.get(stat.S_IFMT(mode), 'no regular file')}, which ckpttool never replaces. Choose another "
+            "destination."
+        )
+    if not force:
+        raise DestinationExists(f"{target} exists. Choose another destination, or --force to replace it whole.")
+    if stat.S_ISDIR(mode) == is_file:
+        kinds = ("a folder", "file") if is_file else ("a file", "folder")
+        raise DestinationExists(f"{target} is {kinds[0]}; a {kinds[1]} does not replace it. Remove it first.")
+
+
+_KINDS = {
+    stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a character device", stat.S_IFBLK: "a block device"
+}  # fmt: skip
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+def write_error(e: OSError, path: str, outcome: str = "The destination is untouched.") -> CkpttoolError:
+    """What a failed system call on the destination means; `outcome` is what is there now."""
+    if e.errno in _NO_ROOM:
+        return NoSpace(
+            f"{path}: {e.strerror}. {outcome} Free some space and run the same command again; what was written is kept and "
+            "used."
+        )
+    if (what := short_of(e)) is not None:
+        return NoSpace(f"{path}: {e.strerror}: {what}. {outcome} Then run the same command again.")
+    return CkpttoolError(f"{path}: {e.strerror} (errno {e.errno}). {outcome}")
+
+
+def _walk(folder: str) -> list[os.DirEntry[str]]:
+    out: list[os.DirEntry[str]] = []
+    with os.scandir(folder) as entries:
+        for e in entries:
+            out.extend(_walk(e.path) if e.is_dir(follow_symlinks=False) else [e])
+    return out
+
+
+def _fsync_folder(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
