@@ -445,7 +445,7 @@ def test_the_command_fails_a_spoiled_checkpoint_and_says_why(
 
 @pytest.fixture(scope="module")
 def zero3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A ZeRO-3 job of DeepSpeed on 2 ranks that recorded itself as docs/resume.md says, and its data."""
+    """A ZeRO-3 job of DeepSpeed on 2 ranks that recorded itself as docs/how-to/resume.md says, and its data."""
     folder = tmp_path_factory.mktemp("recipes")
     said = torchrun(2, "recipes.py", "deepspeed", "--out", str(folder))
     made = folder / "deepspeed"

@@ -1,4 +1,4 @@
-"""The README, docs/cli.md, docs/archive.md, docs/stores.md and docs/hub.md are true: their commands and their Python run,
+"""The README, docs/reference/cli.md, docs/how-to/archive.md, docs/how-to/stores.md and docs/how-to/hub.md are true: their commands and their Python run,
 their tables are those of the code."""
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 FIXTURES = REPOSITORY / "fixtures"
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 MIGRATIONS = README.partition("\n## Migrations\n")[2].partition("\n## ")[0]
-CLI = (REPOSITORY / "docs" / "cli.md").read_text(encoding="utf-8")
-ARCHIVE = (REPOSITORY / "docs" / "archive.md").read_text(encoding="utf-8")
-STORES = (REPOSITORY / "docs" / "stores.md").read_text(encoding="utf-8")
-HUB = (REPOSITORY / "docs" / "hub.md").read_text(encoding="utf-8")
+CLI = (REPOSITORY / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
+ARCHIVE = (REPOSITORY / "docs" / "how-to" / "archive.md").read_text(encoding="utf-8")
+STORES = (REPOSITORY / "docs" / "how-to" / "stores.md").read_text(encoding="utf-8")
+HUB = (REPOSITORY / "docs" / "how-to" / "hub.md").read_text(encoding="utf-8")
 ENVIRONMENT = {
     **os.environ,
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -288,13 +288,13 @@ def test_no_section_documents_an_option_that_its_command_does_not_have() -> None
 
 
 def test_every_file_that_the_documents_link_to_is_there() -> None:
-    for document in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]:
+    for document in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]:
         for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text(encoding="utf-8")):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
 def test_every_test_that_the_security_promises_name_is_there() -> None:
-    text = (REPOSITORY / "docs" / "security.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "docs" / "explanation" / "security.md").read_text(encoding="utf-8")
     named = set(re.findall(r"\btests/[a-z_/]+(?:\.py)?", text))
     assert named
     assert [path for path in sorted(named) if not (REPOSITORY / path).exists()] == []

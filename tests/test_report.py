@@ -412,7 +412,7 @@ def test_the_step_time_before_is_that_of_the_same_job(tmp_path: Path) -> None:
 
 
 def test_every_metric_is_in_the_documentation_and_the_other_way_round() -> None:
-    text = (REPOSITORY / "docs" / "metrics.md").read_text()
+    text = (REPOSITORY / "docs" / "how-to" / "metrics.md").read_text()
     listed = re.findall(r"^\| `ckpttool_resume_(\w+)` \|", text, re.MULTILINE)
     assert listed == list(ALL_METRICS)
     assert set(re.findall(r"ckpttool_resume_(\w+)", text)) == set(ALL_METRICS)
@@ -438,7 +438,7 @@ def test_promtool_accepts_the_alerts() -> None:
 
 
 def test_every_alert_is_documented_tested_and_about_metrics_that_are_there() -> None:
-    rules, docs = ALERTS.read_text(), (REPOSITORY / "docs" / "metrics.md").read_text()
+    rules, docs = ALERTS.read_text(), (REPOSITORY / "docs" / "how-to" / "metrics.md").read_text()
     severities = dict(re.findall(r"- alert: (\w+)\n.*?severity: (\w+)", rules, re.DOTALL))
     assert len(severities) == 9
     assert dict(re.findall(r"^\| `(Resume\w+)` \| (\w+) \|", docs, re.MULTILINE)) == severities

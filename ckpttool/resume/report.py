@@ -318,7 +318,7 @@ def _explained(report: Report, check: Check) -> Iterator[str]:
 
 # ---------------------------------------------------------------------------------------------------------- Prometheus
 
-#: Every metric, and its HELP; all are gauges. docs/metrics.md says more, alerts.yml uses them.
+#: Every metric, and its HELP; all are gauges. docs/how-to/metrics.md says more, alerts.yml uses them.
 METRICS = {
     "verdict": "1 for the verdict of the last run, 0 for the others.",
     "check": "Whether a check passed (1) or failed (0); absent where it could not be judged.",

@@ -1056,7 +1056,7 @@ def market(tmp_path_factory: pytest.TempPathFactory, keys: Path) -> Shop:
 def test_the_table_of_attacks(
     act: Callable[[Path, Shop], None], alone: int, by_key: int, market: Shop, tmp_path: Path
 ) -> None:
-    """Where there is a ledger, every depth finds what was altered. What it says without one is in docs/archive.md."""
+    """Where there is a ledger, every depth finds what was altered. What it says without one is in docs/how-to/archive.md."""
     store = shutil.copytree(market.path.parent, tmp_path / "store")
     path, key = store / "a.tar.zst", market.keys / "mine.pub"
     for words in ([], ["--quick"], ["--deep"], ["--public-key", key]):
@@ -1135,8 +1135,8 @@ def test_an_archive_of_another_name_is_told_and_one_of_nowhere_too(market: Shop,
 
 
 def nightly() -> str:
-    """The script of docs/archive.md."""
-    text = (Path(__file__).parents[2] / "docs" / "archive.md").read_text(encoding="utf-8")
+    """The script of docs/how-to/archive.md."""
+    text = (Path(__file__).parents[2] / "docs" / "how-to" / "archive.md").read_text(encoding="utf-8")
     return text.partition("cat > nightly.sh <<'END'\n")[2].partition("\nEND\n")[0]
 
 
@@ -1159,7 +1159,7 @@ def ledger_gone(path: Path, _: Shop) -> None:
 
 
 def test_a_rollback_with_the_ledger_cut_shows_by_the_head(market: Shop, tmp_path: Path) -> None:
-    """What docs/archive.md says of the last row of its table."""
+    """What docs/how-to/archive.md says of the last row of its table."""
     store = shutil.copytree(market.path.parent, tmp_path / "store")
     head = ledger.verify(str(store))["head"]
     rolled_back_and_ledger_cut(store / "a.tar.zst", market)

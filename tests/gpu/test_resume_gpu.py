@@ -2,7 +2,7 @@
 
     python -m pytest -q -s tests/gpu
 
-prints the numbers that stand in docs/gpu.md.
+prints the numbers that stand in docs/how-to/gpu.md.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def verify(*args: Any) -> tuple[int, dict[str, Any]]:
 
 
 def numbers(report: dict[str, Any]) -> str:
-    """What is worth a line in docs/gpu.md."""
+    """What is worth a line in docs/how-to/gpu.md."""
     shown = [f"{c['name']} {c['number']:.2e} (bound {c['bound']:.0e})" for c in report["checks"] if c["number"] is not None and c["bound"]]  # fmt: skip
     return "; ".join([report["verdict"], *shown, json.dumps(report["metrics"])])
 
