@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import import_module
+from importlib.machinery import PathFinder
 from typing import Any, NamedTuple
 
 from .errors import Corrupt, NotRecognised, Unsupported, UsageError
@@ -21,11 +26,12 @@ from .storage.source import Source
 from .storage.staging import Draft
 
 __all__ = [
-    "Layout", "Like", "Model", "Place", "ReadOptions", "WriteOptions", "checkpoint_of", "detect", "find", "layouts",
+    "Layout", "LayoutWarning", "Like", "Model", "Place", "ReadOptions", "WriteOptions", "checkpoint_of", "detect", "find", "layouts",
     "place",
 ]  # fmt: skip
 
 BUILT_IN = tuple(f"ckpttool.converters.{name}" for name in ("dcp", "full", "hf", "zero", "universal", "fsdp1", "audit"))
+_GROUP = "ckpttool.layouts"
 
 
 #: (name of a tensor, its dtype) -> the dtype to write it in.
@@ -135,14 +141,66 @@ def layouts() -> dict[str, Layout]:
     for module in BUILT_IN:
         for layout in import_module(module).LAYOUTS:
             found[layout.name] = layout
+    found.update(_of_packages(tuple(sys.path)))
+    return found
+
+
+class LayoutWarning(UserWarning):
+    """A layout of another package cannot be used."""
+
+
+@cache
+def _of_packages(path: tuple[str, ...]) -> dict[str, Layout]:
+    """The layouts of other packages, by name. One that cannot be loaded, or whose name is taken, is left out, with a
+    warning that names it."""
+    if not _any_registered(path):
+        return {}
     from importlib.metadata import entry_points
 
-    for point in entry_points(group="ckpttool.layouts"):
-        loaded: Any = point.load()
+    built_in = {layout.name for module in BUILT_IN for layout in import_module(module).LAYOUTS}
+    of_name: dict[str, list[tuple[str, Layout]]] = {}
+    for point in entry_points(group=_GROUP):
+        who = f"{point.dist.name if point.dist else 'a package'} ({point.name} = {point.value})"
+        try:
+            loaded: Any = point.load()
+        except Exception as e:
+            _left_out(f"The layout of {who} cannot be loaded: {type(e).__name__}: {e}")
+            continue
         if not isinstance(loaded, Layout):
-            raise UsageError(f"entry point {point.name} = {point.value} is not a ckpttool Layout.")
-        found.setdefault(loaded.name, loaded)
-    return found
+            _left_out(f"The entry point of {who} is a {type(loaded).__name__}, not a ckpttool.layouts.Layout")
+        elif loaded.name in built_in:
+            _left_out(f"The layout of {who} is named {loaded.name!r}, like one of ckpttool's own")
+        else:
+            of_name.setdefault(loaded.name, []).append((who, loaded))
+    for name, rows in of_name.items():
+        if len(rows) > 1:
+            _left_out(f"{len(rows)} packages have a layout named {name!r}: {', '.join(who for who, _ in rows)}")
+    return {name: rows[0][1] for name, rows in of_name.items() if len(rows) == 1}
+
+
+def _left_out(what: str) -> None:
+    warnings.warn(f"{what}. It is left out.", LayoutWarning, stacklevel=2)
+
+
+def _any_registered(path: Iterable[str]) -> bool:
+    """Whether some installed package may have an entry point of ours; importlib.metadata takes 30 times longer to say so."""
+    if any(hasattr(finder, "find_distributions") for finder in sys.meta_path if finder is not PathFinder):
+        return True
+    for folder in path:
+        try:
+            names = os.listdir(folder or ".")
+        except OSError:
+            if os.path.isfile(folder):  # a zip file
+                return True
+            continue
+        if folder.endswith(".egg"):
+            return True
+        for name in names:
+            if name.endswith((".dist-info", ".egg-info", ".egg")):
+                with suppress(OSError), open(os.path.join(folder, name, "entry_points.txt"), "rb") as f:
+                    if _GROUP.encode() in f.read():
+                        return True
+    return False
 
 
 def find(name: str) -> Layout:

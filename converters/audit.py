@@ -16,16 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpttool import bounded_json
-from ckpttool.audit import manifest as records
-from ckpttool.audit import plan, provenance, retention, signing, tarball
-from ckpttool.audit.archive import SEALED, SUFFIX, Archive, told
-from ckpttool.audit.options import ArchiveOptions
-from ckpttool.audit.sealing import Sealer
-from ckpttool.audit.seekable import FrameWriter
-from ckpttool.audit.shelf import refuse_protected
+from ckpttool.audit.options import SEALED, SUFFIX, ArchiveOptions
 from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError
 from ckpttool.formats import values
 from ckpttool.huggingface import model_files
@@ -34,6 +28,11 @@ from ckpttool.index.names import counted, leads_back, misplaced, refuse_surrogat
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions
 from ckpttool.storage.source import Source
 from ckpttool.storage.staging import Draft, DraftFile, EarlierFile, Sink
+
+if TYPE_CHECKING:  # every command asks every layout whether a path is its own, and most paths are not archives
+    from ckpttool.audit.archive import Archive
+    from ckpttool.audit.sealing import Sealer
+    from ckpttool.audit.seekable import FrameWriter
 
 __all__ = ["LAYOUTS"]
 
@@ -59,6 +58,8 @@ def mount(where: Place) -> Place:
     Raises:
         UsageError: it is encrypted.
     """
+    from ckpttool.audit.archive import Archive
+
     source, file = where
     assert file is not None
     if isinstance(source, Archive):
@@ -80,6 +81,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     Raises:
         Corrupt, Unsafe: the records contradict each other.
     """
+    from ckpttool.audit.archive import Archive
+
     source = where.source
     assert isinstance(source, Archive)
     found, said = source.manifest, source.provenance
@@ -115,6 +118,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
 def _agree(ckpt: Checkpoint, source: Archive) -> None:
     """The values are of components that there are, at places where no tensor is."""
+    from ckpttool.audit import plan, tarball
+
     what = f"{source.root}/{plan.VALUES}"
     paths = [t.path for t in ckpt.tensors.values()] + [v.path for v in ckpt.values.values()]
     if (path := misplaced(paths)) is not None:
@@ -135,6 +140,12 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     Raises:
         Unsupported: a value is of no kind that values.json holds.
     """
+    from ckpttool.audit import manifest as records
+    from ckpttool.audit import plan, provenance, retention, tarball
+    from ckpttool.audit.archive import told
+    from ckpttool.audit.sealing import Sealer
+    from ckpttool.audit.seekable import FrameWriter
+
     how: ArchiveOptions = options.archive or ArchiveOptions()
     suffix = SEALED if how.recipients else SUFFIX
     if not options.target.endswith(suffix) or options.target == suffix:
@@ -223,7 +234,9 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 
 def _refuse_unreadable(name: str, data: bytes, archive_bytes: int) -> None:
     """Refuse to write a record that would be refused when it is read."""
-    most = records.most_bytes(archive_bytes)
+    from ckpttool.audit.manifest import most_bytes
+
+    most = most_bytes(archive_bytes)
     try:
         bounded_json.refuse_bomb(data, name)
         if len(data) > most:
@@ -237,6 +250,8 @@ def _refuse_unreadable(name: str, data: bytes, archive_bytes: int) -> None:
 
 
 def _signed(files: Sequence[tuple[str, str]], name: str, how: ArchiveOptions) -> bytes:
+    from ckpttool.audit import signing
+
     assert how.key is not None
     return signing.sign(files, name, key=how.key, password=how.password, certificate=how.certificate, chain=how.chain)
 
@@ -273,6 +288,17 @@ def _mtime(how: ArchiveOptions, source: Source) -> int:
     if how.reproducible:
         return how.epoch or 0
     return max([0, *(i[3] // 1_000_000_000 for i in source.identities().values())])
+
+
+def refuse_protected(path: str) -> None:
+    """Refuse to replace an archive that must be kept.
+
+    Raises:
+        DestinationExists: it is under retention or a legal hold.
+    """
+    from ckpttool.audit import shelf
+
+    shelf.refuse_protected(path)
 
 
 LAYOUTS = (

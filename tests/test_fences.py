@@ -30,6 +30,7 @@ OUTSIDE: dict[str, set[str]] = {
     "audit.sidecar": {"blake3"},
     "audit.verification": {"blake3"},
     "cli.audit": {"typer"},
+    "cli.help": {"typer"},
     "cli.hub": {"typer"},
     "cli.main": {"typer"},
     "cli.terminal": {"typer"},

@@ -24,11 +24,11 @@ from ..index.names import COMPONENTS, counted
 from ..storage.source import Identity, Source
 from . import manifest as records
 from . import plan, provenance, retention, sidecar, signing, tarball
+from .options import SEALED, SUFFIX
 from .seekable import FRAME, Cut, DamagedFrame, FrameReader, read_table
 
 __all__ = ["SEALED", "SUFFIX", "Archive", "Facts", "facts", "told"]
 
-SUFFIX, SEALED = ".tar.zst", ".tar.zst.age"
 _MOST_README = 64 << 10  # its words may change from version to version; its hash is in the manifest
 _TAIL = (plan.VALUES, plan.MANIFEST, plan.PROVENANCE, plan.RETENTION, plan.SUMS, plan.SIGNATURE)
 _NEEDED = {plan.VALUES, plan.MANIFEST, plan.PROVENANCE, plan.SUMS}

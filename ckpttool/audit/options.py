@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from ..errors import UsageError
 
-__all__ = ["ArchiveOptions"]
+__all__ = ["SEALED", "SUFFIX", "ArchiveOptions"]
+
+SUFFIX, SEALED = ".tar.zst", ".tar.zst.age"  # of the names of archives, plain and encrypted
 
 
 @dataclass(frozen=True)

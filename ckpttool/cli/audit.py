@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import Corrupt, UsageError
+from .help import App
 from .terminal import (  # fmt: skip
     AllowEqualRanks,
     AllowMixedSteps,
@@ -43,14 +44,12 @@ from .terminal import (  # fmt: skip
 
 __all__ = ["app"]
 
-app = typer.Typer(
+app = App(
     name="audit",
     help="Keep checkpoints for years: archives that anyone can check, signatures, retention, a ledger.",
     no_args_is_help=True,
 )
-ledger_app = typer.Typer(
-    name="ledger", help="The hash-chained record of what was done to a store.", no_args_is_help=True
-)
+ledger_app = App(name="ledger", help="The hash-chained record of what was done to a store.", no_args_is_help=True)
 app.add_typer(ledger_app)
 
 ArchivePath = Annotated[str, typer.Argument(metavar="ARCHIVE", help="An archive, NAME.tar.zst or NAME.tar.zst.age.")]

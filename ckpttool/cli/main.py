@@ -16,6 +16,7 @@ import typer
 from ..errors import EXIT_CODES, CkpttoolError, Interrupted, NoSpace, NotRecognised, UsageError
 from . import hub
 from .audit import app as audit_app
+from .help import App, only_what_runs
 from .terminal import (  # fmt: skip
     AllowEqualRanks,
     AllowMixedSteps,
@@ -63,12 +64,11 @@ __all__ = ["app", "main"]
 
 _CODES = "  ·  ".join(f"{c} {t}" for c, t in EXIT_CODES)
 
-app = typer.Typer(
+app = App(
     name="ckpttool",
     help="Move PyTorch training checkpoints between layouts and world sizes, bit for bit, in constant memory.",
     epilog=f"Exit codes: {_CODES}",
     no_args_is_help=True,
-    pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -781,7 +781,7 @@ def main() -> None:
 def _run() -> None:
     refuse_empty(sys.argv[1:])
     try:
-        app()
+        only_what_runs(app, sys.argv[1:])()
     finally:
         sys.stdout.flush()  # here, where a failure has a handler
 

@@ -1,0 +1,95 @@
+"""`--help` as plain text, in sections; and only the command that runs is built.
+
+typer draws help with rich, whose markdown and traceback modules take longer to import than everything else that a
+command needs to start, and it builds the options of every command before it knows which one is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+__all__ = ["App", "only_what_runs"]
+
+_WIDTH = 110  # of help, where the terminal is wider
+
+
+def _sections(command: Any, ctx: Any, formatter: Any) -> None:
+    """Arguments and options under the titles that `rich_help_panel` gives them."""
+    rows: dict[str, list[tuple[str, str]]] = {}
+    for parameter in command.get_params(ctx):
+        record = parameter.get_help_record(ctx)
+        if record is not None:
+            usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            rows.setdefault(getattr(parameter, "rich_help_panel", None) or usual, []).append(record)
+    for title in sorted(rows, key=lambda t: (t != "Arguments", t == "Options")):
+        with formatter.section(title):
+            formatter.write_dl(rows[title], col_max=34)
+
+
+def _wide(ctx: Any, formatter: Any) -> None:
+    from shutil import get_terminal_size
+
+    formatter.width = max(50, min(get_terminal_size().columns, _WIDTH) - 2)
+
+
+class _Command(TyperCommand):
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        _wide(ctx, formatter)
+        super().format_help(ctx, formatter)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        _sections(self, ctx, formatter)
+
+
+class _Group(TyperGroup):
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        _wide(ctx, formatter)
+        super().format_help(ctx, formatter)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        _sections(self, ctx, formatter)
+        rows = [
+            (name, (found.help or "").partition("\n\n")[0].replace("\n", " "))
+            for name in self.list_commands(ctx)
+            if (found := self.get_command(ctx, name)) is not None and not found.hidden
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+class App(typer.Typer):
+    """A group of commands whose help is plain text; the arguments are those of `typer.Typer`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(cls=_Group, rich_markup_mode=None, pretty_exceptions_enable=False, **options)
+
+    def command(self, *name: Any, **options: Any) -> Callable[[Any], Any]:
+        """A decorator that adds a command; the arguments are those of `typer.Typer.command`."""
+        return super().command(*name, **{"cls": _Command, **options})
+
+
+def only_what_runs(app: typer.Typer, arguments: Sequence[str]) -> typer.Typer:
+    """The same program, but where the first argument is a command or a group of commands, with no others."""
+    if not arguments:
+        return app
+    word, out = arguments[0], copy(app)
+    out.registered_commands = [c for c in app.registered_commands if _name(c) == word]
+    out.registered_groups = [
+        g for g in app.registered_groups if g.typer_instance and g.typer_instance.info.name == word
+    ]
+    if len(out.registered_commands) + len(out.registered_groups) != 1:
+        return app
+    for i, group in enumerate(out.registered_groups):
+        out.registered_groups[i] = copy(group)
+        assert group.typer_instance is not None
+        out.registered_groups[i].typer_instance = only_what_runs(group.typer_instance, arguments[1:])
+    return out
+
+
+def _name(command: Any) -> str:
+    return str(command.name or command.callback.__name__.replace("_", "-"))
