@@ -26,8 +26,7 @@ from safetensors.torch import load_file
 
 import ckpttool
 
-# in one worker of pytest, so that the others do not wait for the lock, and there is one nursery for each rank
-pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.xdist_group("live")]
+pytestmark = [pytest.mark.live, pytest.mark.slow]
 
 
 class Target(NamedTuple):

@@ -177,7 +177,6 @@ GUIDES = {
 
 @pytest.mark.live
 @pytest.mark.slow
-@pytest.mark.xdist_group("live")
 def test_the_lines_of_every_migration_guide_resume_in_the_engine_they_are_for(desk: Path) -> None:
     run_all(command_lines(MIGRATIONS), desk)
     guides = {block[2:].partition(":")[0]: block for block in blocks(README, "py")}

@@ -28,7 +28,7 @@ FIXTURES = REPOSITORY / "fixtures"
 JOBS = REPOSITORY / "tests" / "live" / "verify_job.py"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "160"}
 
-pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.xdist_group("live")]
+pytestmark = [pytest.mark.live, pytest.mark.slow]
 
 
 def command(*args: Any, launcher: tuple[str, ...] = ()) -> list[str]:
@@ -213,6 +213,7 @@ def test_a_python_caller_gets_the_report(config: Path) -> None:
         report = ckpttool.resume_verify(
             source,
             config=str(config),
+            world_size=2,
             steps=1,
             global_batch=2,
             sequence=8,
