@@ -5,8 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
-import gc
-import io
 import json
 import os
 import select
@@ -15,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +22,6 @@ import pytest
 import torch.distributed as dist
 from peers import REPOSITORY
 
-from ckpttool.cli.main import main
 from ckpttool.resume import launch
 from ckpttool.resume.settings import Settings
 
@@ -143,32 +139,3 @@ def forked() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "_torchrun", instead)
         yield
-
-
-def ckpttool_here(*words: object) -> tuple[int, str, str]:
-    """(exit status, stdout, stderr) of `ckpttool WORDS`, run by this process with its ranks from the nurseries.
-
-    The real program under the real torchrun takes 10 to 20 s of CPU more, most of them to import torch and transformers.
-    """
-    streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2)]
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    status = 0
-    with one_at_a_time(), forked(), pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("default")
-        patch.setattr(sys, "argv", ["ckpttool", *map(str, words)])
-        patch.setattr(sys, "stdout", streams[0])
-        patch.setattr(sys, "stderr", streams[1])
-        try:
-            main()
-        except SystemExit as e:
-            status = e.code if isinstance(e.code, int) else int(e.code is not None)
-        finally:
-            gc.enable()
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-    said = []
-    for stream in streams:
-        stream.flush()
-        assert isinstance(stream.buffer, io.BytesIO)
-        said.append(stream.buffer.getvalue().decode())
-    return status, said[0], said[1]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import subprocess
 import zipfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,10 +22,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import ckpttool_here
 from faulty import FAULTS, IN_BF16, Fault
 from live.faults import GLOBAL, MICRO, SAVED, SEQUENCE, TIED
 from peers import REPOSITORY
-from ranks import ckpttool_here, forked, one_at_a_time, torchrun
+from ranks import forked, one_at_a_time, torchrun
 
 import ckpttool
 from ckpttool.resume import batches
@@ -370,12 +372,13 @@ def test_calibration_between_two_accumulations_leaves_the_bounds_as_sharp_as_the
 # -------------------------------------------------------------------------------------------------------- command line
 
 
-def command(*words: object) -> tuple[int, str, str]:
-    """(exit status, stdout, stderr) of `ckpttool resume-verify`, with ranks from the nurseries."""
-    return ckpttool_here(
-        "resume-verify", *words, "--device", "cpu", "--steps", STEPS, "--global-batch", GLOBAL, "--micro-batch", MICRO,
-        "--sequence", SEQUENCE,
-    )  # fmt: skip
+def command(*words: object) -> subprocess.CompletedProcess[str]:
+    """`ckpttool resume-verify`, with ranks from the nurseries."""
+    with one_at_a_time(), forked():
+        return ckpttool_here(
+            "resume-verify", *words, "--device", "cpu", "--steps", STEPS, "--global-batch", GLOBAL,
+            "--micro-batch", MICRO, "--sequence", SEQUENCE,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -390,9 +393,9 @@ def test_the_command_passes_a_converted_checkpoint_at_another_world_size(
         told: tuple[object, ...] = ("--reference", reference, "--data", original.folder / "tokens.npy")
     else:
         told = ("--against", original.folder / "ckpt")
-    status, stdout, stderr = command(made, *told, "--config", config, "--world-size", world, "--json")
-    assert status == 0, (stdout[-2000:], stderr[-2000:])
-    said = json.loads(stdout)
+    done = command(made, *told, "--config", config, "--world-size", world, "--json")
+    assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-2000:])
+    said = json.loads(done.stdout)
     assert (said["verdict"], said["profile"], said["causes"]) == ("pass", "strict", [])
     passed = {c["name"] for c in said["checks"] if c["verdict"] == "pass"}
     assert {
@@ -419,12 +422,12 @@ def test_the_command_fails_a_spoiled_checkpoint_and_says_why(
     name: str, said: str, original: Original, tmp_path: Path
 ) -> None:
     made = spoiled(FAULTS[name], original, tmp_path / "made")
-    status, stdout, stderr = command(
+    done = command(
         made, "--against", original.folder / "ckpt", "--config", original.folder / "config", "--world-size", 1
     )
-    assert status == 10, (stdout[-2000:], stderr[-2000:])
-    assert said in " ".join(stdout.split())
-    assert "Traceback" not in stdout + stderr
+    assert done.returncode == 10, (done.stdout[-2000:], done.stderr[-2000:])
+    assert said in " ".join(done.stdout.split())
+    assert "Traceback" not in done.stdout + done.stderr
 
 
 # ------------------------------------------------------------------------------------------------- trainers of others

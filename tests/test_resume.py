@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import ckpttool_here, one_at_a_time
+from commands import ckpttool_here
+from ranks import forked, one_at_a_time
 
 from ckpttool.resume.trace import line
 from fixtures import jobs
@@ -43,18 +44,19 @@ def started(*args: Any, launcher: tuple[str, ...] = ()) -> tuple[int, dict[str, 
         done = subprocess.run(
             command(*args, "--json", launcher=launcher), capture_output=True, text=True, check=False, env=ENVIRONMENT
         )
-    return parsed(done.returncode, done.stdout, done.stderr)
+    return parsed(done)
 
 
 def verify(*args: Any) -> tuple[int, dict[str, Any], str]:
     """(exit code, what --json printed, stderr)."""
-    return parsed(*ckpttool_here("resume-verify", *args, "--json"))
+    with one_at_a_time(), forked():
+        return parsed(ckpttool_here("resume-verify", *args, "--json"))
 
 
-def parsed(code: int, stdout: str, stderr: str) -> tuple[int, dict[str, Any], str]:
-    assert "Traceback" not in stderr, stderr
-    assert stdout, stderr
-    return code, json.loads(stdout), stderr
+def parsed(done: subprocess.CompletedProcess[str]) -> tuple[int, dict[str, Any], str]:
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout), done.stderr
 
 
 def failures(report: dict[str, Any]) -> list[tuple[str, str]]:
