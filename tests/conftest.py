@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import answers
 import pytest
 from hypothesis import HealthCheck, settings
+
+from ckpttool.engine import flat_layout
+from ckpttool.huggingface import hub_names
 
 # A job in the background of a shell has SIGINT ignored, and hands that on to every child that a test interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -51,6 +56,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What launches ranks comes first."""
     items.sort(key=lambda item: not item.path.name.endswith(LAUNCHING))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _answers(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[None]:
+    """All workers and ranks of a run share what transformers answers to one question."""
+    root = tmp_path_factory.getbasetemp()
+    folder = (root if worker_id == "master" else root.parent) / "answers"
+    folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ANSWERS", str(folder))
+        for module in (hub_names, flat_layout):
+            patch.setattr(module, "in_child", answers.asked_once)
+        yield
 
 
 @pytest.fixture
