@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test torture tools lint bench fixtures clean
+.PHONY: demo test torture tools lint bench docs fixtures clean
 
 $(VENV)/.done: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -28,7 +28,7 @@ tools: $(VENV)/.done
 	sh tests/tools.sh "$(CURDIR)/$(BIN)"
 
 test: $(VENV)/.engines tools lint
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -q -n 2 --durations=20
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 # Mutated checkpoints with torch as the oracle, failing system calls, kills: MINUTES=1 is a look, 30 the real thing.
 torture: $(VENV)/.engines
@@ -44,8 +44,11 @@ bench: $(VENV)/.engines
 	$(BIN)/python bench/run.py --size $(or $(SIZE),3G)
 	$(BIN)/python bench/archive.py --size $(or $(SIZE),3G)
 
+docs: $(VENV)/.done
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
 fixtures: $(VENV)/.engines
 	$(BIN)/python fixtures/make.py
 
 clean:
-	rm -rf demo bench-data build dist *.egg-info
+	rm -rf demo bench-data site build dist *.egg-info

@@ -94,7 +94,7 @@ def row(what: str, tool: Tool, first: Tool, nbytes: int, ratio: float | None) ->
 
 
 def table(rows: list[dict[str, object]]) -> str:
-    """Markdown for the README."""
+    """Markdown for docs/benchmarks.md."""
     out = [
         "| state | tool | GB/s | wall, to the pipe | CPU s/GB | compression | peak MiB |",
         "|---|---|---|---|---|---|---|",

@@ -191,7 +191,7 @@ def compare(task: str, source: Path, work: Path, rounds: int, only: str | None) 
 
 
 def table(results: list[dict[str, object]]) -> str:
-    """Markdown for the README."""
+    """Markdown for docs/benchmarks.md."""
     out = ["| conversion | tool | durable wall, s | to `cp -r` | CPU s/GB | peak MiB |", "|---|---|---|---|---|---|"]
     for result in results:
         for row in result["rows"]:  # type: ignore[attr-defined]

@@ -1,8 +1,10 @@
-"""The README, docs/reference/cli.md, docs/how-to/archive.md, docs/how-to/stores.md and docs/how-to/hub.md are true: their commands and their Python run,
-their tables are those of the code."""
+"""The README and the pages of docs/ are true: their commands and their Python run, and their tables agree with the code. The
+site is built, with its warnings as errors."""
 
 from __future__ import annotations
 
+import html
+import importlib.util
 import json
 import os
 import re
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
+import yaml
 from hub import Hub
 from huggingface_hub.utils import close_session
 from pages import program
@@ -25,16 +27,14 @@ from typer.testing import CliRunner
 
 import ckpttool
 from ckpttool.cli.main import app
-from ckpttool.errors import EXIT_CODES
+from ckpttool.layouts import layouts
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FIXTURES = REPOSITORY / "fixtures"
+DOCS = REPOSITORY / "docs"
+PAGES = {str(p.relative_to(DOCS)): p.read_text(encoding="utf-8") for p in sorted(DOCS.rglob("*.md"))}
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-MIGRATIONS = README.partition("\n## Migrations\n")[2].partition("\n## ")[0]
-CLI = (REPOSITORY / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
-ARCHIVE = (REPOSITORY / "docs" / "how-to" / "archive.md").read_text(encoding="utf-8")
-STORES = (REPOSITORY / "docs" / "how-to" / "stores.md").read_text(encoding="utf-8")
-HUB = (REPOSITORY / "docs" / "how-to" / "hub.md").read_text(encoding="utf-8")
+MIGRATIONS, CLI = PAGES["how-to/migrations.md"], PAGES["reference/cli.md"]
 ENVIRONMENT = {
     **os.environ,
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -43,16 +43,19 @@ ENVIRONMENT = {
 }
 
 
-def leaves(group: Any, above: tuple[str, ...] = ()) -> dict[str, Any]:
-    """{command: what it is}; those of a group are "audit export", "audit ledger show"."""
-    out: dict[str, Any] = {}
-    for name, found in group.commands.items():
-        path = (*above, name)
-        out |= leaves(found, path) if hasattr(found, "commands") else {" ".join(path): found}
-    return out
+def hooks() -> Any:
+    """docs/_hooks.py, which makes the tables of the site."""
+    found = importlib.util.spec_from_file_location("_hooks", DOCS / "_hooks.py")
+    assert found and found.loader
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
 
 
-COMMANDS = leaves(typer.main.get_command(app))
+HOOKS = hooks()
+#: huggingface_hub itself makes httpx warn with every PUT.
+PUTS = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
+COMMANDS: dict[str, Any] = HOOKS.commands()
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -61,10 +64,12 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def command_lines(text: str) -> list[str]:
-    """The commands of ckpttool and tar in shell blocks, in order; those of a terminal session begin with "$ "."""
-    joined = [block.replace("\\\n", "") for block in blocks(text, "sh|console")]
-    lines = [line.removeprefix("$ ") for block in joined for line in block.splitlines()]
-    return [line for line in lines if line.startswith(("ckpttool ", "tar "))]
+    """The commands of ckpttool and tar in tables, whose last column they are, and in shell blocks, in order and each once; those
+    of a terminal session begin with "$ "."""
+    out = re.findall(r"^\|.*\| `(ckpttool [^`]+)` \|$", text, re.MULTILINE)
+    joined = [re.sub(r" *\\\n *", " ", block) for block in blocks(text, "sh|console")]
+    out += [line.removeprefix("$ ").partition("   #")[0].strip() for block in joined for line in block.splitlines()]
+    return list(dict.fromkeys(line for line in out if line.startswith(("ckpttool ", "tar "))))
 
 
 @pytest.fixture
@@ -132,9 +137,9 @@ def run_all(lines: list[str], desk: Path, **more: str) -> None:
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
 
 
-def run_here(texts: list[str], desk: Path) -> None:
-    """Blocks of lines as `run_all` runs them; what is ckpttool and nothing else in this process, which takes a fifth of the
-    time."""
+def run_here(texts: list[str], desk: Path, *, live: bool = False) -> None:
+    """Blocks of lines as `run_all` runs them, in the current folder; what is ckpttool and nothing else runs in this process,
+    which takes a fifth of the time. Of resume-verify only the options are looked at, unless `live`."""
     assert texts
     for text in texts:
         if "$" in text:
@@ -144,16 +149,40 @@ def run_here(texts: list[str], desk: Path) -> None:
             words = shlex.split(line, comments=True)
             if words[:1] != ["ckpttool"]:
                 run_all([line], desk)
-                continue
-            done = CliRunner().invoke(app, words[1:])
-            assert done.exit_code == 0, f"{line}\n{done.output}{done.exception!r}"
+            elif words[1] == "resume-verify" and not live:
+                COMMANDS["resume-verify"].make_context("resume-verify", words[2:])
+            else:
+                done = CliRunner().invoke(app, words[1:])
+                assert done.exit_code == 0, f"{line}\n{done.output}{done.exception!r}"
 
 
-def test_every_command_of_the_readme_runs_and_then_its_python(desk: Path, hub: Hub) -> None:
-    lines, apart = command_lines(README), command_lines(MIGRATIONS)
-    assert 0 < len(apart) < len(lines)
-    run_all([line for line in lines if line not in apart], desk, **outside())  # the others run in the next test
-    (script,) = blocks(README, "python")
+def test_the_readme_is_one_page() -> None:
+    assert len(README.splitlines()) <= 150
+
+
+@PUTS
+@pytest.mark.slow
+@pytest.mark.xdist_group("live")
+def test_every_command_of_the_readme_runs_and_then_its_python(
+    desk: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(desk)
+    run_here(command_lines(README), desk, live=True)
+    run_script(README, desk)
+
+
+def test_every_command_of_getting_started_and_trainers_runs_and_then_the_python_of_the_reference(
+    desk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(desk)
+    run_here(command_lines(PAGES["getting-started.md"]), desk)
+    run_here(command_lines(PAGES["how-to/trainers.md"]), desk)
+    run_script(PAGES["reference/python.md"], desk)
+
+
+def run_script(text: str, desk: Path) -> None:
+    """The only block of Python runs and imports no torch."""
+    (script,) = blocks(text, "python")
     done = subprocess.run(
         [sys.executable, "-c", script + "\nimport sys; assert 'torch' not in sys.modules"],
         cwd=desk,
@@ -165,7 +194,7 @@ def test_every_command_of_the_readme_runs_and_then_its_python(desk: Path, hub: H
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-#: The guide that begins so -> what the README converts there, the ranks and the engine of the job that goes on.
+#: The guide that begins so -> what the guide converts there, the ranks and the engine of the job that goes on.
 GUIDES = {
     "deepspeed -> fsdp2": ("zero3_w4", 3, "fsdp2"),
     "fsdp2 -> deepspeed": ("fsdp2_w2_groups", 3, "zero3"),
@@ -177,9 +206,13 @@ GUIDES = {
 
 @pytest.mark.live
 @pytest.mark.slow
-def test_the_lines_of_every_migration_guide_resume_in_the_engine_they_are_for(desk: Path) -> None:
-    run_all(command_lines(MIGRATIONS), desk)
-    guides = {block[2:].partition(":")[0]: block for block in blocks(README, "py")}
+@pytest.mark.xdist_group("live")
+def test_the_lines_of_every_migration_guide_resume_in_the_engine_they_are_for(
+    desk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(desk)
+    run_here(command_lines(MIGRATIONS), desk)
+    guides = {block[2:].partition(":")[0]: block for block in blocks(MIGRATIONS, "py")}
     assert {name for name in guides if "->" in name} == GUIDES.keys()
     for world, engine in dict.fromkeys((world, engine) for _, world, engine in GUIDES.values()):
         words: list[str] = []
@@ -197,8 +230,10 @@ def test_the_lines_of_every_migration_guide_resume_in_the_engine_they_are_for(de
         assert all(len(v["losses"]) == 3 for v in verdicts)
 
 
-def test_every_command_of_the_reference_runs(desk: Path, hub: Hub) -> None:
-    run_all(["ckpttool convert run/ckpt hf --to hf --config llama", *command_lines(CLI)], desk, **outside())
+@PUTS
+def test_every_command_of_the_reference_runs(desk: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(desk)
+    run_here(command_lines(CLI), desk)
 
 
 def test_every_recipe_of_the_archive_guide_runs_as_it_stands_and_then_its_reader(
@@ -211,14 +246,13 @@ def test_every_recipe_of_the_archive_guide_runs_as_it_stands_and_then_its_reader
     s3 = moto()
     s3.environment(monkeypatch)
     s3.client().create_bucket(Bucket="models-archive", ObjectLockEnabledForBucket=True)
-    run_all(blocks(ARCHIVE, "sh"), desk, **outside())
-    (script,) = blocks(ARCHIVE, "python")
+    run_all(blocks(PAGES["how-to/archive.md"], "sh"), desk, **outside())
+    (script,) = blocks(PAGES["reference/archive-format.md"], "python")
     done = subprocess.run([sys.executable, "-c", script], cwd=desk, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-# huggingface_hub itself says that to httpx with every PUT
-@pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
+@PUTS
 def test_every_recipe_of_the_guides_to_stores_and_to_the_hub_runs_as_it_stands(
     desk: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,70 +264,107 @@ def test_every_recipe_of_the_guides_to_stores_and_to_the_hub_runs_as_it_stands(
     client.create_bucket(Bucket="models")
     hub.upload("org/base", FIXTURES / "hf_llama" / "ckpt")
     monkeypatch.chdir(desk)
-    run_here(blocks(STORES, "sh"), desk)
+    run_here(blocks(PAGES["how-to/stores.md"], "sh"), desk)
     names = [f"base_model.model.model.layers.0.self_attn.q_proj.lora_{k}.default.weight" for k in "AB"]
     (desk / "lora").mkdir()
     torch.save({"model": {names[0]: torch.ones(2, 8), names[1]: torch.ones(8, 2)}}, desk / "lora" / "step3.pt")
     said = {"peft_type": "LORA", "base_model_name_or_path": "org/base", "task_type": "CAUSAL_LM", "r": 2}
     (desk / "lora" / "adapter_config.json").write_text(json.dumps(said))
-    run_here(blocks(HUB, "sh"), desk)
+    run_here(blocks(PAGES["how-to/hub.md"], "sh"), desk)
     found = client.list_objects_v2(Bucket="models")["Contents"]
     assert {"from-the-hub/.metadata", "run7/step3/.metadata", "run7/step3.pt"} <= {o["Key"] for o in found}
     assert hub.repos["org/llama-3"].private and {"bf16", "refs/pr/1"} <= hub.repos["org/llama-3"].refs.keys()
 
 
-def test_the_readme_shows_the_table_of_exit_codes() -> None:
-    table = README.partition("<!-- exit-codes -->")[2].partition("<!-- /exit-codes -->")[0]
-    rows = re.findall(r"^\| (\d+) \| (.*?) \|$", table, re.MULTILINE)
-    assert tuple((int(code), meaning) for code, meaning in rows) == EXIT_CODES
-
-
-def test_the_readme_shows_the_output_of_what_it_runs_as_the_demo_prints_it(desk: Path) -> None:
+def test_getting_started_shows_the_output_of_inspect_as_the_demo_prints_it(
+    desk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The words, not the numbers: those of the pasted session come from a larger model."""
-    shown = blocks(README, "console")[0].splitlines()
+    monkeypatch.chdir(desk)
+    monkeypatch.setenv("COLUMNS", "160")
+    shown = blocks(PAGES["getting-started.md"], "console")[0].splitlines()
+    done = CliRunner().invoke(app, shlex.split(shown[0])[2:])
+
+    def words(text: str) -> list[str]:
+        return re.findall(r"[A-Za-z_]{3,}", text)
+
+    assert words(done.stdout) == words("\n".join(shown[1:]))
+
+
+def test_the_picture_shows_the_commands_that_its_script_runs() -> None:
+    text = html.unescape(re.sub(r"<[^>]+>", "", (DOCS / "terminal.svg").read_text(encoding="utf-8"))).replace(
+        "\xa0", " "
+    )
+    script = (REPOSITORY / "fixtures" / "recording.py").read_text(encoding="utf-8")
+    for command in re.findall(r'"(ckpttool [^"]+)"', script):
+        assert f"$ {command}" in text
+
+
+def test_every_command_has_help_a_section_an_example_and_a_table_of_options() -> None:
+    wrong = []
+    for name, command in COMMANDS.items():
+        section = CLI.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+        fine = command.help and f"\nckpttool {name}" in section and f"\n<!-- options: {name} -->\n" in section
+        wrong += [] if fine else [name]
+    assert wrong == []
+
+
+def test_the_prose_of_a_command_names_no_option_that_no_command_has() -> None:
+    known = {o for c in COMMANDS.values() for p in c.params for o in (*p.opts, *p.secondary_opts)} | {
+        "--version",
+        "--help",
+    }
+    assert set(re.findall(r"`(--[a-z-]+)", CLI + README)) <= known
+
+
+def test_every_layout_stands_in_the_readme_and_in_the_reference() -> None:
+    names = set(layouts())
+    assert names <= set(re.findall(r"\w+", README)) and names <= set(re.findall(r"\w+", PAGES["reference/layouts.md"]))
+
+
+def test_the_site_builds_without_a_warning_and_has_every_page_and_option(tmp_path: Path) -> None:
+    environment = {**ENVIRONMENT, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(
-        ["bash", "-c", shown[0][2:]], cwd=desk, env=ENVIRONMENT, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", tmp_path],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = (tmp_path / "reference" / "cli" / "index.html").read_text(encoding="utf-8")
+    for command in COMMANDS.values():
+        for parameter in command.params:
+            assert all(
+                f"<code>{o}" in text or f"{o}</code>" in text for o in parameter.opts if o[:2] == "--" and o != "--help"
+            )
+    codes = (tmp_path / "reference" / "exit-codes" / "index.html").read_text(encoding="utf-8")
+    assert "incomplete or corrupt" in codes
+    python = (tmp_path / "reference" / "python" / "index.html").read_text(encoding="utf-8")
+    assert all(
+        f'id="ckpttool.{name}"' in python for name in ckpttool.__all__ if name not in ("__version__", "CkpttoolError")
     )
 
-    def words(lines: list[str]) -> list[str]:
-        return re.findall(r"[A-Za-z_]{3,}", " ".join(lines))
 
-    assert words(done.stdout.splitlines()) == words(shown[1:])
+def test_every_page_is_in_the_navigation() -> None:
+    def files(node: Any) -> list[str]:
+        if isinstance(node, str):
+            return [node]
+        return [f for part in (node.values() if isinstance(node, dict) else node) for f in files(part)]
 
-
-@pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_every_command_has_help_and_a_section_in_both_documents(command: str) -> None:
-    assert COMMANDS[command].help
-    assert f"\n### {command.split()[0]}\n" in README
-    assert f"ckpttool {command} " in README or f"ckpttool {command}\n" in README
-    assert f"\n## {command}\n" in CLI
-
-
-@pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_every_option_is_in_the_section_of_its_command(command: str) -> None:
-    section = CLI.partition(f"\n## {command}\n")[2].partition("\n## ")[0]
-    for parameter in COMMANDS[command].params:
-        for option in parameter.opts:
-            if option.startswith("--") and option != "--help":
-                assert f"`{option}" in section, f"{option} of {command} is not documented"
-
-
-def test_no_section_documents_an_option_that_its_command_does_not_have() -> None:
-    for command in COMMANDS:
-        section = CLI.partition(f"\n## {command}\n")[2].partition("\n## ")[0]
-        known = {o for parameter in COMMANDS[command].params for o in (*parameter.opts, *parameter.secondary_opts)}
-        tables = "".join(line for line in section.splitlines() if line.startswith("| `"))
-        assert set(re.findall(r"`(--[a-z-]+)", tables)) <= known
+    settings = (REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8")
+    assert sorted(files(yaml.safe_load(settings)["nav"])) == sorted(PAGES)
 
 
 def test_every_file_that_the_documents_link_to_is_there() -> None:
-    for document in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]:
+    for document in [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md"))]:
         for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text(encoding="utf-8")):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
 def test_every_test_that_the_security_promises_name_is_there() -> None:
-    text = (REPOSITORY / "docs" / "explanation" / "security.md").read_text(encoding="utf-8")
+    text = PAGES["explanation/security.md"]
     named = set(re.findall(r"\btests/[a-z_/]+(?:\.py)?", text))
     assert named
     assert [path for path in sorted(named) if not (REPOSITORY / path).exists()] == []

@@ -1,4 +1,4 @@
-"""Runs the lines of the README's migration guides in the engines they are for, and judges what they loaded.
+"""Runs the lines of the migration guides (docs/how-to/migrations.md) in the engines they are for, and judges what they loaded.
 
     torchrun --standalone --nproc-per-node=N tests/live/readme_guides.py CASE_DIR FOLDER ENGINE GUIDE [...] --out FILE
 
@@ -83,7 +83,9 @@ def resume(folder: Path, place: Path, engine: str, guide: str) -> dict[str, Any]
 def main() -> None:
     """One rank of the launch."""
     jobs.join()
-    verdicts.run("Run the README's migration guides and judge them.", "CASE_DIR FOLDER ENGINE GUIDE", resume)
+    verdicts.run(
+        "Run the migration guides (docs/how-to/migrations.md) and judge them.", "CASE_DIR FOLDER ENGINE GUIDE", resume
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs the recipes of docs/how-to/resume.md, as they stand there, in the trainers that they are for.
+"""Runs the recipes of docs/how-to/record.md, as they stand there, in the trainers that they are for.
 
     torchrun --standalone --nproc-per-node=N tests/live/recipes.py NAME [...] --out FOLDER
 
@@ -29,7 +29,7 @@ STEPS = 4
 
 def block(title: str) -> str:
     """The ```py block that follows a bold title."""
-    text = (ROOT / "docs" / "how-to" / "resume.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "how-to" / "record.md").read_text(encoding="utf-8")
     found = re.search(rf"^\*\*{re.escape(title)}.*?^```py\n(.*?)^```", text, re.M | re.S)
     assert found, title
     return found[1]

@@ -1,0 +1,68 @@
+"""What mkdocs puts into the pages from the code: options of commands, exit codes, layouts.
+
+<!-- options: audit export -->    a table of the command's options, from its typer declaration
+<!-- exit-codes -->               ckpttool.errors.EXIT_CODES
+<!-- layouts -->                  every installed layout and what it holds
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import typer.main
+
+from ckpttool.cli.main import app
+from ckpttool.errors import EXIT_CODES
+from ckpttool.layouts import layouts
+
+#: What an option takes -> how the table shows it.
+_VALUES = {"integer range": "N", "integer": "N", "float range": "X", "float": "X", "text": "TEXT"}
+
+
+def commands(group: Any = None, above: tuple[str, ...] = ()) -> dict[str, Any]:
+    """{name: command} of all commands; one of a group is called "audit export"."""
+    out: dict[str, Any] = {}
+    for name, found in (group or typer.main.get_command(app)).commands.items():
+        path = (*above, name)
+        out |= commands(found, path) if hasattr(found, "commands") else {" ".join(path): found}
+    return out
+
+
+def options_table(command: str) -> str:
+    """The options of a command, one table for each panel of its --help."""
+    panels: dict[str, list[str]] = {"": []}
+    for p in commands()[command].params:
+        if p.param_type_name != "option" or getattr(p, "hidden", False) or "--help" in p.opts:
+            continue
+        value = "" if p.is_flag else " " + (p.metavar or _VALUES.get(p.type.name, p.type.name.upper()))
+        names = ", ".join(f"`{o}{value}`" for o in (*sorted(p.opts, key=len, reverse=True), *p.secondary_opts))
+        default = "" if p.is_flag or p.default is None or callable(p.default) else f" Default: `{p.default}`."
+        text = (p.help or "").replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
+        row = f"| {names}{value} | {text}{default} |"
+        panels.setdefault(getattr(p, "rich_help_panel", None) or "", []).append(row)
+    tables = []
+    for panel, rows in ((p, r) for p, r in panels.items() if r):
+        head = [f"*{panel}*", ""] if panel and len(panels) > 1 else []
+        tables.append("\n".join([*head, "| option | meaning |", "|---|---|", *rows]))
+    return "\n\n".join(tables)
+
+
+def exit_codes_table() -> str:
+    """The table of exit codes."""
+    return "\n".join(["| code | meaning |", "|---|---|", *(f"| {code} | {meaning} |" for code, meaning in EXIT_CODES)])
+
+
+def layouts_table() -> str:
+    """The table of layouts."""
+    rows = (
+        f"| `{name}` | {layout.title} | {', '.join(layout.holds) or 'everything'} |"
+        for name, layout in layouts().items()
+    )
+    return "\n".join(["| name | what it is | holds |", "|---|---|---|", *rows])
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Called by mkdocs with the text of each page."""
+    markdown = re.sub(r"^<!-- options: (.+?) -->$", lambda m: options_table(m[1]), markdown, flags=re.MULTILINE)
+    return markdown.replace("<!-- exit-codes -->", exit_codes_table()).replace("<!-- layouts -->", layouts_table())
