@@ -473,6 +473,11 @@ class Reading:
                     f'{lacks.what} has no "{odd[0]}", and {has.what} has one. Every rank writes it, so the file is damaged or of '
                     "another version; fetch it again."
                 )
+            if other.tree.get("buffer_names") != first.tree["buffer_names"]:
+                raise Corrupt(
+                    f"{other.what}: buffer_names is {short(other.tree.get('buffer_names'))}, and {short(first.tree['buffer_names'])} "
+                    f"in {first.what}. Every rank writes the same, so one of the files is damaged or of another model."
+                )
         module = first.get("module", dict)
         aliases = tied(models)
         frozen = first.tree.get("frozen_param_shapes") or {}

@@ -48,6 +48,11 @@ def test_rows_in_any_order_and_empty_shards_of_ranks_without_a_share_are_sound()
     check(checkpoint(tensor((5, 3), *rows, chunk((2, 0), (2, 3), 40, 24))))
 
 
+def test_a_chunk_that_begins_beyond_64_bits_is_corrupt() -> None:
+    with pytest.raises(Corrupt, match="which no tensor reaches"):
+        Chunks(1).add((10**30,), (1,), 0, 0, 4)
+
+
 def test_a_grid_of_two_dimensions_is_sound() -> None:
     rows = [chunk((i, j), (1, 2), 16 * i + 8 * (j // 2), 8) for i in (0, 1) for j in (0, 2)]
     check(checkpoint(tensor((2, 4), *rows)))

@@ -147,7 +147,10 @@ class Chunks(Sequence[Chunk]):
             self.zstd = {**self.zstd, len(self.file): zstd}
         if strides is not None:
             self.strides = {**self.strides, len(self.file): strides}
-        self.start.extend(start)
+        try:
+            self.start.extend(start)
+        except OverflowError:
+            raise Corrupt(f"A chunk of a tensor begins at {list(start)[:8]}, which no tensor reaches.") from None
         self.shape.extend(shape)
         self.file.append(file)
         self.offset.append(offset)

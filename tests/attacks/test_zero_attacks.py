@@ -238,6 +238,7 @@ SHAPES: dict[str, Case] = {
     "no shared_params where a weight may be tied": Case(
         model2(lambda t: (t.pop("shared_params"), t["module"].update(ghost=torch.ones(5, 3)))[1]), Corrupt, 'no "shared_params" to say'
     ),
+    "other buffer_names on rank 1": Case(z3(lambda t: edit(t / MODEL3.format(1), put("buffer_names", None)), 2), Corrupt, "buffer_names is None, and"),
     "buffer_names of dicts": Case(model(put("buffer_names", [{"a": 1}])), Corrupt, "buffer_names"),
 }  # fmt: skip
 

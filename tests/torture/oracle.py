@@ -213,8 +213,14 @@ def dcp(path: Path) -> Tree:
     return out
 
 
+def _refuse_fifos(path: Path) -> None:
+    if odd := [p.name for p in path.iterdir() if p.is_fifo()]:
+        raise OSError(f"{odd[0]} is a FIFO, which safetensors would wait for")
+
+
 def dcp_safetensors(path: Path) -> Tree:
     """A DCP folder of safetensors files: parts by their names, put where .metadata says; torch's reader has no such thing."""
+    _refuse_fifos(path)
     meta = dcp_filesystem.FileSystemReader(path).read_metadata()
     out: Tree = {}
     for key, entry in meta.state_dict_metadata.items():
@@ -231,8 +237,7 @@ def dcp_safetensors(path: Path) -> Tree:
 
 def hf(path: Path) -> Tree:
     """safetensors files, one or those that an index names."""
-    if odd := [p.name for p in path.iterdir() if p.is_fifo()]:
-        raise OSError(f"{odd[0]} is a FIFO, which safetensors would wait for")
+    _refuse_fifos(path)
     index = path / "model.safetensors.index.json"
     if index.exists():
         of_file: dict[str, list[str]] = {}
@@ -273,7 +278,7 @@ def _module(models: list[Any], out: Tree) -> None:
     for name, t in models[0]["module"].items():
         if name in models[0]["buffer_names"] or (("model", name) not in out and t.numel()):
             out["model", name] = t
-    for name, shape in (models[0]["frozen_param_shapes"] or {}).items():
+    for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
         whole = torch.cat([m["frozen_param_fragments"][name].reshape(-1) for m in models])
         out["model", name] = whole[: torch.Size(shape).numel()].reshape(shape)
     for name, owner in models[0]["shared_params"].items():
