@@ -2,6 +2,7 @@
 
     CkpttoolError                 1     unexpected
     ├── UsageError                2  x  the command line or an argument makes no sense
+    │   └── MissingPackage        2  x  a package that only some installs have is needed
     ├── NotRecognised             3  x  no layout knows this path
     ├── Unsupported               3  x  known, but this layout or pair cannot do that
     ├── Corrupt                   4  x  incomplete, inconsistent or damaged
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 __all__ = [
     "EXIT_CODES", "CkpttoolError", "ContinuityFailed", "Corrupt", "DestinationExists", "Differs", "GateFailed",
-    "Interrupted", "Locked", "NoSpace", "NotRecognised", "RemoteError", "SourceChanged", "Unreadable", "Unsafe",
+    "Interrupted", "Locked", "MissingPackage", "NoSpace", "NotRecognised", "RemoteError", "SourceChanged", "Unreadable", "Unsafe",
     "Unsupported", "UsageError",
 ]  # fmt: skip
 
@@ -47,6 +48,10 @@ class UsageError(CkpttoolError):
 
     exit_code = 2
     keeps_work = False
+
+
+class MissingPackage(UsageError):
+    """A package that only some installs have is needed; the message has the command that installs it."""
 
 
 class NotRecognised(CkpttoolError):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool import bounded_json
 from ckpttool.audit.options import SEALED, SUFFIX, ArchiveOptions
 from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError
+from ckpttool.extras import need
 from ckpttool.formats import values
 from ckpttool.huggingface import model_files
 from ckpttool.index.checkpoint import Checkpoint, Chunks, TensorEntry, joined
@@ -153,6 +154,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         raise UsageError(f"{options.target}: name {kind} *{suffix}.")
     if how.key is not None:  # a key that cannot sign is told now, and not when everything is copied
         _signed([("x", "0" * 64)], options.target, how)
+    if how.recipients:
+        need("encryption", "pyrage")
     refuse_surrogates(ckpt.values)
     wanted = {n: replace(t, dtype=options.cast(n, t.dtype)) for n, t in ckpt.tensors.items()}
     mtime = _mtime(how, source)

@@ -33,7 +33,7 @@ from typing import Any
 
 from ckpttool import bounded_json
 from ckpttool.engine.fill import tensor_digests
-from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.errors import Corrupt, MissingPackage, Unsupported
 from ckpttool.formats import safetensors_header
 from ckpttool.huggingface import hub_names, model_files
 from ckpttool.index import boxes
@@ -300,7 +300,7 @@ def _relation(
         return None
     try:
         return hub_names.relate(config, None)
-    except Unsupported as e:
+    except (MissingPackage, Unsupported) as e:
         notes.append(f"names are kept as they are: {e}")
         return None
 
@@ -367,6 +367,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 
     Raises:
         Unsupported: there are no weights, config.json ties tensors whose bytes differ, or its model has other tensors.
+        MissingPackage: only transformers knows the names that this model has on the Hub.
     """
     if options.adapter:
         return _write_adapter(ckpt, source, options)
@@ -466,6 +467,13 @@ def _judged(
         return None
     try:
         relation = hub_names.relate(config, {k: t.shape for k, t in model.items()}, judge=True)
+    except MissingPackage as e:
+        if asks and not options.allow_name_mismatch:
+            raise MissingPackage(
+                f"{e}. Or write the weights under the names they have now: --allow-name-mismatch."
+            ) from None
+        notes.append(f"names are kept as they are, and were not compared with those of the model of config.json: {e}")
+        return None
     except Unsupported as e:
         notes.append(f"names are kept as they are, and were not compared with those of the model of config.json: {e}")
         return None

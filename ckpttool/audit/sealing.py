@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import CkpttoolError, Corrupt, UsageError
+from ..extras import missing
 from ..storage.source import Source
 
 __all__ = ["Sealer", "parse_identities", "parse_recipients", "unseal"]
@@ -422,5 +423,5 @@ def _library() -> Any:
     try:
         import pyrage
     except ImportError as e:
-        raise UsageError(f"encryption needs pyrage ({e}): pip install 'ckpttool[audit]'") from None
+        raise missing("encryption", "pyrage", why=str(e)) from None
     return pyrage

@@ -34,6 +34,7 @@ from typing import Any
 
 from .. import bounded_json
 from ..errors import Corrupt, Differs, Unsupported, UsageError
+from ..extras import missing
 
 __all__ = ["describe", "sign", "verify"]
 
@@ -329,7 +330,7 @@ def _library() -> Iterator[Any]:
         try:
             import model_signing
         except ImportError as e:
-            raise UsageError(f"signatures need model-signing ({e}): pip install 'ckpttool[audit]'") from None
+            raise missing("signing", "model_signing", why=str(e)) from None
         log = logging.getLogger("model_signing")
         if not log.handlers:
             log.addHandler(logging.NullHandler())

@@ -33,6 +33,7 @@ from ..errors import (
     Unsupported,
     UsageError,
 )
+from ..formats import safetensors_header
 from ..huggingface import adapters, model_files
 from ..index.checkpoint import ITEMSIZE, Checkpoint, TensorEntry, Unread, check, joined, strangers, twins
 from ..index.digests import merkle_root, roots
@@ -875,6 +876,7 @@ def _read_back(
             path, layout=target.name, config=None if target.name == "hf" else how.get("config"),
             allow_equal_ranks=True, allow_mixed_steps=True,
         ) as back:  # fmt: skip
+            safetensors_header.open_with_library(back.source, back.checkpoint.files)
             ckpt = back.locate()
             found = tensor_digests(
                 ckpt.tensors, back.source, ckpt.files, ckpt.records, progress, "verify", None, effort

@@ -45,6 +45,7 @@ from typing import Any, NamedTuple, cast
 
 from ..bounded_json import parse
 from ..errors import Corrupt, Unsupported
+from ..extras import need
 from ..formats.sandbox import in_child
 from ..huggingface.hub_names import meta_model
 from ..index import boxes
@@ -571,8 +572,11 @@ def names_of(config: Mapping[str, Any]) -> ModelNames:
     """Names and shapes of a Hugging Face model, from the model on the meta device, in a child process.
 
     Raises:
-        Unsupported: transformers is missing or does not know the architecture.
+        MissingPackage: transformers is not installed. Unsupported: it does not know the architecture.
     """
+    need(
+        f"asking for the parameters of model_type {config.get('model_type')!r} in their order", "torch", "transformers"
+    )
     try:
         answer = json.loads(_asked(json.dumps(config).encode()))
     except Corrupt as e:

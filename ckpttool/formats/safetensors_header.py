@@ -1,4 +1,5 @@
-"""Headers of safetensors files, read and written without the library, so that no tensor byte is touched.
+"""Headers of safetensors files, read and written without the library, so that no tensor byte is touched. What was written
+is opened once with the library.
 
     8 bytes   length n of the header, little-endian
     n bytes   JSON {name: {"dtype", "shape", "data_offsets": [begin, end)}, "__metadata__": {str: str}}
@@ -10,6 +11,7 @@ Source: the format section of the safetensors README and `Metadata::validate` in
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterable
 from math import prod
@@ -20,7 +22,7 @@ from ..errors import Corrupt, Unsafe, Unsupported
 from ..index.checkpoint import ITEMSIZE, MAX_NUMEL
 from ..storage.source import Source
 
-__all__ = ["CODES", "Slot", "announce", "header", "slots", "sort_key"]
+__all__ = ["CODES", "Slot", "announce", "header", "open_with_library", "slots", "sort_key"]
 
 #: safetensors' dtype code by torch's name, in the order the library sorts by (safetensors/src/tensor.rs, enum Dtype).
 CODES: dict[str, str] = {
@@ -83,6 +85,27 @@ def read_header(source: Source, file: str) -> tuple[dict[str, Slot], dict[str, s
     if 8 + n + at < size:
         raise Unsafe(f"{what}: {size - 8 - n - at} bytes follow the last tensor; something else is hidden in the file.")
     return {name: slot for _, _, name, slot in out}, meta
+
+
+def open_with_library(source: Source, files: Iterable[str]) -> None:
+    """Open the safetensors files among local files with the safetensors library, as every loader does. It maps a file and
+    reads its header, so this takes no memory for tensors.
+
+    Raises:
+        Corrupt: the library refuses one.
+    """
+    names = [f for f in files if f.endswith(".safetensors")]
+    if not names or not source.local:
+        return
+    from safetensors import SafetensorError, safe_open
+
+    for name in names:
+        path = os.path.join(source.root, name)
+        try:
+            with safe_open(path, framework="numpy"):
+                pass
+        except (SafetensorError, OSError) as e:
+            raise Corrupt(f"{path}: the safetensors library cannot open what was written ({e}).") from e
 
 
 def _encodable(name: str, what: str) -> None:

@@ -21,6 +21,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ..errors import Corrupt, Unsupported
+from ..extras import need
 from ..formats.sandbox import in_child
 
 __all__ = ["PLAIN", "Relation", "Verdict", "meta_model", "relate"]
@@ -75,8 +76,10 @@ def relate(config: dict[str, Any], tensors: dict[str, tuple[int, ...]] | None, j
     `judge`, whether the model of `config` loads them.
 
     Raises:
-        Unsupported: transformers is missing, does not know the architecture, or would compute instead of rename.
+        MissingPackage: transformers is not installed.
+        Unsupported: it does not know the architecture, or would compute instead of rename.
     """
+    need(f"asking how the Hub names the weights of model_type {config.get('model_type')!r}", "torch", "transformers")
     question = json.dumps({"config": config, "tensors": tensors, "judge": judge}).encode()
     try:
         answer = json.loads(_asked(question))

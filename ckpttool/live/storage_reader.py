@@ -38,6 +38,7 @@ from ..engine.fill import Progress, silent, tensor_digests
 from ..engine.recorded import other_digests
 from ..engine.stream import Decoder
 from ..errors import CkpttoolError, Corrupt, SourceChanged, Unsupported
+from ..extras import need
 from ..formats.pickles import Global, Opaque
 from ..formats.torch_zip import Inline, ZipRecord, zip_records
 from ..index import boxes
@@ -1016,6 +1017,7 @@ def storage_reader(
         NotRecognised, Unsupported, Corrupt, Unsafe: as errors.py tells them apart. What goes wrong inside dcp.load
             comes in torch's CheckpointException.
     """
+    need("loading into a live job", "torch")
     how = {
         "layout": layout, "config": config, "like": like, "flat_layout": flat_layout,
         "wrap": None if wrap is None else tuple(wrap), "tag": tag, "allow_equal_ranks": allow_equal_ranks,

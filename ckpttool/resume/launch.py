@@ -29,6 +29,7 @@ from .. import errors
 from ..engine.conversion import Opened
 from ..engine.conversion import open as open_checkpoint
 from ..errors import CkpttoolError, Interrupted, UsageError
+from ..extras import need
 from ..index.names import counted
 from .bounds import PROFILES
 from .settings import Settings, mesh_of, write_settings
@@ -105,6 +106,7 @@ def resume_verify(
     Raises:
         CkpttoolError: nothing could be judged; that training does not go on as before is in the report, not raised.
     """
+    need("resume-verify", "torch", *(() if job else ("transformers",)))
     if against is not None and reference is not None:
         raise UsageError("--against and --reference are two references; give one.")
     if profile not in PROFILES:

@@ -28,7 +28,8 @@ from itertools import islice
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
-from ..errors import CkpttoolError, Corrupt, RemoteError, SourceChanged, Unsafe, UsageError
+from ..errors import CkpttoolError, Corrupt, MissingPackage, RemoteError, SourceChanged, Unsafe, UsageError
+from ..extras import missing
 from .source import Identity, Source
 
 __all__ = [
@@ -45,7 +46,7 @@ _MOST = 1 << 20  # bytes of an announced range
 _LOOK = 4096  # announced ranges among which one that is read is looked for
 _GAP = 64 << 10  # bytes that are read in vain rather than with another request
 _KEPT = 32 << 20  # bytes of announced ranges that are kept
-_EXTRA = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+_PACKAGE = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 
 # Names of classes of aiohttp, botocore, httpx, requests, urllib3 and http.client; none of them need be installed.
@@ -141,10 +142,10 @@ def store_of(url: str) -> tuple[Any, str, str]:
 
         fs, path = url_to_fs(url, **options)
     except ImportError:
-        extra = _EXTRA.get(scheme)
-        how = f"pip install 'ckpttool[{extra}]'" if extra else f"install fsspec's package for {scheme}://"
-        how = "pip install aiohttp" if scheme in ("http", "https") else how
-        raise UsageError(f"{scheme}:// needs a package that is not installed: {how}") from None
+        if scheme in _PACKAGE:
+            raise missing(f"{scheme}://", _PACKAGE[scheme]) from None
+        how = "pip install aiohttp" if scheme in ("http", "https") else f"install fsspec's package for {scheme}://"
+        raise MissingPackage(f"{scheme}:// needs a package that is not installed: {how}") from None
     except ValueError as e:
         raise UsageError(f"{shown(url)}: {words(e)}.") from None
     except OSError as e:  # some stores (ftp) are asked for at once

@@ -1,0 +1,42 @@
+"""Packages that only some installs have, and what to type where one is missing.
+
+`pip install ckpttool` brings what conversions need. What needs more says so before it starts.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from .errors import MissingPackage
+
+__all__ = ["installed", "missing", "need"]
+
+#: The extra of ckpttool that brings a package, by the name that it is imported by.
+_EXTRA = {
+    "torch": "torch", "transformers": "torch", "model_signing": "audit", "pyrage": "audit", "s3fs": "s3", "gcsfs": "gcs",
+}  # fmt: skip
+
+
+def installed(package: str) -> bool:
+    """Whether a package can be imported; it is not imported."""
+    return find_spec(package) is not None
+
+
+def missing(what: str, *packages: str, why: str = "") -> MissingPackage:
+    """The error for `what`, the subject of the sentence, which needs `packages` that all come with one extra."""
+    names = " and ".join(p.replace("_", "-") for p in packages)
+    verb = "are" if len(packages) > 1 else "is"
+    reason = f" ({why})" if why else ""
+    return MissingPackage(
+        f"{what} needs {names}, which {verb} not installed{reason}: pip install 'ckpttool[{_EXTRA[packages[0]]}]'"
+    )
+
+
+def need(what: str, *packages: str) -> None:
+    """Refuse to start `what` where packages that it needs are missing.
+
+    Raises:
+        MissingPackage: with the command that installs them.
+    """
+    if absent := [p for p in packages if not installed(p)]:
+        raise missing(what, *absent)
