@@ -23,13 +23,12 @@ def installed(package: str) -> bool:
 
 
 def missing(what: str, *packages: str, why: str = "") -> MissingPackage:
-    """The error for `what`, the subject of the sentence, which needs `packages` that all come with one extra."""
+    """The error for `what`, the subject of the sentence, which needs `packages` that all come with one extra; `why` they
+    cannot be imported, where they are installed."""
     names = " and ".join(p.replace("_", "-") for p in packages)
-    verb = "are" if len(packages) > 1 else "is"
-    reason = f" ({why})" if why else ""
-    return MissingPackage(
-        f"{what} needs {names}, which {verb} not installed{reason}: pip install 'ckpttool[{_EXTRA[packages[0]]}]'"
-    )
+    state = f"cannot be imported ({why})" if why and all(map(installed, packages)) else "not installed"
+    verb = "" if state.startswith("cannot") else "are " if len(packages) > 1 else "is "
+    return MissingPackage(f"{what} needs {names}, which {verb}{state}: pip install 'ckpttool[{_EXTRA[packages[0]]}]'")
 
 
 def need(what: str, *packages: str) -> None:

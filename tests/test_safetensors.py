@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 
+import ckpttool
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe, Unsupported
 from ckpttool.formats import safetensors_header
 from ckpttool.index.checkpoint import ITEMSIZE
@@ -186,6 +188,36 @@ def test_what_the_library_refuses_is_refused_by_us_and_hardly_more(name: str) ->
     if name not in stricter:
         with pytest.raises((SafetensorError, KeyError, ValueError, TypeError)):
             safetensors.torch.load(REFUSED[name][0])
+
+
+def test_what_was_written_is_opened_with_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    there = safetensors.safe_open
+
+    def refuse_the_third(path: str, framework: str) -> Any:
+        opened.append(Path(path).name)
+        if len(opened) == 3:
+            raise SafetensorError("not this one")
+        return there(path, framework=framework)
+
+    source = Path(__file__).parents[1] / "fixtures" / "fsdp2_w3" / "ckpt"
+    monkeypatch.setattr(safetensors, "safe_open", refuse_the_third)
+    with pytest.raises(Corrupt, match=r"the safetensors library cannot open what was written \(not this one\)"):
+        ckpttool.convert(source, tmp_path / "out", to="hf", max_shard_bytes=20_000)
+    assert opened == sorted(set(opened)) and all(n.startswith("model-0000") for n in opened)
+    assert list(tmp_path.iterdir()) == []
+    ckpttool.convert(source, tmp_path / "out", to="hf")
+    assert opened[3:] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("dtype", safetensors_header.CODES)
+def test_the_library_opens_every_dtype_that_is_written(tmp_path: Path, dtype: str) -> None:
+    head = safetensors_header.header(
+        [("x", dtype, (2,)), ("zero", dtype, ()), ("empty", dtype, (0, 3))], {"format": "pt"}
+    )
+    (tmp_path / "f.safetensors").write_bytes(head + bytes(3 * ITEMSIZE[dtype]))
+    with Source(tmp_path) as source:
+        safetensors_header.open_with_library(source, ["f.safetensors", "other.bin"])
 
 
 def test_empty_tensors_anywhere_are_read(tmp_path: Path) -> None:

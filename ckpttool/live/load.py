@@ -24,6 +24,7 @@ from typing import Any
 
 from ..engine.fill import Progress
 from ..errors import CkpttoolError, Unsupported, UsageError
+from ..extras import need
 from ..formats.pickles import short
 from ..index.checkpoint import TensorEntry, Value, joined, same_bytes
 from ..index.names import nest, strip_wrappers
@@ -93,6 +94,7 @@ def load(
         Unsupported: checkpoint and job do not fit; all differences are in the message, and nothing was changed.
         NotRecognised, Corrupt, Unsafe: as errors.py tells them apart.
     """
+    need("loading into a live job", "torch")
     started = time.monotonic()
     reader: Any = None
     job: _Job | None = None
