@@ -28,7 +28,7 @@ tools: $(VENV)/.done
 	sh tests/tools.sh "$(CURDIR)/$(BIN)"
 
 test: $(VENV)/.engines tools lint
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -q -n 2 --dist loadgroup
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -q -n 2 --durations=20
 
 # Mutated checkpoints with torch as the oracle, failing system calls, kills: MINUTES=1 is a look, 30 the real thing.
 torture: $(VENV)/.engines

@@ -1,12 +1,18 @@
-"""What all tests share: hypothesis without clocks or dice, and a file that only executed code would make."""
+"""What all tests share: hypothesis without clocks or dice, what runs where, and a file that only executed code would make."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import answers
 import pytest
 from hypothesis import HealthCheck, settings
+
+from ckpttool.engine import flat_layout
+from ckpttool.huggingface import hub_names
 
 # A job in the background of a shell has SIGINT ignored, and hands that on to every child that a test interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -23,6 +29,46 @@ settings.register_profile(
 )
 settings.register_profile("long", settings.get_profile("default"), derandomize=False, max_examples=5000)
 settings.load_profile("default")
+
+
+#: Files that launch ranks, in one worker, so that no other one waits for its turn (ranks.one_at_a_time), and there is one
+#: nursery for each rank. They begin first, since they take longest.
+LAUNCHING = ("test_faults.py", "test_reader.py", "test_live.py", "test_resume.py", "test_readme.py", "test_trainers.py")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file of tests is run by one worker, which makes what its tests share once.
+
+    `--dist loadgroup` does not do it: pytest-xdist 3.8 marks groups by a private attribute that pytest 9.2 has not.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "live" if file.endswith(LAUNCHING) else "gpu" if "/gpu/" in file else file
+
+    config.option.loadscopereorder = False  # as pytest collects them: launching ones first
+    return ByFile(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What launches ranks comes first."""
+    items.sort(key=lambda item: not item.path.name.endswith(LAUNCHING))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _answers(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[None]:
+    """All workers and ranks of a run share what transformers answers to one question."""
+    root = tmp_path_factory.getbasetemp()
+    folder = (root if worker_id == "master" else root.parent) / "answers"
+    folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ANSWERS", str(folder))
+        for module in (hub_names, flat_layout):
+            patch.setattr(module, "in_child", answers.asked_once)
+        yield
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import ckpttool_here
 from peers import FIXTURES, REPOSITORY, difference, files_of, load_dcp, load_full, load_hf
 
 import ckpttool
@@ -22,10 +23,24 @@ GROUPS = FIXTURES / "fsdp2_w2_groups" / "ckpt"
 W3 = FIXTURES / "fsdp2_w3" / "ckpt"
 
 
-def run(*args: object) -> subprocess.CompletedProcess[str]:
+run = ckpttool_here
+
+
+def started(*args: object) -> subprocess.CompletedProcess[str]:
+    """The program as a process of its own."""
     return subprocess.run(
-        [sys.executable, "-m", "ckpttool", *map(str, args)], capture_output=True, text=True, cwd=REPOSITORY
+        [Path(sys.executable).parent / "ckpttool", *map(str, args)], capture_output=True, text=True, cwd=REPOSITORY
     )
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["digest", W3], ["digest", W3, "--json"], ["inspect"], ["inspect", REPOSITORY / "docs"], ["diff", W3, LLAMA, "--json"],
+     ["inspect", W3, "--no-such-option"], ["layouts"], ["digest", REPOSITORY / "nowhere", "--json"]],
+)  # fmt: skip
+def test_the_program_does_in_a_process_of_its_own_what_it_does_in_that_of_the_tests(args: list[object]) -> None:
+    here, there = run(*args), started(*args)
+    assert (here.returncode, here.stdout, here.stderr) == (there.returncode, there.stdout, there.stderr)
 
 
 def fails(code: int, *args: object) -> str:

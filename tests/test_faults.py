@@ -4,17 +4,16 @@ A real FSDP2 job of 4 ranks (tests/live/faults.py) saves after 20 steps and goes
 of `faulty.FAULTS`, and each is resumed and judged three times: with everything known (--against the original), with the
 numbers of the run alone, and against the recorded trajectory. `pytest tests/test_faults.py -s` prints the table.
 
-Starting torch takes most of the time, so all runs of one world size share a launch.
+Starting torch takes most of the time, so all runs of one world size share a launch. A run costs 0.5 s of CPU at world
+size 1 and 1.8 s at 2: a fault that is about ranks runs at 2, any other at 1. The real torchrun is in test_resume.py.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import struct
 import subprocess
-import sys
 import zipfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import ckpttool_here
 from faulty import FAULTS, IN_BF16, Fault
 from live.faults import GLOBAL, MICRO, SAVED, SEQUENCE, TIED
 from peers import REPOSITORY
@@ -39,8 +39,7 @@ from ckpttool.resume.trace import Trace, read_reference
 from ckpttool.resume.verdict import Cause, Check, Report
 from fixtures import jobs
 
-# in the worker of test_live, so that the others do not wait for the lock
-pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.xdist_group("live")]
+pytestmark = [pytest.mark.live, pytest.mark.slow]
 
 JOB = str(REPOSITORY / "tests" / "live" / "faults.py")
 STEPS = 2  # the first, and one after an update
@@ -111,6 +110,9 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Original:
 
 # -------------------------------------------------------------------------------------------------------------- faults
 
+#: Faults of no single shard that another number of ranks could hide.
+ABOUT_RANKS = ("gradients summed", "half the global batch", "data one batch ahead", "untied, with equal values")
+
 
 def spoiled(fault: Fault, original: Original, place: Path) -> Path:
     """The checkpoint with the fault; in the shards of 4 ranks where one of them is to blame."""
@@ -128,7 +130,7 @@ def spoiled(fault: Fault, original: Original, place: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def faulty(original: Original, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Every fault, and the references of --against, on 2 ranks."""
+    """The references of --against on 2 ranks, faults of shards and of ranks on 2, all other faults on 1."""
     folder = tmp_path_factory.mktemp("faulty")
     tied = {"source": str(original.folder / "tied"), "start": TIED}
     plan = {
@@ -137,12 +139,14 @@ def faulty(original: Original, tmp_path_factory: pytest.TempPathFactory) -> Runs
         "tied": original.by_job(2, "tied", reread=False, **tied),
     }
     for i, (name, fault) in enumerate(FAULTS.items()):
-        run = original.by_job(2, fault.job) if fault.job else original.by_config(2)
+        world = 2 if fault.rank is not None or name in ABOUT_RANKS else 1
+        run = original.by_job(world, fault.job) if fault.job else original.by_config(world)
         source = str(spoiled(fault, original, folder / str(i)))
         plan[name] = replace(run, **{**(tied if fault.tied else {}), **fault.settings, "source": source})
     plan["job, bf16"] = replace(plan["job"], dtype="bf16")
     plan |= {f"{name}, bf16": replace(plan[name], dtype="bf16", reread=False) for name in IN_BF16}
-    return Runs(plan).launch(folder / "launch")
+    by_world = sorted(plan.items(), key=lambda item: item[1].world_size)  # neighbours share a launch
+    return Runs(dict(by_world)).launch(folder / "launch")
 
 
 @dataclass
@@ -281,11 +285,10 @@ def benign(original: Original, tmp_path_factory: pytest.TempPathFactory) -> Runs
     folder = tmp_path_factory.mktemp("benign")
     plan: dict[str, Settings] = {}
     for world in (1, 3, 4):
-        here = {
-            "fp32": original.by_job(world, steps=4, scratch=str(folder)),
-            "bf16": original.by_job(world, steps=4, dtype="bf16"),
-            "fp32, by config": original.by_config(world, steps=4),
-        }
+        here = {"fp32": original.by_job(world, steps=4, scratch=str(folder))}
+        if world < 4:
+            here["bf16"] = original.by_job(world, steps=4, dtype="bf16")
+            here["fp32, by config"] = original.by_config(world, steps=4)
         if world == 1:
             here["fp32, 12 rows a pass"] = original.by_job(1, micro_batch=12)
             here["bf16, 12 rows a pass"] = original.by_job(1, micro_batch=12, dtype="bf16")
@@ -302,7 +305,6 @@ def benign(original: Original, tmp_path_factory: pytest.TempPathFactory) -> Runs
             for name, path in layouts(original, folder).items():
                 here[f"fp32, {name}"] = original.by_config(1, source=str(path))
         if world == 4:
-            here["fp32, HSDP"] = original.by_job(4, mesh={"dp_replicate": 2, "dp_shard": 2})
             here["bf16, HSDP"] = original.by_job(4, mesh={"dp_replicate": 2, "dp_shard": 2}, dtype="bf16")
             here["fp32, TP"] = original.by_job(4, mesh={"dp_shard": 2, "tp": 2})
         plan |= {f"{world}: {name}": run for name, run in here.items()}
@@ -310,11 +312,11 @@ def benign(original: Original, tmp_path_factory: pytest.TempPathFactory) -> Runs
 
 
 BENIGN = [
-    *(f"{w}: {what}" for w in (1, 3, 4) for what in ("fp32", "bf16", "fp32, by config")),
+    *(f"{w}: {what}" for w in (1, 3) for what in ("fp32", "bf16", "fp32, by config")), "4: fp32",
     *(f"1: {d}, {what}" for d in ("fp32", "bf16") for what in ("12 rows a pass", "checkpointing")),
     "1: fp32, tied", "1: fp32, tied, by config",
     *(f"1: fp32, {layout}" for layout in ("dcp of 3 ranks", "full", "zero3", "universal", "fsdp1", "audit")),
-    "4: fp32, HSDP", "4: bf16, HSDP", "4: fp32, TP",
+    "4: bf16, HSDP", "4: fp32, TP",
 ]  # fmt: skip
 
 
@@ -334,7 +336,7 @@ def test_a_run_with_nothing_wrong_passes_against_the_original_at_another_world_s
     name: str, benign: Runs, faulty: Runs
 ) -> None:
     if "bf16" in name:
-        reference = benign.traces["3: bf16" if name != "3: bf16" else "4: bf16"]
+        reference = benign.traces["3: bf16" if name != "3: bf16" else "1: bf16"]
     else:
         reference = faulty.traces["tied" if "tied" in name else "config" if benign.plan[name].job is None else "job"]
     checks, _ = judge(reference, benign.traces[name])
@@ -371,23 +373,11 @@ def test_calibration_between_two_accumulations_leaves_the_bounds_as_sharp_as_the
 
 
 def command(*words: object) -> subprocess.CompletedProcess[str]:
-    """`ckpttool resume-verify`, as a person runs it."""
-    given = [
-        "--device",
-        "cpu",
-        "--steps",
-        STEPS,
-        "--global-batch",
-        GLOBAL,
-        "--micro-batch",
-        MICRO,
-        "--sequence",
-        SEQUENCE,
-    ]
-    with one_at_a_time():
-        return subprocess.run(
-            [sys.executable, "-m", "ckpttool", "resume-verify", *map(str, [*words, *given])],
-            capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    """`ckpttool resume-verify`, with ranks from the nurseries."""
+    with one_at_a_time(), forked():
+        return ckpttool_here(
+            "resume-verify", *words, "--device", "cpu", "--steps", STEPS, "--global-batch", GLOBAL,
+            "--micro-batch", MICRO, "--sequence", SEQUENCE,
         )  # fmt: skip
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from ckpttool.engine.conversion import convert
 from ckpttool.engine.conversion import open as open_checkpoint
 from ckpttool.engine.diff import diff
 from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.huggingface.hub_names import PLAIN
 
 WITH_REFERENCE = [o for o in ALL if o.config is not None]
 HUB = [o for o in ALL if o.saved_as in ("hf", "hf_with_index")]
@@ -85,22 +84,13 @@ def test_shards_of_a_training_checkpoint_are_those_of_save_pretrained_of_the_liv
     assert sorted(files_of(tmp_path / "out")) == sorted(files_of(wanted))
 
 
-SAVE = """
-import sys, transformers
-transformers.logging.set_verbosity_error()
-transformers.logging.disable_progress_bar()
-model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto")
-for size in sys.argv[3:]:
-    model.save_pretrained(f"{sys.argv[2]}/{size}", max_shard_size=int(size))
-"""
-
-
 @pytest.mark.parametrize("case", ["hf_llama", "hf_tied", "hf_moe"])
 def test_shards_and_index_are_those_of_save_pretrained_at_every_size(case: str, tmp_path: Path) -> None:
     sizes = ["1", "20000"] if case == "hf_moe" else ["1", "5000", "9432", "20000", "40000", "1000000"]
     source = FIXTURES / case / "ckpt"
-    subprocess.run([sys.executable, "-c", SAVE, str(source), str(tmp_path), *sizes], check=True, capture_output=True)
+    model, _ = from_pretrained(source)
     for size in sizes:
+        model.save_pretrained(tmp_path / size, max_shard_size=int(size))
         out = tmp_path / f"ours-{size}"
         ckpttool.convert(source, out, to="hf", max_shard_bytes=int(size))
         found, wanted = files_of(out), files_of(tmp_path / size)
@@ -149,23 +139,21 @@ def test_tokenizer_files_come_along_and_code_and_weights_beside_them_do_not(tmp_
 
 
 def test_architectures_taken_for_plain_have_the_same_names_in_memory_and_on_the_hub() -> None:
-    code = """
-import transformers, torch
-from ckpttool.huggingface.hub_names import PLAIN
-from transformers.core_model_loading import revert_weight_conversion
-small = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-             num_key_value_heads=2, head_dim=8, n_embd=16, n_layer=2, n_head=2, n_positions=8, ffn_dim=16, pad_token_id=0,
-             word_embed_proj_dim=16, max_position_embeddings=16)
-for kind in sorted(PLAIN):
-    config = transformers.AutoConfig.for_model(kind, **small)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    state = dict(model.state_dict())
-    assert set(revert_weight_conversion(model, dict(state))) == set(state), kind
-print(len(PLAIN))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+
+    small: dict[str, Any] = {
+        "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 8, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8, "ffn_dim": 16,
+        "pad_token_id": 0, "word_embed_proj_dim": 16, "max_position_embeddings": 16,
+    }  # fmt: skip
+    assert PLAIN
+    for kind in sorted(PLAIN):
+        config = transformers.AutoConfig.for_model(kind, **small)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        state = dict(model.state_dict())
+        assert set(revert_weight_conversion(model, dict(state))) == set(state), kind
 
 
 # -------------------------------------------------------------------------------------------- which files are the model

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import ckpttool_here
 from hub import OWNER, STRANGER, Hub
 from huggingface_hub import (
     CommitOperationAdd,
@@ -74,8 +75,7 @@ def digest(path: object) -> Any:
     return ckpttool.digest(str(path))["digest"]
 
 
-def command(*args: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "ckpttool", *map(str, args)], capture_output=True, text=True)
+command = ckpttool_here
 
 
 # ---------------------------------------------------------------------------------------------------- the real client

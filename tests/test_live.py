@@ -21,13 +21,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from peers import FIXTURES, REPOSITORY, difference, load_dcp, tensors_of
-from ranks import NURSERIES, one_at_a_time, torchrun
+from ranks import ENVIRONMENT, NURSERIES, one_at_a_time, torchrun
 from safetensors.torch import load_file
 
 import ckpttool
 
-# in one worker of pytest, so that the others do not wait for the lock, and there is one nursery for each rank
-pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.xdist_group("live")]
+pytestmark = [pytest.mark.live, pytest.mark.slow]
 
 
 class Target(NamedTuple):
@@ -303,13 +302,14 @@ REMADE = {
 
 @pytest.mark.parametrize("case", REMADE)
 def test_a_fixture_that_is_made_anew_by_a_real_job_converts_like_the_one_in_the_repository(
-    case: str, tmp_path: Path
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    world = json.loads((FIXTURES / case / "case.json").read_text())["world_size"]
     with one_at_a_time():
-        done = subprocess.run(
-            [sys.executable, str(FIXTURES / "make.py"), case, "--out", str(tmp_path)], capture_output=True, text=True
-        )
-    assert done.returncode == 0, done.stderr[-4000:]
+        words = [str(FIXTURES / "make.py"), "--worker", case]
+        statuses = NURSERIES.launch(world, words, tmp_path / "log", **ENVIRONMENT, PYTHONWARNINGS="ignore")
+    assert not any(statuses), (tmp_path / "log").read_text()[-4000:]
     made = tmp_path / case
     described = made / "flat_layout.json"
     ckpttool.convert(

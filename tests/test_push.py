@@ -30,6 +30,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from commands import ckpttool_here
 from hub import OWNER, STRANGER, Hub
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import close_session
@@ -107,8 +108,7 @@ def commits(hub: Hub) -> list[str]:
     return [c.title for c in hub.api().list_repo_commits("org/name")]
 
 
-def command(*args: object, **how: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "ckpttool", *map(str, args)], capture_output=True, text=True, **how)
+command = ckpttool_here
 
 
 def nothing_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,54 +76,47 @@ def can_be_split(o: Original) -> bool:
 #: torch cannot put a flattened optimizer back together when a parameter has no state.
 NOT_FLAT = {"awkward_w3", "zero3_w3_fresh"}
 
-#: name -> (ranks, mesh, ways to load, whether all models are sharded so: not all can with TP, and replicas are no other case)
-JOBS: dict[str, tuple[int, dict[str, int], tuple[str, ...], bool]] = {
-    "1 rank": (1, {"dp": 1}, ("dcp",), True),
-    "2 ranks": (2, {"dp": 2}, ("load", "dcp", "flat", "bare"), True),
-    "3 ranks": (3, {"dp": 3}, ("load", "dcp"), True),
-    "4 ranks": (4, {"dp": 4}, ("load",), True),
-    "HSDP 2 x 2": (4, {"replicate": 2, "shard": 2}, ("dcp",), False),
-    "FSDP 2 x TP 2": (4, {"dp": 2, "tp": 2}, ("load", "dcp", "bare"), False),
-}
-
-
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder in which the ranks of all jobs share what transformers answers to one question."""
-    folder = tmp_path_factory.mktemp("answers")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ANSWERS", str(folder))
-        yield folder
+#: name -> (ranks, mesh, {way to load: which of the checkpoints, a slice of them}, whether all models are sharded so: not all
+#: can with TP, and replicas are no other case). Every checkpoint is loaded by ours at 3 ranks and by dcp.load at 2; other
+#: meshes and ways take turns, since what they change does not depend on the layout.
+JOBS: dict[str, tuple[int, dict[str, int], dict[str, slice], bool]] = {
+    "1 rank": (1, {"dp": 1}, {"dcp": slice(0, None, 4)}, True),
+    "2 ranks": (2, {"dp": 2}, {"dcp": slice(None), "flat": slice(1, None, 3), "bare": slice(2, None, 4)}, True),
+    "3 ranks": (3, {"dp": 3}, {"load": slice(None), "dcp": slice(3, None, 6)}, True),
+    "4 ranks": (4, {"dp": 4}, {"load": slice(0, None, 5)}, True),
+    "HSDP 2 x 2": (4, {"replicate": 2, "shard": 2}, {"dcp": slice(0, None, 2)}, False),
+    "FSDP 2 x TP 2": (
+        4, {"dp": 2, "tp": 2}, {"load": slice(0, None, 2), "dcp": slice(1, None, 2), "bare": slice(0, None, 3)}, False,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.live
 @pytest.mark.slow
-@pytest.mark.xdist_group("live")
 @pytest.mark.parametrize("name", JOBS)
-def test_a_live_job_filled_from_every_layout_holds_the_truth_and_trains_on(
-    name: str, tmp_path: Path, answers: Path
-) -> None:
+def test_a_live_job_filled_from_every_layout_holds_the_truth_and_trains_on(name: str, tmp_path: Path) -> None:
     world, mesh, ways, every = JOBS[name]
     words: list[str] = []
     labels: list[str] = []
-    for o in [*ORIGINALS, *FLAT]:
-        for way in ways if every or can_be_split(o) else ():
-            if way != "flat" or o.case not in NOT_FLAT:
-                how = {**o.how, **({"config": o.config} if o.config else {})}
-                words += [str(o.folder), str(o.path), json.dumps({"way": way, "how": how, "mesh": mesh})]
-                labels.append(f"{o.label} {way}")
+    possible = [o for o in [*ORIGINALS, *FLAT] if every or can_be_split(o)]
+    for way, some in ways.items():
+        for o in [o for o in possible if way != "flat" or o.case not in NOT_FLAT][some]:
+            how = {**o.how, **({"config": o.config} if o.config else {})}
+            words += [str(o.folder), str(o.path), json.dumps({"way": way, "how": how, "mesh": mesh})]
+            labels.append(f"{o.label} {way}")
     out = tmp_path / "verdicts.json"
     said = torchrun(world, "reader_jobs.py", *words, "--out", str(out))
     assert out.exists(), said[-4000:]
     verdicts = dict(zip(labels, json.loads(out.read_text()), strict=True))
     assert {label: v for label, v in verdicts.items() if not v["ok"]} == {}
-    assert len(verdicts) >= (19 if every else 8) * len(ways)
-    assert not every or any(answers.iterdir()), "a model with fused experts is asked for"
+    assert len(verdicts) > 3
+    if name == "3 ranks":
+        assert len({label.split()[0] for label in labels}) == len(possible) > 40, "every checkpoint there is"
+        assert os.listdir(os.environ["ANSWERS"]), "a model with fused experts is asked for"
 
 
 @pytest.mark.live
 @pytest.mark.slow
-@pytest.mark.xdist_group("live")
 def test_the_judge_of_these_jobs_sees_a_checkpoint_whose_bytes_are_others(tmp_path: Path) -> None:
     case = FIXTURES / "fsdp2_w3"
     shutil.copytree(case / "ckpt", tmp_path / "ckpt")

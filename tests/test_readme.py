@@ -162,7 +162,6 @@ def test_the_readme_is_one_page() -> None:
 
 @PUTS
 @pytest.mark.slow
-@pytest.mark.xdist_group("live")
 def test_every_command_of_the_readme_runs_and_then_its_python(
     desk: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,7 +205,6 @@ GUIDES = {
 
 @pytest.mark.live
 @pytest.mark.slow
-@pytest.mark.xdist_group("live")
 def test_the_lines_of_every_migration_guide_resume_in_the_engine_they_are_for(
     desk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -586,7 +586,6 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield b
 
 
-@pytest.mark.xdist_group("chromium")
 @every_report
 def test_a_browser_shows_the_page(make: Callable[[], Report], chromium: Browser, tmp_path: Path) -> None:
     """Nothing on the console, nothing refused, nothing executed, no overflow, charts to be seen: wide, narrow, dark."""
@@ -609,7 +608,6 @@ def test_a_browser_shows_the_page(make: Callable[[], Report], chromium: Browser,
     assert chromium.console() == []
 
 
-@pytest.mark.xdist_group("chromium")
 def test_a_hole_in_a_page_would_be_seen(chromium: Browser, tmp_path: Path) -> None:
     """That the test above can fail: pages that do not escape, and that load something."""
     path = tmp_path / "report.html"
@@ -621,7 +619,6 @@ def test_a_hole_in_a_page_would_be_seen(chromium: Browser, tmp_path: Path) -> No
     assert "Content Security Policy" in " ".join(chromium.console())
 
 
-@pytest.mark.xdist_group("chromium")
 def test_what_moves_in_a_page(chromium: Browser, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     path.write_text(page(failing()))
@@ -647,7 +644,6 @@ def test_what_moves_in_a_page(chromium: Browser, tmp_path: Path) -> None:
     assert chromium.console() == []
 
 
-@pytest.mark.xdist_group("chromium")
 @pytest.mark.parametrize("dark", [False, True])
 def test_every_text_stands_out_from_what_is_behind_it(chromium: Browser, tmp_path: Path, dark: bool) -> None:
     """Contrast of 4.5 and more (WCAG AA), for every text that is shown."""

@@ -1,4 +1,9 @@
-"""`ckpttool resume-verify` as a user meets it: jobs of one's own, other launchers, dropout, gates, signals, refusals."""
+"""`ckpttool resume-verify` as a user meets it: jobs of one's own, other launchers, dropout, gates, signals, refusals.
+
+Ranks come from the nurseries of ranks.py, except in the tests that need the real program and the real torchrun: one where
+torchrun starts the program, one where the program starts torchrun and its job fails, one that is stopped by a signal, and
+one of a Python caller.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import one_at_a_time
+from commands import ckpttool_here
+from ranks import forked, one_at_a_time
 
 from ckpttool.resume.trace import line
 from fixtures import jobs
@@ -23,7 +29,7 @@ FIXTURES = REPOSITORY / "fixtures"
 JOBS = REPOSITORY / "tests" / "live" / "verify_job.py"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "160"}
 
-pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.xdist_group("live")]
+pytestmark = [pytest.mark.live, pytest.mark.slow]
 
 
 def command(*args: Any, launcher: tuple[str, ...] = ()) -> list[str]:
@@ -32,12 +38,22 @@ def command(*args: Any, launcher: tuple[str, ...] = ()) -> list[str]:
     return [*words, "resume-verify", *map(str, args)]
 
 
-def verify(*args: Any, launcher: tuple[str, ...] = ()) -> tuple[int, dict[str, Any], str]:
-    """(exit code, what --json printed, stderr)."""
+def started(*args: Any, launcher: tuple[str, ...] = ()) -> tuple[int, dict[str, Any], str]:
+    """The same as `verify`, by the real program and the real torchrun."""
     with one_at_a_time():
         done = subprocess.run(
             command(*args, "--json", launcher=launcher), capture_output=True, text=True, check=False, env=ENVIRONMENT
         )
+    return parsed(done)
+
+
+def verify(*args: Any) -> tuple[int, dict[str, Any], str]:
+    """(exit code, what --json printed, stderr)."""
+    with one_at_a_time(), forked():
+        return parsed(ckpttool_here("resume-verify", *args, "--json"))
+
+
+def parsed(done: subprocess.CompletedProcess[str]) -> tuple[int, dict[str, Any], str]:
     assert "Traceback" not in done.stderr, done.stderr
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout), done.stderr
@@ -99,7 +115,7 @@ def test_a_job_on_meta_with_a_scheduler_and_a_loss_goes_on_with_its_learning_rat
 def test_torchrun_may_start_it_and_rank_0_alone_speaks(config: Path, tmp_path: Path) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     source = FIXTURES / "fsdp2_w2_groups" / "ckpt"
-    code, report, said = verify(
+    code, report, said = started(
         source, "--against", source, "--config", config, *SMALL, "--scratch", tmp_path, launcher=torchrun
     )
     assert code == 0 and report["verdict"] == "pass", failures(report)
@@ -153,7 +169,8 @@ def test_gates_calibration_and_metrics(config: Path, tmp_path: Path) -> None:
      ("odd", 2, "asks for tokenizer"), ("none", 2, "has no function none")],
 )  # fmt: skip
 def test_a_job_that_cannot_be_built_ends_with_a_sentence(job: str, code: int, said: str) -> None:
-    got, report, _ = verify(FIXTURES / "awkward_w3" / "ckpt", "--job", f"{JOBS}:{job}")
+    run = started if job == "broken" else verify
+    got, report, _ = run(FIXTURES / "awkward_w3" / "ckpt", "--job", f"{JOBS}:{job}")
     assert got == code and said in report["error"]["message"]
     if code == 1:
         log = Path(report["error"]["message"].rpartition(" ")[2].rstrip("."))
@@ -198,6 +215,7 @@ def test_a_python_caller_gets_the_report(config: Path) -> None:
         report = ckpttool.resume_verify(
             source,
             config=str(config),
+            world_size=2,
             steps=1,
             global_batch=2,
             sequence=8,

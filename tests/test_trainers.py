@@ -31,7 +31,6 @@ NATIVE = [5.080857594807942, 5.095510482788086, 5.044637362162272]
 
 @pytest.mark.live
 @pytest.mark.slow
-@pytest.mark.xdist_group("live")
 def test_lightning_goes_on_at_another_world_size_as_it_does_from_its_own_folder(tmp_path: Path) -> None:
     ckpttool.convert(LIGHTNING, tmp_path / "ckpt", to="dcp", world_size=3, drop=True)
     shutil.copy(LIGHTNING / "meta.pt", tmp_path / "ckpt")

@@ -13,6 +13,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.gpu)
-            item.add_marker(pytest.mark.xdist_group("gpu"))
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
