@@ -315,6 +315,22 @@ def test_the_prose_of_a_command_names_no_option_that_no_command_has() -> None:
     assert set(re.findall(r"`(--[a-z-]+)", CLI + README)) <= known
 
 
+def test_every_command_line_of_every_page_has_only_options_that_are_there() -> None:
+    """Also of pages whose commands do not run in a test, because their paths are those of a cluster."""
+    wrong = []
+    for page, text in {**PAGES, "README.md": README}.items():
+        for line in (line for line in command_lines(text) if line.startswith("ckpttool ")):
+            words = shlex.split(line, comments=True)[1:]
+            name = next(
+                (n for n in sorted(COMMANDS, key=len, reverse=True) if words[: len(n.split())] == n.split()), ""
+            )
+            known = {o for p in COMMANDS[name].params for o in (*p.opts, *p.secondary_opts)} if name else set()
+            wrong += [
+                f"{page}: {w}" for w in words if w.startswith("-") and w.partition("=")[0] not in {*known, "--help"}
+            ]
+    assert wrong == []
+
+
 def test_every_layout_stands_in_the_readme_and_in_the_reference() -> None:
     names = set(layouts())
     assert names <= set(re.findall(r"\w+", README)) and names <= set(re.findall(r"\w+", PAGES["reference/layouts.md"]))
