@@ -1,0 +1,39 @@
+"""How long commands take to start, as a multiple of what their two libraries take to be imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from peers import FIXTURES
+
+BASE = ("-c", "import typer, rich.console")
+LIMITS = {
+    ("-m", "ckpttool", "--help"): 1.6,
+    ("-m", "ckpttool", "convert", "--help"): 1.6,
+    ("-m", "ckpttool", "inspect", str(FIXTURES / "fsdp2_w3" / "ckpt")): 2.2,
+}
+
+
+def cpu_seconds(arguments: tuple[str, ...]) -> float:
+    """User and system time of one process."""
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONDONTWRITEBYTECODE", "PYTHONPROFILEIMPORTTIME")}
+    child = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL, env=env)
+    _, status, used = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    assert child.returncode == 0, arguments
+    return used.ru_utime + used.ru_stime
+
+
+@pytest.mark.parametrize("arguments", LIMITS, ids=" ".join)
+def test_a_command_starts_in_little_more_than_its_libraries(arguments: tuple[str, ...]) -> None:
+    cpu_seconds(arguments)  # writes bytecode
+    own, base = [], []
+    for n in range(25):  # other work on the machine makes both slower now and then: the quickest of each count
+        base.append(cpu_seconds(BASE))
+        own.append(cpu_seconds(arguments))
+        if n >= 2 and min(own) <= LIMITS[arguments] * min(base):
+            return
+    pytest.fail(f"{min(own):.3f} s, {min(own) / min(base):.2f} times {' '.join(BASE)}; at most {LIMITS[arguments]}")
