@@ -163,11 +163,11 @@ def _of_packages(path: tuple[str, ...]) -> dict[str, Layout]:
         who = f"{point.dist.name if point.dist else 'a package'} ({point.name} = {point.value})"
         try:
             loaded: Any = point.load()
-        except Exception as e:
+        except (Exception, SystemExit) as e:
             _left_out(f"The layout of {who} cannot be loaded: {type(e).__name__}: {e}")
             continue
         if not isinstance(loaded, Layout):
-            _left_out(f"The entry point of {who} is a {type(loaded).__name__}, not a ckpttool.layouts.Layout")
+            _left_out(f"The layout of {who} is a {type(loaded).__name__} and not a ckpttool.layouts.Layout")
         elif loaded.name in built_in:
             _left_out(f"The layout of {who} is named {loaded.name!r}, like one of ckpttool's own")
         else:

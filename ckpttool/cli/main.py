@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -754,6 +755,7 @@ def main() -> None:
     """Entry point: runs a command and turns what it raises into a line on stderr and an exit code."""
     signal.signal(signal.SIGTERM, _stop)
     streams()
+    warnings.showwarning = _show
     gc.disable()  # a large index is millions of objects that live until the end; looking for cycles is half of the time
     try:
         _run()
@@ -776,6 +778,17 @@ def main() -> None:
         where = traceback.extract_tb(e.__traceback__)[-1]
         text = f"unexpected {type(e).__name__}: {e} ({os.path.basename(where.filename)}:{where.lineno})."
         _fail(CkpttoolError(f"{text} This is a bug of ckpttool; CKPTTOOL_DEBUG=1 shows the traceback to report."), 1)
+
+
+_usual = warnings.showwarning
+
+
+def _show(message: Warning | str, category: type[Warning], *more: Any, **where: Any) -> None:
+    """A warning of ours in one line; those of other packages as usual."""
+    if category.__module__.startswith("ckpttool."):
+        note(f"warning: {printable(str(message))}")
+    else:
+        _usual(message, category, *more, **where)
 
 
 def _run() -> None:

@@ -1,0 +1,61 @@
+"""A layout of your own: a folder with one .npy file for every weight, NAME.npy. Two functions over the index; no byte is copied
+here."""
+
+import io
+
+import numpy as np
+from numpy.lib import format as npy
+
+from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry
+from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions
+from ckpttool.storage.source import Source
+from ckpttool.storage.staging import Draft, DraftFile, Dropped
+
+
+def detect(where: Place) -> tuple[bool, str]:
+    found = [] if where.file else [n for n in where.source.list() if n.endswith(".npy")]
+    return (True, f"has {found[0]}") if found else (False, "no *.npy")
+
+
+def read(where: Place, options: ReadOptions) -> Checkpoint:
+    """Where the bytes of every tensor are: in which file, from which byte on."""
+    files = [n for n in where.source.list() if n.endswith(".npy")]
+    sizes, tensors = [where.source.size(f) for f in files], {}
+    for i, file in enumerate(files):
+        head = io.BytesIO(where.source.read(file, 0, min(sizes[i], 4096)))
+        try:
+            npy.read_magic(head)
+            shape, fortran, dtype = npy.read_array_header_1_0(head)
+        except ValueError as e:
+            raise Corrupt(f"{where.source.root}/{file} is not an .npy file of version 1: {e}.") from None
+        if fortran or dtype.name not in ITEMSIZE:
+            raise Unsupported(f"{where.source.root}/{file}: only row-major arrays of numbers are read.")
+        name = file.removesuffix(".npy")
+        chunks = Chunks.whole(shape, i, head.tell(), sizes[i] - head.tell())
+        tensors[f"model.{name}"] = TensorEntry(dtype.name, shape, ("model", name), chunks)
+    return Checkpoint("npy", where.source.root, None, files, sizes, tensors, {})
+
+
+def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
+    """What every file begins with, and which tensor follows. What is not written is named, with the reason."""
+    files, tensors, dropped = [], {}, [Dropped(n, 0, "npy holds weights only") for n in ckpt.values]
+    for name, t in ckpt.tensors.items():
+        dtype = options.cast(name, t.dtype)
+        if t.path[0] != "model":
+            dropped.append(Dropped(name, t.nbytes, "npy holds weights only"))
+            continue
+        if dtype == "bfloat16" or dtype.startswith("float8"):
+            raise Unsupported(f'"{name}" is {dtype}, which numpy does not have. Cast it: --dtype fp32.')
+        head = io.BytesIO()
+        npy.write_array_header_1_0(head, {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": t.shape})
+        nbytes = t.numel * ITEMSIZE[dtype]
+        tensors[name] = TensorEntry(dtype, t.shape, t.path, Chunks.whole(t.shape, len(files), head.tell(), nbytes))
+        files.append(DraftFile(f"{name.removeprefix('model.')}.npy", head.tell() + nbytes, head.getvalue()))
+    out = Checkpoint("npy", options.target, None, [f.name for f in files], [f.size for f in files], tensors, {})
+    return Draft(out, {n: ckpt.tensors[n] for n in tensors}, files, dropped=dropped)
+
+
+LAYOUT = Layout(
+    name="npy", title="a folder of .npy files", holds=frozenset({"model"}), is_file=False, detect=detect, read=read, write=write
+)  # fmt: skip
