@@ -346,4 +346,4 @@ def test_the_demo_of_the_readme_comes_to_its_end(tmp_path: Path) -> None:
             capture_output=True, text=True, check=False,
         )  # fmt: skip
     assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-2000:])
-    assert "equal in run/ckpt, dcp3, full.pt" in done.stdout
+    assert "the same in all but hf" in done.stdout
