@@ -37,7 +37,8 @@ def options_table(command: str) -> str:
             continue
         value = "" if p.is_flag else " " + (p.metavar or _VALUES.get(p.type.name, p.type.name.upper()))
         names = ", ".join(f"`{o}{value}`" for o in (*sorted(p.opts, key=len, reverse=True), *p.secondary_opts))
-        default = "" if p.is_flag or p.default is None or callable(p.default) else f" Default: `{p.default}`."
+        usual = p.show_default if isinstance(p.show_default, str) else p.default
+        default = "" if p.is_flag or usual is None or callable(usual) else f" Default: `{usual}`."
         text = (p.help or "").replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
         row = f"| {names}{value} | {text}{default} |"
         panels.setdefault(getattr(p, "rich_help_panel", None) or "", []).append(row)
