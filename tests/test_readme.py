@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hub import Hub
+from fake_hub import Hub
 from huggingface_hub.utils import close_session
 from pages import program
 from ranks import torchrun

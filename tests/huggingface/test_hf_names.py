@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from converters.test_hf import from_pretrained
 from peers import FIXTURES, difference, load_hf
-from test_hf import from_pretrained
 from torch import Tensor
 
 import ckpttool
