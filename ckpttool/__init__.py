@@ -16,53 +16,113 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from .engine.conversion import convert, digest, open, plan, verify
-    from .engine.diff import diff
+    from .audit.export import Exported, export, restore
+    from .audit.options import ArchiveOptions
+    from .converters._deepspeed_write import ZeroOptions  # type: ignore[import-not-found,unused-ignore]
+    from .converters.fsdp1 import Fsdp1Options  # type: ignore[import-not-found,unused-ignore]
+    from .converters.hf import HfOptions  # type: ignore[import-not-found,unused-ignore]
+    from .converters.universal import UniversalOptions  # type: ignore[import-not-found,unused-ignore]
+    from .engine.conversion import (
+        ConvertResult,
+        DigestResult,
+        OpenCheckpoint,
+        Plan,
+        VerifyResult,
+        convert,
+        digest,
+        open,
+        plan,
+        verify,
+    )
+    from .engine.diff import Difference, diff
     from .engine.flat_layout import describe_fsdp1
-    from .engine.inspect import inspect
+    from .engine.inspect import Summary, inspect
     from .errors import CkpttoolError
+    from .hub.pull import Pulled, pull
+    from .hub.push import Pushed, push
     from .index.checkpoint import Checkpoint
-    from .live.load import load, storage_reader
+    from .live.load import Loaded, load, storage_reader
     from .resume.launch import resume_verify
     from .resume.recorder import Recorder
     from .storage.partial import clean
 
+#: Where each public name is defined.
+_WHERE = {
+    "ArchiveOptions": "audit.options",
+    "Checkpoint": "index.checkpoint",
+    "CkpttoolError": "errors",
+    "ConvertResult": "engine.conversion",
+    "Difference": "engine.diff",
+    "DigestResult": "engine.conversion",
+    "Exported": "audit.export",
+    "Fsdp1Options": "converters.fsdp1",
+    "HfOptions": "converters.hf",
+    "Loaded": "live.load",
+    "OpenCheckpoint": "engine.conversion",
+    "Plan": "engine.conversion",
+    "Pulled": "hub.pull",
+    "Pushed": "hub.push",
+    "Recorder": "resume.recorder",
+    "Summary": "engine.inspect",
+    "UniversalOptions": "converters.universal",
+    "VerifyResult": "engine.conversion",
+    "ZeroOptions": "converters._deepspeed_write",
+    "clean": "storage.partial",
+    "convert": "engine.conversion",
+    "describe_fsdp1": "engine.flat_layout",
+    "diff": "engine.diff",
+    "digest": "engine.conversion",
+    "export": "audit.export",
+    "inspect": "engine.inspect",
+    "load": "live.load",
+    "open": "engine.conversion",
+    "plan": "engine.conversion",
+    "pull": "hub.pull",
+    "push": "hub.push",
+    "restore": "audit.export",
+    "resume_verify": "resume.launch",
+    "storage_reader": "live.load",
+    "verify": "engine.conversion",
+}
+
 __all__ = [
+    "ArchiveOptions",
     "Checkpoint",
     "CkpttoolError",
+    "ConvertResult",
+    "Difference",
+    "DigestResult",
+    "Exported",
+    "Fsdp1Options",
+    "HfOptions",
+    "Loaded",
+    "OpenCheckpoint",
+    "Plan",
+    "Pulled",
+    "Pushed",
     "Recorder",
+    "Summary",
+    "UniversalOptions",
+    "VerifyResult",
+    "ZeroOptions",
     "__version__",
     "clean",
     "convert",
     "describe_fsdp1",
     "diff",
     "digest",
+    "export",
     "inspect",
     "load",
     "open",
     "plan",
+    "pull",
+    "push",
+    "restore",
     "resume_verify",
     "storage_reader",
     "verify",
 ]
-
-_WHERE = {
-    "Checkpoint": "index.checkpoint",
-    "CkpttoolError": "errors",
-    "Recorder": "resume.recorder",
-    "clean": "storage.partial",
-    "convert": "engine.conversion",
-    "describe_fsdp1": "engine.flat_layout",
-    "diff": "engine.diff",
-    "digest": "engine.conversion",
-    "inspect": "engine.inspect",
-    "load": "live.load",
-    "open": "engine.conversion",
-    "plan": "engine.conversion",
-    "resume_verify": "resume.launch",
-    "storage_reader": "live.load",
-    "verify": "engine.conversion",
-}
 
 
 def __getattr__(name: str) -> Any:
@@ -71,3 +131,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(import_module(f".{_WHERE[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -10,13 +10,14 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import Field, dataclass, field, fields, replace
+from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from importlib.machinery import PathFinder
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from .errors import Corrupt, NotRecognised, Unsupported, UsageError
 from .index.checkpoint import Checkpoint, TensorEntry, Value, joined
@@ -26,8 +27,8 @@ from .storage.source import Source
 from .storage.staging import Draft
 
 __all__ = [
-    "Layout", "LayoutWarning", "Like", "Model", "Place", "ReadOptions", "WriteOptions", "checkpoint_of", "detect", "find", "layouts",
-    "place",
+    "Layout", "LayoutWarning", "Like", "Model", "Place", "ReadOptions", "WriteOptions", "checkpoint_of", "detect", "find",
+    "flags_of", "layouts", "option", "options_of", "place", "target_of",
 ]  # fmt: skip
 
 BUILT_IN = tuple(f"ckpttool.converters.{name}" for name in ("dcp", "full", "hf", "zero", "universal", "fsdp1", "audit"))
@@ -59,12 +60,12 @@ class Like(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """What tells of the model where the files do not; each from an option of the command line."""
+    """What the user says about the model that the files of a checkpoint do not say; None where nothing was said."""
 
-    config: str | None = None  # --config: folder or id of a Hugging Face model
-    like: Like | None = None  # --like: another checkpoint of the same model
-    flat_layout: str | None = None  # --flat-layout: file that describe_fsdp1 wrote in the job
-    wrap: tuple[str, ...] | None = None  # --wrap: patterns of the module paths that FSDP1 wrapped
+    config: str | None = None  # folder or id of a Hugging Face model
+    like: Like | None = None  # another checkpoint of the same model
+    flat_layout: str | None = None  # file that describe_fsdp1 wrote in the job
+    wrap: tuple[str, ...] | None = None  # patterns of the module paths that FSDP1 wrapped
 
 
 @dataclass(frozen=True)
@@ -72,50 +73,87 @@ class ReadOptions(Model):
     """What a reader cannot find in the files themselves."""
 
     only: frozenset[str] | None = None  # components that are wanted; the others need not be understood
-    tag: str | None = None  # --tag: which of several saves in one folder
-    allow_equal_ranks: bool = False  # --allow-equal-ranks: files that were saved as those of other ranks
+    tag: str | None = None  # which of several saves in one folder
+    allow_equal_ranks: bool = False  # read files that look like copies of another rank's, too
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class WriteOptions(Model):
-    """What a writer is asked for; None where the source or the layout decides."""
+    """What every writer may be asked for; None where the source or the layout decides. `own` is an instance of the layout's
+    `Layout.options`, or None."""
 
     target: str = ""  # name of the destination
     world_size: int | None = None
-    max_shard_bytes: int = 5_000_000_000
     cast: Cast = lambda name, dtype: dtype
-    use_orig_params: bool = False
-    zero_stage: int | None = None
-    sub_group_size: int | None = None
-    precision: str | None = None  # of the engine that will load it: "bfloat16", "float16" or "float32"
-    write_tag: str | None = None  # name of a DeepSpeed save
-    adapter: bool = False  # of hf: the adapter alone, as PEFT saves it
-    training: bool = False  # of hf: the whole state, beside the weights
-    allow_name_mismatch: bool = False  # of hf: weights that are not those of the config's model are written too
-    archive: Any = None  # what `audit export` was asked for, an audit.options.ArchiveOptions
+    own: object = None
+
+    def of(self, kind: type[T]) -> T:
+        """The layout's own options; the defaults of `kind` where none were given."""
+        return self.own if isinstance(self.own, kind) else kind()
 
 
-class Layout(NamedTuple):
-    """One layout.
+def option(default: Any, help: str, *, flag: str | None = None, size: bool = False, metavar: str | None = None) -> Any:
+    """A field of a layout's options: its default, and what the command line and the documentation say about it.
 
-    `holds`    components it can keep ("model", "optim", ...); empty for all of them
-    `is_file`  the checkpoint is one file, not a folder
-    `detect`   why a place is this layout: (True, "has .metadata"), or what was looked for: (False, "no .metadata")
-    `read`     place -> index; reads headers and pickles only
-    `locate`   looks into what `read` took on trust (item framing) and returns an index of raw byte ranges
-    `write`    index -> draft of the same checkpoint in this layout
+    Args:
+        help: one sentence. With units, where it is a number.
+        flag: the option of the command line; the name of the field with dashes where None.
+        size: the number is in bytes, and the command line takes 5GB and 500MiB for it.
+        metavar: what stands for the value in help texts.
+
+    >>> @dataclass(frozen=True)
+    ... class MyOptions:
+    ...     rows: int = option(64, "Rows of a file.")
+    """
+    return field(default=default, metadata={"help": help, "flag": flag, "size": size, "metavar": metavar})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One layout: what `LAYOUTS` of a module in converters/ lists, and what the entry point of another package names.
+
+    Args:
+        name: what `--to` and `--from` call it, and `Checkpoint.layout` says.
+        title: one line for people.
+        detect: whether a place is this layout, and why: (True, "has .metadata"), or what was looked for: (False, "no
+            .metadata"). Reads names and first bytes only.
+        read: place -> index; reads headers and pickles only.
+        write: index -> draft of the same checkpoint in this layout; None where it is only read.
+        locate: looks into what `read` took on trust (the framing of items), and returns an index of raw byte ranges.
+        mount: the place whose files hold the checkpoint, where that is not the one that was given (an archive).
+        options: frozen dataclass of what only its writer understands, made with `option`; the command line makes its options
+            of the fields, and `convert(options=)` takes an instance.
+        prepare: the part of the source that these options ask for, under the names it gets; before `write`.
+        holds: components that it can hold ("model", "optim", ...), with these options; empty for all of them.
+        is_file: the checkpoint is one file and not a folder.
+        suffixes: endings of the names of such files, by which a destination without `--to` is known.
+        aliases: other names that people use for it.
+        own_keys: it keeps the keys of the trainer that wrote the source, unless canonical ones are asked for.
+        made: it has to write values that are no part of the state; they lie in ckpttool.json, and reading leaves them out.
+        keeps_config: what it writes can be read again without `Model.config`.
+        check_replaceable: refuses to replace what lies at a destination.
     """
 
     name: str
     title: str
-    holds: frozenset[str]
-    is_file: bool
     detect: Callable[[Place], tuple[bool, str]]
     read: Callable[[Place, ReadOptions], Checkpoint]
-    write: Callable[[Checkpoint, Source, WriteOptions], Draft] | None
-    locate: Callable[[Checkpoint, Source], Checkpoint] = lambda ckpt, source: ckpt
+    write: Callable[[Checkpoint, Source, WriteOptions], Draft] | None = None
+    locate: Callable[[Checkpoint, Source], Checkpoint] | None = None
     mount: Callable[[Place], Place] = lambda where: where
-    replace: Callable[[str], None] = lambda path: None
+    options: type | None = None
+    prepare: Callable[[Checkpoint, Source, WriteOptions], Checkpoint] = lambda ckpt, source, options: ckpt
+    holds: Callable[[object], frozenset[str]] = lambda own: frozenset()
+    is_file: bool = False
+    suffixes: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    own_keys: bool = False
+    made: bool = False
+    keeps_config: bool = False
+    check_replaceable: Callable[[str], None] = lambda path: None
 
 
 def checkpoint_of(
@@ -204,15 +242,63 @@ def _any_registered(path: Iterable[str]) -> bool:
 
 
 def find(name: str) -> Layout:
-    """A layout by name.
+    """A layout by its name or one of its aliases, in upper or lower case.
 
     Raises:
         UsageError: there is none.
     """
     known = layouts()
-    if name not in known:
-        raise UsageError(f"no layout is called {name!r}; there are {', '.join(known)}.")
-    return known[name]
+    wanted = name.lower()
+    if wanted in known:
+        return known[wanted]
+    by_alias = {alias: layout for layout in known.values() for alias in layout.aliases}
+    if wanted in by_alias:
+        return by_alias[wanted]
+    close = get_close_matches(wanted, [*known, *by_alias], 1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    raise UsageError(f"Unknown layout {name!r}.{hint} Choose one of: {', '.join(known)}.")
+
+
+def target_of(to: str | None, dst: str | os.PathLike[str]) -> Layout:
+    """The layout to write: the one that was named, or the one whose suffix the name of the destination has.
+
+    Raises:
+        UsageError: neither is known, or a folder is named like a file.
+    """
+    text = os.fspath(dst)
+    known = layouts().values()
+    if to is None:
+        if of_suffix := [x for x in known if x.suffixes and text.endswith(x.suffixes)]:
+            return of_suffix[0]
+        raise UsageError(f"Cannot infer the layout from {text!r}. Pass --to: {', '.join(x.name for x in known)}.")
+    target = find(to)
+    if not target.is_file and text.endswith((*(s for x in known for s in x.suffixes), ".safetensors")):
+        raise UsageError(
+            f"{target.name} writes a folder, but the destination {text!r} has the name of a file. Give the name of a folder."
+        )
+    return target
+
+
+def flags_of(layout: Layout) -> dict[str, Field[Any]]:
+    """{option of the command line: field of `Layout.options`}, of fields that were made with `option`."""
+    made = [f for f in fields(layout.options) if "help" in f.metadata] if layout.options else []
+    return {f.metadata["flag"] or "--" + f.name.replace("_", "-"): f for f in made}
+
+
+def options_of(target: Layout, given: Mapping[str, Any]) -> object:
+    """The options of a layout from {flag: value} of the command line; None where none were given.
+
+    Raises:
+        UsageError: one of them belongs to other layouts.
+    """
+    own = flags_of(target)
+    for flag in given:
+        if flag not in own:
+            theirs = [x.name for x in layouts().values() if flag in flags_of(x)]
+            raise UsageError(f"{flag} applies to {', '.join(theirs)}; this conversion writes {target.name}.")
+    if not given or target.options is None:
+        return None
+    return target.options(**{own[flag].name: value for flag, value in given.items()})
 
 
 def place(path: str | os.PathLike[str]) -> Place:

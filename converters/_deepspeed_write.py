@@ -11,7 +11,7 @@ described in _deepspeed.py, zero.py and universal.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
@@ -20,8 +20,8 @@ from ckpttool.errors import Unsupported, UsageError
 from ckpttool.formats.pickles import Global, Opaque
 from ckpttool.formats.torch_zip import Inline, TensorRef, number_in
 from ckpttool.formats.torch_zip_writer import TorchFiles
-from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, joined
-from ckpttool.layouts import WriteOptions
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, floating_dtype, joined
+from ckpttool.layouts import WriteOptions, option
 
 from ._deepspeed import MAYBE, OWN, SCALERS, STAGE, Cut, from_cuts, setting
 
@@ -77,11 +77,32 @@ class Tree:
         return x
 
 
+@dataclass(frozen=True)
+class ZeroOptions:
+    """What the DeepSpeed engine that will load a save is configured with; None where the source or DeepSpeed's default decides."""
+
+    sub_group_size: int | None = option(
+        None, "sub_group_size in the config of the engine that will load it; DeepSpeed's default is 1e9 elements."
+    )
+    precision: str | None = option(None, "Precision of the job that will load it: bf16, fp16 or fp32.")
+    write_tag: str | None = option(None, "Name of the save to write, instead of global_step<N>.")
+
+    def __post_init__(self) -> None:
+        if self.sub_group_size is not None and self.sub_group_size < 1:
+            raise UsageError(f"sub_group_size is {self.sub_group_size}; it must be at least 1.")
+
+
 class Plan:
     """What all files of a save to be have in common."""
 
     def __init__(
-        self, state: Training, tensors: dict[str, TensorEntry], stage: int, options: WriteOptions, ckpt: Checkpoint
+        self,
+        state: Training,
+        tensors: dict[str, TensorEntry],
+        stage: int,
+        options: WriteOptions,
+        own: ZeroOptions,
+        ckpt: Checkpoint,
     ) -> None:
         self.state, self.tensors, self.stage, self.source_world = state, tensors, stage, ckpt.world_size
         self.held = [*ckpt.values, *ckpt.tensors]
@@ -103,15 +124,16 @@ class Plan:
                     f'the checkpoint has an entry "{key}" that is not what DeepSpeed keeps under that name. Leave it out: '
                     "--only model,optim,scheduler."
                 )
-        if options.precision not in (None, "float32", "bfloat16", "float16"):
-            raise UsageError(f"--precision {options.precision}: DeepSpeed computes in bf16, fp16 or fp32.")
-        self.precision = options.precision or self._precision()
+        asked = None if own.precision is None else floating_dtype(own.precision)
+        if asked not in (None, "float32", "bfloat16", "float16"):
+            raise UsageError(f"--precision {own.precision}: DeepSpeed computes in bf16, fp16 or fp32.")
+        self.precision = asked or self._precision()
         self.cast = options.cast
         self.prefix = "bf16_" if self.precision == "bfloat16" else ""
-        self.sub_group_size = options.sub_group_size or self._sub_group_size()
-        self._adjust_config(options)
+        self.sub_group_size = own.sub_group_size or self._sub_group_size()
+        self._adjust_config(own.sub_group_size, asked)
         self.steps = self._steps()
-        self.tag = options.write_tag or (
+        self.tag = own.write_tag or (
             "checkpoint" if "pytorch-lightning_version" in self.rest else f"global_step{self.steps}"
         )
         if "/" in self.tag or self.tag in ("", ".", ".."):
@@ -157,7 +179,7 @@ class Plan:
         found = setting(self.ds_config, "sub_group_size")
         return found if isinstance(found, (int, float)) and not isinstance(found, bool) and found > 0 else 1e9
 
-    def _adjust_config(self, options: WriteOptions) -> None:
+    def _adjust_config(self, sub_group_size: int | None, precision: str | None) -> None:
         """The configuration that lies in the files is that of the source; where it contradicts them, it follows them."""
         if not self.ds_config:
             return
@@ -165,17 +187,17 @@ class Plan:
         section = config.get("zero_optimization")
         section = dict(section) if isinstance(section, dict) else {}
         section["stage"] = self.stage
-        if options.sub_group_size:
-            section["sub_group_size"] = options.sub_group_size
+        if sub_group_size:
+            section["sub_group_size"] = sub_group_size
         if self.stage < 3 and section.get("round_robin_gradients"):
             section["round_robin_gradients"] = False
             self.notes.append("the files are laid out for round_robin_gradients false; so must the engine's config be")
         config["zero_optimization"] = section
-        if options.precision:
+        if precision:
             for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
-                if isinstance(config.get(name), dict) or dtype == options.precision:
+                if isinstance(config.get(name), dict) or dtype == precision:
                     inner = config.get(name)
-                    config[name] = {**(inner if isinstance(inner, dict) else {}), "enabled": dtype == options.precision}
+                    config[name] = {**(inner if isinstance(inner, dict) else {}), "enabled": dtype == precision}
         self.ds_config = config
 
     def _steps(self) -> int:

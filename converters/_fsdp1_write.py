@@ -27,13 +27,21 @@ from ckpttool.errors import Unsupported, UsageError
 from ckpttool.formats.sharded import Table, sharded_tensor
 from ckpttool.formats.torch_zip import Inline, TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
-from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, joined
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, floating_dtype, joined
 from ckpttool.index.names import nest
-from ckpttool.layouts import WriteOptions
+from ckpttool.layouts import WriteOptions, option
 from ckpttool.storage.source import Source
 from ckpttool.storage.staging import Draft
 
 __all__ = ["write"]
+
+
+@dataclass(frozen=True)
+class Fsdp1Options:
+    """How FSDP1 is called in the job that will load the files."""
+
+    use_orig_params: bool = option(False, "For a job that calls FSDP(use_orig_params=True).")
+    precision: str | None = option(None, "Precision of the job that will load it: bf16, fp16 or fp32.")
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
@@ -107,6 +115,7 @@ class _Plan:
 def _planned(ckpt: Checkpoint, state: Training, options: WriteOptions, world: int) -> _Plan:
     """Which flat parameters there will be, and what the optimizer lists."""
     notes: list[str] = []
+    own = options.of(Fsdp1Options)
     groups = _listed_by_group(ckpt, state)
     group_of = {n: i for i, (names, _) in enumerate(groups) for n in names}
     params = {*group_of, *state.frozen, *state.tied, *(n for g in state.groups for n in g.params)}
@@ -115,7 +124,7 @@ def _planned(ckpt: Checkpoint, state: Training, options: WriteOptions, world: in
         flats = _flats_given(given, state, params, options, world)
         names = given.names or tuple(state.tensors)
         why = _mixed(flats, state, group_of)
-        if not given.use_orig_params and (why or options.use_orig_params):
+        if not given.use_orig_params and (why or own.use_orig_params):
             raise Unsupported(
                 f"--flat-layout {options.flat_layout} is of a job with use_orig_params=False; "
                 + (why or "--use-orig-params contradicts it.")
@@ -134,13 +143,13 @@ def _planned(ckpt: Checkpoint, state: Training, options: WriteOptions, world: in
             )
         flats = _flats(ordered, modules, state, options, 0, world, notes)
         why = _mixed(flats, state, group_of)
-        uop = options.use_orig_params or why is not None
+        uop = own.use_orig_params or why is not None
         if uop:
-            precision = options.precision or None
+            precision = None if own.precision is None else floating_dtype(own.precision)
             flats = _flats(
                 ordered, modules, state, options, 16 // ITEMSIZE[precision] if precision else None, world, []
             )
-        if why and not options.use_orig_params:
+        if why and not own.use_orig_params:
             notes.append(f"written for FSDP1(use_orig_params=True): {why}")
         elif not uop:
             notes.append("written for FSDP1(use_orig_params=False), its default; --use-orig-params for the other")

@@ -3,7 +3,7 @@
     README.txt  tensors-00001.safetensors ...  values.json  MANIFEST.json  PROVENANCE.json  [RETENTION.json]
     SHA256SUMS  [model.sig]                                   one tar, in independent zstd frames, with a seek table
 
-docs/reference/archive-format.md has the format, ckpttool/audit/plan.py the arithmetic of it. Tensors are ordered by name and values by
+docs/how-to/archive.md has the format, ckpttool/audit/plan.py the arithmetic of it. Tensors are ordered by name and values by
 name, so that the layout and the world size of the source play no part. Reading is by `Archive`, whose members are files;
 an encrypted archive (NAME.tar.zst.age) is read by `audit verify` and `audit restore`, which take its key.
 
@@ -147,7 +147,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     from ckpttool.audit.sealing import Sealer
     from ckpttool.audit.seekable import FrameWriter
 
-    how: ArchiveOptions = options.archive or ArchiveOptions()
+    how = options.of(ArchiveOptions)
     suffix = SEALED if how.recipients else SUFFIX
     if not options.target.endswith(suffix) or options.target == suffix:
         kind = "an encrypted archive" if how.recipients else "an archive"
@@ -305,5 +305,8 @@ def refuse_protected(path: str) -> None:
 
 
 LAYOUTS = (
-    Layout("audit", "Audit archive (.tar.zst)", frozenset(), True, detect, read, write, mount=mount, replace=refuse_protected),
+    Layout(
+        name="audit", title="Audit archive (.tar.zst)", detect=detect, read=read, write=write, mount=mount,
+        is_file=True, suffixes=(".tar.zst", ".tar.zst.age"), aliases=("archive",), options=ArchiveOptions, check_replaceable=refuse_protected,
+    ),
 )  # fmt: skip

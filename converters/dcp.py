@@ -907,4 +907,9 @@ def _storage(e: _Emitter, key: str, at: bytes, index: int | None, file: str, off
     out += m["offset"] + _int(offset) + m["length"] + _int(length) + b"ub"
 
 
-LAYOUTS = (Layout("dcp", "torch.distributed.checkpoint folder", frozenset(), False, detect, read, write, locate),)
+LAYOUTS = (
+    Layout(
+        name="dcp", title="torch.distributed.checkpoint folder", detect=detect, read=read, write=write, locate=locate,
+        aliases=("distcp", "fsdp", "fsdp2", "torch-dcp"), own_keys=True,
+    ),
+)  # fmt: skip

@@ -45,7 +45,7 @@ from ckpttool.index.names import canonical, name_order, of_the_rest, strip_wrapp
 from ckpttool.layouts import Layout, Model, Place, ReadOptions, checkpoint_of
 from ckpttool.storage.source import Source
 
-from ._fsdp1_write import write
+from ._fsdp1_write import Fsdp1Options, write
 from ._ranks import (
     SIDE,
     Files,
@@ -942,12 +942,12 @@ def _from_metadata(files: Files, ranks: list[Rank]) -> tuple[dict[str, Any], _Kn
 
 LAYOUTS = (
     Layout(
-        "fsdp1",
-        "FSDP1: one torch.save file a rank",
-        frozenset(),
-        False,
-        detect,
-        read,
-        write,
+        name="fsdp1",
+        title="FSDP1: one torch.save file a rank",
+        detect=detect,
+        read=read,
+        write=write,
+        options=Fsdp1Options,
+        aliases=("local", "local_state_dict"),
     ),
 )

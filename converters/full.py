@@ -150,4 +150,9 @@ def _not_loadable(x: Any) -> str | None:
     return None
 
 
-LAYOUTS = (Layout("full", "one torch.save file (FULL_STATE_DICT)", frozenset(), True, detect, read, write),)
+LAYOUTS = (
+    Layout(
+        name="full", title="one torch.save file (FULL_STATE_DICT)", detect=detect, read=read, write=write, is_file=True,
+        suffixes=(".pt", ".pth", ".bin", ".ckpt"), aliases=("torch", "pytorch", "pt", "full_state_dict"), own_keys=True,
+    ),
+)  # fmt: skip

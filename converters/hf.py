@@ -3,9 +3,9 @@
     DIR/model.safetensors                                    or, in shards,
     DIR/model-0000i-of-0000n.safetensors + model.safetensors.index.json {"metadata", "weight_map": {name: file}}
     DIR/config.json, generation_config.json, tokenizer files
-    DIR/training_state/                                      with options.training: _training_state.py
+    DIR/training_state/                                      with include_optimizer: _training_state.py
 
-    DIR/adapter_model.safetensors, adapter_config.json, tokenizer files      with options.adapter: as PEFT saves it
+    DIR/adapter_model.safetensors, adapter_config.json, tokenizer files      with adapter: as PEFT saves it
 
 Also read: any other *.safetensors, one such file, and the shards of torch's
 HuggingFaceStorageWriter(save_distributed=True), `shard-*-model-*.safetensors`, where several files hold parts of one
@@ -27,19 +27,19 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from ckpttool import bounded_json
 from ckpttool.engine.fill import tensor_digests
-from ckpttool.errors import Corrupt, MissingPackage, Unsupported
+from ckpttool.errors import Corrupt, MissingPackage, Unsupported, UsageError
 from ckpttool.formats import safetensors_header
-from ckpttool.huggingface import hub_names, model_files
+from ckpttool.huggingface import adapters, hub_names, model_files
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, Path, TensorEntry, joined, twins
-from ckpttool.index.names import Named, strip_wrappers
-from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of
+from ckpttool.index.names import Named, strip_wrappers, without_prefix
+from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of, option
 from ckpttool.storage.source import Source
 from ckpttool.storage.staging import Draft, DraftFile, Dropped
 
@@ -362,6 +362,48 @@ def _box_of(
 # --------------------------------------------------------------------------------------------------------- writing
 
 
+@dataclass(frozen=True)
+class HfOptions:
+    """What an hf folder is to hold."""
+
+    max_shard_bytes: int = option(
+        5_000_000_000, "Largest file of tensors, in bytes.", flag="--max-shard-size", size=True
+    )
+    adapter: bool = option(False, "Write the adapter alone, as PEFT saves it.")
+    include_optimizer: bool = option(False, "Write the optimizer and all other state beside the weights.")
+    strip_prefix: str | None = option(
+        None, "Modules that names of weights begin with, to leave out; other names stay.", metavar="PREFIX"
+    )
+    allow_name_mismatch: bool = option(
+        False, "Write weights that the model of the config does not have, or has in other shapes."
+    )
+
+    def __post_init__(self) -> None:
+        if self.adapter and self.include_optimizer:
+            raise UsageError("--adapter writes the adapter alone; it cannot be combined with --include-optimizer.")
+        if self.max_shard_bytes < 1:
+            raise UsageError(f"max_shard_bytes is {self.max_shard_bytes}; it must be at least 1.")
+
+
+def _holds(own: object) -> frozenset[str]:
+    """Weights; with the optimizer, everything."""
+    return frozenset() if isinstance(own, HfOptions) and own.include_optimizer else frozenset({"model"})
+
+
+def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
+    """The checkpoint without `strip_prefix`; with `adapter`, nothing but the adapter, under the names that PEFT gives it.
+
+    Raises:
+        UsageError: no weight has the prefix. Unsupported: there is no adapter that ckpttool knows.
+    """
+    own = options.of(HfOptions)
+    if own.strip_prefix is not None:
+        ckpt = without_prefix(ckpt, own.strip_prefix)
+    if own.adapter:
+        ckpt = adapters.alone(ckpt, model_files.adapter(source, options.config, [])[0])
+    return ckpt
+
+
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """A folder that from_pretrained loads.
 
@@ -369,7 +411,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         Unsupported: there are no weights, config.json ties tensors whose bytes differ, or its model has other tensors.
         MissingPackage: only transformers knows the names that this model has on the Hub.
     """
-    if options.adapter:
+    own = options.of(HfOptions)
+    if own.adapter:
         return _write_adapter(ckpt, source, options)
     model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
     if not model:
@@ -384,16 +427,16 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     added = [f"model.{n}" for n, kept in _ties(config, model, relation).items() if n not in model and kept in stored]
     model = {k: replace(t, dtype=options.cast("model." + k, t.dtype)) for k, t in stored.items()}
     _refuse_dtypes(model)
-    groups = _split(model, options.max_shard_bytes, together)
+    groups = _split(model, own.max_shard_bytes, together)
     n = len(groups)
     files = [_WHOLE] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
     tensors: dict[str, TensorEntry] = {}
     draft_files = [_shard(files[i], i, names, model, tensors) for i, names in enumerate(groups)]
     sources = {"model." + k: stored[k] for names in groups for k in names}
     records: list[DraftFile] = []
-    if options.training:
+    if own.include_optimizer:
         fqns = {k.removeprefix("model."): v.removeprefix("model.") for k, v in tied.items()}
-        held, shards, records = training_state.draft(ckpt, rest, _split(rest, options.max_shard_bytes, {}), n, fqns)
+        held, shards, records = training_state.draft(ckpt, rest, _split(rest, own.max_shard_bytes, {}), n, fqns)
         tensors |= held
         sources |= {k: ckpt.tensors[k] for k in held}
         draft_files += shards
@@ -413,7 +456,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         text = (json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
         draft_files.append(DraftFile(_INDEX, len(text), text))
     names_of_files = [f.name for f in draft_files]
-    held_values = dict(ckpt.values) if options.training else {}
+    held_values = dict(ckpt.values) if own.include_optimizer else {}
     out = Checkpoint("hf", options.target, None, names_of_files, [f.size for f in draft_files], tensors, held_values)
     return Draft(out, sources, draft_files, dropped=dropped, same=tied, notes=notes, added=added)
 
@@ -468,7 +511,7 @@ def _judged(
     try:
         relation = hub_names.relate(config, {k: t.shape for k, t in model.items()}, judge=True)
     except MissingPackage as e:
-        if asks and not options.allow_name_mismatch:
+        if asks and not options.of(HfOptions).allow_name_mismatch:
             raise MissingPackage(
                 f"{e}. Or write the weights under the names they have now: --allow-name-mismatch."
             ) from None
@@ -483,7 +526,7 @@ def _judged(
         )
     elif not relation.verdict.good:
         said = _mismatch(ckpt, model, relation.verdict)
-        if not options.allow_name_mismatch:
+        if not options.of(HfOptions).allow_name_mismatch:
             raise Unsupported(said)
         notes.append(said.partition(" from_pretrained would")[0])
     return relation if asks else None
@@ -626,4 +669,9 @@ def _with_dtype(name: str, data: bytes, model: dict[str, TensorEntry]) -> bytes:
     return (json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
-LAYOUTS = (Layout("hf", "Hugging Face safetensors", frozenset({"model"}), False, detect, read, write, locate),)
+LAYOUTS = (
+    Layout(
+        name="hf", title="Hugging Face safetensors", detect=detect, read=read, write=write, locate=locate, options=HfOptions,
+        prepare=prepare, holds=_holds, aliases=("huggingface", "safetensors", "transformers"), keeps_config=True,
+    ),
+)  # fmt: skip

@@ -20,17 +20,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from ckpttool.engine.training import agreed, taken_apart
-from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.errors import Corrupt, Unsupported, UsageError
 from ckpttool.formats.pickles import short
 from ckpttool.formats.torch_zip import StoredTensor, TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.index.checkpoint import Checkpoint, Chunks, Path, TensorEntry, Value, joined
-from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions
+from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, option
 from ckpttool.storage.source import Source
 from ckpttool.storage.staging import Draft, Dropped
 
@@ -166,13 +166,28 @@ def _parameter(reading: Reading, name: str, shape: tuple[int, ...]) -> dict[str,
 # --------------------------------------------------------------------------------------------------------- writing
 
 
+@dataclass(frozen=True)
+class UniversalOptions(dw.ZeroOptions):
+    """As `ZeroOptions`, and the stage, of which the files of stage 3 differ from those of the others."""
+
+    stage: int | None = option(
+        None, "ZeRO stage of the engine that will load it: 1, 2 or 3; that of the source, or 3.", flag="--zero-stage"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stage not in (None, 1, 2, 3):
+            raise UsageError(f"The ZeRO stage is {self.stage}; it must be 1, 2 or 3.")
+
+
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """A folder that an engine of any number of ranks loads with {"checkpoint": {"load_universal": true}}."""
     state = taken_apart(ckpt, source, options.like and options.like.optimizer)
     tensors = {n: replace(t, dtype=options.cast(f"model.{n}", t.dtype)) for n, t in state.tensors.items()}
-    stage = options.zero_stage or _stage_of(ckpt)
-    plan = dw.Plan(state, tensors, stage, options, ckpt)
-    plan.tag += "" if options.write_tag else "_universal"
+    asked = options.of(UniversalOptions)
+    stage = asked.stage or _stage_of(ckpt)
+    plan = dw.Plan(state, tensors, stage, options, asked, ckpt)
+    plan.tag += "" if asked.write_tag else "_universal"
     groups = [{n: tensors[n].shape for n in g.params} for g in state.groups]
     ids = [[k] if g else [] for k, g in zip(_numbered(groups), groups, strict=True)]
     groups = [g for g in groups if g]
@@ -264,4 +279,9 @@ def _lost(plan: dw.Plan) -> list[str]:
     return out
 
 
-LAYOUTS = (Layout("universal", "DeepSpeed Universal Checkpoint", frozenset(), False, detect, read, write),)
+LAYOUTS = (
+    Layout(
+        name="universal", title="DeepSpeed Universal Checkpoint", detect=detect, read=read, write=write,
+        options=UniversalOptions, aliases=("deepspeed-universal", "ucp"), made=True,
+    ),
+)  # fmt: skip

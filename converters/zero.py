@@ -479,13 +479,9 @@ def _write(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: int) 
     world = options.world_size or ckpt.world_size
     if not world:
         raise UsageError("--world-size is needed: the number of ranks of the job that will load this.")
-    if options.zero_stage not in (None, stage):
-        raise UsageError(
-            f"--zero-stage {options.zero_stage}: zero{stage} is stage {stage}; write --to zero{options.zero_stage}."
-        )
     state = taken_apart(ckpt, source, options.like and options.like.optimizer)
     tensors = {n: replace(t, dtype=options.cast(f"model.{n}", t.dtype)) for n, t in state.tensors.items()}
-    plan = dw.Plan(state, tensors, stage, options, ckpt)
+    plan = dw.Plan(state, tensors, stage, options, options.of(dw.ZeroOptions), ckpt)
     named = [{n: tensors[n].shape for n in g.params} for g in state.groups]
     if stage == 3:
         split = [subgroups(g, world, plan.sub_group_size) for g in named]
@@ -607,7 +603,11 @@ def _layout(stage: int, title: str, detect: Any) -> Layout:
     def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         return _write(ckpt, source, options, stage)
 
-    return Layout(f"zero{stage}", title, frozenset(), False, detect, _read, write)
+    aliases = ("deepspeed", "zero") if stage == 3 else ()
+    return Layout(
+        name=f"zero{stage}", title=title, detect=detect, read=_read, write=write, options=dw.ZeroOptions, aliases=aliases,
+        made=True,
+    )  # fmt: skip
 
 
 LAYOUTS = (

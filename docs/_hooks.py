@@ -37,8 +37,7 @@ def options_table(command: str) -> str:
             continue
         value = "" if p.is_flag else " " + (p.metavar or _VALUES.get(p.type.name, p.type.name.upper()))
         names = ", ".join(f"`{o}{value}`" for o in (*sorted(p.opts, key=len, reverse=True), *p.secondary_opts))
-        usual = p.show_default if isinstance(p.show_default, str) else p.default
-        default = "" if p.is_flag or usual is None or callable(usual) else f" Default: `{usual}`."
+        default = "" if p.is_flag or p.default is None or callable(p.default) else f" Default: `{p.default}`."
         text = (p.help or "").replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
         row = f"| {names}{value} | {text}{default} |"
         panels.setdefault(getattr(p, "rich_help_panel", None) or "", []).append(row)
@@ -57,7 +56,7 @@ def exit_codes_table() -> str:
 def layouts_table() -> str:
     """The table of layouts."""
     rows = (
-        f"| `{name}` | {layout.title} | {', '.join(layout.holds) or 'everything'} |"
+        f"| `{name}` | {layout.title} | {', '.join(sorted(layout.holds(None))) or 'everything'} |"
         for name, layout in layouts().items()
     )
     return "\n".join(["| name | what it is | holds |", "|---|---|---|", *rows])

@@ -32,6 +32,7 @@ OUTSIDE: dict[str, set[str]] = {
     "cli.audit": {"typer"},
     "cli.help": {"typer"},
     "cli.hub": {"typer"},
+    "cli.layout_options": {"typer"},
     "cli.main": {"typer"},
     "cli.terminal": {"typer"},
     "engine.conversion": {"blake3"},

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..engine.conversion import Result, convert
+from ..engine.conversion import CheckpointPath, ConvertResult, OpenOptions, RunOptions, WriteRequest, convert_with
 from ..engine.fill import Progress, silent
 from ..errors import CkpttoolError
 from ..layouts import Place, place
@@ -23,51 +23,94 @@ from .archive import SEALED, Facts
 from .options import ArchiveOptions
 from .spool import unsealed
 
-__all__ = ["Exported", "export", "restore"]
+__all__ = ["Exported", "export", "export_with", "restore", "restore_with"]
 
 
 @dataclass
 class Exported:
     """What an export did. `entry` is its line in the ledger, None where there is none."""
 
-    result: Result
+    result: ConvertResult
     facts: Facts
     entry: dict[str, Any] | None
 
 
 def export(
-    src: str | os.PathLike[str],
+    src: CheckpointPath,
     dst: str,
-    options: ArchiveOptions,
+    options: ArchiveOptions = ArchiveOptions(),  # noqa: B008  # frozen
     *,
     in_ledger: bool = True,
+    dtype: str | None = None,
+    drop: bool = False,
+    force: bool = False,
     verify: bool = True,
+    source_layout: str | None = None,
+    config: str | None = None,
+    like: str | os.PathLike[str] | None = None,
+    flat_layout: str | os.PathLike[str] | None = None,
+    wrap: Iterable[str] | None = None,
+    tag: str | None = None,
+    allow_equal_ranks: bool = False,
+    allow_mixed_steps: bool = False,
+    ignore_recorded_digests: bool = False,
+    max_memory_bytes: int | None = None,
+    threads: int = 2,
     progress: Progress = silent,
-    **how: Any,
 ) -> Exported:
-    """Write a checkpoint in any layout into one archive; `how` are further arguments of `convert`.
+    """Write a checkpoint in any layout into one archive, NAME.tar.zst.
 
     An encrypted archive is not read back, since the key to it is not here: age proves its bytes when they are read.
+
+    Args:
+        options: what the archive is to be, and which components it holds.
+        in_ledger: write a line into the ledger of its store.
+        (the others): as `convert`.
 
     Raises:
         CkpttoolError: as `convert`, and the destination is as it was before; or the archive is there and its sidecar or its
             line in the ledger could not be written, which the message says.
     """
+    return export_with(
+        src, dst, options, in_ledger=in_ledger,
+        reading=OpenOptions(
+            source_layout=source_layout, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
+            allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
+        ),
+        writing=WriteRequest(dtype=dtype, drop=drop, ignore_recorded_digests=ignore_recorded_digests),
+        running=RunOptions(
+            force=force, verify=verify, max_memory_bytes=max_memory_bytes, threads=threads, progress=progress
+        ),
+    )  # fmt: skip
+
+
+def export_with(
+    src: CheckpointPath,
+    dst: str,
+    options: ArchiveOptions,
+    *,
+    in_ledger: bool,
+    reading: OpenOptions,
+    writing: WriteRequest,
+    running: RunOptions,
+) -> Exported:
+    """`export`."""
     sealed = bool(options.recipients)
     folder, name = remote.split(dst) if remote.is_url(dst) else os.path.split(os.path.abspath(dst))
     clock = None
     if in_ledger and (remote.is_url(folder) or os.path.isdir(folder)):
         clock = ledger.clock_behind(ledger.refuse_unwritable(folder))  # said now, and not when everything is copied
-    result = convert(
-        src, dst, to="audit", archive=options, only=options.only, verify=verify and not sealed, progress=progress, **how
-    )
+    result = convert_with(
+        src, dst, replace(reading, only=options.only), replace(writing, to="audit", options=options),
+        replace(running, verify=running.verify and not sealed),
+    )  # fmt: skip
     if clock:
         result.notes.append(clock)
     entry, recorded = None, not sealed
     try:
         with remote.source(folder) as source:
             known = Facts(**{**result.about, "bytes": source.size(name)})
-            ciphertext = sidecar.ciphertext(source, name, progress) if sealed else None
+            ciphertext = sidecar.ciphertext(source, name, running.progress) if sealed else None
         if ciphertext is not None:
             sidecar.put(folder, sidecar.name(name), sidecar.encode(asdict(known), ciphertext))
             recorded = True
@@ -100,25 +143,60 @@ def restore(
     archive: str,
     dst: str | os.PathLike[str],
     *,
+    to: str | None = None,
+    options: object = None,
     identities: Sequence[str] = (),
     scratch: str | None = None,
+    world_size: int | None = None,
+    only: Iterable[str] | None = None,
+    dtype: str | None = None,
+    drop: bool = False,
+    force: bool = False,
+    verify: bool = True,
+    config: str | None = None,
+    like: str | os.PathLike[str] | None = None,
+    flat_layout: str | os.PathLike[str] | None = None,
+    wrap: Iterable[str] | None = None,
+    max_memory_bytes: int | None = None,
+    threads: int = 2,
     progress: Progress = silent,
-    **how: Any,
-) -> Result:
-    """Write the state of an archive in any layout; `how` are arguments of `convert`.
+) -> ConvertResult:
+    """Write the state of an archive in any layout.
 
     Args:
         identities: files with the keys to an encrypted archive.
         scratch: folder for its plain bytes while it is read; the destination's own where None.
+        (the others): as `convert`.
 
     Raises:
         CkpttoolError: as `convert`; every tensor has been compared with the digest in the manifest.
     """
+    return restore_with(
+        archive, dst, identities=identities, scratch=scratch,
+        reading=OpenOptions(only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap),
+        writing=WriteRequest(to=to, options=options, world_size=world_size, dtype=dtype, drop=drop),
+        running=RunOptions(
+            force=force, verify=verify, max_memory_bytes=max_memory_bytes, threads=threads, progress=progress
+        ),
+    )  # fmt: skip
+
+
+def restore_with(
+    archive: str,
+    dst: str | os.PathLike[str],
+    *,
+    identities: Sequence[str],
+    scratch: str | None,
+    reading: OpenOptions,
+    writing: WriteRequest,
+    running: RunOptions,
+) -> ConvertResult:
+    """`restore`."""
     where = place(archive)
     if where.file is not None and where.file.endswith(SEALED) and identities:
         folder = scratch or os.path.dirname(os.path.abspath(dst))
-        spool, name = unsealed(where.source, where.file, identities, folder, progress)
+        spool, name = unsealed(where.source, where.file, identities, folder, running.progress)
         where.source.close()
         where = Place(spool, name)
-    done = convert(where, dst, layout="audit", progress=progress, **how)
+    done = convert_with(where, dst, replace(reading, source_layout="audit"), writing, running)
     return replace(done, source=archive)

@@ -13,6 +13,7 @@ import typer
 
 from ..errors import Corrupt, UsageError
 from .help import App
+from .layout_options import LayoutCommand, given
 from .terminal import (  # fmt: skip
     AllowEqualRanks,
     AllowMixedSteps,
@@ -160,8 +161,9 @@ def export(
     quiet: Quiet = False,
 ) -> None:
     """Write a checkpoint in any layout into one archive that anyone can check."""
-    from ..audit.export import export as run
+    from ..audit.export import export_with as run
     from ..audit.options import ArchiveOptions
+    from ..engine.conversion import OpenOptions, RunOptions, WriteRequest
     from ..engine.inspect import human
 
     options = ArchiveOptions(
@@ -174,11 +176,16 @@ def export(
     began = time.monotonic()
     try:
         done = run(
-            src, dst, options, in_ledger=not no_ledger, verify=not no_verify, progress=meter, layout=from_,
-            config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag, dtype=dtype, drop=drop, force=force,
-            allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
-            max_memory_bytes=bytes_of(max_memory) if max_memory else None, jobs=_jobs(jobs),
-            ignore_recorded_digests=ignore_recorded_digests,
+            src, dst, options, in_ledger=not no_ledger,
+            reading=OpenOptions(
+                source_layout=from_, config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
+                allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
+            ),
+            writing=WriteRequest(dtype=dtype, drop=drop, ignore_recorded_digests=ignore_recorded_digests),
+            running=RunOptions(
+                force=force, verify=not no_verify, max_memory_bytes=bytes_of(max_memory) if max_memory else None,
+                threads=_jobs(jobs), progress=meter,
+            ),
         )  # fmt: skip
     finally:
         meter.close()
@@ -280,8 +287,9 @@ def verify(
         print(f"merkle-root blake3:{found.merkle_root}")
 
 
-@app.command()
+@app.command(cls=LayoutCommand)
 def restore(
+    ctx: typer.Context,
     archive: ArchivePath,
     dst: Annotated[str, typer.Argument(help="Where the checkpoint shall be.", show_default=False)],
     to: Annotated[str | None, typer.Option("--to", help="Layout to write; `ckpttool layouts` lists them.")] = None,
@@ -292,7 +300,6 @@ def restore(
     like: Like = None,
     flat_layout: FlatLayout = None,
     wrap: Wrap = None,
-    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Largest file of an hf folder.")] = "5GB",
     identity: Identity = None,
     scratch: Scratch = None,
     max_memory: Annotated[str | None, typer.Option("--max-memory", help="Memory budget of the buffers.")] = None,
@@ -305,19 +312,27 @@ def restore(
 ) -> None:
     """Write the state of an archive in any layout; every tensor is compared with the manifest on the way.
 
-    `ckpttool convert` does the same for archives that are not encrypted, and has the options of every layout.
+    `ckpttool convert` does the same for archives that are not encrypted.
     """
-    from ..audit.export import restore as run
+    from ..audit.export import restore_with as run
+    from ..engine.conversion import OpenOptions, RunOptions, WriteRequest
     from ..engine.inspect import human
+    from ..layouts import options_of, target_of
 
+    target = target_of(to, dst)
     meter = Meter(quiet)
     began = time.monotonic()
     try:
         done = run(
-            archive, dst, identities=identity or (), scratch=scratch, progress=meter, to=to, world_size=world_size,
-            only=comma(only), dtype=dtype, config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap),
-            max_shard_bytes=bytes_of(max_shard_size), drop=drop, force=force, verify=not no_verify,
-            max_memory_bytes=bytes_of(max_memory) if max_memory else None, jobs=_jobs(jobs),
+            archive, dst, identities=identity or (), scratch=scratch,
+            reading=OpenOptions(only=comma(only), config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap)),
+            writing=WriteRequest(
+                to=target.name, options=options_of(target, given(ctx)), world_size=world_size, dtype=dtype, drop=drop
+            ),
+            running=RunOptions(
+                force=force, verify=not no_verify, max_memory_bytes=bytes_of(max_memory) if max_memory else None,
+                threads=_jobs(jobs), progress=meter,
+            ),
         )  # fmt: skip
     finally:
         meter.close()

@@ -13,7 +13,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-__all__ = ["App", "only_what_runs"]
+__all__ = ["App", "Command", "only_what_runs"]
 
 _WIDTH = 110  # of help, where the terminal is wider
 
@@ -26,7 +26,7 @@ def _sections(command: Any, ctx: Any, formatter: Any) -> None:
         if record is not None:
             usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
             rows.setdefault(getattr(parameter, "rich_help_panel", None) or usual, []).append(record)
-    for title in sorted(rows, key=lambda t: (t != "Arguments", t == "Options")):
+    for title in sorted(rows, key=lambda t: (t != "Arguments", t.startswith("Writing "), t == "Options")):
         with formatter.section(title):
             formatter.write_dl(rows[title], col_max=34)
 
@@ -37,7 +37,9 @@ def _wide(ctx: Any, formatter: Any) -> None:
     formatter.width = max(50, min(get_terminal_size().columns, _WIDTH) - 2)
 
 
-class _Command(TyperCommand):
+class Command(TyperCommand):
+    """A command whose help is plain text."""
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         _wide(ctx, formatter)
         super().format_help(ctx, formatter)
@@ -70,7 +72,7 @@ class App(typer.Typer):
 
     def command(self, *name: Any, **options: Any) -> Callable[[Any], Any]:
         """A decorator that adds a command; the arguments are those of `typer.Typer.command`."""
-        return super().command(*name, **{"cls": _Command, **options})
+        return super().command(*name, **{"cls": Command, **options})
 
 
 def only_what_runs(app: typer.Typer, arguments: Sequence[str]) -> typer.Typer:

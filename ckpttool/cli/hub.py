@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from .layout_options import given
 from .terminal import (
     AllowEqualRanks,
     AllowMixedSteps,
-    AllowNameMismatch,
     Cast,
     Config,
     Drop,
@@ -23,17 +23,12 @@ from .terminal import (
     Like,
     Meter,
     Only,
-    Precision,
     Quiet,
     Src,
-    StripPrefix,
     Tag,
     Threads,
-    UseOrigParams,
     WorldSize,
     Wrap,
-    ZeroStage,
-    bytes_of,
     cast_rules,
     comma,
     left_behind,
@@ -49,6 +44,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be don
 
 
 def push(
+    ctx: typer.Context,
     src: Src,
     target: Annotated[
         str, typer.Argument(help="A model repository: hf://org/name, or hf://org/name@branch.", show_default=False)
@@ -61,17 +57,9 @@ def push(
     ] = None,
     pr: Annotated[bool, typer.Option("--pr", help="Open a pull request instead.")] = False,
     message: Annotated[str | None, typer.Option("--message", "-m", help="Title of the commit.")] = None,
-    adapter: Annotated[bool, typer.Option("--adapter", help="The adapter alone, as PEFT saves it.")] = False,
-    include_optimizer: Annotated[
-        bool,
-        typer.Option("--include-optimizer", help="Optimizer and all other state too, beside the weights; no pickles."),
-    ] = False,
-    strip_prefix: StripPrefix = None,
-    allow_name_mismatch: AllowNameMismatch = False,
     from_: From = None,
     dtype: Dtype = None,
     cast: Cast = None,
-    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Largest file of weights.")] = "5GB",
     config: Config = None,
     like: Like = None,
     flat_layout: FlatLayout = None,
@@ -95,22 +83,33 @@ def push(
     """Push a checkpoint to the Hugging Face Hub, as a model that from_pretrained loads; nothing is copied to the disk."""
     from dataclasses import asdict
 
-    from ..hub.push import preview
-    from ..hub.push import push as run
+    from ..engine.conversion import OpenOptions, WriteRequest
+    from ..hub.push import Push
+    from ..layouts import find, options_of
 
-    how: dict[str, Any] = {
-        "revision": revision, "public": public, "pull": pr, "message": message, "jobs": jobs, "layout": from_,
-        "dtype": dtype, "cast": cast_rules(cast) or None, "max_shard_bytes": bytes_of(max_shard_size), "config": config,
-        "like": like, "flat_layout": flat_layout, "wrap": comma(wrap), "tag": tag, "adapter": adapter or None,
-        "training": include_optimizer or None, "drop": drop or None, "strip_prefix": strip_prefix,
-        "allow_name_mismatch": allow_name_mismatch or None, "allow_equal_ranks": allow_equal_ranks or None,
-        "allow_mixed_steps": allow_mixed_steps or None,
-        "ignore_recorded_digests": ignore_recorded_digests or None,
-    }  # fmt: skip
+    reading = OpenOptions(
+        source_layout=from_, config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
+        allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
+    )  # fmt: skip
+    writing = WriteRequest(
+        options=options_of(find("hf"), given(ctx)), dtype=dtype, cast=cast_rules(cast), drop=drop,
+        ignore_recorded_digests=ignore_recorded_digests,
+    )  # fmt: skip
     meter = Meter(quiet)
     began = time.monotonic()
     try:
-        done = preview(src, target, **how) if dry_run else run(src, target, stage=stage, progress=meter, **how)
+        with Push(
+            src,
+            target,
+            reading,
+            writing,
+            revision=revision,
+            public=public,
+            pull_request=pr,
+            message=message,
+            threads=jobs,
+        ) as run:
+            done = run.preview() if dry_run else run.push(stage, meter)
     finally:
         meter.close()
     seconds = time.monotonic() - began
@@ -152,6 +151,7 @@ def push(
 
 
 def pull(
+    ctx: typer.Context,
     repository: Annotated[
         str, typer.Argument(help="A model repository: hf://org/name, or hf://org/name@revision.", show_default=False)
     ],
@@ -168,9 +168,6 @@ def pull(
     like: Like = None,
     flat_layout: FlatLayout = None,
     wrap: Wrap = None,
-    use_orig_params: UseOrigParams = False,
-    zero_stage: ZeroStage = None,
-    precision: Precision = None,
     jobs: Threads = 2,
     drop: Drop = False,
     ignore_recorded_digests: IgnoreRecorded = False,
@@ -181,18 +178,23 @@ def pull(
     """Make a training checkpoint of a repository on the Hugging Face Hub, pinned to one commit."""
     from dataclasses import asdict
 
-    from ..hub.pull import pull as run
+    from ..engine.conversion import OpenOptions, RunOptions, WriteRequest
+    from ..hub.pull import pull_with as run
+    from ..layouts import options_of, target_of
 
-    how: dict[str, Any] = {
-        "to": to, "world_size": world_size, "only": comma(only), "dtype": dtype, "cast": cast_rules(cast),
-        "config": config, "like": like, "flat_layout": flat_layout, "wrap": comma(wrap),
-        "use_orig_params": use_orig_params, "zero_stage": zero_stage, "precision": precision, "jobs": jobs,
-        "drop": drop, "force": force, "ignore_recorded_digests": ignore_recorded_digests,
-    }  # fmt: skip
+    layout = target_of(to, dst)
     meter = Meter(quiet)
     began = time.monotonic()
     try:
-        done = run(repository, dst, revision=revision, progress=meter, **how)
+        done = run(
+            repository, dst, revision=revision,
+            reading=OpenOptions(only=comma(only), config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap)),
+            writing=WriteRequest(
+                to=layout.name, options=options_of(layout, given(ctx)), world_size=world_size, dtype=dtype,
+                cast=cast_rules(cast), drop=drop, ignore_recorded_digests=ignore_recorded_digests,
+            ),
+            running=RunOptions(force=force, threads=jobs, progress=meter),
+        )  # fmt: skip
     finally:
         meter.close()
     seconds, result = time.monotonic() - began, done.result

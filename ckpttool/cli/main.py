@@ -10,7 +10,7 @@ import sys
 import time
 import warnings
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,10 +18,10 @@ from ..errors import EXIT_CODES, CkpttoolError, Interrupted, NoSpace, NotRecogni
 from . import hub
 from .audit import app as audit_app
 from .help import App, only_what_runs
+from .layout_options import HfCommand, LayoutCommand, given
 from .terminal import (  # fmt: skip
     AllowEqualRanks,
     AllowMixedSteps,
-    AllowNameMismatch,
     CanonicalKeys,
     Cast,
     Config,
@@ -36,16 +36,12 @@ from .terminal import (  # fmt: skip
     Meter,
     Only,
     OutputLost,
-    Precision,
     Quiet,
     Src,
-    StripPrefix,
     Tag,
     Threads,
-    UseOrigParams,
     WorldSize,
     Wrap,
-    ZeroStage,
     bytes_of,
     cast_rules,
     comma,
@@ -61,6 +57,9 @@ from .terminal import (  # fmt: skip
     streams,
 )
 
+if TYPE_CHECKING:
+    from ..engine.conversion import Plan
+
 __all__ = ["app", "main"]
 
 _CODES = "  ·  ".join(f"{c} {t}" for c, t in EXIT_CODES)
@@ -74,8 +73,9 @@ app = App(
 )
 
 
-@app.command()
+@app.command(cls=LayoutCommand)
 def convert(
+    ctx: typer.Context,
     src: Src,
     dst: Annotated[
         str,
@@ -94,20 +94,6 @@ def convert(
     tag: Tag = None,
     allow_equal_ranks: AllowEqualRanks = False,
     allow_mixed_steps: AllowMixedSteps = False,
-    use_orig_params: UseOrigParams = False,
-    zero_stage: ZeroStage = None,
-    sub_group_size: Annotated[
-        int | None, typer.Option("--sub-group-size", min=1, help="sub_group_size in the config of that engine.")
-    ] = None,
-    precision: Precision = None,
-    write_tag: Annotated[str | None, typer.Option("--write-tag", help="Name of the DeepSpeed save to write.")] = None,
-    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Largest file of an hf folder.")] = "5GB",
-    adapter: Annotated[bool, typer.Option("--adapter", help="hf: the adapter alone, as PEFT saves it.")] = False,
-    include_optimizer: Annotated[
-        bool, typer.Option("--include-optimizer", help="hf: optimizer and all other state beside the weights.")
-    ] = False,
-    strip_prefix: StripPrefix = None,
-    allow_name_mismatch: AllowNameMismatch = False,
     canonical_keys: CanonicalKeys = False,
     max_memory: Annotated[
         str | None, typer.Option("--max-memory", help="Memory budget; buffers shrink or grow to fit.")
@@ -123,26 +109,29 @@ def convert(
 ) -> None:
     """Convert a checkpoint to another layout or world size."""
     from ..engine import conversion as engine
+    from ..layouts import options_of, target_of
 
-    how: dict[str, Any] = {
-        "to": to, "layout": from_, "world_size": world_size, "only": comma(only), "dtype": dtype, "cast": cast_rules(cast),
-        "config": config, "like": like, "flat_layout": flat_layout, "wrap": comma(wrap), "tag": tag,
-        "use_orig_params": use_orig_params, "zero_stage": zero_stage, "sub_group_size": sub_group_size,
-        "precision": precision, "write_tag": write_tag, "max_shard_bytes": bytes_of(max_shard_size),
-        "adapter": adapter, "training": include_optimizer, "strip_prefix": strip_prefix,
-        "allow_name_mismatch": allow_name_mismatch, "canonical_keys": canonical_keys,
-        "allow_equal_ranks": allow_equal_ranks, "allow_mixed_steps": allow_mixed_steps,
-        "ignore_recorded_digests": ignore_recorded_digests,
-    }  # fmt: skip
+    reading = engine.OpenOptions(
+        source_layout=from_, only=comma(only), config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
+        allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
+    )  # fmt: skip
+    target = target_of(to, dst)
+    writing = engine.WriteRequest(
+        to=target.name, options=options_of(target, given(ctx)), world_size=world_size, dtype=dtype, cast=cast_rules(cast),
+        canonical_keys=canonical_keys, drop=drop, ignore_recorded_digests=ignore_recorded_digests,
+    )  # fmt: skip
     if dry_run:
-        _dry_run(src, dst, {**how, "drop": drop}, as_json)
+        _dry_run(engine.plan_with(src, dst, reading, writing), as_json)
         return
     meter = Meter(quiet)
     began = time.monotonic()
     try:
-        done = engine.convert(
-            src, dst, drop=drop, force=force, verify=not no_verify,
-            max_memory_bytes=bytes_of(max_memory) if max_memory else None, jobs=jobs, progress=meter, **how,
+        done = engine.convert_with(
+            src, dst, reading, writing,
+            engine.RunOptions(
+                force=force, verify=not no_verify, max_memory_bytes=bytes_of(max_memory) if max_memory else None,
+                threads=jobs, progress=meter,
+            ),
         )  # fmt: skip
     finally:
         meter.close()
@@ -169,12 +158,11 @@ def convert(
         print(f"digest {component:10s} blake3:{root}")
 
 
-def _dry_run(src: str, dst: str, how: dict[str, Any], as_json: bool) -> None:
-    from ..engine import conversion as engine
+def _dry_run(planned: Plan, as_json: bool) -> None:
     from ..engine.inspect import human
 
-    opened, draft, target = engine.plan(src, dst, **how)
-    with opened:
+    opened, draft, target = planned.opened, planned.draft, planned.target
+    with planned:
         files = [(f.name, f.size) for f in draft.files]
         if as_json:
             print_json({
@@ -221,11 +209,10 @@ def inspect(
     from ..engine import inspect as look
     from ..engine.conversion import open as open_checkpoint
 
-    how: dict[str, Any] = {
-        "config": config, "like": like, "flat_layout": flat_layout, "wrap": comma(wrap), "tag": tag,
-        "allow_equal_ranks": True, "allow_mixed_steps": True,
-    }  # fmt: skip
-    with open_checkpoint(path, layout=from_, **how) as opened:
+    with open_checkpoint(
+        path, source_layout=from_, config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
+        allow_equal_ranks=True, allow_mixed_steps=True,
+    ) as opened:  # fmt: skip
         if tensor is not None:
             ckpt = opened.locate()
             names = [n for n in ckpt.tensors if fnmatch.fnmatchcase(n, tensor)]
@@ -245,9 +232,8 @@ def inspect(
             return
         s = look.summarise(opened.checkpoint, path)
         if as_json:
-            if show_tree:
-                s["names"] = {n: [t.dtype, list(t.shape)] for n, t in opened.checkpoint.tensors.items()}
-            print_json(s)
+            listed = {n: [t.dtype, list(t.shape)] for n, t in opened.checkpoint.tensors.items()} if show_tree else None
+            print_json({**s.to_json(), **({} if listed is None else {"names": listed})})
             return
         draw(look.screen(s), *([look.tree(opened.checkpoint)] if show_tree else []))
 
@@ -340,31 +326,31 @@ def verify(
     meter = Meter(quiet)
     try:
         found = check(
-            path, read_data=read_data, against=against, progress=meter, layout=from_, config=config, like=like,
+            path, read_data=read_data, against=against, progress=meter, source_layout=from_, config=config, like=like,
             flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
             allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
         )  # fmt: skip
     finally:
         meter.close()
     if as_json:
-        print_json(found)
+        print_json(found.to_json())
         return
     from ..engine.inspect import human
 
-    not_read(found["not_read"], quiet)
-    print(f"{found['layout']}: {found['tensors']:,} tensors, {human(found['bytes'])}: structure ok")
-    if "data" in found:
-        covered = found["crc32_covered_bytes"]
+    not_read(found.not_read, quiet)
+    print(f"{found.layout}: {found.tensors:,} tensors, {human(found.bytes)}: structure ok")
+    if found.data is not None:
+        covered = found.crc32_covered_bytes
         told = f", {human(covered)} covered by CRC32s of the files themselves" if covered else ""
         print(f"data ok: every byte read{told}")
-        if found.get("recorded") == "equal":
+        if found.recorded == "equal":
             print("equal to the digests that were recorded when it was written")
-        for text in found.get("notes", ()):
+        for text in found.notes:
             note(f"note: {text}", quiet)
-        for component, root in found["digest"].items():
+        for component, root in (found.digest or {}).items():
             print(f"digest {component:10s} blake3:{root}")
-    if "against" in found:
-        print(f"equal to {found['against']['path']}: {', '.join(found['against']['components'])}")
+    if found.against is not None:
+        print(f"equal to {found.against['path']}: {', '.join(found.against['components'])}")
 
 
 @app.command("resume-verify")
@@ -434,7 +420,7 @@ def resume_verify(
     ] = "synthetic",
     seed: Annotated[int, typer.Option("--seed", help="Seed of synthetic data.", rich_help_panel="Batches")] = 0,
     sequence: Annotated[
-        int | None, typer.Option("--sequence", min=2, help="Tokens of a row.", rich_help_panel="Batches")
+        int | None, typer.Option("--seq-len", "--sequence", min=2, help="Tokens of a row.", rich_help_panel="Batches")
     ] = None,
     global_batch: Annotated[
         int | None,
@@ -463,7 +449,11 @@ def resume_verify(
     clip: Annotated[
         float | None,
         typer.Option(
-            "--clip", min=0, help="Largest gradient norm; larger ones are scaled down.", rich_help_panel="Job"
+            "--max-grad-norm",
+            "--clip",
+            min=0,
+            help="Largest gradient norm; larger ones are scaled down.",
+            rich_help_panel="Job",
         ),
     ] = None,
     profile: Annotated[
@@ -565,7 +555,7 @@ def resume_verify(
         raise UsageError(f"--metrics {metrics}: there is no folder {os.path.dirname(os.path.abspath(metrics))}.")
     gc.enable()  # a training job makes cycles
     how = {
-        "layout": from_, "config": config, "like": like, "flat_layout": flat_layout, "wrap": comma(wrap), "tag": tag,
+        "source_layout": from_, "config": config, "like": like, "flat_layout": flat_layout, "wrap": comma(wrap), "tag": tag,
         "allow_equal_ranks": allow_equal_ranks or None, "allow_mixed_steps": allow_mixed_steps or None,
     }  # fmt: skip
     telling = _Telling(quiet)
@@ -645,18 +635,20 @@ def digest(
     meter = Meter(quiet)
     try:
         found = compute(
-            path, progress=meter, layout=from_, only=comma(only), config=config, like=like, flat_layout=flat_layout,
+            path, progress=meter, source_layout=from_, only=comma(only), config=config, like=like, flat_layout=flat_layout,
             wrap=comma(wrap), tag=tag, allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
         )  # fmt: skip
     finally:
         meter.close()
     if as_json:
-        print_json(found if tensors else {k: found[k] for k in ("digest", "not_read")})
+        print_json({
+            "digest": found.digest, **({"tensors": found.tensors} if tensors else {}), "not_read": found.not_read,
+        })  # fmt: skip
         return
-    not_read(found["not_read"], quiet)
-    for component, root in found["digest"].items():
+    not_read(found.not_read, quiet)
+    for component, root in found.digest.items():
         print(f"blake3:{root}  {component}")
-    for name, value in found["tensors"].items() if tensors else ():
+    for name, value in found.tensors.items() if tensors else ():
         print(f"blake3:{value}  {name}")
 
 
@@ -704,8 +696,8 @@ def clean(
         raise typer.Exit(1)
 
 
-app.command()(hub.push)
-app.command()(hub.pull)
+app.command(cls=HfCommand)(hub.push)
+app.command(cls=LayoutCommand)(hub.pull)
 app.add_typer(audit_app)
 
 
@@ -717,7 +709,7 @@ def layouts(as_json: Json = False) -> None:
     rows: list[dict[str, Any]] = [
         {
             "name": x.name, "title": x.title, "reads": True, "writes": x.write is not None,
-            "holds": sorted(x.holds) or "everything",
+            "holds": sorted(x.holds(None)) or "everything",
         }
         for x in known().values()
     ]  # fmt: skip

@@ -19,7 +19,6 @@ from ..errors import UsageError
 __all__ = [
     "AllowEqualRanks",
     "AllowMixedSteps",
-    "AllowNameMismatch",
     "CanonicalKeys",
     "Cast",
     "Config",
@@ -34,16 +33,12 @@ __all__ = [
     "Meter",
     "Only",
     "OutputLost",
-    "Precision",
     "Quiet",
     "Src",
-    "StripPrefix",
     "Tag",
     "Threads",
-    "UseOrigParams",
     "WorldSize",
     "Wrap",
-    "ZeroStage",
     "bytes_of",
     "cast_rules",
     "comma",
@@ -68,22 +63,15 @@ Src = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no notes.")]
-From = Annotated[str | None, typer.Option("--from", help="Layout of the source, where its files alone do not tell.")]
-StripPrefix = Annotated[
+From = Annotated[
     str | None,
-    typer.Option(
-        "--strip-prefix", help="hf: modules that names of weights begin with, to leave out.", metavar="PREFIX"
-    ),
+    typer.Option("--source-layout", "--from", help="Layout of the source, where its files alone do not tell."),
 ]
 CanonicalKeys = Annotated[
     bool,
     typer.Option(
         "--canonical-keys", help="dcp, full: keys model and optim and plain FQNs, not the keys of the source."
     ),
-]
-AllowNameMismatch = Annotated[
-    bool,
-    typer.Option("--allow-name-mismatch", help="hf: write weights that the model of the config does not have."),
 ]
 Config = Annotated[
     str | None, typer.Option("--config", help="Folder or id of a Hugging Face model: config and tokenizer files.")
@@ -109,16 +97,6 @@ WorldSize = Annotated[int | None, typer.Option("--world-size", "-n", min=1, help
 Dtype = Annotated[str | None, typer.Option("--dtype", help="dtype of floating-point weights: bf16, fp16, fp32, keep.")]
 Cast = Annotated[
     list[str] | None, typer.Option("--cast", help="dtype of some tensors; may be given again.", metavar="GLOB=DTYPE")
-]
-UseOrigParams = Annotated[
-    bool, typer.Option("--use-orig-params", help="For an FSDP1 job that was given use_orig_params=True.")
-]
-ZeroStage = Annotated[
-    int | None,
-    typer.Option("--zero-stage", min=1, max=3, help="ZeRO stage of the DeepSpeed engine that will load it."),
-]
-Precision = Annotated[
-    str | None, typer.Option("--precision", help="Precision the next job computes in: bf16, fp16 or fp32.")
 ]
 Threads = Annotated[int, typer.Option("--jobs", "-j", min=1, help="Threads that read, and as many that write.")]
 Drop = Annotated[

@@ -13,7 +13,7 @@ import fnmatch
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -34,10 +34,9 @@ from ..errors import (
     UsageError,
 )
 from ..formats import safetensors_header
-from ..huggingface import adapters, model_files
-from ..index.checkpoint import ITEMSIZE, Checkpoint, TensorEntry, Unread, check, joined, strangers, twins
+from ..index.checkpoint import Checkpoint, TensorEntry, Unread, check, floating_dtype, joined, strangers, twins
 from ..index.digests import merkle_root, roots
-from ..index.names import NOT_THEIRS, refuse_surrogates, without_prefix
+from ..index.names import NOT_THEIRS, refuse_surrogates
 from ..storage import partial, remote
 from ..storage.destinations import Sending, SendingFolder
 from ..storage.source import Source, raise_file_limit
@@ -49,16 +48,66 @@ from .recorded import IGNORE, MOST_RECORD_BYTES, RECORD, Recorded, missing, of_f
 from .stream import Effort, small
 
 __all__ = [
-    "MOST_RECORD_BYTES", "RECORD", "Opened", "Result", "convert", "digest", "effort_of", "encoded", "merkle_root", "open", "plan", "plan_id",
-    "record", "roots", "settled", "verify",
+    "MOST_RECORD_BYTES", "RECORD", "CheckpointPath", "ConvertResult", "DigestResult", "OpenCheckpoint", "OpenOptions", "Plan",
+    "RunOptions", "VerifyResult", "WriteRequest", "convert", "convert_with", "digest", "effort_of", "encoded", "merkle_root",
+    "open", "open_with", "plan", "plan_id", "plan_with", "record", "roots", "settled", "shown_path", "verify",
 ]  # fmt: skip
 
 #: A folder or a file, or the place that it was found to be.
 CheckpointPath = str | os.PathLike[str] | layouts.Place
 
 
-@dataclass
-class Opened:
+def shown_path(path: CheckpointPath) -> str:
+    """The path or URL of a checkpoint, for people."""
+    return os.path.join(path.source.root, path.file or "") if isinstance(path, layouts.Place) else os.fspath(path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenOptions:
+    """How a checkpoint is read; the arguments of `open`, which explains them."""
+
+    source_layout: str | None = None
+    only: Iterable[str] | None = None
+    config: str | None = None
+    like: str | os.PathLike[str] | None = None
+    flat_layout: str | os.PathLike[str] | None = None
+    wrap: Iterable[str] | None = None
+    tag: str | None = None
+    allow_equal_ranks: bool = False
+    allow_mixed_steps: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("only", "wrap"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                raise UsageError(f"{name}={value!r} is a string; give a list of strings, such as [{value!r}].")
+            if value is not None:
+                object.__setattr__(self, name, tuple(value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteRequest:
+    """What a conversion is asked to write; the arguments of `plan`, which explains them."""
+
+    to: str | None = None
+    options: object = None
+    world_size: int | None = None
+    dtype: str | None = None
+    cast: Mapping[str, str] | None = None
+    canonical_keys: bool = False
+    drop: bool = False
+    ignore_recorded_digests: bool = False
+    expected: Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.world_size is not None and (type(self.world_size) is not int or self.world_size < 1):
+            raise UsageError(f"The world size is {self.world_size!r}; it must be an integer of at least 1.")
+        if not self.cast:  # one way to say so, since plan_id compares requests
+            object.__setattr__(self, "cast", None)
+
+
+@dataclass(repr=False)
+class OpenCheckpoint:
     """A checkpoint that was read and checked, with the files it lies in."""
 
     checkpoint: Checkpoint
@@ -69,7 +118,7 @@ class Opened:
     # what `locate` does not refuse
     allow_equal_ranks: bool = False
     allow_mixed_steps: bool = False
-    only: tuple[str, ...] | None = None  # the components that were asked for
+    only: tuple[str, ...] | None = None  # components that were asked for
     _record: list[Recorded | None] = field(default_factory=list)
 
     def recorded(self) -> Recorded | None:
@@ -122,8 +171,9 @@ class Opened:
     def locate(self) -> Checkpoint:
         """The index with raw byte ranges, checked again; every item's framing has been looked into."""
         if not self.located:
-            self.checkpoint = self.layout.locate(self.checkpoint, self.source)
-            check(self.checkpoint)
+            if self.layout.locate is not None:
+                self.checkpoint = self.layout.locate(self.checkpoint, self.source)
+                check(self.checkpoint)
             if not self.allow_equal_ranks:
                 mixups.refuse_equal_ranks(self.checkpoint, self.source)
             if not self.allow_mixed_steps:
@@ -135,7 +185,13 @@ class Opened:
         """The row-major bytes of one small tensor, checked against the CRC32 that the source carries."""
         return small(self.locate(), self.source, [name])[name]
 
-    def __enter__(self) -> Opened:
+    def __repr__(self) -> str:
+        ckpt = self.checkpoint
+        return (
+            f"<{type(self).__name__} {ckpt.layout} {ckpt.root}: {len(ckpt.tensors):,} tensors, {ckpt.nbytes:,} bytes>"
+        )
+
+    def __enter__(self) -> OpenCheckpoint:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -145,7 +201,7 @@ class Opened:
 def open(
     path: CheckpointPath,
     *,
-    layout: str | None = None,
+    source_layout: str | None = None,
     only: Iterable[str] | None = None,
     config: str | None = None,
     like: str | os.PathLike[str] | None = None,
@@ -154,38 +210,37 @@ def open(
     tag: str | None = None,
     allow_equal_ranks: bool = False,
     allow_mixed_steps: bool = False,
-) -> Opened:
+) -> OpenCheckpoint:
     """Read the index of a checkpoint in any layout and prove it sound; no tensor byte is read.
 
     Args:
-        path: a folder or a file.
-        layout: its layout, where the files alone do not tell.
-        only: components to keep ("model", "optim", ...).
+        path: a folder, a file, or the URL of one.
+        source_layout: its layout, where the files alone do not tell.
+        only: components to keep (["model", "optim"]); all where None.
         config: folder or id of a Hugging Face model with the same architecture.
-        like: another checkpoint of the same model, with names, shapes and an optimizer that names its parameters.
-        flat_layout: file with what `describe_fsdp1` gave in the job.
-        wrap: patterns of the modules that FSDP1 wrapped, "**.layers.*".
-        tag: which save, where a DeepSpeed folder holds several; else the one that `latest` names.
-        allow_equal_ranks: read it also where one rank's file looks like a copy of another's (mixups.py).
-        allow_mixed_steps: read it also where one rank's file looks like one of another step.
+        like: another checkpoint of the same model: its names, shapes, and the order of its optimizer are used.
+        flat_layout: file with what `describe_fsdp1` returned in the job.
+        wrap: patterns of the modules that FSDP1 wrapped, ["**.layers.*"].
+        tag: which save, where a DeepSpeed folder holds several; the one that `latest` names where None.
+        allow_equal_ranks: read it although one rank's file looks like a copy of another's.
+        allow_mixed_steps: read it although one rank's file looks like one of another step.
 
     Raises:
         NotRecognised, Unsupported, Corrupt, Unsafe: as errors.py tells them apart. Two files of ranks that do not belong
             together are Corrupt when the checkpoint is located, not here.
+        UsageError: an argument makes no sense.
     """
-    allow = (allow_equal_ranks, allow_mixed_steps)
-    return _open(path, layout, only, tag, _model(config, like, flat_layout, wrap), allow)
+    options = OpenOptions(
+        source_layout=source_layout, only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
+        allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
+    )  # fmt: skip
+    return open_with(path, options)
 
 
-def _open(
-    path: CheckpointPath,
-    layout: str | None,
-    only: Iterable[str] | None,
-    tag: str | None,
-    model: dict[str, Any],
-    allow: tuple[bool, bool],
-) -> Opened:
-    only = None if only is None else tuple(only)
+def open_with(path: CheckpointPath, options: OpenOptions, model: layouts.Model | None = None) -> OpenCheckpoint:
+    """`open`; `model` is what `model_of(options)` gives, where it is known."""
+    only: tuple[str, ...] | None = options.only  # type: ignore[assignment]  # made a tuple when it was made
+    model = model or model_of(options)
     raise_file_limit()
     where = path if isinstance(path, layouts.Place) else layouts.place(path)
     folder = where.file is None
@@ -195,15 +250,18 @@ def _open(
                 f"{where.source.root}: a conversion to this place was interrupted while its files became visible. Run it "
                 "again, or remove what lies there."
             )
-        found = layouts.find(layout) if layout else layouts.detect(where)
+        found = layouts.find(options.source_layout) if options.source_layout else layouts.detect(where)
         given, where = where, found.mount(where)
         ckpt = found.read(
             where,
             layouts.ReadOptions(
-                **model, only=None if only is None else frozenset(only), tag=tag, allow_equal_ranks=allow[0]
+                config=model.config, like=model.like, flat_layout=model.flat_layout, wrap=model.wrap,
+                only=None if only is None else frozenset(only), tag=options.tag, allow_equal_ranks=options.allow_equal_ranks,
             ),
+        )  # fmt: skip
+        opened = OpenCheckpoint(
+            ckpt, where.source, found, folder, False, options.allow_equal_ranks, options.allow_mixed_steps, only=only
         )
-        opened = Opened(ckpt, where.source, found, folder, False, *allow, only=only)
         _leave_made(opened)
         if where == given:  # what is mounted holds all that it lists
             ckpt.unread = unread_files.unread(where.source, where.file, ckpt)
@@ -217,11 +275,11 @@ def _open(
     return opened
 
 
-def _leave_made(opened: Opened) -> None:
-    """Take out the values that ckpttool itself had to put into a DeepSpeed save, and that are still what it put there:
-    they are no part of the state."""
+def _leave_made(opened: OpenCheckpoint) -> None:
+    """Take out the values that ckpttool itself had to write into the checkpoint (`Layout.made`), and that still are what it
+    wrote: they are no part of the state."""
     ckpt = opened.checkpoint
-    if ckpt.layout.startswith(("zero", "universal")) and (found := opened.recorded()) is not None:
+    if opened.layout.made and (found := opened.recorded()) is not None:
         for name, data in found.made.items():
             if ckpt.value(name) == data:
                 ckpt.values.pop(name, None)
@@ -236,21 +294,14 @@ def _only(ckpt: Checkpoint, only: Iterable[str]) -> Checkpoint:
     return ckpt.only(wanted)
 
 
-def _model(
-    config: str | None,
-    like: str | os.PathLike[str] | None,
-    flat_layout: str | os.PathLike[str] | None,
-    wrap: Iterable[str] | None,
-) -> dict[str, Any]:
-    """The fields of `layouts.Model`."""
+def model_of(options: OpenOptions) -> layouts.Model:
+    """What these options say about the model; opens the checkpoint that `like` names."""
     known = None
-    if like is not None:
-        with open(like) as other:
+    if options.like is not None:
+        with open(options.like) as other:
             known = _like(other.checkpoint)
-    return {
-        "config": config, "like": known, "flat_layout": None if flat_layout is None else os.fspath(flat_layout),
-        "wrap": None if wrap is None else tuple(wrap),
-    }  # fmt: skip
+    flat_layout = None if options.flat_layout is None else os.fspath(options.flat_layout)
+    return layouts.Model(options.config, known, flat_layout, options.wrap)  # type: ignore[arg-type]  # made a tuple
 
 
 def _like(ckpt: Checkpoint) -> layouts.Like:
@@ -272,24 +323,53 @@ def optimizer_order(ckpt: Checkpoint) -> tuple[str, ...] | None:
 # --------------------------------------------------------------------------------------------------------- digests
 
 
-def digest(path: str | os.PathLike[str], *, progress: Progress = silent, **how: Any) -> dict[str, Any]:
-    """{"digest": {"all": ..., "model": ...}, "tensors": {name: digest}, "not_read": [{"name", "bytes", "what"}]} of a
-    checkpoint, reading all bytes of its tensors; `not_read` are files that belong to it and are not part of the digest."""
-    with open(path, **how) as opened:
+@dataclass(frozen=True)
+class DigestResult:
+    """`digest` {"all", "model", ...: Merkle root}, `tensors` {name: BLAKE3}, both in hex; `not_read` files that belong to the
+    checkpoint and are no part of the digest, as `Unread.to_json` has them."""
+
+    digest: dict[str, str]
+    tensors: dict[str, str]
+    not_read: list[dict[str, Any]]
+
+
+def digest(
+    path: CheckpointPath,
+    *,
+    source_layout: str | None = None,
+    only: Iterable[str] | None = None,
+    config: str | None = None,
+    like: str | os.PathLike[str] | None = None,
+    flat_layout: str | os.PathLike[str] | None = None,
+    wrap: Iterable[str] | None = None,
+    tag: str | None = None,
+    allow_equal_ranks: bool = False,
+    allow_mixed_steps: bool = False,
+    progress: Progress = silent,
+) -> DigestResult:
+    """The digest of a state, which is the same in every layout and at every world size; reads all bytes of its tensors.
+
+    Args:
+        progress: called with ("digest", bytes done, bytes in all).
+        (the others): as `open`.
+    """
+    options = OpenOptions(
+        source_layout=source_layout, only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
+        allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
+    )  # fmt: skip
+    with open_with(path, options) as opened:
         ckpt = opened.locate()
         found = tensor_digests(ckpt.tensors, opened.source, ckpt.files, ckpt.records, progress)
         opened.source.unchanged()
-        return {
-            "digest": roots(ckpt.tensors, found), "tensors": found, "not_read": [r.to_json() for r in ckpt.unread],
-        }  # fmt: skip
+        return DigestResult(roots(ckpt.tensors, found), found, [r.to_json() for r in ckpt.unread])
 
 
 # ------------------------------------------------------------------------------------------------------ converting
 
 
 @dataclass
-class Result:
-    """What a conversion did."""
+class ConvertResult:
+    """What a conversion did. Sizes are in bytes; `dropped` are (name, bytes, why)."""
 
     source: str
     destination: str
@@ -308,136 +388,124 @@ class Result:
     not_read: list[dict[str, Any]] = field(default_factory=list)  # files of the source, as `Unread.to_json` has them
 
 
+@dataclass
+class Plan:
+    """A conversion that has not begun: the open source, the draft of the destination, and its layout. Close it, or use `with`."""
+
+    opened: OpenCheckpoint
+    draft: Draft
+    target: layouts.Layout
+
+    def __enter__(self) -> Plan:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.opened.source.close()
+
+
 def plan(
     src: CheckpointPath,
     dst: str | os.PathLike[str],
     *,
     to: str | None = None,
-    layout: str | None = None,
+    options: object = None,
     world_size: int | None = None,
     only: Iterable[str] | None = None,
     dtype: str | None = None,
     cast: Mapping[str, str] | None = None,
+    canonical_keys: bool = False,
+    drop: bool = False,
+    source_layout: str | None = None,
     config: str | None = None,
     like: str | os.PathLike[str] | None = None,
     flat_layout: str | os.PathLike[str] | None = None,
     wrap: Iterable[str] | None = None,
-    use_orig_params: bool = False,
     tag: str | None = None,
-    zero_stage: int | None = None,
-    sub_group_size: int | None = None,
-    precision: str | None = None,
-    write_tag: str | None = None,
-    max_shard_bytes: int = 5_000_000_000,
-    adapter: bool = False,
-    training: bool = False,
-    strip_prefix: str | None = None,
-    allow_name_mismatch: bool = False,
-    canonical_keys: bool = False,
-    archive: Any = None,
-    drop: bool = False,
     allow_equal_ranks: bool = False,
     allow_mixed_steps: bool = False,
     ignore_recorded_digests: bool = False,
     expected: Mapping[str, str] | None = None,
-) -> tuple[Opened, Draft, layouts.Layout]:
-    """The draft of a conversion; nothing is written. The caller closes the source.
+) -> Plan:
+    """What `convert` would write; writes nothing.
 
-    Args (the others are those of `open`):
-        to: layout of the destination; where None its name must tell (.pt, .pth, .bin and .ckpt are full).
-        world_size: ranks of the job that will load it; those of the source where None.
-        dtype: what floating-point weights are written as ("bfloat16", "keep"); optimizer state keeps its own.
-        cast: {glob of tensor names: dtype}, stronger than `dtype`; the last that matches counts.
-        use_orig_params: as FSDP1 of the job that will load it was called.
-        zero_stage, sub_group_size, precision: those of the DeepSpeed engine that will load it; those of the source, or
-            of the layout, where None.
-        write_tag: name of the DeepSpeed save; `global_step<N>` where None.
-        adapter: of hf, whether the adapter alone is written, as PEFT saves it.
-        training: of hf, whether optimizer state and all other state is written beside the weights.
-        strip_prefix: of hf, modules that the names of the weights begin with and that are left out ("net."); names without
-            them stay.
-        allow_name_mismatch: of hf, whether weights are written that the model of the config does not have, or has in other
-            shapes.
-        canonical_keys: of dcp and full, whether model and optimizer are written under "model" and "optim" with plain FQNs, as
-            torch's get_state_dict names them, and not under the keys of the source.
-        archive: options of an audit archive, an `ArchiveOptions`.
-        drop: go on without what the target cannot hold, and without state in files that were not read (`Checkpoint.unread`).
-        ignore_recorded_digests: do not compare the source with the digests in its ckpttool.json, or in itself.
-        expected: digests {tensor: BLAKE3} that the source must have, instead of those in its ckpttool.json.
+    Args:
+        (all): as `convert`.
 
     Raises:
-        Unsupported: there is such a thing, and `drop` is not set.
+        Unsupported: the layout cannot hold a part of the state, or state lies in files that were not read, and `drop` is not
+            set.
     """
-    model = _model(config, like, flat_layout, wrap)
-    only = None if only is None else tuple(only)
-    opened = _open(src, layout, only, tag, model, (allow_equal_ranks, allow_mixed_steps))
+    reading = OpenOptions(
+        source_layout=source_layout, only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
+        allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
+    )  # fmt: skip
+    writing = WriteRequest(
+        to=to, options=options, world_size=world_size, dtype=dtype, cast=cast, canonical_keys=canonical_keys, drop=drop,
+        ignore_recorded_digests=ignore_recorded_digests, expected=expected,
+    )  # fmt: skip
+    return plan_with(src, dst, reading, writing)
+
+
+def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOptions, writing: WriteRequest) -> Plan:
+    """`plan`."""
+    target = layouts.target_of(writing.to, dst)
+    if target.write is None:
+        raise Unsupported(f"ckpttool reads {target.name}, but does not write it.")
+    if writing.options is not None and type(writing.options) is not target.options:
+        kind, wanted = type(writing.options).__name__, target.options.__name__ if target.options else "no options"
+        raise UsageError(f"options={kind}(...) does not apply to {target.name}, which takes {wanted}.")
+    if writing.canonical_keys and not target.own_keys:
+        keep = ", ".join(x.name for x in layouts.layouts().values() if x.own_keys)
+        raise UsageError(f"--canonical-keys applies to {keep}; {target.name} has keys of its own.")
+    holds, drop = target.holds(writing.options), writing.drop
+    model = model_of(reading)
+    opened = open_with(src, reading, model)
     try:
-        target = layouts.find(to or _guess(dst))
-        if target.write is None:
-            raise Unsupported(f"ckpttool reads {target.name}, but does not write it.")
-        if not target.is_file and os.fspath(dst).endswith((*_FILES, *_ARCHIVES, ".safetensors")):
-            raise UsageError(f"{target.name} is a folder, but {os.fspath(dst)!r} is named like a file.")
-        aside = unread_files.lost(opened.checkpoint, () if training else target.holds, only)
+        aside = unread_files.lost(opened.checkpoint, holds, opened.only)
         if aside and not drop:
             raise Unsupported(_not_carried(opened, target, aside))
         ckpt = opened.locate()
-        if expected is None:
-            opened.expect_recorded(ignore_recorded_digests)
+        if writing.expected is None:
+            opened.expect_recorded(writing.ignore_recorded_digests)
         else:
-            ckpt.recorded = {**ckpt.recorded, **expected}
-        if (strip_prefix or allow_name_mismatch) and target.name != "hf":
-            raise UsageError(f"--strip-prefix and --allow-name-mismatch are of hf; {target.name} keeps the names.")
-        if canonical_keys and target.name not in ("dcp", "full"):
-            raise UsageError(f"--canonical-keys is of dcp and full; {target.name} has keys of its own.")
-        if canonical_keys:
+            ckpt.recorded = {**ckpt.recorded, **writing.expected}
+        if writing.canonical_keys:
             ckpt.origin = {k: v for k, v in ckpt.origin.items() if k[0] not in ("model", "optim")}
-        if strip_prefix is not None:
-            ckpt = opened.checkpoint = without_prefix(ckpt, strip_prefix)
-        if adapter:
-            if training or target.name != "hf":
-                raise UsageError(
-                    "--adapter writes an hf folder with the adapter alone: no other --to, no --include-optimizer."
-                )
-            ckpt = opened.checkpoint = adapters.alone(ckpt, model_files.adapter(opened.source, config, [])[0])
-        if training and target.name != "hf":
-            raise UsageError(f"--include-optimizer is of hf; {target.name} always holds the optimizer.")
+        options = layouts.WriteOptions(
+            config=model.config, like=model.like, flat_layout=model.flat_layout, wrap=model.wrap,
+            target=os.path.basename(os.path.abspath(dst)), world_size=writing.world_size,
+            cast=_caster(writing.dtype, writing.cast or {}), own=writing.options,
+        )  # fmt: skip
+        ckpt = opened.checkpoint = target.prepare(ckpt, opened.source, options)
         if odd := strangers(ckpt):
             ckpt.notes.append(
                 f"the optimizer has state for {len(odd)} parameters that the model does not have, first "
                 f'"{odd[0]}": are the two of one training run?'
             )
-        name = os.path.basename(os.path.abspath(dst))
-        options = layouts.WriteOptions(
-            **model, target=name, world_size=world_size,
-            max_shard_bytes=max_shard_bytes, cast=_caster(dtype, cast or {}), use_orig_params=use_orig_params,
-            zero_stage=zero_stage, sub_group_size=sub_group_size, write_tag=write_tag,
-            precision=None if precision is None else _dtype(precision), adapter=adapter, training=training,
-            allow_name_mismatch=allow_name_mismatch, archive=archive,
-        )  # fmt: skip
         refuse_surrogates(ckpt.tensors)  # every record lists them by name
         draft = target.write(ckpt, opened.source, options)
         _refuse_casts(draft)
-        theirs = target.name in ("dcp", "full") and any(p[0] in ("model", "optim") for p in ckpt.origin)
+        theirs = target.own_keys and any(p[0] in ("model", "optim") for p in ckpt.origin)
         if theirs and NOT_THEIRS not in draft.notes:
             draft.notes.append(
                 "model and optimizer keep the keys of the source; --canonical-keys writes model and optim"
             )
-        lost = [d for d in draft.dropped if not (target.holds and d.name.partition(".")[0] not in target.holds)]
+        lost = [d for d in draft.dropped if not holds or d.name.partition(".")[0] in holds]
         if lost and not drop:
             raise Unsupported(
                 f"{target.name} cannot hold {len(lost)} of the {len(ckpt.tensors) + len(ckpt.values)} entries, first "
                 f'"{lost[0].name}" ({lost[0].why}). Use --drop to go on without them, or another layout.'
             )
         draft.dropped += [Dropped(r.name, r.bytes or 0, f"{r.what}, {unread_files.NOT_READ}") for r in aside]
-        for pattern in cast or {}:
+        for pattern in writing.cast or {}:
             if not fnmatch.filter([*ckpt.tensors, *draft.checkpoint.tensors], pattern):
                 raise UsageError(
-                    f"--cast {pattern}: no tensor has such a name, first of all is {next(iter(ckpt.tensors))}."
+                    f"--cast {pattern}: no tensor has such a name. The first name is {next(iter(ckpt.tensors))}."
                 )
     except BaseException:
         opened.source.close()
         raise
-    return opened, draft, target
+    return Plan(opened, draft, target)
 
 
 def _refuse_casts(draft: Draft) -> None:
@@ -455,7 +523,7 @@ def _refuse_casts(draft: Draft) -> None:
             )
 
 
-def _not_carried(opened: Opened, target: layouts.Layout, rows: list[Unread]) -> str:
+def _not_carried(opened: OpenCheckpoint, target: layouts.Layout, rows: list[Unread]) -> str:
     """Why a conversion stops at files that were not read."""
     where = opened.source.root if opened.folder else os.path.join(opened.source.root, opened.checkpoint.files[0])
     return (
@@ -465,39 +533,9 @@ def _not_carried(opened: Opened, target: layouts.Layout, rows: list[Unread]) -> 
     )
 
 
-_FILES = (".pt", ".pth", ".bin", ".ckpt")
-_ARCHIVES = (".tar.zst", ".tar.zst.age")
-
-
-def _guess(dst: str | os.PathLike[str]) -> str:
-    text = os.fspath(dst)
-    if text.endswith(_FILES):
-        return "full"
-    if text.endswith(_ARCHIVES):
-        return "audit"
-    raise UsageError(f"--to is needed: {text!r} does not tell which layout to write.")
-
-
-_SHORT = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "fp32": "float32",
-    "fp64": "float64",
-    "half": "float16",
-    "float": "float32",
-}
-
-
-def _dtype(name: str) -> str:
-    full = _SHORT.get(name, name.removeprefix("torch."))
-    if full not in ITEMSIZE or ("float" not in full and full != "bfloat16") or full.startswith("float4"):
-        raise UsageError(f"{name!r} is no floating-point dtype to cast to.")
-    return full
-
-
 def _caster(dtype: str | None, cast: Mapping[str, str]) -> layouts.Cast:
-    whole = None if dtype in (None, "keep") else _dtype(str(dtype))
-    rules = [(pattern, _dtype(to)) for pattern, to in cast.items()]
+    whole = None if dtype in (None, "keep") else floating_dtype(str(dtype))
+    rules = [(pattern, floating_dtype(to)) for pattern, to in cast.items()]
 
     def choose(name: str, stored: str) -> str:
         if "float" not in stored or stored.startswith("float4"):
@@ -515,28 +553,98 @@ def convert(
     src: CheckpointPath,
     dst: str | os.PathLike[str],
     *,
+    to: str | None = None,
+    options: object = None,
+    world_size: int | None = None,
+    only: Iterable[str] | None = None,
+    dtype: str | None = None,
+    cast: Mapping[str, str] | None = None,
+    canonical_keys: bool = False,
     drop: bool = False,
     force: bool = False,
     verify: bool = True,
+    source_layout: str | None = None,
+    config: str | None = None,
+    like: str | os.PathLike[str] | None = None,
+    flat_layout: str | os.PathLike[str] | None = None,
+    wrap: Iterable[str] | None = None,
+    tag: str | None = None,
+    allow_equal_ranks: bool = False,
+    allow_mixed_steps: bool = False,
+    ignore_recorded_digests: bool = False,
+    expected: Mapping[str, str] | None = None,
     max_memory_bytes: int | None = None,
-    jobs: int = 2,
+    threads: int = 2,
     progress: Progress = silent,
-    **how: Any,
-) -> Result:
-    """Convert a checkpoint; `how` are the arguments of `plan`.
+) -> ConvertResult:
+    """Convert a checkpoint to another layout, world size or dtype, bit for bit.
 
     The destination appears whole or not at all. What the target cannot hold, and state in files that the source's layout
-    does not read, stops the conversion unless `drop` is set; that hf holds no optimizer is its nature and only reported.
-    What is copied is compared with the digests that were recorded of the source, cast tensors too, which are read again
-    for that.
+    does not read, stops the conversion unless `drop` is set; `hf` stores only weights, so dropping the optimizer there is
+    reported but not an error. What is copied is compared with the digests that were recorded of the source; cast tensors are
+    read again for that.
 
     What an interrupted run of the same conversion has left is used after it was read again; such a result is read back
     even where `verify` is not set. An old destination that an interrupted run had taken away is put back first.
 
+    Args:
+        src: a folder, a file, or the URL of one; never changed.
+        dst: path or URL of the new checkpoint.
+        to: layout to write ("dcp", "full", "hf", "zero3", "zero2", "zero1", "universal", "fsdp1", "audit"); where None, the
+            name of the destination tells (".pt", ".pth", ".bin" and ".ckpt" are full).
+        options: what only that layout understands: an `HfOptions`, `ZeroOptions` (zero1 to zero3), `UniversalOptions`,
+            `Fsdp1Options` or `ArchiveOptions`; `help` of these shows units and defaults.
+        world_size: ranks of the job that will load it, at least 1; those of the source where None.
+        only: components to convert (["model", "optim"]); all where None.
+        dtype: floating-point dtype of the weights ("bf16", "fp16", "fp32", "keep"); optimizer state keeps its own. "keep" where
+            None.
+        cast: {glob of tensor names: dtype}, stronger than `dtype`; the last that matches counts.
+        canonical_keys: dcp and full: write model and optimizer under "model" and "optim" with plain FQNs, as torch's
+            `get_state_dict` names them, and not under the keys of the source.
+        drop: go on without what the target cannot hold, and without state in files that were not read.
+        force: replace an existing checkpoint, whole.
+        verify: read the result back from the disk and compare digests.
+        source_layout, config, like, flat_layout, wrap, tag, allow_equal_ranks, allow_mixed_steps: as `open`. `config`, `like`,
+            `flat_layout` and `wrap` also describe the model to the layout that is written.
+        ignore_recorded_digests: do not compare the source with the digests in its ckpttool.json, or in itself.
+        expected: {tensor: BLAKE3 in hex} that the source must have, instead of those in its ckpttool.json.
+        max_memory_bytes: budget of all buffers, in bytes; about 400 MB where None.
+        threads: threads that read, and as many that write.
+        progress: called with (what is done, bytes done, bytes in all).
+
     Raises:
-        CkpttoolError: one of errors.py; the destination is as it was before, or the message says that it is the new one.
-            What is worth knowing besides, such as what could not be removed, is in the notes of the exception.
+        CkpttoolError: one of `ckpttool.errors`; the destination is as it was before, or the message says that it is the new
+            one. What is worth knowing besides, such as what could not be removed, is in the notes of the exception.
     """
+    reading = OpenOptions(
+        source_layout=source_layout, only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
+        allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
+    )  # fmt: skip
+    writing = WriteRequest(
+        to=to, options=options, world_size=world_size, dtype=dtype, cast=cast, canonical_keys=canonical_keys, drop=drop,
+        ignore_recorded_digests=ignore_recorded_digests, expected=expected,
+    )  # fmt: skip
+    running = RunOptions(
+        force=force, verify=verify, max_memory_bytes=max_memory_bytes, threads=threads, progress=progress
+    )
+    return convert_with(src, dst, reading, writing, running)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a conversion is carried out; the arguments of `convert`, which explains them."""
+
+    force: bool = False
+    verify: bool = True
+    max_memory_bytes: int | None = None
+    threads: int = 2
+    progress: Progress = silent
+
+
+def convert_with(
+    src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOptions, writing: WriteRequest, running: RunOptions
+) -> ConvertResult:
+    """`convert`."""
     dst = _destination(dst)
     _refuse_source(src, dst)
     far = remote.is_url(dst)
@@ -547,11 +655,11 @@ def convert(
     else:
         said = _recovered(where)
         if os.path.lexists(where):
-            refuse_target(where, not os.path.isdir(where), force)
-    if force:
+            refuse_target(where, not os.path.isdir(where), running.force)
+    if running.force:
         _refuse_foreign(dst)
     try:
-        return _convert(src, dst, where, drop, force, verify, max_memory_bytes, jobs, progress, said, how)
+        return _convert(src, dst, where, reading, writing, running, said)
     except CkpttoolError as e:
         for text in said:
             e.add_note(text)
@@ -572,27 +680,26 @@ def _convert(
     src: CheckpointPath,
     dst: str,
     where: str,
-    drop: bool,
-    force: bool,
-    verify: bool,
-    max_memory_bytes: int | None,
-    jobs: int,
-    progress: Progress,
+    reading: OpenOptions,
+    writing: WriteRequest,
+    running: RunOptions,
     said: list[str],
-    how: Mapping[str, Any],
-) -> Result:
+) -> ConvertResult:
     """`convert`, after the destination was looked at; what is worth knowing is added to `said`, also where it raises."""
     far = remote.is_url(dst)
-    opened, draft, target = plan(src, dst, drop=drop, **how)
-    with opened:
+    force, verify, progress = running.force, running.verify, running.progress
+    with plan_with(src, dst, reading, writing) as planned:
+        opened, draft, target = planned.opened, planned.draft, planned.target
         if force:
-            target.replace(dst)
+            target.check_replaceable(dst)
         ckpt, source = opened.checkpoint, opened.source
-        effort = effort_of(max_memory_bytes, jobs, source)
+        effort = effort_of(running.max_memory_bytes, running.threads, source)
         need = draft.nbytes + (1 << 20)
         staging: Staging | Sending | SendingFolder
         if not far:
-            staging = Staging(os.fspath(dst), target.is_file, plan_id(source, draft, target, how), need, force)
+            staging = Staging(
+                os.fspath(dst), target.is_file, plan_id(source, draft, target, reading, writing), need, force
+            )
         elif target.is_file:
             staging = Sending(os.fspath(dst), need, force, draft.lock)
         else:
@@ -602,17 +709,17 @@ def _convert(
         try:
             digests = fill(draft, source, ckpt.files, ckpt.records, staging, progress, effort)
             done = staging.earlier.done if isinstance(staging, Staging) else 0
-            wanted, digests = settled(opened, draft, digests, how, progress, effort)
+            wanted, digests = settled(opened, draft, digests, writing, progress, effort)
             root = roots(wanted, digests)
             if not isinstance(staging, Sending) and not target.is_file:
                 staging.put(RECORD, encoded(record(ckpt, draft, wanted, digests, source.commit)))
             if isinstance(staging, Staging) and (verify or done):
                 path = os.path.join(staging.tree, staging.name) if target.is_file else staging.tree
-                _read_back(path, target, draft, digests, how, progress, effort)
+                _read_back(path, target, draft, digests, reading.config, progress, effort)
             source.unchanged()
             staging.commit()
             if verify and far:  # an object can be read when it is there, and not before
-                _read_back(os.fspath(dst), target, draft, digests, how, progress, effort)
+                _read_back(os.fspath(dst), target, draft, digests, reading.config, progress, effort)
         except KeyboardInterrupt:
             staging.release()
             raise Interrupted(f"interrupted. {staging.again}") from None
@@ -636,7 +743,7 @@ def _convert(
             notes.append(
                 f"continued an interrupted run: {done} of {len(draft.checkpoint.tensors)} tensors were done, and read again{again}"
             )
-        return Result(
+        return ConvertResult(
             source.root, where, opened.layout.name, target.name, draft.checkpoint.world_size,
             len(wanted), ckpt.nbytes, draft.nbytes, root, verify or done > 0,
             [(d.name, d.nbytes, d.why) for d in draft.dropped], notes, draft.about, len(wanted.keys() & ckpt.recorded.keys()),
@@ -644,18 +751,18 @@ def _convert(
         )  # fmt: skip
 
 
-def effort_of(max_memory_bytes: int | None, jobs: int, source: Source) -> Effort:
+def effort_of(max_memory_bytes: int | None, threads: int, source: Source) -> Effort:
     """Threads and buffers: all the buffers, and what Python and numpy take, fit into the budget."""
-    if jobs < 1:
-        raise UsageError(f"--jobs {jobs}: at least 1.")
+    if threads < 1:
+        raise UsageError(f"--jobs {threads}: at least 1.")
     if max_memory_bytes is None:
-        return Effort(jobs)
-    buffers = 9 + 2 * jobs + 3 * Effort(jobs).readers(source)
+        return Effort(threads)
+    buffers = 9 + 2 * threads + 3 * Effort(threads).readers(source)
     buffer = (max_memory_bytes - (64 << 20)) // buffers
     if buffer < 256 << 10:
         need = (64 << 20) + buffers * (256 << 10)
         raise UsageError(f"--max-memory {max_memory_bytes}: at least {-(-need // 10**6)} MB are needed.")
-    return Effort(jobs, min(16 << 20, buffer - buffer % 4096))
+    return Effort(threads, min(16 << 20, buffer - buffer % 4096))
 
 
 def _destination(dst: str | os.PathLike[str]) -> str:
@@ -668,8 +775,7 @@ def _destination(dst: str | os.PathLike[str]) -> str:
 
 def _refuse_source(src: CheckpointPath, dst: str | os.PathLike[str]) -> None:
     """Refuse a destination that is the source, lies in it or holds it."""
-    if isinstance(src, layouts.Place):
-        src = os.path.join(src.source.root, src.file or "")
+    src = shown_path(src)
     if remote.is_url(dst) != remote.is_url(src):
         return
     a, b = (remote.shown(os.fspath(p)) if remote.is_url(p) else os.path.realpath(p) for p in (src, dst))
@@ -723,15 +829,14 @@ def _refuse_foreign(target: str) -> None:
         ) from None
 
 
-def plan_id(source: Source, draft: Draft, target: layouts.Layout, how: Mapping[str, Any]) -> str:
-    """Digest of everything that decides the bytes of the destination; no two are equal of a source of which nobody can tell
-    whether it is still the same."""
+def plan_id(source: Source, draft: Draft, target: layouts.Layout, *asked: object) -> str:
+    """Digest of everything that decides the bytes of the destination: source, draft, and the dataclasses `asked`.
+
+    If the source has no version ids, a random salt is mixed in, so that the id never matches an earlier run."""
     h = blake3(b"" if source.versioned() else os.urandom(32))
-    said = {k: list(v) if isinstance(v, (tuple, set)) else v for k, v in how.items()}
+    identities = sorted(source.identities().items())
     h.update(
-        json.dumps(
-            [__version__, target.name, source.root, sorted(source.identities().items()), said], default=str
-        ).encode()
+        json.dumps([__version__, target.name, source.root, identities, list(map(repr, asked))], default=str).encode()
     )
     for f in draft.files:
         h.update(os.fsencode(f"{f.name} {f.size}\n"))
@@ -753,10 +858,10 @@ def _wanted(ckpt: Checkpoint, draft: Draft, cast: layouts.Cast) -> dict[str, Ten
 
 
 def settled(
-    opened: Opened,
+    opened: OpenCheckpoint,
     draft: Draft,
     digests: dict[str, str],
-    how: Mapping[str, Any],
+    writing: WriteRequest,
     progress: Progress,
     effort: Effort,
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
@@ -768,14 +873,14 @@ def settled(
         SourceChanged, Corrupt: it is not.
     """
     opened.source.unchanged()
-    wanted = _wanted(opened.checkpoint, draft, _caster(how.get("dtype"), how.get("cast") or {}))
+    wanted = _wanted(opened.checkpoint, draft, _caster(writing.dtype, writing.cast or {}))
     digests = _canonical(opened, draft, wanted, digests, progress, effort)
     _compare_recorded(opened, wanted, digests, progress, effort)
     return wanted, digests
 
 
 def _canonical(
-    opened: Opened,
+    opened: OpenCheckpoint,
     draft: Draft,
     wanted: dict[str, TensorEntry],
     digests: dict[str, str],
@@ -793,7 +898,7 @@ def _canonical(
 
 
 def _compare_recorded(
-    opened: Opened,
+    opened: OpenCheckpoint,
     wanted: Mapping[str, TensorEntry],
     digests: Mapping[str, str],
     progress: Progress,
@@ -862,7 +967,7 @@ def _read_back(
     target: layouts.Layout,
     draft: Draft,
     digests: dict[str, str],
-    how: Mapping[str, Any],
+    config: str | None,
     progress: Progress,
     effort: Effort,
 ) -> None:
@@ -873,7 +978,7 @@ def _read_back(
     """
     try:
         with open(
-            path, layout=target.name, config=None if target.name == "hf" else how.get("config"),
+            path, source_layout=target.name, config=None if target.keeps_config else config,
             allow_equal_ranks=True, allow_mixed_steps=True,
         ) as back:  # fmt: skip
             safetensors_header.open_with_library(back.source, back.checkpoint.files)
@@ -899,37 +1004,75 @@ def _read_back(
 # ------------------------------------------------------------------------------------------------------- verifying
 
 
+@dataclass
+class VerifyResult:
+    """What `verify` found; sizes in bytes. What was not asked for is None.
+
+    `crc32_covered_bytes` are those that CRC32s in the files themselves cover. `recorded` is "equal", "damaged" (the record
+    cannot be read) or "other files" (it is about others); `against` {"path", "components", "verdict"}.
+    """
+
+    path: str
+    layout: str
+    tensors: int
+    bytes: int
+    structure: str
+    crc32_covered_bytes: int
+    not_read: list[dict[str, Any]]
+    data: str | None = None
+    digest: dict[str, str] | None = None
+    recorded: str | None = None
+    notes: list[str] = field(default_factory=list)
+    against: dict[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, without what was not asked for."""
+        return {k: v for k, v in asdict(self).items() if v is not None and (k != "notes" or v)}
+
+
 def verify(
-    path: str | os.PathLike[str],
+    path: CheckpointPath,
     *,
     read_data: bool = False,
-    against: str | os.PathLike[str] | None = None,
+    against: CheckpointPath | None = None,
+    source_layout: str | None = None,
+    config: str | None = None,
+    like: str | os.PathLike[str] | None = None,
+    flat_layout: str | os.PathLike[str] | None = None,
+    wrap: Iterable[str] | None = None,
+    tag: str | None = None,
+    only: Iterable[str] | None = None,
+    allow_equal_ranks: bool = False,
+    allow_mixed_steps: bool = False,
     progress: Progress = silent,
-    **how: Any,
-) -> dict[str, Any]:
-    """Check a checkpoint: its structure and every item's framing; with `read_data` every byte against the CRC32s and the
-    digests recorded beside it; with `against` every tensor of another checkpoint, whatever its layout.
+) -> VerifyResult:
+    """Check a checkpoint: its structure and every item's framing.
+
+    Args:
+        read_data: also read every byte, and compare it with the CRC32s and with the digests recorded beside it.
+        against: also compare every tensor with another checkpoint, in any layout.
+        progress: called with ("read", bytes done, bytes in all).
+        (the others): as `open`.
 
     Raises:
         Corrupt, Unsafe: it is damaged. Differs: it is not what was recorded, or not equal to the other.
     """
-    with open(path, **how) as opened:
+    options = OpenOptions(
+        source_layout=source_layout, only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
+        allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
+    )  # fmt: skip
+    with open_with(path, options) as opened:
         ckpt = opened.locate()
-        out: dict[str, Any] = {
-            "path": remote.whole(path),
-            "layout": ckpt.layout,
-            "tensors": len(ckpt.tensors),
-            "bytes": ckpt.nbytes,
-            "structure": "ok",
-            "crc32_covered_bytes": sum(r.extent.length for r in ckpt.records),
-            "not_read": [r.to_json() for r in ckpt.unread],
-        }
+        out = VerifyResult(
+            remote.whole(shown_path(path)), ckpt.layout, len(ckpt.tensors), ckpt.nbytes, "ok",
+            sum(r.extent.length for r in ckpt.records), [r.to_json() for r in ckpt.unread],
+        )  # fmt: skip
         if not read_data and against is None:
             return out
         found = tensor_digests(ckpt.tensors, opened.source, ckpt.files, ckpt.records, progress, "read")
         opened.source.unchanged()
-        out["data"] = "ok"
-        out["digest"] = roots(ckpt.tensors, found)
+        out.data = "ok"
+        out.digest = roots(ckpt.tensors, found)
         _verify_recorded(opened, found, out)
     if against is not None:
         with open(against, allow_equal_ranks=True, allow_mixed_steps=True) as other:
@@ -938,12 +1081,13 @@ def verify(
             shared = {str(t.path[0]) for t in ckpt.tensors.values()} & {str(t.path[0]) for t in second.tensors.values()}
         mine = {n: d for n, d in found.items() if ckpt.component(n) in shared}
         yours = {n: d for n, d in digests.items() if second.component(n) in shared}
-        _compare(mine, yours, os.fspath(against))
-        out["against"] = {"path": remote.whole(against), "components": sorted(shared), "verdict": "equal"}
+        name = shown_path(against)
+        _compare(mine, yours, name)
+        out.against = {"path": remote.whole(name), "components": sorted(shared), "verdict": "equal"}
     return out
 
 
-def _verify_recorded(opened: Opened, found: Mapping[str, str], out: dict[str, Any]) -> None:
+def _verify_recorded(opened: OpenCheckpoint, found: Mapping[str, str], out: VerifyResult) -> None:
     """Compare digests with those that were recorded, and say in `out` what came of it.
 
     Raises:
@@ -955,17 +1099,17 @@ def _verify_recorded(opened: Opened, found: Mapping[str, str], out: dict[str, An
     elif record is None:
         return
     elif record.problem is not None:
-        out["recorded"], out["notes"] = "damaged", [f"digests were not compared: {record.problem}"]
+        out.recorded, out.notes = "damaged", [f"digests were not compared: {record.problem}"]
         return
     elif not record.about(ckpt):
-        out["recorded"] = "other files"
-        out["notes"] = [f"digests were not compared: {RECORD} is about other files than {ckpt.files[0]}"]
+        out.recorded = "other files"
+        out.notes = [f"digests were not compared: {RECORD} is about other files than {ckpt.files[0]}"]
         return
     else:
         expected = record.expected(ckpt, opened.only)
         mine = {n: (ckpt.tensors[n].dtype, ckpt.tensors[n].shape, d) for n, d in found.items() if n not in record.added}
         _compare(mine, expected, f"the digests in {RECORD}")
-    out["recorded"] = "equal"
+    out.recorded = "equal"
 
 
 def _compare(mine: Mapping[str, Any], theirs: Mapping[str, Any], what: str) -> None:

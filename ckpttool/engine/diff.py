@@ -7,13 +7,14 @@ the place of the first and the worst one are kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..index import boxes
 from ..index.checkpoint import ITEMSIZE, TensorEntry
-from .conversion import CheckpointPath, Opened, open
+from .conversion import CheckpointPath, OpenCheckpoint, OpenOptions, open_with
 from .fill import Progress, silent
 from .stream import Block, Job, Reader, numpy_dtype
 
@@ -51,6 +52,10 @@ class Difference:
     not_read_a: list[dict[str, Any]] = field(default_factory=list)  # files of each that were not compared
     not_read_b: list[dict[str, Any]] = field(default_factory=list)
 
+    def __bool__(self) -> bool:
+        """Whether the two differ."""
+        return not self.equal
+
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return asdict(self)
@@ -62,21 +67,33 @@ def diff(
     *,
     rtol: float = 0.0,
     atol: float = 0.0,
-    only: list[str] | None = None,
+    only: Iterable[str] | None = None,
+    config: str | None = None,
+    like: str | os.PathLike[str] | None = None,
+    flat_layout: str | os.PathLike[str] | None = None,
+    wrap: Iterable[str] | None = None,
     progress: Progress = silent,
-    **how: Any,
 ) -> Difference:
     """Compare two checkpoints by names, dtypes, shapes and values.
 
     Two elements are close when |x - y| <= atol + rtol * |y|; without tolerances bytes must be equal, so that NaN equals
-    NaN of the same bits and 0.0 is not -0.0. Components that only one of the two holds are listed by name. `how` are
-    further arguments of `open`, for both.
+    NaN of the same bits and 0.0 is not -0.0. Components that only one of the two holds are listed by name.
+
+    Args:
+        a, b: two folders, files or URLs.
+        rtol, atol: relative and absolute tolerance; 0 where not given.
+        only: components to compare (["model"]); all where None.
+        config, like, flat_layout, wrap: as `open`, for both.
+        progress: called with ("diff", bytes done, bytes in all).
 
     Raises:
         CkpttoolError: one of the two cannot be read.
     """
-    how |= {"allow_equal_ranks": True, "allow_mixed_steps": True}  # to look at them is what diff is for
-    with open(a, only=only, **how) as x, open(b, only=only, **how) as y:
+    options = OpenOptions(
+        only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap,
+        allow_equal_ranks=True, allow_mixed_steps=True,  # to look at them is what diff is for
+    )  # fmt: skip
+    with open_with(a, options) as x, open_with(b, options) as y:
         left, right = x.locate(), y.locate()
         aside = [[r.to_json() for r in ckpt.unread] for ckpt in (left, right)]
         out = Difference(
@@ -126,7 +143,7 @@ def _text(x: Any) -> str:
 
 
 def _data(
-    x: Opened, y: Opened, names: list[str], rtol: float, atol: float, progress: Progress
+    x: OpenCheckpoint, y: OpenCheckpoint, names: list[str], rtol: float, atol: float, progress: Progress
 ) -> Iterator[tuple[TensorDifference, bool]]:
     """(difference, within tolerance) of every tensor whose bytes differ."""
     left, right = x.checkpoint, y.checkpoint
@@ -155,7 +172,7 @@ def _equal(p: memoryview, q: memoryview) -> bool:
     return bool(np.array_equal(np.frombuffer(p, "u1"), np.frombuffer(q, "u1")))
 
 
-def _stream(opened: Opened, names: list[str]) -> Iterator[Block]:
+def _stream(opened: OpenCheckpoint, names: list[str]) -> Iterator[Block]:
     ckpt = opened.checkpoint
     jobs = (Job(n, ckpt.tensors[n], ckpt.tensors[n].dtype, False) for n in names)
     return Reader(opened.source, ckpt.files, ckpt.records).blocks(jobs)

@@ -1,25 +1,27 @@
 """inspect: what a checkpoint is, in numbers and names; reads the index only.
 
-`inspect` gives plain data, for --json and for anyone's program; `screen` draws it.
+`inspect` returns a `Summary`, which prints itself and draws itself in a notebook; `screen` is that drawing.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import re
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..index.checkpoint import Checkpoint, TensorEntry, strangers
 from ..index.names import counted
 from ..storage import remote
-from .conversion import open
+from .conversion import CheckpointPath, OpenOptions, open_with, shown_path
 from .unread_files import human, listed
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["human", "inspect", "screen", "summarise", "tensor_rows", "tree"]
+__all__ = ["Summary", "html_of", "human", "inspect", "screen", "summarise", "tensor_rows", "text_of", "tree"]
 
 
 def _count(n: int) -> str:
@@ -29,13 +31,85 @@ def _count(n: int) -> str:
     return str(n)
 
 
-def inspect(path: str | os.PathLike[str], **how: Any) -> dict[str, Any]:
-    """Layout, ranks, step, components, parameters, dtypes, optimizer and what is missing."""
-    with open(path, **{"allow_equal_ranks": True, **how}) as opened:
-        return summarise(opened.checkpoint, path)
+@dataclass(frozen=True)
+class Summary:
+    """What a checkpoint is. Sizes are in bytes.
+
+    `trainer` is the program that wrote it and `step` its optimizer step, None where the files do not tell; `ranks` the world
+    size of the job, None for one file; `components` {"model": {"tensors", "bytes", "elements", "dtypes": {dtype: bytes},
+    "values"}, ...}; `optimizer` {"kind", "slots": {slot: {"parameters", "bytes"}}, "groups"}, None without one; `missing`
+    sentences about what a resume would need and is not there; `not_read` files that the layout does not read, as
+    `Unread.to_json` has them.
+    """
+
+    path: str
+    layout: str
+    trainer: str | None
+    step: int | None
+    ranks: int | None
+    files: int
+    file_bytes: int
+    tensors: int
+    bytes: int
+    components: dict[str, dict[str, Any]]
+    optimizer: dict[str, Any] | None
+    missing: list[str]
+    notes: list[str]
+    not_read: list[dict[str, Any]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return text_of(screen(self))
+
+    def _repr_html_(self) -> str:
+        return html_of(screen(self))
 
 
-def summarise(ckpt: Checkpoint, path: str | os.PathLike[str]) -> dict[str, Any]:
+def text_of(drawing: RenderableType, width: int = 120) -> str:
+    """What rich draws, as text without colours."""
+    from rich.console import Console
+
+    out = io.StringIO()
+    Console(file=out, width=width, highlight=False).print(drawing)
+    return out.getvalue().rstrip("\n")
+
+
+def html_of(drawing: RenderableType, width: int = 120) -> str:
+    """What rich draws, as HTML for a notebook."""
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), record=True, width=width, highlight=False)
+    console.print(drawing)
+    return console.export_html(inline_styles=True, code_format='<pre style="line-height:1.2">{code}</pre>')
+
+
+def inspect(
+    path: CheckpointPath,
+    *,
+    source_layout: str | None = None,
+    config: str | None = None,
+    like: str | os.PathLike[str] | None = None,
+    flat_layout: str | os.PathLike[str] | None = None,
+    wrap: Iterable[str] | None = None,
+    tag: str | None = None,
+) -> Summary:
+    """Layout, ranks, step, components, parameters, dtypes, optimizer and what is missing; reads headers only.
+
+    Args:
+        (all): as `open`.
+    """
+    options = OpenOptions(
+        source_layout=source_layout, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
+        allow_equal_ranks=True, allow_mixed_steps=True,
+    )  # fmt: skip
+    with open_with(path, options) as opened:
+        return summarise(opened.checkpoint, shown_path(path))
+
+
+def summarise(ckpt: Checkpoint, path: str | os.PathLike[str]) -> Summary:
     """The summary of an index."""
     components: dict[str, dict[str, Any]] = {}
     for t in ckpt.tensors.values():
@@ -48,23 +122,12 @@ def summarise(ckpt: Checkpoint, path: str | os.PathLike[str]) -> dict[str, Any]:
         c = components.setdefault(str(v.path[0]), {"tensors": 0, "bytes": 0, "elements": 0, "dtypes": {}, "values": 0})
         c["values"] += 1
     order = ("model", "optim", "scheduler", "scaler", "rng", "dataloader", "trainer", "extra")
-    out: dict[str, Any] = {
-        "path": remote.whole(path),
-        "layout": ckpt.layout,
-        "trainer": ckpt.trainer,
-        "step": counted(ckpt.value),
-        "ranks": ckpt.world_size,
-        "files": len(ckpt.files),
-        "file_bytes": sum(ckpt.sizes),
-        "tensors": len(ckpt.tensors),
-        "bytes": ckpt.nbytes,
-        "components": {k: components[k] for k in order if k in components},
-        "optimizer": _optimizer(ckpt),
-        "missing": _missing(ckpt),
-        "notes": ckpt.notes,
-        "not_read": [r.to_json() for r in ckpt.unread],
-    }
-    return out
+    return Summary(
+        path=remote.whole(path), layout=ckpt.layout, trainer=ckpt.trainer, step=counted(ckpt.value), ranks=ckpt.world_size,
+        files=len(ckpt.files), file_bytes=sum(ckpt.sizes), tensors=len(ckpt.tensors), bytes=ckpt.nbytes,
+        components={k: components[k] for k in order if k in components}, optimizer=_optimizer(ckpt), missing=_missing(ckpt),
+        notes=ckpt.notes, not_read=[r.to_json() for r in ckpt.unread],
+    )  # fmt: skip
 
 
 def _slots(ckpt: Checkpoint) -> dict[str, dict[str, int]]:
@@ -164,7 +227,7 @@ def tensor_rows(ckpt: Checkpoint, names: Iterable[str]) -> list[dict[str, Any]]:
 # --------------------------------------------------------------------------------------------------------- drawing
 
 
-def screen(s: dict[str, Any]) -> RenderableType:
+def screen(s: Summary) -> RenderableType:
     """The summary as a person likes to read it."""
     from rich import box
     from rich.console import Group
@@ -173,21 +236,21 @@ def screen(s: dict[str, Any]) -> RenderableType:
     from rich.text import Text
 
     head = Text()
-    head.append(f"{s['layout']}", style="bold cyan")
+    head.append(f"{s.layout}", style="bold cyan")
     head.append(" checkpoint", style="bold")
-    facts = [s["trainer"], None if s["step"] is None else f"step {s['step']:,}", s["ranks"] and f"{s['ranks']} ranks"]
+    facts = [s.trainer, None if s.step is None else f"step {s.step:,}", s.ranks and f"{s.ranks} ranks"]
     for fact in facts:
         if fact:
             head.append(f" · {fact}")
-    head.append(f" · {s['tensors']:,} tensors, {human(s['bytes'])}")
-    head.append(f" · {s['files']:,} file{'s' if s['files'] != 1 else ''}, {human(s['file_bytes'])} on disk")
+    head.append(f" · {s.tensors:,} tensors, {human(s.bytes)}")
+    head.append(f" · {s.files:,} file{'s' if s.files != 1 else ''}, {human(s.file_bytes)} on disk")
     parts: list[RenderableType] = [head]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for title, right in (("", False), ("tensors", True), ("elements", True), ("bytes", True), ("dtypes", False)):
         table.add_column(title, justify="right" if right else "left")
-    total = max(1, s["bytes"])
+    total = max(1, s.bytes)
     table.add_column("", justify="left")
-    for name, c in s["components"].items():
+    for name, c in s.components.items():
         dtypes = ", ".join(f"{k}" + (f" {human(v)}" if len(c["dtypes"]) > 1 else "") for k, v in c["dtypes"].items())
         bar = "█" * max(1, round(24 * c["bytes"] / total)) if c["bytes"] else ""
         table.add_row(
@@ -196,8 +259,8 @@ def screen(s: dict[str, Any]) -> RenderableType:
             f"[cyan]{bar}[/]",
         )  # fmt: skip
     parts.append(table)
-    if s["optimizer"]:
-        o = s["optimizer"]
+    if s.optimizer:
+        o = s.optimizer
         line = Text("optimizer ", style="bold")
         line.append(f"{o['kind']}, ", style="default")
         line.append(
@@ -210,9 +273,9 @@ def screen(s: dict[str, Any]) -> RenderableType:
                 f"{k} {g[k]}" for k in ("lr", "weight_decay", "betas", "momentum", "eps") if g.get(k) is not None
             )
             parts.append(Text(f"  group {i}: {g.get('parameters', '?')} parameters, {shown}"))
-    for text in s["missing"]:
+    for text in s.missing:
         parts.append(Text.from_markup(f"[yellow]-[/] {escape(text)}"))
-    for text in s["notes"]:
+    for text in s.notes:
         parts.append(Text.from_markup(f"[blue]note[/] {escape(text)}"))
     return Group(*parts)
 

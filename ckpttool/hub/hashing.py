@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
-from ..engine.conversion import Opened
+from ..engine.conversion import OpenCheckpoint
 from ..engine.fill import Progress
 from ..engine.stream import Reader, Sums
 from ..errors import Interrupted
@@ -39,7 +39,7 @@ def git_oid(data: bytes) -> str:
 
 
 def hash_contents(
-    opened: Opened,
+    opened: OpenCheckpoint,
     files: Sequence[Content],
     jobs: int,
     progress: Progress,

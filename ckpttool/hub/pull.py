@@ -8,19 +8,19 @@ each file that the Hub tells is the one that ckpttool.json lists. If not, somebo
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..bounded_json import parse
 from ..engine import conversion
-from ..engine.conversion import MOST_RECORD_BYTES, RECORD, Result
+from ..engine.conversion import MOST_RECORD_BYTES, RECORD, ConvertResult, OpenOptions, RunOptions, WriteRequest
 from ..engine.fill import Progress, silent
 from ..errors import Corrupt, Unsafe
 from ..storage import remote
 from .client import Known, Repository, State, split
 
-__all__ = ["Pulled", "pull"]
+__all__ = ["Pulled", "pull", "pull_with"]
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Pulled:
     commit: str
     compared: int  # tensors whose digest was recorded when they were pushed, and is that
     notes: list[str]
-    result: Result
+    result: ConvertResult
 
 
 def pull(
@@ -40,16 +40,55 @@ def pull(
     *,
     revision: str | None = None,
     to: str | None = "dcp",
+    options: object = None,
+    world_size: int | None = None,
+    only: Iterable[str] | None = None,
+    dtype: str | None = None,
+    cast: Mapping[str, str] | None = None,
+    canonical_keys: bool = False,
+    drop: bool = False,
+    force: bool = False,
+    config: str | None = None,
+    like: str | os.PathLike[str] | None = None,
+    flat_layout: str | os.PathLike[str] | None = None,
+    wrap: Iterable[str] | None = None,
     ignore_recorded_digests: bool = False,
+    max_memory_bytes: int | None = None,
+    threads: int = 2,
     progress: Progress = silent,
-    **how: Any,
 ) -> Pulled:
-    """Make a checkpoint of what a model repository holds; `how` are the arguments of `conversion.convert`.
+    """Make a training checkpoint of a repository on the Hugging Face Hub, pinned to one commit.
+
+    Args:
+        repository: "hf://org/name", or "hf://org/name@revision".
+        revision: branch, tag or commit, where the repository names none.
+        (the others): as `convert`.
 
     Raises:
         Corrupt: a tensor does not have the digest that was recorded of it. CkpttoolError: one of errors.py; the
             destination is as it was before.
     """
+    return pull_with(
+        repository, dst, revision=revision,
+        reading=OpenOptions(only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap),
+        writing=WriteRequest(
+            to=to, options=options, world_size=world_size, dtype=dtype, cast=cast, canonical_keys=canonical_keys, drop=drop,
+            ignore_recorded_digests=ignore_recorded_digests,
+        ),
+        running=RunOptions(force=force, max_memory_bytes=max_memory_bytes, threads=threads, progress=progress),
+    )  # fmt: skip
+
+
+def pull_with(
+    repository: str,
+    dst: str | os.PathLike[str],
+    *,
+    revision: str | None,
+    reading: OpenOptions,
+    writing: WriteRequest,
+    running: RunOptions,
+) -> Pulled:
+    """`pull`."""
     repo_id, named = split(repository)
     hub = Repository(repo_id)
     state = hub.look(revision or named)
@@ -60,11 +99,10 @@ def pull(
             "with `hf auth login` or set HF_TOKEN."
         )
     notes: list[str] = []
-    expected = None if ignore_recorded_digests else _expected(hub, state, notes)
-    result = conversion.convert(
-        f"{hub.url}@{state.commit}", dst, to=to, expected=expected, ignore_recorded_digests=ignore_recorded_digests,
-        progress=progress, **how,
-    )  # fmt: skip
+    expected = None if writing.ignore_recorded_digests else _expected(hub, state, notes)
+    result = conversion.convert_with(
+        f"{hub.url}@{state.commit}", dst, reading, replace(writing, expected=expected), running
+    )
     aside = any(r["component"] in ("optim", "extra") for r in result.not_read)
     if set(result.digest) == {"all", "model"} and not aside:
         notes.append("the repository holds weights and nothing else: training from here starts the optimizer anew")

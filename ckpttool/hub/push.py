@@ -18,29 +18,27 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, TypeVar
 
 from .._version import __version__
 from ..bounded_json import parse
 from ..engine import conversion
-from ..engine.conversion import MOST_RECORD_BYTES, RECORD, Opened
+from ..engine.conversion import MOST_RECORD_BYTES, RECORD, OpenOptions, RunOptions, WriteRequest
 from ..engine.fill import Progress, silent
 from ..engine.stream import Effort
 from ..errors import Corrupt, DestinationExists, Differs, Interrupted, RemoteError, Unsafe, Unsupported, UsageError
 from ..index.names import counted
-from ..layouts import Layout
-from ..storage.staging import Draft
 from . import card, screening
 from .client import Conflict, Known, Passing, Refused, Repository, Sending, State, split
 from .hashing import Hashed, git_oid, hash_contents, hash_paths
 from .journal import Journal
 from .virtual import Content, VirtualFile, contents
 
-__all__ = ["Pushed", "preview", "push"]
+__all__ = ["Push", "Pushed", "push"]
 
 T = TypeVar("T")
 
@@ -112,54 +110,81 @@ class _File:
         return self.data[:512]
 
 
-def preview(src: str, target: str, **options: Any) -> Pushed:
-    """What `push` with the same arguments would do; asks the Hub, reads no tensor, sends and makes nothing.
-
-    Raises:
-        CkpttoolError: what `push` would raise before it reads the source.
-    """
-    with _Push(src, target, **options) as run:
-        return run.preview()
-
-
-def push(src: str, target: str, *, stage: str | None = None, progress: Progress = silent, **options: Any) -> Pushed:
-    """Push a checkpoint, in any layout, to a model repository.
+def push(
+    src: str | os.PathLike[str],
+    target: str,
+    *,
+    options: object = None,
+    public: bool = False,
+    revision: str | None = None,
+    pull_request: bool = False,
+    message: str | None = None,
+    dtype: str | None = None,
+    cast: Mapping[str, str] | None = None,
+    drop: bool = False,
+    source_layout: str | None = None,
+    config: str | None = None,
+    like: str | os.PathLike[str] | None = None,
+    flat_layout: str | os.PathLike[str] | None = None,
+    wrap: Iterable[str] | None = None,
+    tag: str | None = None,
+    allow_equal_ranks: bool = False,
+    allow_mixed_steps: bool = False,
+    ignore_recorded_digests: bool = False,
+    stage: str | None = None,
+    threads: int = 4,
+    dry_run: bool = False,
+    progress: Progress = silent,
+) -> Pushed:
+    """Push a checkpoint, in any layout, to a model repository of the Hugging Face Hub.
 
     Args:
         target: "hf://org/name", with "@branch" where that is not main.
-        stage: a folder to write the files to first.
+        options: an `HfOptions`: the adapter alone, the optimizer too, the size of files.
+        public: whether a new repository is public. An existing one keeps what it is.
         revision: a branch, which is made where it is missing.
-        public: whether a new repository, or an existing one, is public.
-        pull: whether to open a pull request instead of a commit on the branch.
+        pull_request: open a pull request instead of a commit on the branch.
         message: title of the commit.
-        jobs: files that are hashed, and sent, at the same time.
-        The others are those of `conversion.plan`.
+        stage: folder to write the files to first; where None, they are sent as they are read.
+        threads: files that are hashed, and sent, at the same time.
+        dry_run: ask the Hub, read no tensor, send and make nothing.
+        (the others): as `convert`.
 
     Raises:
         CkpttoolError: one of errors.py. Before the commit nothing in the repository has changed, but that it, or the
         branch, may have been made. Differs: the Hub does not have what was sent.
     """
-    with _Push(src, target, **options) as run:
-        return run.push(stage, progress)
+    reading = OpenOptions(
+        source_layout=source_layout, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
+        allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
+    )  # fmt: skip
+    writing = WriteRequest(
+        options=options, dtype=dtype, cast=cast, drop=drop, ignore_recorded_digests=ignore_recorded_digests
+    )
+    with Push(
+        os.fspath(src), target, reading, writing, revision=revision, public=public, pull_request=pull_request,
+        message=message, threads=threads,
+    ) as run:  # fmt: skip
+        return run.preview() if dry_run else run.push(stage, progress)
 
 
-class _Push:
+class Push:
+    """One push: the source is open and the draft of its files is made; nothing has been sent. Close it by `with`."""
+
     def __init__(
-        self, src: str, target: str, *, revision: str | None = None, public: bool = False, pull: bool = False,
-        message: str | None = None, jobs: int = 4, **how: Any,
+        self, src: str, target: str, reading: OpenOptions, writing: WriteRequest, *, revision: str | None = None,
+        public: bool = False, pull_request: bool = False, message: str | None = None, threads: int = 4,
     ) -> None:  # fmt: skip
-        if jobs < 1:
-            raise UsageError(f"--jobs {jobs}: at least 1.")
+        if threads < 1:
+            raise UsageError(f"--jobs {threads}: it must be at least 1.")
         repo_id, named = split(target)
         if named and revision and named != revision:
             raise UsageError(f"{target} names the revision {named}, --revision {revision}; give one of them.")
         self.src, self.repo_id, self.revision = src, repo_id, revision or named
-        self.public, self.pull, self.message, self.jobs = public, pull, message, jobs
-        self.how = {k: v for k, v in how.items() if v is not None}
-        self.opened: Opened
-        self.draft: Draft
-        self.layout: Layout
-        self.opened, self.draft, self.layout = conversion.plan(src, f"{repo_id}/", to="hf", **self.how)
+        self.public, self.pull, self.message, self.jobs = public, pull_request, message, threads
+        self.reading, self.writing = reading, replace(writing, to="hf")
+        planned = conversion.plan_with(src, f"{repo_id}/", reading, self.writing)
+        self.opened, self.draft, self.layout = planned.opened, planned.draft, planned.target
         try:
             self.files = contents(self.opened, self.draft, Effort(1))
             screening.screen((c.name, _text(c)) for c in self.files)
@@ -175,11 +200,11 @@ class _Push:
                 "the server tells no version of its files: a change while they were read would not be noticed, and hashes are "
                 "not kept for another run"
             )
-        self.adapter = bool(how.get("adapter"))
+        self.adapter = bool(getattr(writing.options, "adapter", False))
         self.taken_over = False  # whether hashes are those of an earlier run
         self.made: str | None = None  # the commit, once it is there
 
-    def __enter__(self) -> _Push:
+    def __enter__(self) -> Push:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -313,7 +338,9 @@ class _Push:
         whether they are still the same."""
         if not self.opened.source.versioned():
             return Journal(None)
-        return Journal(conversion.plan_id(self.opened.source, self.draft, self.layout, {"push": 1, **self.how}))
+        return Journal(
+            conversion.plan_id(self.opened.source, self.draft, self.layout, "push 1", self.reading, self.writing)
+        )
 
     def hashed(self, progress: Progress) -> tuple[list[_File], dict[str, Any]]:
         """(every file of the draft, what ckpttool.json says)."""
@@ -328,7 +355,7 @@ class _Push:
                 found |= journal.files[c.name].tensors
             found |= {name: found[other] for name, other in self.draft.same.items()}
             effort = Effort(self.jobs)
-            wanted, digests = conversion.settled(self.opened, self.draft, found, self.how, progress, effort)
+            wanted, digests = conversion.settled(self.opened, self.draft, found, self.writing, progress, effort)
             record = conversion.record(self.opened.checkpoint, self.draft, wanted, digests, self.opened.source.commit)
             journal.settled(record)
         else:
@@ -354,7 +381,8 @@ class _Push:
                     f"--stage {stage} exists and is not what an earlier run of this push left there. Give a folder that does not "
                     "exist, or remove it."
                 )
-            conversion.convert(self.src, folder, to="hf", progress=progress, jobs=min(self.jobs, 4), **self.how)
+            running = RunOptions(threads=min(self.jobs, 4), progress=progress)
+            conversion.convert_with(self.src, folder, self.reading, self.writing, running)
             with open(os.path.join(folder, RECORD), "rb") as f:
                 record = parse(f.read(), RECORD)
             sums = hash_paths(paths, self.jobs, progress)
@@ -500,7 +528,7 @@ class _Push:
         configs = {c.name: _object(c.head) for c in self.files if c.name in ("config.json", "adapter_config.json")}
         facts = card.Facts(
             self.repo_id, __version__, ckpt.layout, ckpt.world_size, ckpt.trainer, counted(ckpt.value), dtypes,
-            record["digest"], bool(self.how.get("training")), cast or self.adapter, configs.get("config.json", {}),
+            record["digest"], bool(getattr(self.writing.options, "include_optimizer", False)), cast or self.adapter, configs.get("config.json", {}),
             configs.get("adapter_config.json", {}) if self.adapter else {},
             None if self.revision in (None, "main") or str(self.revision).startswith("refs/") else self.revision,
         )  # fmt: skip

@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from ..engine.conversion import Opened
+from ..engine.conversion import OpenCheckpoint
 from ..engine.stream import Block, Effort, Job, Reader, Sums
 from ..errors import Interrupted
 from ..index.checkpoint import ITEMSIZE
@@ -36,7 +36,7 @@ class Content:
     name: str
     size: int
     head: bytes
-    opened: Opened
+    opened: OpenCheckpoint
     effort: Effort
     jobs: list[Job] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Content:
         return reader.blocks(self.jobs[index:], first)
 
 
-def contents(opened: Opened, draft: Draft, effort: Effort) -> list[Content]:
+def contents(opened: OpenCheckpoint, draft: Draft, effort: Effort) -> list[Content]:
     """The files of a draft, in its order."""
     if draft.before or draft.after or draft.tail or any(f.coded for f in draft.files):
         raise AssertionError("the hf layout has nothing around tensors")

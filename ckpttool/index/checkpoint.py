@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
 
-from ..errors import Corrupt
+from ..errors import Corrupt, UsageError
 from . import boxes
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "Unread",
     "Value",
     "check",
+    "floating_dtype",
     "joined",
     "same_bytes",
     "shape_of",
@@ -56,6 +57,22 @@ ITEMSIZE: dict[str, int] = {
 
 #: No tensor has more elements than this, so that products of sizes stay inside 64 bits.
 MAX_NUMEL = 1 << 56
+
+_SHORT = {
+    "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64", "half": "float16", "float": "float32",
+}  # fmt: skip
+
+
+def floating_dtype(name: str) -> str:
+    """torch's name of a floating-point dtype that was given as "bf16", "torch.bfloat16" or "bfloat16".
+
+    Raises:
+        UsageError: it names none that numbers can be converted to.
+    """
+    full = _SHORT.get(name, name.removeprefix("torch."))
+    if full not in ITEMSIZE or "float" not in full or full.startswith("float4"):
+        raise UsageError(f"Cannot cast to {name!r}: it is not a floating-point dtype. Use bf16, fp16, fp32 or fp64.")
+    return full
 
 
 class Number(str):

@@ -28,7 +28,7 @@ from ..extras import need
 from ..formats.pickles import short
 from ..index.checkpoint import TensorEntry, Value, joined, same_bytes
 from ..index.names import nest, strip_wrappers
-from .storage_reader import OpenCheckpoint, Wanted, storage_reader, torch_dtype
+from .storage_reader import LiveReader, Wanted, storage_reader, torch_dtype
 
 __all__ = ["OWN_FLAGS", "Loaded", "gathered", "load", "storage_reader"]
 
@@ -64,7 +64,7 @@ def load(
     path: str | os.PathLike[str],
     *,
     scheduler: Any = None,
-    layout: str | None = None,
+    source_layout: str | None = None,
     config: str | None = None,
     like: str | os.PathLike[str] | None = None,
     flat_layout: str | os.PathLike[str] | None = None,
@@ -102,7 +102,7 @@ def load(
     def prepare() -> None:
         nonlocal reader, job
         reader = storage_reader(
-            path, layout=layout, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
+            path, source_layout=source_layout, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
             allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
             ignore_recorded_digests=ignore_recorded_digests, progress=progress,
         )  # fmt: skip
@@ -187,7 +187,7 @@ class _Job:
     `live` are its model's tensors by FQN, `wanted` the state dict that torch's planner fills: the job's own tensors.
     """
 
-    def __init__(self, model: Any, optimizer: Any, scheduler: Any, opened: OpenCheckpoint) -> None:
+    def __init__(self, model: Any, optimizer: Any, scheduler: Any, opened: LiveReader) -> None:
         import torch
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
         from torch.distributed.fsdp import FullyShardedDataParallel

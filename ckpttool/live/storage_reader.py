@@ -50,7 +50,7 @@ from ..storage.source import Source
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Names", "OpenCheckpoint", "Wanted", "lossless", "plain", "storage_reader", "torch_dtype"]
+__all__ = ["LiveReader", "Names", "Wanted", "lossless", "plain", "storage_reader", "torch_dtype"]
 
 _STAGE = 32 << 20  # bytes of one staging buffer, and the most that one read asks for
 _GAP = 16 << 10  # bytes that are read in vain rather than with another call
@@ -675,7 +675,7 @@ def _is_at(around: bytes, at: int, crc: int) -> bool:
     return around[at : at + 4] == crc.to_bytes(4, "little")
 
 
-class OpenCheckpoint:
+class LiveReader:
     """A checkpoint that is open for a job: names, values, boxes of tensors."""
 
     progress: Progress | None = None
@@ -683,18 +683,18 @@ class OpenCheckpoint:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        how: Mapping[str, Any],
+        options: conversion.OpenOptions,
         progress: Progress | None = None,
         ignore_recorded_digests: bool = False,
     ) -> None:
-        opened = conversion.open(path, **how)
+        opened = conversion.open_with(path, options)
         self.progress = progress
         self.path = os.fspath(path)
         self.source: Source = opened.source
         self.layout: Layout = opened.layout
         try:
             framed = any(t.coding != "raw" for t in opened.checkpoint.tensors.values())
-            if not framed and self.layout.locate is not Layout._field_defaults["locate"]:
+            if not framed and self.layout.locate is not None:
                 opened.locate()  # of such a layout, it is the names that `locate` finds
             before = len(opened.checkpoint.notes)
             opened.expect_recorded(ignore_recorded_digests)
@@ -712,8 +712,8 @@ class OpenCheckpoint:
         self._located: dict[tuple[str, int], Chunk] = {}
         self._rows: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
 
-    def _refuse_mixups(self, opened: conversion.Opened, framed: bool) -> None:
-        """What `Opened.locate` refuses of files of ranks. Of framed items, which are not all looked into, only steps are
+    def _refuse_mixups(self, opened: conversion.OpenCheckpoint, framed: bool) -> None:
+        """What `OpenCheckpoint.locate` refuses of files of ranks. Of framed items, which are not all looked into, only steps are
         compared."""
         if not framed and not opened.allow_equal_ranks:
             mixups.refuse_equal_ranks(self.ckpt, self.source)
@@ -721,6 +721,7 @@ class OpenCheckpoint:
             some = {
                 n: t for n, t in self.ckpt.tensors.items() if t.path[:2] == ("optim", "state") and t.path[-1] == "step"
             }
+            assert self.layout.locate is not None  # which takes the framing off
             mixups.refuse_mixed_steps(self.layout.locate(replace(self.ckpt, tensors=some), self.source), self.source)
 
     # -------------------------------------------------------------------------------------------------- what is there
@@ -799,6 +800,7 @@ class OpenCheckpoint:
         for name, ks in rows.items():
             entry = self.ckpt.tensors[name]
             some[name] = replace(entry, chunks=Chunks.of(len(entry.shape), (entry.chunks[k] for k in sorted(ks))))
+        assert self.layout.locate is not None  # only such a layout frames its items
         found = self.layout.locate(replace(self.ckpt, tensors=some, records=[]), self.source)
         for name, ks in rows.items():
             for k, chunk in zip(sorted(ks), found.tensors[name].chunks, strict=True):
@@ -920,6 +922,7 @@ class OpenCheckpoint:
             return
         framed = {n: t for n, t in some.items() if t.coding != "raw"}
         if framed:
+            assert self.layout.locate is not None
             some.update(self.layout.locate(replace(self.ckpt, tensors=framed, records=[]), self.source).tensors)
             for n in framed:
                 for chunk in some[n].chunks:
@@ -987,7 +990,7 @@ def _rows_meeting(entry: TensorEntry, start: Sequence[int], shape: Sequence[int]
 def storage_reader(
     path: str | os.PathLike[str],
     *,
-    layout: str | None = None,
+    source_layout: str | None = None,
     config: str | None = None,
     like: str | os.PathLike[str] | None = None,
     flat_layout: str | os.PathLike[str] | None = None,
@@ -1018,12 +1021,11 @@ def storage_reader(
             comes in torch's CheckpointException.
     """
     need("loading into a live job", "torch")
-    how = {
-        "layout": layout, "config": config, "like": like, "flat_layout": flat_layout,
-        "wrap": None if wrap is None else tuple(wrap), "tag": tag, "allow_equal_ranks": allow_equal_ranks,
-        "allow_mixed_steps": allow_mixed_steps,
-    }  # fmt: skip
-    return _reader_class()(path, how, progress, ignore_recorded_digests)
+    options = conversion.OpenOptions(
+        source_layout=source_layout, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
+        allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
+    )  # fmt: skip
+    return _reader_class()(path, options, progress, ignore_recorded_digests)
 
 
 @cache
@@ -1068,11 +1070,11 @@ def _reader_class() -> Any:
         """Reads a checkpoint that is not DCP, or is, for torch.distributed.checkpoint.load."""
 
         def __init__(
-            self, path: str | os.PathLike[str], how: dict[str, Any], progress: Progress | None, ignore: bool
+            self, path: str | os.PathLike[str], options: conversion.OpenOptions, progress: Progress | None, ignore: bool
         ) -> None:
             super().__init__()
-            self._how, self._progress, self._ignore = how, progress, ignore
-            self._open = OpenCheckpoint(path, how, progress, ignore)
+            self._options, self._progress, self._ignore = options, progress, ignore
+            self._open = LiveReader(path, options, progress, ignore)
 
         @property
         def checkpoint_id(self) -> str:
@@ -1090,14 +1092,14 @@ def _reader_class() -> Any:
             return self._open.bytes_checked
 
         @property
-        def opened(self) -> OpenCheckpoint:
+        def opened(self) -> LiveReader:
             """The checkpoint behind it."""
             return self._open
 
         def reset(self, checkpoint_id: Any = None, *args: Any, **kwargs: Any) -> None:
             if checkpoint_id is not None and os.fspath(checkpoint_id) != self._open.path:
                 self._open.source.close()
-                self._open = OpenCheckpoint(checkpoint_id, self._how, self._progress, self._ignore)
+                self._open = LiveReader(checkpoint_id, self._options, self._progress, self._ignore)
 
         # No parameter is called kwargs: torch would take an error here for a missing .metadata and ask again.
         def read_metadata(self, *_: Any, **__: Any) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..engine.conversion import Opened
+from ..engine.conversion import OpenCheckpoint
 from . import blame_config, blame_numbers, blame_state
 from .case import Case
 from .differences import state_obstacle
@@ -25,7 +25,10 @@ __all__ = ["causes"]
 
 
 def causes(
-    reference: Trace | None, got: Trace, checks: Sequence[Check], opened: tuple[Opened, Opened] | None = None
+    reference: Trace | None,
+    got: Trace,
+    checks: Sequence[Check],
+    opened: tuple[OpenCheckpoint, OpenCheckpoint] | None = None,
 ) -> list[Cause]:
     """What is likely wrong, most likely first; nothing where no check of continuity failed.
 

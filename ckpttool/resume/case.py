@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ..engine.conversion import Opened
+from ..engine.conversion import OpenCheckpoint
 from .trace import Trace
 from .verdict import Cause, Check
 
@@ -24,7 +24,7 @@ class Case:
     reference: Trace | None
     got: Trace
     checks: dict[str, Check]
-    opened: tuple[Opened, Opened] | None = None
+    opened: tuple[OpenCheckpoint, OpenCheckpoint] | None = None
     explained: set[str] = field(default_factory=set)
     out: list[Cause] = field(default_factory=list)
 

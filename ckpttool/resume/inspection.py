@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..engine.conversion import Opened
+from ..engine.conversion import OpenCheckpoint
 from ..engine.stream import Job, Reader, numpy_dtype
 from ..errors import CkpttoolError
 from ..index import boxes
@@ -31,7 +31,7 @@ _VAGUE = frozenset(("close", "unrelated"))
 _TELLING = frozenset(("absolute", "negated", "rounded-bfloat16", "rounded-float16"))
 
 
-def inspect(opened: tuple[Opened, Opened], names: Sequence[str]) -> dict[str, Likeness | None]:
+def inspect(opened: tuple[OpenCheckpoint, OpenCheckpoint], names: Sequence[str]) -> dict[str, Likeness | None]:
     """How some of the tensors differ in the files: the first of every slot, then the first; None where they do not."""
     left, right = (o.locate() for o in opened)
 
@@ -65,7 +65,7 @@ def inspect(opened: tuple[Opened, Opened], names: Sequence[str]) -> dict[str, Li
     return out
 
 
-def _read(opened: Opened, ckpt: Checkpoint, name: str) -> Any:
+def _read(opened: OpenCheckpoint, ckpt: Checkpoint, name: str) -> Any:
     """A tensor of the files as an array."""
     import numpy as np
 

@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from .. import errors
-from ..engine.conversion import Opened
+from ..engine.conversion import OpenCheckpoint
 from ..engine.conversion import open as open_checkpoint
 from ..errors import CkpttoolError, Interrupted, UsageError
 from ..extras import need
@@ -131,7 +131,7 @@ def resume_verify(
             f"{ranks} ranks, but this machine has {count} GPUs. On several nodes, start it with torchrun or srun."
         )
     options = dict(how or {})
-    theirs = {k: v for k, v in options.items() if k != "layout"}  # --from is the layout of the candidate
+    theirs = {k: v for k, v in options.items() if k != "source_layout"}  # --from is the layout of the candidate
     begin, found_config = _look(source, options, start_step)
     their_config = None
     if against is not None:
@@ -222,7 +222,7 @@ def _judged(
 
     checks, envelope = judge(reference, got, profile, gauge)
     failed = any(c.verdict == "fail" for c in checks)
-    opened: tuple[Opened, Opened] | None = None
+    opened: tuple[OpenCheckpoint, OpenCheckpoint] | None = None
     try:
         if failed and against is not None:
             opened = (open_checkpoint(against.source, **against.how), open_checkpoint(settings.source, **settings.how))
@@ -291,7 +291,7 @@ def _look(path: str | os.PathLike[str], how: Mapping[str, Any], start: int | Non
     return step, folder if os.path.isfile(os.path.join(folder, "config.json")) else None
 
 
-def step_of(opened: Opened) -> int:
+def step_of(opened: OpenCheckpoint) -> int:
     """How many optimizer steps a checkpoint has behind it; 0 where nothing tells."""
     ckpt = opened.checkpoint
     if (told := counted(ckpt.value)) is not None:

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from ..engine.conversion import Opened
+from ..engine.conversion import OpenCheckpoint
 from ..engine.conversion import open as open_checkpoint
 from ..errors import CkpttoolError, UsageError
 from ..live.load import gathered, load
@@ -208,7 +208,7 @@ def _load(settings: Settings, job: Job, trained: bool, out: Trace, tell: Tell) -
     return text if len(said) == 1 and all(p is not None for p, _ in problems) else f"rank {rank}: {text}"
 
 
-def _state(job: Job, trained: bool, opened: Opened, settings: Settings, out: Trace, tell: Tell) -> None:
+def _state(job: Job, trained: bool, opened: OpenCheckpoint, settings: Settings, out: Trace, tell: Tell) -> None:
     """Fingerprints of what the job holds, and of the files. A collective."""
     import torch.distributed as dist
 
@@ -236,7 +236,7 @@ def _state(job: Job, trained: bool, opened: Opened, settings: Settings, out: Tra
         out.stored = fingerprint.in_files(opened, common, *ranks, device, _Rate(tell))
 
 
-def _restore_rng(settings: Settings, opened: Opened, out: Trace) -> None:
+def _restore_rng(settings: Settings, opened: OpenCheckpoint, out: Trace) -> None:
     """With --keep-dropout: the generators of each rank, where the checkpoint has them for as many ranks."""
     if not settings.keep_dropout:
         return

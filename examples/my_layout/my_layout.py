@@ -2,15 +2,24 @@
 here."""
 
 import io
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import numpy as np
 from numpy.lib import format as npy
 
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry
-from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions
+from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, option
 from ckpttool.storage.source import Source
 from ckpttool.storage.staging import Draft, DraftFile, Dropped
+
+
+@dataclass(frozen=True)
+class NpyOptions:
+    """`--npy-only` of the command line, and `convert(options=NpyOptions(...))` in Python."""
+
+    npy_only: str = option("*", "Glob of the weights to write; the others are left behind.", metavar="GLOB")
 
 
 def detect(where: Place) -> tuple[bool, str]:
@@ -42,8 +51,9 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     files, tensors, dropped = [], {}, [Dropped(n, 0, "npy holds weights only") for n in ckpt.values]
     for name, t in ckpt.tensors.items():
         dtype = options.cast(name, t.dtype)
-        if t.path[0] != "model":
-            dropped.append(Dropped(name, t.nbytes, "npy holds weights only"))
+        wanted = fnmatchcase(name, f"model.{options.of(NpyOptions).npy_only}")
+        if t.path[0] != "model" or not wanted:
+            dropped.append(Dropped(name, t.nbytes, "npy holds weights only" if wanted else "not in --npy-only"))
             continue
         if dtype == "bfloat16" or dtype.startswith("float8"):
             raise Unsupported(f'"{name}" is {dtype}, which numpy does not have. Cast it: --dtype fp32.')
@@ -57,5 +67,6 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 
 
 LAYOUT = Layout(
-    name="npy", title="a folder of .npy files", holds=frozenset({"model"}), is_file=False, detect=detect, read=read, write=write
+    name="npy", title="a folder of .npy files", detect=detect, read=read, write=write, options=NpyOptions,
+    holds=lambda own: frozenset({"model"}),
 )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from attacks.test_numbers import with_right_crcs
+from test_numbers import with_right_crcs
 
 import ckpttool
 from ckpttool.engine import conversion, mixups
@@ -93,7 +93,7 @@ def test_a_raw_optimizer_file_of_fsdp1_that_is_a_copy(legacy: bool, tmp_path: Pa
         for path in folder.glob("*optim*rank*"):
             state = torch.load(path, weights_only=True)
             torch.save(state, path, _use_new_zipfile_serialization=False)
-    assert ckpttool.verify(folder)["structure"] == "ok"
+    assert ckpttool.verify(folder).structure == "ok"
     files = sorted(folder.glob("*optim*rank*"))
     shutil.copy(files[0], files[1])
     said = refusal(folder, tmp_path / "out.pt")
@@ -206,7 +206,7 @@ def test_a_data_file_of_another_step(tmp_path: Path) -> None:
     with pytest.raises(Corrupt, match="step 2"):
         ckpttool.storage_reader(folder)
     assert ckpttool.convert(folder, tmp_path / "out.pt", allow_mixed_steps=True).verified
-    assert ckpttool.inspect(folder)["step"] is not None
+    assert ckpttool.inspect(folder).step is not None
     assert len(ckpttool.diff(folder, FIXTURES / "fsdp2_w3" / "ckpt").data) == 10  # looking at it is not refused
 
 
@@ -218,7 +218,7 @@ def test_steps_that_differ_within_a_file_are_the_job_s_own(tmp_path: Path) -> No
     shutil.rmtree(folder)
     folder = copied("fsdp2_w3", tmp_path)
     set_steps(folder, lambda _, name: 1.0 if "layers.1" in name else None)
-    assert ckpttool.verify(folder)["structure"] == "ok"
+    assert ckpttool.verify(folder).structure == "ok"
 
 
 def along(steps: str, places: str, groups: str = "") -> Any:

@@ -617,7 +617,7 @@ def test_a_save_that_is_odd_is_read_as_the_state_of_its_job(
         assert {n: kept.get(n) for n in wanted if not n.startswith("extra.ds_config")} == {
             n: v for n, v in wanted.items() if not n.startswith("extra.ds_config")
         }
-        assert ckpttool.digest(source)["digest"] == ckpttool.digest(home / "again")["digest"]
+        assert ckpttool.digest(source).digest == ckpttool.digest(home / "again").digest
 
 
 def test_the_command_line_says_it_in_one_line_and_with_an_exit_code(tmp_path: Path, canary: Path) -> None:

@@ -66,6 +66,11 @@ def test_the_example_is_read_and_written(site: Path, tmp_path: Path) -> None:
     assert all(np.array_equal(found[n], t.numpy()) for n, t in truth.items())
     run("convert", tmp_path / "npy", tmp_path / "back", "--to", "dcp", "-n", "3", site=site)
     run("diff", DCP, tmp_path / "back", "--only", "model", site=site)
+    run("convert", DCP, tmp_path / "norms", "--to", "npy", "--npy-only", "*norm*", "--drop", site=site)
+    assert {p.name for p in (tmp_path / "norms").glob("*.npy")} == {f"{n}.npy" for n in truth if "norm" in n}
+    assert "--npy-only GLOB" in run("convert", "--help", site=site).stdout
+    refused = run("convert", DCP, tmp_path / "x", "--to", "dcp", "-n", "2", "--npy-only", "*", site=site, ok=False)
+    assert "--npy-only applies to npy; this conversion writes dcp." in refused.stderr
     np.save(tmp_path / "npy" / "odd.npy", np.array(["text"]))
     assert "only row-major arrays of numbers are read" in run("inspect", tmp_path / "npy", site=site, ok=False).stderr
 

@@ -36,7 +36,7 @@ TARGETS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dcp": ("", "dcp", {"to": "dcp", "world_size": 3}),
     "full": (".pt", "torch", {"to": "full"}),
     "hf": ("", "hf", {"to": "hf"}),
-    "hf-training": ("", "hf_model", {"to": "hf", "training": True}),
+    "hf-training": ("", "hf_model", {"to": "hf", "options": ckpttool.HfOptions(include_optimizer=True)}),
     "zero3": ("", "zero3", {"to": "zero3", "world_size": 2}),
     "zero2": ("", "zero12", {"to": "zero2", "world_size": 3}),
     "universal": ("", "universal", {"to": "universal"}),
@@ -262,7 +262,9 @@ class Bench:
         try:
             done = self._do(
                 f"convert to {target}",
-                lambda: ckpttool.convert(path, out, drop=True, jobs=1, max_memory_bytes=72 << 20, **{**how, **options}),
+                lambda: ckpttool.convert(
+                    path, out, drop=True, threads=1, max_memory_bytes=72 << 20, **{**how, **options}
+                ),
             )
         except CkpttoolError:
             return [f"it was refused, and {out.name} is there"] if os.path.lexists(out) else []

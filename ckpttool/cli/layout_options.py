@@ -1,0 +1,85 @@
+"""Options of the command line that belong to layouts: made from the fields of `Layout.options`, when a command needs them.
+
+A command of this class has, besides its own, every option of every layout that it can write, in a panel a layout; what was
+given of them is in `given(ctx)`. Nothing of a layout is imported for `ckpttool --help` or for other commands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import Field
+from typing import Any
+
+import typer
+from typer.core import TyperOption
+
+from .. import layouts
+from ..errors import UsageError
+from .help import Command
+from .terminal import bytes_of
+
+__all__ = ["HfCommand", "LayoutCommand", "given"]
+
+_META = "ckpttool.layout_options"
+
+
+def given(ctx: typer.Context) -> dict[str, Any]:
+    """{flag: value} of the options of layouts that the command line has."""
+    return dict(ctx.meta.get(_META, {}))
+
+
+class LayoutCommand(Command):
+    """A command that takes the options of every layout that can be written."""
+
+    targets: tuple[str, ...] | None = None  # of all layouts where None
+
+    @property
+    def params(self) -> list[Any]:
+        """The command's own options, then those of layouts."""
+        if self._made is None:
+            self._made = [*self._own, *_options(self.targets)]
+        return self._made
+
+    @params.setter
+    def params(self, own: list[Any]) -> None:
+        self._own, self._made = own, None
+
+    _own: list[Any]
+    _made: list[Any] | None
+
+
+class HfCommand(LayoutCommand):
+    """A command that writes hf."""
+
+    targets = ("hf",)
+
+
+def _options(targets: tuple[str, ...] | None) -> list[TyperOption]:
+    """One option for every field; layouts with an option of the same name share it."""
+    of: dict[str, list[tuple[layouts.Layout, Field[Any]]]] = {}
+    for layout in layouts.layouts().values():
+        if layout.write is not None and (targets is None or layout.name in targets):
+            for flag, f in layouts.flags_of(layout).items():
+                of.setdefault(flag, []).append((layout, f))
+    return [_option(flag, rows) for flag, rows in of.items()]
+
+
+def _option(flag: str, rows: list[tuple[layouts.Layout, Field[Any]]]) -> TyperOption:
+    names = ", ".join(layout.name for layout, _ in rows)
+    if len({str(f.type) for _, f in rows}) > 1:
+        raise UsageError(f"{names} have an option {flag}, but of different types. Rename it in one of them.")
+    field = rows[0][1]
+    kind, size, default = str(field.type).removesuffix(" | None"), field.metadata["size"], field.default
+    shown = f"{default // 10**9}GB" if size and isinstance(default, int) else False
+    text = " ".join(dict.fromkeys(f.metadata["help"] for _, f in rows))
+
+    def keep(ctx: Any, param: Any, value: Any) -> None:
+        if value not in (None, False):
+            ctx.meta.setdefault(_META, {})[flag] = bytes_of(value) if size else value
+
+    is_flag = kind == "bool"
+    return TyperOption(
+        param_decls=[flag], type=None if is_flag else {"int": int, "float": float}.get("str" if size else kind, str),
+        is_flag=is_flag, default=False if is_flag else None, help=text, metavar="SIZE" if size else field.metadata["metavar"],
+        expose_value=False, callback=keep, rich_help_panel=f"Writing {names}",
+        show_default=shown,
+    )  # fmt: skip

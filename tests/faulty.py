@@ -1,0 +1,383 @@
+"""The faults of tests/test_faults.py: what is done to a checkpoint or to a job, and what must be said about it.
+
+A state is the tree of a full checkpoint of the job in tests/live/faults.py, {"model", "optim", "scheduler", "step"}; what
+is done to it is a function of (the state, that of step 10). At the world size of the save, 4, a matrix of 48 rows has 12
+on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+State = dict[str, Any]
+
+LAYER1, LAYER2 = "model.layers.1.", "model.layers.2."
+Q, K = LAYER1 + "self_attn.q_proj.weight", LAYER1 + "self_attn.k_proj.weight"
+GATE, UP = LAYER1 + "mlp.gate_proj.weight", LAYER1 + "mlp.up_proj.weight"
+O = LAYER1 + "self_attn.o_proj.weight"  # noqa: E741
+EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+UP2 = LAYER2 + "mlp.up_proj.weight"
+BOTH = ("exp_avg", "exp_avg_sq")
+RANK1, RANK2 = slice(12, 24), slice(24, 36)
+
+
+def model(fqn: str) -> str:
+    return f"model.{fqn}"
+
+
+def moment(fqn: str, slot: str) -> str:
+    return f"optim.state.{fqn}.{slot}"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault, and its verdict.
+
+    `spoil` changes the state, `job` is a function of tests/live/faults.py, "" for --config, and `settings` replaces some
+    of the run's; `reference` replaces fields of the reference's trace. `tied` is a fault of the tied model.
+
+    `check` is the first check that fails with everything known, `dynamic` the first with numbers of the run alone, None
+    where those see nothing, and `recorded` says whether a recorded trajectory shows it. `kind` is that of the first cause, `tensors` the first of its tensors. `rank` is whose shard
+    the first difference lies in.
+    """
+
+    check: str
+    kind: str
+    dynamic: str | None
+    tensors: tuple[str, ...] = ()
+    spoil: Callable[[State, State], Any] | None = None
+    rank: int | None = None
+    job: str = "build"
+    settings: dict[str, Any] = field(default_factory=dict)
+    reference: dict[str, Any] = field(default_factory=dict)
+    tied: bool = False
+    recorded: bool = True
+
+
+# -------------------------------------------------------------------------------------------------- what is done to it
+
+
+def weight(fqn: str, act: Callable[[Any], Any]) -> Callable[[State, State], Any]:
+    """Act on a weight; what is given back, if anything, takes its place."""
+
+    def spoil(state: State, old: State) -> None:
+        found = act(state["model"][fqn])
+        if isinstance(found, torch.Tensor):
+            state["model"][fqn] = found.contiguous()
+
+    return spoil
+
+
+def slot(fqn: str, name: str, act: Callable[[Any], Any]) -> Callable[[State, State], Any]:
+    """Act on a slot of the optimizer's state."""
+
+    def spoil(state: State, old: State) -> None:
+        found = act(state["optim"]["state"][fqn][name])
+        if isinstance(found, torch.Tensor):
+            state["optim"]["state"][fqn][name] = found.contiguous()
+
+    return spoil
+
+
+def every_slot(name: str, act: Callable[[Any], Any]) -> Callable[[State, State], Any]:
+    """Act on a slot of every parameter."""
+
+    def spoil(state: State, old: State) -> None:
+        for fqn in state["optim"]["state"]:
+            slot(fqn, name, act)(state, old)
+
+    return spoil
+
+
+def every_weight(act: Callable[[Any], Any]) -> Callable[[State, State], Any]:
+    """Act on every weight."""
+
+    def spoil(state: State, old: State) -> None:
+        for fqn in state["model"]:
+            weight(fqn, act)(state, old)
+
+    return spoil
+
+
+def option(key: str, value: Any, group: int | None = None) -> Callable[[State, State], Any]:
+    """An option of one param group, or of all."""
+
+    def spoil(state: State, old: State) -> None:
+        for i, g in enumerate(state["optim"]["param_groups"]):
+            if group in (None, i):
+                g[key] = value
+
+    return spoil
+
+
+def in_turn(*acts: Callable[[State, State], Any]) -> Callable[[State, State], Any]:
+    """One after the other."""
+
+    def spoil(state: State, old: State) -> None:
+        for act in acts:
+            act(state, old)
+
+    return spoil
+
+
+def zero(rows: slice) -> Callable[[Any], Any]:
+    def act(t: Any) -> None:
+        t[rows] = 0
+
+    return act
+
+
+def swap_rows(t: Any) -> None:
+    """The shards of ranks 1 and 2 are exchanged."""
+    t[12:36] = torch.cat([t[24:36], t[12:24]])
+
+
+def copy_rows(t: Any) -> None:
+    """The shard of rank 1 is that of rank 2 as well."""
+    t[RANK2] = t[RANK1].clone()
+
+
+def shift(t: Any) -> Any:
+    """Everything one element on, as a wrong offset into a flat buffer gives it."""
+    return t.reshape(-1).roll(1).reshape(t.shape)
+
+
+def rounded(dtype: torch.dtype) -> Callable[[Any], Any]:
+    return lambda t: t.to(dtype).to(t.dtype) if t.ndim else None
+
+
+def flip(bit: int, index: tuple[int, ...]) -> Callable[[Any], Any]:
+    """One bit of one element."""
+
+    def act(t: Any) -> None:
+        t.view(torch.int32)[index] ^= 1 << bit if bit < 31 else -(1 << 31)
+
+    return act
+
+
+def to_bf16(t: Any) -> Any:
+    return t.bfloat16() if t.ndim else t
+
+
+def nan(t: Any) -> None:
+    t.reshape(-1)[700] = float("nan")
+
+
+def rope(t: Any) -> Any:
+    """From halves to interleaved pairs, in each head of 12."""
+    return t.reshape(4, 2, 6, t.shape[1]).transpose(1, 2).reshape(t.shape)
+
+
+def exchange(parts: Iterable[str], pairs: Iterable[tuple[str, str]]) -> Callable[[State, State], Any]:
+    """Parameters under each other's names: their weights ("model"), their optimizer state ("optim")."""
+    parts, pairs = tuple(parts), tuple(pairs)
+
+    def spoil(state: State, old: State) -> None:
+        for tree in [state["model"]] * ("model" in parts) + [state["optim"]["state"]] * ("optim" in parts):
+            for a, b in pairs:
+                tree[a], tree[b] = tree[b], tree[a]
+
+    return spoil
+
+
+def stale(which: Callable[[str], bool], weights: bool, optimizer: bool) -> Callable[[State, State], Any]:
+    """What some parameters had ten steps earlier."""
+
+    def spoil(state: State, old: State) -> None:
+        for fqn in old["model"]:
+            if which(fqn):
+                if weights:
+                    state["model"][fqn] = old["model"][fqn]
+                if optimizer:
+                    state["optim"]["state"][fqn] = old["optim"]["state"][fqn]
+
+    return spoil
+
+
+def stale_rows(state: State, old: State) -> None:
+    """The shard of rank 3 was not written again."""
+    state["model"][Q][36:] = old["model"][Q][36:]
+
+
+def moments_exchanged(absolute: bool) -> Callable[[State, State], Any]:
+    def spoil(state: State, old: State) -> None:
+        for s in state["optim"]["state"].values():
+            s["exp_avg"], s["exp_avg_sq"] = s["exp_avg_sq"], s["exp_avg"].abs() if absolute else s["exp_avg"]
+
+    return spoil
+
+
+def renamed_layers(state: State) -> list[tuple[str, str]]:
+    return [(f, f.replace(LAYER1, LAYER2)) for f in state["model"] if f.startswith(LAYER1)]
+
+
+def layers_exchanged(*parts: str) -> Callable[[State, State], Any]:
+    return lambda state, old: exchange(parts, renamed_layers(state))(state, old)
+
+
+def without(*path: str) -> Callable[[State, State], Any]:
+    """An entry is not there."""
+
+    def spoil(state: State, old: State) -> None:
+        at: Any = state
+        for key in path[:-1]:
+            at = at[key]
+        del at[path[-1]]
+
+    return spoil
+
+
+def put(value: Any, *path: str) -> Callable[[State, State], Any]:
+    """An entry is another."""
+
+    def spoil(state: State, old: State) -> None:
+        at: Any = state
+        for key in path[:-1]:
+            at = at[key]
+        at[path[-1]] = value() if callable(value) else value
+
+    return spoil
+
+
+def schedule(steps: int) -> Callable[[State, State], Any]:
+    """The scheduler, and the learning rate that it left in the groups, of another step."""
+
+    def spoil(state: State, old: State) -> None:
+        from live.faults import RATE, rate
+
+        found = {"last_epoch": steps, "_step_count": steps + 1, "_last_lr": [RATE * rate(steps)] * 2}
+        state["scheduler"].update(found)
+        option("lr", RATE * rate(steps))(state, old)
+
+    return spoil
+
+
+def untie(head: Callable[[Any], Any], with_state: bool) -> Callable[[State, State], Any]:
+    """The head has a weight of its own, and perhaps moments."""
+
+    def spoil(state: State, old: State) -> None:
+        state["model"][HEAD] = head(state["model"][EMBEDDING].clone())
+        if with_state:
+            state["optim"]["state"][HEAD] = {k: t.clone() for k, t in state["optim"]["state"][EMBEDDING].items()}
+        state["optim"]["param_groups"][0]["params"].append(HEAD)
+
+    return spoil
+
+
+def noise(t: Any) -> Any:
+    """As newly made."""
+    return torch.randn(t.shape, generator=torch.Generator().manual_seed(3)) * 0.02
+
+
+def everything(fqn: str) -> bool:
+    return True
+
+
+def first_layer(fqn: str) -> bool:
+    return fqn.startswith(LAYER1)
+
+
+DIGESTS, SCALARS, GROUPS = "state.digests", "state.scalars", "config.groups"
+PROBE, UPDATE, WORST = "probe.logits", "step1.update_norm", "step1.worst_update"
+
+FAULTS: dict[str, Fault] = {
+    # weights
+    "shard of a weight zeroed": Fault(DIGESTS, "zero-rows", PROBE, (model(Q),), weight(Q, zero(RANK2)), 2),
+    "shards of a weight exchanged": Fault(DIGESTS, "exchanged-rows", PROBE, (model(Q),), weight(Q, swap_rows), 1),
+    "shard of a weight twice": Fault(DIGESTS, "copied-rows", PROBE, (model(Q),), weight(Q, copy_rows), 2),
+    "stale shard of a weight": Fault(DIGESTS, "close", PROBE, (model(Q),), stale_rows, 3),
+    "stale weights": Fault(DIGESTS, "close", PROBE, (), stale(everything, True, False)),
+    "stale weights of a layer": Fault(DIGESTS, "close", PROBE, (model(LAYER1 + "self_attn.q_proj.weight"),), stale(first_layer, True, False)),
+    "stale checkpoint": Fault(DIGESTS, "other-checkpoint", PROBE, (), stale(everything, True, True)),
+    "q and k exchanged, weights": Fault(DIGESTS, "exchanged", PROBE, (model(Q), model(K)), exchange(["model"], [(Q, K)])),
+    "q and k exchanged, weights and moments": Fault(DIGESTS, "exchanged", PROBE, (model(Q), model(K)), exchange(["model", "optim"], [(Q, K)])),
+    "gate and up exchanged, weights and moments": Fault(DIGESTS, "exchanged", PROBE, (model(GATE), model(UP)), exchange(["model", "optim"], [(GATE, UP)])),
+    "o transposed": Fault(DIGESTS, "transposed", PROBE, (model(O),), weight(O, lambda t: t.T)),
+    "layers 1 and 2 exchanged": Fault(DIGESTS, "layers-exchanged", PROBE, (), layers_exchanged("model", "optim")),
+    "norms of a layer reset": Fault(DIGESTS, "constant", PROBE, (model(LAYER1 + "input_layernorm.weight"),), in_turn(*(weight(LAYER1 + n, torch.ones_like) for n in ("input_layernorm.weight", "post_attention_layernorm.weight")))),
+    "final norm reset": Fault(DIGESTS, "constant", PROBE, (model(NORM),), weight(NORM, torch.ones_like), 0),
+    "weights rounded to bf16": Fault(DIGESTS, "rounded-bfloat16", PROBE, (), every_weight(rounded(torch.bfloat16))),
+    "weights rounded to fp16": Fault(DIGESTS, "rounded-float16", PROBE, (), every_weight(rounded(torch.float16))),
+    "weights and moments stored in bf16": Fault("state.shapes", "dtype", PROBE, (), in_turn(every_weight(to_bf16), *(every_slot(s, to_bf16) for s in BOTH)), job=""),
+    "rope permuted in all layers": Fault(DIGESTS, "rope", PROBE, (), lambda s, o: [weight(f, rope)(s, o) for f in s["model"] if "q_proj" in f or "k_proj" in f]),
+    "rope permuted in a layer": Fault(DIGESTS, "rope", PROBE, (model(Q), model(K)), in_turn(weight(Q, rope), weight(K, rope))),
+    "an exponent bit of a weight": Fault(DIGESTS, "elements", PROBE, (model(Q),), weight(Q, flip(27, (30, 5))), 2),
+    "the sign of a weight": Fault(DIGESTS, "elements", PROBE, (model(Q),), weight(Q, flip(31, (13, 5))), 1),
+    "the last bit of a weight": Fault(DIGESTS, "elements", None, (model(Q),), weight(Q, flip(0, (47, 47))), 3),
+    "a NaN in a weight": Fault(DIGESTS, "elements", PROBE, (model(Q),), weight(Q, nan), 1),
+    "a weight one element on": Fault(DIGESTS, "shifted", PROBE, (model(UP),), weight(UP, shift)),
+    "last rows of the vocabulary zero": Fault(DIGESTS, "zero-rows", PROBE, (model(HEAD),), weight(HEAD, zero(slice(127, 131))), 3),
+    "a weight newly made": Fault(DIGESTS, "unrelated", PROBE, (model(UP),), weight(UP, noise)),
+    "a weight missing": Fault("state.loaded", "tensor-missing", "state.loaded", (model(UP),), without("model", UP)),
+    "a weight too many": Fault("state.loaded", "tensor-extra", "state.loaded", (model(LAYER1 + "self_attn.q_proj.bias"),), put(lambda: torch.zeros(48), "model", LAYER1 + "self_attn.q_proj.bias")),
+    "vocabulary padded": Fault("state.loaded", "vocabulary", "state.loaded", (model(HEAD),), weight(HEAD, lambda t: torch.cat([t, torch.zeros(5, 48)]))),
+    "a weight does not train": Fault("step1.grad_norm", "frozen", "step1.grad_norm", (UP2,), job="frozen"),
+    # optimizer
+    "optimizer dropped": Fault("state.plausible", "optimizer-missing", "step1.learning_rates", (), without("optim")),
+    "moments dropped": Fault("state.plausible", "optimizer-missing", UPDATE, (), lambda s, o: s["optim"]["state"].clear(), job=""),
+    "moments exchanged": Fault(DIGESTS, "moments-exchanged", UPDATE, (), moments_exchanged(False)),
+    "moments exchanged, without signs": Fault(DIGESTS, "moments-copied", UPDATE, (), moments_exchanged(True)),
+    "optimizer's step reset": Fault("state.plausible", "step-reset", UPDATE, (), every_slot("step", torch.zeros_like)),
+    "optimizer's step off by one": Fault(DIGESTS, "step-offset", UPDATE, (), every_slot("step", lambda t: t - 1)),
+    "optimizer's step off by one, on one tensor": Fault("state.plausible", "step-offset", WORST, (moment(Q, "step"),), slot(Q, "step", lambda t: t - 1)),
+    "shard of exp_avg zeroed": Fault(DIGESTS, "zero-rows", UPDATE, (moment(Q, "exp_avg"),), slot(Q, "exp_avg", zero(RANK2)), 2),
+    "shard of exp_avg_sq zeroed": Fault(DIGESTS, "zero-rows", UPDATE, (moment(Q, "exp_avg_sq"),), slot(Q, "exp_avg_sq", zero(RANK2)), 2),
+    "shards of exp_avg exchanged": Fault(DIGESTS, "exchanged-rows", UPDATE, (moment(Q, "exp_avg"),), slot(Q, "exp_avg", swap_rows), 1),
+    "shards of exp_avg_sq exchanged": Fault(DIGESTS, "exchanged-rows", UPDATE, (moment(Q, "exp_avg_sq"),), slot(Q, "exp_avg_sq", swap_rows), 1),
+    "stale optimizer": Fault(DIGESTS, "optimizer-stale", UPDATE, (), stale(everything, False, True)),
+    "stale optimizer of a layer": Fault(DIGESTS, "optimizer-stale", UPDATE, (), stale(first_layer, False, True)),
+    "q and k exchanged, moments": Fault(DIGESTS, "exchanged", UPDATE, (moment(Q, "exp_avg"),), exchange(["optim"], [(Q, K)])),
+    "layers 1 and 2 exchanged, moments": Fault(DIGESTS, "layers-exchanged", UPDATE, (), layers_exchanged("optim")),
+    "moments rounded to bf16": Fault(DIGESTS, "rounded-bfloat16", UPDATE, (), in_turn(*(every_slot(s, rounded(torch.bfloat16)) for s in BOTH))),
+    "an exponent bit of exp_avg_sq": Fault(DIGESTS, "elements", WORST, (moment(Q, "exp_avg_sq"),), slot(Q, "exp_avg_sq", flip(27, (30, 5))), 2),
+    "a NaN in exp_avg": Fault(DIGESTS, "elements", UPDATE, (moment(Q, "exp_avg"),), slot(Q, "exp_avg", nan), 1),
+    "exp_avg one element on": Fault(DIGESTS, "shifted", UPDATE, (moment(UP, "exp_avg"),), slot(UP, "exp_avg", shift)),
+    "moments of one weight missing": Fault("state.names", "moments-missing", UPDATE, (moment(Q, "step"),), without("optim", "state", Q)),
+    "exp_avg zeroed": Fault(DIGESTS, "zero", UPDATE, (), every_slot("exp_avg", torch.zeros_like)),
+    "exp_avg_sq zeroed": Fault(DIGESTS, "zero", UPDATE, (), every_slot("exp_avg_sq", torch.zeros_like)),
+    "betas of another AdamW": Fault(GROUPS, "option-betas", UPDATE, (), option("betas", (0.9, 0.999))),
+    "weight decay 0.01": Fault(GROUPS, "option-weight-decay", UPDATE, (), option("weight_decay", 0.01, 0)),
+    "weight decay on norms": Fault(GROUPS, "weight-decay-on-norms", UPDATE, (), option("weight_decay", 0.1, 1)),
+    "eps 1e-6": Fault(GROUPS, "option-eps", UPDATE, (), option("eps", 1e-6)),
+    "learning rate": Fault(GROUPS, "option-lr", "step1.learning_rates", (), option("lr", 2e-3)),
+    "a weight in no param group": Fault("state.names", "optimizer-members", UPDATE, (UP2,), job="unlisted"),
+    # scheduler
+    "scheduler reset": Fault(GROUPS, "scheduler-reset", "step1.learning_rates", (), schedule(0)),
+    "scheduler off by one": Fault(GROUPS, "scheduler-offset", "step1.learning_rates", (), schedule(19)),
+    "scheduler begins anew": Fault("config.scheduler", "scheduler-reset", "steps.learning_rates", (), lambda s, o: s["scheduler"].update(last_epoch=0, _step_count=1)),
+    "scheduler missing": Fault("config.scheduler", "scheduler-missing", None, (), without("scheduler"), job="", recorded=False),
+    "scheduler missing, the job has one": Fault("state.loaded", "load-failed", "state.loaded", (), without("scheduler")),
+    "scheduler lost, highest rate": Fault(GROUPS, "option-lr", "step1.learning_rates", (), job="own_schedule"),
+    # data
+    "data one batch ahead": Fault("step1.batch", "data-offset", "step1.batch", (), job="ahead"),
+    "data from the beginning": Fault("step1.batch", "data-other", "step1.batch", (), job="again"),
+    "other data": Fault("step1.batch", "data-other", "step1.batch", (), job="another"),
+    "half the global batch": Fault("step1.batch", "global-batch", "step1.batch", (), settings={"global_batch": 12}),
+    # gradients and losses
+    "gradients summed": Fault("step1.grad_norm", "gradient-scale", "step1.grad_norm", (), job="summed"),
+    "clipping that bites": Fault("config.values", "clipping", UPDATE, (), settings={"clip": 0.1}, reference={"clip": 1.0}),
+    "clipping dropped, before it ever acted": Fault("config.values", "clipping", None, (), reference={"clip": 1.0}),
+    "labels not shifted": Fault("step1.loss", "loss-computation", "step1.loss", (), job="unshifted"),
+    # configuration
+    "rope theta": Fault("config.model", "model-configuration", PROBE, (), job="theta"),
+    "eps of the norms": Fault("config.model", "model-configuration", PROBE, (), job="eps"),
+    "trainer's step lost": Fault("config.values", "counters", None, (), without("step"), recorded=False),
+    "trainer's step off by one": Fault("config.values", "counters", None, (), put(19, "step"), recorded=False),
+    # tied weights
+    "untied, with equal values": Fault("config.tied", "untied", "step1.grad_norm", (), untie(lambda t: t, True), tied=True),
+    "untied, without moments": Fault("config.tied", "untied", "step1.grad_norm", (), untie(lambda t: t, False), tied=True),
+    "untied, a new head": Fault(DIGESTS, "unrelated", PROBE, (model(HEAD),), untie(noise, True), tied=True),
+}  # fmt: skip
+
+#: {fault: the first check that sees it without the state} in mixed precision, with the rows of a forward pass held.
+IN_BF16: dict[str, str | None] = {
+    "stale shard of a weight": PROBE, "weights rounded to bf16": "steps.loss", "weights rounded to fp16": PROBE,
+    "an exponent bit of a weight": PROBE, "the last bit of a weight": None, "optimizer's step off by one": UPDATE,
+    "shards of exp_avg exchanged": UPDATE, "moments rounded to bf16": UPDATE, "an exponent bit of exp_avg_sq": WORST,
+    "weight decay 0.01": UPDATE, "eps 1e-6": UPDATE, "eps of the norms": PROBE, "gradients summed": "step1.grad_norm",
+    "stale optimizer of a layer": UPDATE,
+}  # fmt: skip

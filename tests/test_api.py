@@ -1,0 +1,124 @@
+"""The Python API: what help() and a type checker show, and options of layouts."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peers import FIXTURES, REPOSITORY
+
+import ckpttool
+from ckpttool.errors import UsageError
+from ckpttool.layouts import flags_of, layouts
+
+DCP = FIXTURES / "fsdp2_w3" / "ckpt"
+FUNCTIONS = ("convert", "diff", "digest", "export", "inspect", "load", "open", "plan", "pull", "push", "restore", "storage_reader", "verify")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_signature_is_complete_and_explained(name: str) -> None:
+    function = getattr(ckpttool, name)
+    parameters = inspect.signature(function).parameters.values()
+    assert all(p.kind is not p.VAR_KEYWORD for p in parameters)
+    text = function.__doc__
+    if (
+        "(all): as" in text
+        or "(the others): as" in text
+        or "those of `open`" in text
+        or "those of `storage_reader`" in text
+    ):
+        return
+    gone = [p.name for p in parameters if not re.search(rf"\b{p.name}\b", text)]
+    assert gone == []
+
+
+def test_every_public_name_is_listed_by_dir_and_is_there() -> None:
+    assert dir(ckpttool) == sorted(ckpttool.__all__)
+    for name in ckpttool.__all__:
+        assert getattr(ckpttool, name).__doc__ or name == "__version__"
+
+
+SCRIPT = """
+import ckpttool
+
+done = ckpttool.convert("a", "b", to="zero3", world_size=4, options=ckpttool.ZeroOptions(sub_group_size=1000))
+print(done.digest["all"], done.verified)
+with ckpttool.open("a", source_layout="dcp") as opened:
+    print(opened.checkpoint.nbytes)
+if ckpttool.diff("a", "b", rtol=1e-5):
+    print(ckpttool.inspect("b").step)
+"""
+
+
+def test_mypy_takes_a_script_and_sees_a_misspelt_option(tmp_path: Path) -> None:
+    """As a user has the package: with its converters inside."""
+    (tmp_path / "site" / "ckpttool").mkdir(parents=True)
+    for path in (REPOSITORY / "ckpttool").iterdir():
+        (tmp_path / "site" / "ckpttool" / path.name).symlink_to(path)
+    (tmp_path / "site" / "ckpttool" / "converters").symlink_to(REPOSITORY / "converters")
+    (tmp_path / "right.py").write_text(SCRIPT)
+    wrong = [
+        SCRIPT.replace("world_size", "world_sze"), SCRIPT.replace("sub_group_size", "subgroup_size"),
+        SCRIPT.replace(".verified", ".verifyed"), SCRIPT.replace("rtol", "rtoll"), SCRIPT.replace("source_layout", "layout"),
+    ]  # fmt: skip
+    for i, text in enumerate(wrong):
+        (tmp_path / f"wrong{i}.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--cache-dir", tmp_path / "cache", "--config-file=",
+         "right.py", *(f"wrong{i}.py" for i in range(len(wrong)))],
+        cwd=tmp_path, env={"MYPYPATH": str(tmp_path / "site"), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    errors = [line for line in done.stdout.splitlines() if ": error:" in line]
+    assert {line.partition(":")[0] for line in errors} == {f"wrong{i}.py" for i in range(len(wrong))}, done.stdout
+
+
+def test_options_of_another_layout_are_refused(tmp_path: Path) -> None:
+    for options, to in (
+        (ckpttool.HfOptions(), "dcp"), (ckpttool.UniversalOptions(stage=2), "zero3"), (ckpttool.ZeroOptions(), "full"), ("x", "hf"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=rf"options={type(options).__name__}.*does not apply to {to}"):
+            ckpttool.convert(DCP, tmp_path / "out", to=to, options=options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_that_make_no_sense_are_refused() -> None:
+    calls: list[Any] = [
+        lambda: ckpttool.ZeroOptions(sub_group_size=0), lambda: ckpttool.UniversalOptions(stage=4),
+        lambda: ckpttool.HfOptions(adapter=True, include_optimizer=True), lambda: ckpttool.HfOptions(max_shard_bytes=0),
+        lambda: ckpttool.plan(DCP, "x", to="dcp", world_size=0), lambda: ckpttool.plan(DCP, "x", to="dcp", world_size="8"),  # type: ignore[arg-type]
+        lambda: ckpttool.open(DCP, only="model"),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(UsageError):
+            call()
+    with pytest.raises(FrozenInstanceError):
+        ckpttool.ZeroOptions().write_tag = "x"  # type: ignore[misc]
+
+
+def test_every_option_of_a_layout_has_a_sentence_and_every_layout_has_its_names() -> None:
+    names: list[str] = []
+    for layout in layouts().values():
+        names += [layout.name, *layout.aliases]
+        for flag, field in flags_of(layout).items():
+            assert re.fullmatch(r"--[a-z0-9-]+", flag) and field.metadata["help"].endswith("."), flag
+    assert len(set(names)) == len(names)
+
+
+def test_a_difference_is_true_and_a_summary_draws_itself(tmp_path: Path) -> None:
+    tree = {"model": {"w": torch.arange(4.0)}}
+    torch.save(tree, tmp_path / "a.pt")
+    tree["model"]["w"][1] = 7
+    torch.save(tree, tmp_path / "b.pt")
+    assert not ckpttool.diff(tmp_path / "a.pt", tmp_path / "a.pt")
+    assert ckpttool.diff(tmp_path / "a.pt", tmp_path / "b.pt")
+    found = ckpttool.inspect(DCP)
+    assert "dcp checkpoint" in str(found) and "<pre" in found._repr_html_()
+    with ckpttool.open(DCP) as opened:
+        assert len(repr(opened)) < 300

@@ -1,0 +1,698 @@
+"""blame and likeness: what is likely wrong, and how two tensors differ, in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_judge import (
+    FAULTS,
+    FQNS,
+    edit_state,
+    job,
+    mark,
+    rate,
+    recorded,
+    reference_of,
+    scaled,
+    shape_of,
+    with_probe,
+)
+
+import ckpttool
+from ckpttool.resume import likeness as likeness_module
+from ckpttool.resume.blame import causes
+from ckpttool.resume.inspection import place_of
+from ckpttool.resume.judge import judge
+from ckpttool.resume.likeness import Likeness, likeness
+from ckpttool.resume.trace import Trace
+from ckpttool.resume.verdict import Cause
+from ckpttool.resume.words import spoken
+
+
+def blamed(reference: Trace | None, got: Trace, **how: Any) -> list[Cause]:
+    checks, _ = judge(reference, got)
+    return causes(reference, got, checks, **how)
+
+
+def kinds(reference: Trace | None, got: Trace, **how: Any) -> list[str]:
+    return [c.kind for c in blamed(reference, got, **how)]
+
+
+def first(reference: Trace | None, got: Trace, **how: Any) -> Cause:
+    return blamed(reference, got, **how)[0]
+
+
+def blind(trace: Trace) -> Trace:
+    """The same with nothing but numbers of steps, as somebody's own loop records them."""
+    trace.state, trace.scalars, trace.groups, trace.values = {}, {}, [], {}
+    trace.config, trace.stored, trace.clip, trace.tied = None, {}, None, []
+    return trace
+
+
+# --------------------------------------------------------------------------------------------------- from two traces
+
+CAUSES = {
+    "weights": ("weights-differ", "layer 1, self_attn.q_proj holds other values"),
+    "optimizer dropped": ("optimizer-missing", "the checkpoint has no optimizer state"),
+    "step reset": (
+        "step-reset", "the optimizer's step is 0 on all tensors: the moments were restored, the step was not",
+    ),
+    "step off by one": ("step-offset", "the optimizer's step is 1 more on all tensors"),
+    "schedule reset": ("scheduler-reset", "the scheduler begins anew: its last_epoch is 0 and was 300"),
+    "one shard of moments": ("moments-differ", "layer 1, mlp.up_proj, exp_avg holds other values"),
+    "moments rounded": ("moments-differ", "all 78 tensors of the optimizer hold other values"),
+    "betas": ("option-betas", "betas is [0.9, 0.999] and was [0.9, 0.95] for all parameters, which is the default"),
+    "decay on norms": ("weight-decay-on-norms", "weight decay (0.1) is applied to 9 norms and biases that had none"),
+    "gradients summed": ("gradient-scale", "4 times those of the reference (its number of ranks): summed"),
+    "another batch": ("data-offset", "the data is 1 step ahead of the reference"),
+    "half a batch": ("global-batch", "the global batch is 12 and was 24"),
+    "untied": ("untied", "lm_head.weight and model.embed_tokens.weight were tied and are not"),
+    "rope theta": ("model-configuration", "rope_theta is 500000.0 and was 10000.0"),
+    "clipping off": ("clipping", "gradient clipping is off and was at 1.0"),
+    "NaN in a moment": ("moments-differ", "layer 0, self_attn.v_proj, exp_avg holds other values"),
+    "frozen": ("frozen", "layer 0, mlp.down_proj not updated in step 301"),
+    "one bit of a weight": ("weights-differ", "layer 0, self_attn.k_proj holds other values"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAULTS)
+def test_every_family_of_faults_has_its_name_first(family: str) -> None:
+    found = first(reference_of(family), FAULTS[family][0](reference_of(family)))
+    kind, words = CAUSES[family]
+    assert found.kind == kind, found
+    assert words in found.text
+    assert found.evidence
+
+
+@pytest.mark.parametrize("family", FAULTS)
+def test_a_fault_has_few_causes_and_none_that_is_made_up(family: str) -> None:
+    found = kinds(reference_of(family), FAULTS[family][0](reference_of(family)))
+    allowed = {"NaN in a moment": ["not-finite"]}
+    assert found[1:] == allowed.get(family, []), found
+
+
+BLIND = {
+    "weights": ("weights", "the loss differs in the first step"),
+    "optimizer dropped": ("optimizer", "gradients are equal, the updates of all 39 tensors are not: moments dropped"),
+    "step reset": ("optimizer", "a step that was reset"),
+    "schedule reset": ("scheduler-reset", "the learning rates are those of the training's first steps"),
+    "one shard of moments": ("moments", "gradients are equal, the update of layer 1, mlp.up_proj"),
+    "betas": ("optimizer", "or other betas"),
+    "decay on norms": ("optimizer-group", "the updates of one param group (9 tensors) are not: its options"),
+    "gradients summed": ("gradient-scale", "4 times"),
+    "another batch": ("data-offset", "1 step ahead"),
+    "rope theta": ("weights", "weights, the model's configuration or the batch"),
+    "frozen": ("frozen", "layer 0, mlp.down_proj not updated"),
+    "untied": ("untied", "only the gradient of model.embed_tokens.weight differs"),
+    "NaN in a moment": ("not-finite", "its moments hold NaN, or negative squares"),
+}
+
+
+@pytest.mark.parametrize("family", BLIND)
+def test_numbers_alone_tell_the_part_that_is_wrong(family: str) -> None:
+    a = blind(job(first=1))
+    b = FAULTS[family][0](reference_of(family))
+    if family in ("rope theta", "weights"):
+        b.steps[0].batch = None
+    if family in ("optimizer dropped", "step reset"):
+        b = blind(b)  # its state shows it without a reference
+    found = first(a, b)
+    kind, words = BLIND[family]
+    assert (found.kind, words in found.text) == (kind, True), found
+
+
+def test_nothing_is_blamed_where_nothing_failed() -> None:
+    assert blamed(job(), job()) == []
+    assert blamed(None, job()) == []
+
+
+def test_what_fits_nothing_is_unknown_and_lists_what_was_seen() -> None:
+    b = job()
+    b.steps[8].grad_norm = 100.0
+    a = recorded()
+    found = blamed(a, b)
+    assert [c.kind for c in found] == ["spike"]
+    b = job()
+    b.steps[5].grad_norm = (b.steps[5].grad_norm or 0) * 1.01
+    (found_,) = blamed(job(), b)
+    assert found_.kind == "later-steps"
+    b.groups[0]["eps"] = 1e-6
+    assert kinds(job(), b) == ["option-eps"]
+    b = job()
+    b.state["model.extra"] = ("float32", (1,), "00")
+    assert kinds(job(), b) == ["tensor-extra"]
+
+
+# -------------------------------------------------------------------------------------- tensors that hold others' bytes
+
+
+def swap(x: str, y: str) -> Callable[[str], str]:
+    return lambda n: n.replace(x, "\0").replace(y, x).replace("\0", y)
+
+
+def exchanged(x: str, y: str, only: str = "") -> Trace:
+    return edit_state(
+        job(), lambda n: (x in n or y in n) and n.startswith(only) and not n.endswith(".step"), swap(x, y)
+    )
+
+
+@pytest.mark.parametrize(
+    ("got", "kind", "text"),
+    [
+        (exchanged("layers.1.self_attn.q_proj", "layers.1.self_attn.k_proj", "model."), "exchanged",
+         "k_proj and q_proj are exchanged in layer 1 (weights)"),
+        (exchanged("layers.1.self_attn.q_proj", "layers.1.self_attn.k_proj", "optim."), "exchanged",
+         "k_proj and q_proj are exchanged in layer 1 (optimizer state)"),
+        (exchanged("gate_proj", "up_proj"), "exchanged",
+         "gate_proj and up_proj are exchanged in layers 0, 1, 2, 3 (weights and optimizer state)"),
+        (exchanged("layers.1.", "layers.2."), "layers-exchanged",
+         "layers 1 and 2 are exchanged (weights and optimizer state)"),
+        (exchanged("layers.1.", "layers.2.", "optim."), "layers-exchanged",
+         "layers 1 and 2 are exchanged (optimizer state)"),
+        (exchanged("exp_avg_sq", "exp_avg"), "moments-exchanged",
+         "exp_avg and exp_avg_sq are exchanged, of 39 parameters, first embed_tokens"),
+        (exchanged("layers.0.mlp.up_proj", "layers.3.mlp.up_proj", "model."), "exchanged",
+         "layer 0, mlp.up_proj and layer 3, mlp.up_proj are exchanged"),
+        (edit_state(job(), lambda n: n == "model.lm_head.weight", lambda n: "model.model.embed_tokens.weight"),
+         "copied",
+         "lm_head holds the bytes of embed_tokens"),
+    ],
+)  # fmt: skip
+def test_a_tensor_that_holds_the_bytes_of_another_is_named_with_it(got: Trace, kind: str, text: str) -> None:
+    (found,) = blamed(job(), got)
+    assert (found.kind, found.text) == (kind, text)
+    assert found.tensors and "fingerprint" in found.evidence[0]
+
+
+def test_layers_sorted_as_words_are_recognised() -> None:
+    a, b = Trace(start=300), Trace(start=300)
+    order = sorted(range(12), key=str)  # 0, 1, 10, 11, 2, ...
+    for i in range(12):
+        for leaf in ("q", "k", "v"):
+            name = f"model.layers.{{}}.{leaf}.weight"
+            a.state[name.format(i)] = ("float32", (4,), mark((i, leaf)))
+            b.state[name.format(i)] = ("float32", (4,), mark((order[i], leaf)))
+    (found,) = blamed(a, b)
+    assert found.kind == "layers-exchanged"
+    assert found.text.startswith(
+        "layers are in another order (weights): layer 2 holds layer 10, layer 3 holds layer 11"
+    )
+    assert found.text.endswith("it is the order of their numbers as words")
+
+
+def test_bytes_that_several_tensors_have_are_no_trace_of_another_tensor() -> None:
+    """All norms of a fresh model are ones: a norm that was reset to ones holds the bytes of many others."""
+    a, b = job(), job()
+    for t in (a, b):
+        for n in ("model.layers.2.input_layernorm.weight", "model.layers.3.input_layernorm.weight"):
+            t.state[f"model.{n}"] = ("float32", (64,), "01")
+    b.state["model.model.norm.weight"] = ("float32", (64,), "01")
+    b.stored = {}
+    (found,) = blamed(a, b)
+    assert found.kind == "weights-differ"
+    assert found.tensors == ["model.model.norm.weight"]
+
+
+def test_an_optimizer_state_of_another_step_is_told_from_a_step_that_is_wrong() -> None:
+    b = job()
+    b.scalars = dict.fromkeys(b.scalars, 290.0)
+    edit_state(b, lambda n: n.startswith("optim."))
+    assert first(job(), b).text == "the optimizer's state is that of another step, 10 steps earlier"
+    edit_state(b, lambda n: n.startswith("model."))
+    assert first(job(), b).text == "weights and optimizer state are those of another checkpoint, 10 steps earlier"
+    b = job()
+    of = [n for n in FQNS if ".layers.2." in n]
+    b.scalars.update({f"optim.state.{n}.step": 290.0 for n in of})
+    edit_state(b, lambda n: n.startswith("optim.state.model.layers.2."))
+    found = blamed(job(), b)
+    assert (found[0].kind, found[0].text) == (
+        "optimizer-stale", "the optimizer's state of layer 2 is that of another step, 10 steps earlier",
+    )  # fmt: skip
+
+
+def test_what_is_missing_is_named() -> None:
+    b = job()
+    for slot in ("exp_avg", "exp_avg_sq", "step"):
+        del b.state[f"optim.state.{FQNS[4]}.{slot}"], b.stored[f"optim.state.{FQNS[4]}.{slot}"]
+    found = first(job(), b)
+    assert found.text == "the optimizer's state of 1 parameter is missing, first layer 0, self_attn.o_proj"
+    b = job()
+    del b.state[f"model.{FQNS[4]}"], b.stored[f"model.{FQNS[4]}"]
+    assert first(job(), b).text == (
+        "layer 0, self_attn.o_proj not in the checkpoint: a new job would begin with random values"
+    )
+    b = job()
+    b.stored = {}
+    b.state["model.lm_head.weight"] = ("float32", (260, 64), "00")
+    assert first(job(), b).text.endswith("the vocabulary was padded by 4 rows")
+    b.state["model.lm_head.weight"] = ("float32", (64, 256), "00")
+    assert first(job(), b).kind == "transposed"
+    b.state["model.lm_head.weight"] = ("float32", (256, 65), "00")
+    found = first(job(), b)
+    assert (found.kind, found.text) == ("shape", "lm_head: shape [256, 65] instead of [256, 64]")
+    b.state["model.lm_head.weight"] = ("bfloat16", (256, 64), "00")
+    assert first(job(), b).text == "lm_head: bfloat16 instead of float32"
+
+
+def test_a_load_that_changed_tensors_is_blamed_before_the_files() -> None:
+    b = job()
+    q, k = "model.model.layers.1.self_attn.q_proj.weight", "model.model.layers.1.self_attn.k_proj.weight"
+    b.state[q] = (*b.state[q][:2], b.stored[k])
+    found = first(None, b)
+    assert found.kind == "loading"
+    assert f"{q} holds what the files have for {k}" in found.evidence
+    assert kinds(job(), b)[0] == "loading"
+    b = Trace(start=300, failed="rank 1: Unsupported: nothing fits")
+    assert first(job(), b).kind == "load-failed"
+
+
+# --------------------------------------------------------------------------------------------------- rates, data, ranks
+
+
+def test_learning_rates_tell_what_became_of_the_scheduler() -> None:
+    def with_rates(of: Callable[[int], float]) -> Trace:
+        b = job()
+        b.values = {n: v for n, v in b.values.items() if not n.startswith("scheduler")}
+        b.values["scheduler.kept"] = 1
+        for s in b.steps:
+            s.learning_rates = [of(s.step)] * 2
+        return b
+
+    a = job(first=1)
+    assert first(a, with_rates(lambda s: rate(s - 300))).kind == "scheduler-reset"
+    late = first(a, with_rates(lambda s: rate(s - 1)))
+    assert (late.kind, late.text) == ("scheduler-offset", "the learning rates are those of 1 step earlier")
+    lost = first(a, with_rates(lambda s: 3e-3))
+    assert lost.text == "the learning rate stays at 0.003, which is where the schedule begins: no scheduler changes it"
+    half = first(a, with_rates(lambda s: rate(s) / 2))
+    assert (half.kind, "0.5 times" in half.text) == ("learning-rate", True)
+
+
+def test_batches_that_the_reference_had_in_another_step_are_found() -> None:
+    def with_batches(of: Callable[[int], object]) -> Trace:
+        b = scaled(job(), loss=2e-2, later=2e-2)
+        for s in b.steps:
+            s.batch = mark(("batch", of(s.step)))
+        return b
+
+    a = job(first=1, steps=20)
+    assert first(a, with_batches(lambda s: s - 3)).text == "the data is 3 steps behind the reference"
+    assert first(a, with_batches(lambda s: s - 300)).kind == "data-restart"
+    assert first(a, with_batches(lambda s: 611 - s)).kind == "data-order"
+    assert first(a, with_batches(lambda s: "x")).kind == "data-other"
+    b = with_batches(lambda s: ("x", s))
+    b.global_batch = None
+    for s in b.steps:
+        s.tokens = 12 * 48
+    assert "a step has 576 tokens and had 1152 (0.5 times)" in first(a, b).text
+
+
+def test_a_rank_that_disagrees_is_named() -> None:
+    b = job()
+    for s in b.steps[2:]:
+        s.losses = [s.loss, s.loss, s.loss + 1e-9, s.loss]
+    assert first(None, b).text == "rank 2 disagrees with the others on the loss, from step 303 on"
+    b.steps[0].losses = [1.0, 2.0, 3.0, 4.0]
+    assert "not reduced over all of them" in first(None, b).text
+
+
+@pytest.mark.parametrize(("factor", "words"), [(4, "4 times"), (8, "8 times"), (1 / 2, "1/2 of those")])
+def test_gradients_that_are_summed_or_divided_twice(factor: float, words: str) -> None:
+    found = first(job(), scaled(job(), grad=factor - 1))
+    assert (found.kind, words in found.text) == ("gradient-scale", True)
+
+
+@pytest.mark.parametrize("factor", [1.47, 2.1, 1.003, 0.6])
+def test_other_ratios_of_gradients_are_not_called_a_sum(factor: float) -> None:
+    assert "gradient-scale" not in kinds(job(), scaled(job(), grad=factor - 1))
+
+
+def test_equal_weights_with_other_logits_are_a_matter_of_configuration_or_kernels(tmp_path: Path) -> None:
+    logits = np.random.default_rng(0).normal(size=(4, 8))
+    a = with_probe(job(environment={"torch": "2.10"}), tmp_path / "a.npy", logits)
+    b = with_probe(job(environment={"torch": "2.13"}), tmp_path / "b.npy", logits * 1.01)
+    found = first(a, b)
+    assert found.kind == "model-configuration"
+    assert "torch is 2.13 and was 2.10" in found.evidence
+    assert kinds(blind(a), b)[0] == "weights"
+    b = with_probe(scaled(job(), loss=1e-3), tmp_path / "b.npy", logits)
+    assert first(a, b).kind == "loss-computation"
+
+
+def test_moments_that_make_nan_are_blamed_though_loss_and_gradients_are_finite() -> None:
+    b = exchanged("exp_avg_sq", "exp_avg")
+    b.steps[0].updates = dict.fromkeys(b.steps[0].updates, math.nan)
+    b.steps[0].update_norm = math.nan
+    found = blamed(job(), b)
+    assert [c.kind for c in found] == ["moments-exchanged", "not-finite"]
+    assert "all 39 tensors is not finite in step 301, though loss and gradients are" in found[1].text
+
+
+def test_steps_of_zero_are_blamed_without_a_reference() -> None:
+    b = job()
+    b.scalars = dict.fromkeys(b.scalars, 0.0)
+    assert first(None, b).text == (
+        "the optimizer's step is 0 on all tensors: the moments were restored, the step was not"
+    )
+    b = job()
+    b.state = {n: v for n, v in b.state.items() if n.startswith("model.")}
+    b.stored, b.scalars = {}, {}
+    assert first(None, b).kind == "optimizer-missing"
+    b = job(roundtrip={"differing": ["model.lm_head.weight"]})
+    assert kinds(None, b) == ["save-or-load"]
+
+
+def test_names_are_spoken_as_people_do() -> None:
+    assert spoken("optim.state.model.layers.1.self_attn.q_proj.weight.exp_avg") == "layer 1, self_attn.q_proj, exp_avg"
+    assert spoken("model.model.embed_tokens.weight") == "embed_tokens"
+    assert spoken("model.transformer.h.11.attn.c_attn.bias") == "layer 11, attn.c_attn.bias"
+
+
+# ------------------------------------------------------------------------------------------------------- with the files
+
+
+def files(tmp_path: Path, name: str, change: Callable[[dict[str, Any]], Any] | None = None) -> Any:
+    """A checkpoint in DCP for four ranks."""
+    g = torch.Generator().manual_seed(0)
+    model = {n: torch.randn(shape_of(n), generator=g) for n in FQNS}
+    state = {
+        n: {"step": torch.tensor(300.0), **{s: torch.rand(shape_of(n), generator=g) for s in ("exp_avg", "exp_avg_sq")}}
+        for n in FQNS
+    }
+    tree = {"model": model, "optim": {"state": state, "param_groups": [{"lr": 1e-3, "params": FQNS}]}}
+    if change is not None:
+        change(tree)
+    torch.save(tree, tmp_path / f"{name}.pt")
+    ckpttool.convert(tmp_path / f"{name}.pt", tmp_path / name, to="dcp", world_size=4)
+    return ckpttool.open(tmp_path / name)
+
+
+def both(tmp_path: Path, change: Callable[[dict[str, Any]], Any], names: Callable[[str], bool]) -> list[Cause]:
+    with files(tmp_path, "a") as a, files(tmp_path, "b", change) as b:
+        return blamed(job(), edit_state(job(), names), opened=(a, b))
+
+
+def test_a_zeroed_shard_is_named_with_its_rows_its_file_its_bytes_and_its_rank(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+    (found,) = both(tmp_path, lambda t: t["model"][name][16:32].zero_(), lambda n: n == f"model.{name}")
+    assert (found.kind, found.text) == ("zero-rows", "layer 1, mlp.down_proj has zeros in rows 16:32 of 64")
+    assert found.tensors == [f"model.{name}"]
+    assert found.place is not None
+    assert found.place.startswith("__1_0.distcp, bytes ")
+    assert found.place.endswith("(rank 1's shard, [16:32, 0:64] of [64, 64])")
+    begin = int(found.place.split("bytes ")[1].split("..")[0])
+    assert f"first difference at byte {begin})" in found.place + ")" or f"byte {begin} " in found.place
+    with open(tmp_path / "b" / "__1_0.distcp", "rb") as f:
+        f.seek(begin)
+        assert f.read(16 * 64 * 4) == bytes(16 * 64 * 4)
+
+
+def test_rounding_of_all_weights_is_one_cause(tmp_path: Path) -> None:
+    def rounded(tree: dict[str, Any]) -> None:
+        tree["model"] = {n: t.bfloat16().float() for n, t in tree["model"].items()}
+
+    (found,) = both(tmp_path, rounded, lambda n: n.startswith("model."))
+    assert (found.kind, found.text) == (
+        "rounded-bfloat16", "all 39 weights hold exactly the reference's values rounded to bfloat16",
+    )  # fmt: skip
+    assert len(found.tensors) == 39
+    assert "31 tensors of the same kind differ and were not read" in found.evidence
+
+
+def test_one_flipped_bit_of_a_moment_is_found_with_its_byte(tmp_path: Path) -> None:
+    name = "model.layers.3.self_attn.v_proj.weight"
+
+    def flip(tree: dict[str, Any]) -> None:
+        tree["optim"]["state"][name]["exp_avg_sq"].view(torch.int32)[40, 3] ^= 1 << 24
+
+    (found,) = both(tmp_path, flip, lambda n: n == f"optim.state.{name}.exp_avg_sq")
+    assert found.kind == "elements"
+    assert "element [40, 3]" in found.text
+    assert "exponent bit 1 flipped" in found.text
+    assert found.place is not None and found.place.startswith("__2_0.distcp")
+    byte = int(found.place.split("at byte ")[1].split()[0])
+    with open(tmp_path / "b" / "__2_0.distcp", "rb") as f:
+        f.seek(byte)
+        value = np.frombuffer(f.read(4), "<f4")[0]
+    assert f"{float(value)!r} instead of" in found.text
+
+
+def test_files_that_are_equal_leave_the_loading(tmp_path: Path) -> None:
+    name = "model.lm_head.weight"
+    (found,) = both(tmp_path, lambda t: None, lambda n: n == name)
+    assert found.kind == "loading"
+    assert "equal in both checkpoints' files" in found.text
+
+
+def test_moments_that_are_others_without_signs_are_not_called_close(tmp_path: Path) -> None:
+    def signed(tree: dict[str, Any]) -> None:
+        for s in tree["optim"]["state"].values():
+            s["exp_avg"] -= 0.25
+
+    def exchange(tree: dict[str, Any]) -> None:
+        signed(tree)
+        for s in tree["optim"]["state"].values():
+            s["exp_avg"], s["exp_avg_sq"] = s["exp_avg_sq"], s["exp_avg"].abs()
+
+    b = edit_state(job(), lambda n: n.endswith(".exp_avg"), lambda n: f"{n}_sq")
+    edit_state(b, lambda n: n.endswith(".exp_avg_sq"))
+    with files(tmp_path, "a", signed) as left, files(tmp_path, "b", exchange) as right:
+        found = blamed(job(), b, opened=(left, right))
+    assert [(c.kind, c.text) for c in found] == [
+        ("moments-copied", "exp_avg holds exp_avg_sq, of 39 parameters, first embed_tokens"),
+        ("moments-copied", "all 39 exp_avg_sq tensors hold the values of exp_avg without their signs"),
+    ]
+    assert found[1].place is not None and found[1].place.startswith("__0_0.distcp")
+
+
+def test_two_kinds_of_difference_are_two_causes(tmp_path: Path) -> None:
+    q = "model.layers.0.self_attn.q_proj.weight"
+
+    def change(tree: dict[str, Any]) -> None:
+        tree["model"][q] = tree["model"][q].T.contiguous()
+        for n in FQNS:
+            tree["optim"]["state"][n]["exp_avg"].zero_()
+
+    found = both(tmp_path, change, lambda n: n == f"model.{q}" or n.endswith(".exp_avg"))
+    assert len(found[1].tensors) == 39
+    assert [(c.kind, c.text) for c in found] == [
+        ("transposed", "layer 0, self_attn.q_proj holds the reference transposed"),
+        ("zero", "all 39 exp_avg tensors are all zeros"),
+    ]
+
+
+def test_tensors_that_were_not_read_are_not_said_to_be_like_others_of_two_kinds(tmp_path: Path) -> None:
+    def change(tree: dict[str, Any]) -> None:
+        for k, n in enumerate(FQNS):
+            tree["model"][n] = -tree["model"][n] if k % 2 else tree["model"][n] * 0
+
+    found = both(tmp_path, change, lambda n: n.startswith("model."))
+    assert [(c.kind, len(c.tensors)) for c in found] == [("zero", 4), ("negated", 4), ("weights-differ", 31)]
+
+
+def test_the_place_of_an_element_is_that_of_its_chunk(tmp_path: Path) -> None:
+    with files(tmp_path, "a") as a:
+        ckpt = a.locate()
+        assert place_of(ckpt, "model.nothing", 0) is None
+        text = place_of(ckpt, "model.lm_head.weight", 200 * 64 + 1) or ""
+    assert text.startswith("__3_0.distcp")
+    assert "(rank 3's shard, [192:256, 0:64] of [256, 64])" in text
+
+
+def test_the_byte_of_an_element_in_a_chunk_that_is_not_row_major(tmp_path: Path) -> None:
+    w = torch.arange(12.0).reshape(3, 4)
+    torch.save({"model": {"w": w.t(), "v": w}}, tmp_path / "a.pt")
+    with ckpttool.open(tmp_path / "a.pt") as opened:
+        text = place_of(opened.locate(), "model.w", 4) or ""  # w.t()[1, 1] == 5
+    byte = int(text.split("at byte ")[1].split()[0])
+    assert np.frombuffer((tmp_path / "a.pt").read_bytes()[byte : byte + 4], "<f4")[0] == 5.0
+
+
+def test_a_tied_parameter_that_goes_by_its_other_name_is_not_frozen() -> None:
+    ties = [["lm_head.weight", "model.embed_tokens.weight"]]
+    a, b = job(tied=ties), scaled(job(tied=ties), update=1e-3)
+    for t, gone in ((a, "lm_head.weight"), (b, "model.embed_tokens.weight")):
+        for s in t.steps:
+            del s.grads[gone], s.updates[gone]
+    assert "frozen" not in kinds(a, b)
+
+
+def test_updates_of_a_part_of_a_group_are_not_blamed_on_its_options() -> None:
+    b = scaled(job(), update=0.25, tensors=lambda n: "norm" in n and "layers.1" in n)
+    assert first(blind(job()), b).kind == "moments"
+    assert "its options" not in first(blind(job()), b).text
+
+
+@pytest.mark.parametrize(
+    ("case", "rank"),
+    [
+        ("zero3_w4", True),
+        ("fsdp1_w4_uop1", True),
+        ("hf_llama", False),
+        ("full_w1", False),
+        ("zero2_w2_roundrobin", True),
+    ],
+)
+def test_names_of_files_tell_ranks_where_they_do(case: str, rank: bool) -> None:
+    folder = Path(__file__).parent.parent / "fixtures" / case
+    where = folder / "ckpt" if (folder / "ckpt").exists() else folder
+    how = {"flat_layout": str(folder / "flat_layout.json")} if case.startswith("fsdp1") else {}
+    opened = ckpttool.open(where / "fqn.pt" if case == "full_w1" else where, **how)
+    with opened:
+        ckpt = opened.locate()
+        names = [n for n, t in ckpt.tensors.items() if t.numel > 1 and (not rank or n.startswith("optim.state."))]
+        places = [place_of(ckpt, n, 0) for n in names]
+    assert all(places)
+    assert ("rank " in "".join(map(str, places))) is rank
+
+
+# ------------------------------------------------------------------------------------------------------------ likeness
+
+RNG = np.random.default_rng(7)
+W = RNG.normal(size=(32, 12)).astype(np.float32)
+
+
+def like(got: Any, reference: Any = W) -> Likeness:
+    found = likeness(reference, got)
+    assert found is not None
+    return found
+
+
+def changed(region: Any, value: Any) -> Any:
+    out = W.copy()
+    out[region] = value
+    return out
+
+
+def bit(k: int) -> Any:
+    out = W.copy()
+    out.view("u4")[3, 4] ^= np.uint32(1 << k)
+    return out
+
+
+PAIRS = [k // 2 + 4 * (k % 2) for k in range(8)]
+ROPE = [8 * h + k for h in range(4) for k in PAIRS]
+
+
+@pytest.mark.parametrize(
+    ("got", "kind", "text"),
+    [
+        (W.astype(ml_dtypes.bfloat16).astype("f4"), "rounded-bfloat16", "exactly the reference's values rounded"),
+        (W.astype(ml_dtypes.bfloat16), "rounded-bfloat16", "holds exactly the reference's values rounded to bfloat16"),
+        (W.astype("f2").astype("f4"), "rounded-float16", "holds exactly the reference's values rounded to float16"),
+        (W * 0, "zero", "is all zeros"),
+        (changed(slice(8, 16), 0), "zero-rows", "has zeros in rows 8:16 of 32"),
+        (changed(slice(28, 32), 0), "zero-rows", "has zeros in its last 4 rows (28:32)"),
+        (W * 0 + 1, "constant", "is 1 in every element, as if newly made"),
+        (bit(31), "elements", "(the sign bit flipped)"),
+        (bit(30), "elements", "(exponent bit 7 flipped)"),
+        (bit(23), "elements", "(exponent bit 0 flipped)"),
+        (bit(22), "elements", "(mantissa bit 22 flipped)"),
+        (bit(0), "elements", "(mantissa bit 0 flipped)"),
+        (changed((slice(2, 4), slice(0, 9)), np.nan), "not-finite", "has 18 elements that are NaN or infinite"),
+        (-W, "negated", "holds the reference's values with the other sign"),
+        (abs(W), "absolute", "holds the reference's values without their signs"),
+        (W.reshape(12, 32).T, "unrelated", "has values unrelated to the reference's"),
+        (W.T.reshape(32, 12), "transposed", "holds the reference transposed"),
+        (np.roll(W.reshape(-1), 1).reshape(32, 12), "shifted", "shifted by 1 element toward the end"),
+        (np.roll(W.reshape(-1), -5).reshape(32, 12), "shifted", "shifted by 5 elements toward the beginning"),
+        (W[ROPE], "rope", "within heads of 8: from halves to interleaved pairs"),
+        (W[np.argsort(ROPE)], "rope", "within heads of 8: from interleaved pairs to halves"),
+        (W[[*range(8), *range(16, 24), *range(8, 16), *range(24, 32)]], "exchanged-rows",
+         "has rows 8:16 and 16:24 exchanged"),
+        (W[[*range(16), *range(8, 16), *range(24, 32)]], "copied-rows",
+         "has rows 16:24 that are the reference's rows 8:16"),
+        (W[RNG.permutation(32)], "permuted-rows", "has the reference's rows in another order"),
+        (W * np.float32(0.25), "scaled", "holds the reference's values times 0.25"),
+        (changed(slice(4, 8), W[4:8] * np.float32(3)), "scaled", "times 3, in rows 4:8 of 32"),
+        (W + RNG.normal(size=W.shape).astype("f4") * 1e-3, "close", "(relative distance 0.001)"),
+        (RNG.normal(size=W.shape).astype("f4"), "unrelated", "has values unrelated to the reference's"),
+        (changed(slice(8, 16), RNG.normal(size=(8, 12))), "unrelated", "in rows 8:16 of 32"),
+    ],
+)  # fmt: skip
+def test_likeness_names_what_was_done(got: Any, kind: str, text: str) -> None:
+    found = like(got)
+    assert (found.kind, text in found.text) == (kind, True), found
+
+
+def test_equal_tensors_have_no_difference_and_bits_count() -> None:
+    assert likeness(W, W.copy()) is None
+    assert likeness(np.array([np.nan, 1.0]), np.array([np.nan, 1.0])) is None
+    assert like(np.array([-0.0, 1.0]), np.array([0.0, 1.0])).count == 1
+    assert like(W.astype("f8"), W).kind == "dtype"
+    with pytest.raises(ValueError):
+        likeness(W, W[:4])
+
+
+def test_where_it_differs_is_told_exactly() -> None:
+    got = W.copy()
+    got[5, 3:7] *= -2
+    got[9, 1] = 7
+    found = like(got)
+    assert (found.first, found.last, found.count, found.elements, found.rows) == (63, 109, 5, 384, (5, 10))
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, "f2", "f8", "u1", "i8", "?", ml_dtypes.float8_e4m3fn, "c8"])
+def test_every_dtype_is_compared(dtype: Any) -> None:
+    a = (np.arange(48) % 2).reshape(8, 6).astype(dtype)
+    b = a.copy()
+    assert likeness(a, b) is None
+    b[2, 1] = not a[2, 1]
+    found = like(b, a)
+    assert (found.kind, found.first, found.count) == ("elements", 13, 1)
+    assert like(np.zeros_like(a), a).kind == "zero"
+
+
+def test_scalars_and_single_elements() -> None:
+    assert like(np.array(0.0, "f4"), np.array(300.0, "f4")).kind == "zero"
+    found = like(np.array(299.0, "f4"), np.array(300.0, "f4"))
+    assert (found.kind, "299.0 instead of 300.0" in found.text) == ("elements", True)
+    assert likeness(np.empty((0, 3)), np.empty((0, 3))) is None
+
+
+def test_two_flipped_bits_are_not_one_and_values_that_vanish_are_zeros() -> None:
+    got = W.copy()
+    got.view("u4")[3, 4] ^= np.uint32(3)
+    assert "flipped" not in like(got).text
+    tiny = W * np.float32(1e-30)
+    assert like(tiny.astype("f2").astype("f4"), tiny).kind == "zero"
+
+
+def test_vectors_that_were_exchanged_or_reset() -> None:
+    a = RNG.normal(size=64).astype("f4")
+    assert like(np.ones_like(a), a).kind == "constant"
+    assert like(np.concatenate([a[16:32], a[:16], a[32:]]), a).text == "has elements 0:16 and 16:32 exchanged"
+
+
+def test_a_large_tensor_is_sampled_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(likeness_module, "LIMIT", 1000)
+    a = RNG.normal(size=(400, 10)).astype("f4")
+    found = like(a * np.float32(2), a)
+    assert (found.kind, found.count, found.sampled) == ("scaled", 4000, True)
+    assert found.text == "holds the reference's values times 2 (told from 1000 of 4000 elements)"
+    one = RNG.normal(size=(1, 4000)).astype("f4")
+    assert like(-one, one).text == "holds the reference's values with the other sign (told from 1000 of 4000 elements)"
+    assert like(a[::-1], a).kind == "permuted-rows"
+
+
+@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 12), st.sampled_from(["f4", "f2", "u1"]))
+@settings(max_examples=60, deadline=None)
+def test_the_range_of_a_difference_is_that_of_numpy(seed: int, rows: int, columns: int, dtype: str) -> None:
+    rng = np.random.default_rng(seed)
+    a = (rng.normal(size=(rows, columns)) * 10).astype(dtype)
+    b = np.where(rng.random(a.shape) < 0.1, (rng.normal(size=a.shape) * 10).astype(dtype), a)
+    where = np.flatnonzero(a.view(f"u{a.itemsize}") != b.view(f"u{a.itemsize}"))
+    found = likeness(a, b)
+    assert (found is None) == (len(where) == 0)
+    if found is not None:
+        assert (found.first, found.last, found.count) == (where[0], where[-1], len(where))
+        assert found.text

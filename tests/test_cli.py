@@ -1,0 +1,395 @@
+"""The command line as a person or a script uses it: exit codes, messages, JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import ckpttool_here
+from peers import FIXTURES, REPOSITORY, difference, files_of, load_dcp, load_full, load_hf
+
+import ckpttool
+
+LLAMA = FIXTURES / "hf_llama" / "ckpt"
+GROUPS = FIXTURES / "fsdp2_w2_groups" / "ckpt"
+W3 = FIXTURES / "fsdp2_w3" / "ckpt"
+
+
+run = ckpttool_here
+
+
+def started(*args: object) -> subprocess.CompletedProcess[str]:
+    """The program as a process of its own."""
+    return subprocess.run(
+        [Path(sys.executable).parent / "ckpttool", *map(str, args)], capture_output=True, text=True, cwd=REPOSITORY
+    )
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["digest", W3], ["digest", W3, "--json"], ["inspect"], ["inspect", REPOSITORY / "docs"], ["diff", W3, LLAMA, "--json"],
+     ["inspect", W3, "--no-such-option"], ["layouts"], ["digest", REPOSITORY / "nowhere", "--json"]],
+)  # fmt: skip
+def test_the_program_does_in_a_process_of_its_own_what_it_does_in_that_of_the_tests(args: list[object]) -> None:
+    here, there = run(*args), started(*args)
+    assert (here.returncode, here.stdout, here.stderr) == (there.returncode, there.stdout, there.stderr)
+
+
+def fails(code: int, *args: object) -> str:
+    """What stderr says when a command ends with an exit code; one error, no traceback."""
+    done = run(*args)
+    assert done.returncode == code, (done.returncode, done.stderr)
+    assert "Traceback" not in done.stderr
+    assert "bug of ckpttool" not in done.stderr
+    return done.stderr
+
+
+def says(*args: object) -> Any:
+    """The JSON a command prints."""
+    done = run(*args, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+# ------------------------------------------------------------------------------------------------------------ JSON
+
+
+def test_every_command_prints_json_that_parses(tmp_path: Path) -> None:
+    out = says("convert", GROUPS, tmp_path / "out.pt", "--to", "full")
+    assert (out["layout_from"], out["layout_to"], out["tensors"], out["verified"]) == ("dcp", "full", 53, True)
+    assert says("digest", tmp_path / "out.pt")["digest"] == out["digest"]
+    assert len(says("digest", tmp_path / "out.pt", "--tensors")["tensors"]) == 53
+    found = says("inspect", GROUPS)
+    assert (found["layout"], found["ranks"], found["step"], found["tensors"]) == ("dcp", 2, 3, 53)
+    assert found["optimizer"]["groups"][1]["lr"] == 0.000625
+    assert len(says("inspect", GROUPS, "--tree")["names"]) == 53
+    (row,) = says("inspect", GROUPS, "--tensor", "model.lm_head.weight")
+    assert [c["shape"] for c in row["where"]] == [[66, 36], [65, 36]]
+    assert says("diff", GROUPS, tmp_path / "out.pt")["equal"] is True
+    assert says("verify", GROUPS, "--read-data", "--against", tmp_path / "out.pt")["against"]["verdict"] == "equal"
+    assert [x["name"] for x in says("layouts")][:3] == ["dcp", "full", "hf"]
+    plan = says("convert", GROUPS, tmp_path / "no", "--to", "dcp", "-n", "3", "--dry-run")
+    assert [f["name"] for f in plan["files"]] == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp", ".metadata"]
+
+
+def test_an_error_is_json_too_where_json_was_asked_for(tmp_path: Path) -> None:
+    done = run("inspect", tmp_path / "nothing", "--json")
+    assert done.returncode == 3
+    error = json.loads(done.stdout)["error"]
+    assert (error["kind"], error["exit_code"]) == ("NotRecognised", 3)
+    assert str(tmp_path / "nothing") in error["message"]
+
+
+# ------------------------------------------------------------------------------------------------------ exit codes
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["convert", W3, "OUT"], "Cannot infer the layout"),
+        (["convert", W3, "OUT", "--to", "nonsense"], "Unknown layout 'nonsense'. Choose one of: dcp"),
+        (["convert", W3, "OUT", "--to", "dcp", "--world-size", "0"], "--world-size"),
+        (["convert", LLAMA, "OUT", "--to", "dcp"], "--world-size is needed"),
+        (["convert", W3, "OUT.pt", "--only", "scheduler"], "the checkpoint holds model, optim, trainer"),
+        (["convert", W3, "OUT.pt", "--dtype", "int8"], "Cannot cast to 'int8': it is not a floating-point"),
+        (["convert", W3, "OUT.pt", "--cast", "model.*"], "write GLOB=DTYPE"),
+        (["convert", W3, "OUT", "--to", "hf", "--max-shard-size", "many"], "'many' is no size"),
+        (["convert", W3, "OUT", "--to", "hf", "--max-memory", "1MB"], "MB are needed"),
+        (["inspect", W3, "--tensor", "nothing*"], "no tensor matches 'nothing*'"),
+        (["inspect"], "PATH"),
+        (["nonsense"], "nonsense"),
+    ],
+)
+def test_2_is_a_command_line_that_makes_no_sense(args: list[object], words: str, tmp_path: Path) -> None:
+    given = [str(a).replace("OUT", str(tmp_path / "out")) for a in args]
+    assert words in fails(2, *given)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_3_is_what_no_layout_knows_with_what_each_looked_for_and_what_lies_below(tmp_path: Path) -> None:
+    shutil.copytree(W3, tmp_path / "runs" / "step-3")
+    (tmp_path / "runs" / "log.txt").write_text("x")
+    said = fails(3, "inspect", tmp_path / "runs")
+    for words in ("dcp        no .metadata, no *.distcp", "full       one .pt file", "hf         no *.safetensors"):
+        assert words in said
+    assert f"{tmp_path / 'runs' / 'step-3'} is dcp" in said
+    (tmp_path / "x.txt").write_text("x")
+    assert "neither a zip nor a legacy torch.save file" in fails(3, "inspect", tmp_path / "x.txt")
+    assert "no such file or folder" in fails(3, "inspect", tmp_path / "nowhere")
+
+
+def test_3_is_an_interrupted_save_and_a_file_that_holds_no_state_dict(tmp_path: Path) -> None:
+    shutil.copytree(W3, tmp_path / "a")
+    (tmp_path / "a" / ".metadata").unlink()
+    assert "the save was interrupted before its end" in fails(3, "inspect", tmp_path / "a")
+    torch.save([1, 2, 3], tmp_path / "list.pt")
+    assert "not a state dict" in fails(3, "inspect", tmp_path / "list.pt")
+
+
+def test_4_names_file_tensor_and_numbers_of_a_copy_that_is_incomplete(tmp_path: Path) -> None:
+    shutil.copytree(W3, tmp_path / "a")
+    file = tmp_path / "a" / "__1_0.distcp"
+    with file.open("r+b") as f:
+        f.truncate(200_000)
+    said = fails(4, "convert", tmp_path / "a", tmp_path / "out.pt", "--to", "full")
+    assert "__1_0.distcp" in said
+    assert '"optim.state.' in said
+    assert "the file ends at 200000" in said
+    file.unlink()
+    assert "__1_0.distcp is missing" in fails(4, "inspect", tmp_path / "a")
+    shutil.copytree(LLAMA, tmp_path / "h")
+    with (tmp_path / "h" / "model.safetensors").open("r+b") as f:
+        f.truncate(100_000)
+    assert "model.safetensors has 100000 bytes" in fails(4, "verify", tmp_path / "h")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "h"]
+
+
+@pytest.mark.parametrize("name", ["fsdp2_w3/ckpt/__1_0.distcp", "full_w1/ckpt/fqn.pt"])
+def test_4_is_one_flipped_bit_where_the_file_carries_checksums(name: str, tmp_path: Path) -> None:
+    source = FIXTURES / name
+    target = tmp_path / source.name if source.suffix == ".pt" else tmp_path / "ckpt"
+    if source.suffix == ".pt":
+        shutil.copy(source, target)
+    else:
+        shutil.copytree(source.parent, target)
+    file = target if target.is_file() else target / source.name
+    data = bytearray(file.read_bytes())
+    at = data.index(load_first_bytes(source))
+    data[at] ^= 1
+    file.write_bytes(data)
+    said = fails(4, "convert", target, tmp_path / "out", "--to", "dcp", "-n", "2")
+    assert file.name in said
+    assert "CRC32" in said
+    assert not (tmp_path / "out").exists()
+    assert "CRC32" in fails(4, "verify", target, "--read-data")
+
+
+def load_first_bytes(source: Path) -> bytes:
+    """16 bytes in the middle of the tensor data of a fixture."""
+    case = FIXTURES / source.relative_to(FIXTURES).parts[0]
+    from safetensors.torch import load_file
+
+    t = load_file(case / "truth.safetensors")["model.model.embed_tokens.weight"]
+    rows = torch.chunk(t, 3)[1] if source.suffix != ".pt" else t
+    return bytes(rows.contiguous().view(torch.uint8).flatten()[:16].numpy().tobytes())
+
+
+def test_5_is_a_difference(tmp_path: Path) -> None:
+    assert run("diff", W3, FIXTURES / "fsdp2_w1" / "ckpt", "-q").returncode == 5
+    assert "not equal to" in fails(5, "verify", W3, "--against", FIXTURES / "fsdp2_w1" / "ckpt")
+    assert run("convert", LLAMA, tmp_path / "out", "--to", "hf").returncode == 0
+    file = tmp_path / "out" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    said = fails(5, "verify", tmp_path / "out", "--read-data")
+    assert "ckpttool.json" in said
+    assert 'first "model.' in said
+
+
+def test_6_is_a_destination_that_exists(tmp_path: Path) -> None:
+    (tmp_path / "out.pt").write_text("old")
+    assert "--force" in fails(6, "convert", W3, tmp_path / "out.pt", "--to", "full")
+    assert (tmp_path / "out.pt").read_text() == "old"
+
+
+class Canary:
+    """What runs a command when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        import os
+
+        return os.system, (f"touch {self.path}",)
+
+
+def test_7_is_a_file_that_would_run_code_and_nothing_runs(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "x": Canary(tmp_path / "canary")}, tmp_path / "evil.pt")
+    for command in (["inspect"], ["verify"], ["digest"]):
+        assert "never runs" in fails(7, *command, tmp_path / "evil.pt")
+    assert "system" in fails(7, "convert", tmp_path / "evil.pt", tmp_path / "out", "--to", "dcp", "-n", "2")
+    assert [p.name for p in tmp_path.iterdir()] == ["evil.pt"]
+
+
+def test_8_is_a_disk_that_is_too_small(tmp_path: Path) -> None:
+    elements = 1 << 41  # 8 TB, as a hole
+    head = json.dumps({"w": {"dtype": "F32", "shape": [elements], "data_offsets": [0, 4 * elements]}}).encode()
+    with (tmp_path / "huge.safetensors").open("wb") as f:
+        f.write(len(head).to_bytes(8, "little") + head)
+        f.truncate(8 + len(head) + 4 * elements)
+    assert "bytes free" in fails(8, "convert", tmp_path / "huge.safetensors", tmp_path / "out.pt", "--to", "full")
+    assert [p.name for p in tmp_path.iterdir()] == ["huge.safetensors"]
+
+
+def test_exit_codes_stand_in_the_help() -> None:
+    text = " ".join(run("--help").stdout.replace("│", " ").split())
+    for words in ("4 incomplete or corrupt", "6 destination exists or locked", "130 interrupted (resumable)"):
+        assert words in text
+
+
+# --------------------------------------------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize("size", ["40KB", "40000", "0.04MB", "40 kb", "40000b", "39.0625KiB", "0.00004gb"])
+def test_sizes_are_read_as_people_write_them(size: str, tmp_path: Path) -> None:
+    plan = says("convert", W3, tmp_path / "out", "--to", "hf", "--max-shard-size", size, "--dry-run")
+    shards = [f["name"] for f in plan["files"] if f["name"].endswith(".safetensors")]
+    assert shards == [f"model-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("size", ["-5GB", "5XB", "GB", "5GB6", "1e3"])
+def test_what_is_no_size_is_refused(size: str, tmp_path: Path) -> None:
+    assert "is no size" in fails(2, "convert", W3, tmp_path / "out", "--to", "hf", f"--max-shard-size={size}")
+
+
+def test_dry_run_writes_nothing_and_names_the_files(tmp_path: Path) -> None:
+    done = run("convert", GROUPS, tmp_path / "out", "--to", "hf", "--dry-run")
+    assert done.returncode == 0
+    assert "model.safetensors" in done.stdout
+    assert "left behind: optim" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_quiet_says_nothing_on_stderr(tmp_path: Path) -> None:
+    for args in (["convert", W3, tmp_path / "out.pt", "--to", "full"], ["digest", W3], ["verify", W3, "--read-data"],
+                 ["diff", W3, W3], ["convert", W3, tmp_path / "hf", "--to", "hf"]):  # fmt: skip
+        assert run(*args, "-q").stderr == ""
+
+
+def test_only_takes_some_components(tmp_path: Path) -> None:
+    assert run("convert", GROUPS, tmp_path / "out.pt", "--only", "model,rng").returncode == 0
+    tree, whole = load_full(tmp_path / "out.pt"), load_dcp(GROUPS)
+    assert tree.keys() == {"model", "rng"}
+    assert difference(tree["model"], whole["model"]) == []
+    assert difference(tree["rng"]["1"], whole["rng"]["1"]) == []
+
+
+def test_dtype_casts_weights_as_torch_does_and_leaves_the_optimizer(tmp_path: Path) -> None:
+    assert run("convert", W3, tmp_path / "out.pt", "--dtype", "bf16").returncode == 0
+    tree, whole = load_full(tmp_path / "out.pt"), load_dcp(W3)
+    assert difference(tree["model"], {k: t.bfloat16() for k, t in whole["model"].items()}) == []
+    for fqn, slots in whole["optim"]["state"].items():
+        assert difference(tree["optim"]["state"][fqn], slots) == []
+
+
+def test_cast_takes_globs_of_which_the_last_counts_and_dtype_leaves_integers_alone(tmp_path: Path) -> None:
+    source = FIXTURES / "awkward_w3" / "ckpt"
+    rules = ["--cast", "model.*.weight=fp16", "--cast", "model.blocks.*=fp64", "--cast", "*.exp_avg=bf16"]
+    assert run("convert", source, tmp_path / "out", "--to", "dcp", "-n", "2", "--dtype", "bf16", *rules).returncode == 0
+    tree, whole = load_dcp(tmp_path / "out"), load_dcp(source)
+    for name, t in whole["model"].items():
+        to = (
+            torch.float64
+            if name.startswith("blocks.")
+            else torch.float16
+            if name.endswith(".weight")
+            else torch.bfloat16
+        )
+        wanted = t.to(to) if t.is_floating_point() else t
+        assert difference({name: tree["model"][name]}, {name: wanted}) == []
+    for fqn, slots in whole["optim"]["state"].items():
+        wanted_slots = {**slots, "exp_avg": slots["exp_avg"].bfloat16()}
+        assert difference(tree["optim"]["state"][fqn], wanted_slots) == []
+
+
+def dcp_with_a_namespace(path: Path) -> argparse.Namespace:
+    import torch.distributed.checkpoint as dcp
+
+    args = argparse.Namespace(lr=0.1, betas=(0.9, 0.95), name="größe", layers=[1, 2], nested=argparse.Namespace(x=None))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": {"w": torch.ones(5, 3)}, "args": args, "step": 3}, checkpoint_id=path, no_dist=True)
+    return args
+
+
+def test_what_the_target_cannot_hold_needs_drop_and_dcp_carries_it_unchanged(tmp_path: Path) -> None:
+    args = dcp_with_a_namespace(tmp_path / "in")
+    said = fails(3, "convert", tmp_path / "in", tmp_path / "out.pt", "--to", "full")
+    assert '"extra.args"' in said
+    assert "argparse.Namespace" in said
+    assert "--drop" in said
+    assert not (tmp_path / "out.pt").exists()
+    done = run("convert", tmp_path / "in", tmp_path / "out.pt", "--to", "full", "--drop")
+    assert done.returncode == 0
+    assert "left behind: extra" in done.stderr
+    assert load_full(tmp_path / "out.pt").keys() == {"model", "step"}
+    assert run("convert", tmp_path / "in", tmp_path / "out", "--to", "dcp", "-n", "3").returncode == 0
+    tree = load_dcp(tmp_path / "out")
+    assert tree["args"] == args
+    assert type(tree["args"].nested) is argparse.Namespace
+    assert type(tree["args"].betas) is tuple
+    assert tree["step"] == 3
+
+
+def test_hf_holds_weights_only_and_says_what_it_leaves_behind(tmp_path: Path) -> None:
+    done = run("convert", GROUPS, tmp_path / "out", "--to", "hf")
+    assert done.returncode == 0
+    for words in ("left behind: optim", "left behind: rng", "left behind: scheduler", "hf holds weights only"):
+        assert words in done.stderr
+    assert difference(load_hf(tmp_path / "out"), load_dcp(GROUPS)["model"]) == []
+
+
+def test_like_names_the_parameters_of_an_optimizer_that_numbers_them(tmp_path: Path) -> None:
+    w = [torch.nn.Parameter(torch.full((4, 4), float(i))) for i in range(3)]
+    optimizer = torch.optim.AdamW([{"params": [w[2]]}, {"params": [w[0], w[1]], "lr": 0.5}])
+    sum((p * p).sum() for p in w).backward()
+    optimizer.step()
+    model = {n: p.detach() for n, p in zip("abc", w, strict=True)}
+    torch.save({"model": model, "optimizer": optimizer.state_dict()}, tmp_path / "ids.pt")
+    assert "--like" in fails(3, "convert", tmp_path / "ids.pt", tmp_path / "out", "--to", "dcp", "-n", "2")
+    named = {"state": {}, "param_groups": [{"lr": 0.1, "params": ["c"]}, {"lr": 0.5, "params": ["a", "b"]}]}
+    torch.save({"model": model, "optim": named}, tmp_path / "named.pt")
+    like = ["--like", tmp_path / "named.pt"]
+    assert run("convert", tmp_path / "ids.pt", tmp_path / "out", "--to", "dcp", "-n", "2", *like).returncode == 0
+    optim = load_dcp(tmp_path / "out")["optimizer"]
+    for n, p in zip("abc", w, strict=True):
+        assert difference({n: optim["state"][n]["exp_avg"]}, {n: optimizer.state[p]["exp_avg"]}) == []
+    assert [(g["params"], g["lr"]) for g in optim["param_groups"]] == [(["c"], 0.001), (["a", "b"], 0.5)]
+    assert run("convert", tmp_path / "ids.pt", tmp_path / "model.pt", "--only", "model").returncode == 0
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+def test_inspect_draws_the_checkpoint_the_tree_and_the_chunks_of_a_tensor() -> None:
+    screen = run("inspect", GROUPS).stdout
+    for words in ("dcp checkpoint", "step 3", "2 ranks", "53 tensors", "AdamW", "group 1: 3 parameters", "bfloat16"):
+        assert words in screen, words
+    tree = run("inspect", W3, "--tree").stdout
+    assert "0 .. 1 (2 alike)" in tree
+    assert "q_proj" in tree
+    rows = run("inspect", W3, "--tensor", "model.lm_head.*").stdout
+    assert "[0:44, 0:36]  __0_0.distcp bytes " in rows
+    assert "[88:131, 0:36]  __2_0.distcp bytes " in rows
+
+
+@pytest.mark.parametrize(
+    "label",
+    ["fsdp2_w3/ckpt", "full_w1/ckpt/ids.pt", "hf_llama/ckpt_sharded", "fsdp2_w2_hfshard/ckpt", "awkward_w3/ckpt"],
+)
+def test_reading_commands_change_nothing(label: str) -> None:
+    path = FIXTURES / label
+    before = files_of(path), sorted(p.name for p in path.parent.iterdir())
+    for args in (["inspect", path, "--tree"], ["digest", path], ["verify", path, "--read-data"], ["diff", path, path]):
+        done = run(*args)
+        assert done.returncode == 0, done.stderr
+    assert (files_of(path), sorted(p.name for p in path.parent.iterdir())) == before
+
+
+def test_an_optimizer_of_another_model_is_carried_and_said(tmp_path: Path) -> None:
+    tree = {"model": {"w": torch.ones(2)}, "optim": {"state": {"v": {"exp_avg": torch.ones(2)}}, "param_groups": []}}
+    torch.save(tree, tmp_path / "two.pt")
+    result = ckpttool.convert(tmp_path / "two.pt", tmp_path / "out", to="dcp", world_size=2)
+    assert [n for n in result.notes if "state for 1 parameters that the model does not have" in n]
+    assert "optim.state.v.exp_avg" in ckpttool.digest(tmp_path / "out").tensors
+    assert any("does not have, first v" in n for n in ckpttool.inspect(tmp_path / "two.pt").missing)

@@ -1,0 +1,211 @@
+"""hf folders: what transformers and save_pretrained write and read, byte for byte and tensor for tensor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peers import FIXTURES, Original, difference, files_of, load_hf
+from peers import ORIGINALS as ALL
+from safetensors.torch import save_file
+from torch import Tensor
+
+import ckpttool
+from ckpttool.engine.conversion import convert
+from ckpttool.engine.conversion import open as open_checkpoint
+from ckpttool.engine.diff import diff
+from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.huggingface.hub_names import PLAIN
+
+WITH_REFERENCE = [o for o in ALL if o.config is not None]
+HUB = [o for o in ALL if o.saved_as in ("hf", "hf_with_index")]
+
+
+def labels(originals: list[Original]) -> list[str]:
+    return [o.label for o in originals]
+
+
+def from_pretrained(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """(model, what transformers says about the loading)."""
+    from transformers import AutoModelForCausalLM
+
+    model, said = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype="auto")
+    return model, said
+
+
+def assert_loads_into(folder: Path, truth: dict[str, Tensor]) -> None:
+    """transformers finds every parameter and no other, and they are those of the live job."""
+    model, said = from_pretrained(folder)
+    assert not any(said[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), said
+    wanted = {k.removeprefix("model."): t for k, t in truth.items() if k.startswith("model.")}
+    assert difference(dict(model.state_dict()), wanted) == []
+
+
+@pytest.mark.parametrize("original", WITH_REFERENCE + HUB, ids=labels(WITH_REFERENCE + HUB))
+def test_from_pretrained_misses_nothing_and_has_the_weights_of_the_live_job_whatever_lies_beside_them(
+    original: Original, tmp_path: Path
+) -> None:
+    source: Path = original.path
+    if original in HUB:  # by way of training's layout
+        ckpttool.convert(source, tmp_path / "dcp", to="dcp", world_size=3)
+        source = tmp_path / "dcp"
+    ckpttool.convert(
+        source,
+        tmp_path / "out",
+        to="hf",
+        config=original.config or str(original.path),
+        options=ckpttool.HfOptions(include_optimizer=True),
+    )
+    assert_loads_into(tmp_path / "out", original.truth())
+    assert ckpttool.diff(tmp_path / "out", source).equal
+
+
+@pytest.mark.parametrize("original", WITH_REFERENCE, ids=labels(WITH_REFERENCE))
+def test_files_are_those_of_save_pretrained_byte_for_byte(original: Original, tmp_path: Path) -> None:
+    assert original.config is not None
+    ckpttool.convert(original.path, tmp_path / "out", to="hf", config=original.config)
+    assert files_of(tmp_path / "out") == files_of(Path(original.config))
+
+
+ONE_FILE = [o for o in HUB if o.path.name == "ckpt"]
+
+
+@pytest.mark.parametrize("original", ONE_FILE, ids=labels(ONE_FILE))
+def test_there_and_back_by_way_of_dcp_gives_the_same_bytes(original: Original, tmp_path: Path) -> None:
+    ckpttool.convert(original.path, tmp_path / "dcp", to="dcp", world_size=3)
+    ckpttool.convert(tmp_path / "dcp", tmp_path / "out", to="hf", config=str(original.path))
+    assert files_of(tmp_path / "out") == files_of(original.path)
+
+
+def test_shards_of_a_training_checkpoint_are_those_of_save_pretrained_of_the_live_model(tmp_path: Path) -> None:
+    wanted = FIXTURES / "hf_llama" / "ckpt_sharded"  # the same shapes, saved with max_shard_size="40KB"
+    ckpttool.convert(
+        FIXTURES / "fsdp2_w3" / "ckpt",
+        tmp_path / "out",
+        to="hf",
+        config=str(wanted),
+        options=ckpttool.HfOptions(max_shard_bytes=40_000),
+    )
+    index = "model.safetensors.index.json"
+    assert (tmp_path / "out" / index).read_bytes() == (wanted / index).read_bytes()
+    assert sorted(files_of(tmp_path / "out")) == sorted(files_of(wanted))
+
+
+@pytest.mark.parametrize("case", ["hf_llama", "hf_tied", "hf_moe"])
+def test_shards_and_index_are_those_of_save_pretrained_at_every_size(case: str, tmp_path: Path) -> None:
+    sizes = ["1", "20000"] if case == "hf_moe" else ["1", "5000", "9432", "20000", "40000", "1000000"]
+    source = FIXTURES / case / "ckpt"
+    model, _ = from_pretrained(source)
+    for size in sizes:
+        model.save_pretrained(tmp_path / size, max_shard_size=int(size))
+        out = tmp_path / f"ours-{size}"
+        ckpttool.convert(source, out, to="hf", options=ckpttool.HfOptions(max_shard_bytes=int(size)))
+        found, wanted = files_of(out), files_of(tmp_path / size)
+        assert sorted(found) == sorted(wanted), size
+        assert [n for n in wanted if found[n] != wanted[n]] == [], size
+
+
+@pytest.mark.parametrize("case", ["fsdp2_w3_tied_bf16", "fsdp2_w3"])
+def test_the_config_says_the_dtype_the_weights_were_cast_to(case: str, tmp_path: Path) -> None:
+    original = next(o for o in ALL if o.case == case)
+    assert original.config is not None
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16), ("float16", torch.float16)):
+        out = tmp_path / name
+        ckpttool.convert(original.path, out, to="hf", config=original.config, dtype=name)
+        assert json.loads((out / "config.json").read_text())["dtype"] == name
+        wanted = {k: t.to(dtype) for k, t in load_hf(Path(original.config)).items()}
+        assert difference(load_hf(out), wanted) == []
+        model, _ = from_pretrained(out)
+        assert model.dtype is dtype
+
+
+def test_weights_that_the_config_ties_but_that_differ_are_refused(tmp_path: Path) -> None:
+    config = FIXTURES / "hf_tied" / "ckpt"
+    source = FIXTURES / "fsdp2_w2_groups" / "ckpt"  # the same shapes, untied
+    with pytest.raises(ckpttool.CkpttoolError, match=r'ties "lm_head\.weight" to "model\.embed_tokens\.weight"') as e:
+        ckpttool.convert(  # the config has two layers, the state one
+            source, tmp_path / "out", to="hf", config=str(config), options=ckpttool.HfOptions(allow_name_mismatch=True)
+        )
+    assert e.value.exit_code == 3
+    assert not (tmp_path / "out").exists()
+
+
+def test_tokenizer_files_come_along_and_code_and_weights_beside_them_do_not(tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    config.mkdir()
+    for name, text in {
+        "config.json": (FIXTURES / "hf_llama" / "ckpt" / "config.json").read_text(),
+        "tokenizer.json": "{}", "tokenizer_config.json": "{}", "special_tokens_map.json": "{}", "vocab.json": "{}",
+        "merges.txt": "", "tokenizer.model": "x", "chat_template.jinja": "y",
+        "modeling_evil.py": "raise SystemExit", "pytorch_model.bin": "x", "README.md": "z",
+    }.items():  # fmt: skip
+        (config / name).write_text(text)
+    ckpttool.convert(FIXTURES / "fsdp2_w3" / "ckpt", tmp_path / "out", to="hf", config=str(config))
+    wanted = {p.name for p in config.iterdir()} - {"modeling_evil.py", "pytorch_model.bin", "README.md"}
+    assert set(files_of(tmp_path / "out")) == {*wanted, "model.safetensors"}
+
+
+def test_architectures_taken_for_plain_have_the_same_names_in_memory_and_on_the_hub() -> None:
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+
+    small: dict[str, Any] = {
+        "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 8, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8, "ffn_dim": 16,
+        "pad_token_id": 0, "word_embed_proj_dim": 16, "max_position_embeddings": 16,
+    }  # fmt: skip
+    assert PLAIN
+    for kind in sorted(PLAIN):
+        config = transformers.AutoConfig.for_model(kind, **small)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        state = dict(model.state_dict())
+        assert set(revert_weight_conversion(model, dict(state))) == set(state), kind
+
+
+# -------------------------------------------------------------------------------------------- which files are the model
+
+
+def _copied(tmp_path: Path, name: str = "hf_llama", **shards: int) -> Path:
+    out = tmp_path / "hf"
+    convert(FIXTURES / name / "ckpt", out, to="hf", **shards)
+    return out
+
+
+def test_an_incomplete_copy_without_its_index_is_no_model(tmp_path: Path) -> None:
+    """The names of shards say how many there are."""
+    out = _copied(tmp_path, options=ckpttool.HfOptions(max_shard_bytes=40_000))
+    names = sorted(p.name for p in out.glob("model-*.safetensors"))
+    assert len(names) > 2
+    (out / "model.safetensors.index.json").unlink()
+    assert not diff(str(FIXTURES / "hf_llama" / "ckpt"), str(out)).only_in_a  # all shards are there
+    (out / names[0]).unlink()
+    with pytest.raises(Corrupt, match=f"one of {len(names)} shards, and number 1 is missing"):
+        open_checkpoint(out)
+    with open_checkpoint(out / names[1]) as one:
+        assert one.checkpoint.tensors  # what was asked for by name
+
+
+@pytest.mark.parametrize("other", ["adapter_model.safetensors", "consolidated.safetensors"])
+def test_what_lies_beside_the_model_is_named_and_not_joined(tmp_path: Path, other: str) -> None:
+    out = _copied(tmp_path)
+    save_file({"another.weight": torch.ones(3)}, out / other)
+    with open_checkpoint(out) as opened:
+        assert "model.another.weight" not in opened.checkpoint.tensors
+        assert any(other in note and "not read" in note for note in opened.checkpoint.notes)
+    (out / "config.json").unlink()
+    with open_checkpoint(out) as opened:  # no model of transformers: several files are one state, but for an adapter
+        assert ("model.another.weight" in opened.checkpoint.tensors) == (other[0] == "c")
+
+
+def test_two_models_in_one_folder(tmp_path: Path) -> None:
+    out = _copied(tmp_path, options=ckpttool.HfOptions(max_shard_bytes=40_000))
+    save_file({"another.weight": torch.ones(3)}, out / "extra.safetensors")
+    with open_checkpoint(out) as opened:
+        assert any("extra.safetensors" in note for note in opened.checkpoint.notes)
+    save_file({"another.weight": torch.ones(3)}, out / "model.safetensors")
+    with pytest.raises(Unsupported, match="left over from an earlier save"):
+        open_checkpoint(out)

@@ -1,0 +1,196 @@
+"""--to hf with a config: weights that its model would not load are refused, by name, with what to do."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peers import FIXTURES, difference, load_hf
+from test_hf import from_pretrained
+from torch import Tensor
+
+import ckpttool
+from ckpttool.errors import Corrupt, Unsupported, UsageError
+from ckpttool.huggingface import hub_names
+
+LLAMA = FIXTURES / "hf_llama" / "ckpt"
+MOE = FIXTURES / "hf_moe" / "ckpt"
+
+
+@pytest.fixture(autouse=True)
+def asked_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
+    """transformers is asked in this process, which has imported it already; gives the questions."""
+    asked: list[bytes] = []
+
+    def here(function: str, argument: str, work_bytes: int, text: bytes) -> bytes:
+        asked.append(text)
+        with monkeypatch.context() as m:
+            m.setattr(torch.Tensor, "contiguous", torch.Tensor.contiguous)  # which `_answer` replaces
+            m.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(text)))
+            try:
+                return hub_names._answer(argument)
+            except Exception as e:
+                raise Corrupt(f"{type(e).__name__}: {e}") from None
+
+    monkeypatch.setattr(hub_names, "in_child", here)
+    hub_names._asked.cache_clear()
+    yield asked
+    hub_names._asked.cache_clear()
+
+
+def saved(tmp_path: Path, tree: dict[str, Any]) -> Path:
+    path = tmp_path / "state.pt"
+    torch.save(tree, path)
+    return path
+
+
+def config(tmp_path: Path, of: Path, **changed: Any) -> str:
+    folder = tmp_path / "config"
+    folder.mkdir()
+    said = json.loads((of / "config.json").read_text()) | changed
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in said.items() if v is not None}))
+    return str(folder)
+
+
+def in_memory(folder: Path) -> dict[str, Tensor]:
+    """The state dict of the model in a folder."""
+    return dict(from_pretrained(folder)[0].state_dict())
+
+
+def assert_loads(folder: Path, wanted: dict[str, Tensor]) -> None:
+    model, said = from_pretrained(folder)
+    assert not any(said[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), said
+    assert difference(dict(model.state_dict()), wanted) == []
+
+
+@pytest.mark.parametrize("of", [LLAMA, MOE], ids=["names as in memory", "fused in memory, many on the Hub"])
+def test_a_lightning_state_is_refused_with_the_prefix_to_strip_and_loads_without_it(of: Path, tmp_path: Path) -> None:
+    state = in_memory(of)
+    source = saved(tmp_path, {"state_dict": {f"net.{k}": t for k, t in state.items()}, "epoch": 1})
+    with pytest.raises(Unsupported, match=r'without the prefix "net\.": add --strip-prefix net\.') as e:
+        ckpttool.convert(source, tmp_path / "out", to="hf", config=str(of))
+    n = len(state)
+    assert f"{n} of its {n} tensors are missing" in str(e.value) and f"{n} of the {n} weights are not its own" in str(
+        e.value
+    )
+    assert not (tmp_path / "out").exists()
+    for prefix in ("net", "net."):
+        out = tmp_path / prefix.replace(".", "_")
+        ckpttool.convert(source, out, to="hf", config=str(of), options=ckpttool.HfOptions(strip_prefix=prefix))
+        assert_loads(out, state)
+        assert difference(load_hf(out), load_hf(of)) == []
+
+
+def test_a_prefix_goes_from_the_optimizer_too(tmp_path: Path) -> None:
+    state = in_memory(LLAMA)
+    optim = {
+        "state": {f"net.{k}": {"exp_avg": torch.ones_like(t)} for k, t in state.items()},
+        "param_groups": [{"lr": 1.0, "params": [f"net.{k}" for k in state]}],
+    }
+    source = saved(tmp_path, {"model": {f"net.{k}": t for k, t in state.items()}, "optim": optim})
+    ckpttool.convert(
+        source,
+        tmp_path / "out",
+        to="hf",
+        config=str(LLAMA),
+        options=ckpttool.HfOptions(strip_prefix="net", include_optimizer=True),
+    )
+    with ckpttool.open(tmp_path / "out") as opened:
+        ckpt = opened.locate()
+        assert {f"optim.state.{k}.exp_avg" for k in state} <= set(ckpt.tensors)
+        assert ckpt.value("optim.param_groups.0.params") == list(state)
+
+
+def test_a_prefix_that_no_weight_has_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no weight has a name that begins so, first of all is"):
+        ckpttool.convert(LLAMA, tmp_path / "out", to="hf", options=ckpttool.HfOptions(strip_prefix="nett"))
+    with pytest.raises(UsageError, match="does not apply to dcp"):
+        ckpttool.convert(
+            LLAMA, tmp_path / "out", to="dcp", world_size=2, options=ckpttool.HfOptions(strip_prefix="model")
+        )
+
+
+def test_names_of_another_architecture_are_refused(tmp_path: Path) -> None:
+    titan = {"tok_embeddings.weight": torch.ones(131, 36), "layers.0.attention.wq.weight": torch.ones(40, 36)}
+    tree = {**titan, "optimizer": {"state.norm.weight.step": torch.tensor(3.0)}, "train_state": {"step": 3}}
+    with pytest.raises(Unsupported, match="torchtitan's own names"):
+        ckpttool.convert(saved(tmp_path, tree), tmp_path / "out", to="hf", config=str(LLAMA))
+    with pytest.raises(Unsupported, match=r"are missing, first .* Give the config of this very model"):
+        ckpttool.convert(LLAMA, tmp_path / "out", to="hf", config=str(MOE))
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_alone_is_refused_and_its_option_named(tmp_path: Path) -> None:
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    with pytest.raises(Unsupported, match="--adapter writes it as PEFT saves it"):
+        ckpttool.convert(
+            saved(tmp_path, {"model": {name: torch.ones(4, 36)}}), tmp_path / "out", to="hf", config=str(LLAMA)
+        )
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"hidden_size": 40}, r"have other shapes, first \"[a-z_.0-9]+\" is \[.*\], the model has \[.*\]"),
+        ({"num_hidden_layers": 3}, r"of its \d+ tensors are missing, first \"model.layers.2"),
+        ({"num_hidden_layers": 1}, r"weights are not its own, first \"model.layers.1"),
+        ({"vocab_size": 144}, r"have other shapes, first \"lm_head.weight\" is \[131"),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            r"LlamaForSequenceClassification.* first \"score.weight\"",
+        ),
+    ],
+    ids=["wider", "deeper", "shallower", "padded vocabulary", "another head"],
+)
+def test_the_config_of_another_model_is_refused(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
+    given = config(tmp_path, LLAMA, **changed)
+    with pytest.raises(Unsupported, match=said):
+        ckpttool.convert(LLAMA, tmp_path / "out", to="hf", config=given)
+    done = ckpttool.convert(
+        LLAMA, tmp_path / "out", to="hf", config=given, options=ckpttool.HfOptions(allow_name_mismatch=True)
+    )
+    assert any(n.startswith("config.json describes a") for n in done.notes)
+    assert difference(load_hf(tmp_path / "out"), load_hf(LLAMA)) == []
+
+
+def test_a_value_head_of_ones_own_is_refused_unless_it_is_meant(tmp_path: Path) -> None:
+    state = {**in_memory(LLAMA), "v_head.summary.weight": torch.ones(1, 36)}
+    source = saved(tmp_path, {"model": state})
+    with pytest.raises(Unsupported, match=r'1 of the [0-9]+ weights are not its own, first "v_head.summary.weight"'):
+        ckpttool.convert(source, tmp_path / "out", to="hf", config=str(LLAMA))
+    ckpttool.convert(
+        source, tmp_path / "out", to="hf", config=str(LLAMA), options=ckpttool.HfOptions(allow_name_mismatch=True)
+    )
+    assert difference(load_hf(tmp_path / "out"), state) == []
+
+
+def test_a_tied_head_may_be_absent(tmp_path: Path) -> None:
+    of = FIXTURES / "hf_tied" / "ckpt"
+    state = in_memory(of)
+    without = {k: t for k, t in state.items() if k != "lm_head.weight"}
+    ckpttool.convert(saved(tmp_path, {"model": without}), tmp_path / "out", to="hf", config=str(of))
+    assert_loads(tmp_path / "out", state)
+    assert ckpttool.verify(tmp_path / "out", read_data=True).recorded == "equal"
+
+
+def test_transformers_is_started_once_and_not_at_all_for_a_known_architecture_without_config(
+    tmp_path: Path, asked_here: list[bytes]
+) -> None:
+    ckpttool.convert(LLAMA, tmp_path / "dcp", to="dcp", world_size=3)
+    ckpttool.convert(LLAMA, tmp_path / "own", to="hf")
+    assert asked_here == []
+    ckpttool.convert(tmp_path / "dcp", tmp_path / "given", to="hf", config=str(LLAMA))
+    assert len(asked_here) == 1
+
+
+def test_a_config_that_transformers_does_not_know_is_no_reason_to_stop(tmp_path: Path) -> None:
+    given = config(tmp_path, LLAMA, model_type="of_our_own", architectures=["OfOurOwn"])
+    done = ckpttool.convert(LLAMA, tmp_path / "out", to="hf", config=given)
+    assert any("not compared with those of the model" in n for n in done.notes)

@@ -1,0 +1,326 @@
+"""What a shell, a file system and a caller can do to a command: closed streams, full disks, odd paths, empty arguments.
+
+None of it is a bug of ckpttool, and none of it may be reported as one.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from peers import FIXTURES, difference, load_dcp, load_full, tensors_of
+
+import ckpttool
+from ckpttool import errors, layouts
+from ckpttool.cli import terminal
+from ckpttool.cli.main import main
+from ckpttool.engine import unread_files
+
+CKPTTOOL = f"{sys.executable} -m ckpttool"
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with in.pt: a model of two weights with the state of AdamW."""
+    folder = tmp_path_factory.mktemp("small")
+    torch.save(state({"w": (2, 3), "b": (3,)}), folder / "in.pt")
+    return folder
+
+
+def state(shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(7)
+    model = {n: torch.randn(*shape, generator=generator) for n, shape in shapes.items()}
+    slots = {n: {"step": torch.tensor(3.0), "exp_avg": t * 2, "exp_avg_sq": t * t} for n, t in model.items()}
+    return {"model": model, "optim": {"state": slots, "param_groups": [{"lr": 0.1, "params": list(model)}]}}
+
+
+def shell(line: str, cwd: Path) -> subprocess.CompletedProcess[bytes]:
+    done = subprocess.run(["bash", "-c", line], cwd=cwd, capture_output=True)
+    assert b"Traceback" not in done.stderr, done.stderr
+    assert b"bug of ckpttool" not in done.stderr, done.stderr
+    return done
+
+
+# --------------------------------------------------------------------------------------------------- three streams
+
+
+def test_a_conversion_with_all_streams_closed_writes_the_whole_destination(small: Path) -> None:
+    done = shell(f"{CKPTTOOL} convert in.pt closed --to dcp -n 1 <&- >&- 2>&-", small)
+    assert done.returncode == 0
+    assert difference(tensors_of(load_dcp(small / "closed")), tensors_of(load_full(small / "in.pt"))) == []
+
+
+def test_a_full_stderr_does_not_end_a_conversion(small: Path) -> None:
+    done = shell(f"{CKPTTOOL} convert in.pt logfull --to dcp -n 1 2>/dev/full", small)
+    assert done.returncode == 0
+    assert b"digest all" in done.stdout
+    assert (small / "logfull" / ".metadata").exists()
+
+
+@pytest.mark.parametrize("how", ["", " --json"])
+def test_a_full_stdout_is_exit_8_and_the_conversion_stands(small: Path, how: str) -> None:
+    done = shell(f"{CKPTTOOL} convert in.pt full{len(how)} --to dcp -n 1{how} >/dev/full", small)
+    assert done.returncode == 8
+    assert b"standard output: No space left on device" in done.stderr
+    assert (small / f"full{len(how)}" / ".metadata").exists()
+
+
+@pytest.mark.parametrize("command", ["--help", "inspect --tree in.pt"])
+def test_a_reader_that_has_enough_ends_us_as_sigpipe_would(small: Path, command: str) -> None:
+    done = shell(f"exec 3> >(exec true); sleep 0.2; {CKPTTOOL} {command} >&3", small)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+# --------------------------------------------------------------------------------------------------------- folders
+
+
+def test_a_removed_current_folder_is_named_and_absolute_paths_work_there(small: Path) -> None:
+    here = "mkdir gone && cd gone && rmdir ../gone && "
+    done = shell(here + f"{CKPTTOOL} inspect x", small)
+    assert (done.returncode, b"current folder was removed" in done.stderr) == (2, True)
+    done = shell(here + f"{CKPTTOOL} convert {small}/in.pt {small}/absolute --to dcp -n 1", small)
+    assert (done.returncode, (small / "absolute" / ".metadata").exists()) == (0, True)
+
+
+def test_paths_that_are_not_utf8_work_in_every_layout(small: Path) -> None:
+    where = os.fsdecode(os.fsencode(small) + b"/\xff\xfe")
+    os.mkdir(where)
+    source = shutil.copy(small / "in.pt", os.path.join(where, os.fsdecode(b"s\xff.pt")))
+    for to in ("dcp", "zero3", "fsdp1", "universal", "hf", "full", "audit"):
+        suffix = {"full": ".pt", "audit": ".tar.zst"}.get(to, "")
+        out = os.path.join(where, to + os.fsdecode(b"\xff") + suffix)
+        world = {} if to in ("hf", "full", "universal", "audit") else {"world_size": 2}
+        ckpttool.convert(source, out, to=to, **world)
+        back = ckpttool.verify(out, read_data=True, against=source)
+        assert back.against is not None and back.against["verdict"] == "equal", to
+        if to == "hf":
+            data = Path(out, "model.safetensors").read_bytes()  # the library itself opens no such path, nor does torch
+            assert set(safetensors.torch.load(data)) == {"w", "b"}
+        elif to == "full":
+            assert "model" in torch.load(io.BytesIO(Path(out).read_bytes()), weights_only=True)
+
+
+def test_a_folder_that_may_not_be_listed_is_an_error_with_its_name(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(path: Any) -> list[str]:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(os, "listdir", denied)
+    with pytest.raises(errors.CkpttoolError, match=r"cannot be listed: Permission denied"):
+        ckpttool.open(small)
+
+
+# ------------------------------------------------------------------------------------------------- empty arguments
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        (["convert", "in.pt", "", "--to", "dcp"], "argument 3"),
+        (["inspect", ""], "argument 2"),
+        (["convert", "in.pt", "out", "--to", "dcp", "--only", ""], "--only"),
+        (["convert", "in.pt", "out", "--to", "dcp", "--only="], "--only"),
+        (["verify", "in.pt", "--against", ""], "--against"),
+        (["convert", "in.pt", "out", "--to", "hf", "--max-shard-size="], "--max-shard-size"),
+    ],
+)
+def test_an_empty_argument_is_a_usage_error(
+    line: list[str], named: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], small: Path
+) -> None:
+    monkeypatch.chdir(small)
+    monkeypatch.setattr(sys, "argv", ["ckpttool", *line])
+    for stream in ("stdout", "stderr"):  # main wraps them
+        monkeypatch.setattr(sys, stream, getattr(sys, stream))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert f"error: {named} is empty" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("path", ["", "a\0b"])
+def test_python_gets_usage_errors_for_paths_that_are_none(path: str, small: Path) -> None:
+    with pytest.raises(errors.UsageError, match="cannot be a destination"):
+        ckpttool.convert(small / "in.pt", path, to="dcp", world_size=1)
+    with pytest.raises(errors.UsageError if not path else errors.NotRecognised):
+        ckpttool.open(path)
+
+
+def test_only_commas_are_not_all_components() -> None:
+    with pytest.raises(errors.UsageError, match="lists nothing"):
+        terminal.comma(" , ")
+    assert terminal.comma(None) is None
+
+
+# ------------------------------------------------------------------------------------------------------------ URLs
+
+
+def test_a_store_that_refuses_the_connection_is_a_remote_error() -> None:
+    with pytest.raises(errors.RemoteError, match=r"ftp://127\.0\.0\.1:9"):
+        ckpttool.open("ftp://127.0.0.1:9/x")
+
+
+def test_the_scheme_of_a_url_may_be_in_capitals(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(layouts, "_remote_place", lambda url, folder: asked.append(url))
+    layouts.place("S3://bucket/Folder/")
+    assert asked == ["s3://bucket/Folder"]
+
+
+def test_a_url_with_one_slash_is_explained() -> None:
+    with pytest.raises(errors.NotRecognised, match="two slashes"):
+        ckpttool.open("s3:/bucket/x")
+
+
+# ----------------------------------------------------------------------------------------------- what a file can do
+
+
+@pytest.mark.parametrize("to", ["dcp", "full", "hf", "zero2", "zero3", "universal", "fsdp1", "audit"])
+def test_a_name_with_half_a_surrogate_pair_is_refused_before_anything_is_written(tmp_path: Path, to: str) -> None:
+    torch.save({"model": {"\ud800": torch.ones(2)}}, tmp_path / "in.pt")
+    out = tmp_path / ("out" + {"full": ".pt", "audit": ".tar.zst"}.get(to, ""))
+    world = {} if to in ("hf", "full", "universal", "audit") else {"world_size": 1}
+    with pytest.raises(errors.Unsupported, match=r"model\.\\ud800"):
+        ckpttool.convert(tmp_path / "in.pt", out, to=to, **world)
+    assert os.listdir(tmp_path) == ["in.pt"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("shapes", ["w23 e03", "e03 w23", "a5 e30 w23", "a7 e0 f02 b4"])
+def test_empty_tensors_have_a_place_in_fsdp1(tmp_path: Path, shapes: str, use_orig_params: bool, ranks: int) -> None:
+    model = {x[0]: torch.randn(*map(int, x[1:])) for x in shapes.split()}
+    torch.save({"model": model}, tmp_path / "in.pt")
+    how: dict[str, Any] = {"world_size": ranks, "options": ckpttool.Fsdp1Options(use_orig_params=use_orig_params)}
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="fsdp1", **how)
+    assert ckpttool.diff(tmp_path / "in.pt", tmp_path / "out").equal
+    ckpttool.convert(tmp_path / "out", tmp_path / "back.pt")
+    assert difference(tensors_of(load_full(tmp_path / "back.pt")), tensors_of({"model": model})) == []
+
+
+def test_a_module_of_empty_parameters_alone_is_refused_for_fsdp1(tmp_path: Path) -> None:
+    torch.save({"model": {"e": torch.empty(0, 3)}}, tmp_path / "in.pt")
+    with pytest.raises(errors.Unsupported, match='first "e"'):
+        ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="fsdp1", world_size=2)
+    assert os.listdir(tmp_path) == ["in.pt"]
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 300, "a/b"])
+def test_a_name_that_no_folder_can_have_is_refused_for_universal(tmp_path: Path, name: str) -> None:
+    torch.save(state({name: (2,)}), tmp_path / "in.pt")
+    with pytest.raises(errors.Unsupported, match="in a folder of its name"):
+        ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="universal")
+    assert os.listdir(tmp_path) == ["in.pt"]
+
+
+def test_a_tensor_named_like_the_metadata_of_safetensors_is_refused(tmp_path: Path) -> None:
+    torch.save({"model": {"__metadata__": torch.ones(3), "w": torch.ones(2)}}, tmp_path / "in.pt")
+    with pytest.raises(errors.Unsupported, match="__metadata__"):
+        ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="hf", verify=False)
+    assert os.listdir(tmp_path) == ["in.pt"]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_float4_is_not_made_a_master_of_zero(tmp_path: Path, stage: int) -> None:
+    packed = torch.randint(0, 255, (4, 6), dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    torch.save({"model": {"w": packed}}, tmp_path / "in.pt")
+    with pytest.raises(errors.Unsupported, match=r'"model\.w" is float4_e2m1fn_x2'):
+        ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=f"zero{stage}", world_size=2, drop=True)
+    assert os.listdir(tmp_path) == ["in.pt"]
+
+
+@pytest.mark.parametrize("group", [{"params": [0]}, {"params": [0], "param_names": ["w"]}])
+def test_state_of_a_parameter_that_no_group_lists_is_damage(tmp_path: Path, group: dict[str, Any]) -> None:
+    state = {0: {"exp_avg": torch.ones(2)}, 65536: {"exp_avg": torch.ones(2)}}
+    torch.save(
+        {"model": {"w": torch.ones(2)}, "optimizer": {"state": state, "param_groups": [group]}}, tmp_path / "in.pt"
+    )
+    with pytest.raises(errors.Corrupt, match="parameter 65536, which no param group lists"):
+        ckpttool.open(tmp_path / "in.pt")
+
+
+def test_param_groups_that_number_and_name_parameters_are_damage(tmp_path: Path) -> None:
+    groups = [{"params": ["w"]}, {"params": [0]}]
+    tree = {
+        "model": {"w": torch.ones(2)},
+        "optim": {"state": {"w": {"exp_avg": torch.ones(2)}}, "param_groups": groups},
+    }
+    torch.save(tree, tmp_path / "in.pt")
+    with pytest.raises(errors.Corrupt, match="by number in one group, first 0, and by name in another"):
+        ckpttool.open(tmp_path / "in.pt")
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder"])
+def test_a_metadata_that_is_no_regular_file_is_refused(tmp_path: Path, small: Path, kind: str) -> None:
+    ckpttool.convert(small / "in.pt", tmp_path / "dcp", to="dcp", world_size=2)
+    metadata = tmp_path / "dcp" / ".metadata"
+    metadata.unlink()
+    os.mkfifo(metadata) if kind == "fifo" else metadata.mkdir()
+    with pytest.raises(errors.Unsafe, match="not a regular file"):
+        ckpttool.open(tmp_path / "dcp", source_layout="dcp")
+
+
+# ------------------------------------------------------------------------------------- what the fuzzer found, minimized
+
+
+def test_state_of_an_optimizer_that_is_a_tensor_itself(tmp_path: Path) -> None:
+    torch.save(
+        {"model": {"w": torch.ones(3)}, "optim": {"state": torch.ones(3), "param_groups": []}}, tmp_path / "in.pt"
+    )
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", world_size=2)
+    assert load_dcp(tmp_path / "out")["optim"]["state"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_an_index_that_names_a_file_with_half_a_surrogate_pair(tmp_path: Path, small: Path) -> None:
+    ckpttool.convert(small / "in.pt", tmp_path / "hf", to="hf")
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(
+        '{"metadata": {}, "weight_map": {"w": "\\ud800.safetensors", "b": "model.safetensors"}}'
+    )
+    with pytest.raises(errors.CkpttoolError, match="half a surrogate pair"):
+        ckpttool.open(tmp_path / "hf")
+
+
+def test_a_step_that_is_infinite_is_no_number_of_steps(tmp_path: Path) -> None:
+    tree = state({"w": (2, 3)})
+    tree["optim"]["state"]["w"]["step"] = torch.tensor(float("inf"))
+    torch.save(tree, tmp_path / "in.pt")
+    done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="zero2", world_size=2, drop=True)
+    assert any("global_steps is 0" in n for n in done.notes)
+
+
+def test_a_folder_of_a_parameter_that_a_universal_checkpoint_does_not_list(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "universal_z3_w2" / "ckpt", tmp_path / "uc")
+    (folder,) = tmp_path.glob("uc/*_universal/zero")
+    first = next(p for p in sorted(folder.iterdir()) if p.is_dir())
+    ckpttool.open(tmp_path / "uc")
+    shutil.copytree(first, folder / "ghost.weight")
+    with pytest.raises(errors.Corrupt, match=r"zero/ghost\.weight"):
+        ckpttool.open(tmp_path / "uc")
+
+
+@pytest.mark.parametrize("key", ["buffer_names", "shared_params"])
+def test_what_one_rank_of_zero_says_of_the_model_and_another_does_not(tmp_path: Path, key: str) -> None:
+    shutil.copytree(FIXTURES / "zero3_w3_groups" / "ckpt", tmp_path / "z")
+    (path,) = tmp_path.glob("z/global_step*/zero_pp_rank_1_mp_rank_00_model_states.pt")
+    tree = torch.load(path, weights_only=False)
+    tree[f"{key}x"] = tree.pop(key)
+    torch.save(tree, path)
+    with pytest.raises(errors.Corrupt, match=rf'rank_1_mp_rank_00_model_states\.pt has no "{key}"'):
+        ckpttool.open(tmp_path / "z")
+
+
+def test_a_folder_whose_other_files_could_not_be_listed_is_a_note(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*args: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(small))
+
+    monkeypatch.setattr(unread_files, "_around", denied)
+    with ckpttool.open(small / "in.pt") as opened:
+        assert any("could not be listed" in n and "Permission denied" in n for n in opened.checkpoint.notes)

@@ -1,0 +1,94 @@
+"""What `--to dcp` makes of a trainer's own checkpoint is loaded by that trainer, at another world size.
+
+The fixtures were written by Lightning and torchtitan themselves, on two ranks (fixtures/trainer_jobs.py). Lightning goes on
+live, on three. torchtitan is not installed here, since its datasets wants an fsspec that s3fs does not; torch's own
+`dcp.load` is given a state dict with the very keys that torchtitan's CheckpointManager asks for. With torchtitan 0.3.0
+installed, `fixtures/trainer_jobs.py titan OUT resume` on three ranks gave the losses of its own resume from two, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from peers import FIXTURES, REPOSITORY, load_dcp, load_full, same_value
+from ranks import ENVIRONMENT, NURSERIES, one_at_a_time
+from torch import Tensor
+
+import ckpttool
+
+TITAN, LIGHTNING = FIXTURES / "trainers" / "titan_w2", FIXTURES / "trainers" / "lightning_w2"
+#: Of steps 3 to 5 by Lightning itself, on three ranks, from the folder that two ranks wrote.
+NATIVE = [5.080857594807942, 5.095510482788086, 5.044637362162272]
+
+
+@pytest.mark.live
+@pytest.mark.slow
+def test_lightning_goes_on_at_another_world_size_as_it_does_from_its_own_folder(tmp_path: Path) -> None:
+    ckpttool.convert(LIGHTNING, tmp_path / "ckpt", to="dcp", world_size=3, drop=True)
+    shutil.copy(LIGHTNING / "meta.pt", tmp_path / "ckpt")
+    job = [str(REPOSITORY / "fixtures" / "trainer_jobs.py"), "lightning", str(tmp_path / "ckpt"), "resume"]
+    with one_at_a_time():
+        NURSERIES.launch(3, job, tmp_path / "log", **ENVIRONMENT, TORCHELASTIC_RUN_ID="resume")
+    said = (tmp_path / "log").read_text(encoding="utf-8", errors="replace")
+    found = re.search(r"LOSSES (\[.*\])", said)
+    assert found, said[-3000:]
+    assert json.loads(found[1]) == pytest.approx(NATIVE, abs=1e-6)
+
+
+def emptied(tree: Any) -> Any:
+    """The same keys with nothing behind them."""
+    if isinstance(tree, dict):
+        return {k: emptied(v) for k, v in tree.items()}
+    return torch.zeros_like(tree) if isinstance(tree, Tensor) else None
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("world", [1, 3])
+def test_every_key_that_torchtitan_asks_for_is_there(world: int, tmp_path: Path) -> None:
+    ckpttool.convert(TITAN, tmp_path / "out", to="dcp", world_size=world)
+    wanted = load_dcp(TITAN)
+    assert "tok_embeddings.weight" in wanted and "param_groups.norm.weight.lr" in wanted["optimizer"]
+    asked = emptied({k: v for k, v in wanted.items() if k != "dataloader"})  # exclude_from_loading
+    dcp.load(asked, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert same_value(asked, {k: v for k, v in wanted.items() if k != "dataloader"})
+
+
+@pytest.mark.parametrize("source", [TITAN, LIGHTNING], ids=["torchtitan", "Lightning"])
+def test_keys_and_paths_of_the_index_are_those_of_the_trainer(source: Path, tmp_path: Path) -> None:
+    ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=3, drop=True)
+    ckpttool.convert(source, tmp_path / "out.pt", to="full", drop=True)
+    ckpttool.convert(tmp_path / "out.pt", tmp_path / "again", to="dcp", world_size=2)
+    wanted = pickle.loads((source / ".metadata").read_bytes()).planner_data
+    for folder in ("out", "again"):
+        assert pickle.loads((tmp_path / folder / ".metadata").read_bytes()).planner_data == wanted
+    assert same_value(load_full(tmp_path / "out.pt"), load_dcp(source))
+
+
+@pytest.mark.parametrize("source", [TITAN, LIGHTNING], ids=["torchtitan", "Lightning"])
+@pytest.mark.parametrize("to", ["dcp", "full"])
+def test_canonical_keys_are_those_of_get_state_dict(source: Path, to: str, tmp_path: Path) -> None:
+    """For a job of another kind: it asks for model and optim."""
+    out = tmp_path / ("out.pt" if to == "full" else "out")
+    how: dict[str, Any] = {"to": to, "world_size": 3 if to == "dcp" else None, "drop": True}
+    done = ckpttool.convert(source, out, canonical_keys=True, **how)
+    tree = load_full(out) if to == "full" else load_dcp(out)
+    assert {"model", "optim"} <= tree.keys() and not tree.keys() & {"state_dict", "optimizer", "optimizer_0"}
+    with ckpttool.open(source) as opened:
+        names = {n.removeprefix("model.") for n in opened.checkpoint.tensors if n.startswith("model.")}
+    assert tree["model"].keys() == names and tree["optim"]["state"].keys() <= names
+    assert not any("canonical" in n for n in done.notes)
+    shutil.rmtree(out) if out.is_dir() else out.unlink()
+    assert any("--canonical-keys" in n for n in ckpttool.convert(source, out, **how).notes)
+
+
+def test_canonical_keys_are_of_trees(tmp_path: Path) -> None:
+    with pytest.raises(ckpttool.errors.UsageError, match="applies to dcp, full"):
+        ckpttool.convert(TITAN, tmp_path / "out", to="zero3", world_size=2, canonical_keys=True, drop=True)
