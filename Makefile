@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test torture tools lint bench docs fixtures clean
+.PHONY: demo test check torture tools lint bench docs fixtures clean
 
 $(VENV)/.done: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -23,12 +23,18 @@ $(VENV)/.engines: $(VENV)/.done
 demo: $(VENV)/.done
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python fixtures/demo.py
 
-# No stamp, since a folder may be carried to a machine without these programs; looking for them takes no time.
+# No stamp, since a folder may be carried to a machine without these programs; looking for them takes no time. They are
+# installed with apt-get only where CI=true or TOOLS=1; elsewhere the tests that need them are skipped.
 tools: $(VENV)/.done
 	sh tests/tools.sh "$(CURDIR)/$(BIN)"
 
 test: $(VENV)/.engines tools lint
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -q -n 2 --durations=20
+
+# Lint, types, and the tests that need no engine, server or other program: at most 90 s on two cores.
+check: $(VENV)/.done lint
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -q -n 2 -m "not live and not slow" tests/index tests/formats \
+		tests/engine tests/huggingface tests/resume tests/storage/test_partial.py tests/converters/test_fsdp1.py
 
 # Mutated checkpoints with torch as the oracle, failing system calls, kills: MINUTES=1 is a look, 30 the real thing.
 torture: $(VENV)/.engines

@@ -1,6 +1,6 @@
 """`ckpttool push` of a DCP checkpoint against `hf upload` of the same model already converted: `python bench/push.py`.
 
-The Hub is the small one of tests/hub.py in a process of its own, which takes objects without keeping or hashing them, so
+The Hub is the small one of tests/fake_hub.py in a process of its own, which takes objects without keeping or hashing them, so
 that the two clients are what is measured; it is started anew for every run, with parts of 16 MiB. Both clients use the LFS
 road, as `push` does (Xet takes paths only, and this Hub has none). A round runs both once, in an order that is reversed from
 round to round; `hf upload` runs twice in a round, and when the two are far apart, the run says nothing. The hashes that

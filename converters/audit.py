@@ -3,7 +3,7 @@
     README.txt  tensors-00001.safetensors ...  values.json  MANIFEST.json  PROVENANCE.json  [RETENTION.json]
     SHA256SUMS  [model.sig]                                   one tar, in independent zstd frames, with a seek table
 
-docs/how-to/archive.md has the format, ckpttool/audit/plan.py the arithmetic of it. Tensors are ordered by name and values by
+docs/reference/archive-format.md has the format, ckpttool/audit/plan.py the arithmetic of it. Tensors are ordered by name and values by
 name, so that the layout and the world size of the source play no part. Reading is by `Archive`, whose members are files;
 an encrypted archive (NAME.tar.zst.age) is read by `audit verify` and `audit restore`, which take its key.
 

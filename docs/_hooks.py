@@ -12,6 +12,7 @@ from typing import Any
 
 import typer.main
 
+import ckpttool
 from ckpttool.cli.main import app
 from ckpttool.errors import EXIT_CODES
 from ckpttool.layouts import layouts
@@ -37,7 +38,8 @@ def options_table(command: str) -> str:
             continue
         value = "" if p.is_flag else " " + (p.metavar or _VALUES.get(p.type.name, p.type.name.upper()))
         names = ", ".join(f"`{o}{value}`" for o in (*sorted(p.opts, key=len, reverse=True), *p.secondary_opts))
-        default = "" if p.is_flag or p.default is None or callable(p.default) else f" Default: `{p.default}`."
+        usual = p.show_default if isinstance(p.show_default, str) else p.default
+        default = "" if p.is_flag or usual is None or callable(usual) else f" Default: `{usual}`."
         text = (p.help or "").replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
         row = f"| {names}{value} | {text}{default} |"
         panels.setdefault(getattr(p, "rich_help_panel", None) or "", []).append(row)
@@ -62,7 +64,14 @@ def layouts_table() -> str:
     return "\n".join(["| name | what it is | holds |", "|---|---|---|", *rows])
 
 
+def exports(page: str) -> str:
+    """Names of ckpttool.__all__ that the page does not describe yet, as mkdocstrings wants them."""
+    skipped = {"__version__", "CkpttoolError", *re.findall(r"^::: ckpttool\.(\w+)$", page, re.MULTILINE)}
+    return "\n".join(f"::: ckpttool.{name}" for name in ckpttool.__all__ if name not in skipped)
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Called by mkdocs with the text of each page."""
     markdown = re.sub(r"^<!-- options: (.+?) -->$", lambda m: options_table(m[1]), markdown, flags=re.MULTILINE)
+    markdown = markdown.replace("<!-- exports -->", exports(markdown))
     return markdown.replace("<!-- exit-codes -->", exit_codes_table()).replace("<!-- layouts -->", layouts_table())

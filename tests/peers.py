@@ -98,6 +98,14 @@ def load_dcp(path: Path) -> dict[str, Any]:
     return tree
 
 
+def from_pretrained(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """(model, what transformers says about the loading)."""
+    from transformers import AutoModelForCausalLM
+
+    model, said = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype="auto")
+    return model, said
+
+
 def load_hf(path: Path) -> dict[str, Tensor]:
     """Every tensor of every safetensors file of a folder."""
     return {k: t for file in sorted(path.glob("*.safetensors")) for k, t in load_file(file).items()}

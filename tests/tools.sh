@@ -2,9 +2,9 @@
 # Programs that tests drive: a browser for report.html, promtool for metrics and alert rules, age and zstd for archives.
 # Usage: tools.sh BIN
 #
-# Missing ones are installed where we may: Debian or Ubuntu, as root or with a sudo that does not ask. promtool is taken
-# out of its package and put into BIN, since the package as a whole would start a server. Where we may not, one line
-# says so and this succeeds: tests that need the programs are skipped then, and fail where CI=true.
+# Missing ones are installed only where CI=true or TOOLS=1, and where we may: Debian or Ubuntu, as root or with a sudo that
+# does not ask. promtool is taken out of its package and put into BIN, since the package as a whole would start a server.
+# Otherwise one line says which tests are skipped, and this succeeds. Where CI=true those tests fail.
 bin=$1
 PATH=$bin:$PATH
 
@@ -15,11 +15,18 @@ missing() {
 }
 
 give_up() {
-    echo "not installed:$(missing) ($1); tests that need them are skipped, or fail where CI=true" >&2
+    tests=
+    case $(missing) in *chrom*) tests="$tests, report.html in a browser"; esac
+    case $(missing) in *promtool*) tests="$tests, metrics and alert rules"; esac
+    case $(missing) in *age*|*zstd*) tests="$tests, archives opened with age and zstd"; esac
+    becomes=skipped
+    [ "$CI" != true ] || becomes="run and fail, since CI=true"
+    echo "not installed:$(missing) ($1). Tests of these are $becomes: ${tests#, }." >&2
     exit 0
 }
 
 [ -n "$(missing)" ] || exit 0
+[ "$CI" = true ] || [ "$TOOLS" = 1 ] || give_up "'make test TOOLS=1' installs them with apt-get"
 command -v apt-get >/dev/null 2>&1 || give_up "no apt-get here"
 as_root=
 if [ "$(id -u)" != 0 ]; then

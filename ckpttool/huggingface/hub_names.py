@@ -115,7 +115,7 @@ def meta_model(config_dict: dict[str, Any]) -> Any:
         if cls is not None:
             model = cls._from_config(config)
         else:
-            model = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            model = transformers.AutoModelForCausalLM.from_config(config)
     return model
 
 
@@ -172,8 +172,8 @@ def _loaded(model: Any, state: dict[str, Any]) -> Verdict:
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     shapes: list[str] = []
     missing: list[str] = []
     unexpected: list[str] = []

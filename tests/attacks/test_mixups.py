@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_numbers import with_right_crcs
+from attacks.test_numbers import with_right_crcs
 
 import ckpttool
 from ckpttool.engine import conversion, mixups

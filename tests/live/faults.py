@@ -1,4 +1,4 @@
-"""The job whose checkpoint tests/test_faults.py spoils, and the same job with faults of its own.
+"""The job whose checkpoint tests/resume/test_faults.py spoils, and the same job with faults of its own.
 
     torchrun --standalone --nproc-per-node=4 tests/live/faults.py --out FOLDER
 

@@ -15,7 +15,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
-from hub import Hub
+from fake_hub import Hub
 from packaging.metadata import parse_email
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -24,8 +24,6 @@ from peers import FIXTURES
 ROOT = Path(__file__).parents[2]
 DCP, CONFIG = FIXTURES / "fsdp2_w3" / "ckpt", FIXTURES / "fsdp2_w3" / "hf_ref"
 MOE, MOE_CONFIG = FIXTURES / "fsdp2_w3_moe" / "ckpt", FIXTURES / "fsdp2_w3_moe" / "hf_ref"
-
-pytestmark = pytest.mark.xdist_group("install")
 
 
 def backend(call: str, folder: Path) -> str:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_judge import (
+from resume.test_judge import (
     FAULTS,
     FQNS,
     edit_state,
@@ -543,7 +543,7 @@ def test_updates_of_a_part_of_a_group_are_not_blamed_on_its_options() -> None:
     ],
 )
 def test_names_of_files_tell_ranks_where_they_do(case: str, rank: bool) -> None:
-    folder = Path(__file__).parent.parent / "fixtures" / case
+    folder = Path(__file__).parents[2] / "fixtures" / case
     where = folder / "ckpt" if (folder / "ckpt").exists() else folder
     how = {"flat_layout": str(folder / "flat_layout.json")} if case.startswith("fsdp1") else {}
     opened = ckpttool.open(where / "fqn.pt" if case == "full_w1" else where, **how)

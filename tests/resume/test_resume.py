@@ -24,7 +24,7 @@ from ranks import forked, one_at_a_time
 from ckpttool.resume.trace import line
 from fixtures import jobs
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 FIXTURES = REPOSITORY / "fixtures"
 JOBS = REPOSITORY / "tests" / "live" / "verify_job.py"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "160"}

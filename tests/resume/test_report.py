@@ -428,10 +428,11 @@ def test_every_metric_is_in_the_documentation_and_the_other_way_round() -> None:
 # -------------------------------------------------------------------------------------------------------------- alerts
 
 
+@pytest.mark.slow
 def test_promtool_accepts_the_alerts() -> None:
     for what in (
         ["check", "rules", "--lint-fatal", ALERTS],
-        ["test", "rules", REPOSITORY / "tests" / "alerts_test.yml"],
+        ["test", "rules", REPOSITORY / "tests" / "resume" / "alerts_test.yml"],
     ):
         done = subprocess.run([program("promtool"), *what], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -443,7 +444,7 @@ def test_every_alert_is_documented_tested_and_about_metrics_that_are_there() -> 
     assert len(severities) == 9
     assert dict(re.findall(r"^\| `(Resume\w+)` \| (\w+) \|", docs, re.MULTILINE)) == severities
     assert set(re.findall(r"ckpttool_resume_(\w+)", rules)) <= set(ALL_METRICS)
-    tests = (REPOSITORY / "tests" / "alerts_test.yml").read_text()
+    tests = (REPOSITORY / "tests" / "resume" / "alerts_test.yml").read_text()
     for alert in severities:
         asked = re.findall(rf'alertname="{alert}",alertstate="firing"}}\n.*\n\s+exp_samples:(.*)', tests)
         assert "" in asked and " []" in asked, alert  # it fires, and it does not
@@ -586,6 +587,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield b
 
 
+@pytest.mark.slow
 @every_report
 def test_a_browser_shows_the_page(make: Callable[[], Report], chromium: Browser, tmp_path: Path) -> None:
     """Nothing on the console, nothing refused, nothing executed, no overflow, charts to be seen: wide, narrow, dark."""
@@ -608,6 +610,7 @@ def test_a_browser_shows_the_page(make: Callable[[], Report], chromium: Browser,
     assert chromium.console() == []
 
 
+@pytest.mark.slow
 def test_a_hole_in_a_page_would_be_seen(chromium: Browser, tmp_path: Path) -> None:
     """That the test above can fail: pages that do not escape, and that load something."""
     path = tmp_path / "report.html"
@@ -619,6 +622,7 @@ def test_a_hole_in_a_page_would_be_seen(chromium: Browser, tmp_path: Path) -> No
     assert "Content Security Policy" in " ".join(chromium.console())
 
 
+@pytest.mark.slow
 def test_what_moves_in_a_page(chromium: Browser, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     path.write_text(page(failing()))
@@ -644,6 +648,7 @@ def test_what_moves_in_a_page(chromium: Browser, tmp_path: Path) -> None:
     assert chromium.console() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True])
 def test_every_text_stands_out_from_what_is_behind_it(chromium: Browser, tmp_path: Path, dark: bool) -> None:
     """Contrast of 4.5 and more (WCAG AA), for every text that is shown."""

@@ -2,7 +2,7 @@
 
 A real FSDP2 job of 4 ranks (tests/live/faults.py) saves after 20 steps and goes on. Its checkpoint is spoiled in every way
 of `faulty.FAULTS`, and each is resumed and judged three times: with everything known (--against the original), with the
-numbers of the run alone, and against the recorded trajectory. `pytest tests/test_faults.py -s` prints the table.
+numbers of the run alone, and against the recorded trajectory. `pytest tests/resume/test_faults.py -s` prints the table.
 
 Starting torch takes most of the time, so all runs of one world size share a launch. A run costs 0.5 s of CPU at world
 size 1 and 1.8 s at 2: a fault that is about ranks runs at 2, any other at 1. The real torchrun is in test_resume.py.

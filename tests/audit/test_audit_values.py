@@ -24,7 +24,7 @@ from ckpttool.formats.torch_zip import Inline
 from ckpttool.formats.values import decode, encode
 from ckpttool.index.checkpoint import Value, joined
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 NAN, OTHER_NAN = (struct.unpack(">d", bytes.fromhex(h))[0] for h in ("7ff8000000000000", "fff8000000001234"))
 
 

@@ -38,7 +38,7 @@ from ckpttool.storage import upload as objects
 from ckpttool.storage.remote import RemoteSource
 from ckpttool.storage.upload import Upload
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 MIB = 1 << 20
 LOCKED = {
     "ObjectLockMode": "GOVERNANCE",

@@ -18,8 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from ckpttool.converters import fsdp1
+from engine.test_flatlayout import Tiny, rank_of, wrapped
 from peers import difference, tensors_of
-from test_flatlayout import Tiny, rank_of, wrapped
 from torch import Tensor, nn
 
 import ckpttool

@@ -310,6 +310,7 @@ def test_a_model_that_fsdp1_does_not_wrap_is_refused() -> None:
         describe_fsdp1(nn.Linear(2, 2))
 
 
+@pytest.mark.slow
 def test_names_of_a_hub_model_come_from_transformers_in_a_child(tmp_path: Path) -> None:
     config = {
         "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "vocab_size": 11, "hidden_size": 8,

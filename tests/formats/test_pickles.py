@@ -601,7 +601,7 @@ def test_a_checkpoint_that_such_a_python_saved(tmp_path: Path, monkeypatch: pyte
 
     from ckpttool.engine.diff import diff
 
-    source = Path(__file__).parents[1] / "fixtures" / "fsdp2_w3" / "ckpt"
+    source = Path(__file__).parents[2] / "fixtures" / "fsdp2_w3" / "ckpt"
     shutil.copytree(source, tmp_path / "there")
     with open(source / ".metadata", "rb") as f:
         metadata = pickle.load(f)

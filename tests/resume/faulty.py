@@ -1,4 +1,4 @@
-"""The faults of tests/test_faults.py: what is done to a checkpoint or to a job, and what must be said about it.
+"""The faults of tests/resume/test_faults.py: what is done to a checkpoint or to a job, and what must be said about it.
 
 A state is the tree of a full checkpoint of the job in tests/live/faults.py, {"model", "optim", "scheduler", "step"}; what
 is done to it is a function of (the state, that of step 10). At the world size of the save, 4, a matrix of 48 rows has 12

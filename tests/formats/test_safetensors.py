@@ -200,7 +200,7 @@ def test_what_was_written_is_opened_with_the_library(tmp_path: Path, monkeypatch
             raise SafetensorError("not this one")
         return there(path, framework=framework)
 
-    source = Path(__file__).parents[1] / "fixtures" / "fsdp2_w3" / "ckpt"
+    source = Path(__file__).parents[2] / "fixtures" / "fsdp2_w3" / "ckpt"
     monkeypatch.setattr(safetensors, "safe_open", refuse_the_third)
     with pytest.raises(Corrupt, match=r"the safetensors library cannot open what was written \(not this one\)"):
         ckpttool.convert(source, tmp_path / "out", to="hf", options=ckpttool.HfOptions(max_shard_bytes=20_000))

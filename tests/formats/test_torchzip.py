@@ -194,6 +194,7 @@ def outcome(path: Path) -> Any:
         return type(e)
 
 
+@pytest.mark.slow
 def test_a_zip_with_any_one_byte_changed_is_refused_or_gives_the_same_tensors(tmp_path: Path) -> None:
     data = small_file(tmp_path)
     good = outcome(tmp_path / "x.pt")
@@ -574,6 +575,7 @@ def test_records_that_we_write_zipfile_reads_and_each_is_aligned(
     )
 
 
+@pytest.mark.slow
 def test_more_records_than_a_plain_zip_can_count_are_read_by_zipfile_and_by_us() -> None:
     data = big_zip([(f"archive/{i}", b"", False) for i in range(66_000)], 1)
     with zipfile.ZipFile(io.BytesIO(data)) as z:

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from peers import FIXTURES, difference, load_hf
-from test_hf import from_pretrained
+from peers import FIXTURES, difference, from_pretrained, load_hf
 from torch import Tensor
 
 import ckpttool

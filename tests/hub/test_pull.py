@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub import STRANGER, Hub
+from fake_hub import STRANGER, Hub
 from huggingface_hub.utils import close_session
 from peers import FIXTURES, difference, load_dcp, load_hf, tensors_of
 from safetensors.torch import load, save

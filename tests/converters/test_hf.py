@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peers import FIXTURES, Original, difference, files_of, load_hf
+from peers import FIXTURES, Original, difference, files_of, from_pretrained, load_hf
 from peers import ORIGINALS as ALL
 from safetensors.torch import save_file
 from torch import Tensor
@@ -26,14 +26,6 @@ HUB = [o for o in ALL if o.saved_as in ("hf", "hf_with_index")]
 
 def labels(originals: list[Original]) -> list[str]:
     return [o.label for o in originals]
-
-
-def from_pretrained(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """(model, what transformers says about the loading)."""
-    from transformers import AutoModelForCausalLM
-
-    model, said = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype="auto")
-    return model, said
 
 
 def assert_loads_into(folder: Path, truth: dict[str, Tensor]) -> None:

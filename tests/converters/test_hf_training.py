@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from hub import Hub
+from fake_hub import Hub
 from huggingface_hub.utils import close_session
 from peers import FIXTURES, FLAT, ORIGINALS, Original, difference, files_of, load_hf
 from safetensors.torch import load_file, save_file
@@ -33,7 +33,7 @@ INDEX = "training_state/index.json"
 
 
 def config_of(original: Original) -> str | None:
-    """Where its config is; not that of the fused experts, of which transformers must be asked (tests/test_hf.py)."""
+    """Where its config is; not that of the fused experts, of which transformers must be asked (tests/converters/test_hf.py)."""
     return original.config if original.case != "fsdp2_w3_moe" else None
 
 

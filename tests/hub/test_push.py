@@ -31,7 +31,7 @@ import numpy
 import pytest
 import torch
 from commands import ckpttool_here
-from hub import OWNER, STRANGER, Hub
+from fake_hub import OWNER, STRANGER, Hub
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import close_session
 from peers import FIXTURES, difference, files_of, load_dcp, tensors_of
@@ -800,14 +800,14 @@ def test_a_card_on_a_branch_speaks_of_that_branch() -> None:
         ({"_name_or_path": "./model"}, {}, None),
         ({"_name_or_path": "models/llama"}, {}, None),
         ({"_name_or_path": "run7/checkpoint-500"}, {}, None),
-        ({"_name_or_path": "tests/hub.py"}, {}, None),
+        ({"_name_or_path": "tests/fake_hub.py"}, {}, None),
         ({"_name_or_path": "org/name"}, {}, None),
         ({"_name_or_path": "gpt2"}, {}, None),
         ({"_name_or_path": 3}, {}, None),
     ],
 )  # fmt: skip
 def test_base_model(monkeypatch: pytest.MonkeyPatch, config: Any, adapter: Any, wanted: str | None) -> None:
-    monkeypatch.chdir(Path(__file__).parents[1])
+    monkeypatch.chdir(Path(__file__).parents[2])
     facts = card.Facts("org/name", "1", "dcp", None, None, None, {}, {}, False, False, config, adapter)
     assert card.base_model(facts) == wanted
 

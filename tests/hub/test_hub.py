@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from commands import ckpttool_here
-from hub import OWNER, STRANGER, Hub
+from fake_hub import OWNER, STRANGER, Hub
 from huggingface_hub import (
     CommitOperationAdd,
     CommitOperationDelete,

@@ -22,7 +22,7 @@ from ckpttool.engine.diff import diff
 from ckpttool.errors import Corrupt, DestinationExists, Interrupted, NoSpace, RemoteError, SourceChanged, UsageError
 from ckpttool.storage import destinations, remote, upload
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 DCP = str(FIXTURES / "fsdp2_w3" / "ckpt")
 MIB = 1 << 20
 
