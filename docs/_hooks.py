@@ -8,9 +8,12 @@
 from __future__ import annotations
 
 import re
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import typer.main
+from mkdocs.plugins import event_priority
 
 import ckpttool
 from ckpttool.cli.main import app
@@ -19,6 +22,22 @@ from ckpttool.layouts import layouts
 
 #: What an option takes -> how the table shows it.
 _VALUES = {"integer range": "N", "integer": "N", "float range": "X", "float": "X", "text": "TEXT"}
+
+
+_tree: tempfile.TemporaryDirectory[str] | None = None
+
+
+@event_priority(100)  # before mkdocstrings looks at its settings
+def on_config(config: Any) -> None:
+    """Show mkdocstrings the package as it is installed: with the folder converters/ inside."""
+    global _tree
+    root = Path(config.config_file_path).parent
+    _tree = tempfile.TemporaryDirectory(prefix="ckpttool-docs-")
+    installed = Path(_tree.name, "ckpttool")
+    installed.mkdir()
+    for path in (*(root / "ckpttool").iterdir(), root / "converters"):
+        (installed / path.name).symlink_to(path)
+    config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [str(installed.parent)]
 
 
 def commands(group: Any = None, above: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -41,7 +60,7 @@ def options_table(command: str) -> str:
         usual = p.show_default if isinstance(p.show_default, str) else p.default
         default = "" if p.is_flag or usual is None or callable(usual) else f" Default: `{usual}`."
         text = (p.help or "").replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
-        row = f"| {names}{value} | {text}{default} |"
+        row = f"| {names} | {text}{default} |"
         panels.setdefault(getattr(p, "rich_help_panel", None) or "", []).append(row)
     tables = []
     for panel, rows in ((p, r) for p, r in panels.items() if r):
@@ -62,6 +81,12 @@ def layouts_table() -> str:
         for name, layout in layouts().items()
     )
     return "\n".join(["| name | what it is | holds |", "|---|---|---|", *rows])
+
+
+def on_post_build(**_: Any) -> None:
+    """Remove what `on_config` made."""
+    if _tree is not None:
+        _tree.cleanup()
 
 
 def exports(page: str) -> str:

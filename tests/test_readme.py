@@ -170,12 +170,13 @@ def test_every_command_of_the_readme_runs_and_then_its_python(
     run_script(README, desk)
 
 
-def test_every_command_of_getting_started_and_trainers_runs_and_then_the_python_of_the_reference(
-    desk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_command_of_getting_started_and_trainers_runs(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(desk)
     run_here(command_lines(PAGES["getting-started.md"]), desk)
     run_here(command_lines(PAGES["how-to/trainers.md"]), desk)
+
+
+def test_the_python_of_the_reference_runs(desk: Path) -> None:
     run_script(PAGES["reference/python.md"], desk)
 
 
