@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,10 +60,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _answers(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[None]:
+def _answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """All workers and ranks of a run share what transformers answers to one question."""
     root = tmp_path_factory.getbasetemp()
-    folder = (root if worker_id == "master" else root.parent) / "answers"
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "answers"
     folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ANSWERS", str(folder))
