@@ -445,6 +445,8 @@ def test_every_alert_is_documented_tested_and_about_metrics_that_are_there() -> 
     assert dict(re.findall(r"^\| `(Resume\w+)` \| (\w+) \|", docs, re.MULTILINE)) == severities
     assert set(re.findall(r"ckpttool_resume_(\w+)", rules)) <= set(ALL_METRICS)
     tests = (REPOSITORY / "tests" / "resume" / "alerts_test.yml").read_text()
+    (named,) = re.findall(r"^  - (.*alerts\.yml)$", tests, re.MULTILINE)
+    assert (REPOSITORY / "tests" / "resume" / named).samefile(ALERTS)
     for alert in severities:
         asked = re.findall(rf'alertname="{alert}",alertstate="firing"}}\n.*\n\s+exp_samples:(.*)', tests)
         assert "" in asked and " []" in asked, alert  # it fires, and it does not
