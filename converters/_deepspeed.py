@@ -123,12 +123,12 @@ def find(source: Source, tag: str | None, latest: str = "latest") -> Save:
         said = f"the file {latest} ({tag!r})"
     if tag is not None:
         if not tag or tag in (".", "..") or "/" in tag or "\0" in tag:
-            raise Unsafe(f"{source.root}/{latest} names {tag[:80]!r}, which is no folder beside it.")
+            raise Unsafe(f"{source.root}/{latest} names {tag[:80]!r}, which is not a folder in the same place.")
         inside = source.list(tag)
         if not is_save(inside):
             others = ", ".join(saves(source)) or "none"
             raise Corrupt(
-                f"{source.root}: there is no save where {said} points to. The save was not finished, or the folder was "
+                f"{source.root}: the save that {said} points to is missing. The save was not finished, or the folder was "
                 f"not copied whole; saves here: {others}. Choose one with --tag."
             )
         return Save(tag + "/", inside)
@@ -494,7 +494,7 @@ class Reading:
         for name, t in module.items():
             if not isinstance(name, str) or not isinstance(t, StoredTensor):
                 raise Unsupported(
-                    f"{first.what}: module holds {short(t)} under {short(name)}, which is no tensor (extra state of a "
+                    f"{first.what}: module holds {short(t)} under {short(name)}, which is not a tensor (extra state of a "
                     "module); ckpttool does not carry it."
                 )
             if name in self.masters:
@@ -517,7 +517,7 @@ class Reading:
             else:
                 if self.masters and name not in buffers and "shared_params" not in first.tree:
                     raise Corrupt(
-                        f'{first.what}: "{name}" is in module, but not in param_shapes, and there is no "shared_params" to say '
+                        f'{first.what}: "{name}" is in module, but not in param_shapes, and "shared_params" is missing, which would say '
                         "whether it is tied to a weight that is. The file is damaged, or of DeepSpeed before 0.9: resume it "
                         "with a later release and save it again."
                     )
@@ -554,7 +554,7 @@ class Reading:
         differing: list[str] = []
         for key in dict.fromkeys(k for f in files for k in f.tree):
             if not isinstance(key, str):
-                raise Unsupported(f"{first.what}: a key {short(key)} that is no text.")
+                raise Unsupported(f"{first.what}: a key {short(key)} that is not text.")
             if key in OWN:
                 continue
             if key not in first.tree:

@@ -137,7 +137,7 @@ class Plan:
             "checkpoint" if "pytorch-lightning_version" in self.rest else f"global_step{self.steps}"
         )
         if "/" in self.tag or self.tag in ("", ".", ".."):
-            raise UsageError(f"--write-tag {self.tag!r} is no name of a folder.")
+            raise UsageError(f"--write-tag {self.tag!r} is not the name of a folder.")
         self.counters = {
             "skipped_steps": self.rest.pop("skipped_steps", 0), "global_steps": self.steps,
             **({"global_samples": self.rest.pop("global_samples")} if "global_samples" in self.rest else {}),

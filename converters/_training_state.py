@@ -91,7 +91,7 @@ def draft(
         tied: {FQN of a weight without bytes of its own: the one that has them}.
 
     Raises:
-        Unsupported: a value is of no kind that values.json holds, or a name is no text.
+        Unsupported: a value is of no kind that values.json holds, or a name is not text.
     """
     refuse_surrogates(ckpt.values)
     n = len(groups)
@@ -171,7 +171,7 @@ def read(source: Source, first: int) -> State:
     _origin(index["origin"], what)
     said = index["source"]
     if not isinstance(said, dict):
-        raise Corrupt(f"{what}: source is no object.")
+        raise Corrupt(f"{what}: source is not an object.")
     world, trainer = said.get("world_size"), said.get("trainer")
     return State(
         tensors, held, [*(f"{FOLDER}/{f}" for f in files), INDEX],
@@ -210,7 +210,7 @@ def _texts(x: Any) -> bool:
 
 def _path(x: Any, what: str) -> Path:
     if not isinstance(x, list) or not x or not all(type(k) is str or (type(k) is int and k >= 0) for k in x):
-        raise Corrupt(f"{what}: {str(x)[:80]} is no path.")
+        raise Corrupt(f"{what}: {str(x)[:80]} is not a path.")
     return tuple(x)
 
 
@@ -228,7 +228,7 @@ def _files(said: Any, there: list[str], source: Source, what: str) -> list[str]:
         if "/" in name or "\\" in name or name in ("", ".", ".."):
             raise Unsafe(f"{what} names {name!a}, which leads out of {FOLDER}.")
         if name != _VALUES and not _SHARD.fullmatch(name):
-            raise Corrupt(f"{what} names {name!a}, which is no file of a training state.")
+            raise Corrupt(f"{what} names {name!a}, which is not a file of a training state.")
         if name not in there:
             raise Corrupt(f"{source.root}/{FOLDER}/{name} is missing. The copy is incomplete; fetch the file again.")
         size = source.size(f"{FOLDER}/{name}")
@@ -252,7 +252,7 @@ def _tensors(rows: Any, files: list[str], source: Source, first: int, what: str)
                 raise Corrupt(f'"{name}" is in {files[found[name][0]]} and in {file} of {source.root}/{FOLDER}.')
             found[name] = i, slot
     if not isinstance(rows, dict):
-        raise Corrupt(f"{what}: tensors is no object.")
+        raise Corrupt(f"{what}: tensors is not an object.")
     if odd := found.keys() ^ rows.keys():
         name = min(odd)
         where = "the files, but not in index.json" if name in found else "index.json, but in no file"

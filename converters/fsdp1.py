@@ -200,7 +200,9 @@ def _local(
             continue
         module, t = name.rpartition(".")[0], assembled(files, ranks, name, column)
         if not isinstance(t, TensorEntry) or len(t.shape) != 1 or "float" not in t.dtype:
-            raise Corrupt(f'{files.source.root}: the flat parameter of module "{module}" is no 1-D tensor of floats.')
+            raise Corrupt(
+                f'{files.source.root}: the flat parameter of module "{module}" is not a 1-D tensor of floats.'
+            )
         flats[module] = t
         had = [files.shards(r.file, name, x).pieces for r, x in zip(ranks, column, strict=True) if is_sharded(x)]
         pieces[module] = [(p[0][0][0], p[0][1]) if p else None for p in had]

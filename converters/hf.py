@@ -353,7 +353,7 @@ def _box_of(
             continue
         d = next((i for i in free if full[i] == s and whole[i] > 1), None)
         if d is None:
-            raise Unsupported(f'"{name}" is no box of "{view.of}".')
+            raise Unsupported(f'"{name}" is not a box of "{view.of}".')
         free.remove(d)
         shape[d], strides[d] = n, w
     return tuple(start), tuple(shape), None if boxes.is_row_major(shape, strides) else tuple(strides)

@@ -87,7 +87,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         for name, shape in group.items():
             slots[name] = _parameter(reading, name, shape)
             if not isinstance(slots[name].get("fp32"), TensorEntry):
-                raise Corrupt(f'{reading.where}zero/{name}: there is no fp32.pt, the weights of "{name}". Fetch it.')
+                raise Corrupt(f'{reading.where}zero/{name}: fp32.pt is missing, the weights of "{name}". Fetch it.')
             reading.masters[name] = replace(slots[name].pop("fp32"), path=("model", name))
     _refuse_others(reading, models[0], slots.keys())
     reading.take_module(models)

@@ -262,7 +262,7 @@ def _optimizer(
         for slot, found in optims[0].state[g].items():
             if not isinstance(slot, str):
                 raise Corrupt(
-                    f"{files[0].what}: flat tensor {g} has an optimizer slot {short(slot)}, which is no name."
+                    f"{files[0].what}: flat tensor {g} has an optimizer slot {short(slot)}, which is not a name."
                 )
             everyone = [o.state[g].get(slot) for o in optims]
             if not isinstance(found, StoredTensor) or not found.shape:

@@ -108,7 +108,7 @@ class Archive(Source):
                 f"{self.root}: {total - at} bytes follow the last member of the tar; its end takes {len(tarball.END)}."
             )
         if missing := sorted(_NEEDED - set(self._members)):
-            raise Corrupt(f"{self.root} has no {missing[0]}. It is no archive of ckpttool, or a damaged one.")
+            raise Corrupt(f"{self.root} has no {missing[0]}. It is not an archive of ckpttool, or a damaged one.")
 
     def _name(self, name: str) -> None:
         """Members have the names that they must have, in their order, once."""

@@ -113,9 +113,9 @@ def verify(store: str, head: str | None = None) -> dict[str, Any]:
         Differs: no line has the hash `head`. UsageError: `head` is no hash, or there is no such folder.
     """
     if head is not None and not re.fullmatch(r"[0-9a-f]{64}", head):
-        raise UsageError(f"{head!r} is no hash of a line: 64 digits 0-9a-f, as `audit ledger verify` prints them.")
+        raise UsageError(f"{head!r} is not the hash of a line: 64 digits 0-9a-f, as `audit ledger verify` prints them.")
     if not remote.is_url(store) and not os.path.isdir(store):
-        raise UsageError(f"{store} is no folder; a store is a folder with archives, or the URL of one.")
+        raise UsageError(f"{store} is not a folder; a store is a folder with archives, or the URL of one.")
     entries = read_or_none(store)
     if entries is None:
         raise Corrupt(
@@ -287,7 +287,7 @@ def _entry(line: bytes, what: str, number: int) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError) as e:
         raise _altered(what, number, str(e)) from None
     except (Corrupt, Unsafe):
-        raise _altered(what, number, "it is no JSON that ckpttool writes") from None
+        raise _altered(what, number, "it is not JSON that ckpttool writes") from None
     return entry
 
 

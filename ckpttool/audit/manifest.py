@@ -140,11 +140,11 @@ def decode(data: bytes, what: str) -> Manifest:
 
 def _entry(path: Path, dtype: Any, shape: Any, what: str) -> TensorEntry:
     if not path or path[0] not in COMPONENTS or not all(type(p) is int or type(p) is str for p in path):
-        raise Corrupt(f"{what}: {str(path)[:80]} is no path of a tensor.")
+        raise Corrupt(f"{what}: {str(path)[:80]} is not the path of a tensor.")
     if not isinstance(dtype, str) or dtype not in ITEMSIZE:
         raise Corrupt(f"{what}: dtype {str(dtype)[:40]!r} is unknown.")
     if not isinstance(shape, list) or len(shape) > 64:
-        raise Corrupt(f"{what}: {str(shape)[:80]} is no shape.")
+        raise Corrupt(f"{what}: {str(shape)[:80]} is not a shape.")
     total = 1
     for n in shape:
         total *= _count(n)
@@ -155,13 +155,13 @@ def _entry(path: Path, dtype: Any, shape: Any, what: str) -> TensorEntry:
 
 def _count(n: Any) -> int:
     if type(n) is not int or not 0 <= n <= MAX_NUMEL:
-        raise ValueError(f"{str(n)[:40]} is no count")
+        raise ValueError(f"{str(n)[:40]} is not a count")
     return n
 
 
 def _hex(text: Any) -> str:
     if not isinstance(text, str) or len(text) != 64 or not set(text) <= set("0123456789abcdef"):
-        raise ValueError(f"{str(text)[:80]!r} is no digest")
+        raise ValueError(f"{str(text)[:80]!r} is not a digest")
     return text
 
 
@@ -235,7 +235,7 @@ What lies in it:
 
   tensors-*.safetensors   the tensors: 8 bytes n (little-endian), n bytes of JSON {name: {dtype, shape, data_offsets}},
                           then the bytes of the tensors; https://github.com/huggingface/safetensors
-  values.json             everything that is no tensor: step, learning rates, random state, ...; {"$tuple": [...]} and other
+  values.json             everything that is not a tensor: step, learning rates, random state, ...; {"$tuple": [...]} and other
                           objects of one key that begins with "$" are values that JSON does not have: $set, $frozenset;
                           $dict of pairs; $bytes, $bytearray in base64; $float inf, -inf or the bits of a NaN;
                           $complex; $int, $str in hexadecimal; $global a name in a Python module; $object an

@@ -123,7 +123,7 @@ def config_files(said: Mapping[str, Any], what: str) -> dict[str, bytes]:
     out = {}
     for name, f in (said.get("config_files") or {}).items():
         if os.path.basename(name) != name or name in ("", ".", "..") or not name.isprintable() or "\\" in name:
-            raise Unsafe(f"{what}: {tarball.short(name)} is no name of a configuration file.")
+            raise Unsafe(f"{what}: {tarball.short(name)} is not the name of a configuration file.")
         try:
             data = f["text"].encode() if "text" in f else base64.b64decode(f["base64"], validate=True)
         except ValueError:

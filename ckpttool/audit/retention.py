@@ -42,7 +42,7 @@ def time_of(text: str) -> datetime:
         ValueError: it is not written as `stamp` writes it.
     """
     if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", text, re.ASCII):
-        raise ValueError(f"{text!r} is no UTC time like 2033-01-01T00:00:00Z")
+        raise ValueError(f"{text!r} is not a UTC time like 2033-01-01T00:00:00Z")
     return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC)
 
 
@@ -61,7 +61,7 @@ def until(text: str, start: datetime) -> datetime:
             end = (end.replace(tzinfo=UTC) if end.tzinfo is None else end).astimezone(UTC)
     except (ValueError, OverflowError):
         raise UsageError(
-            f"{text!r} is no retention; give 7y, 18m (months), 2w, 90d or a date like 2033-01-01."
+            f"{text!r} is not a retention; give 7y, 18m (months), 2w, 90d or a date like 2033-01-01."
         ) from None
     if end <= start:
         raise UsageError(f"A retention until {stamp(end)} has passed already; it is {stamp(start)}.")
@@ -87,7 +87,7 @@ def age(text: str) -> timedelta:
     """
     found = _SHORT.fullmatch(text)
     if not found or not int(found[1]):
-        raise UsageError(f"{text!r} is no age; give 12h, 90d, 2w, 18m (months) or 7y.")
+        raise UsageError(f"{text!r} is not an age; give 12h, 90d, 2w, 18m (months) or 7y.")
     return timedelta(hours=int(found[1]) * _HOURS[found[2]])
 
 

@@ -148,9 +148,9 @@ class Sealer:
 
     def _refuse_failed(self) -> None:
         if self._closed:
-            raise CkpttoolError("encryption was given up; what was written is no whole file.")
+            raise CkpttoolError("encryption was given up; the file that was written is incomplete.")
         if self._error is not None:
-            raise CkpttoolError(f"encryption failed ({self._error}); what was written is no whole file.")
+            raise CkpttoolError(f"encryption failed ({self._error}); the file that was written is incomplete.")
 
     def _give_up(self) -> None:
         with self._changed:
@@ -302,7 +302,7 @@ def _payload(source: Source, file: str, what: str) -> int:
     size = source.size(file)
     head = source.read(file, 0, min(size, _MAX_HEADER))
     if not head.startswith(_MAGIC):
-        raise Corrupt(f"{what} is no age file, or its first bytes are damaged.")
+        raise Corrupt(f"{what} is not an age file, or its first bytes are damaged.")
     mac = head.find(b"\n--- ")
     end = head.find(b"\n", mac + 1)
     if mac < 0 or end < 0:
@@ -350,7 +350,7 @@ def _recipient(text: str, what: str) -> Any:
         return kind.Recipient.from_str(text)
     except pyrage.RecipientError:
         raise UsageError(
-            f"{what}, is no public key of age (age1...) or ssh (ssh-ed25519, ssh-rsa), or it has a typing error. Keys of "
+            f"{what}, is not a public key of age (age1...) or ssh (ssh-ed25519, ssh-rsa), or it has a typing error. Keys of "
             "age plugins are not known here."
         ) from None
 
@@ -400,7 +400,7 @@ def _stripped(data: bytes, file: str) -> list[tuple[int, str]]:
     try:
         lines = [line.strip() for line in data.decode().split("\n")]
     except UnicodeDecodeError:
-        raise UsageError(f"{file} is no text; keys are.") from None
+        raise UsageError(f"{file} is not text; keys are.") from None
     return [(i, line) for i, line in enumerate(lines, 1) if line and not line.startswith("#")]
 
 

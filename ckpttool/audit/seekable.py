@@ -445,10 +445,12 @@ def read_table(source: Source, file: str) -> Table:
     mark = lengths.pop(), checksums.pop()
     want = 8 + len(_TAG) + 4 + 4 * frames + 4
     if last != want or last > size - span or mark != (0, 0):
-        raise NotRecognised(f"{path}: its seek table does not end with a CRC table. It is no archive of ckpttool.")
+        raise NotRecognised(f"{path}: its seek table does not end with a CRC table. It is not an archive of ckpttool.")
     crc = memoryview(source.read(file, size - span - last, last))
     if struct.unpack_from("<II", crc) != (_CRCS, last - 8) or crc[8:16] != _TAG:
-        raise NotRecognised(f"{path}: there is no CRC table before its seek table. It is no archive of ckpttool.")
+        raise NotRecognised(
+            f"{path}: the CRC table before its seek table is missing. It is not an archive of ckpttool."
+        )
     crcs = _sound_crcs(crc[8:])
     if crcs is None:
         raise Corrupt(f"{wrong}the CRC table does not have its own CRC32.{LOOK}")
@@ -770,7 +772,7 @@ class _Search:
                 if end is None:
                     end = self._next(at + 1)
                     said = _content_size(self._get(at, 16)) if self._magic(at) == _ZSTD else None
-                    fault = "the frame is damaged or cut off" if said else "these bytes are no frame"
+                    fault = "the frame is damaged or cut off" if said else "these bytes are not a frame"
                     yield _Piece(at, end - at, None, said[0] if said else 0, fault=fault)
                 elif self._magic(at) == _ZSTD:
                     frame = self._get(at, end - at)
@@ -778,7 +780,7 @@ class _Search:
                     assert said is not None
                     yield _Piece(at, end - at, memoryview(bytes(frame)), said[0])
                 elif not self._table(at, end):
-                    yield _Piece(at, end - at, None, 0, fault="a skippable frame that is no table of an archive")
+                    yield _Piece(at, end - at, None, 0, fault="a skippable frame that is not a table of an archive")
                 at = end
         except SourceChanged:
             raise

@@ -96,7 +96,7 @@ class _History:
     @classmethod
     def of(cls, store: str) -> _History:
         if not remote.is_url(store) and not os.path.isdir(store):
-            raise UsageError(f"{store} is no folder; a store is a folder with archives, or the URL of one.")
+            raise UsageError(f"{store} is not a folder; a store is a folder with archives, or the URL of one.")
         lines = ledger.read_or_none(store)
         with remote.source(store) as source:
             beside = [n.removesuffix(sidecar.HOLD) for n in source.list() if n.endswith(sidecar.HOLD)]
@@ -331,7 +331,7 @@ def add(archive: str) -> dict[str, Any]:
     _there(store, name)
     source, known = _look(store, name)
     if isinstance(known, str):
-        raise Corrupt(f"{remote.shown(archive)} is no sound archive: {known}")
+        raise Corrupt(f"{remote.shown(archive)} is not a sound archive: {known}")
     recorded = ledger.records(ledger.read(store))
     facts = {k: v for k, v in asdict(known).items() if k != "name"}
     if name.endswith(SEALED):
@@ -369,7 +369,7 @@ def _named(archive: str) -> tuple[str, str]:
 def _there(store: str, name: str) -> None:
     with remote.source(store) as source:
         if not source.exists(name):
-            raise UsageError(f"{source.root}/{name}: there is no such archive.")
+            raise UsageError(f"{source.root}/{name}: this archive does not exist.")
 
 
 # --------------------------------------------------------------------------------------------------------------- prune
@@ -447,7 +447,7 @@ def prune(
 def _not_judged(row: Row, now: datetime) -> str:
     """Why nothing can be said of an archive, or ""."""
     if row.facts is None:
-        return f"it is no sound archive: {row.damaged}"
+        return f"it is not a sound archive: {row.damaged}"
     made = _made(row.facts)
     if made is None:
         return "it has no date (it was exported with --reproducible)" if not row.facts.created else "its date is none"
@@ -505,7 +505,7 @@ def refuse_protected(archive: str) -> None:
         if not source.exists(name):
             return
     row = _row(name, _look(store, name)[1], _History.of(store))
-    why = f"it is no sound archive: {row.damaged}" if row.facts is None else _protected(row, datetime.now(UTC))
+    why = f"it is not a sound archive: {row.damaged}" if row.facts is None else _protected(row, datetime.now(UTC))
     if why:
         raise DestinationExists(f"{remote.shown(archive)} is not replaced, --force or not: {why}.")
 
@@ -519,7 +519,7 @@ def _protected(row: Row, now: datetime) -> str:
             if time_of(row.retain_until) > now:
                 return f"under retention until {row.retain_until}"
         except ValueError:
-            return f"its retention is no time: {row.retain_until[:40]!r}"
+            return f"its retention is not a time: {row.retain_until[:40]!r}"
     return ""
 
 

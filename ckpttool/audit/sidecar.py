@@ -90,7 +90,7 @@ def read(source: Source, file: str) -> dict[str, Any]:
         or said.get("schema") != _SCHEMA
         or not all(isinstance(said.get(p), dict) for p in parts)
     ):
-        raise Corrupt(f"{what} is no sidecar of an encrypted archive.")
+        raise Corrupt(f"{what} is not the sidecar of an encrypted archive.")
     told = said["ciphertext"]
     blocks = told.get("blocks")
     if (

@@ -122,7 +122,7 @@ def verify(
             if known.manifest.signed is not None:
                 raise _difference(known.manifest.signed, resources) from None
             if type(e).__name__ == "ValidationError":
-                raise Corrupt(f"{SIGNATURE} is no signature bundle, or damaged ({_reason(e)}).") from None
+                raise Corrupt(f"{SIGNATURE} is not a signature bundle, or damaged ({_reason(e)}).") from None
             raise Differs(
                 f"{SIGNATURE}: the signature is not good: {_reason(e)}. It names {_who(material)}, which is not proven."
             ) from None
@@ -162,7 +162,7 @@ def _material(bundle: bytes) -> dict[str, Any]:
             for row in material["x509CertificateChain"]["certificates"] or [{}]:
                 base64.b64decode(row["rawBytes"], validate=True)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as e:
-        raise Corrupt(f"{SIGNATURE} is no signature bundle, or damaged ({type(e).__name__}: {e}).") from None
+        raise Corrupt(f"{SIGNATURE} is not a signature bundle, or damaged ({type(e).__name__}: {e}).") from None
     found: dict[str, Any] = material
     return found
 
@@ -237,7 +237,7 @@ def _use_key(config: Any, hint: str, public_key: str | None, certificates: Seque
     try:
         found = serialization.load_pem_public_key(_read(public_key))
     except (ValueError, UnsupportedAlgorithm):
-        raise UsageError(f"{public_key} is no public key in PEM form.") from None
+        raise UsageError(f"{public_key} is not a public key in PEM form.") from None
     _refuse_curve(found, public_key)
     pem = found.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     if hashlib.sha256(pem).hexdigest() != hint:
@@ -269,7 +269,7 @@ def _private_key(file: str, password: str | None) -> Any:
         ) from None
     except (ValueError, UnsupportedAlgorithm):
         more = "" if password is None else ", or the password is another"
-        raise UsageError(f"{file} is no private key in PEM form{more}.") from None
+        raise UsageError(f"{file} is not a private key in PEM form{more}.") from None
     _refuse_curve(found, file)
     return found
 
@@ -277,7 +277,9 @@ def _private_key(file: str, password: str | None) -> Any:
 def _refuse_curve(key: Any, file: str) -> None:
     curve = getattr(getattr(key, "curve", None), "name", None)
     if curve not in _CURVES:
-        raise UsageError(f"{file} is no elliptic-curve key on P-256, P-384 or P-521; model-signing knows only those.")
+        raise UsageError(
+            f"{file} is not an elliptic-curve key on P-256, P-384 or P-521; model-signing knows only those."
+        )
 
 
 def _certificates(file: str) -> Any:

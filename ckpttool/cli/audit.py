@@ -91,7 +91,7 @@ def _epoch(reproducible: bool) -> int | None:
     if not reproducible or not text:
         return None
     if not (text.isascii() and text.isdecimal()) or len(text) > 11:
-        raise UsageError(f"SOURCE_DATE_EPOCH={text!r} is no number of seconds.")
+        raise UsageError(f"SOURCE_DATE_EPOCH={text!r} is not a number of seconds.")
     return int(text)
 
 

@@ -552,7 +552,9 @@ def resume_verify(
         except OSError as e:
             raise UsageError(f"--report {report}: {e.strerror or e}.") from None
     if metrics is not None and not os.path.isdir(os.path.dirname(os.path.abspath(metrics))):
-        raise UsageError(f"--metrics {metrics}: there is no folder {os.path.dirname(os.path.abspath(metrics))}.")
+        raise UsageError(
+            f"--metrics {metrics}: this folder does not exist: {os.path.dirname(os.path.abspath(metrics))}."
+        )
     gc.enable()  # a training job makes cycles
     how = {
         "source_layout": from_, "config": config, "like": like, "flat_layout": flat_layout, "wrap": comma(wrap), "tag": tag,

@@ -144,7 +144,7 @@ def bytes_of(text: str) -> int:
     """A size as people write it: 5GB, 500MiB, 1000000."""
     m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
     if not m:
-        raise UsageError(f"{text!r} is no size; write 5GB or 500MiB.")
+        raise UsageError(f"{text!r} is not a size; write 5GB or 500MiB.")
     return int(float(m[1]) * (1024 if m[3] else 1000) ** " kmgt".index(m[2] or " "))
 
 

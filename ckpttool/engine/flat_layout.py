@@ -363,7 +363,7 @@ def from_json(data: bytes, what: str) -> FlatLayout:
         return _from_json(parse(data, what), what)
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise Corrupt(
-            f"{what} is no flat layout of FSDP1 ({type(e).__name__}: {e}). It is written inside the job: "
+            f"{what} is not a flat layout of FSDP1 ({type(e).__name__}: {e}). It is written inside the job: "
             'json.dump(ckpttool.describe_fsdp1(model), open("flat_layout.json", "w")).'
         ) from None
 
@@ -410,13 +410,13 @@ def _from_json(tree: Any, what: str) -> FlatLayout:
 
 def _size(x: Any) -> int:
     if type(x) is not int or not 0 <= x <= MAX_NUMEL:
-        raise ValueError(f"{x!r} is no size")
+        raise ValueError(f"{x!r} is not a size")
     return x
 
 
 def _text(x: Any) -> str:
     if not isinstance(x, str):
-        raise ValueError(f"{x!r} is no name")
+        raise ValueError(f"{x!r} is not a name")
     return x
 
 

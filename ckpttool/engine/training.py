@@ -210,7 +210,7 @@ def _classify(ckpt: Checkpoint, source: Source, out: Training, told: frozenset[s
     if not out.groups:
         out.groups, out.frozen = [Group(tuple(out.frozen), {})], []
         out.notes.append(
-            "there is no optimizer state: its param group has no hyperparameters, load it without optimizer states"
+            "without optimizer state: its param group has no hyperparameters, load it without optimizer states"
         )
 
 

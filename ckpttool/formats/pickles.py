@@ -323,7 +323,7 @@ def _run(data: bytes, pos: int, known: dict[tuple[str, str], Any], persistent: A
                 raise Unsafe(f"{what}: the pickle builds a {short(cls)} with keyword arguments.")
             if isinstance(cls, Global):
                 if cls.module.partition(".")[0] in _NEVER:
-                    raise Unsafe(f"{what}: the pickle holds an instance of {cls}, which is no training state.")
+                    raise Unsafe(f"{what}: the pickle holds an instance of {cls}, which is not training state.")
                 if not isinstance(args, tuple):
                     raise Corrupt(f"{what}: arguments of {cls} are not a tuple.")
                 push(Opaque(cls, args))
@@ -513,7 +513,7 @@ def refuse_deep(obj: Any, what: str, most: int) -> None:
                 todo.append((c, depth + 1))
             elif isinstance(c, (FunctionType, type)):
                 raise Unsupported(
-                    f"{what}: holds a function or a class that rebuilds objects ({c.__name__}) as a value. That is no state; save "
+                    f"{what}: holds a function or a class that rebuilds objects ({c.__name__}) as a value. That is not state; save "
                     "the checkpoint without it."
                 )
 

@@ -156,7 +156,7 @@ def _dtensor(x: Opaque, read_at: ReadAt, what: str) -> Shards:
         if kind == "Replicate":
             continue
         if kind not in ("Shard", "_StridedShard") or type(dim) is not int:
-            raise Unsupported(f"{what}: holds a DTensor with placement {kind}, which is no state of rest.")
+            raise Unsupported(f"{what}: holds a DTensor with placement {kind}, which a checkpoint cannot hold.")
         a, b = bounds[dim]
         cut = boxes.chunk_sizes(b - a, sizes[d])
         first = a + sum(cut[: at[d]])
@@ -197,7 +197,7 @@ def _flat_ints(x: Any) -> list[int]:
 def _ints(x: Any) -> tuple[int, ...]:
     if isinstance(x, (tuple, list)) and len(x) <= 64 and all(type(n) is int and n >= 0 for n in x):
         return tuple(x)
-    raise ValueError(f"{short(x)} is no size")
+    raise ValueError(f"{short(x)} is not a size")
 
 
 # --------------------------------------------------------------------------------------------------------- writing

@@ -192,7 +192,7 @@ def decode(data: bytes, what: str) -> dict[str, Value]:
     try:
         found = _value(tree, 0)
         if type(found) is not dict:
-            raise ValueError("it is no object of values")
+            raise ValueError("it is not an object of values")
         out = {name: _row(name, row) for name, row in found.items()}
         same = encode(out) == data
     except (ValueError, TypeError, Unsupported) as e:

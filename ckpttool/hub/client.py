@@ -78,7 +78,9 @@ def split(text: str) -> tuple[str, str | None]:
     """
     found = _TARGET.fullmatch(text)
     if not found or found["id"].split("/")[0] in _OTHER_KINDS or ".." in text or "--" in found["id"]:
-        raise UsageError(f"{remote.shown(text)!r} is no model repository; write hf://org/name or hf://org/name@branch.")
+        raise UsageError(
+            f"{remote.shown(text)!r} is not a model repository; write hf://org/name or hf://org/name@branch."
+        )
     revision = found["revision"]
     return found["id"], None if revision is None else revision.replace("%2F", "/").replace("%2f", "/")
 
@@ -158,7 +160,7 @@ class Repository:
             )
         if kind is remote.Missing:
             return remote.Missing(
-                f"{self.url}: there is no such thing, or the token may not see it ({words}). Check the name and the "
+                f"{self.url}: nothing is there, or the token may not see it ({words}). Check the name and the "
                 "revision; log in with `hf auth login` or set HF_TOKEN."
             )
         return Refused(f"{self.url}: the Hub refuses ({words}).")

@@ -95,7 +95,7 @@ def pull_with(
     if state is None:
         at = f"@{revision or named}" if revision or named else ""
         raise remote.Missing(
-            f"hf://{repo_id}{at}: there is no such repository or revision, or the token may not see it. Check the name; log in "
+            f"hf://{repo_id}{at}: the repository or the revision does not exist, or the token may not see it. Check the name; log in "
             "with `hf auth login` or set HF_TOKEN."
         )
     notes: list[str] = []
@@ -114,9 +114,7 @@ def pull_with(
 def _expected(hub: Repository, state: State, notes: list[str]) -> dict[str, str]:
     """{tensor: digest} that a push recorded of the weights that lie there; {} with a note where they are not known."""
     if RECORD not in state.files:
-        notes.append(
-            f"{hub.url} has no {RECORD}, so there are no digests to compare with; it was not pushed by ckpttool"
-        )
+        notes.append(f"{hub.url} has no {RECORD}, so digests were not compared; it was not pushed by ckpttool")
         return {}
     try:
         record = parse(hub.read(RECORD, state.commit, MOST_RECORD_BYTES), RECORD)

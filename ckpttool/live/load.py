@@ -264,7 +264,7 @@ class _Job:
         if self.other:
             held = [n for n in self.other if f"model.{n}" in self.ckpt.values]
             self.notes.append(
-                f"{_listed(sorted(self.other))} of the model is no tensor (get_extra_state) and was left as it is"
+                f"{_listed(sorted(self.other))} of the model is not a tensor (get_extra_state) and was left as it is"
                 + (f", though the checkpoint has {_listed(held)}" if held else "")
             )
         self.wanted["model"] = model

@@ -49,7 +49,7 @@ def sentence(report: Report) -> str:
         )
         return f"{goes_on} {_plural(len(failed), 'threshold was', 'thresholds were')} not met. {_said(failed[0].text, capital=True)}"
     if report.word == "no reference":
-        return f"There is no reference: whether training goes on as before was not judged. {_passed(report)}{left}"
+        return f"Without a reference, whether training goes on as before was not judged. {_passed(report)}{left}"
     return f"Training goes on as the reference does. {_passed(report)}{left}"
 
 

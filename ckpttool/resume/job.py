@@ -130,7 +130,7 @@ def _from_config(settings: Settings) -> Any:
             model = build(config, dtype=torch.float32, trust_remote_code=False)
     except ValueError as e:
         raise UsageError(
-            f"--config {folder}: {config.model_type} is no causal language model of transformers "
+            f"--config {folder}: {config.model_type} is not a causal language model of transformers "
             f"({str(e).splitlines()[0]}). Give the job with --job."
         ) from None
     model.tie_weights()  # no_init_weights leaves it out
@@ -190,7 +190,7 @@ def _built(settings: Settings, mesh: Any) -> tuple[Any, Any, Any, Any, Any]:
         where, name = name, "build"
     if where.endswith(".py"):
         if not os.path.isfile(where):
-            raise UsageError(f"--job {settings.job}: there is no file {where}.")
+            raise UsageError(f"--job {settings.job}: the file {where} does not exist.")
         folder = os.path.dirname(os.path.abspath(where))
         if folder not in sys.path:
             sys.path.insert(0, folder)

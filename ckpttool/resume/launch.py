@@ -116,7 +116,7 @@ def resume_verify(
     outside = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     device, count = _device(device)
     if scratch is not None and not os.path.isdir(scratch):
-        raise UsageError(f"--scratch {os.fspath(scratch)}: there is no such folder.")
+        raise UsageError(f"--scratch {os.fspath(scratch)}: this folder does not exist.")
     if outside:
         ranks = _outside()
         if world_size is not None and world_size != ranks:

@@ -428,7 +428,7 @@ def _values(x: Any, y: Any) -> Found:
         largest = max(largest, float(np.abs(v - u).max(initial=0.0)))
         ratios.append((u[:4096], v[:4096]))
     if not kept:
-        return "unrelated", "has values that are no numbers", {}
+        return "unrelated", "has values that are not numbers", {}
     u, v = (np.concatenate([r[k] for r in ratios]) for k in (0, 1))
     some = u != 0
     if some.any() and sum_x > 0:

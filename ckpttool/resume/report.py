@@ -327,7 +327,7 @@ METRICS = {
     "timestamp_seconds": "When the run was judged, in seconds since 1970.",
     "checkpoint_step": "The step of the checkpoint that was loaded.",
     "steps": "How many steps were run after loading.",
-    "steps_not_finite": "How many of these steps had a loss or a grad norm that is no finite number.",
+    "steps_not_finite": "How many of these steps had a loss or a grad norm that is not finite.",
     "loss": "The loss of the last step.",
     "loss_difference_ratio": "The largest difference between losses of run and reference, relative to the reference.",
     "grad_norm": "The largest grad norm before clipping.",

@@ -132,7 +132,7 @@ def read_reference(path: str | os.PathLike[str], at: int | None = None) -> Trace
     `at` is the step whose state is wanted, where several were recorded; else the last.
 
     Raises:
-        UsageError: there is no such file. Corrupt: a line is no record, or there is no step.
+        UsageError: there is no such file. Corrupt: a line is not a record, or no step is recorded.
     """
     out = Trace(source=os.fspath(path))
     steps: dict[int, Step] = {}

@@ -242,7 +242,7 @@ def _open_lock(beside: Beside, create: int) -> int:
 def _refuse_lock(beside: Beside, st: os.stat_result) -> None:
     why = None
     if not stat.S_ISREG(st.st_mode) or st.st_nlink > 1:
-        why = "is no lock that ckpttool made (a link or a special file)"
+        why = "is not a lock that ckpttool made (a link or a special file)"
     elif not _our_uid(st.st_uid, beside.parent):
         why = f"belongs to {_user(st.st_uid)}, who may be writing the same destination"
     if why:

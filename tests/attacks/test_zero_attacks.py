@@ -230,13 +230,13 @@ SHAPES: dict[str, Case] = {
     "a module that is a text": Case(model(put("module", "x")), Corrupt, "'module' is 'x'"),
     "no module": Case(model(without("module")), Corrupt, "'module' is missing"),
     "a dict in the module": Case(model(put("module", "_extra_state", {"a": 1})), Unsupported, "extra state of a module"),
-    "a number as name in the module": Case(model(put("module", 5, torch.ones(2))), Unsupported, "which is no tensor"),
+    "a number as name in the module": Case(model(put("module", 5, torch.ones(2))), Unsupported, "which is not a tensor"),
     "buffer_names that are a number": Case(model(put("buffer_names", 5)), Corrupt, "buffer_names"),
     "buffer_names of a number": Case(model(put("buffer_names", [5])), Corrupt, "buffer_names"),
     "no buffer_names": Case(model(without("buffer_names")), Corrupt, 'has no "buffer_names"'),
     "no buffer_names at stage 2": Case(model2(without("buffer_names")), Corrupt, 'has no "buffer_names"'),
     "no shared_params where a weight may be tied": Case(
-        model2(lambda t: (t.pop("shared_params"), t["module"].update(ghost=torch.ones(5, 3)))[1]), Corrupt, 'no "shared_params" to say'
+        model2(lambda t: (t.pop("shared_params"), t["module"].update(ghost=torch.ones(5, 3)))[1]), Corrupt, '"shared_params" is missing'
     ),
     "other buffer_names on rank 1": Case(z3(lambda t: edit(t / MODEL3.format(1), put("buffer_names", None)), 2), Corrupt, "buffer_names is None, and"),
     "buffer_names of dicts": Case(model(put("buffer_names", [{"a": 1}])), Corrupt, "buffer_names"),
@@ -342,7 +342,7 @@ TIED: dict[str, Case] = {
 }  # fmt: skip
 
 LATEST: dict[str, Case] = {
-    "above": Case(latest(b"../global_step3"), Unsafe, "names '../global_step3', which is no folder beside it"),
+    "above": Case(latest(b"../global_step3"), Unsafe, "names '../global_step3', which is not a folder in the same place"),
     "at /": Case(latest(b"/etc"), Unsafe, "names '/etc'"),
     "the folder itself": Case(latest(b"."), Unsafe, "names '.'"),
     "the folder above": Case(latest(b".."), Unsafe, "names '..'"),
@@ -350,8 +350,8 @@ LATEST: dict[str, Case] = {
     "a name with a zero byte": Case(latest(b"a\0b"), Unsafe, "names 'a\\x00b'"),
     "nothing": Case(latest(b""), CkpttoolError, ""),
     "ten megabytes": Case(latest(b"x" * 10_000_000), Corrupt, "has 10000000 bytes; such a file has at most 4096"),
-    "300 letters": Case(latest(b"x" * 300), Corrupt, "there is no save where"),
-    "no text": Case(latest(b"\xff\xfe"), Corrupt, "there is no save where"),
+    "300 letters": Case(latest(b"x" * 300), Corrupt, "the save that"),
+    "no text": Case(latest(b"\xff\xfe"), Corrupt, "the save that"),
     "a save that is gone": Case(latest(b"global_step9"), Corrupt, "saves here: global_step3. Choose one with --tag"),
     "and is a link": Case(outside("latest"), Unsafe, "is a link to"),
     "a folder that is a link": Case(outside("tag"), Unsafe, "is a link to"),
@@ -406,7 +406,7 @@ CODE: dict[str, Case] = {
     "stage 10**9": Case(optim(put("zero_stage", Calls(ZeroStageEnum, 10**9))), Corrupt, "ZeRO stage 1000000000"),
     "stage '3'": Case(optim(put("zero_stage", Calls(ZeroStageEnum, "3"))), Corrupt, "ZeRO stage '3'"),
     "client state 300 deep": Case(z3(deep_file), Unsafe, "nested deeper than 100"),
-    "a client key that is a number": Case(model(put(5, 1)), Unsupported, "a key 5 that is no text"),
+    "a client key that is a number": Case(model(put(5, 1)), Unsupported, "a key 5 that is not text"),
     "two client keys that are one": Case(model(lambda t: t.update({"a.b": 1, "a": {"b": 2}})), Corrupt, '"extra.a.b"'),
 }  # fmt: skip
 
@@ -437,8 +437,8 @@ def latest_universal(folder: Path, canary: Path) -> Path:
 
 
 UNIVERSAL: dict[str, Case] = {
-    "no fp32.pt": Case(uni(lambda t: os.unlink(t / "zero/w/fp32.pt")), Corrupt, 'there is no fp32.pt, the weights of "w"'),
-    "no folder of a parameter": Case(uni(lambda t: shutil.rmtree(t / "zero/w")), Corrupt, 'there is no fp32.pt, the weights of "w"'),
+    "no fp32.pt": Case(uni(lambda t: os.unlink(t / "zero/w/fp32.pt")), Corrupt, 'fp32.pt is missing, the weights of "w"'),
+    "no folder of a parameter": Case(uni(lambda t: shutil.rmtree(t / "zero/w")), Corrupt, 'fp32.pt is missing, the weights of "w"'),
     "no exp_avg.pt of one parameter": Case(uni(lambda t: os.unlink(t / "zero/w/exp_avg.pt")), Corrupt, "exp_avg"),
     "no step.pt of one parameter": Case(uni(lambda t: os.unlink(t / "zero/w/step.pt"), 2), Corrupt, "step"),
     "an element less": Case(parameter("fp32.pt", torch.ones(14)), Corrupt, 'a tensor of shape (14,); param_shapes says that "w" has (5, 3)'),
@@ -462,7 +462,7 @@ UNIVERSAL: dict[str, Case] = {
     "a parameter called a/b": Case(named("a/b"), Unsupported, 'a parameter named "a/b"'),
     "a parameter called nothing": Case(named(""), CkpttoolError, ""),
     "a parameter with a zero byte": Case(named("a\0b"), CkpttoolError, ""),
-    "a parameter of 5000 letters": Case(named("x" * 5000), Corrupt, "there is no fp32.pt"),
+    "a parameter of 5000 letters": Case(named("x" * 5000), Corrupt, "fp32.pt is missing"),
     "a parameter of 2**80 elements": Case(uni(lambda t: [edit(t / MODEL3.format(r), put("param_shapes", 0, "w", (1 << 40, 1 << 40))) for r in (0, 1)]), Corrupt, ""),
     "no optimizer_state.pt": Case(uni(lambda t: os.unlink(t / "zero/optimizer_state.pt")), Corrupt, "optimizer_state.pt is missing"),
     "no param_groups": Case(state_file(without("param_groups")), Corrupt, "'param_groups' is missing"),

@@ -130,7 +130,7 @@ def test_times_that_go_back_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("head", ["", "0" * 63, "g" * 64, "A" * 64, "0" * 65])
 def test_head_must_be_a_hash(tmp_path: Path, head: str) -> None:
     filled(tmp_path, 1)
-    with pytest.raises(UsageError, match="no hash"):
+    with pytest.raises(UsageError, match="not the hash of a line"):
         ledger.verify(str(tmp_path), head)
 
 

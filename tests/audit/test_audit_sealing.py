@@ -235,8 +235,8 @@ def test_several_recipients_each_open_it(tmp_path: Path, ssh: Path) -> None:
 
 def test_recipients_that_are_none(tmp_path: Path, key: Key, ssh: Path) -> None:
     cases: list[tuple[str, str]] = [
-        (key.public[:-1] + ("q" if key.public[-1] != "q" else "p"), r"^the recipient, is no public key of age"),
-        ("age1", "is no public key of age"), ("ssh-ed25519 AAAA", "is no public key of age"),
+        (key.public[:-1] + ("q" if key.public[-1] != "q" else "p"), r"^the recipient, is not a public key of age"),
+        ("age1", "is not a public key of age"), ("ssh-ed25519 AAAA", "is not a public key of age"),
         ((ssh / "ec.pub").read_text(), "no such file|cannot be read"),
         (str(tmp_path / "nowhere"), "cannot be read: No such file"), (str(tmp_path), "cannot be read: Is a directory"),
         ("\0", "cannot be read"),
@@ -246,13 +246,13 @@ def test_recipients_that_are_none(tmp_path: Path, key: Key, ssh: Path) -> None:
             parse_recipients([text])
     bad = tmp_path / "bad.txt"
     bad.write_text(f"# one\n{key.public}\nage1oops\n")
-    with pytest.raises(UsageError, match=r"bad\.txt, line 3, the recipient, is no public key"):
+    with pytest.raises(UsageError, match=r"bad\.txt, line 3, the recipient, is not a public key"):
         parse_recipients([str(bad)])
     bad.write_text("# none\n")
     with pytest.raises(UsageError, match=r"bad\.txt holds no recipients"):
         parse_recipients([str(bad)])
     bad.write_bytes(b"\xff\xfe")
-    with pytest.raises(UsageError, match=r"bad\.txt is no text"):
+    with pytest.raises(UsageError, match=r"bad\.txt is not text"):
         parse_recipients([str(bad)])
     with pytest.raises(UsageError, match="encryption needs a recipient"):
         Sealer(lambda data: None, [])
@@ -367,7 +367,7 @@ def test_pieces_in_another_order_or_of_another_file(tmp_path: Path, key: Key) ->
 
 def test_what_is_no_age_file(tmp_path: Path, key: Key) -> None:
     for data in (b"", b"\x28\xb5\x2f\xfd" * 100, b"age-encryption.org/v2\n", sealed(b"x", key.public)[1:]):
-        with pytest.raises(Corrupt, match=r"x\.age is no age file"):
+        with pytest.raises(Corrupt, match=r"x\.age is not an age file"):
             opened(tmp_path, data, key.identities)
     endless = b"age-encryption.org/v1\n" + b"-> X25519 " + b"A" * (3 * MIB)
     with pytest.raises(Corrupt, match="the header of the age file does not end within 1048576 bytes"):
@@ -394,7 +394,7 @@ def test_a_write_that_fails_ends_cleanly(key: Key, after: int, error: BaseExcept
             seal.append(bytes(MIB))
     assert caught.value is error
     for again in (lambda: seal.append(b"x"), seal.finish):
-        with pytest.raises(CkpttoolError, match="no whole file"):
+        with pytest.raises(CkpttoolError, match="is incomplete"):
             again()
     seal.close()
     seal.close()

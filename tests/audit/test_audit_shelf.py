@@ -144,7 +144,7 @@ def test_age(text: str, days: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "0d", "90", "-1d", "2033-01-01", "d", "90 d", "1s"])
 def test_no_age(text: str) -> None:
-    with pytest.raises(UsageError, match="no age"):
+    with pytest.raises(UsageError, match="not an age"):
         retention.age(text)
 
 
@@ -346,7 +346,7 @@ def test_holds_need_reasons(store: Shelf, reason: str) -> None:
     for call in (shelf.hold, shelf.release):
         with pytest.raises(UsageError, match="reason"):
             call(os.path.join(store.path, "a.tar.zst"), reason)
-        with pytest.raises(UsageError, match="no such archive"):
+        with pytest.raises(UsageError, match="does not exist"):
             call(os.path.join(store.path, "b.tar.zst"), "x")
         with pytest.raises(UsageError, match="not named like"):
             call(os.path.join(store.path, "ledger.jsonl"), "x")
@@ -592,7 +592,7 @@ def test_what_cannot_be_judged(store: Shelf) -> None:
     assert names(done.refused) == "abcdeghi" and done.kept == {}
     assert "no date" in done.refused["a.tar.zst"] and "cut short" in done.refused["b.tar.zst"]
     assert "in the future" in done.refused["c.tar.zst"] and "until 2031-03-01T12:00:01Z" in done.refused["e.tar.zst"]
-    assert "no time" in done.refused["g.tar.zst"]
+    assert "not a time" in done.refused["g.tar.zst"]
     assert store.prune(keep_last=1, dry_run=True).kept == {"g.tar.zst": ("one of the last 1",)}  # those do not count
 
 
@@ -690,7 +690,7 @@ def test_hold_of_what_is_just_deleted(store: Shelf, monkeypatch: pytest.MonkeyPa
         return append(path, event, archive, **facts)
 
     monkeypatch.setattr(ledger, "append", late)
-    with pytest.raises(UsageError, match="no such archive"):
+    with pytest.raises(UsageError, match="does not exist"):
         shelf.hold(os.path.join(store.path, "a.tar.zst"), "case 1")
 
 

@@ -319,13 +319,13 @@ def test_keys_that_cannot_be_used(keys: Keys, tmp_path: Path) -> None:
         rsa.generate_private_key(65537, 2048), ed25519.Ed25519PrivateKey.generate(), ec.generate_private_key(ec.SECP256K1()),
     ):  # fmt: skip
         key, public = keys.pair("unfit", private)
-        with pytest.raises(UsageError, match=r"unfit\.pem is no elliptic-curve key on P-256, P-384 or P-521"):
+        with pytest.raises(UsageError, match=r"unfit\.pem is not an elliptic-curve key on P-256, P-384 or P-521"):
             signing.sign(listed(FILES), "x", key=key)
-        with pytest.raises(UsageError, match=r"unfit\.pub\.pem is no elliptic-curve key"):
+        with pytest.raises(UsageError, match=r"unfit\.pub\.pem is not an elliptic-curve key"):
             signing.verify(bundle, listed(FILES), public_key=public)
-    with pytest.raises(UsageError, match=r"signer\.pub\.pem is no private key in PEM form"):
+    with pytest.raises(UsageError, match=r"signer\.pub\.pem is not a private key in PEM form"):
         signing.sign(listed(FILES), "x", key=keys.public)
-    with pytest.raises(UsageError, match=r"signer\.pem is no public key in PEM form"):
+    with pytest.raises(UsageError, match=r"signer\.pem is not a public key in PEM form"):
         signing.verify(bundle, listed(FILES), public_key=keys.key)
     with pytest.raises(UsageError, match=r"nowhere cannot be read: No such file"):
         signing.sign(listed(FILES), "x", key=str(tmp_path / "nowhere"))
@@ -395,7 +395,7 @@ def test_damaged_bundles(keys: Keys) -> None:
         edited("verificationMaterial", to={"x509CertificateChain": {"certificates": []}}),
         edited("verificationMaterial", to={"x509CertificateChain": {"certificates": [{"rawBytes": "?"}]}}),
     ):  # fmt: skip
-        with pytest.raises(Corrupt, match=r"model\.sig is no signature bundle, or damaged"):
+        with pytest.raises(Corrupt, match=r"model\.sig is not a signature bundle, or damaged"):
             signing.verify(bundle, listed(FILES), public_key=keys.public)
     nonsense = edited("verificationMaterial", to={"x509CertificateChain": {"certificates": [{"rawBytes": "AAAA"}]}})
     with pytest.raises(Corrupt, match="a certificate that cannot be read"):

@@ -101,7 +101,7 @@ def test_an_error_is_json_too_where_json_was_asked_for(tmp_path: Path) -> None:
         (["convert", W3, "OUT.pt", "--only", "scheduler"], "the checkpoint holds model, optim, trainer"),
         (["convert", W3, "OUT.pt", "--dtype", "int8"], "Cannot cast to 'int8': it is not a floating-point"),
         (["convert", W3, "OUT.pt", "--cast", "model.*"], "write GLOB=DTYPE"),
-        (["convert", W3, "OUT", "--to", "hf", "--max-shard-size", "many"], "'many' is no size"),
+        (["convert", W3, "OUT", "--to", "hf", "--max-shard-size", "many"], "'many' is not a size"),
         (["convert", W3, "OUT", "--to", "hf", "--max-memory", "1MB"], "MB are needed"),
         (["inspect", W3, "--tensor", "nothing*"], "no tensor matches 'nothing*'"),
         (["inspect"], "PATH"),
@@ -249,7 +249,7 @@ def test_sizes_are_read_as_people_write_them(size: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", ["-5GB", "5XB", "GB", "5GB6", "1e3"])
 def test_what_is_no_size_is_refused(size: str, tmp_path: Path) -> None:
-    assert "is no size" in fails(2, "convert", W3, tmp_path / "out", "--to", "hf", f"--max-shard-size={size}")
+    assert "is not a size" in fails(2, "convert", W3, tmp_path / "out", "--to", "hf", f"--max-shard-size={size}")
 
 
 def test_dry_run_writes_nothing_and_names_the_files(tmp_path: Path) -> None:

@@ -318,7 +318,7 @@ DAMAGES: list[tuple[Damage, type[CkpttoolError], str]] = [
     (lost, Corrupt, r"state-00002\S+ is missing"),
     (extra, Corrupt, r"state\.safetensors is not listed"),
     (outside, Unsafe, "leads out of training_state"),
-    (odd_name, Corrupt, "no file of a training state"),
+    (odd_name, Corrupt, "not a file of a training state"),
     (twice, Corrupt, "is in state-00001\\S+ and in state-00002"),
     (weight, Corrupt, '"model.norm.weight" is a weight'),
     (unlisted, Corrupt, '"extra.x" is in the files, but not in index.json'),
@@ -340,7 +340,7 @@ DAMAGES: list[tuple[Damage, type[CkpttoolError], str]] = [
     (no_files, Corrupt, r"does not list values\.json"),
     (newer, Unsupported, "version 2"),
     (keyless, Corrupt, "not an index of a training state"),
-    (odd_origin, Corrupt, "is no path"),
+    (odd_origin, Corrupt, "is not a path"),
     (unhashable, Corrupt, "is damaged"),
 ]
 
@@ -457,9 +457,7 @@ def test_adapters_that_are_not_there_or_not_clear_are_refused(tmp_path: Path) ->
     refused(state, "trainable_token_indices", config=adapter_config(tmp_path / "tokens", trainable_token_indices=[1]))
     refused({**state, "base_model.model.q.lora_new.odd-name.weight": torch.ones(2)}, "of no kind of LORA adapter")
     refused({"q.lora_A.weight": torch.ones(2), "q.base_layer.weight": torch.ones(2)}, "no tensor names its adapter")
-    refused(state, "writes an hf folder", UsageError, to="dcp")
-    refused(state, "writes an hf folder", UsageError, training=True)
-    refused(state, "--include-optimizer is of hf", UsageError, to="dcp", adapter=False, training=True)
+    refused(state, "does not apply to dcp", UsageError, to="dcp")
     both = {**state, **lora_state("default")}
     torch.save({"model": both}, tmp_path / "x.pt")
     done = ckpttool.convert(

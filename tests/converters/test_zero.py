@@ -284,7 +284,7 @@ def test_of_several_saves_latest_names_one_and_a_tag_any(tmp_path: Path) -> None
     assert_same_state(read(folder)[0], second)
     with pytest.raises(Corrupt, match=r"no save where --tag nothing points to.*global_step3, global_step4"):
         ckpttool.open(folder, tag="nothing", source_layout="zero3")
-    with pytest.raises(Unsafe, match=r"names '\.\./in', which is no folder beside it"):
+    with pytest.raises(Unsafe, match=r"names '\.\./in', which is not a folder in the same place"):
         ckpttool.open(folder, tag="../in", source_layout="zero3")
 
 

@@ -90,7 +90,7 @@ def test_without_an_optimizer_every_weight_is_trainable_and_that_is_said(tmp_pat
     found = parts(tmp_path, model=model)
     assert [g for g in found.groups] == [(("a.weight", "a.bias", "b.weight"), {})]
     assert (found.frozen, found.buffers) == ([], ["n", "bn.running_mean"])
-    assert "there is no optimizer state" in found.notes[-1]
+    assert "without optimizer state" in found.notes[-1]
 
 
 def test_what_the_optimizer_does_not_list_is_frozen_by_name_or_a_buffer(tmp_path: Path) -> None:

@@ -287,12 +287,12 @@ def test_a_popen_is_refused_called_or_unbuilt(protocol: int, canary: Path) -> No
 
 @pytest.mark.parametrize("module", ["os", "builtins", "__builtin__", "subprocess", "functools", "importlib.util"])
 def test_an_instance_of_a_class_that_acts_is_refused_unbuilt(module: str) -> None:
-    assert "which is no training state" in refusal(b"\x80\x02" + glob(module, "anything") + b")\x81.")
+    assert "which is not training state" in refusal(b"\x80\x02" + glob(module, "anything") + b")\x81.")
 
 
 @pytest.mark.parametrize("module", ["commands", "copy_reg", "copyreg", "_pickle", "_posixsubprocess"])
 def test_an_instance_of_a_class_that_acts_is_refused_under_its_other_names(module: str) -> None:
-    assert "which is no training state" in refusal(b"\x80\x02" + glob(module, "anything") + b")\x81.")
+    assert "which is not training state" in refusal(b"\x80\x02" + glob(module, "anything") + b")\x81.")
 
 
 @pytest.mark.parametrize(("module", "name"), [("os", "path.join"), ("torch", "serialization.os.system"), ("a", "b.c")])

@@ -172,9 +172,9 @@ def test_refusals(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(UsageError):
             pull(target, tmp_path / "dcp")
     for target in ("org/none", f"{URL}@none"):
-        with pytest.raises(RemoteError, match="no such repository or revision"):
+        with pytest.raises(RemoteError, match="the repository or the revision does not exist"):
             pull(target, tmp_path / "dcp")
-    for token, words in ((STRANGER, "no such repository"), ("hf_WrongWrongWrongWrongWrong0123456", "hf auth login")):
+    for token, words in ((STRANGER, "does not exist"), ("hf_WrongWrongWrongWrongWrong0123456", "hf auth login")):
         monkeypatch.setenv("HF_TOKEN", token)
         with pytest.raises(RemoteError, match=words) as e:
             pull(URL, tmp_path / "dcp")
@@ -191,7 +191,8 @@ def test_the_command(hub: Hub, tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"commit {commit}\n") and f"blake3:{digest(LLAMA).model}" in done.stdout
+    assert done.stdout.startswith(f"commit {commit}\n")
+    assert "blake3:{model}".format(**digest(LLAMA)) in done.stdout
     assert (
         "hf://org/name -> dcp for 8 ranks" in done.stderr and "digests equal to those that were pushed" in done.stderr
     )

@@ -271,7 +271,7 @@ def test_thresholds_that_begin_with_min_are_bounds_from_below() -> None:
 
 def test_a_reference_that_is_not_there_is_said() -> None:
     lines = shown(alone(), 80)
-    assert "There is no reference" in lines[0]
+    assert "Without a reference" in lines[0]
     assert not any("diff" in line.split() for line in lines)
 
 
