@@ -48,7 +48,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "live" if file.endswith(LAUNCHING) else "gpu" if "/gpu/" in file else file
+            folder = Path(file).parent.name
+            return "live" if file.endswith(LAUNCHING) else folder if folder in ("gpu", "packaging") else file
 
     config.option.loadscopereorder = False  # as pytest collects them: launching ones first
     return ByFile(config, log)

@@ -17,8 +17,6 @@ ROOT = Path(__file__).parents[2]
 TRUTH = FIXTURES / "fsdp2_w3" / "truth.safetensors"
 DCP = FIXTURES / "fsdp2_w3" / "ckpt"
 
-pytestmark = pytest.mark.xdist_group("install")
-
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
