@@ -21,7 +21,7 @@ import yaml
 from fake_hub import Hub
 from huggingface_hub.utils import close_session
 from pages import program
-from ranks import torchrun
+from ranks import forked, one_at_a_time, torchrun
 from stores import moto
 from typer.testing import CliRunner
 
@@ -166,7 +166,8 @@ def test_every_command_of_the_readme_runs_and_then_its_python(
     desk: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(desk)
-    run_here(command_lines(README), desk, live=True)
+    with one_at_a_time(), forked():  # the demo runs the same command under the real torchrun
+        run_here(command_lines(README), desk, live=True)
     run_script(README, desk)
 
 
