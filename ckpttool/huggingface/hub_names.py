@@ -187,6 +187,8 @@ def _loaded(model: Any, state: dict[str, Any]) -> Verdict:
         shapes = [
             f'"{n}" is {list(mine)}, the model has {list(its)}' for n, mine, its in sorted(info["mismatched_keys"])
         ]
+    except NotImplementedError:  # this torch has an operator for no meta tensors: nothing is known of the shapes
+        raise
     except RuntimeError as e:  # a conversion of names that takes tensors of other shapes
         shapes = [str(e).splitlines()[0][:200]]
     return Verdict(type(model).__name__, len(model.state_dict()), missing, unexpected, shapes, None)
