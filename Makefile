@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check torture tools lint bench docs fixtures clean
+.PHONY: demo test check check-oldest torture tools lint bench docs fixtures clean
 
 $(VENV)/.done: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -31,14 +31,29 @@ tools: $(VENV)/.done
 test: $(VENV)/.engines tools lint
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -q -n 2 --durations=20
 
+UNIT := -m "not live and not slow" tests/index tests/formats tests/engine tests/huggingface tests/resume \
+	tests/storage/test_partial.py tests/converters/test_fsdp1.py
+
 # Lint, types, and the tests that need no engine, server or other program: at most 90 s on two cores.
 check: $(VENV)/.done lint
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -q -n 2 -m "not live and not slow" tests/index tests/formats \
-		tests/engine tests/huggingface tests/resume tests/storage/test_partial.py tests/converters/test_fsdp1.py
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -q -n 2 $(UNIT)
 
 # Mutated checkpoints with torch as the oracle, failing system calls, kills: MINUTES=1 is a look, 30 the real thing.
 torture: $(VENV)/.engines
 	DS_ACCELERATOR=cpu $(BIN)/python -m tests.torture --minutes $(or $(MINUTES),30) $(if $(FIRST),--first $(FIRST))
+
+# The unit tests with the oldest versions that pyproject.toml promises, on the Python it promises (PYTHON=python3.11).
+OLDEST := $(VENV)-oldest
+$(OLDEST)/.done: pyproject.toml $(VENV)/.done
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	$(BIN)/uv pip compile --quiet --resolution lowest-direct --python $(OLDEST)/bin/python --extra torch --extra audit \
+		--extra s3 --output-file $(OLDEST)/lowest.txt pyproject.toml
+	$(BIN)/uv pip install --quiet --python $(OLDEST)/bin/python --requirement $(OLDEST)/lowest.txt --editable . \
+		$$(grep -E "^(pytest|pytest-xdist|hypothesis|moto|peft|selenium)==" constraints.txt) "moto[s3,server]"
+	touch $@
+
+check-oldest: $(OLDEST)/.done
+	PATH="$(CURDIR)/$(OLDEST)/bin:$$PATH" python -m pytest -q -n 2 $(UNIT)
 
 lint: $(VENV)/.done
 	$(BIN)/ruff check .
