@@ -29,7 +29,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from hashlib import sha256
 from math import prod
 from typing import Any, NamedTuple
 
@@ -109,6 +108,8 @@ def draft(
             out[k] = replace(t, chunks=Chunks.whole(t.shape, first + i, at, t.nbytes), coding="raw")
             at += t.nbytes
         shards.append(DraftFile(f"{FOLDER}/{names[i]}", at, head))
+    from hashlib import sha256
+
     held = values.encode(ckpt.values)
     index = {
         "version": 1,
@@ -281,6 +282,8 @@ def _tensors(rows: Any, files: list[str], source: Source, first: int, what: str)
 
 def _held(index: dict[str, Any], source: Source) -> dict[str, Value]:
     """The values, in the order of the index."""
+    from hashlib import sha256
+
     what = f"{source.root}/{FOLDER}/{_VALUES}"
     data = source.read_all(f"{FOLDER}/{_VALUES}", _MOST_VALUES)
     if sha256(data).hexdigest() != index["files"][_VALUES].get("sha256"):

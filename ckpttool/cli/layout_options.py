@@ -7,15 +7,17 @@ given of them is in `given(ctx)`. Nothing of a layout is imported for `ckpttool 
 from __future__ import annotations
 
 from dataclasses import Field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperOption
 
-from .. import layouts
 from ..errors import UsageError
 from .help import Command
 from .terminal import bytes_of
+
+if TYPE_CHECKING:
+    from ..layouts import Layout
 
 __all__ = ["HfCommand", "LayoutCommand", "given"]
 
@@ -55,7 +57,9 @@ class HfCommand(LayoutCommand):
 
 def _options(targets: tuple[str, ...] | None) -> list[TyperOption]:
     """One option for every field; layouts with an option of the same name share it."""
-    of: dict[str, list[tuple[layouts.Layout, Field[Any]]]] = {}
+    from .. import layouts
+
+    of: dict[str, list[tuple[Layout, Field[Any]]]] = {}
     for layout in layouts.layouts().values():
         if layout.write is not None and (targets is None or layout.name in targets):
             for flag, f in layouts.flags_of(layout).items():
@@ -63,7 +67,7 @@ def _options(targets: tuple[str, ...] | None) -> list[TyperOption]:
     return [_option(flag, rows) for flag, rows in of.items()]
 
 
-def _option(flag: str, rows: list[tuple[layouts.Layout, Field[Any]]]) -> TyperOption:
+def _option(flag: str, rows: list[tuple[Layout, Field[Any]]]) -> TyperOption:
     names = ", ".join(layout.name for layout, _ in rows)
     if len({str(f.type) for _, f in rows}) > 1:
         raise UsageError(f"{names} have an option {flag}, but of different types. Rename it in one of them.")

@@ -349,6 +349,6 @@ def draw(*renderables: Any) -> None:
     """Tables and trees, on stdout."""
     from rich.console import Console
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    console = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 160)
     for r in renderables:
         console.print(r)

@@ -26,9 +26,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
@@ -41,6 +40,9 @@ from ..storage.partial import Earlier, keep_ours
 from ..storage.source import Source
 from ..storage.staging import Altered, Draft, EarlierFile, Sink, Staging, Written, write_error
 from .stream import ALIGN, USUAL, Arena, Block, Effort, Job, Reader, bits_dtype
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 __all__ = ["Progress", "fill", "silent", "tensor_digests"]
 
@@ -66,6 +68,8 @@ class _Writer:
         self.arena = Arena(buffers, size)
         self.spare = buffers
         self.size = size
+        from concurrent.futures import ThreadPoolExecutor
+
         self.pool = ThreadPoolExecutor(effort.jobs, "ckpttool-write")
         self.pending: list[Future[None]] = []
         self.lock = threading.Lock()

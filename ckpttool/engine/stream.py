@@ -29,16 +29,18 @@ import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import Corrupt, NoSpace, Unsafe
 from ..formats.crc import crc32, crc32_combine
 from ..index import boxes
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Extent, Record, TensorEntry
 from ..storage.source import Source, read_error
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 __all__ = [
     "ALIGN",
@@ -338,6 +340,8 @@ class Reader:
         batches = self._batches(plans)
         waiting: deque[Future[list[Block]]] = deque()
         threads = 1 if any(job.entry.chunks.zstd for job in listed) else self._threads  # frames unfold in order only
+        from concurrent.futures import ThreadPoolExecutor
+
         with ThreadPoolExecutor(threads, "ckpttool-read") as pool:
             try:
                 while True:

@@ -14,15 +14,12 @@ only if, besides, nobody else can enter it. What does not belong to us is named 
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import hashlib
 import json
 import os
 import re
 import shlex
 import shutil
-import socket
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -83,6 +80,8 @@ def _stem(name: str, most: int) -> str:
     raw = os.fsencode(name)
     if len(raw) <= room:
         return name
+    import hashlib
+
     return f"{raw[: room - 17].decode('utf-8', 'ignore')}~{hashlib.sha256(raw).hexdigest()[:16]}"
 
 
@@ -185,7 +184,7 @@ def take_lock(beside: Beside) -> int:
         os.close(fd)  # the holder before us removed it in between
     try:
         os.ftruncate(fd, 0)
-        os.write(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        os.write(fd, f"process {os.getpid()} on {os.uname().nodename}\n".encode())
     except OSError:
         os.close(fd)
         raise
@@ -476,6 +475,8 @@ def rename2(a: str, b: str, flags: int, a_folder: int = -100) -> bool:
 
     `a_folder` is the descriptor of the folder that `a` is relative to.
     """
+    import ctypes
+
     try:
         call = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):

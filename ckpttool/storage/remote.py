@@ -14,7 +14,6 @@ No message holds credentials or signed queries: `shown` takes them out of URLs, 
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import re
 import threading
@@ -22,8 +21,6 @@ import time
 from bisect import bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from hashlib import sha256
 from itertools import islice
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
@@ -151,6 +148,8 @@ def store_of(url: str) -> tuple[Any, str, str]:
     except OSError as e:  # some stores (ftp) are asked for at once
         raise RemoteError(f"{shown(url)}: {words(e)}. Check the address and the network.") from None
     if scheme == "hf":
+        import logging
+
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells its retries, with URLs that are signed
     if scheme in ("s3", "s3a"):
         fs.retries = 1  # tries of its own would multiply with ours
@@ -420,6 +419,8 @@ class RemoteSource(Source):
         if len(starts) == 1:
             fill(0)
             return
+        from concurrent.futures import ThreadPoolExecutor
+
         with ThreadPoolExecutor(min(4, len(starts)), "ckpttool-fetch") as pool:
             for _ in pool.map(fill, starts):
                 pass
@@ -478,6 +479,8 @@ class RemoteSource(Source):
                     single.append(name)
                 elif found != self._identity[name]:
                     raise self._changed(name)
+        from concurrent.futures import ThreadPoolExecutor
+
         with ThreadPoolExecutor(_THREADS, "ckpttool-fetch") as pool:
             for _ in pool.map(lambda name: self._same([name]), single):
                 pass
@@ -574,6 +577,8 @@ class _Ahead:
                 spans[-1][2] = max(spans[-1][2], start + length)
             else:
                 spans.append([name, start, start + length])
+        from concurrent.futures import ThreadPoolExecutor
+
         with ThreadPoolExecutor(min(_THREADS, len(spans)), "ckpttool-fetch") as pool:
             for span, data in zip(spans, pool.map(self._try, spans), strict=True):
                 if data:
@@ -620,10 +625,12 @@ def _at_commit(fs: Any, path: str) -> tuple[str, str | None]:
 
 
 def _number(text: str) -> int:
+    from hashlib import sha256
+
     return int.from_bytes(sha256(text.encode()).digest()[:8], "little")
 
 
-_NO_VERSION = _number("")
+_NO_VERSION = 0x141CFC9842C4B0E3  # _number("")
 
 
 def _of_web(fs: Any, url: str, start: int, end: int) -> bytes:

@@ -17,12 +17,14 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from ..bounded_json import parse
 from ..errors import CkpttoolError, Corrupt, DestinationExists, NoSpace, RemoteError, Unsafe, Unsupported, UsageError
 from .remote import Conflict, Denied, Missing, ask, shown, store_of
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 __all__ = ["NOTE", "Upload", "UploadFolder", "get_with_token", "legal_hold", "put_if_unchanged", "remove"]
 
@@ -103,6 +105,8 @@ class Lane:
     """Requests that carry bytes, of all objects of one destination: `many` at once, and nobody waits in memory."""
 
     def __init__(self, many: int) -> None:
+        from concurrent.futures import ThreadPoolExecutor
+
         self.many, self.pool = many, ThreadPoolExecutor(many, "ckpttool-send")
         self.free = threading.Semaphore(many)
 
@@ -425,6 +429,8 @@ class UploadFolder:
                 _hide(f"{self.url}/{name}")
         for name, upload in self._uploads.items():
             upload.force = name in self._old and name != marker
+        from concurrent.futures import ThreadPoolExecutor
+
         with ThreadPoolExecutor(8, "ckpttool-send") as pool:
             for _ in pool.map(lambda name: self._uploads[name].commit(), [n for n in self._uploads if n != marker]):
                 pass

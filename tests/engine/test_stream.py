@@ -63,6 +63,8 @@ def finite_bits(dtype: str, n: int) -> bytes:
     "to", ["bfloat16", "float16", E4M3, "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float64"]
 )
 def test_float32_is_rounded_as_torch_rounds_it(to: str) -> None:
+    if to == E4M3 and torch.tensor(1e9).to(torch.float8_e4m3fn).isnan():
+        pytest.skip("this torch makes NaN of what is too large, later ones the largest number")
     raw = finite_bits("float32", 300_000)
     a, b = ours(raw, "float32", to), theirs(raw, "float32", to)
     if a != b:  # say which numbers
@@ -87,6 +89,8 @@ def test_every_finite_number_of_a_small_dtype_is_converted_as_torch_converts_it(
 
 @pytest.mark.parametrize("to", ["bfloat16", "float16", "float64", E4M3, "float8_e5m2"])
 def test_nan_of_any_payload_and_sign_stays_nan_and_infinity_is_what_torch_makes_of_it(to: str) -> None:
+    if to == E4M3 and torch.tensor(1e9).to(torch.float8_e4m3fn).isnan():
+        pytest.skip("this torch makes NaN of infinity, later ones the largest number")
     bits = np.array([0x7F800001, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF, 0x7FC00000, 0x7F80FFFF], np.uint32)
     assert np.isnan(np.frombuffer(ours(bits.tobytes(), "float32", to), numpy_dtype(to)).astype(np.float64)).all()
     infinite = np.array([np.inf, -np.inf], np.float32).tobytes()

@@ -125,7 +125,7 @@ def test_conversions_without_torch(slim: Path, tmp_path: Path) -> None:
 import importlib.util, json, ckpttool
 assert not any(importlib.util.find_spec(n) for n in ("torch", "transformers", "s3fs"))
 assert "site-packages" in ckpttool.__file__, ckpttool.__file__
-model = ckpttool.digest({str(DCP)!r})["digest"]
+model = ckpttool.digest({str(DCP)!r}).digest
 source = {str(DCP)!r}
 for to, more in (("dcp", dict(world_size=2)), ("full", {{}}), ("zero3", dict(world_size=3)), ("zero1", dict(world_size=2)),
                  ("universal", {{}}), ("fsdp1", dict(world_size=2)), ("hf", dict(config={str(CONFIG)!r}))):
