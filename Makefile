@@ -49,7 +49,7 @@ $(OLDEST)/.done: pyproject.toml $(VENV)/.done
 	$(BIN)/uv pip compile --quiet --resolution lowest-direct --python $(OLDEST)/bin/python --extra torch --extra audit \
 		--extra s3 --output-file $(OLDEST)/lowest.txt pyproject.toml
 	$(BIN)/uv pip install --quiet --python $(OLDEST)/bin/python --requirement $(OLDEST)/lowest.txt --editable . \
-		$$(grep -E "^(pytest|pytest-xdist|hypothesis|moto|peft|selenium)==" constraints.txt) "moto[s3,server]"
+		$$(grep -E "^(pytest|pytest-xdist|hypothesis|moto|peft)==" constraints.txt) "moto[s3,server]" selenium
 	touch $@
 
 check-oldest: $(OLDEST)/.done
