@@ -380,9 +380,8 @@ def test_a_state_is_the_same_whatever_it_was_written_for(
         zero3(job, folder / "a", world, most)
     else:
         zero12(job, folder / "a", world, stage, aligned=aligned)
-    done = ckpttool.convert(
-        folder / "a", folder / "b", to=to, world_size=target, options=ckpttool.ZeroOptions(sub_group_size=most)
-    )
+    options = (ckpttool.UniversalOptions if to == "universal" else ckpttool.ZeroOptions)(sub_group_size=most)
+    done = ckpttool.convert(folder / "a", folder / "b", to=to, world_size=target, options=options)
     assert done.digest == ckpttool.digest(folder / "b").digest
     if to == "zero3":
         assert difference(gathered3(folder / "b"), job.truth()) == []

@@ -140,7 +140,7 @@ LAUNCHES: dict[str, tuple[str, int, list[Target]]] = {
             zero("zero2_w3_bf16", "zero3", "zero2"),
             zero("zero3_w3_fresh", "zero3"),
             zero("fsdp1_w1", "zero3"),
-            zero("fsdp2_w3", "zero3", told="zero3:300", sub_group_size=300),
+            zero("fsdp2_w3", "zero3", told="zero3:300", options=ckpttool.ZeroOptions(sub_group_size=300)),
             # a parameter that never had a gradient, so that only another save of the engine tells that it is trained
             zero("awkward_w3", "zero3", like=FIXTURES / "zero3_w4" / "ckpt"),
         ],
