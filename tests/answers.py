@@ -69,7 +69,11 @@ def _asked(function: str, argument: str, text: bytes, out: str) -> bytes:
 def _end(child: subprocess.Popen[bytes]) -> None:
     assert child.stdin is not None
     child.stdin.close()
-    child.wait()
+    try:
+        child.wait(10)
+    except subprocess.TimeoutExpired:  # a fork of this process has kept the pipe
+        child.kill()
+        child.wait()
 
 
 def _answer(function: str, argument: str, text: str, out: str) -> None:
