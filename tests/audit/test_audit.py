@@ -141,7 +141,7 @@ def test_only_provenance_tells_two_sources_apart(of_one_state: list[Path], tmp_p
 
 def test_the_state_alone_decides_and_not_threads_or_memory(saved: Path, tmp_path: Path) -> None:
     hashes = set()
-    for i, how in enumerate(({"jobs": 1}, {"jobs": 5}, {"max_memory_bytes": 80_000_000})):
+    for i, how in enumerate(({"threads": 1}, {"threads": 5}, {"max_memory_bytes": 80_000_000})):
         export(saved, str(tmp_path / "a.tar.zst"), ArchiveOptions(reproducible=True, shuffle=True), force=i > 0,
                in_ledger=False, **how)  # fmt: skip
         hashes.add(hashlib.sha256((tmp_path / "a.tar.zst").read_bytes()).hexdigest())
