@@ -282,7 +282,7 @@ def test_of_several_saves_latest_names_one_and_a_tag_any(tmp_path: Path) -> None
     (folder / "latest").write_text("global_step4\n")
     assert read(folder)[0]["global_steps"] == 4
     assert_same_state(read(folder)[0], second)
-    with pytest.raises(Corrupt, match=r"no save where --tag nothing points to.*global_step3, global_step4"):
+    with pytest.raises(Corrupt, match=r"the save that --tag nothing points to is missing.*global_step3, global_step4"):
         ckpttool.open(folder, tag="nothing", source_layout="zero3")
     with pytest.raises(Unsafe, match=r"names '\.\./in', which is not a folder in the same place"):
         ckpttool.open(folder, tag="../in", source_layout="zero3")
