@@ -102,7 +102,12 @@ def convert(
     drop: Drop = False,
     ignore_recorded_digests: IgnoreRecorded = False,
     force: Force = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be written, and stop.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Print what would be written and the free space, and stop; fails where the run would."
+        ),
+    ] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not read the result back from disk.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -121,7 +126,8 @@ def convert(
         canonical_keys=canonical_keys, drop=drop, ignore_recorded_digests=ignore_recorded_digests,
     )  # fmt: skip
     if dry_run:
-        _dry_run(engine.plan_with(src, dst, reading, writing), as_json)
+        with engine.plan_with(src, dst, reading, writing) as planned:
+            _dry_run(planned, engine.check_destination(src, dst, planned, force), as_json)
         return
     meter = Meter(quiet)
     began = time.monotonic()
@@ -158,34 +164,35 @@ def convert(
         print(f"digest {component:10s} blake3:{root}")
 
 
-def _dry_run(planned: Plan, as_json: bool) -> None:
+def _dry_run(planned: Plan, free: int | None, as_json: bool) -> None:
     from ..engine.inspect import human
 
     opened, draft, target = planned.opened, planned.draft, planned.target
-    with planned:
-        files = [(f.name, f.size) for f in draft.files]
-        if as_json:
-            print_json({
-                "from": opened.layout.name, "to": target.name, "world_size": draft.checkpoint.world_size,
-                "tensors": len(draft.checkpoint.tensors), "source_bytes": opened.checkpoint.nbytes,
-                "destination_bytes": draft.nbytes, "files": [{"name": n, "bytes": b} for n, b in files],
-                "dropped": [{"name": d.name, "bytes": d.nbytes, "why": d.why} for d in draft.dropped],
-                "notes": [*opened.checkpoint.notes, *draft.notes],
-                "not_read": [r.to_json() for r in opened.checkpoint.unread],
-            })  # fmt: skip
-            return
-        world = f" for {ranks(draft.checkpoint.world_size)}" if draft.checkpoint.world_size else ""
-        print(
-            f"{opened.layout.name} -> {target.name}{world}: {len(draft.checkpoint.tensors):,} tensors, about {human(draft.nbytes)}"
-        )
-        for name, size in files[:40]:
-            print(f"  {name:44s} {human(size):>12s}")
-        if len(files) > 40:
-            print(f"  ... {len(files) - 40} more files")
-        for text in [*opened.checkpoint.notes, *draft.notes]:
-            print(f"note: {text}")
-        sys.stdout.flush()
-        left_behind([(d.name, d.nbytes, d.why) for d in draft.dropped], False)
+    files = [(f.name, f.size) for f in draft.files]
+    if as_json:
+        print_json({
+            "from": opened.layout.name, "to": target.name, "world_size": draft.checkpoint.world_size,
+            "tensors": len(draft.checkpoint.tensors), "source_bytes": opened.checkpoint.nbytes,
+            "destination_bytes": draft.nbytes, "free_bytes": free, "files": [{"name": n, "bytes": b} for n, b in files],
+            "dropped": [{"name": d.name, "bytes": d.nbytes, "why": d.why} for d in draft.dropped],
+            "notes": [*opened.checkpoint.notes, *draft.notes],
+            "not_read": [r.to_json() for r in opened.checkpoint.unread],
+        })  # fmt: skip
+        return
+    world = f" for {ranks(draft.checkpoint.world_size)}" if draft.checkpoint.world_size else ""
+    room = "" if free is None else f", {human(free)} free there"
+    print(
+        f"{opened.layout.name} -> {target.name}{world}: {len(draft.checkpoint.tensors):,} tensors, about "
+        f"{human(draft.nbytes)}{room}"
+    )
+    for name, size in files[:40]:
+        print(f"  {name:44s} {human(size):>12s}")
+    if len(files) > 40:
+        print(f"  ... {len(files) - 40} more files")
+    for text in [*opened.checkpoint.notes, *draft.notes]:
+        print(f"note: {text}")
+    sys.stdout.flush()
+    left_behind([(d.name, d.nbytes, d.why) for d in draft.dropped], False)
 
 
 @app.command()
@@ -735,7 +742,7 @@ def _version(show: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     pass
@@ -787,8 +794,17 @@ def _show(message: Warning | str, category: type[Warning], *more: Any, **where: 
 
 def _run() -> None:
     refuse_empty(sys.argv[1:])
+    program = typer.main.get_command(only_what_runs(app, sys.argv[1:]))
     try:
-        only_what_runs(app, sys.argv[1:])()
+        if "--json" not in sys.argv:
+            program()
+        try:
+            status = program(standalone_mode=False)
+        except Exception as e:
+            if not hasattr(e, "format_message"):  # which the errors of a command line have, whoever's click it is
+                raise
+            raise UsageError(e.format_message()) from None
+        sys.exit(status if isinstance(status, int) else 0)
     finally:
         sys.stdout.flush()  # here, where a failure has a handler
 

@@ -40,7 +40,7 @@ from ..index.names import NOT_THEIRS, refuse_surrogates
 from ..storage import partial, remote
 from ..storage.destinations import Sending, SendingFolder
 from ..storage.source import Source, raise_file_limit
-from ..storage.staging import Draft, Dropped, Staging, refuse_target, write_error
+from ..storage.staging import Draft, Dropped, Staging, refuse_full, refuse_target, write_error
 from ..storage.upload import NOTE
 from . import mixups, unread_files
 from .fill import Progress, fill, silent, tensor_digests
@@ -49,7 +49,7 @@ from .stream import Effort, small
 
 __all__ = [
     "MOST_RECORD_BYTES", "RECORD", "CheckpointPath", "ConvertResult", "DigestResult", "OpenCheckpoint", "OpenOptions", "Plan",
-    "RunOptions", "VerifyResult", "WriteRequest", "convert", "convert_with", "digest", "effort_of", "encoded", "merkle_root",
+    "RunOptions", "VerifyResult", "WriteRequest", "check_destination", "convert", "convert_with", "digest", "effort_of", "encoded", "merkle_root",
     "open", "open_with", "plan", "plan_id", "plan_with", "record", "roots", "settled", "shown_path", "verify",
 ]  # fmt: skip
 
@@ -647,23 +647,46 @@ def convert_with(
     """`convert`."""
     dst = _destination(dst)
     _refuse_source(src, dst)
-    far = remote.is_url(dst)
     where = remote.whole(dst)
-    said: list[str] = []
-    if far:
-        _refuse_store(where)
-    else:
-        said = _recovered(where)
-        if os.path.lexists(where):
-            refuse_target(where, not os.path.isdir(where), running.force)
-    if running.force:
-        _refuse_foreign(dst)
+    said = [] if remote.is_url(dst) else _recovered(where)
+    _refuse_destination(dst, where, running.force)
     try:
         return _convert(src, dst, where, reading, writing, running, said)
     except CkpttoolError as e:
         for text in said:
             e.add_note(text)
         raise
+
+
+def _refuse_destination(dst: str, where: str, force: bool) -> None:
+    """Refuse what is at a destination, before anything is opened."""
+    if remote.is_url(dst):
+        _refuse_store(where)
+    elif os.path.lexists(where):
+        refuse_target(where, not os.path.isdir(where), force)
+    if force:
+        _refuse_foreign(dst)
+
+
+def check_destination(src: CheckpointPath, dst: str | os.PathLike[str], planned: Plan, force: bool) -> int | None:
+    """Refuse a destination as `convert` would refuse it, and write nothing.
+
+    Returns:
+        The free bytes of its file system; None for an object store.
+
+    Raises:
+        DestinationExists, UsageError: nothing may be written there. NoSpace: the destination does not fit.
+    """
+    dst = _destination(dst)
+    _refuse_source(src, dst)
+    where = remote.whole(dst)
+    _refuse_destination(dst, where, force)
+    if force:
+        planned.target.check_replaceable(dst)
+    if remote.is_url(dst):
+        return None
+    refuse_target(where, planned.target.is_file, force)
+    return refuse_full(os.path.dirname(where), planned.draft.nbytes + (1 << 20))
 
 
 def _recovered(target: str) -> list[str]:

@@ -186,14 +186,12 @@ class Staging:
                 )
         self._enter(found or self._new_folder(mine))
         have = sum(e.stat().st_blocks * 512 for e in _walk(self.tree))
-        free = shutil.disk_usage(self.parent).free
-        if need_bytes > free + have:
+        try:
+            refuse_full(self.parent, need_bytes, have)
+        except NoSpace:
             if not self.earlier.done:
                 self._clear()
-            raise NoSpace(
-                f"{self.parent} has {free:,} bytes free, the destination needs {need_bytes:,}. Free "
-                f"{need_bytes - free:,} bytes or write elsewhere."
-            )
+            raise
         if not found:
             self.begin_anew()
 
@@ -378,6 +376,21 @@ class Staging:
                 except OSError:
                     pass  # each line of the journal was synced when it was written
         self._journal = self._folder = -1
+
+
+def refuse_full(folder: str, need_bytes: int, have: int = 0) -> int:
+    """The free bytes of a file system, if what is to be written there fits; `have` bytes of it are there already.
+
+    Raises:
+        NoSpace: it does not fit.
+    """
+    free = shutil.disk_usage(folder).free
+    if need_bytes > free + have:
+        raise NoSpace(
+            f"{folder} has {free:,} bytes free, the destination needs {need_bytes:,}. Free {need_bytes - free:,} bytes or "
+            "write elsewhere."
+        )
+    return free
 
 
 def refuse_target(target: str, is_file: bool, force: bool) -> None:

@@ -260,6 +260,29 @@ def test_dry_run_writes_nothing_and_names_the_files(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_dry_run_fails_where_the_run_would_and_says_how_much_is_free(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "x").write_text("x")
+    for args, code in (
+        ([GROUPS, tmp_path / "there", "--to", "hf"], 6), ([GROUPS, tmp_path / "there", "--to", "hf", "--force"], 6),
+        ([GROUPS, tmp_path / "none" / "x", "--to", "hf"], 2), ([GROUPS, GROUPS, "--to", "hf"], 2),
+    ):  # fmt: skip
+        assert fails(code, "convert", *args, "--dry-run") == fails(code, "convert", *args)
+    assert says("convert", GROUPS, tmp_path / "out", "--to", "hf", "--dry-run")["free_bytes"] > 1 << 20
+    assert "free there" in run("convert", GROUPS, tmp_path / "out", "--to", "hf", "--dry-run").stdout
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "args", [["convert", "a", "b", "--world_size", "8"], ["convert"], ["inspct", "a"], ["convert", "a", "b", "-n", "x"]], ids=" ".join
+)  # fmt: skip
+def test_an_error_of_the_command_line_is_json_too(args: list[str]) -> None:
+    done = run(*args, "--json")
+    error = json.loads(done.stdout)["error"]
+    assert (done.returncode, error["exit_code"], error["kind"]) == (2, 2, "UsageError")
+    assert error["message"] and "Traceback" not in done.stderr
+
+
 def test_quiet_says_nothing_on_stderr(tmp_path: Path) -> None:
     for args in (["convert", W3, tmp_path / "out.pt", "--to", "full"], ["digest", W3], ["verify", W3, "--read-data"],
                  ["diff", W3, W3], ["convert", W3, tmp_path / "hf", "--to", "hf"]):  # fmt: skip
