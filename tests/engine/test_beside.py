@@ -140,7 +140,7 @@ def test_commands_print_them(tmp_path: Path) -> None:
         assert done.exit_code == 0, done.output
         assert "not read, so not carried: optimizer.bin (9 B, optimizer)" in done.output.replace("\n", ""), command
     for command in (["verify", source], ["digest", source], ["inspect", source], ["convert", source, out + "2", "--to", "dcp", "-n", "2", "--drop"],
-                    ["convert", source, out, "--to", "dcp", "-n", "2", "--drop", "--dry-run"]):  # fmt: skip
+                    ["convert", source, out + "9", "--to", "dcp", "-n", "2", "--drop", "--dry-run"]):  # fmt: skip
         said = json.loads(CliRunner().invoke(app, [*(str(a) for a in command), "--json"]).stdout)
         assert "optimizer.bin" in {r["name"] for r in said["not_read"]}, command
     done = CliRunner().invoke(app, ["convert", str(source), out + "3", "--to", "dcp", "-n", "2", "--dry-run"])
