@@ -13,7 +13,10 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-__all__ = ["App", "Command", "only_what_runs"]
+__all__ = ["WRITING", "App", "Command", "only_what_runs"]
+
+#: How the titles of the panels begin that hold the options of layouts; these come last.
+WRITING = "Writing "
 
 _WIDTH = 110  # of help, where the terminal is wider
 
@@ -26,7 +29,7 @@ def _sections(command: Any, ctx: Any, formatter: Any) -> None:
         if record is not None:
             usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
             rows.setdefault(getattr(parameter, "rich_help_panel", None) or usual, []).append(record)
-    for title in sorted(rows, key=lambda t: (t != "Arguments", t.startswith("Writing "), t == "Options")):
+    for title in sorted(rows, key=lambda t: (t != "Arguments", t.startswith(WRITING), t == "Options")):
         with formatter.section(title):
             formatter.write_dl(rows[title], col_max=34)
 

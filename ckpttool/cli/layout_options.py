@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperOption
 
 from ..errors import UsageError
-from .help import Command
+from .help import WRITING, Command
 from .terminal import bytes_of
 
 if TYPE_CHECKING:
@@ -77,13 +77,13 @@ def _option(flag: str, rows: list[tuple[Layout, Field[Any]]]) -> TyperOption:
     text = " ".join(dict.fromkeys(f.metadata["help"] for _, f in rows))
 
     def keep(ctx: Any, param: Any, value: Any) -> None:
-        if value not in (None, False):
+        if value is not None and value is not False:  # 0 is a value
             ctx.meta.setdefault(_META, {})[flag] = bytes_of(value) if size else value
 
     is_flag = kind == "bool"
     return TyperOption(
         param_decls=[flag], type=None if is_flag else {"int": int, "float": float}.get("str" if size else kind, str),
         is_flag=is_flag, default=False if is_flag else None, help=text, metavar="SIZE" if size else field.metadata["metavar"],
-        expose_value=False, callback=keep, rich_help_panel=f"Writing {names}",
+        expose_value=False, callback=keep, rich_help_panel=f"{WRITING}{names}",
         show_default=shown,
     )  # fmt: skip

@@ -796,17 +796,20 @@ def _run() -> None:
     refuse_empty(sys.argv[1:])
     program = typer.main.get_command(only_what_runs(app, sys.argv[1:]))
     try:
-        if "--json" not in sys.argv:
-            program()
-        try:
-            status = program(standalone_mode=False)
-        except Exception as e:
-            if not hasattr(e, "format_message"):  # which the errors of a command line have, whoever's click it is
-                raise
-            raise UsageError(e.format_message()) from None
-        sys.exit(status if isinstance(status, int) else 0)
+        sys.exit(_status(program) if "--json" in sys.argv else program())
     finally:
         sys.stdout.flush()  # here, where a failure has a handler
+
+
+def _status(program: Any) -> int:
+    """The exit status of a command line whose mistakes are raised, so that `--json` prints them as JSON too."""
+    try:
+        status = program(standalone_mode=False)
+    except Exception as e:
+        if not hasattr(e, "format_message"):  # click's own class differs between versions of typer
+            raise
+        raise UsageError(e.format_message()) from None
+    return status if isinstance(status, int) else 0
 
 
 def _lost(e: OSError) -> None:

@@ -83,6 +83,10 @@ class OpenOptions:
                 raise UsageError(f"{name}={value!r} is a string; give a list of strings, such as [{value!r}].")
             if value is not None:
                 object.__setattr__(self, name, tuple(value))
+        for name in ("like", "flat_layout"):  # plan_id compares them as text
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, os.fspath(value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +243,7 @@ def open(
 
 def open_with(path: CheckpointPath, options: OpenOptions, model: layouts.Model | None = None) -> OpenCheckpoint:
     """`open`; `model` is what `model_of(options)` gives, where it is known."""
-    only: tuple[str, ...] | None = options.only  # type: ignore[assignment]  # made a tuple when it was made
+    only = None if options.only is None else tuple(options.only)
     model = model or model_of(options)
     raise_file_limit()
     where = path if isinstance(path, layouts.Place) else layouts.place(path)
@@ -301,7 +305,7 @@ def model_of(options: OpenOptions) -> layouts.Model:
         with open(options.like) as other:
             known = _like(other.checkpoint)
     flat_layout = None if options.flat_layout is None else os.fspath(options.flat_layout)
-    return layouts.Model(options.config, known, flat_layout, options.wrap)  # type: ignore[arg-type]  # made a tuple
+    return layouts.Model(options.config, known, flat_layout, None if options.wrap is None else tuple(options.wrap))
 
 
 def _like(ckpt: Checkpoint) -> layouts.Like:
@@ -721,7 +725,11 @@ def _convert(
         staging: Staging | Sending | SendingFolder
         if not far:
             staging = Staging(
-                os.fspath(dst), target.is_file, plan_id(source, draft, target, reading, writing), need, force
+                os.fspath(dst),
+                target.is_file,
+                plan_id(source, draft, target, reading, replace(writing, drop=False)),  # which refuses, and no more
+                need,
+                force,
             )
         elif target.is_file:
             staging = Sending(os.fspath(dst), need, force, draft.lock)

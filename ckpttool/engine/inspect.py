@@ -19,9 +19,9 @@ from .conversion import CheckpointPath, OpenOptions, open_with, shown_path
 from .unread_files import human, listed
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
-__all__ = ["Summary", "html_of", "human", "inspect", "screen", "summarise", "tensor_rows", "text_of", "tree"]
+__all__ = ["Summary", "human", "inspect", "screen", "summarise", "tensor_rows", "tree"]
 
 
 def _count(n: int) -> str:
@@ -62,28 +62,20 @@ class Summary:
         return asdict(self)
 
     def __str__(self) -> str:
-        return text_of(screen(self))
+        return _printed(screen(self)).export_text().rstrip("\n")
 
     def _repr_html_(self) -> str:
-        return html_of(screen(self))
+        shape = '<pre style="line-height:1.2">{code}</pre>'
+        return _printed(screen(self)).export_html(inline_styles=True, code_format=shape)
 
 
-def text_of(drawing: RenderableType, width: int = 120) -> str:
-    """What rich draws, as text without colours."""
+def _printed(drawing: RenderableType) -> Console:
+    """A console that has recorded a drawing 120 columns wide, to be exported as text or as HTML."""
     from rich.console import Console
 
-    out = io.StringIO()
-    Console(file=out, width=width, highlight=False).print(drawing)
-    return out.getvalue().rstrip("\n")
-
-
-def html_of(drawing: RenderableType, width: int = 120) -> str:
-    """What rich draws, as HTML for a notebook."""
-    from rich.console import Console
-
-    console = Console(file=io.StringIO(), record=True, width=width, highlight=False)
+    console = Console(file=io.StringIO(), record=True, width=120, highlight=False, emoji=False)
     console.print(drawing)
-    return console.export_html(inline_styles=True, code_format='<pre style="line-height:1.2">{code}</pre>')
+    return console
 
 
 def inspect(

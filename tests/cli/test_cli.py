@@ -59,6 +59,14 @@ def says(*args: object) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.parametrize("option", ["--sub-group-size", "--zero-stage"])
+def test_a_zero_is_a_value_and_not_an_option_left_out(tmp_path: Path, option: str) -> None:
+    to = "zero3" if option == "--sub-group-size" else "universal"
+    assert option[2:].split("-")[-1] in fails(2, "convert", W3, tmp_path / "out", "--to", to, option, 0)
+    assert "this conversion writes dcp" in fails(2, "convert", W3, tmp_path / "out", "--to", "dcp", option, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
 # ------------------------------------------------------------------------------------------------------------ JSON
 
 
