@@ -28,7 +28,9 @@ from ..extras import need
 from ..formats.pickles import short
 from ..index.checkpoint import TensorEntry, Value, joined, same_bytes
 from ..index.names import nest, strip_wrappers
-from .storage_reader import LiveReader, Wanted, storage_reader, torch_dtype
+from .reader import LiveReader, Wanted
+from .storage_reader import storage_reader
+from .values import torch_dtype
 
 __all__ = ["OWN_FLAGS", "Loaded", "gathered", "load", "storage_reader"]
 

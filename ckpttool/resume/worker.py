@@ -28,7 +28,7 @@ from ..engine.conversion import OpenCheckpoint
 from ..engine.conversion import open as open_checkpoint
 from ..errors import CkpttoolError, UsageError
 from ..live.load import gathered, load
-from ..live.storage_reader import lossless
+from ..live.values import lossless
 from . import batches, fingerprint
 from .job import Job, start
 from .recorder import (  # fmt: skip

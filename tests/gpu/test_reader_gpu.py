@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckpttool
-from ckpttool.live import storage_reader
+from ckpttool.live.reader import Wanted
 
 pytestmark = [
     pytest.mark.gpu,
@@ -124,7 +124,7 @@ def test_boxes_with_small_buffers_and_many_threads(
             size = tuple(k - a - (k > 5) for k, a in zip(t.shape, start, strict=True))
             expected.append(t[tuple(slice(a, a + k) for a, k in zip(start, size, strict=True))])
             target = torch.empty(size, dtype=t.dtype, device="cuda")
-            wanted.append(storage_reader.Wanted(f"model.{n}", start, size, target))
+            wanted.append(Wanted(f"model.{n}", start, size, target))
     ckpttool.storage_reader(path).opened.fill(wanted)
     assert [w.name for w, t in zip(wanted, expected, strict=True) if not same(w.target, t)] == []
 

@@ -36,7 +36,10 @@ from ckpttool.errors import CkpttoolError, Corrupt, SourceChanged, Unsafe, Unsup
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, Value, check, joined
 from ckpttool.layouts import find
-from ckpttool.live import storage_reader
+from ckpttool.live import torch_reader
+from ckpttool.live.names import Names
+from ckpttool.live.reader import LiveReader, Wanted
+from ckpttool.live.values import lossless, plain
 from ckpttool.storage.source import Source
 
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests" / "attacks")]
@@ -214,7 +217,7 @@ UNDERSTOOD = {
 
 @pytest.mark.parametrize("asked", UNDERSTOOD)
 def test_a_name_is_understood_in_the_ways_that_jobs_have(asked: str) -> None:
-    assert storage_reader.Names(LISTED).find(asked) == UNDERSTOOD[asked]
+    assert Names(LISTED).find(asked) == UNDERSTOOD[asked]
 
 
 AMBIGUOUS = {
@@ -245,16 +248,16 @@ def test_a_name_that_means_two_things_is_no_guess(name: str) -> None:
     ckpt, asked = AMBIGUOUS[name]
     assert asked is not None
     with pytest.raises(Unsupported, match="can mean"):
-        storage_reader.Names(ckpt).find(asked)
+        Names(ckpt).find(asked)
 
 
 def test_names_that_are_asked_for_together_are_understood_in_one_way() -> None:
-    names = storage_reader.Names(index([("model", "model.w"), ("model", "w")], {}))
+    names = Names(index([("model", "model.w"), ("model", "w")], {}))
     assert names.find("model.w") == "model.w" and names.find("w") == "model.w"
     names.agree(["model.w", "model.model.w"])
     with pytest.raises(Unsupported, match='both mean "model'):
         names.agree(["w", "model.w"])
-    two = storage_reader.Names(index([("model", "w"), ("model", "v")], {("trainer", "step"): 1}))
+    two = Names(index([("model", "w"), ("model", "v")], {("trainer", "step"): 1}))
     two.agree(["app.model.w", "app.model.v", "step"])
     with pytest.raises(Unsupported, match="different keys in front"):
         two.agree(["vision.model.w", "text.model.v"])
@@ -276,9 +279,9 @@ def test_a_bare_state_dict_whose_names_mean_two_things_is_refused_before_a_byte_
 def opened(ckpt: Checkpoint, folder: Path) -> Any:
     """An index of ours behind the reader."""
     check(ckpt)
-    out = storage_reader.LiveReader.__new__(storage_reader.LiveReader)
+    out = LiveReader.__new__(LiveReader)
     out.path, out.source, out.layout, out.ckpt = str(folder), Source(folder), find("full"), ckpt
-    out.names, out.bytes_read, out._located, out._rows, out._compared = storage_reader.Names(ckpt), 0, {}, {}, set()
+    out.names, out.bytes_read, out._located, out._rows, out._compared = Names(ckpt), 0, {}, {}, set()
     return out
 
 
@@ -347,7 +350,7 @@ def test_any_box_of_any_tensor_in_any_chunks_is_what_numpy_says(
             target = torch.empty(size, dtype=torch.float64 if kind == "other dtype" and item > 1 else named)
         part = np.ascontiguousarray(raw[tuple(slice(a, a + k) for a, k in zip(start, size, strict=True))])
         truth = torch.from_numpy(part.reshape(-1).copy()).view(named).reshape(size)
-        wanted.append(storage_reader.Wanted("model.w", start, size, target))
+        wanted.append(Wanted("model.w", start, size, target))
         expected.append(truth.to(target.dtype))
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -378,7 +381,7 @@ def test_boxes_of_real_checkpoints_are_those_of_the_truth(
             size = [draw.randint(1, n - a) for n, a in zip(t.shape, start, strict=True)]
             part = t[tuple(slice(a, a + k) for a, k in zip(start, size, strict=True))]
             expected.append(part)
-            wanted.append(storage_reader.Wanted(name, tuple(start), tuple(size), torch.empty_like(part.contiguous())))
+            wanted.append(Wanted(name, tuple(start), tuple(size), torch.empty_like(part.contiguous())))
     ours.fill(wanted)
     for w, t in zip(wanted, expected, strict=True):
         assert torch.equal(w.target, t), (w.name, w.start, w.shape)
@@ -409,7 +412,7 @@ def test_a_rank_reads_its_own_bytes_and_no_others(tmp_path: Path, monkeypatch: p
     def box(start: tuple[int, int], size: tuple[int, int]) -> list[tuple[int, int]]:
         counted.ranges.clear()
         target = torch.empty(size)
-        it.fill([storage_reader.Wanted("model.w", start, size, target)])
+        it.fill([Wanted("model.w", start, size, target)])
         assert torch.equal(target, w[start[0] : start[0] + size[0], start[1] : start[1] + size[1]])
         return counted.ranges
 
@@ -436,7 +439,7 @@ def test_only_items_that_a_rank_needs_are_looked_into(monkeypatch: pytest.Monkey
     t = load_file(FIXTURES / "fsdp2_w3" / "truth.safetensors")["model.lm_head.weight"]  # 131 rows: 44, 44, 43
     for _ in range(2):
         target = torch.empty(40, 36)
-        it.fill([storage_reader.Wanted("model.lm_head.weight", (50, 0), (38, 36), target[:38])])
+        it.fill([Wanted("model.lm_head.weight", (50, 0), (38, 36), target[:38])])
         assert torch.equal(target[:38], t[50:88])
     assert seen == ["model.lm_head.weight"], "one of its three items, once"
 
@@ -586,7 +589,7 @@ def test_importing_it_imports_no_torch() -> None:
      ("uint8", "int16"), ("int8", "bfloat16"), ("float8_e4m3fn", "bfloat16"), ("float32", "complex64")],
 )  # fmt: skip
 def test_a_wider_dtype_loses_nothing_and_the_way_back_does(a: str, b: str) -> None:
-    assert storage_reader.lossless(a, a) and storage_reader.lossless(a, b) and not storage_reader.lossless(b, a)
+    assert lossless(a, a) and lossless(a, b) and not lossless(b, a)
 
 
 @pytest.mark.parametrize(
@@ -595,7 +598,7 @@ def test_a_wider_dtype_loses_nothing_and_the_way_back_does(a: str, b: str) -> No
      ("float8_e5m2", "float8_e4m3fn"), ("float64", "complex64")],
 )  # fmt: skip
 def test_what_has_numbers_that_the_other_has_not_is_not_lossless(a: str, b: str) -> None:
-    assert not storage_reader.lossless(a, b)
+    assert not lossless(a, b)
 
 
 def test_rounding_is_said_once_and_is_that_of_torch(tmp_path: Path) -> None:
@@ -696,7 +699,7 @@ def test_an_array_that_is_not_plain_numbers_is_refused(name: str) -> None:
     )
     array.state = (1, shape, dtype, order, data)
     with pytest.raises(Unsupported, match="_reconstruct"):
-        storage_reader.plain(array, "rng.x")
+        plain(array, "rng.x")
 
 
 # -------------------------------------------------------------------------------------------------------- refusals
@@ -729,7 +732,7 @@ def test_a_checkpoint_that_would_run_code_does_not(tmp_path: Path, canary: Path)
 
 def test_nothing_but_our_own_pickles_reaches_torchs_unpickler(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[bytes] = []
-    real_save, real_load = storage_reader._saved, torch.load
+    real_save, real_load = torch_reader._saved, torch.load
 
     def saved(x: Any) -> Any:
         out = real_save(x)
@@ -740,7 +743,7 @@ def test_nothing_but_our_own_pickles_reaches_torchs_unpickler(monkeypatch: pytes
         assert f.getvalue() in made
         return real_load(f, *more, **how)
 
-    monkeypatch.setattr(storage_reader, "_saved", saved)
+    monkeypatch.setattr(torch_reader, "_saved", saved)
     monkeypatch.setattr(torch, "load", checked)
     folder = FIXTURES / "fsdp2_w2_groups" / "ckpt"
     load(_skeleton({"args": {"name": 1, "tuple": 1}, "step": 1, "optim": {"param_groups": [{"lr": 1}]}}), folder)

@@ -1,0 +1,120 @@
+"""Names: what a live job may call the entries of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ..errors import Unsupported
+from ..index.checkpoint import Checkpoint, TensorEntry, Value, joined
+from ..index.names import COUNTERS, ROLES, WRAPPERS, original
+
+__all__ = ["Names"]
+
+
+class Names:
+    """What a live job may call the entries of a checkpoint; `find` gives canonical names.
+
+    In this order, and never a choice between two: the canonical name or the name that the source itself had; then
+    another word for a component ("optimizer.", "model_state_dict."), a counter at the root ("step"), a bare FQN,
+    wrapper prefixes inside FQNs, one wrapper key in front of all ("app.model."), and per-parameter options of an
+    optimizer that was flattened ("param_groups.<fqn>.lr"), which the group that lists the parameter answers.
+    """
+
+    def __init__(self, ckpt: Checkpoint) -> None:
+        entries: dict[str, TensorEntry | Value] = {**ckpt.tensors, **ckpt.values}
+        self._entries = entries
+        self._own: dict[str, str] = {}
+        self._groups: dict[str, set[str]] = {}
+        for name, entry in entries.items():
+            if entry.path[0] not in ("model", "optim"):
+                self._own[joined(original(entry.path, ckpt.origin))] = name
+            elif entry.path[:2] == ("optim", "param_groups") and entry.path[3:] == ("params",):
+                members = entry.data if isinstance(entry, Value) else None
+                for fqn in members if isinstance(members, list) else ():
+                    self._groups.setdefault(str(fqn), set()).add(str(entry.path[2]))
+        self._memo: dict[str, tuple[str, str] | None] = {}
+
+    def find(self, asked: str) -> str | None:
+        """The canonical name of what is asked for, None where the checkpoint has nothing of that name.
+
+        Raises:
+            Unsupported: it could be one of several.
+        """
+        if asked not in self._memo:
+            found = {name: "" for name in (asked, self._own.get(asked, "")) if name in self._entries}
+            if not found:
+                found = {name: way for name, way in self._aliases(asked) if name in self._entries}
+            if len(found) > 1:
+                raise Unsupported(
+                    f'"{asked}" can mean {" or ".join(map(repr, sorted(found)))} of this checkpoint. Ask for it by one '
+                    "of these names."
+                )
+            self._memo[asked] = next(iter(found.items()), None)
+        known = self._memo[asked]
+        return known[0] if known else None
+
+    def agree(self, asked: Iterable[str]) -> None:
+        """Prove that names which were asked for together were understood in one way.
+
+        Raises:
+            Unsupported: two names mean one tensor, or model and optimizer were found under different wrapper keys.
+        """
+        meaning: dict[str, str] = {}
+        ways: dict[str, str] = {}
+        for name in asked:
+            found = self.find(name)
+            if found is None or not isinstance(self._entries[found], TensorEntry):
+                continue
+            other = meaning.setdefault(found, name)
+            if other != name:
+                raise Unsupported(
+                    f'"{other}" and "{name}" both mean "{found}" of this checkpoint; one of them would get the wrong '
+                    "tensor. Put the model under the key \"model\", as in {'model': ..., 'optim': ...}."
+                )
+            ways.setdefault((self._memo[name] or ("", ""))[1], name)
+        wrapped = [w for w in ways if w.startswith("key ")]
+        if len(wrapped) > 1 or (wrapped and "bare" in ways):
+            said = ", ".join(f'"{ways[w]}"' for w in [*wrapped, *(w for w in ("bare",) if w in ways)])
+            raise Unsupported(
+                f"the names {said} are found in this checkpoint only if different keys in front of them are left out. "
+                "Ask for the parts of the model under their names in the checkpoint."
+            )
+
+    def _aliases(self, asked: str) -> Iterator[tuple[str, str]]:
+        top, _, rest = asked.partition(".")
+        yield from ((n, "") for n in self._spelled(asked))
+        if top in COUNTERS:
+            yield f"trainer.{asked}", ""
+        yield from ((n, "bare") for n in self._within("model", asked))
+        if top in ("state", "param_groups"):
+            yield from ((n, "") for n in self._within("optim", asked))
+        if ROLES.get(rest.partition(".")[0]) in ("model", "optim"):
+            yield from ((n, f"key {top}") for n in self._spelled(rest))
+
+    def _spelled(self, name: str) -> Iterator[str]:
+        top, _, rest = name.partition(".")
+        role = ROLES.get(top)
+        if role and rest:
+            yield from self._within(role, rest)
+            if role == "optim" and rest.startswith("0."):  # Lightning's list of optimizers, of one
+                yield from self._within(role, rest[2:])
+
+    def _within(self, role: str, rest: str) -> Iterator[str]:
+        yield f"{role}.{rest}"
+        if role == "model":
+            yield from (f"model.{fqn}" for fqn in _cleaned(rest))
+        elif role == "optim" and rest.startswith("state."):
+            yield from (f"optim.state.{fqn}" for fqn in _cleaned(rest[len("state.") :]))
+        elif role == "optim" and rest.startswith("param_groups."):
+            fqn, _, key = rest[len("param_groups.") :].rpartition(".")
+            for name in (fqn, *_cleaned(fqn)):
+                yield from (f"optim.param_groups.{i}.{key}" for i in self._groups.get(name, ()))
+
+
+def _cleaned(fqn: str) -> Iterator[str]:
+    """The FQN without what wrappers put into it, and also without DDP's "module."."""
+    *path, last = fqn.split(".")
+    kept = [p for p in path if p not in WRAPPERS]
+    yield ".".join([*kept, last])
+    if kept[:1] == ["module"]:
+        yield ".".join([*kept[1:], last])

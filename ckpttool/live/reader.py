@@ -1,0 +1,347 @@
+"""A checkpoint that is open for a live job."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..engine import conversion, mixups
+from ..engine.fill import Progress, silent, tensor_digests
+from ..engine.recorded import other_digests
+from ..engine.stream import Decoder
+from ..errors import CkpttoolError, Corrupt, Unsupported
+from ..index import boxes
+from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, TensorEntry, Value
+from ..layouts import Layout
+from ..storage.source import Source
+from .frames import Frame
+from .names import Names
+from .scatter import STAGE, Cutter, Filler, Piece, is_plain_memory, memory_of, part_of, reader_threads
+from .values import lossless, plain, torch_dtype
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["LiveReader", "Wanted"]
+
+
+class Wanted(NamedTuple):
+    """A box of a tensor and where it goes."""
+
+    name: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    target: Tensor
+
+
+class LiveReader:
+    """A checkpoint that is open for a job: names, values, boxes of tensors."""
+
+    progress: Progress | None = None
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        options: conversion.OpenOptions,
+        progress: Progress | None = None,
+        ignore_recorded_digests: bool = False,
+    ) -> None:
+        opened = conversion.open_with(path, options)
+        self.progress = progress
+        self.path = os.fspath(path)
+        self.source: Source = opened.source
+        self.layout: Layout = opened.layout
+        try:
+            framed = any(t.coding != "raw" for t in opened.checkpoint.tensors.values())
+            if not framed and self.layout.locate is not None:
+                opened.locate()  # of such a layout, it is the names that `locate` finds
+            before = len(opened.checkpoint.notes)
+            opened.expect_recorded(ignore_recorded_digests)
+            if not ignore_recorded_digests:
+                for text in opened.checkpoint.notes[before:]:
+                    warnings.warn(f"{os.fspath(path)}: {text}", stacklevel=2)
+            self.ckpt: Checkpoint = opened.checkpoint
+            self._refuse_mixups(opened, framed)
+            self.names = Names(self.ckpt)
+        except BaseException:
+            self.source.close()
+            raise
+        self.bytes_read = self.bytes_checked = 0
+        self._compared: set[str] = set()  # tensors that have the digest that was recorded of them
+        self._located: dict[tuple[str, int], Chunk] = {}
+        self._rows: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
+
+    def _refuse_mixups(self, opened: conversion.OpenCheckpoint, framed: bool) -> None:
+        """What `OpenCheckpoint.locate` refuses of files of ranks. Of framed items, which are not all looked into, only steps are
+        compared."""
+        if not framed and not opened.allow_equal_ranks:
+            mixups.refuse_equal_ranks(self.ckpt, self.source)
+        if framed and not opened.allow_mixed_steps:
+            some = {
+                n: t for n, t in self.ckpt.tensors.items() if t.path[:2] == ("optim", "state") and t.path[-1] == "step"
+            }
+            assert self.layout.locate is not None  # which takes the framing off
+            mixups.refuse_mixed_steps(self.layout.locate(replace(self.ckpt, tensors=some), self.source), self.source)
+
+    # -------------------------------------------------------------------------------------------------- what is there
+
+    def entry(self, asked: str) -> tuple[str, TensorEntry | Value]:
+        """The canonical name and the entry of a name that was found before."""
+        name = self.names.find(asked)
+        if name is None:
+            raise Unsupported(f'"{asked}" is not in {self.path}.')
+        return name, self.ckpt.tensors.get(name) or self.ckpt.values[name]
+
+    def value(self, name: str) -> Any:
+        """A value, as plain data."""
+        return plain(self.ckpt.values[name].data, name)
+
+    @staticmethod
+    def is_scalar_state(entry: TensorEntry | Value) -> bool:
+        """Whether it is a number of an optimizer's state, which some optimizers keep as such, others as a tensor."""
+        if entry.path[:2] != ("optim", "state"):
+            return False
+        if isinstance(entry, TensorEntry):
+            return not entry.shape
+        return type(entry.data) in (int, float)
+
+    # ---------------------------------------------------------------------------------------------------- where it is
+
+    def rows(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> list[int]:
+        """The chunks of a tensor that have elements of a box."""
+        known = self._rows.get((name, start, shape))
+        if known is None:
+            known = self._rows[name, start, shape] = _rows_meeting(self.ckpt.tensors[name], start, shape)
+        return known
+
+    def prepare(self, wanted: Iterable[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> None:
+        """Look into the framing of all chunks that (canonical name, start, shape) need.
+
+        Of items that have one dtype, shape and length, the layout looks into the first. Another whose framing is the
+        same, byte for byte but for the checksums of its own data, needs no look of its own; any other gets one.
+        """
+        alike: dict[tuple[Any, ...], list[tuple[str, int]]] = {}
+        for name, start, shape in wanted:
+            entry = self.ckpt.tensors[name]
+            if entry.coding == "raw":
+                continue
+            for k in self.rows(name, start, shape):
+                if (name, k) not in self._located:
+                    chunk = entry.chunks[k]
+                    kind = (entry.coding, entry.dtype, chunk.shape, chunk.extent.length)
+                    alike.setdefault(kind, []).append((name, k))
+        self._look([same[0] for same in alike.values()])
+        others: list[tuple[str, int]] = []
+        for (coding, *_), same in alike.items():
+            rest = [at for at in dict.fromkeys(same) if at not in self._located]
+            frame = self._frame(*same[0]) if rest and coding == "torch.save" else None
+            for name, k in rest:
+                chunk = self.ckpt.tensors[name].chunks[k]
+                if frame is None or not frame.fits(self.source, self.ckpt.files[chunk.extent.file], chunk.extent):
+                    others.append((name, k))
+                    continue
+                found = chunk._replace(
+                    extent=chunk.extent._replace(offset=chunk.extent.offset + frame.at, length=frame.length),
+                    strides=frame.strides,
+                )
+                self._sound(name, self.ckpt.tensors[name].dtype, found)
+                self._located[name, k] = found
+        self._look(others)
+
+    def _look(self, places: Iterable[tuple[str, int]]) -> None:
+        """Let the layout look into some chunks."""
+        rows: dict[str, set[int]] = {}
+        for name, k in places:
+            rows.setdefault(name, set()).add(k)
+        if not rows:
+            return
+        some: dict[str, TensorEntry] = {}
+        for name, ks in rows.items():
+            entry = self.ckpt.tensors[name]
+            some[name] = replace(entry, chunks=Chunks.of(len(entry.shape), (entry.chunks[k] for k in sorted(ks))))
+        assert self.layout.locate is not None  # only such a layout frames its items
+        found = self.layout.locate(replace(self.ckpt, tensors=some, records=[]), self.source)
+        for name, ks in rows.items():
+            for k, chunk in zip(sorted(ks), found.tensors[name].chunks, strict=True):
+                self._sound(name, found.tensors[name].dtype, chunk)
+                self._located[name, k] = chunk
+
+    def _frame(self, name: str, k: int) -> Frame | None:
+        """The framing of an item that was looked into, None where it is not that of a zip."""
+        item, found = self.ckpt.tensors[name].chunks[k].extent, self._located[name, k]
+        file = self.ckpt.files[item.file]
+        try:
+            return Frame(self.source, file, item, found)
+        except CkpttoolError:
+            return None  # a safetensors file, say
+
+    def _sound(self, name: str, dtype: str, chunk: Chunk) -> None:
+        """What `index.check` proves of a chunk, for one that was found after it ran."""
+        file, offset, length = chunk.extent
+        item = ITEMSIZE[dtype]
+        want = (boxes.span(chunk.shape, chunk.strides) if chunk.strides else prod(chunk.shape)) * item
+        if offset < 0 or offset + length > self.source.size(self.ckpt.files[file]):
+            raise Corrupt(
+                f'{self.ckpt.files[file]}: "{name}" needs bytes {offset}..{offset + length}; the file ends before.'
+            )
+        if chunk.zstd is None and length != want:
+            raise Corrupt(
+                f'{self.ckpt.files[file]}: a chunk of "{name}" is {length} bytes long, but {want} are needed.'
+            )
+
+    # ---------------------------------------------------------------------------------------------------------- bytes
+
+    def fill(self, wanted: Sequence[Wanted], compare: Iterable[str] | None = None) -> None:
+        """Read every box into its target, and compare the digests of whole tensors with those that were recorded.
+
+        Args:
+            compare: canonical names of the tensors to compare; all where None. Of these, a tensor of which the target holds
+                every byte is hashed there, without reading it again. `check_recorded` is for the others.
+
+        Raises:
+            Corrupt, SourceChanged: bytes are missing, damaged or not those of before.
+        """
+        import torch
+
+        self.prepare((w.name, w.start, w.shape) for w in wanted)
+        threads = reader_threads()
+        on_gpu = any(w.target.device.type == "cuda" for w in wanted)
+        stage = min(STAGE, 8 << 20) if on_gpu else STAGE
+        pieces: list[Piece] = []
+        folded: list[tuple[Wanted, Chunk]] = []
+        written: list[Tensor] = []
+        changed: dict[str, tuple[str, str]] = {}
+        for w in wanted:
+            entry = self.ckpt.tensors[w.name]
+            dtype = str(w.target.dtype).removeprefix("torch.")
+            if not lossless(entry.dtype, dtype):
+                changed[w.name] = (entry.dtype, dtype)
+            kind, target = entry.dtype, w.target
+            if entry.dtype == dtype and ITEMSIZE[dtype] == 1:  # as bytes: not every kernel knows every such dtype
+                kind, target = "uint8", target.view(torch.uint8)
+            written.append(target)
+            for k in self.rows(w.name, w.start, w.shape):
+                chunk: Chunk = self._located[w.name, k] if entry.coding != "raw" else entry.chunks[k]
+                both = boxes.meet((chunk.start, chunk.shape), (w.start, w.shape))
+                if both is None:
+                    continue
+                place = part_of(target, tuple(a - b for a, b in zip(both[0], w.start, strict=True)), both[1])
+                if chunk.zstd is not None:
+                    folded.append((w._replace(start=both[0], shape=both[1], target=place), chunk))
+                    continue
+                steps = chunk.strides or boxes.strides(chunk.shape)
+                inside = sum((a - b) * s for a, b, s in zip(both[0], chunk.start, steps, strict=True))
+                cutter = Cutter(chunk.extent.file, kind, entry.dtype == dtype, stage)
+                pieces += cutter.pieces(chunk.extent.offset + inside * cutter.item, both[1], steps, place)
+        filler = Filler(self.source, self.ckpt.files, threads, stage)
+        try:
+            filler.run(pieces, self.progress)
+        finally:
+            self.bytes_read += filler.bytes_read
+        for w, chunk in folded:
+            self._unfold(w, chunk)
+        torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
+        self.source.unchanged()
+        self._compare_whole(wanted, self.ckpt.recorded if compare is None else frozenset(compare))
+        self._rows.clear()
+        if changed:
+            first, (a, b) = next(iter(changed.items()))
+            warnings.warn(
+                f'{len(changed)} tensors of {self.path} were rounded to the dtype that the job has: "{first}" is {a} '
+                f"there and {b} in the job.",
+                stacklevel=2,
+            )
+
+    def _compare_whole(self, wanted: Sequence[Wanted], names: Container[str]) -> None:
+        """Hash the targets that hold all bytes of a tensor."""
+        from blake3 import blake3
+
+        found: dict[str, str] = {}
+        for w in wanted:
+            entry, target = self.ckpt.tensors[w.name], w.target
+            if (
+                w.name in self.ckpt.recorded
+                and w.name in names
+                and w.shape == entry.shape
+                and str(target.dtype) == f"torch.{entry.dtype}"
+                and is_plain_memory(target)
+            ):
+                found[w.name] = blake3(memory_of(target, 0, entry.nbytes) if entry.nbytes else b"").hexdigest()
+        self._equal(found)
+
+    def check_recorded(self, names: Iterable[str]) -> None:
+        """Compare the digests of tensors with those that were recorded; what `fill` has not compared is read, whole.
+
+        Raises:
+            Corrupt: a tensor has another digest.
+        """
+        recorded = self.ckpt.recorded
+        some = {n: self.ckpt.tensors[n] for n in names if n in recorded and n not in self._compared}
+        if not some:
+            return
+        framed = {n: t for n, t in some.items() if t.coding != "raw"}
+        if framed:
+            assert self.layout.locate is not None
+            some.update(self.layout.locate(replace(self.ckpt, tensors=framed, records=[]), self.source).tensors)
+            for n in framed:
+                for chunk in some[n].chunks:
+                    self._sound(n, some[n].dtype, chunk)
+        found = tensor_digests(some, self.source, self.ckpt.files, [], silent)
+        self.bytes_checked += sum(t.nbytes for t in some.values())
+        self.source.unchanged()
+        self._equal(found)
+
+    def _equal(self, found: Mapping[str, str]) -> None:
+        recorded = self.ckpt.recorded
+        wrong = [n for n, digest in found.items() if digest != recorded[n]]
+        if wrong:
+            raise other_digests(self.ckpt, wrong, len(found))
+        self._compared.update(found)
+
+    def _unfold(self, w: Wanted, chunk: Chunk) -> None:
+        """A part of a compressed chunk: slabs of it are decompressed in order, up to the last one that is needed."""
+        import torch
+
+        assert chunk.zstd is not None
+        entry = self.ckpt.tensors[w.name]
+        file = self.ckpt.files[chunk.extent.file]
+        dtype, target = torch_dtype(entry.dtype), w.target
+        if target.dtype == torch.uint8 and ITEMSIZE[entry.dtype] == 1:
+            dtype = torch.uint8
+        at = tuple(a - b for a, b in zip(w.start, chunk.start, strict=True))
+        what = f'{os.path.join(self.source.root, file)} ("{w.name}")'
+        decoder = Decoder(self.source, file, chunk.extent, *chunk.zstd, what)
+        buffer = torch.empty(min(STAGE, prod(chunk.shape) * ITEMSIZE[entry.dtype]), dtype=torch.uint8)
+        left, taken = prod(w.shape), 0
+        for start, shape in boxes.slabs(chunk.shape, len(buffer) // ITEMSIZE[entry.dtype]):
+            n = prod(shape) * ITEMSIZE[entry.dtype]
+            decoder.take(memory_of(buffer, 0, n))
+            taken += prod(shape)
+            both = boxes.meet((start, shape), (at, w.shape))
+            if both is not None:
+                slab = buffer[:n].view(dtype).reshape(shape)
+                place = part_of(target, tuple(a - b for a, b in zip(both[0], at, strict=True)), both[1])
+                place.copy_(part_of(slab, tuple(a - b for a, b in zip(both[0], start, strict=True)), both[1]))
+                left -= prod(both[1])
+            if not left:
+                break
+        if taken == prod(chunk.shape):
+            decoder.close()  # compares the CRC32, which is of the whole
+        self.bytes_read += chunk.extent.length
+
+
+def _rows_meeting(entry: TensorEntry, start: Sequence[int], shape: Sequence[int]) -> list[int]:
+    """The chunks of a tensor that have elements of a box."""
+    import numpy as np
+
+    c = entry.chunks
+    if not c.ndim or len(c) == 1:
+        return list(range(len(c)))
+    first = np.frombuffer(c.start, "i8").reshape(-1, c.ndim)
+    end = first + np.frombuffer(c.shape, "i8").reshape(-1, c.ndim)
+    low, high = np.asarray(start), np.asarray(start) + np.asarray(shape)
+    return [int(k) for k in np.flatnonzero((np.maximum(first, low) < np.minimum(end, high)).all(axis=1))]

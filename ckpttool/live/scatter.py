@@ -1,0 +1,316 @@
+"""Bytes of files into parts of tensors: parts are cut into pieces, and pieces are read together."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ..engine.fill import Progress
+from ..errors import Corrupt, SourceChanged
+from ..index import boxes
+from ..index.checkpoint import ITEMSIZE
+from ..storage.source import Source
+from .values import torch_dtype
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["STAGE", "Cutter", "Filler", "is_plain_memory", "memory_of", "part_of", "reader_threads"]
+
+STAGE = 32 << 20  # bytes of one staging buffer, and the most that one read asks for
+_GAP = 16 << 10  # bytes that are read in vain rather than with another call
+_LONG_RUN = 64 << 10  # a run of this length is worth a read of its own into its place
+_VECTORS = 512  # ranges of memory in one preadv; IOV_MAX is 1024
+
+
+@dataclass(slots=True)
+class Piece:
+    """Bytes of one file that go to one place: `memory` itself, or by way of a buffer to `target`.
+
+    In the buffer the elements of the target are `strides` apart. With `every`, the bytes are not one range but runs of
+    `run` bytes, `every` apart in the file, which lie packed in the buffer.
+    """
+
+    file: int
+    offset: int
+    length: int
+    memory: memoryview | None
+    target: Tensor
+    dtype: str
+    strides: tuple[int, ...] = ()
+    run: int = 0
+    every: int = 0
+
+
+def memory_of(t: Tensor, a: int, n: int) -> memoryview:
+    """Bytes [a, a + n) of the memory of a contiguous CPU tensor, which the caller keeps."""
+    return memoryview((ctypes.c_char * n).from_address(t.data_ptr() + a)).cast("B")
+
+
+def is_plain_memory(t: Tensor) -> bool:
+    import torch
+
+    return type(t) in (torch.Tensor, torch.nn.Parameter) and t.device.type == "cpu" and t.is_contiguous()
+
+
+class Cutter:
+    """Cuts parts of tensors into pieces."""
+
+    def __init__(self, file: int, dtype: str, same: bool, stage: int) -> None:
+        self.file, self.dtype, self.same, self.stage = file, dtype, same, stage
+        self.item = ITEMSIZE[dtype]
+
+    def pieces(self, offset: int, shape: tuple[int, ...], steps: tuple[int, ...], target: Tensor) -> Iterator[Piece]:
+        """Pieces of a box whose first element is at `offset` and whose elements are `steps` apart in the file."""
+        order = sorted(range(len(shape)), key=lambda d: -steps[d])
+        if order != list(range(len(shape))):
+            shape, steps = tuple(shape[d] for d in order), tuple(steps[d] for d in order)
+            target = target.permute(order)
+        yield from self._cut(offset, shape, steps, target)
+
+    def _cut(self, offset: int, shape: tuple[int, ...], steps: tuple[int, ...], target: Tensor) -> Iterator[Piece]:
+        if boxes.is_row_major(shape, steps):
+            yield from self._flat(offset, shape, target)
+            return
+        n, step, inner, inner_steps = shape[0], steps[0], shape[1:], steps[1:]
+        if n == 1:
+            yield from self._cut(offset, inner, inner_steps, target[0])
+            return
+        width = boxes.span(inner, inner_steps)
+        packed = boxes.is_row_major(inner, inner_steps)
+        run = prod(inner) * self.item
+        if step == 0:  # one row stands for all
+            if width * self.item <= self.stage:
+                yield self._span(offset, width, shape, steps, target)
+            else:
+                for i in range(n):
+                    yield from self._cut(offset, inner, inner_steps, target[i])
+        elif (step - width) * self.item > _GAP or width * self.item > self.stage:
+            if packed and run < _LONG_RUN:
+                most = max(1, self.stage // run)
+                for a in range(0, n, most):
+                    k = min(most, n - a)
+                    yield Piece(
+                        self.file, offset + a * step * self.item, k * run, None, target[a : a + k], self.dtype,
+                        boxes.strides((k, *inner)), run, step * self.item,
+                    )  # fmt: skip
+            else:
+                for i in range(n):
+                    yield from self._cut(offset + i * step * self.item, inner, inner_steps, target[i])
+        else:
+            most = 1 + (self.stage // self.item - width) // step
+            for a in range(0, n, most):
+                k = min(most, n - a)
+                at = offset + a * step * self.item
+                yield self._span(at, (k - 1) * step + width, (k, *inner), steps, target[a : a + k])
+
+    def _span(self, offset: int, n: int, shape: tuple[int, ...], steps: tuple[int, ...], target: Tensor) -> Piece:
+        return Piece(self.file, offset, n * self.item, None, target, self.dtype, steps)
+
+    def _flat(self, offset: int, shape: tuple[int, ...], target: Tensor) -> Iterator[Piece]:
+        n = prod(shape) * self.item
+        if self.same and is_plain_memory(target):
+            for a in range(0, n, STAGE):
+                k = min(STAGE, n - a)
+                yield Piece(self.file, offset + a, k, memory_of(target, a, k), target, self.dtype)
+            return
+        for start, size in boxes.slabs(shape, max(1, self.stage // self.item)):
+            at = offset + boxes.flat_start(shape, start) * self.item
+            yield Piece(
+                self.file,
+                at,
+                prod(size) * self.item,
+                None,
+                part_of(target, start, size),
+                self.dtype,
+                boxes.strides(size),
+            )
+
+
+def part_of(t: Tensor, start: Sequence[int], size: Sequence[int]) -> Tensor:
+    for d, (a, k) in enumerate(zip(start, size, strict=True)):
+        if k != t.shape[d]:
+            t = t.narrow(d, a, k)
+    return t
+
+
+def _grouped(pieces: Iterable[Piece], stage: int) -> Iterator[list[Piece]]:
+    """Pieces that are read with one call: neighbours in a file, in order, as many as one staging buffer takes."""
+    group: list[Piece] = []
+    end = total = 0
+    for p in sorted(pieces, key=lambda p: (p.file, p.offset)):
+        fits = (
+            group
+            and not p.every
+            and not group[-1].every
+            and p.file == group[0].file
+            and 0 <= p.offset - end <= _GAP
+            and total + p.length + 16 <= stage
+            and len(group) < _VECTORS // 2
+        )
+        if group and not fits:
+            yield group
+            group, total = [], 0
+        group.append(p)
+        end = p.offset + p.length
+        total += p.length + 16
+    if group:
+        yield group
+
+
+class Filler:
+    """Reads pieces into their places, with a few threads; each has its own staging buffers."""
+
+    def __init__(self, source: Source, files: Sequence[str], threads: int, stage: int) -> None:
+        self.source, self.files, self.threads, self.stage = source, files, threads, stage
+        self.bytes_read = 0
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._streams: dict[Any, Any] = {}
+        self._events: list[Any] = []
+
+    def run(self, pieces: list[Piece], progress: Progress | None) -> None:
+        """Fill all of them; everything has arrived when it returns.
+
+        Raises:
+            Corrupt: bytes cannot be read. SourceChanged: a file became shorter.
+        """
+        import torch
+
+        for device in {p.target.device for p in pieces if p.target.device.type == "cuda"}:
+            self._streams[device] = torch.cuda.current_stream(device)  # the copies come after what the job has queued
+        groups, total = list(_grouped(pieces, self.stage)), sum(p.length for p in pieces)
+        try:
+            if self.threads == 1 or len(groups) == 1:
+                for group in groups:
+                    self._group(group)
+                    if progress is not None:
+                        progress("load", min(self.bytes_read, total), total)
+            else:
+                with ThreadPoolExecutor(self.threads, "ckpttool-load") as pool:
+                    for done in [pool.submit(self._group, group) for group in groups]:
+                        done.result()
+                        if progress is not None:
+                            progress("load", min(self.bytes_read, total), total)
+        finally:
+            for event in self._events:
+                event.synchronize()
+
+    def _group(self, group: list[Piece]) -> None:
+        import torch
+
+        device = next((p.target.device for p in group if p.target.device.type == "cuda"), None)
+        staged = [p for p in group if p.memory is None]
+        buffer, slot = self._buffer(device, sum(p.length + 16 for p in staged)) if staged else (None, None)
+        places: list[memoryview] = []
+        at: list[int] = []
+        used = 0
+        for p in group:
+            if p.memory is None:
+                at.append(used)
+                assert buffer is not None
+                places.append(memory_of(buffer, used, p.length))
+                used += -(-p.length // 16) * 16
+            else:
+                places.append(p.memory)
+        if group[0].every:
+            self._runs(group[0], places[0])
+        else:
+            self._ranges(group, places)
+        with torch.no_grad():
+            if device is not None:
+                with torch.cuda.stream(self._streams[device]):
+                    for p, a in zip(staged, at, strict=True):
+                        self._hand_over(p, buffer, a)
+                    if slot is not None:
+                        slot.record()
+            else:
+                for p, a in zip(staged, at, strict=True):
+                    self._hand_over(p, buffer, a)
+
+    def _hand_over(self, p: Piece, buffer: Any, a: int) -> None:
+        """From the buffer to the target. On a GPU the bytes go there as they are and are put in order there."""
+        raw = buffer[a : a + p.length]
+        if p.target.device.type == "cuda":
+            raw = raw.to(p.target.device, non_blocking=True)
+        p.target.copy_(raw.view(torch_dtype(p.dtype)).as_strided(p.target.shape, p.strides))
+
+    def _buffer(self, device: Any, n: int) -> tuple[Any, Any]:
+        """A staging buffer of this thread and, for a GPU, the event after which it may be used again."""
+        import torch
+
+        if device is None:
+            known = getattr(self._local, "buffer", None)
+            if known is None or known.numel() < n:
+                known = self._local.buffer = torch.empty(n, dtype=torch.uint8)
+            return known, None
+        ring = self._local.__dict__.setdefault("ring", {}).setdefault(device, [])
+        if len(ring) < 2:
+            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            with self._lock:
+                self._events.append(event)
+            ring.append((torch.empty(max(n, self.stage), dtype=torch.uint8, pin_memory=True), event))
+        else:
+            ring.append(ring.pop(0))  # the one that was handed over longest ago
+            ring[-1][1].synchronize()
+            if ring[-1][0].numel() < n:
+                ring[-1] = (torch.empty(n, dtype=torch.uint8, pin_memory=True), ring[-1][1])
+        return ring[-1][0], ring[-1][1]
+
+    def _ranges(self, group: list[Piece], places: list[memoryview]) -> None:
+        """Read the ranges of neighbours, and what lies between them in vain."""
+        views: list[memoryview] = []
+        end = group[0].offset
+        for p, place in zip(group, places, strict=True):
+            if p.offset > end:
+                views.append(memoryview(bytearray(p.offset - end)))
+            views.append(place)
+            end = p.offset + p.length
+        self._read(group[0].file, group[0].offset, views)
+
+    def _runs(self, p: Piece, place: memoryview) -> None:
+        for i in range(p.length // p.run):
+            self._read(p.file, p.offset + i * p.every, [place[i * p.run : (i + 1) * p.run]])
+
+    def _read(self, file: int, offset: int, views: list[memoryview]) -> None:
+        name, left = self.files[file], sum(map(len, views))
+        if not self.source.local:
+            together = memoryview(self.source.read(name, offset, left)) if len(views) > 1 else None
+            for view in views:
+                if together is None:
+                    self.source.readinto(name, offset, view)
+                else:
+                    view[:], together = together[: len(view)], together[len(view) :]
+            self.bytes_read += left
+            return
+        with self.source.using(name) as fd:
+            while left:
+                try:
+                    n = os.preadv(fd, views, offset)
+                except OSError as e:
+                    raise Corrupt(f"{os.path.join(self.source.root, name)}: byte {offset}: {e.strerror}.") from e
+                if not n:
+                    raise SourceChanged(
+                        f"{os.path.join(self.source.root, name)} became shorter while it was read: it has no byte "
+                        f"{offset}. Wait until it is written, or fetch it again."
+                    )
+                self.bytes_read += n
+                left -= n
+                offset += n
+                while views and n >= len(views[0]):
+                    n -= len(views.pop(0))
+                if n:
+                    views[0] = views[0][n:]
+
+
+def reader_threads() -> int:
+    """Reader threads of one rank: two to four where the machine has the cores for them."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+    return max(1, min(4, cores // ranks))

@@ -1,0 +1,269 @@
+"""torch's StorageReader for a checkpoint in any layout."""
+
+from __future__ import annotations
+
+import heapq
+import io
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ..engine import conversion
+from ..engine.fill import Progress
+from ..errors import Unsupported
+from ..index.checkpoint import TensorEntry, Value
+from .names import Names
+from .reader import LiveReader, Wanted
+from .values import torch_dtype
+
+__all__ = ["AnyLayoutReader"]
+
+
+class _Share(NamedTuple):
+    """The tensors whose recorded digests one rank compares."""
+
+    names: Sequence[str]
+
+
+class ByAnyName(dict[str, Any]):
+    """Entries by canonical name; other names are looked up as `Names` understands them."""
+
+    def __init__(self, names: Names) -> None:
+        super().__init__()
+        self.names = names
+
+    def __contains__(self, asked: object) -> bool:
+        return super().__contains__(asked) or (isinstance(asked, str) and self.names.find(asked) is not None)
+
+    def __missing__(self, asked: str) -> Any:
+        found = self.names.find(asked)
+        if found is None:
+            raise KeyError(asked)
+        return self[found]
+
+    def get(self, asked: str, default: Any = None) -> Any:
+        try:
+            return self[asked]
+        except KeyError:
+            return default
+
+
+class AnyLayoutReader(StorageReader):
+    """Reads a checkpoint that is not DCP, or is, for torch.distributed.checkpoint.load."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], options: conversion.OpenOptions, progress: Progress | None, ignore: bool
+    ) -> None:
+        super().__init__()
+        self._options, self._progress, self._ignore = options, progress, ignore
+        self._open = LiveReader(path, options, progress, ignore)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The path of the checkpoint."""
+        return self._open.path
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors that this rank has read so far."""
+        return self._open.bytes_read
+
+    @property
+    def bytes_checked(self) -> int:
+        """Bytes that this rank has read once more to compare digests."""
+        return self._open.bytes_checked
+
+    @property
+    def opened(self) -> LiveReader:
+        """The checkpoint behind it."""
+        return self._open
+
+    def reset(self, checkpoint_id: Any = None, *args: Any, **kwargs: Any) -> None:
+        if checkpoint_id is not None and os.fspath(checkpoint_id) != self._open.path:
+            self._open.source.close()
+            self._open = LiveReader(checkpoint_id, self._options, self._progress, self._ignore)
+
+    # No parameter is called kwargs: torch would take an error here for a missing .metadata and ask again.
+    def read_metadata(self, *_: Any, **__: Any) -> Any:
+        ckpt = self._open.ckpt
+        entries = ByAnyName(self._open.names)
+        paths: dict[str, Any] = {}
+        for name, value in ckpt.values.items():
+            dict.__setitem__(entries, name, BytesStorageMetadata())
+            paths[name] = value.path
+        described: dict[
+            Any, Any
+        ] = {}  # one for all of a kind: a hundred thousand objects are a second for the collector
+        for name, t in ckpt.tensors.items():
+            kind = (t.dtype, t.shape)
+            if self._open.is_scalar_state(t):  # a job that has a plain number there is right too
+                found: Any = BytesStorageMetadata()
+            elif (found := described.get(kind)) is None:
+                size = torch.Size(t.shape)
+                found = described[kind] = TensorStorageMetadata(
+                    TensorProperties(dtype=torch_dtype(t.dtype)),
+                    size,
+                    [ChunkStorageMetadata(torch.Size([0] * len(size)), size)],
+                )
+            dict.__setitem__(entries, name, found)
+            paths[name] = t.path
+        return Metadata(state_dict_metadata=entries, planner_data=paths)
+
+    def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        self._check(plan.items)
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """On the coordinator alone: every rank is told, in its plan, which tensors it shall compare."""
+        shares = self._shares([plan.items for plan in plans])
+        return [replace(plan, storage_data=_Share(names)) for plan, names in zip(plans, shares, strict=True)]
+
+    def _shares(self, items: Sequence[Sequence[ReadItem]]) -> list[list[str]]:
+        """For every rank, the tensors with a recorded digest that it compares: one that it reads whole, or else an equal
+        share of the bytes."""
+        shares: list[list[str]] = [[] for _ in items]
+        if not self._open.ckpt.recorded:
+            return shares
+        whole: dict[str, list[int]] = {}  # ranks that read all of it
+        for rank, mine in enumerate(items):
+            for item in mine:
+                name, entry = self._open.entry(item.storage_index.fqn)
+                if name in self._open.ckpt.recorded and isinstance(entry, TensorEntry):
+                    ranks = whole.setdefault(name, [])
+                    if item.type == LoadItemType.BYTE_IO or tuple(item.lengths) == entry.shape:
+                        ranks.append(rank)
+        tensors = self._open.ckpt.tensors
+        load = [(0, rank) for rank in range(len(items))]
+        for k, name in enumerate(sorted(whole, key=lambda n: -tensors[n].nbytes)):
+            if whole[name]:
+                shares[whole[name][k % len(whole[name])]].append(name)
+            else:
+                nbytes, rank = heapq.heappop(load)
+                shares[rank].append(name)
+                heapq.heappush(load, (nbytes + tensors[name].nbytes, rank))
+        return shares
+
+    def _check(self, items: Sequence[ReadItem]) -> None:
+        """All that can be found out before a byte is written."""
+        self._open.names.agree({item.storage_index.fqn for item in items})
+        boxed: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+        for item in items:
+            name, entry = self._open.entry(item.storage_index.fqn)
+            if isinstance(entry, Value):
+                self._open.value(name)
+            elif item.type == LoadItemType.BYTE_IO:
+                boxed.append((name, (), ()))
+            else:
+                boxed.append((name, tuple(item.storage_offsets), tuple(item.lengths)))
+        self._open.prepare(boxed)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        try:
+            self._check(plan.items)
+            share = plan.storage_data
+            if not isinstance(
+                share, _Share
+            ):  # a planner of its own that made a new plan: this rank sees to all it reads
+                share = _Share(self._shares([plan.items])[0])
+            self._read(plan.items, planner, share)
+            self._open.check_recorded(share.names)
+        finally:
+            self._open.source.close()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, items: Sequence[ReadItem], planner: LoadPlanner, share: _Share) -> None:
+        live = getattr(planner, "state_dict", None)
+        live = live if isinstance(live, dict) else {}
+        wanted: list[Wanted] = []
+        commit: list[tuple[ReadItem, Tensor]] = []
+        later: list[tuple[ReadItem, Tensor, Any]] = []
+        for item in items:
+            name, entry = self._open.entry(item.storage_index.fqn)
+            if item.type != LoadItemType.BYTE_IO:
+                target = planner.resolve_tensor(item).detach()
+                wanted.append(Wanted(name, tuple(item.storage_offsets), tuple(item.lengths), target))
+                if tuple(target.shape) != tuple(item.lengths):
+                    raise Unsupported(
+                        f'"{item.dest_index.fqn}" has a place of shape {tuple(target.shape)} for a part of shape '
+                        f"{tuple(item.lengths)}."
+                    )
+                commit.append((item, target))
+                continue
+            held = live.get(item.dest_index.fqn)
+            if not self._open.is_scalar_state(entry):
+                planner.load_bytes(item, _saved(self._open.value(name)))
+            elif isinstance(held, torch.Tensor):
+                if held.ndim:
+                    raise Unsupported(
+                        f'"{name}" is a number, but the job has a tensor of shape {tuple(held.shape)} there.'
+                    )
+                none = torch.Size([])
+                whole = ReadItem(
+                    LoadItemType.TENSOR, MetadataIndex(item.dest_index.fqn, none), none,
+                    MetadataIndex(item.storage_index.fqn, none), none, none,
+                )  # fmt: skip
+                target = planner.resolve_tensor(whole).detach()
+                commit.append((whole, target))
+                if isinstance(entry, Value):
+                    target.fill_(entry.data)
+                else:
+                    wanted.append(Wanted(name, (), (), target))
+            else:
+                number = torch.empty((), dtype=torch_dtype(getattr(entry, "dtype", "float32")))
+                if isinstance(entry, TensorEntry):
+                    wanted.append(Wanted(name, (), (), number))
+                else:
+                    number.fill_(entry.data)
+                later.append((item, number, held))
+        self._open.fill(wanted, share.names)
+        for item, target in commit:
+            planner.commit_tensor(item, target)
+        for item, number, held in later:
+            planner.load_bytes(item, _saved(_like_held(number, held)))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return os.path.exists(checkpoint_id)
+
+    def __del__(self) -> None:
+        opened = self.__dict__.get("_open")
+        if opened is not None:
+            opened.source.close()
+
+
+def _saved(x: Any) -> io.BytesIO:
+    """What torch's planner unpickles: a pickle made here, of data that was found to be plain."""
+    import torch
+
+    out = io.BytesIO()
+    torch.save(x, out)
+    out.seek(0)
+    return out
+
+
+def _like_held(number: Tensor, held: Any) -> Any:
+    """A number of an optimizer's state as the job keeps it: a plain one where it does, else a 0-dim tensor."""
+    if type(held) not in (int, float):
+        return number
+    x = number.item()
+    return int(x) if type(held) is int and x == int(x) else x

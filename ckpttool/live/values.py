@@ -1,0 +1,146 @@
+"""Values and dtypes of a checkpoint, as objects that a job may be given."""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from typing import Any
+
+from ..errors import Unsupported
+from ..formats.pickles import Global, Opaque
+from ..formats.torch_zip import Inline
+
+__all__ = ["lossless", "plain", "torch_dtype"]
+
+
+def plain(x: Any, name: str) -> Any:
+    """A value as objects that torch's planner may be given: plain data, and real numpy arrays and torch constants.
+
+    Only bytes and numbers of the checkpoint take part: an array is made of its dtype, its shape and its bytes.
+
+    Raises:
+        Unsupported: an instance of any other class.
+    """
+    if x is None or type(x) in (int, float, str, bool, bytes, complex):
+        return x
+    if isinstance(x, bytearray):
+        return bytearray(x)
+    if isinstance(x, Inline):
+        import torch
+
+        if not x.data:
+            return torch.empty(x.shape, dtype=torch_dtype(x.dtype))
+        return torch.frombuffer(bytearray(x.data), dtype=torch_dtype(x.dtype)).reshape(x.shape)
+    if isinstance(x, Global):
+        import torch
+
+        found = getattr(torch, x.name, None) if x.module == "torch" else None
+        if isinstance(found, torch.dtype):
+            return found
+        raise _foreign(x, name)
+    if isinstance(x, Opaque):
+        return _known_class(x, name)
+    if isinstance(x, dict):
+        return {plain(k, name): plain(v, name) for k, v in x.items()}
+    if type(x) in (list, tuple, set, frozenset):
+        return type(x)(plain(v, name) for v in x)
+    raise Unsupported(f'"{name}" holds a {type(x).__name__}, which cannot be given to a job.')
+
+
+def _foreign(cls: object, name: str) -> Unsupported:
+    return Unsupported(
+        f'"{name}" holds an instance of {cls}. ckpttool builds no object of a class that a checkpoint names, so this '
+        "entry cannot be given to a job. Leave its key out of what is loaded."
+    )
+
+
+def _known_class(x: Opaque, name: str) -> Any:
+    import numpy as np
+
+    cls, args = x.cls, x.args
+    try:
+        if cls.module == "numpy" and cls.name == "dtype":
+            return _numpy_dtype(x)
+        if cls.module in ("numpy.core.multiarray", "numpy._core.multiarray") and cls.name == "scalar":
+            dtype = _numpy_dtype(args[0])
+            return np.frombuffer(_bytes(args[1], dtype.itemsize), dtype)[0]
+        if cls.name == "_reconstruct" and args and args[0] == Global("numpy", "ndarray"):
+            _, shape, described, column_major, data = x.state
+            return _array(data, _numpy_dtype(described), shape, "F" if column_major else "C")
+        if cls.name == "_frombuffer" and cls.module.startswith("numpy."):
+            data, described, shape, order = args
+            return _array(data, _numpy_dtype(described), shape, order)
+        if cls.module == "torch" and cls.name in ("Size", "device"):
+            import torch
+
+            return torch.Size(map(_natural, args[0])) if cls.name == "Size" else torch.device(*map(_word, args))
+    except (TypeError, ValueError, IndexError, RuntimeError):
+        pass
+    raise _foreign(cls, name)
+
+
+def _numpy_dtype(x: Any) -> Any:
+    """A dtype of plain numbers, from what numpy pickles."""
+    import numpy as np
+
+    if not isinstance(x, Opaque) or x.cls != Global("numpy", "dtype") or not re.fullmatch(r"[biufc]\d{1,2}", x.args[0]):
+        raise ValueError
+    order = x.state[1] if x.state is not None else "="
+    if order not in ("<", ">", "|", "="):
+        raise ValueError
+    return np.dtype(order + x.args[0])
+
+
+def _array(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
+    import numpy as np
+
+    if order not in ("C", "F") or not isinstance(shape, tuple):
+        raise ValueError
+    raw = _bytes(data, prod(map(_natural, shape)) * dtype.itemsize)
+    return np.frombuffer(raw, dtype).reshape(shape, order=order).copy(order="K")
+
+
+def _bytes(data: Any, n: int) -> bytes:
+    if not isinstance(data, (bytes, bytearray)) or len(data) != n:
+        raise ValueError
+    return bytes(data)
+
+
+def _natural(n: Any) -> int:
+    if type(n) is not int or n < 0:
+        raise ValueError
+    return n
+
+
+def _word(x: Any) -> Any:
+    if type(x) not in (str, int):
+        raise ValueError
+    return x
+
+
+def torch_dtype(name: str) -> Any:
+    """torch's dtype of that name."""
+    import torch
+
+    return getattr(torch, name)
+
+
+def lossless(source: str, target: str) -> bool:
+    """Whether every number of one dtype is a number of the other; the names are torch's."""
+    import torch
+
+    if source in (target, "bool"):
+        return True
+    a, b = torch_dtype(source), torch_dtype(target)
+    if b is torch.bool or (a.is_complex and not b.is_complex):
+        return False
+    a, b = (d.to_real() if d.is_complex else d for d in (a, b))
+    if a.is_floating_point:
+        if not b.is_floating_point:
+            return False
+        x, y = torch.finfo(a), torch.finfo(b)
+        return bool(x.eps >= y.eps and x.max <= y.max and x.smallest_normal >= y.smallest_normal)
+    whole = torch.iinfo(a)
+    if b.is_floating_point:
+        return bool(whole.max <= 2 / torch.finfo(b).eps)
+    return bool(torch.iinfo(b).min <= whole.min and whole.max <= torch.iinfo(b).max)
