@@ -1,4 +1,7 @@
-"""A checkpoint that is open for a live job."""
+"""`LiveReader`: a checkpoint that is open for a live job, with its names, its values and any box of its tensors.
+
+DCP items are parsed (`Layout.locate`) only where this rank needs them, since parsing costs more than reading.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from ..layouts import Layout
 from ..storage.source import Source
 from .frames import Frame
 from .names import Names
-from .scatter import STAGE, Cutter, Filler, Piece, is_plain_memory, memory_of, part_of, reader_threads
+from .scatter import Cutter, Filler, Piece, Tuning, is_plain_memory, memory_of, part_of
 from .values import lossless, plain, torch_dtype
 
 if TYPE_CHECKING:
@@ -42,6 +45,7 @@ class LiveReader:
     """A checkpoint that is open for a job: names, values, boxes of tensors."""
 
     progress: Progress | None = None
+    tuning = Tuning()
 
     def __init__(
         self,
@@ -208,9 +212,9 @@ class LiveReader:
         import torch
 
         self.prepare((w.name, w.start, w.shape) for w in wanted)
-        threads = reader_threads()
-        on_gpu = any(w.target.device.type == "cuda" for w in wanted)
-        stage = min(STAGE, 8 << 20) if on_gpu else STAGE
+        tuning = self.tuning
+        if any(w.target.device.type == "cuda" for w in wanted):  # pinned memory, two buffers for each thread
+            tuning = replace(tuning, stage_bytes=min(tuning.stage_bytes, 8 << 20))
         pieces: list[Piece] = []
         folded: list[tuple[Wanted, Chunk]] = []
         written: list[Tensor] = []
@@ -235,9 +239,9 @@ class LiveReader:
                     continue
                 steps = chunk.strides or boxes.strides(chunk.shape)
                 inside = sum((a - b) * s for a, b, s in zip(both[0], chunk.start, steps, strict=True))
-                cutter = Cutter(chunk.extent.file, kind, entry.dtype == dtype, stage)
+                cutter = Cutter(chunk.extent.file, kind, casts=entry.dtype != dtype, tuning=tuning)
                 pieces += cutter.pieces(chunk.extent.offset + inside * cutter.item, both[1], steps, place)
-        filler = Filler(self.source, self.ckpt.files, threads, stage)
+        filler = Filler(self.source, self.ckpt.files, tuning)
         try:
             filler.run(pieces, self.progress)
         finally:
@@ -315,7 +319,7 @@ class LiveReader:
         at = tuple(a - b for a, b in zip(w.start, chunk.start, strict=True))
         what = f'{os.path.join(self.source.root, file)} ("{w.name}")'
         decoder = Decoder(self.source, file, chunk.extent, *chunk.zstd, what)
-        buffer = torch.empty(min(STAGE, prod(chunk.shape) * ITEMSIZE[entry.dtype]), dtype=torch.uint8)
+        buffer = torch.empty(min(self.tuning.stage_bytes, prod(chunk.shape) * ITEMSIZE[entry.dtype]), dtype=torch.uint8)
         left, taken = prod(w.shape), 0
         for start, shape in boxes.slabs(chunk.shape, len(buffer) // ITEMSIZE[entry.dtype]):
             n = prod(shape) * ITEMSIZE[entry.dtype]

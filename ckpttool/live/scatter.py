@@ -1,4 +1,10 @@
-"""Bytes of files into parts of tensors: parts are cut into pieces, and pieces are read together."""
+"""Reads byte ranges of files into boxes of tensors that already exist.
+
+`Cutter` turns a box into pieces: byte ranges of at most `Tuning.stage_bytes`, each with its place. `Filler` sorts the
+pieces, reads neighbours in a file with one preadv, and so never reads more than `Tuning.gap_bytes` in vain at a time.
+Bytes go straight into the target's memory where they are contiguous in both and the dtype is the same; otherwise they
+go into a staging buffer and from there by `copy_`, which also casts and crosses to a GPU.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +27,26 @@ from .values import torch_dtype
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["STAGE", "Cutter", "Filler", "is_plain_memory", "memory_of", "part_of", "reader_threads"]
+__all__ = ["Cutter", "Filler", "Piece", "Tuning", "is_plain_memory", "memory_of", "part_of"]
 
-STAGE = 32 << 20  # bytes of one staging buffer, and the most that one read asks for
-_GAP = 16 << 10  # bytes that are read in vain rather than with another call
-_LONG_RUN = 64 << 10  # a run of this length is worth a read of its own into its place
 _VECTORS = 512  # ranges of memory in one preadv; IOV_MAX is 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """How one rank reads.
+
+    Args:
+        stage_bytes: size of a staging buffer, and the most that one read asks for.
+        gap_bytes: up to this many unwanted bytes are read rather than with another call.
+        long_run_bytes: a run of contiguous bytes of this length gets a read of its own, straight into its place.
+        threads: reader threads; None for two to four where the machine has the cores for them.
+    """
+
+    stage_bytes: int = 32 << 20
+    gap_bytes: int = 16 << 10
+    long_run_bytes: int = 64 << 10
+    threads: int | None = None
 
 
 @dataclass(slots=True)
@@ -54,6 +74,7 @@ def memory_of(t: Tensor, a: int, n: int) -> memoryview:
 
 
 def is_plain_memory(t: Tensor) -> bool:
+    """Whether a tensor's elements are one run of bytes in the memory of this machine."""
     import torch
 
     return type(t) in (torch.Tensor, torch.nn.Parameter) and t.device.type == "cpu" and t.is_contiguous()
@@ -62,8 +83,9 @@ def is_plain_memory(t: Tensor) -> bool:
 class Cutter:
     """Cuts parts of tensors into pieces."""
 
-    def __init__(self, file: int, dtype: str, same: bool, stage: int) -> None:
-        self.file, self.dtype, self.same, self.stage = file, dtype, same, stage
+    def __init__(self, file: int, dtype: str, *, casts: bool, tuning: Tuning) -> None:
+        self.file, self.dtype, self.casts, self.tuning = file, dtype, casts, tuning
+        self.stage = tuning.stage_bytes
         self.item = ITEMSIZE[dtype]
 
     def pieces(self, offset: int, shape: tuple[int, ...], steps: tuple[int, ...], target: Tensor) -> Iterator[Piece]:
@@ -91,8 +113,8 @@ class Cutter:
             else:
                 for i in range(n):
                     yield from self._cut(offset, inner, inner_steps, target[i])
-        elif (step - width) * self.item > _GAP or width * self.item > self.stage:
-            if packed and run < _LONG_RUN:
+        elif (step - width) * self.item > self.tuning.gap_bytes or width * self.item > self.stage:
+            if packed and run < self.tuning.long_run_bytes:
                 most = max(1, self.stage // run)
                 for a in range(0, n, most):
                     k = min(most, n - a)
@@ -115,9 +137,9 @@ class Cutter:
 
     def _flat(self, offset: int, shape: tuple[int, ...], target: Tensor) -> Iterator[Piece]:
         n = prod(shape) * self.item
-        if self.same and is_plain_memory(target):
-            for a in range(0, n, STAGE):
-                k = min(STAGE, n - a)
+        if not self.casts and is_plain_memory(target):
+            for a in range(0, n, self.stage):
+                k = min(self.stage, n - a)
                 yield Piece(self.file, offset + a, k, memory_of(target, a, k), target, self.dtype)
             return
         for start, size in boxes.slabs(shape, max(1, self.stage // self.item)):
@@ -134,13 +156,14 @@ class Cutter:
 
 
 def part_of(t: Tensor, start: Sequence[int], size: Sequence[int]) -> Tensor:
+    """The view of a box of a tensor."""
     for d, (a, k) in enumerate(zip(start, size, strict=True)):
         if k != t.shape[d]:
             t = t.narrow(d, a, k)
     return t
 
 
-def _grouped(pieces: Iterable[Piece], stage: int) -> Iterator[list[Piece]]:
+def _grouped(pieces: Iterable[Piece], tuning: Tuning) -> Iterator[list[Piece]]:
     """Pieces that are read with one call: neighbours in a file, in order, as many as one staging buffer takes."""
     group: list[Piece] = []
     end = total = 0
@@ -150,8 +173,8 @@ def _grouped(pieces: Iterable[Piece], stage: int) -> Iterator[list[Piece]]:
             and not p.every
             and not group[-1].every
             and p.file == group[0].file
-            and 0 <= p.offset - end <= _GAP
-            and total + p.length + 16 <= stage
+            and 0 <= p.offset - end <= tuning.gap_bytes
+            and total + p.length + 16 <= tuning.stage_bytes
             and len(group) < _VECTORS // 2
         )
         if group and not fits:
@@ -167,8 +190,8 @@ def _grouped(pieces: Iterable[Piece], stage: int) -> Iterator[list[Piece]]:
 class Filler:
     """Reads pieces into their places, with a few threads; each has its own staging buffers."""
 
-    def __init__(self, source: Source, files: Sequence[str], threads: int, stage: int) -> None:
-        self.source, self.files, self.threads, self.stage = source, files, threads, stage
+    def __init__(self, source: Source, files: Sequence[str], tuning: Tuning) -> None:
+        self.source, self.files, self.tuning = source, files, tuning
         self.bytes_read = 0
         self._local = threading.local()
         self._lock = threading.Lock()
@@ -185,15 +208,16 @@ class Filler:
 
         for device in {p.target.device for p in pieces if p.target.device.type == "cuda"}:
             self._streams[device] = torch.cuda.current_stream(device)  # the copies come after what the job has queued
-        groups, total = list(_grouped(pieces, self.stage)), sum(p.length for p in pieces)
+        groups, total = list(_grouped(pieces, self.tuning)), sum(p.length for p in pieces)
         try:
-            if self.threads == 1 or len(groups) == 1:
+            threads = self.tuning.threads or _default_threads()
+            if threads == 1 or len(groups) == 1:
                 for group in groups:
                     self._group(group)
                     if progress is not None:
                         progress("load", min(self.bytes_read, total), total)
             else:
-                with ThreadPoolExecutor(self.threads, "ckpttool-load") as pool:
+                with ThreadPoolExecutor(threads, "ckpttool-load") as pool:
                     for done in [pool.submit(self._group, group) for group in groups]:
                         done.result()
                         if progress is not None:
@@ -255,7 +279,7 @@ class Filler:
             event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             with self._lock:
                 self._events.append(event)
-            ring.append((torch.empty(max(n, self.stage), dtype=torch.uint8, pin_memory=True), event))
+            ring.append((torch.empty(max(n, self.tuning.stage_bytes), dtype=torch.uint8, pin_memory=True), event))
         else:
             ring.append(ring.pop(0))  # the one that was handed over longest ago
             ring[-1][1].synchronize()
@@ -278,6 +302,10 @@ class Filler:
         for i in range(p.length // p.run):
             self._read(p.file, p.offset + i * p.every, [place[i * p.run : (i + 1) * p.run]])
 
+    def _count(self, n: int) -> None:
+        with self._lock:
+            self.bytes_read += n
+
     def _read(self, file: int, offset: int, views: list[memoryview]) -> None:
         name, left = self.files[file], sum(map(len, views))
         if not self.source.local:
@@ -287,7 +315,7 @@ class Filler:
                     self.source.readinto(name, offset, view)
                 else:
                     view[:], together = together[: len(view)], together[len(view) :]
-            self.bytes_read += left
+            self._count(left)
             return
         with self.source.using(name) as fd:
             while left:
@@ -300,7 +328,7 @@ class Filler:
                         f"{os.path.join(self.source.root, name)} became shorter while it was read: it has no byte "
                         f"{offset}. Wait until it is written, or fetch it again."
                     )
-                self.bytes_read += n
+                self._count(n)
                 left -= n
                 offset += n
                 while views and n >= len(views[0]):
@@ -309,7 +337,7 @@ class Filler:
                     views[0] = views[0][n:]
 
 
-def reader_threads() -> int:
+def _default_threads() -> int:
     """Reader threads of one rank: two to four where the machine has the cores for them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))

@@ -1,18 +1,22 @@
-"""Any layout into a live job's state dict: a StorageReader for `torch.distributed.checkpoint.load`.
+"""Loads any layout into a live job's state dict: a StorageReader for `torch.distributed.checkpoint.load`.
 
     dcp.load(state_dict, storage_reader=ckpttool.storage_reader("runs/zero3"))
 
-What drives it: torch's planner asks for one box of one tensor per local shard, since the metadata it is shown has one
-chunk a tensor, the whole of it. The box is met with the chunks of the index (numpy, by columns), every part becomes
-pieces of at most `_STAGE` bytes, and pieces that are neighbours in a file are read with one preadv: straight into the
-target's memory where the bytes are contiguous in both and the dtype is the same, else into a staging buffer and from
-there by `copy_`. So a rank reads what it needs, and no more than `_GAP` bytes in vain at a time.
+torch's planner asks for one box of one tensor per local shard, because the metadata it gets shows one chunk per tensor,
+the whole of it. `LiveReader` (reader.py) finds the chunks of the index that meet the box and reads those bytes, so a rank
+reads what it needs and little more (scatter.py).
 
-Invariants. Nothing of a checkpoint is unpickled: values are the inert data of `pickles`, checked to be plain, and
-travel to torch's planner in pickles that were made here. Whatever can be known before a byte is written is checked
-before: names, classes of values, framing, bounds. A name that means two things is an error, never a guess.
+    names.py         the names that a job may use for entries of the checkpoint
+    values.py        values as plain Python objects; dtypes
+    frames.py        the framing of torch.save items, recognised without parsing each one
+    scatter.py       byte ranges of files -> boxes of tensors
+    reader.py        an open checkpoint: names, values and boxes of tensors
+    torch_reader.py  torch's StorageReader on top of it; the only module here that imports torch when it is loaded
+    load.py          model, optimizer, param groups, scheduler and step of a whole job
 
-Items of DCP are looked into (`Layout.locate`) only where this rank needs them, since a look costs more than the read.
+Invariants. Nothing of a checkpoint is unpickled: values are the inert data of `pickles`, checked to be plain, and reach
+torch's planner in pickles that were made here. Names, classes of values, framing and bounds are checked before the first
+byte is written. A name that could mean two entries is an error.
 
 Sources: torch/distributed/checkpoint/{storage,default_planner,planner_helpers,state_dict_loader}.py (2.10 to 2.13).
 """

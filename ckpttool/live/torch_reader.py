@@ -1,4 +1,8 @@
-"""torch's StorageReader for a checkpoint in any layout."""
+"""`AnyLayoutReader`: torch's StorageReader for a checkpoint in any layout.
+
+Imports torch when it is loaded, so it is imported only inside functions. The whole protocol of a load is here: metadata
+with one chunk per tensor, plans checked before a byte is written, digests shared out among ranks.
+"""
 
 from __future__ import annotations
 

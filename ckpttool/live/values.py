@@ -1,4 +1,7 @@
-"""Values and dtypes of a checkpoint, as objects that a job may be given."""
+"""Values and dtypes of a checkpoint as Python, numpy and torch objects that a job may be given.
+
+`plain` rebuilds a value from inert data (numbers, strings, bytes). It never imports or calls what a checkpoint names.
+"""
 
 from __future__ import annotations
 

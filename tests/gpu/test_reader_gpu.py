@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckpttool
 from ckpttool.live.reader import Wanted
+from ckpttool.live.scatter import Tuning
 
 pytestmark = [
     pytest.mark.gpu,
@@ -111,12 +112,10 @@ def test_places_with_gaps_and_of_other_dtypes(saved: Any) -> None:
 
 @pytest.mark.parametrize("stage", [1 << 12, 1 << 16, 8 << 20])
 @pytest.mark.parametrize("threads", [1, 4])
-def test_boxes_with_small_buffers_and_many_threads(
-    stage: int, threads: int, saved: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_boxes_with_small_buffers_and_many_threads(stage: int, threads: int, saved: Any) -> None:
     known, path = saved
-    monkeypatch.setattr(storage_reader, "_STAGE", stage)
-    monkeypatch.setattr(storage_reader, "_threads", lambda: threads)
+    ours = ckpttool.storage_reader(path).opened
+    ours.tuning = Tuning(stage_bytes=stage, threads=threads)
     wanted, expected = [], []
     for n, t in known.items():
         if t.ndim and "large" not in n:
@@ -125,7 +124,7 @@ def test_boxes_with_small_buffers_and_many_threads(
             expected.append(t[tuple(slice(a, a + k) for a, k in zip(start, size, strict=True))])
             target = torch.empty(size, dtype=t.dtype, device="cuda")
             wanted.append(Wanted(f"model.{n}", start, size, target))
-    ckpttool.storage_reader(path).opened.fill(wanted)
+    ours.fill(wanted)
     assert [w.name for w, t in zip(wanted, expected, strict=True) if not same(w.target, t)] == []
 
 

@@ -39,6 +39,7 @@ from ckpttool.layouts import find
 from ckpttool.live import torch_reader
 from ckpttool.live.names import Names
 from ckpttool.live.reader import LiveReader, Wanted
+from ckpttool.live.scatter import Tuning
 from ckpttool.live.values import lossless, plain
 from ckpttool.storage.source import Source
 
@@ -352,12 +353,12 @@ def test_any_box_of_any_tensor_in_any_chunks_is_what_numpy_says(
         truth = torch.from_numpy(part.reshape(-1).copy()).view(named).reshape(size)
         wanted.append(Wanted("model.w", start, size, target))
         expected.append(truth.to(target.dtype))
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+    it.tuning = Tuning(
+        stage_bytes=draw.choice([16, 64, 1 << 20]), gap_bytes=draw.choice([0, 8, 1 << 14]),
+        long_run_bytes=draw.choice([4, 1 << 16]), threads=draw.choice([1, 3]),
+    )  # fmt: skip
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr(storage_reader, "_STAGE", draw.choice([16, 64, 1 << 20]))
-        patch.setattr(storage_reader, "_GAP", draw.choice([0, 8, 1 << 14]))
-        patch.setattr(storage_reader, "_LONG_RUN", draw.choice([4, 1 << 16]))
-        patch.setattr(storage_reader, "_threads", lambda: draw.choice([1, 3]))
         it.fill(wanted)
     for w, truth in zip(wanted, expected, strict=True):
         got = torch.empty(w.shape, dtype=w.target.dtype).copy_(w.target).reshape(-1).view(torch.uint8)
@@ -366,14 +367,12 @@ def test_any_box_of_any_tensor_in_any_chunks_is_what_numpy_says(
 
 @pytest.mark.parametrize("case", ["fsdp2_w2_zstd", "zero3_w4", "fsdp2_w3", "fsdp2_w4_tp", "fsdp1_w3_uop0", "hf_llama"])
 @pytest.mark.parametrize("stage", [256, 1 << 20])
-def test_boxes_of_real_checkpoints_are_those_of_the_truth(
-    case: str, stage: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(storage_reader, "_STAGE", stage)
+def test_boxes_of_real_checkpoints_are_those_of_the_truth(case: str, stage: int) -> None:
     o = next(o for o in [*ORIGINALS, *FLAT] if o.case == case)
     draw = random.Random(case)
     truth = {n: t for n, t in o.truth().items() if n.startswith("model.")}
     ours = ckpttool.storage_reader(o.path, **o.how).opened
+    ours.tuning = Tuning(stage_bytes=stage)
     wanted, expected = [], []
     for name, t in truth.items():
         for _ in range(6):
@@ -419,7 +418,7 @@ def test_a_rank_reads_its_own_bytes_and_no_others(tmp_path: Path, monkeypatch: p
     assert box((128, 0), (128, 4096)) == [(base + 128 * 16384, 128 * 16384)], "rows are one read"
     columns = box((0, 1024), (512, 1024))  # runs of 4 KiB with 12 KiB between, which cost less than a read each
     assert sum(n for _, n in columns) == 511 * 16384 + 4096
-    monkeypatch.setattr(storage_reader, "_GAP", 4096)
+    it.tuning = Tuning(gap_bytes=4096)
     runs_of = box((0, 1024), (512, 1024))
     assert runs_of == [(base + 16384 * i + 4096, 4096) for i in range(512)], "runs far apart are read alone"
 
