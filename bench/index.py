@@ -81,10 +81,10 @@ def make(folder: Path, ranks: int) -> None:
 CODE = """
 import sys, time, json, resource
 began = time.monotonic()
-from ckpttool.engine import conversion
+from ckpttool.engine import opening
 from ckpttool.converters import dcp
 from ckpttool.layouts import WriteOptions
-opened = conversion.open(sys.argv[1])
+opened = opening.open(sys.argv[1])
 read = time.monotonic()
 draft = dcp.write(opened.checkpoint, opened.source, WriteOptions("out", 384))
 planned = time.monotonic()

@@ -22,21 +22,13 @@ if TYPE_CHECKING:
     from .converters.fsdp1 import Fsdp1Options  # type: ignore[import-not-found,unused-ignore]
     from .converters.hf import HfOptions  # type: ignore[import-not-found,unused-ignore]
     from .converters.universal import UniversalOptions  # type: ignore[import-not-found,unused-ignore]
-    from .engine.conversion import (
-        ConvertResult,
-        DigestResult,
-        OpenCheckpoint,
-        Plan,
-        VerifyResult,
-        convert,
-        digest,
-        open,
-        plan,
-        verify,
-    )
+    from .engine.conversion import ConvertResult, convert
     from .engine.diff import Difference, diff
     from .engine.flat_layout import describe_fsdp1
     from .engine.inspect import Summary, inspect
+    from .engine.opening import OpenCheckpoint, open
+    from .engine.planning import Plan, plan
+    from .engine.verification import DigestResult, VerifyResult, digest, verify
     from .errors import CkpttoolError
     from .hub.pull import Pulled, pull
     from .hub.push import Pushed, push
@@ -53,36 +45,36 @@ _WHERE = {
     "CkpttoolError": "errors",
     "ConvertResult": "engine.conversion",
     "Difference": "engine.diff",
-    "DigestResult": "engine.conversion",
+    "DigestResult": "engine.verification",
     "Exported": "audit.export",
     "Fsdp1Options": "converters.fsdp1",
     "HfOptions": "converters.hf",
     "Loaded": "live.load",
-    "OpenCheckpoint": "engine.conversion",
-    "Plan": "engine.conversion",
+    "OpenCheckpoint": "engine.opening",
+    "Plan": "engine.planning",
     "Pulled": "hub.pull",
     "Pushed": "hub.push",
     "Recorder": "resume.recorder",
     "Summary": "engine.inspect",
     "UniversalOptions": "converters.universal",
-    "VerifyResult": "engine.conversion",
+    "VerifyResult": "engine.verification",
     "ZeroOptions": "converters._deepspeed_write",
     "clean": "storage.partial",
     "convert": "engine.conversion",
     "describe_fsdp1": "engine.flat_layout",
     "diff": "engine.diff",
-    "digest": "engine.conversion",
+    "digest": "engine.verification",
     "export": "audit.export",
     "inspect": "engine.inspect",
     "load": "live.load",
-    "open": "engine.conversion",
-    "plan": "engine.conversion",
+    "open": "engine.opening",
+    "plan": "engine.planning",
     "pull": "hub.pull",
     "push": "hub.push",
     "restore": "audit.export",
     "resume_verify": "resume.launch",
     "storage_reader": "live.load",
-    "verify": "engine.conversion",
+    "verify": "engine.verification",
 }
 
 __all__ = [

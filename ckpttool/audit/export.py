@@ -13,8 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..engine.conversion import CheckpointPath, ConvertResult, OpenOptions, RunOptions, WriteRequest, convert_with
+from ..engine.conversion import ConvertResult, RunOptions, convert_with
 from ..engine.fill import Progress, silent
+from ..engine.opening import CheckpointPath, OpenOptions
+from ..engine.planning import WriteRequest
 from ..errors import CkpttoolError
 from ..layouts import Place, place
 from ..storage import remote

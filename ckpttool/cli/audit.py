@@ -163,8 +163,10 @@ def export(
     """Write a checkpoint in any layout into one archive that anyone can check."""
     from ..audit.export import export_with as run
     from ..audit.options import ArchiveOptions
-    from ..engine.conversion import OpenOptions, RunOptions, WriteRequest
+    from ..engine.conversion import RunOptions
     from ..engine.inspect import human
+    from ..engine.opening import OpenOptions
+    from ..engine.planning import WriteRequest
 
     options = ArchiveOptions(
         level=level, shuffle=shuffle, member_bytes=bytes_of(member_size), meta=_meta(meta), git_commit=git_commit,
@@ -315,8 +317,10 @@ def restore(
     `ckpttool convert` does the same for archives that are not encrypted.
     """
     from ..audit.export import restore_with as run
-    from ..engine.conversion import OpenOptions, RunOptions, WriteRequest
+    from ..engine.conversion import RunOptions
     from ..engine.inspect import human
+    from ..engine.opening import OpenOptions
+    from ..engine.planning import WriteRequest
     from ..layouts import options_of, target_of
 
     target = target_of(to, dst)

@@ -83,7 +83,8 @@ def push(
     """Push a checkpoint to the Hugging Face Hub, as a model that from_pretrained loads; nothing is copied to the disk."""
     from dataclasses import asdict
 
-    from ..engine.conversion import OpenOptions, WriteRequest
+    from ..engine.opening import OpenOptions
+    from ..engine.planning import WriteRequest
     from ..hub.push import Push
     from ..layouts import find, options_of
 
@@ -178,7 +179,9 @@ def pull(
     """Make a training checkpoint of a repository on the Hugging Face Hub, pinned to one commit."""
     from dataclasses import asdict
 
-    from ..engine.conversion import OpenOptions, RunOptions, WriteRequest
+    from ..engine.conversion import RunOptions
+    from ..engine.opening import OpenOptions
+    from ..engine.planning import WriteRequest
     from ..hub.pull import pull_with as run
     from ..layouts import options_of, target_of
 

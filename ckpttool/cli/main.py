@@ -58,7 +58,7 @@ from .terminal import (  # fmt: skip
 )
 
 if TYPE_CHECKING:
-    from ..engine.conversion import Plan
+    from ..engine.planning import Plan
 
 __all__ = ["app", "main"]
 
@@ -113,28 +113,28 @@ def convert(
     quiet: Quiet = False,
 ) -> None:
     """Convert a checkpoint to another layout or world size."""
-    from ..engine import conversion as engine
+    from ..engine import conversion, destination, opening, planning
     from ..layouts import options_of, target_of
 
-    reading = engine.OpenOptions(
+    reading = opening.OpenOptions(
         source_layout=from_, only=comma(only), config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
         allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
     )  # fmt: skip
     target = target_of(to, dst)
-    writing = engine.WriteRequest(
+    writing = planning.WriteRequest(
         to=target.name, options=options_of(target, given(ctx)), world_size=world_size, dtype=dtype, cast=cast_rules(cast),
         canonical_keys=canonical_keys, drop=drop, ignore_recorded_digests=ignore_recorded_digests,
     )  # fmt: skip
     if dry_run:
-        with engine.plan_with(src, dst, reading, writing) as planned:
-            _dry_run(planned, engine.check_destination(src, dst, planned, force), as_json)
+        with planning.plan_with(src, dst, reading, writing) as planned:
+            _dry_run(planned, destination.check_destination(src, dst, planned, force), as_json)
         return
     meter = Meter(quiet)
     began = time.monotonic()
     try:
-        done = engine.convert_with(
+        done = conversion.convert_with(
             src, dst, reading, writing,
-            engine.RunOptions(
+            conversion.RunOptions(
                 force=force, verify=not no_verify, max_memory_bytes=bytes_of(max_memory) if max_memory else None,
                 threads=jobs, progress=meter,
             ),
@@ -214,7 +214,7 @@ def inspect(
     import fnmatch
 
     from ..engine import inspect as look
-    from ..engine.conversion import open as open_checkpoint
+    from ..engine.opening import open as open_checkpoint
 
     with open_checkpoint(
         path, source_layout=from_, config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
@@ -328,7 +328,7 @@ def verify(
     quiet: Quiet = False,
 ) -> None:
     """Check that a checkpoint is whole: structure, and with --read-data every byte."""
-    from ..engine.conversion import verify as check
+    from ..engine.verification import verify as check
 
     meter = Meter(quiet)
     try:
@@ -639,7 +639,7 @@ def digest(
     quiet: Quiet = False,
 ) -> None:
     """Digest of the state, the same in every layout and at every world size."""
-    from ..engine.conversion import digest as compute
+    from ..engine.verification import digest as compute
 
     meter = Meter(quiet)
     try:

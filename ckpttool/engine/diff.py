@@ -14,8 +14,8 @@ from typing import Any
 
 from ..index import boxes
 from ..index.checkpoint import ITEMSIZE, TensorEntry
-from .conversion import CheckpointPath, OpenCheckpoint, OpenOptions, open_with
 from .fill import Progress, silent
+from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with
 from .stream import Block, Job, Reader, numpy_dtype
 
 __all__ = ["Difference", "TensorDifference", "diff"]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..index.checkpoint import Checkpoint, TensorEntry, strangers
 from ..index.names import counted
 from ..storage import remote
-from .conversion import CheckpointPath, OpenOptions, open_with, shown_path
+from .opening import CheckpointPath, OpenOptions, open_with, shown_path
 from .unread_files import human, listed
 
 if TYPE_CHECKING:

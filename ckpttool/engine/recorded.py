@@ -1,22 +1,31 @@
-"""ckpttool.json beside a checkpoint: the digest that every tensor had when ckpttool wrote it.
+"""ckpttool.json in a checkpoint: where it came from, and the digest that every tensor had when ckpttool wrote it.
 
-It is read once, where a folder is opened to be copied, loaded or verified, and it may be anybody's: a damaged one, or one
+`record` makes it. It is read once, where a folder is opened to be copied, loaded or verified, and it may be anybody's: a damaged one, or one
 about other files than those that are there, is a note and not an error. One that is about these files must agree with
 them in names, dtypes, shapes and digests, unless the user says that it should be ignored.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
+from .._version import __version__
 from ..bounded_json import parse
 from ..errors import Corrupt, SourceChanged, Unreadable, Unsafe
-from ..index.checkpoint import Checkpoint
+from ..index.checkpoint import Checkpoint, TensorEntry
+from ..index.digests import roots
 from ..storage.source import Source
+from ..storage.staging import Draft
+from . import unread_files
 
-__all__ = ["IGNORE", "MOST_RECORD_BYTES", "RECORD", "Recorded", "missing", "of_folder", "other_digests"]
+__all__ = [
+    "IGNORE", "MOST_RECORD_BYTES", "RECORD", "Recorded", "encoded", "missing", "of_folder", "other_digests", "record",
+]  # fmt: skip
 
 RECORD = "ckpttool.json"
 MOST_RECORD_BYTES = 256 << 20  # 10^6 tensors
@@ -106,3 +115,45 @@ def other_digests(ckpt: Checkpoint, names: list[str], total: int) -> Corrupt:
         f'"{names[0]}"{where}. They were damaged or changed after the record was written. Take another copy. If they were '
         f"changed on purpose, use {IGNORE}, or remove the {RECORD} beside them."
     )
+
+
+def record(
+    ckpt: Checkpoint,
+    draft: Draft,
+    wanted: Mapping[str, TensorEntry],
+    digests: Mapping[str, str],
+    commit: str | None = None,
+) -> dict[str, Any]:
+    """What ckpttool.json says of a destination: where it came from (on the Hub: from which commit), and the digest of every
+    tensor."""
+    return {
+        "tool": "ckpttool",
+        "version": __version__,
+        "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "layout": draft.checkpoint.layout,
+        "world_size": draft.checkpoint.world_size,
+        "source": {
+            "name": os.path.basename(ckpt.root),
+            "layout": ckpt.layout,
+            "world_size": ckpt.world_size,
+            "trainer": ckpt.trainer,
+            **({"url": ckpt.root, "commit": commit} if commit else {}),
+            **({"recorded_digests": "ignored"} if ckpt.ignored_digests else {}),
+        },
+        "digest": roots(wanted, digests),
+        **(
+            {"not_carried": aside}
+            if (aside := [d for d in draft.dropped if d.why.endswith(unread_files.NOT_READ)])
+            else {}
+        ),
+        "tied": draft.same,
+        "added": draft.added,
+        "made": draft.made,
+        "files": {f.name: {"bytes": f.size} for f in draft.files},
+        "tensors": {n: [wanted[n].dtype, list(wanted[n].shape), d] for n, d in digests.items()},
+    }
+
+
+def encoded(record: Mapping[str, Any]) -> bytes:
+    """The bytes of ckpttool.json; a byte of a path that is not UTF-8 becomes a JSON escape."""
+    return (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
-from ..engine.conversion import OpenCheckpoint
 from ..engine.fill import Progress
+from ..engine.opening import OpenCheckpoint
 from ..engine.stream import Reader, Sums
 from ..errors import Interrupted
 from .virtual import Content

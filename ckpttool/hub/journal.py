@@ -1,7 +1,7 @@
 """What is kept of a push between runs: the hashes of its files, so that a push that was cut does not read its source for
 them again.
 
-A file of lines, each with a checksum and JSON, below $XDG_CACHE_HOME/ckpttool/push (or ~/.cache), named by `conversion.plan_id`, which covers the
+A file of lines, each with a checksum and JSON, below $XDG_CACHE_HOME/ckpttool/push (or ~/.cache), named by `planning.plan_id`, which covers the
 identity of every source file and every option. A line speaks of a file that was hashed to its end, of the record of all
 of them, or of a folder that was converted to the disk. A line that was cut off or altered counts for nothing; files that nobody
 wrote to for thirty days are removed. Hashes are no secrets, but the names of tensors are there: only the owner may read.

@@ -14,8 +14,11 @@ from typing import Any
 
 from ..bounded_json import parse
 from ..engine import conversion
-from ..engine.conversion import MOST_RECORD_BYTES, RECORD, ConvertResult, OpenOptions, RunOptions, WriteRequest
+from ..engine.conversion import ConvertResult, RunOptions
 from ..engine.fill import Progress, silent
+from ..engine.opening import OpenOptions
+from ..engine.planning import WriteRequest
+from ..engine.recorded import MOST_RECORD_BYTES, RECORD
 from ..errors import Corrupt, Unsafe
 from ..storage import remote
 from .client import Known, Repository, State, split

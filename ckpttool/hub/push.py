@@ -26,9 +26,12 @@ from typing import Any, TypeVar
 
 from .._version import __version__
 from ..bounded_json import parse
-from ..engine import conversion
-from ..engine.conversion import MOST_RECORD_BYTES, RECORD, OpenOptions, RunOptions, WriteRequest
+from ..engine import conversion, planning, recorded, verification
+from ..engine.conversion import RunOptions
 from ..engine.fill import Progress, silent
+from ..engine.opening import OpenOptions
+from ..engine.planning import WriteRequest
+from ..engine.recorded import MOST_RECORD_BYTES, RECORD
 from ..engine.stream import Effort
 from ..errors import Corrupt, DestinationExists, Differs, Interrupted, RemoteError, Unsafe, Unsupported, UsageError
 from ..index.names import counted
@@ -183,7 +186,7 @@ class Push:
         self.src, self.repo_id, self.revision = src, repo_id, revision or named
         self.public, self.pull, self.message, self.jobs = public, pull_request, message, threads
         self.reading, self.writing = reading, replace(writing, to="hf")
-        planned = conversion.plan_with(src, f"{repo_id}/", reading, self.writing)
+        planned = planning.plan_with(src, f"{repo_id}/", reading, self.writing)
         self.opened, self.draft, self.layout = planned.opened, planned.draft, planned.target
         try:
             self.files = contents(self.opened, self.draft, Effort(1))
@@ -339,7 +342,7 @@ class Push:
         if not self.opened.source.versioned():
             return Journal(None)
         return Journal(
-            conversion.plan_id(self.opened.source, self.draft, self.layout, "push 1", self.reading, self.writing)
+            planning.plan_id(self.opened.source, self.draft, self.layout, "push 1", self.reading, self.writing)
         )
 
     def hashed(self, progress: Progress) -> tuple[list[_File], dict[str, Any]]:
@@ -355,8 +358,8 @@ class Push:
                 found |= journal.files[c.name].tensors
             found |= {name: found[other] for name, other in self.draft.same.items()}
             effort = Effort(self.jobs)
-            wanted, digests = conversion.settled(self.opened, self.draft, found, self.writing, progress, effort)
-            record = conversion.record(self.opened.checkpoint, self.draft, wanted, digests, self.opened.source.commit)
+            wanted, digests = verification.settled(self.opened, self.draft, found, self.writing, progress, effort)
+            record = recorded.record(self.opened.checkpoint, self.draft, wanted, digests, self.opened.source.commit)
             journal.settled(record)
         else:
             self.opened.source.unchanged()
@@ -488,7 +491,7 @@ class Push:
                     said["created"] = old["created"]  # the same push, only later
             except (LookupError, Corrupt, Unsafe):
                 pass  # damaged: it is replaced
-        text = conversion.encoded(said)
+        text = recorded.encoded(said)
         extra = {_CARD: data, RECORD: text}
         return [*weights, *(_File(n, len(d), sha256(d).hexdigest(), data=d) for n, d in extra.items())]
 

@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from ..engine.conversion import OpenCheckpoint
+from ..engine.opening import OpenCheckpoint
 from ..engine.stream import Block, Effort, Job, Reader, Sums
 from ..errors import Interrupted
 from ..index.checkpoint import ITEMSIZE

@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..engine import conversion, mixups
+from ..engine import mixups, opening
 from ..engine.fill import Progress, silent, tensor_digests
 from ..engine.recorded import other_digests
 from ..engine.stream import Decoder
@@ -50,11 +50,11 @@ class LiveReader:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        options: conversion.OpenOptions,
+        options: opening.OpenOptions,
         progress: Progress | None = None,
         ignore_recorded_digests: bool = False,
     ) -> None:
-        opened = conversion.open_with(path, options)
+        opened = opening.open_with(path, options)
         self.progress = progress
         self.path = os.fspath(path)
         self.source: Source = opened.source
@@ -79,7 +79,7 @@ class LiveReader:
         self._located: dict[tuple[str, int], Chunk] = {}
         self._rows: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
 
-    def _refuse_mixups(self, opened: conversion.OpenCheckpoint, framed: bool) -> None:
+    def _refuse_mixups(self, opened: opening.OpenCheckpoint, framed: bool) -> None:
         """What `OpenCheckpoint.locate` refuses of files of ranks. Of framed items, which are not all looked into, only steps are
         compared."""
         if not framed and not opened.allow_equal_ranks:

@@ -27,7 +27,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from ..engine import conversion
+from ..engine import opening
 from ..engine.fill import Progress
 from ..extras import need
 
@@ -68,7 +68,7 @@ def storage_reader(
             comes in torch's CheckpointException.
     """
     need("loading into a live job", "torch")
-    options = conversion.OpenOptions(
+    options = opening.OpenOptions(
         source_layout=source_layout, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
         allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
     )  # fmt: skip

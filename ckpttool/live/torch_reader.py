@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ..engine import conversion
+from ..engine import opening
 from ..engine.fill import Progress
 from ..errors import Unsupported
 from ..index.checkpoint import TensorEntry, Value
@@ -71,7 +71,7 @@ class AnyLayoutReader(StorageReader):
     """Reads a checkpoint that is not DCP, or is, for torch.distributed.checkpoint.load."""
 
     def __init__(
-        self, path: str | os.PathLike[str], options: conversion.OpenOptions, progress: Progress | None, ignore: bool
+        self, path: str | os.PathLike[str], options: opening.OpenOptions, progress: Progress | None, ignore: bool
     ) -> None:
         super().__init__()
         self._options, self._progress, self._ignore = options, progress, ignore

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..engine.conversion import OpenCheckpoint
+from ..engine.opening import OpenCheckpoint
 from . import blame_config, blame_numbers, blame_state
 from .case import Case
 from .differences import state_obstacle

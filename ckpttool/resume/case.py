@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ..engine.conversion import OpenCheckpoint
+from ..engine.opening import OpenCheckpoint
 from .trace import Trace
 from .verdict import Cause, Check
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..engine.conversion import OpenCheckpoint
+from ..engine.opening import OpenCheckpoint
 from ..engine.stream import Job, Reader, numpy_dtype
 from ..errors import CkpttoolError
 from ..index import boxes

@@ -26,8 +26,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from .. import errors
-from ..engine.conversion import OpenCheckpoint
-from ..engine.conversion import open as open_checkpoint
+from ..engine.opening import OpenCheckpoint
+from ..engine.opening import open as open_checkpoint
 from ..errors import CkpttoolError, Interrupted, UsageError
 from ..extras import need
 from ..index.names import counted

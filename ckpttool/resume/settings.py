@@ -16,7 +16,7 @@ __all__ = ["Settings", "mesh_of", "read_settings", "write_settings"]
 class Settings:
     """One run: a checkpoint, the job it is loaded into, its batches.
 
-    `how` are arguments of `conversion.open`. `mesh` is {"dp_replicate": R, "dp_shard": S, "tp": T}; its product is the
+    `how` are arguments of `ckpttool.open`. `mesh` is {"dp_replicate": R, "dp_shard": S, "tp": T}; its product is the
     world size. `job` is module.py:function, `config` a Hugging Face folder; one of the two is given. `start` is the step
     of the checkpoint. `rates` {step: learning rate of each group} come from the reference, where no scheduler is there
     to give them. `micro_batch` is rows of one forward pass, `sequence` tokens of a row (None: what the data has).

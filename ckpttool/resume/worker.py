@@ -24,8 +24,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from ..engine.conversion import OpenCheckpoint
-from ..engine.conversion import open as open_checkpoint
+from ..engine.opening import OpenCheckpoint
+from ..engine.opening import open as open_checkpoint
 from ..errors import CkpttoolError, UsageError
 from ..live.load import gathered, load
 from ..live.values import lossless

@@ -45,7 +45,7 @@ from ckpttool.audit.seekable import Cut, FrameWriter
 from ckpttool.audit.verification import verify_archive
 from ckpttool.cli.main import _fail, app
 from ckpttool.engine import fill
-from ckpttool.engine.conversion import open as open_checkpoint
+from ckpttool.engine.opening import open as open_checkpoint
 from ckpttool.errors import CkpttoolError, Corrupt
 from ckpttool.formats import values
 from ckpttool.formats.crc import crc32

@@ -14,7 +14,7 @@ import torch
 from attacks.test_numbers import with_right_crcs
 
 import ckpttool
-from ckpttool.engine import conversion, mixups
+from ckpttool.engine import mixups, opening
 from ckpttool.engine.stream import small
 from ckpttool.errors import Corrupt
 
@@ -261,7 +261,7 @@ def test_a_single_step_in_a_file_is_a_note(tmp_path: Path) -> None:
         others = [n for n, t in steps.items() if ckpt.files[t.chunks.file[0]] == "__1_0.distcp"]
         name = str(steps[first].path[2])
     set_steps(folder, lambda _, n: 2.0 if n == name else None)
-    with conversion.open(folder) as opened:
+    with opening.open(folder) as opened:
         ckpt = opened.locate()
         ckpt.tensors = {n: ckpt.tensors[n] for n in [first, *others]}
         mixups.refuse_mixed_steps(ckpt, opened.source)

@@ -29,7 +29,7 @@ from ckpttool.audit.checking import check
 from ckpttool.audit.export import Exported, export, restore
 from ckpttool.audit.options import ArchiveOptions
 from ckpttool.audit.verification import verify_archive
-from ckpttool.engine.conversion import open as open_checkpoint
+from ckpttool.engine.opening import open as open_checkpoint
 from ckpttool.errors import CkpttoolError, Corrupt, DestinationExists, Differs, NoSpace, Unsupported, UsageError
 from ckpttool.storage.source import Source
 

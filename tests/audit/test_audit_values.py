@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.engine import conversion
+from ckpttool.engine import opening
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe, Unsupported
 from ckpttool.formats import pickles
 from ckpttool.formats.pickles import Global, Opaque
@@ -350,7 +350,7 @@ def test_values_of_every_fixture(name: str) -> None:
     folder = FIXTURES / name / "ckpt"
     for path in [folder, *sorted(folder.glob("*.pt")), *sorted(folder.glob("checkpoint-*"))]:
         try:
-            found = conversion.open(path)
+            found = opening.open(path)
         except CkpttoolError:  # not readable without the model's layout, or no checkpoint on its own
             continue
         with found:

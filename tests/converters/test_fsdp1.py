@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import ckpttool
 from ckpttool import layouts
-from ckpttool.engine import conversion
+from ckpttool.engine import conversion, opening, verification
 from ckpttool.engine.flat_layout import describe_fsdp1, slice_of
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe, Unsupported, UsageError
 
@@ -219,7 +219,7 @@ def test_a_transposed_parameter_is_read_in_its_own_order(tmp_path: Path) -> None
 
 def test_names_in_the_model_s_order_and_parameters_in_the_optimizer_s(tmp_path: Path) -> None:
     path, wanted = job(tmp_path / "ckpt", 2, False), truth()
-    with conversion.open(path, like=like(tmp_path, wanted)) as opened:
+    with opening.open(path, like=like(tmp_path, wanted)) as opened:
         ckpt = opened.checkpoint
     model = [k for k in wanted if k.startswith("model.")]
     assert [n for n in ckpt.tensors if n.startswith("model.")] == model
@@ -232,7 +232,7 @@ def test_names_in_the_model_s_order_and_parameters_in_the_optimizer_s(tmp_path: 
 def test_without_a_word_on_what_lies_in_flat_parameters_three_ways_are_named(tmp_path: Path) -> None:
     path = job(tmp_path / "ckpt", 2, False)
     with pytest.raises(Unsupported) as e:
-        conversion.open(path)
+        opening.open(path)
     for way in ("--like", "--config", "--flat-layout", "describe_fsdp1", "layers.0"):
         assert way in str(e.value)
 
@@ -241,13 +241,13 @@ def test_another_model_is_refused_with_the_numbers(tmp_path: Path) -> None:
     path, other = job(tmp_path / "ckpt", 2, False), truth()
     other["model.norm.bias"] = torch.zeros(6)
     with pytest.raises(Unsupported, match=r'module "" has 66 elements.* have 122'):
-        conversion.open(path, like=like(tmp_path, other))
+        opening.open(path, like=like(tmp_path, other))
     del other["model.norm.bias"]
     with pytest.raises(Unsupported, match="66 elements"):
-        conversion.open(path, like=like(tmp_path, other))
+        opening.open(path, like=like(tmp_path, other))
     both = job(tmp_path / "uop", 2, True)
     with pytest.raises(Unsupported, match=r'"norm\.bias" is not among'):
-        conversion.open(both, like=like(tmp_path, other))
+        opening.open(both, like=like(tmp_path, other))
 
 
 def test_a_layout_of_another_job_is_refused(tmp_path: Path) -> None:
@@ -255,15 +255,15 @@ def test_a_layout_of_another_job_is_refused(tmp_path: Path) -> None:
     with rank_of(0, 3):
         (tmp_path / "three.json").write_text(json.dumps(describe_fsdp1(live_job(True)[0])))
     with pytest.raises(Unsupported, match="another world size"):
-        conversion.open(path, flat_layout=tmp_path / "three.json")
+        opening.open(path, flat_layout=tmp_path / "three.json")
     with pytest.raises(Unsupported, match="no such file"):
-        conversion.open(path, flat_layout=tmp_path / "none.json")
+        opening.open(path, flat_layout=tmp_path / "none.json")
 
 
 def test_a_like_whose_order_is_lost_is_refused(tmp_path: Path) -> None:
     path, wanted = job(tmp_path / "ckpt", 2, False), truth()
     with pytest.raises(Unsupported, match="alphabet"):
-        conversion.open(path, like=like(tmp_path, dict(sorted(wanted.items()))))
+        opening.open(path, like=like(tmp_path, dict(sorted(wanted.items()))))
 
 
 def broken(path: Path, name: str, change: Any, world: int = 3) -> None:
@@ -289,7 +289,7 @@ def test_a_missing_rank_is_named(good: tuple[Path, str], tmp_path: Path) -> None
         path, other = copied(good, tmp_path / name)
         (path / name).unlink()
         with pytest.raises(Corrupt, match=name):
-            conversion.open(path, like=other)
+            opening.open(path, like=other)
 
 
 def test_exchanged_ranks_are_found_out(good: tuple[Path, str], tmp_path: Path) -> None:
@@ -298,14 +298,14 @@ def test_exchanged_ranks_are_found_out(good: tuple[Path, str], tmp_path: Path) -
     (path / "local_rank2.pt").rename(path / "local_rank1.pt")
     (path / "x").rename(path / "local_rank2.pt")
     with pytest.raises(Corrupt, match=r"local_rank1\.pt.* written by rank 2"):
-        conversion.open(path, like=other)
+        opening.open(path, like=other)
 
 
 def test_a_rank_there_twice_is_named(good: tuple[Path, str], tmp_path: Path) -> None:
     path, other = copied(good, tmp_path)
     shutil.copy(path / "local_rank1.pt", path / "local_rank_1.pt")
     with pytest.raises(Corrupt, match="both of rank 1"):
-        conversion.open(path, like=other)
+        opening.open(path, like=other)
 
 
 def test_ranks_are_numbers_not_words(tmp_path: Path) -> None:
@@ -321,14 +321,14 @@ def test_files_of_two_steps_are_found_out(good: tuple[Path, str], tmp_path: Path
 
     broken(path, "local_optim_rank2.pt", later)
     with pytest.raises(Corrupt, match=r"local_optim_rank2\.pt.* is 2, in local_optim_rank0\.pt it is 1"):
-        conversion.open(path, like=other)
+        opening.open(path, like=other)
 
 
 def test_param_groups_that_differ_are_found_out(good: tuple[Path, str], tmp_path: Path) -> None:
     path, other = copied(good, tmp_path)
     broken(path, "local_optim_rank1.pt", lambda t: t["param_groups"][0].update(lr=0.5))
     with pytest.raises(Corrupt, match=r'local_optim_rank1\.pt.* first in "lr"'):
-        conversion.open(path, like=other)
+        opening.open(path, like=other)
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_slots_that_do_not_fit_are_found_out(good: tuple[Path, str], tmp_path: P
     path, other = copied(good, tmp_path)
     broken(path, "local_optim_rank1.pt", lambda t: change(t["state"][1]))
     with pytest.raises(CkpttoolError, match=said):
-        conversion.open(path, like=other)
+        opening.open(path, like=other)
     assert read(path, like=other, only=["model"])
 
 
@@ -357,13 +357,13 @@ def test_a_file_cut_short_is_named(good: tuple[Path, str], tmp_path: Path) -> No
     data = (path / "local_rank1.pt").read_bytes()
     (path / "local_rank1.pt").write_bytes(data[: len(data) // 2])
     with pytest.raises(Corrupt, match=r"local_rank1\.pt"):
-        conversion.open(path, like=other)
+        opening.open(path, like=other)
 
 
 def test_a_flipped_bit_is_found_out(good: tuple[Path, str], tmp_path: Path) -> None:
     path, other = copied(good, tmp_path)
     data = bytearray((path / "local_rank1.pt").read_bytes())
-    with conversion.open(path, like=other) as opened:
+    with opening.open(path, like=other) as opened:
         chunk = opened.checkpoint.tensors["model.layers.1.a.weight"].chunks[0]
     assert opened.checkpoint.files[chunk.extent.file] == "local_rank0.pt"
     where = next(
@@ -399,7 +399,7 @@ def test_getattr_is_called_for_nothing_else(tmp_path: Path, args: Any) -> None:
         z.writestr("archive/data.pkl", pickle.dumps({"w": Calls(*args)}, protocol=2))
         z.writestr("archive/version", "3\n")
     with pytest.raises(Unsafe, match="getattr"):
-        conversion.open(tmp_path / "ckpt")
+        opening.open(tmp_path / "ckpt")
 
 
 # --------------------------------------------------------------------------------------- sharded tensors, meshes
@@ -474,7 +474,7 @@ def test_replicas_that_differ_are_noted(tmp_path: Path) -> None:
         return tree
 
     path = meshed(tmp_path / "ckpt", (2, 2), [Replicate(), Shard(0)], SOME, change)
-    with conversion.open(path) as opened:
+    with opening.open(path) as opened:
         assert any('first "w"' in n for n in opened.checkpoint.notes)
     assert torch.equal(whole(path)["w"], SOME["w"])
 
@@ -486,11 +486,11 @@ def test_meshes_of_exchanged_or_missing_ranks_are_found_out(tmp_path: Path) -> N
     one, two = (path / f"model_world_size_3_rank_{r}.pt" for r in (1, 2))
     two.rename(path.parent / "x")
     with pytest.raises(Corrupt, match="rank_2"):
-        conversion.open(path)
+        opening.open(path)
     one.rename(two)
     (path.parent / "x").rename(one)
     with pytest.raises(Corrupt, match=r"(written by|saved as the file of) rank 2"):
-        conversion.open(path)
+        opening.open(path)
 
 
 def test_partial_sums_are_no_state_of_rest(tmp_path: Path) -> None:
@@ -503,7 +503,7 @@ def test_partial_sums_are_no_state_of_rest(tmp_path: Path) -> None:
             t = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Partial()], run_check=False)
             torch.save({"w": t}, tmp_path / "ckpt" / f"model_rank{r}.pt")
     with pytest.raises(Unsupported, match="Partial"):
-        conversion.open(tmp_path / "ckpt")
+        opening.open(tmp_path / "ckpt")
 
 
 @pytest.mark.parametrize("uop", [False, True])
@@ -521,7 +521,7 @@ def test_a_sharded_model_tells_what_lies_in_a_flat_optimizer(tmp_path: Path, uop
     assert not difference(read(path, wrap=["layers.*"]), wanted)
     assert not difference(read(path), wanted)  # the repeated blocks, which fit
     with pytest.raises(Unsupported, match="--wrap"):
-        conversion.open(path, wrap=["layers.0"])
+        opening.open(path, wrap=["layers.0"])
     assert read(path, wrap=["layers.0"], only=["model"])
 
 
@@ -540,7 +540,7 @@ def test_one_file_a_rank_with_everything_in_it(good: tuple[Path, str], tmp_path:
             }  # fmt: skip
             torch.save(tree, path / f"step3-rank_{r}.pt")
     assert not difference(read(path, like=good[1]), truth())
-    with conversion.open(path, like=good[1]) as opened:
+    with opening.open(path, like=good[1]) as opened:
         values = {n: v.data for n, v in opened.checkpoint.values.items()}
         assert values["trainer.step"] == 3
         assert values["scheduler.last_epoch"] == 3
@@ -550,7 +550,7 @@ def test_one_file_a_rank_with_everything_in_it(good: tuple[Path, str], tmp_path:
         tree = torch.load(path / "step3-rank_1.pt", weights_only=False)
         torch.save({**tree, "step": 4}, path / "step3-rank_1.pt")
     with pytest.raises(Corrupt, match=r'step3-rank_1\.pt.*"step" is 4'):
-        conversion.open(path, like=good[1])
+        opening.open(path, like=good[1])
 
 
 def test_random_states_in_files_of_their_own_are_kept_by_rank(good: tuple[Path, str], tmp_path: Path) -> None:
@@ -559,7 +559,7 @@ def test_random_states_in_files_of_their_own_are_kept_by_rank(good: tuple[Path, 
         torch.save(torch.full((4,), r), path / f"rng_rank{r}.pt")
         torch.save({"position": r}, path / f"dataloader_rank{r}.pt")
         torch.save({"last_epoch": 3}, path / f"scheduler_rank{r}.pt")
-    with conversion.open(path, like=other) as opened:
+    with opening.open(path, like=other) as opened:
         ckpt = opened.checkpoint
         assert [ckpt.values[f"dataloader.{r}.position"].data for r in range(3)] == [0, 1, 2]
         assert ckpt.values["scheduler.last_epoch"].data == 3
@@ -569,7 +569,7 @@ def test_random_states_in_files_of_their_own_are_kept_by_rank(good: tuple[Path, 
 def test_a_file_that_is_not_read_is_said(good: tuple[Path, str], tmp_path: Path) -> None:
     path, other = copied(good, tmp_path)
     (path / "scheduler.bin").write_bytes(b"x")
-    with conversion.open(path, like=other) as opened:
+    with opening.open(path, like=other) as opened:
         assert any("not read" in n and "scheduler.bin" in n for n in opened.checkpoint.notes)
 
 
@@ -578,7 +578,7 @@ def test_two_models_in_one_folder_are_not_chosen_between(good: tuple[Path, str],
     for r in range(3):
         shutil.copy(path / f"local_rank{r}.pt", path / f"step9_rank{r}.pt")
     with pytest.raises(Unsupported, match="more than one model"):
-        conversion.open(path, like=other)
+        opening.open(path, like=other)
 
 
 def test_files_that_belong_to_others_are_left_to_them(tmp_path: Path) -> None:
@@ -718,7 +718,7 @@ def test_a_round_trip_has_equal_digests(tmp_path: Path) -> None:
         )
         source = tmp_path / str(i)
     conversion.convert(source, tmp_path / "back.pt", to="full")
-    a, b = (conversion.digest(p).digest for p in (tmp_path / "single.pt", tmp_path / "back.pt"))
+    a, b = (verification.digest(p).digest for p in (tmp_path / "single.pt", tmp_path / "back.pt"))
     assert a == b
     assert ckpttool.diff(tmp_path / "single.pt", tmp_path / "back.pt").equal
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import ckpttool
 from ckpttool.engine.conversion import convert
-from ckpttool.engine.conversion import open as open_checkpoint
 from ckpttool.engine.diff import diff
+from ckpttool.engine.opening import open as open_checkpoint
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.huggingface.hub_names import PLAIN
 

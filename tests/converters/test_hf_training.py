@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.cli.main import app
-from ckpttool.engine import conversion
+from ckpttool.engine import planning
 from ckpttool.engine.inspect import summarise
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe, Unsupported, UsageError
 from ckpttool.storage import remote
@@ -157,7 +157,7 @@ def test_inspect_verify_and_only_know_of_all_components(folder: Path, tmp_path: 
 
 
 def test_the_marker_is_the_last_file_of_the_training_state(tmp_path: Path) -> None:
-    planned = conversion.plan(
+    planned = planning.plan(
         GROUPS, tmp_path / "x", to="hf", options=ckpttool.HfOptions(include_optimizer=True, max_shard_bytes=60_000)
     )
     opened, draft = planned.opened, planned.draft

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import ckpttool
 from ckpttool.cli.main import app
-from ckpttool.engine import conversion, unread_files
+from ckpttool.engine import conversion, opening, unread_files, verification
 from ckpttool.engine.inspect import inspect
 from ckpttool.errors import Unsupported
 from ckpttool.hub.push import push
@@ -64,7 +64,7 @@ def dcp_into(path: Path) -> Path:
 
 
 def rows(path: Path, **how: Any) -> dict[str, tuple[int | None, str, str]]:
-    with conversion.open(path, **how) as opened:
+    with opening.open(path, **how) as opened:
         return {r.name: (r.bytes, r.what, r.component) for r in opened.checkpoint.unread}
 
 
@@ -97,7 +97,7 @@ def test_drop_goes_on_and_lists_them_everywhere(tmp_path: Path) -> None:
     assert {r["name"] for r in done.not_read} == gone | {"training_args.bin"}
     record = json.loads((tmp_path / "out" / "ckpttool.json").read_text())
     assert {n for n, _, _ in record["not_carried"]} == gone
-    assert conversion.verify(tmp_path / "out", read_data=True).recorded == "equal"
+    assert verification.verify(tmp_path / "out", read_data=True).recorded == "equal"
     assert ckpttool.diff(source, tmp_path / "out").equal
 
 
@@ -177,7 +177,7 @@ def test_a_live_job_is_told(tmp_path: Path) -> None:
 def test_accelerate_s_folders_of_model_and_optimizer(tmp_path: Path) -> None:
     step = tmp_path / "step"
     model = dcp_into(step / "pytorch_model_fsdp_0")
-    with conversion.open(model) as opened:  # as Accelerate has it: no optimizer in this one
+    with opening.open(model) as opened:  # as Accelerate has it: no optimizer in this one
         assert not opened.checkpoint.unread
     conversion.convert(DCP, step / "pytorch_model_fsdp_1", to="dcp", only=["model"])
     shutil.rmtree(model)
@@ -270,8 +270,8 @@ def test_in_an_object_store_the_listing_tells(tmp_path: Path) -> None:
     store.put(str(step), name, recursive=True)
     try:
         for path in (step, step / "model.safetensors", step / "pytorch_model_fsdp_0"):
-            there = conversion.open(f"memory:/{name}/{path.relative_to(step)}".removesuffix("/."))
-            with there, conversion.open(path) as here:
+            there = opening.open(f"memory:/{name}/{path.relative_to(step)}".removesuffix("/."))
+            with there, opening.open(path) as here:
                 assert there.checkpoint.unread == here.checkpoint.unread != []
                 assert set(there.source.identities()) == set(here.source.identities()), "nothing else was looked at"
     finally:
@@ -355,7 +355,7 @@ def test_the_files_are_never_opened(tmp_path: Path) -> None:
     os.mkfifo(source / "state.pt")  # opening it would wait for ever
     (source / "broken.pt").symlink_to("nowhere")
     (source / "away.pt").symlink_to("/etc/hostname")
-    with conversion.open(source) as opened:
+    with opening.open(source) as opened:
         assert set(opened.source.identities()) == {"model.safetensors", "config.json"}
         assert {"state.pt", "broken.pt", "away.pt"} <= {r.name for r in opened.checkpoint.unread}
 
@@ -375,7 +375,7 @@ def test_very_many_files_are_quick_and_a_short_list(tmp_path: Path) -> None:
     for i in range(5_000):
         os.close(os.open(source / f"part{i}.pt", os.O_CREAT | os.O_WRONLY))
     began = time.process_time()
-    with conversion.open(source) as opened:
+    with opening.open(source) as opened:
         took = time.process_time() - began
         assert len(opened.checkpoint.unread) == 1001
         assert opened.checkpoint.unread[-1].name == "4000 more files"

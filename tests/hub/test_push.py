@@ -38,7 +38,7 @@ from peers import FIXTURES, difference, files_of, load_dcp, tensors_of
 from safetensors.torch import load, load_file, save_file
 
 import ckpttool
-from ckpttool.engine import conversion, stream
+from ckpttool.engine import conversion, planning, recorded, stream
 from ckpttool.engine.stream import Effort
 from ckpttool.errors import (
     CkpttoolError,
@@ -226,7 +226,7 @@ def test_a_virtual_file_is_the_file_from_any_offset(tmp_path: Path, case: str, d
     }
     ckpttool.convert(source, tmp_path / "hf", to="hf", **how)
     wanted = (tmp_path / "hf" / "model.safetensors").read_bytes()
-    planned = conversion.plan(source, "name", to="hf", **how)
+    planned = planning.plan(source, "name", to="hf", **how)
     opened, draft = planned.opened, planned.draft
     dice = random.Random(case)
     with opened:
@@ -249,7 +249,7 @@ def test_a_virtual_file_is_the_file_from_any_offset(tmp_path: Path, case: str, d
 
 def test_crc32s_are_compared_while_hashing_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sent is known by its SHA-256."""
-    planned = conversion.plan(
+    planned = planning.plan(
         str(min((FIXTURES / "full_w1").glob("ckpt*/*.pt"))),
         "name",
         to="hf",
@@ -265,7 +265,7 @@ def test_crc32s_are_compared_while_hashing_alone(monkeypatch: pytest.MonkeyPatch
 
 
 def test_seeking_reads_nothing_and_going_on_reads_nothing_twice(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = conversion.plan(str(large), "name", to="hf")
+    planned = planning.plan(str(large), "name", to="hf")
     opened, draft = planned.opened, planned.draft
     begun: list[int] = []
     with opened:
@@ -633,7 +633,7 @@ def test_nothing_to_change(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     again = push(str(SHARDED), URL)
     assert again.commit is None and not again.sent and set(again.there) == set(again.files)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
-    monkeypatch.setattr(conversion, "datetime", Later)
+    monkeypatch.setattr(recorded, "datetime", Later)
     assert push(str(SHARDED), URL).commit is None
     assert head(hub) == before and not hub.taken and not any("/commit/" in p for _, p, _, _ in hub.seen)
     folder = tmp_path / "changed"

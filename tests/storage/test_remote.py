@@ -22,7 +22,7 @@ import stores
 from fsspec.implementations.memory import MemoryFileSystem
 from stores import KEY_ID, SECRET, Flaky, Moto, first
 
-from ckpttool.engine import conversion
+from ckpttool.engine import conversion, planning, verification
 from ckpttool.errors import (
     CkpttoolError,
     Corrupt,
@@ -481,20 +481,20 @@ def test_http(web: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_checkpoints_over_http(web: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder with a listing, with and without the slash; a file; and a server that tells no versions."""
     shutil.copytree(FIXTURES / "fsdp2_w3" / "ckpt", tmp_path / "run")
-    there = conversion.digest(str(tmp_path / "run")).digest
+    there = verification.digest(str(tmp_path / "run")).digest
     for url in (f"{web}/run", f"{web}/run/"):
         done = conversion.convert(url, tmp_path / "out", to="full", force=True)
         assert done.digest == there and not any("no version" in n for n in done.notes)
     conversion.convert(str(tmp_path / "run"), tmp_path / "a.pt")
-    assert conversion.digest(f"{web}/a.pt").digest == there
+    assert verification.digest(f"{web}/a.pt").digest == there
     monkeypatch.setattr(_Ranges, "dated", False)
     done = conversion.convert(f"{web}/run", tmp_path / "out", to="full", force=True)
     assert done.digest == there and any("no version" in n for n in done.notes)
     plans = []
     for _ in range(2):
-        planned = conversion.plan(f"{web}/run", "x", to="full")
+        planned = planning.plan(f"{web}/run", "x", to="full")
         opened, draft, target = planned.opened, planned.draft, planned.target
-        plans.append(conversion.plan_id(opened.source, draft, target, {}))
+        plans.append(planning.plan_id(opened.source, draft, target, {}))
     assert plans[0] != plans[1]  # so that nothing is continued that may be of other bytes
 
 

@@ -16,9 +16,11 @@ from stores import Cutting, Flaky, Moto, moto
 
 from ckpttool import HfOptions
 from ckpttool.engine import fill
-from ckpttool.engine.conversion import convert, plan, verify
-from ckpttool.engine.conversion import open as open_checkpoint
+from ckpttool.engine.conversion import convert
 from ckpttool.engine.diff import diff
+from ckpttool.engine.opening import open as open_checkpoint
+from ckpttool.engine.planning import plan
+from ckpttool.engine.verification import verify
 from ckpttool.errors import Corrupt, DestinationExists, Interrupted, NoSpace, RemoteError, SourceChanged, UsageError
 from ckpttool.storage import destinations, remote, upload
 

@@ -1,0 +1,121 @@
+"""Where a conversion may write: refuses a destination that must not be replaced, before anything is opened."""
+
+from __future__ import annotations
+
+import os
+
+from .. import layouts
+from ..errors import CkpttoolError, DestinationExists, NotRecognised, UsageError
+from ..storage import partial, remote
+from ..storage.staging import refuse_full, refuse_target, write_error
+from ..storage.upload import NOTE
+from .opening import CheckpointPath, shown_path
+from .planning import Plan
+from .recorded import RECORD
+
+__all__ = ["check_destination", "normal_destination", "recovered", "refuse_destination", "refuse_source"]
+
+
+def normal_destination(dst: str | os.PathLike[str]) -> str:
+    """The destination as it was given, if it can be one at all."""
+    text = os.fspath(dst)
+    if not text or "\0" in text:
+        raise UsageError(f"{text!r} cannot be a destination. Give the path that the new checkpoint shall have.")
+    return remote.normal(text) if remote.is_url(text) else text
+
+
+def refuse_destination(dst: str, where: str, force: bool) -> None:
+    """Refuse what is at a destination, before anything is opened."""
+    if remote.is_url(dst):
+        _refuse_store(where)
+    elif os.path.lexists(where):
+        refuse_target(where, not os.path.isdir(where), force)
+    if force:
+        _refuse_foreign(dst)
+
+
+def check_destination(src: CheckpointPath, dst: str | os.PathLike[str], planned: Plan, force: bool) -> int | None:
+    """Refuse a destination as `convert` would refuse it, and write nothing.
+
+    Returns:
+        The free bytes of its file system; None for an object store.
+
+    Raises:
+        DestinationExists, UsageError: nothing may be written there. NoSpace: the destination does not fit.
+    """
+    dst = normal_destination(dst)
+    refuse_source(src, dst)
+    where = remote.whole(dst)
+    refuse_destination(dst, where, force)
+    if force:
+        planned.target.check_replaceable(dst)
+    if remote.is_url(dst):
+        return None
+    refuse_target(where, planned.target.is_file, force)
+    return refuse_full(os.path.dirname(where), planned.draft.nbytes + (1 << 20))
+
+
+def refuse_source(src: CheckpointPath, dst: str | os.PathLike[str]) -> None:
+    """Refuse a destination that is the source, lies in it or holds it."""
+    src = shown_path(src)
+    if remote.is_url(dst) != remote.is_url(src):
+        return
+    a, b = (remote.shown(os.fspath(p)) if remote.is_url(p) else os.path.realpath(p) for p in (src, dst))
+    a, b = a.rstrip("/") + "/", b.rstrip("/") + "/"
+    if a == b or (b.startswith(a) and (remote.is_url(src) or os.path.isdir(a))) or a.startswith(b):
+        raise UsageError(
+            f"the destination {dst} is, holds or lies in the source {src}, which is never touched; write elsewhere."
+        )
+
+
+def _refuse_store(url: str) -> None:
+    """A store that is written to in another way."""
+    if url.startswith("hf://"):
+        raise UsageError(f"{url}: the Hub is written to by `ckpttool push`, which makes one commit of it.")
+    if url.startswith("http"):
+        raise UsageError(f"{url}: http is for reading only. Write to a folder or to s3:// or gs://.")
+
+
+def _refuse_foreign(target: str) -> None:
+    """--force replaces a checkpoint, an empty folder or an empty file; not a folder or a file of other things."""
+    if remote.is_url(target):
+        try:
+            where = layouts.place(target)
+        except NotRecognised:
+            return
+        with where.source as source:
+            names = [] if where.file else source.list()
+    else:
+        try:
+            names = os.listdir(target) if os.path.isdir(target) else [target] if os.path.getsize(target) else []
+        except FileNotFoundError:
+            return
+    if not names or RECORD in names or NOTE in names:
+        return
+    try:
+        there = layouts.place(target)
+        with there.source as source:
+            layouts.detect(there)
+            head = source.read(there.file, 0, min(source.size(there.file), 64)) if there.file else b"\0"
+            if all(9 <= c <= 13 or 32 <= c < 127 for c in head):
+                raise NotRecognised("a text file, whatever its name says")
+    except CkpttoolError as e:
+        if e.keeps_work:  # it says nothing of what is there
+            raise
+        what = f"a folder of {len(names)} entries"
+        if names == [target]:
+            what = f"a file of {os.path.getsize(target):,} bytes"
+        raise DestinationExists(
+            f"{remote.shown(target)} is {what} and not a checkpoint, so --force does not replace it. Remove it yourself, or "
+            "choose another destination."
+        ) from None
+
+
+def recovered(target: str) -> list[str]:
+    """`partial.recover`."""
+    try:
+        return partial.recover(target)
+    except OSError as e:
+        raise write_error(
+            e, target, f"An earlier run left the old checkpoint beside it; `{partial.command(target)}` puts it back."
+        ) from e

@@ -1,0 +1,277 @@
+"""Open a checkpoint: detect its layout, read its index, prove it sound. No byte of a tensor is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from .. import layouts
+from ..errors import Corrupt, UsageError
+from ..index.checkpoint import Checkpoint, check, joined, twins
+from ..storage.source import Source, raise_file_limit
+from ..storage.upload import NOTE
+from . import mixups, unread_files
+from .recorded import IGNORE, RECORD, Recorded, missing, of_folder
+from .stream import small
+
+__all__ = [
+    "CheckpointPath",
+    "OpenCheckpoint",
+    "OpenOptions",
+    "model_of",
+    "open",
+    "open_with",
+    "optimizer_order",
+    "shown_path",
+]
+
+
+#: A folder or a file, or the place that it was found to be.
+CheckpointPath = str | os.PathLike[str] | layouts.Place
+
+
+def shown_path(path: CheckpointPath) -> str:
+    """The path or URL of a checkpoint, for people."""
+    return os.path.join(path.source.root, path.file or "") if isinstance(path, layouts.Place) else os.fspath(path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenOptions:
+    """How a checkpoint is read; the arguments of `open`, which explains them."""
+
+    source_layout: str | None = None
+    only: Iterable[str] | None = None
+    config: str | None = None
+    like: str | os.PathLike[str] | None = None
+    flat_layout: str | os.PathLike[str] | None = None
+    wrap: Iterable[str] | None = None
+    tag: str | None = None
+    allow_equal_ranks: bool = False
+    allow_mixed_steps: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("only", "wrap"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                raise UsageError(f"{name}={value!r} is a string; give a list of strings, such as [{value!r}].")
+            if value is not None:
+                object.__setattr__(self, name, tuple(value))
+        for name in ("like", "flat_layout"):  # plan_id compares them as text
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, os.fspath(value))
+
+
+@dataclass(repr=False)
+class OpenCheckpoint:
+    """A checkpoint that was read and checked, with the files it lies in."""
+
+    checkpoint: Checkpoint
+    source: Source
+    layout: layouts.Layout
+    folder: bool  # whether it is a folder of its own, and not one file among others
+    located: bool = False
+    # what `locate` does not refuse
+    allow_equal_ranks: bool = False
+    allow_mixed_steps: bool = False
+    only: tuple[str, ...] | None = None  # components that were asked for
+    _record: list[Recorded | None] = field(default_factory=list)
+
+    def recorded(self) -> Recorded | None:
+        """What the ckpttool.json in the folder says; None where there is none. Read once."""
+        if not self._record:
+            self._record.append(of_folder(self.source) if self.folder else None)
+        return self._record[0]
+
+    def expect_recorded(self, ignore: bool = False) -> None:
+        """Make the digests in ckpttool.json those that this checkpoint must have (`Checkpoint.recorded`), as far as they are
+        about it; `ignore` takes away those that it carries itself too. What cannot be compared is put into `notes`.
+
+        Raises:
+            Corrupt: names, dtypes or shapes are not those of the record.
+        """
+        ckpt, found = self.checkpoint, None if self.checkpoint.recorded and not ignore else self.recorded()
+        if ignore:
+            if ckpt.recorded or found is not None:
+                ckpt.notes.append(f"the digests that were recorded of it were not compared: {IGNORE}")
+                ckpt.recorded, ckpt.ignored_digests = {}, True
+            return
+        if found is None:
+            return
+        if found.problem is not None:
+            ckpt.notes.append(f"the digests in {RECORD} were not compared, since it is damaged: {found.problem}")
+            return
+        if not found.about(ckpt):
+            ckpt.notes.append(
+                f"the digests in {RECORD} were not compared: it is about other files than {ckpt.files[0]}, which this "
+                "checkpoint lies in"
+            )
+            return
+        expected = found.expected(ckpt, self.only)
+        if gone := [n for n in expected if n not in ckpt.tensors]:
+            raise missing(ckpt, gone, len(expected))
+        for n, (dtype, shape, _) in expected.items():
+            t = ckpt.tensors[n]
+            if (t.dtype, t.shape) != (dtype, shape):
+                raise Corrupt(
+                    f'{ckpt.root}: "{n}" is {t.dtype} {list(t.shape)}, but {RECORD} lists it as {dtype} {list(shape)}: it was '
+                    f"changed after the record was written. Take another copy. If it was on purpose, use {IGNORE}, or remove "
+                    f"{RECORD}."
+                )
+        if new := [n for n in ckpt.tensors if n not in expected and n not in found.added and n not in found.tied]:
+            ckpt.notes.append(
+                f'{len(new)} tensors are not listed in {RECORD}, first "{new[0]}", so no digest of them was compared'
+            )
+        ckpt.recorded = {n: digest for n, (_, _, digest) in expected.items()}
+
+    def locate(self) -> Checkpoint:
+        """The index with raw byte ranges, checked again; every item's framing has been looked into."""
+        if not self.located:
+            if self.layout.locate is not None:
+                self.checkpoint = self.layout.locate(self.checkpoint, self.source)
+                check(self.checkpoint)
+            if not self.allow_equal_ranks:
+                mixups.refuse_equal_ranks(self.checkpoint, self.source)
+            if not self.allow_mixed_steps:
+                mixups.refuse_mixed_steps(self.checkpoint, self.source)
+            self.located = True
+        return self.checkpoint
+
+    def read(self, name: str) -> bytes:
+        """The row-major bytes of one small tensor, checked against the CRC32 that the source carries."""
+        return small(self.locate(), self.source, [name])[name]
+
+    def __repr__(self) -> str:
+        ckpt = self.checkpoint
+        return (
+            f"<{type(self).__name__} {ckpt.layout} {ckpt.root}: {len(ckpt.tensors):,} tensors, {ckpt.nbytes:,} bytes>"
+        )
+
+    def __enter__(self) -> OpenCheckpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.source.close()
+
+
+def open(
+    path: CheckpointPath,
+    *,
+    source_layout: str | None = None,
+    only: Iterable[str] | None = None,
+    config: str | None = None,
+    like: str | os.PathLike[str] | None = None,
+    flat_layout: str | os.PathLike[str] | None = None,
+    wrap: Iterable[str] | None = None,
+    tag: str | None = None,
+    allow_equal_ranks: bool = False,
+    allow_mixed_steps: bool = False,
+) -> OpenCheckpoint:
+    """Read the index of a checkpoint in any layout and prove it sound; no tensor byte is read.
+
+    Args:
+        path: a folder, a file, or the URL of one.
+        source_layout: its layout, where the files alone do not tell.
+        only: components to keep (["model", "optim"]); all where None.
+        config: folder or id of a Hugging Face model with the same architecture.
+        like: another checkpoint of the same model: its names, shapes, and the order of its optimizer are used.
+        flat_layout: file with what `describe_fsdp1` returned in the job.
+        wrap: patterns of the modules that FSDP1 wrapped, ["**.layers.*"].
+        tag: which save, where a DeepSpeed folder holds several; the one that `latest` names where None.
+        allow_equal_ranks: read it although one rank's file looks like a copy of another's.
+        allow_mixed_steps: read it although one rank's file looks like one of another step.
+
+    Raises:
+        NotRecognised, Unsupported, Corrupt, Unsafe: as errors.py tells them apart. Two files of ranks that do not belong
+            together are Corrupt when the checkpoint is located, not here.
+        UsageError: an argument makes no sense.
+    """
+    options = OpenOptions(
+        source_layout=source_layout, only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
+        allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
+    )  # fmt: skip
+    return open_with(path, options)
+
+
+def open_with(path: CheckpointPath, options: OpenOptions, model: layouts.Model | None = None) -> OpenCheckpoint:
+    """`open`; `model` is what `model_of(options)` gives, where it is known."""
+    only = None if options.only is None else tuple(options.only)
+    model = model or model_of(options)
+    raise_file_limit()
+    where = path if isinstance(path, layouts.Place) else layouts.place(path)
+    folder = where.file is None
+    try:
+        if folder and where.source.distant and NOTE in where.source.list():
+            raise Corrupt(
+                f"{where.source.root}: a conversion to this place was interrupted while its files became visible. Run it "
+                "again, or remove what lies there."
+            )
+        found = layouts.find(options.source_layout) if options.source_layout else layouts.detect(where)
+        given, where = where, found.mount(where)
+        ckpt = found.read(
+            where,
+            layouts.ReadOptions(
+                config=model.config, like=model.like, flat_layout=model.flat_layout, wrap=model.wrap,
+                only=None if only is None else frozenset(only), tag=options.tag, allow_equal_ranks=options.allow_equal_ranks,
+            ),
+        )  # fmt: skip
+        opened = OpenCheckpoint(
+            ckpt, where.source, found, folder, False, options.allow_equal_ranks, options.allow_mixed_steps, only=only
+        )
+        _leave_made(opened)
+        if where == given:  # what is mounted holds all that it lists
+            ckpt.unread = unread_files.unread(where.source, where.file, ckpt)
+            ckpt.notes = [*ckpt.notes, *unread_files.note(ckpt.unread)]
+        if only is not None:
+            opened.checkpoint = _only(ckpt, only)
+        check(opened.checkpoint)
+    except BaseException:
+        where.source.close()
+        raise
+    return opened
+
+
+def _leave_made(opened: OpenCheckpoint) -> None:
+    """Take out the values that ckpttool itself had to write into the checkpoint (`Layout.made`), and that still are what it
+    wrote: they are no part of the state."""
+    ckpt = opened.checkpoint
+    if opened.layout.made and (found := opened.recorded()) is not None:
+        for name, data in found.made.items():
+            if ckpt.value(name) == data:
+                ckpt.values.pop(name, None)
+
+
+def _only(ckpt: Checkpoint, only: Iterable[str]) -> Checkpoint:
+    wanted = list(only)
+    have = {ckpt.component(n) for n in [*ckpt.tensors, *ckpt.values]}
+    missing = [w for w in wanted if w not in have]
+    if missing:
+        raise UsageError(f"--only {','.join(missing)}: the checkpoint holds {', '.join(sorted(have))}.")
+    return ckpt.only(wanted)
+
+
+def model_of(options: OpenOptions) -> layouts.Model:
+    """What these options say about the model; opens the checkpoint that `like` names."""
+    known = None
+    if options.like is not None:
+        with open(options.like) as other:
+            known = _like(other.checkpoint)
+    flat_layout = None if options.flat_layout is None else os.fspath(options.flat_layout)
+    return layouts.Model(options.config, known, flat_layout, None if options.wrap is None else tuple(options.wrap))
+
+
+def _like(ckpt: Checkpoint) -> layouts.Like:
+    model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
+    return layouts.Like({n: (t.shape, t.dtype) for n, t in model.items()}, twins(model), optimizer_order(ckpt))
+
+
+def optimizer_order(ckpt: Checkpoint) -> tuple[str, ...] | None:
+    """FQNs in the order of the optimizer, as its param groups list them; None where there is no such list."""
+    groups = {
+        v.path[2]: v.data
+        for v in ckpt.values.values()
+        if v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("params",)
+    }
+    names = [n for _, group in sorted(groups.items(), key=lambda kv: int(kv[0])) for n in group]
+    return tuple(names) if names and all(isinstance(n, str) for n in names) else None

@@ -1,0 +1,221 @@
+"""Plan a conversion: open the source, ask the target layout for a draft, and refuse what would lose state. Nothing is written."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from .. import layouts
+from .._version import __version__
+from ..errors import Unsupported, UsageError
+from ..index.checkpoint import Unread, floating_dtype, joined, strangers
+from ..index.names import NOT_THEIRS, refuse_surrogates
+from ..storage.source import Source
+from ..storage.staging import Draft, Dropped
+from . import unread_files
+from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, model_of, open_with
+
+__all__ = ["Plan", "WriteRequest", "caster", "plan", "plan_id", "plan_with"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteRequest:
+    """What a conversion is asked to write; the arguments of `plan`, which explains them."""
+
+    to: str | None = None
+    options: object = None
+    world_size: int | None = None
+    dtype: str | None = None
+    cast: Mapping[str, str] | None = None
+    canonical_keys: bool = False
+    drop: bool = False
+    ignore_recorded_digests: bool = False
+    expected: Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.world_size is not None and (type(self.world_size) is not int or self.world_size < 1):
+            raise UsageError(f"The world size is {self.world_size!r}; it must be an integer of at least 1.")
+        if not self.cast:  # one way to say so, since plan_id compares requests
+            object.__setattr__(self, "cast", None)
+
+
+@dataclass
+class Plan:
+    """A conversion that has not begun: the open source, the draft of the destination, and its layout. Close it, or use `with`."""
+
+    opened: OpenCheckpoint
+    draft: Draft
+    target: layouts.Layout
+
+    def __enter__(self) -> Plan:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.opened.source.close()
+
+
+def plan(
+    src: CheckpointPath,
+    dst: str | os.PathLike[str],
+    *,
+    to: str | None = None,
+    options: object = None,
+    world_size: int | None = None,
+    only: Iterable[str] | None = None,
+    dtype: str | None = None,
+    cast: Mapping[str, str] | None = None,
+    canonical_keys: bool = False,
+    drop: bool = False,
+    source_layout: str | None = None,
+    config: str | None = None,
+    like: str | os.PathLike[str] | None = None,
+    flat_layout: str | os.PathLike[str] | None = None,
+    wrap: Iterable[str] | None = None,
+    tag: str | None = None,
+    allow_equal_ranks: bool = False,
+    allow_mixed_steps: bool = False,
+    ignore_recorded_digests: bool = False,
+    expected: Mapping[str, str] | None = None,
+) -> Plan:
+    """What `convert` would write; writes nothing.
+
+    Args:
+        (all): as `convert`.
+
+    Raises:
+        Unsupported: the layout cannot hold a part of the state, or state lies in files that were not read, and `drop` is not
+            set.
+    """
+    reading = OpenOptions(
+        source_layout=source_layout, only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
+        allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
+    )  # fmt: skip
+    writing = WriteRequest(
+        to=to, options=options, world_size=world_size, dtype=dtype, cast=cast, canonical_keys=canonical_keys, drop=drop,
+        ignore_recorded_digests=ignore_recorded_digests, expected=expected,
+    )  # fmt: skip
+    return plan_with(src, dst, reading, writing)
+
+
+def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOptions, writing: WriteRequest) -> Plan:
+    """`plan`."""
+    target = layouts.target_of(writing.to, dst)
+    if target.write is None:
+        raise Unsupported(f"ckpttool reads {target.name}, but does not write it.")
+    if writing.options is not None and type(writing.options) is not target.options:
+        kind, wanted = type(writing.options).__name__, target.options.__name__ if target.options else "no options"
+        raise UsageError(f"options={kind}(...) does not apply to {target.name}, which takes {wanted}.")
+    if writing.canonical_keys and not target.own_keys:
+        keep = ", ".join(x.name for x in layouts.layouts().values() if x.own_keys)
+        raise UsageError(f"--canonical-keys applies to {keep}; {target.name} has keys of its own.")
+    holds, drop = target.holds(writing.options), writing.drop
+    model = model_of(reading)
+    opened = open_with(src, reading, model)
+    try:
+        aside = unread_files.lost(opened.checkpoint, holds, opened.only)
+        if aside and not drop:
+            raise Unsupported(_not_carried(opened, target, aside))
+        ckpt = opened.locate()
+        if writing.expected is None:
+            opened.expect_recorded(writing.ignore_recorded_digests)
+        else:
+            ckpt.recorded = {**ckpt.recorded, **writing.expected}
+        if writing.canonical_keys:
+            ckpt.origin = {k: v for k, v in ckpt.origin.items() if k[0] not in ("model", "optim")}
+        options = layouts.WriteOptions(
+            config=model.config, like=model.like, flat_layout=model.flat_layout, wrap=model.wrap,
+            target=os.path.basename(os.path.abspath(dst)), world_size=writing.world_size,
+            cast=caster(writing.dtype, writing.cast or {}), own=writing.options,
+        )  # fmt: skip
+        ckpt = opened.checkpoint = target.prepare(ckpt, opened.source, options)
+        if odd := strangers(ckpt):
+            ckpt.notes.append(
+                f"the optimizer has state for {len(odd)} parameters that the model does not have, first "
+                f'"{odd[0]}": are the two of one training run?'
+            )
+        refuse_surrogates(ckpt.tensors)  # every record lists them by name
+        draft = target.write(ckpt, opened.source, options)
+        _refuse_casts(draft)
+        theirs = target.own_keys and any(p[0] in ("model", "optim") for p in ckpt.origin)
+        if theirs and NOT_THEIRS not in draft.notes:
+            draft.notes.append(
+                "model and optimizer keep the keys of the source; --canonical-keys writes model and optim"
+            )
+        lost = [d for d in draft.dropped if not holds or d.name.partition(".")[0] in holds]
+        if lost and not drop:
+            raise Unsupported(
+                f"{target.name} cannot hold {len(lost)} of the {len(ckpt.tensors) + len(ckpt.values)} entries, first "
+                f'"{lost[0].name}" ({lost[0].why}). Use --drop to go on without them, or another layout.'
+            )
+        draft.dropped += [Dropped(r.name, r.bytes or 0, f"{r.what}, {unread_files.NOT_READ}") for r in aside]
+        for pattern in writing.cast or {}:
+            if not fnmatch.filter([*ckpt.tensors, *draft.checkpoint.tensors], pattern):
+                raise UsageError(
+                    f"--cast {pattern}: no tensor has such a name. The first name is {next(iter(ckpt.tensors))}."
+                )
+    except BaseException:
+        opened.source.close()
+        raise
+    return Plan(opened, draft, target)
+
+
+def _refuse_casts(draft: Draft) -> None:
+    """Refuse a layout's own choice of dtype (masters of ZeRO are float32) where numpy cannot convert the source's.
+
+    Raises:
+        Unsupported: with the first such tensor.
+    """
+    for name, t in draft.checkpoint.tensors.items():
+        of = draft.sources.get(name)
+        if of is not None and of.dtype != t.dtype and "float4_e2m1fn_x2" in (of.dtype, t.dtype):
+            raise Unsupported(
+                f'"{joined(of.path)}" is {of.dtype}, two numbers in a byte, and the destination keeps it as {t.dtype}. ckpttool moves '
+                "such tensors, it does not convert them. Choose a layout that keeps dtypes, such as dcp."
+            )
+
+
+def _not_carried(opened: OpenCheckpoint, target: layouts.Layout, rows: list[Unread]) -> str:
+    """Why a conversion stops at files that were not read."""
+    where = opened.source.root if opened.folder else os.path.join(opened.source.root, opened.checkpoint.files[0])
+    return (
+        f"{where} is read as {opened.layout.name}, which does not include these files of the same checkpoint: "
+        f"{unread_files.listed(rows)}. The {target.name} checkpoint would look complete, but training could not resume from it. "
+        "Give --drop to convert without them, or --only model for the weights alone."
+    )
+
+
+def caster(dtype: str | None, cast: Mapping[str, str]) -> layouts.Cast:
+    whole = None if dtype in (None, "keep") else floating_dtype(str(dtype))
+    rules = [(pattern, floating_dtype(to)) for pattern, to in cast.items()]
+
+    def choose(name: str, stored: str) -> str:
+        if "float" not in stored or stored.startswith("float4"):
+            return stored
+        out = whole if whole and name.startswith("model.") else stored
+        for pattern, to in rules:
+            if fnmatch.fnmatchcase(name, pattern):
+                out = to
+        return out
+
+    return choose
+
+
+def plan_id(source: Source, draft: Draft, target: layouts.Layout, *asked: object) -> str:
+    """Digest of everything that decides the bytes of the destination: source, draft, and the dataclasses `asked`.
+
+    If the source has no version ids, a random salt is mixed in, so that the id never matches an earlier run."""
+    h = blake3(b"" if source.versioned() else os.urandom(32))
+    identities = sorted(source.identities().items())
+    h.update(
+        json.dumps([__version__, target.name, source.root, identities, list(map(repr, asked))], default=str).encode()
+    )
+    for f in draft.files:
+        h.update(os.fsencode(f"{f.name} {f.size}\n"))
+        if not callable(f.head):
+            h.update(f.head)
+    return h.hexdigest()

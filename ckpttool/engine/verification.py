@@ -1,0 +1,300 @@
+"""Compare digests: of a checkpoint with its record or with another one, and of a destination with its source.
+
+What a digest is, digests.py says.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from .. import layouts
+from ..errors import Corrupt, Differs, Unreadable
+from ..formats import safetensors_header
+from ..index.checkpoint import Checkpoint, TensorEntry
+from ..index.digests import roots
+from ..storage import remote
+from ..storage.staging import Draft
+from .fill import Progress, silent, tensor_digests
+from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open, open_with, shown_path
+from .planning import WriteRequest, caster
+from .recorded import RECORD, other_digests
+from .stream import Effort
+
+__all__ = ["DigestResult", "VerifyResult", "digest", "read_back", "settled", "verify"]
+
+
+@dataclass(frozen=True)
+class DigestResult:
+    """`digest` {"all", "model", ...: Merkle root}, `tensors` {name: BLAKE3}, both in hex; `not_read` files that belong to the
+    checkpoint and are no part of the digest, as `Unread.to_json` has them."""
+
+    digest: dict[str, str]
+    tensors: dict[str, str]
+    not_read: list[dict[str, Any]]
+
+
+def digest(
+    path: CheckpointPath,
+    *,
+    source_layout: str | None = None,
+    only: Iterable[str] | None = None,
+    config: str | None = None,
+    like: str | os.PathLike[str] | None = None,
+    flat_layout: str | os.PathLike[str] | None = None,
+    wrap: Iterable[str] | None = None,
+    tag: str | None = None,
+    allow_equal_ranks: bool = False,
+    allow_mixed_steps: bool = False,
+    progress: Progress = silent,
+) -> DigestResult:
+    """The digest of a state, which is the same in every layout and at every world size; reads all bytes of its tensors.
+
+    Args:
+        progress: called with ("digest", bytes done, bytes in all).
+        (the others): as `open`.
+    """
+    options = OpenOptions(
+        source_layout=source_layout, only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
+        allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
+    )  # fmt: skip
+    with open_with(path, options) as opened:
+        ckpt = opened.locate()
+        found = tensor_digests(ckpt.tensors, opened.source, ckpt.files, ckpt.records, progress)
+        opened.source.unchanged()
+        return DigestResult(roots(ckpt.tensors, found), found, [r.to_json() for r in ckpt.unread])
+
+
+@dataclass
+class VerifyResult:
+    """What `verify` found; sizes in bytes. What was not asked for is None.
+
+    `crc32_covered_bytes` are those that CRC32s in the files themselves cover. `recorded` is "equal", "damaged" (the record
+    cannot be read) or "other files" (it is about others); `against` {"path", "components", "verdict"}.
+    """
+
+    path: str
+    layout: str
+    tensors: int
+    bytes: int
+    structure: str
+    crc32_covered_bytes: int
+    not_read: list[dict[str, Any]]
+    data: str | None = None
+    digest: dict[str, str] | None = None
+    recorded: str | None = None
+    notes: list[str] = field(default_factory=list)
+    against: dict[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, without what was not asked for."""
+        return {k: v for k, v in asdict(self).items() if v is not None and (k != "notes" or v)}
+
+
+def verify(
+    path: CheckpointPath,
+    *,
+    read_data: bool = False,
+    against: CheckpointPath | None = None,
+    source_layout: str | None = None,
+    config: str | None = None,
+    like: str | os.PathLike[str] | None = None,
+    flat_layout: str | os.PathLike[str] | None = None,
+    wrap: Iterable[str] | None = None,
+    tag: str | None = None,
+    only: Iterable[str] | None = None,
+    allow_equal_ranks: bool = False,
+    allow_mixed_steps: bool = False,
+    progress: Progress = silent,
+) -> VerifyResult:
+    """Check a checkpoint: its structure and every item's framing.
+
+    Args:
+        read_data: also read every byte, and compare it with the CRC32s and with the digests recorded beside it.
+        against: also compare every tensor with another checkpoint, in any layout.
+        progress: called with ("read", bytes done, bytes in all).
+        (the others): as `open`.
+
+    Raises:
+        Corrupt, Unsafe: it is damaged. Differs: it is not what was recorded, or not equal to the other.
+    """
+    options = OpenOptions(
+        source_layout=source_layout, only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
+        allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
+    )  # fmt: skip
+    with open_with(path, options) as opened:
+        ckpt = opened.locate()
+        out = VerifyResult(
+            remote.whole(shown_path(path)), ckpt.layout, len(ckpt.tensors), ckpt.nbytes, "ok",
+            sum(r.extent.length for r in ckpt.records), [r.to_json() for r in ckpt.unread],
+        )  # fmt: skip
+        if not read_data and against is None:
+            return out
+        found = tensor_digests(ckpt.tensors, opened.source, ckpt.files, ckpt.records, progress, "read")
+        opened.source.unchanged()
+        out.data = "ok"
+        out.digest = roots(ckpt.tensors, found)
+        _verify_recorded(opened, found, out)
+    if against is not None:
+        with open(against, allow_equal_ranks=True, allow_mixed_steps=True) as other:
+            second = other.locate()
+            digests = tensor_digests(second.tensors, other.source, second.files, second.records, progress, "read")
+            shared = {str(t.path[0]) for t in ckpt.tensors.values()} & {str(t.path[0]) for t in second.tensors.values()}
+        mine = {n: d for n, d in found.items() if ckpt.component(n) in shared}
+        yours = {n: d for n, d in digests.items() if second.component(n) in shared}
+        name = shown_path(against)
+        _compare(mine, yours, name)
+        out.against = {"path": remote.whole(name), "components": sorted(shared), "verdict": "equal"}
+    return out
+
+
+def _verify_recorded(opened: OpenCheckpoint, found: Mapping[str, str], out: VerifyResult) -> None:
+    """Compare digests with those that were recorded, and say in `out` what came of it.
+
+    Raises:
+        Differs: they are not equal.
+    """
+    ckpt, record = opened.checkpoint, opened.recorded()
+    if ckpt.recorded:
+        _compare(found, ckpt.recorded, "the digests it carries itself")
+    elif record is None:
+        return
+    elif record.problem is not None:
+        out.recorded, out.notes = "damaged", [f"digests were not compared: {record.problem}"]
+        return
+    elif not record.about(ckpt):
+        out.recorded = "other files"
+        out.notes = [f"digests were not compared: {RECORD} is about other files than {ckpt.files[0]}"]
+        return
+    else:
+        expected = record.expected(ckpt, opened.only)
+        mine = {n: (ckpt.tensors[n].dtype, ckpt.tensors[n].shape, d) for n, d in found.items() if n not in record.added}
+        _compare(mine, expected, f"the digests in {RECORD}")
+    out.recorded = "equal"
+
+
+def _compare(mine: Mapping[str, Any], theirs: Mapping[str, Any], what: str) -> None:
+    wrong = sorted(n for n in mine if n in theirs and mine[n] != theirs[n])
+    missing, extra = sorted(set(theirs) - set(mine)), sorted(set(mine) - set(theirs))
+    if wrong or missing or extra:
+        first = (wrong or missing or extra)[0]
+        raise Differs(
+            f"not equal to {what}: {len(wrong)} tensors have other bytes, {len(missing)} are missing, {len(extra)} are "
+            f'new; first "{first}". `ckpttool diff` shows the values.'
+        )
+
+
+def settled(
+    opened: OpenCheckpoint,
+    draft: Draft,
+    digests: dict[str, str],
+    writing: WriteRequest,
+    progress: Progress,
+    effort: Effort,
+) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """(the source's tensors that the destination holds, their digests by canonical name) of a draft that was filled, where
+    `digests` are those of its tensors; the source is unchanged, and has the digests that were
+    recorded of it.
+
+    Raises:
+        SourceChanged, Corrupt: it is not.
+    """
+    opened.source.unchanged()
+    wanted = _wanted(opened.checkpoint, draft, caster(writing.dtype, writing.cast or {}))
+    digests = _canonical(opened, draft, wanted, digests, progress, effort)
+    _compare_recorded(opened, wanted, digests, progress, effort)
+    return wanted, digests
+
+
+def _wanted(ckpt: Checkpoint, draft: Draft, cast: layouts.Cast) -> dict[str, TensorEntry]:
+    """The source's tensors that the destination holds, under whatever name, with the dtype they have there."""
+    there = draft.checkpoint.tensors
+    kept = {t.path[0] for t in there.values()}
+    gone = {d.name for d in draft.dropped}
+    return {
+        n: replace(t, dtype=there[n].dtype if n in there else cast(n, t.dtype))
+        for n, t in ckpt.tensors.items()
+        if t.path[0] in kept and n not in gone
+    }
+
+
+def _canonical(
+    opened: OpenCheckpoint,
+    draft: Draft,
+    wanted: dict[str, TensorEntry],
+    digests: dict[str, str],
+    progress: Progress,
+    effort: Effort,
+) -> dict[str, str]:
+    """Digests by canonical name. Tensors that the destination splits are read again."""
+    ckpt = opened.checkpoint
+    out = {n: digests[n] for n in wanted if n in digests and (n in draft.same or draft.sources[n] == ckpt.tensors[n])}
+    rest = {n: ckpt.tensors[n] for n in wanted if n not in out}
+    if rest:
+        dtypes = {n: wanted[n].dtype for n in rest}
+        out.update(tensor_digests(rest, opened.source, ckpt.files, ckpt.records, progress, "digest", dtypes, effort))
+    return out
+
+
+def _compare_recorded(
+    opened: OpenCheckpoint,
+    wanted: Mapping[str, TensorEntry],
+    digests: Mapping[str, str],
+    progress: Progress,
+    effort: Effort,
+) -> None:
+    """What was copied has the digests that were recorded of the source. Tensors that were cast are read again for that.
+
+    Raises:
+        Corrupt: with the first tensor that has not.
+    """
+    ckpt = opened.checkpoint
+    named = {n for n in ckpt.recorded if n in wanted}
+    cast = {n: ckpt.tensors[n] for n in sorted(named) if wanted[n].dtype != ckpt.tensors[n].dtype}
+    found = dict(digests)
+    if cast:
+        found |= tensor_digests(cast, opened.source, ckpt.files, ckpt.records, progress, "digest", None, effort)
+    wrong = sorted(n for n in named if found[n] != ckpt.recorded[n])
+    if wrong:
+        raise other_digests(ckpt, wrong, len(named))
+
+
+def read_back(
+    path: str,
+    target: layouts.Layout,
+    draft: Draft,
+    digests: dict[str, str],
+    config: str | None,
+    progress: Progress,
+    effort: Effort,
+) -> None:
+    """Read what was written, from the disk, as any reader would, and compare every digest.
+
+    Raises:
+        Differs: with the first tensor that is not what was written. Corrupt: it cannot be read.
+    """
+    try:
+        with open(
+            path, source_layout=target.name, config=None if target.keeps_config else config,
+            allow_equal_ranks=True, allow_mixed_steps=True,
+        ) as back:  # fmt: skip
+            safetensors_header.open_with_library(back.source, back.checkpoint.files)
+            ckpt = back.locate()
+            found = tensor_digests(
+                ckpt.tensors, back.source, ckpt.files, ckpt.records, progress, "verify", None, effort
+            )
+    except Unreadable as e:  # what was written there would fail the next run too
+        raise Corrupt(f"the destination cannot be read back: {e}") from e
+    missing = sorted(set(digests) - set(found) - set(draft.same))
+    extra = sorted(set(found) - set(digests) - {d.name for d in draft.dropped} - set(draft.added))
+    wrong = sorted(n for n in digests if n in found and found[n] != digests[n])
+    if missing or extra or wrong:
+        first = (wrong or missing or extra)[0]
+        left = f"Remove {remote.shown(path)}." if remote.is_url(path) else "Nothing was left there."
+        raise Differs(
+            f"the destination, read back, differs from the source: {len(wrong)} tensors have other bytes, "
+            f'{len(missing)} are missing, {len(extra)} are new; first "{first}". {left} The disk may be failing; if '
+            "it is not, please report this."
+        )
