@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from .converters.universal import UniversalOptions  # type: ignore[import-not-found,unused-ignore]
     from .engine.conversion import ConvertResult, convert
     from .engine.diff import Difference, diff
-    from .engine.flat_layout import describe_fsdp1
     from .engine.inspect import Summary, inspect
     from .engine.opening import OpenCheckpoint, open
     from .engine.planning import Plan, plan
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from .hub.pull import Pulled, pull
     from .hub.push import Pushed, push
     from .index.checkpoint import Checkpoint
+    from .live.fsdp1 import describe_fsdp1
     from .live.load import Loaded, load, storage_reader
     from .resume.launch import resume_verify
     from .resume.recorder import Recorder
@@ -61,7 +61,7 @@ _WHERE = {
     "ZeroOptions": "converters._deepspeed_write",
     "clean": "storage.partial",
     "convert": "engine.conversion",
-    "describe_fsdp1": "engine.flat_layout",
+    "describe_fsdp1": "live.fsdp1",
     "diff": "engine.diff",
     "digest": "engine.verification",
     "export": "audit.export",

@@ -27,6 +27,7 @@ from ckpttool.errors import Unsupported, UsageError
 from ckpttool.formats.sharded import Table, sharded_tensor
 from ckpttool.formats.torch_zip import Inline, TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
+from ckpttool.huggingface import model_names
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, floating_dtype, joined
 from ckpttool.index.names import nest
 from ckpttool.layouts import WriteOptions, option
@@ -206,8 +207,8 @@ def _model_order(ckpt: Checkpoint, state: Training, options: WriteOptions) -> tu
     if options.like is not None and options.like.shapes:
         told, where = list(options.like.shapes), "--like"
     elif options.config is not None or (own == sorted(own) and ckpt.config is not None):
-        config = flat_layout.config_of(options.config) if options.config is not None else ckpt.config
-        told, where = (list(flat_layout.names_of(config).shapes), "the config") if config else (None, "")
+        config = model_names.config_of(options.config) if options.config is not None else ckpt.config
+        told, where = (list(model_names.names_of(config).shapes), "the config") if config else (None, "")
     if told is not None:
         flat_layout.refuse_alphabet(told, where)
         if missing := [n for n in own if n not in set(told)]:
@@ -232,9 +233,9 @@ def _wrapped(ckpt: Checkpoint, names: list[str], options: WriteOptions, notes: l
         return found
     patterns = flat_layout.blocks(names)
     if options.config is not None:
-        config = flat_layout.config_of(options.config)
+        config = model_names.config_of(options.config)
         inside = set(paths)
-        if found := [b for b in flat_layout.names_of(config).blocks if b in inside]:
+        if found := [b for b in model_names.names_of(config).blocks if b in inside]:
             notes.append(f"wrapped modules, by the config: {flat_layout.listed(found)}, and the root")
             return found
     found = flat_layout.matching(paths, patterns)

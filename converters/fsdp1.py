@@ -35,11 +35,13 @@ from typing import Any, NamedTuple
 
 from ckpttool.bounded_json import parse
 from ckpttool.engine import flat_layout
-from ckpttool.engine.flat_layout import FLAT, Flat, FlatLayout, ModelNames, Part
+from ckpttool.engine.flat_layout import FLAT, Flat, FlatLayout, Part
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.formats import torch_zip
 from ckpttool.formats.sharded import is_sharded
 from ckpttool.formats.torch_zip import StoredTensor
+from ckpttool.huggingface import model_names
+from ckpttool.huggingface.model_names import ModelNames
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, same_bytes, shape_of, twins
 from ckpttool.index.names import canonical, name_order, of_the_rest, strip_wrappers
 from ckpttool.layouts import Layout, Model, Place, ReadOptions, checkpoint_of
@@ -103,7 +105,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 def _read(source: Source, options: ReadOptions) -> Checkpoint:
     files = Files(source)
     parts, world = parts_of(files, source, groups_of(source.list()))
-    config = flat_layout.config_of(options.config) if options.config is not None else _own_config(source)
+    config = model_names.config_of(options.config) if options.config is not None else _own_config(source)
     model: dict[str, Any] = {}
     known = _Known(None, {}, {}, _Own([], {}))
     if parts["model"] and "shard_metadata" in parts["model"][0].tree:
@@ -461,7 +463,7 @@ def _names(
         buffers = frozenset(n for n, (_, dtype) in like.shapes.items() if "float" not in dtype)
         return ModelNames({n: s for n, (s, _) in like.shapes.items()}, like.tied, buffers, ()), "--like"
     if config is not None:
-        return flat_layout.names_of(config), "the config"
+        return model_names.names_of(config), "the config"
     for ranks in optim:
         shapes = {}
         for name, slots in ranks[0].tree.get("state", {}).items():
@@ -797,14 +799,14 @@ def _guesses(
         wraps.append(flat_layout.matching(paths, options.wrap))
     else:
         if config is not None:
-            wraps.append([b for b in flat_layout.names_of(config).blocks if b in paths])
+            wraps.append([b for b in model_names.names_of(config).blocks if b in paths])
         wraps.append(flat_layout.matching(paths, flat_layout.blocks(names)))
         wraps.append([])
     wanted = {n for group in expected for n in group}
     tied = dict(options.like.tied) if options.like else {}
     tied = {**known.tied, **tied}
     if config is not None:
-        tied = {**flat_layout.names_of(config).tied, **tied}
+        tied = {**model_names.names_of(config).tied, **tied}
     for modules in wraps:
         inside = flat_layout.assigned(names, modules)
         for aligns in ((0,), *((a,) for a in (4, 8, 2, 16))):

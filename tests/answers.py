@@ -21,9 +21,8 @@ import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
-from ckpttool.engine import flat_layout
 from ckpttool.formats import sandbox
-from ckpttool.huggingface import hub_names
+from ckpttool.huggingface import hub_names, model_names
 
 _answering: list[subprocess.Popen[bytes]] = []
 
@@ -45,7 +44,7 @@ def asked_once(function: str, argument: str, work_bytes: int, text: bytes = b"")
 
 def remember() -> None:
     """Make this process ask so."""
-    hub_names.in_child = flat_layout.in_child = asked_once
+    hub_names.in_child = model_names.in_child = asked_once
 
 
 def _asked(function: str, argument: str, text: bytes, out: str) -> bytes:

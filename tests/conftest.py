@@ -12,8 +12,7 @@ import answers
 import pytest
 from hypothesis import HealthCheck, settings
 
-from ckpttool.engine import flat_layout
-from ckpttool.huggingface import hub_names
+from ckpttool.huggingface import hub_names, model_names
 
 # A job in the background of a shell has SIGINT ignored, and hands that on to every child that a test interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -68,7 +67,7 @@ def _answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ANSWERS", str(folder))
-        for module in (hub_names, flat_layout):
+        for module in (hub_names, model_names):
             patch.setattr(module, "in_child", answers.asked_once)
         yield
 

@@ -32,29 +32,22 @@ Without such a file the same follows from the names and shapes of the model in o
 
 from __future__ import annotations
 
-import json
 import os
-import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import lru_cache
 from itertools import combinations
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from ..bounded_json import parse
 from ..errors import Corrupt, Unsupported
-from ..extras import need
-from ..formats.sandbox import in_child
-from ..huggingface.hub_names import meta_model
 from ..index import boxes
 from ..index.checkpoint import ITEMSIZE, MAX_NUMEL
 from ..storage.source import Source
 
 __all__ = [
-    "FLAT", "OTHER", "RECORD", "Flat", "FlatLayout", "ModelNames", "Part", "aligned", "as_json", "assigned", "blocks", "config_of",
-    "describe_fsdp1", "fitting", "flat_key", "from_json", "lay_out", "listed", "matching", "module_paths", "names_of",
+    "FLAT", "OTHER", "RECORD", "Flat", "FlatLayout", "Part", "aligned", "as_json", "assigned", "blocks", 
+    "fitting", "flat_key", "from_json", "lay_out", "listed", "matching", "module_paths", 
     "pieces", "read_file", "refuse_alphabet", "slice_of",
 ]  # fmt: skip
 
@@ -432,102 +425,6 @@ def read_file(path: str) -> FlatLayout:
         return from_json(there.read_all(os.path.basename(path), 256 << 20), path)
 
 
-# ------------------------------------------------------------------------------------------------------- in a job
-
-_WRAPPERS = re.compile(r"(^|\.)(_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module|_forward_module)(?=\.|$)")
-
-
-def _clean(name: str) -> str:
-    return _WRAPPERS.sub("", name).lstrip(".")
-
-
-def describe_fsdp1(model: Any, optimizer: Any = None) -> dict[str, Any]:
-    """What a checkpoint of a live FSDP1 model does not say, for --flat-layout; to be called on one rank.
-
-        json.dump(ckpttool.describe_fsdp1(model, optimizer), open("flat_layout.json", "w"))
-
-    With the optimizer it also says which parameters its groups hold, in which order.
-
-    Raises:
-        Unsupported: no module of the model is wrapped by FSDP1, or this torch keeps its flat parameters elsewhere.
-    """
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    flats: list[Flat] = []
-    keys: dict[int, str] = {}
-    uop, shards = False, 1
-    for raw, module in model.named_modules():
-        handle = getattr(module, "_handle", None) if isinstance(module, FullyShardedDataParallel) else None
-        if handle is None:
-            continue
-        path, p = _clean(raw), cast(Any, getattr(handle, "flat_param", None))
-        fields = ("_fqns", "_shapes", "_strides", "_contiguities", "_numels_with_padding", "_is_padding_mask",
-                  "_shared_param_infos", "_unpadded_unsharded_size")  # fmt: skip
-        missing = [f for f in fields if not hasattr(p, f)]
-        if missing:
-            raise Unsupported(
-                f"this torch keeps no {missing[0]} in its flat parameters; ckpttool knows torch 2.10 to 2.13. Give "
-                "--like a checkpoint of the same model instead."
-            )
-        parts, at = [], 0
-        described = zip(p._fqns, p._shapes, p._strides, p._contiguities, strict=True)
-        for n, pad in zip(p._numels_with_padding, p._is_padding_mask, strict=True):
-            if not pad:
-                fqn, shape, steps, contiguous = next(described)
-                parts.append(Part(_inside(path, fqn), tuple(shape), at, None if contiguous else tuple(steps)))
-            at += n
-        shared = tuple(
-            (
-                _inside(path, f"{s.module_name}.{s.param_name}"),
-                _inside(path, f"{s.prim_module_name}.{s.prim_param_name}"),
-            )
-            for s in p._shared_param_infos
-        )
-        dtype = str(p.dtype).removeprefix("torch.")
-        flats.append(Flat(path, tuple(parts), p._unpadded_unsharded_size.numel(), dtype, shared))
-        keys[id(p)] = flats[-1].key
-        uop = uop or bool(getattr(handle, "_use_orig_params", False))
-        shards = int(handle.world_size) if handle.uses_sharded_strategy else 1
-    if not flats:
-        raise Unsupported(
-            f"no module of the {type(model).__name__} is wrapped by torch.distributed.fsdp.FullyShardedDataParallel. "
-            "A model that fully_shard was called on (FSDP2) needs no flat layout."
-        )
-    names: dict[str, None] = {}
-    inside: dict[str, list[str]] = {}
-    for f in flats:
-        for name in (*(p.name for p in f.parts), *(a for a, _ in f.shared)):
-            inside.setdefault(name.rpartition(".")[0], []).append(name)
-    for raw, module in model.named_modules():
-        path = _clean(raw)
-        temporary = getattr(module, "_non_persistent_buffers_set", ())
-        own = [n for n, b in getattr(module, "_buffers", {}).items() if b is not None and n not in temporary]
-        names |= dict.fromkeys([*inside.get(path, ()), *(_inside(path, n) for n in own)])
-    groups = None
-    if optimizer is not None:
-        keys |= {id(p): _clean(n) for n, p in model.named_parameters() if id(p) not in keys}
-        groups = tuple(tuple(keys.get(id(p), "?") for p in g["params"]) for g in optimizer.param_groups)
-    return as_json(FlatLayout(uop, shards, tuple(flats), tuple(names), groups))
-
-
-def _inside(module: str, name: str) -> str:
-    name = _clean(name.lstrip("."))
-    return f"{module}.{name}" if module else name
-
-
-# --------------------------------------------------------------------------------------------- from a Hub config
-
-
-class ModelNames(NamedTuple):
-    """What the state dict of a model holds: `shapes` in its order, `tied` {name: the one before}, `buffers`, and the
-    modules that transformers never splits (`_no_split_modules`), which auto-wrap policies wrap."""
-
-    shapes: dict[str, Shape]
-    tied: dict[str, str]
-    buffers: frozenset[str]
-    blocks: tuple[str, ...]
-
-
 def refuse_alphabet(names: list[str], where: str) -> None:
     """safetensors sorts tensors by name, which is not the order in which FSDP1 flattens them.
 
@@ -545,68 +442,3 @@ def listed(modules: Iterable[str]) -> str:
     """Some module paths, for a message."""
     shown = [m or "the root" for m in modules]
     return f"{len(shown)} modules ({', '.join(shown[:3])}{', ...' if len(shown) > 3 else ''})"
-
-
-def config_of(given: str) -> dict[str, Any]:
-    """The config.json that --config names: in a folder, a file, or of a model id.
-
-    Raises:
-        Unsupported: there is none.
-    """
-    if not os.path.isdir(given) and not os.path.isfile(given):
-        from huggingface_hub import snapshot_download
-
-        try:
-            given = snapshot_download(given, allow_patterns=["config.json"])
-        except Exception as e:
-            raise Unsupported(f"--config {given}: neither a folder nor a model id that can be fetched ({e}).") from None
-    folder, name = os.path.split(given) if os.path.isfile(given) else (given, "config.json")
-    with Source(folder or ".") as there:
-        found = parse(there.read_all(name, 16 << 20), f"{folder}/{name}")
-    if not isinstance(found, dict) or "model_type" not in found:
-        raise Unsupported(f"--config {given}: {name} has no model_type.")
-    return found
-
-
-def names_of(config: Mapping[str, Any]) -> ModelNames:
-    """Names and shapes of a Hugging Face model, from the model on the meta device, in a child process.
-
-    Raises:
-        MissingPackage: transformers is not installed. Unsupported: it does not know the architecture.
-    """
-    need(
-        f"asking for the parameters of model_type {config.get('model_type')!r} in their order", "torch", "transformers"
-    )
-    try:
-        answer = json.loads(_asked(json.dumps(config).encode()))
-    except Corrupt as e:
-        raise Unsupported(f"transformers cannot build model_type {config.get('model_type')!r}: {e}") from None
-    return ModelNames(
-        {n: tuple(s) for n, s in answer["shapes"].items()}, answer["tied"], frozenset(answer["buffers"]),
-        tuple(answer["blocks"]),
-    )  # fmt: skip
-
-
-@lru_cache(4)
-def _asked(config: bytes) -> bytes:
-    """Seconds each."""
-    return in_child("ckpttool.engine.flat_layout:_answer", "transformers", 0, config)
-
-
-def _answer(_: str) -> bytes:
-    """In the child: the config is on stdin."""
-    model = meta_model(json.loads(sys.stdin.buffer.read()))
-    model.tie_weights()
-    first: dict[int, str] = {}
-    tied = {n: o for n, p in model.named_parameters(remove_duplicate=False) if (o := first.setdefault(id(p), n)) != n}
-    parameters = {n for n, _ in model.named_parameters(remove_duplicate=False)}
-    state = model.state_dict()
-    whole = set(getattr(model, "_no_split_modules", None) or ())
-    return json.dumps(
-        {
-            "shapes": {n: list(v.shape) for n, v in state.items()},
-            "tied": tied,
-            "buffers": [n for n in state if n not in parameters],
-            "blocks": [n for n, m in model.named_modules() if type(m).__name__ in whole],
-        }
-    ).encode()

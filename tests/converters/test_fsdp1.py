@@ -18,15 +18,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from ckpttool.converters import fsdp1
-from engine.test_flatlayout import Tiny, rank_of, wrapped
+from engine.test_flat_layout import Tiny, rank_of, wrapped
 from peers import difference, tensors_of
 from torch import Tensor, nn
 
 import ckpttool
 from ckpttool import layouts
 from ckpttool.engine import conversion, opening, verification
-from ckpttool.engine.flat_layout import describe_fsdp1, slice_of
+from ckpttool.engine.flat_layout import slice_of
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe, Unsupported, UsageError
+from ckpttool.live.fsdp1 import describe_fsdp1
 
 Tensors = dict[str, Tensor]
 

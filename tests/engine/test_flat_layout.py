@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckpttool.engine import flat_layout
-from ckpttool.engine.flat_layout import Flat, FlatLayout, Part, describe_fsdp1, lay_out, pieces, slice_of
+from ckpttool.engine.flat_layout import Flat, FlatLayout, Part, lay_out, pieces, slice_of
 from ckpttool.errors import Corrupt, Unsafe, Unsupported
+from ckpttool.huggingface import model_names
 from ckpttool.index import boxes
+from ckpttool.live.fsdp1 import describe_fsdp1
 
 
 @contextmanager
@@ -318,10 +320,10 @@ def test_names_of_a_hub_model_come_from_transformers_in_a_child(tmp_path: Path) 
         "tie_word_embeddings": True,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    names = flat_layout.names_of(flat_layout.config_of(str(tmp_path)))
+    names = model_names.names_of(model_names.config_of(str(tmp_path)))
     assert next(iter(names.shapes)) == "model.embed_tokens.weight"
     assert names.tied == {"lm_head.weight": "model.embed_tokens.weight"}
     assert names.blocks == ("model.layers.0", "model.layers.1")
     with pytest.raises(Unsupported, match="no model_type"):
         (tmp_path / "config.json").write_text("{}")
-        flat_layout.config_of(str(tmp_path))
+        model_names.config_of(str(tmp_path))

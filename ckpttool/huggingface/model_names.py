@@ -1,0 +1,99 @@
+"""Names, shapes and order of a Hugging Face model's state dict, from its config.
+
+transformers builds the model on the meta device in a child process, so torch is never imported here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from ..bounded_json import parse
+from ..errors import Corrupt, Unsupported
+from ..extras import need
+from ..formats.sandbox import in_child
+from ..storage.source import Source
+from .hub_names import meta_model
+
+__all__ = ["ModelNames", "config_of", "names_of"]
+
+Shape = tuple[int, ...]
+
+
+class ModelNames(NamedTuple):
+    """What the state dict of a model holds: `shapes` in its order, `tied` {name: the one before}, `buffers`, and the
+    modules that transformers never splits (`_no_split_modules`), which auto-wrap policies wrap."""
+
+    shapes: dict[str, Shape]
+    tied: dict[str, str]
+    buffers: frozenset[str]
+    blocks: tuple[str, ...]
+
+
+def config_of(given: str) -> dict[str, Any]:
+    """The config.json that --config names: in a folder, a file, or of a model id.
+
+    Raises:
+        Unsupported: there is none.
+    """
+    if not os.path.isdir(given) and not os.path.isfile(given):
+        from huggingface_hub import snapshot_download
+
+        try:
+            given = snapshot_download(given, allow_patterns=["config.json"])
+        except Exception as e:
+            raise Unsupported(f"--config {given}: neither a folder nor a model id that can be fetched ({e}).") from None
+    folder, name = os.path.split(given) if os.path.isfile(given) else (given, "config.json")
+    with Source(folder or ".") as there:
+        found = parse(there.read_all(name, 16 << 20), f"{folder}/{name}")
+    if not isinstance(found, dict) or "model_type" not in found:
+        raise Unsupported(f"--config {given}: {name} has no model_type.")
+    return found
+
+
+def names_of(config: Mapping[str, Any]) -> ModelNames:
+    """Names and shapes of a Hugging Face model, from the model on the meta device, in a child process.
+
+    Raises:
+        MissingPackage: transformers is not installed. Unsupported: it does not know the architecture.
+    """
+    need(
+        f"asking for the parameters of model_type {config.get('model_type')!r} in their order", "torch", "transformers"
+    )
+    try:
+        answer = json.loads(_asked(json.dumps(config).encode()))
+    except Corrupt as e:
+        raise Unsupported(f"transformers cannot build model_type {config.get('model_type')!r}: {e}") from None
+    return ModelNames(
+        {n: tuple(s) for n, s in answer["shapes"].items()}, answer["tied"], frozenset(answer["buffers"]),
+        tuple(answer["blocks"]),
+    )  # fmt: skip
+
+
+@lru_cache(4)
+def _asked(config: bytes) -> bytes:
+    """Seconds each."""
+    return in_child("ckpttool.huggingface.model_names:_answer", "transformers", 0, config)
+
+
+def _answer(_: str) -> bytes:
+    """In the child: the config is on stdin."""
+    model = meta_model(json.loads(sys.stdin.buffer.read()))
+    model.tie_weights()
+    first: dict[int, str] = {}
+    tied = {n: o for n, p in model.named_parameters(remove_duplicate=False) if (o := first.setdefault(id(p), n)) != n}
+    parameters = {n for n, _ in model.named_parameters(remove_duplicate=False)}
+    state = model.state_dict()
+    whole = set(getattr(model, "_no_split_modules", None) or ())
+    return json.dumps(
+        {
+            "shapes": {n: list(v.shape) for n, v in state.items()},
+            "tied": tied,
+            "buffers": [n for n in state if n not in parameters],
+            "blocks": [n for n, m in model.named_modules() if type(m).__name__ in whole],
+        }
+    ).encode()

@@ -1,0 +1,94 @@
+"""`describe_fsdp1`: what a checkpoint of a live FSDP1 model does not say about its flat parameters.
+
+Runs in the job, on the model itself. The result is the JSON of flat_layout.py.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, cast
+
+from ..engine.flat_layout import Flat, FlatLayout, Part, as_json
+from ..errors import Unsupported
+
+__all__ = ["describe_fsdp1"]
+
+_WRAPPERS = re.compile(r"(^|\.)(_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module|_forward_module)(?=\.|$)")
+
+
+def _clean(name: str) -> str:
+    return _WRAPPERS.sub("", name).lstrip(".")
+
+
+def describe_fsdp1(model: Any, optimizer: Any = None) -> dict[str, Any]:
+    """What a checkpoint of a live FSDP1 model does not say, for --flat-layout; to be called on one rank.
+
+        json.dump(ckpttool.describe_fsdp1(model, optimizer), open("flat_layout.json", "w"))
+
+    With the optimizer it also says which parameters its groups hold, in which order.
+
+    Raises:
+        Unsupported: no module of the model is wrapped by FSDP1, or this torch keeps its flat parameters elsewhere.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    flats: list[Flat] = []
+    keys: dict[int, str] = {}
+    uop, shards = False, 1
+    for raw, module in model.named_modules():
+        handle = getattr(module, "_handle", None) if isinstance(module, FullyShardedDataParallel) else None
+        if handle is None:
+            continue
+        path, p = _clean(raw), cast(Any, getattr(handle, "flat_param", None))
+        fields = ("_fqns", "_shapes", "_strides", "_contiguities", "_numels_with_padding", "_is_padding_mask",
+                  "_shared_param_infos", "_unpadded_unsharded_size")  # fmt: skip
+        missing = [f for f in fields if not hasattr(p, f)]
+        if missing:
+            raise Unsupported(
+                f"this torch keeps no {missing[0]} in its flat parameters; ckpttool knows torch 2.10 to 2.13. Give "
+                "--like a checkpoint of the same model instead."
+            )
+        parts, at = [], 0
+        described = zip(p._fqns, p._shapes, p._strides, p._contiguities, strict=True)
+        for n, pad in zip(p._numels_with_padding, p._is_padding_mask, strict=True):
+            if not pad:
+                fqn, shape, steps, contiguous = next(described)
+                parts.append(Part(_inside(path, fqn), tuple(shape), at, None if contiguous else tuple(steps)))
+            at += n
+        shared = tuple(
+            (
+                _inside(path, f"{s.module_name}.{s.param_name}"),
+                _inside(path, f"{s.prim_module_name}.{s.prim_param_name}"),
+            )
+            for s in p._shared_param_infos
+        )
+        dtype = str(p.dtype).removeprefix("torch.")
+        flats.append(Flat(path, tuple(parts), p._unpadded_unsharded_size.numel(), dtype, shared))
+        keys[id(p)] = flats[-1].key
+        uop = uop or bool(getattr(handle, "_use_orig_params", False))
+        shards = int(handle.world_size) if handle.uses_sharded_strategy else 1
+    if not flats:
+        raise Unsupported(
+            f"no module of the {type(model).__name__} is wrapped by torch.distributed.fsdp.FullyShardedDataParallel. "
+            "A model that fully_shard was called on (FSDP2) needs no flat layout."
+        )
+    names: dict[str, None] = {}
+    inside: dict[str, list[str]] = {}
+    for f in flats:
+        for name in (*(p.name for p in f.parts), *(a for a, _ in f.shared)):
+            inside.setdefault(name.rpartition(".")[0], []).append(name)
+    for raw, module in model.named_modules():
+        path = _clean(raw)
+        temporary = getattr(module, "_non_persistent_buffers_set", ())
+        own = [n for n, b in getattr(module, "_buffers", {}).items() if b is not None and n not in temporary]
+        names |= dict.fromkeys([*inside.get(path, ()), *(_inside(path, n) for n in own)])
+    groups = None
+    if optimizer is not None:
+        keys |= {id(p): _clean(n) for n, p in model.named_parameters() if id(p) not in keys}
+        groups = tuple(tuple(keys.get(id(p), "?") for p in g["params"]) for g in optimizer.param_groups)
+    return as_json(FlatLayout(uop, shards, tuple(flats), tuple(names), groups))
+
+
+def _inside(module: str, name: str) -> str:
+    name = _clean(name.lstrip("."))
+    return f"{module}.{name}" if module else name
