@@ -35,7 +35,7 @@ OUTSIDE: dict[str, set[str]] = {
     "cli.layout_options": {"typer"},
     "cli.main": {"typer"},
     "cli.terminal": {"typer"},
-    "engine.conversion": {"blake3"},
+    "engine.planning": {"blake3"},
     "engine.fill": {"blake3"},
     "formats.crc": {"isal"},
     "hub.hashing": {"blake3"},

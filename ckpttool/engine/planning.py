@@ -190,6 +190,7 @@ def _not_carried(opened: OpenCheckpoint, target: layouts.Layout, rows: list[Unre
 
 
 def caster(dtype: str | None, cast: Mapping[str, str]) -> layouts.Cast:
+    """The dtype that a tensor gets, by its name and its stored dtype: `dtype` for floating-point weights, `cast` for names."""
     whole = None if dtype in (None, "keep") else floating_dtype(str(dtype))
     rules = [(pattern, floating_dtype(to)) for pattern, to in cast.items()]
 
