@@ -13,7 +13,8 @@ __all__ = ["installed", "missing", "need"]
 
 #: The extra of ckpttool that brings a package, by the name that it is imported by.
 _EXTRA = {
-    "torch": "torch", "transformers": "torch", "model_signing": "audit", "pyrage": "audit", "s3fs": "s3", "gcsfs": "gcs",
+    "torch": "torch", "transformers": "torch", "jinja2": "torch", "model_signing": "audit", "pyrage": "audit", "s3fs": "s3",
+    "gcsfs": "gcs",
 }  # fmt: skip
 
 
@@ -25,7 +26,8 @@ def installed(package: str) -> bool:
 def missing(what: str, *packages: str, why: str = "") -> MissingPackage:
     """The error for `what`, the subject of the sentence, which needs `packages` that all come with one extra; `why` they
     cannot be imported, where they are installed."""
-    names = " and ".join(p.replace("_", "-") for p in packages)
+    *first, last = (p.replace("_", "-") for p in packages)
+    names = f"{', '.join(first)} and {last}" if first else last
     state = f"cannot be imported ({why})" if why and all(map(installed, packages)) else "not installed"
     verb = "" if state.startswith("cannot") else "are " if len(packages) > 1 else "is "
     return MissingPackage(f"{what} needs {names}, which {verb}{state}: pip install 'ckpttool[{_EXTRA[packages[0]]}]'")

@@ -106,7 +106,7 @@ def resume_verify(
     Raises:
         CkpttoolError: nothing could be judged; that training does not go on as before is in the report, not raised.
     """
-    need("resume-verify", "torch", *(() if job else ("transformers",)))
+    need("resume-verify", "torch", *(() if job else ("transformers",)), "jinja2")
     if against is not None and reference is not None:
         raise UsageError("--against and --reference are two references; give one.")
     if profile not in PROFILES:

@@ -113,6 +113,8 @@ def test_the_wheel_holds_every_module_and_what_they_read(wheel: Path) -> None:
     files = [p for p in (ROOT / "ckpttool").rglob("*") if p.is_file() and "__pycache__" not in p.parts]
     mine = {str(p.relative_to(ROOT)) for p in files}
     assert inside == mine | {f"ckpttool/converters/{p.name}" for p in (ROOT / "converters").glob("*.py")}
+    read = ("alerts.yml", "templates/report.html.j2", "templates/report.css", "templates/report.js")
+    assert {f"ckpttool/resume/{name}" for name in read} <= inside
 
 
 def test_slim_is_without_torch_and_transformers(wheel: Path) -> None:
@@ -170,7 +172,10 @@ def test_push_of_a_plain_model_without_torch(slim: Path, hub: Hub) -> None:
 
 TORCH, TRANSFORMERS = "pip install 'ckpttool[torch]'", "needs torch and transformers, which are not installed"
 NEEDS = {
-    "resume-verify": (["resume-verify", DCP, "--config", CONFIG], f"resume-verify {TRANSFORMERS}: {TORCH}"),
+    "resume-verify": (
+        ["resume-verify", DCP, "--config", CONFIG],
+        f"resume-verify needs torch, transformers and jinja2, which are not installed: {TORCH}",
+    ),
     "names of the Hub": (["convert", MOE, "OUT", "--to", "hf", "--config", MOE_CONFIG], f"{TRANSFORMERS}: {TORCH}"),
     "order of the model": (
         ["convert", FIXTURES / "hf_llama" / "ckpt", "OUT", "--to", "fsdp1", "-n", "2", "--config", CONFIG], TRANSFORMERS,
@@ -210,7 +215,11 @@ for call in (lambda: ckpttool.storage_reader({str(DCP)!r}), lambda: ckpttool.loa
 """
     rows = python(slim, code, tmp_path).splitlines()
     reader = f"MissingPackage loading into a live job needs torch, which is not installed: {TORCH}"
-    assert rows == [reader, reader, f"MissingPackage resume-verify needs torch, which is not installed: {TORCH}"]
+    assert rows == [
+        reader,
+        reader,
+        f"MissingPackage resume-verify needs torch and jinja2, which are not installed: {TORCH}",
+    ]
 
 
 def test_names_are_kept_where_the_user_says_so(slim: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpttool
-from ckpttool.errors import Corrupt, UsageError
+from ckpttool.errors import Corrupt, MissingPackage, UsageError
 from ckpttool.resume import batches, fingerprint, launch, recorder
 from ckpttool.resume.settings import Settings, mesh_of, read_settings, write_settings
 from ckpttool.resume.trace import Step, Trace, line, read_reference, read_trace, to_json
@@ -314,6 +314,13 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(tmp_path: Path, h
     torch.save({"model": {"w": torch.ones(2)}, "step": 3}, tmp_path / "x.pt")
     with pytest.raises(UsageError, match=said):
         launch.resume_verify(tmp_path / "x.pt", **{"device": "cpu", **how})
+
+
+def test_a_missing_jinja2_is_named_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpttool.extras.installed", lambda package: package != "jinja2")
+    said = r"resume-verify needs jinja2, which is not installed: pip install 'ckpttool\[torch\]'"
+    with pytest.raises(MissingPackage, match=said):
+        launch.resume_verify(tmp_path / "absent.pt", device="cpu")
 
 
 def test_a_reference_that_ends_before_the_checkpoint_is_refused(tmp_path: Path) -> None:
