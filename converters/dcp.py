@@ -37,7 +37,7 @@ from itertools import accumulate, chain
 from math import prod
 from typing import Any
 
-from ckpttool.engine.stream import unfold
+from ckpttool.engine.zstd_frames import unfold
 from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError
 from ckpttool.formats import pickles, safetensors_header, torch_zip
 from ckpttool.formats.sandbox import in_child

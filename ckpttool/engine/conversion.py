@@ -17,12 +17,12 @@ from ..storage import remote
 from ..storage.destinations import Sending, SendingFolder
 from ..storage.source import Source
 from ..storage.staging import Staging, write_error
+from .buffers import Effort
 from .destination import normal_destination, recovered, refuse_destination, refuse_source
 from .fill import Progress, fill, silent
 from .opening import CheckpointPath, OpenOptions
 from .planning import WriteRequest, plan_id, plan_with
 from .recorded import RECORD, encoded, record
-from .stream import Effort
 from .verification import read_back, settled
 
 __all__ = ["ConvertResult", "RunOptions", "convert", "convert_with", "effort_of"]

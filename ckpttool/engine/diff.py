@@ -14,9 +14,10 @@ from typing import Any
 
 from ..index import boxes
 from ..index.checkpoint import ITEMSIZE, TensorEntry
+from .dtypes import numpy_dtype
 from .fill import Progress, silent
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with
-from .stream import Block, Job, Reader, numpy_dtype
+from .stream import Block, Job, Reader
 
 __all__ = ["Difference", "TensorDifference", "diff"]
 

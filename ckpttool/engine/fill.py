@@ -39,7 +39,9 @@ from ..storage.destinations import Sending, SendingFolder, Sent
 from ..storage.partial import Earlier, keep_ours
 from ..storage.source import Source
 from ..storage.staging import Altered, Draft, EarlierFile, Sink, Staging, Written, write_error
-from .stream import ALIGN, USUAL, Arena, Block, Effort, Job, Reader, bits_dtype
+from .buffers import USUAL, Arena, Effort
+from .dtypes import bits_dtype
+from .stream import ALIGN, Block, Job, Reader
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

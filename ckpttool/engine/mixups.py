@@ -27,7 +27,8 @@ from ..formats.crc import crc32, crc32_combine
 from ..formats.torch_zip import number_in
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, Record, TensorEntry
 from ..storage.source import Source
-from .stream import Effort, Job, Reader, small
+from .buffers import Effort
+from .stream import Job, Reader, small
 
 __all__ = ["refuse_equal_ranks", "refuse_mixed_steps"]
 

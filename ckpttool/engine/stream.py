@@ -15,49 +15,32 @@ Reads of 256 KiB and more bypass the page cache (O_DIRECT, into 2 MiB-aligned hu
 buffered reads on the machines of the README's table) unless the pages are there already (RWF_NOWAIT asks without
 waiting). Where the file system knows neither, plain reads do.
 
-CRC32s that the source carries are checked with the bytes as they pass (`Sums`).
+CRC32s that the source carries are compared with the bytes as they are read (record_crcs.py).
 """
 
 from __future__ import annotations
 
 import errno
-import io
-import mmap
 import os
-import queue
-import threading
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import Corrupt, NoSpace, Unsafe
-from ..formats.crc import crc32, crc32_combine
+from ..errors import Corrupt
 from ..index import boxes
-from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Extent, Record, TensorEntry
+from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Record, TensorEntry
 from ..storage.source import Source, read_error
+from .buffers import USUAL, Arena, Effort, Lease
+from .dtypes import bits_dtype, cast
+from .record_crcs import Mismatch, Sums
+from .zstd_frames import Decoder
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = [
-    "ALIGN",
-    "USUAL",
-    "Arena",
-    "Block",
-    "Decoder",
-    "Effort",
-    "Job",
-    "Reader",
-    "Sums",
-    "bits_dtype",
-    "cast",
-    "numpy_dtype",
-    "small",
-    "unfold",
-]
+__all__ = ["ALIGN", "Block", "Job", "Reader", "small"]
 
 ALIGN = 4096
 _DIRECT = getattr(os, "O_DIRECT", 0)
@@ -67,51 +50,6 @@ _BATCH = 512
 _GAP, _FAR_GAP = 4096, 256 << 10  # bytes that are read in vain rather than with another call, or over a network
 
 
-class Effort(NamedTuple):
-    """How much of the machine a run may take: threads that read and that write, and bytes of one buffer."""
-
-    jobs: int = 2
-    buffer_bytes: int = 4 << 20
-
-    def readers(self, source: Source) -> int:
-        """Threads that read: more where each waits for a network."""
-        return self.jobs * (4 if source.distant else 1)
-
-
-USUAL = Effort()
-
-
-class Arena:
-    """`count` buffers of `size` bytes, aligned to 2 MiB and on huge pages where the system has them.
-
-    Raises:
-        NoSpace: there is no memory for them.
-    """
-
-    def __init__(self, count: int, size: int) -> None:
-        huge = 2 << 20
-        self.size = size
-        step = -(-size // huge) * huge
-        try:
-            self._map = mmap.mmap(-1, count * step + huge, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as e:
-            raise NoSpace(
-                f"{count * step + huge:,} bytes of buffers: {e.strerror}. Fewer --jobs or a smaller --max-memory take less."
-            ) from e
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
-                self._map.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:
-                pass  # a kernel without them
-        import ctypes
-
-        start = -ctypes.addressof(ctypes.c_char.from_buffer(self._map)) % huge
-        view = memoryview(self._map)
-        self.free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-        for i in range(count):
-            self.free.put(view[start + i * step : start + i * step + size])
-
-
 class Job(NamedTuple):
     """One tensor to stream: `dtype` is what the blocks shall hold, `boxed` asks for slabs."""
 
@@ -119,20 +57,6 @@ class Job(NamedTuple):
     entry: TensorEntry
     dtype: str
     boxed: bool
-
-
-class _Lease:
-    """A buffer that some blocks share; it goes back to the arena when the last of them is released."""
-
-    __slots__ = ("arena", "blocks", "buffer")
-
-    def __init__(self, arena: Arena, buffer: memoryview, blocks: int) -> None:
-        self.arena, self.buffer, self.blocks = arena, buffer, blocks
-
-    def end(self) -> None:
-        self.blocks -= 1
-        if self.blocks == 0:
-            self.arena.free.put(self.buffer)
 
 
 @dataclass(slots=True)
@@ -148,7 +72,7 @@ class Block:
     crc: int | None  # CRC32 of `data`, where reading it has needed it
     last: bool
     source_bytes: int
-    _lease: _Lease
+    _lease: Lease
 
     def release(self) -> None:
         """Give the buffer back; `data` is not valid any more."""
@@ -165,78 +89,6 @@ class _Plan:
     parts: list[tuple[int, tuple[int, ...], tuple[int, ...]]]  # chunk row, start in tensor, shape
     one: bool  # the block is one contiguous part of one chunk
     last: bool
-
-
-class Mismatch(Exception):
-    """Bytes do not have the CRC32 that the source says: (record, the CRC they have)."""
-
-
-class Sums:
-    """CRC32s of records of the source, checked as their bytes pass in any order and in any pieces."""
-
-    def __init__(self, records: Sequence[Record]) -> None:
-        by_file: dict[int, list[Record]] = {}
-        for r in records:
-            by_file.setdefault(r.extent.file, []).append(r)
-        self._records = {f: sorted(rs, key=lambda r: r.extent.offset) for f, rs in by_file.items()}
-        self._starts = {f: [r.extent.offset for r in rs] for f, rs in self._records.items()}
-        self._seen: dict[tuple[int, int], list[tuple[int, int, int]]] = {}  # (file, index) -> [(start, end, crc)]
-        self._done: set[tuple[int, int]] = set()
-        self._lock = threading.Lock()
-
-    def passed(self, file: int, offset: int, data: memoryview) -> int | None:
-        """Take note of bytes read at an offset; returns their CRC32 where a record covers them and they are new.
-
-        Raises:
-            Mismatch: a record is complete, and its CRC is not what the source says.
-        """
-        starts = self._starts.get(file)
-        if not starts or not len(data):
-            return None
-        i = bisect_right(starts, offset) - 1
-        if i < 0:
-            return None
-        record = self._records[file][i]
-        key, end = (file, i), offset + len(data)
-        if key in self._done or end > record.extent.offset + record.extent.length:
-            return None
-        crc = crc32(data)
-        with self._lock:
-            seen = self._seen.setdefault(key, [])
-            if any(a < end and offset < b for a, b, _ in seen):
-                return crc  # read before, for another tensor that shares these bytes
-            if seen and seen[-1][1] == offset:
-                start, _, before = seen[-1]
-                seen[-1] = (start, end, crc32_combine(before, crc, len(data)))
-            else:
-                seen.append((offset, end, crc))
-            self._judge(key, record)
-        return crc
-
-    def _judge(self, key: tuple[int, int], record: Record) -> None:
-        seen = self._seen[key]
-        if sum(b - a for a, b, _ in seen) < record.extent.length:
-            return
-        crc = 0
-        for a, b, c in sorted(seen):
-            crc = crc32_combine(crc, c, b - a)
-        del self._seen[key]
-        self._done.add(key)
-        if crc != record.crc32:
-            raise Mismatch(record, crc)
-
-    def unfinished(self) -> Iterator[tuple[int, int, int]]:
-        """(file, offset, length) of the parts not read yet of records of which something was."""
-        for (file, i), seen in list(self._seen.items()):
-            record = self._records[file][i]
-            at = record.extent.offset
-            for a, b, _ in sorted(seen):
-                if at < a:
-                    yield file, at, a - at
-                at = b
-            end = record.extent.offset + record.extent.length
-            if at < end:
-                yield file, at, end - at
 
 
 class Reader:
@@ -377,7 +229,7 @@ class Reader:
         if len(batch) == 1:
             return [self._load(batch[0])]
         buffer = self._arena.free.get()
-        lease = _Lease(self._arena, buffer, len(batch))
+        lease = Lease(self._arena, buffer, len(batch))
         out: list[Block] = []
         wanted = [self._where(plan) for plan in batch]
         room = len(buffer) - sum(n for _, _, n in wanted)  # what may be spent on bytes between neighbours
@@ -426,7 +278,7 @@ class Reader:
             cast(data, e.dtype, other[:size], plan.job.dtype)
             self._arena.free.put(buffer)
             buffer, data, crc = other, other[:size], None
-        lease = _Lease(self._arena, buffer, 1)
+        lease = Lease(self._arena, buffer, 1)
         return Block(plan.job.name, plan.first, plan.count, plan.start, plan.shape, data, crc, plan.last, n, lease)
 
     def _place(
@@ -594,115 +446,3 @@ def small(ckpt: Checkpoint, source: Source, names: Iterable[str]) -> dict[str, b
         block.release()
     reader.finish()
     return {n: bytes(b) for n, b in out.items()}
-
-
-class _Raw(io.RawIOBase, IO[bytes]):
-    """A byte range of a source file as a stream."""
-
-    def __init__(self, source: Source, name: str, offset: int, length: int) -> None:
-        self.source, self.name_, self.at, self.end = source, name, offset, offset + length
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, b: Any) -> int:
-        n = min(len(b), self.end - self.at)
-        b[:n] = self.source.read(self.name_, self.at, n)
-        self.at += n
-        return n
-
-
-class Decoder:
-    """The content of one zstd frame from byte `skip` on; `crc` is that of what is taken, where it is known."""
-
-    crc = 0
-
-    def __init__(self, source: Source, name: str, extent: Extent, skip: int, crc: int | None, what: str) -> None:
-        import zstandard
-
-        self.what, self.want = what, crc
-        self.error = zstandard.ZstdError
-        self.stream = zstandard.ZstdDecompressor(max_window_size=128 << 20).stream_reader(
-            _Raw(source, name, extent.offset, extent.length), read_size=256 << 10
-        )
-        scratch = memoryview(bytearray(min(skip, 1 << 20)))
-        while skip:
-            skip -= len(self.take(scratch[: min(skip, len(scratch))]))
-        self.crc = 0
-
-    def take(self, into: memoryview) -> memoryview:
-        """Fill `into`."""
-        got = 0
-        while got < len(into):
-            try:
-                k = self.stream.readinto(into[got:])
-            except self.error as e:
-                raise Corrupt(f"{self.what}: the zstd frame is damaged ({e}).") from None
-            if not k:
-                raise Corrupt(f"{self.what}: the zstd frame ends too early.")
-            got += k
-        self.crc = crc32(into, self.crc)
-        return into
-
-    def close(self) -> None:
-        """Free the decompressor, after the last byte of the tensor."""
-        self.stream.close()  # type: ignore[no-untyped-call]
-        if self.want is not None and self.crc != self.want:
-            raise Corrupt(f"{self.what}: the bytes have CRC32 {self.crc:08x}, the file itself says {self.want:08x}.")
-
-
-def unfold(source: Source, name: str, offset: int, length: int, most: int, what: str) -> tuple[bytes, bytes, int]:
-    """(first 64 KiB, last 64 KiB, bytes) of the content of a zstd frame, in constant memory.
-
-    Raises:
-        Unsafe: it unfolds to more than `most` bytes.
-    """
-    import zstandard
-
-    head, tail, total = b"", b"", 0
-    stream = zstandard.ZstdDecompressor(max_window_size=128 << 20).stream_reader(_Raw(source, name, offset, length))
-    try:
-        while piece := stream.read(1 << 20):
-            total += len(piece)
-            if total > most:
-                raise Unsafe(f"{what}: the zstd frame unfolds to more than {most} bytes, which its tensor needs.")
-            if len(head) < 65536:
-                head += piece[: 65536 - len(head)]
-            tail = (tail + piece)[-65536:]
-    except zstandard.ZstdError as e:
-        raise Corrupt(f"{what}: the zstd frame is damaged ({e}).") from None
-    return head, tail, total
-
-
-def cast(data: memoryview, dtype: str, out: memoryview, to: str) -> None:
-    """Convert elements, rounding to nearest even as torch does; NaN stays NaN.
-
-    In pieces of 64 Ki elements, which stay in the processor's cache.
-    """
-    import numpy as np
-
-    src, dst = np.frombuffer(data, dtype=numpy_dtype(dtype)), np.frombuffer(out, dtype=numpy_dtype(to))
-    for a in range(0, len(src), 64 << 10):
-        piece = src[a : a + (64 << 10)]
-        with np.errstate(over="ignore", invalid="ignore"):
-            if to == "float8_e4m3fn":  # has no infinity: torch gives its largest number for all that is beyond
-                piece = np.clip(piece, -448, 448)
-            dst[a : a + (64 << 10)] = piece
-            if to == "bfloat16" and np.isnan(piece.max()):  # torch has one NaN, ml_dtypes keeps the sign
-                dst.view("u2")[a : a + (64 << 10)][np.isnan(piece)] = 0x7FC0
-
-
-def bits_dtype(item: int) -> str:
-    """The numpy dtype that moves elements of `item` bytes as they are, by machine words where there are such."""
-    return {1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(item, f"V{item}")
-
-
-def numpy_dtype(dtype: str) -> Any:
-    """The numpy dtype of a torch one; ml_dtypes gives those that numpy does not have."""
-    import numpy as np
-
-    if dtype == "bfloat16" or dtype.startswith("float8"):
-        import ml_dtypes
-
-        return np.dtype(getattr(ml_dtypes, dtype))
-    return np.dtype({"bool": "?"}.get(dtype, dtype))

@@ -29,8 +29,9 @@ from ..index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, joined, 
 from ..index.names import nest, original
 from ..storage.source import Source
 from ..storage.staging import Dropped
+from .buffers import Effort
 from .fill import tensor_digests
-from .stream import Effort, Job, Reader, small
+from .stream import Job, Reader, small
 
 __all__ = ["Group", "Training", "agreed", "taken_apart"]
 

@@ -17,11 +17,11 @@ from ..index.checkpoint import Checkpoint, TensorEntry
 from ..index.digests import roots
 from ..storage import remote
 from ..storage.staging import Draft
+from .buffers import Effort
 from .fill import Progress, silent, tensor_digests
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open, open_with, shown_path
 from .planning import WriteRequest, caster
 from .recorded import RECORD, other_digests
-from .stream import Effort
 
 __all__ = ["DigestResult", "VerifyResult", "digest", "read_back", "settled", "verify"]
 

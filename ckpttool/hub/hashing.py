@@ -17,7 +17,8 @@ from blake3 import blake3
 
 from ..engine.fill import Progress
 from ..engine.opening import OpenCheckpoint
-from ..engine.stream import Reader, Sums
+from ..engine.record_crcs import Sums
+from ..engine.stream import Reader
 from ..errors import Interrupted
 from .virtual import Content
 

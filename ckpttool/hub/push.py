@@ -27,12 +27,12 @@ from typing import Any, TypeVar
 from .._version import __version__
 from ..bounded_json import parse
 from ..engine import conversion, planning, recorded, verification
+from ..engine.buffers import Effort
 from ..engine.conversion import RunOptions
 from ..engine.fill import Progress, silent
 from ..engine.opening import OpenOptions
 from ..engine.planning import WriteRequest
 from ..engine.recorded import MOST_RECORD_BYTES, RECORD
-from ..engine.stream import Effort
 from ..errors import Corrupt, DestinationExists, Differs, Interrupted, RemoteError, Unsafe, Unsupported, UsageError
 from ..index.names import counted
 from . import card, screening

@@ -17,8 +17,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from ..engine.buffers import Effort
 from ..engine.opening import OpenCheckpoint
-from ..engine.stream import Block, Effort, Job, Reader, Sums
+from ..engine.record_crcs import Sums
+from ..engine.stream import Block, Job, Reader
 from ..errors import Interrupted
 from ..index.checkpoint import ITEMSIZE
 from ..storage.staging import Draft

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..engine import mixups, opening
 from ..engine.fill import Progress, silent, tensor_digests
 from ..engine.recorded import other_digests
-from ..engine.stream import Decoder
+from ..engine.zstd_frames import Decoder
 from ..errors import CkpttoolError, Corrupt, Unsupported
 from ..index import boxes
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, TensorEntry, Value

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..engine.dtypes import numpy_dtype
 from ..engine.opening import OpenCheckpoint
-from ..engine.stream import Job, Reader, numpy_dtype
+from ..engine.stream import Job, Reader
 from ..errors import CkpttoolError
 from ..index import boxes
 from ..index.checkpoint import ITEMSIZE, Checkpoint

@@ -314,7 +314,7 @@ def step_of(opened: OpenCheckpoint) -> int:
 def _number(dtype: str, data: bytes) -> int:
     import numpy as np
 
-    from ..engine.stream import numpy_dtype
+    from ..engine.dtypes import numpy_dtype
 
     value = float(np.frombuffer(data, dtype=numpy_dtype(dtype))[0])
     return int(value) if math.isfinite(value) else 0

@@ -19,8 +19,12 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpttool.engine.buffers import Effort
+from ckpttool.engine.dtypes import cast, numpy_dtype
 from ckpttool.engine.fill import fill, tensor_digests
-from ckpttool.engine.stream import Effort, Job, Mismatch, Reader, Sums, cast, numpy_dtype, unfold
+from ckpttool.engine.record_crcs import Mismatch, Sums
+from ckpttool.engine.stream import Job, Reader
+from ckpttool.engine.zstd_frames import unfold
 from ckpttool.errors import Corrupt, SourceChanged, Unsafe
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, Record, TensorEntry

@@ -39,7 +39,7 @@ from safetensors.torch import load, load_file, save_file
 
 import ckpttool
 from ckpttool.engine import conversion, planning, recorded, stream
-from ckpttool.engine.stream import Effort
+from ckpttool.engine.buffers import Effort
 from ckpttool.errors import (
     CkpttoolError,
     Corrupt,

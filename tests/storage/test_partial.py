@@ -21,7 +21,7 @@ import ckpttool
 from ckpttool.audit.export import export
 from ckpttool.audit.options import ArchiveOptions
 from ckpttool.cli import main as cli
-from ckpttool.engine import conversion, fill, stream
+from ckpttool.engine import buffers, conversion, fill
 from ckpttool.errors import (
     CkpttoolError,
     Corrupt,
@@ -594,7 +594,7 @@ def test_no_memory_for_the_buffers_is_exit_8(src: Path, dst: Path, monkeypatch: 
     def none(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr(stream.mmap, "mmap", none)
+    monkeypatch.setattr(buffers.mmap, "mmap", none)
     with pytest.raises(NoSpace, match="max-memory"):
         ckpttool.convert(src, dst, **HOW)
 

@@ -1,0 +1,71 @@
+"""How much memory and how many threads a run may take, and the buffers that it takes them as."""
+
+from __future__ import annotations
+
+import mmap
+import queue
+from typing import NamedTuple
+
+from ..errors import NoSpace
+from ..storage.source import Source
+
+__all__ = ["USUAL", "Arena", "Effort", "Lease"]
+
+
+class Effort(NamedTuple):
+    """How much of the machine a run may take: threads that read and that write, and bytes of one buffer."""
+
+    jobs: int = 2
+    buffer_bytes: int = 4 << 20
+
+    def readers(self, source: Source) -> int:
+        """Threads that read: more where each waits for a network."""
+        return self.jobs * (4 if source.distant else 1)
+
+
+USUAL = Effort()
+
+
+class Arena:
+    """`count` buffers of `size` bytes, aligned to 2 MiB and on huge pages where the system has them.
+
+    Raises:
+        NoSpace: there is no memory for them.
+    """
+
+    def __init__(self, count: int, size: int) -> None:
+        huge = 2 << 20
+        self.size = size
+        step = -(-size // huge) * huge
+        try:
+            self._map = mmap.mmap(-1, count * step + huge, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as e:
+            raise NoSpace(
+                f"{count * step + huge:,} bytes of buffers: {e.strerror}. Fewer --jobs or a smaller --max-memory take less."
+            ) from e
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:
+                pass  # a kernel without them
+        import ctypes
+
+        start = -ctypes.addressof(ctypes.c_char.from_buffer(self._map)) % huge
+        view = memoryview(self._map)
+        self.free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        for i in range(count):
+            self.free.put(view[start + i * step : start + i * step + size])
+
+
+class Lease:
+    """A buffer that some blocks share; it goes back to the arena when the last of them is released."""
+
+    __slots__ = ("arena", "blocks", "buffer")
+
+    def __init__(self, arena: Arena, buffer: memoryview, blocks: int) -> None:
+        self.arena, self.buffer, self.blocks = arena, buffer, blocks
+
+    def end(self) -> None:
+        self.blocks -= 1
+        if self.blocks == 0:
+            self.arena.free.put(self.buffer)
