@@ -1,0 +1,30 @@
+"""`ckpttool audit ...`: one module per command, or per few that belong together."""
+
+from __future__ import annotations
+
+from ..help import App
+from ..layout_options import LayoutCommand
+from . import ledger, store
+from .export import export
+from .restore import restore
+from .verify import verify
+
+__all__ = ["app"]
+
+app = App(
+    name="audit",
+    help="Keep checkpoints for years: archives that anyone can check, signatures, retention, a ledger.",
+    no_args_is_help=True,
+)
+ledger_app = App(name="ledger", help="The hash-chained record of what was done to a store.", no_args_is_help=True)
+app.add_typer(ledger_app)
+app.command()(export)
+app.command()(verify)
+app.command(cls=LayoutCommand)(restore)
+app.command("list")(store.list_)
+app.command()(store.prune)
+app.command()(store.hold)
+app.command()(store.release)
+ledger_app.command("verify")(ledger.verify)
+ledger_app.command("add")(ledger.add)
+ledger_app.command("show")(ledger.show)

@@ -1,0 +1,43 @@
+"""What the audit commands share: arguments that mean the same everywhere, threads, a line of the ledger."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import typer
+
+from ..terminal import (  # fmt: skip
+    print_json,
+)
+
+__all__ = ["ArchivePath", "Identity", "Jobs", "NoLedger", "Scratch", "Store", "print_entry", "threads_of"]
+
+ArchivePath = Annotated[str, typer.Argument(metavar="ARCHIVE", help="An archive, NAME.tar.zst or NAME.tar.zst.age.")]
+Store = Annotated[str, typer.Argument(metavar="STORE", help="A folder with archives, or the URL of one (s3://...).")]
+Identity = Annotated[
+    list[str] | None,
+    typer.Option("--identity", help="age identity or ssh private key that opens the archive.", metavar="FILE"),
+]
+Scratch = Annotated[
+    str | None,
+    typer.Option("--scratch", help="Folder for the plain bytes of an encrypted archive meanwhile.", metavar="DIR"),
+]
+Jobs = Annotated[
+    int | None, typer.Option("--jobs", "-j", min=1, help="Threads; by default as many as cores, at most 8.")
+]
+NoLedger = Annotated[bool, typer.Option("--no-ledger", help="Write no line into the ledger of the store.")]
+
+
+def threads_of(given: int | None) -> int:
+    """Threads: SHA-256 is one stream, which eight that compress can just keep busy."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+    return given or min(8, max(2, cores))
+
+
+def print_entry(entry: dict[str, Any], as_json: bool) -> None:
+    """Print a line of the ledger: its number and hash."""
+    if as_json:
+        print_json(entry)
+        return
+    print(f"ledger      line {entry['seq']}, sha256:{entry['hash']}")

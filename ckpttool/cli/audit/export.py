@@ -1,0 +1,175 @@
+"""`ckpttool audit export`: parse, call, print."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from ...errors import UsageError
+from ..terminal import (  # fmt: skip
+    AllowEqualRanks,
+    AllowMixedSteps,
+    Config,
+    Drop,
+    Dtype,
+    FlatLayout,
+    From,
+    IgnoreRecorded,
+    Json,
+    Like,
+    Meter,
+    Only,
+    Quiet,
+    Src,
+    Tag,
+    Wrap,
+    bytes_of,
+    comma,
+    note,
+    peak,
+    print_json,
+)
+from .arguments import Jobs, NoLedger, threads_of
+
+__all__ = ["export"]
+
+
+def _meta(pairs: list[str] | None) -> tuple[tuple[str, str], ...]:
+    out = []
+    for pair in pairs or []:
+        key, eq, value = pair.partition("=")
+        if not eq or not key:
+            raise UsageError(f"--meta {pair!r}: write KEY=VALUE.")
+        out.append((key, value))
+    return tuple(out)
+
+
+def _epoch(reproducible: bool) -> int | None:
+    """SOURCE_DATE_EPOCH, which counts with --reproducible. https://reproducible-builds.org/specs/source-date-epoch/"""
+    text = os.environ.get("SOURCE_DATE_EPOCH", "")
+    if not reproducible or not text:
+        return None
+    if not (text.isascii() and text.isdecimal()) or len(text) > 11:
+        raise UsageError(f"SOURCE_DATE_EPOCH={text!r} is not a number of seconds.")
+    return int(text)
+
+
+def export(
+    src: Src,
+    dst: Annotated[
+        str, typer.Argument(help="The archive: NAME.tar.zst, NAME.tar.zst.age, or an s3:// URL.", show_default=False)
+    ],
+    only: Only = None,
+    meta: Annotated[
+        list[str] | None,
+        typer.Option("--meta", help="Who, why, which ticket, ...; may be given again.", metavar="KEY=VALUE"),
+    ] = None,
+    git_commit: Annotated[
+        str | None, typer.Option("--git-commit", help="Commit of the training code, for the record.", metavar="SHA")
+    ] = None,
+    level: Annotated[
+        int, typer.Option("--level", min=1, max=19, help="zstd level; higher gains little on weights.")
+    ] = 1,
+    shuffle: Annotated[bool, typer.Option("--shuffle", help="Store byte planes, which compress better.")] = False,
+    member_size: Annotated[str, typer.Option("--member-size", help="Largest file of tensors in the archive.")] = "5GB",
+    reproducible: Annotated[
+        bool,
+        typer.Option("--reproducible", help="The same bytes for the same state: no times, nothing of the source."),
+    ] = False,
+    retain: Annotated[
+        str | None, typer.Option("--retain", help="How long to keep it: 7y, 90d, 2033-01-01.", metavar="TIME")
+    ] = None,
+    legal_hold: Annotated[
+        str | None, typer.Option("--legal-hold", help="Keep it until the hold is released.", metavar="REASON")
+    ] = None,
+    lock_mode: Annotated[
+        str, typer.Option("--lock-mode", help="Object lock, where the store has it: governance or compliance.")
+    ] = "governance",
+    sign_key: Annotated[
+        str | None, typer.Option("--sign-key", help="Private EC key (PEM) to sign with.", metavar="FILE")
+    ] = None,
+    sign_cert: Annotated[
+        str | None, typer.Option("--sign-cert", help="Certificate (PEM) of that key.", metavar="FILE")
+    ] = None,
+    cert_chain: Annotated[
+        list[str] | None,
+        typer.Option("--cert-chain", help="Certificates between it and the root.", metavar="FILE"),
+    ] = None,
+    encrypt_to: Annotated[
+        list[str] | None,
+        typer.Option("--encrypt-to", help="age or ssh public key, or a file of them.", metavar="RECIPIENT"),
+    ] = None,
+    from_: From = None,
+    config: Config = None,
+    like: Like = None,
+    flat_layout: FlatLayout = None,
+    wrap: Wrap = None,
+    tag: Tag = None,
+    allow_equal_ranks: AllowEqualRanks = False,
+    allow_mixed_steps: AllowMixedSteps = False,
+    dtype: Dtype = None,
+    ignore_recorded_digests: IgnoreRecorded = False,
+    max_memory: Annotated[str | None, typer.Option("--max-memory", help="Memory budget of the buffers.")] = None,
+    jobs: Jobs = None,
+    drop: Drop = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing archive.")] = False,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not read the archive back.")] = False,
+    no_ledger: NoLedger = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write a checkpoint in any layout into one archive that anyone can check."""
+    from ...audit.export import export_with as run
+    from ...audit.options import ArchiveOptions
+    from ...engine.conversion import RunOptions
+    from ...engine.inspect import human
+    from ...engine.opening import OpenOptions
+    from ...engine.planning import WriteRequest
+
+    options = ArchiveOptions(
+        level=level, shuffle=shuffle, member_bytes=bytes_of(member_size), meta=_meta(meta), git_commit=git_commit,
+        only=tuple(comma(only) or ()) or None, reproducible=reproducible, epoch=_epoch(reproducible), retain=retain,
+        hold=legal_hold, lock_mode=lock_mode, key=sign_key, password=os.environ.get("CKPTTOOL_SIGN_PASSWORD"),
+        certificate=sign_cert, chain=tuple(cert_chain or ()), recipients=tuple(encrypt_to or ()),
+    )  # fmt: skip
+    meter = Meter(quiet)
+    began = time.monotonic()
+    try:
+        done = run(
+            src, dst, options, in_ledger=not no_ledger,
+            reading=OpenOptions(
+                source_layout=from_, config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
+                allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
+            ),
+            writing=WriteRequest(dtype=dtype, drop=drop, ignore_recorded_digests=ignore_recorded_digests),
+            running=RunOptions(
+                force=force, verify=not no_verify, max_memory_bytes=bytes_of(max_memory) if max_memory else None,
+                threads=threads_of(jobs), progress=meter,
+            ),
+        )  # fmt: skip
+    finally:
+        meter.close()
+    seconds = time.monotonic() - began
+    if as_json:
+        print_json({
+            **asdict(done.facts), "source": done.result.source, "destination": done.result.destination,
+            "read_back": done.result.verified, "ledger": done.entry, "notes": done.result.notes,
+            "not_read": done.result.not_read,
+            "seconds": round(seconds, 3), "peak_memory_mib": int(peak().split()[1]),
+        })  # fmt: skip
+        return
+    for text in done.result.notes:
+        note(f"note: {text}", quiet)
+    f = done.facts
+    note(
+        f"{done.result.layout_from} -> {f.name}: {f.tensors:,} tensors, {human(f.tensor_bytes)} in {human(f.bytes)} "
+        f"(ratio {f.tensor_bytes / max(1, f.bytes):.2f}), {seconds:.1f} s, {peak()}"
+        + (", read back and equal" if done.result.verified else ", not read back"),
+        quiet,
+    )
+    print(f"merkle-root blake3:{f.merkle_root}")
+    print(f"manifest    sha256:{f.manifest_sha256}")

@@ -1,0 +1,99 @@
+"""`ckpttool audit restore`: parse, call, print."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from ..layout_options import given
+from ..terminal import (  # fmt: skip
+    Config,
+    Drop,
+    Dtype,
+    FlatLayout,
+    Force,
+    Json,
+    Like,
+    Meter,
+    Only,
+    Quiet,
+    WorldSize,
+    Wrap,
+    bytes_of,
+    comma,
+    note,
+    peak,
+    print_json,
+    ranks,
+)
+from .arguments import ArchivePath, Identity, Jobs, Scratch, threads_of
+
+__all__ = ["restore"]
+
+
+def restore(
+    ctx: typer.Context,
+    archive: ArchivePath,
+    dst: Annotated[str, typer.Argument(help="Where the checkpoint shall be.", show_default=False)],
+    to: Annotated[str | None, typer.Option("--to", help="Layout to write; `ckpttool layouts` lists them.")] = None,
+    world_size: WorldSize = None,
+    only: Only = None,
+    dtype: Dtype = None,
+    config: Config = None,
+    like: Like = None,
+    flat_layout: FlatLayout = None,
+    wrap: Wrap = None,
+    identity: Identity = None,
+    scratch: Scratch = None,
+    max_memory: Annotated[str | None, typer.Option("--max-memory", help="Memory budget of the buffers.")] = None,
+    jobs: Jobs = None,
+    drop: Drop = False,
+    force: Force = False,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not read the result back from disk.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write the state of an archive in any layout; every tensor is compared with the manifest on the way.
+
+    `ckpttool convert` does the same for archives that are not encrypted.
+    """
+    from ...audit.export import restore_with as run
+    from ...engine.conversion import RunOptions
+    from ...engine.inspect import human
+    from ...engine.opening import OpenOptions
+    from ...engine.planning import WriteRequest
+    from ...layouts import options_of, target_of
+
+    target = target_of(to, dst)
+    meter = Meter(quiet)
+    began = time.monotonic()
+    try:
+        done = run(
+            archive, dst, identities=identity or (), scratch=scratch,
+            reading=OpenOptions(only=comma(only), config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap)),
+            writing=WriteRequest(
+                to=target.name, options=options_of(target, given(ctx)), world_size=world_size, dtype=dtype, drop=drop
+            ),
+            running=RunOptions(
+                force=force, verify=not no_verify, max_memory_bytes=bytes_of(max_memory) if max_memory else None,
+                threads=threads_of(jobs), progress=meter,
+            ),
+        )  # fmt: skip
+    finally:
+        meter.close()
+    seconds = time.monotonic() - began
+    if as_json:
+        print_json({**asdict(done), "seconds": round(seconds, 3), "peak_memory_mib": int(peak().split()[1])})
+        return
+    for text in done.notes:
+        note(f"note: {text}", quiet)
+    note(
+        f"{archive} -> {done.layout_to}{f' for {ranks(done.world_size)}' if done.world_size else ''}: {done.tensors:,} tensors, {human(done.written_bytes)} in {seconds:.1f} s, "
+        f"{peak()}, equal to the manifest" + (", read back and equal" if done.verified else ", not read back"),
+        quiet,
+    )
+    for component, digest in done.digest.items():
+        print(f"digest {component:10s} blake3:{digest}")

@@ -1,0 +1,126 @@
+"""`ckpttool audit list`, `prune`, `hold` and `release`: what is in a store, and what must stay there."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from ..terminal import (  # fmt: skip
+    Json,
+    draw,
+    note,
+    print_json,
+    printable,
+)
+from .arguments import ArchivePath, Store, print_entry
+
+__all__ = ["hold", "list_", "prune", "release"]
+
+
+def list_(store: Store, as_json: Json = False) -> None:
+    """List the archives of a store: what, when, until when, what holds it, who signed, when it was last checked."""
+    from ...audit.shelf import listing
+    from ...engine.inspect import human
+
+    rows = listing(store)
+    if as_json:
+        print_json([asdict(r) for r in rows])
+        return
+    if not rows:
+        note(f"{store} holds no archive.")
+        return
+    if any(r.ledger == "missing" for r in rows):
+        note(
+            f"warning: {store} has no ledger: nothing shows what was done to its archives, or which were under a hold."
+        )
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(
+        "archive", "state", "step", "size", "exported", "keep until", "held by", "signed by", "checked", box=None
+    )
+    for r in rows:
+        f = r.facts
+        if f is None:
+            cells = [r.name, f"damaged: {r.damaged}", "", "", "", r.retain_until or "", ", ".join(r.held), "", ""]
+            table.add_row(*(Text(printable(c)) for c in cells), style="red")
+            continue
+        state = f"{f.layout or '?'} {', '.join(f.components)}" + (", encrypted" if f.encrypted else "")
+        cells = [
+            r.name, state, "" if f.step is None else f"{f.step:,}", human(f.bytes), f.created[:10] or "no date",
+            (r.retain_until or "")[:10], ", ".join(r.held), _short(f.signed_by) or "no", (r.verified or "never")[:10],
+        ]  # fmt: skip
+        table.add_row(*(Text(printable(c)) for c in cells), style="red" if r.ledger == "differs" else None)
+    draw(table)
+    for r in rows:
+        for text in r.warnings:
+            note(f"warning: {printable(f'{r.name}: {text}').rstrip('.')}.")
+
+
+def _short(signer: str) -> str:
+    """A signer in a table: of a long hash its beginning."""
+    return re.sub(r"([0-9a-f]{12})[0-9a-f]{52}", r"\1", signer)
+
+
+def prune(
+    store: Store,
+    keep_last: Annotated[int | None, typer.Option("--keep-last", min=1, help="Keep the newest N of every run.")] = None,
+    keep_within: Annotated[
+        str | None, typer.Option("--keep-within", help="Keep what was exported in that time: 90d, 6m.", metavar="TIME")
+    ] = None,
+    keep_every: Annotated[
+        int | None, typer.Option("--keep-every", min=1, help="Keep training steps that are multiples of it.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and delete nothing.")] = False,
+    no_ledger: Annotated[
+        bool, typer.Option("--no-ledger", help="Delete also what no ledger knows: its holds may be lost.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Delete the archives that no policy keeps; never one under retention or a legal hold, undated or damaged."""
+    from ...audit.retention import age
+    from ...audit.shelf import prune as run
+    from ...engine.inspect import human
+
+    done = run(
+        store, keep_last=keep_last, keep_within=age(keep_within) if keep_within else None, keep_every=keep_every,
+        dry_run=dry_run, no_ledger=no_ledger,
+    )  # fmt: skip
+    if as_json:
+        print_json({"dry_run": dry_run, **asdict(done)})
+        return
+    for name in done.deleted:
+        print(f"{'would delete' if dry_run else 'deleted':13s}{printable(name)}")
+    for name, why in done.kept.items():
+        print(f"{'kept':13s}{printable(name)}: {printable(', '.join(why))}")
+    for name, reason in done.refused.items():
+        print(f"{'refused':13s}{printable(name)}: {printable(reason)}")
+    note(
+        f"{len(done.deleted)} archive{'s' * (len(done.deleted) != 1)}, {human(done.freed)}"
+        + (" would be freed; nothing was touched" if dry_run else " freed")
+    )
+
+
+def hold(
+    archive: ArchivePath,
+    reason: Annotated[str, typer.Argument(metavar="REASON", help="Why it must be kept.")],
+    as_json: Json = False,
+) -> None:
+    """Put an archive under a legal hold: nothing deletes it until the hold is released."""
+    from ...audit.shelf import hold as run
+
+    print_entry(run(archive, reason), as_json)
+
+
+def release(
+    archive: ArchivePath,
+    reason: Annotated[str, typer.Argument(metavar="REASON", help="Why it need not be kept any more.")],
+    as_json: Json = False,
+) -> None:
+    """Release an archive from its legal holds; retention goes on."""
+    from ...audit.shelf import release as run
+
+    print_entry(run(archive, reason), as_json)

@@ -1,0 +1,97 @@
+"""`ckpttool audit verify`: parse, call, print."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from ...errors import Corrupt, UsageError
+from ..terminal import (  # fmt: skip
+    Json,
+    Meter,
+    Quiet,
+    note,
+    peak,
+    print_json,
+    printable,
+)
+from .arguments import ArchivePath, Identity, Jobs, NoLedger, Scratch, threads_of
+
+__all__ = ["verify"]
+
+
+def verify(
+    archive: ArchivePath,
+    quick: Annotated[bool, typer.Option("--quick", help="Structure and signature only.")] = False,
+    deep: Annotated[
+        bool,
+        typer.Option("--deep", help="Every hash, and --against, --root or what the ledger recorded at the export."),
+    ] = False,
+    against: Annotated[
+        str | None, typer.Option("--against", help="A checkpoint that must hold the same state.", metavar="SRC")
+    ] = None,
+    root: Annotated[
+        str | None,
+        typer.Option(
+            "--root",
+            help="The Merkle root that it must have, or sha256: and the hash of its MANIFEST.json.",
+            metavar="HEX",
+        ),
+    ] = None,
+    public_key: Annotated[
+        str | None, typer.Option("--public-key", help="Public EC key of who must have signed.", metavar="FILE")
+    ] = None,
+    cert: Annotated[
+        list[str] | None,
+        typer.Option("--cert", help="Root certificate that the signer's must lead to.", metavar="FILE"),
+    ] = None,
+    identity: Identity = None,
+    scratch: Scratch = None,
+    jobs: Jobs = None,
+    no_ledger: NoLedger = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Check an archive without extracting it; exit 4 when it is damaged, 5 when it is another than it should be."""
+    from ...audit.checking import check
+
+    if quick and (deep or against or root):
+        raise UsageError("--quick reads no data, so it goes with neither --deep, --against nor --root.")
+    meter = Meter(quiet)
+    began = time.monotonic()
+    try:
+        found = check(
+            archive, quick=quick, deep=deep, public_key=public_key, certificates=cert or (), against=against, root=root,
+            identities=identity or (), scratch=scratch, in_ledger=not no_ledger, jobs=threads_of(jobs), progress=meter,
+        )  # fmt: skip
+    finally:
+        meter.close()
+    seconds = time.monotonic() - began
+    if as_json:
+        print_json({**found.to_json(), "seconds": round(seconds, 3), "peak_memory_mib": int(peak().split()[1])})
+        if found.findings:
+            note(f"error: {found.trouble()}")
+            raise typer.Exit(Corrupt.exit_code)
+        return
+    for f in found.findings[:40]:
+        print(f"wrong: {printable(str(f))}")
+    if len(found.findings) > 40:
+        print(f"... {len(found.findings) - 40} more")
+    if found.findings:
+        raise Corrupt(found.trouble())
+    from ...engine.inspect import human
+
+    what = {
+        "quick": "structure only", "full": "every hash", "deep": f"every hash, and equal to {found.against}",
+        "ciphertext": f"the ciphertext as it was written{f', by {found.against}' if found.against else ''}; not looked into",
+    }  # fmt: skip
+    said = f"{found.tensors:,} tensors, {human(found.tensor_bytes)}" if found.merkle_root else human(found.file_bytes)
+    note(f"{found.path}: sound ({what[found.depth]}); {said}; {seconds:.1f} s, {peak()}", quiet)
+    for text in found.warnings:
+        note(f"warning: {text}.")
+    print(f"signature   {found.signature}")
+    print(f"ledger      {printable(found.ledger or 'none beside it to compare with')}")
+    if found.merkle_root:
+        print(f"merkle-root blake3:{found.merkle_root}")

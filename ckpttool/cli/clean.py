@@ -1,0 +1,61 @@
+"""`ckpttool clean`: parse, call, print."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..errors import UsageError
+from .terminal import (  # fmt: skip
+    Json,
+    Quiet,
+    note,
+    print_json,
+    printable,
+)
+
+__all__ = ["clean"]
+
+
+def clean(
+    path: Annotated[
+        str,
+        typer.Argument(help="A destination, or a folder in which destinations lie; no URL.", show_default=False),
+    ],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed, and stop.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Remove what interrupted runs left beside a destination, and put an old destination back that they took away.
+
+    Removes what belongs to you and is not in use; anything else is named. In an object store the next run at the same URL
+    removes what was left.
+    """
+    from ..engine.inspect import human
+    from ..storage import remote
+    from ..storage.partial import clean as remove
+
+    if remote.is_url(path):
+        raise UsageError(f"{path}: in an object store, the next run at the same URL removes what was left.")
+    done = remove(path, dry_run=dry_run)
+    if as_json:
+        print_json({
+            "put_back": [{"from": a, "to": b} for a, b in done.put_back],
+            "removed": [{"path": p, "bytes": n} for p, n in done.removed],
+            "kept": [{"path": p, "why": why} for p, why in done.kept], "failed": done.failed, "dry_run": dry_run,
+        })  # fmt: skip
+        if done.failed:
+            raise typer.Exit(1)
+        return
+    would = "would be " if dry_run else ""
+    for old, target in done.put_back:
+        print(f"{would}put back {printable(target)}, from {printable(old)}")
+    for p, n in done.removed:
+        print(f"{would}removed {printable(p)}" + (f"  {human(n)}" if n else ""))
+    for p, why in done.kept:
+        note(f"kept {printable(p)}: {printable(why)}", quiet)
+    if not done.removed and not done.put_back and not done.kept:
+        note("nothing was left there", quiet)
+    if done.failed:
+        raise typer.Exit(1)

@@ -1,0 +1,88 @@
+"""`ckpttool diff`: parse, call, print."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from .terminal import (  # fmt: skip
+    Config,
+    FlatLayout,
+    Json,
+    Like,
+    Meter,
+    Only,
+    Quiet,
+    Src,
+    Wrap,
+    comma,
+    not_read,
+    print_json,
+    printable,
+)
+
+__all__ = ["diff"]
+
+
+def diff(
+    a: Src,
+    b: Annotated[str, typer.Argument(help="Another checkpoint, in any layout.", show_default=False)],
+    rtol: Annotated[float, typer.Option("--rtol", min=0, help="Relative tolerance.")] = 0.0,
+    atol: Annotated[float, typer.Option("--atol", min=0, help="Absolute tolerance.")] = 0.0,
+    only: Only = None,
+    config: Config = None,
+    like: Like = None,
+    flat_layout: FlatLayout = None,
+    wrap: Wrap = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compare two checkpoints, whatever their layouts; exit 5 when they differ."""
+    from ..engine.diff import diff as compare
+
+    meter = Meter(quiet)
+    try:
+        found = compare(
+            a, b, rtol=rtol, atol=atol, only=comma(only), config=config, like=like, flat_layout=flat_layout,
+            wrap=comma(wrap), progress=meter,
+        )  # fmt: skip
+    finally:
+        meter.close()
+    if as_json:
+        print_json(found.to_json())
+    else:
+        for path, rows in ((a, found.not_read_a), (b, found.not_read_b)):
+            not_read(rows, quiet, f"{printable(path)}: ")
+        _print_difference(found)
+    if not found.equal:
+        raise typer.Exit(5)
+
+
+def _print_difference(d: Any) -> None:
+    for title, names in (("only in A", d.only_in_a), ("only in B", d.only_in_b)):
+        for n in names[:20]:
+            print(f"{title}: {n}")
+        if len(names) > 20:
+            print(f"{title}: ... {len(names) - 20} more")
+    for n, (x, y) in d.shapes.items():
+        print(f"shape: {n}: {list(x)} | {list(y)}")
+    for n, (x, y) in list(d.dtypes.items())[:20]:
+        print(f"dtype: {n}: {x} | {y}")
+    if len(d.dtypes) > 20:
+        print(f"dtype: ... {len(d.dtypes) - 20} more")
+    for n, (x, y) in d.values.items():
+        print(f"value: {n}: {x} | {y}")
+    for t in d.data[:50]:
+        ulp = f", {t.max_ulp} ulp" if t.max_ulp is not None else ""
+        nan = f", {t.nan_mismatch} NaN on one side only" if t.nan_mismatch else ""
+        print(
+            f"data: {t.name}: {t.differing:,} of {t.elements:,} elements differ, max abs {t.max_abs:.3g}, max rel "
+            f"{t.max_rel:.3g}{ulp}{nan}, first at {list(t.first)}, worst at {list(t.worst)}"
+        )
+    if len(d.data) > 50:
+        print(f"data: ... {len(d.data) - 50} more tensors")
+    close = f" ({d.within_tolerance} within the tolerance)" if d.within_tolerance else ""
+    print(
+        f"{'equal' if d.equal else 'different'}: {d.tensors:,} tensors in both, {len(d.data)} with other values{close}"
+    )

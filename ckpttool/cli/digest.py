@@ -1,0 +1,66 @@
+"""`ckpttool digest`: parse, call, print."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .terminal import (  # fmt: skip
+    AllowEqualRanks,
+    AllowMixedSteps,
+    Config,
+    FlatLayout,
+    From,
+    Json,
+    Like,
+    Meter,
+    Only,
+    Quiet,
+    Src,
+    Tag,
+    Wrap,
+    comma,
+    not_read,
+    print_json,
+)
+
+__all__ = ["digest"]
+
+
+def digest(
+    path: Src,
+    from_: From = None,
+    only: Only = None,
+    config: Config = None,
+    like: Like = None,
+    flat_layout: FlatLayout = None,
+    wrap: Wrap = None,
+    tag: Tag = None,
+    allow_equal_ranks: AllowEqualRanks = False,
+    allow_mixed_steps: AllowMixedSteps = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="The digest of every tensor too.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Digest of the state, the same in every layout and at every world size."""
+    from ..engine.verification import digest as compute
+
+    meter = Meter(quiet)
+    try:
+        found = compute(
+            path, progress=meter, source_layout=from_, only=comma(only), config=config, like=like, flat_layout=flat_layout,
+            wrap=comma(wrap), tag=tag, allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
+        )  # fmt: skip
+    finally:
+        meter.close()
+    if as_json:
+        print_json({
+            "digest": found.digest, **({"tensors": found.tensors} if tensors else {}), "not_read": found.not_read,
+        })  # fmt: skip
+        return
+    not_read(found.not_read, quiet)
+    for component, root in found.digest.items():
+        print(f"blake3:{root}  {component}")
+    for name, value in found.tensors.items() if tensors else ():
+        print(f"blake3:{value}  {name}")

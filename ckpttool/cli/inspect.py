@@ -1,0 +1,73 @@
+"""`ckpttool inspect`: parse, call, draw."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..errors import UsageError
+from .terminal import (  # fmt: skip
+    Config,
+    FlatLayout,
+    From,
+    Json,
+    Like,
+    Src,
+    Tag,
+    Wrap,
+    comma,
+    draw,
+    print_json,
+)
+
+__all__ = ["inspect"]
+
+
+def inspect(
+    path: Src,
+    show_tree: Annotated[bool, typer.Option("--tree", help="All names as a tree.")] = False,
+    tensor: Annotated[
+        str | None, typer.Option("--tensor", help="Where the chunks of some tensors lie.", metavar="GLOB")
+    ] = None,
+    from_: From = None,
+    config: Config = None,
+    like: Like = None,
+    flat_layout: FlatLayout = None,
+    wrap: Wrap = None,
+    tag: Tag = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a checkpoint is and what it lacks; reads headers only."""
+    import fnmatch
+
+    from ..engine import inspect as look
+    from ..engine.opening import open as open_checkpoint
+
+    with open_checkpoint(
+        path, source_layout=from_, config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
+        allow_equal_ranks=True, allow_mixed_steps=True,
+    ) as opened:  # fmt: skip
+        if tensor is not None:
+            ckpt = opened.locate()
+            names = [n for n in ckpt.tensors if fnmatch.fnmatchcase(n, tensor)]
+            if not names:
+                raise UsageError(
+                    f"no tensor matches {tensor!r}; there are {len(ckpt.tensors)}, first {next(iter(ckpt.tensors), None)}."
+                )
+            rows = look.tensor_rows(ckpt, names)
+            if as_json:
+                print_json(rows)
+                return
+            for r in rows:
+                print(f"{r['name']}  {r['dtype']} {r['shape']}  {look.human(r['bytes'])}, {r['chunks']} chunks")
+                for c in r["where"]:
+                    spans = ", ".join(f"{a}:{a + n}" for a, n in zip(c["start"], c["shape"], strict=True))
+                    print(f"    [{spans}]  {c['file']} bytes {c['offset']}..{c['offset'] + c['length']}")
+            return
+        s = look.summarise(opened.checkpoint, path)
+        if as_json:
+            listed = {n: [t.dtype, list(t.shape)] for n, t in opened.checkpoint.tensors.items()} if show_tree else None
+            print_json({**s.to_json(), **({} if listed is None else {"names": listed})})
+            return
+        draw(look.screen(s), *([look.tree(opened.checkpoint)] if show_tree else []))

@@ -1,0 +1,110 @@
+"""`ckpttool pull`: parse, call, print."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from .layout_options import given
+from .terminal import (  # fmt: skip
+    Cast,
+    Config,
+    Drop,
+    Dtype,
+    FlatLayout,
+    Force,
+    IgnoreRecorded,
+    Json,
+    Like,
+    Meter,
+    Only,
+    Quiet,
+    Threads,
+    WorldSize,
+    Wrap,
+    cast_rules,
+    comma,
+    left_behind,
+    note,
+    peak,
+    print_json,
+    ranks,
+)
+
+__all__ = ["pull"]
+
+
+def pull(
+    ctx: typer.Context,
+    repository: Annotated[
+        str, typer.Argument(help="A model repository: hf://org/name, or hf://org/name@revision.", show_default=False)
+    ],
+    dst: Annotated[str, typer.Argument(help="Where the checkpoint shall be.", show_default=False)],
+    to: Annotated[str, typer.Option("--to", help="Layout to write; `ckpttool layouts` lists them.")] = "dcp",
+    world_size: WorldSize = None,
+    revision: Annotated[
+        str | None, typer.Option("--revision", help="Branch, tag or commit, where the repository names none.")
+    ] = None,
+    only: Only = None,
+    dtype: Dtype = None,
+    cast: Cast = None,
+    config: Config = None,
+    like: Like = None,
+    flat_layout: FlatLayout = None,
+    wrap: Wrap = None,
+    jobs: Threads = 2,
+    drop: Drop = False,
+    ignore_recorded_digests: IgnoreRecorded = False,
+    force: Force = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Make a training checkpoint of a repository on the Hugging Face Hub, pinned to one commit."""
+    from dataclasses import asdict
+
+    from ..engine.conversion import RunOptions
+    from ..engine.opening import OpenOptions
+    from ..engine.planning import WriteRequest
+    from ..hub.pull import pull_with as run
+    from ..layouts import options_of, target_of
+
+    layout = target_of(to, dst)
+    meter = Meter(quiet)
+    began = time.monotonic()
+    try:
+        done = run(
+            repository, dst, revision=revision,
+            reading=OpenOptions(only=comma(only), config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap)),
+            writing=WriteRequest(
+                to=layout.name, options=options_of(layout, given(ctx)), world_size=world_size, dtype=dtype,
+                cast=cast_rules(cast), drop=drop, ignore_recorded_digests=ignore_recorded_digests,
+            ),
+            running=RunOptions(force=force, threads=jobs, progress=meter),
+        )  # fmt: skip
+    finally:
+        meter.close()
+    seconds, result = time.monotonic() - began, done.result
+    if as_json:
+        told = {"url": done.url, "commit": done.commit, "compared": done.compared, **asdict(result)}
+        print_json({
+            **told, "notes": [*result.notes, *done.notes], "seconds": round(seconds, 3),
+            "peak_memory_mib": int(peak().split()[1]),
+        })  # fmt: skip
+        return
+    from ..engine.inspect import human
+
+    for text in [*result.notes, *done.notes]:
+        note(f"note: {text}", quiet)
+    left_behind(result.dropped, quiet)
+    where = f" for {ranks(result.world_size)}" if result.world_size else ""
+    equal = f", {done.compared:,} digests equal to those that were pushed" if done.compared else ""
+    note(
+        f"{done.url} -> {result.layout_to}{where}: {result.tensors:,} tensors, {human(result.written_bytes)} in "
+        f"{seconds:.1f} s, {peak()}, read back and equal{equal}",
+        quiet,
+    )
+    print(f"commit {done.commit}")
+    for component, root in result.digest.items():
+        print(f"digest {component:10s} blake3:{root}")

@@ -1,0 +1,292 @@
+"""`ckpttool resume-verify`: parse, call, draw, write reports."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import UsageError
+from .terminal import (  # fmt: skip
+    AllowEqualRanks,
+    AllowMixedSteps,
+    Config,
+    FlatLayout,
+    From,
+    Json,
+    Like,
+    Quiet,
+    Src,
+    Tag,
+    Wrap,
+    comma,
+    draw,
+    print_json,
+)
+
+__all__ = ["resume_verify"]
+
+
+def resume_verify(
+    src: Src,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against", help="The original checkpoint, in any layout: the reference.", rich_help_panel="Reference"
+        ),
+    ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            "--reference", help="What ckpttool.Recorder wrote in the original job (JSONL).", rich_help_panel="Reference"
+        ),
+    ] = None,
+    config: Config = None,
+    job: Annotated[
+        str | None,
+        typer.Option(
+            "--job", help="Your own job: a function that builds it.", metavar="MODULE.PY:BUILD", rich_help_panel="Job"
+        ),
+    ] = None,
+    from_: From = None,
+    like: Like = None,
+    flat_layout: FlatLayout = None,
+    wrap: Wrap = None,
+    tag: Tag = None,
+    allow_equal_ranks: AllowEqualRanks = False,
+    allow_mixed_steps: AllowMixedSteps = False,
+    world_size: Annotated[
+        int | None,
+        typer.Option(
+            "--world-size", "-n", min=1, help="Ranks of the job; else one for every GPU.", rich_help_panel="Job"
+        ),
+    ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            "--mesh", help="Mesh of the job.", metavar="dp_replicate=R,dp_shard=S,tp=T", rich_help_panel="Job"
+        ),
+    ] = None,
+    against_world_size: Annotated[
+        int | None,
+        typer.Option(
+            "--against-world-size",
+            min=1,
+            help="Ranks of the run of --against; else the same.",
+            rich_help_panel="Reference",
+        ),
+    ] = None,
+    steps: Annotated[
+        int, typer.Option("--steps", min=1, help="Optimizer steps to run.", rich_help_panel="Batches")
+    ] = 10,
+    start_step: Annotated[
+        int | None,
+        typer.Option(
+            "--start-step", min=0, help="Step of the checkpoint, where it does not say.", rich_help_panel="Batches"
+        ),
+    ] = None,
+    data: Annotated[
+        str,
+        typer.Option(
+            "--data", help="Token rows: a .npy or .jsonl file, or synthetic.", metavar="FILE", rich_help_panel="Batches"
+        ),
+    ] = "synthetic",
+    seed: Annotated[int, typer.Option("--seed", help="Seed of synthetic data.", rich_help_panel="Batches")] = 0,
+    sequence: Annotated[
+        int | None, typer.Option("--seq-len", "--sequence", min=2, help="Tokens of a row.", rich_help_panel="Batches")
+    ] = None,
+    global_batch: Annotated[
+        int | None,
+        typer.Option(
+            "--global-batch", min=1, help="Rows of one optimizer step, over all ranks.", rich_help_panel="Batches"
+        ),
+    ] = None,
+    micro_batch: Annotated[
+        int | None,
+        typer.Option(
+            "--micro-batch",
+            min=1,
+            help="Rows of one forward pass; the same at every world size.",
+            rich_help_panel="Batches",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype", help="What is computed in: fp32, or bf16 (gradients reduced in fp32).", rich_help_panel="Job"
+        ),
+    ] = None,
+    device: Annotated[
+        str, typer.Option("--device", help="auto, cuda (NCCL) or cpu (gloo).", rich_help_panel="Job")
+    ] = "auto",
+    clip: Annotated[
+        float | None,
+        typer.Option(
+            "--max-grad-norm",
+            "--clip",
+            min=0,
+            help="Largest gradient norm; larger ones are scaled down.",
+            rich_help_panel="Job",
+        ),
+    ] = None,
+    profile: Annotated[
+        str, typer.Option("--profile", help="How sharp: strict, standard or relaxed.", rich_help_panel="Judgement")
+    ] = "strict",
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="Measure the noise of this very job first, by one run more.",
+            rich_help_panel="Judgement",
+        ),
+    ] = False,
+    keep_dropout: Annotated[
+        bool,
+        typer.Option(
+            "--keep-dropout", help="Leave dropout on; comparable at the saved world size only.", rich_help_panel="Job"
+        ),
+    ] = False,
+    activation_checkpointing: Annotated[
+        bool,
+        typer.Option(
+            "--activation-checkpointing", help="Recompute activations in the backward pass.", rich_help_panel="Job"
+        ),
+    ] = False,
+    compile_: Annotated[
+        bool, typer.Option("--compile", help="torch.compile every block.", rich_help_panel="Job")
+    ] = False,
+    cpu_offload: Annotated[
+        bool,
+        typer.Option("--cpu-offload", help="Parameters and optimizer state in host memory.", rich_help_panel="Job"),
+    ] = False,
+    deterministic: Annotated[
+        bool, typer.Option(help="Deterministic kernels and collectives, where torch has them.", rich_help_panel="Job")
+    ] = True,
+    reread: Annotated[
+        bool,
+        typer.Option(
+            help="Read the files again and compare them with what the job holds.", rich_help_panel="Judgement"
+        ),
+    ] = True,
+    round_trip: Annotated[
+        bool, typer.Option(help="Save after the first step, load that, and go on.", rich_help_panel="Judgement")
+    ] = True,
+    scratch: Annotated[
+        str | None,
+        typer.Option(
+            "--scratch", help="Folder that all ranks share, for that save.", metavar="DIR", rich_help_panel="Judgement"
+        ),
+    ] = None,
+    min_mfu: Annotated[
+        float | None, typer.Option("--min-mfu", min=0, max=1, help="Gate: least MFU.", rich_help_panel="Gates")
+    ] = None,
+    peak_tflops: Annotated[
+        float | None,
+        typer.Option(
+            "--peak-tflops", min=0, help="Peak of one GPU, where it is not known, for the MFU.", rich_help_panel="Gates"
+        ),
+    ] = None,
+    max_reserved_gib: Annotated[
+        float | None,
+        typer.Option(
+            "--max-reserved-gib", min=0, help="Gate: most memory reserved on a rank.", rich_help_panel="Gates"
+        ),
+    ] = None,
+    max_step_seconds: Annotated[
+        float | None,
+        typer.Option("--max-step-seconds", min=0, help="Gate: longest median step.", rich_help_panel="Gates"),
+    ] = None,
+    max_load_seconds: Annotated[
+        float | None, typer.Option("--max-load-seconds", min=0, help="Gate: longest load.", rich_help_panel="Gates")
+    ] = None,
+    report: Annotated[
+        str | None,
+        typer.Option(
+            "--report", help="Write report.html and report.json there.", metavar="DIR", rich_help_panel="Reports"
+        ),
+    ] = None,
+    junit: Annotated[
+        str | None, typer.Option("--junit", help="Write JUnit XML.", metavar="FILE", rich_help_panel="Reports")
+    ] = None,
+    metrics: Annotated[
+        str | None,
+        typer.Option("--metrics", help="Write Prometheus metrics.", metavar="FILE.prom", rich_help_panel="Reports"),
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Load a checkpoint into a live FSDP2 job and judge whether training goes on as before; exit 10 when it does not."""
+    from ..resume import report as reports
+    from ..resume.launch import resume_verify as run
+
+    if report is not None:
+        try:
+            os.makedirs(report, exist_ok=True)
+        except OSError as e:
+            raise UsageError(f"--report {report}: {e.strerror or e}.") from None
+    if metrics is not None and not os.path.isdir(os.path.dirname(os.path.abspath(metrics))):
+        raise UsageError(
+            f"--metrics {metrics}: this folder does not exist: {os.path.dirname(os.path.abspath(metrics))}."
+        )
+    gc.enable()  # a training job makes cycles
+    how = {
+        "source_layout": from_, "config": config, "like": like, "flat_layout": flat_layout, "wrap": comma(wrap), "tag": tag,
+        "allow_equal_ranks": allow_equal_ranks or None, "allow_mixed_steps": allow_mixed_steps or None,
+    }  # fmt: skip
+    telling = _Telling(quiet)
+    try:
+        found = run(
+            src, against=against, reference=reference, config=config, job=job,
+            how={k: v for k, v in how.items() if v is not None}, world_size=world_size, mesh=mesh,
+            against_world_size=against_world_size, steps=steps, start_step=start_step, data=data, seed=seed,
+            sequence=sequence, global_batch=global_batch, micro_batch=micro_batch, dtype=dtype, device=device, clip=clip,
+            profile=profile, calibrate=calibrate, keep_dropout=keep_dropout,
+            activation_checkpointing=activation_checkpointing, compile=compile_, cpu_offload=cpu_offload,
+            deterministic=deterministic, reread=reread, round_trip=round_trip, scratch=scratch, peak_tflops=peak_tflops,
+            min_mfu=min_mfu, max_reserved_gib=max_reserved_gib, max_step_seconds=max_step_seconds,
+            max_load_seconds=max_load_seconds, tell=telling,
+        )  # fmt: skip
+    finally:
+        telling.close()
+    if found is None:  # a rank other than the first of a job that was started from outside
+        return
+    if not as_json:
+        draw(reports.screen(found))
+        sys.stdout.flush()
+    reports.write(found, folder=report, junit_file=junit, metrics_file=metrics)
+    if as_json:
+        print_json(found.to_json())
+    if found.exit_code:
+        raise typer.Exit(found.exit_code)
+
+
+class _Telling:
+    """What is being done, on stderr: one line that changes on a terminal, a line each in a log."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.quiet, self.began, self.status = quiet, time.monotonic(), None
+
+    status: Any
+
+    def __call__(self, text: str) -> None:
+        if self.quiet:
+            return
+        if not sys.stderr.isatty():
+            print(f"[{time.monotonic() - self.began:6.1f} s] {text}", file=sys.stderr, flush=True)
+            return
+        if self.status is None:
+            from rich.console import Console
+
+            self.status = Console(stderr=True).status(text)
+            self.status.start()
+        self.status.update(text)
+
+    def close(self) -> None:
+        """Take the line off the screen."""
+        if self.status is not None:
+            self.status.stop()
+            self.status = None

@@ -1,0 +1,78 @@
+"""`ckpttool verify`: parse, call, print."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .terminal import (  # fmt: skip
+    AllowEqualRanks,
+    AllowMixedSteps,
+    Config,
+    FlatLayout,
+    From,
+    Json,
+    Like,
+    Meter,
+    Quiet,
+    Src,
+    Tag,
+    Wrap,
+    comma,
+    not_read,
+    note,
+    print_json,
+)
+
+__all__ = ["verify"]
+
+
+def verify(
+    path: Src,
+    read_data: Annotated[bool, typer.Option("--read-data", help="Read every byte: CRC32s, recorded digests.")] = False,
+    against: Annotated[
+        str | None, typer.Option("--against", help="A checkpoint that must hold the same state.")
+    ] = None,
+    from_: From = None,
+    config: Config = None,
+    like: Like = None,
+    flat_layout: FlatLayout = None,
+    wrap: Wrap = None,
+    tag: Tag = None,
+    allow_equal_ranks: AllowEqualRanks = False,
+    allow_mixed_steps: AllowMixedSteps = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Check that a checkpoint is whole: structure, and with --read-data every byte."""
+    from ..engine.verification import verify as check
+
+    meter = Meter(quiet)
+    try:
+        found = check(
+            path, read_data=read_data, against=against, progress=meter, source_layout=from_, config=config, like=like,
+            flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
+            allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
+        )  # fmt: skip
+    finally:
+        meter.close()
+    if as_json:
+        print_json(found.to_json())
+        return
+    from ..engine.inspect import human
+
+    not_read(found.not_read, quiet)
+    print(f"{found.layout}: {found.tensors:,} tensors, {human(found.bytes)}: structure ok")
+    if found.data is not None:
+        covered = found.crc32_covered_bytes
+        told = f", {human(covered)} covered by CRC32s of the files themselves" if covered else ""
+        print(f"data ok: every byte read{told}")
+        if found.recorded == "equal":
+            print("equal to the digests that were recorded when it was written")
+        for text in found.notes:
+            note(f"note: {text}", quiet)
+        for component, root in (found.digest or {}).items():
+            print(f"digest {component:10s} blake3:{root}")
+    if found.against is not None:
+        print(f"equal to {found.against['path']}: {', '.join(found.against['components'])}")
