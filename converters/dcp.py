@@ -37,7 +37,7 @@ from itertools import accumulate, chain
 from math import prod
 from typing import Any
 
-from ckpttool.engine.zstd_frames import unfold
+from ckpttool.engine.zstd_frames import decompress_ends
 from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError
 from ckpttool.formats import pickles, safetensors_header, torch_zip
 from ckpttool.formats.sandbox import in_child
@@ -604,7 +604,9 @@ def _item(source: Source, file: str, name: str, t: TensorEntry, c: Chunk) -> tup
     what = f'{source.root}/{file} at byte {offset} ("{name}")'
     zstd = t.coding == "torch.save+zstd"
     if zstd:
-        head, tail, total = unfold(source, file, offset, length, prod(c.shape) * ITEMSIZE[t.dtype] + (64 << 10), what)
+        head, tail, total = decompress_ends(
+            source, file, offset, length, prod(c.shape) * ITEMSIZE[t.dtype] + (64 << 10), what
+        )
         read_at, base = _windows(head, tail, total), 0
     else:
         # one or two reads: what is asked for lies at the ends

@@ -9,24 +9,24 @@ from typing import NamedTuple
 from ..errors import NoSpace
 from ..storage.source import Source
 
-__all__ = ["USUAL", "Arena", "Effort", "Lease"]
+__all__ = ["DEFAULT_BUDGET", "BufferPool", "IOBudget", "Lease"]
 
 
-class Effort(NamedTuple):
+class IOBudget(NamedTuple):
     """How much of the machine a run may take: threads that read and that write, and bytes of one buffer."""
 
-    jobs: int = 2
+    threads: int = 2
     buffer_bytes: int = 4 << 20
 
-    def readers(self, source: Source) -> int:
+    def reader_threads(self, source: Source) -> int:
         """Threads that read: more where each waits for a network."""
-        return self.jobs * (4 if source.distant else 1)
+        return self.threads * (4 if source.distant else 1)
 
 
-USUAL = Effort()
+DEFAULT_BUDGET = IOBudget()
 
 
-class Arena:
+class BufferPool:
     """`count` buffers of `size` bytes, aligned to 2 MiB and on huge pages where the system has them.
 
     Raises:
@@ -58,14 +58,14 @@ class Arena:
 
 
 class Lease:
-    """A buffer that some blocks share; it goes back to the arena when the last of them is released."""
+    """A buffer that some blocks share; it goes back to the pool when the last of them is released."""
 
-    __slots__ = ("arena", "blocks", "buffer")
+    __slots__ = ("blocks", "buffer", "pool")
 
-    def __init__(self, arena: Arena, buffer: memoryview, blocks: int) -> None:
-        self.arena, self.buffer, self.blocks = arena, buffer, blocks
+    def __init__(self, pool: BufferPool, buffer: memoryview, blocks: int) -> None:
+        self.pool, self.buffer, self.blocks = pool, buffer, blocks
 
     def end(self) -> None:
         self.blocks -= 1
         if self.blocks == 0:
-            self.arena.free.put(self.buffer)
+            self.pool.free.put(self.buffer)

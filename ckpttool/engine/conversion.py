@@ -17,7 +17,7 @@ from ..storage import remote
 from ..storage.destinations import Sending, SendingFolder
 from ..storage.source import Source
 from ..storage.staging import Staging, write_error
-from .buffers import Effort
+from .buffers import IOBudget
 from .destination import normal_destination, recovered, refuse_destination, refuse_source
 from .fill import Progress, fill, silent
 from .opening import CheckpointPath, OpenOptions
@@ -25,7 +25,7 @@ from .planning import WriteRequest, plan_id, plan_with
 from .recorded import RECORD, encoded, record
 from .verification import read_back, settled
 
-__all__ = ["ConvertResult", "RunOptions", "convert", "convert_with", "effort_of"]
+__all__ = ["ConvertResult", "RunOptions", "convert", "convert_with", "io_budget"]
 
 
 @dataclass
@@ -175,7 +175,7 @@ def _convert(
         if force:
             target.check_replaceable(dst)
         ckpt, source = opened.checkpoint, opened.source
-        effort = effort_of(running.max_memory_bytes, running.threads, source)
+        budget = io_budget(running.max_memory_bytes, running.threads, source)
         need = draft.nbytes + (1 << 20)
         staging: Staging | Sending | SendingFolder
         if not far:
@@ -193,19 +193,19 @@ def _convert(
         said += staging.messages
         staging.messages = said
         try:
-            digests = fill(draft, source, ckpt.files, ckpt.records, staging, progress, effort)
+            digests = fill(draft, source, ckpt.files, ckpt.records, staging, progress, budget)
             done = staging.earlier.done if isinstance(staging, Staging) else 0
-            wanted, digests = settled(opened, draft, digests, writing, progress, effort)
+            wanted, digests = settled(opened, draft, digests, writing, progress, budget)
             root = roots(wanted, digests)
             if not isinstance(staging, Sending) and not target.is_file:
                 staging.put(RECORD, encoded(record(ckpt, draft, wanted, digests, source.commit)))
             if isinstance(staging, Staging) and (verify or done):
                 path = os.path.join(staging.tree, staging.name) if target.is_file else staging.tree
-                read_back(path, target, draft, digests, reading.config, progress, effort)
+                read_back(path, target, draft, digests, reading.config, progress, budget)
             source.unchanged()
             staging.commit()
             if verify and far:  # an object can be read when it is there, and not before
-                read_back(os.fspath(dst), target, draft, digests, reading.config, progress, effort)
+                read_back(os.fspath(dst), target, draft, digests, reading.config, progress, budget)
         except KeyboardInterrupt:
             staging.release()
             raise Interrupted(f"interrupted. {staging.again}") from None
@@ -237,15 +237,15 @@ def _convert(
         )  # fmt: skip
 
 
-def effort_of(max_memory_bytes: int | None, threads: int, source: Source) -> Effort:
+def io_budget(max_memory_bytes: int | None, threads: int, source: Source) -> IOBudget:
     """Threads and buffers: all the buffers, and what Python and numpy take, fit into the budget."""
     if threads < 1:
         raise UsageError(f"--jobs {threads}: at least 1.")
     if max_memory_bytes is None:
-        return Effort(threads)
-    buffers = 9 + 2 * threads + 3 * Effort(threads).readers(source)
+        return IOBudget(threads)
+    buffers = 9 + 2 * threads + 3 * IOBudget(threads).reader_threads(source)
     buffer = (max_memory_bytes - (64 << 20)) // buffers
     if buffer < 256 << 10:
         need = (64 << 20) + buffers * (256 << 10)
         raise UsageError(f"--max-memory {max_memory_bytes}: at least {-(-need // 10**6)} MB are needed.")
-    return Effort(threads, min(16 << 20, buffer - buffer % 4096))
+    return IOBudget(threads, min(16 << 20, buffer - buffer % 4096))

@@ -6,9 +6,9 @@
             for each chunk it meets:            append to that chunk's file (`_Out`)
 
 What drives it: the destination's order, so that every file is an append-only stream. What bounds memory: the reader's
-arena and the writer's, six and eight buffers of 4 MiB; with more files than buffers the file that was idle longest
+pool of buffers and the writer's; with more files than buffers the file that was idle longest
 gives its buffer up. Writes go around the page cache (O_DIRECT) in whole buffers; the tail of a file is padded to a page
-and cut off again. A second thread writes while this one digests.
+and cut off again. Other threads write while this one digests.
 
 Now and then what was written is made durable and a line goes into the journal: tensors done. A run that finds such a
 journal walks through those tensors once more without writing: it reads them, digests them, computes the CRCs of their
@@ -39,7 +39,7 @@ from ..storage.destinations import Sending, SendingFolder, Sent
 from ..storage.partial import Earlier, keep_ours
 from ..storage.source import Source
 from ..storage.staging import Altered, Draft, EarlierFile, Sink, Staging, Written, write_error
-from .buffers import USUAL, Arena, Effort
+from .buffers import DEFAULT_BUDGET, BufferPool, IOBudget
 from .dtypes import bits_dtype
 from .stream import ALIGN, Block, Job, Reader
 
@@ -65,14 +65,14 @@ _MOST_ENDED = 64  # so many files are kept open after their last chunk: a layout
 class _Writer:
     """A thread that writes, and the buffers that wait for it."""
 
-    def __init__(self, effort: Effort) -> None:
-        buffers, size = 6 + 2 * effort.jobs, effort.buffer_bytes
-        self.arena = Arena(buffers, size)
-        self.spare = buffers
+    def __init__(self, budget: IOBudget) -> None:
+        count, size = 6 + 2 * budget.threads, budget.buffer_bytes
+        self.buffers = BufferPool(count, size)
+        self.spare = count
         self.size = size
         from concurrent.futures import ThreadPoolExecutor
 
-        self.pool = ThreadPoolExecutor(effort.jobs, "ckpttool-write")
+        self.pool = ThreadPoolExecutor(budget.threads, "ckpttool-write")
         self.pending: list[Future[None]] = []
         self.lock = threading.Lock()
         self.holders: OrderedDict[_Out, None] = OrderedDict()  # files that hold a buffer, idle longest first
@@ -84,7 +84,7 @@ class _Writer:
             idle.flush()
         self.spare -= 1
         self.holders[out] = None
-        buffer = self.arena.free.get()  # waits for a write where none is free
+        buffer = self.buffers.free.get()  # waits for a write where none is free
         self.check()
         return buffer
 
@@ -98,7 +98,7 @@ class _Writer:
         try:
             out.pwrite(buffer[:n], offset)
         finally:
-            self.arena.free.put(buffer)
+            self.buffers.free.put(buffer)
 
     def check(self) -> None:
         """Raise what a finished write has raised."""
@@ -313,7 +313,7 @@ def fill(
     records: Any,
     staging: Staging | Sending | SendingFolder,
     progress: Progress,
-    effort: Effort = USUAL,
+    budget: IOBudget = DEFAULT_BUDGET,
 ) -> dict[str, str]:
     """Write every file of a draft into its staging folder; returns {tensor: BLAKE3 hex digest of its bytes there}.
 
@@ -322,7 +322,7 @@ def fill(
         NoSpace, CkpttoolError: the destination could not be written.
     """
     while True:
-        run = _Filling(draft, source, files, records, staging, effort)
+        run = _Filling(draft, source, files, records, staging, budget)
         try:
             return run.run(progress)
         except Altered:
@@ -343,13 +343,13 @@ class _Filling:
         files: list[str],
         records: Any,
         staging: Staging | Sending | SendingFolder,
-        effort: Effort,
+        budget: IOBudget,
     ) -> None:
-        self.draft, self.source, self.staging, self.effort = draft, source, staging, effort
+        self.draft, self.source, self.staging, self.budget = draft, source, staging, budget
         self.files, self.records = files, records
         tensors = draft.checkpoint.tensors
         self.names = list(tensors)
-        self.writer = _Writer(effort)
+        self.writer = _Writer(budget)
         self.digests: dict[str, str] = {}
         self.crcs: dict[int, list[Written]] = {i: [] for i in range(len(draft.files))}
         self.earlier = staging.earlier if isinstance(staging, Staging) else Earlier()
@@ -376,7 +376,7 @@ class _Filling:
                     earlier = EarlierFile(self.earlier.sinks.get(file, {}), raw.peek)
             else:
                 raw = self.staging.stream(f.name)
-            self.outs[file] = out = _Coded(raw, f.coded(raw.append, self.effort.jobs, earlier)) if f.coded else raw
+            self.outs[file] = out = _Coded(raw, f.coded(raw.append, self.budget.threads, earlier)) if f.coded else raw
             out.append(f.first_bytes())
         return self.outs[file]
 
@@ -391,7 +391,7 @@ class _Filling:
             self.again = False
             for out in self.outs.values():
                 out.go_on()
-        reader = reader or Reader(self.source, self.files, self.records, self.effort)
+        reader = reader or Reader(self.source, self.files, self.records, self.budget)
         todo = [n for n in self.names[done:] if n not in self.draft.same]
         total = sum(sources[n].nbytes for n in self.names if n not in self.draft.same)
         passed = self.noted = total - sum(sources[n].nbytes for n in todo)
@@ -414,10 +414,10 @@ class _Filling:
         coded = any(f.coded for f in self.draft.files)  # what lies in such a file cannot be read by offset
         here = self.source.distant and not coded
         if here:
-            reader = Reader(Source(self.staging.tree), [f.name for f in self.draft.files], (), self.effort)
+            reader = Reader(Source(self.staging.tree), [f.name for f in self.draft.files], (), self.budget)
             sources = tensors
         else:
-            reader = Reader(self.source, self.files, self.records, self.effort)
+            reader = Reader(self.source, self.files, self.records, self.budget)
         total, passed = sum(sources[n].nbytes for n in names), 0
         jobs = [Job(n, sources[n], tensors[n].dtype, not _flat(tensors[n])) for n in names]
         try:
@@ -610,7 +610,7 @@ def tensor_digests(
     progress: Progress,
     what: str = "digest",
     dtypes: dict[str, str] | None = None,
-    effort: Effort = USUAL,
+    budget: IOBudget = DEFAULT_BUDGET,
 ) -> dict[str, str]:
     """{tensor: BLAKE3 hex digest of its canonical bytes}, reading everything and checking the CRCs on the way.
 
@@ -619,7 +619,7 @@ def tensor_digests(
     total, passed = sum(t.nbytes for t in tensors.values()), 0
     out: dict[str, str] = {}
     hasher: Any = None
-    reader = Reader(source, files, records, effort)
+    reader = Reader(source, files, records, budget)
     for block in reader.blocks(Job(n, t, (dtypes or {}).get(n, t.dtype), False) for n, t in tensors.items()):
         hasher = hasher or blake3()
         hasher.update(block.data)

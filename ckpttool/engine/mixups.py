@@ -27,7 +27,7 @@ from ..formats.crc import crc32, crc32_combine
 from ..formats.torch_zip import number_in
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, Record, TensorEntry
 from ..storage.source import Source
-from .buffers import Effort
+from .buffers import IOBudget
 from .stream import Job, Reader, small
 
 __all__ = ["refuse_equal_ranks", "refuse_mixed_steps"]
@@ -161,7 +161,7 @@ def _varied(ckpt: Checkpoint, source: Source, name: str, row: int) -> bool:
     chunks.add((0,) * len(c.shape), c.shape, c.extent.file, c.extent.offset, c.extent.length, c.strides, c.zstd)
     entry = TensorEntry(t.dtype, c.shape, t.path, chunks)
     first, found = b"", False
-    for block in Reader(source, ckpt.files, (), Effort(1, 256 << 10)).blocks([Job(name, entry, t.dtype, False)]):
+    for block in Reader(source, ckpt.files, (), IOBudget(1, 256 << 10)).blocks([Job(name, entry, t.dtype, False)]):
         data = block.data
         first = first or bytes(data[:item])
         found = found or data[:item] != first or data[item:] != data[: len(data) - item]

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from ..formats.crc import crc32, crc32_combine
 from ..index.checkpoint import Record
 
-__all__ = ["Mismatch", "Sums"]
+__all__ = ["CrcVerifier", "Mismatch"]
 
 
 class Mismatch(Exception):
     """Bytes do not have the CRC32 that the source says: (record, the CRC they have)."""
 
 
-class Sums:
+class CrcVerifier:
     """CRC32s of records of the source, checked as their bytes pass in any order and in any pieces."""
 
     def __init__(self, records: Sequence[Record]) -> None:
@@ -29,7 +29,7 @@ class Sums:
         self._done: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
 
-    def passed(self, file: int, offset: int, data: memoryview) -> int | None:
+    def update(self, file: int, offset: int, data: memoryview) -> int | None:
         """Take note of bytes read at an offset; returns their CRC32 where a record covers them and they are new.
 
         Raises:
@@ -55,10 +55,10 @@ class Sums:
                 seen[-1] = (start, end, crc32_combine(before, crc, len(data)))
             else:
                 seen.append((offset, end, crc))
-            self._judge(key, record)
+            self._finish_record(key, record)
         return crc
 
-    def _judge(self, key: tuple[int, int], record: Record) -> None:
+    def _finish_record(self, key: tuple[int, int], record: Record) -> None:
         seen = self._seen[key]
         if sum(b - a for a, b, _ in seen) < record.extent.length:
             return

@@ -4,7 +4,7 @@
         block.data       memoryview of elements [block.first, block.first + n) of tensor block.name
 
 What drives it: a generator of block plans, in the order the caller wants the tensors. One thread runs ahead and reads;
-the caller hashes, compares or copies. What bounds memory: a fixed arena of buffers, cut once; the thread waits for one.
+the caller hashes, compares or copies. What bounds memory: a fixed pool of buffers, allocated once; reading waits for a free one.
 
 Two ways to cut a tensor. When its chunks are flat ranges of it (dim-0 shards, whole tensors) and the caller does not
 ask for boxes, a block is a part of one chunk: one read, no copy. Else blocks are slabs (boxes.py) and each chunk's part
@@ -32,9 +32,9 @@ from ..errors import Corrupt
 from ..index import boxes
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Record, TensorEntry
 from ..storage.source import Source, read_error
-from .buffers import USUAL, Arena, Effort, Lease
+from .buffers import DEFAULT_BUDGET, BufferPool, IOBudget, Lease
 from .dtypes import bits_dtype, cast
-from .record_crcs import Mismatch, Sums
+from .record_crcs import CrcVerifier, Mismatch
 from .zstd_frames import Decoder
 
 if TYPE_CHECKING:
@@ -102,14 +102,14 @@ class Reader:
         source: Source,
         files: Sequence[str],
         records: Sequence[Record] = (),
-        effort: Effort = USUAL,
+        budget: IOBudget = DEFAULT_BUDGET,
     ) -> None:
         self.source, self.files = source, files
-        self.sums = Sums(records)
-        self.block_bytes = effort.buffer_bytes - 2 * ALIGN  # an aligned read takes in up to a page before and after
-        self._threads = effort.readers(source)
+        self.crcs = CrcVerifier(records)
+        self.block_bytes = budget.buffer_bytes - 2 * ALIGN  # an aligned read takes in up to a page before and after
+        self._threads = budget.reader_threads(source)
         self._ahead = 2 + self._threads
-        self._arena = Arena(self._ahead + 1 + 2 * self._threads, effort.buffer_bytes)
+        self._pool = BufferPool(self._ahead + 1 + 2 * self._threads, budget.buffer_bytes)
         self._gap = _FAR_GAP if source.distant else _GAP
         self._no_direct = False
         self._cold: dict[int, int] = {}  # file -> reads for which the page cache is not asked
@@ -191,7 +191,9 @@ class Reader:
             plans = (p for p in plans if p.job is not listed[0] or p.first + p.count > first)
         batches = self._batches(plans)
         waiting: deque[Future[list[Block]]] = deque()
-        threads = 1 if any(job.entry.chunks.zstd for job in listed) else self._threads  # frames unfold in order only
+        threads = (
+            1 if any(job.entry.chunks.zstd for job in listed) else self._threads
+        )  # a frame is decompressed in order only
         from concurrent.futures import ThreadPoolExecutor
 
         with ThreadPoolExecutor(threads, "ckpttool-read") as pool:
@@ -228,8 +230,8 @@ class Reader:
         """Blocks of one buffer. Neighbours in one file are read together, with what lies between them (item headers)."""
         if len(batch) == 1:
             return [self._load(batch[0])]
-        buffer = self._arena.free.get()
-        lease = Lease(self._arena, buffer, len(batch))
+        buffer = self._pool.free.get()
+        lease = Lease(self._pool, buffer, len(batch))
         out: list[Block] = []
         wanted = [self._where(plan) for plan in batch]
         room = len(buffer) - sum(n for _, _, n in wanted)  # what may be spent on bytes between neighbours
@@ -265,20 +267,20 @@ class Reader:
         n = plan.count * item
         crc = None
         if plan.one:
-            buffer = self._arena.free.get()
+            buffer = self._pool.free.get()
             data, crc = self._pread(*self._where(plan), buffer)
         else:
-            buffer = self._arena.free.get()
+            buffer = self._pool.free.get()
             data = buffer[:n]
             for row, start, shape in plan.parts:
                 self._place(e, row, start, shape, plan, data, item)
         if plan.job.dtype != e.dtype and n:
-            other = self._arena.free.get()
+            other = self._pool.free.get()
             size = plan.count * ITEMSIZE[plan.job.dtype]
             cast(data, e.dtype, other[:size], plan.job.dtype)
-            self._arena.free.put(buffer)
+            self._pool.free.put(buffer)
             buffer, data, crc = other, other[:size], None
-        lease = Lease(self._arena, buffer, 1)
+        lease = Lease(self._pool, buffer, 1)
         return Block(plan.job.name, plan.first, plan.count, plan.start, plan.shape, data, crc, plan.last, n, lease)
 
     def _place(
@@ -304,7 +306,7 @@ class Reader:
             first = sum(i * s for i, s in zip(inside, chunk.strides, strict=True))
             self._gather(chunk.extent.file, chunk.extent.offset, first, shape, chunk.strides, place, item)
             return
-        spare = self._arena.free.get()
+        spare = self._pool.free.get()
         try:
             if chunk.zstd is not None:
                 got = self._decoder(chunk).take(spare[:n])
@@ -325,7 +327,7 @@ class Reader:
                     got, dtype=kind
                 ).reshape(shape)
         finally:
-            self._arena.free.put(spare)
+            self._pool.free.put(spare)
 
     def _gather(
         self, file: int, base: int, first: int, shape: Sequence[int], strides: Sequence[int], place: Any, item: int
@@ -335,14 +337,14 @@ class Reader:
 
         span = boxes.span(shape, strides) * item
         if span <= min(self.block_bytes, 4 * max(prod(shape) * item, ALIGN)):
-            spare = self._arena.free.get()
+            spare = self._pool.free.get()
             raw, _ = self._pread(file, base + first * item, span, spare)
             view = np.lib.stride_tricks.as_strided(
                 np.frombuffer(raw, dtype=f"V{item}"), tuple(shape), tuple(s * item for s in strides), writeable=False
             )
             place[...] = view
             del view, raw
-            self._arena.free.put(spare)
+            self._pool.free.put(spare)
             return
         d = max((i for i, n in enumerate(shape) if n > 1), key=lambda i: strides[i] * (shape[i] - 1))
         half = shape[d] // 2
@@ -368,7 +370,7 @@ class Reader:
 
     def _check(self, file: int, offset: int, data: memoryview) -> int | None:
         try:
-            return self.sums.passed(file, offset, data)
+            return self.crcs.update(file, offset, data)
         except Mismatch as e:
             self._mismatch(*e.args)
             return None
@@ -426,11 +428,11 @@ class Reader:
 
     def finish(self) -> None:
         """Read what is left of records that were read in part, so that their CRC32s are checked too."""
-        buffer = self._arena.free.get()
-        for file, offset, length in self.sums.unfinished():
+        buffer = self._pool.free.get()
+        for file, offset, length in self.crcs.unfinished():
             for at in range(offset, offset + length, self.block_bytes):
                 self._pread(file, at, min(self.block_bytes, offset + length - at), buffer)
-        self._arena.free.put(buffer)
+        self._pool.free.put(buffer)
 
 
 def small(ckpt: Checkpoint, source: Source, names: Iterable[str]) -> dict[str, bytes]:
@@ -440,7 +442,7 @@ def small(ckpt: Checkpoint, source: Source, names: Iterable[str]) -> dict[str, b
         Corrupt: bytes do not have the CRC32 that the source says.
     """
     out: dict[str, bytearray] = {n: bytearray() for n in names}
-    reader = Reader(source, ckpt.files, ckpt.records, Effort(1, 256 << 10))
+    reader = Reader(source, ckpt.files, ckpt.records, IOBudget(1, 256 << 10))
     for block in reader.blocks([Job(n, ckpt.tensors[n], ckpt.tensors[n].dtype, False) for n in out]):
         out[block.name] += block.data
         block.release()

@@ -29,7 +29,7 @@ from ..index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, joined, 
 from ..index.names import nest, original
 from ..storage.source import Source
 from ..storage.staging import Dropped
-from .buffers import Effort
+from .buffers import IOBudget
 from .fill import tensor_digests
 from .stream import Job, Reader, small
 
@@ -291,7 +291,7 @@ def _varied(ckpt: Checkpoint, source: Source, fqn: str) -> bool:
     t = ckpt.tensors[f"model.{fqn}"]
     item = ITEMSIZE[t.dtype]
     seen: set[bytes] = set()
-    for block in Reader(source, ckpt.files, (), Effort(1, 256 << 10)).blocks([Job(fqn, t, t.dtype, False)]):
+    for block in Reader(source, ckpt.files, (), IOBudget(1, 256 << 10)).blocks([Job(fqn, t, t.dtype, False)]):
         if len(seen) < 2:
             data = bytes(block.data[: 64 << 10])
             seen.update(data[i : i + item] for i in range(0, len(data), item))

@@ -17,7 +17,7 @@ from ..index.checkpoint import Checkpoint, TensorEntry
 from ..index.digests import roots
 from ..storage import remote
 from ..storage.staging import Draft
-from .buffers import Effort
+from .buffers import IOBudget
 from .fill import Progress, silent, tensor_digests
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open, open_with, shown_path
 from .planning import WriteRequest, caster
@@ -192,7 +192,7 @@ def settled(
     digests: dict[str, str],
     writing: WriteRequest,
     progress: Progress,
-    effort: Effort,
+    budget: IOBudget,
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """(the source's tensors that the destination holds, their digests by canonical name) of a draft that was filled, where
     `digests` are those of its tensors; the source is unchanged, and has the digests that were
@@ -203,8 +203,8 @@ def settled(
     """
     opened.source.unchanged()
     wanted = _wanted(opened.checkpoint, draft, caster(writing.dtype, writing.cast or {}))
-    digests = _canonical(opened, draft, wanted, digests, progress, effort)
-    _compare_recorded(opened, wanted, digests, progress, effort)
+    digests = _canonical(opened, draft, wanted, digests, progress, budget)
+    _compare_recorded(opened, wanted, digests, progress, budget)
     return wanted, digests
 
 
@@ -226,7 +226,7 @@ def _canonical(
     wanted: dict[str, TensorEntry],
     digests: dict[str, str],
     progress: Progress,
-    effort: Effort,
+    budget: IOBudget,
 ) -> dict[str, str]:
     """Digests by canonical name. Tensors that the destination splits are read again."""
     ckpt = opened.checkpoint
@@ -234,7 +234,7 @@ def _canonical(
     rest = {n: ckpt.tensors[n] for n in wanted if n not in out}
     if rest:
         dtypes = {n: wanted[n].dtype for n in rest}
-        out.update(tensor_digests(rest, opened.source, ckpt.files, ckpt.records, progress, "digest", dtypes, effort))
+        out.update(tensor_digests(rest, opened.source, ckpt.files, ckpt.records, progress, "digest", dtypes, budget))
     return out
 
 
@@ -243,7 +243,7 @@ def _compare_recorded(
     wanted: Mapping[str, TensorEntry],
     digests: Mapping[str, str],
     progress: Progress,
-    effort: Effort,
+    budget: IOBudget,
 ) -> None:
     """What was copied has the digests that were recorded of the source. Tensors that were cast are read again for that.
 
@@ -255,7 +255,7 @@ def _compare_recorded(
     cast = {n: ckpt.tensors[n] for n in sorted(named) if wanted[n].dtype != ckpt.tensors[n].dtype}
     found = dict(digests)
     if cast:
-        found |= tensor_digests(cast, opened.source, ckpt.files, ckpt.records, progress, "digest", None, effort)
+        found |= tensor_digests(cast, opened.source, ckpt.files, ckpt.records, progress, "digest", None, budget)
     wrong = sorted(n for n in named if found[n] != ckpt.recorded[n])
     if wrong:
         raise other_digests(ckpt, wrong, len(named))
@@ -268,7 +268,7 @@ def read_back(
     digests: dict[str, str],
     config: str | None,
     progress: Progress,
-    effort: Effort,
+    budget: IOBudget,
 ) -> None:
     """Read what was written, from the disk, as any reader would, and compare every digest.
 
@@ -283,7 +283,7 @@ def read_back(
             safetensors_header.open_with_library(back.source, back.checkpoint.files)
             ckpt = back.locate()
             found = tensor_digests(
-                ckpt.tensors, back.source, ckpt.files, ckpt.records, progress, "verify", None, effort
+                ckpt.tensors, back.source, ckpt.files, ckpt.records, progress, "verify", None, budget
             )
     except Unreadable as e:  # what was written there would fail the next run too
         raise Corrupt(f"the destination cannot be read back: {e}") from e

@@ -10,7 +10,7 @@ from ..formats.crc import crc32
 from ..index.checkpoint import Extent
 from ..storage.source import Source
 
-__all__ = ["Decoder", "unfold"]
+__all__ = ["Decoder", "decompress_ends"]
 
 
 class _Raw(io.RawIOBase, IO[bytes]):
@@ -68,11 +68,13 @@ class Decoder:
             raise Corrupt(f"{self.what}: the bytes have CRC32 {self.crc:08x}, the file itself says {self.want:08x}.")
 
 
-def unfold(source: Source, name: str, offset: int, length: int, most: int, what: str) -> tuple[bytes, bytes, int]:
+def decompress_ends(
+    source: Source, name: str, offset: int, length: int, most: int, what: str
+) -> tuple[bytes, bytes, int]:
     """(first 64 KiB, last 64 KiB, bytes) of the content of a zstd frame, in constant memory.
 
     Raises:
-        Unsafe: it unfolds to more than `most` bytes.
+        Unsafe: it decompresses to more than `most` bytes.
     """
     import zstandard
 
@@ -82,7 +84,7 @@ def unfold(source: Source, name: str, offset: int, length: int, most: int, what:
         while piece := stream.read(1 << 20):
             total += len(piece)
             if total > most:
-                raise Unsafe(f"{what}: the zstd frame unfolds to more than {most} bytes, which its tensor needs.")
+                raise Unsafe(f"{what}: the zstd frame decompresses to more than {most} bytes, which its tensor needs.")
             if len(head) < 65536:
                 head += piece[: 65536 - len(head)]
             tail = (tail + piece)[-65536:]

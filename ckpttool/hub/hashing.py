@@ -17,7 +17,7 @@ from blake3 import blake3
 
 from ..engine.fill import Progress
 from ..engine.opening import OpenCheckpoint
-from ..engine.record_crcs import Sums
+from ..engine.record_crcs import CrcVerifier
 from ..engine.stream import Reader
 from ..errors import Interrupted
 from .virtual import Content
@@ -52,7 +52,7 @@ def hash_contents(
         Corrupt, SourceChanged: the source is damaged, or was written to meanwhile.
     """
     ckpt = opened.checkpoint
-    sums = Sums(ckpt.records)
+    crcs = CrcVerifier(ckpt.records)
     total, passed, lock, stop = sum(f.source_bytes for f in files), 0, threading.Lock(), threading.Event()
 
     def count(n: int) -> None:
@@ -64,7 +64,7 @@ def hash_contents(
             progress("hash", passed, total)
 
     def one(content: Content) -> Hashed:
-        done = _hash(content, sums, count)
+        done = _hash(content, crcs, count)
         with lock:
             keep(content.name, done)
         return done
@@ -75,18 +75,18 @@ def hash_contents(
         except BaseException:
             stop.set()
             raise
-    if next(sums.unfinished(), None) is not None:
+    if next(crcs.unfinished(), None) is not None:
         reader = Reader(opened.source, ckpt.files, ckpt.records)
-        reader.sums = sums
+        reader.crcs = crcs
         reader.finish()
     return out
 
 
-def _hash(content: Content, sums: Sums, count: Callable[[int], None]) -> Hashed:
+def _hash(content: Content, crcs: CrcVerifier, count: Callable[[int], None]) -> Hashed:
     whole, tensors = sha256(content.head), {}
     part: Any = None
     with ThreadPoolExecutor(1, "ckpttool-sha256") as helper:
-        for block in content.blocks(sums=sums) if content.jobs else ():
+        for block in content.blocks(crcs=crcs) if content.jobs else ():
             part = part or blake3()
             if len(block.data) >= _LARGE:
                 other = helper.submit(whole.update, block.data)

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from .._version import __version__
 from ..bounded_json import parse
 from ..engine import conversion, planning, recorded, verification
-from ..engine.buffers import Effort
+from ..engine.buffers import IOBudget
 from ..engine.conversion import RunOptions
 from ..engine.fill import Progress, silent
 from ..engine.opening import OpenOptions
@@ -189,7 +189,7 @@ class Push:
         planned = planning.plan_with(src, f"{repo_id}/", reading, self.writing)
         self.opened, self.draft, self.layout = planned.opened, planned.draft, planned.target
         try:
-            self.files = contents(self.opened, self.draft, Effort(1))
+            self.files = contents(self.opened, self.draft, IOBudget(1))
             screening.screen((c.name, _text(c)) for c in self.files)
             screening.screen([(RECORD, "\n".join(self.draft.sources).encode("utf-8", "replace"))])
             self.repository = Repository(repo_id)
@@ -357,8 +357,8 @@ class Push:
             for c in self.files:
                 found |= journal.files[c.name].tensors
             found |= {name: found[other] for name, other in self.draft.same.items()}
-            effort = Effort(self.jobs)
-            wanted, digests = verification.settled(self.opened, self.draft, found, self.writing, progress, effort)
+            budget = IOBudget(self.jobs)
+            wanted, digests = verification.settled(self.opened, self.draft, found, self.writing, progress, budget)
             record = recorded.record(self.opened.checkpoint, self.draft, wanted, digests, self.opened.source.commit)
             journal.settled(record)
         else:

@@ -17,9 +17,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from ..engine.buffers import Effort
+from ..engine.buffers import IOBudget
 from ..engine.opening import OpenCheckpoint
-from ..engine.record_crcs import Sums
+from ..engine.record_crcs import CrcVerifier
 from ..engine.stream import Block, Job, Reader
 from ..errors import Interrupted
 from ..index.checkpoint import ITEMSIZE
@@ -28,7 +28,9 @@ from ..storage.staging import Draft
 __all__ = ["Content", "VirtualFile", "contents"]
 
 
-_KNOWN = Sums(())  # whoever takes the file knows its SHA-256, which was computed of bytes whose CRC32s were compared
+_KNOWN = CrcVerifier(
+    ()
+)  # whoever takes the file knows its SHA-256, which was computed of bytes whose CRC32s were compared
 
 
 @dataclass
@@ -39,7 +41,7 @@ class Content:
     size: int
     head: bytes
     opened: OpenCheckpoint
-    effort: Effort
+    budget: IOBudget
     jobs: list[Job] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
 
@@ -48,25 +50,25 @@ class Content:
         """Bytes that are read from the source for it."""
         return sum(job.entry.nbytes for job in self.jobs)
 
-    def blocks(self, index: int = 0, first: int = 0, sums: Sums | None = None) -> Iterator[Block]:
+    def blocks(self, index: int = 0, first: int = 0, crcs: CrcVerifier | None = None) -> Iterator[Block]:
         """Blocks of the tensors from number `index` on, from about its element `first`; CRC32s of the source are noted in
-        `sums`, where many streams share them.
+        `crcs`, where many streams share them.
 
         Raises:
             Corrupt, SourceChanged: as `stream.Reader.blocks`.
         """
         ckpt = self.opened.checkpoint
-        reader = Reader(self.opened.source, ckpt.files, ckpt.records, self.effort)
-        if sums is not None:
-            reader.sums = sums
+        reader = Reader(self.opened.source, ckpt.files, ckpt.records, self.budget)
+        if crcs is not None:
+            reader.crcs = crcs
         return reader.blocks(self.jobs[index:], first)
 
 
-def contents(opened: OpenCheckpoint, draft: Draft, effort: Effort) -> list[Content]:
+def contents(opened: OpenCheckpoint, draft: Draft, budget: IOBudget) -> list[Content]:
     """The files of a draft, in its order."""
     if draft.before or draft.after or draft.tail or any(f.coded for f in draft.files):
         raise AssertionError("the hf layout has nothing around tensors")
-    out = [Content(f.name, f.size, f.first_bytes(), opened, effort) for f in draft.files]
+    out = [Content(f.name, f.size, f.first_bytes(), opened, budget) for f in draft.files]
     at = [len(c.head) for c in out]
     for name, entry in draft.checkpoint.tensors.items():
         if name in draft.same:

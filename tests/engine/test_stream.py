@@ -19,12 +19,12 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.engine.buffers import Effort
+from ckpttool.engine.buffers import IOBudget
 from ckpttool.engine.dtypes import cast, numpy_dtype
 from ckpttool.engine.fill import fill, tensor_digests
-from ckpttool.engine.record_crcs import Mismatch, Sums
+from ckpttool.engine.record_crcs import CrcVerifier, Mismatch
 from ckpttool.engine.stream import Job, Reader
-from ckpttool.engine.zstd_frames import unfold
+from ckpttool.engine.zstd_frames import decompress_ends
 from ckpttool.errors import Corrupt, SourceChanged, Unsafe
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, Record, TensorEntry
@@ -32,7 +32,7 @@ from ckpttool.storage import source as store
 from ckpttool.storage.source import Source
 from ckpttool.storage.staging import Draft, DraftFile, Staging
 
-TINY = Effort(1, 32 << 10)  # two pages of it are for alignment, so blocks have 24 KiB
+TINY = IOBudget(1, 32 << 10)  # two pages of it are for alignment, so blocks have 24 KiB
 
 # ------------------------------------------------------------------------------------------------------------ cast
 
@@ -255,7 +255,8 @@ def test_a_tensor_in_any_chunks_streams_as_numpy_has_it(folder: Path, made: Made
     with Source(folder) as source:
         entry = TensorEntry(dtype, whole.shape, ("t",), chunks)
         assert (
-            put_together(Reader(source, ["f"], records, Effort(jobs, 32 << 10)), entry, dtype, boxed) == whole.tobytes()
+            put_together(Reader(source, ["f"], records, IOBudget(jobs, 32 << 10)), entry, dtype, boxed)
+            == whole.tobytes()
         )
 
 
@@ -267,7 +268,7 @@ def test_a_tensor_in_any_chunks_is_cast_as_it_streams(folder: Path, made: Made, 
     (folder / "f").write_bytes(file)
     with Source(folder) as source:
         entry = TensorEntry(dtype, whole.shape, ("t",), chunks)
-        assert put_together(Reader(source, ["f"], records, Effort(jobs, 32 << 10)), entry, to, boxed) == ours(
+        assert put_together(Reader(source, ["f"], records, IOBudget(jobs, 32 << 10)), entry, to, boxed) == ours(
             whole.tobytes(), dtype, to
         )
 
@@ -304,7 +305,9 @@ def test_large_reads_around_the_page_cache_give_the_bytes_of_the_file(tmp_path: 
         n = len(data) - offset
         entry = TensorEntry("uint8", (n,), ("t",), Chunks.whole((n,), 0, offset, n))
         records = [Record(Extent(0, offset, n), zlib.crc32(data[offset:]))]
-        assert put_together(Reader(source, ["f"], records, Effort(2, 1 << 20)), entry, "uint8", False) == data[offset:]
+        assert (
+            put_together(Reader(source, ["f"], records, IOBudget(2, 1 << 20)), entry, "uint8", False) == data[offset:]
+        )
 
 
 def test_a_scalar_plain_or_compressed_is_read(tmp_path: Path) -> None:
@@ -364,11 +367,11 @@ def test_unfold_counts_a_frame_and_keeps_its_ends(tmp_path: Path) -> None:
     raw = random.Random(0).randbytes(200_000)
     packed = zstandard.compress(raw)
     with one_file(tmp_path, b"__" + packed) as source:
-        assert unfold(source, "f", 2, len(packed), 200_000, "x") == (raw[:65536], raw[-65536:], 200_000)
-        with pytest.raises(Unsafe, match="unfolds to more than 199999 bytes"):
-            unfold(source, "f", 2, len(packed), 199_999, "x")
+        assert decompress_ends(source, "f", 2, len(packed), 200_000, "x") == (raw[:65536], raw[-65536:], 200_000)
+        with pytest.raises(Unsafe, match="decompresses to more than 199999 bytes"):
+            decompress_ends(source, "f", 2, len(packed), 199_999, "x")
         with pytest.raises(Corrupt, match="zstd frame is damaged"):
-            unfold(source, "f", 1, len(packed), 200_000, "x")
+            decompress_ends(source, "f", 1, len(packed), 200_000, "x")
 
 
 def test_a_frame_that_asks_for_a_huge_window_is_refused(tmp_path: Path) -> None:
@@ -377,16 +380,16 @@ def test_a_frame_that_asks_for_a_huge_window_is_refused(tmp_path: Path) -> None:
     stream = packed.compressobj()
     data = stream.compress(bytes(1000)) + stream.flush()
     with one_file(tmp_path, data) as source, pytest.raises((Corrupt, Unsafe)):
-        unfold(source, "f", 0, len(data), 1 << 20, "x")
+        decompress_ends(source, "f", 0, len(data), 1 << 20, "x")
 
 
-# ------------------------------------------------------------------------------------------------------------ sums
+# ------------------------------------------------------------------------------------------------------------ crcs
 
 
-def told(sums: Sums, file: int, offset: int, data: memoryview) -> Any:
+def told(crcs: CrcVerifier, file: int, offset: int, data: memoryview) -> Any:
     """(record, the CRC32 it has) where these bytes complete one that is damaged, else None."""
     try:
-        sums.passed(file, offset, data)
+        crcs.update(file, offset, data)
     except Mismatch as e:
         return e.args
     return None
@@ -405,20 +408,20 @@ def test_sums_find_any_flipped_byte_with_pieces_in_any_order(data: st.DataObject
     flipped = data.draw(st.booleans())
     if flipped:
         bad[data.draw(st.integers(0, len(raw) - 1))] ^= data.draw(st.integers(1, 255))
-    sums = Sums(records)
+    crcs = CrcVerifier(records)
     order = data.draw(st.permutations(pieces(len(raw), data.draw(st.lists(st.integers(0, len(raw)), max_size=6)))))
-    answers = [told(sums, 0, base + a, memoryview(bad)[a:b]) for a, b in order]
+    answers = [told(crcs, 0, base + a, memoryview(bad)[a:b]) for a, b in order]
     assert answers[:-1] == [None] * (len(order) - 1)
     assert answers[-1] == ((records[0], zlib.crc32(bad)) if flipped else None)
-    assert list(sums.unfinished()) == []
+    assert list(crcs.unfinished()) == []
 
 
 def test_sums_of_bytes_that_are_read_again_behind_others_are_no_damage() -> None:
     raw = bytes(range(25))
-    sums = Sums([Record(Extent(0, 0, 25), zlib.crc32(raw))])
+    crcs = CrcVerifier([Record(Extent(0, 0, 25), zlib.crc32(raw))])
     for a, b in ((10, 20), (0, 10), (10, 20), (20, 25)):
-        assert told(sums, 0, a, memoryview(raw)[a:b]) is None
-    assert list(sums.unfinished()) == []
+        assert told(crcs, 0, a, memoryview(raw)[a:b]) is None
+    assert list(crcs.unfinished()) == []
 
 
 @given(st.data())
@@ -428,30 +431,30 @@ def test_sums_of_pieces_that_are_read_again_find_every_flipped_byte_and_no_other
     flipped = data.draw(st.booleans())
     if flipped:
         bad[data.draw(st.integers(0, 39))] ^= data.draw(st.integers(1, 255))
-    sums = Sums([Record(Extent(0, 0, 40), zlib.crc32(raw))])
+    crcs = CrcVerifier([Record(Extent(0, 0, 40), zlib.crc32(raw))])
     parts = st.sampled_from([(a, b) for a in range(0, 40, 10) for b in range(a + 10, 50, 10)])
     read = data.draw(st.lists(parts, min_size=1, max_size=8))
-    answers = [told(sums, 0, a, memoryview(bad)[a:b]) for a, b in read]
-    answers += [told(sums, 0, at, memoryview(bad)[at : at + n]) for _, at, n in list(sums.unfinished())]
+    answers = [told(crcs, 0, a, memoryview(bad)[a:b]) for a, b in read]
+    answers += [told(crcs, 0, at, memoryview(bad)[at : at + n]) for _, at, n in list(crcs.unfinished())]
     assert [a for a in answers if a] == (
         [(Record(Extent(0, 0, 40), zlib.crc32(raw)), zlib.crc32(bad))] if flipped else []
     )
 
 
 def test_unfinished_are_the_gaps_of_what_was_begun() -> None:
-    sums = Sums([Record(Extent(0, 10, 20), 1), Record(Extent(0, 50, 5), 2), Record(Extent(1, 0, 8), 3)])
-    told(sums, 0, 14, memoryview(b"1234"))
-    told(sums, 1, 0, memoryview(b"12"))
-    told(sums, 0, 20, memoryview(b"1"))
-    assert sorted(sums.unfinished()) == [(0, 10, 4), (0, 18, 2), (0, 21, 9), (1, 2, 6)]
+    crcs = CrcVerifier([Record(Extent(0, 10, 20), 1), Record(Extent(0, 50, 5), 2), Record(Extent(1, 0, 8), 3)])
+    told(crcs, 0, 14, memoryview(b"1234"))
+    told(crcs, 1, 0, memoryview(b"12"))
+    told(crcs, 0, 20, memoryview(b"1"))
+    assert sorted(crcs.unfinished()) == [(0, 10, 4), (0, 18, 2), (0, 21, 9), (1, 2, 6)]
 
 
 def test_bytes_outside_of_records_and_files_without_any_mean_nothing() -> None:
-    sums = Sums([Record(Extent(0, 10, 4), zlib.crc32(b"abcd"))])
-    assert told(sums, 0, 0, memoryview(b"12345")) is None
-    assert told(sums, 3, 10, memoryview(b"abcd")) is None
-    assert told(sums, 0, 12, memoryview(b"12345")) is None
-    assert told(sums, 0, 10, memoryview(b"abcx")) == (
+    crcs = CrcVerifier([Record(Extent(0, 10, 4), zlib.crc32(b"abcd"))])
+    assert told(crcs, 0, 0, memoryview(b"12345")) is None
+    assert told(crcs, 3, 10, memoryview(b"abcd")) is None
+    assert told(crcs, 0, 12, memoryview(b"12345")) is None
+    assert told(crcs, 0, 10, memoryview(b"abcx")) == (
         Record(Extent(0, 10, 4), zlib.crc32(b"abcd")),
         zlib.crc32(b"abcx"),
     )
@@ -469,11 +472,11 @@ def test_a_draft_in_any_boxes_is_filled_from_a_source_in_any_others(
     made = {"a": one, "b": two}
     names = [f"{n}.src" for n in made]
     sources, records = {}, []
-    for i, (n, (dtype, whole, chunks, raw, sums)) in enumerate(made.items()):
+    for i, (n, (dtype, whole, chunks, raw, crcs)) in enumerate(made.items()):
         (folder / names[i]).write_bytes(raw)
         moved = Chunks.of(len(whole.shape), [c._replace(extent=c.extent._replace(file=i)) for c in chunks])
         sources[n] = TensorEntry(dtype, whole.shape, (n,), moved)
-        records += [Record(r.extent._replace(file=i), r.crc32) for r in sums]
+        records += [Record(r.extent._replace(file=i), r.crc32) for r in crcs]
     tensors, files = {}, []
     for n, s in sources.items():
         to = "bfloat16" if s.dtype == "float32" and data.draw(st.booleans()) else s.dtype
@@ -514,7 +517,7 @@ def test_digests_are_over_row_major_bytes_whatever_the_chunks(tmp_path: Path) ->
                 Chunks.of(2, [Chunk((0, 3), (4, 3), Extent(0, 288, 96)), Chunk((0, 0), (4, 3), Extent(0, 192, 96))]),
             ),
         }  # fmt: skip
-        found = tensor_digests(entries, source, ["f"], (), lambda *_: None, effort=TINY)
+        found = tensor_digests(entries, source, ["f"], (), lambda *_: None, budget=TINY)
     assert found["whole"] == found["halves"] == blake3(whole.tobytes()).hexdigest()
 
 
@@ -533,7 +536,7 @@ def test_two_threads_that_read_more_files_than_are_kept_open_get_the_bytes_of_th
         with Source(tmp_path) as source:
             assert (
                 put_together(
-                    Reader(source, [str(i) for i in range(24)], (), Effort(4, 32 << 10)), entry, "uint8", False
+                    Reader(source, [str(i) for i in range(24)], (), IOBudget(4, 32 << 10)), entry, "uint8", False
                 )
                 == want
             )

@@ -38,8 +38,8 @@ from peers import FIXTURES, difference, files_of, load_dcp, tensors_of
 from safetensors.torch import load, load_file, save_file
 
 import ckpttool
-from ckpttool.engine import conversion, planning, recorded, stream
-from ckpttool.engine.buffers import Effort
+from ckpttool.engine import conversion, planning, record_crcs, recorded
+from ckpttool.engine.buffers import IOBudget
 from ckpttool.errors import (
     CkpttoolError,
     Corrupt,
@@ -230,7 +230,7 @@ def test_a_virtual_file_is_the_file_from_any_offset(tmp_path: Path, case: str, d
     opened, draft = planned.opened, planned.draft
     dice = random.Random(case)
     with opened:
-        content = next(c for c in contents(opened, draft, Effort(1, 256 << 10)) if c.name == "model.safetensors")
+        content = next(c for c in contents(opened, draft, IOBudget(1, 256 << 10)) if c.name == "model.safetensors")
         seen: list[int] = []
         with VirtualFile(content, seen.append) as f:
             assert f.read() == wanted and f.read(5) == b"" and f.tell() == len(wanted)
@@ -259,8 +259,8 @@ def test_crc32s_are_compared_while_hashing_alone(monkeypatch: pytest.MonkeyPatch
     opened, draft = planned.opened, planned.draft
     with opened:
         assert opened.checkpoint.records
-        monkeypatch.setattr(stream, "crc32", None)
-        with VirtualFile(next(c for c in contents(opened, draft, Effort(1)) if c.jobs)) as f:
+        monkeypatch.setattr(record_crcs, "crc32", None)
+        with VirtualFile(next(c for c in contents(opened, draft, IOBudget(1)) if c.jobs)) as f:
             assert len(f.read()) == f.content.size
 
 
@@ -269,7 +269,7 @@ def test_seeking_reads_nothing_and_going_on_reads_nothing_twice(large: Path, mon
     opened, draft = planned.opened, planned.draft
     begun: list[int] = []
     with opened:
-        content = contents(opened, draft, Effort(1))[0]
+        content = contents(opened, draft, IOBudget(1))[0]
         blocks = content.blocks
         monkeypatch.setattr(content, "blocks", lambda *a: begun.append(a[0]) or blocks(*a))
         with VirtualFile(content) as f:
