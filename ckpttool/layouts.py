@@ -21,10 +21,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from .errors import Corrupt, NotRecognised, Unsupported, UsageError
 from .index.checkpoint import Checkpoint, TensorEntry, Value, joined
+from .index.draft import Draft
 from .index.names import COMPONENTS, Named
 from .storage import remote
 from .storage.source import Source
-from .storage.staging import Draft
 
 __all__ = [
     "Layout", "LayoutWarning", "Like", "Model", "Place", "ReadOptions", "WriteOptions", "checkpoint_of", "detect", "find",

@@ -29,10 +29,10 @@ from ckpttool.formats.torch_zip import Inline, TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.huggingface import model_names
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, floating_dtype, joined
+from ckpttool.index.draft import Draft
 from ckpttool.index.names import nest
 from ckpttool.layouts import WriteOptions, option
 from ckpttool.storage.source import Source
-from ckpttool.storage.staging import Draft
 
 __all__ = ["write"]
 

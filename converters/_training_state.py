@@ -46,9 +46,9 @@ from ckpttool.index.checkpoint import (
     joined,
     same_bytes,
 )
+from ckpttool.index.draft import DraftFile
 from ckpttool.index.names import leads_back, misplaced, refuse_surrogates
 from ckpttool.storage.source import Source
-from ckpttool.storage.staging import DraftFile
 
 __all__ = ["FOLDER", "INDEX", "State", "draft", "merged", "read"]
 

@@ -25,10 +25,10 @@ from ckpttool.extras import need
 from ckpttool.formats import values
 from ckpttool.huggingface import model_files
 from ckpttool.index.checkpoint import Checkpoint, Chunks, TensorEntry, joined
+from ckpttool.index.draft import Draft, DraftFile, EarlierFile, Sink
 from ckpttool.index.names import counted, leads_back, misplaced, refuse_surrogates
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions
 from ckpttool.storage.source import Source
-from ckpttool.storage.staging import Draft, DraftFile, EarlierFile, Sink
 
 if TYPE_CHECKING:  # every command asks every layout whether a path is its own, and most paths are not archives
     from ckpttool.audit.archive import Archive

@@ -54,10 +54,10 @@ from ckpttool.index.checkpoint import (
     joined,
     shape_of,
 )
+from ckpttool.index.draft import Draft, DraftFile, Written
 from ckpttool.index.names import canonical, own_tree
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of
 from ckpttool.storage.source import Source
-from ckpttool.storage.staging import Draft, DraftFile, Written
 
 __all__ = ["LAYOUTS"]
 

@@ -29,10 +29,10 @@ from ckpttool.formats import torch_zip
 from ckpttool.formats.pickles import Global, Opaque, children
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.index.checkpoint import Checkpoint, Chunks, Path, TensorEntry, joined, same_bytes, shape_of, twins
+from ckpttool.index.draft import Draft, Dropped
 from ckpttool.index.names import canonical, nest, own_tree
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of
 from ckpttool.storage.source import Source
-from ckpttool.storage.staging import Draft, Dropped
 
 __all__ = ["LAYOUTS"]
 

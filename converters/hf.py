@@ -38,10 +38,10 @@ from ckpttool.formats import safetensors_header
 from ckpttool.huggingface import adapters, hub_names, model_files
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, Path, TensorEntry, joined, twins
+from ckpttool.index.draft import Draft, DraftFile, Dropped
 from ckpttool.index.names import Named, strip_wrappers, without_prefix
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of, option
 from ckpttool.storage.source import Source
-from ckpttool.storage.staging import Draft, DraftFile, Dropped
 
 from . import _training_state as training_state
 

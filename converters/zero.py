@@ -43,9 +43,9 @@ from ckpttool.formats.pickles import short
 from ckpttool.formats.torch_zip import StoredTensor, TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, Value, joined
+from ckpttool.index.draft import Draft, Dropped
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions
 from ckpttool.storage.source import Source
-from ckpttool.storage.staging import Draft, Dropped
 
 from . import _deepspeed as ds
 from . import _deepspeed_write as dw

@@ -36,8 +36,8 @@ from typing import Any, NamedTuple
 
 from ..errors import CkpttoolError, Corrupt, NotRecognised, RemoteError, SourceChanged, Unsafe
 from ..formats.crc import crc32
+from ..index.draft import EarlierFile
 from ..storage.source import Source
-from ..storage.staging import EarlierFile
 from . import planes
 
 __all__ = [

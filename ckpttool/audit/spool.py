@@ -11,8 +11,8 @@ import tempfile
 from collections.abc import Callable, Sequence
 
 from ..errors import Corrupt, NoSpace
+from ..storage.local_destination import write_error
 from ..storage.source import Identity, Source
-from ..storage.staging import write_error
 from . import sealing
 from .archive import SEALED, SUFFIX
 

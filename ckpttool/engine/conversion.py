@@ -14,9 +14,9 @@ from typing import Any
 from ..errors import CkpttoolError, Interrupted, RemoteError, Unreadable, UsageError
 from ..index.digests import roots
 from ..storage import remote
-from ..storage.destinations import Sending, SendingFolder
+from ..storage.local_destination import Staging, write_error
+from ..storage.object_destinations import Sending, SendingFolder
 from ..storage.source import Source
-from ..storage.staging import Staging, write_error
 from .buffers import IOBudget
 from .destination import normal_destination, recovered, refuse_destination, refuse_source
 from .fill import Progress, fill, silent

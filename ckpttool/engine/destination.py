@@ -7,7 +7,7 @@ import os
 from .. import layouts
 from ..errors import CkpttoolError, DestinationExists, NotRecognised, UsageError
 from ..storage import partial, remote
-from ..storage.staging import refuse_full, refuse_target, write_error
+from ..storage.local_destination import refuse_full, refuse_target, write_error
 from ..storage.upload import NOTE
 from .opening import CheckpointPath, shown_path
 from .planning import Plan

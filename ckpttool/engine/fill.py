@@ -35,10 +35,11 @@ from ..errors import Corrupt
 from ..formats.crc import crc32, crc32_combine
 from ..index import boxes
 from ..index.checkpoint import ITEMSIZE, TensorEntry
-from ..storage.destinations import Sending, SendingFolder, Sent
+from ..index.draft import Draft, EarlierFile, Sink, Written
+from ..storage.local_destination import Altered, Staging, write_error
+from ..storage.object_destinations import Sending, SendingFolder, Sent
 from ..storage.partial import Earlier, keep_ours
 from ..storage.source import Source
-from ..storage.staging import Altered, Draft, EarlierFile, Sink, Staging, Written, write_error
 from .buffers import DEFAULT_BUDGET, BufferPool, IOBudget
 from .dtypes import bits_dtype
 from .stream import ALIGN, Block, Job, Reader

@@ -14,9 +14,9 @@ from .. import layouts
 from .._version import __version__
 from ..errors import Unsupported, UsageError
 from ..index.checkpoint import Unread, floating_dtype, joined, strangers
+from ..index.draft import Draft, Dropped
 from ..index.names import NOT_THEIRS, refuse_surrogates
 from ..storage.source import Source
-from ..storage.staging import Draft, Dropped
 from . import unread_files
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, model_of, open_with
 

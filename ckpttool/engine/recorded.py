@@ -19,8 +19,8 @@ from ..bounded_json import parse
 from ..errors import Corrupt, SourceChanged, Unreadable, Unsafe
 from ..index.checkpoint import Checkpoint, TensorEntry
 from ..index.digests import roots
+from ..index.draft import Draft
 from ..storage.source import Source
-from ..storage.staging import Draft
 from . import unread_files
 
 __all__ = [

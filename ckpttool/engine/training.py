@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 from ..errors import Corrupt, Unsupported
 from ..formats.torch_zip import Inline
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, joined, twins
+from ..index.draft import Dropped
 from ..index.names import nest, original
 from ..storage.source import Source
-from ..storage.staging import Dropped
 from .buffers import IOBudget
 from .fill import tensor_digests
 from .stream import Job, Reader, small

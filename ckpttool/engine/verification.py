@@ -15,8 +15,8 @@ from ..errors import Corrupt, Differs, Unreadable
 from ..formats import safetensors_header
 from ..index.checkpoint import Checkpoint, TensorEntry
 from ..index.digests import roots
+from ..index.draft import Draft
 from ..storage import remote
-from ..storage.staging import Draft
 from .buffers import IOBudget
 from .fill import Progress, silent, tensor_digests
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open, open_with, shown_path

@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ..index.checkpoint import Checkpoint, TensorEntry
-from ..storage.staging import Draft, DraftFile, Dropped, Written
+from ..index.draft import Draft, DraftFile, Dropped, Written
 from . import torch_zip
 from .crc import crc32, crc32_combine
 from .pickles import Opaque

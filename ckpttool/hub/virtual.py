@@ -23,7 +23,7 @@ from ..engine.record_crcs import CrcVerifier
 from ..engine.stream import Block, Job, Reader
 from ..errors import Interrupted
 from ..index.checkpoint import ITEMSIZE
-from ..storage.staging import Draft
+from ..index.draft import Draft
 
 __all__ = ["Content", "VirtualFile", "contents"]
 

@@ -10,9 +10,9 @@ from numpy.lib import format as npy
 
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry
+from ckpttool.index.draft import Draft, DraftFile, Dropped
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, option
 from ckpttool.storage.source import Source
-from ckpttool.storage.staging import Draft, DraftFile, Dropped
 
 
 @dataclass(frozen=True)

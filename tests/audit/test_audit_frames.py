@@ -30,8 +30,8 @@ from hypothesis import strategies as st
 from ckpttool.audit import planes, seekable
 from ckpttool.audit.seekable import FRAME, Cut, FrameReader, FrameWriter, Member, Walked, read_table, walk
 from ckpttool.errors import CkpttoolError, Corrupt, NotRecognised, RemoteError, SourceChanged, Unsafe
+from ckpttool.index.draft import EarlierFile
 from ckpttool.storage.source import Source
-from ckpttool.storage.staging import EarlierFile
 
 needs_zstd = pytest.mark.skipif(shutil.which("zstd") is None, reason="needs the zstd program")
 NAME = "a.tar.zst"

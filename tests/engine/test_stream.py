@@ -28,9 +28,10 @@ from ckpttool.engine.zstd_frames import decompress_ends
 from ckpttool.errors import Corrupt, SourceChanged, Unsafe
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, Record, TensorEntry
+from ckpttool.index.draft import Draft, DraftFile
 from ckpttool.storage import source as store
+from ckpttool.storage.local_destination import Staging
 from ckpttool.storage.source import Source
-from ckpttool.storage.staging import Draft, DraftFile, Staging
 
 TINY = IOBudget(1, 32 << 10)  # two pages of it are for alignment, so blocks have 24 KiB
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..index.draft import Draft
 from . import remote
-from .staging import Draft
 from .upload import Upload, UploadFolder
 
 __all__ = ["Sending", "SendingFolder", "Sent"]
