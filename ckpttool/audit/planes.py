@@ -29,14 +29,18 @@ def merge(data: memoryview | bytes, item: int, into: memoryview | None = None) -
 
 
 def _each(data: memoryview | bytes, item: int, into: memoryview | None, turn: Any) -> memoryview:
+    out = memoryview(bytearray(len(data))) if into is None else into
+    if item == 1:  # headers and JSON: `inspect` of an archive needs no numpy
+        out.cast("B")[:] = memoryview(data).cast("B")
+        return out
+
     import numpy as np
 
-    out = memoryview(bytearray(len(data))) if into is None else into
     a, b = np.frombuffer(data, "u1"), np.frombuffer(out, "u1")
     for at in range(0, len(a), BLOCK):
         x, y = a[at : at + BLOCK], b[at : at + BLOCK]
         whole = len(x) - len(x) % item
-        if item > 1 and whole:
+        if whole:
             turn(x[:whole], y[:whole], item)
             x, y = x[whole:], y[whole:]
         y[:] = x

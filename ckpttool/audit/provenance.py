@@ -15,7 +15,6 @@ import platform
 import socket
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from .._version import __version__
@@ -72,6 +71,8 @@ def _config_file(data: bytes) -> dict[str, str]:
 
 
 def _installed(name: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(name)
     except PackageNotFoundError:
