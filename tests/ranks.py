@@ -23,7 +23,7 @@ import torch.distributed as dist
 from peers import REPOSITORY
 
 from ckpttool.resume import launch
-from ckpttool.resume.settings import Settings
+from ckpttool.resume.settings import Settings, Status
 
 LIVE = REPOSITORY / "tests" / "live"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
@@ -128,11 +128,11 @@ def torchrun(world: int, script: str, *arguments: str) -> str:
 def forked() -> Iterator[None]:
     """resume_verify of this process has its ranks from here instead of from torchrun."""
 
-    def instead(folder: str, world: int, settings: Settings, tell: launch.Tell) -> None:
+    def instead(folder: str, world: int, settings: Settings, status: Status) -> None:
         statuses = NURSERIES.launch(
             world, ["-m", "ckpttool.resume.worker", folder], Path(folder) / "log", **{**ENVIRONMENT, "TOKENIZERS_PARALLELISM": "false"}
         )  # fmt: skip
-        launch._pass_on(folder, 0, tell)
+        launch._pass_on(folder, 0, status)
         if any(statuses):
             launch._explain(folder, max(statuses, key=abs))
 

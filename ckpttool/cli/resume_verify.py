@@ -222,6 +222,7 @@ def resume_verify(
     """Load a checkpoint into a live FSDP2 job and judge whether training goes on as before; exit 10 when it does not."""
     from ..resume import report as reports
     from ..resume.launch import resume_verify as run
+    from ..resume.terminal import screen
 
     if report is not None:
         try:
@@ -248,14 +249,14 @@ def resume_verify(
             activation_checkpointing=activation_checkpointing, compile=compile_, cpu_offload=cpu_offload,
             deterministic=deterministic, reread=reread, round_trip=round_trip, scratch=scratch, peak_tflops=peak_tflops,
             min_mfu=min_mfu, max_reserved_gib=max_reserved_gib, max_step_seconds=max_step_seconds,
-            max_load_seconds=max_load_seconds, tell=telling,
+            max_load_seconds=max_load_seconds, status=telling,
         )  # fmt: skip
     finally:
         telling.close()
     if found is None:  # a rank other than the first of a job that was started from outside
         return
     if not as_json:
-        draw(reports.screen(found))
+        draw(screen(found))
         sys.stdout.flush()
     reports.write(found, folder=report, junit_file=junit, metrics_file=metrics)
     if as_json:

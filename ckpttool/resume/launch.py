@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -32,14 +32,11 @@ from ..errors import CkpttoolError, Interrupted, UsageError
 from ..extras import need
 from ..index.names import counted
 from .bounds import PROFILES
-from .settings import Settings, mesh_of, write_settings
+from .settings import Settings, Status, mesh_of, write_settings
 from .trace import Trace, read_reference, read_trace
 from .verdict import Report
 
 __all__ = ["resume_verify"]
-
-#: Called with a sentence about what is being done.
-Tell = Callable[[str], None]
 
 
 def _silent(text: str) -> None:
@@ -82,7 +79,7 @@ def resume_verify(
     max_reserved_gib: float | None = None,
     max_step_seconds: float | None = None,
     max_load_seconds: float | None = None,
-    tell: Tell = _silent,
+    status: Status = _silent,
 ) -> Report | None:
     """Load a checkpoint into a live FSDP2 job, train some steps, and judge them.
 
@@ -180,11 +177,11 @@ def resume_verify(
             plan["noise"] = replace(base, micro_batch=_other_shape(base), scratch=None, reread=False)
         plan["candidate"] = settings
         if outside:
-            traces = _here(plan, folder, tell)
+            traces = _here(plan, folder, status)
             if traces is None:
                 return None
         else:
-            traces = _launched(plan, folder, tell)
+            traces = _launched(plan, folder, status)
         got = traces["candidate"]
         original = traces.get("reference") or recorded
         gauge = _gauge(calibrate, traces, recorded)
@@ -323,7 +320,7 @@ def _number(dtype: str, data: bytes) -> int:
 # -------------------------------------------------------------------------------------------------------------- running
 
 
-def _here(plan: Mapping[str, Settings], folder: str, tell: Tell) -> dict[str, Trace] | None:
+def _here(plan: Mapping[str, Settings], folder: str, status: Status) -> dict[str, Trace] | None:
     """The runs, in the job that this process is a rank of; the traces on rank 0."""
     from . import worker
 
@@ -339,12 +336,12 @@ def _here(plan: Mapping[str, Settings], folder: str, tell: Tell) -> dict[str, Tr
                     "another world size need a launch of their own, or one machine."
                 )
             out[label] = worker.run(
-                settings, os.path.join(folder, f"probe-{i}.npy"), tell if dist.get_rank() == 0 else _silent
+                settings, os.path.join(folder, f"probe-{i}.npy"), status if dist.get_rank() == 0 else _silent
             )
         return None if dist.get_rank() else {k: v for k, v in out.items() if v is not None}
 
 
-def _launched(plan: Mapping[str, Settings], folder: str, tell: Tell) -> dict[str, Trace]:
+def _launched(plan: Mapping[str, Settings], folder: str, status: Status) -> dict[str, Trace]:
     """The runs, by torchrun; consecutive ones with one world size share a launch."""
     out: dict[str, Trace] = {}
     waiting = list(plan.items())
@@ -358,14 +355,14 @@ def _launched(plan: Mapping[str, Settings], folder: str, tell: Tell) -> dict[str
         number += 1
         os.mkdir(inner)
         write_settings(os.path.join(inner, "runs.json"), [s for _, s in together])
-        tell(f"starting {world} rank{'s' if world > 1 else ''}: {', '.join(label for label, _ in together)}")
-        _torchrun(inner, world, together[0][1], tell)
+        status(f"starting {world} rank{'s' if world > 1 else ''}: {', '.join(label for label, _ in together)}")
+        _torchrun(inner, world, together[0][1], status)
         for i, (label, _) in enumerate(together):
             out[label] = read_trace(os.path.join(inner, f"trace-{i}.json"))
     return out
 
 
-def _torchrun(folder: str, world: int, settings: Settings, tell: Tell) -> None:
+def _torchrun(folder: str, world: int, settings: Settings, status: Status) -> None:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "--log-dir", folder,
         "-m", "ckpttool.resume.worker", folder,
@@ -383,10 +380,10 @@ def _torchrun(folder: str, world: int, settings: Settings, tell: Tell) -> None:
     try:
         while child.poll() is None:
             time.sleep(0.1)
-            seen = _pass_on(folder, seen, tell)
+            seen = _pass_on(folder, seen, status)
             if _words(folder):
                 _wait_and_stop(child)
-        _pass_on(folder, seen, tell)
+        _pass_on(folder, seen, status)
     except BaseException as e:
         _stop(child)
         if isinstance(e, KeyboardInterrupt):
@@ -396,7 +393,7 @@ def _torchrun(folder: str, world: int, settings: Settings, tell: Tell) -> None:
         _explain(folder, child.returncode)
 
 
-def _pass_on(folder: str, seen: int, tell: Tell) -> int:
+def _pass_on(folder: str, seen: int, status: Status) -> int:
     try:
         with open(os.path.join(folder, "events"), encoding="utf-8") as f:
             f.seek(seen)
@@ -405,7 +402,7 @@ def _pass_on(folder: str, seen: int, tell: Tell) -> int:
         return seen
     whole = text[: text.rfind("\n") + 1]
     for sentence in whole.splitlines():
-        tell(sentence)
+        status(sentence)
     return seen + len(whole.encode())
 
 

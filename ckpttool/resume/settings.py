@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from ..errors import UsageError
 
-__all__ = ["Settings", "mesh_of", "read_settings", "write_settings"]
+__all__ = ["Settings", "Status", "mesh_of", "read_settings", "write_settings"]
+
+#: Called with a sentence about what is being done.
+Status = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,12 @@ contents, report and page."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from .trace import SCHEMA, Trace, spelled, to_json
+from .words import listed
 
 __all__ = ["Cause", "Check", "Report", "Word"]
 
@@ -54,6 +56,15 @@ class Check:
         word: Word = ("pass" if verdict else "fail") if isinstance(verdict, bool) else verdict
         number, bound = (None if x is None or not math.isfinite(x) else x for x in (number, bound))
         return cls(_STAGES[name.partition(".")[0]], name, word, text, number, bound, source, where)
+
+    @classmethod
+    def exact(cls, name: str, problems: Sequence[str], good: str, bad: str) -> Check:
+        """A check that fails on any problem: problems are names, or names and what is wrong about them."""
+        if not problems:
+            return cls.of(name, True, good, 0, 0, "exact")
+        first = problems[0].split(" ")[0]
+        text = f"{bad}: {listed(problems)}"
+        return cls.of(name, False, text, len(problems), 0, "exact", first if "." in first else None)
 
     @classmethod
     def unknown(cls, name: str, why: str) -> Check:

@@ -1,6 +1,6 @@
 """What every rank does: build the job, load the checkpoint into it, take its fingerprint, probe it, train some steps.
 
-    run(settings, tell) -> Trace on rank 0, None elsewhere
+    run(settings, status) -> Trace on rank 0, None elsewhere
 
 The order is that of the judgement: the state is taken before the first forward pass, the probe before the first update.
 After the first step the job is saved with torch's own `dcp.save`, overwritten with garbage, loaded again and trained on:
@@ -15,24 +15,21 @@ from __future__ import annotations
 import gc
 import json
 import os
-import shutil
 import sys
 import time
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 from ..engine.opening import OpenCheckpoint
 from ..engine.opening import open as open_checkpoint
-from ..errors import CkpttoolError, UsageError
+from ..errors import CkpttoolError
 from ..live.load import gathered, load
 from ..live.values import lossless
 from . import batches, fingerprint
 from .job import Job, start
 from .recorder import (  # fmt: skip
-    Measure,
     config_of,
     device_of,
     dtype_of,
@@ -40,19 +37,15 @@ from .recorder import (  # fmt: skip
     has_dropout,
     named_state,
     plain_groups,
-    root_of_squares,
     scalars_of,
     tied_names,
 )
-from .settings import Settings, read_settings
-from .trace import Step, Trace, to_json
+from .round_trip import round_trip
+from .settings import Settings, Status, read_settings
+from .trace import Trace, to_json
+from .training import measure_memory, probe, train_step
 
 __all__ = ["joined_job", "run"]
-
-#: Called with a sentence about what is being done; on rank 0 only.
-Tell = Callable[[str], None]
-
-_PROBE_ROWS = 64  # rows of logits that are kept
 
 
 @contextmanager
@@ -83,7 +76,7 @@ def joined_job(device: str, deterministic: bool) -> Any:
             dist.destroy_process_group()
 
 
-def run(settings: Settings, probe_file: str, tell: Tell) -> Trace | None:
+def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
     """The trace of one checkpoint in one job, on rank 0. A collective.
 
     Raises:
@@ -96,7 +89,7 @@ def run(settings: Settings, probe_file: str, tell: Tell) -> Trace | None:
     torch.manual_seed(settings.seed)
     with open_checkpoint(settings.source, **settings.how) as opened:
         ckpt = opened.checkpoint
-        tell("building the model")
+        status("building the model")
         job = start(settings, ckpt)
         out = Trace(
             source=settings.source, layout=opened.layout.name, start=settings.start, world_size=dist.get_world_size(),
@@ -114,24 +107,24 @@ def run(settings: Settings, probe_file: str, tell: Tell) -> Trace | None:
             aside = any(r.component == "optim" for r in ckpt.unread)
             lacks = "what was read has no optimizer state" if aside else "the checkpoint has no optimizer state"
             out.notes.append(f"{lacks}; the optimizer of the job begins anew")
-        tell(f"loading {settings.source}")
-        failed = _load(settings, job, trained, out, tell)
+        status(f"loading {settings.source}")
+        failed = _load(settings, job, trained, out, status)
         if failed is not None:
             out.failed = failed
             out.state = {n: (t.dtype, t.shape, "") for n, t in ckpt.tensors.items()}
             return out if dist.get_rank() == 0 else None
-        tell("comparing what the job holds with the files")
-        _state(job, trained, opened, settings, out, tell)
+        status("comparing what the job holds with the files")
+        _state(job, trained, opened, settings, out, status)
         _restore_rng(settings, opened, out)
-    tell("probing")
-    _probe(job, rows, settings, probe_file, out)
+    status("probing")
+    probe(job, rows, settings, probe_file, out)
     for k in range(settings.steps):
         step = settings.start + 1 + k
-        out.steps.append(_step(job, rows, step, settings))
-        tell(f"step {k + 1} of {settings.steps}: loss {out.steps[-1].loss:.6g}")
+        out.steps.append(train_step(job, rows, step, settings))
+        status(f"step {k + 1} of {settings.steps}: loss {out.steps[-1].loss:.6g}")
         if k == 0:
-            _round_trip(job, settings, out, tell)
-    out.memory = _memory(settings)
+            round_trip(job, settings, out, status)
+    out.memory = measure_memory(settings)
     del job
     gc.collect()
     if settings.device == "cuda":
@@ -167,8 +160,8 @@ def _data(settings: Settings, job: Job) -> tuple[batches.Rows, int | None]:
 class _Rate:
     """Tells, now and then, how much of this rank's part is read."""
 
-    def __init__(self, tell: Tell) -> None:
-        self.tell, self.began, self.said = tell, time.monotonic(), time.monotonic()
+    def __init__(self, status: Status) -> None:
+        self.status, self.began, self.said = status, time.monotonic(), time.monotonic()
 
     def __call__(self, what: str, done: int, total: int) -> None:
         now = time.monotonic()
@@ -176,20 +169,20 @@ class _Rate:
             return
         self.said = now
         rate = done / (now - self.began)
-        self.tell(
+        self.status(
             f"{what}: {done / 1e9:.1f} of {total / 1e9:.1f} GB of each rank, {rate / 1e9:.2f} GB/s, "
             f"{(total - done) / rate:.0f} s left"
         )
 
 
-def _load(settings: Settings, job: Job, trained: bool, out: Trace, tell: Tell) -> str | None:
+def _load(settings: Settings, job: Job, trained: bool, out: Trace, status: Status) -> str | None:
     """Load; why it cannot be done, on every rank alike, where it cannot. A collective."""
     began = time.monotonic()
     problem: str | None = None
     try:
         loaded = load(
             job.model, job.optimizer if trained else None, settings.source, scheduler=job.scheduler if trained else None,
-            progress=_Rate(tell), **settings.how,
+            progress=_Rate(status), **settings.how,
         )  # fmt: skip
         out.notes.extend(loaded.notes)
         out.load_bytes = loaded.bytes
@@ -208,7 +201,7 @@ def _load(settings: Settings, job: Job, trained: bool, out: Trace, tell: Tell) -
     return text if len(said) == 1 and all(p is not None for p, _ in problems) else f"rank {rank}: {text}"
 
 
-def _state(job: Job, trained: bool, opened: OpenCheckpoint, settings: Settings, out: Trace, tell: Tell) -> None:
+def _state(job: Job, trained: bool, opened: OpenCheckpoint, settings: Settings, out: Trace, status: Status) -> None:
     """Fingerprints of what the job holds, and of the files. A collective."""
     import torch.distributed as dist
 
@@ -233,7 +226,7 @@ def _state(job: Job, trained: bool, opened: OpenCheckpoint, settings: Settings, 
             kinds = f"{entries[other[0]].dtype} in the files and {dtype_of(tensors[other[0]])} in the job"
             out.notes.append(f"{len(other)} tensors are of another dtype, first {other[0]}: {kinds}")
         common = [n for n in entries if n in tensors and n not in set(other)]
-        out.stored = fingerprint.in_files(opened, common, *ranks, device, _Rate(tell))
+        out.stored = fingerprint.in_files(opened, common, *ranks, device, _Rate(status))
 
 
 def _restore_rng(settings: Settings, opened: OpenCheckpoint, out: Trace) -> None:
@@ -259,221 +252,6 @@ def _restore_rng(settings: Settings, opened: OpenCheckpoint, out: Trace) -> None
             torch.cuda.set_rng_state(state)
 
 
-# -------------------------------------------------------------------------------------------------------------- running
-
-
-def _batch(rows: batches.Rows, first: int, last: int, device: Any) -> dict[str, Any]:
-    import torch
-
-    samples = [rows(i) for i in range(first, last)]
-    return {k: torch.stack([torch.as_tensor(s[k]) for s in samples]).to(device) for k in samples[0]}
-
-
-def _on(settings: Settings) -> Any:
-    import torch
-
-    return (
-        torch.device(settings.device, torch.cuda.current_device()) if settings.device == "cuda" else torch.device("cpu")
-    )
-
-
-def _probe(job: Job, rows: batches.Rows, settings: Settings, file: str, out: Trace) -> None:
-    """Logits of the first rows of the data, the same on every rank. A collective."""
-    import numpy as np
-    import torch
-    import torch.distributed as dist
-
-    job.model.eval()
-    batch = _batch(rows, 0, settings.micro_batch, _on(settings))
-    with torch.no_grad():
-        _, _, logits = job.loss(job.model, batch)
-    job.model.train()
-    if logits is None:
-        out.probe = {"skipped": "the job gives no logits"}
-        return
-    flat = logits.reshape(-1, logits.shape[-1])
-    keep = torch.linspace(0, flat.shape[0] - 1, min(_PROBE_ROWS, flat.shape[0])).round().long().to(flat.device)
-    kept = flat[keep].float().contiguous()
-    each = torch.tensor([fingerprint.flat(kept.reshape(-1), 0) >> 1], dtype=torch.int64, device=kept.device)
-    every = [torch.empty_like(each) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, each)
-    out.probe = {"agree": all(bool((e == each).all()) for e in every), "rows": len(keep)}
-    if "input_ids" in batch:
-        out.probe["batch"] = f"{batches.digest(batch['input_ids'].cpu().numpy()):032x}"
-    if dist.get_rank() == 0:
-        np.save(file, kept.cpu().numpy(), allow_pickle=False)
-        out.probe["file"] = file
-
-
-def _step(job: Job, rows: batches.Rows, step: int, settings: Settings) -> Step:
-    """One optimizer step on the global batch, and what there is to see of it. A collective."""
-    import torch
-    import torch.distributed as dist
-
-    device = _on(settings)
-    parts = batches.micro_batches(step, settings.global_batch, settings.micro_batch, job.rank, job.world)
-    data = [(_batch(rows, first, last, device), counts) for first, last, counts in parts]
-    tokens, seen = _count(data, settings)
-    rates = _rates(job, step, settings)
-    measure = Measure(job.model)
-    _wait(settings)
-    began = time.perf_counter()
-    total = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
-    for batch, counts in data:
-        loss, count, _ = job.loss(job.model, batch)
-        if counts:
-            total += torch.stack([loss.detach().double(), count.detach().double().to(device)])
-        # a pass that does not count still takes part in the collectives; nan * 0 would be nan
-        (loss * (job.scale / tokens) if counts else torch.nan_to_num(loss) * 0.0).backward()
-    _wait(settings)
-    seconds = time.perf_counter() - began
-    if dist.get_rank() % settings.mesh.get("tp", 1):
-        total.zero_()  # ranks of one tensor-parallel group have the same rows
-    dist.all_reduce(total)
-    counted = float(total[1].item())
-    if not counted > 0:
-        raise UsageError(f"no token of step {step} counts in the loss: are all its labels {batches.IGNORED}?")
-    if counted != tokens:  # a loss of the user's counts otherwise than by labels
-        for p in job.model.parameters():
-            if p.grad is not None:
-                fingerprint.local(p.grad).mul_(tokens / counted)
-    measure.before()
-    measure.gradients()
-    norm = root_of_squares(measure.grads)
-    began = time.perf_counter()
-    if settings.clip is not None:
-        _clip(job.model, settings.clip, norm)
-    job.optimizer.step()
-    if job.scheduler is not None:
-        job.scheduler.step()
-    job.optimizer.zero_grad()
-    _wait(settings)
-    seconds += time.perf_counter() - began
-    measure.after()
-    mine = torch.tensor([float(total[0].item()) / counted], dtype=torch.float64, device=device)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, mine)
-    return Step(
-        step, float(mine.item()), norm, root_of_squares(measure.updates), rates, seen, round(counted), seconds,
-        [float(e.item()) for e in every], measure.grads, measure.updates,
-    )  # fmt: skip
-
-
-def _count(data: list[tuple[dict[str, Any], bool]], settings: Settings) -> tuple[int, str | None]:
-    """(tokens of the global batch that count in the loss, its digest). A collective."""
-    import torch.distributed as dist
-
-    tokens, sums, known = 0, 0, True
-    for batch, counts in data:
-        if not counts or dist.get_rank() % settings.mesh.get("tp", 1):
-            continue
-        labels = batch.get("labels", batch.get("input_ids"))
-        if labels is None or labels.dim() < 2:
-            known = False
-            tokens += len(next(iter(batch.values())))
-            continue
-        tokens += int((labels[:, 1:] != batches.IGNORED).sum().item())
-        sums += batches.digest(batch["input_ids"].cpu().numpy())
-    parts = gathered((tokens, sums, known))
-    digest = f"{sum(s for _, s, _ in parts) % (1 << 128):032x}" if all(k for _, _, k in parts) else None
-    return max(1, sum(t for t, _, _ in parts)), digest
-
-
-def _rates(job: Job, step: int, settings: Settings) -> list[float]:
-    """The learning rates of a step; those of the reference from the second on, where nothing here would change them."""
-    given = settings.rates.get(step)
-    groups = job.optimizer.param_groups
-    if job.scheduler is None and given is not None and step > settings.start + 1 and len(given) == len(groups):
-        for group, rate in zip(groups, given, strict=True):
-            group["lr"] = rate
-    return [float(g["lr"]) for g in groups]
-
-
-def _clip(model: Any, bound: float, norm: float) -> None:
-    """As torch.nn.utils.clip_grads_with_norm_, for parameters of several meshes."""
-    import torch
-
-    factor = min(1.0, bound / (norm + 1e-6))
-    grads = [fingerprint.local(p.grad) for p in model.parameters() if p.grad is not None]
-    torch._foreach_mul_(grads, factor)
-
-
-def _wait(settings: Settings) -> None:
-    if settings.device == "cuda":
-        import torch
-
-        torch.cuda.synchronize()
-
-
-def _memory(settings: Settings) -> list[dict[str, int]]:
-    import resource
-
-    import torch
-
-    if settings.device == "cuda":
-        mine = {
-            "allocated_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved(),
-            "total_bytes": torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
-        }  # fmt: skip
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        mine = {"allocated_bytes": peak, "reserved_bytes": peak, "total_bytes": whole}
-    return [{"rank": r, **m} for r, m in enumerate(gathered(mine))]
-
-
-# ----------------------------------------------------------------------------------------------------------- round trip
-
-
-def _round_trip(job: Job, settings: Settings, out: Trace, tell: Tell) -> None:
-    """Save, overwrite with garbage, load, and compare. A collective."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    if settings.scratch is None:
-        out.roundtrip = {"skipped": "no --scratch folder that all ranks share was given"}
-        return
-    tensors = named_state(job.model, job.optimizer)
-    need = sum(t.numel() * t.element_size() for t in tensors.values())
-    free = shutil.disk_usage(settings.scratch).free
-    if free < need * 1.1 + (64 << 20):
-        out.roundtrip = {
-            "skipped": f"{settings.scratch} has {free / 1e9:.1f} GB free, {need / 1e9:.1f} GB are to be saved"
-        }
-        return
-    tell("saving and loading again")
-    device = device_of(job.model)
-    names: list[Any] = [f"ckpttool-round-trip-{uuid.uuid4().hex}"]
-    dist.broadcast_object_list(names)  # one that nobody else has, the same on every rank
-    folder = os.path.join(settings.scratch, names[0])
-    before, _ = fingerprint.in_memory(tensors, device)
-    try:
-        began = time.monotonic()
-        model, optim = get_state_dict(job.model, job.optimizer)
-        save({"model": model, "optim": optim}, checkpoint_id=folder)
-        saved = time.monotonic() - began
-        rates = [g["lr"] for g in job.optimizer.param_groups]
-        del model, optim
-        with torch.no_grad():
-            for t in tensors.values():
-                local = fingerprint.local(t)
-                local.fill_(1 if local.dtype == torch.bool else 77)
-        began = time.monotonic()
-        load(job.model, job.optimizer, folder)
-        loaded = time.monotonic() - began
-    finally:
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-    after, _ = fingerprint.in_memory(named_state(job.model, job.optimizer), device)
-    differing = sorted(n for n in before.keys() | after.keys() if before.get(n) != after.get(n))
-    if rates != [g["lr"] for g in job.optimizer.param_groups]:
-        differing.append("optim.param_groups: lr")
-    out.roundtrip = {"save_seconds": saved, "load_seconds": loaded, "bytes": need, "differing": differing}
-
-
 # ------------------------------------------------------------------------------------------------------------- torchrun
 
 
@@ -482,7 +260,7 @@ def main(folder: str) -> None:
     rank = int(os.environ.get("RANK", "0"))
     runs = read_settings(os.path.join(folder, "runs.json"))
 
-    def tell(text: str) -> None:
+    def status(text: str) -> None:
         if rank == 0:
             with open(os.path.join(folder, "events"), "a", encoding="utf-8") as f:
                 f.write(text.replace("\n", " ") + "\n")
@@ -490,7 +268,7 @@ def main(folder: str) -> None:
     try:
         with joined_job(runs[0].device, runs[0].deterministic):
             for i, settings in enumerate(runs):
-                trace = run(settings, os.path.join(folder, f"probe-{i}.npy"), tell)
+                trace = run(settings, os.path.join(folder, f"probe-{i}.npy"), status)
                 if trace is not None:
                     with open(os.path.join(folder, f"trace-{i}.json"), "w", encoding="utf-8") as f:
                         json.dump(to_json(trace), f, default=str)

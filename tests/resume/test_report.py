@@ -26,9 +26,12 @@ from rich.console import Console
 
 from ckpttool.errors import NoSpace, UsageError
 from ckpttool.resume.contents import relative, rows, sentence
+from ckpttool.resume.junit import junit
 from ckpttool.resume.page import page
-from ckpttool.resume.report import METRICS as ALL_METRICS
-from ckpttool.resume.report import junit, prometheus, screen, write
+from ckpttool.resume.prometheus import METRICS as ALL_METRICS
+from ckpttool.resume.prometheus import prometheus
+from ckpttool.resume.report import write
+from ckpttool.resume.terminal import screen
 from ckpttool.resume.trace import Step, Trace
 from ckpttool.resume.verdict import Cause, Check, Report
 

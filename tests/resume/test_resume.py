@@ -221,7 +221,7 @@ def test_a_python_caller_gets_the_report(config: Path) -> None:
             sequence=8,
             device="cpu",
             round_trip=False,
-            tell=told.append,
+            status=told.append,
         )
     assert report is not None and report.word == "no reference" and report.exit_code == 0
     assert report.candidate.roundtrip["skipped"] and any("loading" in t for t in told)

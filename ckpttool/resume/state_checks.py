@@ -1,0 +1,291 @@
+"""Checks of what the job holds after loading, before it computes anything: its state and its configuration.
+
+Each function gets the traces and returns a `Check`, or the checks of a stage: what differs, how much of it, and the first
+difference by name. `loaded`, `plausible` and `own_tied` need no reference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from ..index.names import counted
+from .differences import (
+    alike,
+    config_differences,
+    copies_differ,
+    differing,
+    judged,
+    missing_and_extra,
+    not_as_stored,
+    option_differences,
+    options,
+    shape_differences,
+    state_obstacle,
+    steps_of,
+    ties,
+    told,
+    value_differences,
+)
+from .trace import Trace
+from .verdict import Check
+from .words import changed, fqn_of, listed, plural, slot_of
+
+__all__ = ["configuration", "loaded", "own_tied", "plausible", "state"]
+
+
+def loaded(got: Trace, profile: str) -> Check:
+    name = "state.loaded"
+    if got.failed is not None:
+        return Check.of(name, False, f"the checkpoint could not be loaded into the job: {got.failed}", source="exact")
+    if copies := copies_differ(got):
+        return Check.exact(
+            name, copies, "", f"copies on several ranks are not equal, of {plural(len(copies), 'tensor')}"
+        )
+    if (rounded := got.environment.get("rounded")) and profile != "relaxed":
+        return Check.exact(
+            name, rounded, "", f"the job rounds {plural(len(rounded), 'tensor')} to a dtype of fewer digits"
+        )
+    if not got.stored or not got.state:
+        return Check.unknown(
+            name, "the files were not read a second time, so what was loaded was not compared with them"
+        )
+    wrong = not_as_stored(got)
+    good = f"the job holds what the files say, in all {len(got.stored)} tensors"
+    return Check.exact(name, wrong, good, f"the job does not hold what the files say in {plural(len(wrong), 'tensor')}")
+
+
+def plausible(got: Trace) -> Check:
+    """What a state shows by itself. Parameters that never got a gradient have no state, and those that got fewer have
+    smaller steps, so only what no training does is a fault."""
+    name = "state.plausible"
+    if got.failed is not None or (not got.state and not got.scalars):
+        return Check.unknown(name, "the run does not say what the job held")
+    problems = [
+        f"{n} is {v}" for n, v in got.scalars.items() if math.isnan(v) or (math.isinf(v) and n.startswith("optim."))
+    ]
+    trained = _trained(got)
+    steps = {n: v for n, v in steps_of(got).items() if math.isfinite(v)}
+    if trained > 0:
+        zeros = [n for n, v in steps.items() if v == 0]
+        if zeros and len(zeros) == len(steps):
+            problems.append(f"the optimizer's step is 0 on all {plural(len(steps), 'tensor')}, after {trained} steps")
+        elif zeros:
+            problems += [f"optim.state.{n}.step is 0, after {trained} steps" for n in zeros]
+        moments = any(slot_of(n) != "weights" for n in got.state) or bool(steps)
+        adaptive = any("betas" in g and g.get("params") for g in got.groups)
+        if adaptive and not moments:
+            problems.append(f"the optimizer has param groups and no moments, after {trained} steps")
+    for module, found in _modules(steps).items():
+        apart = sorted(set(found.values()))
+        if 0 not in apart and len(apart) > 1:
+            few = " and ".join(f"{v:g}" for v in apart[:3])
+            problems.append(f"{module} has parameters with optimizer steps {few}")
+    slots: dict[str, set[str]] = {}
+    for n in got.state:
+        slots.setdefault(slot_of(n), set()).add(fqn_of(n))
+    if "exp_avg" in slots and "exp_avg_sq" in slots:
+        problems += [f"{n} has one of exp_avg and exp_avg_sq" for n in sorted(slots["exp_avg"] ^ slots["exp_avg_sq"])]
+    return Check.exact(
+        name, problems, "optimizer steps, moments and scalars are such as a training leaves", "no training leaves this"
+    )
+
+
+def _trained(trace: Trace) -> int:
+    """How many steps had been trained when the checkpoint was saved, as far as the trace says."""
+    told = counted(trace.values.get)
+    return trace.start if told is None else told
+
+
+def _modules(steps: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Optimizer steps by the module within a layer, such as layers.1.self_attn, whose parts are trained together.
+
+    Layers themselves are no such module, nor are lists of experts: one that no token was sent to may get no gradient.
+    """
+    out: dict[str, dict[str, float]] = {}
+    for fqn, step in steps.items():
+        parts = fqn.split(".")
+        if (
+            len(parts) >= 4
+            and any(p.isdigit() for p in parts[:-2])
+            and not parts[-3].isdigit()
+            and not parts[-2].isdigit()
+        ):
+            out.setdefault(".".join(parts[:-2]), {})[fqn] = step
+    return out
+
+
+def state(reference: Trace, got: Trace, profile: str) -> list[Check]:
+    names = ("state.names", "state.shapes", "state.digests", "state.scalars")
+    why = state_obstacle(reference, got)
+    if why is not None:
+        return [Check.unknown(n, why) for n in names]
+    out = []
+    if reference.state and got.state:
+        missing, extra = missing_and_extra(reference, got)
+        parts = [f"{plural(len(missing), 'tensor')} missing"] if missing else []
+        parts += [f"{len(extra)} that the reference does not have"] if extra else []
+        out.append(Check.exact(names[0], missing + extra, f"the same {len(got.state)} tensors", ", ".join(parts)))
+    else:
+        out.append(Check.unknown(names[0], "one of the two does not list its tensors"))
+    if got.failed is not None:
+        return out + [Check.unknown(n, "the checkpoint could not be loaded") for n in names[1:]]
+    common = [n for n in reference.state if n in got.state and judged(n)]
+    other_shapes, other_dtypes = shape_differences(reference, got)
+    shapes, dtypes = changed(other_shapes, lambda shape: str(list(shape))), changed(other_dtypes, str)
+    relaxed = profile == "relaxed"
+    good = f"the same shapes and dtypes in all {len(common)} tensors"
+    if dtypes and relaxed:
+        what = plural(len(dtypes), "tensor")
+        good = f"the same shapes; {what} of another dtype, as the profile allows: {listed(dtypes)}"
+    if not common:
+        out.append(Check.unknown(names[1], "no tensor is on both sides"))
+    else:
+        parts = [f"{plural(len(shapes), 'tensor')} of another shape"] if shapes else []
+        parts += [f"{plural(len(dtypes), 'tensor')} of another dtype"] if dtypes else []
+        out.append(Check.exact(names[1], shapes + ([] if relaxed else dtypes), good, ", ".join(parts)))
+    same = [n for n in common if n not in other_shapes and n not in other_dtypes]
+    compared = [n for n in same if reference.state[n][2] and got.state[n][2]]
+    if compared:
+        wrong = differing(reference, got)
+        good = f"equal bytes in all {len(compared)} tensors" + (
+            f"; {len(dtypes)} of another dtype are not counted" if dtypes and relaxed else ""
+        )
+        bad = f"{len(wrong)} of {plural(len(compared), 'tensor')} hold other bytes"
+        out.append(Check.exact(names[2], wrong, good, bad))
+    else:
+        out.append(Check.unknown(names[2], "no tensor has a fingerprint on both sides"))
+    both = [n for n in reference.scalars if n in got.scalars and judged(n)]
+    two = {n: (reference.scalars[n], got.scalars[n]) for n in both}
+    wrong = changed({n: (a, b) for n, (a, b) in two.items() if not alike(float(a), float(b))})
+    if both:
+        good = f"equal values of all {plural(len(both), 'tensor')} with one element"
+        bad = f"{plural(len(wrong), 'tensor')} with one element has another value"
+        out.append(Check.exact(names[3], wrong, good, bad))
+    else:
+        out.append(Check.unknown(names[3], "no tensor with one element is known on both sides"))
+    return out
+
+
+# -------------------------------------------------------------------------------------------------------- configuration
+
+
+def configuration(reference: Trace, got: Trace) -> list[Check]:
+    if got.failed is not None:
+        names = ("groups", "scheduler", "values", "tied", "model")
+        return [Check.unknown(f"config.{n}", "the checkpoint could not be loaded") for n in names]
+    rules = (_groups, _scheduler, _values, _tied, _model)
+    return [rule(reference, got) for rule in rules]
+
+
+def _groups(reference: Trace, got: Trace) -> Check:
+    name = "config.groups"
+    theirs, ours = options(reference), options(got)
+    if not theirs or not ours:
+        who = "the run" if theirs else "the reference"
+        return Check.unknown(name, f"{who} does not say what its param groups are (Recorder.state writes them down)")
+    if reference.start != got.start:
+        return Check.unknown(name, f"the reference's param groups are those of step {reference.start}")
+    found, missing, extra = option_differences(reference, got)
+    problems = []
+    for key, where in found.items():
+        first, (expected, value) = next(iter(where.items()))
+        problems.append(f"{key} is {value!r} and was {expected!r} for {plural(len(where), 'parameter')}, first {first}")
+    if missing:
+        problems.append(f"{plural(len(missing), 'parameter')} not in the optimizer, first {missing[0]}")
+    if extra:
+        problems.append(f"{plural(len(extra), 'parameter')} only in this optimizer, first {extra[0]}")
+    good = f"the same options for all {len(ours)} parameters"
+    out = Check.exact(name, problems, good, "param groups differ")
+    if problems:
+        out.where = next((n for where in found.values() for n in where), None) or [*missing, *extra][0]
+    return out
+
+
+def _scheduler(reference: Trace, got: Trace) -> Check:
+    name = "config.scheduler"
+    found, missing, extra, compared = value_differences(reference, got, "scheduler")
+    if missing and not compared and not extra:
+        return Check.of(
+            name, False, "the checkpoint has no state of the scheduler, the reference has one", 1, 0, "exact"
+        )
+    if not compared:
+        return Check.unknown(name, "no state of a scheduler on both sides")
+    out = Check.exact(name, changed(found), "the same state of the scheduler", "the state of the scheduler differs")
+    gone = [n for n in missing if told(reference.values[n])]
+    if gone and out.verdict == "pass":
+        return Check.of(name, False, f"the scheduler's {listed(gone)} is missing", len(gone), 0, "exact")
+    return _with_rest(out, missing, extra)
+
+
+def _with_rest(check: Check, missing: Sequence[str], extra: Sequence[str]) -> Check:
+    if missing:
+        check.text += f"; only in the reference: {listed(missing)}"
+    if extra:
+        check.text += f"; only here: {listed(extra)}"
+    return check
+
+
+def _values(reference: Trace, got: Trace) -> Check:
+    name = "config.values"
+    problems, missing, extra, compared = [], list[str](), list[str](), 0
+    for component in ("trainer", "scaler", "dataloader", "extra"):
+        found, gone, new, n = value_differences(reference, got, component)
+        problems += changed(found)
+        if component == "trainer":
+            problems += [f"{k} is missing and was {reference.values[k]!r}" for k in gone if told(reference.values[k])]
+        else:
+            missing += gone
+        extra += new
+        compared += n
+    if reference.others or got.others:
+        compared += len(reference.others.keys() & got.others.keys())
+        if reference.layout is not None:  # not a recording, which knows of none
+            problems += [f"{n} is missing" for n in reference.others if n not in got.others]
+        problems += [f"{n} is not as it was" for n, x in reference.others.items() if got.others.get(n, x) != x]
+    if reference.clip is not None:
+        compared += 1
+        if got.clip != reference.clip:
+            problems.append(f"clip is {got.clip!r} and was {reference.clip!r}")
+    if not compared and not problems:
+        return Check.unknown(name, "no counter or other value is known on both sides")
+    out = Check.exact(
+        name, problems, f"the same {plural(compared, 'value')}", f"{plural(len(problems), 'value')} not as it was"
+    )
+    return _with_rest(out, missing, extra)
+
+
+def own_tied(got: Trace) -> Check | None:
+    """The model's own configuration says that the head is tied; None where it does not, or has no head."""
+    heads = [n for n in got.state if n.startswith("model.") and n.endswith("lm_head.weight")]
+    if got.config is None or got.config.get("tie_word_embeddings") is not True or not heads:
+        return None
+    if got.tied:
+        return Check.of("config.tied", True, "tied as the configuration says", 0, 0, "exact")
+    text = "the configuration says tie_word_embeddings, and the job trains the head and the embedding apart"
+    return Check.of("config.tied", False, text, 1, 0, "exact", heads[0].removeprefix("model."))
+
+
+def _tied(reference: Trace, got: Trace) -> Check:
+    name = "config.tied"
+    own = own_tied(got)
+    if own is not None and own.verdict == "fail":
+        return own
+    if not reference.tied and not reference.state and reference.parameters is None:
+        return own or Check.unknown(
+            name, "the reference does not say which parameters are tied (give Recorder the model)"
+        )
+    theirs, ours = ties(reference), ties(got)
+    problems = [f"{' and '.join(sorted(g))} were tied and are not" for g in sorted(theirs - ours, key=sorted)]
+    problems += [f"{' and '.join(sorted(g))} are tied and were not" for g in sorted(ours - theirs, key=sorted)]
+    good = f"the same {plural(len(ours), 'tied parameter')}" if ours else "no parameter is tied on either side"
+    return Check.exact(name, problems, good, "parameters are not tied as they were")
+
+
+def _model(reference: Trace, got: Trace) -> Check:
+    name = "config.model"
+    if reference.config is None or got.config is None:
+        who = "the reference" if reference.config is None else "the run"
+        return Check.unknown(name, f"{who} has no configuration of the model")
+    found = config_differences(reference.config, got.config)
+    return Check.exact(name, changed(found), "the same configuration of the model", "the model's configuration differs")

@@ -1,0 +1,186 @@
+"""One rank's part of the probe and of a training step, and what there is to see of them.
+
+Everything here is collective: all ranks of the job call it, with the same arguments.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from ..errors import UsageError
+from ..live.load import gathered
+from . import batches, fingerprint
+from .job import Job
+from .recorder import (  # fmt: skip
+    Measure,
+    root_of_squares,
+)
+from .settings import Settings
+from .trace import Step, Trace
+
+__all__ = ["measure_memory", "probe", "train_step"]
+
+
+_PROBE_ROWS = 64  # rows of logits that are kept
+
+
+def _batch(rows: batches.Rows, first: int, last: int, device: Any) -> dict[str, Any]:
+    import torch
+
+    samples = [rows(i) for i in range(first, last)]
+    return {k: torch.stack([torch.as_tensor(s[k]) for s in samples]).to(device) for k in samples[0]}
+
+
+def _on(settings: Settings) -> Any:
+    import torch
+
+    return (
+        torch.device(settings.device, torch.cuda.current_device()) if settings.device == "cuda" else torch.device("cpu")
+    )
+
+
+def probe(job: Job, rows: batches.Rows, settings: Settings, file: str, out: Trace) -> None:
+    """Logits of the first rows of the data, the same on every rank. A collective."""
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+
+    job.model.eval()
+    batch = _batch(rows, 0, settings.micro_batch, _on(settings))
+    with torch.no_grad():
+        _, _, logits = job.loss(job.model, batch)
+    job.model.train()
+    if logits is None:
+        out.probe = {"skipped": "the job gives no logits"}
+        return
+    flat = logits.reshape(-1, logits.shape[-1])
+    keep = torch.linspace(0, flat.shape[0] - 1, min(_PROBE_ROWS, flat.shape[0])).round().long().to(flat.device)
+    kept = flat[keep].float().contiguous()
+    each = torch.tensor([fingerprint.flat(kept.reshape(-1), 0) >> 1], dtype=torch.int64, device=kept.device)
+    every = [torch.empty_like(each) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, each)
+    out.probe = {"agree": all(bool((e == each).all()) for e in every), "rows": len(keep)}
+    if "input_ids" in batch:
+        out.probe["batch"] = f"{batches.digest(batch['input_ids'].cpu().numpy()):032x}"
+    if dist.get_rank() == 0:
+        np.save(file, kept.cpu().numpy(), allow_pickle=False)
+        out.probe["file"] = file
+
+
+def train_step(job: Job, rows: batches.Rows, step: int, settings: Settings) -> Step:
+    """One optimizer step on the global batch, and what there is to see of it. A collective."""
+    import torch
+    import torch.distributed as dist
+
+    device = _on(settings)
+    parts = batches.micro_batches(step, settings.global_batch, settings.micro_batch, job.rank, job.world)
+    data = [(_batch(rows, first, last, device), counts) for first, last, counts in parts]
+    tokens, seen = _count(data, settings)
+    rates = _rates(job, step, settings)
+    measure = Measure(job.model)
+    _wait(settings)
+    began = time.perf_counter()
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
+    for batch, counts in data:
+        loss, count, _ = job.loss(job.model, batch)
+        if counts:
+            total += torch.stack([loss.detach().double(), count.detach().double().to(device)])
+        # a pass that does not count still takes part in the collectives; nan * 0 would be nan
+        (loss * (job.scale / tokens) if counts else torch.nan_to_num(loss) * 0.0).backward()
+    _wait(settings)
+    seconds = time.perf_counter() - began
+    if dist.get_rank() % settings.mesh.get("tp", 1):
+        total.zero_()  # ranks of one tensor-parallel group have the same rows
+    dist.all_reduce(total)
+    counted = float(total[1].item())
+    if not counted > 0:
+        raise UsageError(f"no token of step {step} counts in the loss: are all its labels {batches.IGNORED}?")
+    if counted != tokens:  # a loss of the user's counts otherwise than by labels
+        for p in job.model.parameters():
+            if p.grad is not None:
+                fingerprint.local(p.grad).mul_(tokens / counted)
+    measure.before()
+    measure.gradients()
+    norm = root_of_squares(measure.grads)
+    began = time.perf_counter()
+    if settings.clip is not None:
+        _clip(job.model, settings.clip, norm)
+    job.optimizer.step()
+    if job.scheduler is not None:
+        job.scheduler.step()
+    job.optimizer.zero_grad()
+    _wait(settings)
+    seconds += time.perf_counter() - began
+    measure.after()
+    mine = torch.tensor([float(total[0].item()) / counted], dtype=torch.float64, device=device)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    return Step(
+        step, float(mine.item()), norm, root_of_squares(measure.updates), rates, seen, round(counted), seconds,
+        [float(e.item()) for e in every], measure.grads, measure.updates,
+    )  # fmt: skip
+
+
+def _count(data: list[tuple[dict[str, Any], bool]], settings: Settings) -> tuple[int, str | None]:
+    """(tokens of the global batch that count in the loss, its digest). A collective."""
+    import torch.distributed as dist
+
+    tokens, sums, known = 0, 0, True
+    for batch, counts in data:
+        if not counts or dist.get_rank() % settings.mesh.get("tp", 1):
+            continue
+        labels = batch.get("labels", batch.get("input_ids"))
+        if labels is None or labels.dim() < 2:
+            known = False
+            tokens += len(next(iter(batch.values())))
+            continue
+        tokens += int((labels[:, 1:] != batches.IGNORED).sum().item())
+        sums += batches.digest(batch["input_ids"].cpu().numpy())
+    parts = gathered((tokens, sums, known))
+    digest = f"{sum(s for _, s, _ in parts) % (1 << 128):032x}" if all(k for _, _, k in parts) else None
+    return max(1, sum(t for t, _, _ in parts)), digest
+
+
+def _rates(job: Job, step: int, settings: Settings) -> list[float]:
+    """The learning rates of a step; those of the reference from the second on, where nothing here would change them."""
+    given = settings.rates.get(step)
+    groups = job.optimizer.param_groups
+    if job.scheduler is None and given is not None and step > settings.start + 1 and len(given) == len(groups):
+        for group, rate in zip(groups, given, strict=True):
+            group["lr"] = rate
+    return [float(g["lr"]) for g in groups]
+
+
+def _clip(model: Any, bound: float, norm: float) -> None:
+    """As torch.nn.utils.clip_grads_with_norm_, for parameters of several meshes."""
+    import torch
+
+    factor = min(1.0, bound / (norm + 1e-6))
+    grads = [fingerprint.local(p.grad) for p in model.parameters() if p.grad is not None]
+    torch._foreach_mul_(grads, factor)
+
+
+def _wait(settings: Settings) -> None:
+    if settings.device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def measure_memory(settings: Settings) -> list[dict[str, int]]:
+    import resource
+
+    import torch
+
+    if settings.device == "cuda":
+        mine = {
+            "allocated_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved(),
+            "total_bytes": torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
+        }  # fmt: skip
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        mine = {"allocated_bytes": peak, "reserved_bytes": peak, "total_bytes": whole}
+    return [{"rank": r, **m} for r, m in enumerate(gathered(mine))]
