@@ -23,12 +23,12 @@ from .words import listed, plural
 __all__ = ["dead", "finite", "logits", "probe", "probe_ranks", "ranks", "round_trip", "spike"]
 
 
-#: A grad norm this many times what is usual is a spike.
+#: A grad norm this many times the usual one is a spike.
 SPIKE = 10.0
 
 
 def logits(reference: Trace, got: Trace) -> tuple[float, float, float] | str:
-    """(relative L2, largest absolute difference, mean KL divergence of the distributions), or why not."""
+    """(relative L2, largest absolute difference, mean KL divergence), or why the logits cannot be compared."""
     import numpy as np
 
     files = [str(t.probe.get("file") or "") for t in (reference, got)]
@@ -71,6 +71,7 @@ def _log_softmax(x: Any) -> Any:
 
 
 def probe(reference: Trace, got: Trace, bound: Bound) -> Check:
+    """The logits of the probe, compared with the reference's."""
     name = "probe.logits"
     found = logits(reference, got)
     if isinstance(found, str):
@@ -90,6 +91,7 @@ def probe(reference: Trace, got: Trace, bound: Bound) -> Check:
 
 
 def probe_ranks(got: Trace) -> Check:
+    """Whether all ranks computed the same logits."""
     name, agree = "probe.ranks", got.probe.get("agree")
     if agree is None:
         return Check.unknown(name, "the ranks did not compare their logits")
@@ -101,6 +103,7 @@ def probe_ranks(got: Trace) -> Check:
 
 
 def ranks(got: Trace) -> Check:
+    """Whether all ranks report the same loss in every step."""
     name = "run.ranks"
     known = [s for s in got.steps if s.losses]
     if not known:
@@ -123,6 +126,7 @@ def _values_of(losses: Sequence[float]) -> str:
 
 
 def finite(got: Trace) -> Check:
+    """Whether losses and norms are finite."""
     name = "run.finite"
     if not got.steps:
         return Check.unknown(name, "no step was run")
@@ -138,7 +142,7 @@ def finite(got: Trace) -> Check:
 
 
 def spike(reference: Trace | None, got: Trace) -> Check:
-    """Against the reference's norm of the same step, where it has one; else against the median of the steps before."""
+    """The largest grad norm relative to the reference's in the same step, or else to the median of the steps before."""
     name = "run.spike"
     theirs = {s.step: s.grad_norm for s in reference.steps} if reference is not None else {}
     before: list[float] = []
@@ -162,6 +166,7 @@ def spike(reference: Trace | None, got: Trace) -> Check:
 
 
 def dead(reference: Trace | None, got: Trace) -> Check:
+    """Whether there is a gradient in every step, or in every step in which the reference has one."""
     name = "run.dead"
     known = [s for s in got.steps if s.grad_norm is not None]
     if not known:
@@ -175,6 +180,7 @@ def dead(reference: Trace | None, got: Trace) -> Check:
 
 
 def round_trip(got: Trace) -> Check:
+    """Whether the job holds the same state after a save and a load."""
     name = "roundtrip.state"
     if "differing" not in got.roundtrip:
         return Check.unknown(name, f"no save and load: {got.roundtrip.get('skipped', 'it was not asked for')}")

@@ -35,6 +35,7 @@ __all__ = ["configuration", "loaded", "own_tied", "plausible", "state"]
 
 
 def loaded(got: Trace, profile: str) -> Check:
+    """Whether the job holds what the files contain."""
     name = "state.loaded"
     if got.failed is not None:
         return Check.of(name, False, f"the checkpoint could not be loaded into the job: {got.failed}", source="exact")
@@ -56,8 +57,8 @@ def loaded(got: Trace, profile: str) -> Check:
 
 
 def plausible(got: Trace) -> Check:
-    """What a state shows by itself. Parameters that never got a gradient have no state, and those that got fewer have
-    smaller steps, so only what no training does is a fault."""
+    """Faults that a state shows without a reference. Parameters that never got a gradient have no optimizer state, and
+    those that got fewer gradients have smaller steps, so only what no training produces counts as a fault."""
     name = "state.plausible"
     if got.failed is not None or (not got.state and not got.scalars):
         return Check.unknown(name, "the run does not say what the job held")
@@ -92,15 +93,15 @@ def plausible(got: Trace) -> Check:
 
 
 def _trained(trace: Trace) -> int:
-    """How many steps had been trained when the checkpoint was saved, as far as the trace says."""
+    """How many steps the training had done when the checkpoint was saved, as far as the trace knows."""
     told = counted(trace.values.get)
     return trace.start if told is None else told
 
 
 def _modules(steps: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Optimizer steps by the module within a layer, such as layers.1.self_attn, whose parts are trained together.
+    """Optimizer steps, grouped by module within a layer (layers.1.self_attn), whose parameters train together.
 
-    Layers themselves are no such module, nor are lists of experts: one that no token was sent to may get no gradient.
+    Whole layers are not grouped, nor are lists of experts: an expert without tokens gets no gradient.
     """
     out: dict[str, dict[str, float]] = {}
     for fqn, step in steps.items():
@@ -116,6 +117,7 @@ def _modules(steps: Mapping[str, float]) -> dict[str, dict[str, float]]:
 
 
 def state(reference: Trace, got: Trace, profile: str) -> list[Check]:
+    """Names, shapes, fingerprints and scalars, compared with the reference."""
     names = ("state.names", "state.shapes", "state.digests", "state.scalars")
     why = state_obstacle(reference, got)
     if why is not None:
@@ -171,6 +173,7 @@ def state(reference: Trace, got: Trace, profile: str) -> list[Check]:
 
 
 def configuration(reference: Trace, got: Trace) -> list[Check]:
+    """Param groups, scheduler, other values, ties and the model's configuration, compared with the reference."""
     if got.failed is not None:
         names = ("groups", "scheduler", "values", "tied", "model")
         return [Check.unknown(f"config.{n}", "the checkpoint could not be loaded") for n in names]
@@ -256,7 +259,7 @@ def _values(reference: Trace, got: Trace) -> Check:
 
 
 def own_tied(got: Trace) -> Check | None:
-    """The model's own configuration says that the head is tied; None where it does not, or has no head."""
+    """Whether the head is tied if the model's configuration says so; None if it does not, or if there is no head."""
     heads = [n for n in got.state if n.startswith("model.") and n.endswith("lm_head.weight")]
     if got.config is None or got.config.get("tie_word_embeddings") is not True or not heads:
         return None
