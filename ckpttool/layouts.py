@@ -23,7 +23,7 @@ from .errors import Corrupt, NotRecognised, Unsupported, UsageError
 from .index.checkpoint import Checkpoint, TensorEntry, Value, joined
 from .index.draft import Draft
 from .index.names import COMPONENTS, Named
-from .storage import remote
+from .storage import remote, urls
 from .storage.source import Source
 
 __all__ = [
@@ -309,8 +309,8 @@ def place(path: str | os.PathLike[str]) -> Place:
     """
     if not os.fspath(path):
         raise UsageError("The path is empty: an empty string names no file or folder.")
-    if remote.is_url(path):
-        url = remote.normal(os.fspath(path))
+    if urls.is_url(path):
+        url = urls.normal(os.fspath(path))
         # a web server answers for a folder too; the slash at its end tells it from a file
         folder = url.lower().startswith("http") and url.partition("?")[0].endswith("/")
         return _remote_place(url.rstrip("/"), folder)
@@ -328,7 +328,7 @@ _NO_URL = re.compile(r"(s3a?|gc?s|hf|https?):/*", re.IGNORECASE)
 
 def _remote_place(url: str, is_folder: bool) -> Place:
     """An object, or the objects below a prefix."""
-    folder, name = remote.split(url)
+    folder, name = urls.split(url)
     if not is_folder and name and folder.count("/") >= 2:  # no bucket alone
         source = remote.RemoteSource(folder)
         if source.exists(name):
@@ -338,7 +338,7 @@ def _remote_place(url: str, is_folder: bool) -> Place:
     source = remote.RemoteSource(url)
     if not source.list():
         source.close()
-        raise NotRecognised(f"{remote.shown(url)}: no such object, and no objects below it.")
+        raise NotRecognised(f"{urls.shown(url)}: no such object, and no objects below it.")
     return Place(source, None)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from ..engine.fill import Progress, silent
 from ..errors import CkpttoolError, Corrupt, Differs, Unsafe, UsageError
 from ..layouts import place
-from ..storage import remote
+from ..storage import remote, urls
 from ..storage.source import Source
 from . import ledger, sidecar
 from .archive import SEALED
@@ -189,5 +189,5 @@ def _append(store: str, file: str, in_ledger: bool, **facts: object) -> None:
     try:
         ledger.append(store, "verify", file, **facts)
     except (CkpttoolError, OSError):
-        if not remote.is_url(store) and os.access(os.path.join(store, "ledger.jsonl"), os.W_OK):
+        if not urls.is_url(store) and os.access(os.path.join(store, "ledger.jsonl"), os.W_OK):
             raise

@@ -19,7 +19,7 @@ from ..engine.opening import CheckpointPath, OpenOptions
 from ..engine.planning import WriteRequest
 from ..errors import CkpttoolError
 from ..layouts import Place, place
-from ..storage import remote
+from ..storage import remote, urls
 from . import ledger, sidecar
 from .archive import SEALED, Facts
 from .options import ArchiveOptions
@@ -98,9 +98,9 @@ def export_with(
 ) -> Exported:
     """`export`."""
     sealed = bool(options.recipients)
-    folder, name = remote.split(dst) if remote.is_url(dst) else os.path.split(os.path.abspath(dst))
+    folder, name = urls.split(dst) if urls.is_url(dst) else os.path.split(os.path.abspath(dst))
     clock = None
-    if in_ledger and (remote.is_url(folder) or os.path.isdir(folder)):
+    if in_ledger and (urls.is_url(folder) or os.path.isdir(folder)):
         clock = ledger.clock_behind(ledger.refuse_unwritable(folder))  # said now, and not when everything is copied
     result = convert_with(
         src, dst, replace(reading, only=options.only), replace(writing, to="audit", options=options),
@@ -128,7 +128,7 @@ def export_with(
 
 def _unrecorded(e: CkpttoolError | OSError, dst: str, sidecar_there: bool) -> CkpttoolError:
     """The same error, with what it leaves: an archive that has its name, and nothing that knows of it."""
-    where = remote.shown(dst)
+    where = urls.shown(dst)
     kind = type(e) if isinstance(e, CkpttoolError) else CkpttoolError
     if not sidecar_there:
         return kind(

@@ -33,7 +33,7 @@ from typing import Any
 
 from ..bounded_json import parse
 from ..errors import CkpttoolError, Corrupt, Differs, NoSpace, RemoteError, Unsafe, Unsupported, UsageError
-from ..storage import remote, upload
+from ..storage import upload, urls
 from .retention import stamp, time_of
 
 __all__ = ["FILE", "FIRST", "Match", "append", "backwards", "clock_behind", "match", "read", "read_or_none", "records", "refuse_unwritable", "verify"]  # fmt: skip
@@ -61,7 +61,7 @@ def append(store: str, event: str, archive: str, **facts: Any) -> dict[str, Any]
     if not archive or "/" in archive or not event:
         raise UsageError(f"An entry of the ledger needs an event and the file name of an archive, not {archive!r}.")
     facts = {"event": event, "archive": archive, "by": _who(), **facts}
-    return _append_object(store, facts) if remote.is_url(store) else _append_file(store, facts)
+    return _append_object(store, facts) if urls.is_url(store) else _append_file(store, facts)
 
 
 def refuse_unwritable(store: str) -> list[dict[str, Any]]:
@@ -73,10 +73,10 @@ def refuse_unwritable(store: str) -> list[dict[str, Any]]:
         Unsupported: the store has no conditional writes. Corrupt: its ledger is damaged. CkpttoolError: it cannot be
             opened for writing, or not be locked.
     """
-    if remote.is_url(store):
+    if urls.is_url(store):
         if not store.startswith("s3://"):
             raise Unsupported(
-                f"{remote.shown(store)}: a ledger needs a folder or an S3 store. Use --no-ledger, and keep the hashes elsewhere."
+                f"{urls.shown(store)}: a ledger needs a folder or an S3 store. Use --no-ledger, and keep the hashes elsewhere."
             )
         return read(store)
     try:
@@ -114,7 +114,7 @@ def verify(store: str, head: str | None = None) -> dict[str, Any]:
     """
     if head is not None and not re.fullmatch(r"[0-9a-f]{64}", head):
         raise UsageError(f"{head!r} is not the hash of a line: 64 digits 0-9a-f, as `audit ledger verify` prints them.")
-    if not remote.is_url(store) and not os.path.isdir(store):
+    if not urls.is_url(store) and not os.path.isdir(store):
         raise UsageError(f"{store} is not a folder; a store is a folder with archives, or the URL of one.")
     entries = read_or_none(store)
     if entries is None:
@@ -229,7 +229,7 @@ def _unlike(known: Mapping[str, Any], line: Mapping[str, Any]) -> str:
 
 
 def _place(store: str) -> str:
-    return f"{remote.shown(store).rstrip('/')}/{FILE}" if remote.is_url(store) else os.path.join(store, FILE)
+    return f"{urls.shown(store).rstrip('/')}/{FILE}" if urls.is_url(store) else os.path.join(store, FILE)
 
 
 def _who() -> str:
@@ -328,7 +328,7 @@ def _torn(what: str, number: int, at: int, size: int) -> Corrupt:
 
 def _bytes(store: str) -> bytes | None:
     """The whole ledger; None where there is none."""
-    if remote.is_url(store):
+    if urls.is_url(store):
         data, token = upload.get_with_token(_place_url(store))
         return None if token is None else data
     try:

@@ -23,7 +23,7 @@ from typing import Any
 
 from ..engine.fill import silent
 from ..errors import CkpttoolError, Corrupt, DestinationExists, Differs, RemoteError, UsageError
-from ..storage import remote, upload
+from ..storage import remote, upload, urls
 from ..storage.source import Source
 from . import ledger, sidecar
 from .archive import SEALED, SUFFIX, Facts, facts
@@ -95,7 +95,7 @@ class _History:
 
     @classmethod
     def of(cls, store: str) -> _History:
-        if not remote.is_url(store) and not os.path.isdir(store):
+        if not urls.is_url(store) and not os.path.isdir(store):
             raise UsageError(f"{store} is not a folder; a store is a folder with archives, or the URL of one.")
         lines = ledger.read_or_none(store)
         with remote.source(store) as source:
@@ -275,7 +275,7 @@ def hold(archive: str, reason: str) -> dict[str, Any]:
     _there(store, name)
     _, known = _look(store, name)
     said = evidence(known) if isinstance(known, Facts) else {}
-    locked = remote.is_url(archive) and upload.legal_hold(archive, True)
+    locked = urls.is_url(archive) and upload.legal_hold(archive, True)
     entry = ledger.append(store, "hold", name, reason=reason, object_lock=locked, **said)
     _there(store, name)
     with remote.source(store) as source:
@@ -308,13 +308,13 @@ def release(archive: str, reason: str) -> dict[str, Any]:
     before = [e for e in history.lines or () if e["archive"] == name and e["event"] == "release"]
     if held:
         entry = ledger.append(store, "release", name, reason=reason, released=list(held), **said)
-    elif before and remote.is_url(archive):
+    elif before and urls.is_url(archive):
         entry = before[-1]
     else:
-        raise UsageError(f"{remote.shown(archive)} is under no legal hold.")
+        raise UsageError(f"{urls.shown(archive)} is under no legal hold.")
     if name in history.files:
         _remove(store, sidecar.hold_name(name))
-    if remote.is_url(archive):
+    if urls.is_url(archive):
         upload.legal_hold(archive, False)
     return entry
 
@@ -331,7 +331,7 @@ def add(archive: str) -> dict[str, Any]:
     _there(store, name)
     source, known = _look(store, name)
     if isinstance(known, str):
-        raise Corrupt(f"{remote.shown(archive)} is not a sound archive: {known}")
+        raise Corrupt(f"{urls.shown(archive)} is not a sound archive: {known}")
     recorded = ledger.records(ledger.read(store))
     facts = {k: v for k, v in asdict(known).items() if k != "name"}
     if name.endswith(SEALED):
@@ -339,15 +339,13 @@ def add(archive: str) -> dict[str, Any]:
             want = sidecar.read(fresh, name)["ciphertext"]
             have = sidecar.ciphertext(fresh, name, silent)
         if have != want:
-            raise Corrupt(
-                f"{remote.shown(archive)}: the ciphertext is not the one that {sidecar.name(name)} describes."
-            )
+            raise Corrupt(f"{urls.shown(archive)}: the ciphertext is not the one that {sidecar.name(name)} describes.")
         facts["ciphertext_sha256"] = have["sha256"]
     found = ledger.match(recorded, name, facts)
     if found.state == "match":
         return recorded[name]
     if found.state == "differs":
-        raise Differs(f"{remote.shown(archive)}: {found.says} Give it another name, and it can be recorded.")
+        raise Differs(f"{urls.shown(archive)}: {found.says} Give it another name, and it can be recorded.")
     entry = ledger.append(store, "add", name, **facts)
     source.unchanged()
     return entry
@@ -360,9 +358,9 @@ def _placed(archive: str, reason: str) -> tuple[str, str]:
 
 
 def _named(archive: str) -> tuple[str, str]:
-    store, name = remote.split(archive) if remote.is_url(archive) else os.path.split(os.path.abspath(archive))
+    store, name = urls.split(archive) if urls.is_url(archive) else os.path.split(os.path.abspath(archive))
     if not name.endswith((SUFFIX, SEALED)):
-        raise UsageError(f"{remote.shown(archive)} is not named like an archive ({SUFFIX}, {SEALED}).")
+        raise UsageError(f"{urls.shown(archive)} is not named like an archive ({SUFFIX}, {SEALED}).")
     return store, name
 
 
@@ -410,7 +408,7 @@ def prune(
     names = _names(store)
     if names and history.lines is None and not no_ledger:
         raise Corrupt(
-            f"{remote.shown(store)} holds {_counted(len(names), 'archive')} and no {ledger.FILE}. The ledger knows which are "
+            f"{urls.shown(store)} holds {_counted(len(names), 'archive')} and no {ledger.FILE}. The ledger knows which are "
             "under a legal hold; without it one that is could be deleted. Bring the ledger back; or give --no-ledger if "
             "there never was one, or nothing was held."
         )
@@ -500,14 +498,14 @@ def refuse_protected(archive: str) -> None:
     Raises:
         DestinationExists: it is, or it cannot be told that it is not. Corrupt: the ledger is damaged.
     """
-    store, name = remote.split(archive) if remote.is_url(archive) else os.path.split(os.path.abspath(archive))
+    store, name = urls.split(archive) if urls.is_url(archive) else os.path.split(os.path.abspath(archive))
     with remote.source(store) as source:
         if not source.exists(name):
             return
     row = _row(name, _look(store, name)[1], _History.of(store))
     why = f"it is not a sound archive: {row.damaged}" if row.facts is None else _protected(row, datetime.now(UTC))
     if why:
-        raise DestinationExists(f"{remote.shown(archive)} is not replaced, --force or not: {why}.")
+        raise DestinationExists(f"{urls.shown(archive)} is not replaced, --force or not: {why}.")
 
 
 def _protected(row: Row, now: datetime) -> str:
@@ -555,7 +553,7 @@ def _delete(store: str, row: Row, source: Source, history: _History, now: dateti
 
 
 def _remove(store: str, name: str) -> None:
-    if remote.is_url(store):
+    if urls.is_url(store):
         upload.remove(f"{store.rstrip('/')}/{name}")
         return
     try:

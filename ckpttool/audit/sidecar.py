@@ -30,7 +30,7 @@ from blake3 import blake3
 from ..bounded_json import parse
 from ..engine.fill import Progress
 from ..errors import CkpttoolError, Corrupt, NoSpace, RemoteError, UsageError
-from ..storage import remote, upload
+from ..storage import upload, urls
 from ..storage.source import Source
 
 __all__ = ["BLOCK", "HOLD", "ciphertext", "encode", "encode_holds", "hold_name", "holds", "name", "put", "read"]
@@ -150,7 +150,7 @@ def put(folder: str, name: str, data: bytes) -> None:
     Raises:
         CkpttoolError: it cannot be written.
     """
-    if remote.is_url(folder):
+    if urls.is_url(folder):
         up = upload.Upload(f"{folder}/{name}", force=True)
         up.append(data)
         up.commit()

@@ -33,10 +33,10 @@ def clean(
     removes what was left.
     """
     from ..engine.inspect import human
-    from ..storage import remote
+    from ..storage import urls
     from ..storage.partial import clean as remove
 
-    if remote.is_url(path):
+    if urls.is_url(path):
         raise UsageError(f"{path}: in an object store, the next run at the same URL removes what was left.")
     done = remove(path, dry_run=dry_run)
     if as_json:

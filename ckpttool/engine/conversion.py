@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import CkpttoolError, Interrupted, RemoteError, Unreadable, UsageError
 from ..index.digests import roots
-from ..storage import remote
+from ..storage import urls
 from ..storage.local_destination import Staging, write_error
 from ..storage.object_destinations import Sending, SendingFolder
 from ..storage.source import Source
@@ -147,8 +147,8 @@ def convert_with(
     """`convert`."""
     dst = normal_destination(dst)
     refuse_source(src, dst)
-    where = remote.whole(dst)
-    said = [] if remote.is_url(dst) else recovered(where)
+    where = urls.whole(dst)
+    said = [] if urls.is_url(dst) else recovered(where)
     refuse_destination(dst, where, running.force)
     try:
         return _convert(src, dst, where, reading, writing, running, said)
@@ -168,7 +168,7 @@ def _convert(
     said: list[str],
 ) -> ConvertResult:
     """`convert`, after the destination was looked at; what is worth knowing is added to `said`, also where it raises."""
-    far = remote.is_url(dst)
+    far = urls.is_url(dst)
     force, verify, progress = running.force, running.verify, running.progress
     with plan_with(src, dst, reading, writing) as planned:
         opened, draft, target = planned.opened, planned.draft, planned.target

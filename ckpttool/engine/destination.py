@@ -6,7 +6,7 @@ import os
 
 from .. import layouts
 from ..errors import CkpttoolError, DestinationExists, NotRecognised, UsageError
-from ..storage import partial, remote
+from ..storage import partial, urls
 from ..storage.local_destination import refuse_full, refuse_target, write_error
 from ..storage.upload import NOTE
 from .opening import CheckpointPath, shown_path
@@ -21,12 +21,12 @@ def normal_destination(dst: str | os.PathLike[str]) -> str:
     text = os.fspath(dst)
     if not text or "\0" in text:
         raise UsageError(f"{text!r} cannot be a destination. Give the path that the new checkpoint shall have.")
-    return remote.normal(text) if remote.is_url(text) else text
+    return urls.normal(text) if urls.is_url(text) else text
 
 
 def refuse_destination(dst: str, where: str, force: bool) -> None:
     """Refuse what is at a destination, before anything is opened."""
-    if remote.is_url(dst):
+    if urls.is_url(dst):
         _refuse_store(where)
     elif os.path.lexists(where):
         refuse_target(where, not os.path.isdir(where), force)
@@ -45,11 +45,11 @@ def check_destination(src: CheckpointPath, dst: str | os.PathLike[str], planned:
     """
     dst = normal_destination(dst)
     refuse_source(src, dst)
-    where = remote.whole(dst)
+    where = urls.whole(dst)
     refuse_destination(dst, where, force)
     if force:
         planned.target.check_replaceable(dst)
-    if remote.is_url(dst):
+    if urls.is_url(dst):
         return None
     refuse_target(where, planned.target.is_file, force)
     return refuse_full(os.path.dirname(where), planned.draft.nbytes + (1 << 20))
@@ -58,11 +58,11 @@ def check_destination(src: CheckpointPath, dst: str | os.PathLike[str], planned:
 def refuse_source(src: CheckpointPath, dst: str | os.PathLike[str]) -> None:
     """Refuse a destination that is the source, lies in it or holds it."""
     src = shown_path(src)
-    if remote.is_url(dst) != remote.is_url(src):
+    if urls.is_url(dst) != urls.is_url(src):
         return
-    a, b = (remote.shown(os.fspath(p)) if remote.is_url(p) else os.path.realpath(p) for p in (src, dst))
+    a, b = (urls.shown(os.fspath(p)) if urls.is_url(p) else os.path.realpath(p) for p in (src, dst))
     a, b = a.rstrip("/") + "/", b.rstrip("/") + "/"
-    if a == b or (b.startswith(a) and (remote.is_url(src) or os.path.isdir(a))) or a.startswith(b):
+    if a == b or (b.startswith(a) and (urls.is_url(src) or os.path.isdir(a))) or a.startswith(b):
         raise UsageError(
             f"the destination {dst} is, holds or lies in the source {src}, which is never touched; write elsewhere."
         )
@@ -78,7 +78,7 @@ def _refuse_store(url: str) -> None:
 
 def _refuse_foreign(target: str) -> None:
     """--force replaces a checkpoint, an empty folder or an empty file; not a folder or a file of other things."""
-    if remote.is_url(target):
+    if urls.is_url(target):
         try:
             where = layouts.place(target)
         except NotRecognised:
@@ -106,7 +106,7 @@ def _refuse_foreign(target: str) -> None:
         if names == [target]:
             what = f"a file of {os.path.getsize(target):,} bytes"
         raise DestinationExists(
-            f"{remote.shown(target)} is {what} and not a checkpoint, so --force does not replace it. Remove it yourself, or "
+            f"{urls.shown(target)} is {what} and not a checkpoint, so --force does not replace it. Remove it yourself, or "
             "choose another destination."
         ) from None
 

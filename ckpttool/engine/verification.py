@@ -16,7 +16,7 @@ from ..formats import safetensors_header
 from ..index.checkpoint import Checkpoint, TensorEntry
 from ..index.digests import roots
 from ..index.draft import Draft
-from ..storage import remote
+from ..storage import urls
 from .buffers import IOBudget
 from .fill import Progress, silent, tensor_digests
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open, open_with, shown_path
@@ -127,7 +127,7 @@ def verify(
     with open_with(path, options) as opened:
         ckpt = opened.locate()
         out = VerifyResult(
-            remote.whole(shown_path(path)), ckpt.layout, len(ckpt.tensors), ckpt.nbytes, "ok",
+            urls.whole(shown_path(path)), ckpt.layout, len(ckpt.tensors), ckpt.nbytes, "ok",
             sum(r.extent.length for r in ckpt.records), [r.to_json() for r in ckpt.unread],
         )  # fmt: skip
         if not read_data and against is None:
@@ -146,7 +146,7 @@ def verify(
         yours = {n: d for n, d in digests.items() if second.component(n) in shared}
         name = shown_path(against)
         _compare(mine, yours, name)
-        out.against = {"path": remote.whole(name), "components": sorted(shared), "verdict": "equal"}
+        out.against = {"path": urls.whole(name), "components": sorted(shared), "verdict": "equal"}
     return out
 
 
@@ -292,7 +292,7 @@ def read_back(
     wrong = sorted(n for n in digests if n in found and found[n] != digests[n])
     if missing or extra or wrong:
         first = (wrong or missing or extra)[0]
-        left = f"Remove {remote.shown(path)}." if remote.is_url(path) else "Nothing was left there."
+        left = f"Remove {urls.shown(path)}." if urls.is_url(path) else "Nothing was left there."
         raise Differs(
             f"the destination, read back, differs from the source: {len(wrong)} tensors have other bytes, "
             f'{len(missing)} are missing, {len(extra)} are new; first "{first}". {left} The disk may be failing; if '

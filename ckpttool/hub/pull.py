@@ -20,7 +20,7 @@ from ..engine.opening import OpenOptions
 from ..engine.planning import WriteRequest
 from ..engine.recorded import MOST_RECORD_BYTES, RECORD
 from ..errors import Corrupt, Unsafe
-from ..storage import remote
+from ..storage import retries
 from .client import Known, Repository, State, split
 
 __all__ = ["Pulled", "pull", "pull_with"]
@@ -97,7 +97,7 @@ def pull_with(
     state = hub.look(revision or named)
     if state is None:
         at = f"@{revision or named}" if revision or named else ""
-        raise remote.Missing(
+        raise retries.Missing(
             f"hf://{repo_id}{at}: the repository or the revision does not exist, or the token may not see it. Check the name; log in "
             "with `hf auth login` or set HF_TOKEN."
         )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..index.draft import Draft
-from . import remote
+from . import urls
 from .upload import Upload, UploadFolder
 
 __all__ = ["Sending", "SendingFolder", "Sent"]
@@ -58,7 +58,7 @@ class _Sent:
     upload: Upload | UploadFolder
 
     def __init__(self, url: str) -> None:
-        self.folder = remote.shown(url)
+        self.folder = urls.shown(url)
         self.messages: list[str] = []
         self.in_place = False
 

@@ -1,59 +1,30 @@
-"""Object stores, reading side: the objects below one URL as a `Source`, and how a store is asked.
+"""`RemoteSource`: the objects below one URL as a `Source`. Stores are those of fsspec (s3://, gs://, hf://, http(s)://).
 
-Stores are those of fsspec (`s3://`, `gs://`, `hf://`, `http(s)://` to read). This module and upload.py, which writes, are
-the only ones that try again: a lost connection, a timeout, 408, 429 and 5xx are met with `_TRIES` tries; nothing else is.
+A request costs a round trip, whatever it brings. So one listing gives the sizes and versions of all objects of a folder,
+announced ranges are fetched many at a time (prefetch.py), and `stream.Reader` uses more threads for remote sources. What
+bounds memory: the caller's buffers, `FetchSizes.request_bytes` for each thread, and `FetchSizes.kept_bytes`.
 
-A request costs a round trip, whatever it brings. So one listing tells the sizes and versions of all objects of a folder;
-ranges that were announced are fetched `_TOGETHER` at a time, with what lies between neighbours (`_Ahead`); and
-`stream.Reader` reads with more threads what is far away. What bounds memory: the caller's buffers, `_PIECE` bytes for each
-thread, and `_KEPT` bytes of announced ranges.
-
-No message holds credentials or signed queries: `shown` takes them out of URLs, `words` out of what a store said.
+No message contains credentials or signed queries (retries.py, urls.py).
 """
 
 from __future__ import annotations
 
 import gc
-import os
-import re
 import threading
-import time
-from bisect import bisect_right, insort
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 from urllib.parse import quote, unquote
 
-from ..errors import CkpttoolError, Corrupt, MissingPackage, RemoteError, SourceChanged, Unsafe, UsageError
+from ..errors import Corrupt, MissingPackage, RemoteError, SourceChanged, Unsafe, UsageError
 from ..extras import missing
+from .prefetch import FetchSizes, Prefetch
+from .retries import BadRange, Missing, ask, words
 from .source import Identity, Source
+from .urls import is_url, scheme_of, shown
 
-__all__ = [
-    "BadRange", "Conflict", "Denied", "Missing", "RemoteSource", "ask", "is_url", "judge", "shown", "source", "split",
-    "store_of", "whole", "words",
-]  # fmt: skip
+__all__ = ["RemoteSource", "source", "store_of"]
 
-T = TypeVar("T")
-
-_TRIES, _WAIT = 5, 0.2  # waits of 0.2, 0.4, 0.8, 1.6 seconds between the tries
-_PIECE = 8 << 20  # bytes asked for at once: what a lost connection costs at most
-_TOGETHER, _THREADS = 256, 16  # announced ranges that are fetched at once, and requests for them
-_MOST = 1 << 20  # bytes of an announced range
-_LOOK = 4096  # announced ranges among which one that is read is looked for
-_GAP = 64 << 10  # bytes that are read in vain rather than with another request
-_KEPT = 32 << 20  # bytes of announced ranges that are kept
 _PACKAGE = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
-_URL = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
-
-# Names of classes of aiohttp, botocore, httpx, requests, urllib3 and http.client; none of them need be installed.
-_LOST = {
-    "ConnectionError", "TimeoutError", "EOFError", "HTTPClientError", "ResponseStreamingError", "IncompleteReadError",
-    "IncompleteRead", "ResponseParserError", "ClientConnectionError", "ClientPayloadError", "ServerDisconnectedError",
-    "TransportError", "ChunkedEncodingError", "ProtocolError", "RemoteDisconnected",
-}  # fmt: skip
-_BUSY = {"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "OperationAborted", "Throttling"}
-_CONFLICT = {"PreconditionFailed", "ConditionalRequestConflict"}
 # What says which bytes an object holds, in the words of the stores, the best first.
 _STRONG = ("ETag", "etag", "generation", "blob_id")
 _VERSION = (
@@ -62,69 +33,17 @@ _VERSION = (
 )  # fmt: skip
 
 
-class Missing(RemoteError):
-    """The store has no such object."""
-
-
-class Conflict(RemoteError):
-    """The object is not what a conditional request took it for."""
-
-
-class BadRange(RemoteError):
-    """The object has no such bytes."""
-
-
-class Denied(RemoteError):
-    """The store does not allow it."""
-
-
-def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether it is the URL of a store rather than a path."""
-    return _URL.match(os.fspath(path)) is not None
-
-
-def normal(url: str) -> str:
-    """A URL with its scheme in lower case, which is all that code looks for: S3:// is s3://."""
-    scheme, mark, rest = url.partition("://")
-    return scheme.lower() + mark + rest
-
-
-def shown(url: str) -> str:
-    """A URL without user, password and query: these may be credentials."""
-    url = re.sub(r"(://)[^/@\s]*@", r"\1", url)
-    return url.split("?")[0].split("#")[0] if url.lower().startswith("http") else url
-
-
-def whole(path: str | os.PathLike[str]) -> str:
-    """A path as records say it: absolute, or a URL without secrets."""
-    return shown(os.fspath(path)) if is_url(path) else os.path.abspath(path)
-
-
-def split(url: str) -> tuple[str, str]:
-    """(URL of the folder, name of the object in it); the query of an http URL stays with the folder."""
-    query = ""
-    if url.lower().startswith("http"):
-        url, mark, query = url.partition("?")
-        query = mark + query
-    folder, _, name = url.rstrip("/").rpartition("/")
-    return folder + query, unquote(name) if url.lower().startswith("http") else name
-
-
-# ------------------------------------------------------------------------------------------------------------ asking
-
-
 def store_of(url: str) -> tuple[Any, str, str]:
     """(fsspec file system, path in it, query that every request carries) of a URL.
 
     Raises:
         UsageError: no such kind of store, or its package is not installed.
     """
-    found = _URL.match(url)
-    if not found or "::" in url:
+    scheme = scheme_of(url)
+    if scheme is None or "::" in url:
         raise UsageError(f"{shown(url)} is not the URL of a store; give one like s3://bucket/folder.")
-    scheme = found[1].lower()
     if scheme in ("file", "local"):
-        raise UsageError(f"{url}: give the path itself, without {found[0]}.")
+        raise UsageError(f"{url}: give the path itself, without {scheme}://.")
     query = ""
     if scheme in ("http", "https"):
         url, _, query = url.partition("?")
@@ -156,114 +75,12 @@ def store_of(url: str) -> tuple[Any, str, str]:
     return fs, path.rstrip("/"), f"?{query}" if query else ""
 
 
-def ask(url: str, call: Callable[[], T]) -> T:
-    """What the store answers, asked again after what passes.
-
-    Raises:
-        RemoteError: or one of the private kinds above.
-    """
-    for k in range(_TRIES):
-        try:
-            return call()
-        except (CkpttoolError, NotImplementedError):
-            raise
-        except Exception as e:
-            kind, by = judge(e)
-            if kind is None and k + 1 < _TRIES:
-                time.sleep(_WAIT * 2**k)
-                continue
-            error = _told(url, kind, words(by))
-        raise error from None
-    raise AssertionError
-
-
-def _told(url: str, kind: type[RemoteError] | None, words: str) -> RemoteError:
-    if kind is None:
-        return RemoteError(
-            f"{url}: no answer in {_TRIES} tries ({words}). Check the network and the store, then run the same command "
-            "again."
-        )
-    if kind is Missing:
-        return Missing(f"{url}: the store has no such thing ({words}).")
-    if kind is Denied:
-        return Denied(f"{url}: the store does not allow it ({words}). Check the credentials and what they may do.")
-    return kind(f"{url}: {words}.")
-
-
-def judge(e: BaseException) -> tuple[type[RemoteError] | None, BaseException]:
-    """(what it means, who says so); None is what may pass. File systems wrap what they were told; the inner knows."""
-    for x in _chain(e):
-        code, status = _code(x), _status(x)
-        if code in _BUSY or status in (408, 429) or ((status or 0) >= 500 and status != 501):
-            return None, x
-        if code in _CONFLICT or status == 412:
-            return Conflict, x
-        if code == "NoSuchBucket":
-            return RemoteError, x
-        if status is not None and status >= 400:
-            return {401: Denied, 403: Denied, 404: Missing, 416: BadRange}.get(status, RemoteError), x
-        names = {c.__name__ for c in type(x).__mro__}
-        if "OfflineModeIsEnabled" in names:  # HF_HUB_OFFLINE
-            return RemoteError, x
-        if _LOST & names:
-            return None, x
-    for kind, means in ((PermissionError, Denied), (FileNotFoundError, Missing)):
-        if isinstance(e, kind):
-            return means, e
-    return RemoteError, e
-
-
-def _chain(e: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while e is not None and id(e) not in seen:
-        seen.add(id(e))
-        yield e
-        e = e.__cause__ or (None if e.__suppress_context__ else e.__context__)
-
-
-def _code(e: BaseException) -> str | None:
-    """The code in botocore's answer."""
-    response = getattr(e, "response", None)
-    return response.get("Error", {}).get("Code") if isinstance(response, dict) else None
-
-
-def _status(e: BaseException) -> int | None:
-    """The HTTP status: of botocore, of httpx and requests, of aiohttp, of gcsfs."""
-    response = getattr(e, "response", None)
-    if isinstance(response, dict):
-        found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    else:
-        found = getattr(response, "status_code", None) or getattr(e, "status", None) or getattr(e, "code", None)
-    return found if isinstance(found, int) and 100 <= found < 600 else None
-
-
-def words(e: BaseException) -> str:
-    """What the store said, in one line, without what may be credentials."""
-    response = getattr(e, "response", None)
-    text = str(e)
-    if isinstance(response, dict):
-        error = response.get("Error", {})
-        text = ": ".join(str(t) for t in (error.get("Code"), error.get("Message")) if t)
-    text = " ".join(f"{text or type(e).__name__}".split())
-    text = re.sub(r"(://)[^/@\s]*@", r"\1", text)
-    text = re.sub(r"(https?://[^\s?'\"]*)\?[^\s'\")]*", r"\1", text)
-    text = re.sub(r"(?i)((?:signature|credential|token|secret|password|key|key_?id)=)[^\s&,;'\")]+", r"\1***", text)
-    text = re.sub(r"(?i)\b((?:authorization|password|secret)\W{1,4}(?:bearer )?)[^\s,;'\")]+", r"\1***", text)
-    for name, value in os.environ.items():
-        if len(value) >= 8 and re.search(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL", name.upper()):
-            text = text.replace(value, "***")
-    text = re.sub(r"\b(AKIA|ASIA|hf_)[A-Za-z0-9]{12,}", "***", text)
-    return text[:300].rstrip(". ")
-
-
-# ----------------------------------------------------------------------------------------------------------- reading
-
-
 class RemoteSource(Source):
     """The objects below one URL. Nothing is kept open and nothing is asked for before it is needed."""
 
     local = False
     distant = True
+    sizes = FetchSizes()
 
     def __init__(self, url: str) -> None:
         self._fs, self._prefix, self._query = store_of(url)
@@ -277,7 +94,7 @@ class RemoteSource(Source):
             str, dict[str, Identity | None]
         ] = {}  # folder: {name: what the listing says, None of folders}
         self._files: dict[str, int | None] = {}  # names that listings tell as those of files, with their bytes
-        self._ahead = _Ahead(self._piece)
+        self._ahead = Prefetch(self._piece, self.sizes)
 
     def _base(self) -> str:
         """The path that all objects lie below. On the Hub it names the commit that was first seen: one listing and many
@@ -411,11 +228,13 @@ class RemoteSource(Source):
             into[:] = known
             return
 
+        piece = self.sizes.request_bytes
+
         def fill(at: int) -> None:
-            n = min(_PIECE, len(into) - at)
+            n = min(piece, len(into) - at)
             into[at : at + n] = self._piece(name, offset + at, n)
 
-        starts = range(0, len(into), _PIECE)
+        starts = range(0, len(into), piece)
         if len(starts) == 1:
             fill(0)
             return
@@ -481,7 +300,7 @@ class RemoteSource(Source):
                     raise self._changed(name)
         from concurrent.futures import ThreadPoolExecutor
 
-        with ThreadPoolExecutor(_THREADS, "ckpttool-fetch") as pool:
+        with ThreadPoolExecutor(self.sizes.threads, "ckpttool-fetch") as pool:
             for _ in pool.map(lambda name: self._same([name]), single):
                 pass
 
@@ -504,105 +323,6 @@ class RemoteSource(Source):
 
     def close(self) -> None:
         """Nothing is open."""
-
-
-class _Ahead:
-    """Ranges that were announced: fetched many at a time, kept until others push them out."""
-
-    def __init__(self, fetch: Callable[[str, int, int], bytes]) -> None:
-        self._fetch = fetch
-        self._coming: list[tuple[deque[tuple[str, int, int]], Iterator[tuple[str, int, int]]]] = []
-        self._kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()
-        self._starts: dict[str, list[int]] = {}
-        self._bytes = 0
-        self._lock = threading.Lock()
-
-    def announce(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        """What is announced last is looked at first."""
-        with self._lock:
-            self._coming.append((deque(), iter(ranges)))
-
-    def take(self, name: str, offset: int, n: int) -> bytes | memoryview | None:
-        """Bytes of a range that was announced, or of a part of one; None of any other."""
-        if n > _MOST:
-            return None  # what `stream.Reader` reads in many threads does not wait for each other here
-        with self._lock:
-            found = self._look(name, offset, n)
-            if found is None and self._coming and self._load(name, offset, n):
-                found = self._look(name, offset, n)
-            return found
-
-    def _look(self, name: str, offset: int, n: int) -> memoryview | None:
-        starts = self._starts.get(name, [])
-        i = bisect_right(starts, offset) - 1
-        if i < 0:
-            return None
-        data = self._kept[name, starts[i]]
-        return (
-            memoryview(data)[offset - starts[i] : offset - starts[i] + n]
-            if offset + n <= starts[i] + len(data)
-            else None
-        )
-
-    def _load(self, name: str, offset: int, n: int) -> bool:
-        """Fetch the announced range that holds this one, and those that follow it."""
-        for k in range(len(self._coming) - 1, -1, -1):
-            waiting, more = self._coming[k]
-            waiting.extend(islice(more, _LOOK - len(waiting)))
-            if not waiting:
-                del self._coming[k]
-                continue
-            for i, (other, start, length) in enumerate(waiting):
-                if other == name and start <= offset and offset + n <= start + length:
-                    for _ in range(i):
-                        waiting.popleft()
-                    self._fetch_next(waiting)
-                    return True
-        return False
-
-    def _fetch_next(self, waiting: deque[tuple[str, int, int]]) -> None:
-        batch: list[tuple[str, int, int]] = []
-        room = _KEPT // 4
-        while waiting and len(batch) < _TOGETHER and (not batch or waiting[0][2] <= room):
-            room -= waiting[0][2]
-            batch.append(waiting.popleft())
-        spans: list[list[Any]] = []
-        for name, start, length in sorted(set(batch)):
-            if (
-                spans
-                and spans[-1][0] == name
-                and start - spans[-1][2] <= _GAP
-                and start + length - spans[-1][1] <= _PIECE
-            ):
-                spans[-1][2] = max(spans[-1][2], start + length)
-            else:
-                spans.append([name, start, start + length])
-        from concurrent.futures import ThreadPoolExecutor
-
-        with ThreadPoolExecutor(min(_THREADS, len(spans)), "ckpttool-fetch") as pool:
-            for span, data in zip(spans, pool.map(self._try, spans), strict=True):
-                if data:
-                    self._keep(span[0], span[1], data)
-
-    def _try(self, span: list[Any]) -> bytes:
-        try:
-            return self._fetch(span[0], span[1], span[2] - span[1])
-        except CkpttoolError:
-            return b""  # whoever wants it asks again, and is told
-
-    def _keep(self, name: str, start: int, data: bytes) -> None:
-        if (name, start) in self._kept:
-            if len(self._kept[name, start]) >= len(data):
-                return
-            self._bytes -= len(self._kept.pop((name, start)))
-        else:
-            insort(self._starts.setdefault(name, []), start)
-        self._kept[name, start] = data
-        self._bytes += len(data)
-        while self._bytes > _KEPT:
-            (old, at), gone = self._kept.popitem(last=False)
-            self._starts[old].remove(at)
-            self._bytes -= len(gone)
 
 
 def _at_commit(fs: Any, path: str) -> tuple[str, str | None]:

@@ -21,7 +21,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 from ..bounded_json import parse
 from ..errors import CkpttoolError, Corrupt, DestinationExists, NoSpace, RemoteError, Unsafe, Unsupported, UsageError
-from .remote import Conflict, Denied, Missing, ask, shown, store_of
+from .remote import store_of
+from .retries import Conflict, Denied, Missing, ask
+from .urls import shown
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

@@ -25,12 +25,12 @@ from stores import Flaky, first
 
 from ckpttool.audit import ledger
 from ckpttool.errors import CkpttoolError, Corrupt, Differs, NoSpace, RemoteError, Unsafe, Unsupported, UsageError
-from ckpttool.storage import remote, upload
+from ckpttool.storage import retries, upload
 
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_WAIT", 0.001)
+    monkeypatch.setattr(retries, "POLICY", retries.RetryPolicy(first_wait_seconds=0.001))
 
 
 def filled(store: Path, n: int = 5) -> Path:

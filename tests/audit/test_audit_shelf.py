@@ -21,7 +21,7 @@ from stores import Flaky, first
 from ckpttool.audit import ledger, retention, shelf
 from ckpttool.audit.archive import Facts
 from ckpttool.errors import CkpttoolError, Corrupt, Differs, NoSpace, RemoteError, UsageError
-from ckpttool.storage import remote, upload
+from ckpttool.storage import remote, retries, upload
 from ckpttool.storage.source import Source
 
 NOW = datetime(2031, 3, 1, 12, 0, 0, tzinfo=UTC)
@@ -81,7 +81,7 @@ class Shelf:
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shelf:
     it = Shelf(str(tmp_path))
     monkeypatch.setattr(shelf, "facts", it.facts)
-    monkeypatch.setattr(remote, "_WAIT", 0.001)
+    monkeypatch.setattr(retries, "POLICY", retries.RetryPolicy(first_wait_seconds=0.001))
     return it
 
 

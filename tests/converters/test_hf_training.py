@@ -24,7 +24,7 @@ from ckpttool.cli.main import app
 from ckpttool.engine import planning
 from ckpttool.engine.inspect import summarise
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe, Unsupported, UsageError
-from ckpttool.storage import remote
+from ckpttool.storage import retries
 
 WITHOUT_OPTIMIZER = ("safetensors", "hf_shards", "hf", "hf_with_index")
 STATES = [o for o in [*ORIGINALS, *FLAT] if o.saved_as not in WITHOUT_OPTIMIZER and o.path.name != "views.pt"]
@@ -168,7 +168,7 @@ def test_the_marker_is_the_last_file_of_the_training_state(tmp_path: Path) -> No
 
 
 def test_the_whole_state_is_read_from_the_hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_WAIT", 0.001)
+    monkeypatch.setattr(retries, "POLICY", retries.RetryPolicy(first_wait_seconds=0.001))
     with Hub() as hub:
         hub.environment(monkeypatch, tmp_path)
         hub.upload("org/name", folder)

@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.errors import CkpttoolError, NotRecognised, RemoteError, SourceChanged
-from ckpttool.storage import remote
+from ckpttool.storage import retries
 from ckpttool.storage.remote import RemoteSource
 
 MIB = 1 << 20
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload ra
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    monkeypatch.setattr(remote, "_WAIT", 0.001)
+    monkeypatch.setattr(retries, "POLICY", retries.RetryPolicy(first_wait_seconds=0.001))
     with Hub() as hub:
         hub.environment(monkeypatch, tmp_path)
         yield hub
@@ -324,7 +324,8 @@ def test_ranges_and_no_more(hub: Hub, large: Path) -> None:
         assert hub.bytes_of() == n
         asked = sorted(str(r) for _, p, _, r in hub.seen if "/resolve/" in p)
         assert asked == sorted(
-            f"bytes={at}-{min(at + remote._PIECE, start + n) - 1}" for at in range(start, start + n, remote._PIECE)
+            f"bytes={at}-{min(at + RemoteSource.sizes.request_bytes, start + n) - 1}"
+            for at in range(start, start + n, RemoteSource.sizes.request_bytes)
         )
 
 

@@ -20,7 +20,7 @@ from ckpttool.errors import Corrupt, DestinationExists, RemoteError, UsageError
 from ckpttool.hub import client
 from ckpttool.hub.pull import pull
 from ckpttool.hub.push import push
-from ckpttool.storage import remote
+from ckpttool.storage import retries
 
 URL = "hf://org/name"
 LLAMA = FIXTURES / "hf_llama" / "ckpt"
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload ra
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    monkeypatch.setattr(remote, "_WAIT", 0.001)
+    monkeypatch.setattr(retries, "POLICY", retries.RetryPolicy(first_wait_seconds=0.001))
     monkeypatch.setattr(client, "_WAIT", 0.001)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with Hub() as hub:

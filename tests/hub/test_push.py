@@ -55,7 +55,7 @@ from ckpttool.hub import card, client, hashing, screening
 from ckpttool.hub import push as pushing
 from ckpttool.hub.push import push
 from ckpttool.hub.virtual import VirtualFile, contents
-from ckpttool.storage import remote
+from ckpttool.storage import retries
 from ckpttool.storage.source import Source
 
 URL = "hf://org/name"
@@ -69,7 +69,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload ra
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    monkeypatch.setattr(remote, "_WAIT", 0.001)
+    monkeypatch.setattr(retries, "POLICY", retries.RetryPolicy(first_wait_seconds=0.001))
     monkeypatch.setattr(client, "_WAIT", 0.001)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with Hub(part=16 << 10) as hub:

@@ -33,8 +33,9 @@ from ckpttool.errors import (
     Unsupported,
     UsageError,
 )
-from ckpttool.storage import remote
+from ckpttool.storage import retries, urls
 from ckpttool.storage import upload as objects
+from ckpttool.storage.prefetch import FetchSizes
 from ckpttool.storage.remote import RemoteSource
 from ckpttool.storage.upload import Upload
 
@@ -49,7 +50,7 @@ LOCKED = {
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_WAIT", 0.001)
+    monkeypatch.setattr(retries, "POLICY", retries.RetryPolicy(first_wait_seconds=0.001))
 
 
 @pytest.fixture
@@ -92,13 +93,13 @@ def noise(n: int, seed: int = 0) -> bytes:
     "url", ["s3://b/x", "gs://b", "hf://o/n@r", "http://h/x", "HTTPS://h/x", "memory://x", "file:///x"]
 )
 def test_urls(url: str) -> None:
-    assert remote.is_url(url)
+    assert urls.is_url(url)
 
 
 @pytest.mark.parametrize("path", ["s3:/b/x", "/a/b", "://x", "x/s3://b", "C:\\x", "", "1s://x", ".", "a:b"])
 def test_paths(path: str) -> None:
-    assert not remote.is_url(path)
-    assert not remote.is_url(Path(path))
+    assert not urls.is_url(path)
+    assert not urls.is_url(Path(path))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_paths(path: str) -> None:
     ],
 )
 def test_split(url: str, folder: str, name: str) -> None:
-    assert remote.split(url) == (folder, name)
+    assert urls.split(url) == (folder, name)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ except UsageError as e:
 def test_reads_ranges(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = noise(3 * MIB + 5)
     put(s3, f"{bucket}/run/a.bin", data)
-    monkeypatch.setattr(remote, "_PIECE", 1 << 20)
+    monkeypatch.setattr(RemoteSource, "sizes", FetchSizes(request_bytes=1 << 20))
     with Flaky(s3.endpoint, lambda *_: None) as proxy:
         s3.environment(monkeypatch, proxy.endpoint)
         with RemoteSource(f"{bucket}/run/") as source:
@@ -298,10 +299,9 @@ def test_tries_are_bounded(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatc
 def test_cut_every_so_often(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every third answer breaks off; the bytes are the same."""
     data = noise(4 * MIB + 3)
-    monkeypatch.setattr(remote, "_PIECE", 100_000)
+    monkeypatch.setattr(RemoteSource, "sizes", FetchSizes(request_bytes=100_000))
     # pieces are asked for by several threads: that one of 42 is cut five times in a row has a chance of one in six
-    monkeypatch.setattr(remote, "_TRIES", 14)
-    monkeypatch.setattr(remote, "_WAIT", 0.0001)
+    monkeypatch.setattr(retries, "POLICY", retries.RetryPolicy(tries=14, first_wait_seconds=0.0001))
     count = [0]
 
     def rule(method: str, path: str) -> str | None:
@@ -411,7 +411,7 @@ def test_no_credential_of_a_url(url: str) -> None:
     ],
 )
 def test_words(said: str, shown: str) -> None:
-    assert remote.words(OSError(said)) == shown
+    assert retries.words(OSError(said)) == shown
 
 
 class _Ranges(SimpleHTTPRequestHandler):

@@ -22,7 +22,9 @@ from ckpttool.engine.opening import open as open_checkpoint
 from ckpttool.engine.planning import plan
 from ckpttool.engine.verification import verify
 from ckpttool.errors import Corrupt, DestinationExists, Interrupted, NoSpace, RemoteError, SourceChanged, UsageError
-from ckpttool.storage import destinations, remote, upload
+from ckpttool.storage import destinations, retries, upload
+from ckpttool.storage.prefetch import FetchSizes
+from ckpttool.storage.remote import RemoteSource
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 DCP = str(FIXTURES / "fsdp2_w3" / "ckpt")
@@ -31,7 +33,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_WAIT", 0.001)
+    monkeypatch.setattr(retries, "POLICY", retries.RetryPolicy(first_wait_seconds=0.001))
 
 
 @pytest.fixture
@@ -326,7 +328,7 @@ def test_announced_ranges(s3: Moto, bucket: str, proxied: Flaky) -> None:
     data = bytes(range(256)) * 4096
     for name in ("a", "b"):
         s3.client().put_object(Bucket=bucket[5:], Key=name, Body=data)
-    source = remote.RemoteSource(bucket)
+    source = RemoteSource(bucket)
     source.list()
 
     def asked() -> list[str]:
@@ -354,9 +356,8 @@ def test_announced_ranges(s3: Moto, bucket: str, proxied: Flaky) -> None:
 def test_what_is_kept_of_announced_ranges_is_bounded(bucket: str, s3: Moto, monkeypatch: pytest.MonkeyPatch) -> None:
     data = bytes(range(256)) * 1024
     s3.client().put_object(Bucket=bucket[5:], Key="a", Body=data)
-    monkeypatch.setattr(remote, "_KEPT", 4096)
-    monkeypatch.setattr(remote, "_GAP", 0)
-    source = remote.RemoteSource(bucket)
+    monkeypatch.setattr(RemoteSource, "sizes", FetchSizes(kept_bytes=4096, gap_bytes=0))
+    source = RemoteSource(bucket)
     source.announce(("a", k * 600, 500) for k in range(100))
     for k in range(100):
         assert source.read("a", k * 600, 500) == data[k * 600 : k * 600 + 500]
@@ -367,7 +368,7 @@ def test_an_object_that_is_replaced_meanwhile(s3: Moto, bucket: str) -> None:
     for many in (2, 5):  # asked one by one, and by a listing
         for k in range(many):
             s3.client().put_object(Bucket=bucket[5:], Key=f"{many}/{k}", Body=b"0123")
-        source = remote.RemoteSource(f"{bucket}/{many}")
+        source = RemoteSource(f"{bucket}/{many}")
         source.list()
         for k in range(many):
             source.size(str(k))
@@ -384,10 +385,10 @@ def test_a_connection_cut_every_so_often(
     s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """There and back, with connections that break every 200 kB in either direction: equal digests."""
-    monkeypatch.setattr(remote, "_PIECE", 64 << 10)
+    monkeypatch.setattr(RemoteSource, "sizes", FetchSizes(request_bytes=64 << 10))
     monkeypatch.setattr(upload, "_PART", 64 << 10)
     monkeypatch.setattr(upload, "_SMALLEST", 64 << 10)
-    monkeypatch.setattr(remote, "_TRIES", 8)
+    monkeypatch.setattr(retries, "POLICY", retries.RetryPolicy(tries=8, first_wait_seconds=0.001))
     with Cutting(s3.endpoint, 250_000) as proxy:
         s3.environment(monkeypatch, proxy.endpoint)
         sent = convert(DCP, f"{bucket}/a", to="dcp", world_size=2)

@@ -1,0 +1,137 @@
+"""Prefetches byte ranges of remote objects that were announced, many with one request or several requests at a time."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right, insort
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from ..errors import CkpttoolError
+
+__all__ = ["FetchSizes", "Prefetch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchSizes:
+    """How bytes are requested from a store.
+
+    Args:
+        request_bytes: the most that one request asks for, and so what a lost connection costs at most.
+        gap_bytes: up to this many unwanted bytes are fetched rather than with another request.
+        threads: requests at the same time.
+        range_bytes: announced ranges that are longer are not prefetched.
+        batch_ranges: announced ranges that are fetched together.
+        lookahead_ranges: announced ranges among which one that is read is looked for.
+        kept_bytes: memory for ranges that were fetched and not read yet.
+    """
+
+    request_bytes: int = 8 << 20
+    gap_bytes: int = 64 << 10
+    threads: int = 16
+    range_bytes: int = 1 << 20
+    batch_ranges: int = 256
+    lookahead_ranges: int = 4096
+    kept_bytes: int = 32 << 20
+
+
+class Prefetch:
+    """Ranges that were announced: fetched many at a time, kept until others push them out."""
+
+    def __init__(self, fetch: Callable[[str, int, int], bytes], sizes: FetchSizes) -> None:
+        self._fetch, self._sizes = fetch, sizes
+        self._coming: list[tuple[deque[tuple[str, int, int]], Iterator[tuple[str, int, int]]]] = []
+        self._kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._starts: dict[str, list[int]] = {}
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def announce(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """What is announced last is looked at first."""
+        with self._lock:
+            self._coming.append((deque(), iter(ranges)))
+
+    def take(self, name: str, offset: int, n: int) -> bytes | memoryview | None:
+        """Bytes of a range that was announced, or of a part of one; None of any other."""
+        if n > self._sizes.range_bytes:
+            return None  # what `stream.Reader` reads in many threads does not wait for each other here
+        with self._lock:
+            found = self._look(name, offset, n)
+            if found is None and self._coming and self._load(name, offset, n):
+                found = self._look(name, offset, n)
+            return found
+
+    def _look(self, name: str, offset: int, n: int) -> memoryview | None:
+        starts = self._starts.get(name, [])
+        i = bisect_right(starts, offset) - 1
+        if i < 0:
+            return None
+        data = self._kept[name, starts[i]]
+        return (
+            memoryview(data)[offset - starts[i] : offset - starts[i] + n]
+            if offset + n <= starts[i] + len(data)
+            else None
+        )
+
+    def _load(self, name: str, offset: int, n: int) -> bool:
+        """Fetch the announced range that holds this one, and those that follow it."""
+        for k in range(len(self._coming) - 1, -1, -1):
+            waiting, more = self._coming[k]
+            waiting.extend(islice(more, self._sizes.lookahead_ranges - len(waiting)))
+            if not waiting:
+                del self._coming[k]
+                continue
+            for i, (other, start, length) in enumerate(waiting):
+                if other == name and start <= offset and offset + n <= start + length:
+                    for _ in range(i):
+                        waiting.popleft()
+                    self._fetch_next(waiting)
+                    return True
+        return False
+
+    def _fetch_next(self, waiting: deque[tuple[str, int, int]]) -> None:
+        batch: list[tuple[str, int, int]] = []
+        room = self._sizes.kept_bytes // 4
+        while waiting and len(batch) < self._sizes.batch_ranges and (not batch or waiting[0][2] <= room):
+            room -= waiting[0][2]
+            batch.append(waiting.popleft())
+        spans: list[list[Any]] = []
+        for name, start, length in sorted(set(batch)):
+            if (
+                spans
+                and spans[-1][0] == name
+                and start - spans[-1][2] <= self._sizes.gap_bytes
+                and start + length - spans[-1][1] <= self._sizes.request_bytes
+            ):
+                spans[-1][2] = max(spans[-1][2], start + length)
+            else:
+                spans.append([name, start, start + length])
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(min(self._sizes.threads, len(spans)), "ckpttool-fetch") as pool:
+            for span, data in zip(spans, pool.map(self._try, spans), strict=True):
+                if data:
+                    self._keep(span[0], span[1], data)
+
+    def _try(self, span: list[Any]) -> bytes:
+        try:
+            return self._fetch(span[0], span[1], span[2] - span[1])
+        except CkpttoolError:
+            return b""  # whoever wants it asks again, and is told
+
+    def _keep(self, name: str, start: int, data: bytes) -> None:
+        if (name, start) in self._kept:
+            if len(self._kept[name, start]) >= len(data):
+                return
+            self._bytes -= len(self._kept.pop((name, start)))
+        else:
+            insort(self._starts.setdefault(name, []), start)
+        self._kept[name, start] = data
+        self._bytes += len(data)
+        while self._bytes > self._sizes.kept_bytes:
+            (old, at), gone = self._kept.popitem(last=False)
+            self._starts[old].remove(at)
+            self._bytes -= len(gone)

@@ -1,0 +1,158 @@
+"""Requests to a store: which failures are tried again, what the others mean, and how they are quoted without credentials.
+
+Reading (remote.py) and writing (upload.py) go through here; huggingface_hub's own calls have their loop in hub/client.py. A
+lost connection, a timeout, 408, 429 and 5xx are tried again (`RetryPolicy`); nothing else is. The retries of the clients
+themselves are turned off, since they would multiply with ours.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ..errors import CkpttoolError, RemoteError
+
+__all__ = ["POLICY", "BadRange", "Conflict", "Denied", "Missing", "RetryPolicy", "ask", "judge", "words"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetryPolicy:
+    """How often a request is tried, and how long to wait after the first try; every further wait is twice as long."""
+
+    tries: int = 5
+    first_wait_seconds: float = 0.2
+
+
+#: The policy of all requests of this process.
+POLICY = RetryPolicy()
+
+# Names of classes of aiohttp, botocore, httpx, requests, urllib3 and http.client; none of them need be installed.
+_LOST = {
+    "ConnectionError", "TimeoutError", "EOFError", "HTTPClientError", "ResponseStreamingError", "IncompleteReadError",
+    "IncompleteRead", "ResponseParserError", "ClientConnectionError", "ClientPayloadError", "ServerDisconnectedError",
+    "TransportError", "ChunkedEncodingError", "ProtocolError", "RemoteDisconnected",
+}  # fmt: skip
+_BUSY = {"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "OperationAborted", "Throttling"}
+_CONFLICT = {"PreconditionFailed", "ConditionalRequestConflict"}
+
+
+class Missing(RemoteError):
+    """The store has no such object."""
+
+
+class Conflict(RemoteError):
+    """The object is not what a conditional request took it for."""
+
+
+class BadRange(RemoteError):
+    """The object has no such bytes."""
+
+
+class Denied(RemoteError):
+    """The store does not allow it."""
+
+
+def ask(url: str, call: Callable[[], T]) -> T:
+    """What the store answers, asked again after what passes.
+
+    Raises:
+        RemoteError: or one of the private kinds above.
+    """
+    for k in range(POLICY.tries):
+        try:
+            return call()
+        except (CkpttoolError, NotImplementedError):
+            raise
+        except Exception as e:
+            kind, by = judge(e)
+            if kind is None and k + 1 < POLICY.tries:
+                time.sleep(POLICY.first_wait_seconds * 2**k)
+                continue
+            error = _told(url, kind, words(by))
+        raise error from None
+    raise AssertionError
+
+
+def _told(url: str, kind: type[RemoteError] | None, words: str) -> RemoteError:
+    if kind is None:
+        return RemoteError(
+            f"{url}: no answer in {POLICY.tries} tries ({words}). Check the network and the store, then run the same command "
+            "again."
+        )
+    if kind is Missing:
+        return Missing(f"{url}: the store has no such thing ({words}).")
+    if kind is Denied:
+        return Denied(f"{url}: the store does not allow it ({words}). Check the credentials and what they may do.")
+    return kind(f"{url}: {words}.")
+
+
+def judge(e: BaseException) -> tuple[type[RemoteError] | None, BaseException]:
+    """(what it means, who says so); None is what may pass. File systems wrap what they were told; the inner knows."""
+    for x in _chain(e):
+        code, status = _code(x), _status(x)
+        if code in _BUSY or status in (408, 429) or ((status or 0) >= 500 and status != 501):
+            return None, x
+        if code in _CONFLICT or status == 412:
+            return Conflict, x
+        if code == "NoSuchBucket":
+            return RemoteError, x
+        if status is not None and status >= 400:
+            return {401: Denied, 403: Denied, 404: Missing, 416: BadRange}.get(status, RemoteError), x
+        names = {c.__name__ for c in type(x).__mro__}
+        if "OfflineModeIsEnabled" in names:  # HF_HUB_OFFLINE
+            return RemoteError, x
+        if _LOST & names:
+            return None, x
+    for kind, means in ((PermissionError, Denied), (FileNotFoundError, Missing)):
+        if isinstance(e, kind):
+            return means, e
+    return RemoteError, e
+
+
+def _chain(e: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while e is not None and id(e) not in seen:
+        seen.add(id(e))
+        yield e
+        e = e.__cause__ or (None if e.__suppress_context__ else e.__context__)
+
+
+def _code(e: BaseException) -> str | None:
+    """The code in botocore's answer."""
+    response = getattr(e, "response", None)
+    return response.get("Error", {}).get("Code") if isinstance(response, dict) else None
+
+
+def _status(e: BaseException) -> int | None:
+    """The HTTP status: of botocore, of httpx and requests, of aiohttp, of gcsfs."""
+    response = getattr(e, "response", None)
+    if isinstance(response, dict):
+        found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    else:
+        found = getattr(response, "status_code", None) or getattr(e, "status", None) or getattr(e, "code", None)
+    return found if isinstance(found, int) and 100 <= found < 600 else None
+
+
+def words(e: BaseException) -> str:
+    """What the store said, in one line, without what may be credentials."""
+    response = getattr(e, "response", None)
+    text = str(e)
+    if isinstance(response, dict):
+        error = response.get("Error", {})
+        text = ": ".join(str(t) for t in (error.get("Code"), error.get("Message")) if t)
+    text = " ".join(f"{text or type(e).__name__}".split())
+    text = re.sub(r"(://)[^/@\s]*@", r"\1", text)
+    text = re.sub(r"(https?://[^\s?'\"]*)\?[^\s'\")]*", r"\1", text)
+    text = re.sub(r"(?i)((?:signature|credential|token|secret|password|key|key_?id)=)[^\s&,;'\")]+", r"\1***", text)
+    text = re.sub(r"(?i)\b((?:authorization|password|secret)\W{1,4}(?:bearer )?)[^\s,;'\")]+", r"\1***", text)
+    for name, value in os.environ.items():
+        if len(value) >= 8 and re.search(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL", name.upper()):
+            text = text.replace(value, "***")
+    text = re.sub(r"\b(AKIA|ASIA|hf_)[A-Za-z0-9]{12,}", "***", text)
+    return text[:300].rstrip(". ")

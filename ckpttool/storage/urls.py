@@ -1,0 +1,49 @@
+"""URLs of stores: which paths are URLs, their parts, and how they are shown without credentials."""
+
+from __future__ import annotations
+
+import os
+import re
+from urllib.parse import unquote
+
+__all__ = ["is_url", "normal", "scheme_of", "shown", "split", "whole"]
+
+_URL = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether it is the URL of a store rather than a path."""
+    return _URL.match(os.fspath(path)) is not None
+
+
+def normal(url: str) -> str:
+    """A URL with its scheme in lower case, which is all that code looks for: S3:// is s3://."""
+    scheme, mark, rest = url.partition("://")
+    return scheme.lower() + mark + rest
+
+
+def shown(url: str) -> str:
+    """A URL without user, password and query: these may be credentials."""
+    url = re.sub(r"(://)[^/@\s]*@", r"\1", url)
+    return url.split("?")[0].split("#")[0] if url.lower().startswith("http") else url
+
+
+def whole(path: str | os.PathLike[str]) -> str:
+    """A path as records say it: absolute, or a URL without secrets."""
+    return shown(os.fspath(path)) if is_url(path) else os.path.abspath(path)
+
+
+def split(url: str) -> tuple[str, str]:
+    """(URL of the folder, name of the object in it); the query of an http URL stays with the folder."""
+    query = ""
+    if url.lower().startswith("http"):
+        url, mark, query = url.partition("?")
+        query = mark + query
+    folder, _, name = url.rstrip("/").rpartition("/")
+    return folder + query, unquote(name) if url.lower().startswith("http") else name
+
+
+def scheme_of(url: str) -> str | None:
+    """The scheme of a URL in lower case; None of a path."""
+    found = _URL.match(url)
+    return found[1].lower() if found else None
