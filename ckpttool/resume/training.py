@@ -170,6 +170,7 @@ def _wait(settings: Settings) -> None:
 
 
 def measure_memory(settings: Settings) -> list[dict[str, int]]:
+    """Peak memory of every rank: of its GPU, or on CPU of the process."""
     import resource
 
     import torch
