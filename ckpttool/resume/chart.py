@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from .contents import Row
-from .words import number
+from .text import number
 
 __all__ = ["Figure", "Shape", "figure", "finite_or_inf"]
 

@@ -5,7 +5,7 @@
     rows(report)         a step beside the reference's of the same number, with the envelope
     speed(report)        speed and memory, as far as known
 
-Texts are clean (`words.clean`). The terminal, JUnit and the metrics (`report`) and the page (`page`) arrange them.
+Texts are clean (`text.clean`). The terminal, JUnit and the metrics (`report`) and the page (`page`) arrange them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .differences import deviation
+from .text import clean, number
 from .trace import Step, Trace
 from .verdict import Check, Report
-from .words import clean, number
 
 __all__ = [
     "QUANTITIES", "Row", "count", "device_of", "facts", "known", "limit", "relative", "rows", "sentence", "speed",

@@ -1,4 +1,4 @@
-"""differences: in what two traces differ, as data; `judge` makes checks of it, and `blame` looks for causes in it.
+"""differences: in what two traces differ, as data; `judge` makes checks of it, and `diagnosis` looks for causes in it.
 
 Raw numbers are compared, never printed ones. Equal numbers have the deviation 0; NaN is equal to nothing, not even NaN.
 A parameter with several names (tied) is met under any of them. What one side does not say is no difference.
@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from .text import fqn_of, is_step
 from .trace import Step, Trace
-from .words import fqn_of, is_step
 
 __all__ = [
     "alike", "config_differences", "copies_differ", "deviation", "differing", "first_pair", "judged",

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from . import bounds as table
 from .bounds import SIGNALS, Bound
 from .differences import deviation, other_job, pairs, rates_by_group, tensor_deviations
+from .text import plural
 from .trace import Step, Trace
 from .verdict import Check
-from .words import plural
 
 __all__ = ["Dynamics"]
 

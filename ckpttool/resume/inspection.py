@@ -1,6 +1,6 @@
 """inspection: what the files of two open checkpoints tell about tensors that differ: how they do, and where.
 
-A few tensors are read, one at a time, and put beside those of the reference (`likeness`). Moments that are like nothing
+A few tensors are read, one at a time, and put beside those of the reference (`tensor_diff`). Moments that are like nothing
 in the reference of their own are put beside the other moments of their parameter, too. Where an element lies follows from
 the index; which rank wrote it, from the names that engines give their files.
 """
@@ -18,8 +18,8 @@ from ..engine.stream import Job, Reader
 from ..errors import CkpttoolError
 from ..index import boxes
 from ..index.checkpoint import ITEMSIZE, Checkpoint
-from .likeness import Likeness, likeness
-from .words import fqn_of, slot_of
+from .tensor_diff import TensorDiff, tensor_diff
+from .text import fqn_of, slot_of
 
 __all__ = ["inspect", "place_of"]
 
@@ -27,12 +27,12 @@ __all__ = ["inspect", "place_of"]
 _LOOK = 8
 _MOST = 1 << 30
 
-#: Kinds of likeness that say little, and those that nothing but the same values has.
+#: Kinds of difference that say little, and those that only equal values can have.
 _VAGUE = frozenset(("close", "unrelated"))
 _TELLING = frozenset(("absolute", "negated", "rounded-bfloat16", "rounded-float16"))
 
 
-def inspect(opened: tuple[OpenCheckpoint, OpenCheckpoint], names: Sequence[str]) -> dict[str, Likeness | None]:
+def inspect(opened: tuple[OpenCheckpoint, OpenCheckpoint], names: Sequence[str]) -> dict[str, TensorDiff | None]:
     """How some of the tensors differ in the files: the first of every slot, then the first; None where they do not."""
     left, right = (o.locate() for o in opened)
 
@@ -40,14 +40,14 @@ def inspect(opened: tuple[OpenCheckpoint, OpenCheckpoint], names: Sequence[str])
         a, b = left.tensors.get(n), right.tensors.get(m)
         return a is not None and b is not None and a.shape == b.shape and 0 < max(a.nbytes, b.nbytes) <= _MOST
 
-    def look(n: str) -> Likeness | None:
+    def look(n: str) -> TensorDiff | None:
         got = _read(opened[1], right, n)
-        found = likeness(_read(opened[0], left, n), got)
+        found = tensor_diff(_read(opened[0], left, n), got)
         if found is None or found.kind not in _VAGUE or slot_of(n) == "weights":
             return found
         for m in left.tensors:
             if m != n and slot_of(m) != "weights" and fqn_of(m) == fqn_of(n) and readable(m, n):
-                other = likeness(_read(opened[0], left, m), got)
+                other = tensor_diff(_read(opened[0], left, m), got)
                 if other is not None and other.kind in _TELLING:
                     text = other.text.replace("the reference's values", f"the values of {slot_of(m)}")
                     return replace(found, kind="moments-copied", text=text)
@@ -56,7 +56,7 @@ def inspect(opened: tuple[OpenCheckpoint, OpenCheckpoint], names: Sequence[str])
     fit = [n for n in names if readable(n, n)]
     heads = list({slot_of(n): n for n in reversed(fit)}.values())
     chosen = set(list(dict.fromkeys([*heads, *fit]))[:_LOOK])
-    out: dict[str, Likeness | None] = {}
+    out: dict[str, TensorDiff | None] = {}
     for n in names:
         if n in chosen:
             try:

@@ -9,8 +9,8 @@ import json
 from collections.abc import Iterator
 
 from .contents import count, facts, limit, sentence, speed
+from .text import clean, number
 from .verdict import Check, Report
-from .words import clean, number
 
 __all__ = ["junit"]
 

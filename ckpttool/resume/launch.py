@@ -213,7 +213,7 @@ def _judged(
     peak_tflops: float | None,
     limits: Mapping[str, float | None],
 ) -> Report:
-    from .blame import causes
+    from .diagnosis import causes
     from .gates import gates, metrics
     from .judge import judge
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from .chart import Figure, figure, finite_or_inf
 from .contents import QUANTITIES, Row, facts, limit, relative, rows, sentence, speed
+from .text import clean, number
 from .verdict import Report
-from .words import clean, number
 
 if TYPE_CHECKING:
     from jinja2 import Environment

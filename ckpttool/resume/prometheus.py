@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from .._version import __version__
 from .contents import count, device_of, known, rows
+from .text import clean, middle
 from .verdict import Report
-from .words import clean, middle
 
 __all__ = ["METRICS", "prometheus"]
 

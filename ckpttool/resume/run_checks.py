@@ -16,9 +16,9 @@ from .differences import (
     not_finite,
     other_job,
 )
+from .text import listed, plural
 from .trace import Trace
 from .verdict import Check
-from .words import listed, plural
 
 __all__ = ["dead", "finite", "logits", "probe", "probe_ranks", "ranks", "round_trip", "spike"]
 

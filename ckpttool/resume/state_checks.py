@@ -27,9 +27,9 @@ from .differences import (
     told,
     value_differences,
 )
+from .text import changed, fqn_of, listed, plural, slot_of
 from .trace import Trace
 from .verdict import Check
-from .words import changed, fqn_of, listed, plural, slot_of
 
 __all__ = ["configuration", "loaded", "own_tied", "plausible", "state"]
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from .contents import Row, facts, limit, rows, sentence, speed
+from .text import clean, middle, number
 from .verdict import Check, Report
-from .words import clean, middle, number
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType

@@ -1,4 +1,4 @@
-"""The nouns of a judgement: Check, Cause, Report. What makes them is in judge, blame and gates; what shows them, in
+"""The nouns of a judgement: Check, Cause, Report. What makes them is in judge, diagnosis and gates; what shows them, in
 contents, report and page."""
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from .text import listed
 from .trace import SCHEMA, Trace, spelled, to_json
-from .words import listed
 
 __all__ = ["Cause", "Check", "Report", "Word"]
 

@@ -30,8 +30,8 @@ from ranks import forked, one_at_a_time, torchrun
 
 import ckpttool
 from ckpttool.resume import batches
-from ckpttool.resume.blame import causes
 from ckpttool.resume.bounds import column
+from ckpttool.resume.diagnosis import causes
 from ckpttool.resume.judge import judge, noise
 from ckpttool.resume.launch import _launched, resume_verify
 from ckpttool.resume.settings import Settings

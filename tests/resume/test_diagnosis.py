@@ -1,4 +1,4 @@
-"""blame and likeness: what is likely wrong, and how two tensors differ, in words."""
+"""diagnosis and tensor_diff: what is likely wrong, and how two tensors differ, in words."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from resume.test_judge import (
 )
 
 import ckpttool
-from ckpttool.resume import likeness as likeness_module
-from ckpttool.resume.blame import causes
+from ckpttool.resume import tensor_diff as tensor_diff_module
+from ckpttool.resume.diagnosis import causes
 from ckpttool.resume.inspection import place_of
 from ckpttool.resume.judge import judge
-from ckpttool.resume.likeness import Likeness, likeness
+from ckpttool.resume.tensor_diff import TensorDiff, tensor_diff
+from ckpttool.resume.text import spoken
 from ckpttool.resume.trace import Trace
 from ckpttool.resume.verdict import Cause
-from ckpttool.resume.words import spoken
 
 
 def blamed(reference: Trace | None, got: Trace, **how: Any) -> list[Cause]:
@@ -555,14 +555,14 @@ def test_names_of_files_tell_ranks_where_they_do(case: str, rank: bool) -> None:
     assert ("rank " in "".join(map(str, places))) is rank
 
 
-# ------------------------------------------------------------------------------------------------------------ likeness
+# --------------------------------------------------------------------------------------------------------- tensor_diff
 
 RNG = np.random.default_rng(7)
 W = RNG.normal(size=(32, 12)).astype(np.float32)
 
 
-def like(got: Any, reference: Any = W) -> Likeness:
-    found = likeness(reference, got)
+def like(got: Any, reference: Any = W) -> TensorDiff:
+    found = tensor_diff(reference, got)
     assert found is not None
     return found
 
@@ -619,18 +619,18 @@ ROPE = [8 * h + k for h in range(4) for k in PAIRS]
         (changed(slice(8, 16), RNG.normal(size=(8, 12))), "unrelated", "in rows 8:16 of 32"),
     ],
 )  # fmt: skip
-def test_likeness_names_what_was_done(got: Any, kind: str, text: str) -> None:
+def test_tensor_diff_names_what_was_done(got: Any, kind: str, text: str) -> None:
     found = like(got)
     assert (found.kind, text in found.text) == (kind, True), found
 
 
 def test_equal_tensors_have_no_difference_and_bits_count() -> None:
-    assert likeness(W, W.copy()) is None
-    assert likeness(np.array([np.nan, 1.0]), np.array([np.nan, 1.0])) is None
+    assert tensor_diff(W, W.copy()) is None
+    assert tensor_diff(np.array([np.nan, 1.0]), np.array([np.nan, 1.0])) is None
     assert like(np.array([-0.0, 1.0]), np.array([0.0, 1.0])).count == 1
     assert like(W.astype("f8"), W).kind == "dtype"
     with pytest.raises(ValueError):
-        likeness(W, W[:4])
+        tensor_diff(W, W[:4])
 
 
 def test_where_it_differs_is_told_exactly() -> None:
@@ -645,7 +645,7 @@ def test_where_it_differs_is_told_exactly() -> None:
 def test_every_dtype_is_compared(dtype: Any) -> None:
     a = (np.arange(48) % 2).reshape(8, 6).astype(dtype)
     b = a.copy()
-    assert likeness(a, b) is None
+    assert tensor_diff(a, b) is None
     b[2, 1] = not a[2, 1]
     found = like(b, a)
     assert (found.kind, found.first, found.count) == ("elements", 13, 1)
@@ -656,7 +656,7 @@ def test_scalars_and_single_elements() -> None:
     assert like(np.array(0.0, "f4"), np.array(300.0, "f4")).kind == "zero"
     found = like(np.array(299.0, "f4"), np.array(300.0, "f4"))
     assert (found.kind, "299.0 instead of 300.0" in found.text) == ("elements", True)
-    assert likeness(np.empty((0, 3)), np.empty((0, 3))) is None
+    assert tensor_diff(np.empty((0, 3)), np.empty((0, 3))) is None
 
 
 def test_two_flipped_bits_are_not_one_and_values_that_vanish_are_zeros() -> None:
@@ -674,7 +674,7 @@ def test_vectors_that_were_exchanged_or_reset() -> None:
 
 
 def test_a_large_tensor_is_sampled_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(likeness_module, "LIMIT", 1000)
+    monkeypatch.setattr(tensor_diff_module, "LIMIT", 1000)
     a = RNG.normal(size=(400, 10)).astype("f4")
     found = like(a * np.float32(2), a)
     assert (found.kind, found.count, found.sampled) == ("scaled", 4000, True)
@@ -691,7 +691,7 @@ def test_the_range_of_a_difference_is_that_of_numpy(seed: int, rows: int, column
     a = (rng.normal(size=(rows, columns)) * 10).astype(dtype)
     b = np.where(rng.random(a.shape) < 0.1, (rng.normal(size=a.shape) * 10).astype(dtype), a)
     where = np.flatnonzero(a.view(f"u{a.itemsize}") != b.view(f"u{a.itemsize}"))
-    found = likeness(a, b)
+    found = tensor_diff(a, b)
     assert (found is None) == (len(where) == 0)
     if found is not None:
         assert (found.first, found.last, found.count) == (where[0], where[-1], len(where))

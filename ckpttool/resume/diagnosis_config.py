@@ -1,6 +1,6 @@
-"""blame_config: what is wrong with the configuration: ties, the model, param groups, scheduler, counters; and the data.
+"""diagnosis_config: what is wrong with the configuration: ties, the model, param groups, scheduler, counters; and the data.
 
-Each rule is given a `Case`. Options and values are compared one by one. Learning rates and batches are looked for in the
+Each rule is given a `Context`. Options and values are compared one by one. Learning rates and batches are looked for in the
 reference's other steps: a schedule or a loader that began anew, or is some steps off, shows there.
 """
 
@@ -9,42 +9,42 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from .case import Case
+from .context import Context
 from .differences import config_differences, option_differences, options, pairs, rates_by_group, value_differences
+from .text import changed, listed, plural
 from .trace import Trace
-from .words import changed, listed, plural
 
 __all__ = ["data", "groups", "model", "scheduler", "tied", "values"]
 
 
-def tied(case: Case) -> None:
+def tied(context: Context) -> None:
     """Parameters that share their data on one side alone."""
-    check = case.failed.get("config.tied")
+    check = context.failed.get("config.tied")
     if check is not None:
         names = [check.where] if check.where else []
-        case.add(
-            "untied", f"{check.text}: they get gradients and updates apart", case.seen("config.tied"), names,
+        context.add(
+            "untied", f"{check.text}: they get gradients and updates apart", context.seen("config.tied"), names,
             explains=("weights", "optimizer"),
         )  # fmt: skip
 
 
-def model(case: Case, reference: Trace) -> None:
+def model(context: Context, reference: Trace) -> None:
     """The model's own configuration."""
-    if "config.model" not in case.failed or reference.config is None or case.got.config is None:
+    if "config.model" not in context.failed or reference.config is None or context.got.config is None:
         return
-    found = config_differences(reference.config, case.got.config)
+    found = config_differences(reference.config, context.got.config)
     text = f"the model is configured otherwise: {listed(changed(found))}"
-    case.add("model-configuration", text, case.seen("probe.logits", "step1.loss"), explains=("weights",))
+    context.add("model-configuration", text, context.seen("probe.logits", "step1.loss"), explains=("weights",))
 
 
-def groups(case: Case, reference: Trace) -> None:
+def groups(context: Context, reference: Trace) -> None:
     """Options of param groups, and who is in one."""
-    if "config.groups" not in case.failed:
+    if "config.groups" not in context.failed:
         return
-    found, missing, extra = option_differences(reference, case.got)
-    known = options(case.got)
+    found, missing, extra = option_differences(reference, context.got)
+    known = options(context.got)
     for key, where in found.items():
-        if key in ("lr", "initial_lr") and "rates" in case.explained:
+        if key in ("lr", "initial_lr") and "rates" in context.explained:
             continue
         by: dict[str, list[str]] = {}
         for n, two in where.items():
@@ -62,22 +62,22 @@ def groups(case: Case, reference: Trace) -> None:
             if key == "betas" and b in ((0.9, 0.999), [0.9, 0.999]):
                 text += ", which is the default of AdamW"
             explains = ("optimizer", "rates") if key in ("lr", "initial_lr") else ("optimizer",)
-            case.add(kind, text, case.seen("config.groups"), names, explains=explains)
+            context.add(kind, text, context.seen("config.groups"), names, explains=explains)
     if missing:
         text = f"{plural(len(missing), 'parameter')} not in the optimizer and not trained, first {missing[0]}"
-        case.add("optimizer-members", text, case.seen("config.groups"), missing, explains=("optimizer",))
+        context.add("optimizer-members", text, context.seen("config.groups"), missing, explains=("optimizer",))
     if extra:
         text = f"{plural(len(extra), 'parameter')} that the reference's optimizer does not have, first {extra[0]}"
-        case.add("optimizer-members", text, case.seen("config.groups"), extra, explains=("optimizer",))
+        context.add("optimizer-members", text, context.seen("config.groups"), extra, explains=("optimizer",))
 
 
-def scheduler(case: Case, reference: Trace) -> None:
+def scheduler(context: Context, reference: Trace) -> None:
     """Its state, or what the learning rates show of it."""
-    evidence = case.seen("config.scheduler", "step1.learning_rates", "steps.learning_rates")
-    if "config.scheduler" in case.failed:
-        found, missing, extra, compared = value_differences(reference, case.got, "scheduler")
+    evidence = context.seen("config.scheduler", "step1.learning_rates", "steps.learning_rates")
+    if "config.scheduler" in context.failed:
+        found, missing, extra, compared = value_differences(reference, context.got, "scheduler")
         if missing and not compared and not extra:
-            case.add(
+            context.add(
                 "scheduler-missing",
                 "the checkpoint has no state of the scheduler",
                 evidence,
@@ -98,36 +98,36 @@ def scheduler(case: Case, reference: Trace) -> None:
             kind, text = "scheduler-state", f"the scheduler has another state: {listed(changed(found))}"
         else:
             kind, text = "scheduler-incomplete", f"of the scheduler {listed(missing)} is missing"
-        case.add(kind, text, evidence, explains=("rates", "optimizer"))
+        context.add(kind, text, evidence, explains=("rates", "optimizer"))
         return
-    if not evidence or "rates" in case.explained:
+    if not evidence or "rates" in context.explained:
         return
-    kind, text = _rates(reference, case.got)
-    case.add(kind, text, evidence, explains=("rates", "optimizer"))
+    kind, text = _rates(reference, context.got)
+    context.add(kind, text, evidence, explains=("rates", "optimizer"))
 
 
-def values(case: Case, reference: Trace) -> None:
+def values(context: Context, reference: Trace) -> None:
     """Clipping, counters and other values."""
-    if "config.values" not in case.failed:
+    if "config.values" not in context.failed:
         return
-    if reference.clip is not None and case.got.clip != reference.clip:
-        now = "off" if case.got.clip is None else f"at {case.got.clip!r}"
+    if reference.clip is not None and context.got.clip != reference.clip:
+        now = "off" if context.got.clip is None else f"at {context.got.clip!r}"
         text = f"gradient clipping is {now} and was at {reference.clip!r}; it acts once the grad norm is beyond that"
-        case.add("clipping", text, case.seen("config.values"), explains=("optimizer",))
-    found, missing, _, _ = value_differences(reference, case.got, "trainer")
+        context.add("clipping", text, context.seen("config.values"), explains=("optimizer",))
+    found, missing, _, _ = value_differences(reference, context.got, "trainer")
     told = changed(found)
     told += [f"{n} is missing" for n in missing]
     if told:
-        case.add("counters", f"the trainer would count otherwise: {listed(told)}", case.seen("config.values"))
+        context.add("counters", f"the trainer would count otherwise: {listed(told)}", context.seen("config.values"))
     told = []
     for component in ("scaler", "dataloader", "extra"):
-        found, _, _, _ = value_differences(reference, case.got, component)
+        found, _, _, _ = value_differences(reference, context.got, component)
         told += changed(found)
-    told += [f"{n} differs" for n, x in reference.others.items() if case.got.others.get(n, x) != x]
+    told += [f"{n} differs" for n, x in reference.others.items() if context.got.others.get(n, x) != x]
     if reference.layout is not None:
-        told += [f"{n} is missing" for n in reference.others if n not in case.got.others]
+        told += [f"{n} is missing" for n in reference.others if n not in context.got.others]
     if told:
-        case.add("values", f"other values are in the checkpoint: {listed(told)}", case.seen("config.values"))
+        context.add("values", f"other values are in the checkpoint: {listed(told)}", context.seen("config.values"))
 
 
 def _undecayed(name: str) -> bool:
@@ -167,18 +167,18 @@ def _rates(reference: Trace, got: Trace) -> tuple[str, str]:
     return "learning-rate", f"the learning rates are {ours!r} and were {theirs!r} in step {b.step}"
 
 
-def data(case: Case, reference: Trace) -> None:
+def data(context: Context, reference: Trace) -> None:
     """Other batches, or the same ones in other steps."""
-    if "step1.batch" not in case.failed and "steps.batch" not in case.failed:
+    if "step1.batch" not in context.failed and "steps.batch" not in context.failed:
         return
-    evidence = case.seen("step1.batch", "steps.batch")
-    a, b = reference, case.got
+    evidence = context.seen("step1.batch", "steps.batch")
+    a, b = reference, context.got
     if None not in (a.global_batch, b.global_batch) and a.global_batch != b.global_batch:
         text = f"the global batch is {b.global_batch} and was {a.global_batch}"
-        case.add("global-batch", text, evidence, explains=("data",))
+        context.add("global-batch", text, evidence, explains=("data",))
         return
     if None not in (a.sequence, b.sequence) and a.sequence != b.sequence:
-        case.add(
+        context.add(
             "sequence",
             f"sequences are {b.sequence} tokens long and were {a.sequence}",
             evidence,
@@ -190,7 +190,7 @@ def data(case: Case, reference: Trace) -> None:
     if tokens and len(tokens) == len(wrong):
         ratio = tokens[0][1] / tokens[0][0]
         text = f"a step has {tokens[0][1]} tokens and had {tokens[0][0]} ({ratio:.3g} times): another global batch"
-        case.add("global-batch", text, evidence, explains=("data",))
+        context.add("global-batch", text, evidence, explains=("data",))
         return
     of: dict[str, int] = {}
     for s in a.steps:
@@ -200,15 +200,15 @@ def data(case: Case, reference: Trace) -> None:
     if not gaps:
         first = wrong[0][1].step if wrong else b.start + 1
         text = f"the data is other data, from step {first} on: no batch of the reference is among these"
-        case.add("data-other", text, evidence, explains=("data",))
+        context.add("data-other", text, evidence, explains=("data",))
         return
     gap, times = gaps.most_common(1)[0]
     when = "later" if gap > 0 else "earlier"
     evidence.append(f"{times} of the {len(wrong)} batches that differ are the reference's of {abs(gap)} steps {when}")
     if gap == -b.start and b.start:
-        case.add("data-restart", "the data begins from its beginning again", evidence, explains=("data",))
+        context.add("data-restart", "the data begins from its beginning again", evidence, explains=("data",))
     elif len(gaps) == 1:
         text = f"the data is {plural(abs(gap), 'step')} {'ahead of' if gap > 0 else 'behind'} the reference"
-        case.add("data-offset", text, evidence, explains=("data",))
+        context.add("data-offset", text, evidence, explains=("data",))
     else:
-        case.add("data-order", "the same batches come in another order", evidence, explains=("data",))
+        context.add("data-order", "the same batches come in another order", evidence, explains=("data",))

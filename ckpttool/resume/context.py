@@ -1,8 +1,8 @@
-"""case: one comparison that failed, and the causes found so far; what every rule of blame is given.
+"""context: one comparison that failed, and the causes found so far; what every rule of diagnosis is given.
 
 A rule reads `reference`, `got` and `failed`, and calls `add` for each cause that it finds, with what that explains:
 "weights", "optimizer", "gradients", "data", "rates". Later rules stay silent about what is `explained`, so the order in
-which `blame` asks them is the order of likelihood.
+which `diagnosis` asks them is the order of likelihood.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from ..engine.opening import OpenCheckpoint
 from .trace import Trace
 from .verdict import Cause, Check
 
-__all__ = ["Case"]
+__all__ = ["Context"]
 
 
 @dataclass
-class Case:
+class Context:
     """Two traces, the checks of continuity by name, and the open checkpoints (the reference's first)."""
 
     reference: Trace | None

@@ -1,6 +1,6 @@
-"""blame_numbers: what numbers suggest: of the state by itself, of steps, of ranks, of the round trip.
+"""diagnosis_numbers: what numbers suggest: of the state by itself, of steps, of ranks, of the round trip.
 
-Each rule is given a `Case`. What differs first in a step narrows it down: the logits and the loss know the weights and
+Each rule is given a `Context`. What differs first in a step narrows it down: the logits and the loss know the weights and
 the batch, gradients how ranks are reduced, updates the optimizer, and later steps the rest. So a rule is silent where
 what comes before it in a step is already off. A norm of a single tensor says which tensors are concerned.
 """
@@ -12,35 +12,35 @@ import re
 from collections import Counter
 from statistics import median
 
-from .case import Case
+from .context import Context
 from .differences import deviation, first_pair, not_finite, options, steps_of, tensor_deviations
+from .text import fqn_of, listed, plural, scope, spoken
 from .trace import Step, Trace
-from .words import fqn_of, listed, plural, scope, spoken
 
 __all__ = ["finite", "gradients_summed", "plausible", "ranks", "round_trip", "run", "steps"]
 
 
-def plausible(case: Case) -> None:
+def plausible(context: Context) -> None:
     """What no training leaves."""
-    if "state.plausible" not in case.failed or "optimizer" in case.explained:
+    if "state.plausible" not in context.failed or "optimizer" in context.explained:
         return
-    got, text = case.got, case.failed["state.plausible"].text
+    got, text = context.got, context.failed["state.plausible"].text
     steps = steps_of(got)
     if steps and all(v == 0 for v in steps.values()):
         moments = any(n.endswith(".exp_avg") for n in got.state)
         also = ": the moments were restored, the step was not" if moments else ""
-        case.add("step-reset", f"the optimizer's step is 0 on all tensors{also}", [text], explains=("optimizer",))
+        context.add("step-reset", f"the optimizer's step is 0 on all tensors{also}", [text], explains=("optimizer",))
     elif "no moments" in text:
-        case.add("optimizer-missing", "the checkpoint has no optimizer state", [text], explains=("optimizer",))
+        context.add("optimizer-missing", "the checkpoint has no optimizer state", [text], explains=("optimizer",))
     else:
-        case.add("state-odd", f"the state is not what a training leaves: {text}", explains=("optimizer",))
+        context.add("state-odd", f"the state is not what a training leaves: {text}", explains=("optimizer",))
 
 
-def finite(case: Case) -> None:
+def finite(context: Context) -> None:
     """The first NaN or infinity."""
-    if "run.finite" not in case.failed:
+    if "run.finite" not in context.failed:
         return
-    step, found = next((s, found) for s in case.got.steps if (found := list(not_finite(s))))
+    step, found = next((s, found) for s in context.got.steps if (found := list(not_finite(s))))
     tensors = [w.partition(" of ")[2] for w, _ in found if " of " in w]
     grads = all(math.isfinite(v) for v in step.grads.values()) and math.isfinite(step.loss)
     text = f"numbers are not finite from step {step.step} on, first {found[0][0]} ({found[0][1]})"
@@ -51,17 +51,17 @@ def finite(case: Case) -> None:
             "loss and gradients are: its moments hold NaN, or negative squares"
         )
         tensors = bad
-        case.explained.add("optimizer")
-    elif not math.isfinite(step.loss) and step is case.got.steps[0]:
-        case.explained.add("weights")
+        context.explained.add("optimizer")
+    elif not math.isfinite(step.loss) and step is context.got.steps[0]:
+        context.explained.add("weights")
         text += ": the weights hold NaN or infinity, or numbers that overflow"
-    case.add("not-finite", text, case.seen("run.finite"), tensors)
+    context.add("not-finite", text, context.seen("run.finite"), tensors)
 
 
-def gradients_summed(case: Case, reference: Trace) -> None:
+def gradients_summed(context: Context, reference: Trace) -> None:
     """The grad norm is a whole multiple, or part, while the loss is the same."""
-    first = first_pair(reference, case.got)
-    if "step1.grad_norm" not in case.failed or not case.passed("step1.loss") or first is None:
+    first = first_pair(reference, context.got)
+    if "step1.grad_norm" not in context.failed or not context.passed("step1.loss") or first is None:
         return
     a, b = first
     if not a.grad_norm or not b.grad_norm:
@@ -75,7 +75,7 @@ def gradients_summed(case: Case, reference: Trace) -> None:
     if every and deviation(median(every), ratio) > 0.05:
         return
     whose = ""
-    if n == case.got.world_size:
+    if n == context.got.world_size:
         whose = " (its number of ranks)"
     elif n == reference.world_size:
         whose = " (the reference's number of ranks)"
@@ -83,44 +83,44 @@ def gradients_summed(case: Case, reference: Trace) -> None:
         text = f"gradients are {n} times those of the reference{whose}: summed over ranks instead of averaged"
     else:
         text = f"gradients are 1/{n} of those of the reference{whose}: divided once too often, or summed there"
-    case.explained.update(("gradients", "optimizer"))
-    case.add("gradient-scale", text, case.seen("step1.grad_norm"))
+    context.explained.update(("gradients", "optimizer"))
+    context.add("gradient-scale", text, context.seen("step1.grad_norm"))
 
 
-def steps(case: Case, reference: Trace) -> None:
+def steps(context: Context, reference: Trace) -> None:
     """From numbers alone, where nothing exact has explained them."""
-    first = first_pair(reference, case.got)
-    weights, data = "weights" in case.explained, "data" in case.explained
-    same = case.passed("state.digests") and case.passed("state.names")
-    if "probe.logits" in case.failed and not weights:
-        evidence = case.seen("probe.logits", "step1.loss")
+    first = first_pair(reference, context.got)
+    weights, data = "weights" in context.explained, "data" in context.explained
+    same = context.passed("state.digests") and context.passed("state.names")
+    if "probe.logits" in context.failed and not weights:
+        evidence = context.seen("probe.logits", "step1.loss")
         if same:
             text = (
                 "the weights are equal and the logits are not: the model is configured otherwise (rope theta, eps "
                 "of the norms), or other kernels compute it"
             )
-            case.add("model-configuration", text, [*evidence, *_environment(case, reference)])
+            context.add("model-configuration", text, [*evidence, *_environment(context, reference)])
         else:
-            case.add("weights", "the logits differ before any step: weights, or the model's configuration", evidence)
+            context.add("weights", "the logits differ before any step: weights, or the model's configuration", evidence)
         weights = True
-        case.explained.add("weights")
-    elif "step1.loss" in case.failed and not weights and not data:
-        evidence = case.seen("step1.loss", "step1.grad_norm")
-        if case.passed("probe.logits") and case.passed("step1.batch"):
+        context.explained.add("weights")
+    elif "step1.loss" in context.failed and not weights and not data:
+        evidence = context.seen("step1.loss", "step1.grad_norm")
+        if context.passed("probe.logits") and context.passed("step1.batch"):
             text = "logits and batch are equal and the loss is not: labels, masks, or how ranks weight their tokens"
-            case.add("loss-computation", text, evidence)
-        elif case.passed("probe.logits"):
-            case.add(
+            context.add("loss-computation", text, evidence)
+        elif context.passed("probe.logits"):
+            context.add(
                 "data",
                 "logits are equal and the loss is not: another batch, or another computation of the loss",
                 evidence,
             )
         elif same:
-            rest = "its labels and masks" if case.passed("step1.batch") else "the batch"
+            rest = "its labels and masks" if context.passed("step1.batch") else "the batch"
             text = f"the weights are equal and the loss is not: the model's configuration, its kernels, or {rest}"
-            case.add("model-configuration", text, [*evidence, *_environment(case, reference)])
+            context.add("model-configuration", text, [*evidence, *_environment(context, reference)])
         else:
-            case.add(
+            context.add(
                 "weights",
                 "the loss differs in the first step: weights, the model's configuration or the batch",
                 evidence,
@@ -128,27 +128,27 @@ def steps(case: Case, reference: Trace) -> None:
         weights = True
     if first is None:
         return
-    _frozen(case, reference, *first)
-    ruled_out = weights or data or "gradients" in case.explained
-    if not ruled_out and ("step1.grad_norm" in case.failed or "step1.worst_grad" in case.failed):
-        _gradients(case, reference, *first)
+    _frozen(context, reference, *first)
+    ruled_out = weights or data or "gradients" in context.explained
+    if not ruled_out and ("step1.grad_norm" in context.failed or "step1.worst_grad" in context.failed):
+        _gradients(context, reference, *first)
         ruled_out = True
-    if not ruled_out and "optimizer" not in case.explained:
-        if "step1.update_norm" in case.failed or "step1.worst_update" in case.failed:
-            _updates(case, reference, *first)
-        elif not case.out and any(n.startswith("steps.") for n in case.failed):
-            evidence = case.seen(*(n for n in case.failed if n.startswith("steps.")))
+    if not ruled_out and "optimizer" not in context.explained:
+        if "step1.update_norm" in context.failed or "step1.worst_update" in context.failed:
+            _updates(context, reference, *first)
+        elif not context.out and any(n.startswith("steps.") for n in context.failed):
+            evidence = context.seen(*(n for n in context.failed if n.startswith("steps.")))
             kind, text = "later-steps", "something random is not the same, or noise grows"
             if first[0].update_norm is None and not first[0].updates:
                 kind, text = (
                     "optimizer",
                     "the optimizer's state or its options (the reference has no norms of updates)",
                 )
-            case.add(kind, f"the first step agrees and later ones do not: {text}", evidence)
+            context.add(kind, f"the first step agrees and later ones do not: {text}", evidence)
 
 
-def _environment(case: Case, reference: Trace) -> list[str]:
-    a, b = reference.environment, case.got.environment
+def _environment(context: Context, reference: Trace) -> list[str]:
+    a, b = reference.environment, context.got.environment
     return [
         f"{k} is {b[k]} and was {a[k]}"
         for k in ("torch", "gpu", "cuda", "attention")
@@ -156,101 +156,103 @@ def _environment(case: Case, reference: Trace) -> list[str]:
     ]
 
 
-def _frozen(case: Case, reference: Trace, a: Step, b: Step) -> None:
-    if not (a.updates and b.updates) or not {"step1.worst_update", "step1.update_norm"} & case.failed.keys():
+def _frozen(context: Context, reference: Trace, a: Step, b: Step) -> None:
+    if not (a.updates and b.updates) or not {"step1.worst_update", "step1.update_norm"} & context.failed.keys():
         return
     still = [n for n, v in a.updates.items() if v > 0 and b.updates.get(n) == 0]
     still += [
         n for n, v in a.updates.items() if v > 0 and n not in b.updates and not any(n in g for g in reference.tied)
     ]
-    if not still or set(still) <= {m for c in case.out for n in c.tensors for m in (n, fqn_of(n))}:
+    if not still or set(still) <= {m for c in context.out for n in c.tensors for m in (n, fqn_of(n))}:
         return
-    if set(_far(case, reference, a, b, updates=False)) <= set(still):
-        case.explained.add("gradients")
+    if set(_far(context, reference, a, b, updates=False)) <= set(still):
+        context.explained.add("gradients")
     every = list(a.updates)
     which = "no tensor is" if len(still) == len(every) else f"{scope(still, every, 'tensors')} not"
     rates = b.learning_rates
     if rates and not any(rates):
-        case.add(
+        context.add(
             "learning-rate",
             "the learning rate is 0: nothing is updated",
-            case.seen("step1.learning_rates"),
+            context.seen("step1.learning_rates"),
             still,
             explains=("optimizer",),
         )
         return
     text = f"{which} updated in step {b.step}, where the reference was: frozen, or not in the optimizer"
-    case.add("frozen", text, case.seen("step1.worst_update"), still, explains=("optimizer",))
+    context.add("frozen", text, context.seen("step1.worst_update"), still, explains=("optimizer",))
 
 
-def _gradients(case: Case, reference: Trace, a: Step, b: Step) -> None:
-    evidence = case.seen("step1.grad_norm", "step1.worst_grad")
-    found = _far(case, reference, a, b, updates=False)
+def _gradients(context: Context, reference: Trace, a: Step, b: Step) -> None:
+    evidence = context.seen("step1.grad_norm", "step1.worst_grad")
+    found = _far(context, reference, a, b, updates=False)
     if not found:
-        case.add("gradients", "the loss is equal and the gradients are not: how they are reduced or scaled", evidence)
+        context.add(
+            "gradients", "the loss is equal and the gradients are not: how they are reduced or scaled", evidence
+        )
         return
     every = list(a.grads)
     if len(found) <= 2 and all(re.search(r"embed|lm_head|wte", n) for n in found):
         text = f"only the gradient of {' and '.join(found)} differs: weights that are tied on one side alone"
-        case.add("untied", text, evidence, found)
+        context.add("untied", text, evidence, found)
     elif len(found) * 10 >= len(every) * 9:
         text = "the loss is equal and all gradients are not: how they are reduced, scaled or accumulated"
-        if "config.model" not in case.checks or case.checks["config.model"].verdict == "not comparable":
+        if "config.model" not in context.checks or context.checks["config.model"].verdict == "not comparable":
             text += ", or the model's configuration, of which the reference does not tell"
-        case.add("gradients", text, [*evidence, *_environment(case, reference)], found)
+        context.add("gradients", text, [*evidence, *_environment(context, reference)], found)
     else:
         text = f"the loss is equal and the gradient of {scope(found, every, 'tensors')} is not"
-        case.add("gradients", text, evidence, found)
+        context.add("gradients", text, evidence, found)
 
 
-def _updates(case: Case, reference: Trace, a: Step, b: Step) -> None:
-    evidence = case.seen("step1.update_norm", "step1.worst_update")
+def _updates(context: Context, reference: Trace, a: Step, b: Step) -> None:
+    evidence = context.seen("step1.update_norm", "step1.worst_update")
     if a.update_norm and b.update_norm:
         evidence.append(f"the norm of the update is {b.update_norm / a.update_norm:.4g} times the reference's")
-    equal = "gradients are equal, " if case.passed("step1.grad_norm") else ""
-    found = _far(case, reference, a, b, updates=True)
+    equal = "gradients are equal, " if context.passed("step1.grad_norm") else ""
+    found = _far(context, reference, a, b, updates=True)
     if not found:
-        case.add("optimizer", f"{equal}the update is not: the optimizer's state or its options", evidence)
+        context.add("optimizer", f"{equal}the update is not: the optimizer's state or its options", evidence)
         return
     every = list(a.updates)
     ratios = sorted(b.updates.get(n, 0.0) / a.updates[n] for n in found if a.updates.get(n))
     if ratios:
         evidence.append(f"updates are {ratios[0]:.3g} to {ratios[-1]:.3g} times those of the reference")
     guess = "moments dropped or of another step, a step that was reset, or other betas"
-    if case.passed("state.digests"):
+    if context.passed("state.digests"):
         guess = "its options, since its state is equal"
     if len(found) * 10 >= len(every) * 9:
         most = "all" if len(found) == len(every) else "nearly all"
         text = f"{equal}the updates of {most} {len(found)} tensors are not: {guess}"
-        case.add("optimizer", text, evidence, found)
+        context.add("optimizer", text, evidence, found)
         return
-    known = options(case.got)
+    known = options(context.got)
     members: dict[int, set[str]] = {}
     for n, chosen in known.items():
         members.setdefault(id(chosen), set()).add(n)
     group = next((m for m in members.values() if len(members) > 1 and set(found) == m & set(every)), None)
     if group is not None and len(found) > 1:
         text = f"{equal}the updates of one param group ({plural(len(found), 'tensor')}) are not: its options"
-        case.add("optimizer-group", text, evidence, found)
+        context.add("optimizer-group", text, evidence, found)
         return
     whose = "its" if len(found) == 1 else "their"
     text = f"{equal}the update of {scope(found, every, 'tensors')} is not: {whose} moments"
-    case.add("moments", text, evidence, found)
+    context.add("moments", text, evidence, found)
 
 
-def _far(case: Case, reference: Trace, a: Step, b: Step, updates: bool) -> list[str]:
+def _far(context: Context, reference: Trace, a: Step, b: Step, updates: bool) -> list[str]:
     """Tensors whose norm deviates by more than the check's bound, the farthest first."""
-    check = case.checks.get("step1.worst_update" if updates else "step1.worst_grad")
+    check = context.checks.get("step1.worst_update" if updates else "step1.worst_grad")
     bound = check.bound if check is not None and check.bound is not None else 0.0
-    every, _ = tensor_deviations(reference, case.got, a, b, updates, 1e-6)
+    every, _ = tensor_deviations(reference, context.got, a, b, updates, 1e-6)
     far = {n: d for n, (d, _, _) in every.items() if not d <= bound}
     return sorted(far, key=lambda n: -far[n] if far[n] == far[n] else -math.inf)
 
 
-def ranks(case: Case) -> None:
+def ranks(context: Context) -> None:
     """Ranks that do not agree."""
-    if "run.ranks" in case.failed:
-        step = next(s for s in case.got.steps if s.losses and any(x != s.losses[0] for x in s.losses))
+    if "run.ranks" in context.failed:
+        step = next(s for s in context.got.steps if s.losses and any(x != s.losses[0] for x in s.losses))
         losses = [repr(x) for x in step.losses or []]
         usual, times = Counter(losses).most_common(1)[0]
         odd = [r for r, x in enumerate(losses) if x != usual]
@@ -259,27 +261,27 @@ def ranks(case: Case) -> None:
             text = f"{who} with the others on the loss, from step {step.step} on"
         else:
             text = f"ranks disagree on the loss, from step {step.step} on: it is not reduced over all of them"
-        case.add("rank-disagrees", text, case.seen("run.ranks"))
-    if "probe.ranks" in case.failed and "run.ranks" not in case.failed and "weights" not in case.explained:
+        context.add("rank-disagrees", text, context.seen("run.ranks"))
+    if "probe.ranks" in context.failed and "run.ranks" not in context.failed and "weights" not in context.explained:
         text = "ranks compute different logits from one batch: other weights on some, or no eval mode"
-        case.add("rank-disagrees", text, case.seen("probe.ranks"))
+        context.add("rank-disagrees", text, context.seen("probe.ranks"))
 
 
-def run(case: Case) -> None:
+def run(context: Context) -> None:
     """A run that learns nothing, or leaps, where nothing else is wrong."""
-    if "run.dead" in case.failed and not case.out:
-        case.add(
+    if "run.dead" in context.failed and not context.out:
+        context.add(
             "no-gradient",
             "no gradient arrives: parameters are frozen, or the loss does not depend on them",
-            case.seen("run.dead"),
+            context.seen("run.dead"),
         )
-    if "run.spike" in case.failed and not case.out:
-        case.add("spike", f"training leaps: {case.failed['run.spike'].text}", case.seen("run.spike"))
+    if "run.spike" in context.failed and not context.out:
+        context.add("spike", f"training leaps: {context.failed['run.spike'].text}", context.seen("run.spike"))
 
 
-def round_trip(case: Case) -> None:
+def round_trip(context: Context) -> None:
     """Saving and loading again."""
-    if "roundtrip.state" in case.failed:
-        names = [str(n) for n in case.got.roundtrip.get("differing", [])]
+    if "roundtrip.state" in context.failed:
+        names = [str(n) for n in context.got.roundtrip.get("differing", [])]
         text = f"saving and loading again changes {plural(len(names), 'tensor')}, first {spoken(names[0])}"
-        case.add("save-or-load", text, case.seen("roundtrip.state"), names)
+        context.add("save-or-load", text, context.seen("roundtrip.state"), names)

@@ -1,6 +1,6 @@
-"""blame_state: what is wrong with the state that the job holds, from fingerprints, names, shapes and steps.
+"""diagnosis_state: what is wrong with the state that the job holds, from fingerprints, names, shapes and steps.
 
-Each rule is given a `Case`. A tensor is accounted for once: by the load, by its name or shape; by the bytes of another
+Each rule is given a `Context`. A tensor is accounted for once: by the load, by its name or shape; by the bytes of another
 tensor, which a fingerprint tells wherever they lie, as moments, layers or parameters of a module exchanged, or one by
 one; by the optimizer's step, when state of another step has been taken along. What is left has values of its own, and
 where both checkpoints are open, `inspection` says what those are.
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from .case import Case
+from .context import Context
 from .differences import (
     copies_differ,
     differing,
@@ -26,31 +26,33 @@ from .differences import (
     steps_of,
 )
 from .inspection import inspect, place_of
+from .text import LAYER, component_of, fqn_of, is_step, kinds, layer_of, listed, plural, scope, slot_of, spoken
 from .trace import Trace
-from .words import LAYER, component_of, fqn_of, is_step, kinds, layer_of, listed, plural, scope, slot_of, spoken
 
 __all__ = ["absent", "load", "shapes", "values"]
 
 
-def load(case: Case) -> None:
+def load(context: Context) -> None:
     """It failed, or what the job holds is not what the files say."""
-    got = case.got
+    got = context.got
     if got.failed is not None:
-        case.add("load-failed", f"the checkpoint could not be loaded: {got.failed}", explains=("weights", "optimizer"))
+        context.add(
+            "load-failed", f"the checkpoint could not be loaded: {got.failed}", explains=("weights", "optimizer")
+        )
         return
     if copies := copies_differ(got):
-        case.add(
+        context.add(
             "copies-differ", f"ranks that should hold the same {plural(len(copies), 'tensor')} do not, first "
-            f"{spoken(copies[0])}", case.seen("state.loaded"), copies, explains=("weights", "optimizer"),
+            f"{spoken(copies[0])}", context.seen("state.loaded"), copies, explains=("weights", "optimizer"),
         )  # fmt: skip
         return
     rounded: list[str] = got.environment.get("rounded") or []
-    if rounded and "state.loaded" in case.failed:
-        case.add(
+    if rounded and "state.loaded" in context.failed:
+        context.add(
             "rounded-on-load", f"the job cannot hold {plural(len(rounded), 'tensor')} as the files have them, first "
             f"{spoken(rounded[0])}: an optimizer keeps its moments in the dtype of the parameter. The files may well be "
             "right (compare them with ckpttool diff), but this job begins with rounded ones",
-            case.seen("state.loaded"), rounded,
+            context.seen("state.loaded"), rounded,
         )  # fmt: skip
         return
     wrong = not_as_stored(got)
@@ -59,29 +61,29 @@ def load(case: Case) -> None:
     holders: dict[str, list[str]] = {}
     for n, mark in got.stored.items():
         holders.setdefault(mark, []).append(n)
-    evidence = case.seen("state.loaded")
+    evidence = context.seen("state.loaded")
     for n in wrong[:4]:
         from_ = holders.get(got.state[n][2], []) if n in got.state else []
         if len(from_) == 1 and prod(got.state[n][1]) > 1:
             evidence.append(f"{n} holds what the files have for {from_[0]}")
     text = f"loading changed {plural(len(wrong), 'tensor')}: the job holds something else than the files"
-    case.add("loading", text, evidence, wrong, explains={component_of(n) for n in wrong})
+    context.add("loading", text, evidence, wrong, explains={component_of(n) for n in wrong})
 
 
-def absent(case: Case, reference: Trace) -> None:
+def absent(context: Context, reference: Trace) -> None:
     """Tensors that one side has and the other has not."""
-    if not reference.state or (not case.got.state and case.got.failed is None):
+    if not reference.state or (not context.got.state and context.got.failed is None):
         return
-    missing, extra = missing_and_extra(reference, case.got)
-    evidence = case.seen("state.names")
+    missing, extra = missing_and_extra(reference, context.got)
+    evidence = context.seen("state.names")
     theirs = {n for n in reference.state if n.startswith("optim.state.")}
-    ours = {n for n in case.got.state if n.startswith("optim.state.")}
-    members, known = options(case.got), options(reference)
+    ours = {n for n in context.got.state if n.startswith("optim.state.")}
+    members, known = options(context.got), options(reference)
     gone = [n for n in missing if n.startswith("optim.state.")]
     # what this optimizer does not train has no state in it; `groups` says that
     gone = [n for n in gone if not members or fqn_of(n) in members or fqn_of(n) not in known]
     if theirs and not ours:
-        case.add(
+        context.add(
             "optimizer-missing", "the checkpoint has no optimizer state: moments and steps would begin anew",
             evidence, gone, explains=("optimizer",),
         )  # fmt: skip
@@ -94,15 +96,15 @@ def absent(case: Case, reference: Trace) -> None:
             text = f"the optimizer's state of {plural(len(params), 'parameter')} is missing, first {spoken(params[0])}"
         else:
             text = f"{' and '.join(slots)} of {plural(len(params), 'parameter')} missing, first {spoken(params[0])}"
-        case.add("moments-missing", text, evidence, gone, explains=("optimizer",))
+        context.add("moments-missing", text, evidence, gone, explains=("optimizer",))
     weights = [n for n in missing if not n.startswith("optim.")]
     if weights:
         every = [n for n in reference.state if not n.startswith("optim.")]
         text = f"{scope(weights, every, 'weights')} not in the checkpoint: a new job would begin with random values"
-        case.add("tensor-missing", text, evidence, weights, explains=("weights",))
+        context.add("tensor-missing", text, evidence, weights, explains=("weights",))
     strange = [n for n in extra if not n.startswith("optim.state.")] or extra
     if extra and not missing:
-        case.add(
+        context.add(
             "tensor-extra",
             f"{plural(len(extra), 'tensor')} that the reference does not have, first {spoken(strange[0])}",
             evidence,
@@ -110,10 +112,10 @@ def absent(case: Case, reference: Trace) -> None:
         )
 
 
-def shapes(case: Case, reference: Trace) -> None:
+def shapes(context: Context, reference: Trace) -> None:
     """Other shapes, or dtypes where the profile does not allow that."""
-    common = [n for n in reference.state if n in case.got.state and judged(n)]
-    other_shapes, other_dtypes = shape_differences(reference, case.got)
+    common = [n for n in reference.state if n in context.got.state and judged(n)]
+    other_shapes, other_dtypes = shape_differences(reference, context.got)
     for (s, t), names in _together(other_shapes).items():
         text = f"{scope(names, common, 'tensors')}: shape {list(t)} instead of {list(s)}"
         kind = "shape"
@@ -122,11 +124,11 @@ def shapes(case: Case, reference: Trace) -> None:
         elif s[1:] == t[1:] and re.search(r"embed|lm_head|wte|output", names[0]):
             kind = "vocabulary"
             text += f": the vocabulary was {'padded' if t[0] > s[0] else 'cut'} by {abs(t[0] - s[0])} rows"
-        case.add(kind, text, case.seen("state.shapes"), names, explains=("weights", "optimizer"))
-    if "state.shapes" in case.failed:
+        context.add(kind, text, context.seen("state.shapes"), names, explains=("weights", "optimizer"))
+    if "state.shapes" in context.failed:
         for (d, e), names in _together(other_dtypes).items():
             text = f"{scope(names, common, 'tensors')}: {e} instead of {d}"
-            case.add("dtype", text, case.seen("state.shapes"), names, explains={component_of(n) for n in names})
+            context.add("dtype", text, context.seen("state.shapes"), names, explains={component_of(n) for n in names})
 
 
 def _together(found: Mapping[str, tuple[Any, Any]]) -> dict[tuple[Any, Any], list[str]]:
@@ -137,22 +139,22 @@ def _together(found: Mapping[str, tuple[Any, Any]]) -> dict[tuple[Any, Any], lis
     return out
 
 
-def values(case: Case, reference: Trace) -> None:
+def values(context: Context, reference: Trace) -> None:
     """Tensors of one name, shape and dtype that hold other bytes."""
-    if case.got.failed is not None:
+    if context.got.failed is not None:
         return
-    wrong = differing(reference, case.got)
+    wrong = differing(reference, context.got)
     marked = {fqn_of(n) for n in wrong if is_step(n)}
-    theirs, ours = steps_of(reference), steps_of(case.got)
+    theirs, ours = steps_of(reference), steps_of(context.got)
     steps = {n: (theirs[n], ours[n]) for n in theirs if n in ours and theirs[n] != ours[n]}
     rest = [n for n in wrong if not (is_step(n) and (fqn_of(n) in steps or prod(reference.state[n][1]) == 1))]
-    rest = _moved(case, reference, rest)
-    rest = _steps(case, reference, steps, rest)
+    rest = _moved(context, reference, rest)
+    rest = _steps(context, reference, steps, rest)
     strange = [n for n in wrong if is_step(n) and fqn_of(n) in marked - set(steps) and n not in rest]
-    _values_differ(case, reference, rest + strange)
+    _values_differ(context, reference, rest + strange)
 
 
-def _moved(case: Case, reference: Trace, wrong: list[str]) -> list[str]:
+def _moved(context: Context, reference: Trace, wrong: list[str]) -> list[str]:
     """Tensors that hold the bytes of others; the ones that do not are given back."""
     holders: dict[str, list[str]] = {}
     for n, (_, shape, mark) in reference.state.items():
@@ -161,26 +163,26 @@ def _moved(case: Case, reference: Trace, wrong: list[str]) -> list[str]:
     tied = [set(g) for g in reference.tied]
     moves: dict[str, str] = {}
     for n in wrong:
-        found = holders.get(case.got.state[n][2], []) if prod(case.got.state[n][1]) > 1 else []
+        found = holders.get(context.got.state[n][2], []) if prod(context.got.state[n][1]) > 1 else []
         if len(found) == 2 and any({fqn_of(found[0]), fqn_of(found[1])} <= g for g in tied):
             found = found[:1]
         if len(found) == 1:  # bytes that several have are a constant, and tell nothing
             moves[n] = found[0]
     left = dict(moves)
-    _slots(case, left)
-    _layers(case, reference, left)
-    _leaves(case, left)
+    _slots(context, left)
+    _layers(context, reference, left)
+    _leaves(context, left)
     for a, b in left.items():
         both = left.get(b) == a
         if both and a > b:
             continue
         text = f"{spoken(a)} and {spoken(b)} are exchanged" if both else f"{spoken(a)} holds the bytes of {spoken(b)}"
         evidence = [f"{a} has the fingerprint that {b} has in the reference"]
-        case.add("exchanged" if both else "copied", text, evidence, [a, b], explains=(component_of(a),))
+        context.add("exchanged" if both else "copied", text, evidence, [a, b], explains=(component_of(a),))
     return [n for n in wrong if n not in moves]
 
 
-def _slots(case: Case, left: dict[str, str]) -> None:
+def _slots(context: Context, left: dict[str, str]) -> None:
     """Moments under each other's names."""
     pairs_ = {a: b for a, b in left.items() if fqn_of(a) == fqn_of(b) and slot_of(a) != slot_of(b)}
     for two in sorted({tuple(sorted((slot_of(a), slot_of(b)))) for a, b in pairs_.items()}):
@@ -193,12 +195,12 @@ def _slots(case: Case, left: dict[str, str]) -> None:
         else:
             text = f"{slot_of(names[0])} holds {slot_of(pairs_[names[0]])}, {of}"
         evidence = [f"{names[0]} has the fingerprint that {pairs_[names[0]]} has in the reference"]
-        case.add("moments-exchanged" if both else "moments-copied", text, evidence, names, explains=("optimizer",))
+        context.add("moments-exchanged" if both else "moments-copied", text, evidence, names, explains=("optimizer",))
     for a in pairs_:
         del left[a]
 
 
-def _layers(case: Case, reference: Trace, left: dict[str, str]) -> None:
+def _layers(context: Context, reference: Trace, left: dict[str, str]) -> None:
     """Layers in another order: the same names but for the number, of at least half of the layer's tensors."""
     by: dict[tuple[int, int], list[str]] = {}
     for a, b in left.items():
@@ -229,10 +231,10 @@ def _layers(case: Case, reference: Trace, left: dict[str, str]) -> None:
         if all(order.get(i, i) == j for i, j in zip(every, sorted(every, key=str), strict=True)):
             text += "; it is the order of their numbers as words"
     evidence = [f"{plural(len(names), 'tensor')} with the fingerprint of the same tensor of another layer"]
-    case.add("layers-exchanged", text, evidence, names, explains={component_of(n) for n in names})
+    context.add("layers-exchanged", text, evidence, names, explains={component_of(n) for n in names})
 
 
-def _leaves(case: Case, left: dict[str, str]) -> None:
+def _leaves(context: Context, left: dict[str, str]) -> None:
     """Two parameters of one module under each other's names: q and k, gate and up."""
     by: dict[tuple[str, str], list[str]] = {}
     for a, b in left.items():
@@ -248,38 +250,42 @@ def _leaves(case: Case, left: dict[str, str]) -> None:
         inside = f" in layer{'s' if len(layers) > 1 else ''} {listed(map(str, layers), 6)}" if layers else ""
         text = f"{x} and {y} are exchanged{inside} ({kinds(names)})"
         evidence = [f"{names[0]} has the fingerprint that {left[names[0]]} has in the reference"]
-        case.add("exchanged", text, evidence, names, explains={component_of(n) for n in names})
+        context.add("exchanged", text, evidence, names, explains={component_of(n) for n in names})
     for n in {n for names in by.values() for n in names}:
         left.pop(n)
 
 
-def _steps(case: Case, reference: Trace, steps: Mapping[str, tuple[float, float]], rest: list[str]) -> list[str]:
+def _steps(context: Context, reference: Trace, steps: Mapping[str, tuple[float, float]], rest: list[str]) -> list[str]:
     """The optimizer's step, and state of another step; tensors that this does not explain are given back."""
     if not steps:
         return rest
     names = [f"optim.state.{n}.step" for n in steps]
-    every = [n for n in steps_of(reference) if n in steps_of(case.got)]
+    every = [n for n in steps_of(reference) if n in steps_of(context.got)]
     where = (
         "on all tensors"
         if len(steps) == len(every)
         else f"on {len(steps)} of {len(every)} tensors, first {spoken(next(iter(steps)))}"
     )
     moments = {fqn_of(n) for n in rest if n.startswith("optim.state.")}
-    evidence = case.seen("state.scalars")
+    evidence = context.seen("state.scalars")
     if all(b == 0 for _, b in steps.values()):
         also = (
             "the moments were restored, the step was not" if not moments & set(steps) else "the moments are others, too"
         )
-        case.add("step-reset", f"the optimizer's step is 0 {where}: {also}", evidence, names, explains=("optimizer",))
+        context.add(
+            "step-reset", f"the optimizer's step is 0 {where}: {also}", evidence, names, explains=("optimizer",)
+        )
         return rest
     gaps = {b - a for a, b in steps.values()}
     if len(gaps) > 1:
-        case.add("step-differs", f"the optimizer's steps are others {where}", evidence, names, explains=("optimizer",))
+        context.add(
+            "step-differs", f"the optimizer's steps are others {where}", evidence, names, explains=("optimizer",)
+        )
         return rest
     gap = int(gaps.pop())
     far = f"{plural(abs(gap), 'step')} {'earlier' if gap < 0 else 'later'}"
     if len(moments & set(steps)) * 10 < len(steps) * 9:
-        case.add(
+        context.add(
             "step-offset", f"the optimizer's step is {abs(gap)} {'less' if gap < 0 else 'more'} {where}; the "
             "moments are those of the reference", evidence, names, explains=("optimizer",),
         )  # fmt: skip
@@ -289,7 +295,7 @@ def _steps(case: Case, reference: Trace, steps: Mapping[str, tuple[float, float]
     old = [n for n in rest if n.startswith("optim.state.") and fqn_of(n) in steps]
     if len(weights) * 10 >= len(universe) * 9:
         text = f"weights and optimizer state are those of another checkpoint, {far}"
-        case.add("other-checkpoint", text, evidence, [*weights, *old], explains=("weights", "optimizer"))
+        context.add("other-checkpoint", text, evidence, [*weights, *old], explains=("weights", "optimizer"))
         return [n for n in rest if n not in set(weights) | set(old)]
     layers = {layer_of(n) for n in old}
     part = (
@@ -300,15 +306,15 @@ def _steps(case: Case, reference: Trace, steps: Mapping[str, tuple[float, float]
         else f" of {plural(len(steps), 'parameter')}"
     )
     text = f"the optimizer's state{part} is that of another step, {far}"
-    case.add("optimizer-stale", text, evidence, old, explains=("optimizer",))
+    context.add("optimizer-stale", text, evidence, old, explains=("optimizer",))
     return [n for n in rest if n not in set(old)]
 
 
-def _values_differ(case: Case, reference: Trace, rest: list[str]) -> None:
+def _values_differ(context: Context, reference: Trace, rest: list[str]) -> None:
     """What differs and is not the bytes of another tensor; looked into where both checkpoints are open."""
     if not rest:
         return
-    looked = inspect(case.opened, rest) if case.opened is not None else {}
+    looked = inspect(context.opened, rest) if context.opened is not None else {}
     seen = {n: found for n, found in looked.items() if found is not None}
     by: dict[str, list[str]] = {}
     for n, found in seen.items():
@@ -330,13 +336,13 @@ def _values_differ(case: Case, reference: Trace, rest: list[str]) -> None:
         evidence = [f"{n}: {seen[n].text}" for n in names]
         if more:
             evidence.append(f"{plural(len(more), 'tensor')} of the same kind differ and were not read")
-        place = None if case.opened is None else place_of(case.opened[1].locate(), names[0], first.first)
+        place = None if context.opened is None else place_of(context.opened[1].locate(), names[0], first.first)
         text = f"{scope(names + more, every, what)} {said}"
-        case.add(kind, text, evidence, names + more, place, {component_of(n) for n in names})
+        context.add(kind, text, evidence, names + more, place, {component_of(n) for n in names})
     equal = [n for n in looked if n not in seen]
     if equal:
         text = f"{scope(equal, rest, 'tensors')}: equal in both checkpoints' files, not in the jobs: loading did it"
-        case.add("loading", text, case.seen("state.digests"), equal, explains={component_of(n) for n in equal})
+        context.add("loading", text, context.seen("state.digests"), equal, explains={component_of(n) for n in equal})
     for component, kind in (("weights", "weights-differ"), ("optimizer", "moments-differ")):
         names = [n for n in left if component_of(n) == component]
         if not names:
@@ -348,7 +354,7 @@ def _values_differ(case: Case, reference: Trace, rest: list[str]) -> None:
             what = f"{next(iter(slots))} tensors of the optimizer"
             every = [n for n in every if slot_of(n) in slots]
         text = f"{scope(names, every, what)} hold{'s' if len(names) == 1 else ''} other values than the reference's"
-        case.add(kind, text, case.seen("state.digests"), names, explains=(component,))
+        context.add(kind, text, context.seen("state.digests"), names, explains=(component,))
 
 
 _VERBS = {"holds": "hold", "is": "are", "has": "have", "differs": "differ"}

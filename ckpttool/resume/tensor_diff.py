@@ -1,6 +1,6 @@
 """likeness: how two tensors of one shape differ, in a word that tells what went wrong.
 
-    likeness(reference, got) -> Likeness("rounded-bfloat16", "holds the reference's values rounded to bfloat16", ...)
+    tensor_diff(reference, got) -> TensorDiff("rounded-bfloat16", "holds the reference's values rounded to bfloat16", ...)
 
 The most specific kind that is true of every differing element is the one that is given:
 
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["LIMIT", "Likeness", "likeness"]
+__all__ = ["LIMIT", "TensorDiff", "tensor_diff"]
 
 LIMIT = 1 << 24
 _BLOCK = 1 << 20
@@ -27,7 +27,7 @@ _SHIFTS = 256
 
 
 @dataclass
-class Likeness:
+class TensorDiff:
     """How a tensor differs from its reference.
 
     `first` and `last` are flat indices of differing elements, `count` how many there are of `elements`. `rows` is the
@@ -46,7 +46,7 @@ class Likeness:
     sampled: bool = False
 
 
-def likeness(reference: Any, got: Any) -> Likeness | None:
+def tensor_diff(reference: Any, got: Any) -> TensorDiff | None:
     """How `got` differs from `reference`, arrays of one shape; None where they are equal.
 
     Raises:
@@ -59,7 +59,7 @@ def likeness(reference: Any, got: Any) -> Likeness | None:
     if place is None:
         if a.dtype == b.dtype:
             return None
-        return Likeness("dtype", f"holds the reference's values as {b.dtype}", 0, max(0, a.size - 1), a.size, a.size)
+        return TensorDiff("dtype", f"holds the reference's values as {b.dtype}", 0, max(0, a.size - 1), a.size, a.size)
     first, last, count = place
     row = a.size // a.shape[0] if a.ndim else 1
     rows = (first // row, last // row + 1) if a.ndim else None
@@ -77,7 +77,7 @@ def likeness(reference: Any, got: Any) -> Likeness | None:
         text += f", in rows {rows[0]}:{rows[1]} of {a.shape[0]}"
     if sampled:
         text += f" (told from {end - low * row} of {a.size} elements)"
-    return Likeness(kind, text, first, last, count, a.size, rows, detail, sampled)
+    return TensorDiff(kind, text, first, last, count, a.size, rows, detail, sampled)
 
 
 #: Kinds whose text says where.
@@ -444,10 +444,10 @@ def _values(x: Any, y: Any) -> Found:
     if relative <= 0.5:
         text = f"is close to the reference (relative distance {relative:.2g}): of another step, or computed otherwise"
         return "close", text, detail
-    likeness_ = sum_xy / (sum_x * sum_y) ** 0.5 if sum_x and sum_y else 0.0
-    if likeness_ > 0.7:
-        text = f"resembles the reference from afar (cosine {likeness_:.2f}): of another step, or computed otherwise"
-        return "close", text, {**detail, "cosine": likeness_}
+    cosine = sum_xy / (sum_x * sum_y) ** 0.5 if sum_x and sum_y else 0.0
+    if cosine > 0.7:
+        text = f"resembles the reference from afar (cosine {cosine:.2f}): of another step, or computed otherwise"
+        return "close", text, {**detail, "cosine": cosine}
     ratio = (sum_y / sum_x) ** 0.5 if sum_x else float("inf")
-    text = f"has values unrelated to the reference's (cosine {likeness_:.2f}, {ratio:.3g} times its norm)"
-    return "unrelated", text, {**detail, "cosine": likeness_, "norm": ratio}
+    text = f"has values unrelated to the reference's (cosine {cosine:.2f}, {ratio:.3g} times its norm)"
+    return "unrelated", text, {**detail, "cosine": cosine, "norm": ratio}

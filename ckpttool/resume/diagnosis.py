@@ -1,0 +1,66 @@
+"""diagnosis: from checks that failed to what is likely wrong, in words, most likely first.
+
+    causes(reference, got, checks, opened)
+
+What is exact comes first: a tensor that is missing, a fingerprint that is that of another tensor (`diagnosis_state`), an
+option, a learning rate, a batch that the reference had in another step (`diagnosis_config`). What numbers of steps suggest
+(`diagnosis_numbers`) is said only where nothing exact explains it. With both checkpoints open some of the differing tensors
+are read, and how they differ is named, with the file, the bytes and the rank of the first difference. A cause is never
+made up: where nothing fits, the one cause is "unknown", with what was seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..engine.opening import OpenCheckpoint
+from . import diagnosis_config, diagnosis_numbers, diagnosis_state
+from .context import Context
+from .differences import state_obstacle
+from .text import listed
+from .trace import Trace
+from .verdict import Cause, Check
+
+__all__ = ["causes"]
+
+
+def causes(
+    reference: Trace | None,
+    got: Trace,
+    checks: Sequence[Check],
+    opened: tuple[OpenCheckpoint, OpenCheckpoint] | None = None,
+) -> list[Cause]:
+    """What is likely wrong, most likely first; nothing where no check of continuity failed.
+
+    Args:
+        reference, got, checks: as `judge` had and gave them.
+        opened: the checkpoints that the two traces are of, the reference's first.
+    """
+    context = Context(reference, got, {c.name: c for c in checks if c.stage != "gate"}, opened)
+    if not context.failed:
+        return []
+    diagnosis_state.load(context)
+    if reference is not None:
+        if state_obstacle(reference, got) is None:
+            diagnosis_state.absent(context, reference)
+            diagnosis_state.shapes(context, reference)
+            diagnosis_state.values(context, reference)
+        if got.failed is not None and context.out:
+            context.out.append(context.out.pop(0))  # what is missing or has another shape says more
+        diagnosis_config.tied(context)
+        diagnosis_config.model(context, reference)
+        rules = [diagnosis_config.groups, diagnosis_config.scheduler]
+        if "config.scheduler" in context.failed:  # the learning rates in the groups follow from it
+            rules.reverse()
+        for rule in (*rules, diagnosis_config.values, diagnosis_config.data):
+            rule(context, reference)
+    diagnosis_numbers.plausible(context)
+    diagnosis_numbers.finite(context)
+    if reference is not None:
+        diagnosis_numbers.gradients_summed(context, reference)
+        diagnosis_numbers.steps(context, reference)
+    diagnosis_numbers.ranks(context)
+    diagnosis_numbers.run(context)
+    diagnosis_numbers.round_trip(context)
+    seen = [f"{c.name}: {c.text}" for c in context.failed.values()]
+    return context.out or [Cause("unknown", f"no known fault looks like this: {listed(context.failed)} failed", seen)]
