@@ -310,7 +310,7 @@ def place(path: str | os.PathLike[str]) -> Place:
     if not os.fspath(path):
         raise UsageError("The path is empty: an empty string names no file or folder.")
     if urls.is_url(path):
-        url = urls.normal(os.fspath(path))
+        url = urls.lower_scheme(os.fspath(path))
         # a web server answers for a folder too; the slash at its end tells it from a file
         folder = url.lower().startswith("http") and url.partition("?")[0].endswith("/")
         return _remote_place(url.rstrip("/"), folder)
@@ -332,13 +332,13 @@ def _remote_place(url: str, is_folder: bool) -> Place:
     if not is_folder and name and folder.count("/") >= 2:  # no bucket alone
         source = remote.RemoteSource(folder)
         if source.exists(name):
-            source.announce_ends([name])
+            source.prefetch_ends([name])
             return Place(source, name)
         source.close()
     source = remote.RemoteSource(url)
     if not source.list():
         source.close()
-        raise NotRecognised(f"{urls.shown(url)}: no such object, and no objects below it.")
+        raise NotRecognised(f"{urls.redact_url(url)}: no such object, and no objects below it.")
     return Place(source, None)
 
 

@@ -175,7 +175,7 @@ class File:
     def __init__(self, source: Source, name: str, number: int, dict_only: bool = True) -> None:
         self.source, self.name, self.number = source, name, number
         self.what = f"{source.root}/{name}"
-        self.read_at = source.at(name)
+        self.read_at = source.reader_of(name)
         tree = torch_zip.read(self.read_at, 0, source.size(name), self.what, _stand_ins(self.what))
         if dict_only and not isinstance(tree, dict):
             raise Corrupt(f"{self.what} holds a {type(tree).__name__}, not a dict; DeepSpeed did not write it.")
@@ -363,7 +363,7 @@ class Reading:
         self.save = find(where.source, options.tag, latest)
         self.where = f"{self.source.root}/{self.save.folder}"
         refuse_foreign(self.save, self.where)
-        self.source.announce_ends(self.save.folder + n for n in self.save.names if n.endswith(".pt"))
+        self.source.prefetch_ends(self.save.folder + n for n in self.save.names if n.endswith(".pt"))
         self.names: list[str] = []
         self.records: dict[tuple[int, int], Record] = {}
         self.notes: list[str] = []

@@ -73,7 +73,7 @@ class Files:
 
     def reader(self, file: int) -> torch_zip.ReadAt:
         """Reads one file."""
-        return self.source.at(self.names[file])
+        return self.source.reader_of(self.names[file])
 
     def shards(self, file: int, key: Any, x: Opaque) -> Shards:
         """What a file has of a sharded tensor."""
@@ -127,7 +127,7 @@ def groups_of(names: Iterable[str]) -> list[Group]:
 
 def _load(files: Files, name: str) -> Any:
     what = f"{files.source.root}/{name}"
-    return torch_zip.read(files.source.at(name), 0, files.source.size(name), what, stand_ins(what))
+    return torch_zip.read(files.source.reader_of(name), 0, files.source.size(name), what, stand_ins(what))
 
 
 def parts_of(files: Files, source: Source, groups: list[Group]) -> tuple[dict[str, Any], int]:
@@ -137,7 +137,7 @@ def parts_of(files: Files, source: Source, groups: list[Group]) -> tuple[dict[st
         Corrupt: ranks are missing. Unsupported: there are two models.
     """
     found: list[tuple[Group, dict[str, list[Rank]]]] = []
-    source.announce_ends(name for group in groups for name in group.ranks.values())
+    source.prefetch_ends(name for group in groups for name in group.ranks.values())
     for group in groups:
         by: dict[str, list[Rank]] = {"model": [], "optim": [], "rest": []}
         for rank, name in group.ranks.items():
@@ -192,7 +192,7 @@ def _refuse_exchanged(files: Files, group: Group) -> None:
     """
     said: dict[int, int] = {}
     for rank, name in group.ranks.items():
-        first = torch_zip.saved_as(files.source.at(name), files.source.size(name))
+        first = torch_zip.saved_as(files.source.reader_of(name), files.source.size(name))
         found = groups_of([f"{first}.pt"]) if first is not None else []
         if not found:
             return

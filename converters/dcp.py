@@ -75,7 +75,7 @@ def detect(where: Place) -> tuple[bool, str]:
         return False, "a folder with .metadata and *.distcp files; this is a file"
     names = where.source.list()
     if ".metadata" in names or (
-        where.source.distant and where.source.exists(".metadata")
+        where.source.is_remote and where.source.exists(".metadata")
     ):  # a web server may not list it
         return True, "has .metadata"
     if any(re.fullmatch(r"__\d+\.metadata", n) for n in names):
@@ -452,7 +452,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     notes: list[str] = []
     records: list[Record] = []
     seen: dict[str, dict[Path, Any]] = {}
-    source.announce((index.files[f], at, min(n, _VALUE_HEAD)) for _, f, at, n, _ in index.values)
+    source.prefetch((index.files[f], at, min(n, _VALUE_HEAD)) for _, f, at, n, _ in index.values)
     for key, file, offset, length, transforms in index.values:
         _coding({tuple(transforms)}, key)
         found, sums = _value(source, index, _path(index, key), file, offset, length, bool(transforms))
@@ -546,7 +546,7 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
     tensors: dict[str, TensorEntry] = {}
     records = list(ckpt.records)
     headers: dict[int, dict[str, safetensors_header.Slot] | None] = {}
-    source.announce(_ends_of_items(ckpt))
+    source.prefetch(_ends_of_items(ckpt))
     for name, t in ckpt.tensors.items():
         if t.coding == "raw":
             tensors[name] = t

@@ -66,7 +66,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     source, name = where
     assert name is not None
     what = f"{source.root}/{name}"
-    read_at = source.at(name)
+    read_at = source.reader_of(name)
     tree = torch_zip.read(read_at, 0, source.size(name), what)
     if not isinstance(tree, dict):
         kind = f"an instance of {tree.cls}" if isinstance(tree, Opaque) else f"a {type(tree).__name__}"

@@ -163,7 +163,7 @@ def _counting(source: Source, names: list[str]) -> list[str]:
 
 def _plain(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
     out: dict[str, TensorEntry] = {}
-    safetensors_header.announce(source, files)
+    safetensors_header.prefetch(source, files)
     for i, file in enumerate(files):
         for name, slot in safetensors_header.slots(source, file).items():
             if name in out:
@@ -193,7 +193,7 @@ def _indexed(source: Source, notes: list[str]) -> tuple[dict[str, TensorEntry], 
             f"{source.root} holds {_WHOLE}, which transformers reads, and {_INDEX}, which names other files. One of the two "
             f"is left over from an earlier save: remove it, or give {_WHOLE} itself."
         )
-    safetensors_header.announce(source, files)
+    safetensors_header.prefetch(source, files)
     slots = [safetensors_header.slots(source, f) for f in files]
     at = {f: i for i, f in enumerate(files)}
     out: dict[str, TensorEntry] = {}
@@ -220,7 +220,7 @@ def _indexed(source: Source, notes: list[str]) -> tuple[dict[str, TensorEntry], 
 
 def _sharded(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
     parts: dict[str, list[tuple[str, tuple[int, ...], Chunk]]] = {}
-    safetensors_header.announce(source, files)
+    safetensors_header.prefetch(source, files)
     for i, file in enumerate(files):
         slots, meta = safetensors_header.read_header(source, file)
         info = bounded_json.parse(meta.get("DCP_SHARDING_INFO", "{}").encode(), f"{source.root}/{file}")

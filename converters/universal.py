@@ -141,7 +141,7 @@ def _parameter(reading: Reading, name: str, shape: tuple[int, ...]) -> dict[str,
         raise Unsupported(f'{reading.where}: a parameter named "{name}".')
     out: dict[str, Any] = {}
     files = [n for n in reading.source.list(reading.save.folder + folder) if n.endswith(".pt")]
-    reading.source.announce_ends(f"{reading.save.folder}{folder}/{n}" for n in files)
+    reading.source.prefetch_ends(f"{reading.save.folder}{folder}/{n}" for n in files)
     for file in files:
         f = reading.file(f"{folder}/{file}", dict_only=False)
         x = f.tree.get("param") if isinstance(f.tree, dict) else f.tree

@@ -45,7 +45,7 @@ class Archive(Source):
 
     def __init__(self, base: Source, file: str) -> None:
         self.base, self.file = base, file
-        self.distant, self.commit = base.distant, base.commit
+        self.is_remote, self.commit = base.is_remote, base.commit
         self.root = f"{base.root}/{file}"
         self.table = read_table(base, file)
         self._starts: list[int] = []
@@ -243,9 +243,9 @@ class Archive(Source):
         """Of the archive."""
         return self.base.identities()
 
-    def unchanged(self) -> None:
+    def assert_unchanged(self) -> None:
         """Prove that the archive was not written to meanwhile."""
-        self.base.unchanged()
+        self.base.assert_unchanged()
 
     def close(self) -> None:
         """Close the archive."""

@@ -143,7 +143,7 @@ def _compare(
     if match.state == "differs":
         raise Differs(f"{found.path}: {match.says}")
     found.ledger = match.says
-    with remote.source(store) as beside:
+    with remote.open_source(store) as beside:
         held = sidecar.holds(beside, file) if beside.exists(sidecar.hold_name(file)) else []
     found.warnings = disagreements(file, lines, held)
     if by_ledger:

@@ -110,7 +110,7 @@ def export_with(
         result.notes.append(clock)
     entry, recorded = None, not sealed
     try:
-        with remote.source(folder) as source:
+        with remote.open_source(folder) as source:
             known = Facts(**{**result.about, "bytes": source.size(name)})
             ciphertext = sidecar.ciphertext(source, name, running.progress) if sealed else None
         if ciphertext is not None:
@@ -128,7 +128,7 @@ def export_with(
 
 def _unrecorded(e: CkpttoolError | OSError, dst: str, sidecar_there: bool) -> CkpttoolError:
     """The same error, with what it leaves: an archive that has its name, and nothing that knows of it."""
-    where = urls.shown(dst)
+    where = urls.redact_url(dst)
     kind = type(e) if isinstance(e, CkpttoolError) else CkpttoolError
     if not sidecar_there:
         return kind(

@@ -76,7 +76,7 @@ def refuse_unwritable(store: str) -> list[dict[str, Any]]:
     if urls.is_url(store):
         if not store.startswith("s3://"):
             raise Unsupported(
-                f"{urls.shown(store)}: a ledger needs a folder or an S3 store. Use --no-ledger, and keep the hashes elsewhere."
+                f"{urls.redact_url(store)}: a ledger needs a folder or an S3 store. Use --no-ledger, and keep the hashes elsewhere."
             )
         return read(store)
     try:
@@ -229,7 +229,7 @@ def _unlike(known: Mapping[str, Any], line: Mapping[str, Any]) -> str:
 
 
 def _place(store: str) -> str:
-    return f"{urls.shown(store).rstrip('/')}/{FILE}" if urls.is_url(store) else os.path.join(store, FILE)
+    return f"{urls.redact_url(store).rstrip('/')}/{FILE}" if urls.is_url(store) else os.path.join(store, FILE)
 
 
 def _who() -> str:

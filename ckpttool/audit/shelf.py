@@ -98,7 +98,7 @@ class _History:
         if not urls.is_url(store) and not os.path.isdir(store):
             raise UsageError(f"{store} is not a folder; a store is a folder with archives, or the URL of one.")
         lines = ledger.read_or_none(store)
-        with remote.source(store) as source:
+        with remote.open_source(store) as source:
             beside = [n.removesuffix(sidecar.HOLD) for n in source.list() if n.endswith(sidecar.HOLD)]
             return cls(lines, {n: _held_by_file(source, n) for n in beside}, ledger.records(lines or []))
 
@@ -123,13 +123,13 @@ def _backwards(name: str) -> tuple[int, ...]:
 
 
 def _names(store: str) -> list[str]:
-    with remote.source(store) as source:
+    with remote.open_source(store) as source:
         return [n for n in source.list() if n.endswith((SUFFIX, SEALED))]
 
 
 def _look(store: str, name: str) -> tuple[Source, Facts | str]:
     """A source that has seen this archive alone, and the facts, or what is wrong with it."""
-    with remote.source(store) as source:
+    with remote.open_source(store) as source:
         try:
             return source, facts(source, name)
         except RemoteError:
@@ -278,7 +278,7 @@ def hold(archive: str, reason: str) -> dict[str, Any]:
     locked = urls.is_url(archive) and upload.legal_hold(archive, True)
     entry = ledger.append(store, "hold", name, reason=reason, object_lock=locked, **said)
     _there(store, name)
-    with remote.source(store) as source:
+    with remote.open_source(store) as source:
         held = sidecar.holds(source, name) if sidecar.hold_name(name) in source.list() else []
     held = [h for h in held if h["reason"] != reason]
     held.append({**entry, "since": entry["time"]})
@@ -311,7 +311,7 @@ def release(archive: str, reason: str) -> dict[str, Any]:
     elif before and urls.is_url(archive):
         entry = before[-1]
     else:
-        raise UsageError(f"{urls.shown(archive)} is under no legal hold.")
+        raise UsageError(f"{urls.redact_url(archive)} is under no legal hold.")
     if name in history.files:
         _remove(store, sidecar.hold_name(name))
     if urls.is_url(archive):
@@ -331,23 +331,25 @@ def add(archive: str) -> dict[str, Any]:
     _there(store, name)
     source, known = _look(store, name)
     if isinstance(known, str):
-        raise Corrupt(f"{urls.shown(archive)} is not a sound archive: {known}")
+        raise Corrupt(f"{urls.redact_url(archive)} is not a sound archive: {known}")
     recorded = ledger.records(ledger.read(store))
     facts = {k: v for k, v in asdict(known).items() if k != "name"}
     if name.endswith(SEALED):
-        with remote.source(store) as fresh:
+        with remote.open_source(store) as fresh:
             want = sidecar.read(fresh, name)["ciphertext"]
             have = sidecar.ciphertext(fresh, name, silent)
         if have != want:
-            raise Corrupt(f"{urls.shown(archive)}: the ciphertext is not the one that {sidecar.name(name)} describes.")
+            raise Corrupt(
+                f"{urls.redact_url(archive)}: the ciphertext is not the one that {sidecar.name(name)} describes."
+            )
         facts["ciphertext_sha256"] = have["sha256"]
     found = ledger.match(recorded, name, facts)
     if found.state == "match":
         return recorded[name]
     if found.state == "differs":
-        raise Differs(f"{urls.shown(archive)}: {found.says} Give it another name, and it can be recorded.")
+        raise Differs(f"{urls.redact_url(archive)}: {found.says} Give it another name, and it can be recorded.")
     entry = ledger.append(store, "add", name, **facts)
-    source.unchanged()
+    source.assert_unchanged()
     return entry
 
 
@@ -360,12 +362,12 @@ def _placed(archive: str, reason: str) -> tuple[str, str]:
 def _named(archive: str) -> tuple[str, str]:
     store, name = urls.split(archive) if urls.is_url(archive) else os.path.split(os.path.abspath(archive))
     if not name.endswith((SUFFIX, SEALED)):
-        raise UsageError(f"{urls.shown(archive)} is not named like an archive ({SUFFIX}, {SEALED}).")
+        raise UsageError(f"{urls.redact_url(archive)} is not named like an archive ({SUFFIX}, {SEALED}).")
     return store, name
 
 
 def _there(store: str, name: str) -> None:
-    with remote.source(store) as source:
+    with remote.open_source(store) as source:
         if not source.exists(name):
             raise UsageError(f"{source.root}/{name}: this archive does not exist.")
 
@@ -408,7 +410,7 @@ def prune(
     names = _names(store)
     if names and history.lines is None and not no_ledger:
         raise Corrupt(
-            f"{urls.shown(store)} holds {_counted(len(names), 'archive')} and no {ledger.FILE}. The ledger knows which are "
+            f"{urls.redact_url(store)} holds {_counted(len(names), 'archive')} and no {ledger.FILE}. The ledger knows which are "
             "under a legal hold; without it one that is could be deleted. Bring the ledger back; or give --no-ledger if "
             "there never was one, or nothing was held."
         )
@@ -499,13 +501,13 @@ def refuse_protected(archive: str) -> None:
         DestinationExists: it is, or it cannot be told that it is not. Corrupt: the ledger is damaged.
     """
     store, name = urls.split(archive) if urls.is_url(archive) else os.path.split(os.path.abspath(archive))
-    with remote.source(store) as source:
+    with remote.open_source(store) as source:
         if not source.exists(name):
             return
     row = _row(name, _look(store, name)[1], _History.of(store))
     why = f"it is not a sound archive: {row.damaged}" if row.facts is None else _protected(row, datetime.now(UTC))
     if why:
-        raise DestinationExists(f"{urls.shown(archive)} is not replaced, --force or not: {why}.")
+        raise DestinationExists(f"{urls.redact_url(archive)} is not replaced, --force or not: {why}.")
 
 
 def _protected(row: Row, now: datetime) -> str:
@@ -531,7 +533,7 @@ def _delete(store: str, row: Row, source: Source, history: _History, now: dateti
     else:  # what others wrote since we looked counts as well
         lines = ledger.read(store)
     history.lines = lines
-    with remote.source(store) as fresh:
+    with remote.open_source(store) as fresh:
         files = dict(history.files)
         if fresh.exists(sidecar.hold_name(row.name)):
             files[row.name] = _held_by_file(fresh, row.name)
@@ -540,7 +542,7 @@ def _delete(store: str, row: Row, source: Source, history: _History, now: dateti
     if not why:
         lost = row.name
         try:
-            source.unchanged()
+            source.assert_unchanged()
             _remove(store, row.name)
             if row.name.endswith(SEALED):
                 lost = sidecar.name(row.name)

@@ -70,7 +70,7 @@ class Spool(Source):
         """None: nobody else can reach the file."""
         return {}
 
-    def unchanged(self) -> None:
+    def assert_unchanged(self) -> None:
         """As `identities`."""
 
     def close(self) -> None:

@@ -186,7 +186,7 @@ def verify_archive(
         out.against = _against(archive, against, components, progress)
     elif root is not None:
         out.against = root
-    source.unchanged()
+    source.assert_unchanged()
     return out
 
 

@@ -147,7 +147,7 @@ def convert_with(
     """`convert`."""
     dst = normal_destination(dst)
     refuse_source(src, dst)
-    where = urls.whole(dst)
+    where = urls.display_path(dst)
     said = [] if urls.is_url(dst) else recovered(where)
     refuse_destination(dst, where, running.force)
     try:
@@ -202,7 +202,7 @@ def _convert(
             if isinstance(staging, Staging) and (verify or done):
                 path = os.path.join(staging.tree, staging.name) if target.is_file else staging.tree
                 read_back(path, target, draft, digests, reading.config, progress, budget)
-            source.unchanged()
+            source.assert_unchanged()
             staging.commit()
             if verify and far:  # an object can be read when it is there, and not before
                 read_back(os.fspath(dst), target, draft, digests, reading.config, progress, budget)
@@ -222,7 +222,7 @@ def _convert(
                 raise write_error(e, e.filename or staging.folder, staging.outcome) from e
             raise
         notes = [*ckpt.notes, *draft.notes, *said]
-        if not source.versioned():
+        if not source.has_versions():
             notes.append("the server tells no version of its files: a change while they were read would not be noticed")
         if done:
             again = "" if verify else "; the result was read back, as always then"

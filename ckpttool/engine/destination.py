@@ -21,7 +21,7 @@ def normal_destination(dst: str | os.PathLike[str]) -> str:
     text = os.fspath(dst)
     if not text or "\0" in text:
         raise UsageError(f"{text!r} cannot be a destination. Give the path that the new checkpoint shall have.")
-    return urls.normal(text) if urls.is_url(text) else text
+    return urls.lower_scheme(text) if urls.is_url(text) else text
 
 
 def refuse_destination(dst: str, where: str, force: bool) -> None:
@@ -45,7 +45,7 @@ def check_destination(src: CheckpointPath, dst: str | os.PathLike[str], planned:
     """
     dst = normal_destination(dst)
     refuse_source(src, dst)
-    where = urls.whole(dst)
+    where = urls.display_path(dst)
     refuse_destination(dst, where, force)
     if force:
         planned.target.check_replaceable(dst)
@@ -60,7 +60,7 @@ def refuse_source(src: CheckpointPath, dst: str | os.PathLike[str]) -> None:
     src = shown_path(src)
     if urls.is_url(dst) != urls.is_url(src):
         return
-    a, b = (urls.shown(os.fspath(p)) if urls.is_url(p) else os.path.realpath(p) for p in (src, dst))
+    a, b = (urls.redact_url(os.fspath(p)) if urls.is_url(p) else os.path.realpath(p) for p in (src, dst))
     a, b = a.rstrip("/") + "/", b.rstrip("/") + "/"
     if a == b or (b.startswith(a) and (urls.is_url(src) or os.path.isdir(a))) or a.startswith(b):
         raise UsageError(
@@ -106,7 +106,7 @@ def _refuse_foreign(target: str) -> None:
         if names == [target]:
             what = f"a file of {os.path.getsize(target):,} bytes"
         raise DestinationExists(
-            f"{urls.shown(target)} is {what} and not a checkpoint, so --force does not replace it. Remove it yourself, or "
+            f"{urls.redact_url(target)} is {what} and not a checkpoint, so --force does not replace it. Remove it yourself, or "
             "choose another destination."
         ) from None
 

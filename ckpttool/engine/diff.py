@@ -121,8 +121,8 @@ def diff(
                 out.within_tolerance += 1
             else:
                 out.data.append(found)
-        x.source.unchanged()
-        y.source.unchanged()
+        x.source.assert_unchanged()
+        y.source.assert_unchanged()
     tolerant = bool(rtol or atol)
     out.equal = not (out.only_in_a or out.only_in_b or out.shapes or out.values or out.data) and (
         tolerant or not out.dtypes

@@ -413,7 +413,7 @@ class _Filling:
         assert isinstance(self.staging, Staging)
         names = [n for n in names if n not in self.draft.same]
         coded = any(f.coded for f in self.draft.files)  # what lies in such a file cannot be read by offset
-        here = self.source.distant and not coded
+        here = self.source.is_remote and not coded
         if here:
             reader = Reader(Source(self.staging.tree), [f.name for f in self.draft.files], (), self.budget)
             sources = tensors
@@ -530,7 +530,7 @@ class _Filling:
             except OSError as e:
                 raise write_error(e, out.path) from e
         entry: dict[str, Any] = {"done": done}
-        if self.source.distant:
+        if self.source.is_remote:
             entry["digests"] = self.fresh_digests
         if sinks := {i: o.sink.state() for i, o in self.outs.items() if isinstance(o, _Coded)}:
             entry["sinks"] = sinks

@@ -115,7 +115,7 @@ def summarise(ckpt: Checkpoint, path: str | os.PathLike[str]) -> Summary:
         c["values"] += 1
     order = ("model", "optim", "scheduler", "scaler", "rng", "dataloader", "trainer", "extra")
     return Summary(
-        path=urls.whole(path), layout=ckpt.layout, trainer=ckpt.trainer, step=counted(ckpt.value), ranks=ckpt.world_size,
+        path=urls.display_path(path), layout=ckpt.layout, trainer=ckpt.trainer, step=counted(ckpt.value), ranks=ckpt.world_size,
         files=len(ckpt.files), file_bytes=sum(ckpt.sizes), tensors=len(ckpt.tensors), bytes=ckpt.nbytes,
         components={k: components[k] for k in order if k in components}, optimizer=_optimizer(ckpt), missing=_missing(ckpt),
         notes=ckpt.notes, not_read=[r.to_json() for r in ckpt.unread],

@@ -193,7 +193,7 @@ def refuse_mixed_steps(ckpt: Checkpoint, source: Source) -> None:
     sums = {(ckpt.tensors[n].dtype, find(ckpt.tensors[n], ckpt.tensors[n].chunks[0])) for n in names}
     if len(sums) == 1 and None not in {s for _, s in sums}:
         return  # equal CRC32s of one number each: equal numbers, and nothing was read
-    source.announce((ckpt.files[file[n]], *ckpt.tensors[n].chunks[0].extent[1:]) for n in names)
+    source.prefetch((ckpt.files[file[n]], *ckpt.tensors[n].chunks[0].extent[1:]) for n in names)
     steps = {n: number_in(ckpt.tensors[n].dtype, d) for n, d in small(ckpt, source, names).items()}
     groups = _groups(ckpt, names)
     text = ""

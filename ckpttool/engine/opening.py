@@ -202,7 +202,7 @@ def open_with(path: CheckpointPath, options: OpenOptions, model: layouts.Model |
     where = path if isinstance(path, layouts.Place) else layouts.place(path)
     folder = where.file is None
     try:
-        if folder and where.source.distant and NOTE in where.source.list():
+        if folder and where.source.is_remote and NOTE in where.source.list():
             raise Corrupt(
                 f"{where.source.root}: a conversion to this place was interrupted while its files became visible. Run it "
                 "again, or remove what lies there."

@@ -210,7 +210,7 @@ def plan_id(source: Source, draft: Draft, target: layouts.Layout, *asked: object
     """Digest of everything that decides the bytes of the destination: source, draft, and the dataclasses `asked`.
 
     If the source has no version ids, a random salt is mixed in, so that the id never matches an earlier run."""
-    h = blake3(b"" if source.versioned() else os.urandom(32))
+    h = blake3(b"" if source.has_versions() else os.urandom(32))
     identities = sorted(source.identities().items())
     h.update(
         json.dumps([__version__, target.name, source.root, identities, list(map(repr, asked))], default=str).encode()

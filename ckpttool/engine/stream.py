@@ -110,7 +110,7 @@ class Reader:
         self._threads = budget.reader_threads(source)
         self._ahead = 2 + self._threads
         self._pool = BufferPool(self._ahead + 1 + 2 * self._threads, budget.buffer_bytes)
-        self._gap = _FAR_GAP if source.distant else _GAP
+        self._gap = _FAR_GAP if source.is_remote else _GAP
         self._no_direct = False
         self._cold: dict[int, int] = {}  # file -> reads for which the page cache is not asked
         self._decoders: dict[tuple[str, int], Decoder] = {}
@@ -403,7 +403,7 @@ class Reader:
             self._cold[file] -= 1
             return None
         try:
-            with self.source.using(name) as fd:
+            with self.source.borrow_fd(name) as fd:
                 if os.preadv(fd, [buffer[:n]], offset, _NOWAIT) == n:
                     return buffer[:n]
         except OSError:
@@ -415,7 +415,7 @@ class Reader:
         a = offset - offset % ALIGN
         b = -(-(offset + n) // ALIGN) * ALIGN
         try:
-            with self.source.using(name, _DIRECT) as fd:
+            with self.source.borrow_fd(name, _DIRECT) as fd:
                 got = os.preadv(fd, [buffer[: b - a]], a)
         except OSError as e:
             if e.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP):

@@ -173,7 +173,7 @@ def _above(source: Source, held: set[str], layout: str) -> Iterator[Unread]:
     halves = [kind for pattern, kind in _NEXT_TO if pattern.fullmatch(name)]
     if not parent or parent.endswith("/") or not (halves or layout.startswith(("zero", "universal"))):
         return
-    with remote.source(parent) as above:
+    with remote.open_source(parent) as above:
         names = above.list()
         if not halves and not {"latest", "latest_universal"} & set(names):
             return

@@ -63,7 +63,7 @@ def digest(
     with open_with(path, options) as opened:
         ckpt = opened.locate()
         found = tensor_digests(ckpt.tensors, opened.source, ckpt.files, ckpt.records, progress)
-        opened.source.unchanged()
+        opened.source.assert_unchanged()
         return DigestResult(roots(ckpt.tensors, found), found, [r.to_json() for r in ckpt.unread])
 
 
@@ -127,13 +127,13 @@ def verify(
     with open_with(path, options) as opened:
         ckpt = opened.locate()
         out = VerifyResult(
-            urls.whole(shown_path(path)), ckpt.layout, len(ckpt.tensors), ckpt.nbytes, "ok",
+            urls.display_path(shown_path(path)), ckpt.layout, len(ckpt.tensors), ckpt.nbytes, "ok",
             sum(r.extent.length for r in ckpt.records), [r.to_json() for r in ckpt.unread],
         )  # fmt: skip
         if not read_data and against is None:
             return out
         found = tensor_digests(ckpt.tensors, opened.source, ckpt.files, ckpt.records, progress, "read")
-        opened.source.unchanged()
+        opened.source.assert_unchanged()
         out.data = "ok"
         out.digest = roots(ckpt.tensors, found)
         _verify_recorded(opened, found, out)
@@ -146,7 +146,7 @@ def verify(
         yours = {n: d for n, d in digests.items() if second.component(n) in shared}
         name = shown_path(against)
         _compare(mine, yours, name)
-        out.against = {"path": urls.whole(name), "components": sorted(shared), "verdict": "equal"}
+        out.against = {"path": urls.display_path(name), "components": sorted(shared), "verdict": "equal"}
     return out
 
 
@@ -201,7 +201,7 @@ def settled(
     Raises:
         SourceChanged, Corrupt: it is not.
     """
-    opened.source.unchanged()
+    opened.source.assert_unchanged()
     wanted = _wanted(opened.checkpoint, draft, caster(writing.dtype, writing.cast or {}))
     digests = _canonical(opened, draft, wanted, digests, progress, budget)
     _compare_recorded(opened, wanted, digests, progress, budget)
@@ -292,7 +292,7 @@ def read_back(
     wrong = sorted(n for n in digests if n in found and found[n] != digests[n])
     if missing or extra or wrong:
         first = (wrong or missing or extra)[0]
-        left = f"Remove {urls.shown(path)}." if urls.is_url(path) else "Nothing was left there."
+        left = f"Remove {urls.redact_url(path)}." if urls.is_url(path) else "Nothing was left there."
         raise Differs(
             f"the destination, read back, differs from the source: {len(wrong)} tensors have other bytes, "
             f'{len(missing)} are missing, {len(extra)} are new; first "{first}". {left} The disk may be failing; if '

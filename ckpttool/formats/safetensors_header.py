@@ -22,7 +22,7 @@ from ..errors import Corrupt, Unsafe, Unsupported
 from ..index.checkpoint import ITEMSIZE, MAX_NUMEL
 from ..storage.source import Source
 
-__all__ = ["CODES", "Slot", "announce", "header", "open_with_library", "slots", "sort_key"]
+__all__ = ["CODES", "Slot", "header", "open_with_library", "prefetch", "slots", "sort_key"]
 
 #: safetensors' dtype code by torch's name, in the order the library sorts by (safetensors/src/tensor.rs, enum Dtype).
 CODES: dict[str, str] = {
@@ -134,9 +134,9 @@ def _slot(name: str, t: Any, base: int, what: str) -> tuple[int, int, str, Slot]
     return begin, end, name, Slot(_NAMES[dtype], tuple(shape), base + begin, need)
 
 
-def announce(source: Source, files: Iterable[str]) -> None:
+def prefetch(source: Source, files: Iterable[str]) -> None:
     """The headers of these files will soon be read."""
-    source.announce((f, 0, min(source.size(f), _USUAL_HEADER_BYTES)) for f in files)
+    source.prefetch((f, 0, min(source.size(f), _USUAL_HEADER_BYTES)) for f in files)
 
 
 def slots(source: Source, file: str) -> dict[str, Slot]:

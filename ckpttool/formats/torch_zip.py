@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from ..errors import Corrupt, Unsafe, Unsupported
 from ..index import boxes
 from ..index.checkpoint import ITEMSIZE, MAX_NUMEL, Chunks, Extent, Number, Path, Record, TensorEntry, joined
+from ..storage.source import FileBytes
 from .crc import crc32
 from .pickles import Global, Opaque, Truncated, dump, load, short
 
@@ -233,9 +234,8 @@ def _settle(
     out: dict[str, ZipRecord] = {}
     previous = 0
     ordered = sorted(zip(found.values(), spans, strict=True), key=lambda x: x[1][0])
-    coming = getattr(read_at, "coming", None)  # of a file in an object store, where every read is a round trip
-    if coming is not None:
-        coming((base + header, 30 + n) for _, (header, n) in ordered)
+    if isinstance(read_at, FileBytes):  # in an object store every read is a round trip
+        read_at.prefetch((base + header, 30 + n) for _, (header, n) in ordered)
     for record, (header, n) in ordered:
         if header < previous or header + 30 + n > end:
             raise Unsafe(f"{what}: record {record.name!r} overlaps another one.")

@@ -79,7 +79,7 @@ def split(text: str) -> tuple[str, str | None]:
     found = _TARGET.fullmatch(text)
     if not found or found["id"].split("/")[0] in _OTHER_KINDS or ".." in text or "--" in found["id"]:
         raise UsageError(
-            f"{urls.shown(text)!r} is not a model repository; write hf://org/name or hf://org/name@branch."
+            f"{urls.redact_url(text)!r} is not a model repository; write hf://org/name or hf://org/name@branch."
         )
     revision = found["revision"]
     return found["id"], None if revision is None else revision.replace("%2F", "/").replace("%2f", "/")
@@ -97,7 +97,7 @@ class Repository:
     @property
     def page(self) -> str:
         """Its address in a browser."""
-        return f"{urls.shown(self.api.endpoint)}/{self.repo_id}"
+        return f"{urls.redact_url(self.api.endpoint)}/{self.repo_id}"
 
     def ask(self, call: Callable[[], T], tries: int = _TRIES) -> T:
         """What huggingface_hub gives.
@@ -126,10 +126,10 @@ class Repository:
                 return RemoteError(f"{self.url}: HF_HUB_OFFLINE is set, so the Hub is not asked. Unset it.")
         if isinstance(e, _FAULTS):
             return RemoteError(
-                f"{self.url}: {urls.shown(self.api.endpoint)} answers, but not as a Hub does ({type(e).__name__}: "
-                f"{retries.words(e)}). Check HF_ENDPOINT and the proxy, then run the same command again."
+                f"{self.url}: {urls.redact_url(self.api.endpoint)} answers, but not as a Hub does ({type(e).__name__}: "
+                f"{retries.redacted(e)}). Check HF_ENDPOINT and the proxy, then run the same command again."
             )
-        kind, by = retries.judge(e)
+        kind, by = retries.classify_error(e)
         if isinstance(e, JSONDecodeError):  # an answer that is no JSON is of something in between
             kind = None
         words, status = _words(by), getattr(getattr(by, "response", None), "status_code", None)
@@ -140,7 +140,7 @@ class Repository:
             )
         if kind is None:
             return Passing(
-                f"{self.url}: the Hub at {urls.shown(self.api.endpoint)} does not answer ({words}). Check the network and "
+                f"{self.url}: the Hub at {urls.redact_url(self.api.endpoint)} does not answer ({words}). Check the network and "
                 "HF_ENDPOINT, then run the same command again; what was sent is not sent again."
             )
         if kind is retries.Conflict or status == 409:
@@ -158,8 +158,8 @@ class Repository:
                 f"{self.url}: the token may not do that ({words}). Take one with write access to this repository "
                 "(`hf auth login`, HF_TOKEN), or give --pr, which proposes the files."
             )
-        if kind is retries.Missing:
-            return retries.Missing(
+        if kind is retries.NotFound:
+            return retries.NotFound(
                 f"{self.url}: nothing is there, or the token may not see it ({words}). Check the name and the "
                 "revision; log in with `hf auth login` or set HF_TOKEN."
             )
@@ -171,7 +171,7 @@ class Repository:
         """The repository at a revision; None where there is none of that name, as far as the token may see."""
         try:
             found = self.ask(lambda: self.api.repo_info(self.repo_id, revision=revision))
-        except retries.Missing:
+        except retries.NotFound:
             return None
         commit = str(found.sha)
         listed = self.ask(lambda: list(self.api.list_repo_tree(self.repo_id, recursive=True, revision=commit)))
@@ -295,7 +295,7 @@ def _chain(e: BaseException | None) -> Iterator[BaseException]:
 
 def _words(e: BaseException) -> str:
     """What the Hub said, without what every such message says."""
-    text = retries.words(e)
+    text = retries.redacted(e)
     text = re.sub(r"(Client|Server) error '(\d+ [^']*)' for url '[^']*'", r"\2", text)
     text = re.sub(r" ?For more information check: \S+| ?\(Request ID: [^)]*\)", "", text)
     text = re.sub(r"[. ]*Cannot access content at: \S+ Make sure your token has the correct permissions\.?", "", text)

@@ -97,7 +97,7 @@ def pull_with(
     state = hub.look(revision or named)
     if state is None:
         at = f"@{revision or named}" if revision or named else ""
-        raise retries.Missing(
+        raise retries.NotFound(
             f"hf://{repo_id}{at}: the repository or the revision does not exist, or the token may not see it. Check the name; log in "
             "with `hf auth login` or set HF_TOKEN."
         )

@@ -198,7 +198,7 @@ class Push:
             raise
         ckpt = self.opened.checkpoint
         self.notes = [*ckpt.notes, *self.draft.notes]
-        if not self.opened.source.versioned():
+        if not self.opened.source.has_versions():
             self.notes.append(
                 "the server tells no version of its files: a change while they were read would not be noticed, and hashes are "
                 "not kept for another run"
@@ -339,7 +339,7 @@ class Push:
     def journal(self) -> Journal:
         """What earlier runs found out of the same files with the same options; nothing of files of which nobody can tell
         whether they are still the same."""
-        if not self.opened.source.versioned():
+        if not self.opened.source.has_versions():
             return Journal(None)
         return Journal(
             planning.plan_id(self.opened.source, self.draft, self.layout, "push 1", self.reading, self.writing)
@@ -362,7 +362,7 @@ class Push:
             record = recorded.record(self.opened.checkpoint, self.draft, wanted, digests, self.opened.source.commit)
             journal.settled(record)
         else:
-            self.opened.source.unchanged()
+            self.opened.source.assert_unchanged()
         assert journal.record is not None
         files = [
             _File(c.name, c.size, journal.files[c.name].sha256, content=c)
@@ -419,7 +419,7 @@ class Push:
                 return out
             try:
                 adds = self.send(changed, sent, progress)
-                self.opened.source.unchanged()
+                self.opened.source.assert_unchanged()
                 message = self.message or self.title(record)
                 self.allowed(state._replace(private=self.repository.private()))  # what was sent may have taken hours
                 done = self.repository.commit(adds, out.deleted, message, state.commit, self.revision, self.pull)

@@ -249,7 +249,7 @@ class LiveReader:
         for w, chunk in folded:
             self._unfold(w, chunk)
         torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
-        self.source.unchanged()
+        self.source.assert_unchanged()
         self._compare_whole(wanted, self.ckpt.recorded if compare is None else frozenset(compare))
         self._rows.clear()
         if changed:
@@ -296,7 +296,7 @@ class LiveReader:
                     self._sound(n, some[n].dtype, chunk)
         found = tensor_digests(some, self.source, self.ckpt.files, [], silent)
         self.bytes_checked += sum(t.nbytes for t in some.values())
-        self.source.unchanged()
+        self.source.assert_unchanged()
         self._equal(found)
 
     def _equal(self, found: Mapping[str, str]) -> None:

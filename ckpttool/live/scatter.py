@@ -317,7 +317,7 @@ class Filler:
                     view[:], together = together[: len(view)], together[len(view) :]
             self._count(left)
             return
-        with self.source.using(name) as fd:
+        with self.source.borrow_fd(name) as fd:
             while left:
                 try:
                     n = os.preadv(fd, views, offset)

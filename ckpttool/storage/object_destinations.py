@@ -58,7 +58,7 @@ class _Sent:
     upload: Upload | UploadFolder
 
     def __init__(self, url: str) -> None:
-        self.folder = urls.shown(url)
+        self.folder = urls.redact_url(url)
         self.messages: list[str] = []
         self.in_place = False
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import CkpttoolError
 
-__all__ = ["FetchSizes", "Prefetch"]
+__all__ = ["FetchSizes", "Prefetcher"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class FetchSizes:
     kept_bytes: int = 32 << 20
 
 
-class Prefetch:
+class Prefetcher:
     """Ranges that were announced: fetched many at a time, kept until others push them out."""
 
     def __init__(self, fetch: Callable[[str, int, int], bytes], sizes: FetchSizes) -> None:
@@ -49,7 +49,7 @@ class Prefetch:
         self._bytes = 0
         self._lock = threading.Lock()
 
-    def announce(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+    def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         """What is announced last is looked at first."""
         with self._lock:
             self._coming.append((deque(), iter(ranges)))

@@ -17,12 +17,12 @@ from urllib.parse import quote, unquote
 
 from ..errors import Corrupt, MissingPackage, RemoteError, SourceChanged, Unsafe, UsageError
 from ..extras import missing
-from .prefetch import FetchSizes, Prefetch
-from .retries import BadRange, Missing, ask, words
+from .prefetch import FetchSizes, Prefetcher
+from .retries import BadRange, NotFound, redacted, with_retries
 from .source import Identity, Source
-from .urls import is_url, scheme_of, shown
+from .urls import is_url, redact_url, scheme_of
 
-__all__ = ["RemoteSource", "source", "store_of"]
+__all__ = ["RemoteSource", "filesystem_for", "open_source"]
 
 _PACKAGE = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 # What says which bytes an object holds, in the words of the stores, the best first.
@@ -33,7 +33,7 @@ _VERSION = (
 )  # fmt: skip
 
 
-def store_of(url: str) -> tuple[Any, str, str]:
+def filesystem_for(url: str) -> tuple[Any, str, str]:
     """(fsspec file system, path in it, query that every request carries) of a URL.
 
     Raises:
@@ -41,7 +41,7 @@ def store_of(url: str) -> tuple[Any, str, str]:
     """
     scheme = scheme_of(url)
     if scheme is None or "::" in url:
-        raise UsageError(f"{shown(url)} is not the URL of a store; give one like s3://bucket/folder.")
+        raise UsageError(f"{redact_url(url)} is not the URL of a store; give one like s3://bucket/folder.")
     if scheme in ("file", "local"):
         raise UsageError(f"{url}: give the path itself, without {scheme}://.")
     query = ""
@@ -63,9 +63,9 @@ def store_of(url: str) -> tuple[Any, str, str]:
         how = "pip install aiohttp" if scheme in ("http", "https") else f"install fsspec's package for {scheme}://"
         raise MissingPackage(f"{scheme}:// needs a package that is not installed: {how}") from None
     except ValueError as e:
-        raise UsageError(f"{shown(url)}: {words(e)}.") from None
+        raise UsageError(f"{redact_url(url)}: {redacted(e)}.") from None
     except OSError as e:  # some stores (ftp) are asked for at once
-        raise RemoteError(f"{shown(url)}: {words(e)}. Check the address and the network.") from None
+        raise RemoteError(f"{redact_url(url)}: {redacted(e)}. Check the address and the network.") from None
     if scheme == "hf":
         import logging
 
@@ -79,22 +79,22 @@ class RemoteSource(Source):
     """The objects below one URL. Nothing is kept open and nothing is asked for before it is needed."""
 
     local = False
-    distant = True
+    is_remote = True
     sizes = FetchSizes()
 
     def __init__(self, url: str) -> None:
-        self._fs, self._prefix, self._query = store_of(url)
+        self._fs, self._prefix, self._query = filesystem_for(url)
         self._web = url.lower().startswith("http")
         self._hub = url.lower().startswith("hf://")
         self._pinned: str | None = None
         self._pin = threading.Lock()
-        self.root = shown(url).rstrip("/")
+        self.root = redact_url(url).rstrip("/")
         self._identity: dict[str, Identity] = {}  # of objects that were looked at
         self._listed: dict[
             str, dict[str, Identity | None]
         ] = {}  # folder: {name: what the listing says, None of folders}
         self._files: dict[str, int | None] = {}  # names that listings tell as those of files, with their bytes
-        self._ahead = Prefetch(self._piece, self.sizes)
+        self._ahead = Prefetcher(self._piece, self.sizes)
 
     def _base(self) -> str:
         """The path that all objects lie below. On the Hub it names the commit that was first seen: one listing and many
@@ -103,7 +103,7 @@ class RemoteSource(Source):
             return self._prefix
         with self._pin:
             if self._pinned is None:
-                self._pinned, self.commit = ask(self.root, lambda: _at_commit(self._fs, self._prefix))
+                self._pinned, self.commit = with_retries(self.root, lambda: _at_commit(self._fs, self._prefix))
             return self._pinned
 
     def _path(self, name: str) -> str:
@@ -117,12 +117,12 @@ class RemoteSource(Source):
 
     def _ask_identity(self, name: str) -> Identity:
         path = self._path(name)
-        said: dict[str, Any] = ask(self._url(name), lambda: self._fs.info(path))
+        said: dict[str, Any] = with_retries(self._url(name), lambda: self._fs.info(path))
         if said.get("type") != "file":
-            raise Missing(f"{self._url(name)} is a folder, not an object.")
+            raise NotFound(f"{self._url(name)} is a folder, not an object.")
         found = self._identity_in(name, said)
         if found is None and isinstance(said.get("size"), int):
-            raise Missing(f"{self._url(name)} is a folder, not an object.")
+            raise NotFound(f"{self._url(name)} is a folder, not an object.")
         if found is None:
             raise RemoteError(f"{self._url(name)}: the server does not tell its size.")
         return found
@@ -159,8 +159,8 @@ class RemoteSource(Source):
     def _ask_list(self, folder: str) -> dict[str, Identity | None]:
         try:
             path = self._path(folder) if folder else self._base() + self._query
-            found: list[dict[str, Any]] = ask(self._url(folder), lambda: self._fs.ls(path, detail=True))
-        except Missing:
+            found: list[dict[str, Any]] = with_retries(self._url(folder), lambda: self._fs.ls(path, detail=True))
+        except NotFound:
             return {}
         head = path.removesuffix(self._query) + "/"
         out: dict[str, Identity | None] = {}
@@ -184,7 +184,7 @@ class RemoteSource(Source):
             return bool(known)
         try:
             self._identity.setdefault(name, self._ask_identity(name))
-        except (Missing, Unsafe):
+        except (NotFound, Unsafe):
             return False
         return True
 
@@ -202,15 +202,15 @@ class RemoteSource(Source):
             known = self._known(name)
             try:
                 now = known if isinstance(known, tuple) else self._ask_identity(name)
-            except Missing:
+            except NotFound:
                 raise Corrupt(f"{self._url(name)} is missing. The copy is incomplete; fetch the file again.") from None
             self._identity.setdefault(name, now)
         return self._identity[name][2]
 
-    def announce(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+    def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         """Ranges (name, offset, length) that will soon be read, in about this order: the first that is wanted brings many
         that follow."""
-        self._ahead.announce(ranges)
+        self._ahead.prefetch(ranges)
 
     def readinto(self, name: str, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `offset` on; safe in many threads at once.
@@ -258,8 +258,8 @@ class RemoteSource(Source):
             return data
 
         try:
-            data = ask(self._url(name), once)
-        except (Missing, BadRange):
+            data = with_retries(self._url(name), once)
+        except (NotFound, BadRange):
             raise SourceChanged(
                 f"{self._url(name)} changed while it was read. Wait until its writer has finished."
             ) from None
@@ -274,11 +274,11 @@ class RemoteSource(Source):
         """(place, version, size, 0, 0) of every object looked at so far."""
         return dict(self._identity)
 
-    def versioned(self) -> bool:
-        """Whether the store tells versions, so that `unchanged` proves something."""
+    def has_versions(self) -> bool:
+        """Whether the store tells versions, so that `assert_unchanged` proves something."""
         return all(identity[1] != _NO_VERSION for identity in self._identity.values())
 
-    def unchanged(self) -> None:
+    def assert_unchanged(self) -> None:
         """Prove that no object was replaced since it was first looked at. A commit on the Hub does not change.
 
         Raises:
@@ -309,7 +309,7 @@ class RemoteSource(Source):
         for name in names:
             try:
                 now = self._ask_identity(name)
-            except Missing:
+            except NotFound:
                 now = None
             except RemoteError:
                 if sure:
@@ -372,12 +372,12 @@ def _of_web(fs: Any, url: str, start: int, end: int) -> bytes:
     status, told, data = sync(fs.loop, call)
     if status == 206 and not told.replace(" ", "").startswith(f"bytes{start}-"):
         raise RemoteError(
-            f"{shown(url)}: bytes from {start} on were asked for, and the server sends {told or 'others'!r}. A proxy or cache "
+            f"{redact_url(url)}: bytes from {start} on were asked for, and the server sends {told or 'others'!r}. A proxy or cache "
             "between may be at fault; fetch the file by other means."
         )
     return data
 
 
-def source(path: str) -> Source:
+def open_source(path: str) -> Source:
     """The files of a folder, or the objects below a URL."""
     return RemoteSource(path) if is_url(path) else Source(path)

@@ -16,7 +16,17 @@ from typing import TypeVar
 
 from ..errors import CkpttoolError, RemoteError
 
-__all__ = ["POLICY", "BadRange", "Conflict", "Denied", "Missing", "RetryPolicy", "ask", "judge", "words"]
+__all__ = [
+    "POLICY",
+    "BadRange",
+    "Conflict",
+    "Denied",
+    "NotFound",
+    "RetryPolicy",
+    "classify_error",
+    "redacted",
+    "with_retries",
+]
 
 T = TypeVar("T")
 
@@ -42,7 +52,7 @@ _BUSY = {"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "O
 _CONFLICT = {"PreconditionFailed", "ConditionalRequestConflict"}
 
 
-class Missing(RemoteError):
+class NotFound(RemoteError):
     """The store has no such object."""
 
 
@@ -58,7 +68,7 @@ class Denied(RemoteError):
     """The store does not allow it."""
 
 
-def ask(url: str, call: Callable[[], T]) -> T:
+def with_retries(url: str, call: Callable[[], T]) -> T:
     """What the store answers, asked again after what passes.
 
     Raises:
@@ -70,29 +80,29 @@ def ask(url: str, call: Callable[[], T]) -> T:
         except (CkpttoolError, NotImplementedError):
             raise
         except Exception as e:
-            kind, by = judge(e)
+            kind, by = classify_error(e)
             if kind is None and k + 1 < POLICY.tries:
                 time.sleep(POLICY.first_wait_seconds * 2**k)
                 continue
-            error = _told(url, kind, words(by))
+            error = _error_for(url, kind, redacted(by))
         raise error from None
     raise AssertionError
 
 
-def _told(url: str, kind: type[RemoteError] | None, words: str) -> RemoteError:
+def _error_for(url: str, kind: type[RemoteError] | None, text: str) -> RemoteError:
     if kind is None:
         return RemoteError(
-            f"{url}: no answer in {POLICY.tries} tries ({words}). Check the network and the store, then run the same command "
+            f"{url}: no answer in {POLICY.tries} tries ({text}). Check the network and the store, then run the same command "
             "again."
         )
-    if kind is Missing:
-        return Missing(f"{url}: the store has no such thing ({words}).")
+    if kind is NotFound:
+        return NotFound(f"{url}: the store has no such thing ({text}).")
     if kind is Denied:
-        return Denied(f"{url}: the store does not allow it ({words}). Check the credentials and what they may do.")
-    return kind(f"{url}: {words}.")
+        return Denied(f"{url}: the store does not allow it ({text}). Check the credentials and what they may do.")
+    return kind(f"{url}: {text}.")
 
 
-def judge(e: BaseException) -> tuple[type[RemoteError] | None, BaseException]:
+def classify_error(e: BaseException) -> tuple[type[RemoteError] | None, BaseException]:
     """(what it means, who says so); None is what may pass. File systems wrap what they were told; the inner knows."""
     for x in _chain(e):
         code, status = _code(x), _status(x)
@@ -103,13 +113,13 @@ def judge(e: BaseException) -> tuple[type[RemoteError] | None, BaseException]:
         if code == "NoSuchBucket":
             return RemoteError, x
         if status is not None and status >= 400:
-            return {401: Denied, 403: Denied, 404: Missing, 416: BadRange}.get(status, RemoteError), x
+            return {401: Denied, 403: Denied, 404: NotFound, 416: BadRange}.get(status, RemoteError), x
         names = {c.__name__ for c in type(x).__mro__}
         if "OfflineModeIsEnabled" in names:  # HF_HUB_OFFLINE
             return RemoteError, x
         if _LOST & names:
             return None, x
-    for kind, means in ((PermissionError, Denied), (FileNotFoundError, Missing)):
+    for kind, means in ((PermissionError, Denied), (FileNotFoundError, NotFound)):
         if isinstance(e, kind):
             return means, e
     return RemoteError, e
@@ -139,7 +149,7 @@ def _status(e: BaseException) -> int | None:
     return found if isinstance(found, int) and 100 <= found < 600 else None
 
 
-def words(e: BaseException) -> str:
+def redacted(e: BaseException) -> str:
     """What the store said, in one line, without what may be credentials."""
     response = getattr(e, "response", None)
     text = str(e)

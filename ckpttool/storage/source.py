@@ -67,7 +67,7 @@ class Source:
     """
 
     local = True
-    distant = False  # whether a read takes a round trip over a network
+    is_remote = False  # whether a read takes a round trip over a network
     commit: str | None = None  # of a repository on the Hub: what all reads are of
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -115,7 +115,7 @@ class Source:
         return self._identity[name][2]
 
     def fd(self, name: str, flags: int = 0) -> int:
-        """A descriptor, kept open until many others were opened; `flags` may hold O_DIRECT. To read, take `using`.
+        """A descriptor, kept open until many others were opened; `flags` may hold O_DIRECT. To read, take `borrow_fd`.
 
         Raises:
             Unsafe: the file lies outside the folder, or is not a regular file.
@@ -134,7 +134,7 @@ class Source:
             return fd
 
     @contextmanager
-    def using(self, name: str, flags: int = 0) -> Iterator[int]:
+    def borrow_fd(self, name: str, flags: int = 0) -> Iterator[int]:
         """A descriptor that no other thread closes meanwhile: its number would be that of another file at once."""
         with self._lock:
             fd = self.fd(name, flags)
@@ -215,7 +215,7 @@ class Source:
         got = 0
         while got < len(into):
             try:
-                with self.using(name) as fd:
+                with self.borrow_fd(name) as fd:
                     n = os.preadv(fd, [into[got:]], offset + got)
             except OSError as e:
                 raise read_error(e, f"{os.path.join(self.root, name)}: byte {offset + got}") from e
@@ -223,17 +223,17 @@ class Source:
                 raise SourceChanged(f"{os.path.join(self.root, name)} became shorter while it was read.")
             got += n
 
-    def at(self, name: str) -> FileBytes:
+    def reader_of(self, name: str) -> FileBytes:
         """One file, as a function of offset and length."""
         return FileBytes(self, name)
 
-    def announce(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+    def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         """Ranges (name, offset, length) that will soon be read, in about this order. Nothing is done where reads are cheap;
         then the ranges are not even looked at."""
 
-    def announce_ends(self, names: Iterable[str]) -> None:
+    def prefetch_ends(self, names: Iterable[str]) -> None:
         """The first and last bytes of some files will soon be read: headers, directories, small pickles."""
-        self.announce(end for name in names for end in self._ends(name))
+        self.prefetch(end for name in names for end in self._ends(name))
 
     def _ends(self, name: str) -> Iterator[tuple[str, int, int]]:
         size = self.size(name)
@@ -252,11 +252,11 @@ class Source:
         """(device, inode, size, mtime, ctime) of every file opened so far."""
         return dict(self._identity)
 
-    def versioned(self) -> bool:
+    def has_versions(self) -> bool:
         """Whether an identity tells one state of a file from another of the same size."""
         return True
 
-    def unchanged(self) -> None:
+    def assert_unchanged(self) -> None:
         """Prove that no file was written to since it was opened.
 
         Raises:
@@ -298,6 +298,6 @@ class FileBytes:
     def __call__(self, offset: int, length: int) -> bytes:
         return self.source.read(self.name, offset, length)
 
-    def coming(self, ranges: Iterable[tuple[int, int]]) -> None:
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Ranges (offset, length) that will soon be read."""
-        self.source.announce((self.name, offset, length) for offset, length in ranges)
+        self.source.prefetch((self.name, offset, length) for offset, length in ranges)

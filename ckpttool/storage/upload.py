@@ -21,9 +21,11 @@ from typing import IO, TYPE_CHECKING, Any
 
 from ..bounded_json import parse
 from ..errors import CkpttoolError, Corrupt, DestinationExists, NoSpace, RemoteError, Unsafe, Unsupported, UsageError
-from .remote import store_of
-from .retries import Conflict, Denied, Missing, ask
-from .urls import shown
+from .remote import filesystem_for as store_of
+from .retries import Conflict, Denied
+from .retries import NotFound as Missing
+from .retries import with_retries as ask
+from .urls import redact_url as shown
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

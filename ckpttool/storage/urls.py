@@ -1,4 +1,4 @@
-"""URLs of stores: which paths are URLs, their parts, and how they are shown without credentials."""
+"""URLs of stores: which paths are URLs, their parts, and how they are redact_url without credentials."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import re
 from urllib.parse import unquote
 
-__all__ = ["is_url", "normal", "scheme_of", "shown", "split", "whole"]
+__all__ = ["display_path", "is_url", "lower_scheme", "redact_url", "scheme_of", "split"]
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 
@@ -16,21 +16,21 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     return _URL.match(os.fspath(path)) is not None
 
 
-def normal(url: str) -> str:
+def lower_scheme(url: str) -> str:
     """A URL with its scheme in lower case, which is all that code looks for: S3:// is s3://."""
     scheme, mark, rest = url.partition("://")
     return scheme.lower() + mark + rest
 
 
-def shown(url: str) -> str:
+def redact_url(url: str) -> str:
     """A URL without user, password and query: these may be credentials."""
     url = re.sub(r"(://)[^/@\s]*@", r"\1", url)
     return url.split("?")[0].split("#")[0] if url.lower().startswith("http") else url
 
 
-def whole(path: str | os.PathLike[str]) -> str:
+def display_path(path: str | os.PathLike[str]) -> str:
     """A path as records say it: absolute, or a URL without secrets."""
-    return shown(os.fspath(path)) if is_url(path) else os.path.abspath(path)
+    return redact_url(os.fspath(path)) if is_url(path) else os.path.abspath(path)
 
 
 def split(url: str) -> tuple[str, str]:

@@ -351,7 +351,7 @@ def test_a_file_that_became_shorter_is_a_changed_source(tmp_path: Path) -> None:
         with pytest.raises(SourceChanged):
             put_together(Reader(source, ["f"], (), TINY), entry, "uint8", False)
         with pytest.raises(SourceChanged):
-            source.unchanged()
+            source.assert_unchanged()
 
 
 def test_a_block_that_is_dropped_early_leaves_the_reader_usable(tmp_path: Path) -> None:

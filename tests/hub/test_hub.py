@@ -356,7 +356,7 @@ def test_a_commit_in_between_mixes_nothing(hub: Hub, tmp_path: Path) -> None:
     assert source.list() == names and {n: source.size(n) for n in names} == ids
     assert {n: source.read_all(n, MIB) for n in names} == files_of(SHARDED)
     assert not source.exists("extra")
-    source.unchanged()
+    source.assert_unchanged()
     again = RemoteSource(URL)
     assert "extra" in again.list() and not again.exists("config.json")
     shard = next(n for n in names if n.endswith(".safetensors"))

@@ -1019,7 +1019,7 @@ def test_files_without_a_version_are_hashed_every_time(
     hub: Hub, large: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Nobody can tell whether they are those of the last time; a server that sends neither ETag nor Last-Modified."""
-    monkeypatch.setattr(Source, "versioned", lambda self: False)
+    monkeypatch.setattr(Source, "has_versions", lambda self: False)
     first = push(str(large), URL)
     assert first.commit and any("tells no version" in n for n in first.notes) and not list(tmp_path.rglob("*.jsonl"))
     nothing_is_hashed(monkeypatch)

@@ -234,11 +234,11 @@ def test_changed_object(s3: Moto, bucket: str) -> None:
     source.size("a"), source.size("b")
     ids = source.identities()
     assert set(ids) == {"a", "b"} and ids["a"] != ids["b"] and all(i[2] == 10 for i in ids.values())
-    source.unchanged()
+    source.assert_unchanged()
     assert RemoteSource(bucket).identities() == {}
     put(s3, f"{bucket}/a", b"012345678X")  # same size, same second
     with pytest.raises(SourceChanged, match=f"{bucket}/a changed"):
-        source.unchanged()
+        source.assert_unchanged()
     put(s3, f"{bucket}/b", b"short")
     with pytest.raises(SourceChanged, match="b changed"):
         source.read("b", 2, 8)
@@ -411,7 +411,7 @@ def test_no_credential_of_a_url(url: str) -> None:
     ],
 )
 def test_words(said: str, shown: str) -> None:
-    assert retries.words(OSError(said)) == shown
+    assert retries.redacted(OSError(said)) == shown
 
 
 class _Ranges(SimpleHTTPRequestHandler):
@@ -461,7 +461,7 @@ def test_http(web: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert source.read("a b#c", 1000, 50_000) == data[1000:51_000]
         assert all(path == "/d/a%20b%23c?sig=abc" for _, path, _ in proxy.seen)
         assert source.exists("a b#c") and not source.exists("none")
-        source.unchanged()
+        source.assert_unchanged()
         with pytest.raises(Corrupt, match="missing"):
             source.size("none")
     assert RemoteSource(f"{web}/d").list() == ["a b#c"]
@@ -531,12 +531,12 @@ def test_any_store_of_fsspec() -> None:
     up = Upload(f"{url}/a", force=True)
     up.append(b"other")
     up.abort()
-    source.unchanged()
+    source.assert_unchanged()
     up = Upload(f"{url}/a", force=True)
     up.append(b"9876543210")
     up.commit()
     with pytest.raises(SourceChanged):
-        source.unchanged()
+        source.assert_unchanged()
     one, two = Upload(f"{url}/b", force=False), Upload(f"{url}/b", force=False)
     one.commit()
     with pytest.raises(DestinationExists):

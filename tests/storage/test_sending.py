@@ -22,7 +22,7 @@ from ckpttool.engine.opening import open as open_checkpoint
 from ckpttool.engine.planning import plan
 from ckpttool.engine.verification import verify
 from ckpttool.errors import Corrupt, DestinationExists, Interrupted, NoSpace, RemoteError, SourceChanged, UsageError
-from ckpttool.storage import destinations, retries, upload
+from ckpttool.storage import object_destinations, retries, upload
 from ckpttool.storage.prefetch import FetchSizes
 from ckpttool.storage.remote import RemoteSource
 
@@ -258,7 +258,7 @@ def test_how_many_files_are_open_at_once() -> None:
         )
         opened, draft = planned.opened, planned.draft
         opened.source.close()
-        assert destinations._open_at_once(draft) == many
+        assert object_destinations._open_at_once(draft) == many
         assert to == "dcp" or len(draft.files) > 5
 
 
@@ -320,7 +320,7 @@ def test_few_requests(s3: Moto, bucket: str, proxied: Flaky) -> None:
         with open_checkpoint(url) as opened:
             assert len(proxied.seen) <= read, [s[:2] for s in proxied.seen]
             opened.locate()
-            opened.source.unchanged()
+            opened.source.assert_unchanged()
         assert len(proxied.seen) <= convert_, [s[:2] for s in proxied.seen]
 
 
@@ -339,7 +339,7 @@ def test_announced_ranges(s3: Moto, bucket: str, proxied: Flaky) -> None:
         )
 
     ranges = [("a", k * 1000, 100) for k in range(60)] + [("b", 500_000, 100), ("b", 900_000, 100), ("gone", 0, 5)]
-    source.announce(iter(ranges))
+    source.prefetch(iter(ranges))
     assert asked() == []  # nothing is fetched before something is wanted
     for name, offset, n in ranges[:-1]:
         assert source.read(name, offset + 7, n - 7) == data[offset + 7 : offset + n]
@@ -348,7 +348,7 @@ def test_announced_ranges(s3: Moto, bucket: str, proxied: Flaky) -> None:
     with pytest.raises(Corrupt, match="missing"):
         source.read("gone", 0, 5)
     proxied.headers.clear(), proxied.seen.clear()
-    source.announce(("a", k * 10_000, 10) for k in (30, 50, 70))
+    source.prefetch(("a", k * 10_000, 10) for k in (30, 50, 70))
     assert source.read("a", 700_000, 10) == data[700_000:700_010]  # what comes before it is not wanted any more
     assert asked() == ["bytes=700000-700009"]
 
@@ -358,7 +358,7 @@ def test_what_is_kept_of_announced_ranges_is_bounded(bucket: str, s3: Moto, monk
     s3.client().put_object(Bucket=bucket[5:], Key="a", Body=data)
     monkeypatch.setattr(RemoteSource, "sizes", FetchSizes(kept_bytes=4096, gap_bytes=0))
     source = RemoteSource(bucket)
-    source.announce(("a", k * 600, 500) for k in range(100))
+    source.prefetch(("a", k * 600, 500) for k in range(100))
     for k in range(100):
         assert source.read("a", k * 600, 500) == data[k * 600 : k * 600 + 500]
         assert source._ahead._bytes <= 4096 and source._ahead._bytes == sum(map(len, source._ahead._kept.values()))
@@ -372,13 +372,13 @@ def test_an_object_that_is_replaced_meanwhile(s3: Moto, bucket: str) -> None:
         source.list()
         for k in range(many):
             source.size(str(k))
-        source.unchanged()
+        source.assert_unchanged()
         s3.client().put_object(Bucket=bucket[5:], Key=f"{many}/1", Body=b"4567")
         with pytest.raises(SourceChanged, match=f"{many}/1"):
-            source.unchanged()
+            source.assert_unchanged()
         s3.client().delete_object(Bucket=bucket[5:], Key=f"{many}/1")
         with pytest.raises(SourceChanged, match=f"{many}/1"):
-            source.unchanged()
+            source.assert_unchanged()
 
 
 def test_a_connection_cut_every_so_often(

@@ -101,7 +101,7 @@ def ours(path: Path, **how: Any) -> Reading:
     with ckpttool.open(path, **how) as opened:
         ckpt = opened.locate()
         digests = tensor_digests(ckpt.tensors, opened.source, ckpt.files, ckpt.records, lambda *_: None)
-        opened.source.unchanged()
+        opened.source.assert_unchanged()
         for n in [n for n, t in ckpt.tensors.items() if t.dtype == "bool"]:
             digests[n] = blake3(bytes(map(bool, opened.read(n)))).hexdigest()  # as in `of_tensor`
         out: Reading = {n: (t.dtype, tuple(t.shape), digests[n]) for n, t in ckpt.tensors.items()}
