@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 
 from ..errors import Corrupt, NoSpace
-from ..storage.local_destination import write_error
+from ..storage.destination import write_error
 from ..storage.source import Identity, Source
 from . import sealing
 from .archive import SEALED, SUFFIX

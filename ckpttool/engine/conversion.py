@@ -11,14 +11,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..errors import CkpttoolError, Interrupted, RemoteError, Unreadable, UsageError
+from ..errors import CkpttoolError, Interrupted, UsageError
 from ..index.digests import roots
 from ..storage import urls
-from ..storage.local_destination import Staging, write_error
-from ..storage.object_destinations import Sending, SendingFolder
+from ..storage.buffers import IOBudget
+from ..storage.destination import write_error
 from ..storage.source import Source
-from .buffers import IOBudget
-from .destination import normal_destination, recovered, refuse_destination, refuse_source
+from .destination import normal_destination, open_destination, recovered, refuse_destination, refuse_source
 from .fill import Progress, fill, silent
 from .opening import CheckpointPath, OpenOptions
 from .planning import WriteRequest, plan_id, plan_with
@@ -168,7 +167,6 @@ def _convert(
     said: list[str],
 ) -> ConvertResult:
     """`convert`, after the destination was looked at; what is worth knowing is added to `said`, also where it raises."""
-    far = urls.is_url(dst)
     force, verify, progress = running.force, running.verify, running.progress
     with plan_with(src, dst, reading, writing) as planned:
         opened, draft, target = planned.opened, planned.draft, planned.target
@@ -176,50 +174,36 @@ def _convert(
             target.check_replaceable(dst)
         ckpt, source = opened.checkpoint, opened.source
         budget = io_budget(running.max_memory_bytes, running.threads, source)
-        need = draft.nbytes + (1 << 20)
-        staging: Staging | Sending | SendingFolder
-        if not far:
-            staging = Staging(
-                os.fspath(dst),
-                target.is_file,
-                plan_id(source, draft, target, reading, replace(writing, drop=False)),  # which refuses, and no more
-                need,
-                force,
-            )
-        elif target.is_file:
-            staging = Sending(os.fspath(dst), need, force, draft.lock)
-        else:
-            staging = SendingFolder(os.fspath(dst), draft, force)
-        said += staging.messages
-        staging.messages = said
+        asked = plan_id(source, draft, target, reading, replace(writing, drop=False))  # `drop` changes no byte
+        destination = open_destination(dst, target.is_file, draft, asked, force)
+        said += destination.messages
+        destination.messages = said
         try:
-            digests = fill(draft, source, ckpt.files, ckpt.records, staging, progress, budget)
-            done = staging.earlier.done if isinstance(staging, Staging) else 0
+            digests = fill(draft, source, ckpt.files, ckpt.records, destination, progress, budget)
+            done = destination.earlier.done
             wanted, digests = settled(opened, draft, digests, writing, progress, budget)
             root = roots(wanted, digests)
-            if not isinstance(staging, Sending) and not target.is_file:
-                staging.put(RECORD, encoded(record(ckpt, draft, wanted, digests, source.commit)))
-            if isinstance(staging, Staging) and (verify or done):
-                path = os.path.join(staging.tree, staging.name) if target.is_file else staging.tree
-                read_back(path, target, draft, digests, reading.config, progress, budget)
+            if not target.is_file:
+                destination.put(RECORD, encoded(record(ckpt, draft, wanted, digests, source.commit)))
+            built = destination.readable
+            if built is not None and (verify or done):
+                read_back(built, target, draft, digests, reading.config, progress, budget)
             source.assert_unchanged()
-            staging.commit()
-            if verify and far:  # an object can be read when it is there, and not before
-                read_back(os.fspath(dst), target, draft, digests, reading.config, progress, budget)
+            destination.commit()
+            if built is None and verify:  # an object can be read when it is there, and not before
+                read_back(dst, target, draft, digests, reading.config, progress, budget)
         except KeyboardInterrupt:
-            staging.release()
-            raise Interrupted(f"interrupted. {staging.again}") from None
+            destination.release()
+            raise Interrupted(f"interrupted. {destination.again}") from None
         except BaseException as e:
-            if not isinstance(e, CkpttoolError) or e.keeps_work or staging.in_place:
-                staging.release()  # the next run goes on from here
+            if not isinstance(e, CkpttoolError) or e.keeps_work or destination.in_place:
+                destination.release()  # the next run goes on from here
             else:
-                staging.abandon()
-            if isinstance(e, CkpttoolError) and far and staging.in_place:
-                e.add_note(staging.outcome)
-            elif isinstance(e, (RemoteError, Unreadable)) and not far:
-                e.add_note(staging.again)
+                destination.abandon()
+            if isinstance(e, CkpttoolError):
+                destination.explain(e)
             if isinstance(e, OSError) and not isinstance(e, BrokenPipeError):
-                raise write_error(e, e.filename or staging.folder, staging.outcome) from e
+                raise write_error(e, e.filename or destination.place, destination.outcome) from e
             raise
         notes = [*ckpt.notes, *draft.notes, *said]
         if not source.has_versions():

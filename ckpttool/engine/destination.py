@@ -1,4 +1,8 @@
-"""Where a conversion may write: refuses a destination that must not be replaced, before anything is opened."""
+"""Where a conversion may write, and what writes there.
+
+What must not be replaced is refused before anything is opened; `open_destination` chooses between a local path, an object
+and a prefix of objects.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,24 @@ import os
 
 from .. import layouts
 from ..errors import CkpttoolError, DestinationExists, NotRecognised, UsageError
+from ..index.draft import Draft
 from ..storage import partial, urls
-from ..storage.local_destination import refuse_full, refuse_target, write_error
+from ..storage.destination import Destination, write_error
+from ..storage.local_destination import LocalDestination, refuse_full, refuse_target
+from ..storage.object_destinations import ObjectDestination, PrefixDestination
 from ..storage.upload import NOTE
 from .opening import CheckpointPath, shown_path
 from .planning import Plan
 from .recorded import RECORD
 
-__all__ = ["check_destination", "normal_destination", "recovered", "refuse_destination", "refuse_source"]
+__all__ = [
+    "check_destination",
+    "normal_destination",
+    "open_destination",
+    "recovered",
+    "refuse_destination",
+    "refuse_source",
+]
 
 
 def normal_destination(dst: str | os.PathLike[str]) -> str:
@@ -52,7 +66,7 @@ def check_destination(src: CheckpointPath, dst: str | os.PathLike[str], planned:
     if urls.is_url(dst):
         return None
     refuse_target(where, planned.target.is_file, force)
-    return refuse_full(os.path.dirname(where), planned.draft.nbytes + (1 << 20))
+    return refuse_full(os.path.dirname(where), _room(planned.draft))
 
 
 def refuse_source(src: CheckpointPath, dst: str | os.PathLike[str]) -> None:
@@ -119,3 +133,22 @@ def recovered(target: str) -> list[str]:
         raise write_error(
             e, target, f"An earlier run left the old checkpoint beside it; `{partial.command(target)}` puts it back."
         ) from e
+
+
+def open_destination(dst: str, is_file: bool, draft: Draft, plan: str, force: bool) -> Destination:
+    """The destination of a draft; `plan` identifies the conversion, so that the same one continues what was interrupted.
+
+    Raises:
+        DestinationExists: something is there and `force` is not set. Locked: another run writes there. NoSpace: the file
+            system has less room than the draft needs.
+    """
+    if not urls.is_url(dst):
+        return LocalDestination(dst, is_file, plan, _room(draft), force)
+    if is_file:
+        return ObjectDestination(dst, _room(draft), force, draft.lock)
+    return PrefixDestination(dst, draft, force)
+
+
+def _room(draft: Draft) -> int:
+    """Bytes of the draft's files, of ckpttool.json and of the journal."""
+    return draft.nbytes + (1 << 20)

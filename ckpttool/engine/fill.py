@@ -3,7 +3,7 @@
     for tensor in draft:                        in the order of the destination's files
         for block of its source:                read ahead by `stream.Reader`, cast if asked
             digest the block
-            for each chunk it meets:            append to that chunk's file (`_Out`)
+            for each chunk it meets:            append to that chunk's file
 
 What drives it: the destination's order, so that every file is an append-only stream. What bounds memory: the reader's
 pool of buffers and the writer's; with more files than buffers the file that was idle longest
@@ -20,11 +20,8 @@ the journal, so that nothing is downloaded twice.
 
 from __future__ import annotations
 
-import errno
 import os
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -36,16 +33,15 @@ from ..formats.crc import crc32, crc32_combine
 from ..index import boxes
 from ..index.checkpoint import ITEMSIZE, TensorEntry
 from ..index.draft import Draft, EarlierFile, Sink, Written
-from ..storage.local_destination import Altered, Staging, write_error
-from ..storage.object_destinations import Sending, SendingFolder, Sent
-from ..storage.partial import Earlier, keep_ours
+from ..storage.buffers import DEFAULT_BUDGET, IOBudget
+from ..storage.destination import Altered, Destination, DestinationFile
+from ..storage.local_file import WriterPool
 from ..storage.source import Source
-from .buffers import DEFAULT_BUDGET, BufferPool, IOBudget
 from .dtypes import bits_dtype
-from .stream import ALIGN, Block, Job, Reader
+from .stream import Block, Job, Reader
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
+    pass
 
 __all__ = ["Progress", "fill", "silent", "tensor_digests"]
 
@@ -57,252 +53,48 @@ def silent(what: str, done: int, total: int) -> None:
     """A Progress that says nothing."""
 
 
-_DIRECT = getattr(os, "O_DIRECT", 0)
 _JOURNAL_BYTES = 1 << 30
 _JOURNAL_SECONDS = 5.0
-_MOST_ENDED = 64  # so many files are kept open after their last chunk: a layout may have a file for every tensor
 
 
-class _Writer:
-    """A thread that writes, and the buffers that wait for it."""
+class _Coded(DestinationFile):
+    """A file whose bytes go through a sink on their way to the destination."""
 
-    def __init__(self, budget: IOBudget) -> None:
-        count, size = 6 + 2 * budget.threads, budget.buffer_bytes
-        self.buffers = BufferPool(count, size)
-        self.spare = count
-        self.size = size
-        from concurrent.futures import ThreadPoolExecutor
-
-        self.pool = ThreadPoolExecutor(budget.threads, "ckpttool-write")
-        self.pending: list[Future[None]] = []
-        self.lock = threading.Lock()
-        self.holders: OrderedDict[_Out, None] = OrderedDict()  # files that hold a buffer, idle longest first
-
-    def acquire(self, out: _Out) -> memoryview:
-        """A free buffer for a file; when all are held by idle files, the one idle longest gives its own up."""
-        if self.spare == 0:
-            idle = next(iter(self.holders))
-            idle.flush()
-        self.spare -= 1
-        self.holders[out] = None
-        buffer = self.buffers.free.get()  # waits for a write where none is free
-        self.check()
-        return buffer
-
-    def submit(self, out: _Out, buffer: memoryview, n: int, offset: int) -> None:
-        """Write buffer[:n] at an offset of a file and give the buffer back."""
-        self.holders.pop(out, None)
-        self.spare += 1
-        self.pending.append(self.pool.submit(self._write, out, buffer, n, offset))
-
-    def _write(self, out: _Out, buffer: memoryview, n: int, offset: int) -> None:
-        try:
-            out.pwrite(buffer[:n], offset)
-        finally:
-            self.buffers.free.put(buffer)
-
-    def check(self) -> None:
-        """Raise what a finished write has raised."""
-        while self.pending and self.pending[0].done():
-            self.pending.pop(0).result()
-
-    def drain(self) -> None:
-        """Wait for every write."""
-        while self.pending:
-            self.pending.pop(0).result()
-
-
-class _Out:
-    """One file of the destination, written front to back.
-
-    With `again`, what is appended is compared with what an earlier run wrote, and nothing is written before `go_on`.
-    """
-
-    def __init__(self, path: str, writer: _Writer, again: bool = False) -> None:
-        self.path, self.writer = path, writer
-        self.at = 0  # bytes appended so far
-        self.buffer: memoryview | None = None
-        self.base = 0  # file offset of buffer[0], a multiple of ALIGN
-        self.tail = b""  # bytes after the last whole page, while no buffer is held
-        self.old_fd = -1
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self.direct = bool(_DIRECT)
-        try:
-            self.fd = os.open(path, flags | _DIRECT, 0o666)
-        except OSError as e:
-            if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-            self.direct = False
-            self.fd = os.open(path, flags, 0o666)
-        self.there = -1  # a descriptor to read what is there, until `go_on`
-        try:
-            keep_ours(self.fd, 0o600)
-            if again:
-                self.there = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except BaseException:
-            os.close(self.fd)
-            raise
-
-    def peek(self, offset: int, length: int) -> bytes:
-        """What an earlier run wrote there; fewer bytes where it did not."""
-        return os.pread(self.there, length, offset)
-
-    def skip(self, n: int) -> None:
-        """The next `n` bytes are there already; the read-back proves them."""
-        self.at += n
-
-    def go_on(self) -> None:
-        """From here on, write.
-
-        Raises:
-            Altered: the file ends before.
-        """
-        if self.there < 0:
-            return
-        self.base = self.at - self.at % ALIGN
-        self.tail = self.peek(self.base, self.at - self.base)
-        if os.fstat(self.there).st_size < self.at:
-            raise Altered(self.path)
-        os.close(self.there)
-        self.there = -1
-
-    def append(self, data: bytes | memoryview) -> None:
-        """The next bytes of the file."""
-        if self.there >= 0:
-            if self.peek(self.at, len(data)) != data:
-                raise Altered(self.path)
-            self.at += len(data)
-            return
-        done, n = 0, len(data)
-        view = memoryview(data)
-        while done < n:
-            if self.buffer is None:
-                self.buffer = self.writer.acquire(self)
-                self.buffer[: len(self.tail)] = self.tail
-            elif self in self.writer.holders:
-                self.writer.holders.move_to_end(self)
-            used = self.at - self.base
-            k = min(n - done, self.writer.size - used)
-            self.buffer[used : used + k] = view[done : done + k]
-            self.at += k
-            done += k
-            if used + k == self.writer.size:
-                self.flush()
-
-    def flush(self) -> None:
-        """Hand the whole pages of the buffer to the writer; what is after them is kept."""
-        if self.buffer is None:
-            return
-        used = self.at - self.base
-        whole = used - used % ALIGN
-        self.tail = bytes(self.buffer[whole:used])
-        buffer, self.buffer = self.buffer, None
-        self.writer.submit(self, buffer, whole, self.base)
-        self.base += whole
-
-    def settle(self) -> None:
-        """Everything appended so far into the file: pages, and the tail padded to one, then cut off again."""
-        self.flush()
-        if self.tail:
-            n = -(-len(self.tail) // ALIGN) * ALIGN
-            buffer = self.writer.acquire(self)
-            buffer[: len(self.tail)] = self.tail
-            buffer[len(self.tail) : n] = bytes(n - len(self.tail))
-            self.writer.submit(self, buffer, n, self.base)
-
-    def pwrite(self, data: memoryview, offset: int) -> None:
-        """All of the data, whatever it takes."""
-        done = 0
-        while done < len(data):
-            fd = self.fd
-            try:
-                done += os.pwrite(fd, data[done:], offset + done)
-            except OSError as e:
-                if e.errno == errno.EINVAL and self._through_cache(fd):
-                    continue
-                raise write_error(e, self.path) from e
-
-    def _through_cache(self, fd: int) -> bool:
-        """After a direct write that the file system refused: whether there is now another descriptor to write to."""
-        with self.writer.lock:
-            if self.fd == fd and self.direct:
-                self.direct = False
-                self.old_fd = self.fd  # another thread may be writing through it
-                self.fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            return self.fd != fd
+    def __init__(self, raw: DestinationFile, sink: Sink) -> None:
+        self.raw, self.sink, self.path = raw, sink, raw.path
 
     @property
-    def size(self) -> int:
-        """Bytes of the file."""
-        return self.at
-
-    def end(self) -> None:
-        """The last byte was appended."""
-        self.settle()
-
-    def finish(self) -> None:
-        """Cut the padding off and make the file durable. All writes must have ended."""
-        try:
-            os.ftruncate(self.fd, self.at)
-            os.fsync(self.fd)
-        except OSError as e:
-            raise write_error(e, self.path) from e
-
-    def close(self) -> None:
-        """Close the descriptors."""
-        for fd in (self.fd, self.old_fd, self.there):
-            if fd >= 0:
-                os.close(fd)
-        self.fd = self.old_fd = self.there = -1
-
-
-class _Coded:
-    """A file of the destination whose bytes go through a sink on their way to the disk."""
-
-    def __init__(self, raw: _Out | Sent, sink: Sink) -> None:
-        self.raw, self.sink = raw, sink
-        self.append = sink.append
-
-    @property
-    def at(self) -> int:
+    def at(self) -> int:  # type: ignore[override]
         return self.sink.at
 
     @property
-    def path(self) -> str:
-        return self.raw.path
-
-    @property
-    def fd(self) -> int:
-        return self.raw.fd
-
-    @property
     def size(self) -> int:
-        """Bytes on the disk."""
-        return self.raw.at
+        return self.raw.size
+
+    def append(self, data: bytes | memoryview) -> None:
+        self.sink.append(data)
 
     def go_on(self) -> None:
-        """From here on, write."""
         if not self.sink.resumable():
             raise Altered(self.path)
         self.sink.settle()
         self.raw.go_on()
 
     def settle(self) -> None:
-        """Hand on everything appended so far."""
         self.sink.settle()
         self.raw.settle()
 
+    def sync(self) -> None:
+        self.raw.sync()
+
     def end(self) -> None:
-        """The last byte was appended."""
         self.sink.finish()
-        self.raw.settle()
+        self.raw.end()
 
     def finish(self) -> None:
-        """As `_Out.finish`."""
         self.raw.finish()
 
     def close(self) -> None:
-        """Stop the sink, close the file."""
         self.sink.close()
         self.raw.close()
 
@@ -312,25 +104,24 @@ def fill(
     source: Source,
     files: list[str],
     records: Any,
-    staging: Staging | Sending | SendingFolder,
+    destination: Destination,
     progress: Progress,
     budget: IOBudget = DEFAULT_BUDGET,
 ) -> dict[str, str]:
-    """Write every file of a draft into its staging folder; returns {tensor: BLAKE3 hex digest of its bytes there}.
+    """Write every file of a draft to its destination; returns {tensor: BLAKE3 hex digest of its bytes there}.
 
     Raises:
         Corrupt, SourceChanged: the source is damaged, or was written to meanwhile.
         NoSpace, CkpttoolError: the destination could not be written.
     """
     while True:
-        run = _Filling(draft, source, files, records, staging, budget)
+        run = _Filling(draft, source, files, records, destination, budget)
         try:
             return run.run(progress)
         except Altered:
-            assert isinstance(staging, Staging)
-            staging.begin_anew()
-            staging.messages.append(
-                f"what an interrupted run left in {staging.folder} was not what it had written; it was made anew"
+            destination.begin_anew()
+            destination.messages.append(
+                f"what an interrupted run left in {destination.place} was not what it had written; it was made anew"
             )
         finally:
             run.close()
@@ -343,19 +134,19 @@ class _Filling:
         source: Source,
         files: list[str],
         records: Any,
-        staging: Staging | Sending | SendingFolder,
+        destination: Destination,
         budget: IOBudget,
     ) -> None:
-        self.draft, self.source, self.staging, self.budget = draft, source, staging, budget
+        self.draft, self.source, self.destination, self.budget = draft, source, destination, budget
         self.files, self.records = files, records
         tensors = draft.checkpoint.tensors
         self.names = list(tensors)
-        self.writer = _Writer(budget)
+        self.writer = WriterPool(budget)
         self.digests: dict[str, str] = {}
         self.crcs: dict[int, list[Written]] = {i: [] for i in range(len(draft.files))}
-        self.earlier = staging.earlier if isinstance(staging, Staging) else Earlier()
+        self.earlier = destination.earlier
         self.again = self.earlier.done > 0  # what is appended is there already
-        self.outs: dict[int, _Out | Sent | _Coded] = {}
+        self.outs: dict[int, DestinationFile] = {}
         self.left: dict[int, int] = {}  # chunks that are still to come, by file
         for name in self.names:
             for file in tensors[name].chunks.file if name not in draft.same else ():
@@ -365,19 +156,15 @@ class _Filling:
         self.fresh_digests: dict[str, str] = {}
         self.noted, self.last_note = 0, time.monotonic()
 
-    def out(self, file: int) -> _Out | Sent | _Coded:
+    def out(self, file: int) -> DestinationFile:
         """The stream of a file, opened at its first byte."""
         if file not in self.outs:
             f = self.draft.files[file]
-            raw: _Out | Sent
-            earlier = None
-            if isinstance(self.staging, Staging):
-                raw = _Out(self.staging.path(f.name), self.writer, self.again)
-                if self.again:
-                    earlier = EarlierFile(self.earlier.sinks.get(file, {}), raw.peek)
-            else:
-                raw = self.staging.stream(f.name)
-            self.outs[file] = out = _Coded(raw, f.coded(raw.append, self.budget.threads, earlier)) if f.coded else raw
+            out = raw = self.destination.open_file(f.name, self.writer, self.again)
+            if f.coded:
+                earlier = EarlierFile(self.earlier.sinks.get(file, {}), raw.peek) if self.again else None
+                out = _Coded(raw, f.coded(raw.append, self.budget.threads, earlier))
+            self.outs[file] = out
             out.append(f.first_bytes())
         return self.outs[file]
 
@@ -385,7 +172,7 @@ class _Filling:
         """Do it all."""
         tensors, sources, done = self.draft.checkpoint.tensors, self.draft.sources, self.earlier.done
         if done > len(self.names):
-            raise Altered(self.staging.folder)
+            raise Altered(self.destination.place)
         reader = None
         if self.again:
             reader = self._walk_again(self.names[:done], progress)
@@ -410,12 +197,13 @@ class _Filling:
     def _walk_again(self, names: list[str], progress: Progress) -> Reader | None:
         """The tensors that an earlier run finished, once more; the reader, where it is one of the source."""
         tensors, sources = self.draft.checkpoint.tensors, self.draft.sources
-        assert isinstance(self.staging, Staging)
         names = [n for n in names if n not in self.draft.same]
         coded = any(f.coded for f in self.draft.files)  # what lies in such a file cannot be read by offset
-        here = self.source.is_remote and not coded
-        if here:
-            reader = Reader(Source(self.staging.tree), [f.name for f in self.draft.files], (), self.budget)
+        built = self.destination.readable if self.source.is_remote and not coded else None
+        here = built is not None
+        if built is not None:
+            folder = built if os.path.isdir(built) else os.path.dirname(built)
+            reader = Reader(Source(folder), [f.name for f in self.draft.files], (), self.budget)
             sources = tensors
         else:
             reader = Reader(self.source, self.files, self.records, self.budget)
@@ -426,10 +214,10 @@ class _Filling:
                 passed += block.source_bytes
                 progress("reread", passed, total)
                 if here and block.last and self.digests[block.name] != self.earlier.digests.get(block.name):
-                    raise Altered(self.staging.folder)
+                    raise Altered(self.destination.place)
         except Corrupt:
             if here:
-                raise Altered(self.staging.folder) from None
+                raise Altered(self.destination.place) from None
             raise
         finally:
             if here:
@@ -452,7 +240,7 @@ class _Filling:
             if block.last:
                 self.digests[name] = self.fresh_digests[name] = hasher.hexdigest()
                 hasher = None
-                if len(self.ended) >= (_MOST_ENDED if self.staging.local else 1):
+                if len(self.ended) >= self.destination.finish_after:
                     self._finish(self.ended)
                     self.ended.clear()
             yield block
@@ -464,7 +252,7 @@ class _Filling:
             passed > self.noted and now - self.last_note >= _JOURNAL_SECONDS
         )
         coded = [o.sink for o in self.outs.values() if isinstance(o, _Coded)]
-        if due and self.staging.local and all(sink.resumable() for sink in coded):
+        if due and self.destination.continuable and all(sink.resumable() for sink in coded):
             self._journal(self.names.index(name, self.earlier.done) + 1)
             self.noted, self.last_note = passed, now
 
@@ -493,10 +281,7 @@ class _Filling:
             if r.done == 0:
                 self._begin(name, entry, r)
             out = self.out(r.file)
-            if self.again and isinstance(out, _Out):
-                out.skip(len(part))
-            else:
-                out.append(part)
+            out.skip(part) if self.again else out.append(part)
             if self.draft.after or self.draft.tail:
                 if block.crc is not None and n == block.count:
                     r.crc = crc32_combine(r.crc, block.crc, len(part))
@@ -525,16 +310,13 @@ class _Filling:
         """Make everything up to tensor `done` durable, then say so."""
         self._settle()
         for out in self.outs.values():
-            try:
-                os.fdatasync(out.fd)
-            except OSError as e:
-                raise write_error(e, out.path) from e
+            out.sync()
         entry: dict[str, Any] = {"done": done}
         if self.source.is_remote:
             entry["digests"] = self.fresh_digests
         if sinks := {i: o.sink.state() for i, o in self.outs.items() if isinstance(o, _Coded)}:
             entry["sinks"] = sinks
-        self.staging.note(entry)
+        self.destination.note(entry)
         self.fresh_digests = {}
 
     def _settle(self) -> None:

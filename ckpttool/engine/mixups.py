@@ -26,8 +26,8 @@ from ..errors import Corrupt
 from ..formats.crc import crc32, crc32_combine
 from ..formats.torch_zip import number_in
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, Record, TensorEntry
+from ..storage.buffers import IOBudget
 from ..storage.source import Source
-from .buffers import IOBudget
 from .stream import Job, Reader, small
 
 __all__ = ["refuse_equal_ranks", "refuse_mixed_steps"]

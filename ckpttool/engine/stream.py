@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..errors import Corrupt
 from ..index import boxes
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Record, TensorEntry
+from ..storage.buffers import ALIGN, DEFAULT_BUDGET, BufferPool, IOBudget, Lease
 from ..storage.source import Source, read_error
-from .buffers import DEFAULT_BUDGET, BufferPool, IOBudget, Lease
 from .dtypes import bits_dtype, cast
 from .record_crcs import CrcVerifier, Mismatch
 from .zstd_frames import Decoder
@@ -40,9 +40,8 @@ from .zstd_frames import Decoder
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["ALIGN", "Block", "Job", "Reader", "small"]
+__all__ = ["Block", "Job", "Reader", "small"]
 
-ALIGN = 4096
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 _SMALL = 256 << 10  # below this a read through the page cache is cheaper: neighbours come with it

@@ -28,8 +28,8 @@ from ..formats.torch_zip import Inline
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, joined, twins
 from ..index.draft import Dropped
 from ..index.names import nest, original
+from ..storage.buffers import IOBudget
 from ..storage.source import Source
-from .buffers import IOBudget
 from .fill import tensor_digests
 from .stream import Job, Reader, small
 

@@ -17,7 +17,7 @@ from ..index.checkpoint import Checkpoint, TensorEntry
 from ..index.digests import roots
 from ..index.draft import Draft
 from ..storage import urls
-from .buffers import IOBudget
+from ..storage.buffers import IOBudget
 from .fill import Progress, silent, tensor_digests
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open, open_with, shown_path
 from .planning import WriteRequest, caster

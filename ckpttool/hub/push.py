@@ -27,7 +27,6 @@ from typing import Any, TypeVar
 from .._version import __version__
 from ..bounded_json import parse
 from ..engine import conversion, planning, recorded, verification
-from ..engine.buffers import IOBudget
 from ..engine.conversion import RunOptions
 from ..engine.fill import Progress, silent
 from ..engine.opening import OpenOptions
@@ -35,6 +34,7 @@ from ..engine.planning import WriteRequest
 from ..engine.recorded import MOST_RECORD_BYTES, RECORD
 from ..errors import Corrupt, DestinationExists, Differs, Interrupted, RemoteError, Unsafe, Unsupported, UsageError
 from ..index.names import counted
+from ..storage.buffers import IOBudget
 from . import card, screening
 from .client import Conflict, Known, Passing, Refused, Repository, Sending, State, split
 from .hashing import Hashed, git_oid, hash_contents, hash_paths

@@ -17,13 +17,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from ..engine.buffers import IOBudget
 from ..engine.opening import OpenCheckpoint
 from ..engine.record_crcs import CrcVerifier
 from ..engine.stream import Block, Job, Reader
 from ..errors import Interrupted
 from ..index.checkpoint import ITEMSIZE
 from ..index.draft import Draft
+from ..storage.buffers import IOBudget
 
 __all__ = ["Content", "VirtualFile", "contents"]
 

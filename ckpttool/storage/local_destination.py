@@ -1,6 +1,6 @@
 """A destination on a local disk: the folder in which a checkpoint is built, until one rename makes it the destination.
 
-`Staging` and what it uses of partial.py is the only code that creates, renames or removes anything. The destination is
+`LocalDestination` and what it uses of partial.py is the only code that creates, renames or removes anything. The destination is
 built in `.<name>.partial-<id>/tree` beside it, where <id> is the digest of the plan, so that the same command run again
 finds what an interrupted run left and goes on from its journal. Every file is fsynced, then the folder, then one rename
 makes it the destination: at any instant the destination is absent or old, or complete. An existing one is swapped whole
@@ -18,18 +18,15 @@ import stat
 from contextlib import suppress
 from typing import Any
 
-from ..errors import CkpttoolError, DestinationExists, NoSpace, Unsafe, UsageError
+from ..errors import CkpttoolError, DestinationExists, NoSpace, RemoteError, Unreadable, Unsafe, UsageError
 from . import partial
-from .source import short_of
+from .destination import write_error
+from .local_file import LocalFile, WriterPool
 
-__all__ = ["Altered", "Staging", "refuse_full", "refuse_target", "write_error"]
-
-
-class Altered(Exception):
-    """What an earlier run left on the disk is not what this run would have written: all of it is made anew."""
+__all__ = ["LocalDestination", "refuse_full", "refuse_target"]
 
 
-class Staging:
+class LocalDestination:
     """The folder in which a destination is built, locked and journalled.
 
     `earlier` is what an interrupted run of the same plan left there, `messages` what people should know of what was found,
@@ -41,7 +38,8 @@ class Staging:
         NoSpace: the file system has less room than the draft needs.
     """
 
-    local = True
+    continuable = True
+    finish_after = 64  # a layout may have a file for every tensor
 
     def __init__(self, target: str, is_file: bool, plan: str, need_bytes: int, force: bool) -> None:
         self.beside = beside = partial.Beside(target)
@@ -134,6 +132,16 @@ class Staging:
         self.earlier = partial.Earlier()
 
     @property
+    def place(self) -> str:
+        """The folder in which it is built."""
+        return self.folder
+
+    @property
+    def readable(self) -> str:
+        """What was built: a folder or a file."""
+        return os.path.join(self.tree, self.name) if self.is_file else self.tree
+
+    @property
     def in_place(self) -> bool:
         """Whether what was built has the target's name."""
         try:
@@ -159,10 +167,19 @@ class Staging:
             return self.outcome
         return f"{self.target} is untouched. Run the same command again to continue, or remove {self.folder}."
 
+    def explain(self, e: CkpttoolError) -> None:
+        """Say how to continue after an error of the source, which knows nothing of the destination."""
+        if isinstance(e, (RemoteError, Unreadable)):
+            e.add_note(self.again)
+
     def note(self, entry: dict[str, Any]) -> None:
         """Append to the journal and make it durable. What it speaks of must be durable already."""
         os.write(self._journal, (json.dumps(entry, separators=(",", ":")) + "\n").encode())
         os.fdatasync(self._journal)
+
+    def open_file(self, name: str, pool: WriterPool, existing: bool) -> LocalFile:
+        """A file, opened at its first byte."""
+        return LocalFile(self.path(name), pool, existing)
 
     def put(self, name: str, data: bytes) -> None:
         """A file that is no part of the draft, made durable."""
@@ -211,7 +228,7 @@ class Staging:
                 old = f" The old one is kept in {self.folder}; `{partial.command(self.target)}` removes it."
             else:
                 self._clear()
-            error = NoSpace if e.errno in _NO_ROOM else CkpttoolError
+            error = NoSpace if e.errno in (errno.ENOSPC, errno.EDQUOT) else CkpttoolError
             raise error(
                 f"{self.parent}: {e.strerror} (errno {e.errno}) while the folder was synced. The new checkpoint is in place "
                 f"at {self.target} and complete, but its new name may not survive a power cut: run `sync`.{old}"
@@ -328,19 +345,6 @@ def refuse_target(target: str, is_file: bool, force: bool) -> None:
 _KINDS = {
     stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a character device", stat.S_IFBLK: "a block device"
 }  # fmt: skip
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-
-
-def write_error(e: OSError, path: str, outcome: str = "The destination is untouched.") -> CkpttoolError:
-    """What a failed system call on the destination means; `outcome` is what is there now."""
-    if e.errno in _NO_ROOM:
-        return NoSpace(
-            f"{path}: {e.strerror}. {outcome} Free some space and run the same command again; what was written is kept and "
-            "used."
-        )
-    if (what := short_of(e)) is not None:
-        return NoSpace(f"{path}: {e.strerror}: {what}. {outcome} Then run the same command again.")
-    return CkpttoolError(f"{path}: {e.strerror} (errno {e.errno}). {outcome}")
 
 
 def _walk(folder: str) -> list[os.DirEntry[str]]:

@@ -1,9 +1,8 @@
-"""A destination in an object store, sent while it is made.
+"""A destination in an object store, sent while it is made: one object, or all objects below a prefix.
 
-`Sending` and `SendingFolder` stand where `draft.Staging` stands for a local path. Nothing is on the local disk but, where
-very many files are written at once, the parts that wait to be sent; what is sent appears whole when the last byte was, and
-an interrupted run leaves parts that the next one at the same place removes. There is nothing to go on from: sending begins
-anew.
+Nothing is on the local disk but, where very many files are written at once, the parts that wait to be sent. An object appears
+whole when its last byte was sent; an interrupted run leaves parts that the next run to the same place removes. The next run
+has nothing to go on from: it begins anew.
 """
 
 from __future__ import annotations
@@ -11,54 +10,46 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..errors import CkpttoolError
 from ..index.draft import Draft
 from . import urls
+from .destination import DestinationFile
+from .local_file import WriterPool
+from .partial import Earlier
 from .upload import Upload, UploadFolder
 
-__all__ = ["Sending", "SendingFolder", "Sent"]
+__all__ = ["ObjectDestination", "PrefixDestination"]
 
 
-class Sent:
-    """A file, with the methods that `fill` calls."""
-
-    fd = -1
+class ObjectFile(DestinationFile):
+    """A file that is sent while it is written; the upload it belongs to makes it durable."""
 
     def __init__(
         self, path: str, send: Callable[[bytes | memoryview], None], end: Callable[[], None] = lambda: None
     ) -> None:
-        self.path, self._send, self.end, self.at = path, send, end, 0
-
-    @property
-    def size(self) -> int:
-        """Bytes sent."""
-        return self.at
+        self.path, self._send, self._end, self.at = path, send, end, 0
 
     def append(self, data: bytes | memoryview) -> None:
         """The next bytes."""
         self._send(data)
         self.at += len(data)
 
-    def settle(self) -> None:
-        """Nothing waits here."""
-
-    def go_on(self) -> None:
-        """Nothing was there before."""
-
-    def finish(self) -> None:
-        """`commit` does."""
-
-    def close(self) -> None:
-        """`commit` or `abandon` do."""
+    def end(self) -> None:
+        """The last byte was appended."""
+        self._end()
 
 
-class _Sent:
-    """What the two destinations share."""
+class _Uploaded:
+    """What an object and a prefix share."""
 
-    local = False
+    continuable = False
+    finish_after = 1  # what is complete need not wait
+    readable = None  # a store shows an object when it is complete, and not before
+    earlier = Earlier()
     upload: Upload | UploadFolder
 
     def __init__(self, url: str) -> None:
-        self.folder = urls.redact_url(url)
+        self.place = urls.redact_url(url)
         self.messages: list[str] = []
         self.in_place = False
 
@@ -66,7 +57,7 @@ class _Sent:
     def outcome(self) -> str:
         """What an error left at the destination."""
         return (
-            f"{self.folder} is in place, whole, and was not read back."
+            f"{self.place} is in place, whole, and was not read back."
             if self.in_place
             else "The destination is untouched."
         )
@@ -76,10 +67,18 @@ class _Sent:
         """What is there after an interruption, and what to do."""
         if self.in_place:
             return self.outcome
-        return f"{self.folder} is untouched. Run the same command again; it begins anew, and removes the parts that were sent."
+        return f"{self.place} is untouched. Run the same command again; it begins anew, and removes the parts that were sent."
+
+    def explain(self, e: CkpttoolError) -> None:
+        """Say that the new checkpoint is in place although its read-back failed."""
+        if self.in_place:
+            e.add_note(self.outcome)
 
     def note(self, entry: dict[str, Any]) -> None:
-        """No journal."""
+        """There is no journal: it is not `continuable`."""
+
+    def begin_anew(self) -> None:
+        """An earlier run leaves nothing that this one uses."""
 
     def commit(self) -> None:
         """What was sent is there, whole."""
@@ -93,7 +92,7 @@ class _Sent:
     release = abandon
 
 
-class Sending(_Sent):
+class ObjectDestination(_Uploaded):
     """The upload of one file.
 
     Raises:
@@ -110,12 +109,16 @@ class Sending(_Sent):
                 "the bucket has no object lock, so retention and legal hold stand in the archive and in the ledger alone"
             )
 
-    def stream(self, name: str) -> Sent:
+    def open_file(self, name: str, pool: WriterPool, existing: bool) -> ObjectFile:
         """The file."""
-        return Sent(self.folder, self.upload.append)
+        return ObjectFile(self.place, self.upload.append)
+
+    def put(self, name: str, data: bytes) -> None:
+        """One object has no room for another file."""
+        raise AssertionError(f"{name} cannot be put into {self.place}, which is one object")
 
 
-class SendingFolder(_Sent):
+class PrefixDestination(_Uploaded):
     """The upload of all files of a draft.
 
     Raises:
@@ -137,14 +140,14 @@ class SendingFolder(_Sent):
         if self.in_place or not self.upload.showing:
             return super().again
         return (
-            f"Some objects below {self.folder} are visible already, and what they replace is gone; ckpttool takes them for no "
+            f"Some objects below {self.place} are visible already, and what they replace is gone; ckpttool takes them for no "
             "checkpoint. Run the same command again, which replaces them."
         )
 
-    def stream(self, name: str) -> Sent:
+    def open_file(self, name: str, pool: WriterPool, existing: bool) -> ObjectFile:
         """A file."""
-        return Sent(
-            f"{self.folder}/{name}", lambda data: self.upload.append(name, data), lambda: self.upload.settle(name)
+        return ObjectFile(
+            f"{self.place}/{name}", lambda data: self.upload.append(name, data), lambda: self.upload.settle(name)
         )
 
     def put(self, name: str, data: bytes) -> None:

@@ -19,7 +19,6 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.engine.buffers import IOBudget
 from ckpttool.engine.dtypes import cast, numpy_dtype
 from ckpttool.engine.fill import fill, tensor_digests
 from ckpttool.engine.record_crcs import CrcVerifier, Mismatch
@@ -30,7 +29,8 @@ from ckpttool.index import boxes
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, Record, TensorEntry
 from ckpttool.index.draft import Draft, DraftFile
 from ckpttool.storage import source as store
-from ckpttool.storage.local_destination import Staging
+from ckpttool.storage.buffers import IOBudget
+from ckpttool.storage.local_destination import LocalDestination
 from ckpttool.storage.source import Source
 
 TINY = IOBudget(1, 32 << 10)  # two pages of it are for alignment, so blocks have 24 KiB
@@ -490,7 +490,7 @@ def test_a_draft_in_any_boxes_is_filled_from_a_source_in_any_others(
     files.append(DraftFile("marker", 2, lambda: b"ok"))
     out = Checkpoint("x", "out", None, [f.name for f in files], [f.size for f in files], tensors, {})
     with Source(folder) as source:
-        staging = Staging(str(folder / "out"), False, "plan" * 9, 1, False)
+        staging = LocalDestination(str(folder / "out"), False, "plan" * 9, 1, False)
         try:
             digests = fill(Draft(out, sources, files), source, names, records, staging, lambda *_: None, TINY)
             written = {f.name: (Path(staging.tree) / f.name).read_bytes() for f in files}

@@ -24,7 +24,7 @@ from ckpttool.formats.pickles import Global, Opaque
 from ckpttool.formats.torch_zip import Inline, TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry
-from ckpttool.storage.local_destination import Staging
+from ckpttool.storage.local_destination import LocalDestination
 from ckpttool.storage.source import Source
 
 
@@ -73,7 +73,7 @@ def built(folder: Path, made: Any, stop_after: int | None = None) -> dict[str, b
     try:
         for attempt in (0, 1):
             seen: list[int] = []
-            staging = Staging(str(target), False, "a" * 64, 0, False)
+            staging = LocalDestination(str(target), False, "a" * 64, 0, False)
             if attempt and stop_after:
                 assert staging.earlier.done, "the second run goes on from the journal of the first"
             try:

@@ -39,7 +39,6 @@ from safetensors.torch import load, load_file, save_file
 
 import ckpttool
 from ckpttool.engine import conversion, planning, record_crcs, recorded
-from ckpttool.engine.buffers import IOBudget
 from ckpttool.errors import (
     CkpttoolError,
     Corrupt,
@@ -56,6 +55,7 @@ from ckpttool.hub import push as pushing
 from ckpttool.hub.push import push
 from ckpttool.hub.virtual import VirtualFile, contents
 from ckpttool.storage import retries
+from ckpttool.storage.buffers import IOBudget
 from ckpttool.storage.source import Source
 
 URL = "hf://org/name"

@@ -27,6 +27,7 @@ from typing import Any
 import ckpttool
 from ckpttool.engine import fill
 from ckpttool.storage import partial
+from ckpttool.storage.local_destination import LocalDestination
 
 WRITES = (
     "open", "write", "pwrite", "fsync", "fdatasync", "ftruncate", "mkdir", "rename", "replace", "unlink", "rmdir",
@@ -110,7 +111,7 @@ def in_child(src: str, out: Path, to: str, force: bool, n: int | None, error: in
     if pid == 0:
         status = 1
         try:
-            fill._JOURNAL_BYTES, fill._MOST_ENDED = 1, 3
+            fill._JOURNAL_BYTES, LocalDestination.finish_after = 1, 3
             status = attempt(src, out, to, force, Fault(n, error) if n is not None else None)
         except BaseException:
             traceback.print_exc()

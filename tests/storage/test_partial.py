@@ -21,7 +21,7 @@ import ckpttool
 from ckpttool.audit.export import export
 from ckpttool.audit.options import ArchiveOptions
 from ckpttool.cli import main as cli
-from ckpttool.engine import buffers, conversion, fill
+from ckpttool.engine import conversion, fill
 from ckpttool.errors import (
     CkpttoolError,
     Corrupt,
@@ -34,7 +34,7 @@ from ckpttool.errors import (
     Unreadable,
     UsageError,
 )
-from ckpttool.storage import local_destination, partial, source
+from ckpttool.storage import buffers, local_destination, partial, source
 
 NOBODY = 65534
 ROOT = os.geteuid() == 0

@@ -263,12 +263,13 @@ class Lab:
         try:
             from ckpttool.cli import main as cli
             from ckpttool.engine import fill
+            from ckpttool.storage.local_destination import LocalDestination
 
             os.dup2(put, 1)
             os.dup2(put, 2)
             sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
             sys.argv = ["ckpttool", *arguments]
-            fill._JOURNAL_BYTES, fill._MOST_ENDED = 1, 3  # a line in the journal after every tensor
+            fill._JOURNAL_BYTES, LocalDestination.finish_after = 1, 3  # a line in the journal after every tensor
             if no_exchange:
                 self.shim.torture_no_exchange(1)
             if fault is not None:

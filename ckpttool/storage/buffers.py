@@ -7,9 +7,12 @@ import queue
 from typing import NamedTuple
 
 from ..errors import NoSpace
-from ..storage.source import Source
+from .source import Source
 
-__all__ = ["DEFAULT_BUDGET", "BufferPool", "IOBudget", "Lease"]
+__all__ = ["ALIGN", "DEFAULT_BUDGET", "BufferPool", "IOBudget", "Lease"]
+
+#: O_DIRECT moves whole pages of this many bytes.
+ALIGN = 4096
 
 
 class IOBudget(NamedTuple):

@@ -1,0 +1,218 @@
+"""Files of a destination on a local disk, written front to back: around the page cache, by threads, from shared buffers."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from .buffers import ALIGN, BufferPool, IOBudget
+from .destination import Altered, DestinationFile, write_error
+from .partial import keep_ours
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+__all__ = ["LocalFile", "WriterPool"]
+
+_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+class WriterPool:
+    """Threads that write, and the buffers that wait for them."""
+
+    def __init__(self, budget: IOBudget) -> None:
+        count, size = 6 + 2 * budget.threads, budget.buffer_bytes
+        self.buffers = BufferPool(count, size)
+        self.spare = count
+        self.size = size
+        from concurrent.futures import ThreadPoolExecutor
+
+        self.pool = ThreadPoolExecutor(budget.threads, "ckpttool-write")
+        self.pending: list[Future[None]] = []
+        self.lock = threading.Lock()
+        self.holders: OrderedDict[LocalFile, None] = OrderedDict()  # files that hold a buffer, idle longest first
+
+    def acquire(self, out: LocalFile) -> memoryview:
+        """A free buffer for a file; when all are held by idle files, the one idle longest gives its own up."""
+        if self.spare == 0:
+            idle = next(iter(self.holders))
+            idle.flush()
+        self.spare -= 1
+        self.holders[out] = None
+        buffer = self.buffers.free.get()  # waits for a write where none is free
+        self.check()
+        return buffer
+
+    def submit(self, out: LocalFile, buffer: memoryview, n: int, offset: int) -> None:
+        """Write buffer[:n] at an offset of a file and give the buffer back."""
+        self.holders.pop(out, None)
+        self.spare += 1
+        self.pending.append(self.pool.submit(self._write, out, buffer, n, offset))
+
+    def _write(self, out: LocalFile, buffer: memoryview, n: int, offset: int) -> None:
+        try:
+            out.pwrite(buffer[:n], offset)
+        finally:
+            self.buffers.free.put(buffer)
+
+    def check(self) -> None:
+        """Raise what a finished write has raised."""
+        while self.pending and self.pending[0].done():
+            self.pending.pop(0).result()
+
+    def drain(self) -> None:
+        """Wait for every write."""
+        while self.pending:
+            self.pending.pop(0).result()
+
+
+class LocalFile(DestinationFile):
+    """One file of the destination, written front to back.
+
+    With `existing`, what is appended is compared with what an earlier run wrote, and nothing is written before `go_on`.
+    """
+
+    def __init__(self, path: str, writer: WriterPool, existing: bool = False) -> None:
+        self.path, self.writer = path, writer
+        self.at = 0  # bytes appended so far
+        self.buffer: memoryview | None = None
+        self.base = 0  # file offset of buffer[0], a multiple of ALIGN
+        self.tail = b""  # bytes after the last whole page, while no buffer is held
+        self.old_fd = -1
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self.direct = bool(_DIRECT)
+        try:
+            self.fd = os.open(path, flags | _DIRECT, 0o666)
+        except OSError as e:
+            if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            self.direct = False
+            self.fd = os.open(path, flags, 0o666)
+        self.there = -1  # a descriptor to read what is there, until `go_on`
+        try:
+            keep_ours(self.fd, 0o600)
+            if existing:
+                self.there = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def peek(self, offset: int, length: int) -> bytes:
+        """What an earlier run wrote there; fewer bytes where it did not."""
+        return os.pread(self.there, length, offset)
+
+    def skip(self, data: bytes | memoryview) -> None:
+        """The next bytes; before `go_on` they are there already, and the read-back proves them."""
+        if self.there < 0:
+            self.append(data)
+        else:
+            self.at += len(data)
+
+    def go_on(self) -> None:
+        """From here on, write.
+
+        Raises:
+            Altered: the file ends before.
+        """
+        if self.there < 0:
+            return
+        self.base = self.at - self.at % ALIGN
+        self.tail = self.peek(self.base, self.at - self.base)
+        if os.fstat(self.there).st_size < self.at:
+            raise Altered(self.path)
+        os.close(self.there)
+        self.there = -1
+
+    def append(self, data: bytes | memoryview) -> None:
+        """The next bytes of the file."""
+        if self.there >= 0:
+            if self.peek(self.at, len(data)) != data:
+                raise Altered(self.path)
+            self.at += len(data)
+            return
+        done, n = 0, len(data)
+        view = memoryview(data)
+        while done < n:
+            if self.buffer is None:
+                self.buffer = self.writer.acquire(self)
+                self.buffer[: len(self.tail)] = self.tail
+            elif self in self.writer.holders:
+                self.writer.holders.move_to_end(self)
+            used = self.at - self.base
+            k = min(n - done, self.writer.size - used)
+            self.buffer[used : used + k] = view[done : done + k]
+            self.at += k
+            done += k
+            if used + k == self.writer.size:
+                self.flush()
+
+    def flush(self) -> None:
+        """Hand the whole pages of the buffer to the writer; what is after them is kept."""
+        if self.buffer is None:
+            return
+        used = self.at - self.base
+        whole = used - used % ALIGN
+        self.tail = bytes(self.buffer[whole:used])
+        buffer, self.buffer = self.buffer, None
+        self.writer.submit(self, buffer, whole, self.base)
+        self.base += whole
+
+    def settle(self) -> None:
+        """Everything appended so far into the file: pages, and the tail padded to one, then cut off again."""
+        self.flush()
+        if self.tail:
+            n = -(-len(self.tail) // ALIGN) * ALIGN
+            buffer = self.writer.acquire(self)
+            buffer[: len(self.tail)] = self.tail
+            buffer[len(self.tail) : n] = bytes(n - len(self.tail))
+            self.writer.submit(self, buffer, n, self.base)
+
+    def pwrite(self, data: memoryview, offset: int) -> None:
+        """All of the data, whatever it takes."""
+        done = 0
+        while done < len(data):
+            fd = self.fd
+            try:
+                done += os.pwrite(fd, data[done:], offset + done)
+            except OSError as e:
+                if e.errno == errno.EINVAL and self._through_cache(fd):
+                    continue
+                raise write_error(e, self.path) from e
+
+    def _through_cache(self, fd: int) -> bool:
+        """After a direct write that the file system refused: whether there is now another descriptor to write to."""
+        with self.writer.lock:
+            if self.fd == fd and self.direct:
+                self.direct = False
+                self.old_fd = self.fd  # another thread may be writing through it
+                self.fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            return self.fd != fd
+
+    def sync(self) -> None:
+        """Make durable what was written; all writes must have ended."""
+        try:
+            os.fdatasync(self.fd)
+        except OSError as e:
+            raise write_error(e, self.path) from e
+
+    def end(self) -> None:
+        """The last byte was appended."""
+        self.settle()
+
+    def finish(self) -> None:
+        """Cut the padding off and make the file durable. All writes must have ended."""
+        try:
+            os.ftruncate(self.fd, self.at)
+            os.fsync(self.fd)
+        except OSError as e:
+            raise write_error(e, self.path) from e
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        for fd in (self.fd, self.old_fd, self.there):
+            if fd >= 0:
+                os.close(fd)
+        self.fd = self.old_fd = self.there = -1
