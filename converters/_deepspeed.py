@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 
 from ckpttool.bounded_json import parse
 from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError
-from ckpttool.formats import torch_zip
+from ckpttool.formats import stored_tensors, torch_zip
 from ckpttool.formats.pickles import Global, Opaque, enum_members, short
-from ckpttool.formats.torch_zip import StoredTensor
+from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import (
     ITEMSIZE,
@@ -197,8 +197,8 @@ class File:
 
     def scalar(self, t: StoredTensor) -> float | int | None:
         """The value of a 0-dim tensor, None for a dtype that no counter has."""
-        found = None if t.shape else torch_zip.inlined(t, self.read_at, self.what)
-        return None if found is None else torch_zip.number_in(found.dtype, found.data)
+        found = None if t.shape else stored_tensors.inlined(t, self.read_at, self.what)
+        return None if found is None else stored_tensors.number_in(found.dtype, found.data)
 
 
 def _stand_ins(what: str) -> dict[tuple[str, str], Any]:
@@ -404,7 +404,7 @@ class Reading:
 
     def take(self, path: Path, value: Any, file: File) -> None:
         """Everything below a key, to where `path` says."""
-        found, crcs = torch_zip.leaves(value, path, file.number, file.read_at, file.what)
+        found, crcs = stored_tensors.leaves(value, path, file.number, file.read_at, file.what)
         (self.optim if path[0] == "optim" else self.rest).update(found)
         for r in crcs:
             self.records[r.extent.file, r.extent.offset] = r

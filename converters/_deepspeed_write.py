@@ -18,7 +18,8 @@ from typing import Any
 from ckpttool.engine.training import Training
 from ckpttool.errors import Unsupported, UsageError
 from ckpttool.formats.pickles import Global, Opaque
-from ckpttool.formats.torch_zip import Inline, TensorRef, number_in
+from ckpttool.formats.stored_tensors import Inline, number_in
+from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, floating_dtype, joined
 from ckpttool.layouts import WriteOptions, option

@@ -25,7 +25,8 @@ from ckpttool.engine.flat_layout import Flat, FlatLayout, Part
 from ckpttool.engine.training import Training, taken_apart
 from ckpttool.errors import Unsupported, UsageError
 from ckpttool.formats.sharded import Table, sharded_tensor
-from ckpttool.formats.torch_zip import Inline, TensorRef
+from ckpttool.formats.stored_tensors import Inline
+from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.huggingface import model_names
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, floating_dtype, joined

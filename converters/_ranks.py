@@ -18,14 +18,14 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool.errors import Corrupt, Unsupported
-from ckpttool.formats import torch_zip
+from ckpttool.formats import stored_tensors, torch_zip
 from ckpttool.formats.pickles import Opaque, short
 from ckpttool.formats.sharded import Shards, is_sharded, shards_of, stand_ins
-from ckpttool.formats.torch_zip import StoredTensor
+from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import Chunks, Extent, Path, Record, TensorEntry
 from ckpttool.index.names import COMPONENTS
-from ckpttool.storage.source import Source
+from ckpttool.storage.source import ReadAt, Source
 
 __all__ = [
     "SIDE", "Files", "Group", "Rank", "assembled", "column_of", "groups_of", "parts_of", "replicated", "rest_of", "scalar",
@@ -71,7 +71,7 @@ class Files:
         """A file as errors name it."""
         return f"{self.source.root}/{self.names[file]}"
 
-    def reader(self, file: int) -> torch_zip.ReadAt:
+    def reader(self, file: int) -> ReadAt:
         """Reads one file."""
         return self.source.reader_of(self.names[file])
 
@@ -332,7 +332,7 @@ def replicated(files: Files, ranks: list[Rank], name: str, column: list[Any]) ->
     """A tensor, or plain value, that all ranks have whole; that of the first is taken."""
     first = column[0]
     if not isinstance(first, StoredTensor):
-        return torch_zip.inlined(first, files.reader(ranks[0].file), name)
+        return stored_tensors.inlined(first, files.reader(ranks[0].file), name)
     for r, x in zip(ranks[1:], column[1:], strict=True):
         if not isinstance(x, StoredTensor) or (x.dtype, x.shape) != (first.dtype, first.shape):
             kind = f"{x.dtype} {x.shape}" if isinstance(x, StoredTensor) else short(x)
@@ -369,13 +369,13 @@ def slot_of(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> An
 
 def scalar(files: Files, file: int, x: Any) -> Any:
     """A number, or the bytes of a tensor that is one."""
-    return torch_zip.inlined(x, files.reader(file), files.path(file)) if isinstance(x, StoredTensor) else x
+    return stored_tensors.inlined(x, files.reader(file), files.path(file)) if isinstance(x, StoredTensor) else x
 
 
 def shown(x: Any) -> str:
     """A step as a number."""
-    if isinstance(x, torch_zip.Inline):
-        n = torch_zip.number_in(x.dtype, x.data)
+    if isinstance(x, stored_tensors.Inline):
+        n = stored_tensors.number_in(x.dtype, x.data)
         return x.data.hex() if n is None else f"{n:g}"
     return short(x)
 
@@ -390,7 +390,7 @@ def rest_of(files: Files, groups: dict[str, list[Rank]], taken: Mapping[Path, An
     for pattern, ranks in groups.items():
         found: list[dict[Path, Any]] = []
         for r in ranks:
-            leaves, records = torch_zip.leaves(r.tree, (), r.file, files.reader(r.file), files.path(r.file))
+            leaves, records = stored_tensors.leaves(r.tree, (), r.file, files.reader(r.file), files.path(r.file))
             found.append(leaves)
             files.records.update(((r.file, x.extent.offset), x) for x in records)
         tops = dict.fromkeys(p[0] for leaves in found for p in leaves)

@@ -39,7 +39,7 @@ from typing import Any
 
 from ckpttool.engine.zstd_frames import decompress_ends
 from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError
-from ckpttool.formats import pickles, safetensors_header, torch_zip
+from ckpttool.formats import pickles, safetensors_header, stored_tensors, torch_pickles, torch_zip, zip_bytes
 from ckpttool.formats.sandbox import in_child
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import (
@@ -520,7 +520,7 @@ def _value(
         def unpacked(at: int, n: int) -> bytes:
             return data[at : at + n]
 
-        return {path: torch_zip.inlined(torch_zip.read(unpacked, 0, len(data), what), unpacked, what)}, []
+        return {path: stored_tensors.inlined(torch_zip.read(unpacked, 0, len(data), what), unpacked, what)}, []
     head = source.read(name, offset, min(length, _VALUE_HEAD))
 
     def read_at(at: int, n: int) -> bytes:
@@ -528,9 +528,9 @@ def _value(
         return head[inside : inside + n] if inside >= 0 and inside + n <= len(head) else source.read(name, at, n)
 
     tree = torch_zip.read(read_at, offset, length, what)
-    if next(torch_zip.tensors_in(tree), None) is None:
+    if next(stored_tensors.tensors_in(tree), None) is None:
         return {path: tree}, []
-    return torch_zip.leaves(tree, path, file, read_at, what)
+    return stored_tensors.leaves(tree, path, file, read_at, what)
 
 
 # -------------------------------------------------------------------------------------------------------- locating
@@ -622,7 +622,7 @@ def _item(source: Source, file: str, name: str, t: TensorEntry, c: Chunk) -> tup
 
         base, total = offset, length
     found = torch_zip.read(read_at, base, total, what)
-    if not isinstance(found, torch_zip.StoredTensor):
+    if not isinstance(found, stored_tensors.StoredTensor):
         raise Corrupt(f"{what}: holds a {type(found).__name__}, not a tensor.")
     if found.dtype != t.dtype or found.shape != c.shape:
         raise Corrupt(f"{what}: holds {found.dtype} {found.shape}, .metadata says {t.dtype} {c.shape}.")
@@ -692,7 +692,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         if isinstance(leaf, TensorEntry):
             paths[joined(leaf.path)] = path
             continue
-        item = torch_zip.small_zip(leaf)
+        item = torch_pickles.small_zip(leaf)
         values.append((path, len(head), len(item)))
         head += item
     files = [f"__{r}_0.distcp" for r in range(world)]
@@ -756,9 +756,9 @@ def _sharded(t: TensorEntry) -> bool:
 @lru_cache(4096)
 def _frame(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, list[tuple[str, int, int, int, bool]]]:
     """The bytes before an item's payload, and the directory entries of its small records."""
-    ref = torch_zip.TensorRef(dtype, shape, "0", prod(shape))
-    head, records = torch_zip.head_records("archive", torch_zip.pickled(ref))
-    header = torch_zip.local_header("archive/data/0", prod(shape) * ITEMSIZE[dtype], None, len(head), 64)
+    ref = torch_pickles.TensorRef(dtype, shape, "0", prod(shape))
+    head, records = torch_pickles.head_records("archive", torch_pickles.pickled(ref))
+    header = zip_bytes.local_header("archive/data/0", prod(shape) * ITEMSIZE[dtype], None, len(head), 64)
     return head + header, [*records, ("archive/data/0", len(head), prod(shape) * ITEMSIZE[dtype], 0, True)]
 
 
@@ -771,10 +771,10 @@ def _trailer(dtype: str, shape: tuple[int, ...], crc: int) -> bytes:
     head, records = _frame(dtype, shape)
     size = prod(shape) * ITEMSIZE[dtype]
     name, at, _, _, _ = records[-1]
-    directory = torch_zip.central_directory(
-        [*records[:-1], (name, at, size, crc, True)], len(head) + size + torch_zip.DATA_DESCRIPTOR_BYTES
+    directory = zip_bytes.central_directory(
+        [*records[:-1], (name, at, size, crc, True)], len(head) + size + zip_bytes.DATA_DESCRIPTOR_BYTES
     )
-    return torch_zip.data_descriptor(size, crc) + directory
+    return zip_bytes.data_descriptor(size, crc) + directory
 
 
 def _before(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:

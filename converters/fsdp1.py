@@ -37,9 +37,9 @@ from ckpttool.bounded_json import parse
 from ckpttool.engine import flat_layout
 from ckpttool.engine.flat_layout import FLAT, Flat, FlatLayout, Part
 from ckpttool.errors import Corrupt, Unsupported
-from ckpttool.formats import torch_zip
+from ckpttool.formats import stored_tensors
 from ckpttool.formats.sharded import is_sharded
-from ckpttool.formats.torch_zip import StoredTensor
+from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.huggingface import model_names
 from ckpttool.huggingface.model_names import ModelNames
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, same_bytes, shape_of, twins
@@ -570,7 +570,7 @@ def _param_groups(files: Files, ranks: list[Rank]) -> list[dict[Any, Any]]:
             or not isinstance(r.tree["state"], dict)
         ):
             raise Corrupt(f"{files.path(r.file)}: an optimizer without param_groups.")
-        groups = torch_zip.inlined(groups, files.reader(r.file), files.path(r.file))
+        groups = stored_tensors.inlined(groups, files.reader(r.file), files.path(r.file))
         if r is ranks[0]:
             out = groups
         elif groups != out:

@@ -25,13 +25,14 @@ from typing import Any
 from ckpttool.bounded_json import parse
 from ckpttool.engine.recorded import MOST_RECORD_BYTES
 from ckpttool.errors import Corrupt, Unreadable, Unsafe, Unsupported
-from ckpttool.formats import torch_zip
+from ckpttool.formats import stored_tensors, torch_pickles, torch_zip, zip_bytes
 from ckpttool.formats.pickles import Global, Opaque, children
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.index.checkpoint import Checkpoint, Chunks, Path, TensorEntry, joined, same_bytes, shape_of, twins
 from ckpttool.index.draft import Draft, Dropped
 from ckpttool.index.names import canonical, nest, own_tree
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of
+from ckpttool.storage import source
 from ckpttool.storage.source import Source
 
 __all__ = ["LAYOUTS"]
@@ -48,7 +49,7 @@ def detect(where: Place) -> tuple[bool, str]:
     if name is None:
         return False, "one .pt file; this is a folder"
     head = source.read(name, 0, min(source.size(name), 64))
-    if torch_zip.is_zip(head):
+    if zip_bytes.is_zip(head):
         return True, "is a zip, as torch.save writes"
     if _LEGACY in head:
         return True, "is a legacy torch.save file"
@@ -71,7 +72,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     if not isinstance(tree, dict):
         kind = f"an instance of {tree.cls}" if isinstance(tree, Opaque) else f"a {type(tree).__name__}"
         raise Unsupported(f"{what} holds {kind}, not a state dict. Save model.state_dict() instead.")
-    entries, records = torch_zip.leaves(tree, (), 0, read_at, what)
+    entries, records = stored_tensors.leaves(tree, (), 0, read_at, what)
     if not any(isinstance(x, TensorEntry) for x in entries.values()):
         raise Unsupported(f"{what} holds no tensor at a key of a dict; nothing in it is a state dict.")
     named = canonical(
@@ -94,11 +95,11 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     return out
 
 
-def _recorded(read_at: torch_zip.ReadAt, length: int, what: str) -> dict[str, str]:
+def _recorded(read_at: source.ReadAt, length: int, what: str) -> dict[str, str]:
     """The digests that `write` left in the archive."""
-    if not torch_zip.is_zip(read_at(0, min(4, length))):
+    if not zip_bytes.is_zip(read_at(0, min(4, length))):
         return {}
-    record = torch_zip.zip_records(read_at, 0, length, what).get("ckpttool.json")
+    record = zip_bytes.zip_records(read_at, 0, length, what).get("ckpttool.json")
     if record is None:
         return {}
     if record.length > MOST_RECORD_BYTES:
@@ -123,7 +124,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     for path, leaf in tree.items():
         if isinstance(leaf, TensorEntry):
             name = joined(leaf.path)
-            tree[path] = torch_zip.TensorRef(leaf.dtype, leaf.shape, keys[same.get(name, name)], leaf.numel)
+            tree[path] = torch_pickles.TensorRef(leaf.dtype, leaf.shape, keys[same.get(name, name)], leaf.numel)
     files = TorchFiles()
     files.add(options.target, nest(tree), {key: wanted[n].nbytes for n, key in keys.items()})
     tensors: dict[str, TensorEntry] = {}
@@ -145,7 +146,7 @@ def _not_loadable(x: Any) -> str | None:
             return f"a reference to {v}, which torch.load(weights_only=True) refuses"
         if isinstance(v, frozenset):
             return "a frozenset, which torch.load(weights_only=True) refuses"
-        if not isinstance(v, torch_zip.Inline):
+        if not isinstance(v, stored_tensors.Inline):
             todo.extend(children(v))
     return None
 

@@ -40,7 +40,8 @@ from typing import Any, NamedTuple
 from ckpttool.engine.training import agreed, taken_apart
 from ckpttool.errors import Corrupt, Unsupported, UsageError
 from ckpttool.formats.pickles import short
-from ckpttool.formats.torch_zip import StoredTensor, TensorRef
+from ckpttool.formats.stored_tensors import StoredTensor
+from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, Value, joined
 from ckpttool.index.draft import Draft, Dropped

@@ -24,7 +24,7 @@ from typing import Any
 
 from ..errors import Corrupt
 from ..formats.crc import crc32, crc32_combine
-from ..formats.torch_zip import number_in
+from ..formats.stored_tensors import number_in
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, Record, TensorEntry
 from ..storage.buffers import IOBudget
 from ..storage.source import Source

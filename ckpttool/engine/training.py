@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..errors import Corrupt, Unsupported
-from ..formats.torch_zip import Inline
+from ..formats.stored_tensors import Inline
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, joined, twins
 from ..index.draft import Dropped
 from ..index.names import nest, original

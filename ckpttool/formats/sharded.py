@@ -19,8 +19,11 @@ from typing import Any, NamedTuple
 from ..errors import Corrupt, Unsafe, Unsupported
 from ..index import boxes
 from ..index.checkpoint import ITEMSIZE
+from ..storage.source import ReadAt
 from .pickles import MEMORY_FORMATS, Global, Opaque, enum_members, short
-from .torch_zip import ReadAt, StoredTensor, TensorRef, inlined, with_attributes
+from .stored_tensors import StoredTensor, inlined
+from .torch_pickles import TensorRef
+from .torch_zip import with_attributes
 
 __all__ = ["Shards", "Table", "is_sharded", "sharded_tensor", "shards_of", "stand_ins"]
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from ..index.checkpoint import Checkpoint, TensorEntry
 from ..index.draft import Draft, DraftFile, Dropped, Written
-from . import torch_zip
+from . import stored_tensors, torch_pickles, zip_bytes
 from .crc import crc32, crc32_combine
 from .pickles import Opaque
 
@@ -72,19 +72,19 @@ class TorchFiles:
         tree = _number_inline(tree, len(storages), inline)
         if clash := {str(len(storages) + i) for i in range(len(inline))} & storages.keys():
             raise AssertionError(f"{name}: storages are numbered otherwise: {sorted(clash)}")
-        head, records = torch_zip.head_records(root, torch_zip.pickled(tree))
+        head, records = torch_pickles.head_records(root, torch_pickles.pickled(tree))
         out = bytearray(head)
         for i, data in enumerate(inline):
             record = f"{root}/data/{len(storages) + i}"
             records.append((record, len(out), len(data), crc32(data), False))
-            out += torch_zip.local_header(record, len(data), crc32(data), len(out), 64) + data
+            out += zip_bytes.local_header(record, len(data), crc32(data), len(out), 64) + data
         at, holes, places = len(out), [], {}
         for key, n in storages.items():
             record = f"{root}/data/{key}"
-            offset = at + len(torch_zip.local_header(record, n, None, at, 64))
+            offset = at + len(zip_bytes.local_header(record, n, None, at, 64))
             holes.append(_Hole(record, at, offset, n))
             places[key] = offset
-            at = offset + n + torch_zip.DATA_DESCRIPTOR_BYTES
+            at = offset + n + zip_bytes.DATA_DESCRIPTOR_BYTES
         self.names.append(name)
         self.files.append(_File(bytes(out), records, holes, places, at))
         return len(self.files) - 1
@@ -156,9 +156,9 @@ class TorchFiles:
                 name = f.records[0][0].partition("/")[0] + "/ckpttool.json"
                 note = json.dumps(digests, indent=1, ensure_ascii=False).encode()
                 entries.append((name, at, len(note), crc32(note), False))
-                note = torch_zip.local_header(name, len(note), crc32(note), at) + note
+                note = zip_bytes.local_header(name, len(note), crc32(note), at) + note
                 out, at = out + note, at + len(note)
-            return out + torch_zip.central_directory(entries, at)
+            return out + zip_bytes.central_directory(entries, at)
 
         heads = [f if isinstance(f, bytes) else f.head for f in self.files]
         files = [DraftFile(n, size, h) for n, size, h in zip(self.names, checkpoint.sizes, heads, strict=True)]
@@ -172,7 +172,7 @@ class TorchFiles:
         out, at = bytearray(), a
         for hole in self._reached(f, a):
             if at == hole.header and at < b:
-                out += torch_zip.local_header(hole.name, hole.length, None, hole.header, 64)
+                out += zip_bytes.local_header(hole.name, hole.length, None, hole.header, 64)
                 at = hole.offset
             end = hole.offset + hole.length
             if at >= b:
@@ -182,8 +182,8 @@ class TorchFiles:
             at = stop
             if at == end and at < b:
                 crc = self._crc(checkpoint, hole, written, self._first(checkpoint, hole, written))[0]
-                out += torch_zip.data_descriptor(hole.length, crc)
-                at += torch_zip.DATA_DESCRIPTOR_BYTES
+                out += zip_bytes.data_descriptor(hole.length, crc)
+                at += zip_bytes.DATA_DESCRIPTOR_BYTES
         if at != b:
             raise AssertionError(f"bytes {a}..{b} cannot be laid out: at {at}")
         return bytes(out)
@@ -228,12 +228,12 @@ def _number_inline(x: Any, first: int, inline: list[bytes], done: dict[int, Any]
     done = {} if done is None else done
     if id(x) in done:
         return done[id(x)]
-    if isinstance(x, torch_zip.Inline):
+    if isinstance(x, stored_tensors.Inline):
         inline.append(x.data)
         n = 1
         for k in x.shape:
             n *= k
-        return torch_zip.TensorRef(x.dtype, x.shape, str(first + len(inline) - 1), n)
+        return torch_pickles.TensorRef(x.dtype, x.shape, str(first + len(inline) - 1), n)
     if isinstance(x, dict):
         done[id(x)] = {k: _number_inline(v, first, inline, done) for k, v in x.items()}
     elif isinstance(x, list):

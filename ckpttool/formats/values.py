@@ -39,7 +39,7 @@ from .. import bounded_json
 from ..errors import Corrupt, Unsupported
 from ..index.checkpoint import ITEMSIZE, Value, joined
 from .pickles import MAX_DEPTH, Global, Opaque
-from .torch_zip import Inline
+from .stored_tensors import Inline
 
 __all__ = ["decode", "encode"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..errors import Unsupported
-from ..formats.torch_zip import ZipRecord, zip_records
+from ..formats.zip_bytes import ZipRecord, zip_records
 from ..index.checkpoint import Chunk, Extent
 from ..storage.source import Source
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import Unsupported
 from ..formats.pickles import Global, Opaque
-from ..formats.torch_zip import Inline
+from ..formats.stored_tensors import Inline
 
 __all__ = ["lossless", "plain", "torch_dtype"]
 

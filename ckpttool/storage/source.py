@@ -13,19 +13,22 @@ import os
 import stat
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import CkpttoolError, Corrupt, NoSpace, SourceChanged, Unreadable, Unsafe
 
-__all__ = ["FileBytes", "Source", "raise_file_limit", "read_error", "short_of"]
+__all__ = ["FileBytes", "ReadAt", "Source", "raise_file_limit", "read_error", "short_of"]
 
 # File descriptors kept; a checkpoint of more files than that has its oldest ones closed and opened again.
 _KEPT_OPEN = 400
 _END = 64 << 10
 
 Identity = tuple[int, int, int, int, int]
+
+#: (offset, length) -> the bytes of one file there.
+ReadAt = Callable[[int, int], bytes]
 
 
 def raise_file_limit() -> None:

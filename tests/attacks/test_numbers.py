@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import ckpttool
 from ckpttool.errors import Corrupt, Unsafe, Unsupported
-from ckpttool.formats.torch_zip import zip_records
+from ckpttool.formats.zip_bytes import zip_records
 
 
 class Twice:

@@ -20,7 +20,7 @@ from ckpttool.engine import opening
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe, Unsupported
 from ckpttool.formats import pickles
 from ckpttool.formats.pickles import Global, Opaque
-from ckpttool.formats.torch_zip import Inline
+from ckpttool.formats.stored_tensors import Inline
 from ckpttool.formats.values import decode, encode
 from ckpttool.index.checkpoint import Value, joined
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import ckpttool
 from ckpttool.engine.training import Training, agreed, taken_apart
 from ckpttool.errors import Unsupported
-from ckpttool.formats.torch_zip import Inline
+from ckpttool.formats.stored_tensors import Inline
 
 
 def moments(t: Tensor, step: Any = 3.0) -> dict[str, Any]:

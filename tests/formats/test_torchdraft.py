@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from ckpttool.engine import fill
 from ckpttool.formats.pickles import Global, Opaque
-from ckpttool.formats.torch_zip import Inline, TensorRef
+from ckpttool.formats.stored_tensors import Inline
+from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry
 from ckpttool.storage.local_destination import LocalDestination

@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 
 import ckpttool
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe, Unsupported
-from ckpttool.formats import torch_zip
+from ckpttool.formats import stored_tensors, torch_pickles, torch_zip, zip_bytes
 from ckpttool.formats.pickles import Global, Opaque
-from ckpttool.formats.torch_zip import Inline, StoredTensor, TensorRef
+from ckpttool.formats.stored_tensors import Inline, StoredTensor
+from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.index.checkpoint import ITEMSIZE
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -61,7 +62,7 @@ def bytes_of(data: bytes, t: StoredTensor) -> bytes:
     """Row-major bytes, by us."""
     at, n = t.extent
     raw = data[at : at + n]
-    return raw if t.contiguous else torch_zip.gather(raw, t)
+    return raw if t.contiguous else stored_tensors.gather(raw, t)
 
 
 def same(data: bytes, ours: Any, theirs: Any) -> None:
@@ -149,7 +150,7 @@ def test_the_file_carries_the_crc_of_each_storage(dtype: str) -> None:
 
 def test_every_record_is_found_where_zipfile_finds_it() -> None:
     data = saved({"a": torch.ones(3), "b": torch.ones(50)})
-    found = torch_zip.zip_records(lambda at, n: data[at : at + n], 0, len(data), "x")
+    found = zip_bytes.zip_records(lambda at, n: data[at : at + n], 0, len(data), "x")
     with zipfile.ZipFile(io.BytesIO(data)) as z:
         assert {i.filename.partition("/")[2] for i in z.infolist()} == set(found)
         for name, r in found.items():
@@ -333,22 +334,22 @@ def test_records_that_share_bytes_are_refused() -> None:
     out, entries = bytearray(), []
     for name, body in (("a/data.pkl", b"N."), ("a/x", b"12345678")):
         entries.append((name, len(out), len(body), zlib.crc32(body), False))
-        out += torch_zip.local_header(name, len(body), zlib.crc32(body), len(out)) + body
+        out += zip_bytes.local_header(name, len(body), zlib.crc32(body), len(out)) + body
     name, at, size, crc, _ = entries[1]
-    assert read(bytes(out + torch_zip.central_directory(entries, len(out)))) is None
-    twice = bytes(out + torch_zip.central_directory([*entries, ("a/y", at, size, crc, False)], len(out)))
+    assert read(bytes(out + zip_bytes.central_directory(entries, len(out)))) is None
+    twice = bytes(out + zip_bytes.central_directory([*entries, ("a/y", at, size, crc, False)], len(out)))
     assert "overlaps another" in refusal(twice, Unsafe)
-    moved = bytes(out + torch_zip.central_directory([entries[0], (name, at + 1, size, crc, False)], len(out)))
+    moved = bytes(out + zip_bytes.central_directory([entries[0], (name, at + 1, size, crc, False)], len(out)))
     assert "disagrees" in refusal(moved, Unsafe) or "overlaps" in refusal(moved, Unsafe)
-    longer = bytes(out + torch_zip.central_directory([entries[0], (name, at, size + 9, crc, False)], len(out)))
+    longer = bytes(out + zip_bytes.central_directory([entries[0], (name, at, size + 9, crc, False)], len(out)))
     with pytest.raises((Corrupt, Unsafe)):
         read(longer)
 
 
 def test_a_zip64_field_longer_than_its_place_is_refused() -> None:
     body = b"N."
-    head = torch_zip.local_header("a/data.pkl", len(body), zlib.crc32(body), 0) + body
-    good = torch_zip.central_directory([("a/data.pkl", 0, len(body), zlib.crc32(body), False)], len(head))
+    head = zip_bytes.local_header("a/data.pkl", len(body), zlib.crc32(body), 0) + body
+    good = zip_bytes.central_directory([("a/data.pkl", 0, len(body), zlib.crc32(body), False)], len(head))
     entry, extra = bytearray(good[:-22]), struct.pack("<HHQ", 1, 16, 2)
     entry[30:32] = struct.pack("<H", len(extra))
     entry[20:28] = b"\xff" * 8
@@ -477,7 +478,7 @@ def test_what_is_no_torch_file_is_corrupt(data: bytes) -> None:
 def test_a_strided_tensor_inside_a_tuple_keeps_its_values() -> None:
     value = (torch.arange(6.0).reshape(2, 3).t(), [torch.tensor(5)])
     data = saved(value)
-    found = torch_zip.inlined(read(data), lambda at, n: data[at : at + n], "x")
+    found = stored_tensors.inlined(read(data), lambda at, n: data[at : at + n], "x")
     assert found[0] == Inline("float32", (3, 2), raw_bytes(value[0]))
     assert found[1] == [Inline("int64", (), raw_bytes(value[1][0]))]
 
@@ -485,20 +486,20 @@ def test_a_strided_tensor_inside_a_tuple_keeps_its_values() -> None:
 def test_tensors_of_more_than_the_limit_inside_a_tuple_are_refused() -> None:
     data = saved((torch.zeros(100),))
     with pytest.raises(Unsupported, match="400 bytes of tensors inside a container"):
-        torch_zip.inlined(read(data), lambda at, n: data[at : at + n], "x", most=399)
+        stored_tensors.inlined(read(data), lambda at, n: data[at : at + n], "x", most=399)
 
 
 def test_a_damaged_tensor_inside_a_tuple_is_corrupt() -> None:
     data = bytearray(saved((torch.arange(6.0), "x")))
     data[data.index(struct.pack("<f", 5.0))] ^= 1
     with pytest.raises(Corrupt):
-        torch_zip.inlined(read(bytes(data)), lambda at, n: bytes(data[at : at + n]), "x")
+        stored_tensors.inlined(read(bytes(data)), lambda at, n: bytes(data[at : at + n]), "x")
 
 
 def test_an_expanded_tensor_that_unfolds_to_more_than_the_limit_is_refused() -> None:
     data = saved((torch.zeros(1).expand(1000, 1000),))
     with pytest.raises(Unsupported):
-        torch_zip.inlined(read(data), lambda at, n: data[at : at + n], "x", most=1_000_000)
+        stored_tensors.inlined(read(data), lambda at, n: data[at : at + n], "x", most=1_000_000)
 
 
 # --------------------------------------------------------------------------------------------------------- writing
@@ -512,7 +513,7 @@ VALUES: list[Any] = [
 
 @pytest.mark.parametrize("i", range(len(VALUES)))
 def test_a_value_that_we_write_torch_and_zipfile_read(i: int) -> None:
-    data = torch_zip.small_zip(VALUES[i])
+    data = torch_pickles.small_zip(VALUES[i])
     with zipfile.ZipFile(io.BytesIO(data)) as z:
         assert z.testzip() is None
     found = torch.load(io.BytesIO(data), weights_only=True)
@@ -524,7 +525,7 @@ def test_a_value_that_we_write_torch_and_zipfile_read(i: int) -> None:
 @pytest.mark.parametrize("dtype", MAKEABLE)
 def test_a_small_tensor_of_every_dtype_that_we_write_torch_reads(dtype: str, tmp_path: Path) -> None:
     value = {"m": numbers(dtype, 2, 3), "scalar": numbers(dtype), "empty": numbers(dtype, 0, 2)}
-    data = torch_zip.small_zip({k: Inline(dtype, tuple(t.shape), raw_bytes(t)) for k, t in value.items()})
+    data = torch_pickles.small_zip({k: Inline(dtype, tuple(t.shape), raw_bytes(t)) for k, t in value.items()})
     (tmp_path / "x.pt").write_bytes(data)
     with zipfile.ZipFile(tmp_path / "x.pt") as z:
         assert z.testzip() is None
@@ -536,7 +537,7 @@ def test_a_small_tensor_of_every_dtype_that_we_write_torch_reads(dtype: str, tmp
 
 
 def test_the_same_value_gives_the_same_bytes() -> None:
-    assert torch_zip.small_zip(VALUES) == torch_zip.small_zip([*VALUES])
+    assert torch_pickles.small_zip(VALUES) == torch_pickles.small_zip([*VALUES])
 
 
 def big_zip(bodies: list[tuple[str, bytes, bool]], align: int = 64) -> bytes:
@@ -545,10 +546,10 @@ def big_zip(bodies: list[tuple[str, bytes, bool]], align: int = 64) -> bytes:
     for name, body, behind in bodies:
         crc = zlib.crc32(body)
         entries.append((name, len(out), len(body), crc, behind))
-        out += torch_zip.local_header(name, len(body), None if behind else crc, len(out), align) + body
+        out += zip_bytes.local_header(name, len(body), None if behind else crc, len(out), align) + body
         if behind:
-            out += torch_zip.data_descriptor(len(body), crc)
-    return bytes(out + torch_zip.central_directory(entries, len(out)))
+            out += zip_bytes.data_descriptor(len(body), crc)
+    return bytes(out + zip_bytes.central_directory(entries, len(out)))
 
 
 NAMES = st.text("abcé日/._-0123", min_size=1, max_size=20).map(lambda s: "archive/x" + s.replace("/", "_"))
@@ -566,7 +567,7 @@ def test_records_that_we_write_zipfile_reads_and_each_is_aligned(
     with zipfile.ZipFile(io.BytesIO(data)) as z:
         assert z.testzip() is None
         assert {i.filename: z.read(i) for i in z.infolist()} == {n: b for n, b, _ in bodies}
-    found = torch_zip.zip_records(lambda at, n: data[at : at + n], 0, len(data), "x")
+    found = zip_bytes.zip_records(lambda at, n: data[at : at + n], 0, len(data), "x")
     assert {"archive/" + n: data[r.offset : r.offset + r.length] for n, r in found.items()} == {
         n: b for n, b, _ in bodies
     }
@@ -580,7 +581,7 @@ def test_more_records_than_a_plain_zip_can_count_are_read_by_zipfile_and_by_us()
     data = big_zip([(f"archive/{i}", b"", False) for i in range(66_000)], 1)
     with zipfile.ZipFile(io.BytesIO(data)) as z:
         assert len(z.infolist()) == 66_000
-    assert len(torch_zip.zip_records(lambda at, n: data[at : at + n], 0, len(data), "x")) == 66_000
+    assert len(zip_bytes.zip_records(lambda at, n: data[at : at + n], 0, len(data), "x")) == 66_000
 
 
 GIB = 1 << 30
@@ -594,18 +595,18 @@ def test_storages_of_four_gib_and_more_are_read_by_torch_zipfile_and_us(
     # a sparse file: no byte of the large storage is ever on the disk
     path, small = tmp_path / "x.pt", raw_bytes(torch.arange(3.0))
     tree = {"large": TensorRef("uint8", (first_bytes,), "0", first_bytes), "small": TensorRef("float32", (3,), "1", 3)}
-    head, entries = torch_zip.head_records("archive", torch_zip.pickled(tree))
+    head, entries = torch_pickles.head_records("archive", torch_pickles.pickled(tree))
     with open(path, "wb") as f:
         f.write(head)
         for key, size, body, crc in (("0", first_bytes, b"", 0), ("1", len(small), small, zlib.crc32(small))):
             at = f.tell()
             entries.append((f"archive/data/{key}", at, size, crc, behind))
-            f.write(torch_zip.local_header(f"archive/data/{key}", size, None if behind else crc, at, 64))
+            f.write(zip_bytes.local_header(f"archive/data/{key}", size, None if behind else crc, at, 64))
             assert f.tell() % 64 == 0
             f.write(body) if body else f.seek(size, os.SEEK_CUR)
             if behind:
-                f.write(torch_zip.data_descriptor(size, crc))
-        f.write(torch_zip.central_directory(entries, f.tell()))
+                f.write(zip_bytes.data_descriptor(size, crc))
+        f.write(zip_bytes.central_directory(entries, f.tell()))
     with zipfile.ZipFile(path) as z:
         info = {i.filename: i for i in z.infolist()}
         assert info["archive/data/0"].file_size == first_bytes and z.read("archive/data/1") == small
@@ -623,7 +624,7 @@ def test_storages_of_four_gib_and_more_are_read_by_torch_zipfile_and_us(
 
 
 def test_gather_is_what_numpy_makes_of_strides() -> None:
-    storage = torch_zip.Storage("float32", 0, 48, None)
+    storage = stored_tensors.Storage("float32", 0, 48, None)
     raw = np.arange(12, dtype="<f4").tobytes()
     t = StoredTensor("float32", (4, 3), (1, 4), storage, 0)
-    assert torch_zip.gather(raw, t) == np.arange(12, dtype="<f4").reshape(3, 4).T.tobytes()
+    assert stored_tensors.gather(raw, t) == np.arange(12, dtype="<f4").reshape(3, 4).T.tobytes()

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 import ckpttool
 from ckpttool.engine.fill import tensor_digests
 from ckpttool.formats.pickles import Global
-from ckpttool.formats.torch_zip import Inline
+from ckpttool.formats.stored_tensors import Inline
 from ckpttool.index import names
 from ckpttool.index.checkpoint import joined
 

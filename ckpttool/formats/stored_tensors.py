@@ -1,0 +1,191 @@
+"""Tensors of a torch.save file as byte ranges, and the trees of plain values that hold them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import Any, NamedTuple
+
+from ..errors import Corrupt, Unsupported
+from ..index import boxes
+from ..index.checkpoint import ITEMSIZE, Chunks, Extent, Number, Path, Record, TensorEntry, joined
+from ..storage.source import ReadAt
+from .crc import crc32
+from .pickles import Opaque
+
+__all__ = ["Inline", "Storage", "StoredTensor", "inlined", "leaves", "map_tensors", "number_in", "tensors_in"]
+
+
+class Storage(NamedTuple):
+    """A record of raw elements; `crc32` is None where the file carries none."""
+
+    dtype: str | None
+    offset: int
+    length: int
+    crc32: int | None
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a torch file: element 0 is `at` bytes into its storage."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    storage: Storage
+    at: int
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements lie row-major without gaps."""
+        return boxes.is_row_major(self.shape, self.strides)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first element to the end of the last."""
+        return boxes.span(self.shape, self.strides) * ITEMSIZE[self.dtype]
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """(offset in the file, length) of the span."""
+        return self.storage.offset + self.at, self.span
+
+
+class Inline(NamedTuple):
+    """A small tensor inside a value that is not taken apart (in a tuple, say), with its bytes, row-major."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+def map_tensors(x: Any, f: Callable[[StoredTensor], Any]) -> Any:
+    """The same tree with every StoredTensor replaced."""
+    if isinstance(x, StoredTensor):
+        return f(x)
+    if isinstance(x, dict):
+        return {k: map_tensors(v, f) for k, v in x.items()}
+    if isinstance(x, list):
+        return [map_tensors(v, f) for v in x]
+    if type(x) is tuple:
+        return tuple(map_tensors(v, f) for v in x)
+    if isinstance(x, Opaque):
+        out = Opaque(x.cls, map_tensors(x.args, f), x.call)
+        out.state, out.list_items, out.dict_items = (
+            map_tensors(x.state, f),
+            map_tensors(x.list_items, f),
+            map_tensors(x.dict_items, f),
+        )
+        return out
+    return x
+
+
+def tensors_in(x: Any) -> Iterator[StoredTensor]:
+    """Every StoredTensor inside a value."""
+    found: list[StoredTensor] = []
+    map_tensors(x, lambda t: found.append(t))
+    return iter(found)
+
+
+def leaves(tree: Any, path: Path, file: int, read_at: ReadAt, what: str) -> tuple[dict[Path, Any], list[Record]]:
+    """The leaves of a tree below `path`, {path: TensorEntry or plain value}, and the CRC32s of their storages.
+
+    Dicts with string keys, and lists that hold tensors or dicts, are taken apart, as DCP does; anything else is one
+    value, whose tensors are read (`inlined`).
+    """
+    found: dict[Path, Any] = {}
+    _flatten(path, tree, found)
+    records: dict[int, Record] = {}
+    for at, leaf in found.items():
+        if isinstance(leaf, StoredTensor):
+            chunks = Chunks.whole(leaf.shape, file, *leaf.extent, None if leaf.contiguous else leaf.strides)
+            found[at] = TensorEntry(leaf.dtype, leaf.shape, at, chunks)
+            s = leaf.storage
+            if s.crc32 is not None:
+                records[s.offset] = Record(Extent(file, s.offset, s.length), s.crc32)
+        else:
+            found[at] = inlined(leaf, read_at, f"{what}: {joined(at)}")
+    return found, list(records.values())
+
+
+def _flatten(path: Path, x: Any, out: dict[Path, Any]) -> bool:
+    """Put the leaves of `x` into `out`, and return whether it was taken apart.
+
+    A list is, where that takes an item of it apart or an item is a tensor; DCP's planner has no key for the items of
+    another list, such as [{}], [{6: 1}] or [[[1]]].
+    """
+    if isinstance(x, dict) and x and all(isinstance(k, str) for k in x):
+        for k, v in x.items():
+            _flatten((*path, k), v, out)
+        return True
+    if _is_optimizer_state(path, x):
+        for k, v in x.items():
+            _flatten((*path, Number(str(k))), v, out)
+        return True
+    if isinstance(x, list) and any(isinstance(v, (dict, list, StoredTensor)) for v in x):
+        apart = [_flatten((*path, i), v, out) or isinstance(v, StoredTensor) for i, v in enumerate(x)]
+        if any(apart):
+            return True
+        for i in range(len(x)):
+            del out[(*path, i)]
+    out[path] = x
+    return False
+
+
+def _is_optimizer_state(path: Path, x: Any) -> bool:
+    """{0: {"exp_avg": ...}}: integer keys, named later."""
+    return (
+        isinstance(x, dict)
+        and bool(x)
+        and path[-1:] == ("state",)
+        and all(type(k) is int for k in x)
+        and all(isinstance(v, dict) for v in x.values())
+    )
+
+
+def inlined(x: Any, read_at: ReadAt, what: str, most: int = 64 << 20) -> Any:
+    """A value whose tensors are `Inline`: bytes instead of byte ranges.
+
+    Raises:
+        Unsupported: they have more than `most` bytes together.
+    """
+    total = sum(max(t.storage.length, prod(t.shape) * ITEMSIZE[t.dtype]) for t in tensors_in(x))
+    if total > most:
+        raise Unsupported(f"{what}: {total} bytes of tensors inside a container that is not a dict or list of tensors.")
+
+    def one(t: StoredTensor) -> Inline:
+        whole = read_at(t.storage.offset, t.storage.length)
+        if t.storage.crc32 is not None and crc32(whole) != t.storage.crc32:
+            raise Corrupt(f"{what}: a tensor inside it does not match its CRC32; the file is damaged.")
+        raw = whole[t.at : t.at + t.span]
+        return Inline(t.dtype, t.shape, raw if t.contiguous else gather(raw, t))
+
+    return map_tensors(x, one)
+
+
+_NUMBERS = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "int32": "<i"}
+
+
+def number_in(dtype: str, data: bytes) -> float | int | None:
+    """The number that the bytes of one element are, None for a dtype that no counter has, or for more or fewer bytes."""
+    if dtype == "bfloat16" and len(data) == 2:
+        dtype, data = "float32", b"\0\0" + data
+    code = _NUMBERS.get(dtype)
+    found: float | int | None = struct.unpack(code, data)[0] if code and len(data) == struct.calcsize(code) else None
+    return found
+
+
+def gather(raw: bytes, t: StoredTensor) -> bytes:
+    """Row-major bytes of a strided tensor whose span is `raw`."""
+    import numpy as np
+
+    item = ITEMSIZE[t.dtype]
+    view = np.lib.stride_tricks.as_strided(
+        np.frombuffer(raw, dtype=f"V{item}"), t.shape, tuple(s * item for s in t.strides), writeable=False
+    )
+    return np.ascontiguousarray(view).tobytes()

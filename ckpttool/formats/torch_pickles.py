@@ -1,0 +1,94 @@
+"""data.pkl of torch.save files, and small torch.save files as a whole: written without torch."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+from ..index import boxes
+from ..index.checkpoint import ITEMSIZE
+from .crc import crc32
+from .pickles import Global, Opaque, dump
+from .stored_tensors import Inline
+from .torch_zip import STORAGE_NAMES
+from .zip_bytes import central_directory, local_header
+
+__all__ = ["TensorRef", "head_records", "pickled", "small_zip"]
+
+
+class TensorRef(NamedTuple):
+    """A tensor to be written into a pickle, row-major: its storage's key and elements, and its own first among them."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    key: str
+    numel: int
+    first: int = 0
+
+    def reduce(self) -> tuple[Global, tuple[Any, ...]]:
+        """The call by which torch puts the tensor together."""
+        hooks = Opaque(Global("collections", "OrderedDict"), (), call=True)
+        rest = (self.first, self.shape, boxes.strides(self.shape), False, hooks)
+        if self.dtype in STORAGE_NAMES:
+            return Global("torch._utils", "_rebuild_tensor_v2"), (_StorageRef(self), *rest)
+        return Global("torch._utils", "_rebuild_tensor_v3"), (_StorageRef(self), *rest, Global("torch", self.dtype), {})
+
+
+class _StorageRef(NamedTuple):
+    tensor: TensorRef
+
+
+def pickled(tree: Any) -> bytes:
+    """data.pkl of a tree with `TensorRef` for every tensor."""
+
+    def persistent(x: Any) -> tuple[Any, ...] | None:
+        if type(x) is not _StorageRef:
+            return None
+        t = x.tensor
+        if t.dtype in STORAGE_NAMES:
+            return ("storage", Global("torch", STORAGE_NAMES[t.dtype]), t.key, "cpu", t.numel)
+        return ("storage", Global("torch.storage", "UntypedStorage"), t.key, "cpu", t.numel * ITEMSIZE[t.dtype])
+
+    return dump(tree, persistent)
+
+
+def small_zip(value: Any) -> bytes:
+    """A whole torch.save file of a value; `Inline` tensors become tensors."""
+    data: list[bytes] = []
+
+    def one(x: Any) -> Any:
+        if isinstance(x, Inline):
+            data.append(x.data)
+            return TensorRef(x.dtype, x.shape, str(len(data) - 1), prod(x.shape))
+        if isinstance(x, dict):
+            return {k: one(v) for k, v in x.items()}
+        if isinstance(x, list):
+            return [one(v) for v in x]
+        if type(x) is tuple:
+            return tuple(one(v) for v in x)
+        if isinstance(x, Opaque):
+            out = Opaque(x.cls, one(x.args), x.call)
+            out.state, out.list_items, out.dict_items = one(x.state), one(x.list_items), one(x.dict_items)
+            return out
+        return x
+
+    pkl = pickled(one(value))
+    out = bytearray()
+    records: list[tuple[str, int, int, int, bool]] = []
+    members = [("data.pkl", pkl), ("byteorder", b"little"), ("version", b"3\n")]
+    for name, body in members[:2] + [(f"data/{i}", b) for i, b in enumerate(data)] + members[2:]:
+        crc = crc32(body)
+        records.append((f"archive/{name}", len(out), len(body), crc, False))
+        out += local_header(f"archive/{name}", len(body), crc, len(out), 64) + body
+    return bytes(out + central_directory(records, len(out)))
+
+
+def head_records(root: str, pkl: bytes) -> tuple[bytes, list[tuple[str, int, int, int, bool]]]:
+    """The first bytes of a torch.save file: data.pkl and the small records, and their directory entries."""
+    out = bytearray()
+    records: list[tuple[str, int, int, int, bool]] = []
+    for name, body in (("data.pkl", pkl), ("byteorder", b"little"), (".storage_alignment", b"64"), ("version", b"3\n")):
+        crc = crc32(body)
+        records.append((f"{root}/{name}", len(out), len(body), crc, False))
+        out += local_header(f"{root}/{name}", len(body), crc, len(out), 64) + body
+    return bytes(out), records

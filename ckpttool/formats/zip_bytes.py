@@ -1,0 +1,228 @@
+"""Zip files as torch.save writes them, as bytes: records found and proved, headers and directories made.
+
+`zip_records` takes the central directory for the truth, but only when nothing else can be: every record's local header must
+agree with it, no two records share a name or a byte, all lie under one root folder. What another zip reader could see
+differently is refused, so a scanner and we always see the same records.
+
+Sources: caffe2/serialize/inline_container.cc (records, 64-byte alignment by an extra field "FB"), PKWARE APPNOTE 6.3.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from ..errors import Corrupt, Unsafe
+from ..storage.source import FileBytes, ReadAt
+
+__all__ = [
+    "DATA_DESCRIPTOR_BYTES",
+    "ZipRecord",
+    "central_directory",
+    "data_descriptor",
+    "first_name",
+    "is_zip",
+    "local_header",
+    "zip_records",
+]
+
+
+_EOCD = struct.Struct("<4s4H2IH")
+_EOCD64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR64 = struct.Struct("<4sIQI")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_LOCAL = struct.Struct("<4s5H3I2H")
+
+
+def first_name(head: bytes) -> str:
+    """The name of the first record of a zip, whose local header is in `head`."""
+    n: int = _LOCAL.unpack(head[:30])[9]
+    return head[30 : 30 + n].decode("utf-8", "replace")
+
+
+class ZipRecord(NamedTuple):
+    """One stored record of a zip: where its bytes are in the file."""
+
+    name: str
+    offset: int
+    length: int
+    crc32: int
+
+
+def is_zip(head: bytes) -> bool:
+    """Whether a file starts like a zip."""
+    return head[:4] == b"PK\x03\x04"
+
+
+def zip_records(read_at: ReadAt, base: int, length: int, what: str) -> dict[str, ZipRecord]:
+    """The records of the zip in bytes [base, base + length), by name without the root folder.
+
+    Raises:
+        Corrupt: not a whole zip.
+        Unsafe: one that different readers would read differently.
+    """
+    tail_length = min(length, 22 + 20 + 56)
+    tail = read_at(base + length - tail_length, tail_length)
+    if len(tail) < 22 or tail[-22:-18] != b"PK\x05\x06":
+        if b"PK\x05\x06" in tail:
+            raise Unsafe(f"{what}: bytes follow the end of the zip.")
+        raise Corrupt(
+            f"{what}: the zip has no end record in its last bytes. It was cut off or overwritten while it was "
+            "written; fetch the file again."
+        )
+    _, disk, cd_disk, here, count, cd_size, cd_offset, comment = _EOCD.unpack(tail[-22:])
+    if 0xFFFF in (here, count) or 0xFFFFFFFF in (cd_size, cd_offset) or tail[-42:-38] == b"PK\x06\x07":
+        if tail[-42:-38] != b"PK\x06\x07" or tail[-98:-94] != b"PK\x06\x06":
+            raise Corrupt(f"{what}: the zip64 end record is missing.")
+        _, _, at64, disks = _LOCATOR64.unpack(tail[-42:-22])
+        _, size64, _, _, disk, cd_disk, here, count, cd_size, cd_offset = _EOCD64.unpack(tail[-98:-42])
+        if size64 != 44 or disks > 1 or at64 != length - 98:
+            raise Unsafe(f"{what}: the zip64 end record is not where it says.")
+        end_of_directory = length - 98
+    else:
+        end_of_directory = length - 22
+    if comment or disk or cd_disk or here != count or cd_offset + cd_size != end_of_directory:
+        raise Unsafe(f"{what}: the zip's directory is not where its end record says.")
+    directory = read_at(base + cd_offset, cd_size)
+    out: dict[str, ZipRecord] = {}
+    spans: list[tuple[int, int]] = []
+    root, at = None, 0
+    for _ in range(count):
+        if directory[at : at + 4] != b"PK\x01\x02" or at + 46 > cd_size:
+            raise Corrupt(f"{what}: the zip's directory is damaged at entry {len(out)}.")
+        (_, _, _, flags, method, _, _, crc, packed, size, n, extra_n, comment_n, _, _, attributes, header) = (
+            _CENTRAL.unpack(directory[at : at + 46])
+        )
+        raw_name = directory[at + 46 : at + 46 + n]
+        extra = directory[at + 46 + n : at + 46 + n + extra_n]
+        at += 46 + n + extra_n + comment_n
+        packed, size, header = _zip64(extra, packed, size, header, what)
+        try:
+            name = raw_name.decode("utf-8")
+        except UnicodeDecodeError:
+            raise Unsafe(f"{what}: a record name is not UTF-8.") from None
+        if method != 0 or packed != size:
+            raise Unsafe(
+                f"{what}: record {name!r} is compressed ({packed} -> {size} bytes). torch never does that; refused, "
+                "since it could unfold without bound."
+            )
+        if flags & 0x2041:
+            raise Unsafe(f"{what}: record {name!r} is encrypted.")
+        folder, _, short = name.partition("/")
+        root = root if root is not None else folder
+        if folder != root or not short or ".." in short.split("/") or "\\" in name or "\0" in name:
+            raise Unsafe(f"{what}: record {name!r} lies outside the folder {root!r} of the archive.")
+        if attributes & 0x10 or name.endswith("/"):
+            raise Unsafe(
+                f"{what}: record {name!r} is marked as a folder. torch then reads nothing from it and leaves memory as it was, "
+                "other readers see its bytes; take another copy of the file."
+            )
+        if short in out:
+            raise Unsafe(f"{what}: two records are named {name!r}; readers differ on which counts.")
+        out[short] = ZipRecord(short, header, size, crc)  # offset is the header's until _settle
+        spans.append((header, n))
+    if at != cd_size:
+        raise Unsafe(f"{what}: {cd_size - at} bytes of the zip's directory belong to no entry.")
+    return _settle(read_at, base, out, spans, cd_offset, root or "", what)
+
+
+def _zip64(extra: bytes, packed: int, size: int, header: int, what: str) -> tuple[int, int, int]:
+    at = 0
+    while at + 4 <= len(extra):
+        tag, n = struct.unpack_from("<HH", extra, at)
+        if tag == 1 and at + 4 + n <= len(extra):
+            fields = iter(struct.unpack_from(f"<{n // 8}Q", extra, at + 4))
+            try:
+                size = next(fields) if size == 0xFFFFFFFF else size
+                packed = next(fields) if packed == 0xFFFFFFFF else packed
+                header = next(fields) if header == 0xFFFFFFFF else header
+            except StopIteration:
+                raise Corrupt(f"{what}: a zip64 field is too short.") from None
+        at += 4 + n
+    return packed, size, header
+
+
+def _settle(
+    read_at: ReadAt,
+    base: int,
+    found: dict[str, ZipRecord],
+    spans: list[tuple[int, int]],
+    end: int,
+    root: str,
+    what: str,
+) -> dict[str, ZipRecord]:
+    """Turn header offsets into data offsets, after comparing every local header with the directory."""
+    out: dict[str, ZipRecord] = {}
+    previous = 0
+    ordered = sorted(zip(found.values(), spans, strict=True), key=lambda x: x[1][0])
+    if isinstance(read_at, FileBytes):  # in an object store every read is a round trip
+        read_at.prefetch((base + header, 30 + n) for _, (header, n) in ordered)
+    for record, (header, n) in ordered:
+        if header < previous or header + 30 + n > end:
+            raise Unsafe(f"{what}: record {record.name!r} overlaps another one.")
+        head = read_at(base + header, 30 + n)
+        sig, _, flags, method, _, _, crc, _, size, name_n, extra_n = _LOCAL.unpack(head[:30])
+        stated = f"{root}/{record.name}".encode()
+        if sig != b"PK\x03\x04" or method != 0 or name_n != n or head[30:] != stated:
+            raise Unsafe(f"{what}: the local header of {record.name!r} disagrees with the zip's directory.")
+        if not flags & 8 and (crc != record.crc32 or size not in (record.length, 0xFFFFFFFF)):
+            raise Unsafe(f"{what}: the local header of {record.name!r} has another size or CRC than the directory.")
+        data = header + 30 + n + extra_n
+        if data + record.length > end:
+            raise Corrupt(f"{what}: record {record.name!r} reaches past the data of the zip.")
+        previous = data + record.length
+        out[record.name] = record._replace(offset=base + data)
+    return out
+
+
+DATA_DESCRIPTOR_BYTES = 24  # signature, CRC32 and two 64-bit sizes, behind a record whose CRC is known only afterwards
+
+
+def local_header(name: str, size: int, crc: int | None, at: int, align: int = 1) -> bytes:
+    """The header before a stored record that starts at file offset `at`; the record itself is aligned.
+
+    With crc None the CRC follows the record in a data descriptor. Sizes of 4 GiB and more take the zip64 field.
+    """
+    raw = name.encode()
+    big = crc is None or size >= 0xFFFFFFFF  # descriptors are written with 64-bit sizes, which needs the zip64 field
+    extra = struct.pack("<HHQQ", 1, 16, size if crc is not None else 0, size if crc is not None else 0) if big else b""
+    here = at + 30 + len(raw) + len(extra)
+    if align > 1 and here % align:
+        pad = -(here + 4) % align
+        extra += struct.pack("<2sH", b"FB", pad) + b"Z" * pad
+    word = 0xFFFFFFFF if big else size
+    flags = 0x0800 | (8 if crc is None else 0)
+    return (
+        _LOCAL.pack(b"PK\x03\x04", 45 if big else 20, flags, 0, 0, 0x21, crc or 0, word, word, len(raw), len(extra))
+        + raw
+        + extra
+    )
+
+
+def data_descriptor(size: int, crc: int) -> bytes:
+    """What follows a record whose local header had no CRC yet."""
+    return struct.pack("<4sIQQ", b"PK\x07\x08", crc, size, size)
+
+
+def central_directory(records: list[tuple[str, int, int, int, bool]], at: int) -> bytes:
+    """Directory and end record, written at file offset `at`, of (name, header offset, size, crc, descriptor) records."""
+    out = bytearray()
+    for name, header, size, crc, descriptor in records:
+        raw = name.encode()
+        wide = [n for n in (size, size) if size >= 0xFFFFFFFF] + ([header] if header >= 0xFFFFFFFF else [])
+        extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
+        word, where = min(size, 0xFFFFFFFF), min(header, 0xFFFFFFFF)
+        flags = 0x0800 | (8 if descriptor else 0)
+        version = 45 if wide or descriptor else 20
+        out += _CENTRAL.pack(
+            b"PK\x01\x02", version, version, flags, 0, 0, 0x21, crc, word, word, len(raw), len(extra), 0, 0, 0, 0, where
+        )  # fmt: skip
+        out += raw + extra
+    n, size = len(records), len(out)
+    if n >= 0xFFFF or size >= 0xFFFFFFFF or at >= 0xFFFFFFFF:
+        out += _EOCD64.pack(b"PK\x06\x06", 44, 45, 45, 0, 0, n, n, size, at)
+        out += _LOCATOR64.pack(b"PK\x06\x07", 0, at + size, 1)
+    out += _EOCD.pack(
+        b"PK\x05\x06", 0, 0, min(n, 0xFFFF), min(n, 0xFFFF), min(size, 0xFFFFFFFF), min(at, 0xFFFFFFFF), 0
+    )
+    return bytes(out)
