@@ -45,7 +45,8 @@ from ckpttool.index.checkpoint import (
     same_bytes,
     shape_of,
 )
-from ckpttool.index.names import canonical, of_the_rest, strip_wrappers
+from ckpttool.index.fqns import strip_wrappers
+from ckpttool.index.names import canonical, of_the_rest
 from ckpttool.layouts import Place, ReadOptions, checkpoint_of
 from ckpttool.storage.source import Source
 

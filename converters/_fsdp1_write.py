@@ -31,7 +31,7 @@ from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.huggingface import model_names
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, floating_dtype, joined
 from ckpttool.index.draft import Draft
-from ckpttool.index.names import nest
+from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions, option
 from ckpttool.storage.source import Source
 

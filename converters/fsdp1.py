@@ -43,7 +43,9 @@ from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.huggingface import model_names
 from ckpttool.huggingface.model_names import ModelNames
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, same_bytes, shape_of, twins
-from ckpttool.index.names import canonical, name_order, of_the_rest, strip_wrappers
+from ckpttool.index.fqns import strip_wrappers
+from ckpttool.index.names import canonical, of_the_rest
+from ckpttool.index.optimizer_names import name_order
 from ckpttool.layouts import Layout, Model, Place, ReadOptions, checkpoint_of
 from ckpttool.storage.source import Source
 

@@ -30,7 +30,8 @@ from ckpttool.formats.pickles import Global, Opaque, children
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.index.checkpoint import Checkpoint, Chunks, Path, TensorEntry, joined, same_bytes, shape_of, twins
 from ckpttool.index.draft import Draft, Dropped
-from ckpttool.index.names import canonical, nest, own_tree
+from ckpttool.index.names import canonical, own_tree
+from ckpttool.index.trees import nest
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of
 from ckpttool.storage import source
 from ckpttool.storage.source import Source

@@ -39,7 +39,8 @@ from ckpttool.huggingface import adapters, hub_names, model_files
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, Path, TensorEntry, joined, twins
 from ckpttool.index.draft import Draft, DraftFile, Dropped
-from ckpttool.index.names import Named, strip_wrappers, without_prefix
+from ckpttool.index.fqns import strip_wrappers, without_prefix
+from ckpttool.index.names import Named
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of, option
 from ckpttool.storage.source import Source
 

@@ -27,7 +27,8 @@ from ..errors import Corrupt, Unsupported
 from ..formats.stored_tensors import Inline
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, joined, twins
 from ..index.draft import Dropped
-from ..index.names import nest, original
+from ..index.names import original
+from ..index.trees import nest
 from ..storage.buffers import IOBudget
 from ..storage.source import Source
 from .fill import tensor_digests

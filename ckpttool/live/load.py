@@ -27,7 +27,8 @@ from ..errors import CkpttoolError, Unsupported, UsageError
 from ..extras import need
 from ..formats.pickles import short
 from ..index.checkpoint import TensorEntry, Value, joined, same_bytes
-from ..index.names import nest, strip_wrappers
+from ..index.fqns import strip_wrappers
+from ..index.trees import nest
 from .reader import LiveReader, Wanted
 from .storage_reader import storage_reader
 from .values import torch_dtype

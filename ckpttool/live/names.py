@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 
 from ..errors import Unsupported
 from ..index.checkpoint import Checkpoint, TensorEntry, Value, joined
-from ..index.names import COUNTERS, ROLES, WRAPPERS, original
+from ..index.fqns import WRAPPERS
+from ..index.names import COUNTERS, ROLES, original
 
 __all__ = ["Names"]
 

@@ -258,7 +258,7 @@ def root_of_squares(norms: Mapping[str, float]) -> float:
 
 def named_state(model: Any, optimizer: Any = None) -> dict[str, Any]:
     """{canonical name: tensor} of what a live job holds: parameters, persistent buffers, the optimizer's tensors."""
-    from ..index.names import strip_wrappers
+    from ..index.fqns import strip_wrappers
 
     found = {n: t for n, t in model.state_dict().items() if hasattr(t, "element_size")}
     clean = strip_wrappers(found)
@@ -272,7 +272,7 @@ def named_state(model: Any, optimizer: Any = None) -> dict[str, Any]:
 
 
 def _first_names(model: Any) -> dict[str, Any]:
-    from ..index.names import strip_wrappers
+    from ..index.fqns import strip_wrappers
 
     found = dict(model.named_parameters())
     clean = strip_wrappers(found)
@@ -299,7 +299,7 @@ def _plain(x: Any) -> Any:
 
 def tied_names(model: Any) -> list[list[str]]:
     """Names of each parameter that has more than one."""
-    from ..index.names import strip_wrappers
+    from ..index.fqns import strip_wrappers
 
     names: dict[int, list[str]] = {}
     every = dict(model.named_parameters(remove_duplicate=False))

@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 from ckpttool.errors import CkpttoolError, Corrupt, Unsupported
 from ckpttool.index import checkpoint
 from ckpttool.index.checkpoint import Chunks, Number, TensorEntry, joined, same_bytes
-from ckpttool.index.names import COMPONENTS, canonical, name_order, nest, original, own_tree, strip_wrappers
+from ckpttool.index.fqns import strip_wrappers
+from ckpttool.index.names import COMPONENTS, canonical, original, own_tree
+from ckpttool.index.optimizer_names import name_order
+from ckpttool.index.trees import nest
 
 
 class T:

@@ -1,0 +1,73 @@
+"""Names of parameters (FQNs) without what wrapper modules, or the user's own outer modules, put in front of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ..errors import Corrupt, UsageError
+from .checkpoint import Checkpoint, Path, Value, joined
+
+__all__ = ["WRAPPERS", "strip_wrappers", "without_prefix"]
+
+#: Wrapper modules that put themselves into the FQN: FSDP1, torch.compile, activation checkpointing, Lightning.
+WRAPPERS = frozenset(("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"))
+
+
+def strip_wrappers(fqns: Iterable[str]) -> dict[str, str]:
+    """{name as found: FQN} without wrappers' prefixes; DDP's "module." only when every name has it.
+
+    Raises:
+        Corrupt: two names are the same afterwards.
+    """
+    out: dict[str, str] = {}
+    for n in fqns:
+        *path, last = n.split(".")
+        out[n] = ".".join([*(p for p in path if p not in WRAPPERS), last])
+    if out and all(v.startswith("module.") for v in out.values()):
+        out = {k: v.removeprefix("module.") for k, v in out.items()}
+    seen: dict[str, str] = {}
+    for n, clean in out.items():
+        if seen.setdefault(clean, n) != n:
+            raise Corrupt(
+                f'"{seen[clean]}" and "{n}" are both "{clean}" once wrapper prefixes are removed; the checkpoint holds '
+                "the same parameter twice. Keep one of them."
+            )
+    return out
+
+
+def without_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
+    """The same checkpoint without the modules `prefix` ("net.") in front of the names of parameters that begin with them, in
+    the model and in the optimizer.
+
+    Raises:
+        UsageError: no weight has the prefix. Corrupt: two names are the same afterwards.
+    """
+    prefix = prefix.rstrip(".") + "."
+    names = [str(t.path[1]) for t in ckpt.tensors.values() if t.path[0] == "model"]
+    if not any(n.startswith(prefix) and n != prefix for n in names):
+        first = f', first of all is "{names[0]}"' if names else ""
+        raise UsageError(f"--strip-prefix {prefix}: no weight has a name that begins so{first}.")
+
+    def short(path: Path) -> Path:
+        at = 1 if path[0] == "model" else 2 if path[:2] == ("optim", "state") else None
+        if at is None or len(path) <= at:
+            return path
+        return (*path[:at], str(path[at]).removeprefix(prefix) or path[at], *path[at + 1 :])
+
+    out = replace(ckpt, tensors={}, values={}, recorded={}, origin={})
+    renamed: dict[str, str] = {}
+    for name, t in ckpt.tensors.items():
+        path = short(t.path)
+        renamed[name] = joined(path)
+        if renamed[name] in out.tensors:
+            raise Corrupt(f'two tensors are "{renamed[name]}" without the prefix "{prefix}".')
+        out.tensors[renamed[name]] = t if path == t.path else replace(t, path=path)
+    for value in ckpt.values.values():
+        path, data = short(value.path), value.data
+        if path[:2] == ("optim", "param_groups") and path[3:] == ("params",) and isinstance(data, list):
+            data = [n.removeprefix(prefix) if isinstance(n, str) else n for n in data]
+        out.values[joined(path)] = Value(path, data)
+    out.recorded = {renamed.get(n, n): d for n, d in ckpt.recorded.items()}
+    out.origin = {q: p for q, p in ckpt.origin.items() if q[0] not in ("model", "optim")}
+    return out

@@ -1,0 +1,260 @@
+"""The state of an optimizer under the names of the parameters, however the optimizer itself calls them: by FQN, flattened
+to "state.<fqn>.<slot>", or by number.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import Corrupt, Unsupported
+from .checkpoint import Path
+from .fqns import strip_wrappers
+
+__all__ = ["FLAT_GROUPS", "FLAT_STATE", "canonical_optimizer", "name_order"]
+
+#: The first part of a key of an optimizer that was flattened.
+FLAT_STATE, FLAT_GROUPS = "state.", "param_groups."
+
+
+def _are_groups(x: Any) -> bool:
+    """A list of param groups whose keys are all strings; another one stays a value, since a name would be made up."""
+    return isinstance(x, list) and all(isinstance(k, str) for g in x if isinstance(g, dict) for k in g)
+
+
+def canonical_optimizer(
+    raw: dict[Path, Any],
+    raw_model: Mapping[str, Any],
+    clean: Mapping[str, str],
+    shape_of: Any,
+    like: Sequence[str] | None,
+    same: Any,
+    notes: list[str],
+    origin: dict[Path, Path],
+) -> dict[Path, Any]:
+    """The leaves of the optimizer under their canonical paths; how they were called is added to `origin`."""
+    own = origin.get(("optim",), ("optim",))
+    flat = False
+    state: dict[tuple[Any, Path], Any] = {}  # (fqn or id, slot path) -> leaf
+    groups: dict[int, dict[Path, Any]] = {}
+    flat_groups: dict[str, dict[Path, Any]] = {}
+    out: dict[Path, Any] = {}
+    for p, leaf in raw.items():
+        head = str(p[0])
+        if head == "state" and len(p) > 2:
+            state[p[1], p[2:]] = leaf
+        elif head == "param_groups" and len(p) > 2 and isinstance(p[1], int):
+            groups.setdefault(p[1], {})[p[2:]] = leaf
+        elif head == "param_groups" and len(p) == 1 and _are_groups(leaf):  # one item, as torch < 2.4 wrote it
+            for i, g in enumerate(leaf):
+                groups[i] = {(k,): v for k, v in g.items()} if isinstance(g, dict) else {("value",): g}
+        elif head.startswith("state.") and len(p) == 1 and head.count(".") >= 2:
+            fqn, _, kind = head[len(FLAT_STATE) :].rpartition(".")
+            state[fqn, (kind,)] = leaf
+            flat = True
+        elif head.startswith("param_groups.") and len(p) == 1 and head.count(".") >= 2:
+            fqn, _, key = head[len(FLAT_GROUPS) :].rpartition(".")
+            flat_groups.setdefault(fqn, {})[key,] = leaf
+        elif head in ("state", "param_groups") and len(p) == 1 and leaf in ({}, []):
+            if head == "state":
+                origin["optim", "state"] = (*own, "state")  # no state yet
+        else:
+            out["optim", *p] = leaf
+    if flat or flat_groups:
+        origin["optim", "state"], origin["optim", "param_groups"] = (*own, FLAT_STATE), (*own, FLAT_GROUPS)
+    if flat_groups:
+        groups = _regroup(flat_groups)
+    ids = bool(state or groups) and _integer_ids(state, groups)
+    if ids:
+        fqns = _resolve_ids(state, groups, raw_model, clean, shape_of, like, same, notes)
+    else:
+        listed = {n for g in groups.values() for n in _params(g)}
+        if numbers := [n for n in listed if not isinstance(n, str)]:
+            raise Corrupt(
+                f"optim.param_groups lists parameters by number in one group, first {numbers[0]}, and by name in another. The "
+                "file is damaged, or was put together from two optimizers."
+            )
+        names = {str(k) for k, _ in state} | listed
+        fqns = dict(strip_wrappers(names)) if not names <= clean.keys() else {n: clean[n] for n in names}
+    origin.update((("optim", "params", fqn), (name,)) for name, fqn in fqns.items() if fqn != name)
+    for (key, slot), leaf in state.items():
+        owner = fqns.get(_id(key) if ids else str(key))
+        if owner is None:
+            raise Corrupt(
+                f"optim.state has an entry for parameter {key}, which no param group lists; the optimizer would not know "
+                "what to do with it. The file is damaged, or was put together from two optimizers."
+            )
+        out["optim", "state", owner, *slot] = leaf
+    for i, g in groups.items():
+        for k, leaf in g.items():
+            if k == ("params",):
+                leaf = [fqns.get(_id(x) if ids else x, x) for x in _params(g)]
+            out["optim", "param_groups", i, *k] = leaf
+    return out
+
+
+def _params(group: Mapping[Path, Any]) -> list[Any]:
+    got = group.get(("params",), [])
+    if not isinstance(got, list):
+        raise Corrupt(f"optim.param_groups: params is {type(got).__name__}, not a list.")
+    if not (all(type(x) is int for x in got) or all(type(x) is str for x in got)):
+        raise Corrupt("optim.param_groups: params holds neither names nor numbers alone.")
+    return got
+
+
+def _id(x: Any) -> Any:
+    return int(x) if isinstance(x, str) and x.isdigit() else x
+
+
+def _integer_ids(state: Mapping[tuple[Any, Path], Any], groups: Mapping[int, Mapping[Path, Any]]) -> bool:
+    ids = [x for g in groups.values() for x in _params(g)]
+    if ids:
+        return all(isinstance(x, int) for x in ids)
+    return all(isinstance(_id(k), int) for k, _ in state)
+
+
+def _regroup(flat: Mapping[str, Mapping[Path, Any]]) -> dict[int, dict[Path, Any]]:
+    """Param groups from per-parameter options: parameters with equal options were, or could be, one group."""
+    out: list[tuple[Mapping[Path, Any], list[str]]] = []
+    for fqn, options in flat.items():
+        for known, members in out:
+            if known == options:
+                members.append(fqn)
+                break
+        else:
+            out.append((options, [fqn]))
+    return {i: {**options, ("params",): members} for i, (options, members) in enumerate(out)}
+
+
+def _resolve_ids(
+    state: Mapping[tuple[Any, Path], Any],
+    groups: Mapping[int, Mapping[Path, Any]],
+    raw_model: Mapping[str, Any],
+    clean: Mapping[str, str],
+    shape_of: Any,
+    like: Sequence[str] | None,
+    same: Any,
+    notes: list[str],
+) -> dict[Any, str]:
+    shapes: dict[int, tuple[int, ...] | None] = {}
+    for g in groups.values():
+        for x in _params(g):
+            shapes[x] = None
+    for (key, _), leaf in state.items():
+        shape = shape_of(leaf)
+        if shape:  # the step is 0-dim and says nothing; a factored second moment (Adafactor) has another shape
+            old = shapes.get(_id(key))
+            shapes[_id(key)] = shape if old is None or len(shape) > len(old) else old
+        else:
+            shapes.setdefault(_id(key), None)
+    members = [_params(g) for _, g in sorted(groups.items())] or [sorted(shapes)]
+    named = [g.get(("param_names",)) for _, g in sorted(groups.items())]
+    listed = [str(n) for group in named if isinstance(group, list) for n in group]
+    flat = [x for m in members for x in m]
+    if len(listed) == len(flat):  # torch >= 2.6, when the optimizer was given named_parameters()
+        names = strip_wrappers(listed)
+        return {x: names[n] for x, n in zip(flat, listed, strict=True)}
+    if like is not None:
+        if len(like) != len(flat):
+            raise Unsupported(f"--like names {len(like)} parameters in its optimizer, this one has {len(flat)}.")
+        return dict(zip(flat, like, strict=True))
+    candidates: list[tuple[str, tuple[int, ...]]] = []
+    kept: list[Any] = []
+    for name, leaf in raw_model.items():
+        shape = shape_of(leaf)
+        if shape is None or (same is not None and any(same(leaf, k) for k in kept)):
+            continue  # a second name of a tied weight; the optimizer has the first
+        kept.append(leaf)
+        candidates.append((clean[name], shape))
+    resolved, left, ways = name_order(candidates, [[shapes[x] for x in m] for m in members])
+    if resolved is None:
+        raise Unsupported(
+            f"the optimizer numbers its {len(flat)} parameters instead of naming them, and "
+            + (
+                f"more than one order of the {len(candidates)} tensors of the model fits"
+                if ways
+                else f"no order of the {len(candidates)} tensors of the model fits their shapes"
+            )
+            + ". Give --like a checkpoint of the same model whose optimizer has names, or --only model."
+        )
+    notes.append(
+        f"the optimizer numbers its parameters; their names follow from the order and shapes of the model's {len(flat)} parameters"
+        + (f" (taken for buffers or frozen: {', '.join(left[:4])}{', ...' if len(left) > 4 else ''})" if left else "")
+    )
+    return {x: n for m, ns in zip(members, resolved, strict=True) for x, n in zip(m, ns, strict=True)}
+
+
+_MOST_STATES = 100_000
+
+
+class _TooMany(Exception):
+    """More states than are worth looking at."""
+
+
+def name_order(
+    names: Sequence[tuple[str, tuple[int, ...]]], groups: Sequence[Sequence[tuple[int, ...] | None]]
+) -> tuple[list[list[str]] | None, list[str], int]:
+    """Which name each numbered parameter has: (names by group, names that no group has, ways found).
+
+    Optimizers number parameters group by group, in each in the order of `model.named_parameters()`, which is the order
+    of the state dict. So the groups are disjoint subsequences of the names, matched by shape (None fits any). When
+    more than one way fits, names that end in weight or bias are parameters before others are; when more than one is
+    left then, the answer is None and `ways` is at least 2.
+    """
+    total = sum(map(len, groups))
+    skips = len(names) - total
+    if skips < 0:
+        return None, [], 0
+    memo: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
+
+    def best(i: int, at: tuple[int, ...]) -> tuple[int, int]:
+        """(fewest parameter-like names skipped, number of ways with so few); (inf, 0) where nothing fits."""
+        if i == len(names):
+            return (0, 1) if all(a == len(g) for a, g in zip(at, groups, strict=True)) else (1 << 30, 0)
+        if (i, at) in memo:
+            return memo[i, at]
+        if len(memo) > _MOST_STATES:
+            raise _TooMany
+        cost, ways = 1 << 30, 0
+        for _, (extra, nxt) in moves(i, at):
+            c, w = best(i + 1, nxt)
+            if w and c + extra < cost:
+                cost, ways = c + extra, w
+            elif w and c + extra == cost:
+                ways += w
+        memo[i, at] = cost, ways
+        return cost, ways
+
+    def moves(i: int, at: tuple[int, ...]) -> list[tuple[int, tuple[int, tuple[int, ...]]]]:
+        name, shape = names[i]
+        out = []
+        for g, group in enumerate(groups):
+            if at[g] < len(group) and group[at[g]] in (shape, None):
+                out.append((g, (0, (*at[:g], at[g] + 1, *at[g + 1 :]))))
+        if i - sum(at) < skips:
+            out.append((-1, (int(name.endswith((".weight", ".bias"))), at)))
+        return out
+
+    start = (0,) * len(groups)
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, 4 * len(names) + 1000))  # `best` goes one name deeper with every call
+    try:
+        cost, ways = best(0, start)
+    except _TooMany:  # many groups of like shapes: layer-wise learning rates, say
+        return None, [], 2
+    finally:
+        sys.setrecursionlimit(limit)
+    if ways != 1:
+        return None, [], ways
+    resolved: list[list[str]] = [[] for _ in groups]
+    left: list[str] = []
+    at = start
+    for i in range(len(names)):
+        for g, (extra, nxt) in moves(i, at):
+            c, w = best(i + 1, nxt)
+            if w and c + extra == cost:
+                cost, at = c, nxt
+                (resolved[g] if g >= 0 else left).append(names[i][0])
+                break
+    return resolved, left, 1

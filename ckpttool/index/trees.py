@@ -1,0 +1,46 @@
+"""Nested dicts and lists from leaves with paths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import Corrupt
+from .checkpoint import Number, Path, joined
+
+__all__ = ["nest"]
+
+
+def nest(leaves: Mapping[Path, Any]) -> Any:
+    """The tree of some leaves: str elements become keys of dicts, a Number one that is an integer, int elements positions
+    in lists.
+
+    nest({("a", 0): 1, ("a", 1): 2}) == {"a": [1, 2]}
+    """
+    tree = _Node()
+    for path, leaf in leaves.items():
+        at = tree
+        for key in path[:-1]:
+            inner = at.setdefault(key, _Node())
+            if type(inner) is not _Node:
+                raise Corrupt(f"{joined(path)!r} lies inside a value, not inside a dict or list.")
+            at = inner
+        if path[-1] in at:
+            raise Corrupt(f"{joined(path)!r} is a value and a dict or list at once.")
+        at[path[-1]] = leaf
+    return _plain(tree)
+
+
+class _Node(dict[Any, Any]):
+    """An inner node while a tree is built, told apart from a leaf that is a dict."""
+
+
+def _plain(x: Any) -> Any:
+    if type(x) is not _Node:
+        return x
+    if x and all(type(k) is int for k in x):
+        last = max(x)
+        if min(x) < 0 or last > 2 * len(x) + 64:
+            raise Corrupt(f"a list with {len(x)} elements has one at position {last}.")
+        return [_plain(x.get(k)) for k in range(last + 1)]  # DCP forgets an empty dict, which leaves a hole
+    return {int(k) if type(k) is Number else k: _plain(v) for k, v in x.items()}
