@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from ..errors import Corrupt, UsageError
 from . import boxes
+from .trainers import fuses_parameters
 
 __all__ = [
     "ITEMSIZE",
@@ -335,13 +336,15 @@ def same_bytes(a: TensorEntry, b: TensorEntry) -> bool:
 
 
 def strangers(ckpt: Checkpoint) -> list[str]:
-    """FQNs that the optimizer has state for and the model does not have, where both are there.
+    """FQNs that the optimizer has state for but that the model lacks, if the checkpoint holds both.
 
-    torchtitan alone keeps fused parameters in the optimizer and their parts in the model.
+    None for a trainer that fuses parameters in the optimizer and keeps their parts in the model.
     """
+    if fuses_parameters(ckpt.trainer):
+        return []
     model = {t.path[1] for t in ckpt.tensors.values() if t.path[0] == "model"}
     state = {t.path[2] for t in ckpt.tensors.values() if t.path[:2] == ("optim", "state") and len(t.path) > 2}
-    return sorted(map(str, state - model)) if model and ckpt.trainer != "torchtitan" else []
+    return sorted(map(str, state - model)) if model else []
 
 
 def check(ckpt: Checkpoint) -> None:

@@ -31,6 +31,7 @@ from ..errors import CkpttoolError, Corrupt, Unsupported
 from .checkpoint import Checkpoint, Number, Path, joined, same_bytes, shape_of
 from .fqns import strip_wrappers
 from .optimizer_names import FLAT_GROUPS, FLAT_STATE, canonical_optimizer
+from .trainers import trainer_of
 from .trees import nest
 
 __all__ = [
@@ -170,9 +171,8 @@ def canonical(
         except Unsupported:
             if only is None or "optim" in only:
                 raise
-    trainer = "torchtitan" if model_key is None and "train_state" in tops and optim_key else None
-    trainer = "Lightning" if {"loops", "callbacks"} <= {str(t) for t in tops} else trainer
-    return Named(out, origin, trainer, notes)
+    at_root = model_key is None and optim_key is not None
+    return Named(out, origin, trainer_of(tops, model_at_root=at_root), notes)
 
 
 def _containers(found: Mapping[Path, Any]) -> tuple[Any, Any]:
