@@ -42,7 +42,16 @@ from ckpttool.formats.sharded import is_sharded
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.huggingface import model_names
 from ckpttool.huggingface.model_names import ModelNames
-from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, same_bytes, shape_of, twins
+from ckpttool.index.checkpoint import (
+    ITEMSIZE,
+    Checkpoint,
+    Chunks,
+    Path,
+    TensorEntry,
+    same_bytes,
+    shape_of,
+    tied_weights,
+)
 from ckpttool.index.fqns import strip_wrappers
 from ckpttool.index.names import canonical, of_the_rest
 from ckpttool.index.optimizer_names import name_order
@@ -175,7 +184,7 @@ def _model(
     sharded = {n for n, column in columns.items() if is_sharded(column[0])}
     params = {n: t.shape for n, t in tensors.items() if n in sharded or (not sharded and "float" in t.dtype)}
     own = [places[r.rank] if sharded else (0, 1) for r in ranks]
-    return out, _Known(None, params, twins(tensors), _Own(own, {}))
+    return out, _Known(None, params, tied_weights(tensors), _Own(own, {}))
 
 
 def _places(files: Files, ranks: list[Rank]) -> dict[int, tuple[int, int]]:

@@ -28,7 +28,7 @@ from ckpttool.errors import Corrupt, Unreadable, Unsafe, Unsupported
 from ckpttool.formats import stored_tensors, torch_pickles, torch_zip, zip_bytes
 from ckpttool.formats.pickles import Global, Opaque, children
 from ckpttool.formats.torch_zip_writer import TorchFiles
-from ckpttool.index.checkpoint import Checkpoint, Chunks, Path, TensorEntry, joined, same_bytes, shape_of, twins
+from ckpttool.index.checkpoint import Checkpoint, Chunks, Path, TensorEntry, joined, same_bytes, shape_of, tied_weights
 from ckpttool.index.draft import Draft, Dropped
 from ckpttool.index.names import canonical, own_tree
 from ckpttool.index.trees import nest
@@ -117,7 +117,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     gone = {d.name for d in dropped}
     values = {n: v for n, v in ckpt.values.items() if n not in gone}
     wanted = {n: replace(t, dtype=options.cast(n, t.dtype)) for n, t in ckpt.tensors.items()}
-    same = {n: o for n, o in twins(ckpt.tensors).items() if wanted[n].dtype == wanted[o].dtype}
+    same = {n: o for n, o in tied_weights(ckpt.tensors).items() if wanted[n].dtype == wanted[o].dtype}
     keys = {name: str(i) for i, name in enumerate(n for n in ckpt.tensors if n not in same)}
     leaves: dict[Path, Any] = {t.path: t for t in wanted.values()}
     leaves |= {v.path: v.data for v in values.values()}

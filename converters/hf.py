@@ -37,7 +37,17 @@ from ckpttool.errors import Corrupt, MissingPackage, Unsupported, UsageError
 from ckpttool.formats import safetensors_header
 from ckpttool.huggingface import adapters, hub_names, model_files
 from ckpttool.index import boxes
-from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, Path, TensorEntry, joined, twins
+from ckpttool.index.checkpoint import (
+    ITEMSIZE,
+    Checkpoint,
+    Chunk,
+    Chunks,
+    Extent,
+    Path,
+    TensorEntry,
+    joined,
+    tied_weights,
+)
 from ckpttool.index.draft import Draft, DraftFile, Dropped
 from ckpttool.index.fqns import strip_wrappers, without_prefix
 from ckpttool.index.names import Named
@@ -572,7 +582,7 @@ def _hub_tensors(
     """The tensors save_pretrained would write, as views of the source's, {left out: its twin} of tied ones, and
     {name: first one} of those that it never puts into different shards."""
     together: dict[str, str] = {}
-    tied = twins(model)
+    tied = tied_weights(model)
     tied.update({k: v for k, v in _ties(config, model, relation).items() if k in model and v in model})
     if relation is not None:
         out = {k: _crop(k, model[v.of], v) for k, v in relation.views.items()}

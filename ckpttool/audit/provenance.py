@@ -21,7 +21,7 @@ from .._version import __version__
 from ..bounded_json import parse
 from ..errors import Corrupt, Unsafe
 from ..huggingface import model_files
-from ..index.checkpoint import Checkpoint, joined, twins
+from ..index.checkpoint import Checkpoint, joined, tied_weights
 from ..index.names import COMPONENTS, counted
 from ..storage.source import Source
 from . import manifest, retention, tarball
@@ -57,7 +57,7 @@ def collect(
     out["notes"] = list(ckpt.notes)
     out["order"] = list(ckpt.tensors)
     out["origin"] = [[list(a), list(b)] for a, b in sorted(ckpt.origin.items(), key=lambda kv: joined(kv[0]))]
-    out["tied"] = twins(ckpt.tensors)
+    out["tied"] = tied_weights(ckpt.tensors)
     out["config_files"] = {n: _config_file(data) for n, data in model_files.training_files(source, config).items()}
     return out
 

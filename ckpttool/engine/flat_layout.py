@@ -266,22 +266,22 @@ def fitting(
     shapes = dict(params)
     known = {n: o for n, o in (tied or {}).items() if n in shapes and o in shapes}
     first: dict[Shape, str] = {}
-    twins = {}
+    lookalikes = {}
     for name, shape in params:
         if len(shape) > 1 and not _in_list(name.removeprefix(f"{module}.")) and first.setdefault(shape, name) != name:
-            twins[name] = first[shape]
-    maybe = [n for n in (*twins, *doubtful) if n in shapes and n not in known][:16]
+            lookalikes[name] = first[shape]
+    maybe = [n for n in (*lookalikes, *doubtful) if n in shapes and n not in known][:16]
     sets: list[tuple[str, ...]] = [tuple(known)] + ([()] if known else [])
     for left_out in sets:
         for align in aligns:
-            flat = _without(module, params, left_out, align, shards, dtype, {**twins, **known})
+            flat = _without(module, params, left_out, align, shards, dtype, {**lookalikes, **known})
             if fits(flat):
                 return flat
     for k in range(1, min(len(maybe), 4) + 1):
         found: dict[Any, Flat] = {}
         for left_out in combinations(maybe, k):
             for align in aligns:
-                flat = _without(module, params, (*known, *left_out), align, shards, dtype, {**twins, **known})
+                flat = _without(module, params, (*known, *left_out), align, shards, dtype, {**lookalikes, **known})
                 if fits(flat):
                     found.setdefault(flat.parts, flat)
         if len(found) > 1:
@@ -308,12 +308,12 @@ def _without(
     align: int,
     shards: int,
     dtype: str | None,
-    twins: Mapping[str, str],
+    lookalikes: Mapping[str, str],
 ) -> Flat:
     gone = set(left_out)
     return lay_out(
         module, [(n, s) for n, s in params if n not in gone], align, shards, dtype,
-        [(n, twins[n]) for n, _ in params if n in gone and n in twins],
+        [(n, lookalikes[n]) for n, _ in params if n in gone and n in lookalikes],
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..index.checkpoint import Checkpoint, TensorEntry, strangers
+from ..index.checkpoint import Checkpoint, TensorEntry, orphaned_optimizer_state
 from ..index.names import counted
 from ..storage import urls
 from .opening import CheckpointPath, OpenOptions, open_with, shown_path
@@ -158,7 +158,7 @@ def _missing(ckpt: Checkpoint) -> list[str]:
     if "optim" not in have:
         out.append(_without_optimizer(ckpt))
         return out
-    if odd := strangers(ckpt):
+    if odd := orphaned_optimizer_state(ckpt):
         out.append(f"the optimizer has state for {len(odd)} parameters that the model does not have, first {odd[0]}")
     slots = _slots(ckpt)
     per_slot: dict[str, set[str]] = {k: set() for k in slots}

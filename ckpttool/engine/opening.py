@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from .. import layouts
 from ..errors import Corrupt, UsageError
-from ..index.checkpoint import Checkpoint, check, joined, twins
+from ..index.checkpoint import Checkpoint, check, joined, tied_weights
 from ..storage.source import Source, raise_file_limit
 from ..storage.upload import NOTE
 from . import mixups, unread_files
@@ -263,7 +263,7 @@ def model_of(options: OpenOptions) -> layouts.Model:
 
 def _like(ckpt: Checkpoint) -> layouts.Like:
     model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
-    return layouts.Like({n: (t.shape, t.dtype) for n, t in model.items()}, twins(model), optimizer_order(ckpt))
+    return layouts.Like({n: (t.shape, t.dtype) for n, t in model.items()}, tied_weights(model), optimizer_order(ckpt))
 
 
 def optimizer_order(ckpt: Checkpoint) -> tuple[str, ...] | None:

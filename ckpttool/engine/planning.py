@@ -13,7 +13,7 @@ from blake3 import blake3
 from .. import layouts
 from .._version import __version__
 from ..errors import Unsupported, UsageError
-from ..index.checkpoint import Unread, floating_dtype, joined, strangers
+from ..index.checkpoint import Unread, floating_dtype, joined, orphaned_optimizer_state
 from ..index.draft import Draft, Dropped
 from ..index.names import NOT_THEIRS, refuse_surrogates
 from ..storage.source import Source
@@ -133,7 +133,7 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
             cast=caster(writing.dtype, writing.cast or {}), own=writing.options,
         )  # fmt: skip
         ckpt = opened.checkpoint = target.prepare(ckpt, opened.source, options)
-        if odd := strangers(ckpt):
+        if odd := orphaned_optimizer_state(ckpt):
             ckpt.notes.append(
                 f"the optimizer has state for {len(odd)} parameters that the model does not have, first "
                 f'"{odd[0]}": are the two of one training run?'

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from ..errors import Corrupt, Unsupported
 from ..formats.stored_tensors import Inline
-from ..index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, joined, twins
+from ..index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, joined, tied_weights
 from ..index.draft import Dropped
 from ..index.names import original
 from ..index.trees import nest
@@ -229,7 +229,7 @@ def _first(names: list[str]) -> str:
 
 def _tied(ckpt: Checkpoint, source: Source, out: Training, trained: set[str]) -> dict[str, str]:
     """{alias: owner}, the owner being the one that is trained, or comes first."""
-    pairs = twins(out.tensors)
+    pairs = tied_weights(out.tensors)
     if trained:  # a state dict that stores both of a tied pair has them as two tensors with the same bytes
         pairs.update(_equal(ckpt, source, out, trained, pairs))
     sets: dict[str, list[str]] = {}  # first name of each -> all names

@@ -39,10 +39,10 @@ __all__ = [
     "check",
     "floating_dtype",
     "joined",
+    "orphaned_optimizer_state",
     "same_bytes",
     "shape_of",
-    "strangers",
-    "twins",
+    "tied_weights",
 ]
 
 Path = tuple[str | int, ...]
@@ -313,7 +313,7 @@ class Checkpoint:
         )
 
 
-def twins(tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
+def tied_weights(tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
     """{name: the first one that has the same bytes of the same file}: tied weights, as far as a file shows them."""
     first: dict[Any, str] = {}
     out: dict[str, str] = {}
@@ -335,7 +335,7 @@ def same_bytes(a: TensorEntry, b: TensorEntry) -> bool:
     return a.numel > 0 and a.shape == b.shape and a.dtype == b.dtype and a.chunks[:] == b.chunks[:]
 
 
-def strangers(ckpt: Checkpoint) -> list[str]:
+def orphaned_optimizer_state(ckpt: Checkpoint) -> list[str]:
     """FQNs that the optimizer has state for but that the model lacks, if the checkpoint holds both.
 
     None for a trainer that fuses parameters in the optimizer and keeps their parts in the model.
