@@ -29,7 +29,7 @@ KILLS = 5  # of the real program with 64 MB; `make torture` does hundreds with s
 HOOKED = """
 import os, signal, sys
 from pathlib import Path
-from ckpttool.cli import main as cli
+from ckpttool.cli import main as cli, terminal
 from ckpttool.engine import fill
 fill._JOURNAL_BYTES = 1
 what, happened = sys.argv.pop(1), []
@@ -60,7 +60,7 @@ def hook(self, name, done, total):
     if name == "copy" and 2 * done >= total and not happened:
         happened.append(name)
         act()
-cli.Meter.__call__ = hook
+terminal.Meter.__call__ = hook
 cli.main()
 """
 

@@ -284,7 +284,7 @@ def test_a_line_that_was_cut_off_does_not_spoil_the_journal(src: Path, dst: Path
 
 
 def test_a_source_that_is_far_away_is_not_read_twice(src: Path, dst: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source.Source, "distant", True)
+    monkeypatch.setattr(source.Source, "is_remote", True)
     left = interrupted(src, dst)
     read = 0
 
