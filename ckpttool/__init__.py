@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from .audit.export import Exported, export, restore
     from .audit.options import ArchiveOptions
     from .converters._deepspeed_write import ZeroOptions  # type: ignore[import-not-found,unused-ignore]
-    from .converters.fsdp1 import Fsdp1Options  # type: ignore[import-not-found,unused-ignore]
-    from .converters.hf import HfOptions  # type: ignore[import-not-found,unused-ignore]
+    from .converters._fsdp1_plan import Fsdp1Options  # type: ignore[import-not-found,unused-ignore]
+    from .converters._hf_write import HfOptions  # type: ignore[import-not-found,unused-ignore]
     from .converters.universal import UniversalOptions  # type: ignore[import-not-found,unused-ignore]
     from .engine.conversion import ConvertResult, convert
     from .engine.diff import Difference, diff
@@ -47,8 +47,8 @@ _WHERE = {
     "Difference": "engine.diff",
     "DigestResult": "engine.verification",
     "Exported": "audit.export",
-    "Fsdp1Options": "converters.fsdp1",
-    "HfOptions": "converters.hf",
+    "Fsdp1Options": "converters._fsdp1_plan",
+    "HfOptions": "converters._hf_write",
     "Loaded": "live.load",
     "OpenCheckpoint": "engine.opening",
     "Plan": "engine.planning",

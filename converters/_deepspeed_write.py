@@ -24,7 +24,7 @@ from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, floating_dtype, joined
 from ckpttool.layouts import WriteOptions, option
 
-from ._deepspeed import MAYBE, OWN, SCALERS, STAGE, Cut, from_cuts, setting
+from ._deepspeed_files import MAYBE, OWN, SCALERS, STAGE, Cut, from_cuts, setting
 
 __all__ = ["DS_VERSION", "Models", "Plan", "Tree", "fragment", "size", "stage_enum"]
 

@@ -307,6 +307,6 @@ def refuse_protected(path: str) -> None:
 LAYOUTS = (
     Layout(
         name="audit", title="Audit archive (.tar.zst)", detect=detect, read=read, write=write, mount=mount,
-        is_file=True, suffixes=(".tar.zst", ".tar.zst.age"), aliases=("archive",), options=ArchiveOptions, check_replaceable=refuse_protected,
+        is_file=True, suffixes=(SUFFIX, SEALED), aliases=("archive",), options=ArchiveOptions, check_replaceable=refuse_protected,
     ),
 )  # fmt: skip

@@ -35,9 +35,10 @@ from ckpttool.index.draft import Draft, Dropped
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, option
 from ckpttool.storage.source import Source
 
-from . import _deepspeed as ds
+from . import _deepspeed_files as ds
 from . import _deepspeed_write as dw
-from ._deepspeed import Cut, Reading
+from ._deepspeed import Reading
+from ._deepspeed_files import Cut
 
 __all__ = ["LAYOUTS"]
 

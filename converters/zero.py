@@ -37,20 +37,20 @@ from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.engine.training import agreed, taken_apart
-from ckpttool.errors import Corrupt, Unsupported, UsageError
+from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.formats.pickles import short
 from ckpttool.formats.stored_tensors import StoredTensor
-from ckpttool.formats.torch_pickles import TensorRef
-from ckpttool.formats.torch_zip_writer import TorchFiles
-from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, Value, joined
-from ckpttool.index.draft import Draft, Dropped
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, Value
+from ckpttool.index.draft import Draft
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions
 from ckpttool.storage.source import Source
 
-from . import _deepspeed as ds
+from . import _deepspeed_files as ds
 from . import _deepspeed_write as dw
-from ._deepspeed import Cut, File, Reading
+from ._deepspeed import DERIVED, Reading
+from ._deepspeed_files import Cut, File
+from ._zero_geometry import Flat, Groups, concatenated, part_of, partitioned
+from ._zero_write import write_stage
 
 __all__ = ["LAYOUTS"]
 
@@ -73,85 +73,6 @@ def _detect(where: Place, stage3: bool) -> tuple[bool, str]:
         if has is not None:
             return True, f"has {tag + '/' if tag else ''}{has}"
     return False, f"no <tag>/{'zero_pp_rank_0_' if stage3 else ''}mp_rank_00_model_states.pt"
-
-
-# -------------------------------------------------------------------------------------------------------- geometry
-
-
-class _Flat(NamedTuple):
-    """Where a parameter lies: in which flat tensor, and (rank, first, last, element of the rank's flat tensor)."""
-
-    group: int
-    shape: tuple[int, ...]
-    parts: list[tuple[int, int, int, int]]
-
-
-Groups = list[dict[str, tuple[int, ...]]]
-
-
-def partitioned(groups: Groups, world: int) -> tuple[dict[str, _Flat], list[int]]:
-    """Stage 3: every parameter is cut into `world` parts; also the elements of each flat tensor, on every rank.
-
-    partitioned([{"w": (5,), "b": (1,)}], 2) == ({"w": _Flat(0, (5,), [(0, 0, 3, 0), (1, 3, 5, 0)]),
-                                                  "b": _Flat(0, (1,), [(0, 0, 1, 3)])}, [4])
-    """
-    out: dict[str, _Flat] = {}
-    lengths: list[int] = []
-    for g, group in enumerate(groups):
-        at = 0
-        for name, shape in group.items():
-            n = prod(shape)
-            part = -(-n // world)
-            cuts = [(r, r * part, min((r + 1) * part, n), at) for r in range(world) if r * part < n]
-            out[name] = _Flat(g, shape, cuts)
-            at += part
-        lengths.append(at)
-    return out, lengths
-
-
-def concatenated(groups: Groups, parts: list[int], paddings: list[list[int]] | None = None) -> dict[str, _Flat]:
-    """Stages 1 and 2: parameters of a group one after the other, cut into ranges of `parts[g]` elements, one a rank.
-
-    concatenated([{"w": (5,), "b": (1,)}], [4]) == {"w": _Flat(0, (5,), [(0, 0, 4, 0), (1, 4, 5, 0)]),
-                                                    "b": _Flat(0, (1,), [(1, 0, 1, 1)])}
-    """
-    out: dict[str, _Flat] = {}
-    for g, group in enumerate(groups):
-        at, part = 0, parts[g]
-        for k, (name, shape) in enumerate(group.items()):
-            n = prod(shape)
-            cuts = []
-            first = 0
-            while first < n:
-                rank, inside = divmod(at + first, part)
-                last = min(n, first + part - inside)
-                cuts.append((rank, first, last, inside))
-                first = last
-            out[name] = _Flat(g, shape, cuts)
-            at += n + (paddings[g][k] if paddings else 0)
-    return out
-
-
-def part_of(elements: int, world: int) -> int:
-    """Elements a rank of a group at stages 1 and 2, which is padded to a multiple of twice the ranks."""
-    return -(-elements // (2 * world)) * 2
-
-
-def subgroups(group: dict[str, tuple[int, ...]], world: int, most: float) -> Groups:
-    """The sub-groups of a param group at stage 3: whole parameters, until the elements a rank reach `most`."""
-    sizes = {n: -(-prod(s) // world) for n, s in group.items()}
-    if not group or most >= sum(sizes.values()):
-        return [group] if group else []
-    out: Groups = []
-    current: dict[str, tuple[int, ...]] = {}
-    total = 0
-    for name, shape in group.items():
-        current[name] = shape
-        total += sizes[name]
-        if total >= most:
-            out.append(current)
-            current, total = {}, 0
-    return [*out, current] if current else out
 
 
 # --------------------------------------------------------------------------------------------------------- reading
@@ -231,7 +152,7 @@ def _slots(state: dict[int, dict[str, Any]]) -> dict[int, set[str]]:
     return {g: set(slots) for g, slots in state.items()}
 
 
-def _sliced(reading: Reading, files: Iterable[File], flats: Sequence[Any], p: _Flat, path: Path) -> TensorEntry:
+def _sliced(reading: Reading, files: Iterable[File], flats: Sequence[Any], p: Flat, path: Path) -> TensorEntry:
     """A parameter, or a slot of one, from its parts in the flat tensors of all ranks."""
     by_rank = list(zip(files, flats, strict=True))
     dtype = flats[0].dtype
@@ -243,7 +164,7 @@ def _sliced(reading: Reading, files: Iterable[File], flats: Sequence[Any], p: _F
     return ds.from_cuts(p.shape, dtype, path, cuts)
 
 
-def _masters(reading: Reading, optims: list[_Optim], flats: dict[str, _Flat]) -> None:
+def _masters(reading: Reading, optims: list[_Optim], flats: dict[str, Flat]) -> None:
     """The weights of all parameters that are trained."""
     files = [o.file for o in optims]
     for name, p in flats.items():
@@ -251,7 +172,7 @@ def _masters(reading: Reading, optims: list[_Optim], flats: dict[str, _Flat]) ->
 
 
 def _optimizer(
-    reading: Reading, optims: list[_Optim], flats: dict[str, _Flat], members: list[list[str]], lengths: Any
+    reading: Reading, optims: list[_Optim], flats: dict[str, Flat], members: list[list[str]], lengths: Any
 ) -> None:
     """Leaves of the optimizer: a flat slot is cut like the masters, a step is shared by the parameters of its group.
 
@@ -465,144 +386,12 @@ def _replace_masters(out: Checkpoint, reading: Reading, model: File, masters: An
         if f"model.{owner}" in out.tensors:
             out.tensors[f"model.{alias}"] = replace(out.tensors[f"model.{owner}"], path=("model", alias))
     out.records = list(reading.records.values())
-    out.notes.append(ds.DERIVED)
-
-
-# --------------------------------------------------------------------------------------------------------- writing
-
-
-def _write(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: int) -> Draft:
-    """A save for an engine of `world_size` ranks.
-
-    Raises:
-        UsageError: no world size was given and the source has none. Unsupported: see training.taken_apart.
-    """
-    world = options.world_size or ckpt.world_size
-    if not world:
-        raise UsageError("--world-size is needed: the number of ranks of the job that will load this.")
-    state = taken_apart(ckpt, source, options.like and options.like.optimizer)
-    tensors = {n: replace(t, dtype=options.cast(f"model.{n}", t.dtype)) for n, t in state.tensors.items()}
-    plan = dw.Plan(state, tensors, stage, options, options.of(dw.ZeroOptions), ckpt)
-    named = [{n: tensors[n].shape for n in g.params} for g in state.groups]
-    if stage == 3:
-        split = [subgroups(g, world, plan.sub_group_size) for g in named]
-    else:
-        split = [[g] for g in named]
-    groups = [g for parts in split for g in parts]
-    numbers = iter(range(len(groups)))
-    ids = [[next(numbers) for _ in parts] for parts in split]
-    files = TorchFiles()
-    out = _Optimizers(plan, groups, world)
-    models = dw.Models(plan, groups, world)
-    models.add(files, each_rank=stage == 3)
-    out.add(files, ids)
-    placed, sources = {**out.tensors, **models.tensors}, {**out.sources, **models.sources}
-    files.literal("latest", plan.tag.encode())
-    checkpoint = Checkpoint(f"zero{stage}", options.target, world, [], [], placed, ckpt.values)
-    added = plan.added(groups)
-    dropped = [*state.dropped, *out.dropped]
-    return files.draft(checkpoint, sources, dropped, models.same, plan.notes, added=added, made=plan.made())
-
-
-class _Optimizers:
-    """The optimizer files: flat tensors of masters, then of every slot, the same record by record on all ranks."""
-
-    def __init__(self, plan: dw.Plan, groups: Groups, world: int) -> None:
-        self.plan, self.groups, self.world, self.stage = plan, groups, world, plan.stage
-        stage = plan.stage
-        self.dropped: list[Dropped] = []
-        self.tensors: dict[str, TensorEntry] = {}
-        self.sources: dict[str, TensorEntry] = {}
-        if stage == 3:
-            self.flats, self.parts = partitioned(groups, world)
-        else:
-            self.parts = [part_of(sum(map(prod, g.values())), world) for g in groups]
-            self.flats = concatenated(groups, self.parts)
-        # (group, slot or None for the masters, dtype); the order of the records in every file
-        self.columns: list[tuple[int, str | None, str]] = [
-            (g, None, plan.common([plan.tensors[n].dtype for n in group])) for g, group in enumerate(groups)
-        ]
-        slots = [plan.slots_of(group) for group in groups]
-        for slot in dict.fromkeys(s for found in slots for s in found):
-            for g, group in enumerate(groups):
-                if slot in slots[g]:
-                    dtypes = [plan.slot(n, slot).dtype for n in group if n not in plan.state.fresh]
-                    self.columns.append((g, slot, plan.common(dtypes)))
-        what = f"ZeRO-{stage} keeps one for a whole {'sub-group' if stage == 3 else 'param group'}"
-        self.scalars: list[dict[str, Any]] = []
-        for group in groups:
-            scalars, lost = agreed(plan.state, group, what)
-            self.scalars.append(scalars)
-            self.dropped += lost
-
-    def elements(self, rank: int, column: tuple[int, str | None, str]) -> int:
-        """Elements of a flat tensor of a rank. Stages 1 and 2 strip the padding off the masters alone."""
-        g, slot, _ = column
-        if self.stage == 3 or slot is not None:
-            return self.parts[g]
-        return max(0, min(self.parts[g], self._raw(g) - rank * self.parts[g]))
-
-    def _raw(self, g: int) -> int:
-        return sum(map(prod, self.groups[g].values()))
-
-    def add(self, files: TorchFiles, ids: list[list[int]]) -> None:
-        """All files, and the places of the tensors in them."""
-        numbers = []
-        for rank in range(self.world):
-            sizes = {str(k): self.elements(rank, c) * ITEMSIZE[c[2]] for k, c in enumerate(self.columns)}
-            name = f"{self.plan.tag}/{self.plan.prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-            numbers.append(files.add(name, self._tree(rank, ids), sizes))
-        for k, (g, slot, dtype) in enumerate(self.columns):
-            at = [files.offset(f, str(k)) for f in numbers]
-            for n in self.groups[g]:
-                if slot is not None and n in self.plan.state.fresh:
-                    continue  # zeros
-                path: Path = ("model", n) if slot is None else ("optim", "state", n, slot)
-                name = joined(path)
-                cuts = [
-                    Cut(first, last, numbers[r], at[r] + inside * ITEMSIZE[dtype])
-                    for r, first, last, inside in self.flats[n].parts
-                ]
-                self.tensors[name] = ds.from_cuts(self.flats[n].shape, dtype, path, cuts)
-                self.sources[name] = self.plan.state.tensors[n] if slot is None else self.plan.state.slots[n][slot]
-
-    def _tree(self, rank: int, ids: list[list[int]]) -> dict[str, Any]:
-        masters: list[Any] = []
-        state: dict[int, dict[str, Any]] = {g: dict(s) for g, s in enumerate(self.scalars) if s}
-        for k, column in enumerate(self.columns):
-            n = self.elements(rank, column)
-            ref = TensorRef(column[2], (n,), str(k), n)
-            if column[1] is None:
-                masters.append(ref)
-            else:
-                state.setdefault(column[0], {})[column[1]] = ref
-        groups = [{**g.options, "params": own} for g, own in zip(self.plan.state.groups, ids, strict=True)]
-        base = {"state": state, "param_groups": groups}
-        out = self.plan.scaler_keys()
-        out["zero_stage"] = dw.stage_enum(self.stage)
-        if self.stage == 3:
-            out.update(partition_count=self.world, optimizer_state_dict=base, fp32_flat_groups=masters)
-        else:
-            out.update(
-                base_optimizer_state=base,
-                single_partition_of_fp32_groups=masters,
-                group_paddings=[self.parts[g] - self.elements(rank, (g, None, "")) for g in range(len(self.groups))],
-                param_alignment_paddings=[[0] * len(g) for g in self.groups],
-                partition_count=[self.world] * len(self.groups),
-                ds_version=dw.DS_VERSION,
-                param_slice_mappings=[self._slices(rank, group) for group in self.groups],
-            )
-        return {"optimizer_state_dict": out, "ds_config": self.plan.ds_config, "ds_version": dw.DS_VERSION}
-
-    def _slices(self, rank: int, group: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-        return {
-            n: dw.fragment(last - first, at) for n in group for r, first, last, at in self.flats[n].parts if r == rank
-        }
+    out.notes.append(DERIVED)
 
 
 def _layout(stage: int, title: str, detect: Any) -> Layout:
     def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-        return _write(ckpt, source, options, stage)
+        return write_stage(ckpt, source, options, stage)
 
     aliases = ("deepspeed", "zero") if stage == 3 else ()
     return Layout(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ckpttool.converters.zero import concatenated, partitioned, subgroups
+from ckpttool.converters._zero_geometry import concatenated, partitioned, subgroups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peers import difference, load_full, same_value, tensors_of

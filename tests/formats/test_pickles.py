@@ -572,20 +572,20 @@ def by_name(module: str, cls: str, member: str, builtins: str = "builtins") -> b
 
 @pytest.mark.parametrize("builtins", ["builtins", "__builtin__"])
 def test_members_of_known_enums(builtins: str) -> None:
-    from ckpttool.converters import _deepspeed
+    from ckpttool.converters import _deepspeed_files
 
     from ckpttool.formats.sharded import stand_ins
 
     zero, torch_ = "deepspeed.runtime.zero.config", "torch.distributed._shard.sharded_tensor.metadata"
     for name, number in (("disabled", 0), ("optimizer_states", 1), ("gradients", 2), ("weights", 3)):
         data = by_name(zero, "ZeroStageEnum", name, builtins)
-        assert pickles.load(data, _deepspeed._stand_ins("x"), what="x")[0] == number
+        assert pickles.load(data, _deepspeed_files.stand_ins("x"), what="x")[0] == number
     data = by_name(torch_, "MEM_FORMAT_ENCODING", "TORCH_PRESERVE_FORMAT", builtins)
     assert pickles.load(data, stand_ins("x"), what="x")[0] == 2
     for cls, member, tables in (
-        ("ZeroStageEnum", "__class__", _deepspeed._stand_ins("x")),
-        ("ZeroStageEnum", "mro", _deepspeed._stand_ins("x")),
-        ("Other", "weights", _deepspeed._stand_ins("x")),
+        ("ZeroStageEnum", "__class__", _deepspeed_files.stand_ins("x")),
+        ("ZeroStageEnum", "mro", _deepspeed_files.stand_ins("x")),
+        ("Other", "weights", _deepspeed_files.stand_ins("x")),
     ):
         with pytest.raises(Unsafe, match="getattr"):
             pickles.load(by_name(zero, cls, member, builtins), tables, what="x")
@@ -596,7 +596,7 @@ def test_members_of_known_enums(builtins: str) -> None:
 @pytest.mark.parametrize("child", [False, True], ids=["read here", "read in a child"])
 def test_a_checkpoint_that_such_a_python_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, child: bool) -> None:
     """torch's own .metadata, written again with what those versions have as Enum.__reduce_ex__."""
-    from ckpttool.converters import dcp
+    from ckpttool.converters import _dcp_metadata
     from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
     from ckpttool.engine.diff import diff
@@ -610,7 +610,7 @@ def test_a_checkpoint_that_such_a_python_saved(tmp_path: Path, monkeypatch: pyte
     assert b"getattr" in data and b"TORCH_CONTIGUOUS_FORMAT" in data
     (tmp_path / "there" / ".metadata").write_bytes(data)
     if child:
-        monkeypatch.setattr(dcp, "_LARGE_BYTES", 0)
+        monkeypatch.setattr(_dcp_metadata, "_LARGE_BYTES", 0)
     assert diff(str(source), str(tmp_path / "there")).equal
     evil = data.replace(b"TORCH_CONTIGUOUS_FORMAT", b"__init_subclass_______z")
     assert len(evil) == len(data)

@@ -1,0 +1,169 @@
+"""The names that weights have in memory, and those that transformers gives them on the Hub.
+
+Where the two differ (fused experts, moved prefixes), huggingface/hub_names.py asks transformers, and tensors of the one are
+views of tensors of the other: `in_memory` puts the Hub's together, `crop` cuts them out again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ckpttool.errors import Corrupt, MissingPackage, Unsupported
+from ckpttool.huggingface import hub_names
+from ckpttool.index import boxes
+from ckpttool.index.checkpoint import ITEMSIZE, Chunks, TensorEntry
+
+__all__ = ["asks_transformers", "crop", "in_memory", "ties"]
+
+
+#: Output embeddings that transformers ties to the input embedding when the config says so, for hub_names.PLAIN.
+_HEADS = ("lm_head.weight",)
+_EMBEDDINGS = (
+    "model.embed_tokens.weight",
+    "transformer.wte.weight",
+    "gpt_neox.embed_in.weight",
+    "model.decoder.embed_tokens.weight",
+)
+
+
+def in_memory(tensors: dict[str, TensorEntry], config: dict[str, Any], notes: list[str]) -> dict[str, TensorEntry]:
+    """The same tensors under the names a model has in memory, tied ones under both."""
+    relation = _relation(config, tensors, notes)
+    if (
+        relation is not None
+        and set(relation.views) - set(relation.tied) <= set(tensors)
+        and any(v.of != k for k, v in relation.views.items())
+    ):
+        tensors = _fuse(tensors, relation)
+    tied = ties(config, tensors, relation)
+    for name, kept in tied.items():
+        if name not in tensors and kept in tensors:
+            tensors[name] = replace(tensors[kept], path=("model", name))
+            notes.append(f'"{name}" is tied to "{kept}" (config.json); both names are kept')
+    return tensors
+
+
+def ties(
+    config: dict[str, Any] | None, tensors: dict[str, TensorEntry], relation: hub_names.Relation | None
+) -> dict[str, str]:
+    """{name: the one whose bytes it has} of what the model of a config ties."""
+    if config is None:
+        return {}
+    if relation is not None:
+        return relation.tied if config.get("tie_word_embeddings", True) else {}
+    return _usual_ties(config, tensors)
+
+
+def _usual_ties(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> dict[str, str]:
+    if not config.get("tie_word_embeddings"):
+        return {}
+    kept = next((n for n in _EMBEDDINGS if n in tensors), None)
+    return dict.fromkeys(_HEADS, kept) if kept else {}
+
+
+def asks_transformers(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> bool:
+    """Whether transformers must be asked: names may differ on the Hub, or only its defaults tell what is tied."""
+    if not isinstance(config.get("model_type"), str):
+        return False
+    if any("lora_" in n or ".base_layer." in n for n in tensors):
+        return False  # an adapter: PEFT's names are written as they are
+    return config["model_type"] not in hub_names.PLAIN or "tie_word_embeddings" not in config
+
+
+def _relation(
+    config: dict[str, Any],
+    tensors: dict[str, TensorEntry],
+    notes: list[str],
+) -> hub_names.Relation | None:
+    """What transformers says of the names, where it must be asked and knows."""
+    if not asks_transformers(config, tensors):
+        return None
+    try:
+        return hub_names.relate(config, None)
+    except (MissingPackage, Unsupported) as e:
+        notes.append(f"names are kept as they are: {e}")
+        return None
+
+
+def _fuse(tensors: dict[str, TensorEntry], relation: hub_names.Relation) -> dict[str, TensorEntry]:
+    """Hub tensors put together: each view of a parameter becomes a chunk of it."""
+    chunks: dict[str, Chunks] = {}
+    dtypes: dict[str, str] = {}
+    out: dict[str, TensorEntry] = {}
+    for name, view in relation.views.items():
+        t = tensors.get(name)
+        if t is None:
+            continue
+        whole = relation.shapes[view.of]
+        if t.shape != view.shape:
+            raise Corrupt(f'"{name}" is {t.shape}; config.json makes it {view.shape}. They are not of the same model.')
+        start, shape, strides = _box_of(view, whole, name)
+        columns = chunks.setdefault(view.of, Chunks(len(whole)))
+        dtypes.setdefault(view.of, t.dtype)
+        if dtypes[view.of] != t.dtype:
+            raise Unsupported(f'the parts of "{view.of}" have dtypes {dtypes[view.of]} and {t.dtype}.')
+        for c in t.chunks:
+            columns.add(start, shape, *c.extent, strides=strides)
+    for name, columns in chunks.items():
+        out[name] = TensorEntry(dtypes[name], relation.shapes[name], ("model", name), columns)
+    known = set(relation.views)
+    out.update({n: t for n, t in tensors.items() if n not in known})
+    return {**{n: out[n] for n in relation.shapes if n in out}, **out}
+
+
+def _box_of(
+    view: hub_names.View, whole: tuple[int, ...], name: str
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]:
+    """(start, shape, strides) of a view in its parameter: strides, in elements of the view's own row-major bytes, where
+    dimensions are swapped; else None.
+
+    Raises:
+        Unsupported: the view is not a box.
+    """
+    full = boxes.strides(whole)
+    start, left = [], view.offset
+    for s in full:
+        start.append(left // s if s else 0)
+        left -= start[-1] * s if s else 0
+    shape, strides = [1] * len(whole), [0] * len(whole)
+    own = boxes.strides(view.shape)
+    free = list(range(len(whole)))
+    for n, s, w in zip(view.shape, view.strides, own, strict=True):
+        if n == 1:
+            continue
+        d = next((i for i in free if full[i] == s and whole[i] > 1), None)
+        if d is None:
+            raise Unsupported(f'"{name}" is not a box of "{view.of}".')
+        free.remove(d)
+        shape[d], strides[d] = n, w
+    return tuple(start), tuple(shape), None if boxes.is_row_major(shape, strides) else tuple(strides)
+
+
+def crop(name: str, t: TensorEntry, view: hub_names.View) -> TensorEntry:
+    """A part of a tensor as a tensor of its own."""
+    if view.shape == t.shape and view.offset == 0 and view.strides == boxes.strides(t.shape):
+        return t
+    start, shape, _strides = _box_of(view, t.shape, name)
+    if t.chunks.zstd:
+        raise Unsupported(f'"{view.of}" is compressed and must be split; convert the checkpoint to dcp first.')
+    item = ITEMSIZE[t.dtype]
+    full = boxes.strides(t.shape)
+    # which dimension of the view runs along which dimension of the tensor; one of length 1 runs along none
+    along = [next((d for d in range(len(full)) if n > 1 and full[d] == s and shape[d] == n), None)
+             for n, s in zip(view.shape, view.strides, strict=True)]  # fmt: skip
+    chunks = Chunks(len(view.shape))
+    for c in t.chunks:
+        both = boxes.meet((c.start, c.shape), (start, shape))
+        if both is None:
+            continue
+        inner = c.strides or boxes.strides(c.shape)
+        inside = tuple(a - b for a, b in zip(both[0], c.start, strict=True))
+        offset = c.extent.offset + sum(i * s for i, s in zip(inside, inner, strict=True)) * item
+        new_start = tuple(0 if d is None else both[0][d] - start[d] for d in along)
+        new_shape = tuple(1 if d is None else both[1][d] for d in along)
+        new_strides = tuple(0 if d is None else inner[d] for d in along)
+        span = boxes.span(new_shape, new_strides) * item
+        plain = boxes.is_row_major(new_shape, new_strides)
+        chunks.add(new_start, new_shape, c.extent.file, offset, span, strides=None if plain else new_strides)
+    return TensorEntry(t.dtype, view.shape, ("model", name), chunks)

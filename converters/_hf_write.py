@@ -1,0 +1,305 @@
+"""What hf writes: the weights as `save_pretrained` does, an adapter as PEFT does, or everything with a training state."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from ckpttool import bounded_json
+from ckpttool.engine.fill import tensor_digests
+from ckpttool.errors import MissingPackage, Unsupported, UsageError
+from ckpttool.formats import safetensors_header
+from ckpttool.huggingface import adapters, hub_names, model_files
+from ckpttool.index.checkpoint import Checkpoint, Chunks, TensorEntry, joined, tied_weights
+from ckpttool.index.draft import Draft, DraftFile, Dropped
+from ckpttool.index.fqns import without_prefix
+from ckpttool.layouts import WriteOptions, option
+from ckpttool.storage.source import Source
+
+from . import _training_state as training_state
+from ._hf_names import asks_transformers, crop, ties
+
+__all__ = ["ADAPTER", "INDEX", "WHOLE", "HfOptions", "holds", "prepare", "write"]
+
+
+INDEX = "model.safetensors.index.json"
+_ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER = "adapter_model.safetensors"
+WHOLE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class HfOptions:
+    """What an hf folder is to hold."""
+
+    max_shard_bytes: int = option(
+        5_000_000_000, "Largest file of tensors, in bytes.", flag="--max-shard-size", size=True
+    )
+    adapter: bool = option(False, "Write the adapter alone, as PEFT saves it.")
+    include_optimizer: bool = option(False, "Write the optimizer and all other state beside the weights.")
+    strip_prefix: str | None = option(
+        None, "Modules that names of weights begin with, to leave out; other names stay.", metavar="PREFIX"
+    )
+    allow_name_mismatch: bool = option(
+        False, "Write weights that the model of the config does not have, or has in other shapes."
+    )
+
+    def __post_init__(self) -> None:
+        if self.adapter and self.include_optimizer:
+            raise UsageError("--adapter writes the adapter alone; it cannot be combined with --include-optimizer.")
+        if self.max_shard_bytes < 1:
+            raise UsageError(f"max_shard_bytes is {self.max_shard_bytes}; it must be at least 1.")
+
+
+def holds(own: object) -> frozenset[str]:
+    """Weights; with the optimizer, everything."""
+    return frozenset() if isinstance(own, HfOptions) and own.include_optimizer else frozenset({"model"})
+
+
+def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
+    """The checkpoint without `strip_prefix`; with `adapter`, nothing but the adapter, under the names that PEFT gives it.
+
+    Raises:
+        UsageError: no weight has the prefix. Unsupported: there is no adapter that ckpttool knows.
+    """
+    own = options.of(HfOptions)
+    if own.strip_prefix is not None:
+        ckpt = without_prefix(ckpt, own.strip_prefix)
+    if own.adapter:
+        ckpt = adapters.alone(ckpt, model_files.adapter(source, options.config, [])[0])
+    return ckpt
+
+
+def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
+    """A folder that from_pretrained loads.
+
+    Raises:
+        Unsupported: there are no weights, config.json ties tensors whose bytes differ, or its model has other tensors.
+        MissingPackage: only transformers knows the names that this model has on the Hub.
+    """
+    own = options.of(HfOptions)
+    if own.adapter:
+        return _write_adapter(ckpt, source, options)
+    model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
+    if not model:
+        raise Unsupported("the checkpoint holds no model weights, and hf holds nothing else.")
+    notes: list[str] = []
+    rest = {n: replace(t, dtype=options.cast(n, t.dtype)) for n, t in ckpt.tensors.items() if t.path[0] != "model"}
+    dropped = [Dropped(n, t.nbytes, "hf holds weights only") for n, t in rest.items()]
+    dropped += [Dropped(n, 0, "hf holds weights only") for n in ckpt.values]
+    config, extra = model_files.beside(source, options.config, notes)
+    relation = None if config is None else _judged(ckpt, config, model, options, notes)
+    stored, tied, together = _hub_tensors(ckpt, model, config, relation, source, notes)
+    added = [f"model.{n}" for n, kept in ties(config, model, relation).items() if n not in model and kept in stored]
+    model = {k: replace(t, dtype=options.cast("model." + k, t.dtype)) for k, t in stored.items()}
+    _refuse_dtypes(model)
+    groups = _split(model, own.max_shard_bytes, together)
+    n = len(groups)
+    files = [WHOLE] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
+    tensors: dict[str, TensorEntry] = {}
+    draft_files = [_shard(files[i], i, names, model, tensors) for i, names in enumerate(groups)]
+    sources = {"model." + k: stored[k] for names in groups for k in names}
+    records: list[DraftFile] = []
+    if own.include_optimizer:
+        fqns = {k.removeprefix("model."): v.removeprefix("model.") for k, v in tied.items()}
+        held, shards, records = training_state.draft(ckpt, rest, _split(rest, own.max_shard_bytes, {}), n, fqns)
+        tensors |= held
+        sources |= {k: ckpt.tensors[k] for k in held}
+        draft_files += shards
+        dropped = []
+    for name, data in extra.items():
+        data = _with_dtype(name, data, model)
+        draft_files.append(DraftFile(name, len(data), data))
+    draft_files += records
+    if n > 1:
+        index = {
+            "metadata": {
+                "total_parameters": sum(t.numel for t in model.values()),
+                "total_size": sum(t.nbytes for t in model.values()),
+            },
+            "weight_map": {k: files[i] for i, k in sorted((i, k) for i, names in enumerate(groups) for k in names)},
+        }
+        text = (json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+        draft_files.append(DraftFile(INDEX, len(text), text))
+    names_of_files = [f.name for f in draft_files]
+    held_values = dict(ckpt.values) if own.include_optimizer else {}
+    out = Checkpoint("hf", options.target, None, names_of_files, [f.size for f in draft_files], tensors, held_values)
+    return Draft(out, sources, draft_files, dropped=dropped, same=tied, notes=notes, added=added)
+
+
+def _shard(
+    file: str, i: int, names: list[str], model: dict[str, TensorEntry], tensors: dict[str, TensorEntry]
+) -> DraftFile:
+    """File number `i`, with these weights; adds their places to `tensors`."""
+    names.sort(key=lambda k: safetensors_header.sort_key(k, model[k].dtype))
+    head = safetensors_header.header([(k, model[k].dtype, model[k].shape) for k in names], {"format": "pt"})
+    at = len(head)
+    for k in names:
+        t = model[k]
+        tensors["model." + k] = TensorEntry(t.dtype, t.shape, ("model", k), Chunks.whole(t.shape, i, at, t.nbytes))
+        at += t.nbytes
+    return DraftFile(file, at, head)
+
+
+def _write_adapter(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
+    """A folder that PEFT loads, of a checkpoint that holds an adapter and nothing else (adapters.alone)."""
+    notes: list[str] = []
+    stored = {joined(t.path[1:]): t for t in ckpt.tensors.values()}
+    model = {k: replace(t, dtype=options.cast("model." + k, t.dtype)) for k, t in stored.items()}
+    _refuse_dtypes(model)
+    tensors: dict[str, TensorEntry] = {}
+    files = [_shard(ADAPTER, 0, list(model), model, tensors)]
+    extra = model_files.adapter(source, options.config, notes)[1]
+    extra[_ADAPTER_CONFIG] = extra.pop(_ADAPTER_CONFIG)  # last
+    files += [DraftFile(n, len(data), data) for n, data in extra.items()]
+    out = Checkpoint("hf", options.target, None, [f.name for f in files], [f.size for f in files], tensors, {})
+    return Draft(out, {n: ckpt.tensors[n] for n in tensors}, files, notes=notes)
+
+
+def _refuse_dtypes(model: dict[str, TensorEntry]) -> None:
+    for name, t in model.items():
+        if t.dtype not in safetensors_header.CODES:
+            raise Unsupported(f'"{name}" is {t.dtype}, which safetensors does not hold. Cast it with --cast.')
+
+
+def _judged(
+    ckpt: Checkpoint, config: dict[str, Any], model: dict[str, TensorEntry], options: WriteOptions, notes: list[str]
+) -> hub_names.Relation | None:
+    """What transformers says of the names, where they may differ on the Hub; the model of the config has all of them and no
+    others, with these shapes. That is asked where a config was given, or transformers is asked anyway.
+
+    Raises:
+        Unsupported: it has not.
+    """
+    asks = asks_transformers(config, model)
+    if not isinstance(config.get("model_type"), str) or not (asks or options.config):
+        return None
+    try:
+        relation = hub_names.relate(config, {k: t.shape for k, t in model.items()}, judge=True)
+    except MissingPackage as e:
+        if asks and not options.of(HfOptions).allow_name_mismatch:
+            raise MissingPackage(
+                f"{e}. Or write the weights under the names they have now: --allow-name-mismatch."
+            ) from None
+        notes.append(f"names are kept as they are, and were not compared with those of the model of config.json: {e}")
+        return None
+    except Unsupported as e:
+        notes.append(f"names are kept as they are, and were not compared with those of the model of config.json: {e}")
+        return None
+    if relation.verdict is None:
+        notes.append(
+            "names were not compared with those of the model of config.json: transformers cannot load it on meta"
+        )
+    elif not relation.verdict.good:
+        said = _mismatch(ckpt, model, relation.verdict)
+        if not options.of(HfOptions).allow_name_mismatch:
+            raise Unsupported(said)
+        notes.append(said.partition(" from_pretrained would")[0])
+    return relation if asks else None
+
+
+def _mismatch(ckpt: Checkpoint, model: dict[str, TensorEntry], found: hub_names.Verdict) -> str:
+    """What a verdict that is not good says, and what to do."""
+    parts = []
+    if found.missing:
+        parts.append(f'{len(found.missing)} of its {found.parameters} tensors are missing, first "{found.missing[0]}"')
+    if found.unexpected:
+        parts.append(
+            f'{len(found.unexpected)} of the {len(model)} weights are not its own, first "{found.unexpected[0]}"'
+        )
+    if found.shapes:
+        parts.append(f"{len(found.shapes)} have other shapes, first {found.shapes[0]}")
+    if found.strip:
+        hint = (
+            f'All names and shapes are right without the prefix "{found.strip}": add --strip-prefix {found.strip[:-1]}.'
+        )
+    elif any("lora_" in n for n in model):
+        hint = "The weights hold an adapter: --adapter writes it as PEFT saves it."
+    elif ckpt.trainer == "torchtitan":
+        hint = "These are torchtitan's own names, which its state_dict_adapter maps: export with torchtitan's last_save_in_hf."
+    else:
+        hint = "Give the config of this very model."
+    return (
+        f"config.json describes a {found.model}, and the weights are not those of one: {'; '.join(parts)}. "
+        f"from_pretrained would fill what is missing with random numbers. {hint} To write the weights as they are, for code "
+        "that loads them by itself, use --allow-name-mismatch."
+    )
+
+
+def _hub_tensors(
+    ckpt: Checkpoint,
+    model: dict[str, TensorEntry],
+    config: dict[str, Any] | None,
+    relation: hub_names.Relation | None,
+    source: Source,
+    notes: list[str],
+) -> tuple[dict[str, TensorEntry], dict[str, str], dict[str, str]]:
+    """The tensors save_pretrained would write, as views of the source's, {left out: its twin} of tied ones, and
+    {name: first one} of those that it never puts into different shards."""
+    together: dict[str, str] = {}
+    tied = tied_weights(model)
+    tied.update({k: v for k, v in ties(config, model, relation).items() if k in model and v in model})
+    if relation is not None:
+        out = {k: crop(k, model[v.of], v) for k, v in relation.views.items()}
+        together = relation.together
+    else:
+        out = dict(model)
+    gone: dict[str, str] = {}
+    for name, kept in sorted(tied.items()):
+        if name not in out or kept not in out or name == kept:
+            continue
+        a, b = model[name], model[kept]
+        if a.chunks[:] != b.chunks[:]:
+            digests = tensor_digests({"a": a, "b": b}, source, ckpt.files, ckpt.records, lambda *_: None)
+            if digests["a"] != digests["b"]:
+                raise Unsupported(
+                    f'config.json ties "{name}" to "{kept}", but their bytes differ; loading would lose one of them. '
+                    'Set "tie_word_embeddings": false in the config given with --config, or find out which is right.'
+                )
+        del out[name]
+        gone["model." + name] = "model." + kept
+        notes.append(f'"{name}" is tied to "{kept}" (equal bytes) and written once, as save_pretrained does')
+    return out, gone, together
+
+
+def _split(model: dict[str, TensorEntry], most: int, together: dict[str, str]) -> list[list[str]]:
+    """Shards as huggingface_hub makes them: fill one until the next tensor does not fit; larger ones stand alone.
+    Tensors that share a storage when transformers saves them (experts of one layer) go where the first of them goes.
+    """
+    units: dict[str, list[str]] = {}
+    for name in model:
+        first = together.get(name, name)
+        units.setdefault(first if first in model else name, []).append(name)
+    groups: list[list[str]] = []
+    current: list[str] = []
+    size = 0
+    for names in units.values():
+        n = sum(model[k].nbytes for k in names)
+        if n > most:
+            groups.append(names)
+            continue
+        if size + n > most:
+            groups.append(current)
+            current, size = [], 0
+        current.extend(names)
+        size += n
+    return [*groups, current] if current else groups
+
+
+def _with_dtype(name: str, data: bytes, model: dict[str, TensorEntry]) -> bytes:
+    """config.json says the dtype of the weights beside it, as save_pretrained writes it."""
+    if name != "config.json":
+        return data
+    config = bounded_json.parse(data, name)
+    sizes: dict[str, int] = {}
+    for t in model.values():
+        if "float" in t.dtype:
+            sizes[t.dtype] = sizes.get(t.dtype, 0) + prod(t.shape)
+    main = max(sizes, key=lambda k: sizes[k]) if sizes else None
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    if main is None or config.get(key) in (None, main) or not isinstance(config.get(key), str):
+        return data
+    config[key] = main
+    return (json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
