@@ -4,7 +4,6 @@ to "state.<fqn>.<slot>", or by number.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -185,11 +184,8 @@ def _resolve_ids(
     return {x: n for m, ns in zip(members, resolved, strict=True) for x, n in zip(m, ns, strict=True)}
 
 
-_MOST_STATES = 100_000
-
-
-class _TooMany(Exception):
-    """More states than are worth looking at."""
+_MOST_STATES = 100_000  # more are not worth looking at
+_NEVER = 1 << 30  # the cost where nothing fits
 
 
 def name_order(
@@ -206,25 +202,6 @@ def name_order(
     skips = len(names) - total
     if skips < 0:
         return None, [], 0
-    memo: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
-
-    def best(i: int, at: tuple[int, ...]) -> tuple[int, int]:
-        """(fewest parameter-like names skipped, number of ways with so few); (inf, 0) where nothing fits."""
-        if i == len(names):
-            return (0, 1) if all(a == len(g) for a, g in zip(at, groups, strict=True)) else (1 << 30, 0)
-        if (i, at) in memo:
-            return memo[i, at]
-        if len(memo) > _MOST_STATES:
-            raise _TooMany
-        cost, ways = 1 << 30, 0
-        for _, (extra, nxt) in moves(i, at):
-            c, w = best(i + 1, nxt)
-            if w and c + extra < cost:
-                cost, ways = c + extra, w
-            elif w and c + extra == cost:
-                ways += w
-        memo[i, at] = cost, ways
-        return cost, ways
 
     def moves(i: int, at: tuple[int, ...]) -> list[tuple[int, tuple[int, tuple[int, ...]]]]:
         name, shape = names[i]
@@ -237,14 +214,28 @@ def name_order(
         return out
 
     start = (0,) * len(groups)
-    limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(max(limit, 4 * len(names) + 1000))  # `best` goes one name deeper with every call
-    try:
-        cost, ways = best(0, start)
-    except _TooMany:  # many groups of like shapes: layer-wise learning rates, say
-        return None, [], 2
-    finally:
-        sys.setrecursionlimit(limit)
+    reached: list[dict[tuple[int, ...], None]] = [{start: None}]  # states after the first i names
+    states = 1
+    for i in range(len(names)):
+        reached.append({nxt: None for at in reached[i] for _, (_, nxt) in moves(i, at)})
+        states += len(reached[-1])
+        if states > _MOST_STATES:  # many groups of like shapes: layer-wise learning rates, say
+            return None, [], 2
+    # from the last name to the first: (fewest parameter-like names skipped from here on, number of ways with so few)
+    done = tuple(map(len, groups))
+    best: list[dict[tuple[int, ...], tuple[int, int]]] = [{} for _ in reached]
+    best[-1] = {at: (0, 1) if at == done else (_NEVER, 0) for at in reached[-1]}
+    for i in range(len(names) - 1, -1, -1):
+        for at in reached[i]:
+            cost, ways = _NEVER, 0
+            for _, (extra, nxt) in moves(i, at):
+                c, w = best[i + 1][nxt]
+                if w and c + extra < cost:
+                    cost, ways = c + extra, w
+                elif w and c + extra == cost:
+                    ways += w
+            best[i][at] = cost, ways
+    cost, ways = best[0][start]
     if ways != 1:
         return None, [], ways
     resolved: list[list[str]] = [[] for _ in groups]
@@ -252,7 +243,7 @@ def name_order(
     at = start
     for i in range(len(names)):
         for g, (extra, nxt) in moves(i, at):
-            c, w = best(i + 1, nxt)
+            c, w = best[i + 1][nxt]
             if w and c + extra == cost:
                 cost, at = c, nxt
                 (resolved[g] if g >= 0 else left).append(names[i][0])
