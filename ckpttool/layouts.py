@@ -27,7 +27,7 @@ from .storage import remote, urls
 from .storage.source import Source
 
 __all__ = [
-    "Layout", "LayoutWarning", "Like", "Model", "Place", "ReadOptions", "WriteOptions", "checkpoint_of", "detect", "find",
+    "Layout", "LayoutWarning", "Like", "Model", "Place", "ReadOptions", "Saves", "WriteOptions", "checkpoint_of", "detect", "find",
     "flags_of", "layouts", "option", "options_of", "place", "target_of",
 ]  # fmt: skip
 
@@ -111,6 +111,18 @@ def option(default: Any, help: str, *, flag: str | None = None, size: bool = Fal
     return field(default=default, metadata={"help": help, "flag": flag, "size": size, "metavar": metavar})
 
 
+class Saves(NamedTuple):
+    """How a layout keeps several saves in one folder: each in a folder of its own, named by a tag.
+
+    Args:
+        pointers: files next to those folders that hold the tag of the newest save.
+        folder: what only names of such folders contain.
+    """
+
+    pointers: frozenset[str]
+    folder: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """One layout: what `LAYOUTS` of a module in converters/ lists, and what the entry point of another package names.
@@ -134,6 +146,9 @@ class Layout:
         own_keys: it keeps the keys of the trainer that wrote the source, unless canonical ones are asked for.
         made: it has to write values that are no part of the state; they lie in ckpttool.json, and reading leaves them out.
         keeps_config: what it writes can be read again without `Model.config`.
+        saves: how several saves lie in one folder; None where a folder is one save.
+        spreads_tensors: ranks divide all tensors among their files, so a file may hold whole tensors, and the steps of some
+            parameters. Where False, every rank's file holds a part of its own of each tensor.
         check_replaceable: refuses to replace what lies at a destination.
     """
 
@@ -153,6 +168,8 @@ class Layout:
     own_keys: bool = False
     made: bool = False
     keeps_config: bool = False
+    saves: Saves | None = None
+    spreads_tensors: bool = False
     check_replaceable: Callable[[str], None] = lambda path: None
 
 

@@ -22,6 +22,7 @@ from ckpttool.index.checkpoint import (
     Path,
     TensorEntry,
 )
+from ckpttool.layouts import Saves
 from ckpttool.storage.source import Source
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "MODEL3",
     "OPTIM",
     "OWN",
+    "SAVES",
     "SCALERS",
     "STAGE",
     "Cut",
@@ -53,6 +55,9 @@ __all__ = [
     "tied",
 ]
 
+
+#: Each save is a folder named by its tag, next to a file that names the newest.
+SAVES = Saves(frozenset(("latest", "latest_universal")), "global_step")
 
 MODEL3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")

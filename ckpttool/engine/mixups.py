@@ -4,9 +4,10 @@ Every such file is sound by itself, and the engine loads the wrong numbers witho
 
     equal ranks   every rank holds a part of its own of the weights and of the optimizer. If all the records that a file holds
                   have the CRC32s of records in another rank's, the file is a copy. Parts that are one number over and over
-                  (zeros, the ones of a norm) prove nothing. In DCP only tensors of which both ranks hold a part count, since
-                  whole ones may be equal: tied weights, a second copy of the model.
-    mixed steps   torch spreads the `step` of each parameter over the files of a DCP folder. Parameters may have different
+                  (zeros, the ones of a norm) prove nothing. Where files may hold whole tensors (`Layout.spreads_tensors`),
+                  only tensors of which both ranks hold a part count, since whole ones may be equal: tied weights, a second
+                  copy of the model.
+    mixed steps   such a layout also spreads the `step` of each parameter over the files. Parameters may have different
                   steps (unfrozen later, experts that were not used), but not exactly along the lines of files.
 
 Files without CRC32s (the legacy format of torch.save, safetensors) of one size are compared at a few places, and whole where
@@ -26,6 +27,7 @@ from ..errors import Corrupt
 from ..formats.crc import crc32, crc32_combine
 from ..formats.stored_tensors import number_in
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, Record, TensorEntry
+from ..layouts import Layout
 from ..storage.buffers import IOBudget
 from ..storage.source import Source
 from .stream import Job, Reader, small
@@ -42,7 +44,7 @@ _PROBES, _PROBE_BYTES, _STEP_BYTES = 8, 256, 4 << 20
 # ------------------------------------------------------------------------------------------------------ equal ranks
 
 
-def refuse_equal_ranks(ckpt: Checkpoint, source: Source) -> None:
+def refuse_equal_ranks(ckpt: Checkpoint, source: Source, layout: Layout) -> None:
     """Refuse a checkpoint in which one rank's file is a copy of another's.
 
     Raises:
@@ -55,14 +57,14 @@ def refuse_equal_ranks(ckpt: Checkpoint, source: Source) -> None:
     for name, t in ckpt.tensors.items():
         if t.path[0] not in ("model", "optim") or t.numel < 2:
             continue
-        if ckpt.layout == "dcp" and len({ckpt.ranks.get(f) for f in set(t.chunks.file)}) < 2:
+        if layout.spreads_tensors and len({ckpt.ranks.get(f) for f in set(t.chunks.file)}) < 2:
             continue
         for k, c in enumerate(t.chunks):
             if c.extent.file in ckpt.ranks and prod(c.shape) > 1:
                 pieces.setdefault(c.extent.file, {})[name, k] = find(t, c)
     summed = {f: found for f, found in pieces.items() if None not in found.values()}
     for a, b in [*_equal_sums(ckpt, summed), *_equal_files(ckpt, source, [f for f in pieces if f not in summed])]:
-        proof = _proof(ckpt, source, pieces[a], pieces[b])
+        proof = _proof(ckpt, source, pieces[a], pieces[b], in_both=layout.spreads_tensors)
         if proof is not None:
             raise Corrupt(
                 f"{ckpt.root}: {ckpt.files[a]} of rank {ckpt.ranks[a]} and {ckpt.files[b]} of rank {ckpt.ranks[b]} hold the same "
@@ -137,13 +139,18 @@ def _equal_files(ckpt: Checkpoint, source: Source, files: Iterable[int]) -> Iter
 
 
 def _proof(
-    ckpt: Checkpoint, source: Source, a: Mapping[Piece, Sum | None], b: Mapping[Piece, Sum | None]
+    ckpt: Checkpoint,
+    source: Source,
+    a: Mapping[Piece, Sum | None],
+    b: Mapping[Piece, Sum | None],
+    *,
+    in_both: bool,
 ) -> str | None:
-    """The largest tensor that shows one file to be a copy: more than one number over and over, and in DCP a part of it
-    in both files. None where there is none, or where two parts of one tensor differ. Masks and indices show nothing, since
-    they repeat themselves."""
+    """The largest tensor that shows one file to be a copy. It holds more than one number over and over and, with `in_both`,
+    each file has a part of it. None if there is none, or if two parts of one tensor differ. Masks and indices prove nothing,
+    since they repeat themselves."""
     pieces = list(a)
-    if ckpt.layout == "dcp":
+    if in_both:
         there = {name: s for (name, _), s in b.items()}
         pieces = [p for p in a if p[0] in there]
         if any(a[p] != there[p[0]] for p in pieces):
@@ -172,8 +179,8 @@ def _varied(ckpt: Checkpoint, source: Source, name: str, row: int) -> bool:
 # ------------------------------------------------------------------------------------------------------ mixed steps
 
 
-def refuse_mixed_steps(ckpt: Checkpoint, source: Source) -> None:
-    """Refuse a DCP folder in which the steps of parameters differ exactly along the lines of files, or of ranks.
+def refuse_mixed_steps(ckpt: Checkpoint, source: Source, layout: Layout) -> None:
+    """Refuse a folder (of a layout that spreads tensors over files) in which the steps of parameters differ exactly along the lines of files, or of ranks.
 
     Param groups are judged one by one, since they may have been trained for different numbers of steps. A file counts only
     with two or more steps of a group: one step alone is as likely a parameter that was unfrozen later, and becomes a note.
@@ -187,7 +194,7 @@ def refuse_mixed_steps(ckpt: Checkpoint, source: Source) -> None:
         if t.path[:2] == ("optim", "state") and t.path[-1] == "step" and t.numel == 1 and t.chunks.file[0] in ckpt.ranks
     ]
     file = {n: ckpt.tensors[n].chunks.file[0] for n in names}
-    if ckpt.layout != "dcp" or len(set(file.values())) < 2:
+    if not layout.spreads_tensors or len(set(file.values())) < 2:
         return
     find = _records_of(ckpt)
     sums = {(ckpt.tensors[n].dtype, find(ckpt.tensors[n], ckpt.tensors[n].chunks[0])) for n in names}

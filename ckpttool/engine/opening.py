@@ -132,9 +132,9 @@ class OpenCheckpoint:
                 self.checkpoint = self.layout.locate(self.checkpoint, self.source)
                 check(self.checkpoint)
             if not self.allow_equal_ranks:
-                mixups.refuse_equal_ranks(self.checkpoint, self.source)
+                mixups.refuse_equal_ranks(self.checkpoint, self.source, self.layout)
             if not self.allow_mixed_steps:
-                mixups.refuse_mixed_steps(self.checkpoint, self.source)
+                mixups.refuse_mixed_steps(self.checkpoint, self.source, self.layout)
             self.located = True
         return self.checkpoint
 
@@ -221,7 +221,7 @@ def open_with(path: CheckpointPath, options: OpenOptions, model: layouts.Model |
         )
         _leave_made(opened)
         if where == given:  # what is mounted holds all that it lists
-            ckpt.unread = unread_files.unread(where.source, where.file, ckpt)
+            ckpt.unread = unread_files.unread(where.source, where.file, ckpt, found.saves)
             ckpt.notes = [*ckpt.notes, *unread_files.note(ckpt.unread)]
         if only is not None:
             opened.checkpoint = _only(ckpt, only)

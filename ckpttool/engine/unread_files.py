@@ -4,7 +4,7 @@ HF Trainer puts optimizer.bin beside model.safetensors, Accelerate optimizer_0/ 
 recipe_state/ beside epoch_0/, Lightning meta.pt into a DCP folder. A layout reads its own files. This module lists the
 others, so that every command can name them and a conversion does not lose them in silence.
 
-    unread(source, file, ckpt)     [Unread], after the layout has read `ckpt`
+    unread(source, file, ckpt, saves)  [Unread], after the layout has read `ckpt`
     lost(ckpt, holds, only)        those that a layout which holds such components could keep
     listed(rows)                   them in words: "optimizer.bin (1.2 GB, optimizer), ..."
 
@@ -28,6 +28,7 @@ from typing import NamedTuple
 from ..errors import CkpttoolError
 from ..huggingface import model_files
 from ..index.checkpoint import Checkpoint, Unread
+from ..layouts import Saves
 from ..storage import remote
 from ..storage.source import Source
 
@@ -110,13 +111,14 @@ def human(n: float) -> str:
 # ---------------------------------------------------------------------------------------------------------- looking
 
 
-def unread(source: Source, file: str | None, ckpt: Checkpoint) -> list[Unread]:
+def unread(source: Source, file: str | None, ckpt: Checkpoint, saves: Saves | None) -> list[Unread]:
     """What belongs to a checkpoint by its name and was not read, the most important first. A folder that cannot be listed
     becomes a note of the checkpoint.
 
     Args:
         source, file: the place that was read; a file of None is the folder.
         ckpt: what was read of it, before components were left out.
+        saves: how its layout keeps several saves in one folder.
     """
     held = {ckpt.component(n) for n in [*ckpt.tensors, *ckpt.values]} - {
         "trainer",
@@ -127,7 +129,7 @@ def unread(source: Source, file: str | None, ckpt: Checkpoint) -> list[Unread]:
     looks = [_inside, _above] if file is None else [_around]
     for look in looks:
         try:
-            rows += look(source, held, ckpt.layout)
+            rows += look(source, held, saves)
         except (CkpttoolError, OSError) as e:  # a folder that may be read but not listed
             ckpt.notes.append(f"the folder could not be listed for files that belong to the checkpoint: {e}")
     rows.sort(key=lambda r: (_ORDER.index(r.component), r.what, r.name))
@@ -137,11 +139,10 @@ def unread(source: Source, file: str | None, ckpt: Checkpoint) -> list[Unread]:
     return rows
 
 
-def _inside(source: Source, held: set[str], layout: str) -> Iterator[Unread]:
+def _inside(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unread]:
     """Files in the folder, and in the folders in it from which the layout read."""
     read = set(source.identities())
     used = {n[:i] for n in read for i, c in enumerate(n) if c == "/"}
-    deepspeed = layout.startswith(("zero", "universal"))
     for folder in ("", *sorted(f for f in used if "/" not in f)):
         for entry in source.list(folder):
             name = f"{folder}/{entry}" if folder else entry
@@ -152,7 +153,7 @@ def _inside(source: Source, held: set[str], layout: str) -> Iterator[Unread]:
                 yield _row(name, size, *kind, held)
                 continue
             kind = _named(entry + "/")
-            if deepspeed and (kind is None or "global_step" in entry):
+            if saves is not None and (kind is None or saves.folder in entry):
                 continue  # another save, whatever its tag is called
             if kind is not None:
                 yield _row(name + "/", _within(source, name), *kind, held)
@@ -160,22 +161,22 @@ def _inside(source: Source, held: set[str], layout: str) -> Iterator[Unread]:
                 yield _row(name + "/", None, "folder", "", held)
 
 
-def _around(source: Source, held: set[str], layout: str) -> Iterator[Unread]:
+def _around(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unread]:
     """State next to a single file."""
     if not source.root.startswith("http"):  # where listings are pages for people, a question a file is too much
         yield from _siblings(source, set(source.identities()), held, "", None)
 
 
-def _above(source: Source, held: set[str], layout: str) -> Iterator[Unread]:
+def _above(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unread]:
     """State in the folder above, where a trainer spreads one checkpoint over several folders."""
     root = os.path.realpath(source.root) if source.local else source.root
     parent, _, name = root.rpartition("/")
     halves = [kind for pattern, kind in _NEXT_TO if pattern.fullmatch(name)]
-    if not parent or parent.endswith("/") or not (halves or layout.startswith(("zero", "universal"))):
+    if not parent or parent.endswith("/") or not (halves or saves):
         return
     with remote.open_source(parent) as above:
         names = above.list()
-        if not halves and not {"latest", "latest_universal"} & set(names):
+        if not halves and (saves is None or not saves.pointers & set(names)):
             return
         stem = re.sub(r"\d+", "", name)
         same = {n for n in names if re.sub(r"\d+", "", n) == stem}  # other steps, or another model and its optimizer

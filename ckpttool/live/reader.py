@@ -83,13 +83,14 @@ class LiveReader:
         """What `OpenCheckpoint.locate` refuses of files of ranks. Of framed items, which are not all looked into, only steps are
         compared."""
         if not framed and not opened.allow_equal_ranks:
-            mixups.refuse_equal_ranks(self.ckpt, self.source)
+            mixups.refuse_equal_ranks(self.ckpt, self.source, self.layout)
         if framed and not opened.allow_mixed_steps:
             some = {
                 n: t for n, t in self.ckpt.tensors.items() if t.path[:2] == ("optim", "state") and t.path[-1] == "step"
             }
             assert self.layout.locate is not None  # which takes the framing off
-            mixups.refuse_mixed_steps(self.layout.locate(replace(self.ckpt, tensors=some), self.source), self.source)
+            located = self.layout.locate(replace(self.ckpt, tensors=some), self.source)
+            mixups.refuse_mixed_steps(located, self.source, self.layout)
 
     # -------------------------------------------------------------------------------------------------- what is there
 

@@ -165,7 +165,7 @@ def test_two_copies_of_a_model_in_files_of_different_ranks_are_no_mixup(tmp_path
         again = type(t.chunks).whole(t.shape, len(ckpt.files) - 1, *t.chunks[0].extent[1:])
         ckpt.tensors["optim.reference"] = type(t)(t.dtype, t.shape, ("optim", "reference"), again)
         ckpt.ranks = {0: 0, len(ckpt.files) - 1: 1}
-        mixups.refuse_equal_ranks(ckpt, opened.source)
+        mixups.refuse_equal_ranks(ckpt, opened.source, opened.layout)
 
 
 def test_crc32s_of_zeros() -> None:
@@ -264,7 +264,7 @@ def test_a_single_step_in_a_file_is_a_note(tmp_path: Path) -> None:
     with opening.open(folder) as opened:
         ckpt = opened.locate()
         ckpt.tensors = {n: ckpt.tensors[n] for n in [first, *others]}
-        mixups.refuse_mixed_steps(ckpt, opened.source)
+        mixups.refuse_mixed_steps(ckpt, opened.source, opened.layout)
         assert "__2_0.distcp holds step 2" in ckpt.notes[-1]
 
 
