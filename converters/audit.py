@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from ckpttool import bounded_json
-from ckpttool.audit.options import SEALED, SUFFIX, ArchiveOptions
+from ckpttool.audit.options import ENCRYPTED, SUFFIX, ArchiveOptions
 from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError
 from ckpttool.extras import need
 from ckpttool.formats import values
@@ -32,8 +32,8 @@ from ckpttool.storage.source import Source
 
 if TYPE_CHECKING:  # every command asks every layout whether a path is its own, and most paths are not archives
     from ckpttool.audit.archive import Archive
-    from ckpttool.audit.sealing import Sealer
-    from ckpttool.audit.seekable import FrameWriter
+    from ckpttool.audit.encryption import Encryptor
+    from ckpttool.audit.frame_format import FrameWriter
 
 __all__ = ["LAYOUTS"]
 
@@ -45,8 +45,8 @@ def detect(where: Place) -> tuple[bool, str]:
     source, file = where
     if file is None:
         return False, "no file"
-    if not file.endswith((SUFFIX, SEALED)):
-        return False, f"not named {SUFFIX} or {SEALED}"
+    if not file.endswith((SUFFIX, ENCRYPTED)):
+        return False, f"not named {SUFFIX} or {ENCRYPTED}"
     magic = source.read(file, 0, min(len(_AGE), source.size(file)))
     if magic.startswith(_ZSTD):
         return True, "is a zstd file with the name of an archive"
@@ -65,7 +65,7 @@ def mount(where: Place) -> Place:
     assert file is not None
     if isinstance(source, Archive):
         return where
-    if file.endswith(SEALED):
+    if file.endswith(ENCRYPTED):
         raise UsageError(
             f"{source.root}/{file} is encrypted. `ckpttool audit restore --identity FILE` and `audit verify --identity "
             "FILE` read it."
@@ -144,11 +144,11 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     from ckpttool.audit import manifest as records
     from ckpttool.audit import plan, provenance, retention, tarball
     from ckpttool.audit.archive import told
-    from ckpttool.audit.sealing import Sealer
-    from ckpttool.audit.seekable import FrameWriter
+    from ckpttool.audit.encryption import Encryptor
+    from ckpttool.audit.frame_format import FrameWriter
 
     how = options.of(ArchiveOptions)
-    suffix = SEALED if how.recipients else SUFFIX
+    suffix = ENCRYPTED if how.recipients else SUFFIX
     if not options.target.endswith(suffix) or options.target == suffix:
         kind = "an encrypted archive" if how.recipients else "an archive"
         raise UsageError(f"{options.target}: name {kind} *{suffix}.")
@@ -176,7 +176,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
             write(data)
 
         sent[0] = 0
-        seal = Sealer(counted_write, how.recipients) if how.recipients else None
+        seal = Encryptor(counted_write, how.recipients) if how.recipients else None
         frames = FrameWriter(
             seal.append if seal else counted_write,
             planned.cuts,
@@ -186,7 +186,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
             earlier=earlier,
         )
         sinks.append(frames)
-        return _Sealed(frames, seal) if seal else frames
+        return _EncryptedSink(frames, seal) if seal else frames
 
     now = _time(how) or datetime.now(UTC).replace(microsecond=0)
     story = provenance.collect(how, now, mtime, ckpt, source, options.config)
@@ -259,10 +259,10 @@ def _signed(files: Sequence[tuple[str, str]], name: str, how: ArchiveOptions) ->
     return signing.sign(files, name, key=how.key, password=how.password, certificate=how.certificate, chain=how.chain)
 
 
-class _Sealed:
+class _EncryptedSink:
     """Frames that go through a cipher, which begins anew when it is interrupted."""
 
-    def __init__(self, frames: FrameWriter, seal: Sealer) -> None:
+    def __init__(self, frames: FrameWriter, seal: Encryptor) -> None:
         self.frames, self.seal = frames, seal
         self.append, self.settle, self.state = frames.append, frames.settle, frames.state
 
@@ -299,14 +299,14 @@ def refuse_protected(path: str) -> None:
     Raises:
         DestinationExists: it is under retention or a legal hold.
     """
-    from ckpttool.audit import shelf
+    from ckpttool.audit import archive_store
 
-    shelf.refuse_protected(path)
+    archive_store.refuse_protected(path)
 
 
 LAYOUTS = (
     Layout(
         name="audit", title="Audit archive (.tar.zst)", detect=detect, read=read, write=write, mount=mount,
-        is_file=True, suffixes=(SUFFIX, SEALED), aliases=("archive",), options=ArchiveOptions, check_replaceable=refuse_protected,
+        is_file=True, suffixes=(SUFFIX, ENCRYPTED), aliases=("archive",), options=ArchiveOptions, check_replaceable=refuse_protected,
     ),
 )  # fmt: skip

@@ -24,10 +24,10 @@ from ..index.names import COMPONENTS, counted
 from ..storage.source import Identity, Source
 from . import manifest as records
 from . import plan, provenance, retention, sidecar, signing, tarball
-from .options import SEALED, SUFFIX
-from .seekable import FRAME, Cut, DamagedFrame, FrameReader, read_table
+from .frame_format import FRAME, Cut, DamagedFrame, FrameReader, read_table
+from .options import ENCRYPTED, SUFFIX
 
-__all__ = ["SEALED", "SUFFIX", "Archive", "Facts", "facts", "told"]
+__all__ = ["ENCRYPTED", "SUFFIX", "Archive", "Facts", "facts", "told"]
 
 _MOST_README = 64 << 10  # its words may change from version to version; its hash is in the manifest
 _TAIL = (plan.VALUES, plan.MANIFEST, plan.PROVENANCE, plan.RETENTION, plan.SUMS, plan.SIGNATURE)
@@ -317,10 +317,10 @@ def facts(source: Source, file: str) -> Facts:
     Raises:
         CkpttoolError: it is no sound archive.
     """
-    if file.endswith(SEALED):
+    if file.endswith(ENCRYPTED):
         return _sealed_facts(source, file)
     if not file.endswith(SUFFIX):
-        raise NotRecognised(f"{file} is not named like an archive ({SUFFIX}, {SEALED}).")
+        raise NotRecognised(f"{file} is not named like an archive ({SUFFIX}, {ENCRYPTED}).")
     archive = Archive(source, file)
     archive.values()
     return told(

@@ -21,9 +21,9 @@ from ..errors import CkpttoolError
 from ..layouts import Place, place
 from ..storage import remote, urls
 from . import ledger, sidecar
-from .archive import SEALED, Facts
+from .archive import ENCRYPTED, Facts
 from .options import ArchiveOptions
-from .spool import unsealed
+from .spool import decrypted
 
 __all__ = ["Exported", "export", "export_with", "restore", "restore_with"]
 
@@ -195,9 +195,9 @@ def restore_with(
 ) -> ConvertResult:
     """`restore`."""
     where = place(archive)
-    if where.file is not None and where.file.endswith(SEALED) and identities:
+    if where.file is not None and where.file.endswith(ENCRYPTED) and identities:
         folder = scratch or os.path.dirname(os.path.abspath(dst))
-        spool, name = unsealed(where.source, where.file, identities, folder, running.progress)
+        spool, name = decrypted(where.source, where.file, identities, folder, running.progress)
         where.source.close()
         where = Place(spool, name)
     done = convert_with(where, dst, replace(reading, source_layout="audit"), writing, running)

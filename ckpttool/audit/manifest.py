@@ -21,7 +21,7 @@ from ..index.checkpoint import ITEMSIZE, MAX_NUMEL, Chunks, Path, TensorEntry, j
 from ..index.digests import merkle_root
 from ..index.names import COMPONENTS
 from . import plan
-from .planes import BLOCK
+from .byte_planes import BLOCK
 
 __all__ = [
     "SCHEMA",

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from ..errors import UsageError
 
-__all__ = ["SEALED", "SUFFIX", "ArchiveOptions"]
+__all__ = ["ENCRYPTED", "SUFFIX", "ArchiveOptions"]
 
-SUFFIX, SEALED = ".tar.zst", ".tar.zst.age"  # of the names of archives, plain and encrypted
+SUFFIX, ENCRYPTED = ".tar.zst", ".tar.zst.age"  # of the names of archives, plain and encrypted
 
 
 @dataclass(frozen=True)

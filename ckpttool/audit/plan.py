@@ -7,9 +7,9 @@ The members with tensors are planned before a byte is copied. What follows them 
 when it is written. The reader plans again what the manifest says, and an archive that does not look like the plan, to
 the byte, is refused: there is nowhere to hide anything.
 
-Frames (seekable.py) begin at the tar header of every member and at every tensor of at least `LARGE` bytes, so that one
+Frames (frame_format.py) begin at the tar header of every member and at every tensor of at least `LARGE` bytes, so that one
 tensor can be unfolded without its neighbours, and at the end of every member, where an interrupted export can go on.
-Byte planes (planes.py) are made of large tensors only. Such a tensor is stored as one of bytes (U8) with its dtype and
+Byte planes (byte_planes.py) are made of large tensors only. Such a tensor is stored as one of bytes (U8) with its dtype and
 shape in the metadata of its file, so that nobody takes the planes for numbers.
 """
 
@@ -24,7 +24,7 @@ from ..formats import safetensors_header
 from ..index.checkpoint import ITEMSIZE, TensorEntry
 from ..index.names import COMPONENTS
 from . import tarball
-from .seekable import Cut, Member
+from .frame_format import Cut, Member
 
 __all__ = ["LARGE", "MANIFEST", "PROVENANCE", "README", "RETENTION", "SIGNATURE", "SUMS", "VALUES", "Place", "Plan", "groups", "make", "padding_after", "small"]  # fmt: skip
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from ..errors import Corrupt, NoSpace
 from ..storage.destination import write_error
 from ..storage.source import Identity, Source
-from . import sealing
-from .archive import SEALED, SUFFIX
+from . import encryption
+from .archive import ENCRYPTED, SUFFIX
 
-__all__ = ["Spool", "unsealed"]
+__all__ = ["Spool", "decrypted"]
 
 
 class Spool(Source):
@@ -80,7 +80,7 @@ class Spool(Source):
             self._fd = -1
 
 
-def unsealed(
+def decrypted(
     source: Source, file: str, identities: Sequence[str], folder: str, progress: Callable[[str, int, int], None]
 ) -> tuple[Spool, str]:
     """The plain bytes of an encrypted archive, and the name of the archive among them.
@@ -92,11 +92,11 @@ def unsealed(
     Raises:
         UsageError: no identity fits. Corrupt: the ciphertext is damaged. NoSpace: the folder is full.
     """
-    name = file.removesuffix(SEALED) + SUFFIX
+    name = file.removesuffix(ENCRYPTED) + SUFFIX
     spool = Spool(folder, source.root, name)
     try:
-        sealing.unseal(
-            source, file, sealing.parse_identities(identities), spool.append, lambda a, b: progress("decrypt", a, b)
+        encryption.decrypt(
+            source, file, encryption.parse_identities(identities), spool.append, lambda a, b: progress("decrypt", a, b)
         )
     except BaseException:
         spool.close()

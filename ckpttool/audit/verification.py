@@ -25,10 +25,10 @@ from ..engine.fill import Progress, silent
 from ..errors import CkpttoolError, Corrupt, Differs
 from ..layouts import Place, ReadOptions, find
 from ..storage.source import Source
+from . import byte_planes, plan, signing, tarball
 from . import manifest as records
-from . import plan, planes, signing, tarball
 from .archive import Archive
-from .seekable import FRAME, LOOK, FrameReader, Walked, read_table, walk
+from .frame_format import FRAME, LOOK, FrameReader, Walked, read_table, walk
 
 __all__ = ["Finding", "Verdict", "verify_archive"]
 
@@ -322,7 +322,7 @@ class _Reading:
             p, q = max(x, start), min(y, end)
             if p < q:
                 part: Any = view[p - start : q - start]
-                self.digests.setdefault(name, blake3()).update(planes.merge(part, item) if item > 1 else part)
+                self.digests.setdefault(name, blake3()).update(byte_planes.merge(part, item) if item > 1 else part)
         return k
 
     def _judge(self) -> None:

@@ -35,14 +35,14 @@ import zstandard
 from blake3 import blake3
 from click.testing import CliRunner
 
-from ckpttool.audit import ledger, plan, planes, seekable, signing, tarball
+from ckpttool.audit import byte_planes, frame_format, ledger, plan, signing, tarball
 from ckpttool.audit import manifest as records
 from ckpttool.audit.archive import Archive
-from ckpttool.audit.checking import check
 from ckpttool.audit.export import export, restore
+from ckpttool.audit.frame_format import Cut, FrameWriter
 from ckpttool.audit.options import ArchiveOptions
-from ckpttool.audit.seekable import Cut, FrameWriter
 from ckpttool.audit.verification import verify_archive
+from ckpttool.audit.verify import verify
 from ckpttool.cli.main import _fail, app
 from ckpttool.engine import fill
 from ckpttool.engine.opening import open as open_checkpoint
@@ -143,7 +143,7 @@ def parts(k: Kit) -> tuple[list[Piece], list[Cut]]:
     for names, (member, head) in zip(grouped, planned.headers.items(), strict=True):
         if k.headers:
             head = k.headers(member, head)
-        stored = head + b"".join(bytes(planes.split(k.data[n], planned.places[n].item)) for n in names)
+        stored = head + b"".join(bytes(byte_planes.split(k.data[n], planned.places[n].item)) for n in names)
         out.append(piece(member, head + b"".join(k.data[n] for n in names), k.mtime))
         hashes[member] = (len(stored), records.sha256(stored))
     held = values.encode({n: Value(tuple(n.split(".")), v) for n, v in k.values.items()})
@@ -195,17 +195,17 @@ class Frame(NamedTuple):
 def frames_of(path: Path) -> list[Frame]:
     raw = path.read_bytes()
     with Source(path.parent) as s:
-        t = seekable.read_table(s, path.name)
+        t = frame_format.read_table(s, path.name)
     return [Frame(raw[a : a + n], m) for a, n, m in zip(t.offsets, t.sizes, t.lengths, strict=True)]
 
 
 def assembled(path: Path, frames: Sequence[Frame], between: bytes = b"") -> Path:
     """A file of these frames, with tables that fit."""
     crcs = array("I", [crc32(f.data) for f in frames])
-    table = seekable._crc_table(crcs)
+    table = frame_format._crc_table(crcs)
     sizes, lengths = array("I", [len(f.data) for f in frames]), array("I", [f.length for f in frames])
     sums = array("I", [int.from_bytes(f.data[-4:], "little") for f in frames])
-    seek = seekable._seek_table(sizes, lengths, sums, len(table))
+    seek = frame_format._seek_table(sizes, lengths, sums, len(table))
     path.write_bytes(b"".join(f.data for f in frames) + between + table + seek)
     return path
 
@@ -671,7 +671,7 @@ def other(new: Callable[[bytes, bytes, bytes], bytes], lies: int = 0) -> Files:
     """The largest frame is another: of its header, blocks and checksum."""
 
     def act(frames: list[Frame], k: int) -> list[Frame]:
-        n = len(seekable._header(frames[k].length))
+        n = len(frame_format._header(frames[k].length))
         data = frames[k].data
         frames[k] = Frame(new(data[:n], data[n:-4], data[-4:]), frames[k].length + lies)
         return frames
@@ -692,7 +692,7 @@ FRAMES: dict[str, tuple[Files, bytes, bytes, bytes]] = {
     "no size of the content": (other(lambda h, b, c: window(0x04, 0x60) + b + c), b"", b"", b""),
     "no checksum": (other(lambda h, b, c: window(h[4] & ~4) + h[5:] + b), b"", b"", b""),
     "a dictionary": (other(lambda h, b, c: window(h[4] | 1, 7) + h[5:] + b + c), b"", b"", b""),
-    "a size that is too small": (other(lambda h, b, c: seekable._header(1000) + b + c), b"", b"", b""),
+    "a size that is too small": (other(lambda h, b, c: frame_format._header(1000) + b + c), b"", b"", b""),
     "a frame that unfolds to 128 MiB": (other(lambda h, b, c: h + RLE + c), b"", b"", b""),
     "a frame that ends within a block": (other(lambda h, b, c: h + b[:-100] + c), b"", b"", b""),
     "a frame with another checksum": (other(lambda h, b, c: h + b + bytes(4)), b"", b"", b""),
@@ -1080,7 +1080,7 @@ def test_words_of_a_verdict(tmp_path: Path) -> None:
     path = build(tmp_path / "a.tar.zst")
     good = path.read_bytes()
     with Source(tmp_path) as source:
-        table = seekable.read_table(source, path.name)
+        table = frame_format.read_table(source, path.name)
     at = table.offsets[-1] + table.sizes[-1] + 20  # in the table of CRC32s
     path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
     code, said = run("audit", "verify", path, "-q")
@@ -1411,8 +1411,8 @@ def test_attacks_cause_no_event_by_which_a_process_acts(tmp_path: Path, canary: 
     script = """
         import json, os, sys
         import ckpttool, ckpttool.layouts
-        from ckpttool.audit.checking import check
-        from ckpttool.audit.shelf import listing
+        from ckpttool.audit.verify import verify
+        from ckpttool.audit.archive_store import listing
         ckpttool.layouts.layouts()
         home, paths = sys.argv[1], json.load(sys.stdin)
         for first in (True, False):  # what is imported lazily is imported in the first round
@@ -1435,7 +1435,7 @@ def test_attacks_cause_no_event_by_which_a_process_acts(tmp_path: Path, canary: 
             for i, path in enumerate(paths):
                 listening = not first
                 for act in (
-                    lambda: check(path), lambda: ckpttool.inspect(path), lambda: listing(os.path.dirname(path)),
+                    lambda: verify(path), lambda: ckpttool.inspect(path), lambda: listing(os.path.dirname(path)),
                     lambda: ckpttool.convert(path, f"{home}/{first}{i}.pt", to="full", drop=True),
                     lambda: ckpttool.convert(path, f"{home}/{first}{i}", to="dcp", world_size=2, drop=True),
                 ):
@@ -1609,7 +1609,7 @@ def test_what_changes_while_it_is_read(act: Callable[[Path, Path], None], tmp_pa
         restore(str(victim2), home / "d", to="dcp", world_size=2, progress=hook)
     shutil.copy(first.with_suffix(".tar.zst"), victim2)
     try:
-        assert check(
+        assert verify(
             str(victim2), in_ledger=False, progress=meanwhile(victim2, second.with_suffix(".tar.zst"))
         ).findings
     except Corrupt:

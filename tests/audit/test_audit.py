@@ -23,12 +23,12 @@ from safetensors.torch import load_file
 from stores import moto
 
 import ckpttool
-from ckpttool.audit import ledger, manifest, plan, planes, shelf
+from ckpttool.audit import archive_store, byte_planes, ledger, manifest, plan
 from ckpttool.audit.archive import Archive, facts
-from ckpttool.audit.checking import check
 from ckpttool.audit.export import Exported, export, restore
 from ckpttool.audit.options import ArchiveOptions
 from ckpttool.audit.verification import verify_archive
+from ckpttool.audit.verify import verify
 from ckpttool.engine.opening import open as open_checkpoint
 from ckpttool.errors import CkpttoolError, Corrupt, DestinationExists, Differs, NoSpace, Unsupported, UsageError
 from ckpttool.storage.source import Source
@@ -337,19 +337,19 @@ def test_only_and_dtype(of_one_state: list[Path], tmp_path: Path) -> None:
 def test_three_depths(of_one_state: list[Path], tmp_path: Path) -> None:
     path = str(tmp_path / "a.tar.zst")
     done = export(of_one_state[0], path, ArchiveOptions())
-    assert check(path, quick=True).depth == "quick"
-    full = check(path)
+    assert verify(path, quick=True).depth == "quick"
+    full = verify(path)
     assert (full.depth, full.findings, full.merkle_root) == ("full", [], done.facts.merkle_root)
-    assert check(path, deep=True).against == "what the ledger recorded at the export"
-    assert check(path, against=str(of_one_state[3])).depth == "deep"
+    assert verify(path, deep=True).against == "what the ledger recorded at the export"
+    assert verify(path, against=str(of_one_state[3])).depth == "deep"
     with pytest.raises(Differs, match="another state"):
-        check(path, against=str(FIXTURES / "fsdp2_w3/ckpt"))
+        verify(path, against=str(FIXTURES / "fsdp2_w3/ckpt"))
     with pytest.raises(Differs, match="Merkle root"):
-        check(path, root="0" * 64)
+        verify(path, root="0" * 64)
     with pytest.raises(UsageError, match="no ledger"):
         shutil.copy(path, tmp_path / "b.tar.zst")
         (tmp_path / "ledger.jsonl").unlink()
-        check(str(tmp_path / "b.tar.zst"), deep=True)
+        verify(str(tmp_path / "b.tar.zst"), deep=True)
 
 
 def test_altered_bytes_have_a_place(saved: Path, tmp_path: Path) -> None:
@@ -410,7 +410,7 @@ def test_archives_and_a_ledger_of_an_earlier_version(tmp_path: Path) -> None:
         path = str(store / f"{name}.tar.zst")
         key = str(store / "sign.pub") if name == "signed" else None
         for how in ({"quick": True}, {"deep": True}):
-            found = check(path, public_key=key, **how)
+            found = verify(path, public_key=key, **how)
             assert found.findings == [] and "recorded on" in str(found.ledger)
         step = 2 if name == "signed" else 1
         ckpttool.convert(path, tmp_path / f"{name}.pt", to="full")
@@ -418,8 +418,8 @@ def test_archives_and_a_ledger_of_an_earlier_version(tmp_path: Path) -> None:
         big = (torch.arange(131 * 1024) % 131).to(torch.bfloat16).reshape(131, 1024)
         assert torch.equal(back["model"]["big"], big) and back["trainer"]["step"] == step
         assert torch.equal(back["model"]["w"], torch.arange(12.0).reshape(3, 4) * step)
-    assert check(str(store / "sealed.tar.zst.age"), deep=True).findings == []
-    rows = {r.name.partition(".")[0]: r for r in shelf.listing(str(store))}
+    assert verify(str(store / "sealed.tar.zst.age"), deep=True).findings == []
+    rows = {r.name.partition(".")[0]: r for r in archive_store.listing(str(store))}
     assert {n: (r.ledger, r.held) for n, r in rows.items()} == {
         "plain": ("match", ()), "signed": ("match", ("case 2",)), "sealed": ("match", ("case 1",)),
     }  # fmt: skip
@@ -429,7 +429,7 @@ def test_archives_and_a_ledger_of_an_earlier_version(tmp_path: Path) -> None:
     assert ledger.verify(str(store))["entries"] == 12
     with pytest.raises(Differs, match="another archive than the one recorded as plain"):
         shutil.copy(store / "signed.tar.zst", store / "plain.tar.zst")
-        check(str(store / "plain.tar.zst"))
+        verify(str(store / "plain.tar.zst"))
 
 
 # ------------------------------------------------------------------------------------------- an export and its line
@@ -474,11 +474,11 @@ def test_an_archive_without_its_line_is_told_and_can_be_added(tmp_path: Path, mo
             CkpttoolError, match=r"No locks.*is whole, but the ledger has no line.*ledger add '.*a b\.tar"
         ):
             export(small(tmp_path / "s.pt"), str(path), ArchiveOptions(hold="case"))
-    assert "does not know" in str(check(str(path)).ledger)
-    assert shelf.listing(str(tmp_path))[0].ledger == "unknown"
-    entry = shelf.add(str(path))
+    assert "does not know" in str(verify(str(path)).ledger)
+    assert archive_store.listing(str(tmp_path))[0].ledger == "unknown"
+    entry = archive_store.add(str(path))
     assert (entry["event"], entry["archive"], entry["legal_hold"]) == ("add", "a b.tar.zst", "case")
-    assert check(str(path), deep=True).findings == [] and shelf.listing(str(tmp_path))[0].ledger == "match"
+    assert verify(str(path), deep=True).findings == [] and archive_store.listing(str(tmp_path))[0].ledger == "match"
 
 
 def test_a_sealed_archive_without_its_sidecar_is_told(
@@ -505,10 +505,10 @@ def test_a_sealed_archive_is_added_if_its_ciphertext_is_the_one_described(
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(Corrupt, match="ciphertext is not the one"):
-        shelf.add(str(path))
+        archive_store.add(str(path))
     path.write_bytes(data)
-    assert shelf.add(str(path))["ciphertext_sha256"] == hashlib.sha256(data).hexdigest()
-    assert check(str(path), deep=True).findings == []
+    assert archive_store.add(str(path))["ciphertext_sha256"] == hashlib.sha256(data).hexdigest()
+    assert verify(str(path), deep=True).findings == []
 
 
 def test_an_export_on_a_clock_that_went_back_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -628,8 +628,8 @@ def test_sealed_and_opened(of_one_state: list[Path], tmp_path: Path, keys: tuple
     assert said["ciphertext"]["sha256"] == hashlib.sha256(data).hexdigest()
     assert said["archive"]["merkle_root"] == done.facts.merkle_root == ckpttool.digest(of_one_state[0]).digest["all"]
     assert facts(Source(tmp_path), path.name).encrypted
-    assert check(str(path)).findings == []  # the ciphertext, without a key
-    inside = check(str(path), identities=[str(identity)], against=str(of_one_state[2]))
+    assert verify(str(path)).findings == []  # the ciphertext, without a key
+    inside = verify(str(path), identities=[str(identity)], against=str(of_one_state[2]))
     assert inside.findings == [] and inside.merkle_root == done.facts.merkle_root
     restore(str(path), tmp_path / "d", identities=[str(identity)], to="dcp", world_size=2)
     assert ckpttool.diff(tmp_path / "d", of_one_state[0]).equal
@@ -637,12 +637,12 @@ def test_sealed_and_opened(of_one_state: list[Path], tmp_path: Path, keys: tuple
         ckpttool.inspect(path)
     if shutil.which("age"):
         subprocess.run(["age", "-d", "-i", str(identity), "-o", str(tmp_path / "p.tar.zst"), str(path)], check=True)
-        assert check(str(tmp_path / "p.tar.zst")).findings == []
+        assert verify(str(tmp_path / "p.tar.zst")).findings == []
     path.write_bytes(data[:-1000] + bytes([data[-1000] ^ 1]) + data[-999:])
-    wrong = check(str(path)).findings
+    wrong = verify(str(path)).findings
     assert len(wrong) == 1 and wrong[0].file_start == 0 and wrong[0].file_end == len(data)
     with pytest.raises(Corrupt):
-        check(str(path), identities=[str(identity)])
+        verify(str(path), identities=[str(identity)])
     left = {p.name for p in tmp_path.iterdir()}
     assert left <= {"identity.txt", path.name, path.name + ".json", "ledger.jsonl", "d", "p.tar.zst"}
 
@@ -657,28 +657,28 @@ def test_a_store_in_s3(of_one_state: list[Path], tmp_path: Path, monkeypatch: py
     assert there.facts.merkle_root == local.facts.merkle_root and there.entry is not None
     with pytest.raises(DestinationExists):
         export(of_one_state[1], f"{url}/a.tar.zst", ArchiveOptions())
-    assert check(f"{url}/a.tar.zst", against=str(of_one_state[0])).findings == []
+    assert verify(f"{url}/a.tar.zst", against=str(of_one_state[0])).findings == []
     assert ckpttool.inspect(f"{url}/a.tar.zst").step == 3
     restore(f"{url}/a.tar.zst", tmp_path / "d", to="dcp", world_size=3)
     assert ckpttool.diff(tmp_path / "d", of_one_state[0]).equal
-    from ckpttool.audit import shelf
+    from ckpttool.audit import archive_store
 
     export(of_one_state[1], f"{url}/b.tar.zst", ArchiveOptions(meta=(("run", "x"),)))
-    rows = {r.name: r for r in shelf.listing(url)}
+    rows = {r.name: r for r in archive_store.listing(url)}
     assert rows["a.tar.zst"].held == ("case 7",) and rows["a.tar.zst"].verified
-    done = shelf.prune(url, keep_last=1)
+    done = archive_store.prune(url, keep_last=1)
     assert (done.deleted, set(done.kept), set(done.refused)) == ((), {"b.tar.zst"}, {"a.tar.zst"})
 
 
 def test_the_readers_of_planes_agree_with_numpy() -> None:
-    data = os.urandom(planes.BLOCK * 2 + 4096)
+    data = os.urandom(byte_planes.BLOCK * 2 + 4096)
     for item in (1, 2, 4, 8, 16):
-        stored = bytes(planes.split(data, item))
+        stored = bytes(byte_planes.split(data, item))
         want = b"".join(
-            np.frombuffer(data[a : a + planes.BLOCK], "u1").reshape(-1, item).T.tobytes()
-            for a in range(0, len(data), planes.BLOCK)
+            np.frombuffer(data[a : a + byte_planes.BLOCK], "u1").reshape(-1, item).T.tobytes()
+            for a in range(0, len(data), byte_planes.BLOCK)
         )
-        assert stored == want and bytes(planes.merge(stored, item)) == data
+        assert stored == want and bytes(byte_planes.merge(stored, item)) == data
 
 
 def test_a_cast_on_the_way_back_does_not_hide_what_was_altered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,8 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.audit import planes, seekable
-from ckpttool.audit.seekable import FRAME, Cut, FrameReader, FrameWriter, Member, Walked, read_table, walk
+from ckpttool.audit import byte_planes, frame_format
+from ckpttool.audit.frame_format import FRAME, Cut, FrameReader, FrameWriter, Member, Walked, read_table, walk
 from ckpttool.errors import CkpttoolError, Corrupt, NotRecognised, RemoteError, SourceChanged, Unsafe
 from ckpttool.index.draft import EarlierFile
 from ckpttool.storage.source import Source
@@ -150,8 +150,8 @@ def whole(data: bytes) -> bytes:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frames of 4 KiB and blocks of 1 KiB, so that a few bytes have many."""
-    monkeypatch.setattr(seekable, "FRAME", 4096)
-    monkeypatch.setattr(planes, "BLOCK", 1024)
+    monkeypatch.setattr(frame_format, "FRAME", 4096)
+    monkeypatch.setattr(byte_planes, "BLOCK", 1024)
 
 
 # -------------------------------------------------------------------------------------------------------- byte planes
@@ -159,9 +159,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(st.binary(max_size=200), st.sampled_from([1, 2, 4, 8, 16]))
 def test_planes_are_what_the_contract_says_and_come_back(data: bytes, item: int) -> None:
-    made = planes.split(data, item)
+    made = byte_planes.split(data, item)
     assert bytes(made) == planes_of(data, item)
-    assert bytes(planes.merge(made, item)) == data
+    assert bytes(byte_planes.merge(made, item)) == data
 
 
 @pytest.mark.parametrize("item", [1, 2, 4, 8, 16])
@@ -172,9 +172,9 @@ def test_blocks_begin_every_mebibyte(item: int, size: int) -> None:
         np.frombuffer(data[a : a + (1 << 20)], "u1").reshape(-1, item).T.tobytes() for a in range(0, size, 1 << 20)
     )
     out = memoryview(bytearray(size + 3))[3:]  # not aligned
-    assert bytes(planes.split(data, item, out)) == want == bytes(out)
+    assert bytes(byte_planes.split(data, item, out)) == want == bytes(out)
     back = memoryview(bytearray(size + 1))[1:]
-    assert bytes(planes.merge(out, item, back)) == data == bytes(back)
+    assert bytes(byte_planes.merge(out, item, back)) == data == bytes(back)
 
 
 # ------------------------------------------------------------------------------------------------------------ the file
@@ -369,7 +369,7 @@ def test_an_interrupted_file_is_gone_on_with(
         feed(writer, data[stop : stop + 3000], dice)  # written on for a while, and lost
         writer.close()
     made: list[int] = []
-    monkeypatch.setattr(seekable._Compress, "__call__", counted(seekable._Compress.__call__, made))
+    monkeypatch.setattr(frame_format._Compress, "__call__", counted(frame_format._Compress.__call__, made))
     for lie in (
         None,
         {},
@@ -444,7 +444,7 @@ def test_what_write_raises_reaches_the_caller_and_closing_ends(small: None) -> N
 def test_no_more_frames_are_in_flight_than_promised(jobs: int, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, lock = threading.Semaphore(0), threading.Lock()
     begun = 0
-    real = seekable._Compress.__call__
+    real = frame_format._Compress.__call__
 
     def slow(self: Any, data: memoryview, item: int, fast: bool) -> tuple[bytes, int]:
         nonlocal begun
@@ -453,7 +453,7 @@ def test_no_more_frames_are_in_flight_than_promised(jobs: int, small: None, monk
         gate.acquire()
         return real(self, data, item, fast)
 
-    monkeypatch.setattr(seekable._Compress, "__call__", slow)
+    monkeypatch.setattr(frame_format._Compress, "__call__", slow)
     written: list[int] = []
     writer = FrameWriter(lambda b: written.append(len(b)), [Cut(0, 1, False)], [], level=1, jobs=jobs)
     frames, most, seen = 40, 2 * jobs + 2, 0
@@ -532,7 +532,7 @@ def size(data: bytes, item: int) -> int:
 @pytest.mark.parametrize("item", [1, 4])
 def test_moments_of_adam_are_as_small_as_with_plain_level_1(item: int) -> None:
     for name, data in regression_moments().items():
-        shuffled = bytes(planes.split(data, item))
+        shuffled = bytes(byte_planes.split(data, item))
         assert size(data, item) <= plain(shuffled), name
         if item > 1:
             assert size(data, item) < 0.93 * plain(data), name
@@ -913,7 +913,7 @@ def test_tables_that_contradict_the_file_are_corrupt() -> None:
 
 def test_looking_for_frames_in_a_hostile_file_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Headers everywhere, and a chain of blocks from each that leads past all others to the end: not all for each."""
-    monkeypatch.setattr(seekable, "_PATIENCE", 1 << 18)
+    monkeypatch.setattr(frame_format, "_PATIENCE", 1 << 18)
     good = frame_of(b"behind it all")
     link = b"\x28\xb5\x2f\xfd\x24\x05" + (6 << 3).to_bytes(3, "little")
     begin = time.monotonic()

@@ -43,7 +43,7 @@ def verify(
 
 def add(archive: ArchivePath, as_json: Json = False) -> None:
     """Record an archive that the ledger of its store does not know; prints its line if it does."""
-    from ...audit.shelf import add as run
+    from ...audit.archive_store import add as run
 
     print_entry(run(archive), as_json)
 

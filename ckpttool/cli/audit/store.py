@@ -22,7 +22,7 @@ __all__ = ["hold", "list_", "prune", "release"]
 
 def list_(store: Store, as_json: Json = False) -> None:
     """List the archives of a store: what, when, until when, what holds it, who signed, when it was last checked."""
-    from ...audit.shelf import listing
+    from ...audit.archive_store import listing
     from ...engine.inspect import human
 
     rows = listing(store)
@@ -81,8 +81,8 @@ def prune(
     as_json: Json = False,
 ) -> None:
     """Delete the archives that no policy keeps; never one under retention or a legal hold, undated or damaged."""
+    from ...audit.archive_store import prune as run
     from ...audit.retention import age
-    from ...audit.shelf import prune as run
     from ...engine.inspect import human
 
     done = run(
@@ -110,7 +110,7 @@ def hold(
     as_json: Json = False,
 ) -> None:
     """Put an archive under a legal hold: nothing deletes it until the hold is released."""
-    from ...audit.shelf import hold as run
+    from ...audit.archive_store import hold as run
 
     print_entry(run(archive, reason), as_json)
 
@@ -121,6 +121,6 @@ def release(
     as_json: Json = False,
 ) -> None:
     """Release an archive from its legal holds; retention goes on."""
-    from ...audit.shelf import release as run
+    from ...audit.archive_store import release as run
 
     print_entry(run(archive, reason), as_json)

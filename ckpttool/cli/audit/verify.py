@@ -55,14 +55,14 @@ def verify(
     quiet: Quiet = False,
 ) -> None:
     """Check an archive without extracting it; exit 4 when it is damaged, 5 when it is another than it should be."""
-    from ...audit.checking import check
+    from ...audit.verify import verify
 
     if quick and (deep or against or root):
         raise UsageError("--quick reads no data, so it goes with neither --deep, --against nor --root.")
     meter = Meter(quiet)
     began = time.monotonic()
     try:
-        found = check(
+        found = verify(
             archive, quick=quick, deep=deep, public_key=public_key, certificates=cert or (), against=against, root=root,
             identities=identity or (), scratch=scratch, in_ledger=not no_ledger, jobs=threads_of(jobs), progress=meter,
         )  # fmt: skip

@@ -38,7 +38,7 @@ from ..errors import CkpttoolError, Corrupt, NotRecognised, RemoteError, SourceC
 from ..formats.crc import crc32
 from ..index.draft import EarlierFile
 from ..storage.source import Source
-from . import planes
+from . import byte_planes
 
 __all__ = [
     "FRAME",
@@ -133,10 +133,10 @@ class _Compress:
 
     def _repeats(self, data: memoryview, item: int) -> bool:
         sample = bytearray()
-        for at in range(0, len(data), planes.BLOCK):
-            block = data[at : at + planes.BLOCK]
+        for at in range(0, len(data), byte_planes.BLOCK):
+            block = data[at : at + byte_planes.BLOCK]
             n = len(block) // item
-            sample += block[(item - 2) * n :][: min(n, planes.BLOCK // 4)]
+            sample += block[(item - 2) * n :][: min(n, byte_planes.BLOCK // 4)]
         return len(self._compressor(0).compress(sample)) < len(sample) - (len(sample) >> 5)
 
 
@@ -221,23 +221,23 @@ class FrameWriter:
             self._buffer[at : at + n] = view[:n]
             return n
         if not self._waiting:
-            n = room if len(view) >= room else len(view) - len(view) % planes.BLOCK
+            n = room if len(view) >= room else len(view) - len(view) % byte_planes.BLOCK
             if n:
-                planes.split(view[:n], item, self._buffer[at : at + n])
+                byte_planes.split(view[:n], item, self._buffer[at : at + n])
                 return n
             if not self._block:
-                self._block = memoryview(bytearray(planes.BLOCK))
-        n = min(planes.BLOCK - self._waiting, room, len(view))
+                self._block = memoryview(bytearray(byte_planes.BLOCK))
+        n = min(byte_planes.BLOCK - self._waiting, room, len(view))
         self._block[self._waiting : self._waiting + n] = view[:n]
         self._waiting += n
-        if self._waiting == planes.BLOCK or n == room:
+        if self._waiting == byte_planes.BLOCK or n == room:
             self._split_waiting(at + n)
         return n
 
     def _split_waiting(self, end: int) -> None:
         assert self._buffer is not None
         item, n = self.cuts[self._cut].item, self._waiting
-        planes.split(self._block[:n], item, self._buffer[end - n : end])
+        byte_planes.split(self._block[:n], item, self._buffer[end - n : end])
         self._waiting = 0
 
     def _submit(self) -> None:
@@ -571,7 +571,7 @@ class FrameReader:
             skip = offset - table.starts[i]
             n = min(len(view), table.lengths[i] - skip)
             if n == table.lengths[i] and i not in self._frames:
-                planes.merge(self._stored(i), self.item_at(offset), view[:n])
+                byte_planes.merge(self._stored(i), self.item_at(offset), view[:n])
             else:
                 view[:n] = self._kept(i)[skip : skip + n]
             view, offset, i = view[n:], offset + n, i + 1
@@ -588,7 +588,7 @@ class FrameReader:
             self._frames.move_to_end(i)
         if mine:
             try:
-                future.set_result(planes.merge(self._stored(i), self.item_at(self.table.starts[i])))
+                future.set_result(byte_planes.merge(self._stored(i), self.item_at(self.table.starts[i])))
             except BaseException as e:
                 with self._lock:
                     self._frames.pop(i, None)

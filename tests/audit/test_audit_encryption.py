@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from ckpttool.audit import sealing
-from ckpttool.audit.sealing import Sealer, parse_identities, parse_recipients, unseal
+from ckpttool.audit import encryption
+from ckpttool.audit.encryption import Encryptor, decrypt, parse_identities, parse_recipients
 from ckpttool.errors import CkpttoolError, Corrupt, UsageError
 from ckpttool.storage.source import Source
 
@@ -30,7 +30,7 @@ needs_age = pytest.mark.skipif(AGE is None, reason="no `age` on this machine; py
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
     yield
-    assert not [t for t in threading.enumerate() if t.name == "ckpttool-seal"]
+    assert not [t for t in threading.enumerate() if t.name == "ckpttool-age"]
 
 
 class Key:
@@ -54,14 +54,14 @@ def key(tmp_path: Path) -> Key:
 
 def sealed(data: bytes, *recipients: str, cuts: Callable[[int], int] = lambda at: MIB) -> bytes:
     out: list[bytes] = []
-    seal = Sealer(out.append, recipients)
+    encryptor = Encryptor(out.append, recipients)
     at = 0
     while at < len(data):
         n = cuts(at)
-        seal.append(memoryview(data)[at : at + n])
+        encryptor.append(memoryview(data)[at : at + n])
         at += n
-    seal.finish()
-    seal.close()
+    encryptor.finish()
+    encryptor.close()
     return b"".join(out)
 
 
@@ -69,7 +69,7 @@ def opened(folder: Path, data: bytes, identities: list[Any], steps: list[tuple[i
     (folder / "x.age").write_bytes(data)
     out: list[bytes] = []
     with Source(folder) as source:
-        unseal(source, "x.age", identities, out.append, lambda a, b: None if steps is None else steps.append((a, b)))
+        decrypt(source, "x.age", identities, out.append, lambda a, b: None if steps is None else steps.append((a, b)))
     return b"".join(out)
 
 
@@ -114,25 +114,25 @@ def test_appends_of_any_length(tmp_path: Path, key: Key) -> None:
         assert opened(tmp_path, sealed(data, key.public, cuts=cuts), key.identities) == data
     shorts = memoryview(data[: 2 * MIB]).cast("H")
     out: list[bytes] = []
-    seal = Sealer(out.append, [key.public])
-    seal.append(shorts)
-    seal.append(b"")
-    seal.finish()
+    encryptor = Encryptor(out.append, [key.public])
+    encryptor.append(shorts)
+    encryptor.append(b"")
+    encryptor.finish()
     with pytest.raises(AssertionError, match="after the end"):
-        seal.append(b"more")
-    seal.close()
+        encryptor.append(b"more")
+    encryptor.close()
     assert opened(tmp_path, b"".join(out), key.identities) == data[: 2 * MIB]
 
 
 def test_data_is_not_kept(tmp_path: Path, key: Key) -> None:
     out: list[bytes] = []
-    seal = Sealer(out.append, [key.public])
+    encryptor = Encryptor(out.append, [key.public])
     buffer = bytearray(b"a" * 100_000)
-    seal.append(memoryview(buffer))
+    encryptor.append(memoryview(buffer))
     buffer[:] = b"b" * 100_000
-    seal.append(buffer)
-    seal.finish()
-    seal.close()
+    encryptor.append(buffer)
+    encryptor.finish()
+    encryptor.close()
     assert opened(tmp_path, b"".join(out), key.identities) == b"a" * 100_000 + b"b" * 100_000
 
 
@@ -145,19 +145,19 @@ def test_forty_mebibytes_in_bounded_queues(tmp_path: Path, key: Key, monkeypatch
     def write(piece: bytes) -> None:
         threads.add(threading.current_thread())
         time.sleep(0.001)  # a slow disk
-        most[1] = max(most[1], len(piece), seal._sealed_bytes, sum(map(len, list(seal._sealed))))
+        most[1] = max(most[1], len(piece), encryptor._encrypted_bytes, sum(map(len, list(encryptor._encrypted))))
         out.append(piece)
 
-    seal = Sealer(write, [key.public])
+    encryptor = Encryptor(write, [key.public])
     for at in range(0, len(data), 3 * MIB):
-        seal.append(data[at : at + 3 * MIB])
-        with seal._changed:
-            assert seal._plain_bytes == sum(map(len, seal._plain))
-            most[0] = max(most[0], seal._plain_bytes)
-    seal.finish()
-    seal.close()
+        encryptor.append(data[at : at + 3 * MIB])
+        with encryptor._changed:
+            assert encryptor._plain_bytes == sum(map(len, encryptor._plain))
+            most[0] = max(most[0], encryptor._plain_bytes)
+    encryptor.finish()
+    encryptor.close()
     assert threads == {threading.current_thread()}
-    assert 0 < most[0] <= sealing.WAITING == 4 * MIB and 0 < most[1] <= 4 * MIB
+    assert 0 < most[0] <= encryption.WAITING == 4 * MIB and 0 < most[1] <= 4 * MIB
     assert len(out) > 9
     assert opened(tmp_path, b"".join(out), key.identities) == data
 
@@ -165,23 +165,23 @@ def test_forty_mebibytes_in_bounded_queues(tmp_path: Path, key: Key, monkeypatch
 def test_memory_is_constant_for_half_a_gibibyte(tmp_path: Path, key: Key) -> None:
     code = f"""
 import resource
-from ckpttool.audit.sealing import Sealer, parse_identities, unseal
+from ckpttool.audit.encryption import Encryptor, parse_identities, decrypt
 from ckpttool.storage.source import Source
 piece = bytes(range(256)) * 8192
 total = 0
 with open({str(tmp_path / "big.age")!r}, "wb") as f:
-    seal = Sealer(f.write, [{key.public!r}])
-    seal.append(piece)
+    encryptor = Encryptor(f.write, [{key.public!r}])
+    encryptor.append(piece)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(255):
-        seal.append(piece)
-    seal.finish()
-    seal.close()
+        encryptor.append(piece)
+    encryptor.finish()
+    encryptor.close()
 def write(data):
     global total
     total += len(data)
 with Source({str(tmp_path)!r}) as source:
-    unseal(source, "big.age", parse_identities([{key.file!r}]), write, lambda a, b: None)
+    decrypt(source, "big.age", parse_identities([{key.file!r}]), write, lambda a, b: None)
 print(total, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -191,12 +191,12 @@ print(total, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_a_queue_of_many_small_pieces_is_bounded_too(key: Key) -> None:
-    seal = Sealer(lambda data: None, [key.public])
+    encryptor = Encryptor(lambda data: None, [key.public])
     for _ in range(20_000):
-        seal.append(b"x")
-        assert len(seal._plain) <= 256
-    seal.finish()
-    seal.close()
+        encryptor.append(b"x")
+        assert len(encryptor._plain) <= 256
+    encryptor.finish()
+    encryptor.close()
 
 
 # -------------------------------------------------------------------------------------------------------- recipients
@@ -255,7 +255,7 @@ def test_recipients_that_are_none(tmp_path: Path, key: Key, ssh: Path) -> None:
     with pytest.raises(UsageError, match=r"bad\.txt is not text"):
         parse_recipients([str(bad)])
     with pytest.raises(UsageError, match="encryption needs a recipient"):
-        Sealer(lambda data: None, [])
+        Encryptor(lambda data: None, [])
 
 
 def test_secret_keys_are_never_shown(tmp_path: Path, key: Key, ssh: Path) -> None:
@@ -301,7 +301,7 @@ def test_without_pyrage(tmp_path: Path, key: Key, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(builtins, "__import__", missing)
     for call in (
-        lambda: Sealer(lambda data: None, [key.public]), lambda: parse_identities([key.file]),
+        lambda: Encryptor(lambda data: None, [key.public]), lambda: parse_identities([key.file]),
         lambda: opened(tmp_path, b"", []),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=r"pip install 'ckpttool\[audit\]'"):
@@ -340,7 +340,7 @@ def test_flipped_bits_are_all_refused_and_located(tmp_path: Path, key: Key) -> N
         got: list[bytes] = []
         (tmp_path / "x.age").write_bytes(damaged)
         with Source(tmp_path) as source, pytest.raises((Corrupt, UsageError)) as caught:
-            unseal(source, "x.age", key.identities, got.append, lambda a, b: None)
+            decrypt(source, "x.age", key.identities, got.append, lambda a, b: None)
         assert data.startswith(b"".join(got))
         if place >= start:
             first = start + (place - start) // piece * piece
@@ -388,16 +388,16 @@ def test_a_write_that_fails_ends_cleanly(key: Key, after: int, error: BaseExcept
         if calls > after:
             raise error
 
-    seal = Sealer(write, [key.public])
+    encryptor = Encryptor(write, [key.public])
     with pytest.raises(type(error)) as caught:
         for _ in range(100):
-            seal.append(bytes(MIB))
+            encryptor.append(bytes(MIB))
     assert caught.value is error
-    for again in (lambda: seal.append(b"x"), seal.finish):
+    for again in (lambda: encryptor.append(b"x"), encryptor.finish):
         with pytest.raises(CkpttoolError, match="is incomplete"):
             again()
-    seal.close()
-    seal.close()
+    encryptor.close()
+    encryptor.close()
     assert calls == after + 1
 
 
@@ -405,21 +405,21 @@ def test_a_write_that_fails_in_finish(key: Key) -> None:
     def write(data: bytes) -> None:
         raise OSError(28, "full")
 
-    seal = Sealer(write, [key.public])
-    seal.append(b"few")
+    encryptor = Encryptor(write, [key.public])
+    encryptor.append(b"few")
     with pytest.raises(OSError, match="full"):
-        seal.finish()
-    seal.close()
+        encryptor.finish()
+    encryptor.close()
 
 
 @pytest.mark.parametrize("amount", [0, 1, 4 * MIB, 9 * MIB])
 def test_close_in_the_middle(key: Key, amount: int) -> None:
     out: list[bytes] = []
-    seal = Sealer(out.append, [key.public])
-    seal.append(bytes(amount))
-    seal.close()
+    encryptor = Encryptor(out.append, [key.public])
+    encryptor.append(bytes(amount))
+    encryptor.close()
     with pytest.raises(CkpttoolError, match="given up"):
-        seal.append(b"x")
+        encryptor.append(b"x")
 
 
 def test_an_error_of_the_cipher_comes_out(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,13 +428,13 @@ def test_an_error_of_the_cipher_comes_out(key: Key, monkeypatch: pytest.MonkeyPa
         raise pyrage.EncryptError("broken")
 
     monkeypatch.setattr(pyrage, "encrypt_io", fails)
-    seal = Sealer(lambda data: None, [key.public])
+    encryptor = Encryptor(lambda data: None, [key.public])
     with pytest.raises(CkpttoolError, match=r"encryption failed \(broken\)"):
         for _ in range(100):
-            seal.append(bytes(MIB))
+            encryptor.append(bytes(MIB))
     with pytest.raises(CkpttoolError, match=r"encryption failed \(broken\)"):
-        seal.finish()
-    seal.close()
+        encryptor.finish()
+    encryptor.close()
 
 
 @pytest.mark.parametrize("error", [OSError(28, "full"), KeyboardInterrupt(), Corrupt("x")])
@@ -452,7 +452,7 @@ def test_errors_on_the_way_out_are_what_they_were(
             return fail() if where == "read" and offset else super().read(name, offset, length)
 
     with Failing(tmp_path) as source, pytest.raises(type(error)) as caught:
-        unseal(
+        decrypt(
             source, "x.age", key.identities, fail if where == "write" else lambda data: None,
             fail if where == "progress" else lambda a, b: None,
         )  # fmt: skip
@@ -469,6 +469,6 @@ def test_remote_sources_give_reads_of_a_mebibyte(tmp_path: Path, key: Key) -> No
             return super().read(name, offset, length)
 
     with Counting(tmp_path) as source:
-        unseal(source, "x.age", key.identities, lambda data: None, lambda a, b: None)
+        decrypt(source, "x.age", key.identities, lambda data: None, lambda a, b: None)
         size = source.size("x.age")
     assert asked == [(0, MIB), (0, MIB), (MIB, MIB), (2 * MIB, MIB), (3 * MIB, size - 3 * MIB)]

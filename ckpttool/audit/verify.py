@@ -14,15 +14,15 @@ from ..layouts import place
 from ..storage import remote, urls
 from ..storage.source import Source
 from . import ledger, sidecar
-from .archive import SEALED
-from .shelf import disagreements
-from .spool import unsealed
+from .archive import ENCRYPTED
+from .archive_store import disagreements
+from .spool import decrypted
 from .verification import Finding, Verdict, verify_archive
 
-__all__ = ["check"]
+__all__ = ["verify"]
 
 
-def check(
+def verify(
     path: str,
     *,
     quick: bool = False,
@@ -68,7 +68,7 @@ def check(
     try:
         root = str(recorded[file].get("merkle_root")) if by_ledger else root
         name = file
-        if file.endswith(SEALED):
+        if file.endswith(ENCRYPTED):
             if not identities:
                 if public_key or certificates or against:
                     raise UsageError(f"{path} is encrypted: give --identity to look inside.")
@@ -76,7 +76,7 @@ def check(
                 found.ledger = unread
                 _compare(found, store, file, lines, recorded, by_ledger)
                 return _note(found, store, file, in_ledger)
-            spool, name = unsealed(source, file, identities, scratch or _here(source), progress)
+            spool, name = decrypted(source, file, identities, scratch or _here(source), progress)
             source.close()
             source = spool
         found = verify_archive(

@@ -26,7 +26,7 @@ from ..errors import CkpttoolError, Corrupt, DestinationExists, Differs, RemoteE
 from ..storage import remote, upload, urls
 from ..storage.source import Source
 from . import ledger, sidecar
-from .archive import SEALED, SUFFIX, Facts, facts
+from .archive import ENCRYPTED, SUFFIX, Facts, facts
 from .retention import stamp, time_of
 
 __all__ = ["Pruned", "Row", "add", "disagreements", "evidence", "hold", "listing", "prune", "refuse_protected", "release"]  # fmt: skip
@@ -124,7 +124,7 @@ def _backwards(name: str) -> tuple[int, ...]:
 
 def _names(store: str) -> list[str]:
     with remote.open_source(store) as source:
-        return [n for n in source.list() if n.endswith((SUFFIX, SEALED))]
+        return [n for n in source.list() if n.endswith((SUFFIX, ENCRYPTED))]
 
 
 def _look(store: str, name: str) -> tuple[Source, Facts | str]:
@@ -334,7 +334,7 @@ def add(archive: str) -> dict[str, Any]:
         raise Corrupt(f"{urls.redact_url(archive)} is not a sound archive: {known}")
     recorded = ledger.records(ledger.read(store))
     facts = {k: v for k, v in asdict(known).items() if k != "name"}
-    if name.endswith(SEALED):
+    if name.endswith(ENCRYPTED):
         with remote.open_source(store) as fresh:
             want = sidecar.read(fresh, name)["ciphertext"]
             have = sidecar.ciphertext(fresh, name, silent)
@@ -361,8 +361,8 @@ def _placed(archive: str, reason: str) -> tuple[str, str]:
 
 def _named(archive: str) -> tuple[str, str]:
     store, name = urls.split(archive) if urls.is_url(archive) else os.path.split(os.path.abspath(archive))
-    if not name.endswith((SUFFIX, SEALED)):
-        raise UsageError(f"{urls.redact_url(archive)} is not named like an archive ({SUFFIX}, {SEALED}).")
+    if not name.endswith((SUFFIX, ENCRYPTED)):
+        raise UsageError(f"{urls.redact_url(archive)} is not named like an archive ({SUFFIX}, {ENCRYPTED}).")
     return store, name
 
 
@@ -544,7 +544,7 @@ def _delete(store: str, row: Row, source: Source, history: _History, now: dateti
         try:
             source.assert_unchanged()
             _remove(store, row.name)
-            if row.name.endswith(SEALED):
+            if row.name.endswith(ENCRYPTED):
                 lost = sidecar.name(row.name)
                 _remove(store, lost)
         except CkpttoolError as e:

@@ -5,7 +5,7 @@
 
 So each bit of a file is proven before what it stands for is given out, and so is its end. `age -d -i key FILE` reads it.
 
-pyrage wants to read plain bytes and to write ciphertext itself. `Sealer` therefore lets it run in a thread, between two
+pyrage wants to read plain bytes and to write ciphertext itself. `Encryptor` therefore lets it run in a thread, between two
 queues of limited size; only the caller's thread touches what is outside. Reading needs no thread.
 
 Source: the age format, https://age-encryption.org/v1 (C2SP, age.md).
@@ -23,7 +23,7 @@ from ..errors import CkpttoolError, Corrupt, UsageError
 from ..extras import missing
 from ..storage.source import Source
 
-__all__ = ["Sealer", "parse_identities", "parse_recipients", "unseal"]
+__all__ = ["Encryptor", "decrypt", "parse_identities", "parse_recipients"]
 
 WAITING = 4 << 20  # bytes of a queue at most: plain ones before the cipher, sealed ones behind it
 _MOST = 256  # pieces of a queue at most, however small
@@ -59,7 +59,7 @@ class _Stream:
         return None
 
 
-class Sealer:
+class Encryptor:
     """A sink for plain bytes, in front of a sink for ciphertext.
 
     `write` is called in the threads that call `append` and `finish`, never in one of our own.
@@ -70,12 +70,12 @@ class Sealer:
         self._write = write
         self._changed = threading.Condition()
         self._plain: deque[bytes] = deque()
-        self._sealed: deque[bytes] = deque()
-        self._plain_bytes = self._sealed_bytes = 0
+        self._encrypted: deque[bytes] = deque()
+        self._plain_bytes = self._encrypted_bytes = 0
         self._ended = self._closed = self._done = False
         self._error: BaseException | None = None
         self._at_hand = memoryview(b"")  # of the thread alone
-        self._thread = threading.Thread(target=self._run, name="ckpttool-seal", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="ckpttool-age", daemon=True)
         self._thread.start()
 
     def append(self, data: bytes | memoryview) -> None:
@@ -102,7 +102,7 @@ class Sealer:
         self._give_up()
         self._thread.join()
         self._plain.clear()
-        self._sealed.clear()
+        self._encrypted.clear()
 
     def _offer(self, piece: bytes) -> bool:
         """Put a piece into the queue, or hand on what is sealed; whether it was put there."""
@@ -122,23 +122,23 @@ class Sealer:
 
     def _worth(self) -> bool:
         """Whether enough is sealed for a call of `write`: threads that take turns at every 64 KiB are slow."""
-        return self._sealed_bytes >= _PIECE
+        return self._encrypted_bytes >= _PIECE
 
     def _drained(self) -> bool:
         """Hand on what is sealed; whether that was the last of it."""
         with self._changed:
             self._changed.wait_for(lambda: self._worth() or self._done or self._closed)
             self._refuse_failed()
-            if not self._sealed:
+            if not self._encrypted:
                 return True
         self._hand_on()
         return False
 
     def _hand_on(self) -> None:
         with self._changed:
-            ready = b"".join(self._sealed)
-            self._sealed.clear()
-            self._sealed_bytes = 0
+            ready = b"".join(self._encrypted)
+            self._encrypted.clear()
+            self._encrypted_bytes = 0
             self._changed.notify_all()
         try:
             self._write(ready)
@@ -185,11 +185,11 @@ class Sealer:
 
     def _take(self, data: bytes) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._sealed_bytes + len(data) <= WAITING or self._closed)
+            self._changed.wait_for(lambda: self._encrypted_bytes + len(data) <= WAITING or self._closed)
             if self._closed:
                 raise _Closed
-            self._sealed.append(data)
-            self._sealed_bytes += len(data)
+            self._encrypted.append(data)
+            self._encrypted_bytes += len(data)
             if self._worth():
                 self._changed.notify_all()
 
@@ -246,7 +246,7 @@ class _Gathered:
             raise
 
 
-def unseal(
+def decrypt(
     source: Source,
     file: str,
     identities: Sequence[Any],

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stores import Flaky, first
 
-from ckpttool.audit import ledger, retention, shelf
+from ckpttool.audit import archive_store, ledger, retention
 from ckpttool.audit.archive import Facts
 from ckpttool.errors import CkpttoolError, Corrupt, Differs, NoSpace, RemoteError, UsageError
 from ckpttool.storage import remote, retries, upload
@@ -66,9 +66,9 @@ class Shelf:
             raise Corrupt(found)
         return found
 
-    def prune(self, **how: Any) -> shelf.Pruned:
+    def prune(self, **how: Any) -> archive_store.Pruned:
         """Of archives that need not be in the ledger: what that protects has tests of its own."""
-        return shelf.prune(self.path, **{"now": NOW, "no_ledger": True, **how})
+        return archive_store.prune(self.path, **{"now": NOW, "no_ledger": True, **how})
 
     def here(self) -> list[str]:
         return sorted(n for n in os.listdir(self.path) if n != "ledger.jsonl" and not n.endswith(".hold.json"))
@@ -80,7 +80,7 @@ class Shelf:
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shelf:
     it = Shelf(str(tmp_path))
-    monkeypatch.setattr(shelf, "facts", it.facts)
+    monkeypatch.setattr(archive_store, "facts", it.facts)
     monkeypatch.setattr(retries, "POLICY", retries.RetryPolicy(first_wait_seconds=0.001))
     return it
 
@@ -223,7 +223,7 @@ def test_listing(store: Shelf) -> None:
         manifest_sha256="sha of c.tar.zst.age",
         created="2029-01-01T00:00:00Z",
     )
-    rows = shelf.listing(store.path)
+    rows = archive_store.listing(store.path)
     assert [r.name[0] for r in rows] == ["b", "g", "f", "a", "c", "d", "e"]
     by = {r.name[0]: r for r in rows}
     assert by["b"].held == ("case 1",) and by["b"].retain_until == "2040-01-01T00:00:00Z"
@@ -237,7 +237,7 @@ def test_verified(store: Shelf) -> None:
     said = {"manifest_sha256": known.manifest_sha256, "created": known.created}
 
     def seen() -> str | None:
-        return shelf.listing(store.path)[0].verified
+        return archive_store.listing(store.path)[0].verified
 
     ledger.append(store.path, "verify", "a.tar.zst", sound=False, **said)
     ledger.append(store.path, "verify", "a.tar.zst", sound=True, **{**said, "manifest_sha256": "another"})
@@ -252,36 +252,36 @@ def test_retention_is_the_longest_that_was_promised(store: Shelf) -> None:
     early, late = "2032-01-01T00:00:00Z", "2040-01-01T00:00:00Z"
     known = store.add("a.tar.zst", retain_until=late, legal_hold="case 1", logged=True)
     store.add("a.tar.zst", retain_until=early, manifest_sha256="swapped")
-    row = shelf.listing(store.path)[0]
+    row = archive_store.listing(store.path)[0]
     assert (row.retain_until, row.held) == (late, ("case 1",))
     store.add("a.tar.zst", damaged="garbage")
-    row = shelf.listing(store.path)[0]
+    row = archive_store.listing(store.path)[0]
     assert (row.retain_until, row.held) == (late, ("case 1",))
     # nor does another name of the same file
     os.rename(os.path.join(store.path, "a.tar.zst"), os.path.join(store.path, "z.tar.zst"))
     store.table = {"z.tar.zst": replace(known, name="z.tar.zst", retain_until=None, legal_hold=None)}
-    row = shelf.listing(store.path)[0]
+    row = archive_store.listing(store.path)[0]
     assert (row.name, row.retain_until, row.held) == ("z.tar.zst", late, ("case 1",))
     # and the archive's own counts where the ledger says less, or nothing
     store.add("y.tar.zst", retain_until=late)
-    assert shelf.listing(store.path)[0].retain_until == late
+    assert archive_store.listing(store.path)[0].retain_until == late
     store.export(about("y.tar.zst", retain_until=early))
-    assert shelf.listing(store.path)[0].retain_until == late
+    assert archive_store.listing(store.path)[0].retain_until == late
 
 
 def test_a_name_used_again(store: Shelf) -> None:
     """After a deletion, a new export of that name starts anew; a copy put back by hand does not."""
     store.add("a.tar.zst", legal_hold="case 1", retain_until="2031-02-01T00:00:00Z", logged=True)
     archive = os.path.join(store.path, "a.tar.zst")
-    shelf.hold(archive, "case 2")
-    assert shelf.listing(store.path)[0].held == ("case 1", "case 2")
-    shelf.release(archive, "closed")
-    assert shelf.listing(store.path)[0].held == ()
+    archive_store.hold(archive, "case 2")
+    assert archive_store.listing(store.path)[0].held == ("case 1", "case 2")
+    archive_store.release(archive, "closed")
+    assert archive_store.listing(store.path)[0].held == ()
     assert store.prune(keep_within=timedelta(days=1)).deleted == ("a.tar.zst",)
     store.add("a.tar.zst", legal_hold="case 1")  # the same manifest and date: the file of old, released
-    assert shelf.listing(store.path)[0].held == ()
+    assert archive_store.listing(store.path)[0].held == ()
     store.add("a.tar.zst", legal_hold="case 1", manifest_sha256="new", created="2031-02-02T00:00:00Z", logged=True)
-    assert shelf.listing(store.path)[0].held == ("case 1",)
+    assert archive_store.listing(store.path)[0].held == ("case 1",)
 
 
 def test_only_a_deletion_ends_what_was_promised(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,19 +289,19 @@ def test_only_a_deletion_ends_what_was_promised(store: Shelf, monkeypatch: pytes
     past = "2031-02-01T00:00:00Z"
     store.add("a.tar.zst", retain_until=past, logged=True)
     archive = os.path.join(store.path, "a.tar.zst")
-    shelf.hold(archive, "case 1")
+    archive_store.hold(archive, "case 1")
     store.add("a.tar.zst", manifest_sha256="new", created="2031-01-02T00:00:00Z", logged=True)
-    row = shelf.listing(store.path)[0]
+    row = archive_store.listing(store.path)[0]
     assert (row.held, row.retain_until) == (("case 1",), past)
-    shelf.release(archive, "closed")
+    archive_store.release(archive, "closed")
     with monkeypatch.context() as m:
         m.setattr(os, "unlink", lambda path: os.listdir(path))  # "not a directory"
         assert store.prune(keep_within=timedelta(days=1)).refused
     store.add("a.tar.zst", manifest_sha256="newer", created="2031-01-03T00:00:00Z", logged=True)
-    assert shelf.listing(store.path)[0].retain_until == past
+    assert archive_store.listing(store.path)[0].retain_until == past
     assert store.prune(keep_within=timedelta(days=1)).deleted == ("a.tar.zst",)
     store.add("a.tar.zst", manifest_sha256="newest", created="2031-01-04T00:00:00Z", logged=True)
-    assert shelf.listing(store.path)[0].retain_until is None
+    assert archive_store.listing(store.path)[0].retain_until is None
 
 
 # --------------------------------------------------------------------------------------------------------------- holds
@@ -310,40 +310,40 @@ def test_only_a_deletion_ends_what_was_promised(store: Shelf, monkeypatch: pytes
 def test_hold_and_release(store: Shelf) -> None:
     known = store.add("a.tar.zst", legal_hold="own", logged=True)
     archive = os.path.join(store.path, "a.tar.zst")
-    entry = shelf.hold(archive, "case 1")
+    entry = archive_store.hold(archive, "case 1")
     assert entry["event"] == "hold" and entry["reason"] == "case 1" and entry["object_lock"] is False
     assert entry["merkle_root"] == known.merkle_root and entry["manifest_sha256"] == known.manifest_sha256
-    shelf.hold(archive, "case 2")
-    assert shelf.listing(store.path)[0].held == ("own", "case 1", "case 2")
+    archive_store.hold(archive, "case 2")
+    assert archive_store.listing(store.path)[0].held == ("own", "case 1", "case 2")
     assert store.prune(keep_within=timedelta(days=1)).refused == {"a.tar.zst": "under legal hold: own; case 1; case 2"}
-    entry = shelf.release(archive, "all closed")
+    entry = archive_store.release(archive, "all closed")
     assert entry["released"] == ["own", "case 1", "case 2"] and entry["reason"] == "all closed"
-    assert shelf.listing(store.path)[0].held == ()
+    assert archive_store.listing(store.path)[0].held == ()
     with pytest.raises(UsageError, match="no legal hold"):
-        shelf.release(archive, "again")
-    shelf.hold(archive, "own")
-    assert shelf.listing(store.path)[0].held == ("own",)
+        archive_store.release(archive, "again")
+    archive_store.hold(archive, "own")
+    assert archive_store.listing(store.path)[0].held == ("own",)
 
 
 def test_a_release_is_of_one_archive(store: Shelf) -> None:
     store.add("a.tar.zst", legal_hold="case 1")
-    shelf.release(os.path.join(store.path, "a.tar.zst"), "closed")
+    archive_store.release(os.path.join(store.path, "a.tar.zst"), "closed")
     store.add("a.tar.zst", legal_hold="case 1", manifest_sha256="another")  # put there by hand
-    assert shelf.listing(store.path)[0].held == ("case 1",)
+    assert archive_store.listing(store.path)[0].held == ("case 1",)
     store.add("a.tar.zst", legal_hold="case 2")
-    assert shelf.listing(store.path)[0].held == ("case 2",)
+    assert archive_store.listing(store.path)[0].held == ("case 2",)
 
 
 def test_hold_of_what_is_damaged(store: Shelf) -> None:
     store.add("a.tar.zst", damaged="cut short")
-    shelf.hold(os.path.join(store.path, "a.tar.zst"), "case 1")
-    assert shelf.listing(store.path)[0].held == ("case 1",)
+    archive_store.hold(os.path.join(store.path, "a.tar.zst"), "case 1")
+    assert archive_store.listing(store.path)[0].held == ("case 1",)
 
 
 @pytest.mark.parametrize("reason", ["", " "])
 def test_holds_need_reasons(store: Shelf, reason: str) -> None:
     store.add("a.tar.zst")
-    for call in (shelf.hold, shelf.release):
+    for call in (archive_store.hold, archive_store.release):
         with pytest.raises(UsageError, match="reason"):
             call(os.path.join(store.path, "a.tar.zst"), reason)
         with pytest.raises(UsageError, match="does not exist"):
@@ -364,22 +364,22 @@ def test_a_lost_ledger_does_not_let_prune_delete_what_was_held(store: Shelf) -> 
     """Finding A1: a hold lay in the ledger alone, and prune began a new one."""
     for name in ("a.tar.zst", "b.tar.zst"):
         store.add(name, logged=True)
-    shelf.hold(os.path.join(store.path, "a.tar.zst"), "case 9")
+    archive_store.hold(os.path.join(store.path, "a.tar.zst"), "case 9")
     os.unlink(os.path.join(store.path, "ledger.jsonl"))
     for how in ({}, {"dry_run": True}):
         with pytest.raises(Corrupt, match=r"2 archives and no ledger\.jsonl.*legal hold.*--no-ledger"):
             store.prune(keep_within=timedelta(days=1), no_ledger=False, **how)
     assert not os.path.exists(os.path.join(store.path, "ledger.jsonl")) and len(store.here()) == 2
-    rows = {r.name[0]: r for r in shelf.listing(store.path)}
+    rows = {r.name[0]: r for r in archive_store.listing(store.path)}
     assert (rows["a"].ledger, rows["a"].held) == ("missing", ("case 9",)) and rows["a"].warnings == ()
     # --no-ledger means it, and the file of holds still counts
     done = store.prune(keep_within=timedelta(days=1), no_ledger=True)
     assert done.deleted == ("b.tar.zst",) and done.refused == {"a.tar.zst": "under legal hold: case 9"}
     # that began a ledger, which says nothing of the hold: the file counts, and the listing says what does not fit
-    (row,) = shelf.listing(store.path)
+    (row,) = archive_store.listing(store.path)
     assert (row.held, row.ledger) == (("case 9",), "unknown") and "has no such hold" in row.warnings[1]
-    assert shelf.release(os.path.join(store.path, "a.tar.zst"), "closed")["released"] == ["case 9"]
-    assert not hold_file(store, "a.tar.zst").exists() and shelf.listing(store.path)[0].held == ()
+    assert archive_store.release(os.path.join(store.path, "a.tar.zst"), "closed")["released"] == ["case 9"]
+    assert not hold_file(store, "a.tar.zst").exists() and archive_store.listing(store.path)[0].held == ()
 
 
 def test_what_a_new_ledger_does_not_know_is_not_pruned(store: Shelf) -> None:
@@ -388,16 +388,16 @@ def test_what_a_new_ledger_does_not_know_is_not_pruned(store: Shelf) -> None:
     done = store.prune(keep_within=timedelta(days=1), no_ledger=False)
     assert done.deleted == ("b.tar.zst",)
     assert "does not know this archive" in done.refused["a.tar.zst"] and "ledger add" in done.refused["a.tar.zst"]
-    entry = shelf.add(os.path.join(store.path, "a.tar.zst"))
-    assert entry["event"] == "add" and shelf.add(os.path.join(store.path, "a.tar.zst")) == entry
+    entry = archive_store.add(os.path.join(store.path, "a.tar.zst"))
+    assert entry["event"] == "add" and archive_store.add(os.path.join(store.path, "a.tar.zst")) == entry
     assert store.prune(keep_within=timedelta(days=1), no_ledger=False).deleted == ("a.tar.zst",)
 
 
 def test_what_was_added_keeps_its_promises(store: Shelf) -> None:
     store.add("a.tar.zst", legal_hold="case 1", retain_until="2040-01-01T00:00:00Z")
-    shelf.add(os.path.join(store.path, "a.tar.zst"))
+    archive_store.add(os.path.join(store.path, "a.tar.zst"))
     store.add("a.tar.zst", damaged="cut short")
-    (row,) = shelf.listing(store.path)
+    (row,) = archive_store.listing(store.path)
     assert (row.held, row.retain_until) == (("case 1",), "2040-01-01T00:00:00Z")
 
 
@@ -411,22 +411,22 @@ def test_an_archive_in_the_place_of_another_is_not_pruned(store: Shelf) -> None:
     store.table["b.tar.zst"] = replace(about("b.tar.zst"), manifest_sha256="sha of a.tar.zst")
     ledger.append(store.path, "verify", "b.tar.zst", sound=True, manifest_sha256="sha of a.tar.zst",
                   created="2031-01-01T00:00:00Z")  # fmt: skip
-    row = {r.name[0]: r for r in shelf.listing(store.path)}["b"]
+    row = {r.name[0]: r for r in archive_store.listing(store.path)}["b"]
     assert (row.ledger, row.verified) == ("differs", None)
     assert "line 2 of the ledger has sha of b.tar.zst" in row.warnings[0] and "line 1 records as a" in row.warnings[0]
     for flag in (False, True):
         done = store.prune(keep_every=1, dry_run=True, no_ledger=flag)
         assert done.deleted == ("a.tar.zst",) and "another archive" in done.refused["b.tar.zst"]
     with pytest.raises(Differs, match="another archive"):
-        shelf.add(os.path.join(store.path, "b.tar.zst"))
+        archive_store.add(os.path.join(store.path, "b.tar.zst"))
 
 
 def test_a_hold_goes_along_when_the_folder_is_copied(store: Shelf, tmp_path_factory: pytest.TempPathFactory) -> None:
     store.add("a.tar.zst", logged=True)
     archive = os.path.join(store.path, "a.tar.zst")
-    shelf.hold(archive, "case 1")
-    shelf.hold(archive, "case 2")
-    shelf.hold(archive, "case 1")  # again: one of each
+    archive_store.hold(archive, "case 1")
+    archive_store.hold(archive, "case 2")
+    archive_store.hold(archive, "case 1")  # again: one of each
     said = json.loads(hold_file(store, "a.tar.zst").read_text())
     assert said["schema"] == "ckpttool.hold/1" and said["archive"] == "a.tar.zst"
     assert [h["reason"] for h in said["holds"]] == ["case 2", "case 1"]
@@ -435,33 +435,33 @@ def test_a_hold_goes_along_when_the_folder_is_copied(store: Shelf, tmp_path_fact
     for n in ("a.tar.zst", "a.tar.zst.hold.json"):
         shutil.copy(os.path.join(store.path, n), elsewhere.path)
     elsewhere.add("b.tar.zst", logged=True)  # which begins a ledger there
-    assert {r.name[0]: r.held for r in shelf.listing(elsewhere.path)}["a"] == ("case 2", "case 1")
+    assert {r.name[0]: r.held for r in archive_store.listing(elsewhere.path)}["a"] == ("case 2", "case 1")
     assert "legal hold" in elsewhere.prune(keep_every=1).refused["a.tar.zst"]
     # under another name, by its manifest
     os.rename(os.path.join(elsewhere.path, "a.tar.zst"), os.path.join(elsewhere.path, "z.tar.zst"))
     store.table["z.tar.zst"] = replace(about("a.tar.zst"), name="z.tar.zst")
     assert "legal hold" in elsewhere.prune(keep_every=1).refused["z.tar.zst"]
-    shelf.release(os.path.join(elsewhere.path, "z.tar.zst"), "closed")
-    assert {r.name[0]: r.held for r in shelf.listing(elsewhere.path)}["z"] == ()
+    archive_store.release(os.path.join(elsewhere.path, "z.tar.zst"), "closed")
+    assert {r.name[0]: r.held for r in archive_store.listing(elsewhere.path)}["z"] == ()
 
 
 def test_the_stricter_of_ledger_and_file_counts_and_both_are_told(store: Shelf) -> None:
     store.add("a.tar.zst", logged=True)
     archive, beside = os.path.join(store.path, "a.tar.zst"), hold_file(store, "a.tar.zst")
-    shelf.hold(archive, "case 1")
+    archive_store.hold(archive, "case 1")
     text = beside.read_bytes()
-    assert shelf.listing(store.path)[0].warnings == ()
+    assert archive_store.listing(store.path)[0].warnings == ()
     beside.unlink()  # the ledger alone
-    (row,) = shelf.listing(store.path)
+    (row,) = archive_store.listing(store.path)
     assert row.held == ("case 1",) and "lost with the ledger" in row.warnings[0]
-    shelf.release(archive, "closed")
-    assert shelf.listing(store.path)[0].warnings == ()
+    archive_store.release(archive, "closed")
+    assert archive_store.listing(store.path)[0].warnings == ()
     beside.write_bytes(text)  # the file alone: a release killed before it removed it, or a file put back
-    (row,) = shelf.listing(store.path)
+    (row,) = archive_store.listing(store.path)
     assert row.held == ("case 1",) and "the ledger ended it in line 3" in row.warnings[0]
     assert "legal hold" in store.prune(keep_every=1).refused["a.tar.zst"]
-    shelf.release(archive, "closed again")
-    assert not beside.exists() and shelf.listing(store.path)[0].held == ()
+    archive_store.release(archive, "closed again")
+    assert not beside.exists() and archive_store.listing(store.path)[0].held == ()
 
 
 @pytest.mark.parametrize("text", [b"", b"{}", b"[]", b"\xff", b'{"schema": "ckpttool.hold/1", "holds": []}',
@@ -470,7 +470,7 @@ def test_a_damaged_file_of_holds_is_a_hold(store: Shelf, text: bytes) -> None:
     store.add("a.tar.zst", logged=True)
     hold_file(store, "a.tar.zst").write_bytes(text)
     assert "hold.json is damaged" in store.prune(keep_every=1).refused["a.tar.zst"]
-    shelf.release(os.path.join(store.path, "a.tar.zst"), "looked into it")
+    archive_store.release(os.path.join(store.path, "a.tar.zst"), "looked into it")
     assert store.prune(keep_every=1).deleted == ("a.tar.zst",)
 
 
@@ -480,7 +480,7 @@ def test_a_link_or_pipe_in_the_place_of_a_file_of_holds(store: Shelf) -> None:
     os.mkfifo(hold_file(store, "a.tar.zst"))
     hold_file(store, "b.tar.zst").symlink_to("/etc/hostname")
     assert names(store.prune(keep_every=1).refused) == "ab"
-    shelf.hold(os.path.join(store.path, "b.tar.zst"), "case")
+    archive_store.hold(os.path.join(store.path, "b.tar.zst"), "case")
     assert not hold_file(store, "b.tar.zst").is_symlink() and Path("/etc/hostname").stat().st_size < 1000
 
 
@@ -506,11 +506,11 @@ def test_a_hold_whose_file_cannot_be_written_says_so(store: Shelf, monkeypatch: 
     with monkeypatch.context() as m:
         m.setattr(os, "replace", full)
         with pytest.raises(NoSpace, match="held by line 2 of the ledger, but the hold would be lost with the ledger"):
-            shelf.hold(archive, "case")
+            archive_store.hold(archive, "case")
     assert sorted(os.listdir(store.path)) == ["a.tar.zst", "ledger.jsonl"]
-    assert shelf.listing(store.path)[0].held == ("case",)
-    shelf.hold(archive, "case")
-    assert shelf.listing(store.path)[0].warnings == ()
+    assert archive_store.listing(store.path)[0].held == ("case",)
+    archive_store.hold(archive, "case")
+    assert archive_store.listing(store.path)[0].warnings == ()
 
 
 # ------------------------------------------------------------------------------------------------------------ policies
@@ -616,7 +616,9 @@ def test_the_ledger_is_first(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(os, "unlink", look)
     store.prune(keep_within=timedelta(days=1))
     (entry,) = ledger.read(store.path)
-    assert {k: entry[k] for k in ("merkle_root", "manifest_sha256", "bytes", "created")} == shelf.evidence(known)
+    assert {k: entry[k] for k in ("merkle_root", "manifest_sha256", "bytes", "created")} == archive_store.evidence(
+        known
+    )
     assert store.here() == []
 
 
@@ -629,7 +631,7 @@ def test_no_ledger_no_deletion(store: Shelf, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(Corrupt, match="line 1 was altered"):
         store.prune(keep_within=timedelta(days=1))
     with pytest.raises(Corrupt, match="line 1 was altered"):
-        shelf.listing(store.path)
+        archive_store.listing(store.path)
     path.write_bytes(text)
 
     def full(*_: Any, **__: Any) -> dict[str, Any]:
@@ -678,7 +680,7 @@ def test_a_hold_meanwhile_wins(store: Shelf, monkeypatch: pytest.MonkeyPatch) ->
     assert done.deleted == () and store.here() == ["a.tar.zst", "b.tar.zst", "c.tar.zst"]
     assert "case 1" in done.refused["c.tar.zst"] and "case 2" in done.refused["a.tar.zst"]
     assert "changed" in done.refused["b.tar.zst"]
-    assert [r.held for r in shelf.listing(store.path)] == [("case 1",), (), ("case 2",)]
+    assert [r.held for r in archive_store.listing(store.path)] == [("case 1",), (), ("case 2",)]
 
 
 def test_hold_of_what_is_just_deleted(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -691,7 +693,7 @@ def test_hold_of_what_is_just_deleted(store: Shelf, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(ledger, "append", late)
     with pytest.raises(UsageError, match="does not exist"):
-        shelf.hold(os.path.join(store.path, "a.tar.zst"), "case 1")
+        archive_store.hold(os.path.join(store.path, "a.tar.zst"), "case 1")
 
 
 # ---------------------------------------------------------------------------------------- nothing protected is deleted
@@ -736,7 +738,7 @@ def test_prune_never_deletes_what_is_protected(
     folder = tempfile.mkdtemp()
     try:
         store = Shelf(folder)
-        mp.setattr(shelf, "facts", store.facts)
+        mp.setattr(archive_store, "facts", store.facts)
         mp.setattr(os, "fsync", lambda _: None)
         protected, dated = set(), {}
         for k, w in enumerate(what):
@@ -762,13 +764,13 @@ def test_prune_never_deletes_what_is_protected(
                     if w["hold"]:
                         holds.add("own")
                 elif e == "hold":
-                    shelf.hold(os.path.join(folder, name), "case")
+                    archive_store.hold(os.path.join(folder, name), "case")
                     holds.add("case")
                 elif e == "release" and holds:
-                    shelf.release(os.path.join(folder, name), "closed")
+                    archive_store.release(os.path.join(folder, name), "closed")
                     holds.clear()
                 elif e == "verify":
-                    ledger.append(folder, "verify", name, sound=True, **shelf.evidence(known))
+                    ledger.append(folder, "verify", name, sound=True, **archive_store.evidence(known))
                 elif e == "swap" and not swapped and "export" in w["events"][: w["events"].index("swap")]:
                     # another archive of that name, with nothing promised, put there by hand
                     swapped = True
@@ -836,25 +838,30 @@ def test_in_a_bucket(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = moto.bucket(monkeypatch, lock=True)
     place = f"{bucket}/audit"
     fill(store, bucket, a={}, b={"retain_until": "2040-01-01T00:00:00Z"}, c={}, d={})
-    assert shelf.hold(f"{place}/c.tar.zst", "case 1")["object_lock"] is True
+    assert archive_store.hold(f"{place}/c.tar.zst", "case 1")["object_lock"] is True
     assert "c.tar.zst.hold.json" in remote.RemoteSource(place).list()
     client, line = moto.client(), {"Bucket": bucket[5:], "Key": "audit/ledger.jsonl"}
     kept = client.get_object(**line)["Body"].read()
     client.delete_object(**line)  # the ledger is lost, the hold is not
     with pytest.raises(Corrupt, match=r"4 archives and no ledger\.jsonl"):
-        shelf.prune(place, keep_within=timedelta(days=1), now=NOW)
-    assert [(r.ledger, r.held) for r in shelf.listing(place)][1] == ("missing", ("case 1",))
+        archive_store.prune(place, keep_within=timedelta(days=1), now=NOW)
+    assert [(r.ledger, r.held) for r in archive_store.listing(place)][1] == ("missing", ("case 1",))
     client.put_object(**line, Body=kept)
     moto.client().put_object_legal_hold(Bucket=bucket[5:], Key="audit/d.tar.zst", LegalHold={"Status": "ON"})
-    assert [(r.name[0], r.held) for r in shelf.listing(place)] == [("d", ()), ("c", ("case 1",)), ("b", ()), ("a", ())]
-    done = shelf.prune(place, keep_within=timedelta(days=1), now=NOW, no_ledger=True)
+    assert [(r.name[0], r.held) for r in archive_store.listing(place)] == [
+        ("d", ()),
+        ("c", ("case 1",)),
+        ("b", ()),
+        ("a", ()),
+    ]
+    done = archive_store.prune(place, keep_within=timedelta(days=1), now=NOW, no_ledger=True)
     assert done.deleted == ("a.tar.zst",) and names(done.refused) == "bcd"
     assert "AccessDenied" in done.refused["d.tar.zst"]  # the store knows what the ledger does not
     events = [(e["event"], e["archive"][0]) for e in ledger.read(place)]
     assert events == [("hold", "c"), ("delete", "d"), ("delete-failed", "d"), ("delete", "a")]
-    assert shelf.release(f"{place}/c.tar.zst", "closed")["released"] == ["case 1"]
+    assert archive_store.release(f"{place}/c.tar.zst", "closed")["released"] == ["case 1"]
     moto.client().put_object_legal_hold(Bucket=bucket[5:], Key="audit/d.tar.zst", LegalHold={"Status": "OFF"})
-    assert names(shelf.prune(place, keep_within=timedelta(days=1), now=NOW, no_ledger=True).deleted) == "cd"
+    assert names(archive_store.prune(place, keep_within=timedelta(days=1), now=NOW, no_ledger=True).deleted) == "cd"
     assert remote.RemoteSource(place).list() == ["b.tar.zst", "ledger.jsonl"]  # no file of holds is left
 
 
@@ -862,8 +869,8 @@ def test_in_a_bucket_without_locks(store: Shelf, monkeypatch: pytest.MonkeyPatch
     bucket = stores.moto().bucket(monkeypatch)
     place = f"{bucket}/audit"
     fill(store, bucket, a={})
-    assert shelf.hold(f"{place}/a.tar.zst", "case 1")["object_lock"] is False
-    assert shelf.prune(place, keep_within=timedelta(days=1), now=NOW, no_ledger=True).refused == {
+    assert archive_store.hold(f"{place}/a.tar.zst", "case 1")["object_lock"] is False
+    assert archive_store.prune(place, keep_within=timedelta(days=1), now=NOW, no_ledger=True).refused == {
         "a.tar.zst": "under legal hold: case 1"
     }
 
@@ -873,15 +880,15 @@ def test_a_release_that_the_store_did_not_hear(store: Shelf, monkeypatch: pytest
     bucket = moto.bucket(monkeypatch, lock=True)
     archive = f"{bucket}/audit/a.tar.zst"
     fill(store, bucket, a={})
-    shelf.hold(archive, "case 1")
+    archive_store.hold(archive, "case 1")
     with Flaky(moto.endpoint, lambda method, path: 403 if method == "PUT" and "legal-hold" in path else None) as proxy:
         moto.environment(monkeypatch, proxy.endpoint)
         with pytest.raises(RemoteError, match="does not allow"):
-            shelf.release(archive, "closed")
+            archive_store.release(archive, "closed")
     moto.environment(monkeypatch)
     with pytest.raises(RemoteError, match="AccessDenied"):
         upload.remove(archive)
-    assert shelf.release(archive, "closed")["event"] == "release"  # again, and no second entry
+    assert archive_store.release(archive, "closed")["event"] == "release"  # again, and no second entry
     assert [e["event"] for e in ledger.read(f"{bucket}/audit")] == ["hold", "release"]
     upload.remove(archive)
 
@@ -896,14 +903,16 @@ def test_a_bucket_that_fails_is_no_damage(store: Shelf, monkeypatch: pytest.Monk
     ) as proxy:
         moto.environment(monkeypatch, proxy.endpoint)
         for call in (
-            lambda p: shelf.listing(p),
-            lambda p: shelf.prune(p, keep_within=timedelta(days=1), now=NOW, no_ledger=True),
+            lambda p: archive_store.listing(p),
+            lambda p: archive_store.prune(p, keep_within=timedelta(days=1), now=NOW, no_ledger=True),
         ):
             with pytest.raises(RemoteError, match="no answer"):
                 call(f"{bucket}/audit")
     with Flaky(moto.endpoint, first(4, 500)) as proxy:
         moto.environment(monkeypatch, proxy.endpoint)
         assert (
-            names(shelf.prune(f"{bucket}/audit", keep_within=timedelta(days=1), now=NOW, no_ledger=True).deleted)
+            names(
+                archive_store.prune(f"{bucket}/audit", keep_within=timedelta(days=1), now=NOW, no_ledger=True).deleted
+            )
             == "ab"
         )
