@@ -21,15 +21,19 @@
 x: what a run has written so far is of no use after such an error and is removed (`keeps_work` is False). After any other
 error it is kept, and the same command continues from there.
 
-A message says what was found, why that stops us and what to do, with file, tensor and numbers.
+A message says what was found, why that stops us and what to do, with file, tensor and numbers. It names an option as the
+caller knows it: `argument("world_size", 0)` is `world_size=0` in Python, and `--world-size 0` on the command line.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 __all__ = [
     "EXIT_CODES", "CkpttoolError", "ContinuityFailed", "Corrupt", "DestinationExists", "Differs", "GateFailed",
     "Interrupted", "Locked", "MissingPackage", "NoSpace", "NotRecognised", "RemoteError", "SourceChanged", "Unreadable", "Unsafe",
-    "Unsupported", "UsageError",
+    "Unsupported", "UsageError", "argument", "as_flags",
 ]  # fmt: skip
 
 
@@ -43,8 +47,8 @@ class CkpttoolError(Exception):
     keeps_work = True
 
 
-class UsageError(CkpttoolError):
-    """The command line or an argument makes no sense."""
+class UsageError(CkpttoolError, ValueError):
+    """The command line or an argument makes no sense; also a ValueError."""
 
     exit_code = 2
     keeps_work = False
@@ -155,3 +159,46 @@ EXIT_CODES: tuple[tuple[int, str], ...] = (
     (11, "gate failed"),
     (130, "interrupted (resumable)"),
 )
+
+#: Arguments whose option is not their name with dashes.
+_FLAGS = {
+    "max_memory_bytes": "--max-memory",
+    "threads": "--jobs",
+    "stage": "--zero-stage",
+    "max_shard_bytes": "--max-shard-size",
+}
+
+_flags = False
+
+
+@contextmanager
+def as_flags() -> Iterator[None]:
+    """Messages made inside name options as the command line does; the process is one program then."""
+    global _flags
+    before, _flags = _flags, True
+    try:
+        yield
+    finally:
+        _flags = before
+
+
+def argument(name: str, value: object = None, of: str | None = None) -> str:
+    """An option in a message, as the caller writes it.
+
+    >>> argument("world_size", 0), argument("drop", True), argument("wrap"), argument("only", ["model", "optim"])
+    ('world_size=0', 'drop=True', 'wrap', "only=['model', 'optim']")
+    >>> with as_flags():
+    ...     argument("world_size", 0), argument("drop", True), argument("wrap"), argument("only", ["model", "optim"])
+    ('--world-size 0', '--drop', '--wrap', '--only model,optim')
+
+    Args:
+        value: None for the name alone, True for an option that is a switch.
+        of: the dataclass that it is a field of, where it belongs to one layout.
+    """
+    if _flags:
+        flag = _FLAGS.get(name) or "--" + name.replace("_", "-")
+        if value is None or value is True:
+            return flag
+        return f"{flag} {','.join(map(str, value)) if isinstance(value, Iterable) and not isinstance(value, str) else value}"
+    said = name if value is None else f"{name}={value!r}"
+    return f"{of}({said})" if of else said

@@ -19,7 +19,7 @@ from importlib import import_module
 from importlib.machinery import PathFinder
 from typing import Any, NamedTuple, TypeVar
 
-from .errors import Corrupt, NotRecognised, Unsupported, UsageError
+from .errors import Corrupt, NotRecognised, Unsupported, UsageError, argument
 from .index.checkpoint import Checkpoint, TensorEntry, Value, joined
 from .index.draft import Draft
 from .index.names import COMPONENTS, Named
@@ -75,6 +75,11 @@ class ReadOptions(Model):
     only: frozenset[str] | None = None  # components that are wanted; the others need not be understood
     tag: str | None = None  # which of several saves in one folder
     allow_equal_ranks: bool = False  # read files that look like copies of another rank's, too
+
+
+#: Hints that a reader may use, and arguments that a writer may use; those that neither uses are refused.
+READ_HINTS = ("config", "like", "flat_layout", "wrap", "tag")
+WRITE_HINTS = ("config", "like", "flat_layout", "wrap", "world_size")
 
 
 T = TypeVar("T")
@@ -144,6 +149,8 @@ class Layout:
         suffixes: endings of the names of such files, by which a destination without `--to` is known.
         aliases: other names that people use for it.
         own_keys: it keeps the keys of the trainer that wrote the source, unless canonical ones are asked for.
+        reader_uses: those of READ_HINTS that `read` looks at; the others are refused where no writer looks at them either.
+        writer_uses: those of WRITE_HINTS that `prepare` and `write` look at.
         made: it has to write values that are no part of the state; they lie in ckpttool.json, and reading leaves them out.
         keeps_config: what it writes can be read again without `Model.config`.
         saves: how several saves lie in one folder; None where a folder is one save.
@@ -166,6 +173,8 @@ class Layout:
     suffixes: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     own_keys: bool = False
+    reader_uses: tuple[str, ...] = READ_HINTS
+    writer_uses: tuple[str, ...] = WRITE_HINTS
     made: bool = False
     keeps_config: bool = False
     saves: Saves | None = None
@@ -287,7 +296,9 @@ def target_of(to: str | None, dst: str | os.PathLike[str]) -> Layout:
     if to is None:
         if of_suffix := [x for x in known if x.suffixes and text.endswith(x.suffixes)]:
             return of_suffix[0]
-        raise UsageError(f"Cannot infer the layout from {text!r}. Pass --to: {', '.join(x.name for x in known)}.")
+        raise UsageError(
+            f"Cannot infer the layout from {text!r}. Pass {argument('to')}: {', '.join(x.name for x in known)}."
+        )
     target = find(to)
     if not target.is_file and text.endswith((*(s for x in known for s in x.suffixes), ".safetensors")):
         raise UsageError(
@@ -373,7 +384,7 @@ def detect(where: Place) -> Layout:
     path = os.path.join(where.source.root, where.file) if where.file else where.source.root
     if yes:
         said = "; ".join(f"{layout.name}: {why}" for layout, why in yes)
-        raise Unsupported(f"{path} matches more than one layout ({said}). Choose with --from.")
+        raise Unsupported(f"{path} matches more than one layout ({said}). Choose with {argument('source_layout')}.")
     said = "\n".join(f"  {layout.name:10s} {why}" for layout, _, why in answers)
     below = [] if where.file else _below(where.source)
     hint = "".join(f"\nBelow it, {os.path.join(path, name)} is {kind}; give that path." for name, kind in below)

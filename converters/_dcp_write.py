@@ -11,7 +11,7 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
-from ckpttool.errors import UsageError
+from ckpttool.errors import UsageError, argument
 from ckpttool.formats import torch_pickles, zip_bytes
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import (
@@ -40,7 +40,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """
     world = options.world_size or ckpt.world_size
     if not world or world < 1:
-        raise UsageError("--world-size is needed: the number of ranks of the job that will load this.")
+        raise UsageError(f"{argument('world_size')} is needed: the number of ranks of the job that will load this.")
     leaves: dict[Path, Any] = {t.path: t for t in ckpt.tensors.values()}
     leaves |= {v.path: v.data for v in ckpt.values.values()}
     tree, notes = own_tree(leaves, _sharded_origin(ckpt), None)

@@ -27,7 +27,7 @@ from math import prod
 from typing import Any
 
 from ckpttool.bounded_json import parse
-from ckpttool.errors import Corrupt, Unsafe, Unsupported
+from ckpttool.errors import Corrupt, Unsafe, Unsupported, argument
 from ckpttool.formats import stored_tensors, torch_zip
 from ckpttool.formats.pickles import short
 from ckpttool.formats.stored_tensors import StoredTensor
@@ -119,7 +119,7 @@ class Reading:
             raise Corrupt(
                 f"{out.what}: the file was saved under the name {short(first)}, by another rank. It was copied over the file of "
                 "this rank, or exchanged with it; fetch the files again. If files are renamed on purpose, use "
-                "--allow-equal-ranks."
+                f"{argument('allow_equal_ranks', True)}."
             )
         return out
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError
+from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError, argument
 from ckpttool.formats import stored_tensors, torch_zip
 from ckpttool.formats.pickles import Global, Opaque, enum_members, short
 from ckpttool.formats.stored_tensors import StoredTensor
@@ -122,7 +122,7 @@ def find(source: Source, tag: str | None, latest: str = "latest") -> Save:
     names = source.list()
     if is_save(names) and tag is None:
         return Save("", names)
-    said = f"--tag {tag}"
+    said = argument("tag", tag)
     if tag is None and source.exists(latest):
         tag = source.read_all(latest, 4096).decode("utf-8", "replace").strip()
         said = f"the file {latest} ({tag!r})"
@@ -134,13 +134,13 @@ def find(source: Source, tag: str | None, latest: str = "latest") -> Save:
             others = ", ".join(saves(source)) or "none"
             raise Corrupt(
                 f"{source.root}: the save that {said} points to is missing. The save was not finished, or the folder was "
-                f"not copied whole; saves here: {others}. Choose one with --tag."
+                f"not copied whole; saves here: {others}. Choose one with {argument('tag')}."
             )
         return Save(tag + "/", inside)
     there = saves(source)
     if len(there) != 1:
         raise UsageError(
-            f"{source.root} has no file {latest} and {len(there)} saves: {', '.join(there)}. Choose one with --tag."
+            f"{source.root} has no file {latest} and {len(there)} saves: {', '.join(there)}. Choose one with {argument('tag')}."
         )
     tag, inside = next(iter(there.items()))
     return Save(tag + "/", inside)

@@ -16,7 +16,7 @@ from math import isfinite
 from typing import Any
 
 from ckpttool.engine.training import Training
-from ckpttool.errors import Unsupported, UsageError
+from ckpttool.errors import Unsupported, UsageError, argument
 from ckpttool.formats.pickles import Global, Opaque
 from ckpttool.formats.stored_tensors import Inline, number_in
 from ckpttool.formats.torch_pickles import TensorRef
@@ -123,11 +123,11 @@ class Plan:
             ):
                 raise Unsupported(
                     f'the checkpoint has an entry "{key}" that is not what DeepSpeed keeps under that name. Leave it out: '
-                    "--only model,optim,scheduler."
+                    f"{argument('only', ['model', 'optim', 'scheduler'])}."
                 )
         asked = None if own.precision is None else floating_dtype(own.precision)
         if asked not in (None, "float32", "bfloat16", "float16"):
-            raise UsageError(f"--precision {own.precision}: DeepSpeed computes in bf16, fp16 or fp32.")
+            raise UsageError(f"{argument('precision', own.precision)}: DeepSpeed computes in bf16, fp16 or fp32.")
         self.precision = asked or self._precision()
         self.cast = options.cast
         self.prefix = "bf16_" if self.precision == "bfloat16" else ""
@@ -138,7 +138,7 @@ class Plan:
             "checkpoint" if "pytorch-lightning_version" in self.rest else f"global_step{self.steps}"
         )
         if "/" in self.tag or self.tag in ("", ".", ".."):
-            raise UsageError(f"--write-tag {self.tag!r} is not the name of a folder.")
+            raise UsageError(f"{argument('write_tag', self.tag)} is not the name of a folder.")
         self.counters = {
             "skipped_steps": self.rest.pop("skipped_steps", 0), "global_steps": self.steps,
             **({"global_samples": self.rest.pop("global_samples")} if "global_samples" in self.rest else {}),
@@ -172,7 +172,7 @@ class Plan:
         found = most if most in ("bfloat16", "float16") else "float32"
         if not self.ds_config:
             self.notes.append(
-                f"for a DeepSpeed engine that computes in {found}, as the weights are; else give --precision"
+                f"for a DeepSpeed engine that computes in {found}, as the weights are; else give {argument('precision')}"
             )
         return found
 

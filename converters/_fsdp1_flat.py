@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.engine import flat_layout
 from ckpttool.engine.flat_layout import Flat, FlatLayout, Part
-from ckpttool.errors import Unsupported
+from ckpttool.errors import Unsupported, argument
 from ckpttool.formats.sharded import is_sharded
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.huggingface import model_names
@@ -224,7 +224,7 @@ def given_layout(files: Files, options: Model) -> tuple[FlatLayout, str] | None:
         return flat_layout.from_json(files.source.read_all(flat_layout.RECORD, 256 << 20), what), flat_layout.RECORD
     if options.flat_layout is None:
         return None
-    return flat_layout.read_file(options.flat_layout), f"--flat-layout {options.flat_layout}"
+    return flat_layout.read_file(options.flat_layout), argument("flat_layout", options.flat_layout)
 
 
 def _prove(
@@ -269,7 +269,7 @@ def model_names_of(
     if options.like is not None and options.like.shapes:
         like = options.like
         buffers = frozenset(n for n, (_, dtype) in like.shapes.items() if "float" not in dtype)
-        return ModelNames({n: s for n, (s, _) in like.shapes.items()}, like.tied, buffers, ()), "--like"
+        return ModelNames({n: s for n, (s, _) in like.shapes.items()}, like.tied, buffers, ()), argument("like")
     if config is not None:
         return model_names.names_of(config), "the config"
     for ranks in optim:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpttool.engine import flat_layout
 from ckpttool.engine.flat_layout import Flat, FlatLayout, Part
-from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.errors import Corrupt, Unsupported, argument
 from ckpttool.formats import stored_tensors
 from ckpttool.formats.sharded import is_sharded
 from ckpttool.formats.stored_tensors import StoredTensor
@@ -368,12 +368,13 @@ def _unresolved(
     if layout is not None:
         has = len(_expected(layout, known.own))
         return text + (
-            f"That fits no order of the {has} flat parameters of the model, or more than one. Give --flat-layout with the "
-            "optimizer's order, ckpttool.describe_fsdp1(model, optimizer) in the job, or --only model."
+            f"That fits no order of the {has} flat parameters of the model, or more than one. Give {argument('flat_layout')} with the "
+            f"optimizer's order, ckpttool.describe_fsdp1(model, optimizer) in the job, or {argument('only', ['model'])}."
         )
     return text + (
-        "No wrapping that was tried gives such lengths. Name the modules that FSDP1 wrapped, --wrap '**.layers.*', or give "
-        "--flat-layout (ckpttool.describe_fsdp1(model, optimizer) in the job), or --only model."
+        f"No wrapping that was tried gives such lengths. Name the modules that FSDP1 wrapped, such as "
+        f"{argument('wrap', ['**.layers.*'])}, or give "
+        f"{argument('flat_layout')} (ckpttool.describe_fsdp1(model, optimizer) in the job), or {argument('only', ['model'])}."
     )
 
 

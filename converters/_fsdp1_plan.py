@@ -9,7 +9,7 @@ from typing import Any
 from ckpttool.engine import flat_layout
 from ckpttool.engine.flat_layout import Flat, FlatLayout
 from ckpttool.engine.training import Training
-from ckpttool.errors import Unsupported
+from ckpttool.errors import Unsupported, argument
 from ckpttool.huggingface import model_names
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, TensorEntry, floating_dtype
 from ckpttool.layouts import WriteOptions, option
@@ -48,8 +48,8 @@ def plan_flats(ckpt: Checkpoint, state: Training, options: WriteOptions, world: 
         why = _mixed(flats, state, group_of)
         if not given.use_orig_params and (why or own.use_orig_params):
             raise Unsupported(
-                f"--flat-layout {options.flat_layout} is of a job with use_orig_params=False; "
-                + (why or "--use-orig-params contradicts it.")
+                f"{argument('flat_layout', options.flat_layout)} is of a job with use_orig_params=False; "
+                + (why or f"{argument('use_orig_params', True, 'Fsdp1Options')} contradicts it.")
             )
         uop = given.use_orig_params
     else:
@@ -74,7 +74,9 @@ def plan_flats(ckpt: Checkpoint, state: Training, options: WriteOptions, world: 
         if why and not own.use_orig_params:
             notes.append(f"written for FSDP1(use_orig_params=True): {why}")
         elif not uop:
-            notes.append("written for FSDP1(use_orig_params=False), its default; --use-orig-params for the other")
+            notes.append(
+                f"written for FSDP1(use_orig_params=False), its default; {argument('use_orig_params', True, 'Fsdp1Options')} for the other"
+            )
     in_flats = {p.name for f in flats for p in f.parts}
     copies = tuple((a, b) for a, b in state.tied.items() if a in in_flats)
     for a, b in copies:
@@ -126,7 +128,7 @@ def _model_order(ckpt: Checkpoint, state: Training, options: WriteOptions) -> tu
     own = list(state.tensors)
     told: list[str] | None = None
     if options.like is not None and options.like.shapes:
-        told, where = list(options.like.shapes), "--like"
+        told, where = list(options.like.shapes), argument("like")
     elif options.config is not None or (own == sorted(own) and ckpt.config is not None):
         config = model_names.config_of(options.config) if options.config is not None else ckpt.config
         told, where = (list(model_names.names_of(config).shapes), "the config") if config else (None, "")
@@ -148,7 +150,7 @@ def _wrapped(ckpt: Checkpoint, names: list[str], options: WriteOptions, notes: l
         found = flat_layout.matching(paths, options.wrap)
         if not found and options.wrap:
             notes.append(
-                f"--wrap {','.join(options.wrap)} names no module, so only the root is wrapped; there are "
+                f"{argument('wrap', options.wrap)} names no module, so only the root is wrapped; there are "
                 f"{flat_layout.listed(paths[1:])}. * is one component of the path, ** any number"
             )
         return found
@@ -162,10 +164,10 @@ def _wrapped(ckpt: Checkpoint, names: list[str], options: WriteOptions, notes: l
     found = flat_layout.matching(paths, patterns)
     if found:
         notes.append(
-            f"wrapped modules, by the repeated blocks of the model: {', '.join(patterns)}, and the root; --wrap names others"
+            f"wrapped modules, by the repeated blocks of the model: {', '.join(patterns)}, and the root; {argument('wrap')} names others"
         )
     else:
-        notes.append("only the root is wrapped, since no repeated blocks were found; --wrap names modules")
+        notes.append(f"only the root is wrapped, since no repeated blocks were found; {argument('wrap')} names modules")
     return found
 
 
@@ -200,7 +202,7 @@ def _flats(
             (a, one), (b, two) = list(kinds.items())[:2]
             raise Unsupported(
                 f'"{one}" is {a} and "{two}" is {b}, and FSDP1 flattens parameters of one dtype only; both lie in module '
-                f'"{module}". Wrap them apart with --wrap, or cast one with --cast.'
+                f'"{module}". Wrap them apart with {argument("wrap")}, or cast one with {argument("cast")}.'
             )
         dtype = next(iter(kinds))
         if "float" not in dtype:
@@ -208,7 +210,7 @@ def _flats(
         if world > 1 and not any(state.tensors[n].numel for n in owners):
             raise Unsupported(
                 f'No parameter of module "{module}" has an element (first "{owners[0]}"), so that no rank has a shard of its '
-                "flat parameter. Wrap it together with its parent with --wrap."
+                f"flat parameter. Wrap it together with its parent with {argument('wrap')}."
             )
         step = 16 // ITEMSIZE[dtype] if align is None else align
         sized = [(n, state.tensors[n].shape) for n in owners]
@@ -222,7 +224,7 @@ def _flats_given(given: FlatLayout, state: Training, params: set[str], options: 
     Raises:
         Unsupported: it is of another model.
     """
-    where = f"--flat-layout {options.flat_layout}"
+    where = argument("flat_layout", options.flat_layout)
     out = []
     for flat in given.flats:
         for p in flat.parts:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from ckpttool.engine import flat_layout
 from ckpttool.engine.flat_layout import Flat, FlatLayout, Part
 from ckpttool.engine.training import Training, taken_apart
-from ckpttool.errors import UsageError
+from ckpttool.errors import UsageError, argument
 from ckpttool.formats.sharded import Table, sharded_tensor
 from ckpttool.formats.stored_tensors import Inline
 from ckpttool.formats.torch_pickles import TensorRef
@@ -47,7 +47,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     state = taken_apart(ckpt, source)
     world = options.world_size or ckpt.world_size
     if world is None or world < 1:
-        raise UsageError("--world-size is needed: every rank has a file of its own.")
+        raise UsageError(f"{argument('world_size')} is needed: every rank has a file of its own.")
     plan = plan_flats(ckpt, state, options, world)
     out = _Writing(ckpt, options, plan.layout, TorchFiles(), Table(world), {}, {}, {})
     rest = {t.path: t for t in ckpt.tensors.values() if t.path[0] not in ("model", "optim")}

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpttool import bounded_json
 from ckpttool.engine.fill import tensor_digests
-from ckpttool.errors import MissingPackage, Unsupported, UsageError
+from ckpttool.errors import MissingPackage, Unsupported, UsageError, argument
 from ckpttool.formats import safetensors_header
 from ckpttool.huggingface import adapters, hub_names, model_files
 from ckpttool.index.checkpoint import Checkpoint, Chunks, TensorEntry, joined, tied_weights
@@ -48,9 +48,11 @@ class HfOptions:
 
     def __post_init__(self) -> None:
         if self.adapter and self.include_optimizer:
-            raise UsageError("--adapter writes the adapter alone; it cannot be combined with --include-optimizer.")
+            raise UsageError(
+                f"{argument('adapter', True)} writes the adapter alone; it cannot be combined with {argument('include_optimizer', True)}."
+            )
         if self.max_shard_bytes < 1:
-            raise UsageError(f"max_shard_bytes is {self.max_shard_bytes}; it must be at least 1.")
+            raise UsageError(f"{argument('max_shard_bytes', self.max_shard_bytes)}: it must be at least 1.")
 
 
 def holds(own: object) -> frozenset[str]:
@@ -161,7 +163,9 @@ def _write_adapter(ckpt: Checkpoint, source: Source, options: WriteOptions) -> D
 def _refuse_dtypes(model: dict[str, TensorEntry]) -> None:
     for name, t in model.items():
         if t.dtype not in safetensors_header.CODES:
-            raise Unsupported(f'"{name}" is {t.dtype}, which safetensors does not hold. Cast it with --cast.')
+            raise Unsupported(
+                f'"{name}" is {t.dtype}, which safetensors does not hold. Cast it with {argument("cast")}.'
+            )
 
 
 def _judged(
@@ -181,7 +185,7 @@ def _judged(
     except MissingPackage as e:
         if asks and not options.of(HfOptions).allow_name_mismatch:
             raise MissingPackage(
-                f"{e}. Or write the weights under the names they have now: --allow-name-mismatch."
+                f"{e}. Or write the weights under the names they have now: {argument('allow_name_mismatch', True, 'HfOptions')}."
             ) from None
         notes.append(f"names are kept as they are, and were not compared with those of the model of config.json: {e}")
         return None
@@ -212,11 +216,9 @@ def _mismatch(ckpt: Checkpoint, model: dict[str, TensorEntry], found: hub_names.
     if found.shapes:
         parts.append(f"{len(found.shapes)} have other shapes, first {found.shapes[0]}")
     if found.strip:
-        hint = (
-            f'All names and shapes are right without the prefix "{found.strip}": add --strip-prefix {found.strip[:-1]}.'
-        )
+        hint = f'All names and shapes are right without the prefix "{found.strip}": add {argument("strip_prefix", found.strip[:-1], "HfOptions")}.'
     elif any("lora_" in n for n in model):
-        hint = "The weights hold an adapter: --adapter writes it as PEFT saves it."
+        hint = f"The weights hold an adapter: {argument('adapter', True, 'HfOptions')} writes it as PEFT saves it."
     elif ckpt.trainer == "torchtitan":
         hint = "These are torchtitan's own names, which its state_dict_adapter maps: export with torchtitan's last_save_in_hf."
     else:
@@ -224,7 +226,7 @@ def _mismatch(ckpt: Checkpoint, model: dict[str, TensorEntry], found: hub_names.
     return (
         f"config.json describes a {found.model}, and the weights are not those of one: {'; '.join(parts)}. "
         f"from_pretrained would fill what is missing with random numbers. {hint} To write the weights as they are, for code "
-        "that loads them by itself, use --allow-name-mismatch."
+        f"that loads them by itself, use {argument('allow_name_mismatch', True, 'HfOptions')}."
     )
 
 
@@ -256,7 +258,7 @@ def _hub_tensors(
             if digests["a"] != digests["b"]:
                 raise Unsupported(
                     f'config.json ties "{name}" to "{kept}", but their bytes differ; loading would lose one of them. '
-                    'Set "tie_word_embeddings": false in the config given with --config, or find out which is right.'
+                    f'Set "tie_word_embeddings": false in the config given with {argument("config")}, or find out which is right.'
                 )
         del out[name]
         gone["model." + name] = "model." + kept

@@ -33,7 +33,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool import bounded_json
-from ckpttool.errors import Corrupt, Unsafe, Unsupported
+from ckpttool.errors import Corrupt, Unsafe, Unsupported, argument
 from ckpttool.formats import safetensors_header, values
 from ckpttool.index.checkpoint import (
     ITEMSIZE,
@@ -132,7 +132,8 @@ def draft(
             bounded_json.refuse_bomb(data, name)
         except Unsafe as e:
             raise Unsupported(
-                f"{str(e).rstrip('.')}. Such a record is refused by every reader. Keep less: --only model,optim."
+                f"{str(e).rstrip('.')}. Such a record is refused by every reader. Keep less: "
+                f"{argument('only', ['model', 'optim'])}."
             ) from None
     return out, shards, [DraftFile(f"{FOLDER}/{_VALUES}", len(held), held), DraftFile(INDEX, len(text), text)]
 

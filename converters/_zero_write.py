@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from ckpttool.engine.training import agreed, taken_apart
-from ckpttool.errors import UsageError
+from ckpttool.errors import UsageError, argument
 from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, joined
@@ -31,7 +31,7 @@ def write_stage(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: 
     """
     world = options.world_size or ckpt.world_size
     if not world:
-        raise UsageError("--world-size is needed: the number of ranks of the job that will load this.")
+        raise UsageError(f"{argument('world_size')} is needed: the number of ranks of the job that will load this.")
     state = taken_apart(ckpt, source, options.like and options.like.optimizer)
     tensors = {n: replace(t, dtype=options.cast(f"model.{n}", t.dtype)) for n, t in state.tensors.items()}
     plan = dw.Plan(state, tensors, stage, options, options.of(dw.ZeroOptions), ckpt)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool import bounded_json
 from ckpttool.audit.options import ENCRYPTED, SUFFIX, ArchiveOptions
-from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError
+from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError, argument
 from ckpttool.extras import need
 from ckpttool.formats import values
 from ckpttool.huggingface import model_files
@@ -248,7 +248,8 @@ def _refuse_unreadable(name: str, data: bytes, archive_bytes: int) -> None:
             )
     except Unsafe as e:
         raise Unsupported(
-            f"{str(e).rstrip('.')}. Such a record is refused by every reader. Keep less beside the tensors: --only model,optim."
+            f"{str(e).rstrip('.')}. Such a record is refused by every reader. Keep less beside the tensors: "
+            f"{argument('only', ['model', 'optim'])}."
         ) from None
 
 

@@ -231,5 +231,6 @@ LAYOUTS = (
         write=write,
         options=Fsdp1Options,
         aliases=("local", "local_state_dict"),
+        reader_uses=("config", "like", "flat_layout", "wrap"),
     ),
 )

@@ -236,5 +236,6 @@ LAYOUTS = (
     Layout(
         name="hf", title="Hugging Face safetensors", detect=detect, read=read, write=write, locate=locate, options=HfOptions,
         prepare=prepare, holds=holds, aliases=("huggingface", "safetensors", "transformers"), keeps_config=True,
+        reader_uses=("config",), writer_uses=("config",),
     ),
 )  # fmt: skip

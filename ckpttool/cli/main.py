@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import EXIT_CODES, CkpttoolError, Interrupted, NoSpace, NotRecognised, UsageError
+from ..errors import EXIT_CODES, CkpttoolError, Interrupted, NoSpace, NotRecognised, UsageError, as_flags
 from .audit import app as audit_app
 from .clean import clean
 from .convert import convert
@@ -83,7 +83,8 @@ def main() -> None:
     warnings.showwarning = _show
     gc.disable()  # a large index is millions of objects that live until the end; looking for cycles is half of the time
     try:
-        _run()
+        with as_flags():
+            _run()
     except OutputLost as e:
         _lost(e.error)
     except CkpttoolError as e:

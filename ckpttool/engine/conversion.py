@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..errors import CkpttoolError, Interrupted, UsageError
+from ..errors import CkpttoolError, Interrupted, UsageError, argument
 from ..index.digests import roots
 from ..storage import urls
 from ..storage.buffers import IOBudget
@@ -224,12 +224,14 @@ def _convert(
 def io_budget(max_memory_bytes: int | None, threads: int, source: Source) -> IOBudget:
     """Threads and buffers: all the buffers, and what Python and numpy take, fit into the budget."""
     if threads < 1:
-        raise UsageError(f"--jobs {threads}: at least 1.")
+        raise UsageError(f"{argument('threads', threads)}: it must be at least 1.")
     if max_memory_bytes is None:
         return IOBudget(threads)
     buffers = 9 + 2 * threads + 3 * IOBudget(threads).reader_threads(source)
     buffer = (max_memory_bytes - (64 << 20)) // buffers
     if buffer < 256 << 10:
         need = (64 << 20) + buffers * (256 << 10)
-        raise UsageError(f"--max-memory {max_memory_bytes}: at least {-(-need // 10**6)} MB are needed.")
+        raise UsageError(
+            f"{argument('max_memory_bytes', max_memory_bytes)}: at least {-(-need // 10**6)} MB are needed."
+        )
     return IOBudget(threads, min(16 << 20, buffer - buffer % 4096))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 from .. import layouts
-from ..errors import CkpttoolError, DestinationExists, NotRecognised, UsageError
+from ..errors import CkpttoolError, DestinationExists, NotRecognised, UsageError, argument
 from ..index.draft import Draft
 from ..storage import partial, urls
 from ..storage.destination import Destination, write_error
@@ -120,7 +120,7 @@ def _refuse_foreign(target: str) -> None:
         if names == [target]:
             what = f"a file of {os.path.getsize(target):,} bytes"
         raise DestinationExists(
-            f"{urls.redact_url(target)} is {what} and not a checkpoint, so --force does not replace it. Remove it yourself, or "
+            f"{urls.redact_url(target)} is {what} and not a checkpoint, so {argument('force', True)} does not replace it. Remove it yourself, or "
             "choose another destination."
         ) from None
 

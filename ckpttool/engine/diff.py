@@ -16,7 +16,7 @@ from ..index import boxes
 from ..index.checkpoint import ITEMSIZE, TensorEntry
 from .dtypes import numpy_dtype
 from .fill import Progress, silent
-from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with
+from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, refuse_unused
 from .stream import Block, Job, Reader
 
 __all__ = ["Difference", "TensorDifference", "diff"]
@@ -84,7 +84,7 @@ def diff(
         a, b: two folders, files or URLs.
         rtol, atol: relative and absolute tolerance; 0 where not given.
         only: components to compare (["model"]); all where None.
-        config, like, flat_layout, wrap: as `open`, for both.
+        config, like, flat_layout, wrap: as `open`, for those of the two whose layout uses them.
         progress: called with ("diff", bytes done, bytes in all).
 
     Raises:
@@ -94,7 +94,8 @@ def diff(
         only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap,
         allow_equal_ranks=True, allow_mixed_steps=True,  # to look at them is what diff is for
     )  # fmt: skip
-    with open_with(a, options) as x, open_with(b, options) as y:
+    with open_with(a, options, check_hints=False) as x, open_with(b, options, check_hints=False) as y:
+        refuse_unused(options, f"{x.layout.name} | {y.layout.name}", {*x.layout.reader_uses, *y.layout.reader_uses})
         left, right = x.locate(), y.locate()
         aside = [[r.to_json() for r in ckpt.unread] for ckpt in (left, right)]
         out = Difference(

@@ -40,7 +40,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ..bounded_json import parse
-from ..errors import Corrupt, Unsupported
+from ..errors import Corrupt, Unsupported, argument
 from ..index import boxes
 from ..index.checkpoint import ITEMSIZE, MAX_NUMEL
 from ..storage.source import Source
@@ -290,7 +290,7 @@ def fitting(
             )
             raise Unsupported(
                 f'the flat parameter of module "{module}" fits when {ways} is left out as tied to another; which one, '
-                "the files do not tell. Give --flat-layout (ckpttool.describe_fsdp1 in the job)."
+                f"the files do not tell. Give {argument('flat_layout')} (ckpttool.describe_fsdp1 in the job)."
             )
         if found:
             return next(iter(found.values()))
@@ -420,7 +420,7 @@ def read_file(path: str) -> FlatLayout:
         Unsupported: there is no such file. Corrupt: it is something else.
     """
     if not os.path.isfile(path):
-        raise Unsupported(f"--flat-layout {path}: no such file.")
+        raise Unsupported(f"{argument('flat_layout', path)}: no such file.")
     with Source(os.path.dirname(os.path.abspath(path))) as there:
         return from_json(there.read_all(os.path.basename(path), 256 << 20), path)
 
@@ -434,7 +434,8 @@ def refuse_alphabet(names: list[str], where: str) -> None:
     if len(names) > 7 and names == sorted(names):
         raise Unsupported(
             f"the {len(names)} names of {where} stand in the order of the alphabet, so the order of the model is lost, in "
-            "which FSDP1 flattens parameters. Take a checkpoint that torch saved (.pt, or DCP) for --like, or give --config."
+            f"which FSDP1 flattens parameters. Take a checkpoint that torch saved (.pt, or DCP) for {argument('like')}, or "
+            f"give {argument('config')}."
         )
 
 

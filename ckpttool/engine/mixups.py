@@ -23,7 +23,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
-from ..errors import Corrupt
+from ..errors import Corrupt, argument
 from ..formats.crc import crc32, crc32_combine
 from ..formats.stored_tensors import number_in
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, Record, TensorEntry
@@ -69,7 +69,7 @@ def refuse_equal_ranks(ckpt: Checkpoint, source: Source, layout: Layout) -> None
             raise Corrupt(
                 f"{ckpt.root}: {ckpt.files[a]} of rank {ckpt.ranks[a]} and {ckpt.files[b]} of rank {ckpt.ranks[b]} hold the same "
                 f'numbers, those of "{proof}" among them, although every rank has a part of its own. One file was copied over the '
-                "other; fetch both again. If the two ranks really are equal, use --allow-equal-ranks."
+                f"other; fetch both again. If the two ranks really are equal, use {argument('allow_equal_ranks', True)}."
             )
 
 
@@ -217,7 +217,8 @@ def refuse_mixed_steps(ckpt: Checkpoint, source: Source, layout: Layout) -> None
         if sure:
             raise Corrupt(
                 f"{ckpt.root}: {text}, and no file holds two different steps. The files are of different saves; fetch those of "
-                "one. If the parameters in one file were really trained for fewer steps, use --allow-mixed-steps."
+                "one. If the parameters in one file were really trained for fewer steps, use "
+                f"{argument('allow_mixed_steps', True)}."
             )
     if text:
         ckpt.notes.append(f"{text}: it was trained for fewer steps, or the file is of another save")

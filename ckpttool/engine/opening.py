@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from .. import layouts
-from ..errors import Corrupt, UsageError
+from ..errors import Corrupt, UsageError, argument
 from ..index.checkpoint import Checkpoint, check, joined, tied_weights
 from ..storage.source import Source, raise_file_limit
 from ..storage.upload import NOTE
 from . import mixups, unread_files
-from .recorded import IGNORE, RECORD, Recorded, missing, of_folder
+from .recorded import RECORD, Recorded, missing, of_folder
 from .stream import small
 
 __all__ = [
@@ -23,7 +24,9 @@ __all__ = [
     "open",
     "open_with",
     "optimizer_order",
+    "refuse_unused",
     "shown_path",
+    "usable",
 ]
 
 
@@ -94,7 +97,9 @@ class OpenCheckpoint:
         ckpt, found = self.checkpoint, None if self.checkpoint.recorded and not ignore else self.recorded()
         if ignore:
             if ckpt.recorded or found is not None:
-                ckpt.notes.append(f"the digests that were recorded of it were not compared: {IGNORE}")
+                ckpt.notes.append(
+                    f"the digests that were recorded of it were not compared: {argument('ignore_recorded_digests', True)}"
+                )
                 ckpt.recorded, ckpt.ignored_digests = {}, True
             return
         if found is None:
@@ -116,7 +121,7 @@ class OpenCheckpoint:
             if (t.dtype, t.shape) != (dtype, shape):
                 raise Corrupt(
                     f'{ckpt.root}: "{n}" is {t.dtype} {list(t.shape)}, but {RECORD} lists it as {dtype} {list(shape)}: it was '
-                    f"changed after the record was written. Take another copy. If it was on purpose, use {IGNORE}, or remove "
+                    f"changed after the record was written. Take another copy. If it was on purpose, use {argument('ignore_recorded_digests', True)}, or remove "
                     f"{RECORD}."
                 )
         if new := [n for n in ckpt.tensors if n not in expected and n not in found.added and n not in found.tied]:
@@ -194,8 +199,11 @@ def open(
     return open_with(path, options)
 
 
-def open_with(path: CheckpointPath, options: OpenOptions, model: layouts.Model | None = None) -> OpenCheckpoint:
-    """`open`; `model` is what `model_of(options)` gives, where it is known."""
+def open_with(
+    path: CheckpointPath, options: OpenOptions, model: layouts.Model | None = None, check_hints: bool = True
+) -> OpenCheckpoint:
+    """`open`; `model` is what `model_of(options)` gives, where it is known. With `check_hints=False` the caller refuses hints
+    that nobody uses (`refuse_unused`), since the reader is not the only one who may use them."""
     only = None if options.only is None else tuple(options.only)
     model = model or model_of(options)
     raise_file_limit()
@@ -208,6 +216,8 @@ def open_with(path: CheckpointPath, options: OpenOptions, model: layouts.Model |
                 "again, or remove what lies there."
             )
         found = layouts.find(options.source_layout) if options.source_layout else layouts.detect(where)
+        if check_hints:
+            refuse_unused(options, found.name, found.reader_uses)
         given, where = where, found.mount(where)
         ckpt = found.read(
             where,
@@ -232,6 +242,34 @@ def open_with(path: CheckpointPath, options: OpenOptions, model: layouts.Model |
     return opened
 
 
+def refuse_unused(options: OpenOptions, here: str, used: Iterable[str]) -> None:
+    """Refuse a hint that nothing would look at.
+
+    Raises:
+        UsageError: with the layouts that use it.
+    """
+    known = layouts.layouts().values()
+    for name in layouts.READ_HINTS:
+        if getattr(options, name) is None or name in used:
+            continue
+        readers = [x.name for x in known if name in x.reader_uses]
+        writers = [x.name for x in known if name in x.writer_uses and x.write is not None]
+        uses = [f"to {verb} {', '.join(rows)}" for verb, rows in (("read", readers), ("write", writers)) if rows]
+        uses = [f"to read or write {', '.join(readers)}"] if readers == writers else uses
+        raise UsageError(f"{argument(name)} does not apply to {here}; it is used {' and '.join(uses)}. Leave it out.")
+
+
+def usable(path: CheckpointPath, how: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `open` without the hints that the layout of this checkpoint does not use."""
+    if name := how.get("source_layout"):
+        found = layouts.find(name)
+    else:
+        where = path if isinstance(path, layouts.Place) else layouts.place(path)
+        with where.source:
+            found = layouts.detect(where)
+    return {k: v for k, v in how.items() if k not in layouts.READ_HINTS or k in found.reader_uses}
+
+
 def _leave_made(opened: OpenCheckpoint) -> None:
     """Take out the values that ckpttool itself had to write into the checkpoint (`Layout.made`), and that still are what it
     wrote: they are no part of the state."""
@@ -247,7 +285,7 @@ def _only(ckpt: Checkpoint, only: Iterable[str]) -> Checkpoint:
     have = {ckpt.component(n) for n in [*ckpt.tensors, *ckpt.values]}
     missing = [w for w in wanted if w not in have]
     if missing:
-        raise UsageError(f"--only {','.join(missing)}: the checkpoint holds {', '.join(sorted(have))}.")
+        raise UsageError(f"{argument('only', missing)}: the checkpoint holds {', '.join(sorted(have))}.")
     return ckpt.only(wanted)
 
 

@@ -12,13 +12,13 @@ from blake3 import blake3
 
 from .. import layouts
 from .._version import __version__
-from ..errors import Unsupported, UsageError
+from ..errors import Unsupported, UsageError, argument
 from ..index.checkpoint import Unread, floating_dtype, joined, orphaned_optimizer_state
 from ..index.draft import Draft, Dropped
 from ..index.names import NOT_THEIRS, refuse_surrogates
 from ..storage.source import Source
 from . import unread_files
-from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, model_of, open_with
+from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, model_of, open_with, refuse_unused
 
 __all__ = ["Plan", "WriteRequest", "caster", "plan", "plan_id", "plan_with"]
 
@@ -39,7 +39,7 @@ class WriteRequest:
 
     def __post_init__(self) -> None:
         if self.world_size is not None and (type(self.world_size) is not int or self.world_size < 1):
-            raise UsageError(f"The world size is {self.world_size!r}; it must be an integer of at least 1.")
+            raise UsageError(f"{argument('world_size', self.world_size)}: it must be an integer of at least 1.")
         if not self.cast:  # one way to say so, since plan_id compares requests
             object.__setattr__(self, "cast", None)
 
@@ -112,11 +112,15 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
         raise UsageError(f"options={kind}(...) does not apply to {target.name}, which takes {wanted}.")
     if writing.canonical_keys and not target.own_keys:
         keep = ", ".join(x.name for x in layouts.layouts().values() if x.own_keys)
-        raise UsageError(f"--canonical-keys applies to {keep}; {target.name} has keys of its own.")
+        raise UsageError(f"{argument('canonical_keys')} applies to {keep}; {target.name} has keys of its own.")
+    if writing.world_size is not None:
+        _refuse_world_size(target, writing.world_size)
     holds, drop = target.holds(writing.options), writing.drop
     model = model_of(reading)
-    opened = open_with(src, reading, model)
+    opened = open_with(src, reading, model, check_hints=False)
     try:
+        used = {*opened.layout.reader_uses, *target.writer_uses}
+        refuse_unused(reading, f"{opened.layout.name} -> {target.name}", used)
         aside = unread_files.lost(opened.checkpoint, holds, opened.only)
         if aside and not drop:
             raise Unsupported(_not_carried(opened, target, aside))
@@ -144,24 +148,36 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
         theirs = target.own_keys and any(p[0] in ("model", "optim") for p in ckpt.origin)
         if theirs and NOT_THEIRS not in draft.notes:
             draft.notes.append(
-                "model and optimizer keep the keys of the source; --canonical-keys writes model and optim"
+                f"model and optimizer keep the keys of the source; {argument('canonical_keys', True)} writes model and optim"
             )
         lost = [d for d in draft.dropped if not holds or d.name.partition(".")[0] in holds]
         if lost and not drop:
             raise Unsupported(
                 f"{target.name} cannot hold {len(lost)} of the {len(ckpt.tensors) + len(ckpt.values)} entries, first "
-                f'"{lost[0].name}" ({lost[0].why}). Use --drop to go on without them, or another layout.'
+                f'"{lost[0].name}" ({lost[0].why}). '
+                f"Use {argument('drop', True)} to go on without them, or another layout."
             )
         draft.dropped += [Dropped(r.name, r.bytes or 0, f"{r.what}, {unread_files.NOT_READ}") for r in aside]
         for pattern in writing.cast or {}:
             if not fnmatch.filter([*ckpt.tensors, *draft.checkpoint.tensors], pattern):
                 raise UsageError(
-                    f"--cast {pattern}: no tensor has such a name. The first name is {next(iter(ckpt.tensors))}."
+                    f"{argument('cast')} {pattern!r}: no tensor has such a name. The first name is {next(iter(ckpt.tensors))}."
                 )
     except BaseException:
         opened.source.close()
         raise
     return Plan(opened, draft, target)
+
+
+def _refuse_world_size(target: layouts.Layout, world_size: int) -> None:
+    """Refuse a world size for a layout that is the same at every one."""
+    if "world_size" not in target.writer_uses:
+        why = "which is one file" if target.is_file else "whose files are the same for any number of ranks"
+        per_rank = [x.name for x in layouts.layouts().values() if x.write is not None and "world_size" in x.writer_uses]
+        raise UsageError(
+            f"{argument('world_size', world_size)} does not apply to {target.name}, {why}. Leave it out, or choose one of: "
+            f"{', '.join(per_rank)}."
+        )
 
 
 def _refuse_casts(draft: Draft) -> None:
@@ -185,7 +201,7 @@ def _not_carried(opened: OpenCheckpoint, target: layouts.Layout, rows: list[Unre
     return (
         f"{where} is read as {opened.layout.name}, which does not include these files of the same checkpoint: "
         f"{unread_files.listed(rows)}. The {target.name} checkpoint would look complete, but training could not resume from it. "
-        "Give --drop to convert without them, or --only model for the weights alone."
+        f"Use {argument('drop', True)} to convert without them, or {argument('only', ['model'])} for the weights alone."
     )
 
 

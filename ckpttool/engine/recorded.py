@@ -16,7 +16,7 @@ from typing import Any
 
 from .._version import __version__
 from ..bounded_json import parse
-from ..errors import Corrupt, SourceChanged, Unreadable, Unsafe
+from ..errors import Corrupt, SourceChanged, Unreadable, Unsafe, argument
 from ..index.checkpoint import Checkpoint, TensorEntry
 from ..index.digests import roots
 from ..index.draft import Draft
@@ -24,12 +24,11 @@ from ..storage.source import Source
 from . import unread_files
 
 __all__ = [
-    "IGNORE", "MOST_RECORD_BYTES", "RECORD", "Recorded", "encoded", "missing", "of_folder", "other_digests", "record",
+    "MOST_RECORD_BYTES", "RECORD", "Recorded", "encoded", "missing", "of_folder", "other_digests", "record",
 ]  # fmt: skip
 
 RECORD = "ckpttool.json"
 MOST_RECORD_BYTES = 256 << 20  # 10^6 tensors
-IGNORE = "--ignore-recorded-digests (ignore_recorded_digests=True)"
 
 
 @dataclass(frozen=True)
@@ -98,10 +97,10 @@ def missing(ckpt: Checkpoint, names: list[str], total: int) -> Corrupt:
     """The error for names that a record has and the checkpoint has not."""
     parts = sorted({n.partition(".")[0] for n in names})
     left = sorted({n.partition(".")[0] for n in ckpt.tensors} - set(parts))
-    hint = f"--only {','.join(left)}, " if left else ""
+    hint = f"{argument('only', left)}, " if left else ""
     return Corrupt(
         f'{ckpt.root}: {len(names)} of the {total} tensors that {RECORD} lists are not there, first "{names[0]}": files were '
-        f"removed or replaced after it was written. Take another copy. If it was on purpose, use {hint}{IGNORE}, or remove "
+        f"removed or replaced after it was written. Take another copy. If it was on purpose, use {hint}{argument('ignore_recorded_digests', True)}, or remove "
         f"{RECORD}."
     )
 
@@ -113,7 +112,7 @@ def other_digests(ckpt: Checkpoint, names: list[str], total: int) -> Corrupt:
     return Corrupt(
         f"{ckpt.root}: {len(names)} of {total} tensors do not have the digest that was recorded of them, first "
         f'"{names[0]}"{where}. They were damaged or changed after the record was written. Take another copy. If they were '
-        f"changed on purpose, use {IGNORE}, or remove the {RECORD} beside them."
+        f"changed on purpose, use {argument('ignore_recorded_digests', True)}, or remove the {RECORD} beside them."
     )
 
 

@@ -277,7 +277,7 @@ def read_back(
     """
     try:
         with open(
-            path, source_layout=target.name, config=None if target.keeps_config else config,
+            path, source_layout=target.name, config=None if target.keeps_config or "config" not in target.reader_uses else config,
             allow_equal_ranks=True, allow_mixed_steps=True,
         ) as back:  # fmt: skip
             safetensors_header.open_with_library(back.source, back.checkpoint.files)

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from ..errors import Unsupported
+from ..errors import Unsupported, argument
 from ..index.checkpoint import Checkpoint, joined
 
 __all__ = ["alone"]
@@ -96,7 +96,7 @@ def _which(names: Iterable[str], prefix: str, known: re.Pattern[str]) -> str | N
     found = {p[2] for p in parts if p is not None and known.fullmatch(p[0][-1])}
     if not found:
         raise Unsupported(
-            f"the checkpoint holds no adapter: no tensor has {prefix}* in its name. Without --adapter all weights are "
+            f"the checkpoint holds no adapter: no tensor has {prefix}* in its name. Without {argument('adapter', True, 'HfOptions')} all weights are "
             "written; if the adapter was merged into them, that is what to publish."
         )
     named = sorted(n for n in found if n is not None)

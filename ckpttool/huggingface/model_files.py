@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from .. import bounded_json
-from ..errors import CkpttoolError, Corrupt, Unsafe, Unsupported
+from ..errors import CkpttoolError, Corrupt, Unsafe, Unsupported, argument
 from ..storage.source import Source
 
 __all__ = ["PACKED", "adapter", "beside", "of_model", "read_config", "training_files", "understood"]
@@ -79,7 +79,7 @@ def of_model(config: str, notes: list[str] | None = None) -> tuple[dict[str, Any
                 )
             except Exception as e:
                 raise Unsupported(
-                    f"--config {config}: neither a folder nor a model id that can be fetched ({e})."
+                    f"{argument('config', config)}: neither a folder nor a model id that can be fetched ({e})."
                 ) from None
     with Source(config) as source:
         return _of_folder(source, [] if notes is None else notes)

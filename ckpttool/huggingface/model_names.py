@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ..bounded_json import parse
-from ..errors import Corrupt, Unsupported
+from ..errors import Corrupt, Unsupported, argument
 from ..extras import need
 from ..formats.sandbox import in_child
 from ..storage.source import Source
@@ -46,12 +46,14 @@ def config_of(given: str) -> dict[str, Any]:
         try:
             given = snapshot_download(given, allow_patterns=["config.json"])
         except Exception as e:
-            raise Unsupported(f"--config {given}: neither a folder nor a model id that can be fetched ({e}).") from None
+            raise Unsupported(
+                f"{argument('config', given)}: neither a folder nor a model id that can be fetched ({e})."
+            ) from None
     folder, name = os.path.split(given) if os.path.isfile(given) else (given, "config.json")
     with Source(folder or ".") as there:
         found = parse(there.read_all(name, 16 << 20), f"{folder}/{name}")
     if not isinstance(found, dict) or "model_type" not in found:
-        raise Unsupported(f"--config {given}: {name} has no model_type.")
+        raise Unsupported(f"{argument('config', given)}: {name} has no model_type.")
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ..errors import Corrupt, UsageError
+from ..errors import Corrupt, UsageError, argument
 from .checkpoint import Checkpoint, Path, Value, joined
 
 __all__ = ["WRAPPERS", "strip_wrappers", "without_prefix"]
@@ -47,7 +47,9 @@ def without_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
     names = [str(t.path[1]) for t in ckpt.tensors.values() if t.path[0] == "model"]
     if not any(n.startswith(prefix) and n != prefix for n in names):
         first = f', first of all is "{names[0]}"' if names else ""
-        raise UsageError(f"--strip-prefix {prefix}: no weight has a name that begins so{first}.")
+        raise UsageError(
+            f"{argument('strip_prefix', prefix, 'HfOptions')}: no weight has a name that begins so{first}."
+        )
 
     def short(path: Path) -> Path:
         at = 1 if path[0] == "model" else 2 if path[:2] == ("optim", "state") else None

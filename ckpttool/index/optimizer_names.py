@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import Corrupt, Unsupported
+from ..errors import Corrupt, Unsupported, argument
 from .checkpoint import Path
 from .fqns import strip_wrappers
 
@@ -156,7 +156,9 @@ def _resolve_ids(
         return {x: names[n] for x, n in zip(flat, listed, strict=True)}
     if like is not None:
         if len(like) != len(flat):
-            raise Unsupported(f"--like names {len(like)} parameters in its optimizer, this one has {len(flat)}.")
+            raise Unsupported(
+                f"{argument('like')} names {len(like)} parameters in its optimizer, this one has {len(flat)}."
+            )
         return dict(zip(flat, like, strict=True))
     candidates: list[tuple[str, tuple[int, ...]]] = []
     kept: list[Any] = []
@@ -175,7 +177,7 @@ def _resolve_ids(
                 if ways
                 else f"no order of the {len(candidates)} tensors of the model fits their shapes"
             )
-            + ". Give --like a checkpoint of the same model whose optimizer has names, or --only model."
+            + f". Give {argument('like')} a checkpoint of the same model whose optimizer has names, or use {argument('only', ['model'])}."
         )
     notes.append(
         f"the optimizer numbers its parameters; their names follow from the order and shapes of the model's {len(flat)} parameters"

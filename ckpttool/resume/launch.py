@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from .. import errors
-from ..engine.opening import OpenCheckpoint
+from ..engine.opening import OpenCheckpoint, usable
 from ..engine.opening import open as open_checkpoint
 from ..errors import CkpttoolError, Interrupted, UsageError
 from ..extras import need
@@ -127,8 +127,9 @@ def resume_verify(
         raise UsageError(
             f"{ranks} ranks, but this machine has {count} GPUs. On several nodes, start it with torchrun or srun."
         )
-    options = dict(how or {})
-    theirs = {k: v for k, v in options.items() if k != "source_layout"}  # --from is the layout of the candidate
+    options = usable(source, dict(how or {}))  # `config` also builds the model, whatever the layout
+    theirs = {k: v for k, v in (how or {}).items() if k != "source_layout"}  # --source-layout is that of the candidate
+    theirs = {} if against is None else usable(against, theirs)
     begin, found_config = _look(source, options, start_step)
     their_config = None
     if against is not None:

@@ -6,7 +6,7 @@ import mmap
 import queue
 from typing import NamedTuple
 
-from ..errors import NoSpace
+from ..errors import NoSpace, argument
 from .source import Source
 
 __all__ = ["ALIGN", "DEFAULT_BUDGET", "BufferPool", "IOBudget", "Lease"]
@@ -44,7 +44,8 @@ class BufferPool:
             self._map = mmap.mmap(-1, count * step + huge, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as e:
             raise NoSpace(
-                f"{count * step + huge:,} bytes of buffers: {e.strerror}. Fewer --jobs or a smaller --max-memory take less."
+                f"{count * step + huge:,} bytes of buffers: {e.strerror}. Fewer {argument('threads')} or a smaller "
+                f"{argument('max_memory_bytes')} take less."
             ) from e
         if hasattr(mmap, "MADV_HUGEPAGE"):
             try:

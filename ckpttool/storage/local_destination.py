@@ -18,7 +18,7 @@ import stat
 from contextlib import suppress
 from typing import Any
 
-from ..errors import CkpttoolError, DestinationExists, NoSpace, RemoteError, Unreadable, Unsafe, UsageError
+from ..errors import CkpttoolError, DestinationExists, NoSpace, RemoteError, Unreadable, Unsafe, UsageError, argument
 from . import partial
 from .destination import write_error
 from .local_file import LocalFile, WriterPool
@@ -336,7 +336,9 @@ def refuse_target(target: str, is_file: bool, force: bool) -> None:
             "destination."
         )
     if not force:
-        raise DestinationExists(f"{target} exists. Choose another destination, or --force to replace it whole.")
+        raise DestinationExists(
+            f"{target} exists. Choose another destination, or {argument('force', True)} to replace it whole."
+        )
     if stat.S_ISDIR(mode) == is_file:
         kinds = ("a folder", "file") if is_file else ("a file", "folder")
         raise DestinationExists(f"{target} is {kinds[0]}; a {kinds[1]} does not replace it. Remove it first.")

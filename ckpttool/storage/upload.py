@@ -20,7 +20,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 from ..bounded_json import parse
-from ..errors import CkpttoolError, Corrupt, DestinationExists, NoSpace, RemoteError, Unsafe, Unsupported, UsageError
+from ..errors import (
+    CkpttoolError,
+    Corrupt,
+    DestinationExists,
+    NoSpace,
+    RemoteError,
+    Unsafe,
+    Unsupported,
+    UsageError,
+    argument,
+)
 from .remote import filesystem_for as store_of
 from .retries import Conflict, Denied
 from .retries import NotFound as Missing
@@ -340,7 +350,7 @@ class _File:
 
 
 def _taken(url: str) -> DestinationExists:
-    return DestinationExists(f"{url} exists. Choose another destination, or --force to replace it.")
+    return DestinationExists(f"{url} exists. Choose another destination, or {argument('force', True)} to replace it.")
 
 
 class UploadFolder:
@@ -386,7 +396,8 @@ class UploadFolder:
                 pass  # not a note of ours
         if found and not self.force and not set(found) <= ours:
             raise DestinationExists(
-                f"{shown(self.url)} holds {len(found)} objects, first {found[0]!r}. Choose another destination, or --force "
+                f"{shown(self.url)} holds {len(found)} objects, first {found[0]!r}. Choose another destination, or "
+                f"{argument('force', True)} "
                 "to replace it whole."
             )
         return found, token
@@ -463,7 +474,7 @@ class UploadFolder:
             _hide(self._note)
             raise DestinationExists(
                 f"{shown(self.url)}: {new[0]!r} came there while this run was sending; nothing was replaced. Choose another "
-                "destination, or --force to replace what is there."
+                f"destination, or {argument('force', True)} to replace what is there."
             )
         self._old += new
 
