@@ -111,6 +111,13 @@ def load_hf(path: Path) -> dict[str, Tensor]:
     return {k: t for file in sorted(path.glob("*.safetensors")) for k, t in load_file(file).items()}
 
 
+def ranks_for(to: str, world_size: int) -> dict[str, int]:
+    """The argument `world_size` of a conversion, for layouts that have one."""
+    from ckpttool.layouts import find
+
+    return {"world_size": world_size} if "world_size" in find(to).writer_uses else {}
+
+
 def tensors_of(tree: dict[str, Any]) -> dict[str, Tensor]:
     """`model.<fqn>` and `optim.<fqn>.<slot>` of a tree as the fixtures have them, the names of truth.safetensors."""
     tree = tree.get("app", tree)

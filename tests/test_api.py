@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from peers import FIXTURES, REPOSITORY
 
 import ckpttool
 from ckpttool.errors import UsageError
-from ckpttool.layouts import flags_of, layouts
+from ckpttool.layouts import READ_HINTS, WRITE_HINTS, flags_of, layouts
 
 DCP = FIXTURES / "fsdp2_w3" / "ckpt"
 FUNCTIONS = ("convert", "diff", "digest", "export", "inspect", "load", "open", "plan", "pull", "push", "restore", "storage_reader", "verify")  # fmt: skip
@@ -100,6 +101,41 @@ def test_options_that_make_no_sense_are_refused() -> None:
             call()
     with pytest.raises(FrozenInstanceError):
         ckpttool.ZeroOptions().write_tag = "x"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: ckpttool.plan(DCP, "x", to="dcp", world_size=0), "world_size=0: it must be an integer of at least 1."),
+        (lambda: ckpttool.plan(DCP, "x", to="hf", world_size=2), "world_size=2 does not apply to hf"),
+        (lambda: ckpttool.plan(DCP, "x", to="dcp", wrap=["**"]), "wrap does not apply to dcp -> dcp; it is used to read or write fsdp1"),
+        (lambda: ckpttool.open(DCP, only=["modle"]), "only=['modle']: the checkpoint holds model, optim, trainer."),
+        (lambda: ckpttool.convert(DCP, "x", to="dcp", threads=0), "threads=0: it must be at least 1."),
+        (lambda: ckpttool.convert(DCP, "x", to="dcp", max_memory_bytes=1), "max_memory_bytes=1: at least"),
+        (lambda: ckpttool.HfOptions(max_shard_bytes=0), "max_shard_bytes=0: it must be at least 1."),
+        (lambda: ckpttool.plan(DCP, "x"), "Cannot infer the layout from 'x'. Pass to: dcp"),
+    ],
+)  # fmt: skip
+def test_a_wrong_argument_is_a_value_error_that_names_the_keyword(
+    call: Callable[[], object], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="^" + re.escape(words)) as e:
+        call()
+    assert isinstance(e.value, UsageError) and "--" not in str(e.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_layout_says_which_arguments_it_uses() -> None:
+    for layout in layouts().values():
+        assert set(layout.reader_uses) <= set(READ_HINTS) and set(layout.writer_uses) <= set(WRITE_HINTS)
+    assert {x.name for x in layouts().values() if "world_size" in x.writer_uses} == {
+        "dcp",
+        "zero3",
+        "zero2",
+        "zero1",
+        "fsdp1",
+    }
 
 
 def test_every_option_of_a_layout_has_a_sentence_and_every_layout_has_its_names() -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ..errors import UsageError
+from .help import about
 from .terminal import (  # fmt: skip
     Json,
     Quiet,
@@ -18,6 +19,12 @@ from .terminal import (  # fmt: skip
 __all__ = ["clean"]
 
 
+@about(
+    ("What interrupted runs left in this folder", "ckpttool clean . --dry-run"),
+    ("Remove what a run with this destination left", "ckpttool clean dcp3"),
+    exits=(0, 1, 2, 130),
+    meaning={1: "something of yours could not be removed"},
+)
 def clean(
     path: Annotated[
         str,

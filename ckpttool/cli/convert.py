@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .help import READING, about
 from .layout_options import given
 from .terminal import (  # fmt: skip
     AllowEqualRanks,
@@ -29,6 +30,7 @@ from .terminal import (  # fmt: skip
     Src,
     Tag,
     Threads,
+    To,
     WorldSize,
     Wrap,
     bytes_of,
@@ -47,6 +49,17 @@ if TYPE_CHECKING:
 __all__ = ["convert"]
 
 
+@about(
+    ("A model for from_pretrained", "ckpttool convert run/ckpt hf --to hf --config llama"),
+    ("The same job on 3 ranks", "ckpttool convert run/ckpt dcp3 --to dcp --world-size 3"),
+    ("One file for torch.load", "ckpttool convert run/ckpt step3.pt"),
+    (
+        "What would a DeepSpeed folder take? Nothing is written",
+        "ckpttool convert run/ckpt zero3 --to zero3 -n 8 --dry-run",
+    ),
+    exits=(*READING, 5, 6),
+    meaning={5: "the result, read back, differs"},
+)
 def convert(
     ctx: typer.Context,
     src: Src,
@@ -54,7 +67,7 @@ def convert(
         str,
         typer.Argument(help="Where the new checkpoint shall be: a path, or an s3:// or gs:// URL.", show_default=False),
     ],
-    to: Annotated[str | None, typer.Option("--to", help="Layout to write; `ckpttool layouts` lists them.")] = None,
+    to: To = None,
     from_: From = None,
     world_size: WorldSize = None,
     only: Only = None,

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .help import READING, about
 from .terminal import (  # fmt: skip
     Config,
     FlatLayout,
@@ -25,6 +26,13 @@ from .terminal import (  # fmt: skip
 __all__ = ["diff"]
 
 
+@about(
+    ("Bit for bit, whatever the layouts", "ckpttool diff run/ckpt step3.pt"),
+    ("Weights only, with a tolerance", "ckpttool diff run/ckpt hf --only model --rtol 0.01 --atol 1e-6"),
+    ("For a script", "ckpttool diff run/ckpt dcp3 --json --quiet"),
+    exits=(*READING, 5),
+    meaning={0: "equal", 5: "they differ"},
+)
 def diff(
     a: Src,
     b: Annotated[str, typer.Argument(help="Another checkpoint, in any layout.", show_default=False)],

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from .help import READING, about
 from .terminal import (  # fmt: skip
     AllowEqualRanks,
     AllowMixedSteps,
@@ -28,6 +29,12 @@ from .terminal import (  # fmt: skip
 __all__ = ["digest"]
 
 
+@about(
+    ("Of the state and of each component", "ckpttool digest run/ckpt"),
+    ("Of the weights", "ckpttool digest step3.pt --only model"),
+    ("Of every tensor, for a script", "ckpttool digest run/ckpt --tensors --json"),
+    exits=READING,
+)
 def digest(
     path: Src,
     from_: From = None,

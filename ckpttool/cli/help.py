@@ -1,4 +1,4 @@
-"""`--help` as plain text, in sections; and only the command that runs is built.
+"""`--help` as plain text, in sections, with examples and exit codes; and only the command that runs is built.
 
 typer draws help with rich, whose markdown and traceback modules take longer to import than everything else that a
 command needs to start, and it builds the options of every command before it knows which one is called.
@@ -6,19 +6,73 @@ command needs to start, and it builds the options of every command before it kno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-__all__ = ["WRITING", "App", "Command", "only_what_runs"]
+from ..errors import EXIT_CODES
+
+__all__ = ["READING", "WRITING", "About", "App", "Command", "about", "about_of", "only_what_runs"]
+
+#: Exit codes of every command that reads a checkpoint.
+READING = (0, 1, 2, 3, 4, 7, 8, 9, 130)
 
 #: How the titles of the panels begin that hold the options of layouts; these come last.
 WRITING = "Writing "
 
 _WIDTH = 110  # of help, where the terminal is wider
+
+
+F = TypeVar("F", bound=Callable[..., None])
+
+
+@dataclass(frozen=True)
+class About:
+    """What --help and the man page say besides options: `examples` (what it does, command line), `exits` {code: meaning}."""
+
+    examples: tuple[tuple[str, str], ...]
+    exits: Mapping[int, str]
+
+
+def about(
+    *examples: tuple[str, str], exits: Iterable[int], meaning: Mapping[int, str] | None = None
+) -> Callable[[F], F]:
+    """A decorator for the function of a command.
+
+    Args:
+        examples: (what it does, command line).
+        exits: the exit codes that the command can end with.
+        meaning: {code: what it means here}, where that is more than what errors.EXIT_CODES says.
+    """
+    usual = dict(EXIT_CODES)
+    said = About(examples, {code: (meaning or {}).get(code, usual[code]) for code in sorted(exits)})
+
+    def decorate(function: F) -> F:
+        function.__dict__["about"] = said
+        return function
+
+    return decorate
+
+
+def about_of(command: Any) -> About | None:
+    """What `about` said about a command; None where nothing."""
+    return getattr(command.callback, "about", None)
+
+
+def _closing(command: Any, formatter: Any) -> None:
+    """Examples, and exit codes."""
+    said = about_of(command)
+    if said is None:
+        return
+    with formatter.section("Examples"):
+        for what, line in said.examples:
+            formatter.write(f"{'':{formatter.current_indent}}# {what}\n{'':{formatter.current_indent}}{line}\n")
+    with formatter.section("Exit codes"):
+        formatter.write_dl([(str(code), text) for code, text in said.exits.items()])
 
 
 def _sections(command: Any, ctx: Any, formatter: Any) -> None:
@@ -50,6 +104,9 @@ class Command(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _sections(self, ctx, formatter)
 
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        _closing(self, formatter)
+
 
 class _Group(TyperGroup):
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -65,6 +122,9 @@ class _Group(TyperGroup):
         ]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        _closing(self, formatter)
 
 
 class App(typer.Typer):

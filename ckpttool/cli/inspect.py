@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ..errors import UsageError
+from .help import READING, about
 from .terminal import (  # fmt: skip
     Config,
     FlatLayout,
@@ -24,6 +25,12 @@ from .terminal import (  # fmt: skip
 __all__ = ["inspect"]
 
 
+@about(
+    ("Layout, step, ranks, components, optimizer", "ckpttool inspect run/ckpt"),
+    ("All names", "ckpttool inspect step3.pt --tree"),
+    ("File and byte range of every chunk", "ckpttool inspect run/ckpt --tensor '*.mlp.down_proj.weight'"),
+    exits=READING,
+)
 def inspect(
     path: Src,
     show_tree: Annotated[bool, typer.Option("--tree", help="All names as a tree.")] = False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .help import about
 from .terminal import (  # fmt: skip
     Json,
     print_json,
@@ -12,6 +13,11 @@ from .terminal import (  # fmt: skip
 __all__ = ["layouts"]
 
 
+@about(
+    ("A table", "ckpttool layouts"),
+    ("For a script", "ckpttool layouts --json"),
+    exits=(0, 1, 2),
+)
 def layouts(as_json: Json = False) -> None:
     """List the layouts ckpttool knows."""
     from ..layouts import layouts as known

@@ -19,7 +19,7 @@ from .clean import clean
 from .convert import convert
 from .diff import diff
 from .digest import digest
-from .help import App, only_what_runs
+from .help import App, about, only_what_runs
 from .inspect import inspect
 from .layout_options import HfCommand, LayoutCommand
 from .layouts import layouts
@@ -31,12 +31,9 @@ from .verify import verify
 
 __all__ = ["app", "main"]
 
-_CODES = "  ·  ".join(f"{c} {t}" for c, t in EXIT_CODES)
-
 app = App(
     name="ckpttool",
     help="Move PyTorch training checkpoints between layouts and world sizes, bit for bit, in constant memory.",
-    epilog=f"Exit codes: {_CODES}",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -64,6 +61,12 @@ def _version(show: bool) -> None:
 
 
 @app.callback()
+@about(
+    ("What is in this folder?", "ckpttool inspect run/ckpt"),
+    ("The same state for another number of ranks", "ckpttool convert run/ckpt dcp3 --to dcp --world-size 3"),
+    ("The options, examples and exit codes of a command", "ckpttool convert --help"),
+    exits=[code for code, _ in EXIT_CODES],
+)
 def _root(
     version: Annotated[
         bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Print the version.")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from .help import READING, about
 from .layout_options import given
 from .terminal import (  # fmt: skip
     Cast,
@@ -22,6 +23,7 @@ from .terminal import (  # fmt: skip
     Only,
     Quiet,
     Threads,
+    To,
     WorldSize,
     Wrap,
     cast_rules,
@@ -36,13 +38,20 @@ from .terminal import (  # fmt: skip
 __all__ = ["pull"]
 
 
+@about(
+    ("A checkpoint for 8 ranks", "ckpttool pull hf://org/llama-3 pulled --world-size 8"),
+    ("A branch, as DeepSpeed files", "ckpttool pull hf://org/llama-3@bf16 pulled --to zero3 -n 4"),
+    ("One file", "ckpttool pull hf://org/llama-3 llama-3.pt --to full"),
+    exits=(*READING, 5, 6),
+    meaning={5: "what was read is not what was pushed"},
+)
 def pull(
     ctx: typer.Context,
     repository: Annotated[
         str, typer.Argument(help="A model repository: hf://org/name, or hf://org/name@revision.", show_default=False)
     ],
     dst: Annotated[str, typer.Argument(help="Where the checkpoint shall be.", show_default=False)],
-    to: Annotated[str, typer.Option("--to", help="Layout to write; `ckpttool layouts` lists them.")] = "dcp",
+    to: To = "dcp",
     world_size: WorldSize = None,
     revision: Annotated[
         str | None, typer.Option("--revision", help="Branch, tag or commit, where the repository names none.")

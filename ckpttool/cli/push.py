@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from .help import READING, about
 from .layout_options import given
 from .terminal import (  # fmt: skip
     AllowEqualRanks,
@@ -38,6 +39,13 @@ __all__ = ["push"]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and stop; nothing is sent.")]
 
 
+@about(
+    ("A private repository", "ckpttool push run/ckpt hf://org/llama-3 --config llama"),
+    ("In bfloat16, as a pull request", "ckpttool push run/ckpt hf://org/llama-3 --config llama --dtype bf16 --pr"),
+    ("What would be sent?", "ckpttool push run/ckpt hf://org/llama-3 --config llama --dry-run"),
+    exits=(*READING, 5, 6),
+    meaning={6: "another run pushes there, or the branch has moved"},
+)
 def push(
     ctx: typer.Context,
     src: Src,

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import UsageError
+from .help import READING, about
 from .terminal import (  # fmt: skip
     AllowEqualRanks,
     AllowMixedSteps,
@@ -31,6 +32,19 @@ from .terminal import (  # fmt: skip
 __all__ = ["resume_verify"]
 
 
+@about(
+    (
+        "Does the converted checkpoint train as the original does?",
+        "ckpttool resume-verify dcp3 --against run/ckpt --config llama --world-size 3 --against-world-size 4",
+    ),
+    (
+        "Compare with what ckpttool.Recorder wrote in the original job",
+        "ckpttool resume-verify zero3 --reference reference.jsonl --config llama --data tokens.npy",
+    ),
+    ("Your own job, and a report", "ckpttool resume-verify dcp3 --against run/ckpt --job job.py:build --report report"),
+    exits=(*READING, 10, 11),
+    meaning={10: "training does not continue as before, or that could not be judged", 11: "a gate is not met"},
+)
 def resume_verify(
     src: Src,
     against: Annotated[

@@ -37,6 +37,7 @@ __all__ = [
     "Src",
     "Tag",
     "Threads",
+    "To",
     "WorldSize",
     "Wrap",
     "bytes_of",
@@ -61,11 +62,33 @@ Src = Annotated[
         show_default=False,
     ),
 ]
+
+
+def _layout_names(incomplete: str) -> list[str]:
+    """For TAB: names of layouts that begin so."""
+    from ..layouts import layouts
+
+    return [name for name in layouts() if name.startswith(incomplete.lower())]
+
+
+To = Annotated[
+    str | None,
+    typer.Option(
+        "--to",
+        help="Layout to write: dcp, full, hf, zero3, zero2, zero1, universal, fsdp1 or audit.",
+        autocompletion=_layout_names,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no notes.")]
 From = Annotated[
     str | None,
-    typer.Option("--source-layout", "--from", help="Layout of the source, where its files alone do not tell."),
+    typer.Option(
+        "--source-layout",
+        "--from",
+        help="Layout of the source, where its files alone do not tell.",
+        autocompletion=_layout_names,
+    ),
 ]
 CanonicalKeys = Annotated[
     bool,

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from .help import READING, about
 from .terminal import (  # fmt: skip
     AllowEqualRanks,
     AllowMixedSteps,
@@ -28,6 +29,13 @@ from .terminal import (  # fmt: skip
 __all__ = ["verify"]
 
 
+@about(
+    ("Structure only", "ckpttool verify run/ckpt"),
+    ("Every byte, CRC32s, recorded digests", "ckpttool verify dcp3 --read-data"),
+    ("The same state as another checkpoint?", "ckpttool verify dcp3 --against run/ckpt"),
+    exits=(*READING, 5),
+    meaning={5: "it differs from what was recorded, or from --against"},
+)
 def verify(
     path: Src,
     read_data: Annotated[bool, typer.Option("--read-data", help="Read every byte: CRC32s, recorded digests.")] = False,

@@ -86,7 +86,7 @@ def test_canonical_keys_are_those_of_get_state_dict(source: Path, to: str, tmp_p
     assert tree["model"].keys() == names and tree["optim"]["state"].keys() <= names
     assert not any("canonical" in n for n in done.notes)
     shutil.rmtree(out) if out.is_dir() else out.unlink()
-    assert any("--canonical-keys" in n for n in ckpttool.convert(source, out, **how).notes)
+    assert any("canonical_keys=True" in n for n in ckpttool.convert(source, out, **how).notes)
 
 
 def test_canonical_keys_are_of_trees(tmp_path: Path) -> None:

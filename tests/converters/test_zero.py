@@ -14,7 +14,7 @@ import torch
 from ckpttool.converters._zero_geometry import concatenated, partitioned, subgroups
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peers import difference, load_full, same_value, tensors_of
+from peers import difference, load_full, ranks_for, same_value, tensors_of
 from zero_files import (
     DynamicLossScaler,
     Job,
@@ -282,7 +282,7 @@ def test_of_several_saves_latest_names_one_and_a_tag_any(tmp_path: Path) -> None
     (folder / "latest").write_text("global_step4\n")
     assert read(folder)[0]["global_steps"] == 4
     assert_same_state(read(folder)[0], second)
-    with pytest.raises(Corrupt, match=r"the save that --tag nothing points to is missing.*global_step3, global_step4"):
+    with pytest.raises(Corrupt, match=r"the save that tag='nothing' points to is missing.*global_step3, global_step4"):
         ckpttool.open(folder, tag="nothing", source_layout="zero3")
     with pytest.raises(Unsafe, match=r"names '\.\./in', which is not a folder in the same place"):
         ckpttool.open(folder, tag="../in", source_layout="zero3")
@@ -294,7 +294,7 @@ def test_without_latest_one_save_is_taken_and_of_several_none(tmp_path: Path) ->
     assert_same_state(read(folder)[0], plain())
     zero3(plain(steps=4), folder, 2)
     os.unlink(folder / "latest")
-    with pytest.raises(UsageError, match=r"2 saves: global_step3, global_step4\. Choose one with --tag"):
+    with pytest.raises(UsageError, match=r"2 saves: global_step3, global_step4\. Choose one with tag"):
         ckpttool.open(folder)
 
 
@@ -381,7 +381,7 @@ def test_a_state_is_the_same_whatever_it_was_written_for(
     else:
         zero12(job, folder / "a", world, stage, aligned=aligned)
     options = (ckpttool.UniversalOptions if to == "universal" else ckpttool.ZeroOptions)(sub_group_size=most)
-    done = ckpttool.convert(folder / "a", folder / "b", to=to, world_size=target, options=options)
+    done = ckpttool.convert(folder / "a", folder / "b", to=to, **ranks_for(to, target), options=options)
     assert done.digest == ckpttool.digest(folder / "b").digest
     if to == "zero3":
         assert difference(gathered3(folder / "b"), job.truth()) == []
@@ -412,7 +412,7 @@ def test_an_engine_finds_in_its_flat_tensors_what_the_source_held(
     to: str, world: int, source: tuple[Job, Path], tmp_path: Path
 ) -> None:
     job, folder = source
-    done = ckpttool.convert(folder, tmp_path / "out", to=to, world_size=world)
+    done = ckpttool.convert(folder, tmp_path / "out", to=to, **ranks_for(to, world))
     assert done.digest == ckpttool.digest(folder).digest and not done.dropped
     found = (gathered3 if to == "zero3" else gathered12)(tmp_path / "out")
     assert difference(found, job.truth()) == []
@@ -425,7 +425,7 @@ def test_an_engine_finds_in_its_flat_tensors_what_the_source_held(
 
 @pytest.mark.parametrize("to", ["zero3", "zero2", "zero1", "universal"])
 def test_every_zip_of_a_save_has_right_checksums(to: str, source: tuple[Job, Path], tmp_path: Path) -> None:
-    ckpttool.convert(source[1], tmp_path / "out", to=to, world_size=3)
+    ckpttool.convert(source[1], tmp_path / "out", to=to, **ranks_for(to, 3))
     files = [p for p in (tmp_path / "out").rglob("*.pt")]
     assert len(files) == {"zero3": 6, "universal": 20}.get(to, 4)
     for p in files:
@@ -537,7 +537,7 @@ def test_a_loss_scaler_that_scales_comes_back_and_one_of_another_precision_is_ke
         path = save_of(folder) / f"zero_pp_rank_{r}_mp_rank_00_model_states.pt"
         edit(path, lambda t: t["ds_config"].update(fp16={"enabled": True}))
     for to in ("zero3", "zero2"):
-        ckpttool.convert(folder, tmp_path / to, to=to, world_size=3)
+        ckpttool.convert(folder, tmp_path / to, to=to, **ranks_for(to, 3))
         found = load(save_of(tmp_path / to) / "zero_pp_rank_1_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
         assert type(found["loss_scaler"]) is DynamicLossScaler and vars(found["loss_scaler"]) == state
         assert found["dynamic_loss_scale"] is True
@@ -553,7 +553,7 @@ def test_step_0_is_written_without_optimizer_state(tmp_path: Path) -> None:
     job = awkward(slots=(), step=None)
     folder = zero3(job, tmp_path / "in", 2)
     for to in ("zero3", "zero2"):
-        ckpttool.convert(folder, tmp_path / to, to=to, world_size=3)
+        ckpttool.convert(folder, tmp_path / to, to=to, **ranks_for(to, 3))
         found = load(save_of(tmp_path / to) / "zero_pp_rank_2_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
         base = found["optimizer_state_dict" if to == "zero3" else "base_optimizer_state"]
         assert base["state"] == {} and [g["params"] for g in base["param_groups"]] == [[0], [1]]
@@ -611,7 +611,7 @@ def test_a_cast_of_slots_is_done_or_refused_and_never_forgotten(
 
 def test_a_source_without_ranks_needs_a_world_size(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(3)}}, tmp_path / "in.pt")
-    with pytest.raises(UsageError, match="--world-size is needed"):
+    with pytest.raises(UsageError, match="world_size is needed"):
         ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="zero3")
 
 
@@ -638,7 +638,7 @@ def test_an_odd_name_of_a_parameter_is_kept_or_refused(to: str, name: str, froze
     name += ".weight" if frozen and name not in ("", ".", "..") else ""
     src = full(tmp_path / "in.pt", {name: (3, 2), "z": (4,)}, ["z"] if frozen else None)
     try:
-        done = ckpttool.convert(src, tmp_path / "out", to=to, world_size=2)
+        done = ckpttool.convert(src, tmp_path / "out", to=to, **ranks_for(to, 2))
     except CkpttoolError as e:
         assert type(e) is Unsupported, e
         assert to == "universal" or "\\" in name or "/" in name or not name.strip("."), e
@@ -683,7 +683,7 @@ def test_a_group_without_hyperparameters_and_worlds_larger_than_every_tensor(to:
     )
     for world in (1, 64):
         out = tmp_path / f"{to}{world}"
-        done = ckpttool.convert(tmp_path / "in.pt", out, to=to, world_size=world)
+        done = ckpttool.convert(tmp_path / "in.pt", out, to=to, **ranks_for(to, world))
         assert done.digest == ckpttool.digest(out).digest == ckpttool.digest(tmp_path / "in.pt").digest
         back = read(out)[0]["optim"]
         assert back["param_groups"] == [{"params": ["w", "one"]}]
@@ -698,7 +698,7 @@ def test_parameters_of_no_elements_and_of_no_dimensions_are_carried_or_refused(t
         src = full(tmp_path / f"{k}.pt", shapes)
         out = tmp_path / f"out{k}"
         try:
-            done = ckpttool.convert(src, out, to=to, world_size=2, drop=k == 0)
+            done = ckpttool.convert(src, out, to=to, **ranks_for(to, 2), drop=k == 0)
         except CkpttoolError as e:
             assert type(e) is Unsupported and k > 0, (k, e)
             continue
@@ -776,12 +776,12 @@ def test_a_parameter_without_state_is_frozen_or_gets_zeros_where_like_says_that_
     state = {n: {"step": torch.tensor(3.0), "exp_avg": model[n] * 2, "exp_avg_sq": model[n] ** 2} for n in ("a", "b")}
     groups = [{"lr": 0.1, "params": list(model)}]
     torch.save({"model": model, "optim": {"state": state, "param_groups": groups}}, tmp_path / "in.pt")
-    ckpttool.convert(tmp_path / "in.pt", tmp_path / "frozen", to=to, world_size=2)
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "frozen", to=to, **ranks_for(to, 2))
     assert read(tmp_path / "frozen")[0]["optim"]["param_groups"][0]["params"] == ["a", "b"]
     torch.save(
         {"model": model, "optim": {"state": {n: state["a"] for n in ()}, "param_groups": groups}}, tmp_path / "like.pt"
     )
-    done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, world_size=2, like=tmp_path / "like.pt")
+    done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, **ranks_for(to, 2), like=tmp_path / "like.pt")
     assert [n for n in done.notes if "get zeros and the step of their group: idle" in n]
     optim = read(tmp_path / "out")[0]["optim"]
     assert optim["param_groups"][0]["params"] == ["a", "idle", "b"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peers import load_full
+from peers import load_full, ranks_for
 from torch import Tensor
 
 import ckpttool
@@ -297,9 +297,9 @@ def test_two_steps_in_one_group_stop_a_conversion_unless_one_is_dropped(to: str,
     state["state"]["b.weight"]["step"] = torch.tensor(9.0)
     torch.save({"model": MODEL, "optim": state}, tmp_path / "in.pt")
     with pytest.raises(Unsupported, match=r'cannot hold 1 of the 14 entries, first "optim\.state\.b\.weight\.step"'):
-        ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, world_size=2)
+        ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, **ranks_for(to, 2))
     assert not (tmp_path / "out").exists()
-    done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, world_size=2, drop=True)
+    done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, **ranks_for(to, 2), drop=True)
     assert [d[0] for d in done.dropped] == ["optim.state.b.weight.step"]
     ckpttool.convert(tmp_path / "out", tmp_path / "back.pt", to="full")
     back = load_full(tmp_path / "back.pt")["optim"]["state"]
@@ -312,7 +312,7 @@ def test_two_steps_in_two_groups_are_kept(tmp_path: Path) -> None:
     state["state"]["a.weight"]["step"] = torch.tensor(9.0)
     torch.save({"model": MODEL, "optim": state}, tmp_path / "in.pt")
     for to in ("zero3", "zero2", "universal"):
-        done = ckpttool.convert(tmp_path / "in.pt", tmp_path / to, to=to, world_size=3)
+        done = ckpttool.convert(tmp_path / "in.pt", tmp_path / to, to=to, **ranks_for(to, 3))
         assert done.digest == ckpttool.digest(tmp_path / to).digest == ckpttool.digest(tmp_path / "in.pt").digest
 
 
@@ -324,4 +324,4 @@ def test_slots_that_one_parameter_of_a_group_lacks_are_named(to: str, tmp_path: 
     with pytest.raises(
         Unsupported, match=r'"b\.weight" has the optimizer slots exp_avg_sq, "a\.weight" has exp_avg, exp_avg_sq'
     ):
-        ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, world_size=2)
+        ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, **ranks_for(to, 2))

@@ -73,7 +73,7 @@ def assert_loads(folder: Path, wanted: dict[str, Tensor]) -> None:
 def test_a_lightning_state_is_refused_with_the_prefix_to_strip_and_loads_without_it(of: Path, tmp_path: Path) -> None:
     state = in_memory(of)
     source = saved(tmp_path, {"state_dict": {f"net.{k}": t for k, t in state.items()}, "epoch": 1})
-    with pytest.raises(Unsupported, match=r'without the prefix "net\.": add --strip-prefix net\.') as e:
+    with pytest.raises(Unsupported, match=r"without the prefix \"net\.\": add HfOptions\(strip_prefix='net'\)\.") as e:
         ckpttool.convert(source, tmp_path / "out", to="hf", config=str(of))
     n = len(state)
     assert f"{n} of its {n} tensors are missing" in str(e.value) and f"{n} of the {n} weights are not its own" in str(
@@ -128,7 +128,7 @@ def test_names_of_another_architecture_are_refused(tmp_path: Path) -> None:
 
 def test_an_adapter_alone_is_refused_and_its_option_named(tmp_path: Path) -> None:
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-    with pytest.raises(Unsupported, match="--adapter writes it as PEFT saves it"):
+    with pytest.raises(Unsupported, match=r"HfOptions\(adapter=True\) writes it as PEFT saves it"):
         ckpttool.convert(
             saved(tmp_path, {"model": {name: torch.ones(4, 36)}}), tmp_path / "out", to="hf", config=str(LLAMA)
         )

@@ -193,7 +193,7 @@ def test_like_gives_the_order() -> None:
     optim = {"state": {}, "param_groups": [{"params": [1], "lr": 1}, {"params": [0]}]}
     found = names({"model": square, "optim": optim}, like=("b.weight", "a.weight"))
     assert found["optim.param_groups.0.params"] == ["b.weight"] and found["optim.param_groups.1.params"] == ["a.weight"]
-    with pytest.raises(Unsupported, match="--like names 3 parameters in its optimizer, this one has 2"):
+    with pytest.raises(Unsupported, match="like names 3 parameters in its optimizer, this one has 2"):
         names({"model": square, "optim": optim}, like=("a", "b", "c"))
 
 

@@ -37,7 +37,7 @@ def backend(call: str, folder: Path) -> str:
 @pytest.fixture(scope="session")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("dist")
-    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md"):
         shutil.copy(ROOT / name, tree)
     for name in ("ckpttool", "converters"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -102,19 +102,35 @@ def test_the_sdist_holds_the_package_and_no_fixtures(sdist: Path) -> None:
         names = {m.name.partition("/")[2] for m in tar.getmembers()}
     assert {n.partition("/")[0] for n in names if n} == {
         "CHANGELOG.md", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "ckpttool", "ckpttool.egg-info", "converters",
-        "pyproject.toml", "setup.cfg",
+        "pyproject.toml", "setup.cfg", "setup.py",
     }  # fmt: skip
     assert sdist.stat().st_size < 2_000_000
 
 
 def test_the_wheel_holds_every_module_and_what_they_read(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as z:
-        inside = {n for n in z.namelist() if ".dist-info/" not in n}
+        inside = {n for n in z.namelist() if ".dist-info/" not in n and ".data/" not in n}
     files = [p for p in (ROOT / "ckpttool").rglob("*") if p.is_file() and "__pycache__" not in p.parts]
     mine = {str(p.relative_to(ROOT)) for p in files}
     assert inside == mine | {f"ckpttool/converters/{p.name}" for p in (ROOT / "converters").glob("*.py")}
     read = ("alerts.yml", "templates/report.html.j2", "templates/report.css", "templates/report.js")
     assert {f"ckpttool/resume/{name}" for name in read} <= inside
+
+
+def test_the_man_page_is_installed_and_has_every_command(wheel: Path, slim: Path) -> None:
+    with zipfile.ZipFile(wheel) as z:
+        (name,) = (n for n in z.namelist() if ".data/" in n)
+        text = z.read(name).decode()
+    assert name.endswith(".data/data/share/man/man1/ckpttool.1")
+    assert (slim.parent / "share" / "man" / "man1" / "ckpttool.1").read_text() == text
+    for command in ("convert", "resume\\-verify", "audit ledger verify", "pull"):
+        assert f"\n.SS ckpttool {command} [OPTIONS]" in text
+    assert "\\-\\-max\\-shard\\-size SIZE" in text and "ckpttool diff run/ckpt step3.pt" in text
+    if shutil.which("groff"):
+        done = subprocess.run(
+            ["groff", "-man", "-Tutf8", "-ww", "-z"], input=text, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0 and not done.stderr, done.stderr
 
 
 def test_slim_is_without_torch_and_transformers(wheel: Path) -> None:

@@ -581,7 +581,7 @@ def test_upload_in_parts(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch)
             if m == "PUT" and "partNumber" in p
         ]
         assert sorted(sizes) == [3 * MIB + 77, 5 * MIB, 5 * MIB]
-    with pytest.raises(DestinationExists, match="--force"):
+    with pytest.raises(DestinationExists, match="force=True"):
         Upload(url, force=False)
     assert unfinished(s3, url) == []
     up = Upload(url, force=True)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from ...errors import UsageError
+from ..help import READING, about
 from ..terminal import (  # fmt: skip
     AllowEqualRanks,
     AllowMixedSteps,
@@ -58,6 +59,19 @@ def _epoch(reproducible: bool) -> int | None:
     return int(text)
 
 
+@about(
+    (
+        "Signed, kept for seven years",
+        "ckpttool audit export run/ckpt store/step3.tar.zst --retain 7y --sign-key keys/sign.pem",
+    ),
+    (
+        "Weights only, smaller",
+        "ckpttool audit export run/ckpt store/weights.tar.zst --only model --shuffle --dtype bf16",
+    ),
+    ("Encrypted", "ckpttool audit export run/ckpt store/step3.tar.zst.age --encrypt-to keys/archive.pub"),
+    exits=(*READING, 5, 6),
+    meaning={5: "the archive, read back, differs", 6: "the archive exists, or must be kept"},
+)
 def export(
     src: Src,
     dst: Annotated[

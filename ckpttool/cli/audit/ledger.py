@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..help import about
 from ..terminal import (  # fmt: skip
     Json,
     note,
@@ -18,6 +19,15 @@ from .arguments import ArchivePath, Store, print_entry
 __all__ = ["add", "show", "verify"]
 
 
+@about(
+    ("No line altered, removed or inserted", "ckpttool audit ledger verify store"),
+    (
+        "Nor the last ones cut off: the head that somebody wrote down is still there",
+        "ckpttool audit ledger verify store --head 2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae",
+    ),
+    exits=(0, 1, 2, 3, 4, 5, 7, 8, 9, 130),
+    meaning={4: "missing or damaged", 5: "the head is not in it"},
+)
 def verify(
     store: Store,
     head: Annotated[
@@ -41,6 +51,10 @@ def verify(
     print(f"head        sha256:{found['head']}")
 
 
+@about(
+    ("An archive that was copied here", "ckpttool audit ledger add store/step3.tar.zst"),
+    exits=(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 130),
+)
 def add(archive: ArchivePath, as_json: Json = False) -> None:
     """Record an archive that the ledger of its store does not know; prints its line if it does."""
     from ...audit.archive_store import add as run
@@ -48,6 +62,11 @@ def add(archive: ArchivePath, as_json: Json = False) -> None:
     print_entry(run(archive), as_json)
 
 
+@about(
+    ("Every line", "ckpttool audit ledger show store"),
+    ("For a script", "ckpttool audit ledger show store --json"),
+    exits=(0, 1, 2, 3, 4, 7, 8, 9, 130),
+)
 def show(store: Store, as_json: Json = False) -> None:
     """Print what a store's ledger says, the chain having been checked."""
     from ...audit.ledger import read

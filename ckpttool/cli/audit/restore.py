@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ..help import READING, about
 from ..layout_options import given
 from ..terminal import (  # fmt: skip
     Config,
@@ -20,6 +21,7 @@ from ..terminal import (  # fmt: skip
     Meter,
     Only,
     Quiet,
+    To,
     WorldSize,
     Wrap,
     bytes_of,
@@ -34,11 +36,21 @@ from .arguments import ArchivePath, Identity, Jobs, Scratch, threads_of
 __all__ = ["restore"]
 
 
+@about(
+    ("For 3 ranks", "ckpttool audit restore store/step3.tar.zst dcp3 --to dcp --world-size 3"),
+    ("One file, of the weights", "ckpttool audit restore store/step3.tar.zst weights.pt --only model"),
+    (
+        "An encrypted archive",
+        "ckpttool audit restore store/step3.tar.zst.age step3.pt --identity keys/archive.key --scratch .",
+    ),
+    exits=(*READING, 5, 6),
+    meaning={4: "damaged", 5: "the state is not the one in the manifest"},
+)
 def restore(
     ctx: typer.Context,
     archive: ArchivePath,
     dst: Annotated[str, typer.Argument(help="Where the checkpoint shall be.", show_default=False)],
-    to: Annotated[str | None, typer.Option("--to", help="Layout to write; `ckpttool layouts` lists them.")] = None,
+    to: To = None,
     world_size: WorldSize = None,
     only: Only = None,
     dtype: Dtype = None,

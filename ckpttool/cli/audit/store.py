@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ..help import about
 from ..terminal import (  # fmt: skip
     Json,
     draw,
@@ -20,6 +21,11 @@ from .arguments import ArchivePath, Store, print_entry
 __all__ = ["hold", "list_", "prune", "release"]
 
 
+@about(
+    ("A folder", "ckpttool audit list store"),
+    ("A bucket, for a script", "ckpttool audit list s3://models-archive/llama --json"),
+    exits=(0, 1, 2, 3, 4, 7, 8, 9, 130),
+)
 def list_(store: Store, as_json: Json = False) -> None:
     """List the archives of a store: what, when, until when, what holds it, who signed, when it was last checked."""
     from ...audit.archive_store import listing
@@ -65,6 +71,15 @@ def _short(signer: str) -> str:
     return re.sub(r"([0-9a-f]{12})[0-9a-f]{52}", r"\1", signer)
 
 
+@about(
+    (
+        "What would go? Nothing is deleted",
+        "ckpttool audit prune store --keep-last 2 --keep-within 90d --keep-every 1000 --dry-run",
+    ),
+    ("Keep the newest two of every run", "ckpttool audit prune store --keep-last 2"),
+    exits=(0, 1, 2, 3, 4, 6, 7, 8, 9, 130),
+    meaning={4: "the ledger is missing or damaged; nothing was deleted"},
+)
 def prune(
     store: Store,
     keep_last: Annotated[int | None, typer.Option("--keep-last", min=1, help="Keep the newest N of every run.")] = None,
@@ -104,6 +119,10 @@ def prune(
     )
 
 
+@about(
+    ("Until the case is closed", "ckpttool audit hold store/step3.tar.zst 'case 2026-114'"),
+    exits=(0, 1, 2, 3, 4, 6, 7, 8, 9, 130),
+)
 def hold(
     archive: ArchivePath,
     reason: Annotated[str, typer.Argument(metavar="REASON", help="Why it must be kept.")],
@@ -115,6 +134,10 @@ def hold(
     print_entry(run(archive, reason), as_json)
 
 
+@about(
+    ("The case is closed", "ckpttool audit release store/step3.tar.zst 'case closed'"),
+    exits=(0, 1, 2, 3, 4, 6, 7, 8, 9, 130),
+)
 def release(
     archive: ArchivePath,
     reason: Annotated[str, typer.Argument(metavar="REASON", help="Why it need not be kept any more.")],

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ...errors import Corrupt, UsageError
+from ..help import READING, about
 from ..terminal import (  # fmt: skip
     Json,
     Meter,
@@ -22,6 +23,13 @@ from .arguments import ArchivePath, Identity, Jobs, NoLedger, Scratch, threads_o
 __all__ = ["verify"]
 
 
+@about(
+    ("Every hash, and who signed it", "ckpttool audit verify store/step3.tar.zst --public-key keys/sign.pub"),
+    ("Structure and signature only", "ckpttool audit verify store/step3.tar.zst --quick"),
+    ("The same state as a checkpoint?", "ckpttool audit verify store/step3.tar.zst --deep --against run/ckpt"),
+    exits=(*READING, 5),
+    meaning={4: "damaged", 5: "not the archive that it should be, or not signed as it should be"},
+)
 def verify(
     archive: ArchivePath,
     quick: Annotated[bool, typer.Option("--quick", help="Structure and signature only.")] = False,

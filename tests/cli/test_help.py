@@ -1,0 +1,91 @@
+"""What --help, TAB and the man page say: examples that the parser takes, exit codes, names of layouts."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import typer
+from commands import ckpttool_here
+
+from ckpttool.cli.help import about_of
+from ckpttool.cli.main import app
+from ckpttool.errors import EXIT_CODES
+from ckpttool.layouts import layouts
+
+PROGRAM: Any = typer.main.get_command(app)
+
+
+def commands(group: Any = PROGRAM, above: str = "") -> dict[str, Any]:
+    """{name: command}, of groups too: "audit export"."""
+    out: dict[str, Any] = {}
+    for name, found in group.commands.items():
+        out |= commands(found, f"{above}{name} ") if hasattr(found, "commands") else {above + name: found}
+    return out
+
+
+COMMANDS = commands()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_example_of_a_command_is_one_that_its_parser_takes(name: str) -> None:
+    said = about_of(COMMANDS[name])
+    assert said is not None and said.examples
+    for what, line in said.examples:
+        words = shlex.split(line)
+        assert words[: 1 + len(name.split())] == ["ckpttool", *name.split()], line
+        COMMANDS[name].make_context(name, words[1 + len(name.split()) :])
+        assert what and not what.endswith(".")
+    assert len(said.examples) >= 3 or name in ("clean", "layouts") or name.startswith("audit ")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_shows_its_examples_and_its_exit_codes(name: str) -> None:
+    text, said = ckpttool_here(*name.split(), "--help").stdout, about_of(COMMANDS[name])
+    assert said is not None
+    for what, line in said.examples:
+        assert f"  # {what}\n  {line}\n" in text
+    shown = dict(re.findall(r"^  (\d+) +(.+)$", text.partition("\nExit codes:\n")[2], re.MULTILINE))
+    assert {int(code) for code in shown} == set(said.exits) <= {code for code, _ in EXIT_CODES}
+    assert {0, 1, 2} <= set(said.exits)
+
+
+def test_exit_codes_that_a_command_is_known_to_end_with_are_in_its_help() -> None:
+    for name, codes in {
+        "diff": {5},
+        "resume-verify": {10, 11},
+        "convert": {4, 6, 8, 130},
+        "audit verify": {4, 5},
+    }.items():
+        said = about_of(COMMANDS[name])
+        assert said is not None and codes <= set(said.exits)
+
+
+@pytest.mark.parametrize("name", ["convert", "pull", "audit restore"])
+def test_the_layouts_that_can_be_written_are_in_the_help_of_to(name: str) -> None:
+    (option,) = (p for p in COMMANDS[name].params if "--to" in p.opts)
+    wanted = {x.name for x in layouts().values() if x.write is not None and x.read.__module__.startswith("ckpttool.")}
+    assert set(re.findall(r"[a-z0-9]+", option.help.partition(": ")[2])) - {"or"} == wanted
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"), [("convert a b --to z", {"zero3", "zero2", "zero1"}), ("inspect a --source-layout d", {"dcp"})]
+)
+def test_tab_completes_names_of_layouts_without_large_packages(words: str, wanted: set[str]) -> None:
+    code = (
+        "import sys, atexit\n"
+        "atexit.register(lambda: print(sorted({'numpy', 'torch', 'rich.markdown'} & sys.modules.keys()), file=sys.stderr))\n"
+        "from ckpttool.cli.main import main\nsys.argv = ['ckpttool']\nmain()\n"
+    )
+    line = f"ckpttool {words}"
+    environment = {
+        **os.environ, "_CKPTTOOL_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1),
+    }  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert set(done.stdout.split()) == wanted, done.stderr
+    assert done.stderr.strip() == "[]"
