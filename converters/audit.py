@@ -309,5 +309,6 @@ LAYOUTS = (
     Layout(
         name="audit", title="Audit archive (.tar.zst)", detect=detect, read=read, write=write, mount=mount,
         is_file=True, suffixes=(SUFFIX, ENCRYPTED), aliases=("archive",), options=ArchiveOptions, check_replaceable=refuse_protected,
+        reader_uses=(), writer_uses=("config",),
     ),
 )  # fmt: skip
