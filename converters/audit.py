@@ -33,7 +33,7 @@ from ckpttool.storage.source import Source
 if TYPE_CHECKING:  # every command asks every layout whether a path is its own, and most paths are not archives
     from ckpttool.audit.archive import Archive
     from ckpttool.audit.encryption import Encryptor
-    from ckpttool.audit.frame_format import FrameWriter
+    from ckpttool.audit.frame_writer import FrameWriter
 
 __all__ = ["LAYOUTS"]
 
@@ -145,7 +145,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     from ckpttool.audit import plan, provenance, retention, tarball
     from ckpttool.audit.archive import told
     from ckpttool.audit.encryption import Encryptor
-    from ckpttool.audit.frame_format import FrameWriter
+    from ckpttool.audit.frame_writer import FrameWriter
 
     how = options.of(ArchiveOptions)
     suffix = ENCRYPTED if how.recipients else SUFFIX

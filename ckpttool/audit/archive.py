@@ -24,7 +24,9 @@ from ..index.names import COMPONENTS, counted
 from ..storage.source import Identity, Source
 from . import manifest as records
 from . import plan, provenance, retention, sidecar, signing, tarball
-from .frame_format import FRAME, Cut, DamagedFrame, FrameReader, read_table
+from .frame_format import FRAME, read_table
+from .frame_reader import DamagedFrame, FrameReader
+from .frame_writer import Cut
 from .options import ENCRYPTED, SUFFIX
 
 __all__ = ["ENCRYPTED", "SUFFIX", "Archive", "Facts", "facts", "told"]

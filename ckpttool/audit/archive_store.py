@@ -1,24 +1,19 @@
-"""A store of archives, in a folder or below a URL: what lies in it, until when, what holds it, and what may go.
+"""A store of archives, in a folder or below a URL: what is in it, until when it must be kept, and what holds it.
 
-What is known of an archive is what it says itself, what the ledger says of it, and the file of holds beside it. Of two
-retentions the longer one counts, and a legal hold stands until the ledger has its release, so that an archive put in
-the place of another does not shorten what was promised. An event is of an archive if it names its file, or its manifest
-and the time of its export; so a file that was renamed keeps its holds.
+An archive's own records, the ledger and the hold file next to the archive all count. Of two retentions the longer one
+counts, and a legal hold lasts until the ledger records its release, so replacing an archive cannot shorten what was
+promised. A ledger event applies to an archive when it names the archive's file, or its manifest hash and export time; so an
+archive that was renamed keeps its holds.
 
-A hold is a line in the ledger and a file, NAME.hold.json, that `release` removes after its own line. While the file is
-there its holds count, whatever the ledger says; where the two disagree, `listing` says so.
-
-Deletion is the exception and must be earned: policies say what is kept, and what none of them keeps goes only if it is
-a sound archive with a date, not in the future, under no retention and no hold, and the one that the ledger has under
-its name: an archive of which the ledger knows nothing may have been under a hold in a ledger that was lost. The ledger
-has the deletion before it is done. A hold that came between is seen there and wins."""
+`holds` places and ends legal holds, `pruning` deletes.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any
 
 from ..engine.fill import silent
@@ -27,9 +22,27 @@ from ..storage import remote, upload, urls
 from ..storage.source import Source
 from . import ledger, sidecar
 from .archive import ENCRYPTED, SUFFIX, Facts, facts
-from .retention import stamp, time_of
+from .retention import time_of
 
-__all__ = ["Pruned", "Row", "add", "disagreements", "evidence", "hold", "listing", "prune", "refuse_protected", "release"]  # fmt: skip
+__all__ = [
+    "History",
+    "Row",
+    "add",
+    "archive_names",
+    "created_at",
+    "disagreements",
+    "evidence",
+    "holds_in_file",
+    "listing",
+    "look",
+    "order",
+    "refuse_protected",
+    "remove_file",
+    "require",
+    "row_of",
+    "split_path",
+    "why_protected",
+]
 
 
 @dataclass(frozen=True)
@@ -52,19 +65,6 @@ class Row:
     warnings: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Pruned:
-    """What `prune` did, or would do: archives by name, and why each was kept or refused.
-
-    Refused is what no policy keeps but something else forbids to delete, and whatever cannot be judged.
-    """
-
-    deleted: tuple[str, ...] = ()
-    kept: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-    freed: int = 0
-
-
 def evidence(known: Facts) -> dict[str, Any]:
     """What an event of the ledger says of the archive it is about."""
     return {
@@ -81,12 +81,12 @@ def listing(store: str) -> list[Row]:
     Raises:
         UsageError: there is no such folder. Corrupt: the ledger is damaged. RemoteError: the store fails.
     """
-    history = _History.of(store)
-    return sorted((_row(name, _look(store, name)[1], history) for name in _names(store)), key=_order)
+    history = History.of(store)
+    return sorted((row_of(name, look(store, name)[1], history) for name in archive_names(store)), key=order)
 
 
 @dataclass
-class _History:
+class History:
     """What is written beside the archives of a store: the ledger, None where there is none, and the files of holds."""
 
     lines: list[dict[str, Any]] | None
@@ -94,13 +94,13 @@ class _History:
     recorded: dict[str, dict[str, Any]]
 
     @classmethod
-    def of(cls, store: str) -> _History:
+    def of(cls, store: str) -> History:
         if not urls.is_url(store) and not os.path.isdir(store):
             raise UsageError(f"{store} is not a folder; a store is a folder with archives, or the URL of one.")
         lines = ledger.read_or_none(store)
         with remote.open_source(store) as source:
             beside = [n.removesuffix(sidecar.HOLD) for n in source.list() if n.endswith(sidecar.HOLD)]
-            return cls(lines, {n: _held_by_file(source, n) for n in beside}, ledger.records(lines or []))
+            return cls(lines, {n: holds_in_file(source, n) for n in beside}, ledger.records(lines or []))
 
     def events(self, name: str) -> Iterable[dict[str, Any]]:
         """All that may concern an archive. The file beside it is last: a release in the ledger does not end its holds."""
@@ -108,12 +108,14 @@ class _History:
         return (*others, *(self.lines or ()), *self.files.get(name, ()))
 
 
-def _held_by_file(source: Source, name: str) -> list[dict[str, Any]]:
+def holds_in_file(source: Source, name: str) -> list[dict[str, Any]]:
+    """The holds in the file next to an archive, as ledger events."""
     return [{"event": "hold", "archive": name, **h} for h in sidecar.holds(source, name)]
 
 
-def _order(row: Row) -> tuple[Any, ...]:
-    made = _made(row.facts) if row.facts else None
+def order(row: Row) -> tuple[Any, ...]:
+    """The sort key of a listing: the newest first, then those without a date, then the damaged ones."""
+    made = created_at(row.facts) if row.facts else None
     step = row.facts.step if row.facts and row.facts.step is not None else -1
     return row.damaged is not None, made is None, -made.timestamp() if made else 0.0, -step, _backwards(row.name)
 
@@ -122,12 +124,13 @@ def _backwards(name: str) -> tuple[int, ...]:
     return (*(-ord(c) for c in name), 1)
 
 
-def _names(store: str) -> list[str]:
+def archive_names(store: str) -> list[str]:
+    """The files of a store that are named like archives."""
     with remote.open_source(store) as source:
         return [n for n in source.list() if n.endswith((SUFFIX, ENCRYPTED))]
 
 
-def _look(store: str, name: str) -> tuple[Source, Facts | str]:
+def look(store: str, name: str) -> tuple[Source, Facts | str]:
     """A source that has seen this archive alone, and the facts, or what is wrong with it."""
     with remote.open_source(store) as source:
         try:
@@ -138,9 +141,10 @@ def _look(store: str, name: str) -> tuple[Source, Facts | str]:
             return source, str(e)
 
 
-def _row(name: str, found: Facts | str, history: _History) -> Row:
+def row_of(name: str, found: Facts | str, history: History) -> Row:
+    """What is known of an archive from all records together; `found` as `look` returned it."""
     known, damaged = (None, found) if isinstance(found, str) else (found, None)
-    standing = _Standing.of(name, known, history.events(name))
+    standing = Standing.of(name, known, history.events(name))
     state, warnings = None, disagreements(name, history.lines, history.files.get(name, []))
     if known is not None and history.lines is None:
         state = "missing"
@@ -183,7 +187,8 @@ def disagreements(name: str, lines: list[dict[str, Any]] | None, held: list[dict
     return out
 
 
-def _made(known: Facts) -> datetime | None:
+def created_at(known: Facts) -> datetime | None:
+    """When an archive was exported; None if it does not say."""
     try:
         return time_of(known.created)
     except ValueError:
@@ -194,7 +199,7 @@ def _made(known: Facts) -> datetime | None:
 
 
 @dataclass
-class _Standing:
+class Standing:
     """What counts for an archive after all that happened."""
 
     retain_until: str | None = None
@@ -204,7 +209,7 @@ class _Standing:
     lifted: set[str] = field(default_factory=set)  # reasons that this very archive was released from
 
     @classmethod
-    def of(cls, name: str, known: Facts | None, events: Iterable[dict[str, Any]]) -> _Standing:
+    def of(cls, name: str, known: Facts | None, events: Iterable[dict[str, Any]]) -> Standing:
         it = cls()
         for e in events:
             own = e["archive"] == name or (known is not None and bool(known.created) and _about(e, known))
@@ -258,67 +263,6 @@ def _about(e: dict[str, Any], known: Facts) -> bool:
     return e.get("manifest_sha256") == known.manifest_sha256 and e.get("created") == known.created
 
 
-# --------------------------------------------------------------------------------------------------------------- holds
-
-
-def hold(archive: str, reason: str) -> dict[str, Any]:
-    """Put an archive under a legal hold: in the ledger, in NAME.hold.json beside it and, where the store has such a
-    thing, on the object.
-
-    Returns the entry of the ledger; its `object_lock` says whether the store holds it too.
-
-    Raises:
-        UsageError: no reason, or no such archive. RemoteError: the store does not allow it; the ledger has nothing.
-        CkpttoolError: the file cannot be written; the ledger has the hold.
-    """
-    store, name = _placed(archive, reason)
-    _there(store, name)
-    _, known = _look(store, name)
-    said = evidence(known) if isinstance(known, Facts) else {}
-    locked = urls.is_url(archive) and upload.legal_hold(archive, True)
-    entry = ledger.append(store, "hold", name, reason=reason, object_lock=locked, **said)
-    _there(store, name)
-    with remote.open_source(store) as source:
-        held = sidecar.holds(source, name) if sidecar.hold_name(name) in source.list() else []
-    held = [h for h in held if h["reason"] != reason]
-    held.append({**entry, "since": entry["time"]})
-    try:
-        sidecar.put(store, sidecar.hold_name(name), sidecar.encode_holds(name, held))
-    except CkpttoolError as e:
-        raise type(e)(
-            f"{e} {name} is held by line {entry['seq']} of the ledger, but the hold would be lost with the ledger. The same "
-            "command writes both again."
-        ) from e
-    return entry
-
-
-def release(archive: str, reason: str) -> dict[str, Any]:
-    """End every legal hold of an archive; `reason` says why. Retention goes on. The file of holds goes after the line.
-
-    Raises:
-        UsageError: no reason, no such archive, or nothing holds it. RemoteError: the store still holds the object; the
-            same command again asks it again.
-    """
-    store, name = _placed(archive, reason)
-    _there(store, name)
-    _, known = _look(store, name)
-    said = evidence(known) if isinstance(known, Facts) else {}
-    history = _History.of(store)
-    held = _row(name, known, history).held
-    before = [e for e in history.lines or () if e["archive"] == name and e["event"] == "release"]
-    if held:
-        entry = ledger.append(store, "release", name, reason=reason, released=list(held), **said)
-    elif before and urls.is_url(archive):
-        entry = before[-1]
-    else:
-        raise UsageError(f"{urls.redact_url(archive)} is under no legal hold.")
-    if name in history.files:
-        _remove(store, sidecar.hold_name(name))
-    if urls.is_url(archive):
-        upload.legal_hold(archive, False)
-    return entry
-
-
 def add(archive: str) -> dict[str, Any]:
     """Record an archive that lies in a store and that the ledger does not know; returns its line.
 
@@ -327,9 +271,9 @@ def add(archive: str) -> dict[str, Any]:
     Raises:
         UsageError: there is no such archive. Corrupt: it is damaged. Differs: another one is recorded under its name.
     """
-    store, name = _named(archive)
-    _there(store, name)
-    source, known = _look(store, name)
+    store, name = split_path(archive)
+    require(store, name)
+    source, known = look(store, name)
     if isinstance(known, str):
         raise Corrupt(f"{urls.redact_url(archive)} is not a sound archive: {known}")
     recorded = ledger.records(ledger.read(store))
@@ -353,145 +297,23 @@ def add(archive: str) -> dict[str, Any]:
     return entry
 
 
-def _placed(archive: str, reason: str) -> tuple[str, str]:
-    if not reason.strip():
-        raise UsageError("A legal hold, and its release, need a reason.")
-    return _named(archive)
+def split_path(archive: str) -> tuple[str, str]:
+    """(store, name) of the path or URL of an archive.
 
-
-def _named(archive: str) -> tuple[str, str]:
+    Raises:
+        UsageError: it is not named like one.
+    """
     store, name = urls.split(archive) if urls.is_url(archive) else os.path.split(os.path.abspath(archive))
     if not name.endswith((SUFFIX, ENCRYPTED)):
         raise UsageError(f"{urls.redact_url(archive)} is not named like an archive ({SUFFIX}, {ENCRYPTED}).")
     return store, name
 
 
-def _there(store: str, name: str) -> None:
+def require(store: str, name: str) -> None:
+    """Raise UsageError unless the archive exists."""
     with remote.open_source(store) as source:
         if not source.exists(name):
             raise UsageError(f"{source.root}/{name}: this archive does not exist.")
-
-
-# --------------------------------------------------------------------------------------------------------------- prune
-
-
-def prune(
-    store: str,
-    *,
-    keep_last: int | None = None,
-    keep_within: timedelta | None = None,
-    keep_every: int | None = None,
-    dry_run: bool = False,
-    no_ledger: bool = False,
-    now: datetime | None = None,
-) -> Pruned:
-    """Delete the archives that no policy keeps and nothing protects.
-
-    Args:
-        keep_last: keep the newest so many of every run (`--meta run=` of the export; those without are a run too).
-        keep_within: keep those exported in the time before `now`.
-        keep_every: keep those of training steps that are multiples of it.
-        dry_run: touch nothing, not even the ledger.
-        no_ledger: delete also what no ledger knows, and where there is no ledger; holds that are known still count.
-        now: the time; that of the clock if not given.
-
-    Raises:
-        UsageError: no policy is given, or one that makes no sense. Corrupt: the ledger is damaged, or archives lie there and
-            there is none; nothing was deleted.
-    """
-    if keep_last is None and keep_within is None and keep_every is None:
-        raise UsageError("Say what to keep: --keep-last N, --keep-within 90d or --keep-every STEPS; or several.")
-    if any(n is not None and n < 1 for n in (keep_last, keep_every)) or (
-        keep_within is not None and keep_within <= timedelta(0)
-    ):
-        raise UsageError("--keep-last, --keep-within and --keep-every keep something; they must be more than nothing.")
-    now = (now or datetime.now(UTC)).astimezone(UTC)
-    history = _History.of(store)
-    names = _names(store)
-    if names and history.lines is None and not no_ledger:
-        raise Corrupt(
-            f"{urls.redact_url(store)} holds {_counted(len(names), 'archive')} and no {ledger.FILE}. The ledger knows which are "
-            "under a legal hold; without it one that is could be deleted. Bring the ledger back; or give --no-ledger if "
-            "there never was one, or nothing was held."
-        )
-    seen = {name: _look(store, name) for name in names}
-    rows = sorted((_row(name, known, history) for name, (_, known) in seen.items()), key=_order)
-    kept: dict[str, tuple[str, ...]] = {}
-    refused: dict[str, str] = {}
-    going: list[Row] = []
-    ranks: dict[str, int] = {}
-    for row in rows:
-        why = _not_judged(row, now)
-        if why or row.facts is None:
-            refused[row.name] = why
-            continue
-        run = row.facts.meta.get("run", "")
-        ranks[run] = rank = ranks.get(run, 0) + 1
-        reasons = _policies(row.facts, rank, now, keep_last, keep_within, keep_every)
-        if reasons:
-            kept[row.name] = reasons
-        elif why := _protected(row, now) or _unrecorded(row, no_ledger):
-            refused[row.name] = why
-        else:
-            going.append(row)
-    gone: list[Row] = []
-    for row in going:
-        why = "" if dry_run else _delete(store, row, seen[row.name][0], history, now)
-        if why:
-            refused[row.name] = why
-        else:
-            gone.append(row)
-    return Pruned(tuple(r.name for r in gone), kept, refused, sum(r.facts.bytes for r in gone if r.facts))
-
-
-def _not_judged(row: Row, now: datetime) -> str:
-    """Why nothing can be said of an archive, or ""."""
-    if row.facts is None:
-        return f"it is not a sound archive: {row.damaged}"
-    made = _made(row.facts)
-    if made is None:
-        return "it has no date (it was exported with --reproducible)" if not row.facts.created else "its date is none"
-    if made > now:
-        return f"it was exported in the future, at {row.facts.created}; it is {stamp(now)}"
-    return ""
-
-
-def _policies(
-    known: Facts, rank: int, now: datetime, last: int | None, within: timedelta | None, every: int | None
-) -> tuple[str, ...]:
-    made = _made(known)
-    out: list[str] = []
-    if last is not None and rank <= last:
-        out.append(f"one of the last {last}" + (f" of run {known.meta['run']}" if "run" in known.meta else ""))
-    if within is not None and made is not None and now - made <= within:
-        out.append(f"exported within {_age(within)}")
-    if every is not None and known.step is not None and known.step % every == 0:
-        out.append(f"step {known.step} is a multiple of {every}")
-    return tuple(out)
-
-
-def _age(within: timedelta) -> str:
-    """As people say it: "90 days", "12 hours", "1 day"."""
-    hours, rest = divmod(int(within.total_seconds()), 3600)
-    if rest or not hours:
-        return _counted(int(within.total_seconds()), "second")
-    return _counted(hours // 24, "day") if hours % 24 == 0 else _counted(hours, "hour")
-
-
-def _counted(n: int, what: str) -> str:
-    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
-
-
-def _unrecorded(row: Row, no_ledger: bool) -> str:
-    """Why an archive is not known well enough to be deleted, or ""."""
-    if row.ledger == "differs":
-        return row.warnings[0].rstrip(".")
-    if row.ledger == "unknown" and not no_ledger:
-        return (
-            f"{row.warnings[0]}, so a hold may be known elsewhere. `ckpttool audit ledger add` records it; --no-ledger "
-            "deletes it as it is"
-        )
-    return ""
 
 
 def refuse_protected(archive: str) -> None:
@@ -504,13 +326,13 @@ def refuse_protected(archive: str) -> None:
     with remote.open_source(store) as source:
         if not source.exists(name):
             return
-    row = _row(name, _look(store, name)[1], _History.of(store))
-    why = f"it is not a sound archive: {row.damaged}" if row.facts is None else _protected(row, datetime.now(UTC))
+    row = row_of(name, look(store, name)[1], History.of(store))
+    why = f"it is not a sound archive: {row.damaged}" if row.facts is None else why_protected(row, datetime.now(UTC))
     if why:
         raise DestinationExists(f"{urls.redact_url(archive)} is not replaced, --force or not: {why}.")
 
 
-def _protected(row: Row, now: datetime) -> str:
+def why_protected(row: Row, now: datetime) -> str:
     """Why an archive must not be deleted, or ""."""
     if row.held:
         return "under legal hold: " + "; ".join(row.held)
@@ -523,38 +345,8 @@ def _protected(row: Row, now: datetime) -> str:
     return ""
 
 
-def _delete(store: str, row: Row, source: Source, history: _History, now: datetime) -> str:
-    """Delete an archive; why it was not, or "". The ledger, of which `history` is known, has it first."""
-    assert row.facts is not None
-    entry = ledger.append(store, "delete", row.name, **evidence(row.facts))
-    lines = history.lines or []
-    if entry["prev"] == (lines[-1]["hash"] if lines else ledger.FIRST):
-        lines.append(entry)
-    else:  # what others wrote since we looked counts as well
-        lines = ledger.read(store)
-    history.lines = lines
-    with remote.open_source(store) as fresh:
-        files = dict(history.files)
-        if fresh.exists(sidecar.hold_name(row.name)):
-            files[row.name] = _held_by_file(fresh, row.name)
-    before = _History([e for e in lines if e["seq"] < entry["seq"]], files, history.recorded)
-    why = _protected(_row(row.name, row.facts, before), now)
-    if not why:
-        lost = row.name
-        try:
-            source.assert_unchanged()
-            _remove(store, row.name)
-            if row.name.endswith(ENCRYPTED):
-                lost = sidecar.name(row.name)
-                _remove(store, lost)
-        except CkpttoolError as e:
-            why = str(e) if lost == row.name else f"it is deleted, but {lost} is not: {e}"
-    if why:
-        ledger.append(store, "delete-failed", row.name, why=why, **evidence(row.facts))
-    return why
-
-
-def _remove(store: str, name: str) -> None:
+def remove_file(store: str, name: str) -> None:
+    """Delete a file of a store, durably; one that is already gone is fine."""
     if urls.is_url(store):
         upload.remove(f"{store.rstrip('/')}/{name}")
         return

@@ -24,7 +24,7 @@ from ..formats import safetensors_header
 from ..index.checkpoint import ITEMSIZE, TensorEntry
 from ..index.names import COMPONENTS
 from . import tarball
-from .frame_format import Cut, Member
+from .frame_writer import Cut, Member
 
 __all__ = ["LARGE", "MANIFEST", "PROVENANCE", "README", "RETENTION", "SIGNATURE", "SUMS", "VALUES", "Place", "Plan", "groups", "make", "padding_after", "small"]  # fmt: skip
 

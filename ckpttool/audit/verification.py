@@ -28,7 +28,9 @@ from ..storage.source import Source
 from . import byte_planes, plan, signing, tarball
 from . import manifest as records
 from .archive import Archive
-from .frame_format import FRAME, LOOK, FrameReader, Walked, read_table, walk
+from .frame_format import FRAME, LOOK, read_table
+from .frame_reader import FrameReader
+from .frame_walk import Walked, walk
 
 __all__ = ["Finding", "Verdict", "verify_archive"]
 

@@ -39,7 +39,7 @@ from ckpttool.audit import byte_planes, frame_format, ledger, plan, signing, tar
 from ckpttool.audit import manifest as records
 from ckpttool.audit.archive import Archive
 from ckpttool.audit.export import export, restore
-from ckpttool.audit.frame_format import Cut, FrameWriter
+from ckpttool.audit.frame_writer import Cut, FrameWriter
 from ckpttool.audit.options import ArchiveOptions
 from ckpttool.audit.verification import verify_archive
 from ckpttool.audit.verify import verify
@@ -202,10 +202,10 @@ def frames_of(path: Path) -> list[Frame]:
 def assembled(path: Path, frames: Sequence[Frame], between: bytes = b"") -> Path:
     """A file of these frames, with tables that fit."""
     crcs = array("I", [crc32(f.data) for f in frames])
-    table = frame_format._crc_table(crcs)
+    table = frame_format.crc_table(crcs)
     sizes, lengths = array("I", [len(f.data) for f in frames]), array("I", [f.length for f in frames])
     sums = array("I", [int.from_bytes(f.data[-4:], "little") for f in frames])
-    seek = frame_format._seek_table(sizes, lengths, sums, len(table))
+    seek = frame_format.seek_table(sizes, lengths, sums, len(table))
     path.write_bytes(b"".join(f.data for f in frames) + between + table + seek)
     return path
 
@@ -671,7 +671,7 @@ def other(new: Callable[[bytes, bytes, bytes], bytes], lies: int = 0) -> Files:
     """The largest frame is another: of its header, blocks and checksum."""
 
     def act(frames: list[Frame], k: int) -> list[Frame]:
-        n = len(frame_format._header(frames[k].length))
+        n = len(frame_format.frame_header(frames[k].length))
         data = frames[k].data
         frames[k] = Frame(new(data[:n], data[n:-4], data[-4:]), frames[k].length + lies)
         return frames
@@ -692,7 +692,7 @@ FRAMES: dict[str, tuple[Files, bytes, bytes, bytes]] = {
     "no size of the content": (other(lambda h, b, c: window(0x04, 0x60) + b + c), b"", b"", b""),
     "no checksum": (other(lambda h, b, c: window(h[4] & ~4) + h[5:] + b), b"", b"", b""),
     "a dictionary": (other(lambda h, b, c: window(h[4] | 1, 7) + h[5:] + b + c), b"", b"", b""),
-    "a size that is too small": (other(lambda h, b, c: frame_format._header(1000) + b + c), b"", b"", b""),
+    "a size that is too small": (other(lambda h, b, c: frame_format.frame_header(1000) + b + c), b"", b"", b""),
     "a frame that unfolds to 128 MiB": (other(lambda h, b, c: h + RLE + c), b"", b"", b""),
     "a frame that ends within a block": (other(lambda h, b, c: h + b[:-100] + c), b"", b"", b""),
     "a frame with another checksum": (other(lambda h, b, c: h + b + bytes(4)), b"", b"", b""),

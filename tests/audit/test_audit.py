@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from stores import moto
 
 import ckpttool
-from ckpttool.audit import archive_store, byte_planes, ledger, manifest, plan
+from ckpttool.audit import archive_store, byte_planes, ledger, manifest, plan, pruning
 from ckpttool.audit.archive import Archive, facts
 from ckpttool.audit.export import Exported, export, restore
 from ckpttool.audit.options import ArchiveOptions
@@ -666,7 +666,7 @@ def test_a_store_in_s3(of_one_state: list[Path], tmp_path: Path, monkeypatch: py
     export(of_one_state[1], f"{url}/b.tar.zst", ArchiveOptions(meta=(("run", "x"),)))
     rows = {r.name: r for r in archive_store.listing(url)}
     assert rows["a.tar.zst"].held == ("case 7",) and rows["a.tar.zst"].verified
-    done = archive_store.prune(url, keep_last=1)
+    done = pruning.prune(url, keep_last=1)
     assert (done.deleted, set(done.kept), set(done.refused)) == ((), {"b.tar.zst"}, {"a.tar.zst"})
 
 

@@ -27,8 +27,11 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.audit import byte_planes, frame_format
-from ckpttool.audit.frame_format import FRAME, Cut, FrameReader, FrameWriter, Member, Walked, read_table, walk
+from ckpttool.audit import byte_planes, frame_format, frame_walk, frame_writer
+from ckpttool.audit.frame_format import FRAME, read_table
+from ckpttool.audit.frame_reader import FrameReader
+from ckpttool.audit.frame_walk import Walked, walk
+from ckpttool.audit.frame_writer import Cut, FrameWriter, Member
 from ckpttool.errors import CkpttoolError, Corrupt, NotRecognised, RemoteError, SourceChanged, Unsafe
 from ckpttool.index.draft import EarlierFile
 from ckpttool.storage.source import Source
@@ -150,7 +153,8 @@ def whole(data: bytes) -> bytes:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frames of 4 KiB and blocks of 1 KiB, so that a few bytes have many."""
-    monkeypatch.setattr(frame_format, "FRAME", 4096)
+    for module in (frame_format, frame_writer):
+        monkeypatch.setattr(module, "FRAME", 4096)
     monkeypatch.setattr(byte_planes, "BLOCK", 1024)
 
 
@@ -369,7 +373,7 @@ def test_an_interrupted_file_is_gone_on_with(
         feed(writer, data[stop : stop + 3000], dice)  # written on for a while, and lost
         writer.close()
     made: list[int] = []
-    monkeypatch.setattr(frame_format._Compress, "__call__", counted(frame_format._Compress.__call__, made))
+    monkeypatch.setattr(frame_writer._Compress, "__call__", counted(frame_writer._Compress.__call__, made))
     for lie in (
         None,
         {},
@@ -444,7 +448,7 @@ def test_what_write_raises_reaches_the_caller_and_closing_ends(small: None) -> N
 def test_no_more_frames_are_in_flight_than_promised(jobs: int, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, lock = threading.Semaphore(0), threading.Lock()
     begun = 0
-    real = frame_format._Compress.__call__
+    real = frame_writer._Compress.__call__
 
     def slow(self: Any, data: memoryview, item: int, fast: bool) -> tuple[bytes, int]:
         nonlocal begun
@@ -453,7 +457,7 @@ def test_no_more_frames_are_in_flight_than_promised(jobs: int, small: None, monk
         gate.acquire()
         return real(self, data, item, fast)
 
-    monkeypatch.setattr(frame_format._Compress, "__call__", slow)
+    monkeypatch.setattr(frame_writer._Compress, "__call__", slow)
     written: list[int] = []
     writer = FrameWriter(lambda b: written.append(len(b)), [Cut(0, 1, False)], [], level=1, jobs=jobs)
     frames, most, seen = 40, 2 * jobs + 2, 0
@@ -913,7 +917,7 @@ def test_tables_that_contradict_the_file_are_corrupt() -> None:
 
 def test_looking_for_frames_in_a_hostile_file_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Headers everywhere, and a chain of blocks from each that leads past all others to the end: not all for each."""
-    monkeypatch.setattr(frame_format, "_PATIENCE", 1 << 18)
+    monkeypatch.setattr(frame_walk, "_PATIENCE", 1 << 18)
     good = frame_of(b"behind it all")
     link = b"\x28\xb5\x2f\xfd\x24\x05" + (6 << 3).to_bytes(3, "little")
     begin = time.monotonic()

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stores import Flaky, first
 
-from ckpttool.audit import archive_store, ledger, retention
+from ckpttool.audit import archive_store, holds, ledger, pruning, retention
 from ckpttool.audit.archive import Facts
 from ckpttool.errors import CkpttoolError, Corrupt, Differs, NoSpace, RemoteError, UsageError
 from ckpttool.storage import remote, retries, upload
@@ -66,9 +66,9 @@ class Shelf:
             raise Corrupt(found)
         return found
 
-    def prune(self, **how: Any) -> archive_store.Pruned:
+    def prune(self, **how: Any) -> pruning.Pruned:
         """Of archives that need not be in the ledger: what that protects has tests of its own."""
-        return archive_store.prune(self.path, **{"now": NOW, "no_ledger": True, **how})
+        return pruning.prune(self.path, **{"now": NOW, "no_ledger": True, **how})
 
     def here(self) -> list[str]:
         return sorted(n for n in os.listdir(self.path) if n != "ledger.jsonl" and not n.endswith(".hold.json"))
@@ -273,9 +273,9 @@ def test_a_name_used_again(store: Shelf) -> None:
     """After a deletion, a new export of that name starts anew; a copy put back by hand does not."""
     store.add("a.tar.zst", legal_hold="case 1", retain_until="2031-02-01T00:00:00Z", logged=True)
     archive = os.path.join(store.path, "a.tar.zst")
-    archive_store.hold(archive, "case 2")
+    holds.hold(archive, "case 2")
     assert archive_store.listing(store.path)[0].held == ("case 1", "case 2")
-    archive_store.release(archive, "closed")
+    holds.release(archive, "closed")
     assert archive_store.listing(store.path)[0].held == ()
     assert store.prune(keep_within=timedelta(days=1)).deleted == ("a.tar.zst",)
     store.add("a.tar.zst", legal_hold="case 1")  # the same manifest and date: the file of old, released
@@ -289,11 +289,11 @@ def test_only_a_deletion_ends_what_was_promised(store: Shelf, monkeypatch: pytes
     past = "2031-02-01T00:00:00Z"
     store.add("a.tar.zst", retain_until=past, logged=True)
     archive = os.path.join(store.path, "a.tar.zst")
-    archive_store.hold(archive, "case 1")
+    holds.hold(archive, "case 1")
     store.add("a.tar.zst", manifest_sha256="new", created="2031-01-02T00:00:00Z", logged=True)
     row = archive_store.listing(store.path)[0]
     assert (row.held, row.retain_until) == (("case 1",), past)
-    archive_store.release(archive, "closed")
+    holds.release(archive, "closed")
     with monkeypatch.context() as m:
         m.setattr(os, "unlink", lambda path: os.listdir(path))  # "not a directory"
         assert store.prune(keep_within=timedelta(days=1)).refused
@@ -310,24 +310,24 @@ def test_only_a_deletion_ends_what_was_promised(store: Shelf, monkeypatch: pytes
 def test_hold_and_release(store: Shelf) -> None:
     known = store.add("a.tar.zst", legal_hold="own", logged=True)
     archive = os.path.join(store.path, "a.tar.zst")
-    entry = archive_store.hold(archive, "case 1")
+    entry = holds.hold(archive, "case 1")
     assert entry["event"] == "hold" and entry["reason"] == "case 1" and entry["object_lock"] is False
     assert entry["merkle_root"] == known.merkle_root and entry["manifest_sha256"] == known.manifest_sha256
-    archive_store.hold(archive, "case 2")
+    holds.hold(archive, "case 2")
     assert archive_store.listing(store.path)[0].held == ("own", "case 1", "case 2")
     assert store.prune(keep_within=timedelta(days=1)).refused == {"a.tar.zst": "under legal hold: own; case 1; case 2"}
-    entry = archive_store.release(archive, "all closed")
+    entry = holds.release(archive, "all closed")
     assert entry["released"] == ["own", "case 1", "case 2"] and entry["reason"] == "all closed"
     assert archive_store.listing(store.path)[0].held == ()
     with pytest.raises(UsageError, match="no legal hold"):
-        archive_store.release(archive, "again")
-    archive_store.hold(archive, "own")
+        holds.release(archive, "again")
+    holds.hold(archive, "own")
     assert archive_store.listing(store.path)[0].held == ("own",)
 
 
 def test_a_release_is_of_one_archive(store: Shelf) -> None:
     store.add("a.tar.zst", legal_hold="case 1")
-    archive_store.release(os.path.join(store.path, "a.tar.zst"), "closed")
+    holds.release(os.path.join(store.path, "a.tar.zst"), "closed")
     store.add("a.tar.zst", legal_hold="case 1", manifest_sha256="another")  # put there by hand
     assert archive_store.listing(store.path)[0].held == ("case 1",)
     store.add("a.tar.zst", legal_hold="case 2")
@@ -336,14 +336,14 @@ def test_a_release_is_of_one_archive(store: Shelf) -> None:
 
 def test_hold_of_what_is_damaged(store: Shelf) -> None:
     store.add("a.tar.zst", damaged="cut short")
-    archive_store.hold(os.path.join(store.path, "a.tar.zst"), "case 1")
+    holds.hold(os.path.join(store.path, "a.tar.zst"), "case 1")
     assert archive_store.listing(store.path)[0].held == ("case 1",)
 
 
 @pytest.mark.parametrize("reason", ["", " "])
 def test_holds_need_reasons(store: Shelf, reason: str) -> None:
     store.add("a.tar.zst")
-    for call in (archive_store.hold, archive_store.release):
+    for call in (holds.hold, holds.release):
         with pytest.raises(UsageError, match="reason"):
             call(os.path.join(store.path, "a.tar.zst"), reason)
         with pytest.raises(UsageError, match="does not exist"):
@@ -364,7 +364,7 @@ def test_a_lost_ledger_does_not_let_prune_delete_what_was_held(store: Shelf) -> 
     """Finding A1: a hold lay in the ledger alone, and prune began a new one."""
     for name in ("a.tar.zst", "b.tar.zst"):
         store.add(name, logged=True)
-    archive_store.hold(os.path.join(store.path, "a.tar.zst"), "case 9")
+    holds.hold(os.path.join(store.path, "a.tar.zst"), "case 9")
     os.unlink(os.path.join(store.path, "ledger.jsonl"))
     for how in ({}, {"dry_run": True}):
         with pytest.raises(Corrupt, match=r"2 archives and no ledger\.jsonl.*legal hold.*--no-ledger"):
@@ -378,7 +378,7 @@ def test_a_lost_ledger_does_not_let_prune_delete_what_was_held(store: Shelf) -> 
     # that began a ledger, which says nothing of the hold: the file counts, and the listing says what does not fit
     (row,) = archive_store.listing(store.path)
     assert (row.held, row.ledger) == (("case 9",), "unknown") and "has no such hold" in row.warnings[1]
-    assert archive_store.release(os.path.join(store.path, "a.tar.zst"), "closed")["released"] == ["case 9"]
+    assert holds.release(os.path.join(store.path, "a.tar.zst"), "closed")["released"] == ["case 9"]
     assert not hold_file(store, "a.tar.zst").exists() and archive_store.listing(store.path)[0].held == ()
 
 
@@ -424,9 +424,9 @@ def test_an_archive_in_the_place_of_another_is_not_pruned(store: Shelf) -> None:
 def test_a_hold_goes_along_when_the_folder_is_copied(store: Shelf, tmp_path_factory: pytest.TempPathFactory) -> None:
     store.add("a.tar.zst", logged=True)
     archive = os.path.join(store.path, "a.tar.zst")
-    archive_store.hold(archive, "case 1")
-    archive_store.hold(archive, "case 2")
-    archive_store.hold(archive, "case 1")  # again: one of each
+    holds.hold(archive, "case 1")
+    holds.hold(archive, "case 2")
+    holds.hold(archive, "case 1")  # again: one of each
     said = json.loads(hold_file(store, "a.tar.zst").read_text())
     assert said["schema"] == "ckpttool.hold/1" and said["archive"] == "a.tar.zst"
     assert [h["reason"] for h in said["holds"]] == ["case 2", "case 1"]
@@ -441,26 +441,26 @@ def test_a_hold_goes_along_when_the_folder_is_copied(store: Shelf, tmp_path_fact
     os.rename(os.path.join(elsewhere.path, "a.tar.zst"), os.path.join(elsewhere.path, "z.tar.zst"))
     store.table["z.tar.zst"] = replace(about("a.tar.zst"), name="z.tar.zst")
     assert "legal hold" in elsewhere.prune(keep_every=1).refused["z.tar.zst"]
-    archive_store.release(os.path.join(elsewhere.path, "z.tar.zst"), "closed")
+    holds.release(os.path.join(elsewhere.path, "z.tar.zst"), "closed")
     assert {r.name[0]: r.held for r in archive_store.listing(elsewhere.path)}["z"] == ()
 
 
 def test_the_stricter_of_ledger_and_file_counts_and_both_are_told(store: Shelf) -> None:
     store.add("a.tar.zst", logged=True)
     archive, beside = os.path.join(store.path, "a.tar.zst"), hold_file(store, "a.tar.zst")
-    archive_store.hold(archive, "case 1")
+    holds.hold(archive, "case 1")
     text = beside.read_bytes()
     assert archive_store.listing(store.path)[0].warnings == ()
     beside.unlink()  # the ledger alone
     (row,) = archive_store.listing(store.path)
     assert row.held == ("case 1",) and "lost with the ledger" in row.warnings[0]
-    archive_store.release(archive, "closed")
+    holds.release(archive, "closed")
     assert archive_store.listing(store.path)[0].warnings == ()
     beside.write_bytes(text)  # the file alone: a release killed before it removed it, or a file put back
     (row,) = archive_store.listing(store.path)
     assert row.held == ("case 1",) and "the ledger ended it in line 3" in row.warnings[0]
     assert "legal hold" in store.prune(keep_every=1).refused["a.tar.zst"]
-    archive_store.release(archive, "closed again")
+    holds.release(archive, "closed again")
     assert not beside.exists() and archive_store.listing(store.path)[0].held == ()
 
 
@@ -470,7 +470,7 @@ def test_a_damaged_file_of_holds_is_a_hold(store: Shelf, text: bytes) -> None:
     store.add("a.tar.zst", logged=True)
     hold_file(store, "a.tar.zst").write_bytes(text)
     assert "hold.json is damaged" in store.prune(keep_every=1).refused["a.tar.zst"]
-    archive_store.release(os.path.join(store.path, "a.tar.zst"), "looked into it")
+    holds.release(os.path.join(store.path, "a.tar.zst"), "looked into it")
     assert store.prune(keep_every=1).deleted == ("a.tar.zst",)
 
 
@@ -480,7 +480,7 @@ def test_a_link_or_pipe_in_the_place_of_a_file_of_holds(store: Shelf) -> None:
     os.mkfifo(hold_file(store, "a.tar.zst"))
     hold_file(store, "b.tar.zst").symlink_to("/etc/hostname")
     assert names(store.prune(keep_every=1).refused) == "ab"
-    archive_store.hold(os.path.join(store.path, "b.tar.zst"), "case")
+    holds.hold(os.path.join(store.path, "b.tar.zst"), "case")
     assert not hold_file(store, "b.tar.zst").is_symlink() and Path("/etc/hostname").stat().st_size < 1000
 
 
@@ -506,10 +506,10 @@ def test_a_hold_whose_file_cannot_be_written_says_so(store: Shelf, monkeypatch: 
     with monkeypatch.context() as m:
         m.setattr(os, "replace", full)
         with pytest.raises(NoSpace, match="held by line 2 of the ledger, but the hold would be lost with the ledger"):
-            archive_store.hold(archive, "case")
+            holds.hold(archive, "case")
     assert sorted(os.listdir(store.path)) == ["a.tar.zst", "ledger.jsonl"]
     assert archive_store.listing(store.path)[0].held == ("case",)
-    archive_store.hold(archive, "case")
+    holds.hold(archive, "case")
     assert archive_store.listing(store.path)[0].warnings == ()
 
 
@@ -693,7 +693,7 @@ def test_hold_of_what_is_just_deleted(store: Shelf, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(ledger, "append", late)
     with pytest.raises(UsageError, match="does not exist"):
-        archive_store.hold(os.path.join(store.path, "a.tar.zst"), "case 1")
+        holds.hold(os.path.join(store.path, "a.tar.zst"), "case 1")
 
 
 # ---------------------------------------------------------------------------------------- nothing protected is deleted
@@ -755,20 +755,20 @@ def test_prune_never_deletes_what_is_protected(
                 retain_until=own,
                 legal_hold="own" if w["hold"] else None,
             )
-            until, holds, swapped, listed = [own], {"own"} if w["hold"] else set(), False, ""
+            until, reasons, swapped, listed = [own], {"own"} if w["hold"] else set(), False, ""
             for e in w["events"]:
                 if e == "export":
                     store.export(replace(known, retain_until=told))
                     until.append(told)
                     listed = known.manifest_sha256
                     if w["hold"]:
-                        holds.add("own")
+                        reasons.add("own")
                 elif e == "hold":
-                    archive_store.hold(os.path.join(folder, name), "case")
-                    holds.add("case")
-                elif e == "release" and holds:
-                    archive_store.release(os.path.join(folder, name), "closed")
-                    holds.clear()
+                    holds.hold(os.path.join(folder, name), "case")
+                    reasons.add("case")
+                elif e == "release" and reasons:
+                    holds.release(os.path.join(folder, name), "closed")
+                    reasons.clear()
                 elif e == "verify":
                     ledger.append(folder, "verify", name, sound=True, **archive_store.evidence(known))
                 elif e == "swap" and not swapped and "export" in w["events"][: w["events"].index("swap")]:
@@ -780,7 +780,7 @@ def test_prune_never_deletes_what_is_protected(
                     until = [told]
             if w["damaged"]:
                 store.table[name] = "cut short"
-            if holds or any(u is not None and u > retention.stamp(NOW) for u in until):
+            if reasons or any(u is not None and u > retention.stamp(NOW) for u in until):
                 protected.add(name)
             if listed not in ("", known.manifest_sha256):
                 protected.add(name)  # the ledger has another archive under this name
@@ -838,13 +838,13 @@ def test_in_a_bucket(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = moto.bucket(monkeypatch, lock=True)
     place = f"{bucket}/audit"
     fill(store, bucket, a={}, b={"retain_until": "2040-01-01T00:00:00Z"}, c={}, d={})
-    assert archive_store.hold(f"{place}/c.tar.zst", "case 1")["object_lock"] is True
+    assert holds.hold(f"{place}/c.tar.zst", "case 1")["object_lock"] is True
     assert "c.tar.zst.hold.json" in remote.RemoteSource(place).list()
     client, line = moto.client(), {"Bucket": bucket[5:], "Key": "audit/ledger.jsonl"}
     kept = client.get_object(**line)["Body"].read()
     client.delete_object(**line)  # the ledger is lost, the hold is not
     with pytest.raises(Corrupt, match=r"4 archives and no ledger\.jsonl"):
-        archive_store.prune(place, keep_within=timedelta(days=1), now=NOW)
+        pruning.prune(place, keep_within=timedelta(days=1), now=NOW)
     assert [(r.ledger, r.held) for r in archive_store.listing(place)][1] == ("missing", ("case 1",))
     client.put_object(**line, Body=kept)
     moto.client().put_object_legal_hold(Bucket=bucket[5:], Key="audit/d.tar.zst", LegalHold={"Status": "ON"})
@@ -854,14 +854,14 @@ def test_in_a_bucket(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
         ("b", ()),
         ("a", ()),
     ]
-    done = archive_store.prune(place, keep_within=timedelta(days=1), now=NOW, no_ledger=True)
+    done = pruning.prune(place, keep_within=timedelta(days=1), now=NOW, no_ledger=True)
     assert done.deleted == ("a.tar.zst",) and names(done.refused) == "bcd"
     assert "AccessDenied" in done.refused["d.tar.zst"]  # the store knows what the ledger does not
     events = [(e["event"], e["archive"][0]) for e in ledger.read(place)]
     assert events == [("hold", "c"), ("delete", "d"), ("delete-failed", "d"), ("delete", "a")]
-    assert archive_store.release(f"{place}/c.tar.zst", "closed")["released"] == ["case 1"]
+    assert holds.release(f"{place}/c.tar.zst", "closed")["released"] == ["case 1"]
     moto.client().put_object_legal_hold(Bucket=bucket[5:], Key="audit/d.tar.zst", LegalHold={"Status": "OFF"})
-    assert names(archive_store.prune(place, keep_within=timedelta(days=1), now=NOW, no_ledger=True).deleted) == "cd"
+    assert names(pruning.prune(place, keep_within=timedelta(days=1), now=NOW, no_ledger=True).deleted) == "cd"
     assert remote.RemoteSource(place).list() == ["b.tar.zst", "ledger.jsonl"]  # no file of holds is left
 
 
@@ -869,8 +869,8 @@ def test_in_a_bucket_without_locks(store: Shelf, monkeypatch: pytest.MonkeyPatch
     bucket = stores.moto().bucket(monkeypatch)
     place = f"{bucket}/audit"
     fill(store, bucket, a={})
-    assert archive_store.hold(f"{place}/a.tar.zst", "case 1")["object_lock"] is False
-    assert archive_store.prune(place, keep_within=timedelta(days=1), now=NOW, no_ledger=True).refused == {
+    assert holds.hold(f"{place}/a.tar.zst", "case 1")["object_lock"] is False
+    assert pruning.prune(place, keep_within=timedelta(days=1), now=NOW, no_ledger=True).refused == {
         "a.tar.zst": "under legal hold: case 1"
     }
 
@@ -880,15 +880,15 @@ def test_a_release_that_the_store_did_not_hear(store: Shelf, monkeypatch: pytest
     bucket = moto.bucket(monkeypatch, lock=True)
     archive = f"{bucket}/audit/a.tar.zst"
     fill(store, bucket, a={})
-    archive_store.hold(archive, "case 1")
+    holds.hold(archive, "case 1")
     with Flaky(moto.endpoint, lambda method, path: 403 if method == "PUT" and "legal-hold" in path else None) as proxy:
         moto.environment(monkeypatch, proxy.endpoint)
         with pytest.raises(RemoteError, match="does not allow"):
-            archive_store.release(archive, "closed")
+            holds.release(archive, "closed")
     moto.environment(monkeypatch)
     with pytest.raises(RemoteError, match="AccessDenied"):
         upload.remove(archive)
-    assert archive_store.release(archive, "closed")["event"] == "release"  # again, and no second entry
+    assert holds.release(archive, "closed")["event"] == "release"  # again, and no second entry
     assert [e["event"] for e in ledger.read(f"{bucket}/audit")] == ["hold", "release"]
     upload.remove(archive)
 
@@ -904,15 +904,13 @@ def test_a_bucket_that_fails_is_no_damage(store: Shelf, monkeypatch: pytest.Monk
         moto.environment(monkeypatch, proxy.endpoint)
         for call in (
             lambda p: archive_store.listing(p),
-            lambda p: archive_store.prune(p, keep_within=timedelta(days=1), now=NOW, no_ledger=True),
+            lambda p: pruning.prune(p, keep_within=timedelta(days=1), now=NOW, no_ledger=True),
         ):
             with pytest.raises(RemoteError, match="no answer"):
                 call(f"{bucket}/audit")
     with Flaky(moto.endpoint, first(4, 500)) as proxy:
         moto.environment(monkeypatch, proxy.endpoint)
         assert (
-            names(
-                archive_store.prune(f"{bucket}/audit", keep_within=timedelta(days=1), now=NOW, no_ledger=True).deleted
-            )
+            names(pruning.prune(f"{bucket}/audit", keep_within=timedelta(days=1), now=NOW, no_ledger=True).deleted)
             == "ab"
         )

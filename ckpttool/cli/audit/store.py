@@ -96,7 +96,7 @@ def prune(
     as_json: Json = False,
 ) -> None:
     """Delete the archives that no policy keeps; never one under retention or a legal hold, undated or damaged."""
-    from ...audit.archive_store import prune as run
+    from ...audit.pruning import prune as run
     from ...audit.retention import age
     from ...engine.inspect import human
 
@@ -129,7 +129,7 @@ def hold(
     as_json: Json = False,
 ) -> None:
     """Put an archive under a legal hold: nothing deletes it until the hold is released."""
-    from ...audit.archive_store import hold as run
+    from ...audit.holds import hold as run
 
     print_entry(run(archive, reason), as_json)
 
@@ -144,6 +144,6 @@ def release(
     as_json: Json = False,
 ) -> None:
     """Release an archive from its legal holds; retention goes on."""
-    from ...audit.archive_store import release as run
+    from ...audit.holds import release as run
 
     print_entry(run(archive, reason), as_json)

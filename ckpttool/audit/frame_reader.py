@@ -1,0 +1,103 @@
+"""Random access to the content of an archive; frame_format.py describes its file."""
+
+from __future__ import annotations
+
+import os
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from ..errors import Corrupt
+from ..storage.source import Source
+from . import byte_planes
+from .frame_format import (
+    FrameFault,
+    Table,
+    decompress_frame,
+)
+
+__all__ = ["DamagedFrame", "FrameReader"]
+
+
+class DamagedFrame(Corrupt):
+    """A frame that does not hold what it should: `length` bytes of the tar from `start` on."""
+
+    def __init__(self, message: str, start: int, length: int) -> None:
+        super().__init__(message)
+        self.start, self.length = start, length
+
+
+class FrameReader:
+    """Ranges of the content of a file, as they were before they were split into planes; any number of threads may ask.
+
+    `item_at(start)` is the number of planes of the frame whose content begins at `start`. The last `kept` frames that
+    were needed in part are kept, and unfolded once.
+    """
+
+    def __init__(
+        self, source: Source, file: str, table: Table, item_at: Callable[[int], int], kept: int = 8
+    ) -> None:  # fmt: skip
+        self.source, self.file, self.table, self.item_at, self.kept = source, file, table, item_at, kept
+        self._frames: OrderedDict[int, Future[memoryview]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill `view` with the content from `offset` on.
+
+        Raises:
+            Corrupt: there is not so much, or a frame is damaged.
+        """
+        table = self.table
+        if offset < 0 or offset + len(view) > table.logical_size:
+            raise Corrupt(
+                f"{os.path.join(self.source.root, self.file)} unfolds to {table.logical_size} bytes; "
+                f"{offset}..{offset + len(view)} are needed."
+            )
+        i = bisect_right(table.starts, offset) - 1
+        while len(view):
+            skip = offset - table.starts[i]
+            n = min(len(view), table.lengths[i] - skip)
+            if n == table.lengths[i] and i not in self._frames:
+                byte_planes.merge(self._stored(i), self.item_at(offset), view[:n])
+            else:
+                view[:n] = self._kept(i)[skip : skip + n]
+            view, offset, i = view[n:], offset + n, i + 1
+
+    def _kept(self, i: int) -> memoryview:
+        """A frame that is kept, or will be; the thread that asks first unfolds it, others wait."""
+        with self._lock:
+            future = self._frames.get(i)
+            mine = future is None
+            if future is None:
+                future = self._frames[i] = Future()
+                if len(self._frames) > self.kept:
+                    self._frames.popitem(last=False)
+            self._frames.move_to_end(i)
+        if mine:
+            try:
+                future.set_result(byte_planes.merge(self._stored(i), self.item_at(self.table.starts[i])))
+            except BaseException as e:
+                with self._lock:
+                    self._frames.pop(i, None)
+                future.set_exception(e)
+        return future.result()
+
+    def _stored(self, i: int) -> bytes:
+        t = self.table
+        raw = memoryview(bytearray(t.sizes[i]))
+        self.source.readinto(self.file, t.offsets[i], raw)
+        try:
+            data = decompress_frame(raw, t.crcs[i])
+            if (len(data), int.from_bytes(raw[-4:], "little")) != (t.lengths[i], t.checksums[i]):
+                raise FrameFault("the seek table has another size or checksum than the frame")
+            return data
+        except FrameFault as e:
+            raise DamagedFrame(
+                f"{os.path.join(self.source.root, self.file)}: bytes {t.offsets[i]}..{t.offsets[i] + t.sizes[i]}, which "
+                f"unfold to {t.starts[i]}..{t.starts[i] + t.lengths[i]} of the tar, are damaged: {e}. Fetch the file "
+                "again or take another copy.",
+                t.starts[i],
+                t.lengths[i],
+            ) from None

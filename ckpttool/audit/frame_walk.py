@@ -1,0 +1,295 @@
+"""Every frame of an archive, from the first byte to the last, whatever is damaged; frame_format.py describes the file."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+from ..errors import CkpttoolError, Corrupt, RemoteError, SourceChanged
+from ..formats.crc import crc32
+from ..storage.source import Source
+from .frame_format import (
+    CRC_MAGIC,
+    CRC_TAG,
+    MOST_FRAME_BYTES,
+    MOST_FRAMES,
+    SEEK_MAGIC,
+    ZSTD_MAGIC,
+    FrameFault,
+    Table,
+    content_size,
+    crcs_in,
+    decompress_frame,
+    read_table,
+)
+
+__all__ = ["Walked", "walk"]
+
+
+_MAGIC = re.compile(rb"\x28\xb5\x2f\xfd|[\x5c\x5e]\x2a\x4d\x18")
+#: Blocks of one frame: zstd cuts each of its 128 KiB into less than 200.
+_BLOCKS = 1 << 13
+#: Blocks looked at in vain, in search of sound frames, before the rest of a file is given up.
+_PATIENCE = 1 << 22
+
+
+class Walked(NamedTuple):
+    """A frame of a file, or something in it that is wrong.
+
+    `start` and `length` are those of its content, `offset` and `size` of its bytes; `stored` is the content, None where
+    `fault` says what is wrong. Of what is no frame, `start` is -1 and `length` 0.
+    """
+
+    start: int
+    length: int
+    offset: int
+    size: int
+    stored: bytes | None
+    fault: str | None
+
+
+class _Piece(NamedTuple):
+    """A frame to be looked at, or, with a fault, bytes that are none; `raw` where they have been read."""
+
+    offset: int
+    size: int
+    raw: memoryview | None
+    length: int
+    crc: int | None = None
+    checksum: int | None = None
+    fault: str | None = None
+
+
+class _Seen(NamedTuple):
+    length: int
+    stored: bytes | None
+    fault: str | None
+    crc: int | None = None
+    beside: str | None = None  # what is wrong with the tables
+
+
+def walk(source: Source, file: str, jobs: int) -> Iterator[Walked]:
+    """Every frame of a file, in order, unfolded by `jobs` threads; the damaged ones and what else is wrong, as faults.
+
+    Where the tables at the end are damaged, frames are found by their own headers and blocks.
+
+    Raises:
+        SourceChanged, RemoteError: the file cannot be read. Damage is never raised.
+    """
+    size = source.size(file)
+    search: _Search | None = None
+    try:
+        pieces = _listed(read_table(source, file))
+    except (SourceChanged, RemoteError):
+        raise
+    except CkpttoolError as e:
+        search = _Search(source, file, size)
+        pieces = search.pieces()
+        yield Walked(-1, 0, size, 0, None, str(e))
+    crcs = array("I")
+    start = 0
+    for piece, seen in _look(source, file, pieces, jobs):
+        if seen.crc is not None:
+            crcs.append(seen.crc)
+        if seen.length:
+            yield Walked(start, seen.length, piece.offset, piece.size, seen.stored, seen.fault)
+            start += seen.length
+        else:
+            yield Walked(-1, 0, piece.offset, piece.size, None, seen.fault)
+        if seen.beside is not None:
+            yield Walked(-1, 0, size, 0, None, seen.beside)
+    if search is not None and search.crcs is not None and search.crcs != crcs:
+        k = next(
+            (k for k, (a, b) in enumerate(zip(search.crcs, crcs, strict=False)) if a != b),
+            min(len(crcs), len(search.crcs)),
+        )
+        said = f"the CRC table lists {len(search.crcs)} frames, {len(crcs)} are there; they differ from number {k} on"
+        yield Walked(-1, 0, size, 0, None, said)
+
+
+def _listed(table: Table) -> Iterator[_Piece]:
+    for k, offset in enumerate(table.offsets):
+        yield _Piece(offset, table.sizes[k], None, table.lengths[k], table.crcs[k], table.checksums[k])
+
+
+def _look(source: Source, file: str, pieces: Iterator[_Piece], jobs: int) -> Iterator[tuple[_Piece, _Seen]]:
+    """The pieces, looked at in threads, in order; at most 2 * jobs at once."""
+    flying: deque[tuple[_Piece, Future[_Seen]]] = deque()
+    pool = ThreadPoolExecutor(jobs, "ckpttool-unfold")
+    try:
+        for piece in pieces:
+            flying.append((piece, pool.submit(_see, source, file, piece)))
+            if len(flying) >= 2 * jobs:
+                done, future = flying.popleft()
+                yield done, future.result()
+        while flying:
+            done, future = flying.popleft()
+            yield done, future.result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _see(source: Source, file: str, piece: _Piece) -> _Seen:
+    if piece.fault is not None:
+        return _Seen(piece.length, None, piece.fault)
+    raw = piece.raw
+    if raw is None:
+        raw = memoryview(bytearray(piece.size))
+        try:
+            source.readinto(file, piece.offset, raw)
+        except SourceChanged:
+            raise
+        except Corrupt as e:
+            return _Seen(piece.length, None, f"the frame cannot be read ({e})")
+    crc = crc32(raw)
+    try:
+        data = decompress_frame(raw, piece.crc)
+    except FrameFault as e:
+        return _Seen(piece.length, None, str(e), crc)
+    beside = None
+    if len(data) != piece.length:
+        beside = (
+            f"the seek table has {piece.length} bytes for the frame at {piece.offset}, which unfolds to {len(data)}"
+        )
+    elif piece.checksum is not None and (own := int.from_bytes(raw[-4:], "little")) != piece.checksum:
+        beside = (
+            f"the seek table has checksum {piece.checksum:08x} for the frame at {piece.offset}, which has {own:08x}"
+        )
+    return _Seen(len(data), data, None, crc, beside)
+
+
+class _Search:
+    """Frames found without the tables: each begins where the one before it ends, as its blocks say.
+
+    What is no sound frame is left out up to the next one. `crcs` are those of the CRC table that was found, if one was.
+    """
+
+    def __init__(self, source: Source, file: str, size: int) -> None:
+        self.source, self.file, self.size = source, file, size
+        self.crcs: array[int] | None = None
+        self._base, self._data = 0, memoryview(b"")
+        self._steps = self._vain = 0
+
+    def _get(self, at: int, length: int) -> memoryview:
+        """Bytes of the file, as many as there are."""
+        length = max(0, min(length, self.size - at))
+        if at < self._base or at + length > self._base + len(self._data):
+            want = memoryview(bytearray(min(max(length, 2 * MOST_FRAME_BYTES), self.size - at)))
+            self.source.readinto(self.file, at, want)
+            self._base, self._data = at, want
+        return self._data[at - self._base :][:length]
+
+    def pieces(self) -> Iterator[_Piece]:
+        """What is there, from the first byte to the last."""
+        at = 0
+        try:
+            while at < self.size:
+                end = self._end(at)
+                if end is None:
+                    end = self._next(at + 1)
+                    said = content_size(self._get(at, 16)) if self._magic(at) == ZSTD_MAGIC else None
+                    fault = "the frame is damaged or cut off" if said else "these bytes are not a frame"
+                    yield _Piece(at, end - at, None, said[0] if said else 0, fault=fault)
+                elif self._magic(at) == ZSTD_MAGIC:
+                    frame = self._get(at, end - at)
+                    said = content_size(frame)
+                    assert said is not None
+                    yield _Piece(at, end - at, memoryview(bytes(frame)), said[0])
+                elif not self._table(at, end):
+                    yield _Piece(at, end - at, None, 0, fault="a skippable frame that is not a table of an archive")
+                at = end
+        except SourceChanged:
+            raise
+        except Corrupt as e:
+            yield _Piece(at, self.size - at, None, 0, fault=f"the file cannot be read from here on ({e})")
+
+    def _magic(self, at: int) -> int:
+        return int.from_bytes(self._get(at, 4), "little")
+
+    def _known(self, at: int) -> bool:
+        """Whether something can begin here, be it the end of the file."""
+        magic = self._magic(at)
+        return at == self.size or magic == ZSTD_MAGIC or magic >> 4 == CRC_MAGIC >> 4
+
+    def _end(self, at: int) -> int | None:
+        """Where the frame that begins here ends; None where none does.
+
+        It is one where something known follows, or else where it is sound itself.
+        """
+        magic = self._magic(at)
+        if magic == ZSTD_MAGIC:
+            end = self._blocks(at)
+        elif magic >> 4 == CRC_MAGIC >> 4 and self.size - at >= 8:
+            end = at + 8 + int.from_bytes(self._get(at + 4, 4), "little")
+        else:
+            return None
+        if end is None or end > self.size:
+            return None
+        return end if self._known(end) or self._sound(at, end) else None
+
+    def _sound(self, at: int, end: int) -> bool:
+        if self._magic(at) != ZSTD_MAGIC:
+            self._steps += (end - at) >> 10
+            return self._crcs_at(at, end) is not None
+        frame = self._get(at, end - at)
+        said = content_size(frame)
+        self._steps += said[0] >> 10 if said else 0
+        try:
+            decompress_frame(frame, None)
+        except FrameFault:
+            return False
+        return True
+
+    def _blocks(self, at: int) -> int | None:
+        frame = self._get(at, MOST_FRAME_BYTES)
+        said = content_size(frame)
+        if said is None:
+            return None
+        p = said[1]
+        for _ in range(_BLOCKS):
+            if p + 3 > len(frame):
+                break
+            head = int.from_bytes(frame[p : p + 3], "little")
+            kind, n = head >> 1 & 3, head >> 3
+            if kind == 3:
+                return None
+            p += 3 + (1 if kind == 1 else n)
+            self._steps += 1
+            if head & 1:
+                return at + p + 4 if p + 4 <= len(frame) else None
+        return None
+
+    def _crcs_at(self, at: int, end: int) -> array[int] | None:
+        """The CRCs of the table in this skippable frame, if it is a sound one."""
+        if self._magic(at) != CRC_MAGIC or end - at > 4 * MOST_FRAMES or self._get(at + 8, len(CRC_TAG)) != CRC_TAG:
+            return None
+        return crcs_in(memoryview(bytes(self._get(at + 8, end - at - 8))))
+
+    def _table(self, at: int, end: int) -> bool:
+        """Whether this skippable frame is one of the tables, as far as can be seen."""
+        if self._magic(at) == SEEK_MAGIC:
+            return end == self.size
+        if self.crcs is None:
+            self.crcs = self._crcs_at(at, end)
+            return self.crcs is not None
+        return False
+
+    def _next(self, at: int) -> int:
+        """Where the next sound frame begins; the end of the file where none does, or where looking takes too long."""
+        while at + 4 <= self.size and self._vain < _PATIENCE:
+            view = self._get(at, min(MOST_FRAME_BYTES, self.size - at))
+            found = _MAGIC.search(view)
+            if found is None:
+                at += len(view) - 3
+                continue
+            at += found.start()
+            before = self._steps
+            if self._end(at) is not None:
+                return at
+            self._vain += self._steps - before + 1
+            at += 1
+        return self.size

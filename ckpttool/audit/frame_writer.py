@@ -1,0 +1,317 @@
+"""Writes the file of an archive, frame by frame; frame_format.py describes it.
+
+Frames begin at cuts, which the caller knows beforehand, and every `FRAME` bytes from there on. The caller splits tensors
+into byte planes as it appends, one thread hashes members in order, and `jobs` threads compress. Memory is bounded by the
+buffers of the frames in flight: 2 * jobs + 2, allocated once.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import struct
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from ..formats.crc import crc32
+from ..index.draft import EarlierFile
+from . import byte_planes
+from .frame_format import (
+    FRAME,
+    MOST_FRAME_BYTES,
+    FrameFault,
+    ThreadLocal,
+    crc_table,
+    decompress_frame,
+    seek_table,
+    u32_array,
+    u32_bytes,
+    u32_columns,
+)
+
+__all__ = ["Cut", "FrameWriter", "Member"]
+
+
+class Cut(NamedTuple):
+    """A place in the content where a frame begins; up to the next one, bytes are coded like this.
+
+    `item` is the number of byte planes (1: none), `fast` says that they are numbers, not text.
+    """
+
+    offset: int
+    item: int
+    fast: bool
+
+
+class Member(NamedTuple):
+    """A range of the content whose stored bytes get a SHA-256."""
+
+    name: str
+    start: int
+    end: int
+
+
+class _Compress:
+    """One frame from its content; what comes out depends on the content, its planes, `fast` and the level alone.
+
+    Level 1 looks for matches of seven bytes by a hash. In planes of exponents there are many by chance, which cost more
+    time and more bits than they save; a hash of 2^7 entries finds few of those and none of zeros or short periods less.
+    It would also miss rows that are there twice. Those show in the plane below the uppermost, which is mantissa for the
+    most part and does not compress otherwise: a sample of it decides.
+    """
+
+    def __init__(self, level: int) -> None:
+        self.level = level
+        self.local = ThreadLocal()
+
+    def _compressor(self, hash_log: int) -> Any:
+        import zstandard
+
+        key = str(hash_log)
+        if key not in self.local.made:
+            # the window of a whole frame makes every frame a single segment; a hash_log of 0 leaves it to the level
+            parameters = zstandard.ZstdCompressionParameters(
+                compression_level=self.level, window_log=FRAME.bit_length() - 1, hash_log=hash_log,
+                write_content_size=True, write_checksum=True, write_dict_id=False,
+            )  # fmt: skip
+            self.local.made[key] = zstandard.ZstdCompressor(compression_params=parameters)
+        return self.local.made[key]
+
+    def __call__(self, data: memoryview, item: int, fast: bool) -> tuple[bytes, int]:
+        """(the frame, CRC32 of its bytes)."""
+        few = self.level == 1 and fast and item > 1 and not self._repeats(data, item)
+        frame: bytes = self._compressor(7 if few else 0).compress(data)
+        return frame, crc32(frame)
+
+    def _repeats(self, data: memoryview, item: int) -> bool:
+        sample = bytearray()
+        for at in range(0, len(data), byte_planes.BLOCK):
+            block = data[at : at + byte_planes.BLOCK]
+            n = len(block) // item
+            sample += block[(item - 2) * n :][: min(n, byte_planes.BLOCK // 4)]
+        return len(self._compressor(0).compress(sample)) < len(sample) - (len(sample) >> 5)
+
+
+@dataclass
+class _Flying:
+    """A frame between its last byte and the file."""
+
+    buffer: memoryview
+    length: int
+    frame: Future[tuple[bytes, int]]
+    hashed: Future[None]
+
+
+class FrameWriter:
+    """A sink for the content of an archive; `write` gets the bytes of the file, in order, in the thread that appends.
+
+    `cuts` begin with one at 0 and ascend, `members` do not overlap. With `earlier`, it is given the same content as an
+    earlier writer from the beginning on; a frame that this one has written is unfolded and compared with the content, which
+    takes less time than making it again. `write` gets it as if it had been made now.
+    """
+
+    def __init__(
+        self, write: Callable[[bytes | memoryview], object], cuts: Sequence[Cut], members: Sequence[Member], *, level: int,
+        jobs: int, earlier: EarlierFile | None = None,
+    ) -> None:  # fmt: skip
+        assert cuts[0].offset == 0 and all(a.offset < b.offset for a, b in pairwise(cuts))
+        self.write = write
+        self.cuts = cuts
+        self.members = sorted(members, key=lambda m: m.start)
+        self.most = 2 * jobs + 2
+        self._compress = _Compress(level)
+        self._pool = ThreadPoolExecutor(jobs, "ckpttool-zstd")
+        self._hash_pool = ThreadPoolExecutor(1, "ckpttool-sha256")
+        self._free: list[memoryview] = []
+        self._made = 0
+        self._flying: deque[_Flying] = deque()
+        self._buffer: memoryview | None = None  # of the frame that is open
+        self._block = memoryview(bytearray(0))  # a block whose rest has not come yet
+        self._waiting = 0  # bytes in it
+        self._over = False
+        self._earlier = _earlier_frames(earlier)  # those that have not been met yet
+        self._read = earlier.read if earlier else None
+        self.at = self._start = self._end = self._hashed = self._cut = 0
+        self._rows = bytearray()  # per frame: its row in the seek table, its CRC32
+        self._sums: dict[str, str] = {}
+        self._ended = 0
+        self._hasher: Any = None
+
+    def append(self, data: bytes | memoryview) -> None:
+        """Go on with `data`; of tensors in planes, the tensor's own bytes."""
+        assert not self._over
+        view = memoryview(data).cast("B")
+        while len(view):
+            if self._buffer is None:
+                self._open()
+            n = self._take(view)
+            self.at += n
+            view = view[n:]
+            if self.at == self._end:
+                self._submit()
+
+    def _open(self) -> None:
+        """Begin a frame where the last one ended."""
+        while self._cut + 1 < len(self.cuts) and self.cuts[self._cut + 1].offset <= self.at:
+            self._cut += 1
+        self._start, self._end = self.at, self.at + FRAME
+        if self._cut + 1 < len(self.cuts):
+            self._end = min(self._end, self.cuts[self._cut + 1].offset)
+        if not self._free and self._made == self.most:
+            self._land()
+        if not self._free:
+            self._free.append(memoryview(bytearray(FRAME)))
+            self._made += 1
+        self._buffer = self._free.pop()
+
+    def _take(self, view: memoryview) -> int:
+        """Store the first bytes of `view` in the open frame; how many."""
+        assert self._buffer is not None
+        item, at, room = self.cuts[self._cut].item, self.at - self._start, self._end - self.at
+        if item == 1:
+            n = min(room, len(view))
+            self._buffer[at : at + n] = view[:n]
+            return n
+        if not self._waiting:
+            n = room if len(view) >= room else len(view) - len(view) % byte_planes.BLOCK
+            if n:
+                byte_planes.split(view[:n], item, self._buffer[at : at + n])
+                return n
+            if not self._block:
+                self._block = memoryview(bytearray(byte_planes.BLOCK))
+        n = min(byte_planes.BLOCK - self._waiting, room, len(view))
+        self._block[self._waiting : self._waiting + n] = view[:n]
+        self._waiting += n
+        if self._waiting == byte_planes.BLOCK or n == room:
+            self._split_waiting(at + n)
+        return n
+
+    def _split_waiting(self, end: int) -> None:
+        assert self._buffer is not None
+        item, n = self.cuts[self._cut].item, self._waiting
+        byte_planes.split(self._block[:n], item, self._buffer[end - n : end])
+        self._waiting = 0
+
+    def _submit(self) -> None:
+        """Compress and hash the open frame."""
+        assert self._buffer is not None
+        n = self.at - self._start
+        cut = self.cuts[self._cut]
+        hashed = self._hash_to(self.at)
+        there = self._earlier.popleft() if self._earlier else None
+        frame = self._pool.submit(self._frame, self._buffer[:n], cut, there)
+        self._flying.append(_Flying(self._buffer, n, frame, hashed))
+        self._buffer = None
+        while self._flying and self._flying[0].frame.done() and self._flying[0].hashed.done():
+            self._land()
+
+    def _frame(self, data: memoryview, cut: Cut, there: tuple[int, int] | None) -> tuple[bytes, int]:
+        """(the frame, CRC32 of its bytes): the one at this (offset, length) of the file, if it holds the data."""
+        if there and self._read:
+            frame = self._read(*there)
+            try:
+                if decompress_frame(memoryview(frame), None) == data:
+                    return frame, crc32(frame)
+            except FrameFault:
+                pass  # the one that is made now will not be equal to it either, and `write` says so
+        return self._compress(data, cut.item, cut.fast)
+
+    def _land(self) -> None:
+        """Wait for the oldest frame in flight and write it."""
+        f = self._flying.popleft()
+        frame, crc = f.frame.result()
+        f.hashed.result()
+        self._rows += struct.pack("<II4sI", len(frame), f.length, frame[-4:], crc)
+        self._free.append(f.buffer)
+        self.write(frame)
+
+    def _hash_to(self, end: int) -> Future[None]:
+        assert self._buffer is not None
+        part = self._buffer[self._hashed - self._start : end - self._start]
+        future = self._hash_pool.submit(self._hash, self._hashed, part)
+        self._hashed = end
+        return future
+
+    def _hash(self, start: int, data: memoryview) -> None:
+        end = start + len(data)
+        while self._ended < len(self.members):
+            m = self.members[self._ended]
+            if m.end > end and m.start >= end:
+                break
+            if self._hasher is None:
+                self._hasher = hashlib.sha256()
+            a, b = max(m.start, start), min(m.end, end)
+            if a < b:
+                self._hasher.update(data[a - start : b - start])
+            if m.end > end:
+                break
+            self._sums[m.name] = self._hasher.hexdigest()
+            self._hasher = None
+            self._ended += 1
+
+    def sums(self) -> dict[str, str]:
+        """{member: SHA-256 of its stored bytes} of those that have ended."""
+        if self._buffer is not None:
+            self._hash_to(self.at - self._waiting).result()
+        elif self._flying:
+            self._flying[-1].hashed.result()
+        return dict(self._sums)
+
+    def resumable(self) -> bool:
+        """Whether an unfinished file can be gone on with from here: a frame begins, and no member is cut in two."""
+        i = bisect_left(self.cuts, self.at, key=lambda c: c.offset)
+        return i < len(self.cuts) and self.cuts[i].offset == self.at and self._outside(self.at)
+
+    def _outside(self, at: int) -> bool:
+        i = bisect_left(self.members, at, key=lambda m: m.start)  # the members before i begin before
+        return i == 0 or self.members[i - 1].end <= at
+
+    def settle(self) -> None:
+        """Wait until all that was appended is hashed and written; not resumable, it must have been the last."""
+        if self._buffer is not None:
+            if self._waiting:
+                self._split_waiting(self.at - self._start)
+            self._over = True
+            self._submit()
+        while self._flying:
+            self._land()
+
+    def state(self) -> dict[str, Any]:
+        """Where the frames are, after `settle`; JSON holds it."""
+        assert not self._flying and self.resumable()
+        return {"frames": base64.b64encode(u32_bytes(u32_columns(self._rows, 4)[0])).decode()}
+
+    def finish(self) -> None:
+        """The last frame and the tables."""
+        self.settle()
+        self._over = True
+        sizes, lengths, checksums, crcs = u32_columns(self._rows, 4)
+        table = crc_table(crcs)
+        self.write(table)
+        self.write(seek_table(sizes, lengths, checksums, len(table)))
+
+    def close(self) -> None:
+        """Stop the threads; nothing is written afterwards."""
+        for pool in (self._pool, self._hash_pool):
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _earlier_frames(earlier: EarlierFile | None) -> deque[tuple[int, int]]:
+    """(offset, length) of the frames that an earlier writer says it has written; none where that makes no sense."""
+    out: deque[tuple[int, int]] = deque()
+    try:
+        sizes = u32_array(base64.b64decode(earlier.state["frames"], validate=True)) if earlier else ()
+    except (KeyError, TypeError, ValueError):
+        return out
+    at = 0
+    for n in sizes:
+        if n > MOST_FRAME_BYTES:
+            break
+        out.append((at, n))
+        at += n
+    return out

@@ -1,0 +1,197 @@
+"""Deletes archives that no policy keeps and nothing protects.
+
+Policies say what is kept. What none of them keeps is deleted only if it is a sound archive with a date that is not in the
+future, under no retention and no hold, and the one that the ledger records under its name: an archive that the ledger does
+not know may have been under a hold in a ledger that was lost. The ledger records the deletion before it happens, and a hold
+that came in between is seen there and wins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+
+from ..errors import CkpttoolError, Corrupt, UsageError
+from ..storage import remote, urls
+from ..storage.source import Source
+from . import ledger, sidecar
+from .archive import ENCRYPTED, Facts
+from .archive_store import (
+    History,
+    Row,
+    archive_names,
+    created_at,
+    evidence,
+    holds_in_file,
+    look,
+    order,
+    remove_file,
+    row_of,
+    why_protected,
+)
+from .retention import stamp
+
+__all__ = ["Pruned", "prune"]
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What `prune` did, or would do: archives by name, and why each was kept or refused.
+
+    Refused is what no policy keeps but something else forbids to delete, and whatever cannot be judged.
+    """
+
+    deleted: tuple[str, ...] = ()
+    kept: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    freed: int = 0
+
+
+def prune(
+    store: str,
+    *,
+    keep_last: int | None = None,
+    keep_within: timedelta | None = None,
+    keep_every: int | None = None,
+    dry_run: bool = False,
+    no_ledger: bool = False,
+    now: datetime | None = None,
+) -> Pruned:
+    """Delete the archives that no policy keeps and nothing protects.
+
+    Args:
+        keep_last: keep the newest so many of every run (`--meta run=` of the export; those without are a run too).
+        keep_within: keep those exported in the time before `now`.
+        keep_every: keep those of training steps that are multiples of it.
+        dry_run: touch nothing, not even the ledger.
+        no_ledger: delete also what no ledger knows, and where there is no ledger; holds that are known still count.
+        now: the time; that of the clock if not given.
+
+    Raises:
+        UsageError: no policy is given, or one that makes no sense. Corrupt: the ledger is damaged, or archives lie there and
+            there is none; nothing was deleted.
+    """
+    if keep_last is None and keep_within is None and keep_every is None:
+        raise UsageError("Say what to keep: --keep-last N, --keep-within 90d or --keep-every STEPS; or several.")
+    if any(n is not None and n < 1 for n in (keep_last, keep_every)) or (
+        keep_within is not None and keep_within <= timedelta(0)
+    ):
+        raise UsageError("--keep-last, --keep-within and --keep-every keep something; they must be more than nothing.")
+    now = (now or datetime.now(UTC)).astimezone(UTC)
+    history = History.of(store)
+    names = archive_names(store)
+    if names and history.lines is None and not no_ledger:
+        raise Corrupt(
+            f"{urls.redact_url(store)} holds {_counted(len(names), 'archive')} and no {ledger.FILE}. The ledger knows which are "
+            "under a legal hold; without it one that is could be deleted. Bring the ledger back; or give --no-ledger if "
+            "there never was one, or nothing was held."
+        )
+    seen = {name: look(store, name) for name in names}
+    rows = sorted((row_of(name, known, history) for name, (_, known) in seen.items()), key=order)
+    kept: dict[str, tuple[str, ...]] = {}
+    refused: dict[str, str] = {}
+    going: list[Row] = []
+    ranks: dict[str, int] = {}
+    for row in rows:
+        why = _not_judged(row, now)
+        if why or row.facts is None:
+            refused[row.name] = why
+            continue
+        run = row.facts.meta.get("run", "")
+        ranks[run] = rank = ranks.get(run, 0) + 1
+        reasons = _policies(row.facts, rank, now, keep_last, keep_within, keep_every)
+        if reasons:
+            kept[row.name] = reasons
+        elif why := why_protected(row, now) or _unrecorded(row, no_ledger):
+            refused[row.name] = why
+        else:
+            going.append(row)
+    gone: list[Row] = []
+    for row in going:
+        why = "" if dry_run else _delete(store, row, seen[row.name][0], history, now)
+        if why:
+            refused[row.name] = why
+        else:
+            gone.append(row)
+    return Pruned(tuple(r.name for r in gone), kept, refused, sum(r.facts.bytes for r in gone if r.facts))
+
+
+def _not_judged(row: Row, now: datetime) -> str:
+    """Why nothing can be said of an archive, or ""."""
+    if row.facts is None:
+        return f"it is not a sound archive: {row.damaged}"
+    made = created_at(row.facts)
+    if made is None:
+        return "it has no date (it was exported with --reproducible)" if not row.facts.created else "its date is none"
+    if made > now:
+        return f"it was exported in the future, at {row.facts.created}; it is {stamp(now)}"
+    return ""
+
+
+def _policies(
+    known: Facts, rank: int, now: datetime, last: int | None, within: timedelta | None, every: int | None
+) -> tuple[str, ...]:
+    made = created_at(known)
+    out: list[str] = []
+    if last is not None and rank <= last:
+        out.append(f"one of the last {last}" + (f" of run {known.meta['run']}" if "run" in known.meta else ""))
+    if within is not None and made is not None and now - made <= within:
+        out.append(f"exported within {_age(within)}")
+    if every is not None and known.step is not None and known.step % every == 0:
+        out.append(f"step {known.step} is a multiple of {every}")
+    return tuple(out)
+
+
+def _age(within: timedelta) -> str:
+    """As people say it: "90 days", "12 hours", "1 day"."""
+    hours, rest = divmod(int(within.total_seconds()), 3600)
+    if rest or not hours:
+        return _counted(int(within.total_seconds()), "second")
+    return _counted(hours // 24, "day") if hours % 24 == 0 else _counted(hours, "hour")
+
+
+def _counted(n: int, what: str) -> str:
+    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
+
+
+def _unrecorded(row: Row, no_ledger: bool) -> str:
+    """Why an archive is not known well enough to be deleted, or ""."""
+    if row.ledger == "differs":
+        return row.warnings[0].rstrip(".")
+    if row.ledger == "unknown" and not no_ledger:
+        return (
+            f"{row.warnings[0]}, so a hold may be known elsewhere. `ckpttool audit ledger add` records it; --no-ledger "
+            "deletes it as it is"
+        )
+    return ""
+
+
+def _delete(store: str, row: Row, source: Source, history: History, now: datetime) -> str:
+    """Delete an archive; why it was not, or "". The ledger, of which `history` is known, has it first."""
+    assert row.facts is not None
+    entry = ledger.append(store, "delete", row.name, **evidence(row.facts))
+    lines = history.lines or []
+    if entry["prev"] == (lines[-1]["hash"] if lines else ledger.FIRST):
+        lines.append(entry)
+    else:  # what others wrote since we looked counts as well
+        lines = ledger.read(store)
+    history.lines = lines
+    with remote.open_source(store) as fresh:
+        files = dict(history.files)
+        if fresh.exists(sidecar.hold_name(row.name)):
+            files[row.name] = holds_in_file(fresh, row.name)
+    before = History([e for e in lines if e["seq"] < entry["seq"]], files, history.recorded)
+    why = why_protected(row_of(row.name, row.facts, before), now)
+    if not why:
+        lost = row.name
+        try:
+            source.assert_unchanged()
+            remove_file(store, row.name)
+            if row.name.endswith(ENCRYPTED):
+                lost = sidecar.name(row.name)
+                remove_file(store, lost)
+        except CkpttoolError as e:
+            why = str(e) if lost == row.name else f"it is deleted, but {lost} is not: {e}"
+    if why:
+        ledger.append(store, "delete-failed", row.name, why=why, **evidence(row.facts))
+    return why
