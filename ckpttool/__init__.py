@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .converters.universal import UniversalOptions  # type: ignore[import-not-found,unused-ignore]
     from .engine.conversion import ConvertResult, convert
     from .engine.diff import Difference, diff
+    from .engine.handle import TensorHandle
     from .engine.inspect import Summary, inspect
     from .engine.opening import OpenCheckpoint, open
     from .engine.planning import Plan, plan
@@ -56,6 +57,7 @@ _WHERE = {
     "Pushed": "hub.push",
     "Recorder": "resume.recorder",
     "Summary": "engine.inspect",
+    "TensorHandle": "engine.handle",
     "UniversalOptions": "converters.universal",
     "VerifyResult": "engine.verification",
     "ZeroOptions": "converters._deepspeed_write",
@@ -94,6 +96,7 @@ __all__ = [
     "Pushed",
     "Recorder",
     "Summary",
+    "TensorHandle",
     "UniversalOptions",
     "VerifyResult",
     "ZeroOptions",

@@ -31,10 +31,10 @@ def bits_dtype(item: int) -> str:
 
 
 def numpy_dtype(dtype: str) -> Any:
-    """The numpy dtype of a torch one; ml_dtypes gives those that numpy does not have."""
+    """The numpy dtype of a torch one; ml_dtypes gives those that numpy does not have (complex32 since its 0.6)."""
     import numpy as np
 
-    if dtype == "bfloat16" or dtype.startswith("float8"):
+    if dtype in ("bfloat16", "complex32") or dtype.startswith("float8"):
         import ml_dtypes
 
         return np.dtype(getattr(ml_dtypes, dtype))

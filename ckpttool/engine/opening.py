@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, KeysView, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from ..index.checkpoint import Checkpoint, check, joined, tied_weights
 from ..storage.source import Source, raise_file_limit
 from ..storage.upload import NOTE
 from . import mixups, unread_files
+from .handle import TensorHandle, handle
 from .recorded import RECORD, Recorded, missing, of_folder
 from .stream import small
 
@@ -68,7 +69,13 @@ class OpenOptions:
 
 @dataclass(repr=False)
 class OpenCheckpoint:
-    """A checkpoint that was read and checked, with the files it lies in."""
+    """A checkpoint that was read and checked, with the files it lies in. It is a mapping of names to tensors.
+
+    >>> with ckpttool.open("runs/step-1000") as opened:                                            # doctest: +SKIP
+    ...     for name in opened:
+    ...         print(name, opened[name].dtype, opened[name].shape)
+    ...     rows = opened["model.embed_tokens.weight"][2:5]
+    """
 
     checkpoint: Checkpoint
     source: Source
@@ -146,6 +153,35 @@ class OpenCheckpoint:
     def read(self, name: str) -> bytes:
         """The row-major bytes of one small tensor, checked against the CRC32 that the source carries."""
         return small(self.locate(), self.source, [name])[name]
+
+    def _names(self) -> Checkpoint:
+        """The index with the names of the tensors. Layouts that do not frame items find names in `locate`."""
+        framed = any(t.coding != "raw" for t in self.checkpoint.tensors.values())
+        if self.layout.locate is not None and not framed:
+            self.locate()
+        return self.checkpoint
+
+    def __getitem__(self, name: str) -> TensorHandle:
+        """A tensor by its canonical name, "model.embed.weight"; its bytes are read when the handle is indexed.
+
+        Raises:
+            UnknownTensor: a KeyError that suggests similar names.
+        """
+        self._names()
+        return handle(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names().tensors)
+
+    def __len__(self) -> int:
+        return len(self._names().tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names().tensors
+
+    def keys(self) -> KeysView[str]:
+        """The canonical names of all tensors."""
+        return self._names().tensors.keys()
 
     def __repr__(self) -> str:
         ckpt = self.checkpoint

@@ -37,6 +37,7 @@ __all__ = [
     "Unread",
     "Value",
     "check",
+    "check_chunk",
     "floating_dtype",
     "joined",
     "orphaned_optimizer_state",
@@ -367,6 +368,27 @@ def check(ckpt: Checkpoint) -> None:
                         f'{ckpt.files[file]}: "{name}" needs bytes {offset}..{offset + length} but the file ends at '
                         f"{ckpt.sizes[file]}. The copy is incomplete; fetch the file again."
                     )
+
+
+def check_chunk(name: str, dtype: str, chunk: Chunk, file: str, file_bytes: int) -> None:
+    """Prove one raw chunk sound that was located after `check` had run: its bytes are inside the file, and as many as its
+    box needs.
+
+    Raises:
+        Corrupt: they are not.
+    """
+    _, offset, length = chunk.extent
+    if offset < 0 or offset + length > file_bytes:
+        raise Corrupt(
+            f'{file}: "{name}" needs bytes {offset}..{offset + length}, but the file ends at {file_bytes}. The copy is '
+            "incomplete; fetch the file again."
+        )
+    needed = (boxes.span(chunk.shape, chunk.strides) if chunk.strides else prod(chunk.shape)) * ITEMSIZE[dtype]
+    if chunk.zstd is None and length != needed:
+        raise Corrupt(
+            f'{file}: a chunk of "{name}" is {length} bytes long, but {dtype} {list(chunk.shape)} needs {needed}. The file '
+            "and its index are not of the same checkpoint."
+        )
 
 
 def _check_tensor(ckpt: Checkpoint, name: str, t: TensorEntry) -> None:

@@ -16,9 +16,9 @@ from ..engine import mixups, opening
 from ..engine.fill import Progress, silent, tensor_digests
 from ..engine.recorded import other_digests
 from ..engine.zstd_frames import Decoder
-from ..errors import CkpttoolError, Corrupt, Unsupported
+from ..errors import CkpttoolError, Unsupported
 from ..index import boxes
-from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, TensorEntry, Value
+from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, TensorEntry, Value, check_chunk
 from ..layouts import Layout
 from ..storage.source import Source
 from .frames import Frame
@@ -185,18 +185,8 @@ class LiveReader:
             return None  # a safetensors file, say
 
     def _sound(self, name: str, dtype: str, chunk: Chunk) -> None:
-        """What `index.check` proves of a chunk, for one that was found after it ran."""
-        file, offset, length = chunk.extent
-        item = ITEMSIZE[dtype]
-        want = (boxes.span(chunk.shape, chunk.strides) if chunk.strides else prod(chunk.shape)) * item
-        if offset < 0 or offset + length > self.source.size(self.ckpt.files[file]):
-            raise Corrupt(
-                f'{self.ckpt.files[file]}: "{name}" needs bytes {offset}..{offset + length}; the file ends before.'
-            )
-        if chunk.zstd is None and length != want:
-            raise Corrupt(
-                f'{self.ckpt.files[file]}: a chunk of "{name}" is {length} bytes long, but {want} are needed.'
-            )
+        file = self.ckpt.files[chunk.extent.file]
+        check_chunk(name, dtype, chunk, file, self.source.size(file))
 
     # ---------------------------------------------------------------------------------------------------------- bytes
 

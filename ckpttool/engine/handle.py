@@ -1,0 +1,345 @@
+"""Tensors of an open checkpoint, one by one: `opened["model.embed.weight"][2:5, 1:3]`.
+
+A handle knows dtype and shape from the index and reads bytes only when it is indexed. A slice becomes a smaller tensor:
+each chunk that meets it is cut to the part that is needed, and `stream.Reader` reads that. Chunks that are zstd frames
+cannot be cut; they are decompressed from their beginning to the last row that is needed.
+
+What `locate` finds for a whole checkpoint (the framing of DCP items) is looked up here for the chunks of one tensor.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from math import prod
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..errors import Unsupported, UsageError
+from ..extras import need
+from ..index import boxes
+from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, TensorEntry, check_chunk
+from ..layouts import Layout
+from ..storage.buffers import IOBudget
+from ..storage.source import Source
+from .dtypes import numpy_dtype
+from .stream import Job, Reader
+from .unread_files import human
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+__all__ = ["TensorHandle", "UnknownTensor", "handle"]
+
+_Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
+_Box = tuple[tuple[int, ...], tuple[int, ...]]  # start, shape
+
+_LARGE = 8 << 20  # bytes from which two threads and large buffers are worth their set-up
+_SUGGEST_AMONG = 20_000  # names that difflib compares; it takes a second for each 100,000
+
+
+class UnknownTensor(UsageError, KeyError):
+    """The checkpoint has no tensor of that name. A KeyError too, as that of a dict."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class _Opened(Protocol):
+    """What a handle needs of an OpenCheckpoint."""
+
+    @property
+    def checkpoint(self) -> Checkpoint: ...
+    @property
+    def source(self) -> Source: ...
+    @property
+    def layout(self) -> Layout: ...
+
+
+def handle(opened: _Opened, name: str) -> TensorHandle:
+    """The tensor of that name.
+
+    Raises:
+        UnknownTensor: there is none; the message suggests names that are similar.
+    """
+    ckpt = opened.checkpoint
+    if name in ckpt.tensors:
+        return TensorHandle(opened, name)
+    if name in ckpt.values:
+        raise UnknownTensor(f'"{name}" is a value and not a tensor; read it with checkpoint.value({name!r}).')
+    raise UnknownTensor(f'"{name}" is not among the {len(ckpt.tensors):,} tensors of {ckpt.root}.{_hint(ckpt, name)}')
+
+
+def _hint(ckpt: Checkpoint, name: str) -> str:
+    tail = [n for n in ckpt.tensors if isinstance(name, str) and n.endswith(f".{name}")]
+    close = tail[:3] or get_close_matches(str(name), list(ckpt.tensors)[:_SUGGEST_AMONG], 3)
+    return f" Did you mean {' or '.join(map(repr, close))}?" if close else " keys() lists them."
+
+
+class TensorHandle:
+    """A tensor of an open checkpoint, whose bytes are read when they are asked for.
+
+    >>> with ckpttool.open("runs/step-1000") as ckpt:                                              # doctest: +SKIP
+    ...     embed = ckpt["model.embed_tokens.weight"]
+    ...     embed.dtype, embed.shape                       # no tensor byte is read
+    ...     rows = embed[2:5]                              # reads three rows
+    ...     whole = embed.torch()
+    ('bfloat16', (128256, 4096))
+
+    Indices are integers, slices and `...`, as in numpy; a result is a numpy array of its own memory. Only chunks that meet
+    the index are read, and of these only the part that is needed. With a step, all elements from the first to the last are
+    read. Chunks that are compressed are read from their beginning; archives are read frame by frame.
+
+    What is checked: that bytes lie where the index says, inside their files; the CRC32 of every record that a read covers
+    completely (files of torch.save, DCP items, ZeRO partitions; a slice covers none as a rule); the checksums of the frames
+    of archives; zstd frames that are read to their end. The digests in ckpttool.json are not compared: `ckpttool.verify`
+    with `read_data=True` does that.
+    """
+
+    def __init__(self, opened: _Opened, name: str) -> None:
+        self._opened = opened
+        self._entry = opened.checkpoint.tensors[name]
+        #: The canonical name.
+        self.name = name
+
+    @property
+    def dtype(self) -> str:
+        """torch's name of the dtype: "bfloat16", "float32", "float8_e4m3fn"."""
+        return self._entry.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape. Of float4_e2m1fn_x2 an element is a pair of numbers in one byte."""
+        return self._entry.shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self._entry.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self._entry.nbytes
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError(f'"{self.name}" has no dimensions, so it has no length.')
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        size = human(self.nbytes)
+        return f"<{type(self).__name__} {self.name}: {self.dtype} {list(self.shape)}, {size}>"
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, index: _Index) -> Any:
+        """Elements as a numpy array, or a numpy scalar where every dimension has an integer.
+
+        Raises:
+            IndexError: the index is outside the tensor, or has too many dimensions.
+            TypeError: it is neither an integer nor a slice (a mask, a list, None).
+            Corrupt, SourceChanged: bytes are missing, damaged or not those of before.
+        """
+        start, shape, rest = _parsed(index, self.shape, self.name)
+        out = self._array(self._read(start, shape), shape)
+        return out if not rest else out[rest].copy() if any(map(_has_step, rest)) else out[rest]
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """The whole tensor as a numpy array.
+
+        bfloat16, float8 and float4 have the dtypes of ml_dtypes. A pair of float4_e2m1fn_x2 becomes a last dimension of two,
+        the number in the lower four bits first.
+
+        Raises:
+            Unsupported: neither numpy nor ml_dtypes has the dtype (complex32, before ml_dtypes 0.6).
+            Corrupt, SourceChanged: bytes are missing, damaged or not those of before.
+        """
+        return self._array(self._read((0,) * self.ndim, self.shape), self.shape)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        if copy is False:
+            raise ValueError(f'"{self.name}" is in a file, so that every array of it is a copy.')
+        found = self.numpy()
+        return found if dtype is None else found.astype(dtype, copy=False)
+
+    def torch(self, index: _Index = ...) -> torch.Tensor:
+        """The tensor, or the part that `index` selects, as a torch tensor on the CPU. Imports torch.
+
+        Raises:
+            MissingPackage: torch is not installed. Otherwise as indexing does.
+        """
+        need("TensorHandle.torch", "torch")
+        import torch
+
+        start, shape, rest = _parsed(index, self.shape, self.name)
+        raw = self._read(start, shape)
+        dtype = getattr(torch, self.dtype)
+        found = torch.from_numpy(raw).view(dtype) if len(raw) else torch.empty(0, dtype=dtype)
+        found = found.reshape(shape)
+        if not rest:
+            return found
+        for d, i in reversed(list(enumerate(rest))):  # torch takes no negative steps
+            if isinstance(i, int):
+                found = found.select(d, i)
+            elif _has_step(i):
+                found = found.index_select(d, torch.tensor(range(*i.indices(shape[d]))))
+        return found
+
+    # ---------------------------------------------------------------------------------------------------- reading
+
+    def _array(self, raw: np.ndarray[Any, Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        import numpy as np
+
+        if self.dtype == "float4_e2m1fn_x2":
+            import ml_dtypes
+
+            pairs = np.stack([raw & 15, raw >> 4], axis=-1)
+            fours: np.ndarray[Any, Any] = pairs.view(ml_dtypes.float4_e2m1fn).reshape(*shape, 2)
+            return fours
+        try:
+            dtype = numpy_dtype(self.dtype)
+        except AttributeError:
+            raise Unsupported(
+                f'"{self.name}" is {self.dtype}, which neither numpy nor this ml_dtypes has. Update ml_dtypes, or use torch().'
+            ) from None
+        found: np.ndarray[Any, Any] = raw.view(dtype).reshape(shape)
+        return found
+
+    def _read(self, start: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        """The bytes of a box of the tensor, row-major."""
+        import numpy as np
+
+        out = np.empty(prod(shape) * ITEMSIZE[self.dtype], "u1")
+        if not len(out):
+            return out
+        ckpt, entry = self._located(start, shape)
+        reader = Reader(self._opened.source, ckpt.files, ckpt.records, _budget(len(out)))
+        if entry.chunks.zstd:
+            self._decompress(reader, entry, (start, shape), out)
+            return out
+        part = replace(entry, shape=shape, chunks=_cut(entry, (start, shape)))
+        at = 0
+        for block in reader.blocks([Job(self.name, part, part.dtype, False)]):
+            out[at : at + len(block.data)] = block.data
+            at += len(block.data)
+            block.release()
+        return out
+
+    def _decompress(self, reader: Reader, entry: TensorEntry, box: _Box, out: np.ndarray[Any, Any]) -> None:
+        """The same, from chunks of which some are compressed: one after the other, up to the last slab that is needed."""
+        import numpy as np
+
+        item = np.dtype(f"V{ITEMSIZE[entry.dtype]}")
+        target = out.view(item).reshape(box[1])
+        for chunk in entry.chunks:
+            needed = boxes.meet((chunk.start, chunk.shape), box)
+            if needed is None:
+                continue
+            whole = chunk._replace(start=(0,) * len(chunk.shape))
+            part = replace(entry, shape=chunk.shape, chunks=Chunks.of(len(chunk.shape), [whole]))
+            left = prod(needed[1])
+            for block in reader.blocks([Job(self.name, part, part.dtype, True)]):
+                here = tuple(map(operator.add, block.start, chunk.start))
+                both = boxes.meet((here, block.shape), needed)
+                if both is not None:
+                    slab = np.frombuffer(block.data, item).reshape(block.shape)
+                    target[_slices(both, box[0])] = slab[_slices(both, here)]
+                    left -= prod(both[1])
+                    del slab
+                block.release()
+                if not left:
+                    break
+
+    def _located(self, start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Checkpoint, TensorEntry]:
+        """The tensor with those of its chunks that meet a box, as raw byte ranges, and the checkpoint with their records."""
+        ckpt, layout, source = self._opened.checkpoint, self._opened.layout, self._opened.source
+        meeting = [c for c in self._entry.chunks if boxes.meet((c.start, c.shape), (start, shape)) is not None]
+        entry = replace(self._entry, chunks=Chunks.of(self.ndim, meeting))
+        if entry.coding != "raw":
+            assert layout.locate is not None  # only such a layout frames its items
+            ckpt = layout.locate(replace(ckpt, tensors={self.name: entry}, records=[]), source)
+            entry = ckpt.tensors[self.name]
+            for chunk in entry.chunks:
+                file = ckpt.files[chunk.extent.file]
+                check_chunk(self.name, entry.dtype, chunk, file, source.size(file))
+        files = set(entry.chunks.file)
+        return replace(ckpt, records=[r for r in ckpt.records if r.extent.file in files]), entry
+
+
+def _budget(nbytes: int) -> IOBudget:
+    return IOBudget() if nbytes >= _LARGE else IOBudget(1, 256 << 10)
+
+
+def _cut(entry: TensorEntry, box: _Box) -> Chunks:
+    """The chunks of a tensor, cut to a box and at home in it."""
+    item = ITEMSIZE[entry.dtype]
+    out = Chunks(len(box[1]))
+    chunk: Chunk
+    for chunk in entry.chunks:
+        both = boxes.meet((chunk.start, chunk.shape), box)
+        if both is None:
+            continue
+        start, shape = both
+        inside = tuple(map(operator.sub, start, chunk.start))
+        steps = chunk.strides or boxes.strides(chunk.shape)
+        offset = chunk.extent.offset + sum(map(operator.mul, inside, steps)) * item
+        flat = boxes.is_row_major(shape, steps)
+        length = (prod(shape) if flat else boxes.span(shape, steps)) * item
+        home = tuple(map(operator.sub, start, box[0]))
+        out.add(home, shape, chunk.extent.file, offset, length, None if flat else tuple(steps))
+    return out
+
+
+def _slices(box: _Box, origin: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(a - o, a - o + n) for a, n, o in zip(*box, origin, strict=True))
+
+
+def _has_step(i: int | slice) -> bool:
+    return isinstance(i, slice) and i.step not in (None, 1)
+
+
+def _parsed(
+    index: _Index, shape: tuple[int, ...], name: str
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]]:
+    """(start, shape, index of the box) of the smallest box that holds what an index selects; the last is () for all of it."""
+    given = index if isinstance(index, tuple) else (index,)
+    dots = [k for k, i in enumerate(given) if i is ...]
+    if len(dots) > 1:
+        raise IndexError("An index can have only one '...'.")
+    missing = len(shape) - len(given) + len(dots)
+    if missing < 0:
+        raise IndexError(f'"{name}" has {len(shape)} dimensions, but {len(given) - len(dots)} were indexed.')
+    at = dots[0] if dots else len(given)
+    full = (*given[:at], *[slice(None)] * missing, *given[at + len(dots) :])
+    starts: list[int] = []
+    sizes: list[int] = []
+    rest: list[int | slice] = []
+    for d, (i, n) in enumerate(zip(full, shape, strict=True)):
+        if isinstance(i, slice):
+            chosen = range(*i.indices(n))
+            first, last = (chosen[0], chosen[-1]) if chosen else (0, -1)
+            starts.append(min(first, last) if chosen else 0)
+            sizes.append(abs(last - first) + 1 if chosen else 0)
+            step = chosen.step if len(chosen) > 1 else 1
+            rest.append(slice(None, None, step) if step != 1 else slice(None))
+            continue
+        try:
+            k = operator.index(i)  # type: ignore[arg-type]  # that it may be no integer is what is found out here
+        except TypeError:
+            k = None
+        if k is None or isinstance(i, bool):
+            raise TypeError(
+                f'"{name}" is indexed with integers, slices and "...", not with {type(i).__name__}. Read it with numpy() and '
+                "index the array."
+            )
+        if not -n <= k < n:
+            raise IndexError(f'Index {k} is outside dimension {d} of "{name}", which has {n} elements.')
+        starts.append(k % n)
+        sizes.append(1)
+        rest.append(0)
+    return tuple(starts), tuple(sizes), () if all(r == slice(None) for r in rest) else tuple(rest)
