@@ -146,6 +146,7 @@ class Layout:
         prepare: the part of the source that these options ask for, under the names it gets; before `write`.
         holds: components that it can hold ("model", "optim", ...), with these options; empty for all of them.
         is_file: the checkpoint is one file and not a folder.
+        as_file: of a folder, the same layout as one file; written where the destination has one of its `suffixes`.
         suffixes: endings of the names of such files, by which a destination without `--to` is known.
         aliases: other names that people use for it.
         own_keys: it keeps the keys of the trainer that wrote the source, unless canonical ones are asked for.
@@ -170,6 +171,7 @@ class Layout:
     prepare: Callable[[Checkpoint, Source, WriteOptions], Checkpoint] = lambda ckpt, source, options: ckpt
     holds: Callable[[object], frozenset[str]] = lambda own: frozenset()
     is_file: bool = False
+    as_file: Layout | None = None
     suffixes: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     own_keys: bool = False
@@ -286,21 +288,25 @@ def find(name: str) -> Layout:
 
 
 def target_of(to: str | None, dst: str | os.PathLike[str]) -> Layout:
-    """The layout to write: the one that was named, or the one whose suffix the name of the destination has.
+    """The layout to write: the one that was named, or the one whose suffix the name of the destination has. A folder layout
+    that can be one file is one where the name says so.
 
     Raises:
         UsageError: neither is known, or a folder is named like a file.
     """
     text = os.fspath(dst)
     known = layouts().values()
+    files = [x if x.as_file is None else x.as_file for x in known]
     if to is None:
-        if of_suffix := [x for x in known if x.suffixes and text.endswith(x.suffixes)]:
+        if of_suffix := [x for x in files if x.suffixes and text.endswith(x.suffixes)]:
             return of_suffix[0]
         raise UsageError(
             f"Cannot infer the layout from {text!r}. Pass {argument('to')}: {', '.join(x.name for x in known)}."
         )
     target = find(to)
-    if not target.is_file and text.endswith((*(s for x in known for s in x.suffixes), ".safetensors")):
+    if target.as_file is not None and text.endswith(target.as_file.suffixes):
+        return target.as_file
+    if not target.is_file and text.endswith(tuple(s for x in files for s in x.suffixes)):
         raise UsageError(
             f"{target.name} writes a folder, but the destination {text!r} has the name of a file. Give the name of a folder."
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpttool import bounded_json
 from ckpttool.engine.fill import tensor_digests
@@ -21,7 +21,7 @@ from ckpttool.storage.source import Source
 from . import _training_state as training_state
 from ._hf_names import asks_transformers, crop, ties
 
-__all__ = ["ADAPTER", "INDEX", "WHOLE", "HfOptions", "holds", "prepare", "write"]
+__all__ = ["ADAPTER", "INDEX", "WHOLE", "HfOptions", "holds", "prepare", "write", "write_file"]
 
 
 INDEX = "model.safetensors.index.json"
@@ -84,25 +84,17 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     own = options.of(HfOptions)
     if own.adapter:
         return _write_adapter(ckpt, source, options)
-    model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
-    if not model:
-        raise Unsupported("the checkpoint holds no model weights, and hf holds nothing else.")
     notes: list[str] = []
-    rest = {n: replace(t, dtype=options.cast(n, t.dtype)) for n, t in ckpt.tensors.items() if t.path[0] != "model"}
-    dropped = [Dropped(n, t.nbytes, "hf holds weights only") for n, t in rest.items()]
-    dropped += [Dropped(n, 0, "hf holds weights only") for n in ckpt.values]
     config, extra = model_files.beside(source, options.config, notes)
-    relation = None if config is None else _judged(ckpt, config, model, options, notes)
-    stored, tied, together = _hub_tensors(ckpt, model, config, relation, source, notes)
-    added = [f"model.{n}" for n, kept in ties(config, model, relation).items() if n not in model and kept in stored]
-    model = {k: replace(t, dtype=options.cast("model." + k, t.dtype)) for k, t in stored.items()}
-    _refuse_dtypes(model)
-    groups = _split(model, own.max_shard_bytes, together)
+    weights = _weights(ckpt, source, options, config, notes)
+    model, rest, tied = weights.model, weights.rest, weights.tied
+    groups = _split(model, own.max_shard_bytes, weights.together)
     n = len(groups)
     files = [WHOLE] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
     tensors: dict[str, TensorEntry] = {}
     draft_files = [_shard(files[i], i, names, model, tensors) for i, names in enumerate(groups)]
-    sources = {"model." + k: stored[k] for names in groups for k in names}
+    sources = {"model." + k: weights.stored[k] for names in groups for k in names}
+    dropped = weights.dropped
     records: list[DraftFile] = []
     if own.include_optimizer:
         fqns = {k.removeprefix("model."): v.removeprefix("model.") for k, v in tied.items()}
@@ -128,7 +120,80 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     names_of_files = [f.name for f in draft_files]
     held_values = dict(ckpt.values) if own.include_optimizer else {}
     out = Checkpoint("hf", options.target, None, names_of_files, [f.size for f in draft_files], tensors, held_values)
-    return Draft(out, sources, draft_files, dropped=dropped, same=tied, notes=notes, added=added)
+    return Draft(out, sources, draft_files, dropped=dropped, same=tied, notes=notes, added=weights.added)
+
+
+def write_file(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
+    """One file with all weights, whatever its size. A config decides the names, and is not in it.
+
+    Raises:
+        UsageError: an option asks for what lies beside the weights. The others: as `write`.
+    """
+    own = options.of(HfOptions)
+    for name, asked in (("adapter", own.adapter), ("include_optimizer", own.include_optimizer)):
+        if asked:
+            raise UsageError(
+                f"{argument(name, True)} writes several files, but the destination {options.target!r} is one. Give the name "
+                "of a folder."
+            )
+    if own.max_shard_bytes != HfOptions.max_shard_bytes:
+        raise UsageError(
+            f"{argument('max_shard_bytes', own.max_shard_bytes)} splits weights into files, but the destination "
+            f"{options.target!r} is one. Give the name of a folder."
+        )
+    notes: list[str] = []
+    config, extra = model_files.beside(source, options.config, [])
+    if config is None:
+        notes.append(
+            "no config.json beside the source: names are written as they are in memory, and tied weights twice; give "
+            f"{argument('config')} DIR or HF_ID"
+        )
+    else:
+        notes.append(
+            f"the file holds the weights alone, named as config.json says; from_pretrained loads a folder, with "
+            f"{', '.join(list(extra)[:3])}{', ...' if len(extra) > 3 else ''} in it"
+        )
+    weights = _weights(ckpt, source, options, config, notes)
+    tensors: dict[str, TensorEntry] = {}
+    file = _shard(options.target, 0, list(weights.model), weights.model, tensors)
+    sources = {"model." + k: t for k, t in weights.stored.items()}
+    out = Checkpoint("hf", options.target, None, [file.name], [file.size], tensors, {})
+    out.config = config
+    return Draft(out, sources, [file], dropped=weights.dropped, same=weights.tied, notes=notes, added=weights.added)
+
+
+class _Weights(NamedTuple):
+    """What is written of a model, and what is not."""
+
+    stored: dict[str, TensorEntry]  # as the source has it
+    model: dict[str, TensorEntry]  # with the dtypes that it gets
+    rest: dict[str, TensorEntry]  # that is not the model
+    tied: dict[str, str]
+    together: dict[str, str]
+    added: list[str]
+    dropped: list[Dropped]
+
+
+def _weights(
+    ckpt: Checkpoint, source: Source, options: WriteOptions, config: dict[str, Any] | None, notes: list[str]
+) -> _Weights:
+    """The tensors that save_pretrained would write.
+
+    Raises:
+        Unsupported: as `write`.
+    """
+    model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
+    if not model:
+        raise Unsupported("the checkpoint holds no model weights, and hf holds nothing else.")
+    rest = {n: replace(t, dtype=options.cast(n, t.dtype)) for n, t in ckpt.tensors.items() if t.path[0] != "model"}
+    dropped = [Dropped(n, t.nbytes, "hf holds weights only") for n, t in rest.items()]
+    dropped += [Dropped(n, 0, "hf holds weights only") for n in ckpt.values]
+    relation = None if config is None else _judged(ckpt, config, model, options, notes)
+    stored, tied, together = _hub_tensors(ckpt, model, config, relation, source, notes)
+    added = [f"model.{n}" for n, kept in ties(config, model, relation).items() if n not in model and kept in stored]
+    model = {k: replace(t, dtype=options.cast("model." + k, t.dtype)) for k, t in stored.items()}
+    _refuse_dtypes(model)
+    return _Weights(stored, model, rest, tied, together, added, dropped)
 
 
 def _shard(

@@ -6,6 +6,7 @@
     DIR/training_state/                                      with include_optimizer: _training_state.py
 
     DIR/adapter_model.safetensors, adapter_config.json, tokenizer files      with adapter: as PEFT saves it
+    NAME.safetensors                                         all weights in one file, where the destination is named so
 
 Also read: any other *.safetensors, one such file, and the shards of torch's
 HuggingFaceStorageWriter(save_distributed=True), `shard-*-model-*.safetensors`, where several files hold parts of one
@@ -41,7 +42,7 @@ from ckpttool.storage.source import Source
 
 from . import _training_state as training_state
 from ._hf_names import in_memory
-from ._hf_write import ADAPTER, INDEX, WHOLE, HfOptions, holds, prepare, write
+from ._hf_write import ADAPTER, INDEX, WHOLE, HfOptions, holds, prepare, write, write_file
 
 __all__ = ["LAYOUTS"]
 
@@ -232,10 +233,10 @@ def _sharded(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], 
     return out, files
 
 
-LAYOUTS = (
-    Layout(
-        name="hf", title="Hugging Face safetensors", detect=detect, read=read, write=write, locate=locate, options=HfOptions,
-        prepare=prepare, holds=holds, aliases=("huggingface", "safetensors", "transformers"), keeps_config=True,
-        reader_uses=("config",), writer_uses=("config",),
-    ),
+_FOLDER = Layout(
+    name="hf", title="Hugging Face safetensors", detect=detect, read=read, write=write, locate=locate, options=HfOptions,
+    prepare=prepare, holds=holds, aliases=("huggingface", "safetensors", "transformers"), keeps_config=True,
+    reader_uses=("config",), writer_uses=("config",),
 )  # fmt: skip
+_FILE = replace(_FOLDER, write=write_file, is_file=True, suffixes=(".safetensors",), keeps_config=False)
+LAYOUTS = (replace(_FOLDER, as_file=_FILE),)

@@ -53,6 +53,7 @@ __all__ = ["convert"]
     ("A model for from_pretrained", "ckpttool convert run/ckpt hf --to hf --config llama"),
     ("The same job on 3 ranks", "ckpttool convert run/ckpt dcp3 --to dcp --world-size 3"),
     ("One file for torch.load", "ckpttool convert run/ckpt step3.pt"),
+    ("One file of weights", "ckpttool convert run/ckpt weights.safetensors --config llama"),
     (
         "What would a DeepSpeed folder take? Nothing is written",
         "ckpttool convert run/ckpt zero3 --to zero3 -n 8 --dry-run",

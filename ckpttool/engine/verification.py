@@ -281,6 +281,8 @@ def read_back(
             allow_equal_ranks=True, allow_mixed_steps=True,
         ) as back:  # fmt: skip
             safetensors_header.open_with_library(back.source, back.checkpoint.files)
+            if back.checkpoint.config is None:  # one file has none beside it to tell its names
+                back.checkpoint.config = draft.checkpoint.config
             ckpt = back.locate()
             found = tensor_digests(
                 ckpt.tensors, back.source, ckpt.files, ckpt.records, progress, "verify", None, budget

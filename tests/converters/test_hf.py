@@ -11,14 +11,15 @@ import torch
 import transformers
 from peers import FIXTURES, Original, difference, files_of, from_pretrained, load_hf
 from peers import ORIGINALS as ALL
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import ckpttool
 from ckpttool.engine.conversion import convert
 from ckpttool.engine.diff import diff
 from ckpttool.engine.opening import open as open_checkpoint
-from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.errors import CkpttoolError, Corrupt, Unsupported, UsageError
 from ckpttool.huggingface.hub_names import PLAIN
 
 WITH_REFERENCE = [o for o in ALL if o.config is not None]
@@ -205,3 +206,55 @@ def test_two_models_in_one_folder(tmp_path: Path) -> None:
     save_file({"another.weight": torch.ones(3)}, out / "model.safetensors")
     with pytest.raises(Unsupported, match="left over from an earlier save"):
         open_checkpoint(out)
+
+
+# ------------------------------------------------------------------------------------------------------------- one file
+
+
+@pytest.mark.parametrize("to", [None, "hf", "safetensors"])
+@pytest.mark.parametrize("case", ["fsdp2_w3", "fsdp2_w3_moe", "fsdp2_w3_tied_bf16", "hf_tied"])
+def test_one_file_has_the_weights_of_the_folder_byte_for_byte(case: str, to: str | None, tmp_path: Path) -> None:
+    source = FIXTURES / case / "ckpt"
+    config = str(FIXTURES / case / "hf_ref") if (FIXTURES / case / "hf_ref").exists() else str(source)
+    ckpttool.convert(source, tmp_path / "folder", to="hf", config=config)
+    done = ckpttool.convert(source, tmp_path / "out.safetensors", to=to, config=config)
+    assert (
+        done.layout_to == "hf"
+        and done.verified
+        and sorted(p.name for p in tmp_path.iterdir()) == ["folder", "out.safetensors"]
+    )
+    assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "folder" / "model.safetensors").read_bytes()
+    with safe_open(tmp_path / "out.safetensors", "pt") as f:
+        names = set(f.keys())
+        assert f.metadata() == {"format": "pt"}
+    assert names == set(load_file(tmp_path / "folder" / "model.safetensors"))
+    assert ckpttool.inspect(tmp_path / "out.safetensors").layout == "hf"
+    assert ckpttool.digest(tmp_path / "out.safetensors", config=config).digest["model"] == done.digest["model"]
+
+
+def test_shards_become_one_file_under_the_names_on_the_hub(tmp_path: Path) -> None:
+    source = FIXTURES / "fsdp2_w3_moe" / "ckpt"
+    options = ckpttool.HfOptions(max_shard_bytes=50_000)
+    ckpttool.convert(
+        source, tmp_path / "shards", to="hf", config=str(FIXTURES / "fsdp2_w3_moe" / "hf_ref"), options=options
+    )
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    done = ckpttool.convert(tmp_path / "shards", tmp_path / "one.safetensors")
+    wanted = {k: t for p in (tmp_path / "shards").glob("*.safetensors") for k, t in load_file(p).items()}
+    assert difference(load_file(tmp_path / "one.safetensors"), wanted) == []
+    assert any("from_pretrained loads a folder, with config.json" in n for n in done.notes)
+
+
+def test_what_lies_beside_weights_is_refused_for_one_file(tmp_path: Path) -> None:
+    for options, word in (
+        (ckpttool.HfOptions(include_optimizer=True), "include_optimizer=True writes several files"),
+        (ckpttool.HfOptions(adapter=True), "adapter"),
+        (ckpttool.HfOptions(max_shard_bytes=1000), "max_shard_bytes=1000 splits weights into files"),
+    ):
+        with pytest.raises(CkpttoolError, match=word):
+            ckpttool.convert(FIXTURES / "fsdp2_w3" / "ckpt", tmp_path / "x.safetensors", options=options)
+    with pytest.raises(UsageError, match="world_size=2 does not apply to hf, which is one file"):
+        ckpttool.convert(FIXTURES / "fsdp2_w3" / "ckpt", tmp_path / "x.safetensors", world_size=2)
+    with pytest.raises(UsageError, match="dcp writes a folder"):
+        ckpttool.convert(FIXTURES / "fsdp2_w3" / "ckpt", tmp_path / "x.safetensors", to="dcp")
+    assert list(tmp_path.iterdir()) == []
