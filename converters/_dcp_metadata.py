@@ -33,10 +33,9 @@ STORAGE = "torch.distributed.checkpoint.filesystem"
 _LARGE_BYTES = 2 << 20
 
 
-class _Inert:
+class _Inert(pickles.StandIn):
     """An instance of a class of torch that holds nothing we need but its state."""
 
-    hashed_by_identity = True
     __slots__ = ("state",)
 
     def __init__(self, *args: Any) -> None:
@@ -111,8 +110,7 @@ class _Collector:
                 collect.built[1] += 1
                 return object.__new__(cls)
 
-        class Single:
-            hashed_by_identity = stands_for_many = True
+        class Single(pickles.SharedStandIn):
             __slots__ = ()
 
             def __new__(cls, *args: Any) -> Single:

@@ -3,7 +3,7 @@
 `load` is a small pickle machine of our own. A global (module, name) is looked up in a dict of *stand-ins*, functions
 and inert classes of ours; one that is not there becomes `Global`, a pair of strings. REDUCE of a `Global` (a call of
 something unknown) is refused; NEWOBJ of one (an instance of an unknown class) becomes `Opaque`, which keeps class,
-arguments and state and can be written to another pickle unchanged by `dump`.
+arguments and state and can be written to another pickle unchanged (pickle_writer.py).
 
 Bounds: opcodes, stack, string and total length follow from the size of the input, which is itself bounded; integers
 have at most 64 bytes; keys of dicts are scalars or flat tuples of them, so nothing nested is ever hashed, and none is set twice; the result
@@ -12,6 +12,8 @@ is walked once and refused when it is deeper than 100 or unfolds to more than 16
 `load_large` reads a genuine 100 MB `.metadata` (a million chunks) fifty times faster with the C unpickler of the
 standard library and the same stand-ins, in a child process whose memory and time are limited, since the C code would
 hash nested tuples for ever; globals without a stand-in are refused there.
+
+One module, since the loop over opcodes and the bounds that make it safe have to be read together.
 
 Sources: CPython's Lib/pickletools.py for the opcodes; torch/serialization.py for what torch writes.
 """
@@ -28,7 +30,7 @@ from typing import Any, NamedTuple
 from ..errors import Corrupt, Unsafe, Unsupported
 
 __all__ = [
-    "MEMORY_FORMATS", "Global", "Opaque", "Truncated", "dump", "enum_members", "load", "load_large", "ordered_dict",
+    "MEMORY_FORMATS", "Global", "Opaque", "SharedStandIn", "StandIn", "Truncated", "enum_members", "load", "load_large", "ordered_dict",
     "refuse_deep", "short",
 ]  # fmt: skip
 
@@ -52,6 +54,19 @@ class Global(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
+
+
+class StandIn:
+    """Base of objects of ours that stand for those of a pickle. They are hashed by identity, so that they may be keys of dicts,
+    and their `__setstate__`, if they have one, gets the state that the pickle sets."""
+
+    __slots__ = ()
+
+
+class SharedStandIn(StandIn):
+    """One whose single instance stands for many objects of a pickle, so that a dict may seem to have a key twice."""
+
+    __slots__ = ()
 
 
 class Opaque:
@@ -171,7 +186,7 @@ def _bounded(k: Any) -> bool:
     """Whether hashing a key takes bounded work."""
     if isinstance(k, tuple):
         return all(x is None or isinstance(x, (str, int, float, bytes)) for x in k)
-    return k is None or isinstance(k, (str, int, float, bytes)) or getattr(type(k), "hashed_by_identity", False)
+    return k is None or isinstance(k, (str, int, float, bytes, StandIn))
 
 
 def _key(k: Any) -> Any:
@@ -184,10 +199,9 @@ def _key(k: Any) -> Any:
 def _set(d: dict[Any, Any], k: Any, v: Any, what: str = "a pickle") -> None:
     """d[k] = v, where k must be new: a pickler writes every key of a dict once.
 
-    Equal keys (1, 1.0, True) are one key. Stand-ins of which one instance stands for many objects (`stands_for_many`)
-    are not compared.
+    Equal keys (1, 1.0, True) are one key. A `SharedStandIn` is not compared.
     """
-    if _key(k) in d and not getattr(type(k), "stands_for_many", False):
+    if _key(k) in d and not isinstance(k, SharedStandIn):
         raise Unsafe(
             f"{what}: the key {short(k)} is set twice in one dict, and the first value is lost to whoever loads it. No pickler "
             "writes that: take another copy of the checkpoint."
@@ -337,7 +351,7 @@ def _run(data: bytes, pos: int, known: dict[tuple[str, str], Any], persistent: A
                         f"{what}: the pickle sets the state of a {obj.cls} twice; the first one would be lost."
                     )
                 obj.state = state
-            elif hasattr(type(obj), "__setstate__") and getattr(type(obj), "hashed_by_identity", False):
+            elif isinstance(obj, StandIn) and hasattr(obj, "__setstate__"):
                 obj.__setstate__(state)
             elif not isinstance(obj, dict):  # an OrderedDict may carry _metadata: module versions, which nobody needs
                 raise Unsafe(f"{what}: the pickle sets the state of {short(obj)}.")
@@ -548,119 +562,3 @@ def load_large(data: io.BufferedIOBase, stand_ins: StandIns) -> Any:
             raise Unsafe("the pickle refers to an object outside of it.")
 
     return Unpickler(data).load()
-
-
-def dump(obj: Any, persistent: Callable[[Any], tuple[Any, ...] | None] | None = None) -> bytes:
-    """A protocol 2 pickle, as torch writes, of plain data, Global and Opaque; the same bytes for the same data.
-
-    `persistent(x)` gives the persistent id of a tensor's storage, or None for anything else. Objects with a `reduce()`
-    method of ours give (Global, args) to be called by the reader.
-
-    Raises:
-        TypeError: an object of another type.
-    """
-    out = bytearray(b"\x80\x02")
-    memo: dict[Any, int] = {}
-    keep: list[Any] = []  # objects whose id() is in the memo must live as long as it does
-
-    def put(key: Any) -> None:
-        n = memo[key] = len(memo)
-        out.extend(b"q" + bytes([n]) if n < 256 else b"r" + struct.pack("<I", n))
-
-    def get(key: Any) -> bool:
-        n = memo.get(key)
-        if n is None:
-            return False
-        out.extend(b"h" + bytes([n]) if n < 256 else b"j" + struct.pack("<I", n))
-        return True
-
-    def save(x: Any) -> None:
-        pid = persistent(x) if persistent is not None else None
-        if pid is not None:
-            save(pid)
-            out.extend(b"Q")
-        elif x is None:
-            out.extend(b"N")
-        elif x is True or x is False:
-            out.extend(b"\x88" if x else b"\x89")
-        elif type(x) is int:
-            if 0 <= x < 256:
-                out.extend(b"K" + bytes([x]))
-            elif 0 <= x < 65536:
-                out.extend(b"M" + struct.pack("<H", x))
-            elif -(1 << 31) <= x < 1 << 31:
-                out.extend(b"J" + struct.pack("<i", x))
-            else:
-                raw = x.to_bytes(x.bit_length() // 8 + 1, "little", signed=True)
-                out.extend(b"\x8a" + bytes([len(raw)]) + raw)
-        elif type(x) is float:
-            out.extend(b"G" + struct.pack(">d", x))
-        elif type(x) is str:
-            if not get(x):
-                raw = x.encode("utf-8", "surrogatepass")
-                out.extend(b"X" + struct.pack("<I", len(raw)) + raw)
-                put(x)
-        elif type(x) is bytes:  # protocol 2 has no bytes; this is how CPython spells them there
-            save_call(Global("_codecs", "encode"), (x.decode("latin-1"), "latin1"))
-        elif type(x) is bytearray:
-            save_call(Global("__builtin__", "bytearray"), (bytes(x),))
-        elif isinstance(x, Global):
-            if not get(("g", x)):
-                out.extend(b"c" + x.module.encode() + b"\n" + x.name.encode() + b"\n")
-                put(("g", x))
-        elif hasattr(x, "reduce"):
-            save_call(*x.reduce())
-        elif isinstance(x, tuple):
-            save_tuple(x)
-        elif isinstance(x, complex):
-            save_call(Global("__builtin__", "complex"), (x.real, x.imag))
-        elif isinstance(x, (set, frozenset)):
-            save_call(Global("__builtin__", type(x).__name__), (sorted(x, key=lambda v: (type(v).__name__, repr(v))),))
-        elif get(id(x)):
-            pass
-        elif type(x) is list:
-            out.extend(b"]")
-            keep.append(x)
-            put(id(x))
-            save_items(b"e", [x])
-        elif type(x) is dict:
-            out.extend(b"}")
-            keep.append(x)
-            put(id(x))
-            save_items(b"u", [list(x.keys()), list(x.values())])
-        elif isinstance(x, Opaque):
-            keep.append(x)
-            save(x.cls)
-            save_tuple(x.args)
-            out.extend(b"R" if x.call else b"\x81")
-            put(id(x))
-            save_items(b"e", [x.list_items])
-            save_items(b"u", [[k for k, _ in x.dict_items], [v for _, v in x.dict_items]])
-            if x.state is not None:
-                save(x.state)
-                out.extend(b"b")
-        else:
-            raise TypeError(f"a {type(x).__name__} cannot be written to a checkpoint")
-
-    def save_tuple(x: tuple[Any, ...]) -> None:
-        if len(x) > 3:
-            out.extend(b"(")
-        for v in x:
-            save(v)
-        out.extend({0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}.get(len(x), b"t"))
-
-    def save_call(f: Global, args: tuple[Any, ...]) -> None:
-        save(f)
-        save_tuple(args)
-        out.extend(b"R")
-
-    def save_items(op: bytes, columns: list[list[Any]]) -> None:
-        if columns[0]:
-            out.extend(b"(")
-            for row in zip(*columns, strict=True):
-                for v in row:
-                    save(v)
-            out.extend(op)
-
-    save(obj)
-    return bytes(out + b".")

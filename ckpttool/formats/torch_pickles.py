@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from ..index import boxes
 from ..index.checkpoint import ITEMSIZE
 from .crc import crc32
-from .pickles import Global, Opaque, dump
+from .pickle_writer import dump
+from .pickles import Global, Opaque
 from .stored_tensors import Inline
 from .torch_zip import STORAGE_NAMES
 from .zip_bytes import central_directory, local_header

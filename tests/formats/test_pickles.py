@@ -30,7 +30,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe
-from ckpttool.formats import pickles
+from ckpttool.formats import pickle_writer, pickles
 from ckpttool.formats.pickles import Global, Opaque
 
 PROTOCOLS = range(6)
@@ -111,24 +111,24 @@ def test_plain_data_reads_as_cpython_reads_it_in_every_protocol(value: Any, prot
 @pytest.mark.parametrize("protocol", range(3))
 @pytest.mark.parametrize("value", [b"", np.zeros((0, 3))])
 def test_no_bytes_at_all_are_read_from_the_protocols_without_bytes(value: Any, protocol: int) -> None:
-    assert repr(pickle.loads(pickles.dump(load(pickle.dumps(value, protocol))))) == repr(value)
+    assert repr(pickle.loads(pickle_writer.dump(load(pickle.dumps(value, protocol))))) == repr(value)
 
 
 @given(PLAIN, st.sampled_from(PROTOCOLS))
 def test_plain_data_that_was_read_is_written_so_that_cpython_reads_the_same(value: Any, protocol: int) -> None:
-    data = pickles.dump(load(pickle.dumps(value, protocol)))
+    data = pickle_writer.dump(load(pickle.dumps(value, protocol)))
     assert typed(pickle.loads(data)) == typed(value)
     assert typed(load(data)) == typed(value)
 
 
 def test_a_set_of_tuples_of_mixed_types_is_written() -> None:
     value = {(1, "a"), ("b", 2), (None, 1), (None, "c")}
-    assert pickle.loads(pickles.dump(value)) == value
+    assert pickle.loads(pickle_writer.dump(value)) == value
 
 
 def test_nan_and_minus_zero_and_the_largest_integer_survive() -> None:
     value = [float("nan"), -0.0, float("-inf"), (1 << 511) - 1, -(1 << 511), 1 << 31, -(1 << 31), 255, 256, 65536]
-    assert repr(load(pickle.dumps(value, 2))) == repr(value) == repr(pickle.loads(pickles.dump(value)))
+    assert repr(load(pickle.dumps(value, 2))) == repr(value) == repr(pickle.loads(pickle_writer.dump(value)))
 
 
 def test_shared_objects_stay_shared_and_the_position_after_stop_is_given() -> None:
@@ -136,19 +136,19 @@ def test_shared_objects_stay_shared_and_the_position_after_stop_is_given() -> No
     data = pickle.dumps([inner, inner], 2)
     found, end = pickles.load(b"__" + data + b"rest", start=2)
     assert found[0] is found[1] and end == 2 + len(data)
-    again = pickle.loads(pickles.dump(found))
+    again = pickle.loads(pickle_writer.dump(found))
     assert again[0] is again[1]
 
 
 def test_the_same_data_gives_the_same_bytes() -> None:
     a = {"lr": 0.1, "betas": (0.9, 0.95), "names": {"b", "a", "c"}, "raw": b"\x00\xff"}
     b = {"lr": 0.1, "betas": (0.9, 0.95), "names": {"c", "a", "b"}, "raw": b"\x00\xff"}
-    assert pickles.dump(a) == pickles.dump(b)
+    assert pickle_writer.dump(a) == pickle_writer.dump(b)
 
 
 def test_many_memo_entries_take_the_long_form() -> None:
     value = [f"parameter {i}" for i in range(300)] * 2
-    assert pickle.loads(pickles.dump(value)) == value
+    assert pickle.loads(pickle_writer.dump(value)) == value
     assert load(pickle.dumps(value, 2)) == value
 
 
@@ -204,20 +204,20 @@ OBJECTS: dict[str, tuple[Any, Callable[[Any, Any], bool]]] = {
 def test_a_real_object_is_read_and_written_so_that_cpython_builds_an_equal_one(name: str, protocol: int) -> None:
     value, same = OBJECTS[name]
     found = load(pickle.dumps({"it": value, "again": [value]}, protocol))
-    back = pickle.loads(pickles.dump(found))
+    back = pickle.loads(pickle_writer.dump(found))
     assert same(value, back["it"]) and same(value, back["again"][0])
-    assert pickles.dump(found) == pickles.dump(load(pickles.dump(found)))
+    assert pickle_writer.dump(found) == pickle_writer.dump(load(pickle_writer.dump(found)))
 
 
 @pytest.mark.parametrize("protocol", range(2, 6))
 def test_an_instance_of_a_known_class_is_written_the_way_it_was_built(protocol: int) -> None:
     value = uuid.UUID(int=5)
-    assert pickle.loads(pickles.dump(load(pickle.dumps(value, protocol)))) == value
+    assert pickle.loads(pickle_writer.dump(load(pickle.dumps(value, protocol)))) == value
 
 
 def test_a_torch_size_is_kept_by_name_and_an_ordered_dict_becomes_a_dict() -> None:
     found = load(pickle.dumps(torch.Size([2, 3]), 2))
-    assert pickle.loads(pickles.dump(found)) == torch.Size([2, 3])
+    assert pickle.loads(pickle_writer.dump(found)) == torch.Size([2, 3])
     ordered = collections.OrderedDict(b=1, a=2)
     for protocol in PROTOCOLS:
         found = load(pickle.dumps(ordered, protocol))
@@ -234,7 +234,7 @@ def test_module_versions_of_a_state_dict_are_left_out() -> None:
 @pytest.mark.parametrize("value", [collections.Counter({30: 1, 80: 2}), collections.defaultdict(int, {"a": 1})])
 def test_the_collections_that_schedulers_hold_are_kept(value: Any) -> None:
     for protocol in range(2, 6):
-        assert equal(pickle.loads(pickles.dump(load(pickle.dumps(value, protocol)))), value)
+        assert equal(pickle.loads(pickle_writer.dump(load(pickle.dumps(value, protocol)))), value)
 
 
 def test_an_unknown_instance_is_a_record_and_not_built() -> None:
@@ -245,7 +245,7 @@ def test_an_unknown_instance_is_a_record_and_not_built() -> None:
 
 def test_what_dump_does_not_know_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="a memoryview cannot be written"):
-        pickles.dump([memoryview(b"")])
+        pickle_writer.dump([memoryview(b"")])
 
 
 # -------------------------------------------------------------------------------------------------------- refusals
@@ -346,7 +346,7 @@ def test_nesting_of_a_hundred_is_read_and_written() -> None:
     value: Any = 1
     for _ in range(99):
         value = [value]
-    assert load(pickle.dumps(value, 2)) == value == pickle.loads(pickles.dump(value))
+    assert load(pickle.dumps(value, 2)) == value == pickle.loads(pickle_writer.dump(value))
 
 
 def test_a_list_that_holds_itself_is_refused() -> None:
@@ -526,7 +526,7 @@ def test_reading_causes_none_of_the_events_by_which_a_process_acts(tmp_path: Pat
         listening = True
         for data in everything:
             try:
-                pickles.dump(pickles.load(data)[0])
+                pickle_writer.dump(pickles.load(data)[0])
                 read += 1
             except CkpttoolError:
                 pass
