@@ -86,11 +86,13 @@ def u32_array(data: bytes | bytearray | memoryview) -> array[int]:
 
 
 def u32_columns(rows: bytes | bytearray | memoryview, width: int) -> list[array[int]]:
+    """The columns of a table with `width` numbers in each row."""
     numbers = u32_array(rows)
     return [numbers[i::width] for i in range(width)]
 
 
 def u32_bytes(numbers: array[int]) -> bytes:
+    """The numbers, little-endian."""
     if sys.byteorder == "big":
         numbers = numbers[:]
         numbers.byteswap()
@@ -98,12 +100,13 @@ def u32_bytes(numbers: array[int]) -> bytes:
 
 
 def crc_table(crcs: array[int]) -> bytes:
+    """The CRC table of these frames, a skippable frame."""
     payload = CRC_TAG + struct.pack("<I", len(crcs)) + u32_bytes(crcs)
     return struct.pack("<II", CRC_MAGIC, len(payload) + 4) + payload + struct.pack("<I", crc32(payload))
 
 
 def seek_table(sizes: array[int], lengths: array[int], checksums: array[int], last: int) -> bytes:
-    """Of the frames and of the CRC table, which takes `last` bytes."""
+    """The seek table of the frames and of the CRC table, which takes `last` bytes."""
     rows = array("I", bytes(12 * len(sizes) + 12))
     rows[0:-3:3], rows[1:-3:3], rows[2:-3:3] = sizes, lengths, checksums
     rows[-3] = last

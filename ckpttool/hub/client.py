@@ -20,7 +20,17 @@ from typing import Any, NamedTuple, TypeVar
 from ..errors import CkpttoolError, RemoteError, UsageError
 from ..storage import remote, retries, urls
 
-__all__ = ["Conflict", "Known", "Passing", "Refused", "Repository", "Sending", "State", "silence", "split"]
+__all__ = [
+    "Conflict",
+    "RejectedError",
+    "RemoteFile",
+    "Repository",
+    "RepositoryState",
+    "TransientError",
+    "Upload",
+    "silence",
+    "split",
+]
 
 T = TypeVar("T")
 
@@ -36,15 +46,15 @@ class Conflict(RemoteError):
     """Somebody else was faster."""
 
 
-class Passing(RemoteError):
+class TransientError(RemoteError):
     """What may pass, and did not while it was tried."""
 
 
-class Refused(RemoteError):
+class RejectedError(RemoteError):
     """What the Hub does not take, whoever sends it."""
 
 
-class Known(NamedTuple):
+class RemoteFile(NamedTuple):
     """A file of a commit: bytes, SHA-256 where it is kept in LFS, and the name git has for it."""
 
     size: int
@@ -52,15 +62,15 @@ class Known(NamedTuple):
     oid: str
 
 
-class State(NamedTuple):
+class RepositoryState(NamedTuple):
     """A repository at one commit."""
 
     private: bool
     commit: str
-    files: dict[str, Known]
+    files: dict[str, RemoteFile]
 
 
-class Sending(NamedTuple):
+class Upload(NamedTuple):
     """One file to send: a file object, bytes or a path, with its size, first bytes and SHA-256 (hex)."""
 
     name: str
@@ -103,7 +113,7 @@ class Repository:
         """What huggingface_hub gives.
 
         Raises:
-            Conflict, Passing, RemoteError: with what to do. CkpttoolError: as it was raised within.
+            Conflict, TransientError, RemoteError: with what to do. CkpttoolError: as it was raised within.
         """
         for k in range(tries):
             try:
@@ -112,13 +122,13 @@ class Repository:
             except Exception as e:
                 if isinstance(e, _FAULTS) and _is_ours(e):
                     raise
-                error = self._told(e)
-            if not isinstance(error, Passing) or k + 1 == tries:
+                error = self._error_of(e)
+            if not isinstance(error, TransientError) or k + 1 == tries:
                 raise error from None
             time.sleep(_WAIT * 2**k)
         raise AssertionError
 
-    def _told(self, e: Exception) -> CkpttoolError:
+    def _error_of(self, e: Exception) -> CkpttoolError:
         for inner in _chain(e):
             if isinstance(inner, CkpttoolError):
                 return inner
@@ -134,12 +144,12 @@ class Repository:
             kind = None
         words, status = _words(by), getattr(getattr(by, "response", None), "status_code", None)
         if kind is None and status == 429:
-            return Passing(
+            return TransientError(
                 f"{self.url}: the Hub has had too many requests ({words}). Wait some minutes, then run the same command "
                 "again; what was sent is not sent again."
             )
         if kind is None:
-            return Passing(
+            return TransientError(
                 f"{self.url}: the Hub at {urls.redact_url(self.api.endpoint)} does not answer ({words}). Check the network and "
                 "HF_ENDPOINT, then run the same command again; what was sent is not sent again."
             )
@@ -163,11 +173,11 @@ class Repository:
                 f"{self.url}: nothing is there, or the token may not see it ({words}). Check the name and the "
                 "revision; log in with `hf auth login` or set HF_TOKEN."
             )
-        return Refused(f"{self.url}: the Hub refuses ({words}).")
+        return RejectedError(f"{self.url}: the Hub refuses ({words}).")
 
     # ----------------------------------------------------------------------------------------------------- questions
 
-    def look(self, revision: str | None = None) -> State | None:
+    def look(self, revision: str | None = None) -> RepositoryState | None:
         """The repository at a revision; None where there is none of that name, as far as the token may see."""
         try:
             found = self.ask(lambda: self.api.repo_info(self.repo_id, revision=revision))
@@ -176,9 +186,11 @@ class Repository:
         commit = str(found.sha)
         listed = self.ask(lambda: list(self.api.list_repo_tree(self.repo_id, recursive=True, revision=commit)))
         files = {
-            f.path: Known(f.size, f.lfs.sha256 if f.lfs else None, f.blob_id) for f in listed if hasattr(f, "blob_id")
+            f.path: RemoteFile(f.size, f.lfs.sha256 if f.lfs else None, f.blob_id)
+            for f in listed
+            if hasattr(f, "blob_id")
         }
-        return State(bool(found.private), commit, files)
+        return RepositoryState(bool(found.private), commit, files)
 
     def private(self) -> bool:
         """Whether only those may read it who were given it, by now."""
@@ -193,15 +205,15 @@ class Repository:
         with remote.RemoteSource(f"{self.url}@{commit}") as source:
             return source.read_all(name, most_bytes)
 
-    def known(self, names: Sequence[str], commit: str) -> dict[str, Known]:
+    def known(self, names: Sequence[str], commit: str) -> dict[str, RemoteFile]:
         """What a commit says of some files; those it has not are left out."""
-        out: dict[str, Known] = {}
+        out: dict[str, RemoteFile] = {}
         for k in range(0, len(names), _BATCH):
             part = list(names[k : k + _BATCH])
             found = self.ask(lambda part=part: self.api.get_paths_info(self.repo_id, part, revision=commit))  # type: ignore[misc]
             for f in found:
                 if hasattr(f, "blob_id"):
-                    out[f.path] = Known(f.size, f.lfs.sha256 if f.lfs else None, f.blob_id)
+                    out[f.path] = RemoteFile(f.size, f.lfs.sha256 if f.lfs else None, f.blob_id)
         return out
 
     # ------------------------------------------------------------------------------------------------------- actions
@@ -225,11 +237,11 @@ class Repository:
         small = [CommitOperationAdd("ckpttool.json", b"{}")]
         self.ask(lambda: self.api.preupload_lfs_files(self.repo_id, small, revision=revision, create_pr=pull))
 
-    def send(self, files: Sequence[Sending], revision: str | None, pull: bool, jobs: int) -> list[Any]:
+    def send(self, files: Sequence[Upload], revision: str | None, pull: bool, jobs: int) -> list[Any]:
         """Send what the Hub keeps in LFS and does not have; gives the operations of a commit.
 
         Raises:
-            Passing: it may be tried again; what was sent whole is there.
+            TransientError: it may be tried again; what was sent whole is there.
         """
         from huggingface_hub import CommitOperationAdd
         from huggingface_hub.lfs import UploadInfo
@@ -258,7 +270,7 @@ class Repository:
         """(commit, address of the pull request) after one commit on top of `parent`.
 
         Raises:
-            Conflict: there is another commit on top of it. Passing: no answer; it may have been done.
+            Conflict: there is another commit on top of it. TransientError: no answer; it may have been done.
         """
         from huggingface_hub import CommitOperationDelete
 

@@ -21,7 +21,7 @@ from ..engine.planning import WriteRequest
 from ..engine.recorded import MOST_RECORD_BYTES, RECORD
 from ..errors import Corrupt, Unsafe
 from ..storage import retries
-from .client import Known, Repository, State, split
+from .client import RemoteFile, Repository, RepositoryState, split
 
 __all__ = ["Pulled", "pull", "pull_with"]
 
@@ -114,7 +114,7 @@ def pull_with(
     return Pulled(hub.url, state.commit, result.compared, notes, result)
 
 
-def _expected(hub: Repository, state: State, notes: list[str]) -> dict[str, str]:
+def _expected(hub: Repository, state: RepositoryState, notes: list[str]) -> dict[str, str]:
     """{tensor: digest} that a push recorded of the weights that lie there; {} with a note where they are not known."""
     if RECORD not in state.files:
         notes.append(f"{hub.url} has no {RECORD}, so digests were not compared; it was not pushed by ckpttool")
@@ -134,7 +134,7 @@ def _expected(hub: Repository, state: State, notes: list[str]) -> dict[str, str]
     return tensors
 
 
-def _other(listed: Mapping[str, Any], there: Mapping[str, Known]) -> str | None:
+def _other(listed: Mapping[str, Any], there: Mapping[str, RemoteFile]) -> str | None:
     """The first file of weights that is not as it was when it was pushed. Of others, nothing is said or compared."""
     for name in sorted(n for n in listed if n.endswith(".safetensors")):
         said, known = listed[name], there.get(name)

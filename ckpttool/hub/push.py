@@ -16,7 +16,6 @@ came in between, all is looked at again. Afterwards the Hub is asked for the has
 from __future__ import annotations
 
 import os
-import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,13 +31,15 @@ from ..engine.fill import Progress, silent
 from ..engine.opening import OpenOptions
 from ..engine.planning import WriteRequest
 from ..engine.recorded import MOST_RECORD_BYTES, RECORD
-from ..errors import Corrupt, DestinationExists, Differs, Interrupted, RemoteError, Unsafe, Unsupported, UsageError
+from ..errors import Corrupt, DestinationExists, Interrupted, RemoteError, Unsafe, UsageError
 from ..index.names import counted
 from ..storage.buffers import IOBudget
 from . import card, screening
-from .client import Conflict, Known, Passing, Refused, Repository, Sending, State, split
-from .hashing import Hashed, git_oid, hash_contents, hash_paths
+from .client import Conflict, RejectedError, Repository, RepositoryState, TransientError, Upload, split
+from .hashing import Hashed, hash_contents, hash_paths
 from .journal import Journal
+from .push_file import PushFile
+from .push_target import PushTarget
 from .virtual import Content, VirtualFile, contents
 
 __all__ = ["Push", "Pushed", "push"]
@@ -47,9 +48,6 @@ T = TypeVar("T")
 
 _CARD = "README.md"
 _ROUNDS = 3  # times that all is looked at anew when somebody else commits meanwhile
-_STALE = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|training_state/.+")
-_PICKLES = re.compile(r".+\.(bin|pt|pth|ckpt|pkl|pickle)")
-_MOST_CARD_BYTES = 8 << 20
 
 
 @dataclass
@@ -72,45 +70,6 @@ class Pushed:
     dropped: list[tuple[str, int, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     not_read: list[dict[str, Any]] = field(default_factory=list)  # files of the source that no layout read
-
-
-@dataclass(frozen=True)
-class _File:
-    """A file as it shall be: its bytes are `data`, at `path`, or those of a content."""
-
-    name: str
-    size: int
-    sha256: str
-    data: bytes | None = None
-    path: str | None = None
-    content: Content | None = None
-
-    def same(self, known: Known | None) -> bool:
-        """Whether it is what a commit has."""
-        if known is None or known.size != self.size:
-            return False
-        return known.sha256 == self.sha256 if known.sha256 is not None else known.oid == self.oid()
-
-    def oid(self) -> str:
-        """Its name in git, of a file that the Hub keeps there: a small one."""
-        if self.data is not None:
-            return git_oid(self.data)
-        if self.path is not None:
-            with open(self.path, "rb") as f:
-                return git_oid(f.read())
-        assert self.content is not None
-        with VirtualFile(self.content) as f:
-            return git_oid(f.read())
-
-    def sample(self) -> bytes:
-        """Its first 512 bytes, by which the Hub tells texts from others."""
-        if self.path is not None:
-            with open(self.path, "rb") as f:
-                return f.read(512)
-        if self.data is None:
-            assert self.content is not None
-            return self.content.head[:512]
-        return self.data[:512]
 
 
 def push(
@@ -204,6 +163,9 @@ class Push:
                 "not kept for another run"
             )
         self.adapter = bool(getattr(writing.options, "adapter", False))
+        self.target = PushTarget(
+            self.repository, repo_id, self.revision, public, self.adapter, frozenset(c.name for c in self.files)
+        )
         self.taken_over = False  # whether hashes are those of an earlier run
         self.made: str | None = None  # the commit, once it is there
 
@@ -217,34 +179,36 @@ class Push:
 
     def preview(self) -> Pushed:
         """All that can be told without reading tensors or sending anything."""
-        state = self.allowed(self.repository.look())
-        if state is not None and self.needs_branch():
+        state = self.target.allowed(self.repository.look())
+        if state is not None and self.target.needs_branch():
             self.notes.append(f"the branch {self.revision} would be made")
         elif state is not None and self.revision:
             state = self.repository.look(self.revision)
         if state is not None:
-            self.card_there(state)
+            self.target.card_there(state)
         out = self.outcome(state, state is None)
         out.files = {c.name: c.size for c in self.files}
         journal = self.journal()
         for c in self.files:
             known = state.files.get(c.name) if state else None
             hashed = journal.files.get(c.name) if c.jobs else Hashed(sha256(c.head).hexdigest(), {})
-            if hashed and _File(c.name, c.size, hashed.sha256, content=c).same(known):
+            if hashed and PushFile(c.name, c.size, hashed.sha256, content=c).same(known):
                 out.there.append(c.name)
             else:
                 out.sent[c.name] = c.size
-        self.look_around(state, out)
+        self._inspect(state, out)
         return out
 
     def push(self, stage: str | None, progress: Progress) -> Pushed:
         """Do it."""
-        state = self.allowed(self.repository.look())
+        state = self.target.allowed(self.repository.look())
         created = state is None
         if created:
             self.repository.create(private=not self.public)
-            state = self.allowed(self.repository.look())  # somebody else may have made it, or the Hub made it otherwise
-        if self.needs_branch():
+            state = self.target.allowed(
+                self.repository.look()
+            )  # somebody else may have made it, or the Hub made it otherwise
+        if self.target.needs_branch():
             assert self.revision is not None
             self.repository.branch(self.revision)
         if not created:
@@ -252,7 +216,7 @@ class Push:
             if self.revision:
                 state = self.repository.look(self.revision)
         if state is not None:
-            self.card_there(state)
+            self.target.card_there(state)
         try:
             weights, record = self.staged(stage, progress) if stage is not None else self.hashed(progress)
             return self.rounds(weights, record, created, progress)
@@ -267,72 +231,11 @@ class Push:
                 "whole is not hashed and sent again."
             ) from None
 
-    # -------------------------------------------------------------------------------------------------- the repository
-
-    def allowed(self, state: State | None) -> State | None:
-        """The repository as it is, if it may be pushed to.
-
-        Raises:
-            UsageError: its visibility is not the one that was asked for.
-        """
-        url = self.repository.url
-        if state is not None and not state.private and not self.public:
-            raise UsageError(
-                f"{url} is public: everybody could read what is pushed. Give --public if that is meant, or push to another "
-                "repository; a new one is private."
-            )
-        if state is not None and state.private and self.public:
-            raise UsageError(
-                f"{url} is private, and a push does not change that. Push without --public, then make it public: `hf repos "
-                f"settings {self.repo_id} --public`, or {self.repository.page}/settings."
-            )
-        return state
-
-    def needs_branch(self) -> bool:
-        """Whether the branch has to be made.
-
-        Raises:
-            UsageError: the revision is no branch and cannot become one.
-        """
-        if self.revision in (None, "main") or str(self.revision).startswith("refs/pr/"):
-            return False
-        if re.fullmatch(r"[0-9a-f]{40}", str(self.revision)) or str(self.revision).startswith("refs/"):
-            raise UsageError(
-                f"--revision {self.revision}: give the name of a branch; a commit cannot be added to this."
-            )
-        return self.revision not in self.repository.branches()
-
-    def look_around(self, state: State | None, out: Pushed) -> None:
-        """Name what disturbs in the repository: weights of another push are deleted, pickles are not."""
-        if state is None:
-            return
-        out.deleted = self.stale(state)
-        pickles = sorted(n for n in state.files if _PICKLES.fullmatch(n))
-        if pickles:
-            out.notes.append(
-                f"{self.repository.url} holds pickles, which run code where they are loaded, and which this push leaves there: "
-                f"{_names(pickles)}"
-            )
-        if not self.adapter and "adapter_config.json" in state.files:
-            out.notes.append(
-                "adapter_config.json lies in the repository: from_pretrained would load that adapter on top of the weights"
-            )
-        others = sorted(
-            n for n in state.files
-            if n.endswith(".safetensors") and "/" not in n and n not in out.files and n not in out.deleted
-        )  # fmt: skip
-        if others:
-            out.notes.append(f"other weights lie in the repository and stay there: {_names(others)}")
-        if self.adapter and any(_STALE.fullmatch(n) for n in state.files):
-            out.notes.append(
-                f"the repository holds the weights of a model, which are what `pull` and `digest` read, and {RECORD} tells the "
-                "digests of the adapter from now on: a repository of its own, or --revision, keeps the two apart"
-            )
-
-    def stale(self, state: State) -> list[str]:
-        """Weights that are there and do not belong to these."""
-        own = {c.name for c in self.files}
-        return sorted(n for n in state.files if n not in own and not self.adapter and _STALE.fullmatch(n))
+    def _inspect(self, state: RepositoryState | None, out: Pushed) -> None:
+        """Note in the result what the push deletes, and what disturbs in the repository."""
+        if state is not None:
+            out.deleted = self.target.stale(state)
+            out.notes += self.target.warnings(state, out.files)
 
     # ------------------------------------------------------------------------------------------------------- hashes
 
@@ -345,7 +248,7 @@ class Push:
             planning.plan_id(self.opened.source, self.draft, self.layout, "push 1", self.reading, self.writing)
         )
 
-    def hashed(self, progress: Progress) -> tuple[list[_File], dict[str, Any]]:
+    def hashed(self, progress: Progress) -> tuple[list[PushFile], dict[str, Any]]:
         """(every file of the draft, what ckpttool.json says)."""
         journal = self.journal()
         missing = [c for c in self.files if c.name not in journal.files]
@@ -365,14 +268,14 @@ class Push:
             self.opened.source.assert_unchanged()
         assert journal.record is not None
         files = [
-            _File(c.name, c.size, journal.files[c.name].sha256, content=c)
+            PushFile(c.name, c.size, journal.files[c.name].sha256, content=c)
             if c.jobs
-            else _File(c.name, c.size, journal.files[c.name].sha256, data=c.head)
+            else PushFile(c.name, c.size, journal.files[c.name].sha256, data=c.head)
             for c in self.files
         ]
         return files, journal.record
 
-    def staged(self, stage: str, progress: Progress) -> tuple[list[_File], dict[str, Any]]:
+    def staged(self, stage: str, progress: Progress) -> tuple[list[PushFile], dict[str, Any]]:
         """The same, of files that were written to a folder; one that an earlier run wrote is taken as it is."""
         journal, folder = self.journal(), os.path.abspath(stage)
         paths = {c.name: os.path.join(folder, c.name) for c in self.files}
@@ -394,37 +297,41 @@ class Push:
                 "record": record,
             }
             journal.stage(folder, known)
-        return [_File(n, known["files"][n][1], known["files"][n][0], path=p) for n, p in paths.items()], known["record"]
+        return [PushFile(n, known["files"][n][1], known["files"][n][0], path=p) for n, p in paths.items()], known[
+            "record"
+        ]
 
     # ------------------------------------------------------------------------------------------------------- sending
 
-    def rounds(self, weights: Sequence[_File], record: dict[str, Any], created: bool, progress: Progress) -> Pushed:
+    def rounds(self, weights: Sequence[PushFile], record: dict[str, Any], created: bool, progress: Progress) -> Pushed:
         """Look, send, commit; anew where somebody else commits in between, or no answer came."""
         sent: dict[str, int] = {}
         for k in range(_ROUNDS):
-            state = self.allowed(self.repository.look(self.revision))
+            state = self.target.allowed(self.repository.look(self.revision))
             if state is None:
                 raise Corrupt(f"{self.repository.url} is gone; somebody has removed it meanwhile.")
             files = self.complete(weights, record, state)
             out = self.outcome(state, created)
             out.digest, out.files = record["digest"], {f.name: f.size for f in files}
-            self.look_around(state, out)
+            self._inspect(state, out)
             changed = [f for f in files if not f.same(state.files.get(f.name))]
             out.sent = {f.name: f.size for f in files if f.name in sent}
             if not changed and not out.deleted:
                 if sent:  # the commit had been done, only the answer was lost
                     out.commit, out.page = state.commit, f"{self.repository.page}/commit/{state.commit}"
-                    self.check(files, state.commit)
+                    self.target.check(files, state.commit)
                 out.there = sorted(f.name for f in files if f.name not in out.sent)
                 return out
             try:
                 adds = self.send(changed, sent, progress)
                 self.opened.source.assert_unchanged()
                 message = self.message or self.title(record)
-                self.allowed(state._replace(private=self.repository.private()))  # what was sent may have taken hours
+                self.target.allowed(
+                    state._replace(private=self.repository.private())
+                )  # what was sent may have taken hours
                 done = self.repository.commit(adds, out.deleted, message, state.commit, self.revision, self.pull)
-            except (Conflict, Passing) as e:
-                if k + 1 == _ROUNDS or (self.pull and isinstance(e, Passing)):
+            except (Conflict, TransientError) as e:
+                if k + 1 == _ROUNDS or (self.pull and isinstance(e, TransientError)):
                     raise
                 continue
             out.commit, pull = done
@@ -433,16 +340,16 @@ class Push:
             out.sent = {f.name: f.size for f in files if f.name in sent}
             out.there = sorted(f.name for f in files if f.name not in sent)
             try:
-                self.check(files, out.commit)
+                self.target.check(files, out.commit)
                 out.private = self.repository.private()
             except RemoteError as e:
                 raise RemoteError(f"the commit {out.commit} is there, but was not checked: {e}") from None
             if not out.private and not self.public:
-                raise RemoteError(self.opened_up(out.commit))
+                raise RemoteError(self.target.opened_up(out.commit))
             return out
         raise AssertionError
 
-    def send(self, changed: Sequence[_File], sent: dict[str, int], progress: Progress) -> list[Any]:
+    def send(self, changed: Sequence[PushFile], sent: dict[str, int], progress: Progress) -> list[Any]:
         """Operations of a commit, whose large files are on the Hub; {name: bytes} of what went there is put into `sent`."""
         total, passed, lock = sum(f.size for f in changed if f.data is None), 0, threading.Lock()
 
@@ -458,15 +365,15 @@ class Push:
             if f.content is not None:
                 opened[f.name] = VirtualFile(f.content, count, stop)
             what = f.path or f.data if f.content is None else opened[f.name]
-            sending.append(Sending(f.name, b"" if what is None else what, f.size, f.sample(), f.sha256))
+            sending.append(Upload(f.name, b"" if what is None else what, f.size, f.sample(), f.sha256))
         try:
             send = self.repository.send
             adds = _stoppable(lambda: send(sending, self.revision, self.pull, self.jobs), stop)
-        except Refused as e:
+        except RejectedError as e:
             if not self.taken_over:
                 raise
             self.journal().drop()
-            raise Refused(
+            raise RejectedError(
                 f"{e} It may be that these are not the bytes that an earlier run has hashed; its hashes are dropped. Run the "
                 "same command again, which hashes anew."
             ) from None
@@ -479,7 +386,9 @@ class Push:
             progress("upload", total, total)
         return adds
 
-    def complete(self, weights: Sequence[_File], record: Mapping[str, Any], state: State) -> list[_File]:
+    def complete(
+        self, weights: Sequence[PushFile], record: Mapping[str, Any], state: RepositoryState
+    ) -> list[PushFile]:
         """All files: those of the draft, the card, and ckpttool.json, which lists the others."""
         data = self.card(record, state)
         listed = {f.name: {"sha256": f.sha256, "bytes": f.size} for f in weights}
@@ -493,35 +402,11 @@ class Push:
                 pass  # damaged: it is replaced
         text = recorded.encoded(said)
         extra = {_CARD: data, RECORD: text}
-        return [*weights, *(_File(n, len(d), sha256(d).hexdigest(), data=d) for n, d in extra.items())]
+        return [*weights, *(PushFile(n, len(d), sha256(d).hexdigest(), data=d) for n, d in extra.items())]
 
-    def card_there(self, state: State) -> bytes | None:
-        """README.md of a commit; None where there is none.
-
-        Raises:
-            Unsupported: it is none that the Hub takes again with our section in it.
-        """
-        known = state.files.get(_CARD)
-        if known is None:
-            return None
-        what = ""
-        if known.size > _MOST_CARD_BYTES:
-            what = f"of {known.size} bytes, more than {_MOST_CARD_BYTES}"
-        else:
-            data = self.repository.read(_CARD, state.commit, _MOST_CARD_BYTES)
-            try:
-                data.decode()
-                return data
-            except UnicodeDecodeError as e:
-                what = f"no UTF-8 (byte {e.start})"
-        raise Unsupported(
-            f"{self.repository.url}: the {_CARD} that is there is {what}, so the card of the model cannot be kept and told on. "
-            "Mend or remove it, then run the same command again."
-        )
-
-    def card(self, record: Mapping[str, Any], state: State) -> bytes:
+    def card(self, record: Mapping[str, Any], state: RepositoryState) -> bytes:
         """README.md as it shall be."""
-        old = self.card_there(state)
+        old = self.target.card_there(state)
         dtypes: dict[str, int] = {}
         for t in self.draft.checkpoint.tensors.values():
             if t.path[0] == "model":
@@ -542,32 +427,7 @@ class Push:
         step = counted(self.opened.checkpoint.value)
         return f"ckpttool push of {record['source']['name']}" + ("" if step is None else f", step {step}")
 
-    def check(self, files: Sequence[_File], commit: str) -> None:
-        """The commit has what was pushed, as the Hub tells it.
-
-        Raises:
-            Differs: it has not.
-        """
-        there = self.repository.known([f.name for f in files], commit)
-        for f in files:
-            known = there.get(f.name)
-            if not f.same(known):
-                is_there = "is missing" if known is None else f"has {known.size} bytes and {_hash(known)}"
-                raise Differs(
-                    f"{self.repository.url}: {f.name} {is_there} at commit {commit}, but {f.size} bytes with SHA-256 {f.sha256} "
-                    "were pushed. Do not use that commit; run the same command again, and tell those who run the Hub if it "
-                    "stays so."
-                )
-
-    def opened_up(self, commit: str) -> str:
-        """What to say when the repository was made public while we committed."""
-        return (
-            f"{self.repository.url} has the commit {commit}, but somebody has made the repository public meanwhile: everybody "
-            f"can read what was pushed. Make it private if that is not meant: `hf repos settings {self.repo_id} --private`, or "
-            f"{self.repository.page}/settings."
-        )
-
-    def outcome(self, state: State | None, created: bool) -> Pushed:
+    def outcome(self, state: RepositoryState | None, created: bool) -> Pushed:
         """A result with what is known before anything is done."""
         return Pushed(
             self.opened.source.root, self.opened.layout.name, self.repository.url, self.revision,
@@ -585,14 +445,6 @@ def _stoppable(call: Callable[[], T], stop: threading.Event) -> T:
         except BaseException:
             stop.set()
             raise
-
-
-def _hash(known: Known) -> str:
-    return f"SHA-256 {known.sha256}" if known.sha256 else f"git blob {known.oid}"
-
-
-def _names(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f", ... ({len(names)} files)" if len(names) > 5 else "")
 
 
 def _text(content: Content) -> bytes:

@@ -588,7 +588,7 @@ def test_a_repository_that_becomes_public_meanwhile(hub: Hub, monkeypatch: pytes
     assert "model.safetensors" not in head(hub)
     hub.repos["org/name"].private, opening = True, "/paths-info/"
     with pytest.raises(
-        RemoteError, match=r"has the commit \w+, but somebody has made the repository public .*--private"
+        RemoteError, match=r"has the commit \w+, but in the meantime somebody made the repository public .*--private"
     ):
         push(str(DCP), URL, config=CONFIG)
     hub.repos.clear()
@@ -717,7 +717,7 @@ def test_staged(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("data", "words"), [(b"# \xff\xfe\n", r"no UTF-8 \(byte 2\)"), (b"x" * (9 << 20), "of 9437184 bytes")]
+    ("data", "words"), [(b"# \xff\xfe\n", r"is not UTF-8 \(byte 2\)"), (b"x" * (9 << 20), "has 9437184 bytes")]
 )
 def test_a_card_that_the_hub_does_not_take(hub: Hub, monkeypatch: pytest.MonkeyPatch, data: bytes, words: str) -> None:
     """Found out before the source is read, on a branch too."""

@@ -1,0 +1,50 @@
+"""One file of a push: its name, size and hashes, and where its bytes are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .client import RemoteFile
+from .hashing import git_oid
+from .virtual import Content, VirtualFile
+
+__all__ = ["PushFile"]
+
+
+@dataclass(frozen=True)
+class PushFile:
+    """A file as it shall be: its bytes are `data`, at `path`, or those of a content."""
+
+    name: str
+    size: int
+    sha256: str
+    data: bytes | None = None
+    path: str | None = None
+    content: Content | None = None
+
+    def same(self, known: RemoteFile | None) -> bool:
+        """Whether it is what a commit has."""
+        if known is None or known.size != self.size:
+            return False
+        return known.sha256 == self.sha256 if known.sha256 is not None else known.oid == self.oid()
+
+    def oid(self) -> str:
+        """Its name in git, of a file that the Hub keeps there: a small one."""
+        if self.data is not None:
+            return git_oid(self.data)
+        if self.path is not None:
+            with open(self.path, "rb") as f:
+                return git_oid(f.read())
+        assert self.content is not None
+        with VirtualFile(self.content) as f:
+            return git_oid(f.read())
+
+    def sample(self) -> bytes:
+        """Its first 512 bytes, by which the Hub tells texts from others."""
+        if self.path is not None:
+            with open(self.path, "rb") as f:
+                return f.read(512)
+        if self.data is None:
+            assert self.content is not None
+            return self.content.head[:512]
+        return self.data[:512]

@@ -1,0 +1,153 @@
+"""The repository and branch that a push goes to: whether it may be pushed to, what disturbs there, what is there afterwards."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+from ..engine.recorded import RECORD
+from ..errors import Differs, Unsupported, UsageError
+from .client import RemoteFile, Repository, RepositoryState
+from .push_file import PushFile
+
+__all__ = ["PushTarget"]
+
+_CARD = "README.md"
+_STALE = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|training_state/.+")
+_PICKLES = re.compile(r".+\.(bin|pt|pth|ckpt|pkl|pickle)")
+_MOST_CARD_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class PushTarget:
+    """A repository that may not exist yet, and the branch of it that is pushed to (None: main).
+
+    `names` are the files of the draft, `adapter` says whether they are an adapter alone.
+    """
+
+    repository: Repository
+    repo_id: str
+    revision: str | None
+    public: bool
+    adapter: bool
+    names: frozenset[str]
+
+    def allowed(self, state: RepositoryState | None) -> RepositoryState | None:
+        """The repository as it is, if it may be pushed to.
+
+        Raises:
+            UsageError: its visibility is not the requested one.
+        """
+        url = self.repository.url
+        if state is not None and not state.private and not self.public:
+            raise UsageError(
+                f"{url} is public: everybody could read what is pushed. Pass --public if you want that, or push to another "
+                "repository; new ones are private."
+            )
+        if state is not None and state.private and self.public:
+            raise UsageError(
+                f"{url} is private, and a push does not change that. Push without --public, then make it public: `hf repos "
+                f"settings {self.repo_id} --public`, or {self.repository.page}/settings."
+            )
+        return state
+
+    def needs_branch(self) -> bool:
+        """Whether the branch has to be made.
+
+        Raises:
+            UsageError: the revision is not a branch and cannot become one.
+        """
+        if self.revision in (None, "main") or str(self.revision).startswith("refs/pr/"):
+            return False
+        if re.fullmatch(r"[0-9a-f]{40}", str(self.revision)) or str(self.revision).startswith("refs/"):
+            raise UsageError(f"--revision {self.revision}: commits cannot be added to this; give the name of a branch.")
+        return self.revision not in self.repository.branches()
+
+    def warnings(self, state: RepositoryState, files: Container[str]) -> list[str]:
+        """What in the repository will disturb those who load `files`, the files of this push."""
+        out: list[str] = []
+        pickles = sorted(n for n in state.files if _PICKLES.fullmatch(n))
+        if pickles:
+            out.append(
+                f"{self.repository.url} contains pickles, which run code when they are loaded; this push leaves them there: "
+                f"{_names(pickles)}"
+            )
+        if not self.adapter and "adapter_config.json" in state.files:
+            out.append(
+                "the repository contains adapter_config.json: from_pretrained would load that adapter on top of the weights"
+            )
+        stale = self.stale(state)
+        others = sorted(
+            n for n in state.files
+            if n.endswith(".safetensors") and "/" not in n and n not in files and n not in stale
+        )  # fmt: skip
+        if others:
+            out.append(f"the repository contains other weights, which stay there: {_names(others)}")
+        if self.adapter and any(_STALE.fullmatch(n) for n in state.files):
+            out.append(
+                f"the repository contains the weights of a model, which `pull` and `digest` read, but from now on {RECORD} has "
+                "the digests of the adapter. To keep the two apart, push to another repository or with --revision"
+            )
+        return out
+
+    def stale(self, state: RepositoryState) -> list[str]:
+        """Weight files in the repository that do not belong to this push; it deletes them."""
+        return sorted(n for n in state.files if n not in self.names and not self.adapter and _STALE.fullmatch(n))
+
+    def card_there(self, state: RepositoryState) -> bytes | None:
+        """README.md of a commit; None where there is none.
+
+        Raises:
+            Unsupported: it is too large or not UTF-8, so our section cannot be added to it.
+        """
+        known = state.files.get(_CARD)
+        if known is None:
+            return None
+        what = ""
+        if known.size > _MOST_CARD_BYTES:
+            what = f"has {known.size} bytes, more than {_MOST_CARD_BYTES}"
+        else:
+            data = self.repository.read(_CARD, state.commit, _MOST_CARD_BYTES)
+            try:
+                data.decode()
+                return data
+            except UnicodeDecodeError as e:
+                what = f"is not UTF-8 (byte {e.start})"
+        raise Unsupported(
+            f"{self.repository.url}: the existing {_CARD} {what}, so the model card cannot be updated. Repair or remove it, then "
+            "run the same command again."
+        )
+
+    def check(self, files: Sequence[PushFile], commit: str) -> None:
+        """Ask the Hub whether the commit contains what was pushed.
+
+        Raises:
+            Differs: it does not.
+        """
+        there = self.repository.known([f.name for f in files], commit)
+        for f in files:
+            known = there.get(f.name)
+            if not f.same(known):
+                is_there = "is missing" if known is None else f"has {known.size} bytes and {_hash(known)}"
+                raise Differs(
+                    f"{self.repository.url}: {f.name} {is_there} at commit {commit}, but {f.size} bytes with SHA-256 {f.sha256} "
+                    "were pushed. Do not use that commit. Run the same command again, and contact the operators of the Hub if "
+                    "this persists."
+                )
+
+    def opened_up(self, commit: str) -> str:
+        """The message for a repository that was made public during the push."""
+        return (
+            f"{self.repository.url} has the commit {commit}, but in the meantime somebody made the repository public: everybody "
+            f"can read what was pushed. To make it private: `hf repos settings {self.repo_id} --private`, or "
+            f"{self.repository.page}/settings."
+        )
+
+
+def _hash(known: RemoteFile) -> str:
+    return f"SHA-256 {known.sha256}" if known.sha256 else f"git blob {known.oid}"
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f", ... ({len(names)} files)" if len(names) > 5 else "")
