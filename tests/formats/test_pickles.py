@@ -511,7 +511,7 @@ def test_reading_causes_none_of_the_events_by_which_a_process_acts(tmp_path: Pat
     (tmp_path / "pickles").write_text(json.dumps([d.hex() for d in [*evil, *genuine, *GENUINE.values()]]))
     script = """
         import json, sys
-        from ckpttool.formats import pickles
+        from ckpttool.formats import pickle_writer, pickles
         from ckpttool.errors import CkpttoolError
         for codec in ("latin1", "latin-1", "utf-8", "ascii", "raw-unicode-escape"):
             "".encode(codec); b"".decode(codec)  # the first use of a codec is an import of its module
