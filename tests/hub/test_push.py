@@ -588,7 +588,7 @@ def test_a_repository_that_becomes_public_meanwhile(hub: Hub, monkeypatch: pytes
     assert "model.safetensors" not in head(hub)
     hub.repos["org/name"].private, opening = True, "/paths-info/"
     with pytest.raises(
-        RemoteError, match=r"has the commit \w+, but in the meantime somebody made the repository public .*--private"
+        RemoteError, match=r"has the commit \w+, but in the meantime somebody made the repository public: .*--private"
     ):
         push(str(DCP), URL, config=CONFIG)
     hub.repos.clear()
@@ -726,7 +726,7 @@ def test_a_card_that_the_hub_does_not_take(hub: Hub, monkeypatch: pytest.MonkeyP
     hub.repos["org/name"].refs["exp"] = hub.repos["org/name"].refs["main"]
     hub.commit("org/name", {"README.md": data}, "exp")
     for dry_run in (False, True):
-        with pytest.raises(Unsupported, match=rf"the README\.md that is there is {words}"):
+        with pytest.raises(Unsupported, match=rf"the existing README\.md {words}"):
             push(str(DCP), URL, config=CONFIG, revision="exp", dry_run=dry_run)
 
 
