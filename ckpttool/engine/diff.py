@@ -17,7 +17,7 @@ from ..index.checkpoint import ITEMSIZE, TensorEntry
 from .dtypes import numpy_dtype
 from .fill import Progress, silent
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, refuse_unused
-from .stream import Block, Job, Reader
+from .stream import Block, Reader, StreamJob
 
 __all__ = ["Difference", "TensorDifference", "diff"]
 
@@ -176,7 +176,7 @@ def _equal(p: memoryview, q: memoryview) -> bool:
 
 def _stream(opened: OpenCheckpoint, names: list[str]) -> Iterator[Block]:
     ckpt = opened.checkpoint
-    jobs = (Job(n, ckpt.tensors[n], ckpt.tensors[n].dtype, False) for n in names)
+    jobs = (StreamJob(n, ckpt.tensors[n]) for n in names)
     return Reader(opened.source, ckpt.files, ckpt.records).blocks(jobs)
 
 
@@ -196,12 +196,9 @@ def _side_by_side(
         del views
         at = end
         if all(b.last and e == at for b, e in zip(blocks, ends, strict=True)):
-            for b in blocks:
-                b.release()
             return
         for k in range(2):
             if ends[k] == at and not blocks[k].last:
-                blocks[k].release()
                 blocks[k] = next(streams[k])
 
 

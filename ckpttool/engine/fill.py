@@ -38,7 +38,7 @@ from ..storage.destination import Altered, Destination, DestinationFile
 from ..storage.local_file import WriterPool
 from ..storage.source import Source
 from .dtypes import bits_dtype
-from .stream import Block, Job, Reader
+from .stream import Block, Reader, StreamJob
 
 if TYPE_CHECKING:
     pass
@@ -183,7 +183,9 @@ class _Filling:
         todo = [n for n in self.names[done:] if n not in self.draft.same]
         total = sum(sources[n].nbytes for n in self.names if n not in self.draft.same)
         passed = self.noted = total - sum(sources[n].nbytes for n in todo)
-        for block in self._pass(reader, [Job(n, sources[n], tensors[n].dtype, not _flat(tensors[n])) for n in todo]):
+        for block in self._pass(
+            reader, [StreamJob(n, sources[n], tensors[n].dtype, boxed=not _flat(tensors[n])) for n in todo]
+        ):
             passed += block.source_bytes
             progress("copy", passed, total)
             if block.last:
@@ -208,7 +210,7 @@ class _Filling:
         else:
             reader = Reader(self.source, self.files, self.records, self.budget)
         total, passed = sum(sources[n].nbytes for n in names), 0
-        jobs = [Job(n, sources[n], tensors[n].dtype, not _flat(tensors[n])) for n in names]
+        jobs = [StreamJob(n, sources[n], tensors[n].dtype, boxed=not _flat(tensors[n])) for n in names]
         try:
             for block in self._pass(reader, jobs):
                 passed += block.source_bytes
@@ -224,7 +226,7 @@ class _Filling:
                 reader.source.close()
         return None if here else reader
 
-    def _pass(self, reader: Reader, jobs: list[Job]) -> Iterator[Block]:
+    def _pass(self, reader: Reader, jobs: list[StreamJob]) -> Iterator[Block]:
         """Digest tensors and append them to the files they belong to; each block, when that is done and it is released."""
         tensors = self.draft.checkpoint.tensors
         plan: list[_Row] = []
@@ -236,7 +238,6 @@ class _Filling:
                 plan = _rows(tensors[name])
             hasher.update(block.data)
             self._scatter(name, tensors[name], plan, block)
-            block.release()
             if block.last:
                 self.digests[name] = self.fresh_digests[name] = hasher.hexdigest()
                 hasher = None
@@ -403,14 +404,13 @@ def tensor_digests(
     out: dict[str, str] = {}
     hasher: Any = None
     reader = Reader(source, files, records, budget)
-    for block in reader.blocks(Job(n, t, (dtypes or {}).get(n, t.dtype), False) for n, t in tensors.items()):
+    for block in reader.blocks(StreamJob(n, t, (dtypes or {}).get(n)) for n, t in tensors.items()):
         hasher = hasher or blake3()
         hasher.update(block.data)
         passed += block.source_bytes
         if block.last:
             out[block.name] = hasher.hexdigest()
             hasher = None
-        block.release()
         progress(what, passed, total)
     reader.finish()
     return out

@@ -25,7 +25,7 @@ from ..layouts import Layout
 from ..storage.buffers import IOBudget
 from ..storage.source import Source
 from .dtypes import numpy_dtype
-from .stream import Job, Reader
+from .stream import Reader, StreamJob
 from .unread_files import human
 
 if TYPE_CHECKING:
@@ -224,10 +224,9 @@ class TensorHandle:
             return out
         part = replace(entry, shape=shape, chunks=_cut(entry, (start, shape)))
         at = 0
-        for block in reader.blocks([Job(self.name, part, part.dtype, False)]):
+        for block in reader.blocks([StreamJob(self.name, part)]):
             out[at : at + len(block.data)] = block.data
             at += len(block.data)
-            block.release()
         return out
 
     def _decompress(self, reader: Reader, entry: TensorEntry, box: _Box, out: np.ndarray[Any, Any]) -> None:
@@ -243,7 +242,7 @@ class TensorHandle:
             whole = chunk._replace(start=(0,) * len(chunk.shape))
             part = replace(entry, shape=chunk.shape, chunks=Chunks.of(len(chunk.shape), [whole]))
             left = prod(needed[1])
-            for block in reader.blocks([Job(self.name, part, part.dtype, True)]):
+            for block in reader.blocks([StreamJob(self.name, part, boxed=True)]):
                 here = tuple(map(operator.add, block.start, chunk.start))
                 both = boxes.meet((here, block.shape), needed)
                 if both is not None:
@@ -251,7 +250,6 @@ class TensorHandle:
                     target[_slices(both, box[0])] = slab[_slices(both, here)]
                     left -= prod(both[1])
                     del slab
-                block.release()
                 if not left:
                     break
 

@@ -30,7 +30,7 @@ from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, Record, Tens
 from ..layouts import Layout
 from ..storage.buffers import IOBudget
 from ..storage.source import Source
-from .stream import Job, Reader, small
+from .stream import Reader, StreamJob, small
 
 __all__ = ["refuse_equal_ranks", "refuse_mixed_steps"]
 
@@ -168,11 +168,10 @@ def _varied(ckpt: Checkpoint, source: Source, name: str, row: int) -> bool:
     chunks.add((0,) * len(c.shape), c.shape, c.extent.file, c.extent.offset, c.extent.length, c.strides, c.zstd)
     entry = TensorEntry(t.dtype, c.shape, t.path, chunks)
     first, found = b"", False
-    for block in Reader(source, ckpt.files, (), IOBudget(1, 256 << 10)).blocks([Job(name, entry, t.dtype, False)]):
+    for block in Reader(source, ckpt.files, (), IOBudget(1, 256 << 10)).blocks([StreamJob(name, entry)]):
         data = block.data
         first = first or bytes(data[:item])
         found = found or data[:item] != first or data[item:] != data[: len(data) - item]
-        block.release()
     return found
 
 

@@ -1,7 +1,9 @@
 """Tensors as streams: the bytes of each tensor in row-major order, in blocks, read ahead, in constant memory.
 
-    for block in Reader(source, ckpt.files, ckpt.records).blocks([(name, entry, "bfloat16", False), ...]):
-        block.data       memoryview of elements [block.first, block.first + n) of tensor block.name
+    for block in Reader(source, ckpt.files, ckpt.records).blocks([StreamJob(name, entry, "bfloat16"), ...]):
+        block.data       memoryview of elements [block.first, block.first + block.count) of tensor block.name
+
+A block's data is valid until the next block is asked for.
 
 What drives it: a generator of block plans, in the order the caller wants the tensors. One thread runs ahead and reads;
 the caller hashes, compares or copies. What bounds memory: a fixed pool of buffers, allocated once; reading waits for a free one.
@@ -26,7 +28,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ..errors import Corrupt
 from ..index import boxes
@@ -40,7 +42,7 @@ from .zstd_frames import Decoder
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["Block", "Job", "Reader", "small"]
+__all__ = ["Block", "Reader", "StreamJob", "small"]
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
@@ -49,18 +51,26 @@ _BATCH = 512
 _GAP, _FAR_GAP = 4096, 256 << 10  # bytes that are read in vain rather than with another call, or over a network
 
 
-class Job(NamedTuple):
-    """One tensor to stream: `dtype` is what the blocks shall hold, `boxed` asks for slabs."""
+class StreamJob:
+    """One tensor to stream.
 
-    name: str
-    entry: TensorEntry
-    dtype: str
-    boxed: bool
+    Args:
+        dtype: what the blocks hold; the tensor's own where None.
+        boxed: blocks are slabs, with `start` and `shape`.
+    """
+
+    __slots__ = ("boxed", "dtype", "entry", "name")
+
+    def __init__(self, name: str, entry: TensorEntry, dtype: str | None = None, *, boxed: bool = False) -> None:
+        self.name, self.entry, self.dtype, self.boxed = name, entry, dtype or entry.dtype, boxed
 
 
 @dataclass(slots=True)
 class Block:
-    """Elements [first, first + count) of a tensor, row-major; a slab (`start`, `shape`) where the job was boxed."""
+    """Elements [first, first + count) of a tensor, row-major; a slab (`start`, `shape`) where the job was boxed.
+
+    `data` is valid until the next block of the stream is asked for, or the stream is closed.
+    """
 
     name: str
     first: int
@@ -73,14 +83,10 @@ class Block:
     source_bytes: int
     _lease: Lease
 
-    def release(self) -> None:
-        """Give the buffer back; `data` is not valid any more."""
-        self._lease.end()
-
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    job: Job
+    job: StreamJob
     first: int
     count: int
     start: tuple[int, ...]
@@ -116,7 +122,7 @@ class Reader:
 
     # ---------------------------------------------------------------------------------------------------- planning
 
-    def _plans(self, jobs: Iterable[Job]) -> Iterator[_Plan]:
+    def _plans(self, jobs: Iterable[StreamJob]) -> Iterator[_Plan]:
         for job in jobs:
             e = job.entry
             item = ITEMSIZE[e.dtype]
@@ -160,7 +166,7 @@ class Reader:
                 out.append((k, boxes.flat_start(e.shape, chunk.start), prod(chunk.shape)))
         return sorted(out, key=lambda r: r[1])
 
-    def _assembled(self, job: Job, most: int) -> Iterator[_Plan]:
+    def _assembled(self, job: StreamJob, most: int) -> Iterator[_Plan]:
         e = job.entry
         chunks = [(k, c.start, c.shape) for k, c in enumerate(e.chunks) if prod(c.shape)]
         for start, shape in boxes.slabs(e.shape, most):
@@ -175,8 +181,8 @@ class Reader:
 
     # ----------------------------------------------------------------------------------------------------- reading
 
-    def blocks(self, jobs: Iterable[Job], first: int = 0) -> Iterator[Block]:
-        """Blocks of the tensors, in order. Every block must be released before the next but two is asked for.
+    def blocks(self, jobs: Iterable[StreamJob], first: int = 0) -> Iterator[Block]:
+        """Blocks of the tensors, in order.
 
         Blocks that lie before element `first` of the first tensor are not read, unless its chunks are compressed.
 
@@ -202,10 +208,12 @@ class Reader:
                         waiting.append(pool.submit(self._load_batch, batch))
                     if not waiting:
                         return
-                    yield from waiting.popleft().result()
+                    yield from _one_by_one(waiting.popleft().result())
             finally:
-                for w in waiting:
-                    w.cancel()
+                for read in [w for w in waiting if not w.cancel()]:
+                    if read.exception() is None:
+                        for block in read.result():
+                            block._lease.end()
 
     def _batches(self, plans: Iterator[_Plan]) -> Iterator[list[_Plan]]:
         """Plans one by one; small ones in groups that fit a buffer, since handing over a block costs more than they do."""
@@ -434,6 +442,20 @@ class Reader:
         self._pool.free.put(buffer)
 
 
+def _one_by_one(batch: list[Block]) -> Iterator[Block]:
+    """Blocks whose buffers go back to the pool when the next one is asked for, all of them when the caller stops."""
+    left = iter(batch)
+    for block in left:
+        try:
+            yield block
+        except BaseException:
+            for other in left:
+                other._lease.end()
+            raise
+        finally:
+            block._lease.end()
+
+
 def small(ckpt: Checkpoint, source: Source, names: Iterable[str]) -> dict[str, bytes]:
     """The row-major bytes of small tensors, whose records are checked to their ends before the bytes are used.
 
@@ -442,8 +464,7 @@ def small(ckpt: Checkpoint, source: Source, names: Iterable[str]) -> dict[str, b
     """
     out: dict[str, bytearray] = {n: bytearray() for n in names}
     reader = Reader(source, ckpt.files, ckpt.records, IOBudget(1, 256 << 10))
-    for block in reader.blocks([Job(n, ckpt.tensors[n], ckpt.tensors[n].dtype, False) for n in out]):
+    for block in reader.blocks([StreamJob(n, ckpt.tensors[n]) for n in out]):
         out[block.name] += block.data
-        block.release()
     reader.finish()
     return {n: bytes(b) for n, b in out.items()}

@@ -32,7 +32,7 @@ from ..index.trees import nest
 from ..storage.buffers import IOBudget
 from ..storage.source import Source
 from .fill import tensor_digests
-from .stream import Job, Reader, small
+from .stream import Reader, StreamJob, small
 
 __all__ = ["Group", "Training", "agreed", "taken_apart"]
 
@@ -292,11 +292,10 @@ def _varied(ckpt: Checkpoint, source: Source, fqn: str) -> bool:
     t = ckpt.tensors[f"model.{fqn}"]
     item = ITEMSIZE[t.dtype]
     seen: set[bytes] = set()
-    for block in Reader(source, ckpt.files, (), IOBudget(1, 256 << 10)).blocks([Job(fqn, t, t.dtype, False)]):
+    for block in Reader(source, ckpt.files, (), IOBudget(1, 256 << 10)).blocks([StreamJob(fqn, t)]):
         if len(seen) < 2:
             data = bytes(block.data[: 64 << 10])
             seen.update(data[i : i + item] for i in range(0, len(data), item))
-        block.release()
     return len(seen) > 1
 
 

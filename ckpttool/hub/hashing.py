@@ -99,7 +99,6 @@ def _hash(content: Content, crcs: CrcVerifier, count: Callable[[int], None]) -> 
                 tensors[block.name] = part.hexdigest()
                 part = None
             n = block.source_bytes
-            block.release()
             count(n)
     return Hashed(whole.hexdigest(), tensors)
 

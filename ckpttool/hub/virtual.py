@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from ..engine.opening import OpenCheckpoint
 from ..engine.record_crcs import CrcVerifier
-from ..engine.stream import Block, Job, Reader
+from ..engine.stream import Block, Reader, StreamJob
 from ..errors import Interrupted
 from ..index.checkpoint import ITEMSIZE
 from ..index.draft import Draft
@@ -42,7 +42,7 @@ class Content:
     head: bytes
     opened: OpenCheckpoint
     budget: IOBudget
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[StreamJob] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
 
     @property
@@ -77,7 +77,7 @@ def contents(opened: OpenCheckpoint, draft: Draft, budget: IOBudget) -> list[Con
         content = out[extent.file]
         if extent.offset != at[extent.file] or shape != entry.shape:
             raise AssertionError(f"{name} lies at byte {extent.offset} of {content.name}, not {at[extent.file]}")
-        content.jobs.append(Job(name, draft.sources[name], entry.dtype, False))
+        content.jobs.append(StreamJob(name, draft.sources[name], entry.dtype))
         content.starts.append(extent.offset)
         at[extent.file] += extent.length
     for content, end in zip(out, at, strict=True):
@@ -190,9 +190,7 @@ class VirtualFile(io.BufferedIOBase):
         self._here = self._at
 
     def _next(self) -> Block:
-        if self._block is not None:
-            self._rest = memoryview(b"")
-            self._block.release()
+        self._rest = memoryview(b"")  # of a block that is not valid any more
         assert self._stream is not None
         self._block = next(self._stream)
         self._rest = self._block.data

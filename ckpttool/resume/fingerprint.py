@@ -197,7 +197,7 @@ def in_files(
     """
     import torch
 
-    from ..engine.stream import Job, Reader
+    from ..engine.stream import Reader, StreamJob
 
     ckpt = opened.locate()
     load, mine = [0] * world, []
@@ -211,13 +211,12 @@ def in_files(
     sums = dict.fromkeys(names, 0)
     reader = Reader(opened.source, ckpt.files, ckpt.records)
     done, total = 0, sum(ckpt.tensors[n].nbytes for n in mine)
-    for block in reader.blocks(Job(n, ckpt.tensors[n], ckpt.tensors[n].dtype, False) for n in mine):
+    for block in reader.blocks(StreamJob(n, ckpt.tensors[n]) for n in mine):
         if block.count:
             dtype = getattr(torch, ckpt.tensors[block.name].dtype)
             data = torch.frombuffer(bytearray(block.data), dtype=dtype)
             sums[block.name] += flat(data.to(device), block.first)
         done += block.source_bytes
-        block.release()
         progress("compare", done, total)
     reader.finish()
     total = combine(list(sums.values()), integers=True, device=device)

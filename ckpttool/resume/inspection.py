@@ -14,7 +14,7 @@ from typing import Any
 
 from ..engine.dtypes import numpy_dtype
 from ..engine.opening import OpenCheckpoint
-from ..engine.stream import Job, Reader
+from ..engine.stream import Reader, StreamJob
 from ..errors import CkpttoolError
 from ..index import boxes
 from ..index.checkpoint import ITEMSIZE, Checkpoint
@@ -73,10 +73,9 @@ def _read(opened: OpenCheckpoint, ckpt: Checkpoint, name: str) -> Any:
     entry = ckpt.tensors[name]
     out = np.empty(entry.numel, dtype=numpy_dtype(entry.dtype))
     reader = Reader(opened.source, ckpt.files, ckpt.records)
-    for block in reader.blocks([Job(name, entry, entry.dtype, False)]):
+    for block in reader.blocks([StreamJob(name, entry)]):
         if block.count:
             out[block.first : block.first + block.count] = np.frombuffer(block.data, dtype=out.dtype)
-        block.release()
     return out.reshape(entry.shape)
 
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from ckpttool.engine.dtypes import cast, numpy_dtype
 from ckpttool.engine.fill import fill, tensor_digests
 from ckpttool.engine.record_crcs import CrcVerifier, Mismatch
-from ckpttool.engine.stream import Job, Reader
+from ckpttool.engine.stream import Reader, StreamJob
 from ckpttool.engine.zstd_frames import decompress_ends
 from ckpttool.errors import Corrupt, SourceChanged, Unsafe
 from ckpttool.index import boxes
@@ -225,7 +225,7 @@ def put_together(reader: Reader, entry: TensorEntry, dtype: str, boxed: bool) ->
     out = np.zeros(entry.shape, f"V{ITEMSIZE[dtype]}")
     flat = out.reshape(-1)
     at = 0
-    for block in reader.blocks([Job("t", entry, dtype, boxed)]):
+    for block in reader.blocks([StreamJob("t", entry, dtype, boxed=boxed)]):
         assert (block.name, block.first) == ("t", at) and len(block.data) == block.count * ITEMSIZE[
             dtype
         ] <= reader.block_bytes
@@ -238,7 +238,6 @@ def put_together(reader: Reader, entry: TensorEntry, dtype: str, boxed: bool) ->
             assert np.array_equal(out[inside].reshape(-1), data)
         assert block.last == (at == entry.numel)
         del data
-        block.release()
     reader.finish()
     return out.tobytes()
 
@@ -359,9 +358,14 @@ def test_a_block_that_is_dropped_early_leaves_the_reader_usable(tmp_path: Path) 
     with one_file(tmp_path, data) as source:
         reader = Reader(source, ["f"], (), TINY)
         entry = TensorEntry("uint8", (200_000,), ("t",), Chunks.whole((200_000,), 0, 0, 200_000))
-        stream = reader.blocks([Job("t", entry, "uint8", False)])
-        next(stream).release()
+        stream = reader.blocks([StreamJob("t", entry)])
+        next(stream)
         stream.close()
+        for _ in range(30):
+            stream = reader.blocks([StreamJob("t", entry)])
+            assert next(stream).first == 0
+            stream.close()
+        assert put_together(reader, entry, "uint8", False) == data
 
 
 def test_unfold_counts_a_frame_and_keeps_its_ends(tmp_path: Path) -> None:
