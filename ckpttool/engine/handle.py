@@ -83,7 +83,7 @@ class TensorHandle:
     """A tensor of an open checkpoint, whose bytes are read when they are asked for.
 
     >>> with ckpttool.open("runs/step-1000") as ckpt:                                              # doctest: +SKIP
-    ...     embed = ckpt["model.embed_tokens.weight"]
+    ...     embed = ckpt["model.embed.weight"]
     ...     embed.dtype, embed.shape                       # no tensor byte is read
     ...     rows = embed[2:5]                              # reads three rows
     ...     whole = embed.torch()

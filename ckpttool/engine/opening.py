@@ -74,7 +74,7 @@ class OpenCheckpoint:
     >>> with ckpttool.open("runs/step-1000") as opened:                                            # doctest: +SKIP
     ...     for name in opened:
     ...         print(name, opened[name].dtype, opened[name].shape)
-    ...     rows = opened["model.embed_tokens.weight"][2:5]
+    ...     rows = opened["model.embed.weight"][2:5]
     """
 
     checkpoint: Checkpoint
