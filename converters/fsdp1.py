@@ -32,7 +32,7 @@ from typing import Any
 
 from ckpttool.bounded_json import parse
 from ckpttool.engine.flat_layout import FLAT
-from ckpttool.errors import Corrupt
+from ckpttool.errors import Corrupt, UsageError
 from ckpttool.formats.sharded import is_sharded
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.huggingface import model_names
@@ -92,6 +92,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     """
     try:
         return _read(where.source, options)
+    except UsageError:  # a ValueError too, and no fault of the files
+        raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
         raise Corrupt(
             f"{where.source.root}: the files of ranks do not hold together ({type(e).__name__}: {e}); no release of FSDP1 "

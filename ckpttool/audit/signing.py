@@ -234,8 +234,9 @@ def _use_key(config: Any, hint: str, public_key: str | None, certificates: Seque
     if public_key is None:
         given = "with a key, not with a certificate" if certificates else "with a key"
         raise UsageError(f"the archive was signed {given} (EC key SHA256:{hint}); give --public-key.")
+    pem = _read(public_key)
     try:
-        found = serialization.load_pem_public_key(_read(public_key))
+        found = serialization.load_pem_public_key(pem)
     except (ValueError, UnsupportedAlgorithm):
         raise UsageError(f"{public_key} is not a public key in PEM form.") from None
     _refuse_curve(found, public_key)
@@ -285,8 +286,9 @@ def _refuse_curve(key: Any, file: str) -> None:
 def _certificates(file: str) -> Any:
     from cryptography import x509
 
+    pem = _read(file)
     try:
-        return x509.load_pem_x509_certificates(_read(file))
+        return x509.load_pem_x509_certificates(pem)
     except ValueError:
         raise UsageError(f"{file} holds no certificates in PEM form.") from None
 

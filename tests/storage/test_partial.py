@@ -595,7 +595,7 @@ def test_no_memory_for_the_buffers_is_exit_8(src: Path, dst: Path, monkeypatch: 
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     monkeypatch.setattr(buffers.mmap, "mmap", none)
-    with pytest.raises(NoSpace, match="max-memory"):
+    with pytest.raises(NoSpace, match="max_memory_bytes"):
         ckpttool.convert(src, dst, **HOW)
 
 
