@@ -146,7 +146,7 @@ def write_file(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft
     if config is None:
         notes.append(
             "no config.json beside the source: names are written as they are in memory, and tied weights twice; give "
-            f"{argument('config')} DIR or HF_ID"
+            f"{argument('config')} a folder or a model id"
         )
     else:
         notes.append(

@@ -47,11 +47,7 @@ def clean(
         raise UsageError(f"{path}: in an object store, the next run at the same URL removes what was left.")
     done = remove(path, dry_run=dry_run)
     if as_json:
-        print_json({
-            "put_back": [{"from": a, "to": b} for a, b in done.put_back],
-            "removed": [{"path": p, "bytes": n} for p, n in done.removed],
-            "kept": [{"path": p, "why": why} for p, why in done.kept], "failed": done.failed, "dry_run": dry_run,
-        })  # fmt: skip
+        print_json({**done.to_json(), "dry_run": dry_run})
         if done.failed:
             raise typer.Exit(1)
         return

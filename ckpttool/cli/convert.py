@@ -31,6 +31,7 @@ from .terminal import (  # fmt: skip
     Tag,
     Threads,
     To,
+    Verbose,
     WorldSize,
     Wrap,
     bytes_of,
@@ -44,7 +45,7 @@ from .terminal import (  # fmt: skip
 )
 
 if TYPE_CHECKING:
-    from ..engine.planning import Plan
+    from ..engine.dry_run import DryRun
 
 __all__ = ["convert"]
 
@@ -92,15 +93,18 @@ def convert(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Print what would be written and the free space, and stop; fails where the run would."
+            "--dry-run",
+            help="Print what would be read and written, free space, memory and time, and stop; fails where the run would.",
         ),
     ] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not read the result back from disk.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Convert a checkpoint to another layout or world size."""
-    from ..engine import conversion, destination, opening, planning
+    from ..engine import conversion, opening, planning
+    from ..engine.dry_run import dry_run_with
     from ..layouts import options_of, target_of
 
     reading = opening.OpenOptions(
@@ -112,31 +116,30 @@ def convert(
         to=target.name, options=options_of(target, given(ctx)), world_size=world_size, dtype=dtype, cast=cast_rules(cast),
         canonical_keys=canonical_keys, drop=drop, ignore_recorded_digests=ignore_recorded_digests,
     )  # fmt: skip
-    if dry_run:
-        with planning.plan_with(src, dst, reading, writing) as planned:
-            _dry_run(planned, destination.check_destination(src, dst, planned, force), as_json)
-        return
     meter = Meter(quiet)
+    running = conversion.RunOptions(
+        force=force, verify=not no_verify, max_memory_bytes=bytes_of(max_memory) if max_memory else None, threads=jobs,
+        progress=meter,
+    )  # fmt: skip
+    if dry_run:
+        found = dry_run_with(src, dst, reading, writing, running)
+        if as_json:
+            print_json(found.to_json())
+        else:
+            _print_plan(found, verbose)
+        return
     began = time.monotonic()
     try:
-        done = conversion.convert_with(
-            src, dst, reading, writing,
-            conversion.RunOptions(
-                force=force, verify=not no_verify, max_memory_bytes=bytes_of(max_memory) if max_memory else None,
-                threads=jobs, progress=meter,
-            ),
-        )  # fmt: skip
+        done = conversion.convert_with(src, dst, reading, writing, running)
     finally:
         meter.close()
     seconds = time.monotonic() - began
     if as_json:
-        from dataclasses import asdict
-
-        print_json({**asdict(done), "seconds": round(seconds, 3), "peak_memory_mib": int(peak().split()[1])})
+        print_json({**done.to_json(), "seconds": round(seconds, 3), "peak_memory_mib": int(peak().split()[1])})
         return
     for text in done.notes:
         note(f"note: {text}", quiet)
-    left_behind(done.dropped, quiet)
+    left_behind(done.dropped, quiet, verbose)
     from ..engine.inspect import human
 
     where = f" for {ranks(done.world_size)}" if done.world_size else ""
@@ -151,32 +154,31 @@ def convert(
         print(f"digest {component:10s} blake3:{root}")
 
 
-def _dry_run(planned: Plan, free: int | None, as_json: bool) -> None:
+def _print_plan(found: DryRun, verbose: bool) -> None:
     from ..engine.inspect import human
 
-    opened, draft, target = planned.opened, planned.draft, planned.target
-    files = [(f.name, f.size) for f in draft.files]
-    if as_json:
-        print_json({
-            "from": opened.layout.name, "to": target.name, "world_size": draft.checkpoint.world_size,
-            "tensors": len(draft.checkpoint.tensors), "source_bytes": opened.checkpoint.nbytes,
-            "destination_bytes": draft.nbytes, "free_bytes": free, "files": [{"name": n, "bytes": b} for n, b in files],
-            "dropped": [{"name": d.name, "bytes": d.nbytes, "why": d.why} for d in draft.dropped],
-            "notes": [*opened.checkpoint.notes, *draft.notes],
-            "not_read": [r.to_json() for r in opened.checkpoint.unread],
-        })  # fmt: skip
-        return
-    world = f" for {ranks(draft.checkpoint.world_size)}" if draft.checkpoint.world_size else ""
-    room = "" if free is None else f", {human(free)} free there"
+    world = f" for {ranks(found.world_size)}" if found.world_size else ""
+    room = "" if found.free_bytes is None else f", {human(found.free_bytes)} free there"
     print(
-        f"{opened.layout.name} -> {target.name}{world}: {len(draft.checkpoint.tensors):,} tensors, about "
-        f"{human(draft.nbytes)}{room}"
+        f"{found.layout_from} -> {found.layout_to}{world}: {found.tensors:,} tensors, about "
+        f"{human(found.written_bytes)}{room}"
     )
-    for name, size in files[:40]:
-        print(f"  {name:44s} {human(size):>12s}")
-    if len(files) > 40:
-        print(f"  ... {len(files) - 40} more files")
-    for text in [*opened.checkpoint.notes, *draft.notes]:
+    print(
+        f"reads {human(found.read_bytes)}, writes {human(found.written_bytes)}: about {_duration(found.seconds)} if the disks do "
+        f"{human(found.bytes_per_second)}/s; memory: at most {human(found.memory_bytes)}"
+    )
+    for file in found.files[:40]:
+        print(f"  {file['name']:44s} {human(file['bytes']):>12s}")
+    if len(found.files) > 40:
+        print(f"  ... {len(found.files) - 40} more files")
+    for text in found.notes:
         print(f"note: {text}")
     sys.stdout.flush()
-    left_behind([(d.name, d.nbytes, d.why) for d in draft.dropped], False)
+    left_behind([(d["name"], d["bytes"], d["why"]) for d in found.dropped], False, verbose)
+
+
+def _duration(seconds: float) -> str:
+    """As people say it: 1 s, 4 min, 2.5 h."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

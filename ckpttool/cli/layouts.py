@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import asdict, dataclass
 
 from .help import about
 from .terminal import (  # fmt: skip
@@ -11,6 +11,17 @@ from .terminal import (  # fmt: skip
 )
 
 __all__ = ["layouts"]
+
+
+@dataclass(frozen=True)
+class LayoutRow:
+    """One layout; `holds` are components, or "everything"."""
+
+    name: str
+    title: str
+    reads: bool
+    writes: bool
+    holds: list[str] | str
 
 
 @about(
@@ -22,17 +33,14 @@ def layouts(as_json: Json = False) -> None:
     """List the layouts ckpttool knows."""
     from ..layouts import layouts as known
 
-    rows: list[dict[str, Any]] = [
-        {
-            "name": x.name, "title": x.title, "reads": True, "writes": x.write is not None,
-            "holds": sorted(x.holds(None)) or "everything",
-        }
+    rows = [
+        LayoutRow(x.name, x.title, True, x.write is not None, sorted(x.holds(None)) or "everything")
         for x in known().values()
-    ]  # fmt: skip
+    ]
     if as_json:
-        print_json(rows)
+        print_json([asdict(r) for r in rows])
         return
     for r in rows:
-        verbs = "read, write" if r["writes"] else "read"
-        holds = r["holds"] if isinstance(r["holds"], str) else ", ".join(r["holds"])
-        print(f"{r['name']:10s} {r['title']:44s} {verbs:12s} holds {holds}")
+        verbs = "read, write" if r.writes else "read"
+        holds = r.holds if isinstance(r.holds, str) else ", ".join(r.holds)
+        print(f"{r.name:10s} {r.title:44s} {verbs:12s} holds {holds}")

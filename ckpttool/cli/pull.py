@@ -24,6 +24,7 @@ from .terminal import (  # fmt: skip
     Quiet,
     Threads,
     To,
+    Verbose,
     WorldSize,
     Wrap,
     cast_rules,
@@ -69,10 +70,9 @@ def pull(
     force: Force = False,
     as_json: Json = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Make a training checkpoint of a repository on the Hugging Face Hub, pinned to one commit."""
-    from dataclasses import asdict
-
     from ..engine.conversion import RunOptions
     from ..engine.opening import OpenOptions
     from ..engine.planning import WriteRequest
@@ -96,7 +96,7 @@ def pull(
         meter.close()
     seconds, result = time.monotonic() - began, done.result
     if as_json:
-        told = {"url": done.url, "commit": done.commit, "compared": done.compared, **asdict(result)}
+        told = {"url": done.url, "commit": done.commit, "compared": done.compared, **result.to_json()}
         print_json({
             **told, "notes": [*result.notes, *done.notes], "seconds": round(seconds, 3),
             "peak_memory_mib": int(peak().split()[1]),
@@ -106,7 +106,7 @@ def pull(
 
     for text in [*result.notes, *done.notes]:
         note(f"note: {text}", quiet)
-    left_behind(result.dropped, quiet)
+    left_behind(result.dropped, quiet, verbose)
     where = f" for {ranks(result.world_size)}" if result.world_size else ""
     equal = f", {done.compared:,} digests equal to those that were pushed" if done.compared else ""
     note(

@@ -25,6 +25,7 @@ from .terminal import (  # fmt: skip
     Quiet,
     Src,
     Tag,
+    Verbose,
     Wrap,
     cast_rules,
     comma,
@@ -82,6 +83,7 @@ def push(
     dry_run: DryRun = False,
     as_json: Json = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Push a checkpoint to the Hugging Face Hub, as a model that from_pretrained loads; nothing is copied to the disk."""
     from dataclasses import asdict
@@ -119,14 +121,14 @@ def push(
     seconds = time.monotonic() - began
     if as_json:
         print_json({
-            **asdict(done), "dry_run": dry_run, "seconds": round(seconds, 3), "peak_memory_mib": int(peak().split()[1]),
+            **asdict(done), "dropped": [{"name": n, "bytes": b, "why": why} for n, b, why in done.dropped], "dry_run": dry_run, "seconds": round(seconds, 3), "peak_memory_mib": int(peak().split()[1]),
         })  # fmt: skip
         return
     from ..engine.inspect import human
 
     for text in done.notes:
         note(f"note: {text}", quiet)
-    left_behind(done.dropped, quiet)
+    left_behind(done.dropped, quiet, verbose)
     if any(why.startswith("hf holds weights") for _, _, why in done.dropped):
         note("(--include-optimizer pushes it too)", quiet)
     for name in done.deleted:

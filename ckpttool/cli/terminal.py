@@ -38,6 +38,7 @@ __all__ = [
     "Tag",
     "Threads",
     "To",
+    "Verbose",
     "WorldSize",
     "Wrap",
     "bytes_of",
@@ -81,6 +82,9 @@ To = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no notes.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Name everything that is left behind, not only how much it is.")
+]
 From = Annotated[
     str | None,
     typer.Option(
@@ -326,21 +330,30 @@ def note(text: str, quiet: bool = False) -> None:
         print(text, file=sys.stderr)
 
 
-def left_behind(dropped: list[tuple[str, int, str]], quiet: bool) -> None:
-    """Say what a target does not hold, component by component, of (name, bytes, why); files that were not read in a line."""
+def left_behind(dropped: list[tuple[str, int, str]], quiet: bool, verbose: bool = False) -> None:
+    """Say in one line what a target does not hold, of (name, bytes, why), and in one what lies in files that were not read;
+    with `verbose`, every name."""
     from ..engine.unread_files import NOT_READ, human, listed
     from ..index.checkpoint import Unread
 
     files = [Unread(n, b, why.removesuffix(f", {NOT_READ}"), "") for n, b, why in dropped if why.endswith(NOT_READ)]
     if files:
         note(f"left behind: {listed(files)}", quiet)
-    groups: dict[tuple[str, str], list[tuple[str, int]]] = {}
-    for name, nbytes, why in dropped[: len(dropped) - len(files)]:
-        groups.setdefault((name.partition(".")[0], why), []).append((name, nbytes))
-    for (component, why), rows in groups.items():
-        size = sum(n for _, n in rows)
-        names = ", ".join(n for n, _ in rows[:3]) + (f", ... ({len(rows)} entries)" if len(rows) > 3 else "")
-        note(f"left behind: {component}, {human(size)} ({why}): {names}", quiet)
+    rows = dropped[: len(dropped) - len(files)]
+    of: dict[str, list[int]] = {}
+    for name, nbytes, _ in rows:
+        of.setdefault(name.partition(".")[0], []).append(nbytes)
+    if rows:
+        parts = ", ".join(
+            f"{part} ({len(sizes)}{f', {human(sum(sizes))}' if sum(sizes) else ''})" for part, sizes in of.items()
+        )
+        reasons = list(dict.fromkeys(why for _, _, why in rows))
+        why = reasons[0] if len(reasons) == 1 else f"{reasons[0]}; and {len(reasons) - 1} other reasons"
+        more = "" if verbose else "; -v names them"
+        entries = "1 entry" if len(rows) == 1 else f"{len(rows)} entries"
+        note(f"left behind: {entries}: {parts}: {why}{more}", quiet)
+    for name, nbytes, why in rows if verbose else ():
+        note(f"  {printable(name)}, {human(nbytes)}: {why}", quiet)
 
 
 def not_read(rows: list[dict[str, Any]], quiet: bool, of: str = "") -> None:

@@ -108,7 +108,7 @@ def beside(source: Source, given: str | None, notes: list[str]) -> tuple[dict[st
             return config, files
     notes.append(
         "no config.json beside the source: from_pretrained needs one, and without it names are written as they are in "
-        "memory and tied weights twice; give --config DIR or HF_ID"
+        f"memory and tied weights twice; give {argument('config')} a folder or a model id"
     )
     return None, {}
 
@@ -135,9 +135,9 @@ def adapter(source: Source, given: str | None, notes: list[str]) -> tuple[dict[s
                 notes.append(f"{name} and tokenizer files taken from {below or '.'!r} beside the source")
                 break
     if name not in files:
-        where_asked = f"--config {given} has" if given is not None else "beside the source there is"
+        where_asked = f"{argument('config', given)} has" if given is not None else "beside the source there is"
         raise Unsupported(
-            f"{where_asked} no {name}, without which PEFT does not load an adapter. Give --config DIR with the one that "
+            f"{where_asked} no {name}, without which PEFT does not load an adapter. Give {argument('config')} the folder with the one that "
             "peft_config.save_pretrained(DIR) writes in the job."
         )
     said = bounded_json.parse(files[name], name)

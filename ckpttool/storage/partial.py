@@ -395,6 +395,14 @@ class Cleaned:
     kept: list[tuple[str, str]] = field(default_factory=list)  # (path, why)
     failed: bool = False  # whether some of `kept` is ours, and could not be removed
 
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: {"put_back": [{"from", "to"}], "removed": [{"path", "bytes"}], "kept": [{"path", "why"}], "failed"}."""
+        return {
+            "put_back": [{"from": a, "to": b} for a, b in self.put_back],
+            "removed": [{"path": p, "bytes": n} for p, n in self.removed],
+            "kept": [{"path": p, "why": why} for p, why in self.kept], "failed": self.failed,
+        }  # fmt: skip
+
 
 def clean(path: str | os.PathLike[str], *, dry_run: bool = False) -> Cleaned:
     """Remove what interrupted runs left beside a destination, or in a folder beside any destination.

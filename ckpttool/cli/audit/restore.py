@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -98,7 +97,7 @@ def restore(
         meter.close()
     seconds = time.monotonic() - began
     if as_json:
-        print_json({**asdict(done), "seconds": round(seconds, 3), "peak_memory_mib": int(peak().split()[1])})
+        print_json({**done.to_json(), "seconds": round(seconds, 3), "peak_memory_mib": int(peak().split()[1])})
         return
     for text in done.notes:
         note(f"note: {text}", quiet)

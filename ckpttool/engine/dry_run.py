@@ -1,0 +1,76 @@
+"""What a conversion would do, in numbers: what `convert --dry-run` prints."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .conversion import RunOptions, io_budget, most_memory_bytes
+from .destination import check_destination
+from .opening import CheckpointPath, OpenOptions
+from .planning import WriteRequest, plan_with
+
+__all__ = ["ASSUMED_BYTES_PER_SECOND", "DryRun", "dry_run_with"]
+
+#: The rate of the time that is estimated: an assumption, of bytes read and written together. A local NVMe disk does about twice
+#: that (docs/benchmarks.md), a disk on a network or a store less.
+ASSUMED_BYTES_PER_SECOND = 1_000_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """What `convert` would do. Sizes are in bytes; words that `ConvertResult` has too mean the same there.
+
+    `read_bytes` counts the source once and, where the result is read back, the result too. `memory_bytes` is the most for
+    buffers and Python; the index comes on top. `seconds` is reading and writing at `bytes_per_second`, which is assumed.
+    `free_bytes` is None for an object store. `files` {"name", "bytes"}, `dropped` {"name", "bytes", "why"}.
+    """
+
+    source: str
+    destination: str
+    layout_from: str
+    layout_to: str
+    world_size: int | None
+    tensors: int
+    source_bytes: int
+    read_bytes: int
+    written_bytes: int
+    free_bytes: int | None
+    memory_bytes: int
+    seconds: float
+    bytes_per_second: int
+    files: list[dict[str, Any]]
+    dropped: list[dict[str, Any]]
+    notes: list[str]
+    not_read: list[dict[str, Any]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; also under the keys `from`, `to` and `destination_bytes` that earlier versions had."""
+        return {
+            **asdict(self), "from": self.layout_from, "to": self.layout_to, "destination_bytes": self.written_bytes,
+        }  # fmt: skip
+
+
+def dry_run_with(
+    src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOptions, writing: WriteRequest, running: RunOptions
+) -> DryRun:
+    """Plan a conversion and count; writes nothing.
+
+    Raises:
+        CkpttoolError: whatever `convert` would refuse before it begins to copy.
+    """
+    with plan_with(src, dst, reading, writing) as planned:
+        opened, draft = planned.opened, planned.draft
+        free = check_destination(src, dst, planned, running.force)
+        budget = io_budget(running.max_memory_bytes, running.threads, opened.source)
+        read = sum(t.nbytes for t in draft.sources.values()) + (draft.nbytes if running.verify else 0)
+        return DryRun(
+            source=opened.source.root, destination=os.fspath(dst), layout_from=opened.layout.name, layout_to=planned.target.name,
+            world_size=draft.checkpoint.world_size, tensors=len(draft.checkpoint.tensors), source_bytes=opened.checkpoint.nbytes,
+            read_bytes=read, written_bytes=draft.nbytes, free_bytes=free,
+            memory_bytes=most_memory_bytes(budget, opened.source), seconds=round((read + draft.nbytes) / ASSUMED_BYTES_PER_SECOND, 3),
+            bytes_per_second=ASSUMED_BYTES_PER_SECOND, files=[{"name": f.name, "bytes": f.size} for f in draft.files],
+            dropped=[{"name": d.name, "bytes": d.nbytes, "why": d.why} for d in draft.dropped],
+            notes=[*opened.checkpoint.notes, *draft.notes], not_read=[r.to_json() for r in opened.checkpoint.unread],
+        )  # fmt: skip
