@@ -20,18 +20,22 @@ from importlib.machinery import PathFinder
 from typing import Any, NamedTuple, TypeVar
 
 from .errors import Corrupt, NotRecognised, Unsupported, UsageError, argument
+from .huggingface import model_names
 from .index.checkpoint import Checkpoint, TensorEntry, Value, joined
 from .index.draft import Draft
 from .index.names import COMPONENTS, Named
+from .index.optimizer_names import Orders
 from .storage import remote, urls
 from .storage.source import Source
 
 __all__ = [
     "Layout", "LayoutWarning", "Like", "Model", "Place", "ReadOptions", "Saves", "WriteOptions", "checkpoint_of", "detect", "find",
-    "flags_of", "layouts", "option", "options_of", "place", "target_of",
+    "flags_of", "known_orders", "layouts", "option", "options_of", "place", "target_of",
 ]  # fmt: skip
 
-BUILT_IN = tuple(f"ckpttool.converters.{name}" for name in ("dcp", "full", "hf", "zero", "universal", "fsdp1", "audit"))
+BUILT_IN = tuple(
+    f"ckpttool.converters.{name}" for name in ("dcp", "full", "hf", "zero", "universal", "fsdp1", "audit", "trainers")
+)
 _GROUP = "ckpttool.layouts"
 
 
@@ -75,6 +79,22 @@ class ReadOptions(Model):
     only: frozenset[str] | None = None  # components that are wanted; the others need not be understood
     tag: str | None = None  # which of several saves in one folder
     allow_equal_ranks: bool = False  # read files that look like copies of another rank's, too
+    orders: Orders | None = None  # of the parameters, where the file that is read does not tell (names.canonical)
+
+
+def known_orders(options: ReadOptions) -> Orders | None:
+    """The order of the parameters of a model: the reader's caller knows it, or the config does. None where nobody does."""
+    if options.orders is not None or options.config is None:
+        return options.orders
+    given = options.config
+
+    def of_config(model: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        try:
+            return [model_names.in_module_order(model, model_names.config_of(given))]
+        except Unsupported:  # other names: the order of the state dict is what there is
+            return [model]
+
+    return of_config
 
 
 #: Hints that a reader may use, and arguments that a writer may use; those that neither uses are refused.
@@ -154,6 +174,7 @@ class Layout:
         writer_uses: those of WRITE_HINTS that `prepare` and `write` look at.
         made: it has to write values that are no part of the state; they lie in ckpttool.json, and reading leaves them out.
         keeps_config: what it writes can be read again without `Model.config`.
+        of_trainer: the directory of one trainer, made of parts in other layouts, which it outranks.
         saves: how several saves lie in one folder; None where a folder is one save.
         spreads_tensors: ranks divide all tensors among their files, so a file may hold whole tensors, and the steps of some
             parameters. Where False, every rank's file holds a part of its own of each tensor.
@@ -179,6 +200,7 @@ class Layout:
     writer_uses: tuple[str, ...] = WRITE_HINTS
     made: bool = False
     keeps_config: bool = False
+    of_trainer: bool = False
     saves: Saves | None = None
     spreads_tensors: bool = False
     check_replaceable: Callable[[str], None] = lambda path: None
@@ -385,6 +407,7 @@ def detect(where: Place) -> Layout:
     """
     answers = [(layout, *layout.detect(where)) for layout in layouts().values()]
     yes = [(layout, why) for layout, matches, why in answers if matches]
+    yes = [row for row in yes if row[0].of_trainer] or yes
     if len(yes) == 1:
         return yes[0][0]
     path = os.path.join(where.source.root, where.file) if where.file else where.source.root

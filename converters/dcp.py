@@ -46,7 +46,7 @@ from ckpttool.index.checkpoint import (
     shape_of,
 )
 from ckpttool.index.names import canonical
-from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of
+from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_orders
 from ckpttool.storage.source import Source
 
 from ._dcp_metadata import Index, read_index
@@ -113,6 +113,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         options.like and options.like.optimizer,
         None,
         options.only,
+        known_orders(options),
     )
     ranks = {i: int(m[1]) for i, f in enumerate(index.files) if (m := re.match(r"__(\d+)_", f))}
     named.notes.extend(notes)

@@ -12,7 +12,7 @@ Written: a zip of stored records under `archive/`, each 64-byte aligned and with
 
 or, of what was dcp or full, the source's own tree: its keys, its names of parameters, its integer ids.
 Tied weights share a storage again. `archive/ckpttool.json` holds the digests; torch does not look at it. What
-weights_only=True would refuse (instances of classes, numpy arrays) is listed as dropped.
+weights_only=True would refuse (instances of classes) is listed as dropped; numpy arrays become tensors.
 
 Sources: torch/serialization.py, torch/_weights_only_unpickler.py (what may be loaded), torch_zip.py.
 """
@@ -26,13 +26,24 @@ from ckpttool.bounded_json import parse
 from ckpttool.engine.recorded import MOST_RECORD_BYTES
 from ckpttool.errors import Corrupt, Unreadable, Unsafe, Unsupported
 from ckpttool.formats import stored_tensors, torch_pickles, torch_zip, zip_bytes
+from ckpttool.formats.numpy_values import as_torch
 from ckpttool.formats.pickles import Global, Opaque, children
 from ckpttool.formats.torch_zip_writer import TorchFiles
-from ckpttool.index.checkpoint import Checkpoint, Chunks, Path, TensorEntry, joined, same_bytes, shape_of, tied_weights
+from ckpttool.index.checkpoint import (
+    Checkpoint,
+    Chunks,
+    Path,
+    TensorEntry,
+    Value,
+    joined,
+    same_bytes,
+    shape_of,
+    tied_weights,
+)
 from ckpttool.index.draft import Draft, Dropped
 from ckpttool.index.names import canonical, own_tree
 from ckpttool.index.trees import nest
-from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of
+from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of, known_orders
 from ckpttool.storage import source
 from ckpttool.storage.source import Source
 
@@ -82,6 +93,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         options.like and options.like.optimizer,
         same_bytes,
         options.only,
+        known_orders(options),
     )
     out = checkpoint_of(named, "full", source.root, None, [name], source)
     out.records = records
@@ -113,15 +125,22 @@ def _recorded(read_at: source.ReadAt, length: int, what: str) -> dict[str, str]:
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """One zip. The world size has no meaning here."""
-    dropped = [Dropped(n, 0, why) for n, v in ckpt.values.items() if (why := _not_loadable(v.data)) is not None]
-    gone = {d.name for d in dropped}
-    values = {n: v for n, v in ckpt.values.items() if n not in gone}
+    values = {n: Value(v.path, as_torch(v.data)) for n, v in ckpt.values.items()}
+    dropped = [Dropped(n, 0, why) for n, v in values.items() if (why := _not_loadable(v.data)) is not None]
+    arrays = [n for n, v in values.items() if v.data is not ckpt.values[n].data]
+    for d in dropped:
+        del values[d.name]
     wanted = {n: replace(t, dtype=options.cast(n, t.dtype)) for n, t in ckpt.tensors.items()}
     same = {n: o for n, o in tied_weights(ckpt.tensors).items() if wanted[n].dtype == wanted[o].dtype}
     keys = {name: str(i) for i, name in enumerate(n for n in ckpt.tensors if n not in same)}
     leaves: dict[Path, Any] = {t.path: t for t in wanted.values()}
     leaves |= {v.path: v.data for v in values.values()}
     tree, notes = own_tree(leaves, ckpt.origin, same_bytes)
+    if arrays:
+        notes.append(
+            f"{len(arrays)} values hold numpy arrays, first {arrays[0]}; they are torch tensors in this file, since "
+            "torch.load(weights_only=True) refuses numpy"
+        )
     for path, leaf in tree.items():
         if isinstance(leaf, TensorEntry):
             name = joined(leaf.path)

@@ -267,7 +267,7 @@ def open_with(
         )
         _leave_made(opened)
         if where == given:  # what is mounted holds all that it lists
-            ckpt.unread = unread_files.unread(where.source, where.file, ckpt, found.saves)
+            ckpt.unread += unread_files.unread(where.source, where.file, ckpt, found.saves)
             ckpt.notes = [*ckpt.notes, *unread_files.note(ckpt.unread)]
         if only is not None:
             opened.checkpoint = _only(ckpt, only)

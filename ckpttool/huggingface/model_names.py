@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..bounded_json import parse
 from ..errors import Corrupt, Unsupported, argument
@@ -19,7 +19,7 @@ from ..formats.sandbox import in_child
 from ..storage.source import Source
 from .hub_names import meta_model
 
-__all__ = ["ModelNames", "config_of", "names_of"]
+__all__ = ["ModelNames", "config_of", "in_module_order", "names_of"]
 
 Shape = tuple[int, ...]
 
@@ -74,6 +74,38 @@ def names_of(config: Mapping[str, Any]) -> ModelNames:
         {n: tuple(s) for n, s in answer["shapes"].items()}, answer["tied"], frozenset(answer["buffers"]),
         tuple(answer["blocks"]),
     )  # fmt: skip
+
+
+T = TypeVar("T")
+
+
+def in_module_order(tensors: Mapping[str, T], config: Mapping[str, Any]) -> dict[str, T]:
+    """Tensors of a model, or of PEFT's adapter for it, {FQN: anything}, in the order of the model's `named_parameters()`.
+
+    Raises:
+        MissingPackage: transformers is not installed. Unsupported: the config is that of another model.
+    """
+    order = {name: i for i, name in enumerate(names_of(config).shapes)}
+    modules = {name.rpartition(".")[0]: i for name, i in order.items()}
+
+    def place(name: str) -> tuple[int, str]:
+        if name in order:
+            return order[name], ""
+        inner = name.removeprefix("base_model.model.")
+        module, _, rest = inner.partition(".lora_")
+        at = (
+            order.get(inner.replace(".base_layer.", ".").replace(".original_module.", "."))
+            if not rest
+            else modules.get(module)
+        )
+        if at is None:
+            raise Unsupported(
+                f'The config describes a {config.get("model_type")} model without "{name}", which these weights have. Give '
+                "--config the folder or id of the model that was trained."
+            )
+        return at, rest  # lora_A before lora_B, as PEFT adds them
+
+    return {name: tensors[name] for name in sorted(tensors, key=place)}
 
 
 @lru_cache(4)

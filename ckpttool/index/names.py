@@ -16,8 +16,8 @@ with `origin`, the paths that were changed, by which `own_tree` gives the tree b
 
 The names are those of torch.distributed.checkpoint.state_dict.get_state_dict, flattened, so a live FSDP2 job's own
 checkpoint needs no mapping. Shapes known: {"model", "optim"}; {"model_state_dict", "optimizer_state_dict"};
-{"state_dict", "optimizer_states": [..]} (Lightning); {"app": {"model", "optim"}}; a bare state dict; model keys at
-the root beside the optimizer (torchtitan); an optimizer flattened to "state.<fqn>.<slot>" and
+{"state_dict", "optimizer_states": [..]} (Lightning); {"app": {"model", "optim"}}; a bare state dict; an optimizer's own
+{"state", "param_groups"}; model keys at the root beside the optimizer (torchtitan); an optimizer flattened to "state.<fqn>.<slot>" and
 "param_groups.<fqn>.<key>" (StateDictOptions(flatten_optimizer_state_dict=True)); integer optimizer ids
 (`optimizer.state_dict()`), whose names are found by `name_order`.
 """
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from ..errors import CkpttoolError, Corrupt, Unsupported
 from .checkpoint import Checkpoint, Number, Path, joined, same_bytes, shape_of
 from .fqns import strip_wrappers
-from .optimizer_names import FLAT_GROUPS, FLAT_STATE, canonical_optimizer
+from .optimizer_names import FLAT_GROUPS, FLAT_STATE, Orders, canonical_optimizer
 from .trainers import trainer_of
 from .trees import nest
 
@@ -98,13 +98,15 @@ def canonical(
     like: Sequence[str] | None = None,
     same: Any = None,
     only: frozenset[str] | None = None,
+    orders: Orders | None = None,
 ) -> Named:
     """Rename the leaves of a tree.
 
     `shape_of(leaf)` gives the shape of a tensor leaf, None for a value. `like` lists FQNs in optimizer order, where
     the user named a checkpoint that knows it. An optimizer that cannot be named
     is left out where `only` does not ask for it. `same(a, b)` tells whether two tensor leaves are the same bytes of the
-    same file (tied weights).
+    same file (tied weights). `orders(model)` gives {FQN: leaf} in every order that the module may have, where more is
+    known of that than the order in this tree, or where the model is in another file.
 
     Raises:
         Corrupt: two leaves get one name. Unsupported: integer optimizer ids that cannot be named with certainty.
@@ -121,6 +123,7 @@ def canonical(
             notes.append(f'everything is under the key "{outer[0]}"; dcp and full keep it, other layouts do not')
             found = {p[1:]: v for p, v in found.items()}
     model_key, optim_key = _containers(found)
+    bare = tops == {"state", "param_groups"} and any(shape_of(leaf) is not None for leaf in found.values())
     out: dict[Path, Any] = {}
     raw_model: dict[str, Any] = {}
     places: dict[str, Path] = {}
@@ -128,7 +131,9 @@ def canonical(
     rest: dict[Path, Any] = {}
     for p, leaf in found.items():
         top = p[0]
-        if model_key is not None and top == model_key and len(p) > 1:
+        if bare:  # `optimizer.state_dict()`
+            raw_optim[p] = leaf
+        elif model_key is not None and top == model_key and len(p) > 1:
             name = joined(p[1:])
             if places.setdefault(name, p) != p:
                 raise Corrupt(f"the model has two entries {name!r}, one of them in a dict or list of its own.")
@@ -161,15 +166,21 @@ def canonical(
         origin[q[:cut]] = p[: len(p) - (len(q) - cut)]
     origin = {q: p for q, p in origin.items() if q != p}
     if raw_optim:
-        own: Path = (*outer, optim_key)
+        own: Path = () if bare else (*outer, optim_key)
         if all(p[0] == 0 for p in raw_optim):  # Lightning's list of optimizers, of one
             raw_optim, own = {p[1:]: v for p, v in raw_optim.items()}, (*own, 0)
         if own != ("optim",):
             origin["optim",] = own
         try:
-            out.update(canonical_optimizer(raw_optim, raw_model, clean, shape_of, like, same, notes, origin))
-        except Unsupported:
-            if only is None or "optim" in only:
+            out.update(canonical_optimizer(raw_optim, raw_model, clean, shape_of, like, same, notes, origin, orders))
+        except Unsupported as e:
+            if (
+                bare and orders is None
+            ):  # nothing is lost by leaving an optimizer as it is that belongs to no model here
+                out.update((("extra", *p), leaf) for p, leaf in raw_optim.items())
+                origin = {("extra",): ()}
+                notes.append(f"the optimizer keeps its numbers, under extra: {e}")
+            elif only is None or "optim" in only:
                 raise
     at_root = model_key is None and optim_key is not None
     return Named(out, origin, trainer_of(tops, model_at_root=at_root), notes)

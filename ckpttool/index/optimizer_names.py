@@ -4,17 +4,22 @@ to "state.<fqn>.<slot>", or by number.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import permutations, product
+from math import factorial, prod
 from typing import Any
 
 from ..errors import Corrupt, Unsupported, argument
 from .checkpoint import Path
 from .fqns import strip_wrappers
 
-__all__ = ["FLAT_GROUPS", "FLAT_STATE", "canonical_optimizer", "name_order"]
+__all__ = ["FLAT_GROUPS", "FLAT_STATE", "Orders", "canonical_optimizer", "name_order", "possible_orders"]
 
 #: The first part of a key of an optimizer that was flattened.
 FLAT_STATE, FLAT_GROUPS = "state.", "param_groups."
+
+#: {FQN: leaf} of a model in this tree, empty where it has none -> {FQN: leaf} in every order that its module may have.
+Orders = Callable[[Mapping[str, Any]], Iterable[Mapping[str, Any]]]
 
 
 def _are_groups(x: Any) -> bool:
@@ -31,6 +36,7 @@ def canonical_optimizer(
     same: Any,
     notes: list[str],
     origin: dict[Path, Path],
+    orders: Orders | None = None,
 ) -> dict[Path, Any]:
     """The leaves of the optimizer under their canonical paths; how they were called is added to `origin`."""
     own = origin.get(("optim",), ("optim",))
@@ -66,7 +72,7 @@ def canonical_optimizer(
         groups = _regroup(flat_groups)
     ids = bool(state or groups) and _integer_ids(state, groups)
     if ids:
-        fqns = _resolve_ids(state, groups, raw_model, clean, shape_of, like, same, notes)
+        fqns = _resolve_ids(state, groups, raw_model, clean, shape_of, like, same, notes, orders)
     else:
         listed = {n for g in groups.values() for n in _params(g)}
         if numbers := [n for n in listed if not isinstance(n, str)]:
@@ -135,6 +141,7 @@ def _resolve_ids(
     like: Sequence[str] | None,
     same: Any,
     notes: list[str],
+    orders: Orders | None,
 ) -> dict[Any, str]:
     shapes: dict[int, tuple[int, ...] | None] = {}
     for g in groups.values():
@@ -160,30 +167,95 @@ def _resolve_ids(
                 f"{argument('like')} names {len(like)} parameters in its optimizer, this one has {len(flat)}."
             )
         return dict(zip(flat, like, strict=True))
-    candidates: list[tuple[str, tuple[int, ...]]] = []
-    kept: list[Any] = []
-    for name, leaf in raw_model.items():
-        shape = shape_of(leaf)
-        if shape is None or (same is not None and any(same(leaf, k) for k in kept)):
-            continue  # a second name of a tied weight; the optimizer has the first
-        kept.append(leaf)
-        candidates.append((clean[name], shape))
-    resolved, left, ways = name_order(candidates, [[shapes[x] for x in m] for m in members])
-    if resolved is None:
+    wanted = [[shapes[x] for x in m] for m in members]
+    model = {clean[name]: leaf for name, leaf in raw_model.items()}
+    answers: dict[str, tuple[list[list[str]], list[str]]] = {}
+    ways = tensors = 0
+    for order in orders(model) if orders is not None else (model,):
+        candidates = _distinct(order, shape_of, same)
+        tensors = len(candidates)
+        resolved, left, found = name_order(candidates, wanted)
+        ways += found
+        if resolved is not None:
+            answers[repr(resolved)] = resolved, left
+    if len(answers) != 1:
         raise Unsupported(
             f"the optimizer numbers its {len(flat)} parameters instead of naming them, and "
             + (
-                f"more than one order of the {len(candidates)} tensors of the model fits"
+                f"more than one order of the {tensors} tensors of the model fits"
                 if ways
-                else f"no order of the {len(candidates)} tensors of the model fits their shapes"
+                else f"no order of the {tensors} tensors of the model fits their shapes"
+                if tensors
+                else "nothing here tells the order of the parameters"
             )
-            + f". Give {argument('like')} a checkpoint of the same model whose optimizer has names, or use {argument('only', ['model'])}."
+            + f". Give {argument('config')} the folder or id of the model, {argument('like')} a checkpoint of the same model whose "
+            f"optimizer has names, or use {argument('only', ['model'])}."
         )
+    ((resolved, left),) = answers.values()
     notes.append(
         f"the optimizer numbers its parameters; their names follow from the order and shapes of the model's {len(flat)} parameters"
         + (f" (taken for buffers or frozen: {', '.join(left[:4])}{', ...' if len(left) > 4 else ''})" if left else "")
     )
     return {x: n for m, ns in zip(members, resolved, strict=True) for x, n in zip(m, ns, strict=True)}
+
+
+def _distinct(model: Mapping[str, Any], shape_of: Any, same: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """(FQN, shape) of the tensors of a model, without second names of tied weights: the optimizer has the first."""
+    out: list[tuple[str, tuple[int, ...]]] = []
+    kept: list[Any] = []
+    for name, leaf in model.items():
+        shape = shape_of(leaf)
+        if shape is None or (same is not None and any(same(leaf, k) for k in kept)):
+            continue
+        kept.append(leaf)
+        out.append((name, shape))
+    return out
+
+
+def _usual_place(child: str) -> int:
+    """Where a child stands among its siblings whose order is known: its number, or its place in `_KNOWN_CHILDREN`."""
+    return int(child) if child.isdigit() else _KNOWN_CHILDREN.index(child) if child in _KNOWN_CHILDREN else 0
+
+
+_MOST_ORDERS = 720
+#: Children whose order every module of their kind has.
+_KNOWN_CHILDREN = ("lora_A", "lora_B", "weight", "bias")
+
+
+def possible_orders(names: Iterable[str]) -> Iterator[list[str]]:
+    """Every order that `named_parameters()` may have of names that a file has sorted.
+
+    Modules of a list come by number. The other children of a module come in an order that the names do not tell; modules
+    of one kind (those whose paths differ in numbers alone) share it. None where there are more orders than are worth trying.
+    """
+    tree: dict[str, Any] = {}
+    for name in names:
+        node = tree
+        for part in name.split("."):
+            node = node.setdefault(part, {})
+    kinds: dict[tuple[str, ...], set[str]] = {}
+
+    def look(node: Mapping[str, Any], path: tuple[str, ...]) -> None:
+        unknown = {c for c in node if not c.isdigit() and c not in _KNOWN_CHILDREN}
+        kinds.setdefault(path, set()).update(unknown)
+        for c, below in node.items():
+            look(below, (*path, "#" if c.isdigit() else c))
+
+    look(tree, ())
+    open_kinds = {path: sorted(children) for path, children in kinds.items() if len(children) > 1}
+    if prod(factorial(len(c)) for c in open_kinds.values()) > _MOST_ORDERS:
+        return
+
+    for chosen in product(*(permutations(c) for c in open_kinds.values())):
+        place = {path: {c: i for i, c in enumerate(order)} for path, order in zip(open_kinds, chosen, strict=True)}
+
+        def walk(node: Mapping[str, Any], path: tuple[str, ...], at: str, place: Any = place) -> Iterator[str]:
+            if not node:
+                yield at
+            for c in sorted(node, key=lambda c: (place.get(path, {}).get(c, 0), _usual_place(c))):
+                yield from walk(node[c], (*path, "#" if c.isdigit() else c), f"{at}.{c}" if at else c)
+
+        yield list(walk(tree, (), ""))
 
 
 _MOST_STATES = 100_000  # more are not worth looking at

@@ -230,6 +230,10 @@ class Source:
         """One file, as a function of offset and length."""
         return FileBytes(self, name)
 
+    def below(self, folder: str) -> Source:
+        """The files of one of the folders, by names relative to it; they stay files of this source, which closes them."""
+        return _Below(self, folder)
+
     def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         """Ranges (name, offset, length) that will soon be read, in about this order. Nothing is done where reads are cheap;
         then the ranges are not even looked at."""
@@ -288,6 +292,57 @@ class Source:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _Below(Source):
+    """`Source.below`: every question goes to the source above, with the folder before the name."""
+
+    def __init__(self, above: Source, folder: str) -> None:
+        self._above, self._folder = above, folder
+        self.root = f"{above.root.rstrip('/')}/{folder}"
+        self.local, self.is_remote, self.commit = above.local, above.is_remote, above.commit
+
+    def _name(self, name: str) -> str:
+        return f"{self._folder}/{name}" if name else self._folder
+
+    def list(self, folder: str = "") -> list[str]:
+        return self._above.list(self._name(folder))
+
+    def exists(self, name: str) -> bool:
+        return self._above.exists(self._name(name))
+
+    def glance(self, name: str) -> tuple[bool, int | None]:
+        return self._above.glance(self._name(name))
+
+    def size(self, name: str) -> int:
+        return self._above.size(self._name(name))
+
+    def fd(self, name: str, flags: int = 0) -> int:
+        return self._above.fd(self._name(name), flags)
+
+    @contextmanager
+    def borrow_fd(self, name: str, flags: int = 0) -> Iterator[int]:
+        with self._above.borrow_fd(self._name(name), flags) as fd:
+            yield fd
+
+    def readinto(self, name: str, offset: int, into: memoryview) -> None:
+        self._above.readinto(self._name(name), offset, into)
+
+    def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        self._above.prefetch((self._name(name), offset, length) for name, offset, length in ranges)
+
+    def identities(self) -> dict[str, Identity]:
+        head = self._folder + "/"
+        return {n.removeprefix(head): i for n, i in self._above.identities().items() if n.startswith(head)}
+
+    def has_versions(self) -> bool:
+        return self._above.has_versions()
+
+    def assert_unchanged(self) -> None:
+        self._above.assert_unchanged()
+
+    def close(self) -> None:
+        """The source above closes."""
 
 
 class FileBytes:

@@ -47,11 +47,10 @@ def model_folder(path: Path) -> Path:
 
 
 def trainer(path: Path, optimizer: str) -> Path:
-    """What HF Trainer leaves: FULL_STATE_DICT (optimizer.bin), DDP or one GPU (optimizer.pt)."""
+    """Files that trainers write beside weights, without trainer_state.json, by which HF Trainer's own folder is known."""
     model_folder(path)
-    for name in (optimizer, "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth", "training_args.bin"):
+    for name in (optimizer, "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth", "training_args.bin", "scaler.pt"):
         bytes_at(path / name)
-    (path / "trainer_state.json").write_text('{"global_step": 3}')
     for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt",
                  "special_tokens_map.json", "chat_template.jinja", "README.md", "LICENSE", ".gitattributes"):  # fmt: skip
         (path / name).write_text("{}")
@@ -84,7 +83,7 @@ def test_a_trainer_s_folder_stops_and_names_its_optimizer(optimizer: str, to: st
     source = trainer(tmp_path / "checkpoint-3", optimizer)
     said = stops(source, tmp_path, to)
     for word in (f"{optimizer} (9 B, optimizer)", "scheduler.pt (9 B, scheduler)", "rng_state_0.pth and 1 more (18 B, RNG)",
-                 "trainer_state.json",  "drop=True", "only=['model']", str(source)):  # fmt: skip
+                 "scaler.pt",  "drop=True", "only=['model']", str(source)):  # fmt: skip
         assert word in said
     assert "training_args.bin" not in said and "tokenizer" not in said
 
@@ -92,7 +91,7 @@ def test_a_trainer_s_folder_stops_and_names_its_optimizer(optimizer: str, to: st
 def test_drop_goes_on_and_lists_them_everywhere(tmp_path: Path) -> None:
     source = trainer(tmp_path / "checkpoint-3", "optimizer.bin")
     done = conversion.convert(source, tmp_path / "out", to="dcp", world_size=2, drop=True)
-    gone = {"optimizer.bin", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth", "trainer_state.json"}
+    gone = {"optimizer.bin", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth", "scaler.pt"}
     assert {n for n, _, _ in done.dropped} == gone
     assert {r["name"] for r in done.not_read} == gone | {"training_args.bin"}
     record = json.loads((tmp_path / "out" / "ckpttool.json").read_text())
@@ -123,12 +122,12 @@ def test_inspect_names_them_and_never_says_that_there_is_no_optimizer(tmp_path: 
 
 
 def test_the_real_folder_of_a_trainer_with_an_adapter(tmp_path: Path) -> None:
-    found = rows(LORA)
-    assert found["optimizer.pt"] == (os.path.getsize(LORA / "optimizer.pt"), "optimizer", "optim")
-    assert {n for n, (_, _, c) in found.items() if not c} == {"training_args.bin"}
-    assert "optimizer.pt (16.2 kB, optimizer)" in stops(LORA, tmp_path)
+    assert {n: c for n, (_, _, c) in rows(LORA).items()} == {"training_args.bin": ""}, "the others are parts of it"
+    as_hf = rows(LORA, source_layout="hf")
+    assert as_hf["optimizer.pt"] == (os.path.getsize(LORA / "optimizer.pt"), "optimizer", "optim")
+    assert "optimizer.pt (16.2 kB, optimizer)" in stops(LORA, tmp_path, source_layout="hf")
     done = conversion.convert(LORA, tmp_path / "hf", to="hf")
-    assert not done.dropped and done.tensors == 8
+    assert done.tensors == 8 and {why for _, _, why in done.dropped} == {"hf holds weights only"}
 
 
 def test_commands_print_them(tmp_path: Path) -> None:
@@ -270,8 +269,9 @@ def test_in_an_object_store_the_listing_tells(tmp_path: Path) -> None:
     store.put(str(step), name, recursive=True)
     try:
         for path in (step, step / "model.safetensors", step / "pytorch_model_fsdp_0"):
-            there = opening.open(f"memory:/{name}/{path.relative_to(step)}".removesuffix("/."))
-            with there, opening.open(path) as here:
+            how: dict[str, Any] = {"source_layout": "hf"} if path == step else {}
+            there = opening.open(f"memory:/{name}/{path.relative_to(step)}".removesuffix("/."), **how)
+            with there, opening.open(path, **how) as here:
                 assert there.checkpoint.unread == here.checkpoint.unread != []
                 assert set(there.source.identities()) == set(here.source.identities()), "nothing else was looked at"
     finally:
@@ -309,10 +309,10 @@ def test_what_is_published_with_weights_stops_nothing(tmp_path: Path) -> None:
                  "onnx/model.onnx", "onnx/weight.bin", "original/consolidated.00.pth", "runs/events.out.tfevents.1",
                  "checkpoint-500/optimizer.pt", "checkpoint-500/model.safetensors", "all_results.json"):  # fmt: skip
         bytes_at(source / name)
-    (source / "trainer_state.json").write_text("{}")
+    (source / "trainer_state.json").write_text('{"global_step": 500}')  # which is read
     found = rows(source)
     assert set(found) == {"pytorch_model.bin", "tf_model.h5", "flax_model.msgpack", "model.gguf", "consolidated.00.pth",
-                          "training_args.bin", "onnx/", "original/", "trainer_state.json"}  # fmt: skip
+                          "training_args.bin", "onnx/", "original/"}  # fmt: skip
     done = conversion.convert(source, tmp_path / "out", to="dcp", world_size=2)
     assert not done.dropped
 

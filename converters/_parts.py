@@ -1,0 +1,265 @@
+"""Directories of trainers: files and folders in several layouts that are one state.
+
+A trainer's dialect (trainers.py) lists the parts of a directory: which file or folder it is, which layout reads it, and
+which component of the state it holds. `merged` reads them and joins their indexes. What is no part and holds state by its
+name is listed as unread, as for every layout (engine/unread_files.py).
+
+    Part("pytorch_model_fsdp_0", "dcp", "model")         a folder, read by the layout dcp
+    Part("optimizer.pt", "full", "optim")                a file; numbers of parameters become the names of the model part
+    Part("rng_state_1.pth", DATA, "rng", ("1",))         plain data: rng.1.<key>
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from ckpttool import bounded_json, layouts
+from ckpttool.errors import Corrupt, Unsafe, Unsupported
+from ckpttool.formats import stored_tensors, torch_zip
+from ckpttool.huggingface import model_files, model_names
+from ckpttool.index.checkpoint import Checkpoint, Chunks, Extent, Path, Record, TensorEntry, Unread, Value, joined
+from ckpttool.index.optimizer_names import possible_orders
+from ckpttool.layouts import Place, ReadOptions
+from ckpttool.storage.source import Source
+
+__all__ = ["DATA", "Dialect", "Part", "locate", "read"]
+
+#: The layout of a part that holds plain data: a file of torch.save or of JSON, and no state dict.
+DATA = "data"
+_MOST_JSON = 256 << 20  # trainer_state.json with the log of a long run
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file or a folder of a trainer's directory, and what it is.
+
+    Args:
+        name: relative to the directory.
+        layout: the layout that reads it; or DATA.
+        component: "model", "optim", "scheduler", ...
+        under: the path below the component, where several parts share one: the rank of an RNG state.
+        only: the keys of a part of DATA that are state; all where None.
+    """
+
+    name: str
+    layout: str
+    component: str
+    under: Path = ()
+    only: frozenset[str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """How one trainer lays a checkpoint out.
+
+    Args:
+        name: what `--source-layout` calls it.
+        title: what people call it; `Checkpoint.trainer` and messages have it.
+        detect: whether a folder is this trainer's, and why, by the names in it.
+        parts: the parts of such a folder, the model before the optimizer.
+        world_size: ranks of the job, where the files tell.
+        aliases: other names of the layout.
+    """
+
+    name: str
+    title: str
+    detect: Callable[[Source], tuple[bool, str]]
+    parts: Callable[[Source], Sequence[Part]]
+    world_size: Callable[[Source], int | None] = lambda source: None
+    aliases: tuple[str, ...] = field(default=())
+
+    def layout(self) -> layouts.Layout:
+        """The layout that reads such directories."""
+        return layouts.Layout(
+            name=self.name, title=f"directory of {self.title}", detect=self._detect, read=partial(read, self), locate=locate,
+            aliases=self.aliases, of_trainer=True,
+        )  # fmt: skip
+
+    def _detect(self, where: Place) -> tuple[bool, str]:
+        if where.file is not None:
+            return False, "a folder; this is a file"
+        return self.detect(where.source)
+
+
+def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
+    """The index of a directory: that of its parts, in one.
+
+    Raises:
+        Corrupt: two parts hold the same entry. Unsupported: an optimizer numbers its parameters, and nothing tells their order.
+    """
+    source = where.source
+    config = model_files.read_config(source) if source.exists("config.json") else None
+    if options.config is not None:
+        config = model_names.config_of(options.config)
+    out = Checkpoint(dialect.name, source.root, None, [], [], {}, {}, trainer=dialect.title, config=config)
+    for part in dialect.parts(source):
+        if options.only is not None and part.component not in options.only and part.component != "model":
+            continue
+        if part.layout != DATA:
+            _add(out, _state(source, part, options, out), part)
+            continue
+        try:
+            _add(out, _data(source, part), part)
+        except (Corrupt, Unsafe, Unsupported) as e:  # no tensor of the state is in it: it may be left out, with --drop
+            out.unread.append(Unread(part.name, source.glance(part.name)[1], f"cannot be read: {e}", part.component))
+    out.world_size = dialect.world_size(source) or out.world_size
+    return out
+
+
+def _state(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) -> Checkpoint:
+    """The index of a part that is a checkpoint itself."""
+    is_folder = bool(part.name) and source.glance(part.name)[0]
+    where = (
+        Place(source, None)
+        if not part.name
+        else Place(source.below(part.name), None)
+        if is_folder
+        else Place(source, part.name)
+    )
+    model = {joined(t.path[1:]): t for t in whole.tensors.values() if t.path[0] == "model"}
+    mine = (
+        replace(options, only=None, orders=lambda _: _orders(model, whole, options))
+        if model
+        else replace(options, only=None)
+    )
+    found = layouts.find(part.layout).read(where, mine)
+    stray = [n for n in [*found.tensors, *found.values] if found.component(n) != part.component]
+    if part.component == "optim" and stray and len(stray) == len(found.tensors) + len(found.values):
+        raise Unsupported(f"{source.root}/{part.name}: {' '.join(found.notes) or 'it holds no state of an optimizer.'}")
+    if part.component == "optim":
+        _drop_adapter_names(found, model)
+    if not found.tensors:
+        found.notes.append(
+            f"{part.name} holds no tensors: the trainer saved no {_CALLED.get(part.component, part.component)} there"
+        )
+    if is_folder:
+        found.files = [f"{part.name}/{f}" for f in found.files]
+    return found
+
+
+#: PEFT names the parameters of a live adapter by its own name too, and leaves that out in what it saves.
+_ADAPTER = re.compile(r"(\.(?:lora_[A-Za-z_]+|modules_to_save))\.[^.]+(?=\.|$)")
+_CALLED = {"model": "weights", "optim": "optimizer state"}
+
+
+def _drop_adapter_names(optimizer: Checkpoint, model: Mapping[str, TensorEntry]) -> None:
+    """Where the optimizer names parameters of an adapter as the live module does, and the weights do not: as the weights do."""
+    named = {str(t.path[2]) for t in optimizer.tensors.values() if t.path[:2] == ("optim", "state")} - set(model)
+    short = {n: cut for n in named if (cut := _ADAPTER.sub(r"\1", n)) in model}
+    if not short or len(set(short.values())) != len(short):
+        return
+    for name, t in list(optimizer.tensors.items()):
+        if t.path[:2] == ("optim", "state") and t.path[2] in short:
+            path: Path = ("optim", "state", short[str(t.path[2])], *t.path[3:])
+            del optimizer.tensors[name]
+            optimizer.tensors[joined(path)] = replace(t, path=path)
+    for name, v in list(optimizer.values.items()):
+        if v.path[:2] == ("optim", "state") and v.path[2] in short:
+            del optimizer.values[name]
+            path = ("optim", "state", short[str(v.path[2])], *v.path[3:])
+            optimizer.values[joined(path)] = Value(path, v.data)
+        elif v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("params",) and isinstance(v.data, list):
+            optimizer.values[name] = Value(v.path, [short.get(n, n) if isinstance(n, str) else n for n in v.data])
+    first = min(short)
+    optimizer.notes.append(
+        f'{len(short)} parameters of the optimizer are named as the adapter saves them: "{first}" is "{short[first]}"'
+    )
+
+
+def _orders(
+    model: Mapping[str, TensorEntry], whole: Checkpoint, options: ReadOptions
+) -> Iterable[Mapping[str, TensorEntry]]:
+    """The weights in every order that the module may have. Safetensors files sort names, torch.save keeps their order."""
+    if options.like is not None and set(options.like.shapes) >= set(model):
+        return [{n: model[n] for n in options.like.shapes if n in model}]
+    if not any(f.endswith(".safetensors") for f in whole.files):
+        return [model]
+    if whole.config is not None:
+        return [model_names.in_module_order(model, whole.config)]
+    return ({n: model[n] for n in order} for order in possible_orders(model))
+
+
+def _data(source: Source, part: Part) -> Checkpoint:
+    """The index of a part that is plain data; its tensors stay where they are."""
+    what = f"{source.root}/{part.name}"
+    out = Checkpoint(DATA, source.root, None, [part.name], [source.size(part.name)], {}, {})
+    if part.name.endswith(".json"):
+        tree = bounded_json.parse(source.read_all(part.name, _MOST_JSON), what)
+        leaves: dict[Path, Any] = {(str(k),): v for k, v in tree.items()} if isinstance(tree, dict) else {(): tree}
+    else:
+        read_at = source.reader_of(part.name)
+        tree = torch_zip.read(read_at, 0, source.size(part.name), what)
+        leaves, out.records = stored_tensors.leaves(tree, (), 0, read_at, what)
+    for path, leaf in leaves.items():
+        if part.only is not None and path[:1] and path[0] not in part.only:
+            continue
+        at = (part.component, *(path or ("value",)))
+        if isinstance(leaf, TensorEntry):
+            out.tensors[joined(at)] = replace(leaf, path=at)
+        else:
+            out.values[joined(at)] = Value(at, leaf)
+    return out
+
+
+def _add(out: Checkpoint, found: Checkpoint, part: Part) -> None:
+    """Join the index of a part to that of the directory."""
+    by = len(out.files)
+    out.files += found.files
+    out.sizes += found.sizes
+    for t in found.tensors.values():
+        path = (t.path[0], *part.under, *t.path[1:])
+        _free(out, path, part)
+        out.tensors[joined(path)] = replace(t, path=path, chunks=_moved(t.chunks, by))
+    for v in found.values.values():
+        path = (v.path[0], *part.under, *v.path[1:])
+        _free(out, path, part)
+        out.values[joined(path)] = Value(path, v.data)
+    out.records += [
+        Record(Extent(r.extent.file + by, r.extent.offset, r.extent.length), r.crc32) for r in found.records
+    ]
+    out.ranks |= {file + by: rank for file, rank in found.ranks.items()}
+    out.notes += found.notes
+    if found.world_size is not None:
+        out.world_size = max(out.world_size or 0, found.world_size)
+    if not part.under:
+        out.recorded |= found.recorded
+
+
+def _free(out: Checkpoint, path: Path, part: Part) -> None:
+    name = joined(path)
+    if name in out.tensors or name in out.values:
+        raise Corrupt(
+            f'{out.root}/{part.name} holds "{name}", and another file of the directory does too. Two saves lie in one folder, or '
+            "the directory was put together by hand: give the part that counts as the path."
+        )
+
+
+def _moved(chunks: Chunks, by: int) -> Chunks:
+    """The same chunks in a list of files that has `by` more before theirs."""
+    if not by:
+        return chunks
+    out = Chunks(chunks.ndim)
+    out.start, out.shape, out.offset, out.length = chunks.start, chunks.shape, chunks.offset, chunks.length
+    out.strides, out.zstd = chunks.strides, chunks.zstd
+    out.file = array("q", (f + by for f in chunks.file))
+    return out
+
+
+def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
+    """The same index with raw byte ranges: items of dcp have been looked into, names of the Hub are those in memory."""
+    if any(t.coding != "raw" for t in ckpt.tensors.values()):
+        ckpt = _by("dcp", ckpt, source)
+    if ckpt.config is not None and any(f.endswith(".safetensors") for f in ckpt.files):
+        ckpt = _by("hf", ckpt, source)
+    return ckpt
+
+
+def _by(layout: str, ckpt: Checkpoint, source: Source) -> Checkpoint:
+    found = layouts.find(layout).locate
+    assert found is not None
+    return found(ckpt, source)

@@ -1,0 +1,145 @@
+"""Directories of trainers, one dialect each: what every file of a checkpoint is, and how such a directory is known.
+
+accelerate   accelerator.save_state(DIR)
+
+    pytorch_model_fsdp_{i}/, optimizer_{i}/             SHARDED_STATE_DICT: folders of dcp, a model and an optimizer each
+    pytorch_model_fsdp_rank{rank}.bin, optimizer_{i}/   LOCAL_STATE_DICT: flat parameters, read by fsdp1
+    pytorch_model_fsdp.bin, optimizer.bin               FULL_STATE_DICT (pytorch_model_fsdp_{i}.bin and optimizer_{i}.bin, i > 0)
+    model.safetensors, pytorch_model.bin                without FSDP (model_{i}.safetensors, i > 0), shards with an index
+    scheduler.bin, sampler.bin, dl_state_dict.bin       and scheduler_{i}.bin, ...
+    scaler.pt                                           GradScaler.state_dict()
+    random_states_{rank}.pkl                            {"step", "random_state", "numpy_random_seed", "torch_manual_seed", ...}
+    custom_checkpoint_{i}.pkl                           objects that were registered
+
+trainer      transformers' Trainer and TRL: checkpoint-{step}/
+
+    the files of accelerate for the model, or model.safetensors, adapter_model.safetensors with adapter_config.json (PEFT)
+    optimizer.pt (DDP, numbers instead of names), optimizer.bin (FSDP FULL), optimizer_0/ (FSDP SHARDED)
+    scheduler.pt, scaler.pt, rng_state.pth or rng_state_{rank}.pth, trainer_state.json, training_args.bin (arguments, no state)
+
+Sources: accelerate/checkpointing.py, accelerate/utils/constants.py, accelerate/utils/fsdp_utils.py of 1.15;
+transformers/trainer.py (_save_checkpoint, _save_optimizer_and_scheduler, _save_rng_state) of 5.23; the directories in
+fixtures/, which they wrote.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ckpttool.storage.source import Source
+
+from ._parts import DATA, Dialect, Part
+
+__all__ = ["LAYOUTS"]
+
+_SAFETENSORS = re.compile(r"(model|adapter_model)(_\d+)?(-\d+-of-\d+)?\.safetensors")
+
+
+def _numbered(names: Sequence[str], pattern: str) -> Iterator[tuple[str, int]]:
+    """(name, its number, 0 where it has none) of the names that a pattern with one group matches, by number."""
+    rows = [(name, int(m[1] or 0)) for name in names if (m := re.fullmatch(pattern, name))]
+    yield from sorted(rows, key=lambda row: row[1])
+
+
+def _models(names: Sequence[str]) -> list[Part]:
+    """The models, by number: where there are several, each is under its number."""
+    found: list[Part] = []
+    for pattern, layout in (
+        (r"pytorch_model_fsdp_(\d+)", "dcp"),
+        (r"pytorch_model_fsdp(?:_(\d+))?\.bin", "full"),
+        (r"(?:adapter_model|model)(?:_(\d+))?\.safetensors", "hf"),
+        (r"(?:pytorch_model|adapter_model)(?:_(\d+))?\.bin", "full"),
+    ):
+        found = [Part(name, layout, "model", (str(i),)) for name, i in _numbered(names, pattern)]
+        if found:
+            break
+    else:
+        if "model.safetensors.index.json" in names:
+            found = [Part("", "hf", "model", ("0",))]
+        elif any(_numbered(names, r"pytorch_model_fsdp_rank(\d+)\.bin")):
+            found = [Part("", "fsdp1", "model", ("0",))]
+    return found
+
+
+def _optimizers(names: Sequence[str]) -> list[Part]:
+    """The optimizers, by number; that of number i is the optimizer of model i."""
+    for pattern, layout in ((r"optimizer_(\d+)", "dcp"), (r"optimizer(?:_(\d+))?\.(?:bin|pt)", "full")):
+        found = [Part(name, layout, "optim", (str(i),)) for name, i in _numbered(names, pattern)]
+        if found:
+            return found
+    return []
+
+
+def _state(names: Sequence[str]) -> list[Part]:
+    """Models and optimizers; a single model needs no number."""
+    models, optimizers = _models(names), _optimizers(names)
+    if len(models) < 2 and len(optimizers) < 2:
+        return [replace(part, under=()) for part in (*models, *optimizers)]
+    return [*models, *optimizers]
+
+
+def _rest(names: Sequence[str], rng: str) -> list[Part]:
+    """Schedulers, scalers, data loaders, RNG states and registered objects."""
+    out: list[Part] = []
+    for pattern, component in (
+        (r"scheduler(?:_(\d+))?\.(?:bin|pt)", "scheduler"),
+        (r"scaler(?:_(\d+))?\.pt", "scaler"),
+        (r"sampler(?:_(\d+))?\.bin", "dataloader"),
+        (r"dl_state_dict(?:_(\d+))?\.bin", "dataloader"),
+    ):
+        found = list(_numbered(names, pattern))
+        for name, i in found:
+            key = name.partition(".")[0] if component == "dataloader" else str(i)
+            out.append(Part(name, DATA, component, (key,) if len(found) > 1 or component == "dataloader" else ()))
+    out += [Part(name, DATA, "rng", (str(i),)) for name, i in _numbered(names, rng)]
+    out += [
+        Part(name, DATA, "extra", (name.partition(".")[0],))
+        for name, _ in _numbered(names, r"custom_checkpoint_(\d+)\.pkl")
+    ]
+    return out
+
+
+_RANDOM_STATES = r"random_states_(\d+)\.pkl"
+_RNG_STATE = r"rng_state(?:_(\d+))?\.pth"
+
+
+def _is_accelerate(source: Source) -> tuple[bool, str]:
+    names = source.list()
+    if "trainer_state.json" in names or "latest" in names:
+        return False, "trainer_state.json or latest: of another trainer"
+    ranks = next(_numbered(names, _RANDOM_STATES), None)
+    parts = any(n.startswith("pytorch_model_fsdp") for n in names)
+    if _models(names) and (ranks or (parts and _optimizers(names))):
+        return True, f"has {ranks[0] if ranks else _models(names)[0].name} and {_models(names)[0].name}"
+    return False, "no random_states_0.pkl beside a model"
+
+
+def _is_trainer(source: Source) -> tuple[bool, str]:
+    names = source.list()
+    if "trainer_state.json" not in names or "latest" in names:
+        return False, "no trainer_state.json" if "latest" not in names else "latest: of DeepSpeed"
+    if not _models(names):
+        return False, "trainer_state.json, but no weights"
+    return True, "has trainer_state.json"
+
+
+def _ranks(pattern: str, source: Source) -> int | None:
+    return sum(1 for _ in _numbered(source.list(), pattern)) or None
+
+
+ACCELERATE = Dialect(
+    name="accelerate", title="Accelerate", detect=_is_accelerate,
+    parts=lambda source: [*_state(source.list()), *_rest(source.list(), _RANDOM_STATES)],
+    world_size=lambda source: _ranks(_RANDOM_STATES, source),
+)  # fmt: skip
+TRAINER = Dialect(
+    name="trainer", title="Hugging Face Trainer", detect=_is_trainer,
+    parts=lambda source: [
+        *_state(source.list()), *_rest(source.list(), _RNG_STATE), Part("trainer_state.json", DATA, "trainer"),
+    ],
+    world_size=lambda source: _ranks(_RNG_STATE, source), aliases=("hf-trainer", "trl"),
+)  # fmt: skip
+
+LAYOUTS = tuple(dialect.layout() for dialect in (ACCELERATE, TRAINER))

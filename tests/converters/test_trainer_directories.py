@@ -1,0 +1,244 @@
+"""Directories of real trainers (fixtures/trainers, which Accelerate and transformers' Trainer wrote) are one whole state."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import ckpttool_here
+from peers import FIXTURES, difference, load_dcp, load_full, same_value, tensors_of
+from safetensors.torch import load_file, save_file
+
+import ckpttool
+from ckpttool.errors import Corrupt, Unsafe, Unsupported
+from ckpttool.index.optimizer_names import possible_orders
+
+TRAINERS = FIXTURES / "trainers"
+CASES = sorted(p.parent.name for p in TRAINERS.glob("*/case.json"))
+RANKS = 2
+
+
+def folder(case: str) -> Path:
+    """What a user has: checkpoint-3 of Trainer, the folder given to `save_state` of Accelerate."""
+    ckpt = TRAINERS / case / "ckpt"
+    return ckpt / "checkpoint-3" if case.startswith("trainer_") else ckpt
+
+
+def config(case: str, tmp_path: Path) -> dict[str, Any]:
+    """What has to be given besides: the model's config, where flat parameters need it."""
+    if case != "accelerate_fsdp1_local":
+        return {}
+    said = json.loads((TRAINERS / case / "case.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(said["model"]["config"]))
+    return {"config": str(tmp_path)}
+
+
+def truth(case: str) -> dict[str, torch.Tensor]:
+    """The live job's tensors; of an adapter those that PEFT saves, under the names it saves them by."""
+    found = load_file(TRAINERS / case / "truth.safetensors")
+    if "lora" in case:
+        found = {k.replace(".default.", "."): t for k, t in found.items() if "lora_" in k}
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_directory_is_its_model_and_its_optimizer_bit_for_bit(case: str, tmp_path: Path) -> None:
+    how = config(case, tmp_path)
+    for to, load in (("dcp", load_dcp), ("full", load_full)):
+        out = tmp_path / f"out_{to}"
+        done = ckpttool.convert(folder(case), out, to=to, world_size=3 if to == "dcp" else None, **how)
+        assert done.verified and not done.dropped
+        found = {k: t for k, t in tensors_of(load(out)).items() if k.startswith(("model.", "optim."))}
+        assert difference(found, truth(case)) == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_rest_of_the_state_is_carried_as_data(case: str, tmp_path: Path) -> None:
+    how = config(case, tmp_path)
+    ckpttool.convert(folder(case), tmp_path / "out", to="dcp", world_size=3, **how)
+    tree = load_dcp(tmp_path / "out")
+    scheduler, rng = (
+        ("scheduler.pt", "rng_state_{}.pth")
+        if case.startswith("trainer_")
+        else ("scheduler.bin", "random_states_{}.pkl")
+    )
+    assert same_value(tree["scheduler"], torch.load(folder(case) / scheduler, weights_only=False))
+    for rank in range(RANKS):
+        original = torch.load(folder(case) / rng.format(rank), weights_only=False)
+        assert same_value(plain(tree["rng"][str(rank)]), plain(original))
+    if case.startswith("trainer_"):
+        assert tree["trainer"] == json.loads((folder(case) / "trainer_state.json").read_text())
+    with ckpttool.open(folder(case), **how) as opened:
+        assert opened.checkpoint.world_size == RANKS
+        assert opened.checkpoint.trainer == ("Hugging Face Trainer" if case.startswith("trainer_") else "Accelerate")
+        assert {r.component for r in opened.checkpoint.unread} <= {""}, "arguments, weights in another form"
+
+
+def plain(x: Any) -> Any:
+    """numpy arrays as lists."""
+    if hasattr(x, "tolist") and not isinstance(x, torch.Tensor):
+        return x.tolist()
+    if isinstance(x, dict):
+        return {k: plain(v) for k, v in x.items()}
+    return type(x)(map(plain, x)) if isinstance(x, (list, tuple)) else x
+
+
+def test_numpy_arrays_are_tensors_where_torch_refuses_numpy(tmp_path: Path) -> None:
+    done = ckpttool.convert(folder("trainer_ddp"), tmp_path / "out.pt", to="full")
+    (note,) = [n for n in done.notes if "numpy" in n]
+    assert "2 values hold numpy arrays, first rng.0.numpy" in note
+    found = torch.load(tmp_path / "out.pt", weights_only=True)["rng"]["1"]["numpy"]
+    original = torch.load(folder("trainer_ddp") / "rng_state_1.pth", weights_only=False)["numpy"]
+    assert found[1].dtype == torch.uint32 and found[1].tolist() == original[1].tolist()
+    assert (found[0], *found[2:]) == (original[0], *original[2:])
+
+
+# -------------------------------------------------------------------------------------------------- numbers and names
+
+
+def test_numbers_need_the_order_of_the_module_and_not_that_of_the_file(tmp_path: Path) -> None:
+    """model.safetensors is sorted by name; the ids of optimizer.pt follow the module, decayed weights first."""
+    alone = tmp_path / "checkpoint-3"
+    shutil.copytree(folder("trainer_ddp"), alone)
+    (alone / "config.json").rename(tmp_path / "config.json")
+    with pytest.raises(Unsupported, match=r"numbers its 21 parameters.*nothing here tells.*config"):
+        ckpttool.open(alone)
+    with ckpttool.open(alone, only=["model"]) as opened:
+        assert len(opened.checkpoint.tensors) == 21
+    with ckpttool.open(alone, config=str(tmp_path)) as opened, ckpttool.open(folder("trainer_ddp")) as whole:
+        assert opened.checkpoint.tensors.keys() == whole.checkpoint.tensors.keys()
+    with ckpttool.open(alone, like=folder("trainer_fsdp2_full")) as opened:
+        assert opened.checkpoint.tensors.keys() == whole.checkpoint.tensors.keys()
+
+
+def test_an_adapter_s_numbers_are_named_where_shapes_leave_one_order(tmp_path: Path) -> None:
+    case = FIXTURES / "trainer_ddp_lora_w2" / "ckpt" / "checkpoint-3"
+    ckpttool.convert(case, tmp_path / "out", to="dcp", world_size=2)
+    state = load_dcp(tmp_path / "out")["optim"]["state"]
+    model = load_dcp(tmp_path / "out")["model"]
+    assert state.keys() == model.keys() and len(state) == 8
+    for name, slots in state.items():
+        assert slots["exp_avg"].shape == model[name].shape
+    # q_proj and v_proj of shapes that do not differ leave two orders
+    twin = tmp_path / "checkpoint-3"
+    shutil.copytree(case, twin)
+    weights = load_file(twin / "adapter_model.safetensors")
+    save_file(
+        {k: t[:4].contiguous() if "lora_B" in k else t for k, t in weights.items()}, twin / "adapter_model.safetensors"
+    )
+    optimizer = torch.load(twin / "optimizer.pt", weights_only=True)
+    for slots in optimizer["state"].values():
+        for slot in ("exp_avg", "exp_avg_sq"):
+            if slots[slot].shape[1] == 4:
+                slots[slot] = slots[slot][:4].clone()
+    torch.save(optimizer, twin / "optimizer.pt")
+    with pytest.raises(Unsupported, match="more than one order"):
+        ckpttool.open(twin)
+
+
+def test_possible_orders_hold_that_of_a_real_module() -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.out = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 3)
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wte, self.layers = torch.nn.Embedding(3, 2), torch.nn.ModuleList(Block() for _ in range(12))
+
+    names = [n for n, _ in Net().named_parameters()]
+    orders = list(possible_orders(sorted(names)))
+    assert names in orders and sorted(names) not in orders, "layers.10 comes after layers.2"
+    assert len(orders) == 2 * 6 and len({tuple(o) for o in orders}) == 12
+    assert all(sorted(o) == sorted(names) for o in orders)
+    assert not list(possible_orders([f"{c}.weight" for c in "abcdefghij"])), "ten factorial is too many to try"
+
+
+def test_an_optimizer_alone_is_an_optimizer() -> None:
+    with ckpttool.open(folder("accelerate_fsdp2_full") / "optimizer.bin") as opened:
+        assert {opened.checkpoint.component(n) for n in opened.checkpoint.tensors} == {"optim"}
+    with ckpttool.open(folder("trainer_ddp") / "optimizer.pt") as opened:
+        assert {opened.checkpoint.component(n) for n in opened.checkpoint.tensors} == {"extra"}
+        assert any("keeps its numbers" in n for n in opened.checkpoint.notes)
+
+
+def test_an_optimizer_alone_keeps_its_keys(tmp_path: Path) -> None:
+    source = folder("accelerate_fsdp2_full") / "optimizer.bin"
+    ckpttool.convert(source, tmp_path / "out.pt", to="full", drop=True)
+    found, original = (torch.load(p, weights_only=True) for p in (tmp_path / "out.pt", source))
+    assert found.keys() == original.keys() == {"state", "param_groups"}
+    assert same_value(found, original)
+
+
+# ------------------------------------------------------------------------------------------------------ broken folders
+
+
+class Runs:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (print, ("run",))
+
+
+def test_data_that_cannot_be_read_stops_and_drop_goes_on(tmp_path: Path) -> None:
+    source = tmp_path / "checkpoint-3"
+    shutil.copytree(folder("trainer_ddp"), source)
+    (source / "rng_state_1.pth").write_bytes(pickle.dumps(Runs()))
+    with pytest.raises(Unsupported, match=r"rng_state_1\.pth \([^)]*cannot be read"):
+        ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=2)
+    done = ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=2, drop=True)
+    assert [n for n, _, _ in done.dropped] == ["rng_state_1.pth"]
+
+
+def test_a_damaged_optimizer_is_an_error_and_only_model_goes_on(tmp_path: Path) -> None:
+    source = tmp_path / "checkpoint-3"
+    shutil.copytree(folder("trainer_fsdp2_full"), source)
+    (source / "optimizer.bin").write_bytes(b"x" * 9)
+    with pytest.raises(Corrupt, match=r"optimizer\.bin"):
+        ckpttool.open(source)
+    (source / "optimizer.bin").write_bytes(pickle.dumps(Runs()))
+    with pytest.raises(Unsafe):
+        ckpttool.open(source)
+    ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=2, only=["model"])
+
+
+def test_a_part_without_tensors_is_named(tmp_path: Path) -> None:
+    source = tmp_path / "checkpoint-3"
+    shutil.copytree(folder("trainer_fsdp2_sharded"), source)
+    shutil.rmtree(source / "pytorch_model_fsdp_0")
+    ckpttool.convert(
+        folder("trainer_fsdp2_sharded"), source / "pytorch_model_fsdp_0", to="dcp", world_size=2, only=["rng"]
+    )
+    with ckpttool.open(source) as opened:
+        assert "weights" in " ".join(opened.checkpoint.notes) or not any(
+            n.startswith("model.") for n in opened.checkpoint.tensors
+        )
+
+
+def test_several_models_are_told_apart_by_number(tmp_path: Path) -> None:
+    source = tmp_path / "state"
+    shutil.copytree(folder("accelerate_fsdp2_full"), source)
+    shutil.copy(source / "pytorch_model_fsdp.bin", source / "pytorch_model_fsdp_1.bin")
+    shutil.copy(source / "optimizer.bin", source / "optimizer_1.bin")
+    shutil.copy(source / "scheduler.bin", source / "scheduler_1.bin")
+    with ckpttool.open(source) as opened:
+        names = [n for n in opened.checkpoint.tensors if n.startswith("model.")]
+        assert len(names) == 42 and {n.split(".")[1] for n in names} == {"0", "1"}
+        assert {n.split(".")[1] for n in opened.checkpoint.values if n.startswith("scheduler.")} == {"0", "1"}
+
+
+def test_inspect_says_whose_it_is() -> None:
+    done = ckpttool_here("inspect", folder("trainer_fsdp2_sharded"), "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["layout"], found["trainer"], found["step"], found["ranks"]) == (
+        "trainer",
+        "Hugging Face Trainer",
+        3,
+        2,
+    )
+    assert found["optimizer"]["kind"] and not any("optimizer" in text for text in found["missing"])
