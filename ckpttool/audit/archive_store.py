@@ -18,7 +18,7 @@ from typing import Any
 
 from ..engine.fill import silent
 from ..errors import CkpttoolError, Corrupt, DestinationExists, Differs, RemoteError, UsageError
-from ..storage import remote, upload, urls
+from ..storage import objects, remote, urls
 from ..storage.source import Source
 from . import ledger, sidecar
 from .archive import ENCRYPTED, SUFFIX, Facts, facts
@@ -348,7 +348,7 @@ def why_protected(row: Row, now: datetime) -> str:
 def remove_file(store: str, name: str) -> None:
     """Delete a file of a store, durably; one that is already gone is fine."""
     if urls.is_url(store):
-        upload.remove(f"{store.rstrip('/')}/{name}")
+        objects.remove(f"{store.rstrip('/')}/{name}")
         return
     try:
         os.unlink(os.path.join(store, name))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import CkpttoolError, UsageError
-from ..storage import remote, upload, urls
+from ..storage import objects, remote, urls
 from . import ledger, sidecar
 from .archive import Facts
 from .archive_store import (
@@ -39,7 +39,7 @@ def hold(archive: str, reason: str) -> dict[str, Any]:
     require(store, name)
     _, known = look(store, name)
     said = evidence(known) if isinstance(known, Facts) else {}
-    locked = urls.is_url(archive) and upload.legal_hold(archive, True)
+    locked = urls.is_url(archive) and objects.legal_hold(archive, on=True)
     entry = ledger.append(store, "hold", name, reason=reason, object_lock=locked, **said)
     require(store, name)
     with remote.open_source(store) as source:
@@ -79,7 +79,7 @@ def release(archive: str, reason: str) -> dict[str, Any]:
     if name in history.files:
         remove_file(store, sidecar.hold_name(name))
     if urls.is_url(archive):
-        upload.legal_hold(archive, False)
+        objects.legal_hold(archive, on=False)
     return entry
 
 

@@ -33,7 +33,7 @@ from typing import Any
 
 from ..bounded_json import parse
 from ..errors import CkpttoolError, Corrupt, Differs, NoSpace, RemoteError, Unsafe, Unsupported, UsageError
-from ..storage import upload, urls
+from ..storage import objects, urls
 from .retention import stamp, time_of
 
 __all__ = ["FILE", "FIRST", "Match", "append", "backwards", "clock_behind", "match", "read", "read_or_none", "records", "refuse_unwritable", "verify"]  # fmt: skip
@@ -329,7 +329,7 @@ def _torn(what: str, number: int, at: int, size: int) -> Corrupt:
 def _bytes(store: str) -> bytes | None:
     """The whole ledger; None where there is none."""
     if urls.is_url(store):
-        data, token = upload.get_with_token(_place_url(store))
+        data, token = objects.get_with_token(_place_url(store))
         return None if token is None else data
     try:
         with _opened(store, os.O_RDONLY) as fd, open(fd, "rb", closefd=False) as f:
@@ -423,12 +423,12 @@ def _append_object(store: str, facts: dict[str, Any]) -> dict[str, Any]:
     url, what = _place_url(store), _place(store)
     sent: tuple[dict[str, Any], bytes] | None = None
     for k in range(_SWAPS):
-        data, token = upload.get_with_token(url)
+        data, token = objects.get_with_token(url)
         if sent and data.startswith(sent[1]):
             return sent[0]  # it had been written, only the answer was lost
         entries = _checked(data, what)
         entry, line = _next(facts, entries[-1] if entries else None)
-        if upload.put_if_unchanged(url, data + line, token):
+        if objects.put_if_unchanged(url, data + line, token):
             return entry
         sent = entry, data + line
         time.sleep(min(0.01 * (k + 1), 0.2))

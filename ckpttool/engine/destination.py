@@ -15,7 +15,7 @@ from ..storage import partial, urls
 from ..storage.destination import Destination, write_error
 from ..storage.local_destination import LocalDestination, refuse_full, refuse_target
 from ..storage.object_destinations import ObjectDestination, PrefixDestination
-from ..storage.upload import NOTE
+from ..storage.upload_folder import NOTE
 from .opening import CheckpointPath, shown_path
 from .planning import Plan
 from .recorded import RECORD

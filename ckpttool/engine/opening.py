@@ -11,7 +11,7 @@ from .. import layouts
 from ..errors import Corrupt, UsageError, argument
 from ..index.checkpoint import Checkpoint, check, joined, tied_weights
 from ..storage.source import Source, raise_file_limit
-from ..storage.upload import NOTE
+from ..storage.upload_folder import NOTE
 from . import mixups, unread_files
 from .handle import TensorHandle, handle
 from .recorded import RECORD, Recorded, missing, of_folder

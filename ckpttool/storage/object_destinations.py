@@ -16,7 +16,8 @@ from . import urls
 from .destination import DestinationFile
 from .local_file import WriterPool
 from .partial import Earlier
-from .upload import Upload, UploadFolder
+from .upload import Upload
+from .upload_folder import UploadFolder
 
 __all__ = ["ObjectDestination", "PrefixDestination"]
 

@@ -25,7 +25,7 @@ from stores import Flaky, first
 
 from ckpttool.audit import ledger
 from ckpttool.errors import CkpttoolError, Corrupt, Differs, NoSpace, RemoteError, Unsafe, Unsupported, UsageError
-from ckpttool.storage import retries, upload
+from ckpttool.storage import objects, retries
 
 
 @pytest.fixture(autouse=True)
@@ -398,8 +398,8 @@ def test_in_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ledger.read(store) == [first_, second]
     assert ledger.verify(store, first_["hash"])["entries"] == 2
     url = f"{store}/ledger.jsonl"
-    data, token = upload.get_with_token(url)
-    upload.put_if_unchanged(url, data.replace(b"true", b"null"), token)
+    data, token = objects.get_with_token(url)
+    objects.put_if_unchanged(url, data.replace(b"true", b"null"), token)
     with pytest.raises(Corrupt, match=f"{url}: line 2 was altered"):
         ledger.append(store, "verify", "a")
 
@@ -430,7 +430,7 @@ def test_in_a_bucket_behind_a_bad_line(monkeypatch: pytest.MonkeyPatch, what: in
 
 def test_a_bucket_that_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "_SWAPS", 3)
-    monkeypatch.setattr(upload, "put_if_unchanged", lambda *_: False)
+    monkeypatch.setattr(objects, "put_if_unchanged", lambda *_: False)
     store = stores.moto().bucket(monkeypatch)
     with pytest.raises(RemoteError, match="3 times"):
         ledger.append(store, "verify", "a")

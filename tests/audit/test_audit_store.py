@@ -21,7 +21,7 @@ from stores import Flaky, first
 from ckpttool.audit import archive_store, holds, ledger, pruning, retention
 from ckpttool.audit.archive import Facts
 from ckpttool.errors import CkpttoolError, Corrupt, Differs, NoSpace, RemoteError, UsageError
-from ckpttool.storage import remote, retries, upload
+from ckpttool.storage import objects, remote, retries
 from ckpttool.storage.source import Source
 
 NOW = datetime(2031, 3, 1, 12, 0, 0, tzinfo=UTC)
@@ -887,10 +887,10 @@ def test_a_release_that_the_store_did_not_hear(store: Shelf, monkeypatch: pytest
             holds.release(archive, "closed")
     moto.environment(monkeypatch)
     with pytest.raises(RemoteError, match="AccessDenied"):
-        upload.remove(archive)
+        objects.remove(archive)
     assert holds.release(archive, "closed")["event"] == "release"  # again, and no second entry
     assert [e["event"] for e in ledger.read(f"{bucket}/audit")] == ["hold", "release"]
-    upload.remove(archive)
+    objects.remove(archive)
 
 
 def test_a_bucket_that_fails_is_no_damage(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,11 +33,10 @@ from ckpttool.errors import (
     Unsupported,
     UsageError,
 )
-from ckpttool.storage import retries, urls
-from ckpttool.storage import upload as objects
+from ckpttool.storage import objects, retries, upload, urls
 from ckpttool.storage.prefetch import FetchSizes
 from ckpttool.storage.remote import RemoteSource
-from ckpttool.storage.upload import Upload
+from ckpttool.storage.upload import Upload, UploadSizes
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 MIB = 1 << 20
@@ -362,7 +361,7 @@ def test_no_credential_in_any_message(s3: Moto, bucket: str, monkeypatch: pytest
             lambda: Upload(f"{bucket}/n", force=True).commit(),
             lambda: objects.put_if_unchanged(f"{bucket}/n", b"x", None),
             lambda: objects.get_with_token(f"{bucket}/n"),
-            lambda: objects.legal_hold(f"{bucket}/a", True),
+            lambda: objects.legal_hold(f"{bucket}/a", on=True),
         ]
         for call in calls:
             with pytest.raises(RemoteError) as e:
@@ -545,7 +544,7 @@ def test_any_store_of_fsspec() -> None:
         Upload(f"{url}/c", force=False, lock=LOCKED)
     assert objects.get_with_token(f"{url}/a") == (b"9876543210", "")
     assert objects.get_with_token(f"{url}/none") == (b"", None)
-    assert objects.legal_hold(f"{url}/a", True) is False
+    assert objects.legal_hold(f"{url}/a", on=True) is False
     objects.remove(f"{url}/a")
     objects.remove(f"{url}/a")
     assert RemoteSource(url).list() == ["b"]
@@ -564,7 +563,7 @@ def test_memory_is_read_only() -> None:
 
 
 def test_upload_in_parts(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "_PART", 5 * MIB)
+    monkeypatch.setattr(upload, "SIZES", UploadSizes(part_bytes=5 * MIB))
     data = noise(13 * MIB + 77)
     url = f"{bucket}/run/a.tar.zst"
     with Flaky(s3.endpoint, lambda *_: None) as proxy:
@@ -601,8 +600,7 @@ def test_size_of_parts(bucket: str, expect: int, part: int) -> None:
 
 
 def test_more_than_expected(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "_PART", 1 * MIB)
-    monkeypatch.setattr(objects, "_PARTS", 2)
+    monkeypatch.setattr(upload, "SIZES", UploadSizes(part_bytes=1 * MIB, parts=2))
     up = Upload(f"{bucket}/a", force=False)
     with pytest.raises(RemoteError, match="2 parts of 1,048,576 bytes are full"):
         up.append(bytes(3 * MIB + 1))
@@ -661,7 +659,7 @@ def test_somebody_was_first(s3: Moto, bucket: str) -> None:
 @pytest.mark.parametrize("what", [500, 503, "drop", "lose", "cut"])
 def test_writing_through_failures(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch, what: int | str) -> None:
     """Each request fails once or twice, whether or not the store had done what it was asked."""
-    monkeypatch.setattr(objects, "_PART", 5 * MIB)
+    monkeypatch.setattr(upload, "SIZES", UploadSizes(part_bytes=5 * MIB))
     data = noise(11 * MIB)
     url = f"{bucket}/a"
     times: dict[str, int] = {}
@@ -765,7 +763,7 @@ def test_lock_refuses_deletion(s3: Moto, monkeypatch: pytest.MonkeyPatch, mode: 
     url, client = f"{bucket}/a", s3.client()
     put(s3, url, b"kept")
     if mode == "hold":
-        assert objects.legal_hold(url, True) is True
+        assert objects.legal_hold(url, on=True) is True
     else:
         client.put_object_retention(
             Bucket=bucket[5:],
@@ -777,7 +775,7 @@ def test_lock_refuses_deletion(s3: Moto, monkeypatch: pytest.MonkeyPatch, mode: 
     assert e.value.exit_code == 9 and url in str(e.value)
     assert get(s3, url) == b"kept"  # and no mark hides it
     if mode == "hold":
-        assert objects.legal_hold(url, False) is True
+        assert objects.legal_hold(url, on=False) is True
         objects.remove(url)
         assert get(s3, url) is None
 
@@ -804,7 +802,7 @@ def test_a_locked_older_version_keeps_the_newer(s3: Moto, monkeypatch: pytest.Mo
 
 def test_hold_where_there_are_none(s3: Moto, bucket: str) -> None:
     put(s3, f"{bucket}/a", b"x")
-    assert objects.legal_hold(f"{bucket}/a", True) is False
+    assert objects.legal_hold(f"{bucket}/a", on=True) is False
 
 
 def test_remove(s3: Moto, bucket: str) -> None:

@@ -22,9 +22,10 @@ from ckpttool.engine.opening import open as open_checkpoint
 from ckpttool.engine.planning import plan
 from ckpttool.engine.verification import verify
 from ckpttool.errors import Corrupt, DestinationExists, Interrupted, NoSpace, RemoteError, SourceChanged, UsageError
-from ckpttool.storage import object_destinations, retries, upload
+from ckpttool.storage import object_destinations, objects, retries, upload, upload_folder
 from ckpttool.storage.prefetch import FetchSizes
 from ckpttool.storage.remote import RemoteSource
+from ckpttool.storage.upload import UploadSizes
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 DCP = str(FIXTURES / "fsdp2_w3" / "ckpt")
@@ -83,7 +84,7 @@ def test_there_and_back(s3: Moto, bucket: str, tmp_path: Path, to: str, ranks: i
     url = f"{bucket}/run 1/ü" + (".pt" if to == "full" else "")
     sent = convert(DCP, url, to=to, world_size=ranks)
     assert sent.verified and sent.destination == url
-    assert not unfinished(s3, bucket) and not [k for k in keys(s3, bucket) if k.endswith(upload.NOTE)]
+    assert not unfinished(s3, bucket) and not [k for k in keys(s3, bucket) if k.endswith(upload_folder.NOTE)]
     back = convert(url, tmp_path / "back", to="dcp", world_size=3)
     assert back.digest == sent.digest
     assert diff(DCP, str(tmp_path / "back"), only=["model"] if to == "hf" else None).equal
@@ -97,7 +98,7 @@ def test_the_marker_is_seen_last(s3: Moto, bucket: str, proxied: Flaky) -> None:
     url = f"{bucket}/a"
     convert(DCP, url, to="dcp", world_size=3, verify=False)
     seen = done(proxied)
-    assert seen[0] == f"+ {upload.NOTE}" and seen[-2:] == ["+ .metadata", f"- {upload.NOTE}"]
+    assert seen[0] == f"+ {upload_folder.NOTE}" and seen[-2:] == ["+ .metadata", f"- {upload_folder.NOTE}"]
     assert sorted(seen[1:-2]) == ["+ __0_0.distcp", "+ __1_0.distcp", "+ __2_0.distcp", "+ ckpttool.json"]
 
 
@@ -109,8 +110,8 @@ def test_what_is_replaced_loses_its_marker_first(s3: Moto, bucket: str, proxied:
     proxied.seen.clear()
     convert(DCP, url, to="dcp", world_size=2, force=True)
     seen = done(proxied)
-    assert seen[:3] == [f"+ {upload.NOTE}", "- .metadata", "- __2_0.distcp"]
-    assert seen[-2:] == ["+ .metadata", f"- {upload.NOTE}"]
+    assert seen[:3] == [f"+ {upload_folder.NOTE}", "- .metadata", "- __2_0.distcp"]
+    assert seen[-2:] == ["+ .metadata", f"- {upload_folder.NOTE}"]
     assert keys(s3, bucket) == [f"a/{n}" for n in (".metadata", "__0_0.distcp", "__1_0.distcp", "ckpttool.json")]
     assert verify(url, against=DCP).against["verdict"] == "equal"
 
@@ -143,7 +144,7 @@ def test_a_store_that_fails_while_objects_become_visible(s3: Moto, bucket: str, 
     proxied.rule = lambda method, path: 500 if method == "PUT" and path.endswith(which) else None
     with pytest.raises(RemoteError, match="no answer in 5 tries"):
         convert(DCP, url, to="dcp", world_size=3)
-    assert f"a/{upload.NOTE}" in keys(s3, bucket) and "a/.metadata" not in keys(s3, bucket)
+    assert f"a/{upload_folder.NOTE}" in keys(s3, bucket) and "a/.metadata" not in keys(s3, bucket)
     with pytest.raises(Corrupt, match="interrupted while its files became visible"):
         open_checkpoint(url)
     proxied.rule = lambda method, path: None
@@ -156,7 +157,7 @@ def test_a_note_is_no_leave_to_remove_other_things(s3: Moto, bucket: str) -> Non
     put = s3.client().put_object
     put(Bucket=bucket[5:], Key="a/thesis.tex", Body=b"x")
     for note in (b'{"names": ["other"]}', b"[]", b"{", b""):
-        put(Bucket=bucket[5:], Key=f"a/{upload.NOTE}", Body=note)
+        put(Bucket=bucket[5:], Key=f"a/{upload_folder.NOTE}", Body=note)
         with pytest.raises(DestinationExists):
             convert(DCP, f"{bucket}/a", to="dcp")
     assert "a/thesis.tex" in keys(s3, bucket)
@@ -166,8 +167,7 @@ def test_a_note_is_no_leave_to_remove_other_things(s3: Moto, bucket: str) -> Non
 def test_a_run_that_ends_early_leaves_nothing(
     s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    monkeypatch.setattr(upload, "_PART", 32 << 10)
-    monkeypatch.setattr(upload, "_SMALLEST", 32 << 10)
+    monkeypatch.setattr(upload, "SIZES", UploadSizes(part_bytes=32 << 10, smallest_part_bytes=32 << 10))
     sent = 0
 
     def stop(what: str, done: int, total: int) -> None:
@@ -224,7 +224,7 @@ def test_no_room_for_parts_that_wait(bucket: str, monkeypatch: pytest.MonkeyPatc
         def write(self, data: Any) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(upload, "_BUFFERED", 1)
+    monkeypatch.setattr(upload, "SIZES", UploadSizes(buffered_bytes=1))
     monkeypatch.setattr(upload.tempfile, "TemporaryFile", Full)
     with pytest.raises(NoSpace, match=f"{tempfile.gettempdir()}: No space left on device.*TMPDIR"):
         convert(DCP, f"{bucket}/a", to="dcp", world_size=3)
@@ -235,18 +235,18 @@ def test_many_files_at_once_take_no_more_memory(
     s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, on_disk: bool
 ) -> None:
     """Parts get smaller; where even the smallest are too many, they wait on the disk."""
-    assert upload._SMALLEST == 5 * MIB  # as S3 wants them
-    monkeypatch.setattr(upload, "_SMALLEST", 16 << 10)
-    monkeypatch.setattr(upload, "_PART", 64 << 10)
-    monkeypatch.setattr(upload, "_BUFFERED", (64 << 10) if on_disk else (256 << 10))
+    assert upload.SIZES.smallest_part_bytes == 5 * MIB  # as S3 wants them
+    buffered = (64 << 10) if on_disk else (256 << 10)
+    sizes = UploadSizes(smallest_part_bytes=16 << 10, part_bytes=64 << 10, buffered_bytes=buffered)
+    monkeypatch.setattr(upload, "SIZES", sizes)
     made: list[Any] = []
-    begin = upload.UploadFolder.__init__
+    begin = upload_folder.UploadFolder.__init__
 
     def spy(self: Any, *a: Any, **k: Any) -> None:
         begin(self, *a, **k)
         made.append(self)
 
-    monkeypatch.setattr(upload.UploadFolder, "__init__", spy)
+    monkeypatch.setattr(upload_folder.UploadFolder, "__init__", spy)
     convert(DCP, f"{bucket}/a", to="dcp", world_size=8)
     assert (made[0]._size, made[0]._on_disk) == ((16 << 10, True) if on_disk else (32 << 10, False))
 
@@ -386,8 +386,7 @@ def test_a_connection_cut_every_so_often(
 ) -> None:
     """There and back, with connections that break every 200 kB in either direction: equal digests."""
     monkeypatch.setattr(RemoteSource, "sizes", FetchSizes(request_bytes=64 << 10))
-    monkeypatch.setattr(upload, "_PART", 64 << 10)
-    monkeypatch.setattr(upload, "_SMALLEST", 64 << 10)
+    monkeypatch.setattr(upload, "SIZES", UploadSizes(part_bytes=64 << 10, smallest_part_bytes=64 << 10))
     monkeypatch.setattr(retries, "POLICY", retries.RetryPolicy(tries=8, first_wait_seconds=0.001))
     with Cutting(s3.endpoint, 250_000) as proxy:
         s3.environment(monkeypatch, proxy.endpoint)
@@ -403,14 +402,14 @@ def test_a_connection_cut_every_so_often(
 
 def during(monkeypatch: pytest.MonkeyPatch, method: str, call: Any) -> None:
     """Do something before the first time that a method of UploadFolder runs."""
-    real = getattr(upload.UploadFolder, method)
+    real = getattr(upload_folder.UploadFolder, method)
 
     def first_call(self: Any, *a: Any) -> Any:
-        monkeypatch.setattr(upload.UploadFolder, method, real)
+        monkeypatch.setattr(upload_folder.UploadFolder, method, real)
         call()
         return real(self, *a)
 
-    monkeypatch.setattr(upload.UploadFolder, method, first_call)
+    monkeypatch.setattr(upload_folder.UploadFolder, method, first_call)
 
 
 OTHER = str(FIXTURES / "fsdp2_w2_groups" / "ckpt")
@@ -424,26 +423,28 @@ def test_what_another_run_finished_meanwhile_is_not_touched(
     with pytest.raises(DestinationExists, match="came there while this run was sending; nothing was replaced"):
         convert(DCP, url, to="dcp", world_size=3)
     assert verify(url, against=OTHER).against["verdict"] == "equal"
-    assert not [k for k in keys(s3, bucket) if k.endswith(upload.NOTE)] and not unfinished(s3, bucket)
+    assert not [k for k in keys(s3, bucket) if k.endswith(upload_folder.NOTE)] and not unfinished(s3, bucket)
 
 
 def test_a_run_that_finds_the_note_of_another_stops(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     url, put = f"{bucket}/a", s3.client().put_object
-    during(monkeypatch, "commit", lambda: put(Bucket=bucket[5:], Key=f"a/{upload.NOTE}", Body=b'{"names": ["x"]}'))
+    during(
+        monkeypatch, "commit", lambda: put(Bucket=bucket[5:], Key=f"a/{upload_folder.NOTE}", Body=b'{"names": ["x"]}')
+    )
     with pytest.raises(DestinationExists, match="another run"):
         convert(DCP, url, to="dcp", world_size=3)
-    assert keys(s3, bucket) == [f"a/{upload.NOTE}"] and not unfinished(s3, bucket)
+    assert keys(s3, bucket) == [f"a/{upload_folder.NOTE}"] and not unfinished(s3, bucket)
 
 
 def test_a_run_whose_note_was_taken_over_puts_no_marker(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else its marker would stand over the other's files."""
-    url, real = f"{bucket}/a", upload.get_with_token
+    url, real = f"{bucket}/a", objects.get_with_token
 
     def replaced(at: str) -> Any:
-        s3.client().put_object(Bucket=bucket[5:], Key=f"a/{upload.NOTE}", Body=b'{"names": ["x"]}')
+        s3.client().put_object(Bucket=bucket[5:], Key=f"a/{upload_folder.NOTE}", Body=b'{"names": ["x"]}')
         return real(at)
 
-    monkeypatch.setattr(upload, "get_with_token", replaced)
+    monkeypatch.setattr(upload_folder, "get_with_token", replaced)
     with pytest.raises(DestinationExists, match="another run"):
         convert(DCP, url, to="dcp", world_size=3)
     assert "a/.metadata" not in keys(s3, bucket)

@@ -1,0 +1,197 @@
+"""Single objects of a store: requests of S3, conditional writes of small objects, removal, legal holds.
+
+Every write of `put_if_unchanged` carries a condition, If-None-Match or If-Match, so two writers cannot overwrite each other;
+a store that ignores conditions, as old imitations of S3 do, is not safe for a ledger that many write to.
+
+Sources: the API reference of S3 (DeleteObject, PutObjectLegalHold, "Conditional writes").
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import DestinationExists, RemoteError, Unsupported, UsageError, argument
+from .remote import filesystem_for
+from .retries import Conflict, Denied, NotFound, with_retries
+from .urls import redact_url
+
+__all__ = [
+    "NO_LOCK",
+    "S3Object",
+    "get_with_token",
+    "hide",
+    "legal_hold",
+    "put_if_unchanged",
+    "remove",
+    "s3_object",
+    "taken",
+]
+
+# How stores say that a bucket has no object lock.
+NO_LOCK = re.compile(r"object ?lock|lock configuration|NotImplemented|MethodNotAllowed", re.IGNORECASE)
+
+
+class S3Object:
+    """One object of an S3 store."""
+
+    def __init__(self, fs: Any, path: str, url: str) -> None:
+        self.fs, self.url = fs, redact_url(url)
+        self.bucket, _, self.key = path.partition("/")
+        if not self.key:
+            raise UsageError(f"{redact_url(url)} names a bucket; give an object in it.")
+
+    def request(self, method: str, *, read_body: bool = False, **kwargs: Any) -> dict[str, Any]:
+        """A request of S3's API; with `read_body`, the Body of its answer is read.
+
+        Raises:
+            RemoteError: or one of its private kinds.
+        """
+        from fsspec.asyn import sync
+
+        body = kwargs.get("Body")
+
+        async def call() -> dict[str, Any]:
+            await self.fs.set_session()
+            client = await self.fs.get_s3(self.bucket)
+            if body is not None:
+                body.seek(0)
+            said: dict[str, Any] = await getattr(client, method)(Bucket=self.bucket, **kwargs)
+            if read_body:
+                async with said["Body"] as stream:
+                    said["Body"] = await stream.read()
+            return said
+
+        return with_retries(self.url, lambda: sync(self.fs.loop, call))
+
+    def sweep(self, prefix: str, ours: Callable[[str], bool]) -> None:
+        """Remove the parts of uploads that were never finished, of keys with that prefix that are `ours`; a store may not
+        let us look, which stops nobody."""
+        more: dict[str, Any] = {}
+        try:
+            while True:
+                said = self.request("list_multipart_uploads", Prefix=prefix, **more)
+                for old in said.get("Uploads", []):
+                    if ours(old["Key"]):
+                        self.request("abort_multipart_upload", Key=old["Key"], UploadId=old["UploadId"])
+                if not said.get("IsTruncated"):
+                    return
+                more = {"KeyMarker": said["NextKeyMarker"], "UploadIdMarker": said["NextUploadIdMarker"]}
+        except RemoteError:
+            pass
+
+    def head(self) -> dict[str, Any] | None:
+        """What the store says of the object; None where there is none."""
+        try:
+            return self.request("head_object", Key=self.key)
+        except NotFound:
+            return None
+
+
+def s3_object(url: str) -> S3Object | None:
+    """The object, where the store speaks S3."""
+    fs, path, _ = filesystem_for(url)
+    protocol = [fs.protocol] if isinstance(fs.protocol, str) else list(fs.protocol)
+    return S3Object(fs, path, url) if "s3" in protocol else None
+
+
+def taken(url: str) -> DestinationExists:
+    return DestinationExists(f"{url} exists. Choose another destination, or {argument('force', True)} to replace it.")
+
+
+def hide(url: str) -> None:
+    """Remove an object from sight; a bucket that keeps versions keeps those that were there."""
+    at = s3_object(url)
+    if at is not None:
+        at.request("delete_object", Key=at.key)
+        return
+    fs, path, _ = filesystem_for(url)
+    try:
+        with_retries(redact_url(url), lambda: fs.rm_file(path))
+    except NotFound:
+        pass
+
+
+def remove(url: str) -> None:
+    """Remove an object, with every version that the store keeps of it, the oldest first; a missing one is no error.
+
+    Where versions are kept, a deletion without one only hides the object, and no lock stops that; so each is named.
+
+    Raises:
+        RemoteError: the store refuses, because of an object lock or of missing permissions.
+    """
+    at = s3_object(url)
+    if at is None or not (at.head() or {}).get("VersionId"):
+        hide(url)
+        return
+    for version in _versions(at):
+        at.request("delete_object", Key=at.key, VersionId=version)
+
+
+def _versions(at: S3Object) -> list[str]:
+    """Versions of the object and marks of its deletion, the oldest first."""
+    found: list[dict[str, Any]] = []
+    more: dict[str, Any] = {}
+    while True:
+        said = at.request("list_object_versions", Prefix=at.key, **more)
+        found += [v for v in (*said.get("Versions", []), *said.get("DeleteMarkers", [])) if v["Key"] == at.key]
+        if not said.get("IsTruncated"):
+            break
+        more = {"KeyMarker": said["NextKeyMarker"], "VersionIdMarker": said["NextVersionIdMarker"]}
+    return [v["VersionId"] for v in sorted(found, key=lambda v: (bool(v.get("IsLatest")), v["LastModified"]))]
+
+
+def legal_hold(url: str, *, on: bool) -> bool:
+    """Put the object under a legal hold of the store, or end it; False where the store or bucket has no such thing.
+
+    Raises:
+        RemoteError: the store does not allow it, or fails.
+    """
+    at = s3_object(url)
+    if at is None:
+        return False
+    try:
+        at.request("put_object_legal_hold", Key=at.key, LegalHold={"Status": "ON" if on else "OFF"})
+    except (NotFound, Denied):
+        raise
+    except RemoteError as e:
+        if NO_LOCK.search(str(e)):
+            return False
+        raise
+    return True
+
+
+def get_with_token(url: str) -> tuple[bytes, str | None]:
+    """(bytes, token) of a small object; (b"", None) where there is none. The token is what `put_if_unchanged` wants."""
+    at = s3_object(url)
+    try:
+        if at is None:
+            fs, path, _ = filesystem_for(url)
+            return with_retries(redact_url(url), lambda: fs.cat_file(path)), ""
+        said = at.request("get_object", read_body=True, Key=at.key)
+        return said["Body"], said["ETag"]
+    except NotFound:
+        return b"", None
+
+
+def put_if_unchanged(url: str, data: bytes, token: str | None) -> bool:
+    """Write a small object if it is still the one that `get_with_token` saw; False where it is not.
+
+    False may also mean that it was written and the answer was lost: look again before you write again.
+
+    Raises:
+        Unsupported: the store has no conditional writes; only S3 and its like do.
+    """
+    at = s3_object(url)
+    if at is None:
+        raise Unsupported(
+            f"{redact_url(url)}: this kind of store has no conditional writes; a ledger needs them. Use S3 or a folder."
+        )
+    condition: dict[str, Any] = {"IfNoneMatch": "*"} if token is None else {"IfMatch": token}
+    try:
+        at.request("put_object", Key=at.key, Body=io.BytesIO(data), **condition)
+    except (Conflict, NotFound):  # with If-Match, missing is another one's deletion
+        return False
+    return True

@@ -1,0 +1,163 @@
+"""Uploads many objects that together are a checkpoint, so that nobody takes them for one before all are there."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+
+from ..bounded_json import parse
+from ..errors import CkpttoolError, Corrupt, DestinationExists, Unsafe, Unsupported, argument
+from . import upload
+from .objects import get_with_token, hide, put_if_unchanged, s3_object
+from .remote import filesystem_for
+from .retries import NotFound, with_retries
+from .upload import FileUpload, PartsUpload, UploadPool, part_bytes
+from .urls import redact_url
+
+__all__ = ["NOTE", "UploadFolder"]
+
+#: An object that lies in a folder while it is made visible, or where that was interrupted.
+NOTE = ".ckpttool-partial"
+
+
+class UploadFolder:
+    """Objects below one URL that together are a checkpoint, written so that nobody takes them for one before all are there.
+
+    Every object is uploaded as `Upload` does. `commit` makes them visible one after the other, the marker (the last of
+    `names`) last; what it replaces loses its marker first. While that goes on, an object `NOTE` lists the names and says
+    whose they are: where it is found, what lies there was never whole, and the next run replaces it. Of two runs, one has
+    the note and the other stops; without `force` nothing is overwritten that was not there, as a part of an interrupted
+    run, at the beginning. A store without conditional requests (all but S3) is looked at again instead.
+
+    `open_at_once` files are written to at the same time; beyond `UploadSizes.buffered_bytes` their parts wait on the local disk.
+
+    Raises:
+        DestinationExists: something lies there, and not `force`. Unsupported: the store is for reading only.
+    """
+
+    def __init__(self, url: str, names: Sequence[str], *, force: bool, open_at_once: int, largest: int) -> None:
+        self.url, self.names, self.force = url.rstrip("/"), list(names), force
+        self._fs, self._path, _ = filesystem_for(self.url)
+        self._note, self._mine = f"{self.url}/{NOTE}", b""
+        far = s3_object(self._note)
+        self._old, self._token = self._look()
+        if far:  # objects of the folder itself, and what lies deeper only where this run will write it, too
+            prefix = far.key.removesuffix(NOTE)
+            far.sweep(prefix, lambda key: "/" not in key.removeprefix(prefix) or key.removeprefix(prefix) in self.names)
+        sizes = upload.SIZES
+        share = sizes.buffered_bytes // max(1, open_at_once)
+        share -= share % (256 << 10) if share > 256 << 10 else 0  # Google takes multiples of that
+        size = part_bytes(largest, max(sizes.smallest_part_bytes, min(sizes.part_bytes, share)))
+        self._size, self._on_disk = size, size * open_at_once > sizes.buffered_bytes
+        self._pool = UploadPool(max(2, sizes.in_flight_bytes // size))
+        self._uploads: dict[str, PartsUpload | FileUpload] = {}
+        self.showing = False  # whether some of it may be visible
+
+    def _look(self) -> tuple[list[str], str | None]:
+        """(names of what lies there and is to be replaced, token of the note that was found)."""
+        found, token, ours = self._below(), None, set[str]()
+        if NOTE in found:
+            data, token = get_with_token(self._note)
+            try:
+                ours = {NOTE, *parse(data, NOTE)["names"]}
+            except (Corrupt, Unsafe, TypeError, KeyError):
+                pass  # not a note of ours
+        if found and not self.force and not set(found) <= ours:
+            raise DestinationExists(
+                f"{redact_url(self.url)} holds {len(found)} objects, first {found[0]!r}. Choose another destination, or "
+                f"{argument('force', True)} "
+                "to replace it whole."
+            )
+        return found, token
+
+    def _below(self) -> list[str]:
+        """Names of all objects below the URL, sorted."""
+        try:
+            found: list[str] = with_retries(redact_url(self.url), lambda: self._fs.find(self._path))
+        except NotFound:
+            return []
+        names = (f.removeprefix(self._path).lstrip("/") for f in found if f.startswith(self._path + "/"))
+        return sorted(n for n in names if n)  # none is that of the "folder" that the console of S3 makes
+
+    def append(self, name: str, data: bytes | memoryview) -> None:
+        """The next bytes of one of the objects."""
+        if name not in self._uploads:
+            self._uploads[name] = self._begin(name)
+        self._uploads[name].append(data)
+
+    def _begin(self, name: str) -> PartsUpload | FileUpload:
+        at = s3_object(f"{self.url}/{name}")
+        if at is None:
+            return FileUpload(f"{self.url}/{name}", force=True, block_bytes=self._size)
+        return PartsUpload(at, force=True, part_bytes=self._size, pool=self._pool, on_disk=self._on_disk)
+
+    def settle(self, name: str) -> None:
+        """The last byte of this object was appended: send what waits."""
+        self._uploads[name].settle()
+
+    def commit(self) -> None:
+        """Make all of it visible.
+
+        Raises:
+            DestinationExists: another run has written there meanwhile. RemoteError: the store failed; the same command
+            begins anew, and replaces what is there by then.
+        """
+        for one in self._uploads.values():
+            one.settle()
+        self._take_note()
+        self.showing = True
+        marker = self.names[-1]
+        for name in self._old:
+            if name == marker or (name not in self._uploads and name != NOTE):
+                hide(f"{self.url}/{name}")
+        for name, one in self._uploads.items():
+            one.force = name in self._old and name != marker
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(8, "ckpttool-send") as pool:
+            for _ in pool.map(lambda name: self._uploads[name].commit(), [n for n in self._uploads if n != marker]):
+                pass
+        if get_with_token(self._note)[0] != self._mine:
+            raise self._other_run()
+        self._uploads[marker].commit()
+        hide(self._note)
+        self._pool.close()
+
+    def _take_note(self) -> None:
+        """From here on what lies there is ours, and no checkpoint."""
+        said = {"tool": "ckpttool", "run": uuid.uuid4().hex, "names": sorted(self._uploads)}
+        self._mine = json.dumps(said).encode()
+        try:
+            if (
+                not put_if_unchanged(self._note, self._mine, self._token)
+                and get_with_token(self._note)[0] != self._mine
+            ):
+                raise self._other_run()
+        except Unsupported:
+            note = self._begin(NOTE)
+            note.append(self._mine)
+            note.commit()
+        new = sorted(set(self._below()) - {*self._old, NOTE})
+        if new and not self.force:
+            hide(self._note)
+            raise DestinationExists(
+                f"{redact_url(self.url)}: {new[0]!r} came there while this run was sending; nothing was replaced. Choose another "
+                f"destination, or {argument('force', True)} to replace what is there."
+            )
+        self._old += new
+
+    def _other_run(self) -> DestinationExists:
+        return DestinationExists(
+            f"{redact_url(self.url)}: another run makes its files visible there. Wait for it and look at what it wrote; if it is "
+            "gone, run the same command again."
+        )
+
+    def abort(self) -> None:
+        """Remove what was sent and nobody saw. Never raises."""
+        for one in self._uploads.values():
+            try:
+                one.abort()
+            except (CkpttoolError, OSError):
+                pass
+        self._pool.close()
