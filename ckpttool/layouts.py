@@ -383,7 +383,26 @@ _NO_URL = re.compile(r"(s3a?|gc?s|hf|https?):/*", re.IGNORECASE)
 
 
 def _remote_place(url: str, is_folder: bool) -> Place:
-    """An object, or the objects below a prefix."""
+    """An object, or the objects below a prefix. The branch of a repository on the Hub may have slashes in its name."""
+    for spelled in (url, *_longer_revisions(url)):
+        if found := _object_or_prefix(spelled, is_folder):
+            return found
+    what = "no such object, and no objects below it"
+    if url.startswith("hf://"):
+        what = "the Hub has no such repository, revision or file, or the token may not see it"
+    raise NotRecognised(f"{urls.redact_url(url)}: {what}.")
+
+
+def _longer_revisions(url: str) -> list[str]:
+    """The spellings of hf://org/name@a/b/c in which more than "a" is the revision."""
+    repository, at, rest = url.partition("@")
+    parts = rest.split("/")
+    if not url.startswith("hf://") or not at or parts[0] == "refs":
+        return []
+    return [f"{repository}@{'/'.join(['%2F'.join(parts[:n]), *parts[n:]])}" for n in range(2, min(len(parts), 8) + 1)]
+
+
+def _object_or_prefix(url: str, is_folder: bool) -> Place | None:
     folder, name = urls.split(url)
     if not is_folder and name and folder.count("/") >= 2:  # no bucket alone
         source = remote.RemoteSource(folder)
@@ -394,7 +413,7 @@ def _remote_place(url: str, is_folder: bool) -> Place:
     source = remote.RemoteSource(url)
     if not source.list():
         source.close()
-        raise NotRecognised(f"{urls.redact_url(url)}: no such object, and no objects below it.")
+        return None
     return Place(source, None)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Annotated
 
 import typer
 
-from ..errors import UsageError
+from ..errors import UsageError, argument
 from .help import READING, about
 from .terminal import (  # fmt: skip
     Config,
@@ -59,9 +61,7 @@ def inspect(
             ckpt = opened.locate()
             names = [n for n in ckpt.tensors if fnmatch.fnmatchcase(n, tensor)]
             if not names:
-                raise UsageError(
-                    f"no tensor matches {tensor!r}; there are {len(ckpt.tensors)}, first {next(iter(ckpt.tensors), None)}."
-                )
+                raise UsageError(_no_match(tensor, ckpt.tensors))
             rows = look.tensor_rows(ckpt, names)
             if as_json:
                 print_json(rows)
@@ -78,3 +78,15 @@ def inspect(
             print_json({**s.to_json(), **({} if listed is None else {"names": listed})})
             return
         draw(look.screen(s), *([look.tree(opened.checkpoint)] if show_tree else []))
+
+
+def _no_match(pattern: str, names: Iterable[str]) -> str:
+    """What to type instead of a pattern that no name matches."""
+    near = [n for n in names if pattern.strip("*").lower() in n.lower()]
+    if near and pattern.strip("*"):
+        hint = f"{'1 name contains' if len(near) == 1 else f'{len(near)} names contain'} it, first {near[0]}: use '*{pattern.strip('*')}*'"
+    elif close := get_close_matches(pattern, list(names), 1, 0.5):
+        hint = f"did you mean {close[0]!r}?"
+    else:
+        hint = f"the first is {next(iter(names), None)!r}"
+    return f"{argument('tensor')} {pattern!r}: no tensor matches; {hint}."

@@ -172,6 +172,8 @@ def bytes_of(text: str) -> int:
     m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
     if not m:
         raise UsageError(f"{text!r} is not a size; write 5GB or 500MiB.")
+    if float(m[1]) < 1024 and not m[2] and "b" not in text.lower():
+        raise UsageError(f"{text!r} would be {text.strip()} bytes; write {text.strip()}GB or {text.strip()}MB.")
     return int(float(m[1]) * (1024 if m[3] else 1000) ** " kmgt".index(m[2] or " "))
 
 

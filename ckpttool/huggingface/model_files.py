@@ -10,10 +10,10 @@ import re
 from typing import Any
 
 from .. import bounded_json
-from ..errors import CkpttoolError, Corrupt, Unsafe, Unsupported, argument
+from ..errors import CkpttoolError, Corrupt, RemoteError, Unsafe, Unsupported, argument
 from ..storage.source import Source
 
-__all__ = ["PACKED", "adapter", "beside", "of_model", "read_config", "training_files", "understood"]
+__all__ = ["PACKED", "adapter", "beside", "fetched", "of_model", "read_config", "training_files", "understood"]
 
 _MODEL = re.compile(
     r"config\.json|generation_config\.json|tokenizer[^/]*|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|"
@@ -61,26 +61,42 @@ def _of_folder(source: Source, notes: list[str]) -> tuple[dict[str, Any] | None,
     return found, {n: files[n] for n in names if n not in packed}
 
 
+def fetched(model: str, patterns: list[str]) -> str:
+    """The folder into which these files of a model on the Hub were fetched.
+
+    Raises:
+        Unsupported: there is no such model, or the name is a path. RemoteError: the Hub did not answer.
+    """
+    what = f"{argument('config', model)}: there is no such folder"
+    if model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        raise Unsupported(f"{what}. Check the path.")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    try:
+        return snapshot_download(model, allow_patterns=patterns)
+    except (RepositoryNotFoundError, HFValidationError):
+        raise Unsupported(
+            f"{what}, and no model of that name on the Hub, or the token may not see it. Check the path or the model id."
+        ) from None
+    except Exception as e:
+        said = " ".join(str(e).partition("\n")[0].split()).rstrip(".")
+        raise RemoteError(
+            f"{what}, and the Hub did not give a model of that name ({said}). Check the path, or the network."
+        ) from None
+
+
 def of_model(config: str, notes: list[str] | None = None) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
     """(config.json, files to copy) of a folder or a model id; what else is to be said is put into `notes`.
 
     Raises:
-        Unsupported: it is neither.
+        Unsupported: it is neither. RemoteError: the Hub did not answer.
     """
     if not os.path.isdir(config):
         if os.path.isfile(config):
             config = os.path.dirname(os.path.abspath(config))
         else:
-            from huggingface_hub import snapshot_download
-
-            try:
-                config = snapshot_download(
-                    config, allow_patterns=["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
-                )
-            except Exception as e:
-                raise Unsupported(
-                    f"{argument('config', config)}: neither a folder nor a model id that can be fetched ({e})."
-                ) from None
+            config = fetched(config, ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"])
     with Source(config) as source:
         return _of_folder(source, [] if notes is None else notes)
 

@@ -17,6 +17,7 @@ from ..errors import Corrupt, Unsupported, argument
 from ..extras import need
 from ..formats.sandbox import in_child
 from ..storage.source import Source
+from . import model_files
 from .hub_names import meta_model
 
 __all__ = ["ModelNames", "config_of", "in_module_order", "names_of"]
@@ -38,17 +39,10 @@ def config_of(given: str) -> dict[str, Any]:
     """The config.json that --config names: in a folder, a file, or of a model id.
 
     Raises:
-        Unsupported: there is none.
+        Unsupported: there is none. RemoteError: the Hub did not answer.
     """
     if not os.path.isdir(given) and not os.path.isfile(given):
-        from huggingface_hub import snapshot_download
-
-        try:
-            given = snapshot_download(given, allow_patterns=["config.json"])
-        except Exception as e:
-            raise Unsupported(
-                f"{argument('config', given)}: neither a folder nor a model id that can be fetched ({e})."
-            ) from None
+        given = model_files.fetched(given, ["config.json"])
     folder, name = os.path.split(given) if os.path.isfile(given) else (given, "config.json")
     with Source(folder or ".") as there:
         found = parse(there.read_all(name, 16 << 20), f"{folder}/{name}")

@@ -18,6 +18,7 @@ from commands import ckpttool_here
 from peers import FIXTURES, REPOSITORY, difference, files_of, load_dcp, load_full, load_hf
 
 import ckpttool
+from ckpttool.errors import Interrupted
 
 LLAMA = FIXTURES / "hf_llama" / "ckpt"
 GROUPS = FIXTURES / "fsdp2_w2_groups" / "ckpt"
@@ -193,7 +194,16 @@ def test_an_error_is_json_too_where_json_was_asked_for(tmp_path: Path) -> None:
         (["convert", W3, "OUT.pt", "--cast", "model.*"], "write GLOB=DTYPE"),
         (["convert", W3, "OUT", "--to", "hf", "--max-shard-size", "many"], "'many' is not a size"),
         (["convert", W3, "OUT", "--to", "hf", "--max-memory", "1MB"], "MB are needed"),
-        (["inspect", W3, "--tensor", "nothing*"], "no tensor matches 'nothing*'"),
+        (
+            ["inspect", W3, "--tensor", "nothing*"],
+            "--tensor 'nothing*': no tensor matches; the first is 'model.model.embed_tokens.weight'",
+        ),
+        (
+            ["inspect", W3, "--tensor", "lm_head"],
+            "no tensor matches; 4 names contain it, first model.lm_head.weight: use '*lm_head*'",
+        ),
+        (["inspect", W3, "--tensor", "model.lm_hed.weight"], "did you mean 'model.lm_head.weight'?"),
+        (["convert", W3, "OUT", "--to", "hf", "--max-shard-size", "5"], "'5' would be 5 bytes; write 5GB or 5MB"),
         (["inspect"], "PATH"),
         (["nonsense"], "nonsense"),
     ],
@@ -509,3 +519,14 @@ def test_an_optimizer_of_another_model_is_carried_and_said(tmp_path: Path) -> No
     assert [n for n in result.notes if "state for 1 parameters that the model does not have" in n]
     assert "optim.state.v.exp_avg" in ckpttool.digest(tmp_path / "out").tensors
     assert any("does not have, first v" in n for n in ckpttool.inspect(tmp_path / "two.pt").missing)
+
+
+def test_an_interruption_before_anything_was_kept_does_not_promise_to_continue(tmp_path: Path) -> None:
+    def stop(what: str, done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(
+        Interrupted, match="is untouched. Too little was copied to be kept: the same command begins anew"
+    ):
+        ckpttool.convert(W3, tmp_path / "out", to="dcp", progress=stop)
+    assert not (tmp_path / "out").exists()
