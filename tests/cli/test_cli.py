@@ -526,7 +526,7 @@ def test_an_interruption_before_anything_was_kept_does_not_promise_to_continue(t
         raise KeyboardInterrupt
 
     with pytest.raises(
-        Interrupted, match="is untouched. Too little was copied to be kept: the same command begins anew"
+        Interrupted, match=r"is untouched\. Too little was copied to be kept: the same command begins anew"
     ):
         ckpttool.convert(W3, tmp_path / "out", to="dcp", progress=stop)
     assert not (tmp_path / "out").exists()
