@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .live.load import Loaded, load, storage_reader
     from .resume.launch import resume_verify
     from .resume.recorder import Recorder
+    from .resume.verdict import Report
     from .storage.partial import clean
 
 #: Where each public name is defined.
@@ -56,6 +57,7 @@ _WHERE = {
     "Pulled": "hub.pull",
     "Pushed": "hub.push",
     "Recorder": "resume.recorder",
+    "Report": "resume.verdict",
     "Summary": "engine.inspect",
     "TensorHandle": "engine.handle",
     "UniversalOptions": "converters.universal",
@@ -95,6 +97,7 @@ __all__ = [
     "Pulled",
     "Pushed",
     "Recorder",
+    "Report",
     "Summary",
     "TensorHandle",
     "UniversalOptions",

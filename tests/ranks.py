@@ -22,7 +22,7 @@ import pytest
 import torch.distributed as dist
 from peers import REPOSITORY
 
-from ckpttool.resume import launch
+from ckpttool.resume import torchrun as resume_torchrun
 from ckpttool.resume.settings import Settings, Status
 
 LIVE = REPOSITORY / "tests" / "live"
@@ -132,10 +132,10 @@ def forked() -> Iterator[None]:
         statuses = NURSERIES.launch(
             world, ["-m", "ckpttool.resume.worker", folder], Path(folder) / "log", **{**ENVIRONMENT, "TOKENIZERS_PARALLELISM": "false"}
         )  # fmt: skip
-        launch._pass_on(folder, 0, status)
+        resume_torchrun.pass_on_status(folder, 0, status)
         if any(statuses):
-            launch._explain(folder, max(statuses, key=abs))
+            resume_torchrun.raise_error_of(folder, max(statuses, key=abs))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "_torchrun", instead)
+        patch.setattr(resume_torchrun, "run_torchrun", instead)
         yield

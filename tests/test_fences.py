@@ -278,7 +278,7 @@ def test_the_docstring_of_errors_draws_every_class_with_its_code() -> None:
 #: of ours that answer.
 OWN_JSON = {
     "audit.ledger", "converters._dcp_metadata", "hub.journal", "hub.screening", "huggingface.hub_names", "huggingface.model_names",
-    "resume.launch", "resume.recorder", "resume.settings", "resume.trace", "storage.partial",
+    "resume.recorder", "resume.settings", "resume.torchrun", "resume.trace", "storage.partial",
 }  # fmt: skip
 
 

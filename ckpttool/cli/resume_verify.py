@@ -248,22 +248,19 @@ def resume_verify(
             f"--metrics {metrics}: this folder does not exist: {os.path.dirname(os.path.abspath(metrics))}."
         )
     gc.enable()  # a training job makes cycles
-    how = {
-        "source_layout": from_, "config": config, "like": like, "flat_layout": flat_layout, "wrap": comma(wrap), "tag": tag,
-        "allow_equal_ranks": allow_equal_ranks or None, "allow_mixed_steps": allow_mixed_steps or None,
-    }  # fmt: skip
     telling = _Telling(quiet)
     try:
         found = run(
             src, against=against, reference=reference, config=config, job=job,
-            how={k: v for k, v in how.items() if v is not None}, world_size=world_size, mesh=mesh,
+            world_size=world_size, mesh=mesh,
             against_world_size=against_world_size, steps=steps, start_step=start_step, data=data, seed=seed,
             sequence=sequence, global_batch=global_batch, micro_batch=micro_batch, dtype=dtype, device=device, clip=clip,
             profile=profile, calibrate=calibrate, keep_dropout=keep_dropout,
             activation_checkpointing=activation_checkpointing, compile=compile_, cpu_offload=cpu_offload,
             deterministic=deterministic, reread=reread, round_trip=round_trip, scratch=scratch, peak_tflops=peak_tflops,
             min_mfu=min_mfu, max_reserved_gib=max_reserved_gib, max_step_seconds=max_step_seconds,
-            max_load_seconds=max_load_seconds, status=telling,
+            max_load_seconds=max_load_seconds, source_layout=from_, like=like, flat_layout=flat_layout, wrap=comma(wrap),
+            tag=tag, allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps, status=telling,
         )  # fmt: skip
     finally:
         telling.close()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, KeysView, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, KeysView
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .. import layouts
@@ -295,15 +295,16 @@ def refuse_unused(options: OpenOptions, here: str, used: Iterable[str]) -> None:
         raise UsageError(f"{argument(name)} does not apply to {here}; it is used {' and '.join(uses)}. Leave it out.")
 
 
-def usable(path: CheckpointPath, how: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `open` without the hints that the layout of this checkpoint does not use."""
-    if name := how.get("source_layout"):
-        found = layouts.find(name)
+def usable(path: CheckpointPath, options: OpenOptions) -> OpenOptions:
+    """The options without the hints that the layout of this checkpoint does not use."""
+    if options.source_layout:
+        found = layouts.find(options.source_layout)
     else:
         where = path if isinstance(path, layouts.Place) else layouts.place(path)
         with where.source:
             found = layouts.detect(where)
-    return {k: v for k, v in how.items() if k not in layouts.READ_HINTS or k in found.reader_uses}
+    unused: dict[str, Any] = dict.fromkeys(k for k in layouts.READ_HINTS if k not in found.reader_uses)
+    return replace(options, **unused)
 
 
 def _leave_made(opened: OpenCheckpoint) -> None:

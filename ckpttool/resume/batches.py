@@ -141,6 +141,8 @@ def _lines(path: str, sequence: int | None, vocabulary: int | None, tokenizer: s
             found = parse(raw, path)
             ids = found["input_ids"] if "input_ids" in found else encode(found["text"])
             return {"input_ids": [int(t) for t in ids], "labels": [int(t) for t in found.get("labels", ids)]}
+        except UsageError:
+            raise
         except (Corrupt, Unsafe, ValueError, KeyError, TypeError, AttributeError):
             raise UsageError(
                 f'--data {path}, line {k + 1}: not an object with "input_ids" or "text", as every line must be.'

@@ -1,4 +1,4 @@
-"""What a run of resume-verify is told: one `Settings` for every checkpoint that is loaded; plain data, as workers get it."""
+"""The settings of one run: a checkpoint, the job that it is loaded into, its batches. Workers get them as JSON."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
 
+from ..engine.opening import OpenOptions
 from ..errors import UsageError
 
 __all__ = ["Settings", "Status", "mesh_of", "read_settings", "write_settings"]
@@ -20,7 +20,7 @@ Status = Callable[[str], None]
 class Settings:
     """One run: a checkpoint, the job it is loaded into, its batches.
 
-    `how` are arguments of `ckpttool.open`. `mesh` is {"dp_replicate": R, "dp_shard": S, "tp": T}; its product is the
+    `reading` is how the checkpoint is opened. `mesh` is {"dp_replicate": R, "dp_shard": S, "tp": T}; its product is the
     world size. `job` is module.py:function, `config` a Hugging Face folder; one of the two is given. `start` is the step
     of the checkpoint. `rates` {step: learning rate of each group} come from the reference, where no scheduler is there
     to give them. `micro_batch` is rows of one forward pass, `sequence` tokens of a row (None: what the data has).
@@ -28,7 +28,7 @@ class Settings:
     """
 
     source: str
-    how: dict[str, Any] = field(default_factory=dict)
+    reading: OpenOptions = field(default_factory=OpenOptions)
     mesh: dict[str, int] = field(default_factory=dict)
     config: str | None = None
     job: str | None = None
@@ -104,5 +104,6 @@ def read_settings(path: str) -> list[Settings]:
     out = []
     for run in data:
         run["rates"] = {int(k): v for k, v in run["rates"].items()}
+        run["reading"] = OpenOptions(**run["reading"])
         out.append(Settings(**{k: v for k, v in run.items() if k in known}))
     return out

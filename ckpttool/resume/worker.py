@@ -22,8 +22,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from ..engine.opening import OpenCheckpoint
-from ..engine.opening import open as open_checkpoint
+from ..engine.opening import OpenCheckpoint, open_with
 from ..errors import CkpttoolError
 from ..live.load import gathered, load
 from ..live.values import lossless
@@ -87,7 +86,7 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
     import torch.distributed as dist
 
     torch.manual_seed(settings.seed)
-    with open_checkpoint(settings.source, **settings.how) as opened:
+    with open_with(settings.source, settings.reading) as opened:
         ckpt = opened.checkpoint
         status("building the model")
         job = start(settings, ckpt)
@@ -177,12 +176,14 @@ class _Rate:
 
 def _load(settings: Settings, job: Job, trained: bool, out: Trace, status: Status) -> str | None:
     """Load; why it cannot be done, on every rank alike, where it cannot. A collective."""
-    began = time.monotonic()
+    began, reading = time.monotonic(), settings.reading
     problem: str | None = None
     try:
         loaded = load(
             job.model, job.optimizer if trained else None, settings.source, scheduler=job.scheduler if trained else None,
-            progress=_Rate(status), **settings.how,
+            progress=_Rate(status), source_layout=reading.source_layout, config=reading.config, like=reading.like,
+            flat_layout=reading.flat_layout, wrap=reading.wrap, tag=reading.tag,
+            allow_equal_ranks=reading.allow_equal_ranks, allow_mixed_steps=reading.allow_mixed_steps,
         )  # fmt: skip
         out.notes.extend(loaded.notes)
         out.load_bytes = loaded.bytes

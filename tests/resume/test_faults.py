@@ -33,8 +33,9 @@ from ckpttool.resume import batches
 from ckpttool.resume.bounds import column
 from ckpttool.resume.diagnosis import causes
 from ckpttool.resume.judge import judge, noise
-from ckpttool.resume.launch import _launched, resume_verify
+from ckpttool.resume.launch import resume_verify
 from ckpttool.resume.settings import Settings
+from ckpttool.resume.torchrun import launch_runs
 from ckpttool.resume.trace import Trace, read_reference
 from ckpttool.resume.verdict import Cause, Check, Report
 from fixtures import jobs
@@ -96,7 +97,7 @@ class Runs:
         """Run everything; one launch for each world size."""
         folder.mkdir()
         with one_at_a_time(), forked():
-            self.traces = _launched(self.plan, str(folder), lambda text: None)
+            self.traces = launch_runs(self.plan, str(folder), lambda text: None)
         return self
 
 

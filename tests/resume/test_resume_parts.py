@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpttool
+from ckpttool.engine.opening import OpenOptions
 from ckpttool.errors import Corrupt, MissingPackage, UsageError
 from ckpttool.resume import batches, fingerprint, launch, recorder
 from ckpttool.resume.settings import Settings, mesh_of, read_settings, write_settings
@@ -225,7 +226,10 @@ def test_meshes_are_written_as_dimensions_and_refused_with_what_is_wrong() -> No
 
 
 def test_settings_reach_the_workers_as_they_are(tmp_path: Path) -> None:
-    runs = [Settings("a", {"config": "c"}, {"dp_shard": 2, "tp": 3}, rates={4: [0.1, 0.2]}, clip=1.0), Settings("b")]
+    runs = [
+        Settings("a", OpenOptions(config="c", wrap=["x"]), {"dp_shard": 2, "tp": 3}, rates={4: [0.1, 0.2]}, clip=1.0),
+        Settings("b"),
+    ]
     write_settings(str(tmp_path / "r"), runs)
     assert read_settings(str(tmp_path / "r")) == runs
     assert [r.world_size for r in runs] == [6, 1]
@@ -306,7 +310,7 @@ def test_tied_names_and_dropouts_are_found() -> None:
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [({"against": "x", "reference": "y"}, "give one"), ({"steps": 0}, "--steps 0"), ({"profile": "lax"}, "strict, standard, relaxed"), ({"mesh": "dp_shard=2,tp=2", "world_size": 3}, "4 ranks, but there are 3"),
+    [({"against": "x", "reference": "y"}, "give one"), ({"steps": 0}, "steps=0: must be at least 1"), ({"profile": "lax"}, "strict, standard, relaxed"), ({"mesh": "dp_shard=2,tp=2", "world_size": 3}, "4 ranks, but there are 3"),
      ({"global_batch": 3, "micro_batch": 2}, "not a multiple"), ({"dtype": "fp8"}, "fp32 or bf16"), ({"device": "tpu"}, "auto, cuda or cpu"),
      ({"micro_batch": 3, "global_batch": 3, "calibrate": True}, "neither half nor double")],
 )  # fmt: skip
