@@ -7,6 +7,7 @@ name is listed as unread, as for every layout (engine/unread_files.py).
     Part("pytorch_model_fsdp_0", "dcp", "model")         a folder, read by the layout dcp
     Part("optimizer.pt", "full", "optim")                a file; numbers of parameters become the names of the model part
     Part("rng_state_1.pth", DATA, "rng", ("1",))         plain data: rng.1.<key>
+    Part("meta.pt", TREE, "trainer")                     plain data whose keys say what they are: lr_schedulers, epoch, loops
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,15 +23,29 @@ from ckpttool import bounded_json, layouts
 from ckpttool.errors import Corrupt, Unsafe, Unsupported
 from ckpttool.formats import stored_tensors, torch_zip
 from ckpttool.huggingface import model_files, model_names
-from ckpttool.index.checkpoint import Checkpoint, Chunks, Extent, Path, Record, TensorEntry, Unread, Value, joined
+from ckpttool.index.checkpoint import (
+    Checkpoint,
+    Chunks,
+    Extent,
+    Path,
+    Record,
+    TensorEntry,
+    Unread,
+    Value,
+    joined,
+    shape_of,
+)
+from ckpttool.index.names import canonical
 from ckpttool.index.optimizer_names import possible_orders
 from ckpttool.layouts import Place, ReadOptions
 from ckpttool.storage.source import Source
 
-__all__ = ["DATA", "Dialect", "Part", "locate", "read"]
+__all__ = ["DATA", "TREE", "Dialect", "Part", "locate", "read"]
 
 #: The layout of a part that holds plain data: a file of torch.save or of JSON, and no state dict.
 DATA = "data"
+#: The same, of a part whose keys at the root have names and places as in a tree (names.canonical).
+TREE = "tree"
 _MOST_JSON = 256 << 20  # trainer_state.json with the log of a long run
 
 
@@ -40,17 +55,15 @@ class Part:
 
     Args:
         name: relative to the directory.
-        layout: the layout that reads it; or DATA.
-        component: "model", "optim", "scheduler", ...
+        layout: the layout that reads it; or DATA, or TREE.
+        component: "model", "optim", "scheduler", ...; of a TREE, what is lost without it.
         under: the path below the component, where several parts share one: the rank of an RNG state.
-        only: the keys of a part of DATA that are state; all where None.
     """
 
     name: str
     layout: str
     component: str
     under: Path = ()
-    only: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +76,7 @@ class Dialect:
         detect: whether a folder is this trainer's, and why, by the names in it.
         parts: the parts of such a folder, the model before the optimizer.
         world_size: ranks of the job, where the files tell.
+        own_keys: the parts are one tree with keys of its own, which dcp and full put back.
         aliases: other names of the layout.
     """
 
@@ -71,7 +85,8 @@ class Dialect:
     detect: Callable[[Source], tuple[bool, str]]
     parts: Callable[[Source], Sequence[Part]]
     world_size: Callable[[Source], int | None] = lambda source: None
-    aliases: tuple[str, ...] = field(default=())
+    own_keys: bool = False
+    aliases: tuple[str, ...] = ()
 
     def layout(self) -> layouts.Layout:
         """The layout that reads such directories."""
@@ -100,7 +115,7 @@ def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
     for part in dialect.parts(source):
         if options.only is not None and part.component not in options.only and part.component != "model":
             continue
-        if part.layout != DATA:
+        if part.layout not in (DATA, TREE):
             _add(out, _state(source, part, options, out), part)
             continue
         try:
@@ -108,6 +123,8 @@ def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
         except (Corrupt, Unsafe, Unsupported) as e:  # no tensor of the state is in it: it may be left out, with --drop
             out.unread.append(Unread(part.name, source.glance(part.name)[1], f"cannot be read: {e}", part.component))
     out.world_size = dialect.world_size(source) or out.world_size
+    if not dialect.own_keys:
+        out.origin = {}
     return out
 
 
@@ -195,10 +212,11 @@ def _data(source: Source, part: Part) -> Checkpoint:
         read_at = source.reader_of(part.name)
         tree = torch_zip.read(read_at, 0, source.size(part.name), what)
         leaves, out.records = stored_tensors.leaves(tree, (), 0, read_at, what)
+    if part.layout == TREE:
+        named = canonical(leaves, shape_of)
+        leaves, out.origin = named.leaves, named.origin
     for path, leaf in leaves.items():
-        if part.only is not None and path[:1] and path[0] not in part.only:
-            continue
-        at = (part.component, *(path or ("value",)))
+        at = path if part.layout == TREE else (part.component, *(path or ("value",)))
         if isinstance(leaf, TensorEntry):
             out.tensors[joined(at)] = replace(leaf, path=at)
         else:
@@ -224,6 +242,7 @@ def _add(out: Checkpoint, found: Checkpoint, part: Part) -> None:
     ]
     out.ranks |= {file + by: rank for file, rank in found.ranks.items()}
     out.notes += found.notes
+    out.origin |= found.origin
     if found.world_size is not None:
         out.world_size = max(out.world_size or 0, found.world_size)
     if not part.under:

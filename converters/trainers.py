@@ -17,9 +17,20 @@ trainer      transformers' Trainer and TRL: checkpoint-{step}/
     optimizer.pt (DDP, numbers instead of names), optimizer.bin (FSDP FULL), optimizer_0/ (FSDP SHARDED)
     scheduler.pt, scaler.pt, rng_state.pth or rng_state_{rank}.pth, trainer_state.json, training_args.bin (arguments, no state)
 
+lightning    FSDPStrategy and ModelParallelStrategy with sharded checkpoints: a folder of dcp
+
+    .metadata, __{rank}_{n}.distcp    {"state_dict", "optimizer_{i}"}, or {"model", ...} of Fabric
+    meta.pt                           the rest of a Lightning checkpoint: epoch, global_step, loops, callbacks, lr_schedulers, ...
+
+torchtune    epoch_{n}/ or step_{n}/, and recipe_state/ next to it
+
+    model-0000k-of-0000n.safetensors   weights under the names of the Hub, with an index and config.json
+    adapter_model.safetensors          the adapter of a LoRA recipe, with adapter_config.json
+    ../recipe_state/recipe_state.pt    {"optimizer", "epochs_run", "seed", ...} of the last epoch, under torchtune's own names
+
 Sources: accelerate/checkpointing.py, accelerate/utils/constants.py, accelerate/utils/fsdp_utils.py of 1.15;
-transformers/trainer.py (_save_checkpoint, _save_optimizer_and_scheduler, _save_rng_state) of 5.23; the directories in
-fixtures/, which they wrote.
+transformers/trainer.py (_save_checkpoint, _save_optimizer_and_scheduler, _save_rng_state) of 5.23; lightning/fabric/strategies/fsdp.py and
+model_parallel.py of 2.6; torchtune/training/checkpointing/_checkpointer.py of 0.6; the directories in fixtures/, which they wrote.
 """
 
 from __future__ import annotations
@@ -30,7 +41,7 @@ from dataclasses import replace
 
 from ckpttool.storage.source import Source
 
-from ._parts import DATA, Dialect, Part
+from ._parts import DATA, TREE, Dialect, Part
 
 __all__ = ["LAYOUTS"]
 
@@ -142,4 +153,17 @@ TRAINER = Dialect(
     world_size=lambda source: _ranks(_RNG_STATE, source), aliases=("hf-trainer", "trl"),
 )  # fmt: skip
 
-LAYOUTS = tuple(dialect.layout() for dialect in (ACCELERATE, TRAINER))
+
+def _is_lightning(source: Source) -> tuple[bool, str]:
+    names = source.list()
+    if "meta.pt" not in names:
+        return False, "no meta.pt"
+    return ".metadata" in names, "has meta.pt and .metadata" if ".metadata" in names else "meta.pt, but no .metadata"
+
+
+LIGHTNING = Dialect(
+    name="lightning", title="Lightning", detect=_is_lightning, own_keys=True,
+    parts=lambda source: [Part("", "dcp", "model"), Part("meta.pt", TREE, "trainer")],
+)  # fmt: skip
+
+LAYOUTS = tuple(dialect.layout() for dialect in (ACCELERATE, TRAINER, LIGHTNING))
