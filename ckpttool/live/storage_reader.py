@@ -12,7 +12,10 @@ reads what it needs and little more (scatter.py).
     scatter.py       byte ranges of files -> boxes of tensors
     reader.py        an open checkpoint: names, values and boxes of tensors
     torch_reader.py  torch's StorageReader on top of it; the only module here that imports torch when it is loaded
-    load.py          model, optimizer, param groups, scheduler and step of a whole job
+    load.py          a whole job: model, optimizer, param groups, scheduler and step
+    live_job.py      compares that job with the checkpoint, and makes the state dict to fill
+    collectives.py   what all ranks do together
+    fsdp1.py         describe_fsdp1
 
 Invariants. Nothing of a checkpoint is unpickled: values are the inert data of `pickles`, checked to be plain, and reach
 torch's planner in pickles that were made here. Names, classes of values, framing and bounds are checked before the first

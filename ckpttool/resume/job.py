@@ -30,7 +30,7 @@ from typing import Any
 
 from ..errors import Unsupported, UsageError
 from ..index.checkpoint import Checkpoint
-from ..live.load import OWN_FLAGS
+from ..live.live_job import OWN_FLAGS
 from .recorder import dropouts
 from .settings import Settings
 

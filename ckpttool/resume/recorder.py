@@ -18,7 +18,8 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..live.load import OWN_FLAGS, gathered
+from ..live.collectives import gathered
+from ..live.live_job import OWN_FLAGS
 from .trace import Step, line
 
 __all__ = [

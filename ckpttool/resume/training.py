@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from ..errors import UsageError
-from ..live.load import gathered
+from ..live.collectives import gathered
 from . import batches, fingerprint
 from .job import Job
 from .recorder import (  # fmt: skip

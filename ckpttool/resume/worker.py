@@ -24,7 +24,8 @@ from typing import Any
 
 from ..engine.opening import OpenCheckpoint, open_with
 from ..errors import CkpttoolError
-from ..live.load import gathered, load
+from ..live.collectives import gathered
+from ..live.load import load
 from ..live.values import lossless
 from . import batches, fingerprint
 from .job import Job, start

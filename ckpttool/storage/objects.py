@@ -98,6 +98,7 @@ def s3_object(url: str) -> S3Object | None:
 
 
 def taken(url: str) -> DestinationExists:
+    """The error for an object that is already there."""
     return DestinationExists(f"{url} exists. Choose another destination, or {argument('force', True)} to replace it.")
 
 

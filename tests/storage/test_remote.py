@@ -595,7 +595,7 @@ def test_upload_in_parts(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch)
 def test_size_of_parts(bucket: str, expect: int, part: int) -> None:
     up = Upload(f"{bucket}/a", force=False, expect_bytes=expect)
     assert up._to.size == part and part * 10_000 >= expect
-    assert up._to.size * up._to.lane.many <= max(48 * MIB, part)
+    assert up._to.size * up._to.pool.many <= max(48 * MIB, part)
     up.abort()
 
 

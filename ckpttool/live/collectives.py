@@ -1,0 +1,47 @@
+"""What the ranks of a job do together; in a process without a job, alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import CkpttoolError
+
+__all__ = ["gathered", "of_all_ranks", "together"]
+
+
+def _joined() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
+
+
+def of_all_ranks(names: set[str]) -> set[str]:
+    """The union of what all ranks have; with pipelines, each has a part of the model."""
+    return set().union(*gathered(names))
+
+
+def gathered(mine: Any, group: Any = None) -> list[Any]:
+    """What every rank of a group gave, in the order of ranks; of this process alone where there is no job."""
+    if not _joined():
+        return [mine]
+    import torch.distributed as dist
+
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, mine, group=group)
+    return every
+
+
+def together(act: Callable[[], None]) -> None:
+    """Do something on every rank; where it fails on one, all raise, so that none waits for the others for ever."""
+    error: Exception | None = None
+    try:
+        act()
+    except Exception as e:
+        error = e
+    said = gathered(str(error) if error else None)
+    if error is not None:
+        raise error
+    for rank, text in enumerate(said):
+        if text is not None:
+            raise CkpttoolError(f"rank {rank} cannot load the checkpoint, so no rank does: {text}")
