@@ -28,13 +28,13 @@ __all__ = ["clean"]
 def clean(
     path: Annotated[
         str,
-        typer.Argument(help="A destination, or a folder in which destinations lie; no URL.", show_default=False),
+        typer.Argument(help="A destination, or a folder that contains destinations; not a URL.", show_default=False),
     ],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed, and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed; remove nothing.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Remove what interrupted runs left beside a destination, and put an old destination back that they took away.
+    """Remove what interrupted runs left next to a destination, and put back an old destination that they moved away.
 
     Removes what belongs to you and is not in use; anything else is named. In an object store the next run at the same URL
     removes what was left.

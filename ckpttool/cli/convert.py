@@ -67,7 +67,7 @@ def convert(
     src: Src,
     dst: Annotated[
         str,
-        typer.Argument(help="Where the new checkpoint shall be: a path, or an s3:// or gs:// URL.", show_default=False),
+        typer.Argument(help="Where to write the new checkpoint: a path, or an s3:// or gs:// URL.", show_default=False),
     ],
     to: To = None,
     from_: From = None,
@@ -84,7 +84,7 @@ def convert(
     allow_mixed_steps: AllowMixedSteps = False,
     canonical_keys: CanonicalKeys = False,
     max_memory: Annotated[
-        str | None, typer.Option("--max-memory", help="Memory budget; buffers shrink or grow to fit.")
+        str | None, typer.Option("--max-memory", help="Memory budget for Python and the buffers.")
     ] = None,
     jobs: Threads = 2,
     drop: Drop = False,
@@ -94,7 +94,7 @@ def convert(
         bool,
         typer.Option(
             "--dry-run",
-            help="Print what would be read and written, free space, memory and time, and stop; fails where the run would.",
+            help="Print bytes to read and write, free space, memory and time; write nothing.",
         ),
     ] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not read the result back from disk.")] = False,
@@ -178,7 +178,7 @@ def _print_plan(found: DryRun, verbose: bool) -> None:
 
 
 def _duration(seconds: float) -> str:
-    """As people say it: 1 s, 4 min, 2.5 h."""
+    """1 s, 4 min, 2.5 h."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -46,7 +46,7 @@ def diff(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Compare two checkpoints, whatever their layouts; exit 5 when they differ."""
+    """Compare two checkpoints in any layouts; exit 5 if they differ."""
     from ..engine.diff import diff as compare
 
     meter = Meter(quiet)

@@ -46,11 +46,11 @@ def digest(
     tag: Tag = None,
     allow_equal_ranks: AllowEqualRanks = False,
     allow_mixed_steps: AllowMixedSteps = False,
-    tensors: Annotated[bool, typer.Option("--tensors", help="The digest of every tensor too.")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="Print the digest of every tensor too.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Digest of the state, the same in every layout and at every world size."""
+    """Print a digest of the state, which is the same in every layout and at every world size."""
     from ..engine.verification import digest as compute
 
     meter = Meter(quiet)

@@ -1,4 +1,4 @@
-"""`--help` as plain text, in sections, with examples and exit codes; and only the command that runs is built.
+"""`--help` as plain text, in sections, with examples and exit codes. Only the command that runs is built.
 
 typer draws help with rich, whose markdown and traceback modules take longer to import than everything else that a
 command needs to start, and it builds the options of every command before it knows which one is called.
@@ -21,7 +21,7 @@ __all__ = ["READING", "WRITING", "About", "App", "Command", "about", "about_of",
 #: Exit codes of every command that reads a checkpoint.
 READING = (0, 1, 2, 3, 4, 7, 8, 9, 130)
 
-#: How the titles of the panels begin that hold the options of layouts; these come last.
+#: Prefix of the titles of panels with layout options, which come last.
 WRITING = "Writing "
 
 _WIDTH = 110  # of help, where the terminal is wider
@@ -32,7 +32,7 @@ F = TypeVar("F", bound=Callable[..., None])
 
 @dataclass(frozen=True)
 class About:
-    """What --help and the man page say besides options: `examples` (what it does, command line), `exits` {code: meaning}."""
+    """What --help and the man page say besides options: `examples` of (purpose, command line), `exits` {code: meaning}."""
 
     examples: tuple[tuple[str, str], ...]
     exits: Mapping[int, str]
@@ -44,9 +44,9 @@ def about(
     """A decorator for the function of a command.
 
     Args:
-        examples: (what it does, command line).
-        exits: the exit codes that the command can end with.
-        meaning: {code: what it means here}, where that is more than what errors.EXIT_CODES says.
+        examples: (purpose, command line).
+        exits: exit codes that the command can end with.
+        meaning: {code: meaning for this command}, if it is more specific than errors.EXIT_CODES.
     """
     usual = dict(EXIT_CODES)
     said = About(examples, {code: (meaning or {}).get(code, usual[code]) for code in sorted(exits)})
@@ -59,12 +59,12 @@ def about(
 
 
 def about_of(command: Any) -> About | None:
-    """What `about` said about a command; None where nothing."""
+    """What `about` attached to a command; None if nothing."""
     return getattr(command.callback, "about", None)
 
 
 def _closing(command: Any, formatter: Any) -> None:
-    """Examples, and exit codes."""
+    """Write examples and exit codes."""
     said = about_of(command)
     if said is None:
         return
@@ -76,7 +76,7 @@ def _closing(command: Any, formatter: Any) -> None:
 
 
 def _sections(command: Any, ctx: Any, formatter: Any) -> None:
-    """Arguments and options under the titles that `rich_help_panel` gives them."""
+    """Write arguments and options in the sections that `rich_help_panel` names."""
     rows: dict[str, list[tuple[str, str]]] = {}
     for parameter in command.get_params(ctx):
         record = parameter.get_help_record(ctx)
@@ -139,7 +139,7 @@ class App(typer.Typer):
 
 
 def only_what_runs(app: typer.Typer, arguments: Sequence[str]) -> typer.Typer:
-    """The same program, but where the first argument is a command or a group of commands, with no others."""
+    """The same program with only the command or group that the first argument names, if it names one."""
     if not arguments:
         return app
     word, out = arguments[0], copy(app)

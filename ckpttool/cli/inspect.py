@@ -35,9 +35,12 @@ __all__ = ["inspect"]
 )
 def inspect(
     path: Src,
-    show_tree: Annotated[bool, typer.Option("--tree", help="All names as a tree.")] = False,
+    show_tree: Annotated[bool, typer.Option("--tree", help="Print all names as a tree.")] = False,
     tensor: Annotated[
-        str | None, typer.Option("--tensor", help="Where the chunks of some tensors lie.", metavar="GLOB")
+        str | None,
+        typer.Option(
+            "--tensor", help="Print file and byte range of every chunk of the tensors that match.", metavar="GLOB"
+        ),
     ] = None,
     from_: From = None,
     config: Config = None,
@@ -47,7 +50,7 @@ def inspect(
     tag: Tag = None,
     as_json: Json = False,
 ) -> None:
-    """Show what a checkpoint is and what it lacks; reads headers only."""
+    """Show what a checkpoint contains and what it lacks; reads only headers."""
     import fnmatch
 
     from ..engine import inspect as look

@@ -1,7 +1,7 @@
-"""Options of the command line that belong to layouts: made from the fields of `Layout.options`, when a command needs them.
+"""Options of the command line that belong to a layout, made from the fields of `Layout.options` when a command needs them.
 
-A command of this class has, besides its own, every option of every layout that it can write, in a panel a layout; what was
-given of them is in `given(ctx)`. Nothing of a layout is imported for `ckpttool --help` or for other commands.
+A `LayoutCommand` has its own options and those of every layout that it can write, one panel per layout; `given(ctx)` returns
+the values that the user passed. `ckpttool --help` and other commands import no layout.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _META = "ckpttool.layout_options"
 
 
 def given(ctx: typer.Context) -> dict[str, Any]:
-    """{flag: value} of the options of layouts that the command line has."""
+    """{flag: value} of the layout options that the user passed."""
     return dict(ctx.meta.get(_META, {}))
 
 
@@ -56,7 +56,7 @@ class HfCommand(LayoutCommand):
 
 
 def _options(targets: tuple[str, ...] | None) -> list[TyperOption]:
-    """One option for every field; layouts with an option of the same name share it."""
+    """One option per field; layouts share an option of the same name."""
     from .. import layouts
 
     of: dict[str, list[tuple[Layout, Field[Any]]]] = {}

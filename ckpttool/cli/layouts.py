@@ -30,7 +30,7 @@ class LayoutRow:
     exits=(0, 1, 2),
 )
 def layouts(as_json: Json = False) -> None:
-    """List the layouts ckpttool knows."""
+    """List the layouts that ckpttool knows."""
     from ..layouts import layouts as known
 
     rows = [

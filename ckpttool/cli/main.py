@@ -113,7 +113,7 @@ _usual = warnings.showwarning
 
 
 def _show(message: Warning | str, category: type[Warning], *more: Any, **where: Any) -> None:
-    """A warning of ours in one line; those of other packages as usual."""
+    """Print a warning of ckpttool in one line, and warnings of other packages as usual."""
     if category.__module__.startswith("ckpttool."):
         note(f"warning: {printable(str(message))}")
     else:
@@ -130,7 +130,7 @@ def _run() -> None:
 
 
 def _status(program: Any) -> int:
-    """The exit status of a command line whose mistakes are raised, so that `--json` prints them as JSON too."""
+    """The exit status of a command line. Its mistakes are raised, so that `--json` prints them as JSON too."""
     try:
         status = program(standalone_mode=False)
     except Exception as e:
@@ -141,7 +141,7 @@ def _status(program: Any) -> int:
 
 
 def _lost(e: OSError) -> None:
-    """Standard output failed. It is closed for good, so that Python does not try again at exit."""
+    """Exit after standard output failed. It is redirected to /dev/null, so that Python does not fail again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if isinstance(e, BrokenPipeError):
         sys.exit(141)  # as a program that SIGPIPE ends: whoever read our output has enough
@@ -154,7 +154,7 @@ def _lost(e: OSError) -> None:
 
 
 def _refused(e: OSError) -> CkpttoolError:
-    """What the system refused, where no command knew better."""
+    """The error for an OSError that no command handled."""
     try:
         os.getcwd()
     except OSError:

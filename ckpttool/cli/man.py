@@ -64,7 +64,7 @@ def _about(command: Any) -> list[str]:
 
 
 def _text(text: str) -> str:
-    """As roff prints it: a dash is one that can be copied, and no line begins with a command."""
+    """A text in roff: dashes can be copied, and no line begins with a roff command."""
     out = " ".join(text.split()).replace("\\", "\\e").replace("-", "\\-")
     return f"\\&{out}" if out[:1] in (".", "'") else out
 

@@ -51,11 +51,11 @@ def pull(
     repository: Annotated[
         str, typer.Argument(help="A model repository: hf://org/name, or hf://org/name@revision.", show_default=False)
     ],
-    dst: Annotated[str, typer.Argument(help="Where the checkpoint shall be.", show_default=False)],
+    dst: Annotated[str, typer.Argument(help="Where to write the checkpoint.", show_default=False)],
     to: To = "dcp",
     world_size: WorldSize = None,
     revision: Annotated[
-        str | None, typer.Option("--revision", help="Branch, tag or commit, where the repository names none.")
+        str | None, typer.Option("--revision", help="Branch, tag or commit, if the URL does not name one.")
     ] = None,
     only: Only = None,
     dtype: Dtype = None,
@@ -72,7 +72,7 @@ def pull(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Make a training checkpoint of a repository on the Hugging Face Hub, pinned to one commit."""
+    """Convert a repository on the Hugging Face Hub, pinned to one commit, into a training checkpoint."""
     from ..engine.conversion import RunOptions
     from ..engine.opening import OpenOptions
     from ..engine.planning import WriteRequest

@@ -37,7 +37,7 @@ from .terminal import (  # fmt: skip
 
 __all__ = ["push"]
 
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and stop; nothing is sent.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be uploaded; upload nothing.")]
 
 
 @about(
@@ -54,12 +54,12 @@ def push(
         str, typer.Argument(help="A model repository: hf://org/name, or hf://org/name@branch.", show_default=False)
     ],
     public: Annotated[
-        bool, typer.Option("--public/--private", help="Who may read a new repository. An existing one is not changed.")
+        bool, typer.Option("--public/--private", help="Who may read a new repository; an existing one is not changed.")
     ] = False,
     revision: Annotated[
-        str | None, typer.Option("--revision", help="Branch to commit to; made where it is missing.")
+        str | None, typer.Option("--revision", help="Branch to commit to; created if it is missing.")
     ] = None,
-    pr: Annotated[bool, typer.Option("--pr", help="Open a pull request instead.")] = False,
+    pr: Annotated[bool, typer.Option("--pr", help="Open a pull request instead of committing.")] = False,
     message: Annotated[str | None, typer.Option("--message", "-m", help="Title of the commit.")] = None,
     from_: From = None,
     dtype: Dtype = None,
@@ -75,17 +75,21 @@ def push(
     stage: Annotated[
         str | None,
         typer.Option(
-            "--stage", help="Write the files there first, and send those (by Xet where the Hub has it).", metavar="DIR"
+            "--stage",
+            help="Write the files to this folder first and upload those (by Xet if the Hub offers it).",
+            metavar="DIR",
         ),
     ] = None,
-    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Files hashed, and sent, at the same time.")] = 4,
+    jobs: Annotated[
+        int, typer.Option("--jobs", "-j", min=1, help="Number of files hashed and uploaded at the same time.")
+    ] = 4,
     drop: Drop = False,
     dry_run: DryRun = False,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Push a checkpoint to the Hugging Face Hub, as a model that from_pretrained loads; nothing is copied to the disk."""
+    """Upload a checkpoint to the Hugging Face Hub as a model that from_pretrained loads, without a copy on disk."""
     from dataclasses import asdict
 
     from ..engine.opening import OpenOptions

@@ -76,7 +76,7 @@ def resume_verify(
     world_size: Annotated[
         int | None,
         typer.Option(
-            "--world-size", "-n", min=1, help="Ranks of the job; else one for every GPU.", rich_help_panel="Job"
+            "--world-size", "-n", min=1, help="Ranks of the job; by default one per GPU.", rich_help_panel="Job"
         ),
     ] = None,
     mesh: Annotated[
@@ -90,7 +90,7 @@ def resume_verify(
         typer.Option(
             "--against-world-size",
             min=1,
-            help="Ranks of the run of --against; else the same.",
+            help="Ranks of the reference run; by default the same.",
             rich_help_panel="Reference",
         ),
     ] = None,
@@ -100,7 +100,7 @@ def resume_verify(
     start_step: Annotated[
         int | None,
         typer.Option(
-            "--start-step", min=0, help="Step of the checkpoint, where it does not say.", rich_help_panel="Batches"
+            "--start-step", min=0, help="Step of the checkpoint, if the files do not tell.", rich_help_panel="Batches"
         ),
     ] = None,
     data: Annotated[
@@ -131,7 +131,7 @@ def resume_verify(
     dtype: Annotated[
         str | None,
         typer.Option(
-            "--dtype", help="What is computed in: fp32, or bf16 (gradients reduced in fp32).", rich_help_panel="Job"
+            "--dtype", help="Compute dtype: fp32, or bf16 with gradients reduced in fp32.", rich_help_panel="Job"
         ),
     ] = None,
     device: Annotated[
@@ -148,20 +148,20 @@ def resume_verify(
         ),
     ] = None,
     profile: Annotated[
-        str, typer.Option("--profile", help="How sharp: strict, standard or relaxed.", rich_help_panel="Judgement")
+        str, typer.Option("--profile", help="Strictness: strict, standard or relaxed.", rich_help_panel="Judgement")
     ] = "strict",
     calibrate: Annotated[
         bool,
         typer.Option(
             "--calibrate",
-            help="Measure the noise of this very job first, by one run more.",
+            help="Measure the noise of this job first, with one more run.",
             rich_help_panel="Judgement",
         ),
     ] = False,
     keep_dropout: Annotated[
         bool,
         typer.Option(
-            "--keep-dropout", help="Leave dropout on; comparable at the saved world size only.", rich_help_panel="Job"
+            "--keep-dropout", help="Leave dropout on; comparable only at the saved world size.", rich_help_panel="Job"
         ),
     ] = False,
     activation_checkpointing: Annotated[
@@ -178,49 +178,59 @@ def resume_verify(
         typer.Option("--cpu-offload", help="Parameters and optimizer state in host memory.", rich_help_panel="Job"),
     ] = False,
     deterministic: Annotated[
-        bool, typer.Option(help="Deterministic kernels and collectives, where torch has them.", rich_help_panel="Job")
+        bool, typer.Option(help="Use deterministic kernels and collectives if torch has them.", rich_help_panel="Job")
     ] = True,
     reread: Annotated[
         bool,
         typer.Option(
-            help="Read the files again and compare them with what the job holds.", rich_help_panel="Judgement"
+            help="Read the files again and compare them with the state of the job.", rich_help_panel="Judgement"
         ),
     ] = True,
     round_trip: Annotated[
-        bool, typer.Option(help="Save after the first step, load that, and go on.", rich_help_panel="Judgement")
+        bool, typer.Option(help="Save after the first step, load that, and continue.", rich_help_panel="Judgement")
     ] = True,
     scratch: Annotated[
         str | None,
         typer.Option(
-            "--scratch", help="Folder that all ranks share, for that save.", metavar="DIR", rich_help_panel="Judgement"
+            "--scratch",
+            help="Folder that all ranks share, for the save of --round-trip.",
+            metavar="DIR",
+            rich_help_panel="Judgement",
         ),
     ] = None,
     min_mfu: Annotated[
-        float | None, typer.Option("--min-mfu", min=0, max=1, help="Gate: least MFU.", rich_help_panel="Gates")
+        float | None, typer.Option("--min-mfu", min=0, max=1, help="Gate: minimum MFU.", rich_help_panel="Gates")
     ] = None,
     peak_tflops: Annotated[
         float | None,
         typer.Option(
-            "--peak-tflops", min=0, help="Peak of one GPU, where it is not known, for the MFU.", rich_help_panel="Gates"
+            "--peak-tflops",
+            min=0,
+            help="Peak of one GPU for the MFU, if ckpttool does not know it.",
+            rich_help_panel="Gates",
         ),
     ] = None,
     max_reserved_gib: Annotated[
         float | None,
         typer.Option(
-            "--max-reserved-gib", min=0, help="Gate: most memory reserved on a rank.", rich_help_panel="Gates"
+            "--max-reserved-gib", min=0, help="Gate: maximum memory reserved on a rank.", rich_help_panel="Gates"
         ),
     ] = None,
     max_step_seconds: Annotated[
         float | None,
-        typer.Option("--max-step-seconds", min=0, help="Gate: longest median step.", rich_help_panel="Gates"),
+        typer.Option("--max-step-seconds", min=0, help="Gate: maximum median step time.", rich_help_panel="Gates"),
     ] = None,
     max_load_seconds: Annotated[
-        float | None, typer.Option("--max-load-seconds", min=0, help="Gate: longest load.", rich_help_panel="Gates")
+        float | None,
+        typer.Option("--max-load-seconds", min=0, help="Gate: maximum load time.", rich_help_panel="Gates"),
     ] = None,
     report: Annotated[
         str | None,
         typer.Option(
-            "--report", help="Write report.html and report.json there.", metavar="DIR", rich_help_panel="Reports"
+            "--report",
+            help="Write report.html and report.json to this folder.",
+            metavar="DIR",
+            rich_help_panel="Reports",
         ),
     ] = None,
     junit: Annotated[
@@ -233,7 +243,7 @@ def resume_verify(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Load a checkpoint into a live FSDP2 job and judge whether training goes on as before; exit 10 when it does not."""
+    """Load a checkpoint into a live FSDP2 job and check that training continues as before; exit 10 if not."""
     from ..resume import report as reports
     from ..resume.launch import resume_verify as run
     from ..resume.terminal import screen
@@ -277,7 +287,7 @@ def resume_verify(
 
 
 class _Telling:
-    """What is being done, on stderr: one line that changes on a terminal, a line each in a log."""
+    """Progress on stderr: one changing line on a terminal, one line per step in a log."""
 
     def __init__(self, quiet: bool) -> None:
         self.quiet, self.began, self.status = quiet, time.monotonic(), None

@@ -66,7 +66,7 @@ Src = Annotated[
 
 
 def _layout_names(incomplete: str) -> list[str]:
-    """For TAB: names of layouts that begin so."""
+    """Names of layouts with this prefix, for TAB."""
     from ..layouts import layouts
 
     return [name for name in layouts() if name.startswith(incomplete.lower())]
@@ -80,66 +80,78 @@ To = Annotated[
         autocompletion=_layout_names,
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no notes.")]
-Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Name everything that is left behind, not only how much it is.")
-]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no notes.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Name everything that is left behind.")]
 From = Annotated[
     str | None,
     typer.Option(
         "--source-layout",
         "--from",
-        help="Layout of the source, where its files alone do not tell.",
+        help="Layout of the source, if it cannot be detected.",
         autocompletion=_layout_names,
     ),
 ]
 CanonicalKeys = Annotated[
     bool,
     typer.Option(
-        "--canonical-keys", help="dcp, full: keys model and optim and plain FQNs, not the keys of the source."
+        "--canonical-keys", help="dcp, full: write plain FQNs under model and optim instead of the source's own keys."
     ),
 ]
 Config = Annotated[
-    str | None, typer.Option("--config", help="Folder or id of a Hugging Face model: config and tokenizer files.")
+    str | None,
+    typer.Option(
+        "--config", help="Hugging Face model of the same architecture: a folder with config.json, or a model id."
+    ),
 ]
 Like = Annotated[
-    str | None, typer.Option("--like", help="Checkpoint of the same model, whose names, shapes and order are used.")
+    str | None,
+    typer.Option(
+        "--like", help="Another checkpoint of the same model: says what the source does not about its parameters."
+    ),
 ]
 FlatLayout = Annotated[
-    str | None, typer.Option("--flat-layout", help="File with what ckpttool.describe_fsdp1(model) gave in the job.")
+    str | None,
+    typer.Option("--flat-layout", help="JSON file with the result of ckpttool.describe_fsdp1(model) in the job."),
 ]
 Wrap = Annotated[
     str | None,
-    typer.Option("--wrap", help="Modules that FSDP1 wrapped; * is one name, ** any.", metavar="PATTERN,..."),
+    typer.Option(
+        "--wrap", help="Modules that FSDP1 wrapped; * matches one name, ** any number.", metavar="PATTERN,..."
+    ),
 ]
-Tag = Annotated[str | None, typer.Option("--tag", help="Which DeepSpeed save, where a folder holds several.")]
+Tag = Annotated[str | None, typer.Option("--tag", help="DeepSpeed save to read, if a folder holds several.")]
 AllowEqualRanks = Annotated[
-    bool, typer.Option("--allow-equal-ranks", help="Also where one rank's file looks like a copy of another's.")
+    bool, typer.Option("--allow-equal-ranks", help="Read it although one rank's file looks like a copy of another's.")
 ]
 AllowMixedSteps = Annotated[
-    bool, typer.Option("--allow-mixed-steps", help="Also where one rank's file looks like one of another step.")
+    bool, typer.Option("--allow-mixed-steps", help="Read it although one rank's file seems to come from another step.")
 ]
 WorldSize = Annotated[int | None, typer.Option("--world-size", "-n", min=1, help="Ranks of the job that will load it.")]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="dtype of floating-point weights: bf16, fp16, fp32, keep.")]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", help="dtype of floating-point weights: bf16, fp16, fp32 or keep.")
+]
 Cast = Annotated[
-    list[str] | None, typer.Option("--cast", help="dtype of some tensors; may be given again.", metavar="GLOB=DTYPE")
+    list[str] | None,
+    typer.Option("--cast", help="dtype of the tensors whose names match; may be repeated.", metavar="GLOB=DTYPE"),
 ]
-Threads = Annotated[int, typer.Option("--jobs", "-j", min=1, help="Threads that read, and as many that write.")]
+Threads = Annotated[
+    int, typer.Option("--jobs", "-j", min=1, help="Number of threads that read, and of threads that write.")
+]
 Drop = Annotated[
-    bool, typer.Option("--drop", help="Go on without what the target cannot hold, and files that were not read.")
+    bool, typer.Option("--drop", help="Convert without state that the target cannot hold and files that are not read.")
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace an existing destination, whole.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing destination as a whole.")]
 IgnoreRecorded = Annotated[
-    bool, typer.Option("--ignore-recorded-digests", help="Do not compare the source with the digests recorded of it.")
+    bool, typer.Option("--ignore-recorded-digests", help="Do not compare the source with its recorded digests.")
 ]
 Only = Annotated[
-    str | None, typer.Option("--only", help="Components to take, e.g. model,optim.", metavar="model,optim,...")
+    str | None, typer.Option("--only", help="Components to use, such as model,optim.", metavar="model,optim,...")
 ]
 
 
 def comma(text: str | None) -> list[str] | None:
-    """The parts of `a, b, c`; None where the option was not given.
+    """The parts of `a, b, c`; None if the option was not given.
 
     Raises:
         UsageError: it was, and names nothing.
@@ -153,7 +165,7 @@ def comma(text: str | None) -> list[str] | None:
 
 
 def refuse_empty(arguments: Iterable[str]) -> None:
-    """Refuse a command line with an empty argument: a variable of the shell that is not set must not mean the current
+    """Refuse a command line with an empty argument: an unset shell variable must not mean the current
     folder, or all components.
 
     Raises:
@@ -178,7 +190,7 @@ def bytes_of(text: str) -> int:
 
 
 def cast_rules(rules: list[str] | None) -> dict[str, str]:
-    """{glob: dtype} of what --cast was given.
+    """{glob: dtype} from the values of --cast.
 
     Raises:
         UsageError: one is not GLOB=DTYPE.
@@ -251,7 +263,7 @@ class Meter:
 
 
 class OutputLost(Exception):
-    """Standard output cannot be written to. No OSError, so that no library between us and `main` takes it for its own."""
+    """Standard output cannot be written to. Not an OSError, so that no library in between handles it as its own."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(error.strerror)
@@ -259,13 +271,13 @@ class OutputLost(Exception):
 
 
 class Stdout:
-    """Standard output, whose failures are told from those of the files that a command works on."""
+    """Standard output; its failures raise OutputLost, unlike those of the files that a command works on."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
 
     def write(self, text: str) -> int:
-        """As that of a text file.
+        """Like the method of a text file.
 
         Raises:
             OutputLost: it failed.
@@ -276,7 +288,7 @@ class Stdout:
             raise OutputLost(e) from None
 
     def flush(self) -> None:
-        """Likewise."""
+        """Like the method of a text file."""
         try:
             self._file.flush()
         except OSError as e:
@@ -287,19 +299,19 @@ class Stdout:
 
 
 class Stderr:
-    """Standard error, on which nothing depends: a log that is full or a terminal that is gone ends no conversion."""
+    """Standard error, whose failures are ignored: a full log or a closed terminal must not end a conversion."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
 
     def write(self, text: str) -> int:
-        """As that of a text file."""
+        """Like the method of a text file."""
         with suppress(OSError):
             return self._file.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Likewise."""
+        """Like the method of a text file."""
         with suppress(OSError):
             self._file.flush()
 
@@ -308,8 +320,8 @@ class Stderr:
 
 
 def streams() -> None:
-    """Make stdin, stdout and stderr files that can be used, also where the caller closed them: no file of a checkpoint
-    gets their numbers."""
+    """Make stdin, stdout and stderr usable even if the caller closed them, so that no file of a checkpoint gets their
+    descriptors."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)
@@ -320,7 +332,7 @@ def streams() -> None:
 
 
 def peak() -> str:
-    """The most memory that this process took so far, in words."""
+    """Peak memory of this process, in words."""
     import resource
 
     return f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB"
@@ -333,8 +345,8 @@ def note(text: str, quiet: bool = False) -> None:
 
 
 def left_behind(dropped: list[tuple[str, int, str]], quiet: bool, verbose: bool = False) -> None:
-    """Say in one line what a target does not hold, of (name, bytes, why), and in one what lies in files that were not read;
-    with `verbose`, every name."""
+    """Print one line about (name, bytes, why) that the target does not hold, and one about files that were not read; with
+    `verbose`, every name."""
     from ..engine.unread_files import NOT_READ, human, listed
     from ..index.checkpoint import Unread
 
@@ -370,16 +382,16 @@ def not_read(rows: list[dict[str, Any]], quiet: bool, of: str = "") -> None:
 def print_json(data: Any) -> None:
     """Data, on stdout."""
     text = json.dumps(data, indent=1, ensure_ascii=False, default=str)
-    print(text.encode("utf-8", "backslashreplace").decode())  # a name that is no UTF-8 is a JSON escape
+    print(text.encode("utf-8", "backslashreplace").decode())  # bytes of a name that are not UTF-8 become JSON escapes
 
 
 def printable(text: str) -> str:
-    """A text from a file, on one line and in one direction: what is no letter or mark becomes its escape."""
+    """A text from a file, made safe to print: characters that are not printable become escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def ranks(n: int) -> str:
-    """How many, as people say it: 1 rank, 8 ranks."""
+    """1 rank, 8 ranks."""
     return "1 rank" if n == 1 else f"{n} ranks"
 
 

@@ -38,9 +38,11 @@ __all__ = ["verify"]
 )
 def verify(
     path: Src,
-    read_data: Annotated[bool, typer.Option("--read-data", help="Read every byte: CRC32s, recorded digests.")] = False,
+    read_data: Annotated[
+        bool, typer.Option("--read-data", help="Read every byte and compare CRC32s and recorded digests.")
+    ] = False,
     against: Annotated[
-        str | None, typer.Option("--against", help="A checkpoint that must hold the same state.")
+        str | None, typer.Option("--against", help="A checkpoint that must contain the same state.")
     ] = None,
     from_: From = None,
     config: Config = None,
@@ -53,7 +55,7 @@ def verify(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Check that a checkpoint is whole: structure, and with --read-data every byte."""
+    """Check that a checkpoint is complete: its structure and, with --read-data, every byte."""
     from ..engine.verification import verify as check
 
     meter = Meter(quiet)

@@ -216,7 +216,7 @@ def open(
         source_layout: its layout, where the files alone do not tell.
         only: components to keep (["model", "optim"]); all where None.
         config: folder or id of a Hugging Face model with the same architecture.
-        like: another checkpoint of the same model: its names, shapes, and the order of its optimizer are used.
+        like: another checkpoint of the same model; it says about the parameters what this one does not: names, order, shapes.
         flat_layout: file with what `describe_fsdp1` returned in the job.
         wrap: patterns of the modules that FSDP1 wrapped, ["**.layers.*"].
         tag: which save, where a DeepSpeed folder holds several; the one that `latest` names where None.

@@ -13,10 +13,10 @@ __all__ = ["app"]
 
 app = App(
     name="audit",
-    help="Keep checkpoints for years: archives that anyone can check, signatures, retention, a ledger.",
+    help="Keep checkpoints for years, in archives that anyone can check, with signatures, retention and a ledger.",
     no_args_is_help=True,
 )
-ledger_app = App(name="ledger", help="The hash-chained record of what was done to a store.", no_args_is_help=True)
+ledger_app = App(name="ledger", help="The hash-chained log of a store.", no_args_is_help=True)
 app.add_typer(ledger_app)
 app.command()(export)
 app.command()(verify)

@@ -17,20 +17,22 @@ ArchivePath = Annotated[str, typer.Argument(metavar="ARCHIVE", help="An archive,
 Store = Annotated[str, typer.Argument(metavar="STORE", help="A folder with archives, or the URL of one (s3://...).")]
 Identity = Annotated[
     list[str] | None,
-    typer.Option("--identity", help="age identity or ssh private key that opens the archive.", metavar="FILE"),
+    typer.Option(
+        "--identity", help="age identity or ssh private key that decrypts the archive; may be repeated.", metavar="FILE"
+    ),
 ]
 Scratch = Annotated[
     str | None,
-    typer.Option("--scratch", help="Folder for the plain bytes of an encrypted archive meanwhile.", metavar="DIR"),
+    typer.Option("--scratch", help="Folder for the decrypted bytes of an archive while it is read.", metavar="DIR"),
 ]
 Jobs = Annotated[
-    int | None, typer.Option("--jobs", "-j", min=1, help="Threads; by default as many as cores, at most 8.")
+    int | None, typer.Option("--jobs", "-j", min=1, help="Number of threads; by default one per core, at most 8.")
 ]
-NoLedger = Annotated[bool, typer.Option("--no-ledger", help="Write no line into the ledger of the store.")]
+NoLedger = Annotated[bool, typer.Option("--no-ledger", help="Do not write to the ledger of the store.")]
 
 
 def threads_of(given: int | None) -> int:
-    """Threads: SHA-256 is one stream, which eight that compress can just keep busy."""
+    """Number of threads. SHA-256 is one stream, which eight compressing threads keep busy."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
     return given or min(8, max(2, cores))
 

@@ -50,7 +50,7 @@ def _meta(pairs: list[str] | None) -> tuple[tuple[str, str], ...]:
 
 
 def _epoch(reproducible: bool) -> int | None:
-    """SOURCE_DATE_EPOCH, which counts with --reproducible. https://reproducible-builds.org/specs/source-date-epoch/"""
+    """SOURCE_DATE_EPOCH, used with --reproducible. https://reproducible-builds.org/specs/source-date-epoch/"""
     text = os.environ.get("SOURCE_DATE_EPOCH", "")
     if not reproducible or not text:
         return None
@@ -80,19 +80,25 @@ def export(
     only: Only = None,
     meta: Annotated[
         list[str] | None,
-        typer.Option("--meta", help="Who, why, which ticket, ...; may be given again.", metavar="KEY=VALUE"),
+        typer.Option("--meta", help="Who, why, which ticket, ...; may be repeated.", metavar="KEY=VALUE"),
     ] = None,
     git_commit: Annotated[
-        str | None, typer.Option("--git-commit", help="Commit of the training code, for the record.", metavar="SHA")
+        str | None, typer.Option("--git-commit", help="Commit of the training code.", metavar="SHA")
     ] = None,
     level: Annotated[
         int, typer.Option("--level", min=1, max=19, help="zstd level; higher gains little on weights.")
     ] = 1,
-    shuffle: Annotated[bool, typer.Option("--shuffle", help="Store byte planes, which compress better.")] = False,
-    member_size: Annotated[str, typer.Option("--member-size", help="Largest file of tensors in the archive.")] = "5GB",
+    shuffle: Annotated[
+        bool, typer.Option("--shuffle", help="Split numbers into byte planes, which compress better.")
+    ] = False,
+    member_size: Annotated[
+        str, typer.Option("--member-size", help="Maximum size of a file of tensors in the archive.")
+    ] = "5GB",
     reproducible: Annotated[
         bool,
-        typer.Option("--reproducible", help="The same bytes for the same state: no times, nothing of the source."),
+        typer.Option(
+            "--reproducible", help="Write the same bytes for the same state: no times, nothing about the source."
+        ),
     ] = False,
     retain: Annotated[
         str | None, typer.Option("--retain", help="How long to keep it: 7y, 90d, 2033-01-01.", metavar="TIME")
@@ -101,7 +107,7 @@ def export(
         str | None, typer.Option("--legal-hold", help="Keep it until the hold is released.", metavar="REASON")
     ] = None,
     lock_mode: Annotated[
-        str, typer.Option("--lock-mode", help="Object lock, where the store has it: governance or compliance.")
+        str, typer.Option("--lock-mode", help="Object lock, if the store has it: governance or compliance.")
     ] = "governance",
     sign_key: Annotated[
         str | None, typer.Option("--sign-key", help="Private EC key (PEM) to sign with.", metavar="FILE")
@@ -111,7 +117,7 @@ def export(
     ] = None,
     cert_chain: Annotated[
         list[str] | None,
-        typer.Option("--cert-chain", help="Certificates between it and the root.", metavar="FILE"),
+        typer.Option("--cert-chain", help="Certificates between --sign-cert and the root.", metavar="FILE"),
     ] = None,
     encrypt_to: Annotated[
         list[str] | None,
@@ -127,7 +133,9 @@ def export(
     allow_mixed_steps: AllowMixedSteps = False,
     dtype: Dtype = None,
     ignore_recorded_digests: IgnoreRecorded = False,
-    max_memory: Annotated[str | None, typer.Option("--max-memory", help="Memory budget of the buffers.")] = None,
+    max_memory: Annotated[
+        str | None, typer.Option("--max-memory", help="Memory budget for Python and the buffers.")
+    ] = None,
     jobs: Jobs = None,
     drop: Drop = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing archive.")] = False,

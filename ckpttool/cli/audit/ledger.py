@@ -31,7 +31,7 @@ __all__ = ["add", "show", "verify"]
 def verify(
     store: Store,
     head: Annotated[
-        str | None, typer.Option("--head", help="The hash of a line that somebody wrote down.", metavar="HEX")
+        str | None, typer.Option("--head", help="Hash of a line, from a copy that you kept elsewhere.", metavar="HEX")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -56,7 +56,7 @@ def verify(
     exits=(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 130),
 )
 def add(archive: ArchivePath, as_json: Json = False) -> None:
-    """Record an archive that the ledger of its store does not know; prints its line if it does."""
+    """Add an archive that is missing from the ledger of its store; print its line if it is there."""
     from ...audit.archive_store import add as run
 
     print_entry(run(archive), as_json)
@@ -68,7 +68,7 @@ def add(archive: ArchivePath, as_json: Json = False) -> None:
     exits=(0, 1, 2, 3, 4, 7, 8, 9, 130),
 )
 def show(store: Store, as_json: Json = False) -> None:
-    """Print what a store's ledger says, the chain having been checked."""
+    """Check a store's ledger and print it."""
     from ...audit.ledger import read
 
     rows = read(store)

@@ -48,7 +48,7 @@ __all__ = ["restore"]
 def restore(
     ctx: typer.Context,
     archive: ArchivePath,
-    dst: Annotated[str, typer.Argument(help="Where the checkpoint shall be.", show_default=False)],
+    dst: Annotated[str, typer.Argument(help="Where to write the checkpoint.", show_default=False)],
     to: To = None,
     world_size: WorldSize = None,
     only: Only = None,
@@ -59,7 +59,9 @@ def restore(
     wrap: Wrap = None,
     identity: Identity = None,
     scratch: Scratch = None,
-    max_memory: Annotated[str | None, typer.Option("--max-memory", help="Memory budget of the buffers.")] = None,
+    max_memory: Annotated[
+        str | None, typer.Option("--max-memory", help="Memory budget for Python and the buffers.")
+    ] = None,
     jobs: Jobs = None,
     drop: Drop = False,
     force: Force = False,
@@ -67,7 +69,7 @@ def restore(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write the state of an archive in any layout; every tensor is compared with the manifest on the way.
+    """Write the state of an archive in any layout, comparing every tensor with the manifest.
 
     `ckpttool convert` does the same for archives that are not encrypted.
     """

@@ -27,7 +27,7 @@ __all__ = ["hold", "list_", "prune", "release"]
     exits=(0, 1, 2, 3, 4, 7, 8, 9, 130),
 )
 def list_(store: Store, as_json: Json = False) -> None:
-    """List the archives of a store: what, when, until when, what holds it, who signed, when it was last checked."""
+    """List the archives of a store with state, date, retention, holds, signer and last check."""
     from ...audit.archive_store import listing
     from ...engine.inspect import human
 
@@ -67,7 +67,7 @@ def list_(store: Store, as_json: Json = False) -> None:
 
 
 def _short(signer: str) -> str:
-    """A signer in a table: of a long hash its beginning."""
+    """A signer for a table: long hashes are cut."""
     return re.sub(r"([0-9a-f]{12})[0-9a-f]{52}", r"\1", signer)
 
 
@@ -84,18 +84,19 @@ def prune(
     store: Store,
     keep_last: Annotated[int | None, typer.Option("--keep-last", min=1, help="Keep the newest N of every run.")] = None,
     keep_within: Annotated[
-        str | None, typer.Option("--keep-within", help="Keep what was exported in that time: 90d, 6m.", metavar="TIME")
+        str | None,
+        typer.Option("--keep-within", help="Keep what was exported within this time: 90d, 6m.", metavar="TIME"),
     ] = None,
     keep_every: Annotated[
-        int | None, typer.Option("--keep-every", min=1, help="Keep training steps that are multiples of it.")
+        int | None, typer.Option("--keep-every", min=1, help="Keep training steps that are multiples of N.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and delete nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be deleted; delete nothing.")] = False,
     no_ledger: Annotated[
-        bool, typer.Option("--no-ledger", help="Delete also what no ledger knows: its holds may be lost.")
+        bool, typer.Option("--no-ledger", help="Also delete archives that no ledger knows; their holds may be lost.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Delete the archives that no policy keeps; never one under retention or a legal hold, undated or damaged."""
+    """Delete the archives that no policy keeps, but none that is under retention, on hold, undated or damaged."""
     from ...audit.pruning import prune as run
     from ...audit.retention import age
     from ...engine.inspect import human
@@ -128,7 +129,7 @@ def hold(
     reason: Annotated[str, typer.Argument(metavar="REASON", help="Why it must be kept.")],
     as_json: Json = False,
 ) -> None:
-    """Put an archive under a legal hold: nothing deletes it until the hold is released."""
+    """Put an archive on legal hold: nothing deletes it until the hold is released."""
     from ...audit.holds import hold as run
 
     print_entry(run(archive, reason), as_json)
@@ -140,10 +141,10 @@ def hold(
 )
 def release(
     archive: ArchivePath,
-    reason: Annotated[str, typer.Argument(metavar="REASON", help="Why it need not be kept any more.")],
+    reason: Annotated[str, typer.Argument(metavar="REASON", help="Why it no longer has to be kept.")],
     as_json: Json = False,
 ) -> None:
-    """Release an archive from its legal holds; retention goes on."""
+    """End all legal holds of an archive; retention continues."""
     from ...audit.holds import release as run
 
     print_entry(run(archive, reason), as_json)

@@ -32,28 +32,28 @@ __all__ = ["verify"]
 )
 def verify(
     archive: ArchivePath,
-    quick: Annotated[bool, typer.Option("--quick", help="Structure and signature only.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Check only structure and signature.")] = False,
     deep: Annotated[
         bool,
-        typer.Option("--deep", help="Every hash, and --against, --root or what the ledger recorded at the export."),
+        typer.Option("--deep", help="Check every hash, and compare with --against, --root or the ledger."),
     ] = False,
     against: Annotated[
-        str | None, typer.Option("--against", help="A checkpoint that must hold the same state.", metavar="SRC")
+        str | None, typer.Option("--against", help="A checkpoint that must contain the same state.", metavar="SRC")
     ] = None,
     root: Annotated[
         str | None,
         typer.Option(
             "--root",
-            help="The Merkle root that it must have, or sha256: and the hash of its MANIFEST.json.",
+            help="Expected Merkle root, or sha256: and the expected hash of MANIFEST.json.",
             metavar="HEX",
         ),
     ] = None,
     public_key: Annotated[
-        str | None, typer.Option("--public-key", help="Public EC key of who must have signed.", metavar="FILE")
+        str | None, typer.Option("--public-key", help="Public EC key of the expected signer.", metavar="FILE")
     ] = None,
     cert: Annotated[
         list[str] | None,
-        typer.Option("--cert", help="Root certificate that the signer's must lead to.", metavar="FILE"),
+        typer.Option("--cert", help="Root certificate of the expected signer's chain.", metavar="FILE"),
     ] = None,
     identity: Identity = None,
     scratch: Scratch = None,
@@ -62,7 +62,7 @@ def verify(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Check an archive without extracting it; exit 4 when it is damaged, 5 when it is another than it should be."""
+    """Check an archive without extracting it; exit 4 if it is damaged, 5 if it is not the expected one."""
     from ...audit.verify import verify
 
     if quick and (deep or against or root):
