@@ -92,7 +92,7 @@ class Dialect:
         """The layout that reads such directories."""
         return layouts.Layout(
             name=self.name, title=f"directory of {self.title}", detect=self._detect, read=partial(read, self), locate=locate,
-            aliases=self.aliases, of_trainer=True,
+            aliases=self.aliases, of_trainer=True, reader_uses=("config", "like", "flat_layout", "wrap"), writer_uses=(),
         )  # fmt: skip
 
     def _detect(self, where: Place) -> tuple[bool, str]:
