@@ -47,7 +47,7 @@ class S3Object:
         """A request of S3's API; with `read_body`, the Body of its answer is read.
 
         Raises:
-            RemoteError: or one of its private kinds.
+            RemoteError: or one of its subclasses in retries.py.
         """
         from fsspec.asyn import sync
 
@@ -58,32 +58,32 @@ class S3Object:
             client = await self.fs.get_s3(self.bucket)
             if body is not None:
                 body.seek(0)
-            said: dict[str, Any] = await getattr(client, method)(Bucket=self.bucket, **kwargs)
+            answer: dict[str, Any] = await getattr(client, method)(Bucket=self.bucket, **kwargs)
             if read_body:
-                async with said["Body"] as stream:
-                    said["Body"] = await stream.read()
-            return said
+                async with answer["Body"] as stream:
+                    answer["Body"] = await stream.read()
+            return answer
 
         return with_retries(self.url, lambda: sync(self.fs.loop, call))
 
     def sweep(self, prefix: str, ours: Callable[[str], bool]) -> None:
-        """Remove the parts of uploads that were never finished, of keys with that prefix that are `ours`; a store may not
-        let us look, which stops nobody."""
+        """Remove the parts of uploads that were never finished, of keys with that prefix that are `ours`; if the
+        store does not allow listing them, nothing happens."""
         more: dict[str, Any] = {}
         try:
             while True:
-                said = self.request("list_multipart_uploads", Prefix=prefix, **more)
-                for old in said.get("Uploads", []):
+                answer = self.request("list_multipart_uploads", Prefix=prefix, **more)
+                for old in answer.get("Uploads", []):
                     if ours(old["Key"]):
                         self.request("abort_multipart_upload", Key=old["Key"], UploadId=old["UploadId"])
-                if not said.get("IsTruncated"):
+                if not answer.get("IsTruncated"):
                     return
-                more = {"KeyMarker": said["NextKeyMarker"], "UploadIdMarker": said["NextUploadIdMarker"]}
+                more = {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer["NextUploadIdMarker"]}
         except RemoteError:
             pass
 
     def head(self) -> dict[str, Any] | None:
-        """What the store says of the object; None where there is none."""
+        """The object's metadata; None if it does not exist."""
         try:
             return self.request("head_object", Key=self.key)
         except NotFound:
@@ -91,7 +91,7 @@ class S3Object:
 
 
 def s3_object(url: str) -> S3Object | None:
-    """The object, where the store speaks S3."""
+    """The object, if the store speaks S3; otherwise None."""
     fs, path, _ = filesystem_for(url)
     protocol = [fs.protocol] if isinstance(fs.protocol, str) else list(fs.protocol)
     return S3Object(fs, path, url) if "s3" in protocol else None
@@ -116,9 +116,10 @@ def hide(url: str) -> None:
 
 
 def remove(url: str) -> None:
-    """Remove an object, with every version that the store keeps of it, the oldest first; a missing one is no error.
+    """Remove an object, with every version that the store keeps of it, the oldest first; a missing object is not an error.
 
-    Where versions are kept, a deletion without one only hides the object, and no lock stops that; so each is named.
+    In a bucket with versions, a deletion that names no version only hides the object, and no lock prevents that. So every
+    version is named.
 
     Raises:
         RemoteError: the store refuses, because of an object lock or of missing permissions.
@@ -136,16 +137,16 @@ def _versions(at: S3Object) -> list[str]:
     found: list[dict[str, Any]] = []
     more: dict[str, Any] = {}
     while True:
-        said = at.request("list_object_versions", Prefix=at.key, **more)
-        found += [v for v in (*said.get("Versions", []), *said.get("DeleteMarkers", [])) if v["Key"] == at.key]
-        if not said.get("IsTruncated"):
+        answer = at.request("list_object_versions", Prefix=at.key, **more)
+        found += [v for v in (*answer.get("Versions", []), *answer.get("DeleteMarkers", [])) if v["Key"] == at.key]
+        if not answer.get("IsTruncated"):
             break
-        more = {"KeyMarker": said["NextKeyMarker"], "VersionIdMarker": said["NextVersionIdMarker"]}
+        more = {"KeyMarker": answer["NextKeyMarker"], "VersionIdMarker": answer["NextVersionIdMarker"]}
     return [v["VersionId"] for v in sorted(found, key=lambda v: (bool(v.get("IsLatest")), v["LastModified"]))]
 
 
 def legal_hold(url: str, *, on: bool) -> bool:
-    """Put the object under a legal hold of the store, or end it; False where the store or bucket has no such thing.
+    """Put the object under a legal hold of the store, or end it; False if the store or bucket has none.
 
     Raises:
         RemoteError: the store does not allow it, or fails.
@@ -165,20 +166,20 @@ def legal_hold(url: str, *, on: bool) -> bool:
 
 
 def get_with_token(url: str) -> tuple[bytes, str | None]:
-    """(bytes, token) of a small object; (b"", None) where there is none. The token is what `put_if_unchanged` wants."""
+    """(bytes, token) of a small object; (b"", None) if it does not exist. `put_if_unchanged` takes the token."""
     at = s3_object(url)
     try:
         if at is None:
             fs, path, _ = filesystem_for(url)
             return with_retries(redact_url(url), lambda: fs.cat_file(path)), ""
-        said = at.request("get_object", read_body=True, Key=at.key)
-        return said["Body"], said["ETag"]
+        answer = at.request("get_object", read_body=True, Key=at.key)
+        return answer["Body"], answer["ETag"]
     except NotFound:
         return b"", None
 
 
 def put_if_unchanged(url: str, data: bytes, token: str | None) -> bool:
-    """Write a small object if it is still the one that `get_with_token` saw; False where it is not.
+    """Write a small object if it is still the one that `get_with_token` saw; False if it is not.
 
     False may also mean that it was written and the answer was lost: look again before you write again.
 

@@ -39,7 +39,7 @@ class FetchSizes:
 
 
 class Prefetcher:
-    """Ranges that were announced: fetched many at a time, kept until others push them out."""
+    """Fetches announced ranges many at a time, and keeps them until others need the memory."""
 
     def __init__(self, fetch: Callable[[str, int, int], bytes], sizes: FetchSizes) -> None:
         self._fetch, self._sizes = fetch, sizes
@@ -50,7 +50,7 @@ class Prefetcher:
         self._lock = threading.Lock()
 
     def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        """What is announced last is looked at first."""
+        """Announce ranges; those announced last are looked at first."""
         with self._lock:
             self._coming.append((deque(), iter(ranges)))
 
@@ -120,7 +120,7 @@ class Prefetcher:
         try:
             return self._fetch(span[0], span[1], span[2] - span[1])
         except CkpttoolError:
-            return b""  # whoever wants it asks again, and is told
+            return b""  # the read itself requests it again, and reports the error
 
     def _keep(self, name: str, start: int, data: bytes) -> None:
         if (name, start) in self._kept:

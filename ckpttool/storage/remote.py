@@ -25,7 +25,7 @@ from .urls import is_url, redact_url, scheme_of
 __all__ = ["RemoteSource", "filesystem_for", "open_source"]
 
 _PACKAGE = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
-# What says which bytes an object holds, in the words of the stores, the best first.
+# Fields by which stores identify the content of an object, the best first.
 _STRONG = ("ETag", "etag", "generation", "blob_id")
 _VERSION = (
     "ETag", "etag", "VersionId", "version_id", "generation", "md5Hash", "content_md5", "Content-MD5", "Digest", "oid",
@@ -52,7 +52,7 @@ def filesystem_for(url: str) -> tuple[Any, str, str]:
         options["config_kwargs"] = {"retries": {"total_max_attempts": 1}}
     gc.enable()  # the command line turns it off; clients of stores leave cycles that hold what they have read
     if scheme == "hf":
-        options["skip_instance_cache"] = True  # it keeps listings, and what it did not find, as long as it lives
+        options["skip_instance_cache"] = True  # it caches listings and misses for as long as it lives
     try:
         from fsspec.core import url_to_fs
 
@@ -69,14 +69,14 @@ def filesystem_for(url: str) -> tuple[Any, str, str]:
     if scheme == "hf":
         import logging
 
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells its retries, with URLs that are signed
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs its retries, with signed URLs
     if scheme in ("s3", "s3a"):
-        fs.retries = 1  # tries of its own would multiply with ours
+        fs.retries = 1  # its own retries would multiply with ours
     return fs, path.rstrip("/"), f"?{query}" if query else ""
 
 
 class RemoteSource(Source):
-    """The objects below one URL. Nothing is kept open and nothing is asked for before it is needed."""
+    """The objects below one URL. No connection is kept open, and no request is sent before it is needed."""
 
     local = False
     is_remote = True
@@ -97,8 +97,8 @@ class RemoteSource(Source):
         self._ahead = Prefetcher(self._piece, self.sizes)
 
     def _base(self) -> str:
-        """The path that all objects lie below. On the Hub it names the commit that was first seen: one listing and many
-        reads are of one commit, though the branch moves on."""
+        """The path that all objects are below. On the Hub it names the commit that was first seen, so that all reads are of one
+        commit even if the branch moves on."""
         if not self._hub:
             return self._prefix
         with self._pin:
@@ -109,7 +109,7 @@ class RemoteSource(Source):
     def _path(self, name: str) -> str:
         parts = name.split("/")
         if any(p in ("", ".", "..") for p in parts) or "\0" in name or "\\" in name or "?versionId=" in name:
-            raise Unsafe(f"{name!r} leads out of {self.root}; a checkpoint may only name objects below its own URL.")
+            raise Unsafe(f"{name!r} leads out of {self.root}; a checkpoint may name only objects below its own URL.")
         return f"{self._base()}/{quote(name) if self._web else name}{self._query}"
 
     def _url(self, name: str) -> str:
@@ -117,36 +117,38 @@ class RemoteSource(Source):
 
     def _ask_identity(self, name: str) -> Identity:
         path = self._path(name)
-        said: dict[str, Any] = with_retries(self._url(name), lambda: self._fs.info(path))
-        if said.get("type") != "file":
+        info: dict[str, Any] = with_retries(self._url(name), lambda: self._fs.info(path))
+        if info.get("type") != "file":
             raise NotFound(f"{self._url(name)} is a folder, not an object.")
-        found = self._identity_in(name, said)
-        if found is None and isinstance(said.get("size"), int):
+        found = self._identity_in(name, info)
+        if found is None and isinstance(info.get("size"), int):
             raise NotFound(f"{self._url(name)} is a folder, not an object.")
         if found is None:
-            raise RemoteError(f"{self._url(name)}: the server does not tell its size.")
+            raise RemoteError(
+                f"{self._url(name)}: the server does not give its size, which is needed to read parts of it. Download the file."
+            )
         return found
 
-    def _identity_in(self, name: str, said: dict[str, Any]) -> Identity | None:
-        """The five numbers of a file are here: the place, the version as the store names it, the size, and nothing."""
-        if said.get("type") != "file" or not isinstance(said.get("size"), int):
+    def _identity_in(self, name: str, info: dict[str, Any]) -> Identity | None:
+        """The five numbers of a file, here: a hash of the URL, a hash of the version that the store gives, the size, 0 and 0."""
+        if info.get("type") != "file" or not isinstance(info.get("size"), int):
             return None
-        if self._web and str(said.get("url", "")).partition("?")[0].endswith("/"):
-            return None  # the server has led on to the page of a folder
-        version = next((f"{k} {said[k]}" for k in _VERSION if said.get(k)), "")
-        return _number(f"{self._prefix}/{name}{self._query}"), _number(version), said["size"], 0, 0
+        if self._web and str(info.get("url", "")).partition("?")[0].endswith("/"):
+            return None  # the server redirected to the page of a folder
+        version = next((f"{k} {info[k]}" for k in _VERSION if info.get(k)), "")
+        return _number(f"{self._prefix}/{name}{self._query}"), _number(version), info["size"], 0, 0
 
     def list(self, folder: str = "") -> list[str]:
-        """Names of what lies directly below the URL, or below one prefix under it, sorted; none where nothing does. A
-        folder is asked for once."""
+        """Sorted names of the objects and prefixes directly below the URL, or below one prefix under it; [] if there are none.
+        The store is asked once for each."""
         if folder not in self._listed:
             no_folder = folder in self._files or (folder and self._known(folder) is not None)
             self._listed[folder] = {} if no_folder else self._ask_list(folder)
         return sorted(self._listed[folder])
 
     def _known(self, name: str) -> Identity | bool | None:
-        """What listings that were made say of a name: False where there is no such thing, None where they do not tell, or
-        that it is a folder."""
+        """What earlier listings say about a name: its identity; False if nothing has that name; None if it is a folder, or if
+        they do not say."""
         if self._web:  # pages for people need not list everything
             return None
         parts = name.split("/")
@@ -164,18 +166,20 @@ class RemoteSource(Source):
             return {}
         head = path.removesuffix(self._query) + "/"
         out: dict[str, Identity | None] = {}
-        for said in found:
-            if not said["name"].startswith(head):
+        for info in found:
+            if not info["name"].startswith(head):
                 continue
-            name = said["name"].rstrip("/").removeprefix(head)
+            name = info["name"].rstrip("/").removeprefix(head)
             if self._web:
                 name = unquote(name.partition("?")[0].rstrip("/"))
             if name and "/" not in name:
-                if said.get("type") == "file":
-                    size = said.get("size")
+                if info.get("type") == "file":
+                    size = info.get("size")
                     self._files[f"{folder}/{name}" if folder else name] = size if isinstance(size, int) else None
-                told = any(said.get(k) for k in _STRONG)  # else listings and single answers may tell other things
-                out[name] = self._identity_in(f"{folder}/{name}" if folder else name, said) if told else None
+                versioned = any(
+                    info.get(k) for k in _STRONG
+                )  # else a listing may not say the same as info() of one object
+                out[name] = self._identity_in(f"{folder}/{name}" if folder else name, info) if versioned else None
         return out
 
     def exists(self, name: str) -> bool:
@@ -189,7 +193,7 @@ class RemoteSource(Source):
         return True
 
     def glance(self, name: str) -> tuple[bool, int | None]:
-        """(whether it is a folder, bytes of an object where the listing tells them) of an entry of `list`; asks nothing."""
+        """(whether an entry of `list` is a folder, bytes of the object if the listing has them); sends no request."""
         return name not in self._files, self._files.get(name)
 
     def size(self, name: str) -> int:
@@ -216,7 +220,7 @@ class RemoteSource(Source):
         """Fill `into` with the bytes from `offset` on; safe in many threads at once.
 
         Raises:
-            Corrupt: the object is missing or ends before. SourceChanged: it is another one by now. RemoteError: the
+            Corrupt: the object is missing or ends before. SourceChanged: it was replaced meanwhile. RemoteError: the
             store fails.
         """
         if offset < 0 or offset + len(into) > self.size(name):
@@ -267,7 +271,9 @@ class RemoteSource(Source):
             self._same([name], sure=False)
             raise
         if len(data) > n:
-            raise RemoteError(f"{self._url(name)}: the server sends the whole object where a range is asked for.")
+            raise RemoteError(
+                f"{self._url(name)}: the server ignores Range requests and sends the whole object. Download the file."
+            )
         return data
 
     def identities(self) -> dict[str, Identity]:
@@ -275,7 +281,7 @@ class RemoteSource(Source):
         return dict(self._identity)
 
     def has_versions(self) -> bool:
-        """Whether the store tells versions, so that `assert_unchanged` proves something."""
+        """Whether the store gives versions, so that `assert_unchanged` proves something."""
         return all(identity[1] != _NO_VERSION for identity in self._identity.values())
 
     def assert_unchanged(self) -> None:
@@ -305,7 +311,7 @@ class RemoteSource(Source):
                 pass
 
     def _same(self, names: Iterable[str], sure: bool = True) -> None:
-        """Objects are those that were first looked at; where not `sure`, a store that fails proves nothing."""
+        """Prove that these objects did not change. If not `sure`, a request that fails is ignored."""
         for name in names:
             try:
                 now = self._ask_identity(name)
@@ -354,7 +360,7 @@ _NO_VERSION = 0x141CFC9842C4B0E3  # _number("")
 
 
 def _of_web(fs: Any, url: str, start: int, end: int) -> bytes:
-    """Bytes [start, end) of what lies at a URL.
+    """Bytes [start, end) of the file at a URL.
 
     Raises:
         RemoteError: the server sends others.
@@ -369,11 +375,11 @@ def _of_web(fs: Any, url: str, start: int, end: int) -> bytes:
             return answer.status, answer.headers.get("Content-Range", ""), await answer.read()
 
     data: bytes
-    status, told, data = sync(fs.loop, call)
-    if status == 206 and not told.replace(" ", "").startswith(f"bytes{start}-"):
+    status, sent, data = sync(fs.loop, call)
+    if status == 206 and not sent.replace(" ", "").startswith(f"bytes{start}-"):
         raise RemoteError(
-            f"{redact_url(url)}: bytes from {start} on were asked for, and the server sends {told or 'others'!r}. A proxy or cache "
-            "between may be at fault; fetch the file by other means."
+            f"{redact_url(url)}: requested bytes from {start} on, but the server sent {sent or 'others'!r}. A proxy or cache may be "
+            "broken; download the file by other means."
         )
     return data
 

@@ -42,7 +42,7 @@ class RetryPolicy:
 #: The policy of all requests of this process.
 POLICY = RetryPolicy()
 
-# Names of classes of aiohttp, botocore, httpx, requests, urllib3 and http.client; none of them need be installed.
+# Class names of aiohttp, botocore, httpx, requests, urllib3 and http.client, which may not be installed.
 _LOST = {
     "ConnectionError", "TimeoutError", "EOFError", "HTTPClientError", "ResponseStreamingError", "IncompleteReadError",
     "IncompleteRead", "ResponseParserError", "ClientConnectionError", "ClientPayloadError", "ServerDisconnectedError",
@@ -57,7 +57,7 @@ class NotFound(RemoteError):
 
 
 class Conflict(RemoteError):
-    """The object is not what a conditional request took it for."""
+    """The object is not in the state that a conditional request expects."""
 
 
 class BadRange(RemoteError):
@@ -69,10 +69,10 @@ class Denied(RemoteError):
 
 
 def with_retries(url: str, call: Callable[[], T]) -> T:
-    """What the store answers, asked again after what passes.
+    """The result of a request, which is sent again after a temporary failure.
 
     Raises:
-        RemoteError: or one of the private kinds above.
+        RemoteError: or one of its subclasses above.
     """
     for k in range(POLICY.tries):
         try:
@@ -96,14 +96,17 @@ def _error_for(url: str, kind: type[RemoteError] | None, text: str) -> RemoteErr
             "again."
         )
     if kind is NotFound:
-        return NotFound(f"{url}: the store has no such thing ({text}).")
+        return NotFound(f"{url}: the store has no such object ({text}).")
     if kind is Denied:
         return Denied(f"{url}: the store does not allow it ({text}). Check the credentials and what they may do.")
     return kind(f"{url}: {text}.")
 
 
 def classify_error(e: BaseException) -> tuple[type[RemoteError] | None, BaseException]:
-    """(what it means, who says so); None is what may pass. File systems wrap what they were told; the inner knows."""
+    """(class of error, the exception that decided it); the class is None for a temporary failure.
+
+    fsspec wraps the errors of its clients, so the chain of causes is searched.
+    """
     for x in _chain(e):
         code, status = _code(x), _status(x)
         if code in _BUSY or status in (408, 429) or ((status or 0) >= 500 and status != 501):
@@ -134,7 +137,7 @@ def _chain(e: BaseException | None) -> Iterator[BaseException]:
 
 
 def _code(e: BaseException) -> str | None:
-    """The code in botocore's answer."""
+    """The error code in an answer of botocore."""
     response = getattr(e, "response", None)
     return response.get("Error", {}).get("Code") if isinstance(response, dict) else None
 
@@ -150,7 +153,7 @@ def _status(e: BaseException) -> int | None:
 
 
 def redacted(e: BaseException) -> str:
-    """What the store said, in one line, without what may be credentials."""
+    """The message of an error in one line, without anything that may be a credential."""
     response = getattr(e, "response", None)
     text = str(e)
     if isinstance(response, dict):

@@ -1,8 +1,8 @@
-"""The one seam to storage, reading side: `Source`, the files below one folder, opened so that none lies outside it.
+"""`Source`: the files below one folder, by relative name. Everything that is read from a checkpoint is read through it.
 
 A name is refused when it is absolute, holds "..", or is a link that leads out of the folder (a Hugging Face cache may
-link from snapshots/ to its own blobs/). The file that was opened is what is judged, not the name, so a link that is
-swapped in between changes nothing. The identity of every file (device, inode, size, times) is taken when it is opened
+link from snapshots/ to its own blobs/). The checks look at the opened file and not at its name, so swapping
+a link in between changes nothing. The identity of every file (device, inode, size, times) is taken when it is opened
 and compared at the end: a source that a trainer is still writing to is an error, not a mixture.
 """
 
@@ -46,7 +46,7 @@ def raise_file_limit() -> None:
 
 
 def short_of(e: OSError) -> str | None:
-    """What the machine or this process is short of, where a system call failed for that, and who sets the limit."""
+    """The resource that a failed system call lacked, and what sets its limit; None for other failures."""
     return {
         errno.EFBIG: "the file would be larger than this shell (`ulimit -f`) or the file system allows",
         errno.EMFILE: "this process has too many open files; allow more (`ulimit -n`)",
@@ -56,7 +56,7 @@ def short_of(e: OSError) -> str | None:
 
 
 def read_error(e: OSError, path: str) -> CkpttoolError:
-    """What a failed system call on a file that is read means."""
+    """The error for a failed system call on a file that is being read."""
     if (what := short_of(e)) is not None:
         return NoSpace(f"{path} cannot be read: {what}. Then run the same command again.")
     return Unreadable(f"{path} cannot be read: {e.strerror}.")
@@ -65,8 +65,8 @@ def read_error(e: OSError, path: str) -> CkpttoolError:
 class Source:
     """The files below `root`, by relative name.
 
-    Those of a folder. What lies elsewhere (in an archive, in an object store) is a subclass with `local` False, which has
-    no descriptors: its bytes come from `read` and `readinto` alone.
+    Files of an archive or of an object store are a subclass with `local` False. It has no descriptors; its bytes come only
+    from `read` and `readinto`.
     """
 
     local = True
@@ -89,7 +89,7 @@ class Source:
         self._identity: dict[str, Identity] = {}
 
     def list(self, folder: str = "") -> list[str]:
-        """Names of the entries of the folder itself, or of one in it, sorted; none where there is no such folder."""
+        """Sorted names of the entries of the folder, or of a folder in it; [] if there is no such folder."""
         try:
             return sorted(os.listdir(os.path.join(self.root, folder)))
         except (OSError, ValueError) as e:  # a name from a file may be no name at all
@@ -104,7 +104,7 @@ class Source:
         return os.path.isfile(os.path.join(self.root, name))
 
     def glance(self, name: str) -> tuple[bool, int | None]:
-        """(whether it is a folder, bytes of a file where they are known) of an entry of `list`; opens nothing."""
+        """(whether an entry of `list` is a folder, bytes of a file if they are known); opens nothing."""
         try:
             st = os.stat(os.path.join(self.root, name))
         except (OSError, ValueError):
@@ -118,7 +118,7 @@ class Source:
         return self._identity[name][2]
 
     def fd(self, name: str, flags: int = 0) -> int:
-        """A descriptor, kept open until many others were opened; `flags` may hold O_DIRECT. To read, take `borrow_fd`.
+        """A descriptor, kept open until many others were opened; `flags` may contain O_DIRECT. Use `borrow_fd` to read.
 
         Raises:
             Unsafe: the file lies outside the folder, or is not a regular file.
@@ -138,7 +138,7 @@ class Source:
 
     @contextmanager
     def borrow_fd(self, name: str, flags: int = 0) -> Iterator[int]:
-        """A descriptor that no other thread closes meanwhile: its number would be that of another file at once."""
+        """A descriptor that no other thread closes meanwhile; the number of a closed one may soon belong to another file."""
         with self._lock:
             fd = self.fd(name, flags)
             self._busy[name, flags] += 1
@@ -153,7 +153,7 @@ class Source:
     def _open_file(self, name: str, flags: int) -> int:
         parts = Path(name).parts
         if not parts or os.path.isabs(name) or ".." in parts or "\0" in name:
-            raise Unsafe(f"{name!r} leads out of {self.root}; a checkpoint may only name files inside its own folder.")
+            raise Unsafe(f"{name!r} leads out of {self.root}; a checkpoint may name only files inside its own folder.")
         path = os.path.join(self.root, name)
         try:
             os.fsencode(name)
@@ -170,16 +170,16 @@ class Source:
                 raise
             raise read_error(e, path) from e
         try:
-            self._judge(name, path, fd)
+            self._check_opened(name, path, fd)
         except BaseException:
             os.close(fd)
             raise
         if hasattr(os, "posix_fadvise"):
-            # we ask for what we want in pieces of our own; readahead around a thousand item headers is 256 MB in vain
+            # we read ahead ourselves; the kernel's readahead around a thousand item headers wastes 256 MB
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         return fd
 
-    def _judge(self, name: str, path: str, fd: int) -> None:
+    def _check_opened(self, name: str, path: str, fd: int) -> None:
         st = os.fstat(fd)
         if not stat.S_ISREG(st.st_mode):
             raise Unsafe(f"{path} is not a regular file.")
@@ -235,11 +235,10 @@ class Source:
         return _Below(self, folder)
 
     def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        """Ranges (name, offset, length) that will soon be read, in about this order. Nothing is done where reads are cheap;
-        then the ranges are not even looked at."""
+        """Announce ranges (name, offset, length) that will soon be read, in about this order. Local sources ignore it."""
 
     def prefetch_ends(self, names: Iterable[str]) -> None:
-        """The first and last bytes of some files will soon be read: headers, directories, small pickles."""
+        """Announce that the first and last bytes of some files will soon be read: headers, directories, small pickles."""
         self.prefetch(end for name in names for end in self._ends(name))
 
     def _ends(self, name: str) -> Iterator[tuple[str, int, int]]:
@@ -260,7 +259,7 @@ class Source:
         return dict(self._identity)
 
     def has_versions(self) -> bool:
-        """Whether an identity tells one state of a file from another of the same size."""
+        """Whether identities differ when a file is replaced by another one of the same size."""
         return True
 
     def assert_unchanged(self) -> None:
@@ -357,5 +356,5 @@ class FileBytes:
         return self.source.read(self.name, offset, length)
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Ranges (offset, length) that will soon be read."""
+        """Announce ranges (offset, length) that will soon be read."""
         self.source.prefetch((self.name, offset, length) for offset, length in ranges)

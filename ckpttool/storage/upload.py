@@ -1,6 +1,6 @@
 """Uploads one object so that it appears as a whole or not at all.
 
-Object stores have no rename: an object is uploaded in parts, which nobody sees, and completed in one request. Unless
+Object stores have no rename: an object is uploaded in parts, which are not visible, and completed in one request. Unless
 something is to be replaced, that request carries a condition (If-None-Match), so two writers cannot overwrite each other.
 
 Sources: the API reference of S3 (CreateMultipartUpload, CompleteMultipartUpload, PutObject; "Multipart upload limits":
@@ -53,7 +53,8 @@ SIZES = UploadSizes()
 
 
 class UploadPool:
-    """Requests that carry bytes, of all objects of one destination: `many` at once, and nobody waits in memory."""
+    """Threads that send the parts of all objects of one destination, `many` at a time. `submit` waits for a free one, so that no
+    queue of parts grows in memory."""
 
     def __init__(self, many: int) -> None:
         from concurrent.futures import ThreadPoolExecutor
@@ -62,26 +63,26 @@ class UploadPool:
         self.free = threading.Semaphore(many)
 
     def submit(self, call: Callable[..., None], *args: Any) -> Future[None]:
-        """Do it in a thread, as soon as one is free."""
+        """Call it in a thread; waits until one is free."""
         self.free.acquire()
         future = self.pool.submit(call, *args)
         future.add_done_callback(lambda _: self.free.release())
         return future
 
     def close(self) -> None:
-        """Wait for what was begun."""
+        """Wait for all calls."""
         self.pool.shutdown()
 
 
 class Upload:
-    """One object, written from its first byte to its last; nobody sees it before `commit`.
+    """One object, written from its first byte to its last; it is not visible before `commit`.
 
     Parts that a killed run left behind for the same object are removed first, so of two runs at one object the first
-    fails. `lock` are S3's arguments of an object lock; `locked` tells whether the bucket has such a thing. Memory is a
-    few parts, and a part is as large as `expect_bytes` needs to be made of 10,000.
+    fails. `lock` holds S3's arguments for an object lock; `locked` is False if the bucket has none. Memory is a few
+    parts; parts are so large that 10,000 of them hold `expect_bytes`.
 
     Raises:
-        DestinationExists: there is such an object, and not `force`. RemoteError: the store fails.
+        DestinationExists: the object exists, without `force`. RemoteError: the store fails.
     """
 
     def __init__(self, url: str, *, force: bool, lock: Mapping[str, Any] | None = None, expect_bytes: int = 0) -> None:
@@ -107,19 +108,19 @@ class Upload:
         self.locked = isinstance(self._to, PartsUpload) and self._to.locked
 
     def append(self, data: bytes | memoryview) -> None:
-        """Write on; `data` is not kept."""
+        """The next bytes; `data` may be reused afterwards."""
         self._to.append(data)
 
     def commit(self) -> None:
         """Make the object visible, as a whole.
 
         Raises:
-            DestinationExists: somebody made one meanwhile, and not `force`; nothing was replaced.
+            DestinationExists: it was created meanwhile, without `force`; nothing was replaced.
         """
         self._to.commit()
 
     def abort(self) -> None:
-        """Remove what was written. Never raises: what a store does not remove now is removed by the next run."""
+        """Remove what was written. Never raises; the next run removes what could not be removed now."""
         try:
             self._to.abort()
         except (CkpttoolError, OSError):
@@ -147,7 +148,7 @@ class PartsUpload:
         on_disk: bool = False,
     ) -> None:
         self.at, self.force, self.size, self.pool, self.on_disk = at, force, part_bytes, pool, on_disk
-        # uploads of one object are told apart by a name of ours: an answer that was lost may have been a success
+        # identifies this upload: if an answer was lost, the request may have succeeded
         self.mark = {"ckpttool-upload": uuid.uuid4().hex}
         self.id: str | None = None
         if lock:
@@ -162,14 +163,14 @@ class PartsUpload:
 
     def _begin(self, lock: dict[str, Any]) -> None:
         try:
-            said = self.at.request("create_multipart_upload", Key=self.at.key, Metadata=self.mark, **lock)
+            answer = self.at.request("create_multipart_upload", Key=self.at.key, Metadata=self.mark, **lock)
         except RemoteError as e:
             if not lock or not NO_LOCK.search(str(e)):
                 raise
             lock.clear()
             self._begin(lock)
             return
-        self.id = str(said["UploadId"])
+        self.id = str(answer["UploadId"])
 
     def append(self, data: bytes | memoryview) -> None:
         view = memoryview(data).cast("B")
@@ -200,9 +201,9 @@ class PartsUpload:
         self.part = self._empty()
 
     def _put(self, number: int, body: IO[bytes]) -> None:
-        said = self.at.request("upload_part", Key=self.at.key, UploadId=self.id, PartNumber=number, Body=body)
-        sums = {k: v for k, v in said.items() if k.startswith("Checksum") and k != "ChecksumType"}
-        self.done[number] = {"PartNumber": number, "ETag": said["ETag"], **sums}
+        answer = self.at.request("upload_part", Key=self.at.key, UploadId=self.id, PartNumber=number, Body=body)
+        sums = {k: v for k, v in answer.items() if k.startswith("Checksum") and k != "ChecksumType"}
+        self.done[number] = {"PartNumber": number, "ETag": answer["ETag"], **sums}
         body.close()
 
     def settle(self) -> None:
@@ -228,9 +229,9 @@ class PartsUpload:
                 )
         except (Conflict, NotFound) as e:
             found = self.at.head()
-            said = found.get("Metadata", {}) if found else {}
-            if said.get("ckpttool-upload") == self.mark["ckpttool-upload"]:
-                return  # the first try had come through, only its answer had not
+            metadata = found.get("Metadata", {}) if found else {}
+            if metadata.get("ckpttool-upload") == self.mark["ckpttool-upload"]:
+                return  # the first try succeeded, only its answer was lost
             if isinstance(e, Conflict):
                 self.abort()
                 raise taken(self.at.url) from None
@@ -256,7 +257,7 @@ class PartsUpload:
 
 
 class FileUpload:
-    """What fsspec offers of any store: a file that is committed or discarded."""
+    """An object of any other store that fsspec writes: a file that is committed or discarded."""
 
     def __init__(self, url: str, *, force: bool, block_bytes: int) -> None:
         self.url, self.force = redact_url(url), force
@@ -280,7 +281,7 @@ class FileUpload:
 
         def write() -> None:
             nonlocal taken
-            if taken:  # the bytes are in its buffer; only sending them has failed
+            if taken:  # the bytes are in its buffer; only sending them failed
                 self.file.flush()
             else:
                 taken = True

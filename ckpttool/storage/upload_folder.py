@@ -1,4 +1,4 @@
-"""Uploads many objects that together are a checkpoint, so that nobody takes them for one before all are there."""
+"""Uploads many objects that together are a checkpoint, so that readers never see a partial one."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from .urls import redact_url
 
 __all__ = ["NOTE", "UploadFolder"]
 
-#: An object that lies in a folder while it is made visible, or where that was interrupted.
+#: An object that is in a folder while its files become visible, and stays there if that is interrupted.
 NOTE = ".ckpttool-partial"
 
 
 class UploadFolder:
-    """Objects below one URL that together are a checkpoint, written so that nobody takes them for one before all are there.
+    """Objects below one URL that together are a checkpoint; readers never see a partial one.
 
     Every object is uploaded as `Upload` does. `commit` makes them visible one after the other, the marker (the last of
-    `names`) last; what it replaces loses its marker first. While that goes on, an object `NOTE` lists the names and says
-    whose they are: where it is found, what lies there was never whole, and the next run replaces it. Of two runs, one has
+    `names`) last; what it replaces loses its marker first. Meanwhile an object `NOTE` lists the names and
+    identifies the run. If it is found later, the folder was never complete, and the next run replaces it. Of two runs, one has
     the note and the other stops; without `force` nothing is overwritten that was not there, as a part of an interrupted
     run, at the beginning. A store without conditional requests (all but S3) is looked at again instead.
 
     `open_at_once` files are written to at the same time; beyond `UploadSizes.buffered_bytes` their parts wait on the local disk.
 
     Raises:
-        DestinationExists: something lies there, and not `force`. Unsupported: the store is for reading only.
+        DestinationExists: the folder is not empty, without `force`. Unsupported: the store is read-only.
     """
 
     def __init__(self, url: str, names: Sequence[str], *, force: bool, open_at_once: int, largest: int) -> None:
@@ -55,7 +55,7 @@ class UploadFolder:
         self.showing = False  # whether some of it may be visible
 
     def _look(self) -> tuple[list[str], str | None]:
-        """(names of what lies there and is to be replaced, token of the note that was found)."""
+        """(names of the objects that will be replaced, token of the note that was found)."""
         found, token, ours = self._below(), None, set[str]()
         if NOTE in found:
             data, token = get_with_token(self._note)
@@ -125,7 +125,7 @@ class UploadFolder:
         self._pool.close()
 
     def _take_note(self) -> None:
-        """From here on what lies there is ours, and no checkpoint."""
+        """Write the note: from here on the folder belongs to this run, and is not a checkpoint."""
         said = {"tool": "ckpttool", "run": uuid.uuid4().hex, "names": sorted(self._uploads)}
         self._mine = json.dumps(said).encode()
         try:
@@ -142,19 +142,19 @@ class UploadFolder:
         if new and not self.force:
             hide(self._note)
             raise DestinationExists(
-                f"{redact_url(self.url)}: {new[0]!r} came there while this run was sending; nothing was replaced. Choose another "
+                f"{redact_url(self.url)}: {new[0]!r} appeared there during the upload; nothing was replaced. Choose another "
                 f"destination, or {argument('force', True)} to replace what is there."
             )
         self._old += new
 
     def _other_run(self) -> DestinationExists:
         return DestinationExists(
-            f"{redact_url(self.url)}: another run makes its files visible there. Wait for it and look at what it wrote; if it is "
-            "gone, run the same command again."
+            f"{redact_url(self.url)}: another run is making its files visible there. Wait for it and look at what it wrote; if it "
+            "has stopped, run the same command again."
         )
 
     def abort(self) -> None:
-        """Remove what was sent and nobody saw. Never raises."""
+        """Remove what was sent and is not visible. Never raises."""
         for one in self._uploads.values():
             try:
                 one.abort()

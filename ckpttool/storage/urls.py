@@ -17,7 +17,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def lower_scheme(url: str) -> str:
-    """A URL with its scheme in lower case, which is all that code looks for: S3:// is s3://."""
+    """A URL with its scheme in lower case, as the code expects it: S3:// becomes s3://."""
     scheme, mark, rest = url.partition("://")
     return scheme.lower() + mark + rest
 
@@ -29,7 +29,7 @@ def redact_url(url: str) -> str:
 
 
 def display_path(path: str | os.PathLike[str]) -> str:
-    """A path as records say it: absolute, or a URL without secrets."""
+    """A path for messages and records: absolute, or a URL without credentials."""
     return redact_url(os.fspath(path)) if is_url(path) else os.path.abspath(path)
 
 

@@ -420,7 +420,7 @@ def test_what_another_run_finished_meanwhile_is_not_touched(
 ) -> None:
     url = f"{bucket}/a"
     during(monkeypatch, "commit", lambda: convert(OTHER, url, to="dcp", world_size=3, verify=False))
-    with pytest.raises(DestinationExists, match="came there while this run was sending; nothing was replaced"):
+    with pytest.raises(DestinationExists, match="appeared there during the upload; nothing was replaced"):
         convert(DCP, url, to="dcp", world_size=3)
     assert verify(url, against=OTHER).against["verdict"] == "equal"
     assert not [k for k in keys(s3, bucket) if k.endswith(upload_folder.NOTE)] and not unfinished(s3, bucket)
