@@ -1,7 +1,7 @@
-"""Batches as a function of (seed, global sample index), never of the rank, so that jobs of different world sizes see
-the same data; and the digest by which two jobs know that they did.
+"""Batches as a function of (seed, global sample index), never of the rank, so that jobs with different world sizes see the
+same data; and a digest that proves it.
 
-Step s (the first after a checkpoint of step n is n + 1) has the samples [(s - 1) * B, s * B) of a global batch of B. They
+Step s (the first after a checkpoint of step n is n + 1) uses the samples [(s - 1) * B, s * B) of a global batch of B. They
 are cut into micro-batches of M; micro-batch k belongs to data-parallel rank k mod W. The shape of a forward pass is
 therefore the same at every world size, which is what keeps bfloat16 losses equal from one to the next: its noise comes
 from the shape, not from the number of ranks (measured; `bounds`).
@@ -9,11 +9,11 @@ from the shape, not from the number of ranks (measured; `bounds`).
 Data is one of
 
     "synthetic"      tokens drawn by a counter-based generator (Philox) from (seed, index); the second half of a row
-                     repeats the first, so that the loss is not that of noise alone
+                     repeats the first, so that there is something to learn
     x.npy            a matrix of token rows, or one long row of tokens that is cut into rows of `sequence`
-    x.jsonl          one object a line: {"input_ids": [...]}, with "labels" if they are others, or {"text": "..."} for
+    x.jsonl          one object a line: {"input_ids": [...]}, with "labels" if they differ, or {"text": "..."} for
                      the tokenizer of the model's folder; rows are cut or padded to `sequence`
-    a user's own     a function of the sample index, or a sequence; what it gives for one sample is a row of tokens or
+    data of build()  a function of the sample index, or a sequence; one sample is a row of tokens or
                      {"input_ids": row, "labels": row, ...}
 """
 
@@ -31,7 +31,7 @@ __all__ = ["Rows", "digest", "micro_batches", "of_user", "open_data"]
 #: sample index -> {"input_ids": int64 row, ...}; numpy arrays of one shape for every index.
 Rows = Callable[[int], dict[str, Any]]
 
-IGNORED = -100  # a label that does not count, as torch.nn.functional.cross_entropy has it
+IGNORED = -100  # a label that does not count, as in torch.nn.functional.cross_entropy
 
 
 def micro_batches(step: int, global_batch: int, micro_batch: int, rank: int, world: int) -> list[tuple[int, int, bool]]:
@@ -52,8 +52,8 @@ def micro_batches(step: int, global_batch: int, micro_batch: int, rank: int, wor
 
 
 def digest(rows: Iterable[Any]) -> int:
-    """Digest of some rows of tokens: a sum mod 2^128 of BLAKE3 of each row, so that neither the order of the rows nor
-    how they lie on ranks matters; sums of parts add up to that of the whole."""
+    """Digest of some rows of tokens: the sum mod 2^128 of each row's BLAKE3, so that neither the order of the rows nor their
+    distribution over ranks matters; the sums of parts add up to the sum of the whole."""
     import numpy as np
     from blake3 import blake3
 
@@ -167,7 +167,9 @@ def _tokenizer(folder: str | None) -> Callable[[str], list[int]]:
     def encode(text: str) -> list[int]:
         if not loaded:
             if folder is None:
-                raise UsageError("lines of text need the tokenizer of a Hugging Face folder (--config); there is none.")
+                raise UsageError(
+                    "lines of text need the tokenizer of a Hugging Face folder (--config); no folder was given."
+                )
             from transformers import AutoTokenizer
 
             try:
@@ -196,7 +198,7 @@ def _checked(rows: Rows, path: str, vocabulary: int | None) -> Rows:
 
 
 def of_user(data: Any) -> Rows:
-    """What `build()` gave as data: a function of the sample index, or a sequence that is read around and around."""
+    """The data of `build()`: a function of the sample index, or a sequence that is read cyclically."""
     import numpy as np
 
     def row(index: int) -> dict[str, Any]:
@@ -209,7 +211,7 @@ def of_user(data: Any) -> Rows:
         isinstance(data, Sequence) or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
     ):
         raise UsageError(
-            f"build() gave data of type {type(data).__name__}; a function of the sample index or a sequence is needed, so "
-            "that batches do not depend on the rank."
+            f"build() returned data of type {type(data).__name__}. Return a function of the sample index or a sequence, so that "
+            "batches do not depend on the rank."
         )
     return row

@@ -1,19 +1,19 @@
-"""How far two right runs of one job lie apart: the bounds that `judge` uses, and where they are from.
+"""How far two correct runs of one job differ: the bounds that `judge` uses, and where they come from.
 
 The table was measured with a Llama of four layers (hidden 64, FSDP2, AdamW, clipping at 1.0, on CPU with gloo) whose
 checkpoint was loaded at 1, 2, 3, 4 and 8 ranks, with other attention kernels, other orders of the samples, gradient
 accumulation, and fused and for-loop AdamW; in fp32 and bf16 and at two learning rates. Bounds are 5 to 10 times the
 largest deviation of those runs. All numbers are relative to the reference.
 
-What was learnt there and is built in here:
+What the measurements showed:
 
 * bf16 noise comes from the shape of the micro-batch, not from the world size. With the shape held (both sides know
-  micro_batch and sequence, and they are equal) bf16 is as sharp as fp32.
+  micro_batch and sequence, and they are equal) bf16 is as exact as fp32.
 * Step 1 is nearly exact: nothing has been updated yet. Noise grows from step to step, so later bounds are wider, and
   those of steps after the tenth, which were not measured as closely, grow in proportion to the number of the step.
 
 fp32 with other kernels deviated no more than fp32 with the same ones, but that was one machine: the column has ten
-times the bounds of fp32, which is a margin and was not measured. It supposes that TF32 is off on both sides.
+times the bounds of fp32, which is a margin and was not measured. It assumes that TF32 is off on both sides.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .trace import Trace
 
 __all__ = ["CHAOTIC", "COLUMNS", "NOISE_FLOOR", "PROFILES", "SIGNALS", "Bound", "bounds", "column", "held", "precision"]
 
-#: The signals, as they are called in names of checks, in the order in which they are judged.
+#: The signals, as in names of checks, in the order in which they are judged.
 SIGNALS = ("loss", "grad_norm", "worst_grad", "update_norm", "worst_update")
 
 #: {column: {signal: (step 1, later)}}; the probe is before any step.
@@ -73,7 +73,7 @@ PROFILES: dict[str, str] = {
 #: a bias of k_proj is zero but for rounding, since softmax does not see it; Adam makes an update of usual size of it).
 NOISE_FLOOR = {"fp32": 1e-6, "bf16": 1e-4}
 
-#: A run with noise beyond this, relative to the reference, proves nothing by being within it.
+#: If two runs of one job differ by more than this, staying within such a bound proves nothing.
 CHAOTIC = 1e-2
 
 _CALIBRATION = 5.0
@@ -93,19 +93,18 @@ class Bound(NamedTuple):
         return (self.relative + (self.absolute / abs(reference) if reference else 0.0)) * grown
 
     def obstacle(self) -> str | None:
-        """Why nothing is proved by being within it, or None."""
+        """Why staying within it would prove nothing, or None."""
         if not self.chaotic:
             return None
         return (
-            f"two runs of this very job differ so much ({self.relative / _CALIBRATION:.2g}) that a bound of five times "
-            "that would prove nothing: switch off what is random, or compute deterministically"
+            f"two runs of this very job differ by {self.relative / _CALIBRATION:.2g}, and a bound of five times that "
+            "would prove nothing: turn off what is random, or compute deterministically"
         )
 
 
 def precision(reference: Trace | None, got: Trace) -> str:
-    """ "fp32" or "bf16": what was computed in. A side that does not say is like the other; nobody knows: bf16.
-
-    fp16 has more digits than bf16 and goes by its bounds.
+    """ "fp32" or "bf16": the dtype of the computation. A side that did not record it is taken to be like the other; if both did
+    not, bf16. fp16 is more precise than bf16 and uses its bounds.
     """
     words = [t.dtype for t in (got, reference) if t is not None and t.dtype]
     if _low(got):
@@ -114,12 +113,12 @@ def precision(reference: Trace | None, got: Trace) -> str:
 
 
 def _low(trace: Trace) -> bool:
-    """Whether parameters themselves have 16 bits, and with them their gradients, in which sums over passes are kept."""
+    """Whether the parameters themselves have 16 bits, and so the gradients that accumulate over forward passes."""
     return any(d in ("bfloat16", "float16") for n, (d, _, _) in trace.state.items() if n.startswith("model."))
 
 
 def held(reference: Trace, got: Trace) -> bool:
-    """Whether every forward pass had the same shape on both sides, as far as both know, and gradients the same digits.
+    """Whether every forward pass is known to have had the same shape on both sides, and gradients the same rounding.
 
     The runner divides the loss of a micro-batch by the tokens of the global batch before the backward pass; a loop with a
     recorder by those of the micro-batch, and the rest afterwards. In bfloat16 the digits of the gradients are the same
@@ -138,7 +137,7 @@ def held(reference: Trace, got: Trace) -> bool:
 
 
 def column(profile: str, reference: Trace, got: Trace) -> str:
-    """The column of the table that a comparison goes by.
+    """The column of the table that applies.
 
     Raises:
         UsageError: there is no such profile.

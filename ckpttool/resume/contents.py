@@ -1,11 +1,11 @@
-"""contents: what a report shows in every form: its verdict in a sentence, what was compared, the steps, the speed.
+"""What every form of the report shows: the verdict in a sentence, what was compared, the steps, the speed.
 
-    sentence(report)     the verdict, and the likely cause or the first check that failed
-    facts(report)        of run and reference side by side
-    rows(report)         a step beside the reference's of the same number, with the envelope
+    sentence(report)     the verdict, and the likely cause or the first failed check
+    facts(report)        run and reference side by side
+    rows(report)         each step next to the reference's step of the same number, with the envelope
     speed(report)        speed and memory, as far as known
 
-Texts are clean (`text.clean`). The terminal, JUnit and the metrics (`report`) and the page (`page`) arrange them.
+Texts are clean (`text.clean`). `terminal`, `junit`, `prometheus` and `page` lay them out.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ def sentence(report: Report) -> str:
         return f"{len(failed)} of {total} checks failed. {_said(continuity[0].text, capital=True)}"
     if report.word == "not comparable":
         why = [c.text for c in report.checks if c.name == "step1.loss" and c.verdict == "not comparable"]
-        why.append(
-            "neither the state of the optimizer, nor an update, nor a loss after the first step was there to compare"
-        )
+        why.append("there was neither optimizer state, nor an update, nor a loss after the first step to compare")
         return f"Run and reference could not be compared. {_said(why[0], capital=True)}"
     if report.word == "gate failed":
         goes_on = (
@@ -81,7 +79,7 @@ def limit(check: Check) -> str:
 
 
 def facts(report: Report) -> list[tuple[str, str, str]]:
-    """What was compared: (what, of this run, of the reference), with nothing where it is not known."""
+    """What was compared: (what, of this run, of the reference), "" if not known."""
     ours = _facts(report.candidate)
     theirs = _facts(report.reference) if report.reference is not None else {}
     out = [(k, ours.get(k, ""), theirs.get(k, "")) for k in ours if ours[k] or theirs.get(k)]
@@ -108,19 +106,19 @@ def _facts(trace: Trace) -> dict[str, str]:
 
 
 def device_of(trace: Trace) -> str:
-    """The kind of device, with its name where that is known."""
+    """The kind of device, with its name if known."""
     name = trace.environment.get("gpu")
     return ", ".join(str(x) for x in (trace.device, name) if x)
 
 
 def relative(got: float | None, expected: float | None) -> float | None:
-    """|got - expected| / |expected|; None where one of them is not known, NaN where one is NaN."""
+    """|got - expected| / |expected|; None if one of them is not known, NaN if one is NaN."""
     return None if got is None or expected is None else deviation(got, expected)
 
 
 @dataclass
 class Row:
-    """One step of the run beside that of the reference, where it has it. `bounds` and `differences` by quantity."""
+    """One step of the run, with that of the reference if it has it. `bounds` and `differences` by quantity."""
 
     got: Step
     expected: Step | None = None
@@ -129,14 +127,14 @@ class Row:
 
     @property
     def batch(self) -> bool | None:
-        """Whether both took the same batch; None where that is not known."""
+        """Whether both used the same batch; None if not known."""
         if self.expected is None or self.got.batch is None or self.expected.batch is None:
             return None
         return self.got.batch == self.expected.batch
 
     @property
     def outside(self) -> bool:
-        """Whether something lies outside of the envelope."""
+        """Whether a value is outside of the envelope."""
         return self.batch is False or any(not d <= self.bounds.get(q, math.inf) for q, d in self.differences.items())
 
 
@@ -180,7 +178,7 @@ def speed(report: Report) -> list[tuple[str, str]]:
 
 
 def known(report: Report, key: str) -> float | None:
-    """One of the metrics, from what the gates were told or else from the trace."""
+    """One of the metrics, as computed for the gates, or else from the trace."""
     value: Any = report.metrics.get(key)
     trace = report.candidate
     if value is None and key == "load_seconds":

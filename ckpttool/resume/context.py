@@ -1,8 +1,8 @@
-"""context: one comparison that failed, and the causes found so far; what every rule of diagnosis is given.
+"""One failed comparison and the causes found so far: what every rule of the diagnosis gets.
 
-A rule reads `reference`, `got` and `failed`, and calls `add` for each cause that it finds, with what that explains:
-"weights", "optimizer", "gradients", "data", "rates". Later rules stay silent about what is `explained`, so the order in
-which `diagnosis` asks them is the order of likelihood.
+A rule reads `reference`, `got` and `failed`, and calls `add` for each cause, with what that explains: "weights", "optimizer",
+"gradients", "data", "rates". Later rules say nothing about what is already `explained`, so the order in which `diagnosis`
+calls them is the order of likelihood.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Context:
         self.failed = {n: c for n, c in self.checks.items() if c.verdict == "fail"}
 
     def passed(self, name: str) -> bool:
-        """Whether a check was made and passed."""
+        """Whether a check was run and passed."""
         return name in self.checks and self.checks[name].verdict == "pass"
 
     def seen(self, *names: str) -> list[str]:
-        """Evidence: those of these checks that failed, with what they say."""
+        """Evidence: the texts of those of these checks that failed."""
         return [f"{n}: {self.failed[n].text}" for n in names if n in self.failed]
 
     def add(
@@ -48,6 +48,6 @@ class Context:
         place: str | None = None,
         explains: Iterable[str] = (),
     ) -> None:
-        """A cause, less likely than those before it."""
+        """Add a cause, less likely than those before it."""
         self.explained.update(explains)
         self.out.append(Cause(kind, text, list(evidence), list(tensors), place))

@@ -1,12 +1,12 @@
-"""diagnosis: from checks that failed to what is likely wrong, in words, most likely first.
+"""From failed checks to likely causes, most likely first.
 
     causes(reference, got, checks, opened)
 
-What is exact comes first: a tensor that is missing, a fingerprint that is that of another tensor (`diagnosis_state`), an
-option, a learning rate, a batch that the reference had in another step (`diagnosis_config`). What numbers of steps suggest
-(`diagnosis_numbers`) is said only where nothing exact explains it. With both checkpoints open some of the differing tensors
-are read, and how they differ is named, with the file, the bytes and the rank of the first difference. A cause is never
-made up: where nothing fits, the one cause is "unknown", with what was seen.
+Exact evidence comes first: a missing tensor, a fingerprint that is another tensor's (`diagnosis_state`), an option, a
+learning rate, a batch that the reference had in another step (`diagnosis_config`). Numerical evidence (`diagnosis_numbers`) is
+used only if nothing exact explains the failure. With both checkpoints open, some of the differing tensors are read, and the
+cause says how they differ, with the file, bytes and rank of the first difference. A cause is never made up: if nothing fits,
+it is "unknown", with the observations.
 """
 
 from __future__ import annotations

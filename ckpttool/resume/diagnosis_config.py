@@ -1,7 +1,7 @@
-"""diagnosis_config: what is wrong with the configuration: ties, the model, param groups, scheduler, counters; and the data.
+"""Rules about the configuration (ties, model, param groups, scheduler, counters) and the data.
 
-Each rule is given a `Context`. Options and values are compared one by one. Learning rates and batches are looked for in the
-reference's other steps: a schedule or a loader that began anew, or is some steps off, shows there.
+Each rule gets a `Context`. Options and values are compared one by one. Learning rates and batches are looked up in the
+reference's other steps: a schedule or a loader that started over, or is some steps off, shows there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def tied(context: Context) -> None:
     if check is not None:
         names = [check.where] if check.where else []
         context.add(
-            "untied", f"{check.text}: they get gradients and updates apart", context.seen("config.tied"), names,
+            "untied", f"{check.text}: they get separate gradients and updates", context.seen("config.tied"), names,
             explains=("weights", "optimizer"),
         )  # fmt: skip
 
@@ -33,7 +33,7 @@ def model(context: Context, reference: Trace) -> None:
     if "config.model" not in context.failed or reference.config is None or context.got.config is None:
         return
     found = config_differences(reference.config, context.got.config)
-    text = f"the model is configured otherwise: {listed(changed(found))}"
+    text = f"the model's configuration differs: {listed(changed(found))}"
     context.add("model-configuration", text, context.seen("probe.logits", "step1.loss"), explains=("weights",))
 
 
@@ -79,7 +79,7 @@ def scheduler(context: Context, reference: Trace) -> None:
         if missing and not compared and not extra:
             context.add(
                 "scheduler-missing",
-                "the checkpoint has no state of the scheduler",
+                "the checkpoint has no scheduler state",
                 evidence,
                 explains=("rates", "optimizer"),
             )
@@ -88,14 +88,14 @@ def scheduler(context: Context, reference: Trace) -> None:
         if epochs:
             a, b = epochs[0]
             if b == 0:
-                kind, text = "scheduler-reset", f"the scheduler begins anew: its last_epoch is 0 and was {a}"
+                kind, text = "scheduler-reset", f"the scheduler starts over: its last_epoch is 0 and was {a}"
             else:
                 kind, text = (
                     "scheduler-offset",
                     f"the scheduler is off by {b - a:+d}: its last_epoch is {b} and was {a}",
                 )
         elif found:
-            kind, text = "scheduler-state", f"the scheduler has another state: {listed(changed(found))}"
+            kind, text = "scheduler-state", f"the scheduler state differs: {listed(changed(found))}"
         else:
             kind, text = "scheduler-incomplete", f"of the scheduler {listed(missing)} is missing"
         context.add(kind, text, evidence, explains=("rates", "optimizer"))
@@ -112,13 +112,13 @@ def values(context: Context, reference: Trace) -> None:
         return
     if reference.clip is not None and context.got.clip != reference.clip:
         now = "off" if context.got.clip is None else f"at {context.got.clip!r}"
-        text = f"gradient clipping is {now} and was at {reference.clip!r}; it acts once the grad norm is beyond that"
+        text = f"gradient clipping is {now} and was at {reference.clip!r}; it matters once the grad norm exceeds that"
         context.add("clipping", text, context.seen("config.values"), explains=("optimizer",))
     found, missing, _, _ = value_differences(reference, context.got, "trainer")
     told = changed(found)
     told += [f"{n} is missing" for n in missing]
     if told:
-        context.add("counters", f"the trainer would count otherwise: {listed(told)}", context.seen("config.values"))
+        context.add("counters", f"the trainer's counters differ: {listed(told)}", context.seen("config.values"))
     told = []
     for component in ("scaler", "dataloader", "extra"):
         found, _, _, _ = value_differences(reference, context.got, component)
@@ -127,7 +127,7 @@ def values(context: Context, reference: Trace) -> None:
     if reference.layout is not None:
         told += [f"{n} is missing" for n in reference.others if n not in context.got.others]
     if told:
-        context.add("values", f"other values are in the checkpoint: {listed(told)}", context.seen("config.values"))
+        context.add("values", f"other values of the checkpoint differ: {listed(told)}", context.seen("config.values"))
 
 
 def _undecayed(name: str) -> bool:
@@ -147,7 +147,7 @@ def _rates(reference: Trace, got: Trace) -> tuple[str, str]:
             if b.step + gap == 1:
                 return (
                     "scheduler-reset",
-                    "the learning rates are those of the training's first steps: the scheduler began anew",
+                    "the learning rates are those of the training's first steps: the scheduler started over",
                 )
             return (
                 "scheduler-offset",
@@ -199,16 +199,16 @@ def data(context: Context, reference: Trace) -> None:
     gaps = Counter(of[y.batch] - y.step for _, y in wrong if y.batch in of)
     if not gaps:
         first = wrong[0][1].step if wrong else b.start + 1
-        text = f"the data is other data, from step {first} on: no batch of the reference is among these"
+        text = f"the data differs from step {first} on: none of these batches is in the reference"
         context.add("data-other", text, evidence, explains=("data",))
         return
     gap, times = gaps.most_common(1)[0]
     when = "later" if gap > 0 else "earlier"
     evidence.append(f"{times} of the {len(wrong)} batches that differ are the reference's of {abs(gap)} steps {when}")
     if gap == -b.start and b.start:
-        context.add("data-restart", "the data begins from its beginning again", evidence, explains=("data",))
+        context.add("data-restart", "the data starts over from the beginning", evidence, explains=("data",))
     elif len(gaps) == 1:
         text = f"the data is {plural(abs(gap), 'step')} {'ahead of' if gap > 0 else 'behind'} the reference"
         context.add("data-offset", text, evidence, explains=("data",))
     else:
-        context.add("data-order", "the same batches come in another order", evidence, explains=("data",))
+        context.add("data-order", "the same batches come in a different order", evidence, explains=("data",))

@@ -1,8 +1,8 @@
-"""diagnosis_numbers: what numbers suggest: of the state by itself, of steps, of ranks, of the round trip.
+"""Rules about numbers: of the state itself, of steps, of ranks, of the round trip.
 
-Each rule is given a `Context`. What differs first in a step narrows it down: the logits and the loss know the weights and
-the batch, gradients how ranks are reduced, updates the optimizer, and later steps the rest. So a rule is silent where
-what comes before it in a step is already off. A norm of a single tensor says which tensors are concerned.
+Each rule gets a `Context`. What differs first in a step narrows down the cause: logits and loss depend on the weights and the
+batch, gradients also on how ranks are reduced, updates on the optimizer, later steps on the rest. So a rule says nothing if
+an earlier part of the step is already wrong. Norms of single tensors tell which tensors are affected.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def plausible(context: Context) -> None:
     elif "no moments" in text:
         context.add("optimizer-missing", "the checkpoint has no optimizer state", [text], explains=("optimizer",))
     else:
-        context.add("state-odd", f"the state is not what a training leaves: {text}", explains=("optimizer",))
+        context.add("state-odd", f"the state is not plausible: {text}", explains=("optimizer",))
 
 
 def finite(context: Context) -> None:
@@ -96,7 +96,7 @@ def steps(context: Context, reference: Trace) -> None:
         evidence = context.seen("probe.logits", "step1.loss")
         if same:
             text = (
-                "the weights are equal and the logits are not: the model is configured otherwise (rope theta, eps "
+                "the weights are equal and the logits are not: the model's configuration differs (rope theta, eps "
                 "of the norms), or other kernels compute it"
             )
             context.add("model-configuration", text, [*evidence, *_environment(context, reference)])
@@ -179,7 +179,7 @@ def _frozen(context: Context, reference: Trace, a: Step, b: Step) -> None:
             explains=("optimizer",),
         )
         return
-    text = f"{which} updated in step {b.step}, where the reference was: frozen, or not in the optimizer"
+    text = f"{which} updated in step {b.step}, but it was in the reference: frozen, or not in the optimizer"
     context.add("frozen", text, context.seen("step1.worst_update"), still, explains=("optimizer",))
 
 
@@ -198,7 +198,7 @@ def _gradients(context: Context, reference: Trace, a: Step, b: Step) -> None:
     elif len(found) * 10 >= len(every) * 9:
         text = "the loss is equal and all gradients are not: how they are reduced, scaled or accumulated"
         if "config.model" not in context.checks or context.checks["config.model"].verdict == "not comparable":
-            text += ", or the model's configuration, of which the reference does not tell"
+            text += ", or the model's configuration, which the reference did not record"
         context.add("gradients", text, [*evidence, *_environment(context, reference)], found)
     else:
         text = f"the loss is equal and the gradient of {scope(found, every, 'tensors')} is not"
@@ -276,7 +276,7 @@ def run(context: Context) -> None:
             context.seen("run.dead"),
         )
     if "run.spike" in context.failed and not context.out:
-        context.add("spike", f"training leaps: {context.failed['run.spike'].text}", context.seen("run.spike"))
+        context.add("spike", f"training spikes: {context.failed['run.spike'].text}", context.seen("run.spike"))
 
 
 def round_trip(context: Context) -> None:

@@ -1,9 +1,9 @@
-"""diagnosis_state: what is wrong with the state that the job holds, from fingerprints, names, shapes and steps.
+"""Rules about the state in the job, from fingerprints, names, shapes and optimizer steps.
 
-Each rule is given a `Context`. A tensor is accounted for once: by the load, by its name or shape; by the bytes of another
-tensor, which a fingerprint tells wherever they lie, as moments, layers or parameters of a module exchanged, or one by
-one; by the optimizer's step, when state of another step has been taken along. What is left has values of its own, and
-where both checkpoints are open, `inspection` says what those are.
+Each rule gets a `Context`. Every tensor is explained once: by the load, by its name or shape, by another tensor's bytes (a
+fingerprint recognises them anywhere: moments, layers or parameters of a module exchanged, or single tensors), or by the
+optimizer's step, if the state is from another step. Any other tensor has values of its own, and if both checkpoints are open,
+`inspection` says how they differ.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def load(context: Context) -> None:
         from_ = holders.get(got.state[n][2], []) if n in got.state else []
         if len(from_) == 1 and prod(got.state[n][1]) > 1:
             evidence.append(f"{n} holds what the files have for {from_[0]}")
-    text = f"loading changed {plural(len(wrong), 'tensor')}: the job holds something else than the files"
+    text = f"loading changed {plural(len(wrong), 'tensor')}: the job does not hold what the files contain"
     context.add("loading", text, evidence, wrong, explains={component_of(n) for n in wrong})
 
 
@@ -84,7 +84,7 @@ def absent(context: Context, reference: Trace) -> None:
     gone = [n for n in gone if not members or fqn_of(n) in members or fqn_of(n) not in known]
     if theirs and not ours:
         context.add(
-            "optimizer-missing", "the checkpoint has no optimizer state: moments and steps would begin anew",
+            "optimizer-missing", "the checkpoint has no optimizer state: moments and steps would start from zero",
             evidence, gone, explains=("optimizer",),
         )  # fmt: skip
         gone = []
@@ -100,7 +100,7 @@ def absent(context: Context, reference: Trace) -> None:
     weights = [n for n in missing if not n.startswith("optim.")]
     if weights:
         every = [n for n in reference.state if not n.startswith("optim.")]
-        text = f"{scope(weights, every, 'weights')} not in the checkpoint: a new job would begin with random values"
+        text = f"{scope(weights, every, 'weights')} not in the checkpoint: a new job would start with random values"
         context.add("tensor-missing", text, evidence, weights, explains=("weights",))
     strange = [n for n in extra if not n.startswith("optim.state.")] or extra
     if extra and not missing:
@@ -120,7 +120,7 @@ def shapes(context: Context, reference: Trace) -> None:
         text = f"{scope(names, common, 'tensors')}: shape {list(t)} instead of {list(s)}"
         kind = "shape"
         if t == s[::-1]:
-            kind, text = "transposed", text + ", as of the transposed tensor"
+            kind, text = "transposed", text + ", the shape of the transposed tensor"
         elif s[1:] == t[1:] and re.search(r"embed|lm_head|wte|output", names[0]):
             kind = "vocabulary"
             text += f": the vocabulary was {'padded' if t[0] > s[0] else 'cut'} by {abs(t[0] - s[0])} rows"
@@ -140,7 +140,7 @@ def _together(found: Mapping[str, tuple[Any, Any]]) -> dict[tuple[Any, Any], lis
 
 
 def values(context: Context, reference: Trace) -> None:
-    """Tensors of one name, shape and dtype that hold other bytes."""
+    """Tensors of one name, shape and dtype that have different bytes."""
     if context.got.failed is not None:
         return
     wrong = differing(reference, context.got)
@@ -229,7 +229,7 @@ def _layers(context: Context, reference: Trace, left: dict[str, str]) -> None:
         text = f"layers are in another order ({which}): {what}"
         every = sorted({i for n in reference.state if (i := layer_of(n)) is not None})
         if all(order.get(i, i) == j for i, j in zip(every, sorted(every, key=str), strict=True)):
-            text += "; it is the order of their numbers as words"
+            text += "; this is the order of their numbers sorted as text"
     evidence = [f"{plural(len(names), 'tensor')} with the fingerprint of the same tensor of another layer"]
     context.add("layers-exchanged", text, evidence, names, explains={component_of(n) for n in names})
 
@@ -269,18 +269,14 @@ def _steps(context: Context, reference: Trace, steps: Mapping[str, tuple[float, 
     moments = {fqn_of(n) for n in rest if n.startswith("optim.state.")}
     evidence = context.seen("state.scalars")
     if all(b == 0 for _, b in steps.values()):
-        also = (
-            "the moments were restored, the step was not" if not moments & set(steps) else "the moments are others, too"
-        )
+        also = "the moments were restored, the step was not" if not moments & set(steps) else "the moments differ, too"
         context.add(
             "step-reset", f"the optimizer's step is 0 {where}: {also}", evidence, names, explains=("optimizer",)
         )
         return rest
     gaps = {b - a for a, b in steps.values()}
     if len(gaps) > 1:
-        context.add(
-            "step-differs", f"the optimizer's steps are others {where}", evidence, names, explains=("optimizer",)
-        )
+        context.add("step-differs", f"the optimizer's steps differ {where}", evidence, names, explains=("optimizer",))
         return rest
     gap = int(gaps.pop())
     far = f"{plural(abs(gap), 'step')} {'earlier' if gap < 0 else 'later'}"
@@ -294,7 +290,7 @@ def _steps(context: Context, reference: Trace, steps: Mapping[str, tuple[float, 
     universe = [n for n in reference.state if component_of(n) == "weights"]
     old = [n for n in rest if n.startswith("optim.state.") and fqn_of(n) in steps]
     if len(weights) * 10 >= len(universe) * 9:
-        text = f"weights and optimizer state are those of another checkpoint, {far}"
+        text = f"weights and optimizer state are from another checkpoint, {far}"
         context.add("other-checkpoint", text, evidence, [*weights, *old], explains=("weights", "optimizer"))
         return [n for n in rest if n not in set(weights) | set(old)]
     layers = {layer_of(n) for n in old}
@@ -305,7 +301,7 @@ def _steps(context: Context, reference: Trace, steps: Mapping[str, tuple[float, 
         if len(layers) == 1 and None not in layers
         else f" of {plural(len(steps), 'parameter')}"
     )
-    text = f"the optimizer's state{part} is that of another step, {far}"
+    text = f"the optimizer's state{part} is from another step, {far}"
     context.add("optimizer-stale", text, evidence, old, explains=("optimizer",))
     return [n for n in rest if n not in set(old)]
 
@@ -363,7 +359,7 @@ _VERBS = {"holds": "hold", "is": "are", "has": "have", "differs": "differ"}
 def _general(kind: str, text: str) -> str:
     """What is true of several tensors of one kind whose texts are not the same."""
     return {
-        "close": "is close to the reference's: of another step, or computed otherwise",
+        "close": "is close to the reference's: from another step, or computed differently",
         "unrelated": "has values unrelated to the reference's", "scaled": "holds the reference's values times a factor",
         "zero-rows": "has zeros in some rows", "zero-range": "has zeros in a range",
         "constant": "is one value throughout",

@@ -1,7 +1,7 @@
-"""differences: in what two traces differ, as data; `judge` makes checks of it, and `diagnosis` looks for causes in it.
+"""The differences of two traces, as data: `judge` turns them into checks, `diagnosis` looks for causes in them.
 
-Raw numbers are compared, never printed ones. Equal numbers have the deviation 0; NaN is equal to nothing, not even NaN.
-A parameter with several names (tied) is met under any of them. What one side does not say is no difference.
+Comparisons use full-precision values, not the rounded values shown. Equal numbers have the deviation 0; NaN never equals
+NaN. A tied parameter is found under any of its names. What one side did not record is not a difference.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = [
     "value_differences",
 ]  # fmt: skip
 
-#: How the optimizer computes, not what.
+#: Options that change how the optimizer computes, but not the result.
 _HOW = frozenset(("foreach", "fused", "capturable", "differentiable", "params", "param_names"))
 
-#: What a model's configuration says about its file, its use or its writer, and not about its computation.
+#: Keys of a model's configuration about its file, its use or its writer, which do not affect the computation.
 _SILENT = frozenset((
     "torch_dtype", "dtype", "transformers_version", "architectures", "use_cache", "_name_or_path", "name_or_path",
     "_commit_hash", "output_attentions", "output_hidden_states", "return_dict", "torchscript", "auto_map", "id2label",
@@ -32,12 +32,12 @@ _SILENT = frozenset((
     "bos_token_id", "eos_token_id", "chunk_size_feed_forward",
 ))  # fmt: skip
 
-#: Of a scheduler: what changes while it computes and says nothing afterwards.
+#: Values of a scheduler that change while it computes and mean nothing afterwards.
 _TRANSIENT = frozenset(("_get_lr_called_within_step", "_is_initial", "verbose"))
 
 
 def deviation(got: float, expected: float) -> float:
-    """|got - expected| / |expected|; 0 where they are equal, NaN where one is NaN, infinite where it has no measure."""
+    """|got - expected| / |expected|; 0 if they are equal, NaN if one is NaN, infinite if `expected` is 0 or one is infinite."""
     if got == expected:
         return 0.0
     if math.isnan(got) or math.isnan(expected):
@@ -48,7 +48,7 @@ def deviation(got: float, expected: float) -> float:
 
 
 def alike(a: Any, b: Any) -> bool:
-    """Whether two plain values are equal; a tuple and a list can be, True and 1 cannot. NaN is a value like others."""
+    """Whether two plain values are equal. A tuple can equal a list, True never equals 1, and NaN equals NaN."""
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(alike, a, b))
     if isinstance(a, dict) and isinstance(b, dict):
@@ -66,18 +66,16 @@ def state_obstacle(reference: Trace, got: Trace) -> str | None:
     if reference.failed is not None:
         return "the reference could not be loaded"
     if not reference.state and not reference.scalars:
-        return (
-            "the reference does not say what the job held (Recorder.state writes it down when the checkpoint is saved)"
-        )
+        return "the reference did not record what the job held (Recorder.state does, when the checkpoint is saved)"
     if reference.start != got.start:
-        return f"the reference says what the job held at step {reference.start}, this checkpoint is of step {got.start}"
+        return f"the reference recorded the job at step {reference.start}, but this checkpoint is of step {got.start}"
     if not got.state and not got.scalars:
-        return "the run does not say what the job held"
+        return "the run did not record what the job held"
     return None
 
 
 def judged(name: str) -> bool:
-    """Whether a tensor is part of what must be equal; streams of random numbers and readers belong to a rank."""
+    """Whether a tensor must be equal; random states and data readers belong to a rank and need not be."""
     return name.partition(".")[0] not in ("rng", "dataloader")
 
 
@@ -92,7 +90,7 @@ def _other_names(name: str, tied: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def missing_and_extra(reference: Trace, got: Trace) -> tuple[list[str], list[str]]:
-    """Tensors that only one side has, but those that the other has under another name of a tied parameter."""
+    """Tensors that only one side has, under any name of a tied parameter."""
     tied = [*reference.tied, *got.tied]
 
     def gone(have: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -105,19 +103,19 @@ def missing_and_extra(reference: Trace, got: Trace) -> tuple[list[str], list[str
 
 
 def copies_differ(got: Trace) -> list[str]:
-    """Tensors of which several ranks hold a copy, and not the same."""
+    """Tensors whose copies on several ranks differ."""
     return [str(n) for n in got.environment.get("copies_differ") or []]
 
 
 def not_as_stored(got: Trace) -> list[str]:
-    """Tensors that the job does not hold as the files do, where these were read a second time."""
+    """Tensors whose fingerprint in the job is not that of the files, if these were read a second time."""
     return [n for n, mark in got.stored.items() if n not in got.state or (got.state[n][2] and got.state[n][2] != mark)]
 
 
 def shape_differences(
     reference: Trace, got: Trace
 ) -> tuple[dict[str, tuple[tuple[int, ...], tuple[int, ...]]], dict[str, tuple[str, str]]]:
-    """({name: (expected, found)} of shapes, and of dtypes where the shape is the same)."""
+    """({name: (expected, found)} of differing shapes, and of differing dtypes at the same shape)."""
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     dtypes: dict[str, tuple[str, str]] = {}
     for n, (dtype, shape, _) in reference.state.items():
@@ -132,7 +130,7 @@ def shape_differences(
 
 
 def differing(reference: Trace, got: Trace) -> list[str]:
-    """Tensors of one dtype and shape with other elements, in the order of the reference."""
+    """Tensors with the same dtype and shape but other elements, in the order of the reference."""
     out = []
     for n, (dtype, shape, mark) in reference.state.items():
         other = got.state.get(n)
@@ -144,7 +142,7 @@ def differing(reference: Trace, got: Trace) -> list[str]:
 
 
 def steps_of(trace: Trace) -> dict[str, float]:
-    """{FQN: optimizer step} of what the optimizer holds."""
+    """{FQN: step} of the optimizer's state."""
     return {fqn_of(n): float(v) for n, v in trace.scalars.items() if is_step(n)}
 
 
@@ -164,7 +162,7 @@ def options(trace: Trace) -> dict[str, dict[str, Any]]:
 def option_differences(
     reference: Trace, got: Trace
 ) -> tuple[dict[str, dict[str, tuple[Any, Any]]], list[str], list[str]]:
-    """({option: {FQN: (expected, found)}}, FQNs of the reference's optimizer alone, FQNs of this one alone)."""
+    """({option: {FQN: (expected, found)}}, FQNs only in the reference's optimizer, FQNs only in this one)."""
     theirs, ours = options(reference), options(got)
     out: dict[str, dict[str, tuple[Any, Any]]] = {}
     for name, expected in theirs.items():
@@ -178,7 +176,7 @@ def option_differences(
 
 
 def told(value: Any) -> bool:
-    """Whether a value is plain data that a comparison can say something about."""
+    """Whether a value is plain data that can be compared."""
     if isinstance(value, (list, tuple)):
         return all(told(v) for v in value)
     return isinstance(value, (bool, int, float, str)) and not (isinstance(value, str) and value.startswith("<"))
@@ -187,7 +185,7 @@ def told(value: Any) -> bool:
 def value_differences(
     reference: Trace, got: Trace, component: str
 ) -> tuple[dict[str, tuple[Any, Any]], list[str], list[str], int]:
-    """({name: (expected, found)}, names only there, names only here, how many were compared) of one component."""
+    """({name: (expected, found)}, names only in the reference, names only here, number compared) of one component."""
     theirs = {n: v for n, v in reference.values.items() if n.partition(".")[0] == component}
     ours = {n: v for n, v in got.values.items() if n.partition(".")[0] == component}
     skip = _TRANSIENT if component == "scheduler" else frozenset[str]()
@@ -199,8 +197,8 @@ def value_differences(
 def config_differences(reference: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """{key: (expected, found)} of two configurations of a model, with dots where they are nested.
 
-    Keys that say nothing about the computation are left out, and those that one side lacks: versions of transformers
-    write defaults or do not. rope_theta is the same at the top and in rope_parameters, where version 5 has it.
+    Keys that do not affect the computation are left out, and keys that one side lacks, since versions of transformers
+    differ in which defaults they write. rope_theta is the same at the top and in rope_parameters, where version 5 has it.
     """
     a, b = _leaves(reference), _leaves(got)
     return {k: (a[k], b[k]) for k in a if k in b and not alike(a[k], b[k])}
@@ -230,16 +228,16 @@ def ties(trace: Trace) -> set[frozenset[str]]:
 
 
 def other_job(reference: Trace, got: Trace) -> str | None:
-    """Why the two did not compute the same thing, whatever was loaded, or None."""
+    """Why run and reference would differ even with the same state, or None."""
     if got.failed is not None:
         return "the checkpoint could not be loaded"
     if reference.failed is not None:
         return "the reference could not be loaded"
     if None not in (reference.sequence, got.sequence) and reference.sequence != got.sequence:
-        return f"sequences are of {got.sequence} tokens, those of the reference of {reference.sequence}"
+        return f"sequences have {got.sequence} tokens, those of the reference {reference.sequence}"
     a, b = (_dtype(t.dtype) for t in (reference, got))
     if a is not None and b is not None and a != b:
-        return f"this run computes in {b}, the reference did in {a}"
+        return f"this run computes in {b}, the reference computed in {a}"
     return None
 
 
@@ -252,25 +250,24 @@ def _dtype(name: str | None) -> str | None:
 
 
 def pairs(reference: Trace, got: Trace) -> list[tuple[Step, Step]]:
-    """(expected, found) of the steps that both have, by number."""
+    """(expected, found) of the steps that both have."""
     theirs = {s.step: s for s in reference.steps}
     return [(theirs[s.step], s) for s in got.steps if s.step in theirs]
 
 
 def first_pair(reference: Trace, got: Trace) -> tuple[Step, Step] | None:
-    """(expected, found) of the first step after loading, where both have it."""
+    """(expected, found) of the first step after loading, if both have it."""
     return next(((a, b) for a, b in pairs(reference, got) if b is got.steps[0]), None)
 
 
 def tensor_deviations(
     reference: Trace, got: Trace, expected: Step, found: Step, updates: bool, floor: float
 ) -> tuple[dict[str, tuple[float, float, float]], int]:
-    """({FQN: (deviation, expected, found)}, how many were left out) of the gradients or the updates of single tensors.
+    """({FQN: (deviation, expected, found)}, number left out) of the gradients or updates of single tensors.
 
-    Deviations are relative to the tensor's norm in the reference, or to `floor` times the norm of all where it is less.
-    Gradients below that on both sides are left out, and updates of tensors with such gradients: the ones are rounding
-    noise, the others Adam's picture of it. A tensor that one side does not have counts as zero there, but for another
-    name of a tied one.
+    Deviations are relative to the tensor's norm in the reference, or to `floor` times the norm of all, if that is larger.
+    Gradients below that on both sides are rounding noise; they are left out, and so are the updates of such tensors, which
+    Adam makes from the noise. A tensor that one side lacks counts as zero there, unless it is tied and has another name.
     """
     theirs, ours = (expected.updates, found.updates) if updates else (expected.grads, found.grads)
     whole = math.sqrt(sum(v * v for v in theirs.values() if math.isfinite(v)))
@@ -309,10 +306,10 @@ def _norm_of(name: str, norms: Mapping[str, float], tied: Sequence[Sequence[str]
 
 
 def rates_by_group(reference: Trace, got: Trace, a: Step, b: Step) -> list[tuple[str, float, float]]:
-    """(which group, expected, found) of the learning rates of a step.
+    """(group, expected, found) of the learning rates of a step.
 
-    By the parameters of the groups where both sides list them, since groups may be in another order; else by position.
-    Lists of different lengths are compared as sets of values: a missing value has the rate NaN.
+    Groups are matched by their parameters if both sides list them, since their order may differ; else by position. Lists of
+    different lengths are compared as sets of values: a missing value is NaN.
     """
     x, y = a.learning_rates or [], b.learning_rates or []
     sides = []
@@ -331,7 +328,7 @@ def rates_by_group(reference: Trace, got: Trace, a: Step, b: Step) -> list[tuple
 
 
 def not_finite(step: Step) -> Iterator[tuple[str, float]]:
-    """What is NaN or infinite in a step, and its value: the loss first, then norms, gradients before updates."""
+    """What is NaN or infinite in a step, with its value: loss, norms, gradients, updates, in this order."""
     for what, value in (("loss", step.loss), ("grad_norm", step.grad_norm), ("update_norm", step.update_norm)):
         if value is not None and not math.isfinite(value):
             yield what, value

@@ -1,12 +1,12 @@
-"""dynamics: the steps of a run against those of a reference.
+"""Compares the steps of a run with those of a reference.
 
     Dynamics(reference, got, "strict", limits).checks()
 
-Steps meet by their number, and the first one after loading ("step1") is judged apart from the later ones ("steps"). First
-it is asked whether the two are meant to compute the same: batches, precision, random numbers. Then every signal (the
-loss, norms, the worst of single tensors) is measured in every common step, relative to the reference; the check of a
-stage tells the step that takes the largest part of its bound. Batches and learning rates are compared exactly, and also
-where numbers cannot be.
+Steps are matched by number, and the first one after loading ("step1") is judged separately from the later ones ("steps").
+First comes the question whether the two are meant to compute the same: batches, precision, random numbers. Then every
+signal (the loss, norms, the worst single tensor) is measured in every common step, relative to the reference; the check of a
+stage reports the step that uses most of its bound. Batches and learning rates are compared exactly, even if numbers cannot
+be compared.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .verdict import Check
 
 __all__ = ["Dynamics"]
 
-#: Signals as they are spoken of, and what a recorder has to be given so that a trace has them.
+#: Signals in messages, and what to pass to a Recorder so that it records them.
 _WORDS = {
     "loss": "the loss", "grad_norm": "the grad norm", "worst_grad": "the gradient of a tensor",
     "update_norm": "the norm of the update", "worst_update": "the update of a tensor", "batch": "the batch",
@@ -42,7 +42,7 @@ _HINTS = {
 
 @dataclass
 class _Worst:
-    """The deviation of one signal in one step. `order` is that of the step after loading, from 1."""
+    """The deviation of one signal in one step; `order` counts steps after loading, from 1."""
 
     step: int
     order: int
@@ -54,31 +54,31 @@ class _Worst:
 
 
 def _other_data(reference: Trace, got: Trace) -> str | None:
-    """Why the batches are not meant to be the same, or None; names of files say nothing where the batches are equal."""
+    """Why the batches are not expected to be the same, or None. If the first batches are equal, file names do not matter."""
     both = pairs(reference, got)
     if both and both[0][0].batch is not None and both[0][0].batch == both[0][1].batch:
         return None
     if None not in (reference.data, got.data) and reference.data != got.data:
-        return f"the data is {got.data}, that of the reference {reference.data}"
+        return f"the data is {got.data}, the reference used {reference.data}"
     if (
         got.data == reference.data == "synthetic"
         and None not in (reference.seed, got.seed)
         and reference.seed != got.seed
     ):
-        return f"the synthetic data is of seed {got.seed}, that of the reference of {reference.seed}"
+        return f"the synthetic data has seed {got.seed}, the reference used {reference.seed}"
     return None
 
 
 def _random(reference: Trace, got: Trace) -> str | None:
-    """Why random numbers are not the same, or None."""
+    """Why random numbers differ, or None."""
     if not (reference.dropout or got.dropout):
         return None
     restored = got.environment.get("rng_restored") is True
     if restored and got.world_size is not None and got.world_size == reference.world_size:
         return None
     return (
-        "dropout is on, and the streams of random numbers are not those of the reference: switch it off in both, or "
-        "restore them at the same world size"
+        "dropout is on, and the random states are not those of the reference: switch dropout off in both, or restore the "
+        "states at the same world size"
     )
 
 
@@ -106,7 +106,7 @@ class Dynamics:
         return [p for p in part if (p[0] == 1) == (stage == "step1")]
 
     def _unmatched(self, stage: str) -> str | None:
-        """Why a stage has no step on both sides, or None."""
+        """Why run and reference have no step of this stage in common, or None."""
         if self.got.failed is not None:
             return "the checkpoint could not be loaded"
         if self.reference.failed is not None:
@@ -137,7 +137,7 @@ class Dynamics:
         return _other_data(a, b) or _random(a, b)
 
     def found(self, stage: str, signal: str) -> list[_Worst]:
-        """Deviations of a signal in every step that has it on both sides."""
+        """The deviations of a signal in every step in which both sides have it."""
         if self._obstacle(stage):
             return []
         out = []
@@ -165,7 +165,7 @@ class Dynamics:
         return out
 
     def envelope(self) -> dict[str, list[float]]:
-        """Bounds of the common steps, empty where they are not compared."""
+        """The bounds of the common steps; empty if they are not compared."""
         out: dict[str, list[float]] = {}
         for signal in ("loss", "grad_norm", "update_norm"):
             out[signal] = []
@@ -202,12 +202,12 @@ class Dynamics:
         if worst.deviation == 0:
             what = f"{_WORDS[signal]} is bit-equal" + ("" if stage == "step1" else f" in {plural(len(every), 'step')}")
         if worst.left_out:
-            what += f"; {plural(worst.left_out, 'tensor')} with a gradient of rounding noise not counted"
+            what += f"; {plural(worst.left_out, 'tensor')} whose gradient is rounding noise not counted"
         shown = None if worst.deviation == 0 else where
         return Check.of(name, worst.deviation <= most, what, worst.deviation, most, bound.source, shown)
 
     def _lacking(self, stage: str, signal: str) -> str:
-        """Who does not have a signal, and what would record it."""
+        """Which side lacks a signal, and how to record it."""
         attribute = {"worst_grad": "grads", "worst_update": "updates"}.get(signal, signal)
         bare = [a for _, a, _ in self._part(stage) if getattr(a, attribute) in (None, {}, [])]
         who = "the reference" if bare else "the run"
@@ -224,7 +224,7 @@ class Dynamics:
         wrong = [b.step for a, b in known if a.batch != b.batch]
         if not wrong:
             return Check.of(name, True, f"the same batch in {plural(len(known), 'step')}", 0, 0, "exact")
-        text = f"another batch than the reference's in {len(wrong)} of {plural(len(known), 'step')}"
+        text = f"batches that differ from the reference's in {len(wrong)} of {plural(len(known), 'step')}"
         return Check.of(name, False, text, len(wrong), 0, "exact", f"step {wrong[0]}")
 
     def _rates(self, stage: str) -> Check:

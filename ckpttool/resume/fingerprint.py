@@ -1,13 +1,13 @@
-"""Fingerprints of tensors that lie in pieces on many ranks, and L2 norms of the same.
+"""Fingerprints and L2 norms of tensors that are sharded over many ranks.
 
     fingerprint(tensor) = sum over elements i of mix(bits of element i, i)  mod 2^64
 
-i is the flat row-major index in the whole tensor, so the sum does not depend on which rank holds which piece, in which
-order: every rank adds up its own, and one all-reduce ends it. A changed, moved or exchanged element changes the sum but
-for one chance in 2^64. It is no cryptographic digest (somebody who wants to can find two tensors with one sum); those of
-`digest` are. It does not depend on the name, so that a tensor which holds the bytes of another is recognised.
+i is the flat row-major index in the whole tensor, so the sum does not depend on which rank holds which shard, or in which
+order: every rank sums its own shards, and one all-reduce completes the sum. A changed or moved element changes the sum, with a
+chance of 2^-64 that it does not. This is not a cryptographic digest (collisions can be constructed); `ckpttool digest` is. It
+does not depend on the tensor's name, so a tensor that holds another's bytes is recognised.
 
-Works on the device where the tensor is, in blocks of 2^20 elements. torch's integer arithmetic wraps around on CPU and
+It runs on the device of the tensor, in blocks of 2^20 elements. torch's integer arithmetic wraps around on CPU and
 CUDA alike.
 """
 
@@ -72,7 +72,7 @@ def _piece(tensor: Any, offset: Sequence[int], shape: Sequence[int]) -> int:
 
 
 def _scattered(tensor: Any, offset: Sequence[int], steps: Sequence[int]) -> int:
-    """Sum of a box that is no range of the flattened tensor: the index of every element is computed."""
+    """Sum of a box that is not a range of the flattened tensor, so the index of every element is computed."""
     import torch
 
     total, rows = 0, max(1, _BLOCK * tensor.shape[0] // tensor.numel())
@@ -101,7 +101,7 @@ def local(tensor: Any) -> Any:
 
 
 def _offset(tensor: Any) -> Any:
-    """Where it begins in the whole tensor; `__create_chunk_list__` is what torch.distributed.checkpoint asks, too."""
+    """The offset of this rank's shard in the whole tensor, from the method that torch.distributed.checkpoint uses."""
     if not hasattr(tensor, "_local_tensor") or not local(tensor).numel():
         return (0,) * tensor.dim()
     (chunk,) = tensor.__create_chunk_list__()
@@ -109,7 +109,7 @@ def _offset(tensor: Any) -> Any:
 
 
 def owned(tensor: Any) -> bool:
-    """Whether this rank counts for a tensor: of ranks with one piece the first does.
+    """Whether this rank counts for a tensor: of the ranks with the same shard, the first does.
 
     A DTensor's replicated dimensions count where their coordinate is 0, and of the submeshes that hold copies of it the
     one with rank 0. A plain tensor is on every rank, and counts on rank 0.
@@ -142,7 +142,7 @@ def combine(values: Sequence[float], *, integers: bool, device: Any) -> list[Any
 
 
 def in_memory(tensors: Mapping[str, Any], device: Any) -> tuple[dict[str, str], list[str]]:
-    """({name: fingerprint}, names whose copies on several ranks are not equal) of live tensors. A collective.
+    """({name: fingerprint}, names whose copies on several ranks differ) of live tensors. A collective.
 
     Copies are compared without sending them anywhere: the sum over all ranks must be that over the owners, times the
     number of copies.
@@ -162,7 +162,7 @@ def in_memory(tensors: Mapping[str, Any], device: Any) -> tuple[dict[str, str], 
 
 
 def _distinct(tensor: Any) -> int:
-    """How many ranks hold different pieces of a tensor."""
+    """Into how many shards a tensor is cut."""
     if not hasattr(tensor, "_local_tensor"):
         return 1
     sizes = tensor.device_mesh.shape
@@ -170,7 +170,7 @@ def _distinct(tensor: Any) -> int:
 
 
 def norms(tensors: Mapping[str, Any], device: Any) -> dict[str, float]:
-    """{name: L2 norm over all ranks}, squares added up in float64. A collective."""
+    """{name: L2 norm over all ranks}, summed in float64. A collective."""
     import torch
 
     mine = [
@@ -191,7 +191,7 @@ def in_files(
     device: Any,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> dict[str, str]:
-    """{name: fingerprint} of tensors of a checkpoint, read again in row-major order by another road than the load took.
+    """{name: fingerprint} of tensors of a checkpoint, read a second time, in row-major order and by other code than the load.
 
     Every rank reads its share, largest tensors first. A collective.
     """

@@ -1,12 +1,12 @@
-"""gates: speed and memory of a run, and the limits that were asked for.
+"""Speed and memory of a run, and the limits that the user set for them.
 
     metrics(trace, peak_tflops)                         {"mfu": 0.43, "step_seconds": 1.8, "reserved_gib": 61.2, ...}
-    gates(trace, numbers, min_mfu=0.40, ...)            a Check for each limit that was given
+    gates(trace, numbers, min_mfu=0.40, ...)            a Check for each limit
 
 MFU is 6 x parameters x tokens of a step / (seconds of a step x ranks x peak of a device): the arithmetic of a dense
-model's matrices, forward and backward, without attention and without what activation checkpointing computes again
-(as in PaLM, arXiv 2204.02311, without its term for attention). The peak is that of dense bf16; where it is not known,
-nor given, there is no MFU. It is never guessed.
+model's matrices, forward and backward, without attention and without what activation checkpointing recomputes (as in PaLM,
+arXiv 2204.02311, without its term for attention). The peak is that of dense bf16. If it is neither known nor given, there is
+no MFU; it is never guessed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .verdict import Check
 __all__ = ["PEAKS", "gates", "metrics", "peak_flops"]
 
 #: (pattern of the name that CUDA gives a device, dense bf16 FLOP/s, where the number is published). First match counts.
-#: Sheets that print numbers with sparsity are halved. Devices without bf16 (V100, T4) have none. Nor have H20, of which
-#: no sheet was found, and H100 NVL, whose sheets do not agree (1671 TFLOPS, and before that 3958 of two).
+#: Numbers with sparsity are halved. Not listed: devices without bf16 (V100, T4), H20 (no data sheet was found), and H100 NVL
+#: (its data sheets disagree: 1671 TFLOPS, and before that 3958 for two).
 PEAKS: tuple[tuple[str, float, str], ...] = (
     (r"\bGB200\b", 2500e12, "NVIDIA GB200 NVL72 data sheet: 5 PFLOPS a GPU with sparsity"),
     (r"\bB200\b", 2250e12, "NVIDIA Blackwell data sheet, HGX B200: 4.5 PFLOPS a GPU with sparsity"),
@@ -47,7 +47,7 @@ PEAKS: tuple[tuple[str, float, str], ...] = (
 
 
 def peak_flops(device: str | None) -> float | None:
-    """Peak of dense bf16 of a device, by the name that CUDA gives it; None where it is not in the list."""
+    """Peak of dense bf16 of a device, by its CUDA device name; None if it is not in the list."""
     for pattern, flops, _ in PEAKS:
         if device and re.search(pattern, device):
             return flops
@@ -55,10 +55,10 @@ def peak_flops(device: str | None) -> float | None:
 
 
 def metrics(trace: Trace, peak_tflops: float | None = None) -> dict[str, float]:
-    """Speed and memory of a run, what is known of it.
+    """Speed and memory of a run, as far as known.
 
-    step_seconds is the median without the first step, which warms up. Of memory the rank that took most counts;
-    headroom_gib is what the allocator of the fullest device left.
+    step_seconds is the median without the first step, which warms up. Memory is that of the rank that took most;
+    headroom_gib is what is left on the fullest device.
 
     Args:
         trace: the run.
@@ -101,7 +101,7 @@ def _tokens(trace: Trace) -> float | None:
 
 
 def _name(trace: Trace) -> str | None:
-    """What CUDA calls the device."""
+    """The CUDA name of the device."""
     name = trace.environment.get("gpu") or trace.device
     return str(name) if name else None
 
@@ -121,8 +121,7 @@ def gates(
     max_step_seconds: float | None = None,
     max_load_seconds: float | None = None,
 ) -> list[Check]:
-    """A check for each limit that is not None. One whose number is not known fails: it was asked for, and cannot be
-    shown."""
+    """A check for each limit that is not None. If its number is not known, the gate fails."""
     out = []
     for name, key, limit, unit in (
         ("min_mfu", "mfu", min_mfu, ""),
@@ -140,7 +139,7 @@ def gates(
             out.append(Check.of(f"gate.{name}", False, text, None, limit, "given"))
             continue
         good = found >= limit if least else found <= limit
-        text = f"{_WHAT[key]} is {found:.4g}{unit}, {word} {limit:g}{unit} was asked for"
+        text = f"{_WHAT[key]} is {found:.4g}{unit}, {word} {limit:g}{unit} is required"
         out.append(Check.of(f"gate.{name}", good, text, found, limit, "given"))
     return out
 
@@ -152,7 +151,7 @@ _WHAT = {
 
 
 def _missing(trace: Trace, key: str) -> str:
-    """What to give so that a number can be known."""
+    """Why a number is not known, and which option would help."""
     if key == "reserved_gib":
         return "no rank reported the memory of a device; run on GPUs"
     if key == "load_seconds":

@@ -1,8 +1,8 @@
-"""inspection: what the files of two open checkpoints tell about tensors that differ: how they do, and where.
+"""How differing tensors differ in the files of two open checkpoints, and where.
 
-A few tensors are read, one at a time, and put beside those of the reference (`tensor_diff`). Moments that are like nothing
-in the reference of their own are put beside the other moments of their parameter, too. Where an element lies follows from
-the index; which rank wrote it, from the names that engines give their files.
+A few tensors are read, one at a time, and compared with those of the reference (`tensor_diff`). Moments that resemble nothing
+in their own reference are also compared with the other moments of their parameter. The place of an element follows from the
+index; the rank that wrote it, from the file names that engines use.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TELLING = frozenset(("absolute", "negated", "rounded-bfloat16", "rounded-float1
 
 
 def inspect(opened: tuple[OpenCheckpoint, OpenCheckpoint], names: Sequence[str]) -> dict[str, TensorDiff | None]:
-    """How some of the tensors differ in the files: the first of every slot, then the first; None where they do not."""
+    """How some of these tensors differ in the files: the first of every slot, then the first ones; None: they do not."""
     left, right = (o.locate() for o in opened)
 
     def readable(n: str, m: str) -> bool:
@@ -62,7 +62,7 @@ def inspect(opened: tuple[OpenCheckpoint, OpenCheckpoint], names: Sequence[str])
             try:
                 out[n] = look(n)
             except (CkpttoolError, TypeError):
-                continue  # damaged, which has been said before; or a dtype that numpy does not have
+                continue  # damaged, which was reported before; or a dtype that numpy does not have
     return out
 
 
@@ -80,9 +80,9 @@ def _read(opened: OpenCheckpoint, ckpt: Checkpoint, name: str) -> Any:
 
 
 def place_of(ckpt: Checkpoint, name: str, flat: int) -> str | None:
-    """Where an element of a tensor lies: file, bytes of its chunk, and whose shard that is, as far as names tell.
+    """Where an element of a tensor is: file, bytes of its chunk, and the rank of the shard if file names tell it.
 
-    `flat` is its row-major index; None where no chunk has it.
+    `flat` is its row-major index; None if no chunk contains it.
     """
     entry = ckpt.tensors.get(name)
     if entry is None or not entry.numel:
@@ -108,7 +108,7 @@ def place_of(ckpt: Checkpoint, name: str, flat: int) -> str | None:
 
 
 def _rank(file: str) -> int | None:
-    """The rank that wrote a file, where its name tells: of DCP, of ZeRO's shards, of FSDP1's."""
+    """The rank that wrote a file, from the file names of DCP, ZeRO and FSDP1."""
     name = file.rpartition("/")[2]
     for pattern in (
         r"^__(\d+)_\d+\.distcp$",

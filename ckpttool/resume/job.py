@@ -39,7 +39,7 @@ __all__ = ["Job", "start"]
 
 @dataclass
 class Job:
-    """What is trained. `loss(model, batch)` gives (sum over the tokens that count, how many they are, logits or None).
+    """What is trained. `loss(model, batch)` returns (sum over the tokens that count, their number, logits or None).
 
     `rank` and `world` are those of the data: ranks of one tensor-parallel group read the same rows. `scale` is what the
     sum of gradients must be multiplied with: 1, or the world size where a wrapper averages them.
@@ -115,7 +115,7 @@ def _from_config(settings: Settings) -> Any:
 
     folder = settings.config
     if folder is None:
-        raise UsageError("--config (a Hugging Face folder) or --job (module.py:build) must tell which model it is.")
+        raise UsageError("--config (a Hugging Face folder) or --job (module.py:build) is needed to know the model.")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as e:
@@ -139,7 +139,7 @@ def _from_config(settings: Settings) -> Any:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """While a model is built, its parameters go to the meta device as they are registered; buffers stay."""
+    """Put parameters on the meta device as they are registered, while a model is built; buffers stay."""
     from torch import nn
 
     original = nn.Module.register_parameter
@@ -157,7 +157,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _like_checkpoint(model: Any, ckpt: Checkpoint, notes: list[str]) -> None:
-    """dtypes, and what trains, as the checkpoint has them."""
+    """Give the model the checkpoint's dtypes, and let the parameters train that its param groups list."""
     import torch
 
     groups = _groups(ckpt)
@@ -215,18 +215,22 @@ def _built(settings: Settings, mesh: Any) -> tuple[Any, Any, Any, Any, Any]:
         if p.name not in offers and p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
     if unknown:
-        raise UsageError(f"--job {settings.job}: {name}() asks for {', '.join(unknown)}; there are mesh and device.")
+        raise UsageError(
+            f"--job {settings.job}: {name}() has parameters {', '.join(unknown)}; ckpttool passes only mesh and device."
+        )
     given = build(**{k: v for k, v in offers.items() if k in asked})
     parts = ("model", "optimizer", "scheduler", "data", "loss")
     if isinstance(given, Mapping):
         odd = set(given) - set(parts)
         if odd or "model" not in given:
-            raise UsageError(f"--job {settings.job}: gave {sorted(given)}; known are {', '.join(parts)}.")
+            raise UsageError(
+                f"--job {settings.job}: returned {sorted(given)}; expected a dict with {', '.join(parts)}."
+            )
         out = [given.get(k) for k in parts]
     else:
         out = [*(given if isinstance(given, tuple) else (given,))]
         if not 1 <= len(out) <= 5:
-            raise UsageError(f"--job {settings.job}: gave {len(out)} things; wanted are {', '.join(parts)}.")
+            raise UsageError(f"--job {settings.job}: returned {len(out)} values; expected {', '.join(parts)}.")
         out += [None] * (5 - len(out))
     if not hasattr(out[0], "named_parameters"):
         raise UsageError(f"--job {settings.job}: the model is a {type(out[0]).__name__}, not a torch.nn.Module.")
@@ -243,7 +247,7 @@ def _is_sharded(model: Any) -> bool:
 
 
 def _blocks(model: Any) -> list[Any]:
-    """The repeated modules that are sharded one by one."""
+    """The repeated modules, which are sharded one by one."""
     from torch import nn
 
     names = set(getattr(model, "_no_split_modules", None) or ())
@@ -289,7 +293,7 @@ def _checkpointing(model: Any, blocks: list[Any]) -> None:
 
 
 def _tensor_parallel(model: Any, mesh: Any) -> None:
-    """transformers' own plan for the architecture, with torch's styles."""
+    """Apply the plan that transformers has for the architecture, with torch's styles."""
     import re
 
     from torch.distributed.tensor import Replicate
@@ -311,7 +315,7 @@ def _tensor_parallel(model: Any, mesh: Any) -> None:
     odd = sorted(set(plan.values()) - styles.keys())
     if odd:
         raise Unsupported(
-            f"the tensor-parallel plan of {type(model).__name__} has {', '.join(odd)}, which is not done here; apply it in "
+            f"the tensor-parallel plan of {type(model).__name__} has {', '.join(odd)}, which ckpttool does not apply; apply it in "
             "build() of --job."
         )
     chosen = {}
@@ -323,13 +327,13 @@ def _tensor_parallel(model: Any, mesh: Any) -> None:
 
 
 def _materialise(model: Any, settings: Settings) -> None:
-    """Memory for what is on the meta device, uninitialised; everything else goes to the device. Ties stay ties."""
+    """Allocate what is on the meta device, uninitialised, and move the rest to the device. Tied parameters stay tied."""
     import torch
 
     lost = [n for n, b in model.named_buffers() if b.device.type == "meta"]
     if lost:
         raise Unsupported(
-            f"buffer {lost[0]} of the model is on the meta device, and no checkpoint tells what is in it. Build the model "
+            f"buffer {lost[0]} of the model is on the meta device, and no checkpoint contains it. Build the model "
             "with buffers on the CPU (torch.device('meta') makes both)."
         )
     tied: dict[int, list[tuple[Any, str]]] = {}
@@ -356,7 +360,7 @@ def _materialise(model: Any, settings: Settings) -> None:
 
 
 def _sum_gradients(model: Any, world: int) -> float:
-    """Make FSDP2 add gradients up instead of averaging; what the loss must be multiplied with where that cannot be."""
+    """Make FSDP2 sum gradients instead of averaging them; the factor for the loss if that is not possible."""
     from torch.distributed.fsdp import FSDPModule
     from torch.nn.parallel import DistributedDataParallel
 
@@ -400,7 +404,7 @@ def _optimizer(model: Any, ckpt: Checkpoint, notes: list[str]) -> Any:
     else:
         raise Unsupported(
             f"the optimizer has slots {', '.join(sorted(slots)) or 'none'} and options {', '.join(sorted(options))}; which "
-            "class is it? Give the job with --job."
+            "identify no optimizer class of torch. Build the job yourself, with --job."
         )
     params = {n: p for n, p in model.named_parameters()}
     if not groups:
@@ -421,7 +425,7 @@ def _optimizer(model: Any, ckpt: Checkpoint, notes: list[str]) -> Any:
 
 
 def _follow(optimizer: Any, names: Mapping[int, str], new: Mapping[str, Any]) -> None:
-    """The optimizer that was made for a model before sharding gets the parameters that it has now."""
+    """Replace the parameters of an optimizer that was created before the model was sharded."""
     for group in optimizer.param_groups:
         for i, p in enumerate(group["params"]):
             name = names.get(id(p))
@@ -454,14 +458,14 @@ def _loss(given: Any, causal: bool) -> Callable[[Any, Mapping[str, Any]], tuple[
         mean = getattr(out, "loss", out)
         if not isinstance(mean, torch.Tensor) or mean.dim():
             raise UsageError(
-                "the model of build() gives neither logits (rows, tokens, vocabulary) nor a loss; give a loss, too."
+                "the model of build() returns neither logits (rows, tokens, vocabulary) nor a loss; return a loss function, too."
             )
         return mean * count, count, None
 
     def own(model: Any, batch: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         out = given(model, batch)
         if not isinstance(out, tuple) or len(out) not in (2, 3):
-            raise UsageError("loss(model, batch) of build() must give (sum over tokens, number of tokens[, logits]).")
+            raise UsageError("loss(model, batch) of build() must return (sum over tokens, number of tokens[, logits]).")
         return out[0], torch.as_tensor(out[1]), out[2] if len(out) == 3 else None
 
     return own if given is not None else language

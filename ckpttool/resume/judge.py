@@ -1,14 +1,13 @@
-"""judge: what a run showed, held against a reference, check by check; `noise` says how far two right runs lie apart.
+"""Compares a run with a reference, check by check; `noise` measures how far two correct runs differ.
 
     checks, envelope = judge(reference, got, "strict")
 
-Checks come in the order of `ORDER`, each cheaper and more telling than those after it: the state that the job holds,
-its configuration, the probe before any step, the first step, where nothing has been updated yet and numbers are nearly
-exact, the later ones, what can be said without a reference, the save and load again. Without a reference only the last
-two kinds are made, and of the state what can be told from it alone.
+Checks come in the order of `ORDER`; earlier ones cost less and say more exactly what is wrong. First the state in the job
+and its configuration, then the probe before any step, the first step (nothing has been updated yet, so numbers are nearly
+exact), the later steps, the checks that need no reference, and the save and load. Without a reference, only the last two
+kinds are run, and those checks of the state that need none.
 
-`differences` finds what is not the same, `dynamics` judges steps; here are the other checks, each a function of the
-traces that gives a `Check`: what differs, how much of it, and the first one by name.
+`state_checks` and `run_checks` have the checks, `dynamics` those of steps, `differences` finds what differs.
 """
 
 from __future__ import annotations

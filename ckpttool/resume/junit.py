@@ -1,6 +1,6 @@
 """The report as JUnit XML, for CI systems.
 
-junit(report)        text
+junit(report) -> str
 """
 
 from __future__ import annotations

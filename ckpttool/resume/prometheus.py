@@ -1,6 +1,6 @@
-"""The report as metrics for Prometheus, in the text format.
+"""The report as metrics in Prometheus' text format, for the textfile collector of node_exporter.
 
-prometheus(report)   text
+prometheus(report) -> str
 """
 
 from __future__ import annotations

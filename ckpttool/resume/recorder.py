@@ -1,14 +1,13 @@
-"""Recorder: a few lines in any training loop that write down what resume-verify compares with.
+"""Recorder: a few lines in any training loop that record the reference for a later resume-verify.
 
     recorder = ckpttool.Recorder("reference.jsonl", model, optimizer)      # on every rank, after the job is built
-    recorder.state(step)                                                    # where the checkpoint is saved: what is in it
+    recorder.state(step)                                                    # where the checkpoint is saved
     for step, batch in ...:
         ...
         recorder.step(step, loss=loss, batch=batch["input_ids"], grad_norm=norm)       # after optimizer.step()
 
-Rank 0 writes one line a record (the format is in `trace`); the other ranks take part in the sums. What is asked of the
-optimizer (learning rates, norms of gradients and of updates, tensor by tensor) is taken in its own step hooks. Numbers are
-written as they are, never rounded.
+Rank 0 writes one line per record (`trace` describes the format); the other ranks take part in the sums. Learning rates and the
+norms of every tensor's gradient and update are measured in the optimizer's own step hooks. Numbers are never rounded.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ __all__ = [
 
 
 class Recorder:
-    """Writes the trajectory of a training job, as the reference of a later `ckpttool resume-verify --reference`.
+    """Records a training job, as the reference of a later `ckpttool resume-verify --reference`.
 
     Args:
         path: the JSONL file; records are appended. Only rank 0 opens it.
-        model, optimizer: of the job, as they train (sharded, wrapped). Without an optimizer of torch's own (an engine of
-            DeepSpeed has another) pass None, and the learning rates to `step`.
-        norms: norms of the gradient and the update of every parameter, each step. They cost a copy of this rank's
-            shards and two passes over them; False leaves them out.
-        group: ranks that have different data, where some have the same (tensor parallelism): the data-parallel group.
-        about: whatever of `trace.Trace` is known: global_batch, micro_batch (rows of one forward pass), sequence, dtype
-            ("bf16": computed in bfloat16), clip (the bound of gradient clipping), seed, data. Step 1 is compared
-            more sharply in bfloat16 where micro_batch and sequence are known to be those of the next job.
+        model, optimizer: of the job, as they train (sharded, wrapped). If the optimizer is not one of torch (DeepSpeed's
+            engine has its own), pass None, and pass the learning rates to `step`.
+        norms: whether to record the norms of every parameter's gradient and update in each step. This costs a copy of this
+            rank's shards and two passes over them.
+        group: the data-parallel group, if some ranks get the same data (tensor parallelism).
+        about: known fields of `trace.Trace`: global_batch, micro_batch (rows of one forward pass), sequence, dtype
+            ("bf16": computed in bfloat16), clip (the bound of gradient clipping), seed, data. In bfloat16, step 1 is
+            compared more strictly if micro_batch and sequence are known and equal to those of the next job.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class Recorder:
     def state(self, step: int) -> None:
         """Record fingerprints of what the job holds after `step` optimizer steps. A collective.
 
-        It says exactly which tensors a later checkpoint should have; it costs one pass over this rank's shards.
+        A later job is compared with them tensor by tensor. It costs one pass over this rank's shards.
         """
         from .fingerprint import in_memory
 
@@ -102,17 +101,17 @@ class Recorder:
         learning_rates: Sequence[float] | None = None,
         seconds: float | None = None,
     ) -> None:
-        """Record an optimizer step, once it is done. A collective.
+        """Record an optimizer step, after it. A collective.
 
         Args:
             step: its number; the first of a training is 1.
             loss: mean over the tokens of this rank's rows, of all micro-batches of the step; or already that of the
                 global batch, the same on every rank.
             batch: this rank's token ids of the step: (rows, sequence), or a list of such for several micro-batches.
-            tokens: tokens of this rank that count in the loss; equal weights where None.
-            grad_norm: norm of the whole gradient before clipping, as clip_grad_norm_ returns it. Where None it is
-                computed when the optimizer begins its step: of the clipped gradient, if the job clips.
-            learning_rates: of each param group, where the recorder has no optimizer to ask.
+            tokens: tokens of this rank that count in the loss; None gives ranks equal weight.
+            grad_norm: norm of the whole gradient before clipping, as clip_grad_norm_ returns it. If None, it is
+                computed when the optimizer starts its step: of the clipped gradient, if the job clips.
+            learning_rates: of each param group, if the recorder has no optimizer.
             seconds: time of the step.
         """
         measured = self._measure
@@ -135,7 +134,7 @@ class Recorder:
         self._write("step", **{k: v for k, v in vars(out).items() if v is not None and v != {}})
 
     def close(self) -> None:
-        """Take the hooks off the optimizer."""
+        """Remove the hooks from the optimizer."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -195,7 +194,7 @@ class Recorder:
 
 
 def _cut_half_line(path: str | os.PathLike[str]) -> None:
-    """Take away what a job was writing when it was killed."""
+    """Cut off the line that a killed job was writing."""
     if not os.path.isfile(path):
         return
     with open(path, "rb+") as f:
@@ -204,7 +203,7 @@ def _cut_half_line(path: str | os.PathLike[str]) -> None:
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """The optimizer in the wrapper of Accelerate or Lightning, whose own hooks nobody calls."""
+    """The optimizer inside the wrapper of Accelerate or Lightning, which do not call their own hooks."""
     while type(optimizer).__name__ in ("AcceleratedOptimizer", "LightningOptimizer"):
         optimizer = optimizer.optimizer
     return optimizer
@@ -220,24 +219,24 @@ class Measure:
         self._old: dict[str, Any] = {}
 
     def parameters(self) -> dict[str, Any]:
-        """{FQN: parameter} of what trains, tied ones once."""
+        """{FQN: parameter} of the trained parameters, tied ones once."""
         return {n: p for n, p in _first_names(self.model).items() if p.requires_grad}
 
     def before(self) -> None:
-        """Take a copy of the parameters."""
+        """Copy the parameters."""
         from .fingerprint import local
 
         self._old = {n: local(p).clone() for n, p in self.parameters().items()}
 
     def gradients(self) -> None:
-        """Take the gradients as they are now. A collective."""
+        """Measure the gradients as they are now. A collective."""
         from .fingerprint import norms
 
         found = {n: p.grad for n, p in self.parameters().items() if p.grad is not None}
         self.grads = norms(found, device_of(self.model))
 
     def after(self) -> None:
-        """Take the difference to the copy. A collective."""
+        """Measure the difference to the copy. A collective."""
         import torch
 
         from .fingerprint import combine, local, owned
@@ -253,12 +252,12 @@ class Measure:
 
 
 def root_of_squares(norms: Mapping[str, float]) -> float:
-    """The norm of all from the norms of each."""
+    """The norm of the whole from the norms of its parts."""
     return float(sum(v * v for v in norms.values()) ** 0.5)
 
 
 def named_state(model: Any, optimizer: Any = None) -> dict[str, Any]:
-    """{canonical name: tensor} of what a live job holds: parameters, persistent buffers, the optimizer's tensors."""
+    """{canonical name: tensor} of a live job: parameters, persistent buffers, the optimizer's tensors."""
     from ..index.fqns import strip_wrappers
 
     found = {n: t for n, t in model.state_dict().items() if hasattr(t, "element_size")}
@@ -299,7 +298,7 @@ def _plain(x: Any) -> Any:
 
 
 def tied_names(model: Any) -> list[list[str]]:
-    """Names of each parameter that has more than one."""
+    """The names of each parameter that has several."""
     from ..index.fqns import strip_wrappers
 
     names: dict[int, list[str]] = {}
@@ -311,7 +310,7 @@ def tied_names(model: Any) -> list[list[str]]:
 
 
 def config_of(model: Any) -> dict[str, Any] | None:
-    """The configuration of a model of transformers, as plain data; None where it has none."""
+    """The configuration of a transformers model, as plain data; None if it has none."""
     inner = getattr(model, "module", model)
     config: Any = getattr(inner, "config", None)
     if not hasattr(config, "to_dict"):
@@ -321,7 +320,7 @@ def config_of(model: Any) -> dict[str, Any] | None:
 
 
 def scalars_of(tensors: Mapping[str, Any]) -> dict[str, float]:
-    """Values of the tensors with one element that are on this rank whole."""
+    """The values of tensors with one element that are not sharded."""
     return {
         n: float(t.item())
         for n, t in tensors.items()
@@ -330,12 +329,12 @@ def scalars_of(tensors: Mapping[str, Any]) -> dict[str, float]:
 
 
 def has_dropout(model: Any) -> bool:
-    """Whether a dropout layer, or a module's own probability of dropping, is above zero."""
+    """Whether any dropout probability of the model is above zero."""
     return any(p > 0 for _, _, p in dropouts(model))
 
 
 def dropouts(model: Any) -> list[tuple[Any, str, float]]:
-    """(module, attribute, probability) of everything that drops."""
+    """(module, attribute, probability) of every dropout."""
     from torch.nn.modules.dropout import _DropoutNd
 
     out = []
@@ -355,7 +354,7 @@ def dtype_of(tensor: Any) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Versions and devices: where a difference may come from that is in no checkpoint."""
+    """Versions and devices: causes of differences that no checkpoint records."""
     import platform
 
     import torch
@@ -388,7 +387,7 @@ def _number(x: Any) -> float:
 
 
 def device_of(model: Any) -> Any:
-    """Where the sums of a job are exchanged: NCCL wants them on the GPU, whatever is offloaded."""
+    """The device for collectives: NCCL needs the GPU, even if parameters are offloaded."""
     import torch
 
     on = next((p.device for p in model.parameters()), torch.device("cpu"))

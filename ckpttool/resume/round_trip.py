@@ -1,4 +1,4 @@
-"""The round trip: the job is saved with torch's own `dcp.save`, overwritten with garbage and loaded again."""
+"""The round trip: save the job with torch's own `dcp.save`, overwrite it with garbage, load it again, compare."""
 
 from __future__ import annotations
 

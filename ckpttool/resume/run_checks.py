@@ -44,7 +44,7 @@ def logits(reference: Trace, got: Trace) -> tuple[float, float, float] | str:
     except (OSError, ValueError, EOFError) as e:
         return f"the logits cannot be read ({e})"
     if a.shape != b.shape or a.ndim < 2 or not a.size:
-        return f"the logits are {list(b.shape)}, those of the reference {list(a.shape)}"
+        return f"the logits have shape {list(b.shape)}, those of the reference {list(a.shape)}"
     a, b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
     apart = total = divergence = largest = 0.0
     rows = max(1, (1 << 22) // a.shape[1])
@@ -80,7 +80,7 @@ def probe(reference: Trace, got: Trace, bound: Bound) -> Check:
         return Check.unknown(name, why)
     number, largest, divergence = found
     if math.isnan(number):
-        return Check.of(name, False, "there is NaN among the logits", None, bound.relative, bound.source)
+        return Check.of(name, False, "the logits contain NaN", None, bound.relative, bound.source)
     text = (
         f"logits deviate by {number:.2g} (relative L2); largest difference {largest:.2g}, mean KL divergence "
         f"{divergence:.2g}"
@@ -95,7 +95,7 @@ def probe_ranks(got: Trace) -> Check:
     name, agree = "probe.ranks", got.probe.get("agree")
     if agree is None:
         return Check.unknown(name, "the ranks did not compare their logits")
-    text = "all ranks have the same logits" if agree else "ranks have different logits for one batch"
+    text = "all ranks have the same logits" if agree else "ranks have different logits for the same batch"
     return Check.of(name, bool(agree), text, source="exact")
 
 
@@ -111,7 +111,7 @@ def ranks(got: Trace) -> Check:
     for s in known:
         losses = s.losses or []
         if any(x != losses[0] and not (x != x and losses[0] != losses[0]) for x in losses):
-            text = f"ranks do not have the same loss in step {s.step}: {_values_of(losses)}"
+            text = f"ranks report different losses in step {s.step}: {_values_of(losses)}"
             return Check.of(
                 name, False, text, max(deviation(x, losses[0]) for x in losses), 0, "exact", f"step {s.step}"
             )
@@ -160,8 +160,8 @@ def spike(reference: Trace | None, got: Trace) -> Check:
             if norm / expected > worst:
                 worst, where, usual = norm / expected, f"step {s.step}", expected
     if not judged:
-        return Check.unknown(name, "too few steps with a grad norm to know what is usual")
-    text = f"the largest grad norm is {worst:.2g} times what is usual ({usual:.3g}), in {where}"
+        return Check.unknown(name, "too few steps have a grad norm to tell what is usual")
+    text = f"the largest grad norm is {worst:.2g} times the usual one ({usual:.3g}), in {where}"
     return Check.of(name, worst <= SPIKE, text, worst, SPIKE, "given", where)
 
 
@@ -174,7 +174,7 @@ def dead(reference: Trace | None, got: Trace) -> Check:
     theirs = {s.step: s.grad_norm for s in reference.steps} if reference is not None else {}
     dead = [s.step for s in known if s.grad_norm == 0 and theirs.get(s.step) != 0]
     if dead:
-        text = f"the grad norm is 0 in {plural(len(dead), 'step')}: nothing is learnt"
+        text = f"the grad norm is 0 in {plural(len(dead), 'step')}: nothing is learned"
         return Check.of(name, False, text, len(dead), 0, "exact", f"step {dead[0]}")
     return Check.of(name, True, "there is a gradient in every step", 0, 0, "exact")
 
@@ -183,7 +183,7 @@ def round_trip(got: Trace) -> Check:
     """Whether the job holds the same state after a save and a load."""
     name = "roundtrip.state"
     if "differing" not in got.roundtrip:
-        return Check.unknown(name, f"no save and load: {got.roundtrip.get('skipped', 'it was not asked for')}")
+        return Check.unknown(name, f"no save and load: {got.roundtrip.get('skipped', 'it was not requested')}")
     wrong = [str(n) for n in got.roundtrip["differing"]]
-    bad = f"{plural(len(wrong), 'tensor')} not as saved after loading"
+    bad = f"{plural(len(wrong), 'tensor')} changed by a save and a load"
     return Check.exact(name, wrong, "what was saved was loaded again, bit for bit", bad)

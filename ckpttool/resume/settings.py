@@ -22,8 +22,8 @@ class Settings:
 
     `reading` is how the checkpoint is opened. `mesh` is {"dp_replicate": R, "dp_shard": S, "tp": T}; its product is the
     world size. `job` is module.py:function, `config` a Hugging Face folder; one of the two is given. `start` is the step
-    of the checkpoint. `rates` {step: learning rate of each group} come from the reference, where no scheduler is there
-    to give them. `micro_batch` is rows of one forward pass, `sequence` tokens of a row (None: what the data has).
+    of the checkpoint. `rates` {step: learning rate of each group} come from the reference, for jobs without a
+    scheduler. `micro_batch` is rows of one forward pass, `sequence` tokens of a row (None: what the data has).
     `scratch` is a folder for the save of the round trip, None for none.
     """
 
@@ -53,7 +53,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.dtype not in ("fp32", "bf16"):
-            raise UsageError(f"--dtype {self.dtype}: fp32 or bf16.")
+            raise UsageError(f"--dtype {self.dtype}: choose fp32 or bf16.")
         if self.global_batch < 1 or self.micro_batch < 1 or self.global_batch % self.micro_batch:
             raise UsageError(
                 f"--global-batch {self.global_batch} is not a multiple of --micro-batch {self.micro_batch} rows."
@@ -61,7 +61,7 @@ class Settings:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """The number of ranks."""
         return math.prod(self.mesh.values())
 
 
@@ -91,13 +91,13 @@ def mesh_of(text: str | None, world_size: int) -> dict[str, int]:
 
 
 def write_settings(path: str, runs: list[Settings]) -> None:
-    """For `read_settings` of the workers."""
+    """Write them for the workers, which call `read_settings`."""
     with open(path, "w", encoding="utf-8") as f:
         json.dump([asdict(r) for r in runs], f)
 
 
 def read_settings(path: str) -> list[Settings]:
-    """What `write_settings` wrote."""
+    """Read what `write_settings` wrote."""
     with open(path, encoding="utf-8") as f:
         data = json.load(f)
     known = {f.name for f in fields(Settings)}

@@ -40,20 +40,20 @@ def loaded(got: Trace, profile: str) -> Check:
     if got.failed is not None:
         return Check.of(name, False, f"the checkpoint could not be loaded into the job: {got.failed}", source="exact")
     if copies := copies_differ(got):
-        return Check.exact(
-            name, copies, "", f"copies on several ranks are not equal, of {plural(len(copies), 'tensor')}"
-        )
+        return Check.exact(name, copies, "", f"copies on several ranks differ, of {plural(len(copies), 'tensor')}")
     if (rounded := got.environment.get("rounded")) and profile != "relaxed":
         return Check.exact(
-            name, rounded, "", f"the job rounds {plural(len(rounded), 'tensor')} to a dtype of fewer digits"
+            name, rounded, "", f"the job rounds {plural(len(rounded), 'tensor')} to a less precise dtype"
         )
     if not got.stored or not got.state:
         return Check.unknown(
             name, "the files were not read a second time, so what was loaded was not compared with them"
         )
     wrong = not_as_stored(got)
-    good = f"the job holds what the files say, in all {len(got.stored)} tensors"
-    return Check.exact(name, wrong, good, f"the job does not hold what the files say in {plural(len(wrong), 'tensor')}")
+    good = f"the job holds what the files contain, in all {len(got.stored)} tensors"
+    return Check.exact(
+        name, wrong, good, f"the job does not hold what the files contain, in {plural(len(wrong), 'tensor')}"
+    )
 
 
 def plausible(got: Trace) -> Check:
@@ -61,7 +61,7 @@ def plausible(got: Trace) -> Check:
     those that got fewer gradients have smaller steps, so only what no training produces counts as a fault."""
     name = "state.plausible"
     if got.failed is not None or (not got.state and not got.scalars):
-        return Check.unknown(name, "the run does not say what the job held")
+        return Check.unknown(name, "the run did not record what the job held")
     problems = [
         f"{n} is {v}" for n, v in got.scalars.items() if math.isnan(v) or (math.isinf(v) and n.startswith("optim."))
     ]
@@ -76,7 +76,7 @@ def plausible(got: Trace) -> Check:
         moments = any(slot_of(n) != "weights" for n in got.state) or bool(steps)
         adaptive = any("betas" in g and g.get("params") for g in got.groups)
         if adaptive and not moments:
-            problems.append(f"the optimizer has param groups and no moments, after {trained} steps")
+            problems.append(f"the optimizer has param groups but no moments, after {trained} steps")
     for module, found in _modules(steps).items():
         apart = sorted(set(found.values()))
         if 0 not in apart and len(apart) > 1:
@@ -86,9 +86,11 @@ def plausible(got: Trace) -> Check:
     for n in got.state:
         slots.setdefault(slot_of(n), set()).add(fqn_of(n))
     if "exp_avg" in slots and "exp_avg_sq" in slots:
-        problems += [f"{n} has one of exp_avg and exp_avg_sq" for n in sorted(slots["exp_avg"] ^ slots["exp_avg_sq"])]
+        problems += [
+            f"{n} has only one of exp_avg and exp_avg_sq" for n in sorted(slots["exp_avg"] ^ slots["exp_avg_sq"])
+        ]
     return Check.exact(
-        name, problems, "optimizer steps, moments and scalars are such as a training leaves", "no training leaves this"
+        name, problems, "optimizer steps, moments and scalars are plausible", "no training produces this"
     )
 
 
@@ -129,7 +131,7 @@ def state(reference: Trace, got: Trace, profile: str) -> list[Check]:
         parts += [f"{len(extra)} that the reference does not have"] if extra else []
         out.append(Check.exact(names[0], missing + extra, f"the same {len(got.state)} tensors", ", ".join(parts)))
     else:
-        out.append(Check.unknown(names[0], "one of the two does not list its tensors"))
+        out.append(Check.unknown(names[0], "the run or the reference does not list its tensors"))
     if got.failed is not None:
         return out + [Check.unknown(n, "the checkpoint could not be loaded") for n in names[1:]]
     common = [n for n in reference.state if n in got.state and judged(n)]
@@ -141,10 +143,10 @@ def state(reference: Trace, got: Trace, profile: str) -> list[Check]:
         what = plural(len(dtypes), "tensor")
         good = f"the same shapes; {what} of another dtype, as the profile allows: {listed(dtypes)}"
     if not common:
-        out.append(Check.unknown(names[1], "no tensor is on both sides"))
+        out.append(Check.unknown(names[1], "run and reference have no tensor in common"))
     else:
-        parts = [f"{plural(len(shapes), 'tensor')} of another shape"] if shapes else []
-        parts += [f"{plural(len(dtypes), 'tensor')} of another dtype"] if dtypes else []
+        parts = [f"{plural(len(shapes), 'tensor')} with another shape"] if shapes else []
+        parts += [f"{plural(len(dtypes), 'tensor')} with another dtype"] if dtypes else []
         out.append(Check.exact(names[1], shapes + ([] if relaxed else dtypes), good, ", ".join(parts)))
     same = [n for n in common if n not in other_shapes and n not in other_dtypes]
     compared = [n for n in same if reference.state[n][2] and got.state[n][2]]
@@ -153,7 +155,7 @@ def state(reference: Trace, got: Trace, profile: str) -> list[Check]:
         good = f"equal bytes in all {len(compared)} tensors" + (
             f"; {len(dtypes)} of another dtype are not counted" if dtypes and relaxed else ""
         )
-        bad = f"{len(wrong)} of {plural(len(compared), 'tensor')} hold other bytes"
+        bad = f"{len(wrong)} of {plural(len(compared), 'tensor')} have different bytes"
         out.append(Check.exact(names[2], wrong, good, bad))
     else:
         out.append(Check.unknown(names[2], "no tensor has a fingerprint on both sides"))
@@ -162,7 +164,7 @@ def state(reference: Trace, got: Trace, profile: str) -> list[Check]:
     wrong = changed({n: (a, b) for n, (a, b) in two.items() if not alike(float(a), float(b))})
     if both:
         good = f"equal values of all {plural(len(both), 'tensor')} with one element"
-        bad = f"{plural(len(wrong), 'tensor')} with one element has another value"
+        bad = f"{plural(len(wrong), 'tensor')} with one element differ"
         out.append(Check.exact(names[3], wrong, good, bad))
     else:
         out.append(Check.unknown(names[3], "no tensor with one element is known on both sides"))
@@ -186,7 +188,7 @@ def _groups(reference: Trace, got: Trace) -> Check:
     theirs, ours = options(reference), options(got)
     if not theirs or not ours:
         who = "the run" if theirs else "the reference"
-        return Check.unknown(name, f"{who} does not say what its param groups are (Recorder.state writes them down)")
+        return Check.unknown(name, f"{who} did not record its param groups (Recorder.state does)")
     if reference.start != got.start:
         return Check.unknown(name, f"the reference's param groups are those of step {reference.start}")
     found, missing, extra = option_differences(reference, got)
@@ -209,12 +211,10 @@ def _scheduler(reference: Trace, got: Trace) -> Check:
     name = "config.scheduler"
     found, missing, extra, compared = value_differences(reference, got, "scheduler")
     if missing and not compared and not extra:
-        return Check.of(
-            name, False, "the checkpoint has no state of the scheduler, the reference has one", 1, 0, "exact"
-        )
+        return Check.of(name, False, "the checkpoint has no scheduler state, but the reference has", 1, 0, "exact")
     if not compared:
-        return Check.unknown(name, "no state of a scheduler on both sides")
-    out = Check.exact(name, changed(found), "the same state of the scheduler", "the state of the scheduler differs")
+        return Check.unknown(name, "the scheduler state is not known on both sides")
+    out = Check.exact(name, changed(found), "the same scheduler state", "the scheduler state differs")
     gone = [n for n in missing if told(reference.values[n])]
     if gone and out.verdict == "pass":
         return Check.of(name, False, f"the scheduler's {listed(gone)} is missing", len(gone), 0, "exact")
@@ -245,7 +245,7 @@ def _values(reference: Trace, got: Trace) -> Check:
         compared += len(reference.others.keys() & got.others.keys())
         if reference.layout is not None:  # not a recording, which knows of none
             problems += [f"{n} is missing" for n in reference.others if n not in got.others]
-        problems += [f"{n} is not as it was" for n, x in reference.others.items() if got.others.get(n, x) != x]
+        problems += [f"{n} differs" for n, x in reference.others.items() if got.others.get(n, x) != x]
     if reference.clip is not None:
         compared += 1
         if got.clip != reference.clip:
@@ -253,7 +253,7 @@ def _values(reference: Trace, got: Trace) -> Check:
     if not compared and not problems:
         return Check.unknown(name, "no counter or other value is known on both sides")
     out = Check.exact(
-        name, problems, f"the same {plural(compared, 'value')}", f"{plural(len(problems), 'value')} not as it was"
+        name, problems, f"the same {plural(compared, 'value')}", f"{plural(len(problems), 'value')} differing"
     )
     return _with_rest(out, missing, extra)
 
@@ -265,7 +265,7 @@ def own_tied(got: Trace) -> Check | None:
         return None
     if got.tied:
         return Check.of("config.tied", True, "tied as the configuration says", 0, 0, "exact")
-    text = "the configuration says tie_word_embeddings, and the job trains the head and the embedding apart"
+    text = "the configuration has tie_word_embeddings, but the job trains the head and the embedding separately"
     return Check.of("config.tied", False, text, 1, 0, "exact", heads[0].removeprefix("model."))
 
 
@@ -276,19 +276,19 @@ def _tied(reference: Trace, got: Trace) -> Check:
         return own
     if not reference.tied and not reference.state and reference.parameters is None:
         return own or Check.unknown(
-            name, "the reference does not say which parameters are tied (give Recorder the model)"
+            name, "the reference did not record which parameters are tied (pass the model to Recorder)"
         )
     theirs, ours = ties(reference), ties(got)
     problems = [f"{' and '.join(sorted(g))} were tied and are not" for g in sorted(theirs - ours, key=sorted)]
     problems += [f"{' and '.join(sorted(g))} are tied and were not" for g in sorted(ours - theirs, key=sorted)]
     good = f"the same {plural(len(ours), 'tied parameter')}" if ours else "no parameter is tied on either side"
-    return Check.exact(name, problems, good, "parameters are not tied as they were")
+    return Check.exact(name, problems, good, "tied parameters differ")
 
 
 def _model(reference: Trace, got: Trace) -> Check:
     name = "config.model"
     if reference.config is None or got.config is None:
         who = "the reference" if reference.config is None else "the run"
-        return Check.unknown(name, f"{who} has no configuration of the model")
+        return Check.unknown(name, f"{who} has no model configuration")
     found = config_differences(reference.config, got.config)
     return Check.exact(name, changed(found), "the same configuration of the model", "the model's configuration differs")

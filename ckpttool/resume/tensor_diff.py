@@ -1,4 +1,4 @@
-"""likeness: how two tensors of one shape differ, in a word that tells what went wrong.
+"""How two tensors of one shape differ, in a word that says what went wrong.
 
     tensor_diff(reference, got) -> TensorDiff("rounded-bfloat16", "holds the reference's values rounded to bfloat16", ...)
 
@@ -47,7 +47,7 @@ class TensorDiff:
 
 
 def tensor_diff(reference: Any, got: Any) -> TensorDiff | None:
-    """How `got` differs from `reference`, arrays of one shape; None where they are equal.
+    """How `got` differs from `reference`, arrays of one shape; None if they are equal.
 
     Raises:
         ValueError: the shapes are not the same.
@@ -96,13 +96,13 @@ def _contiguous(x: Any) -> Any:
 
 
 def _bits(x: Any) -> Any:
-    """The elements as integers, or as raw bytes where there is no such integer."""
+    """The elements as integers, or as raw bytes if there is no integer of that size."""
     size = x.dtype.itemsize
     return x.view(f"u{size}") if size in (1, 2, 4, 8) else x.view(f"V{size}")
 
 
 def _unequal(a: Any, b: Any) -> Any:
-    """Where elements differ: bits of one dtype, values of two."""
+    """Where elements differ: by their bits, or by value if the dtypes differ."""
     import numpy as np
 
     if a.dtype == b.dtype:
@@ -224,7 +224,7 @@ def _constant(a: Any, b: Any, region: tuple[Any, Any], place: tuple[int, int, in
 
 
 def _elements(a: Any, b: Any) -> Found:
-    """A few elements, each with its index, both values and the bits that are not the same."""
+    """A few elements, each with its index, both values and the differing bits."""
     import numpy as np
 
     x, y = a.reshape(-1), b.reshape(-1)
@@ -249,7 +249,7 @@ _FORMATS = {
 
 
 def _flipped(x: Any, y: Any) -> str:
-    """Which bit is not the same, where it is one: "the sign bit", "exponent bit 7", "mantissa bit 0"."""
+    """Which bit differs, if it is a single one: "the sign bit", "exponent bit 7", "mantissa bit 0"."""
     if x.dtype != y.dtype or x.dtype.itemsize > 8:
         return ""
     apart = int(_bits(x)[0]) ^ int(_bits(y)[0])
@@ -282,7 +282,7 @@ def _signs(a: Any, b: Any, region: tuple[Any, Any], place: tuple[int, int, int])
     if x.dtype != y.dtype or x.dtype.kind in "ub" or x.dtype.kind == "c":
         return None
     if all(bool((_wide(y[p]) == -_wide(x[p])).all()) for p in _blocks(len(x))):
-        return "negated", "holds the reference's values with the other sign", {}
+        return "negated", "holds the reference's values with the opposite sign", {}
     if all(bool((_wide(y[p]) == abs(_wide(x[p]))).all()) for p in _blocks(len(x))):
         return "absolute", "holds the reference's values without their signs", {}
     return None
@@ -296,7 +296,7 @@ def _transposed(a: Any, b: Any, region: tuple[Any, Any], place: tuple[int, int, 
 
 
 def _shifted(a: Any, b: Any, region: tuple[Any, Any], place: tuple[int, int, int]) -> Found | None:
-    """got[i] == reference[i - k] over the differing range, but for its first k elements."""
+    """got[i] == reference[i - k] over the differing range, except its first k elements."""
     if a.dtype != b.dtype:
         return None
     first, last, count = place
@@ -327,7 +327,7 @@ def _shifted(a: Any, b: Any, region: tuple[Any, Any], place: tuple[int, int, int
 
 
 def _marks(x: Any) -> list[bytes | int]:
-    """One mark for each row; rows with one mark are taken as equal."""
+    """A hash of each row; rows with the same hash count as equal."""
     from blake3 import blake3
 
     if x.ndim == 1:
@@ -381,7 +381,7 @@ def _rows(a: Any, b: Any, region: tuple[Any, Any], place: tuple[int, int, int]) 
 
 
 def _runs(wrong: list[int], order: list[int]) -> list[tuple[int, int, int, int]]:
-    """(first, end, first in the reference, end there) of consecutive rows that lie consecutively in the reference."""
+    """(first, end, first in the reference, end there) of consecutive rows that are consecutive in the reference, too."""
     out: list[list[int]] = []
     for i in wrong:
         if out and out[-1][1] == i and out[-1][3] == order[i]:
@@ -393,7 +393,7 @@ def _runs(wrong: list[int], order: list[int]) -> list[tuple[int, int, int, int]]
 
 
 def _interleaved(order: list[int]) -> tuple[int, str] | None:
-    """(size of a head, direction) where rows go from halves to pairs, or back, within each head."""
+    """(size of a head, direction) if rows are reordered from halves to pairs, or back, within each head."""
     n = len(order)
     for size in range(4, n + 1, 2):
         if n % size:
@@ -411,7 +411,7 @@ def _interleaved(order: list[int]) -> tuple[int, str] | None:
 
 
 def _values(x: Any, y: Any) -> Found:
-    """A factor, a small distance, or nothing in common; in numbers of the region that differs."""
+    """A factor, a small distance, or nothing in common, measured in the region that differs."""
     import numpy as np
 
     kept = sum_x = sum_y = sum_xy = apart = largest = 0.0
@@ -442,11 +442,13 @@ def _values(x: Any, y: Any) -> Found:
     relative = (apart / sum_x) ** 0.5 if sum_x else float("inf")
     detail = {"relative": relative, "largest": largest}
     if relative <= 0.5:
-        text = f"is close to the reference (relative distance {relative:.2g}): of another step, or computed otherwise"
+        text = (
+            f"is close to the reference (relative distance {relative:.2g}): from another step, or computed differently"
+        )
         return "close", text, detail
     cosine = sum_xy / (sum_x * sum_y) ** 0.5 if sum_x and sum_y else 0.0
     if cosine > 0.7:
-        text = f"resembles the reference from afar (cosine {cosine:.2f}): of another step, or computed otherwise"
+        text = f"is similar to the reference (cosine {cosine:.2f}): from another step, or computed differently"
         return "close", text, {**detail, "cosine": cosine}
     ratio = (sum_y / sum_x) ** 0.5 if sum_x else float("inf")
     text = f"has values unrelated to the reference's (cosine {cosine:.2f}, {ratio:.3g} times its norm)"

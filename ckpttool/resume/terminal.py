@@ -1,8 +1,6 @@
-"""The report on the terminal.
+"""The report on the terminal, for rich.
 
-    screen(report)       for rich
-
-What is said is in `contents`, here is how it is laid out.
+screen(report)
 """
 
 from __future__ import annotations

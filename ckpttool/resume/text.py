@@ -1,10 +1,10 @@
-"""words: how numbers, lists and names are said, in checks, causes and reports alike.
+"""Formats numbers, lists and names of tensors for checks, causes and reports.
 
     number(0.00001234) == "1.23e-05"        plural(2, "step") == "2 steps"
     spoken("model.layers.1.self_attn.q_proj.weight") == "layer 1, self_attn.q_proj"
 
-A canonical name of a tensor is "model." and an FQN, or "optim.state.", an FQN and a slot of the optimizer's state.
-Names come from checkpoints, which others made: where one is shown, what does not print is spelled out (`clean`).
+The canonical name of a tensor is "model." and an FQN, or "optim.state.", an FQN and a slot of the optimizer. Names come from
+checkpoints of others: where one is shown, characters that do not print are spelled out (`clean`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = [
 
 _STATE = "optim.state."
 
-#: Where a name has the number of its layer.
+#: The layer number in a name.
 LAYER = re.compile(r"(?:^|\.)(layers|h|blocks|block|layer)\.(\d+)\.")
 
 
 def clean(text: object, word: int = 0) -> str:
-    """The text with everything that does not print spelled out: clean("a\\n") == "a\\\\n".
+    """The text, with characters that do not print spelled out: clean("a\\n") == "a\\\\n".
 
-    `word` > 0 shortens longer words in their middle, where names of tensors are most alike.
+    `word` > 0 shortens longer words in the middle, where tensor names differ least.
     """
     out = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
     if word:
@@ -37,7 +37,7 @@ def clean(text: object, word: int = 0) -> str:
 
 
 def middle(text: str, width: int) -> str:
-    """The text, shortened in its middle where it is longer than that."""
+    """The text, shortened in the middle if it is longer than that."""
     if len(text) <= width:
         return text
     head = (width - 1) // 2
@@ -45,7 +45,7 @@ def middle(text: str, width: int) -> str:
 
 
 def number(x: float | None, digits: int = 3) -> str:
-    """A number as a table shows it: number(0.00001234) == "1.23e-05"; nothing for None."""
+    """A number for a table: number(0.00001234) == "1.23e-05"; "" for None."""
     if x is None:
         return ""
     if isinstance(x, bool) or not isinstance(x, (int, float)):
@@ -80,7 +80,7 @@ def slot_of(name: str) -> str:
 
 
 def fqn_of(name: str) -> str:
-    """The name of the parameter that a tensor is, or is state of."""
+    """The FQN of the parameter that a tensor is, or is the state of."""
     if name.startswith(_STATE):
         return name[len(_STATE) :].rpartition(".")[0]
     return name.removeprefix("model.")
@@ -92,12 +92,12 @@ def component_of(name: str) -> str:
 
 
 def is_step(name: str) -> bool:
-    """Whether a tensor is the step of a parameter's optimizer state."""
+    """Whether a tensor is the `step` in the optimizer state of a parameter."""
     return slot_of(name) == "step" and fqn_of(name) != ""
 
 
 def layer_of(name: str) -> int | None:
-    """The number of the layer that a tensor is of; None of an embedding."""
+    """The layer that a tensor belongs to; None for an embedding."""
     m = LAYER.search(name)
     return int(m[2]) if m else None
 
@@ -118,7 +118,7 @@ def kinds(names: Iterable[str]) -> str:
 
 
 def scope(names: Sequence[str], every: Sequence[str], what: str) -> str:
-    """Which tensors, in few words."""
+    """Which of `every` tensors these are, in a few words."""
     if len(names) == 1:
         return spoken(names[0])
     if len(names) == len(every):

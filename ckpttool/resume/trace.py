@@ -1,11 +1,11 @@
-"""What one run showed: the state that the job held after loading, the probe, every step; and its JSON.
+"""The data of one run: the state in the job after loading, the probe, every step; and its JSON.
 
     Trace(source, world_size, ..., state, groups, probe, steps, ...)
     Step(step, loss, grad_norm, update_norm, learning_rates, batch, ..., grads, updates)
 
-A trace comes from a run of `resume-verify` or from lines that `Recorder` wrote in somebody's own training loop; the
-latter knows less, and what it does not know is None or empty. Everything is plain data, so that traces of jobs of
-different world sizes meet as files.
+A trace comes from a run of `resume-verify`, or from the lines that a `Recorder` wrote in a user's own training loop; these
+know less, and unknown fields are None or empty. Everything is plain data, so traces of jobs with different world sizes can be
+compared as files.
 
 Recorded lines (JSONL), one object each:
 
@@ -39,7 +39,7 @@ class Step:
     mean over the tokens of the global batch. `grad_norm` and `grads` {FQN: norm} are before clipping, `updates` {FQN:
     norm} and `update_norm` of what the optimizer added to the parameters. `learning_rates` has the one used in this
     step for each param group. `batch` is the digest of the global batch (`batches.digest`). `losses` is the global
-    loss as each rank has it. `seconds` is forward, backward, clipping and the optimizer, without what is measured.
+    loss as each rank has it. `seconds` is forward, backward, clipping and the optimizer, without the measurements.
     """
 
     step: int
@@ -57,14 +57,13 @@ class Step:
 
 @dataclass
 class Trace:
-    """What one run showed.
+    """The data of one run.
 
-    `failed` says why the checkpoint could not be loaded into the job; then there is nothing else but `start` and names
-    in `state`, without fingerprints.
-    `state` {canonical name: (dtype, shape, fingerprint)} of what the job held after loading, at step `start`;
-    `others` the same of tensors that no job holds (scaler, averages of weights, counters), from the files.
-    `stored` the fingerprints of the same tensors in the files, where they were read a second time for that and are of
-    the same dtype.
+    `failed` says why the checkpoint could not be loaded into the job; then only `start` and the names in `state` are set,
+    without fingerprints.
+    `state` {canonical name: (dtype, shape, fingerprint)} of the tensors in the job after loading, at step `start`;
+    `others` the same for tensors that no job holds (scaler, averages of weights, counters), from the files.
+    `stored` the fingerprints of the same tensors in the files, if these were read a second time and have the same dtype.
     `scalars` are the values of tensors with one element, `values` the other plain data of the checkpoint.
     `groups` are the optimizer's param groups as the job holds them: options, and "params": [FQN, ...].
     `tied` lists the names of each parameter that has more than one. `config` is the model's configuration.
@@ -110,13 +109,13 @@ class Trace:
 
 
 def to_json(trace: Trace) -> dict[str, Any]:
-    """Plain data; NaN and infinities are the strings "nan", "inf", "-inf", which JSON proper has no numbers for."""
+    """Plain data; NaN and infinities are the strings "nan", "inf" and "-inf", since JSON has no such numbers."""
     plain = spelled(asdict(trace))
     return {"ckpttool": SCHEMA, **plain}
 
 
 def line(kind: str, **record: Any) -> str:
-    """One record of a `Recorder`, with its end of line."""
+    """One record of a `Recorder`, as a line."""
     return json.dumps({"ckpttool": SCHEMA, "kind": kind, **spelled(record)}, ensure_ascii=False) + "\n"
 
 
@@ -127,9 +126,9 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 
 
 def read_reference(path: str | os.PathLike[str], at: int | None = None) -> Trace:
-    """The trace in the lines of a `Recorder`. Of several records of one step the last counts, as after a restart.
+    """The trace in the lines of a `Recorder`. If a step was recorded several times, as after a restart, the last record counts.
 
-    `at` is the step whose state is wanted, where several were recorded; else the last.
+    `at` is the step whose state is wanted, if several were recorded; by default the last.
 
     Raises:
         UsageError: there is no such file. Corrupt: a line is not a record, or no step is recorded.
@@ -161,7 +160,7 @@ def read_reference(path: str | os.PathLike[str], at: int | None = None) -> Trace
         except (TypeError, ValueError, KeyError, AttributeError) as e:
             raise Corrupt(f"{os.fspath(path)}, line {number}: not a record of ckpttool.Recorder ({e!r}).") from None
     if not steps:
-        raise Corrupt(f"{os.fspath(path)}: no step is recorded in it.")
+        raise Corrupt(f"{os.fspath(path)}: it records no step.")
     out.steps = [steps[k] for k in sorted(steps)]
     if states:
         out.start = at if at in states else list(states)[-1]
@@ -174,7 +173,7 @@ def _numbers(x: Any) -> dict[str, float]:
     return {str(k): float(v) for k, v in x.items()}
 
 
-#: What kind of thing a recorded fact is, for those that are compared.
+#: The types of the recorded fields that are compared.
 _KINDS: dict[str, Any] = {
     "world_size": int, "global_batch": int, "micro_batch": int, "sequence": int, "parameters": int, "seed": int,
     "clip": float, "environment": dict, "config": dict, "values": dict, "mesh": dict, "dtype": str, "data": str,
@@ -222,7 +221,7 @@ def _step(data: dict[str, Any]) -> Step:
 
 
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-#: Where a number may be no number; elsewhere the words are words.
+#: Fields whose strings "nan" and "inf" are numbers; elsewhere they are just strings.
 _NUMBERS = {
     "loss", "grad_norm", "update_norm", "learning_rates", "losses", "grads", "updates", "scalars", "seconds",
 }  # fmt: skip

@@ -1,6 +1,6 @@
-"""One rank's part of the probe and of a training step, and what there is to see of them.
+"""The probe and the training step of one rank, with the measurements of both.
 
-Everything here is collective: all ranks of the job call it, with the same arguments.
+Every function is collective: all ranks of the job call it with the same arguments.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def probe(job: Job, rows: batches.Rows, settings: Settings, file: str, out: Trac
 
 
 def train_step(job: Job, rows: batches.Rows, step: int, settings: Settings) -> Step:
-    """One optimizer step on the global batch, and what there is to see of it. A collective."""
+    """One optimizer step on the global batch, with its measurements. A collective."""
     import torch
     import torch.distributed as dist
 
@@ -97,7 +97,7 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: Settings) -> S
     counted = float(total[1].item())
     if not counted > 0:
         raise UsageError(f"no token of step {step} counts in the loss: are all its labels {batches.IGNORED}?")
-    if counted != tokens:  # a loss of the user's counts otherwise than by labels
+    if counted != tokens:  # the user's own loss counts other tokens
         for p in job.model.parameters():
             if p.grad is not None:
                 fingerprint.local(p.grad).mul_(tokens / counted)
@@ -144,7 +144,7 @@ def _count(data: list[tuple[dict[str, Any], bool]], settings: Settings) -> tuple
 
 
 def _rates(job: Job, step: int, settings: Settings) -> list[float]:
-    """The learning rates of a step; those of the reference from the second on, where nothing here would change them."""
+    """The learning rates of a step; from the second step on those of the reference, if the job has no scheduler."""
     given = settings.rates.get(step)
     groups = job.optimizer.param_groups
     if job.scheduler is None and given is not None and step > settings.start + 1 and len(given) == len(groups):
@@ -154,7 +154,7 @@ def _rates(job: Job, step: int, settings: Settings) -> list[float]:
 
 
 def _clip(model: Any, bound: float, norm: float) -> None:
-    """As torch.nn.utils.clip_grads_with_norm_, for parameters of several meshes."""
+    """torch.nn.utils.clip_grads_with_norm_ for parameters on several meshes."""
     import torch
 
     factor = min(1.0, bound / (norm + 1e-6))

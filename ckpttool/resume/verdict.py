@@ -1,5 +1,6 @@
-"""The nouns of a judgement: Check, Cause, Report. What makes them is in judge, diagnosis and gates; what shows them, in
-contents, report and page."""
+"""The results of a judgement: Check, Cause, Report.
+
+`judge`, `diagnosis` and `gates` make them; `contents`, `report` and `page` show them."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _STAGES = {
 
 @dataclass
 class Check:
-    """One thing that was judged.
+    """One check and its result.
 
     `stage` is "state", "configuration", "probe", "step 1", "steps", "run", "round trip" or "gate", in this order.
     `name` is unique in a report ("step1.update_norm"). `number` is what was found and `bound` the largest that passes
@@ -52,7 +53,7 @@ class Check:
         source: str = "",
         where: str | None = None,
     ) -> Check:
-        """One whose stage is that of its name. A number that is not finite is left to the text."""
+        """A check whose stage follows from its name. Numbers that are not finite appear only in the text."""
         word: Word = ("pass" if verdict else "fail") if isinstance(verdict, bool) else verdict
         number, bound = (None if x is None or not math.isfinite(x) else x for x in (number, bound))
         return cls(_STAGES[name.partition(".")[0]], name, word, text, number, bound, source, where)
@@ -68,7 +69,7 @@ class Check:
 
     @classmethod
     def unknown(cls, name: str, why: str) -> Check:
-        """One that could not be judged."""
+        """A check that could not be judged, and why."""
         return cls.of(name, "not comparable", why)
 
 
@@ -76,9 +77,9 @@ class Check:
 class Cause:
     """What is likely wrong, in words, most likely first.
 
-    `kind` is a short name of the fault ("optimizer-missing", "step-reset"). `evidence` are the observations that say
-    so, `tensors` the tensors concerned, the first differing one first; `place` is where its bytes lie: file, byte
-    range and the rank whose shard that is, where known.
+    `kind` is a short name of the fault ("optimizer-missing", "step-reset"). `evidence` are the observations behind
+    it, `tensors` the affected tensors, the first differing one first; `place` is where its bytes are: file, byte range and the
+    rank whose shard that is, if known.
     """
 
     kind: str
@@ -90,10 +91,10 @@ class Cause:
 
 @dataclass
 class Report:
-    """Everything that a run of resume-verify has to say.
+    """The result of a run of resume-verify.
 
     `envelope` {"loss": [bound of each step], "grad_norm": [...], "update_norm": [...]}, relative to the reference, for
-    the steps that both traces have, in order. `calibrated` says whether bounds come from this very job.
+    the steps that both traces have, in order. `calibrated` says whether the noise of this very job was measured.
     """
 
     candidate: Trace
@@ -109,11 +110,11 @@ class Report:
 
     @property
     def word(self) -> str:
-        """ "pass", "fail", "gate failed", "not comparable", or "no reference" where only the smoke checks were run."""
+        """ "pass", "fail", "gate failed", "not comparable", or "no reference" if only the checks without one were run."""
         if any(c.verdict == "fail" and c.stage != "gate" for c in self.checks):
             return "fail"
         passed = {c.name for c in self.checks if c.verdict == "pass"}
-        # of the optimizer the first loss says nothing: its state must be known, or an update, or a later loss
+        # the first loss says nothing about the optimizer: its state, an update or a later loss must be known
         if self.reference is not None and not (
             "step1.loss" in passed and passed & {"state.digests", "step1.update_norm", "steps.loss"}
         ):
@@ -124,11 +125,11 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0, 10 where continuity failed or could not be judged though there was a reference, 11 where a gate failed."""
+        """0; 10 if continuity failed, or could not be judged despite a reference; 11 if a gate failed."""
         return {"fail": 10, "not comparable": 10, "gate failed": 11}.get(self.word, 0)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, as --json prints it and report.json holds it; NaN and infinities as in a trace."""
+        """Plain data, as in --json and report.json; NaN and infinities are strings, as in a trace."""
         data = {
             "ckpttool": SCHEMA, "verdict": self.word, "exit_code": self.exit_code, "profile": self.profile,
             "calibrated": self.calibrated, "checks": [asdict(c) for c in self.checks],

@@ -1,10 +1,9 @@
-"""What every rank does: build the job, load the checkpoint into it, take its fingerprint, probe it, train some steps.
+"""What every rank does: build the job, load the checkpoint into it, fingerprint it, probe it, train some steps.
 
     run(settings, status) -> Trace on rank 0, None elsewhere
 
-The order is that of the judgement: the state is taken before the first forward pass, the probe before the first update.
-After the first step the job is saved with torch's own `dcp.save`, overwritten with garbage, loaded again and trained on:
-the round trip.
+The state is fingerprinted before the first forward pass, and the probe comes before the first update. After the first step,
+the job is saved, overwritten with garbage and loaded again (`round_trip`), and training continues.
 
 `python -m ckpttool.resume.worker FOLDER` is what torchrun starts: it reads the settings of all runs from
 FOLDER/runs.json and leaves trace-<i>.json, or error-<rank>.json.
@@ -106,7 +105,7 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
         if not trained:
             aside = any(r.component == "optim" for r in ckpt.unread)
             lacks = "what was read has no optimizer state" if aside else "the checkpoint has no optimizer state"
-            out.notes.append(f"{lacks}; the optimizer of the job begins anew")
+            out.notes.append(f"{lacks}; the optimizer of the job starts from zero")
         status(f"loading {settings.source}")
         failed = _load(settings, job, trained, out, status)
         if failed is not None:

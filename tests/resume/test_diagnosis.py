@@ -67,7 +67,7 @@ CAUSES = {
         "step-reset", "the optimizer's step is 0 on all tensors: the moments were restored, the step was not",
     ),
     "step off by one": ("step-offset", "the optimizer's step is 1 more on all tensors"),
-    "schedule reset": ("scheduler-reset", "the scheduler begins anew: its last_epoch is 0 and was 300"),
+    "schedule reset": ("scheduler-reset", "the scheduler starts over: its last_epoch is 0 and was 300"),
     "one shard of moments": ("moments-differ", "layer 1, mlp.up_proj, exp_avg holds other values"),
     "moments rounded": ("moments-differ", "all 78 tensors of the optimizer hold other values"),
     "betas": ("option-betas", "betas is [0.9, 0.999] and was [0.9, 0.95] for all parameters, which is the default"),
@@ -206,7 +206,7 @@ def test_layers_sorted_as_words_are_recognised() -> None:
     assert found.text.startswith(
         "layers are in another order (weights): layer 2 holds layer 10, layer 3 holds layer 11"
     )
-    assert found.text.endswith("it is the order of their numbers as words")
+    assert found.text.endswith("this is the order of their numbers sorted as text")
 
 
 def test_bytes_that_several_tensors_have_are_no_trace_of_another_tensor() -> None:
@@ -226,16 +226,16 @@ def test_an_optimizer_state_of_another_step_is_told_from_a_step_that_is_wrong() 
     b = job()
     b.scalars = dict.fromkeys(b.scalars, 290.0)
     edit_state(b, lambda n: n.startswith("optim."))
-    assert first(job(), b).text == "the optimizer's state is that of another step, 10 steps earlier"
+    assert first(job(), b).text == "the optimizer's state is from another step, 10 steps earlier"
     edit_state(b, lambda n: n.startswith("model."))
-    assert first(job(), b).text == "weights and optimizer state are those of another checkpoint, 10 steps earlier"
+    assert first(job(), b).text == "weights and optimizer state are from another checkpoint, 10 steps earlier"
     b = job()
     of = [n for n in FQNS if ".layers.2." in n]
     b.scalars.update({f"optim.state.{n}.step": 290.0 for n in of})
     edit_state(b, lambda n: n.startswith("optim.state.model.layers.2."))
     found = blamed(job(), b)
     assert (found[0].kind, found[0].text) == (
-        "optimizer-stale", "the optimizer's state of layer 2 is that of another step, 10 steps earlier",
+        "optimizer-stale", "the optimizer's state of layer 2 is from another step, 10 steps earlier",
     )  # fmt: skip
 
 
@@ -248,7 +248,7 @@ def test_what_is_missing_is_named() -> None:
     b = job()
     del b.state[f"model.{FQNS[4]}"], b.stored[f"model.{FQNS[4]}"]
     assert first(job(), b).text == (
-        "layer 0, self_attn.o_proj not in the checkpoint: a new job would begin with random values"
+        "layer 0, self_attn.o_proj not in the checkpoint: a new job would start with random values"
     )
     b = job()
     b.stored = {}
@@ -599,7 +599,7 @@ ROPE = [8 * h + k for h in range(4) for k in PAIRS]
         (bit(22), "elements", "(mantissa bit 22 flipped)"),
         (bit(0), "elements", "(mantissa bit 0 flipped)"),
         (changed((slice(2, 4), slice(0, 9)), np.nan), "not-finite", "has 18 elements that are NaN or infinite"),
-        (-W, "negated", "holds the reference's values with the other sign"),
+        (-W, "negated", "holds the reference's values with the opposite sign"),
         (abs(W), "absolute", "holds the reference's values without their signs"),
         (W.reshape(12, 32).T, "unrelated", "has values unrelated to the reference's"),
         (W.T.reshape(32, 12), "transposed", "holds the reference transposed"),
@@ -680,7 +680,9 @@ def test_a_large_tensor_is_sampled_and_says_so(monkeypatch: pytest.MonkeyPatch) 
     assert (found.kind, found.count, found.sampled) == ("scaled", 4000, True)
     assert found.text == "holds the reference's values times 2 (told from 1000 of 4000 elements)"
     one = RNG.normal(size=(1, 4000)).astype("f4")
-    assert like(-one, one).text == "holds the reference's values with the other sign (told from 1000 of 4000 elements)"
+    assert (
+        like(-one, one).text == "holds the reference's values with the opposite sign (told from 1000 of 4000 elements)"
+    )
     assert like(a[::-1], a).kind == "permuted-rows"
 
 

@@ -100,8 +100,8 @@ def test_limits_are_judged_where_they_are_given() -> None:
         ("gate.min_mfu", "fail", 0.40, "given"), ("gate.max_reserved_gib", "pass", 60.0, "given"),
         ("gate.max_step_seconds", "pass", 8.5, "given"), ("gate.max_load_seconds", "fail", 19.0, "given"),
     ]  # fmt: skip
-    assert checks[0].text == "MFU is 0.3976, at least 0.4 was asked for"
-    assert checks[3].text == "the time of loading is 20 s, at most 19 s was asked for"
+    assert checks[0].text == "MFU is 0.3976, at least 0.4 is required"
+    assert checks[3].text == "the time of loading is 20 s, at most 19 s is required"
     assert Report(trace, None, "strict", checks).word == "gate failed"
     assert gates(trace, numbers, min_mfu=0.3)[0].verdict == "pass"
 

@@ -249,7 +249,7 @@ def test_tensors_whose_gradient_is_rounding_noise_raise_no_alarm() -> None:
         x.updates[bias], y.updates[bias] = 0.02, 0.03
     found = one("step1.worst_update", a, b)
     assert found.verdict == "pass"
-    assert "1 tensor with a gradient of rounding noise not counted" in found.text
+    assert "1 tensor whose gradient is rounding noise not counted" in found.text
     assert verdicts(a, b)["step1.worst_grad"] == "pass"
     for x, y in zip(a.steps, b.steps, strict=True):
         x.grads[bias], y.grads[bias] = 0.1, 0.1
@@ -567,7 +567,7 @@ def test_the_state_of_the_scheduler_is_compared_and_functions_in_it_are_not() ->
     b.values["scheduler._step_count"] = 1
     assert one("config.scheduler", a, b).where == "scheduler._step_count"
     b.values = {n: v for n, v in b.values.items() if not n.startswith("scheduler.")}
-    assert one("config.scheduler", a, b).text == "the checkpoint has no state of the scheduler, the reference has one"
+    assert one("config.scheduler", a, b).text == "the checkpoint has no scheduler state, but the reference has"
 
 
 def test_counters_must_be_there_and_other_values_that_one_side_has_are_listed() -> None:
@@ -640,8 +640,8 @@ DYNAMIC = {
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"dtype": "bf16"}, "this run computes in bf16, the reference did in fp32"),
-        ({"sequence": 64}, "sequences are of 64 tokens"),
+        ({"dtype": "bf16"}, "this run computes in bf16, the reference computed in fp32"),
+        ({"sequence": 64}, "sequences have 64 tokens"),
         ({"global_batch": 48}, "the global batch is 48"),
         ({"dropout": True}, "dropout is on"),
     ],
