@@ -1,7 +1,7 @@
-"""Layouts: what the files of converters/ export as LAYOUTS, and how a path finds its own.
+"""`Layout`, which the modules of converters/ export as LAYOUTS, and the detection of the layout of a path.
 
-A layout is three functions over the index; it never copies bytes. Built-in ones are module names in a tuple, loaded by
-the same road as those that other packages register in the entry-point group "ckpttool.layouts".
+A layout is a few functions over the index; it never copies bytes. Other packages register theirs in the entry-point group
+"ckpttool.layouts".
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .storage import remote, urls
 from .storage.source import Source
 
 __all__ = [
-    "Layout", "LayoutWarning", "Like", "Model", "Place", "ReadOptions", "Saves", "WriteOptions", "checkpoint_of", "detect", "find",
+    "Layout", "LayoutWarning", "ModelHints", "Place", "ReadOptions", "ReferenceModel", "Saves", "WriteOptions", "checkpoint_of", "detect", "find",
     "flags_of", "known_orders", "layouts", "option", "options_of", "place", "target_of",
 ]  # fmt: skip
 
@@ -44,17 +44,17 @@ Cast = Callable[[str, str], str]
 
 
 class Place(NamedTuple):
-    """Where a checkpoint may be: the files of a folder, or one of them."""
+    """Where a checkpoint is: a folder, or (with `file`) one file of a folder."""
 
     source: Source
     file: str | None
 
 
-class Like(NamedTuple):
-    """What another checkpoint of the same model knows.
+class ReferenceModel(NamedTuple):
+    """What another checkpoint of the same model tells about it.
 
     `shapes` {FQN: (shape, dtype)} of the model in its order; `tied` {FQN: the one before with the same bytes};
-    `optimizer` FQNs in the order of its param groups, None where it has none.
+    `optimizer` FQNs in the order of its param groups; None if it has none.
     """
 
     shapes: dict[str, tuple[tuple[int, ...], str]]
@@ -63,27 +63,27 @@ class Like(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Model:
-    """What the user says about the model that the files of a checkpoint do not say; None where nothing was said."""
+class ModelHints:
+    """What the user says about the model because the files of a checkpoint do not; None if nothing was said."""
 
     config: str | None = None  # folder or id of a Hugging Face model
-    like: Like | None = None  # another checkpoint of the same model
+    like: ReferenceModel | None = None  # another checkpoint of the same model
     flat_layout: str | None = None  # file that describe_fsdp1 wrote in the job
     wrap: tuple[str, ...] | None = None  # patterns of the module paths that FSDP1 wrapped
 
 
 @dataclass(frozen=True)
-class ReadOptions(Model):
-    """What a reader cannot find in the files themselves."""
+class ReadOptions(ModelHints):
+    """Arguments of `Layout.read`."""
 
-    only: frozenset[str] | None = None  # components that are wanted; the others need not be understood
+    only: frozenset[str] | None = None  # components that are needed; the others may be left out
     tag: str | None = None  # which of several saves in one folder
-    allow_equal_ranks: bool = False  # read files that look like copies of another rank's, too
+    allow_equal_ranks: bool = False  # also read files that look like copies of another rank's
     orders: Orders | None = None  # of the parameters, where the file that is read does not tell (names.canonical)
 
 
 def known_orders(options: ReadOptions) -> Orders | None:
-    """The order of the parameters of a model: the reader's caller knows it, or the config does. None where nobody does."""
+    """The order of the parameters of a model, from the caller or from the config; None if neither gives it."""
     if options.orders is not None or options.config is None:
         return options.orders
     given = options.config
@@ -106,9 +106,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class WriteOptions(Model):
-    """What every writer may be asked for; None where the source or the layout decides. `own` is an instance of the layout's
-    `Layout.options`, or None."""
+class WriteOptions(ModelHints):
+    """Arguments of `Layout.write`; None if the source or the layout decides. `own` is an instance of `Layout.options`, or None."""
 
     target: str = ""  # name of the destination
     world_size: int | None = None
@@ -116,7 +115,7 @@ class WriteOptions(Model):
     own: object = None
 
     def of(self, kind: type[T]) -> T:
-        """The layout's own options; the defaults of `kind` where none were given."""
+        """The layout's own options, or the defaults of `kind`."""
         return self.own if isinstance(self.own, kind) else kind()
 
 
@@ -124,8 +123,8 @@ def option(default: Any, help: str, *, flag: str | None = None, size: bool = Fal
     """A field of a layout's options: its default, and what the command line and the documentation say about it.
 
     Args:
-        help: one sentence. With units, where it is a number.
-        flag: the option of the command line; the name of the field with dashes where None.
+        help: one sentence, with the unit of a number.
+        flag: the option of the command line; by default the name of the field with dashes.
         size: the number is in bytes, and the command line takes 5GB and 500MiB for it.
         metavar: what stands for the value in help texts.
 
@@ -159,8 +158,8 @@ class Layout:
             .metadata"). Reads names and first bytes only.
         read: place -> index; reads headers and pickles only.
         write: index -> draft of the same checkpoint in this layout; None where it is only read.
-        locate: looks into what `read` took on trust (the framing of items), and returns an index of raw byte ranges.
-        mount: the place whose files hold the checkpoint, where that is not the one that was given (an archive).
+        locate: parses what `read` has skipped (the framing of items), and returns an index of raw byte ranges.
+        mount: the place to read from, if it is not the given one (the files inside an archive).
         options: frozen dataclass of what only its writer understands, made with `option`; the command line makes its options
             of the fields, and `convert(options=)` takes an instance.
         prepare: the part of the source that these options ask for, under the names it gets; before `write`.
@@ -172,13 +171,13 @@ class Layout:
         own_keys: it keeps the keys of the trainer that wrote the source, unless canonical ones are asked for.
         reader_uses: those of READ_HINTS that `read` looks at; the others are refused where no writer looks at them either.
         writer_uses: those of WRITE_HINTS that `prepare` and `write` look at.
-        made: it has to write values that are no part of the state; they lie in ckpttool.json, and reading leaves them out.
-        keeps_config: what it writes can be read again without `Model.config`.
+        made: it must write values that are not part of the state. They are listed in ckpttool.json, and reading drops them.
+        keeps_config: what it writes can be read again without `ModelHints.config`.
         of_trainer: the directory of one trainer, made of parts in other layouts, which it outranks.
-        saves: how several saves lie in one folder; None where a folder is one save.
+        saves: how one folder can contain several saves; None if a folder is one save.
         spreads_tensors: ranks divide all tensors among their files, so a file may hold whole tensors, and the steps of some
-            parameters. Where False, every rank's file holds a part of its own of each tensor.
-        check_replaceable: refuses to replace what lies at a destination.
+            parameters. If False, every rank's file holds its own part of each tensor.
+        check_replaceable: raises if what is at a destination must not be replaced.
     """
 
     name: str
@@ -342,7 +341,7 @@ def flags_of(layout: Layout) -> dict[str, Field[Any]]:
 
 
 def options_of(target: Layout, given: Mapping[str, Any]) -> object:
-    """The options of a layout from {flag: value} of the command line; None where none were given.
+    """The options of a layout from {flag: value} of the command line; None if none were given.
 
     Raises:
         UsageError: one of them belongs to other layouts.
@@ -358,7 +357,7 @@ def options_of(target: Layout, given: Mapping[str, Any]) -> object:
 
 
 def place(path: str | os.PathLike[str]) -> Place:
-    """The place a path stands for.
+    """The place of a path or URL.
 
     Raises:
         NotRecognised: nothing is there.
@@ -367,7 +366,7 @@ def place(path: str | os.PathLike[str]) -> Place:
         raise UsageError("The path is empty: an empty string names no file or folder.")
     if urls.is_url(path):
         url = urls.lower_scheme(os.fspath(path))
-        # a web server answers for a folder too; the slash at its end tells it from a file
+        # a web server also answers requests for a folder, whose URL ends with a slash
         folder = url.lower().startswith("http") and url.partition("?")[0].endswith("/")
         return _remote_place(url.rstrip("/"), folder)
     text = os.path.abspath(path)
@@ -421,22 +420,22 @@ def detect(where: Place) -> Layout:
     """The one layout of a place.
 
     Raises:
-        NotRecognised: with what each layout looked for and, where a checkpoint lies one folder below, its name.
+        NotRecognised: with what each layout looked for, and the names of checkpoints one folder below.
         Unsupported: more than one layout matches.
     """
     answers = [(layout, *layout.detect(where)) for layout in layouts().values()]
-    yes = [(layout, why) for layout, matches, why in answers if matches]
+    yes = [(layout, why) for layout, is_it, why in answers if is_it]
     yes = [row for row in yes if row[0].of_trainer] or yes
     if len(yes) == 1:
         return yes[0][0]
     path = os.path.join(where.source.root, where.file) if where.file else where.source.root
     if yes:
-        said = "; ".join(f"{layout.name}: {why}" for layout, why in yes)
-        raise Unsupported(f"{path} matches more than one layout ({said}). Choose with {argument('source_layout')}.")
-    said = "\n".join(f"  {layout.name:10s} {why}" for layout, _, why in answers)
+        matches = "; ".join(f"{layout.name}: {why}" for layout, why in yes)
+        raise Unsupported(f"{path} matches more than one layout ({matches}). Choose with {argument('source_layout')}.")
+    reasons = "\n".join(f"  {layout.name:10s} {why}" for layout, _, why in answers)
     below = [] if where.file else _below(where.source)
     hint = "".join(f"\nBelow it, {os.path.join(path, name)} is {kind}; give that path." for name, kind in below)
-    raise NotRecognised(f"{path} is not a checkpoint ckpttool knows. Looked for:\n{said}{hint}")
+    raise NotRecognised(f"{path} is not a checkpoint ckpttool knows. Looked for:\n{reasons}{hint}")
 
 
 def _below(source: Source) -> list[tuple[str, str]]:

@@ -21,7 +21,7 @@ from ckpttool.huggingface import model_names
 from ckpttool.huggingface.model_names import ModelNames
 from ckpttool.index.checkpoint import ITEMSIZE, Chunks, TensorEntry
 from ckpttool.index.fqns import strip_wrappers
-from ckpttool.layouts import Model
+from ckpttool.layouts import ModelHints
 
 from ._ranks import (
     Files,
@@ -97,7 +97,7 @@ def layout_of(
     flats: dict[str, TensorEntry],
     own: RankSlices,
     names: Callable[[], tuple[ModelNames, str] | None],
-    options: Model,
+    options: ModelHints,
 ) -> tuple[FlatLayout, set[str]]:
     """(what lies in the flat parameters, names whose slices the files have).
 
@@ -217,7 +217,7 @@ def _tied_slices(plain: dict[str, list[Any]], slices: set[str]) -> dict[str, str
     return out
 
 
-def given_layout(files: Files, options: Model) -> tuple[FlatLayout, str] | None:
+def given_layout(files: Files, options: ModelHints) -> tuple[FlatLayout, str] | None:
     """The flat layout beside the files, or that of --flat-layout."""
     if files.source.exists(flat_layout.RECORD):
         what = f"{files.source.root}/{flat_layout.RECORD}"
@@ -263,7 +263,7 @@ _OPTIMIZER = "the optimizer's state"
 
 
 def model_names_of(
-    files: Files, options: Model, config: dict[str, Any] | None, optim: list[list[Rank]]
+    files: Files, options: ModelHints, config: dict[str, Any] | None, optim: list[list[Rank]]
 ) -> tuple[ModelNames, str] | None:
     """Names and shapes of the model in its order, and who tells them."""
     if options.like is not None and options.like.shapes:

@@ -40,7 +40,7 @@ from ckpttool.huggingface.model_names import ModelNames
 from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, same_bytes, shape_of, tied_weights
 from ckpttool.index.fqns import strip_wrappers
 from ckpttool.index.names import canonical, of_the_rest
-from ckpttool.layouts import Layout, Model, Place, ReadOptions, checkpoint_of
+from ckpttool.layouts import Layout, ModelHints, Place, ReadOptions, checkpoint_of
 from ckpttool.storage.source import Source
 
 from . import _fairscale
@@ -148,7 +148,7 @@ def _model(
     files: Files,
     ranks: list[Rank],
     names: Callable[[], tuple[ModelNames, str] | None],
-    options: Model,
+    options: ModelHints,
 ) -> tuple[dict[str, TensorEntry], ModelInfo]:
     keys = list(dict.fromkeys(k for r in ranks for k in r.tree))
     clean = strip_wrappers(str(k) for k in keys)
@@ -179,7 +179,7 @@ def _local(
     columns: dict[str, list[Any]],
     places: dict[int, tuple[int, int]],
     names: Callable[[], tuple[ModelNames, str] | None],
-    options: Model,
+    options: ModelHints,
 ) -> tuple[dict[str, TensorEntry], ModelInfo]:
     """The parameters of a LOCAL_STATE_DICT, cut out of its flat parameters."""
     plain = {n: c for n, c in columns.items() if n.rpartition(".")[2] != FLAT}

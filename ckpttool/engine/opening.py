@@ -236,7 +236,7 @@ def open(
 
 
 def open_with(
-    path: CheckpointPath, options: OpenOptions, model: layouts.Model | None = None, check_hints: bool = True
+    path: CheckpointPath, options: OpenOptions, model: layouts.ModelHints | None = None, check_hints: bool = True
 ) -> OpenCheckpoint:
     """`open`; `model` is what `model_of(options)` gives, where it is known. With `check_hints=False` the caller refuses hints
     that nobody uses (`refuse_unused`), since the reader is not the only one who may use them."""
@@ -326,19 +326,21 @@ def _only(ckpt: Checkpoint, only: Iterable[str]) -> Checkpoint:
     return ckpt.only(wanted)
 
 
-def model_of(options: OpenOptions) -> layouts.Model:
+def model_of(options: OpenOptions) -> layouts.ModelHints:
     """What these options say about the model; opens the checkpoint that `like` names."""
     known = None
     if options.like is not None:
         with open(options.like) as other:
             known = _like(other.checkpoint)
     flat_layout = None if options.flat_layout is None else os.fspath(options.flat_layout)
-    return layouts.Model(options.config, known, flat_layout, None if options.wrap is None else tuple(options.wrap))
+    return layouts.ModelHints(options.config, known, flat_layout, None if options.wrap is None else tuple(options.wrap))
 
 
-def _like(ckpt: Checkpoint) -> layouts.Like:
+def _like(ckpt: Checkpoint) -> layouts.ReferenceModel:
     model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
-    return layouts.Like({n: (t.shape, t.dtype) for n, t in model.items()}, tied_weights(model), optimizer_order(ckpt))
+    return layouts.ReferenceModel(
+        {n: (t.shape, t.dtype) for n, t in model.items()}, tied_weights(model), optimizer_order(ckpt)
+    )
 
 
 def optimizer_order(ckpt: Checkpoint) -> tuple[str, ...] | None:

@@ -17,12 +17,12 @@ def _joined() -> bool:
 
 
 def of_all_ranks(names: set[str]) -> set[str]:
-    """The union of what all ranks have; with pipelines, each has a part of the model."""
+    """The union of the names of all ranks; with pipeline parallelism each has a part of the model."""
     return set().union(*gathered(names))
 
 
 def gathered(mine: Any, group: Any = None) -> list[Any]:
-    """What every rank of a group gave, in the order of ranks; of this process alone where there is no job."""
+    """The objects of all ranks of a group, in the order of ranks; without a job, a list of this one."""
     if not _joined():
         return [mine]
     import torch.distributed as dist
@@ -33,15 +33,15 @@ def gathered(mine: Any, group: Any = None) -> list[Any]:
 
 
 def together(act: Callable[[], None]) -> None:
-    """Do something on every rank; where it fails on one, all raise, so that none waits for the others for ever."""
+    """Call it on every rank. If it fails on one, all raise, so that no rank waits for the others forever."""
     error: Exception | None = None
     try:
         act()
     except Exception as e:
         error = e
-    said = gathered(str(error) if error else None)
+    errors = gathered(str(error) if error else None)
     if error is not None:
         raise error
-    for rank, text in enumerate(said):
+    for rank, text in enumerate(errors):
         if text is not None:
             raise CkpttoolError(f"rank {rank} cannot load the checkpoint, so no rank does: {text}")

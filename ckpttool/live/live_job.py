@@ -26,14 +26,14 @@ from .values import torch_dtype
 __all__ = ["OWN_FLAGS", "LiveJob"]
 
 _SMALL_TENSOR = 1 << 20  # `Loaded.values` holds tensors up to this size
-#: How an optimizer computes, not what: these stay as the job has them, and are no part of a comparison.
+#: Options that choose an implementation of the optimizer and not its result: never loaded, never compared.
 OWN_FLAGS = frozenset(("foreach", "fused", "capturable", "differentiable"))
 
 
 class LiveJob:
     """A live job and what a checkpoint has for it.
 
-    `live` are its model's tensors by FQN, `wanted` the state dict that torch's planner fills: the job's own tensors.
+    `live` has the tensors of its model by FQN; `wanted` is the state dict of the job's own tensors that torch's planner fills.
     """
 
     def __init__(self, model: Any, optimizer: Any, scheduler: Any, opened: LiveReader) -> None:
@@ -43,8 +43,8 @@ class LiveJob:
 
         if any(isinstance(m, FullyShardedDataParallel) for m in model.modules()):
             raise Unsupported(
-                "the model is wrapped by FSDP1, whose flat parameters only its own checkpoints fill. Convert the "
-                "checkpoint with --to fsdp1, or wrap the model by fully_shard."
+                "the model is wrapped by FSDP1, whose flat parameters can be loaded only from its own checkpoints. Convert "
+                "the checkpoint with --to fsdp1, or use fully_shard for the model."
             )
         self.model, self.optimizer, self.scheduler, self.opened = model, optimizer, scheduler, opened
         ckpt = self.ckpt = opened.ckpt
@@ -54,7 +54,7 @@ class LiveJob:
         self.live: dict[str, Any] = {n: t for n, t in state.items() if isinstance(t, torch.Tensor)}
         if any(t.is_meta for t in self.live.values()):
             raise Unsupported(
-                "the model is on the meta device, where no tensor has bytes. Call to_empty(device=...) before."
+                "the model is on the meta device, where tensors have no memory. Call model.to_empty(device=...) first."
             )
         self.other = {n for n in state if n not in self.live}  # get_extra_state() of modules
         self.stored = {joined(t.path[1:]): n for n, t in ckpt.tensors.items() if t.path[0] == "model"}
@@ -97,9 +97,9 @@ class LiveJob:
         missing = [n for n in self.live if n not in self.stored and not any(m in self.stored for m in tied.get(n, ()))]
         surplus = [n for n in self.stored if n not in anywhere]
         if missing:
-            problems.append(f"the checkpoint lacks {_listed(missing)} of the model.")
+            problems.append(f"the model has {_listed(missing)}, which the checkpoint lacks.")
         if surplus:
-            problems.append(f"the model lacks {_listed(surplus)} of the checkpoint.")
+            problems.append(f"the checkpoint has {_listed(surplus)}, which the model lacks.")
         model: dict[str, Any] = {}
         for fqn, t in self.live.items():
             if fqn not in self.stored:
@@ -120,10 +120,10 @@ class LiveJob:
         return problems or self._ties(tied)
 
     def _ties(self, tied: Mapping[str, Sequence[str]]) -> list[str]:
-        """What the job ties and the checkpoint has more than once must be equal there, on the part of this rank.
+        """Tied parameters of the job that the checkpoint has more than once must be equal there, in the part of this rank.
 
-        All but one of the names are not asked for then. Where the index shows that they are the same bytes, nothing is
-        read for that.
+        Only one of the names is then loaded. If the index shows that they are the same bytes, nothing is read to compare
+        them.
         """
         import torch
 
@@ -137,13 +137,13 @@ class LiveJob:
                     both = [self._part(n) for n in (fqn, other)]
                     if not torch.equal(*(t.reshape(-1).view(torch.uint8) for t in both)):
                         problems.append(
-                            f'"{fqn}" and "{other}" are one parameter of the job, but differ in the checkpoint.'
+                            f'"{fqn}" and "{other}" are one tied parameter in the job, but differ in the checkpoint.'
                         )
                 del model[other]
         return problems
 
     def _part(self, fqn: str) -> Any:
-        """What this rank would hold of a tensor, read into memory of its own."""
+        """This rank's part of a tensor, read into new memory."""
         import torch
 
         live = self.live[fqn]
@@ -176,8 +176,7 @@ class LiveJob:
     def _optimizer(self) -> list[str]:
         if not any(e.path[0] == "optim" for e in self.entries.values()):
             raise Unsupported(
-                f"{self.opened.path} holds no state of an optimizer. Pass None for the optimizer to load the weights "
-                "only."
+                f"{self.opened.path} has no optimizer state. Pass optimizer=None to load only the weights."
             )
         names = self._fqns()
         state: dict[str, dict[str, str]] = {}  # FQN -> slot -> canonical name
@@ -194,7 +193,9 @@ class LiveJob:
             found: dict[int, str] = {}
             for p in group["params"]:
                 if id(p) not in names:
-                    raise UsageError("the optimizer has a parameter that the model does not have.")
+                    raise UsageError(
+                        "the optimizer has a parameter that the model does not have. Create it from model.parameters()."
+                    )
                 fqns = names[id(p)]
                 fqn = next((f for f in fqns if f in state), next((f for f in fqns if f in member), fqns[0]))
                 if fqn in member:
@@ -244,7 +245,7 @@ class LiveJob:
         return {i: nest(found) for i, found in sorted(leaves.items())}
 
     def _read(self, entries: Mapping[str, TensorEntry | Value]) -> dict[str, Any]:
-        """Values as plain data, and tensors, which are small, on the CPU; what is of a foreign class gets a note."""
+        """Values as plain data, and small tensors on the CPU; values of unknown classes become notes."""
         import torch
 
         out: dict[str, Any] = {}
@@ -290,7 +291,7 @@ class LiveJob:
                 group[key] = value
 
     def _slots(self, state: dict[str, dict[str, str]]) -> list[str]:
-        """Give the optimizer a state for every parameter that has one in the checkpoint, and ask for its slots."""
+        """Make the optimizer's state for every parameter that has one in the checkpoint, and add its slots to `wanted`."""
         import torch
 
         optimizer = self.optimizer
@@ -317,7 +318,7 @@ class LiveJob:
             if live.keys() != stored:
                 problems.append(
                     f'the optimizer\'s state of "{fqn}" is {_listed(sorted(stored))} in the checkpoint and '
-                    f"{_listed(sorted(live))} in the job, whose optimizer is another one."
+                    f"{_listed(sorted(live))} in the job: these are different optimizers."
                 )
                 if len(problems) == 4:
                     break
@@ -334,7 +335,7 @@ class LiveJob:
         return problems
 
     def _invent(self, trained: list[tuple[Any, str]]) -> None:
-        """Let the optimizer make the state of these parameters itself, as only it knows how: a step of nothing.
+        """Let the optimizer create the state of these parameters by a step that changes nothing.
 
         Gradients are zero and so is the learning rate, as in torch's own _init_optim_state; weights stay what they are.
         """
@@ -354,8 +355,8 @@ class LiveJob:
                 type(optimizer).step(optimizer)
             except Exception as e:
                 raise Unsupported(
-                    f"{type(optimizer).__name__} makes no state by a step with zero gradients ({e}). Load by dcp.load "
-                    "and storage_reader into a state of its own."
+                    f"{type(optimizer).__name__} creates no state in a step with zero gradients ({e}). Use dcp.load "
+                    "with storage_reader and your own state dict."
                 ) from e
         finally:
             for p, gradient in gradients:
@@ -369,8 +370,8 @@ class LiveJob:
         entries = {n: e for n, e in self.entries.items() if e.path[0] == "scheduler"}
         if not entries:
             raise Unsupported(
-                f"{self.opened.path} holds no scheduler. Call load without it, and set it up from the step "
-                "that load gives."
+                f"{self.opened.path} has no scheduler state. Call load without it, and set it up from the step "
+                "that load returns."
             )
         tree = nest({entries[n].path[1:]: x for n, x in self._read(entries).items()})
         if isinstance(tree, list) and len(tree) == 1:  # Lightning's list of schedulers, of one
@@ -379,7 +380,7 @@ class LiveJob:
         if lacks:
             return [
                 f"the state of the job's {type(self.scheduler).__name__} has {_listed(lacks)}, that of the scheduler "
-                f"in the checkpoint has {_listed(sorted(map(str, tree)))}: it is another kind. Call load without one."
+                f"in the checkpoint has {_listed(sorted(map(str, tree)))}: they are of different kinds. Call load without a scheduler."
             ]
         self._scheduler_state = tree
         return []
@@ -409,12 +410,12 @@ class LiveJob:
     # -------------------------------------------------------------------------------------------------------- the end
 
     def undo(self) -> None:
-        """Give the optimizer back what it had."""
+        """Restore the optimizer's state and options."""
         while self._undo:
             self._undo.pop()()
 
     def finish(self) -> None:
-        """What torch's planner put into the state dict, and not into a tensor of the job, goes to its place."""
+        """Copy into the job what torch's planner put into the state dict and not into a tensor of the job."""
         import torch
 
         for p, fqn in self._trained:
@@ -426,7 +427,7 @@ class LiveJob:
             self.scheduler.load_state_dict(self._scheduler_state)
 
     def _strays(self) -> None:
-        """A module whose state dict holds copies (a hook made them) is told by load_state_dict what they are now."""
+        """Call load_state_dict for modules whose state dict has copies, made by a hook, of their tensors."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
         homes = {_address(t) for t in (*self.model.parameters(), *self.model.buffers())}

@@ -26,14 +26,14 @@ __all__ = ["Loaded", "load", "storage_reader"]
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `load` did, and what of the checkpoint is left for the caller to use.
+    """What `load` did, and the rest of the checkpoint for the caller to use.
 
     `step`    trainer.step of the checkpoint or, lacking that, the largest step of its optimizer; None without either
     `values`  {"trainer": {...}, "rng": {...}, "dataloader": {...}, "scaler": {...}, "extra": {...}}, as far as there
               are such, and "scheduler" where no scheduler was given: plain data, numpy arrays, and tensors of at most
               1 MiB on the CPU. The keys are those of the canonical names; lists are lists again.
-    `notes`   sentences on what was assumed, left out of `values` or left as the job had it
-    `bytes`   bytes that this rank read, `seconds` what all of it took
+    `notes`   sentences on what was assumed, what is not in `values`, and what was not changed in the job
+    `bytes`   bytes that this rank read; `seconds` the duration of the load
     """
 
     step: int | None
@@ -77,7 +77,7 @@ def load(
 
     Raises:
         Unsupported: checkpoint and job do not fit; all differences are in the message, and nothing was changed.
-        NotRecognised, Corrupt, Unsafe: as errors.py tells them apart.
+        NotRecognised, Corrupt, Unsafe: see errors.py.
     """
     need("loading into a live job", "torch")
     started = time.monotonic()
@@ -122,7 +122,7 @@ def _dcp_load(state_dict: dict[str, Any], reader: Any) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable", UserWarning)
             dcp_load(state_dict, storage_reader=reader)
-    except CheckpointException as e:  # which is no Exception, and hides what happened
+    except CheckpointException as e:  # a BaseException that hides the cause
         for failure, _ in e.failures.values():
             if isinstance(failure, CkpttoolError):
                 raise failure from None

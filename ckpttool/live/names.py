@@ -1,4 +1,4 @@
-"""Names: what a live job may call the entries of a checkpoint."""
+"""The names that a live job may use for entries of a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["Names"]
 
 
 class Names:
-    """What a live job may call the entries of a checkpoint; `find` gives canonical names.
+    """The names that a live job may use for entries of a checkpoint; `find` returns canonical ones.
 
-    In this order, and never a choice between two: the canonical name or the name that the source itself had; then
+    Tried in this order; a name that fits two entries is an error: the canonical name or the name that the source itself had; then
     another word for a component ("optimizer.", "model_state_dict."), a counter at the root ("step"), a bare FQN,
     wrapper prefixes inside FQNs, one wrapper key in front of all ("app.model."), and per-parameter options of an
     optimizer that was flattened ("param_groups.<fqn>.lr"), which the group that lists the parameter answers.
@@ -36,10 +36,10 @@ class Names:
         self._memo: dict[str, tuple[str, str] | None] = {}
 
     def find(self, asked: str) -> str | None:
-        """The canonical name of what is asked for, None where the checkpoint has nothing of that name.
+        """The canonical name for a name of the job; None if the checkpoint has no such entry.
 
         Raises:
-            Unsupported: it could be one of several.
+            Unsupported: it fits several entries.
         """
         if asked not in self._memo:
             found = {name: "" for name in (asked, self._own.get(asked, "")) if name in self._entries}
@@ -55,7 +55,7 @@ class Names:
         return known[0] if known else None
 
     def agree(self, asked: Iterable[str]) -> None:
-        """Prove that names which were asked for together were understood in one way.
+        """Prove that names of one state dict were all understood in the same way.
 
         Raises:
             Unsupported: two names mean one tensor, or model and optimizer were found under different wrapper keys.
@@ -75,10 +75,10 @@ class Names:
             ways.setdefault((self._memo[name] or ("", ""))[1], name)
         wrapped = [w for w in ways if w.startswith("key ")]
         if len(wrapped) > 1 or (wrapped and "bare" in ways):
-            said = ", ".join(f'"{ways[w]}"' for w in [*wrapped, *(w for w in ("bare",) if w in ways)])
+            examples = ", ".join(f'"{ways[w]}"' for w in [*wrapped, *(w for w in ("bare",) if w in ways)])
             raise Unsupported(
-                f"the names {said} are found in this checkpoint only if different keys in front of them are left out. "
-                "Ask for the parts of the model under their names in the checkpoint."
+                f"the names {examples} match this checkpoint only if different leading keys are removed. "
+                "Use the names that the checkpoint has."
             )
 
     def _aliases(self, asked: str) -> Iterator[tuple[str, str]]:

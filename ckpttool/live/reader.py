@@ -62,7 +62,7 @@ class LiveReader:
         try:
             framed = any(t.coding != "raw" for t in opened.checkpoint.tensors.values())
             if not framed and self.layout.locate is not None:
-                opened.locate()  # of such a layout, it is the names that `locate` finds
+                opened.locate()  # such a layout finds the names in `locate`
             before = len(opened.checkpoint.notes)
             opened.expect_recorded(ignore_recorded_digests)
             if not ignore_recorded_digests:
@@ -80,15 +80,15 @@ class LiveReader:
         self._rows: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
 
     def _refuse_mixups(self, opened: opening.OpenCheckpoint, framed: bool) -> None:
-        """What `OpenCheckpoint.locate` refuses of files of ranks. Of framed items, which are not all looked into, only steps are
-        compared."""
+        """Refuse mixed-up files of ranks, as `OpenCheckpoint.locate` does. Of framed items, which are not all parsed, only the
+        optimizer's steps are compared."""
         if not framed and not opened.allow_equal_ranks:
             mixups.refuse_equal_ranks(self.ckpt, self.source, self.layout)
         if framed and not opened.allow_mixed_steps:
             some = {
                 n: t for n, t in self.ckpt.tensors.items() if t.path[:2] == ("optim", "state") and t.path[-1] == "step"
             }
-            assert self.layout.locate is not None  # which takes the framing off
+            assert self.layout.locate is not None  # only such a layout frames its items
             located = self.layout.locate(replace(self.ckpt, tensors=some), self.source)
             mixups.refuse_mixed_steps(located, self.source, self.layout)
 
@@ -107,7 +107,7 @@ class LiveReader:
 
     @staticmethod
     def is_scalar_state(entry: TensorEntry | Value) -> bool:
-        """Whether it is a number of an optimizer's state, which some optimizers keep as such, others as a tensor."""
+        """Whether it is a number in an optimizer's state; some optimizers keep it as a number, others as a 0-dim tensor."""
         if entry.path[:2] != ("optim", "state"):
             return False
         if isinstance(entry, TensorEntry):
@@ -124,10 +124,10 @@ class LiveReader:
         return known
 
     def prepare(self, wanted: Iterable[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> None:
-        """Look into the framing of all chunks that (canonical name, start, shape) need.
+        """Locate the raw bytes of all chunks that boxes (canonical name, start, shape) need.
 
-        Of items that have one dtype, shape and length, the layout looks into the first. Another whose framing is the
-        same, byte for byte but for the checksums of its own data, needs no look of its own; any other gets one.
+        The layout parses the first item of each dtype, shape and length. Others are compared with it (frames.py), and
+        parsed only if they differ.
         """
         alike: dict[tuple[Any, ...], list[tuple[str, int]]] = {}
         for name, start, shape in wanted:
@@ -158,7 +158,7 @@ class LiveReader:
         self._look(others)
 
     def _look(self, places: Iterable[tuple[str, int]]) -> None:
-        """Let the layout look into some chunks."""
+        """Let the layout parse the framing of some chunks."""
         rows: dict[str, set[int]] = {}
         for name, k in places:
             rows.setdefault(name, set()).add(k)
@@ -176,7 +176,7 @@ class LiveReader:
                 self._located[name, k] = chunk
 
     def _frame(self, name: str, k: int) -> Frame | None:
-        """The framing of an item that was looked into, None where it is not that of a zip."""
+        """The framing of an item that was parsed; None if it is not a zip."""
         item, found = self.ckpt.tensors[name].chunks[k].extent, self._located[name, k]
         file = self.ckpt.files[item.file]
         try:
@@ -194,11 +194,11 @@ class LiveReader:
         """Read every box into its target, and compare the digests of whole tensors with those that were recorded.
 
         Args:
-            compare: canonical names of the tensors to compare; all where None. Of these, a tensor of which the target holds
-                every byte is hashed there, without reading it again. `check_recorded` is for the others.
+            compare: canonical names of the tensors to compare; None for all. A tensor whose target holds all of its bytes is
+                hashed in memory; `check_recorded` reads the others again.
 
         Raises:
-            Corrupt, SourceChanged: bytes are missing, damaged or not those of before.
+            Corrupt, SourceChanged: bytes are missing, damaged, or changed meanwhile.
         """
         import torch
 
@@ -246,8 +246,8 @@ class LiveReader:
         if changed:
             first, (a, b) = next(iter(changed.items()))
             warnings.warn(
-                f'{len(changed)} tensors of {self.path} were rounded to the dtype that the job has: "{first}" is {a} '
-                f"there and {b} in the job.",
+                f'{len(changed)} tensors of {self.path} were rounded to the dtype of the job: "{first}" is {a} '
+                f"in the checkpoint and {b} in the job.",
                 stacklevel=2,
             )
 

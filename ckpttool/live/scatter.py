@@ -1,7 +1,8 @@
 """Reads byte ranges of files into boxes of tensors that already exist.
 
 `Cutter` turns a box into pieces: byte ranges of at most `Tuning.stage_bytes`, each with its place. `Filler` sorts the
-pieces, reads neighbours in a file with one preadv, and so never reads more than `Tuning.gap_bytes` in vain at a time.
+pieces and reads neighbours in a file with one preadv, so that at most
+`Tuning.gap_bytes` unwanted bytes are read between two pieces.
 Bytes go straight into the target's memory where they are contiguous in both and the dtype is the same; otherwise they
 go into a staging buffer and from there by `copy_`, which also casts and crosses to a GPU.
 """
@@ -288,7 +289,7 @@ class Filler:
         return ring[-1][0], ring[-1][1]
 
     def _ranges(self, group: list[Piece], places: list[memoryview]) -> None:
-        """Read the ranges of neighbours, and what lies between them in vain."""
+        """Read neighbouring ranges with one call, together with the unwanted bytes between them."""
         views: list[memoryview] = []
         end = group[0].offset
         for p, place in zip(group, places, strict=True):

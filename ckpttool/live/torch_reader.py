@@ -136,7 +136,7 @@ class AnyLayoutReader(StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """On the coordinator alone: every rank is told, in its plan, which tensors it shall compare."""
+        """Called on the coordinator: puts the tensors that each rank shall compare into its plan."""
         shares = self._shares([plan.items for plan in plans])
         return [replace(plan, storage_data=_Share(names)) for plan, names in zip(plans, shares, strict=True)]
 
@@ -183,9 +183,7 @@ class AnyLayoutReader(StorageReader):
         try:
             self._check(plan.items)
             share = plan.storage_data
-            if not isinstance(
-                share, _Share
-            ):  # a planner of its own that made a new plan: this rank sees to all it reads
+            if not isinstance(share, _Share):  # a custom planner made a new plan: this rank compares all that it reads
                 share = _Share(self._shares([plan.items])[0])
             self._read(plan.items, planner, share)
             self._open.check_recorded(share.names)

@@ -68,7 +68,7 @@ def by_us(job: jobs.Job, checkpoint: Path, how: dict[str, Any]) -> bool:
     try:
         done = ckpttool.load(job.model, job.optimizer, checkpoint, scheduler=job.scheduler, **how)
     except ckpttool.CkpttoolError as error:
-        if "Pass None" not in str(error):
+        if "Pass optimizer=None" not in str(error):
             raise
         ckpttool.load(job.model, None, checkpoint, **how)
         return False
