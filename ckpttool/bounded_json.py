@@ -83,5 +83,5 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(out) != len(pairs):
         seen: set[str] = set()
         twin = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
-        raise Unsafe(f"the key {twin!r} stands twice in one JSON object; readers differ on which counts")
+        raise Unsafe(f"the key {twin!r} is there twice in one JSON object; readers differ on which one counts")
     return out

@@ -42,7 +42,7 @@ from ckpttool.index.checkpoint import (
     shape_of,
 )
 from ckpttool.index.fqns import strip_wrappers
-from ckpttool.index.names import canonical, of_the_rest
+from ckpttool.index.names import canonical, with_canonical_keys
 from ckpttool.layouts import Place, ReadOptions, checkpoint_of
 from ckpttool.storage.source import Source
 
@@ -381,7 +381,7 @@ class Reading:
         leaves: dict[Path, Any] = {("model", n): t for n, t in self.model.items()}
         leaves.update(self.optim)
         leaves.update(self.rest)
-        named = of_the_rest(canonical(leaves, shape_of, like, same_bytes, self.options.only))
+        named = with_canonical_keys(canonical(leaves, shape_of, like, same_bytes, self.options.only))
         out = checkpoint_of(named, layout, self.source.root, world, self.names, self.source)
         out.records = list(self.records.values())
         out.ranks = {i: r for i, n in enumerate(self.names) if (r := rank_of(n.rpartition("/")[2])) is not None}

@@ -47,7 +47,7 @@ from ckpttool.index.checkpoint import (
     same_bytes,
 )
 from ckpttool.index.draft import DraftFile
-from ckpttool.index.names import leads_back, misplaced, refuse_surrogates
+from ckpttool.index.names import misplaced, own_tree_is_readable, refuse_surrogates
 from ckpttool.storage.source import Source
 
 __all__ = ["FOLDER", "INDEX", "State", "draft", "merged", "read"]
@@ -323,6 +323,6 @@ def merged(ckpt: Checkpoint, source: Source) -> Checkpoint:
         model = listed
     out = replace(ckpt, tensors={**{joined(t.path): t for t in model.values()}, **rest})
     out.origin = _origin(index["origin"], what)
-    if not leads_back(out):
+    if not own_tree_is_readable(out):
         out.origin = {}
     return out

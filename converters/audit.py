@@ -26,7 +26,7 @@ from ckpttool.formats import values
 from ckpttool.huggingface import model_files
 from ckpttool.index.checkpoint import Checkpoint, Chunks, TensorEntry, joined
 from ckpttool.index.draft import Draft, DraftFile, EarlierFile, Sink
-from ckpttool.index.names import counted, leads_back, misplaced, refuse_surrogates
+from ckpttool.index.names import misplaced, own_tree_is_readable, refuse_surrogates, step_count
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions
 from ckpttool.storage.source import Source
 
@@ -107,7 +107,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         if a and b and (a.dtype, a.shape, found.digests[name]) == (b.dtype, b.shape, found.digests[kept]):
             tensors[name] = replace(b, path=a.path)
     out.origin = {tuple(a): tuple(b) for a, b in said.get("origin") or ()}
-    if not leads_back(out):
+    if not own_tree_is_readable(out):
         out.origin = {}
         out.notes.append(
             "the keys of the source's tree, by PROVENANCE.json, are not those of this state; canonical ones stay"
@@ -200,7 +200,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         hashes[plan.VALUES] = (len(held), records.sha256(held))
         manifest = records.Manifest(
             {n: wanted[n] for n in tensors}, {n: digests[n] for n in tensors}, grouped, hashes, how.shuffle,
-            counted(ckpt.value),
+            step_count(ckpt.value),
         )  # fmt: skip
         smalls = {
             plan.VALUES: held,

@@ -39,7 +39,7 @@ from ckpttool.huggingface import model_names
 from ckpttool.huggingface.model_names import ModelNames
 from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, same_bytes, shape_of, tied_weights
 from ckpttool.index.fqns import strip_wrappers
-from ckpttool.index.names import canonical, of_the_rest
+from ckpttool.index.names import canonical, with_canonical_keys
 from ckpttool.layouts import Layout, ModelHints, Place, ReadOptions, checkpoint_of
 from ckpttool.storage.source import Source
 
@@ -118,7 +118,7 @@ def _read(source: Source, options: ReadOptions) -> Checkpoint:
         leaves.update(read_optimizer(files, parts["optim"], known, options, config))
     leaves.update(rest_of(files, parts["rest"], leaves))
     like = options.like.optimizer if options.like else None
-    named = of_the_rest(canonical(leaves, shape_of, like, same_bytes, options.only))
+    named = with_canonical_keys(canonical(leaves, shape_of, like, same_bytes, options.only))
     out = checkpoint_of(named, "fsdp1", source.root, world, files.names, source)
     out.records, out.config = list(files.records.values()), config
     out.ranks = {r.file: r.rank for ranks in (parts["model"], *parts["optim"]) for r in ranks}

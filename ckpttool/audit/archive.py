@@ -20,7 +20,7 @@ from typing import Any
 from ..errors import Corrupt, NotRecognised, Unsafe
 from ..formats import values
 from ..index.checkpoint import Value
-from ..index.names import COMPONENTS, counted
+from ..index.names import COMPONENTS, step_count
 from ..storage.source import Identity, Source
 from . import manifest as records
 from . import plan, provenance, retention, sidecar, signing, tarball
@@ -267,7 +267,7 @@ class Archive(Source):
         what = f"{self.root}/{plan.VALUES}"
         data = self.record(plan.VALUES)
         held = values.decode(data, what)
-        step = counted(lambda name: held[name].data if name in held else None)
+        step = step_count(lambda name: held[name].data if name in held else None)
         if step != self.manifest.step:
             raise Corrupt(f"{what} counts {step} steps, {plan.MANIFEST} {self.manifest.step}.")
         return held

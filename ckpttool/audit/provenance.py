@@ -22,7 +22,7 @@ from ..bounded_json import parse
 from ..errors import Corrupt, Unsafe
 from ..huggingface import model_files
 from ..index.checkpoint import Checkpoint, joined, tied_weights
-from ..index.names import COMPONENTS, counted
+from ..index.names import COMPONENTS, step_count
 from ..storage.source import Source
 from . import manifest, retention, tarball
 from .options import ArchiveOptions
@@ -50,7 +50,7 @@ def collect(
         "files": len(sizes), "bytes": sum(i[2] for i in sizes.values()),
         "modified": retention.stamp(datetime.fromtimestamp(mtime, UTC)),
     }  # fmt: skip
-    out["step"] = counted(ckpt.value)
+    out["step"] = step_count(ckpt.value)
     out["made_on"] = {"host": socket.gethostname(), "user": _user(), "system": platform.platform()}
     installed = {name: found for name in _PACKAGES if (found := _installed(name))}
     out["versions"] = {"python": platform.python_version(), **installed}

@@ -1,4 +1,4 @@
-"""Which parameters lie in which flat parameter of FSDP1, where in it, and what each rank holds of it. Numbers only.
+"""Which parameters are in which flat parameter of FSDP1, where, and which part each rank has. Arithmetic only.
 
 FSDP1 puts all parameters of a wrapped module that no wrapped module inside it claims, one after the other, into one
 1-D flat parameter, and gives every rank a slice of that (torch/distributed/fsdp/_flat_param.py, FlatParamHandle):
@@ -13,7 +13,7 @@ FSDP1 puts all parameters of a wrapped module that no wrapped module inside it c
                 padded with zeros, in memory and in the optimizer's state.
 
 Nothing of that is in a checkpoint, so it is kept in a JSON file: `describe_fsdp1(model)` makes it in a live job, and
-ckpttool writes it beside the per-rank files it makes:
+ckpttool writes it next to the per-rank files:
 
     {"format": "fsdp1 flat layout", "version": 1, "use_orig_params": false, "shards": 4,
      "flat_params": [{"module": "model.layers.0", "dtype": "float32", "numel": 9792,
@@ -54,7 +54,7 @@ __all__ = [
 #: The name FSDP1 gives a flat parameter; its key is the path of the wrapped module and this.
 FLAT = "_flat_param"
 
-#: The file of a folder that says what lies in its flat parameters.
+#: The file in a folder that lists the contents of its flat parameters.
 RECORD = "flat_layout.json"
 
 _FORMAT = "fsdp1 flat layout"

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..index.checkpoint import Checkpoint, TensorEntry, orphaned_optimizer_state
-from ..index.names import counted
+from ..index.names import step_count
 from ..storage import urls
 from .opening import CheckpointPath, OpenOptions, open_with, shown_path
 from .unread_files import human, listed
@@ -115,7 +115,7 @@ def summarise(ckpt: Checkpoint, path: str | os.PathLike[str]) -> Summary:
         c["values"] += 1
     order = ("model", "optim", "scheduler", "scaler", "rng", "dataloader", "trainer", "extra")
     return Summary(
-        path=urls.display_path(path), layout=ckpt.layout, trainer=ckpt.trainer, step=counted(ckpt.value), ranks=ckpt.world_size,
+        path=urls.display_path(path), layout=ckpt.layout, trainer=ckpt.trainer, step=step_count(ckpt.value), ranks=ckpt.world_size,
         files=len(ckpt.files), file_bytes=sum(ckpt.sizes), tensors=len(ckpt.tensors), bytes=ckpt.nbytes,
         components={k: components[k] for k in order if k in components}, optimizer=_optimizer(ckpt), missing=_missing(ckpt),
         notes=ckpt.notes, not_read=[r.to_json() for r in ckpt.unread],

@@ -1,6 +1,6 @@
 """Files of ranks that do not belong together: one rank's file copied over another's, one rank's file from another step.
 
-Every such file is sound by itself, and the engine loads the wrong numbers without a word. Two things in the files tell:
+Every such file is sound by itself, and the trainer would load the wrong numbers silently. Two things show it:
 
     equal ranks   every rank holds a part of its own of the weights and of the optimizer. If all the records that a file holds
                   have the CRC32s of records in another rank's, the file is a copy. Parts that are one number over and over
@@ -84,7 +84,7 @@ def _zeros(n: int) -> int:
 
 
 def _records_of(ckpt: Checkpoint) -> Callable[[TensorEntry, Chunk], Sum | None]:
-    """What finds the record that a chunk of a tensor lies in; None where there is none."""
+    """A function that finds the record containing a chunk of a tensor; it returns None if there is none."""
     by_file: dict[int, list[Record]] = {}
     for r in ckpt.records:
         by_file.setdefault(r.extent.file, []).append(r)

@@ -15,7 +15,7 @@ from .._version import __version__
 from ..errors import Unsupported, UsageError, argument
 from ..index.checkpoint import Unread, floating_dtype, joined, orphaned_optimizer_state
 from ..index.draft import Draft, Dropped
-from ..index.names import NOT_THEIRS, refuse_surrogates
+from ..index.names import CANONICAL_KEYS_NOTE, refuse_surrogates
 from ..storage.source import Source
 from . import unread_files
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, model_of, open_with, refuse_unused
@@ -146,7 +146,7 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
         draft = target.write(ckpt, opened.source, options)
         _refuse_casts(draft)
         theirs = target.own_keys and any(p[0] in ("model", "optim") for p in ckpt.origin)
-        if theirs and NOT_THEIRS not in draft.notes:
+        if theirs and CANONICAL_KEYS_NOTE not in draft.notes:
             draft.notes.append(
                 f"model and optimizer keep the keys of the source; {argument('canonical_keys', True)} writes model and optim"
             )

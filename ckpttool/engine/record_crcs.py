@@ -13,11 +13,11 @@ __all__ = ["CrcVerifier", "Mismatch"]
 
 
 class Mismatch(Exception):
-    """Bytes do not have the CRC32 that the source says: (record, the CRC they have)."""
+    """Bytes do not have the stored CRC32: (record, actual CRC32)."""
 
 
 class CrcVerifier:
-    """CRC32s of records of the source, checked as their bytes pass in any order and in any pieces."""
+    """Checks the CRC32s of records while their bytes are read, in any order and in any pieces."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         by_file: dict[int, list[Record]] = {}
@@ -30,10 +30,10 @@ class CrcVerifier:
         self._lock = threading.Lock()
 
     def update(self, file: int, offset: int, data: memoryview) -> int | None:
-        """Take note of bytes read at an offset; returns their CRC32 where a record covers them and they are new.
+        """Add bytes that were read at an offset. Returns their CRC32 if a record contains them and they are new.
 
         Raises:
-            Mismatch: a record is complete, and its CRC is not what the source says.
+            Mismatch: a record is complete, and its CRC32 is not the stored one.
         """
         starts = self._starts.get(file)
         if not starts or not len(data):
@@ -71,7 +71,7 @@ class CrcVerifier:
             raise Mismatch(record, crc)
 
     def unfinished(self) -> Iterator[tuple[int, int, int]]:
-        """(file, offset, length) of the parts not read yet of records of which something was."""
+        """(file, offset, length) of the missing parts of records that were read in part."""
         for (file, i), seen in list(self._seen.items()):
             record = self._records[file][i]
             at = record.extent.offset

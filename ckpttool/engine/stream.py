@@ -48,7 +48,7 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 _SMALL = 256 << 10  # below this a read through the page cache is cheaper: neighbours come with it
 _BATCH = 512
-_GAP, _FAR_GAP = 4096, 256 << 10  # bytes that are read in vain rather than with another call, or over a network
+_GAP, _FAR_GAP = 4096, 256 << 10  # unwanted bytes that are read rather than with another call: local, remote
 
 
 class StreamJob:
@@ -234,7 +234,7 @@ class Reader:
             yield batch
 
     def _load_batch(self, batch: list[_Plan]) -> list[Block]:
-        """Blocks of one buffer. Neighbours in one file are read together, with what lies between them (item headers)."""
+        """Blocks of one buffer. Neighbours in one file are read together, with the bytes between them (item headers)."""
         if len(batch) == 1:
             return [self._load(batch[0])]
         buffer = self._pool.free.get()

@@ -1,17 +1,17 @@
 """Files of a checkpoint that were not read: what trainers write next to the files of a layout.
 
-HF Trainer puts optimizer.bin beside model.safetensors, Accelerate optimizer_0/ beside pytorch_model_fsdp_0/, torchtune
-recipe_state/ beside epoch_0/, Lightning meta.pt into a DCP folder. A layout reads its own files. This module lists the
+HF Trainer puts optimizer.bin next to model.safetensors, Accelerate optimizer_0/ next to pytorch_model_fsdp_0/, torchtune
+recipe_state/ next to epoch_0/, Lightning meta.pt into a DCP folder. A layout reads its own files. This module lists the
 others, so that every command can name them and a conversion does not lose them in silence.
 
     unread(source, file, ckpt, saves)  [Unread], after the layout has read `ckpt`
     lost(ckpt, holds, only)        those that a layout which holds such components could keep
-    listed(rows)                   them in words: "optimizer.bin (1.2 GB, optimizer), ..."
+    listed(rows)                   as text: "optimizer.bin (1.2 GB, optimizer), ..."
 
 A file was read when the source opened it. Names alone decide what a file holds: none of these files is opened, sizes come
-from the directory or from the listing of the store. For a folder that is all that lies in it, and next to it the names in
+from the directory or from the listing of the store. For a folder these are all files in it and, next to it, the names in
 `_NEXT_TO`. For a single file it is the names in `_NAMES` that hold state, and no others: a folder of downloads is not one
-checkpoint. State that the checkpoint already holds (a scheduler in DeepSpeed's own file) is listed and is no loss.
+checkpoint. State that the checkpoint already holds (a scheduler in DeepSpeed's own file) is listed, but is not a loss.
 
 Sources: transformers/trainer.py (_save_optimizer_and_scheduler, _save_rng_state), accelerate/checkpointing.py and
 utils/constants.py, torchtune/training/checkpointing/_checkpointer.py, lightning/pytorch/strategies/fsdp.py,

@@ -1,4 +1,4 @@
-"""The only pickle door. A pickle is read as data: opcodes build plain values and inert records, nothing is ever called.
+"""Reads pickles as data: opcodes build plain values and inert records, and nothing is ever imported or called.
 
 `load` is a small pickle machine of our own. A global (module, name) is looked up in a dict of *stand-ins*, functions
 and inert classes of ours; one that is not there becomes `Global`, a pair of strings. REDUCE of a `Global` (a call of
@@ -7,7 +7,7 @@ arguments and state and can be written to another pickle unchanged (pickle_write
 
 Bounds: opcodes, stack, string and total length follow from the size of the input, which is itself bounded; integers
 have at most 64 bytes; keys of dicts are scalars or flat tuples of them, so nothing nested is ever hashed, and none is set twice; the result
-is walked once and refused when it is deeper than 100 or unfolds to more than 16 nodes an opcode.
+is walked once and refused if it is deeper than 100 or expands to more than 16 nodes per opcode.
 
 `load_large` reads a genuine 100 MB `.metadata` (a million chunks) fifty times faster with the C unpickler of the
 standard library and the same stand-ins, in a child process whose memory and time are limited, since the C code would
@@ -70,7 +70,7 @@ class SharedStandIn(StandIn):
 
 
 class Opaque:
-    """An instance of a class that is not ours to know: carried as it was pickled, never built.
+    """An instance of an unknown class: kept as it was pickled, never built.
 
     `call` is True when the pickle called the class (REDUCE), False when it used __new__ (NEWOBJ).
     """
@@ -161,7 +161,7 @@ _KEPT = frozenset(
     for name in names
 )
 
-# Classes whose construction alone acts, or that stand for calls: never carried, not even unbuilt.
+# Modules whose objects act when they are created, or represent calls: refused, not even kept as Opaque.
 _NEVER = frozenset((
     "os", "posix", "nt", "sys", "subprocess", "builtins", "__builtin__", "importlib", "runpy", "code", "pty", "shutil",
     "socket", "ctypes", "multiprocessing", "threading", "asyncio", "webbrowser", "pickle", "marshal", "types", "io",
@@ -203,8 +203,8 @@ def _set(d: dict[Any, Any], k: Any, v: Any, what: str = "a pickle") -> None:
     """
     if _key(k) in d and not isinstance(k, SharedStandIn):
         raise Unsafe(
-            f"{what}: the key {short(k)} is set twice in one dict, and the first value is lost to whoever loads it. No pickler "
-            "writes that: take another copy of the checkpoint."
+            f"{what}: the key {short(k)} is set twice in one dict, so loading it would lose the first value. No pickler "
+            "writes that; use another copy of the checkpoint."
         )
     d[k] = v
 
@@ -353,7 +353,9 @@ def _run(data: bytes, pos: int, known: dict[tuple[str, str], Any], persistent: A
                 obj.state = state
             elif isinstance(obj, StandIn) and hasattr(obj, "__setstate__"):
                 obj.__setstate__(state)
-            elif not isinstance(obj, dict):  # an OrderedDict may carry _metadata: module versions, which nobody needs
+            elif not isinstance(
+                obj, dict
+            ):  # an OrderedDict may have _metadata: versions of modules, which are not needed
                 raise Unsafe(f"{what}: the pickle sets the state of {short(obj)}.")
         elif op == 0x75:  # SETITEMS
             items = since_mark()
@@ -511,7 +513,7 @@ def refuse_deep(obj: Any, what: str, most: int) -> None:
 
     Raises:
         Unsafe: deeper than 100, or more than `most` nodes, so that any later walk is bounded.
-        Unsupported: a stand-in of ours is in it, since the pickle holds a function that it never calls.
+        Unsupported: it contains one of our stand-ins, because the pickle has a function that it never calls.
     """
     todo, seen = [(obj, 0)], 0
     while todo:
@@ -521,7 +523,7 @@ def refuse_deep(obj: Any, what: str, most: int) -> None:
         inside = children(x)
         seen += 1 + len(inside)
         if seen > most:
-            raise Unsafe(f"{what}: unfolds to more than {most} objects.")
+            raise Unsafe(f"{what}: expands to more than {most:,} objects; no training state does.")
         for c in inside:
             if isinstance(c, (dict, list, tuple, set, frozenset, Opaque)):
                 todo.append((c, depth + 1))
@@ -543,7 +545,7 @@ def enum_members(*enums: tuple[Any, Mapping[str, Any]]) -> dict[tuple[str, str],
         for known, members in enums:
             if cls is known and isinstance(name, str) and name in members:
                 return members[name]
-        raise Unsafe(f"the pickle calls getattr({short(cls)}, {short(name)}), which has no place here.")
+        raise Unsafe(f"the pickle calls getattr({short(cls)}, {short(name)}), which a checkpoint does not need.")
 
     return {("builtins", "getattr"): member, ("__builtin__", "getattr"): member}
 
@@ -556,7 +558,7 @@ def load_large(data: io.BufferedIOBase, stand_ins: StandIns) -> Any:
             try:
                 return stand_ins[module, name]
             except KeyError:
-                raise Unsafe(f"the pickle names {module}.{name}, which has no place here.") from None
+                raise Unsafe(f"the pickle names {module}.{name}, which a checkpoint does not need.") from None
 
         def persistent_load(self, pid: Any) -> Any:
             raise Unsafe("the pickle refers to an object outside of it.")

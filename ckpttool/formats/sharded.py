@@ -45,7 +45,7 @@ class Shards(NamedTuple):
 
 
 def stand_ins(what: str) -> dict[tuple[str, str], Any]:
-    """What stands for the classes and calls in files of ranks: nothing is built, ShardedTensor and DTensor are Opaque."""
+    """Stand-ins for the classes and calls in files of ranks: nothing is built, ShardedTensor and DTensor stay Opaque."""
 
     def from_type(func: Any, cls: Any, args: Any, state: Any) -> Any:
         if (
@@ -113,16 +113,16 @@ def shards_of(x: Opaque, key: str, read_at: ReadAt, what: str) -> Shards:
 
 def _sharded_tensor(x: Opaque) -> Shards:
     local, meta, group = x.state[:3]
-    told = _fields(meta)
-    shape = _ints(told["size"])
-    dtype = told["tensor_properties"].state[0].name
+    fields = _fields(meta)
+    shape = _ints(fields["size"])
+    dtype = fields["tensor_properties"].state[0].name
     pieces = []
     for shard in map(_fields, local):
         tensor, place = shard["tensor"], _fields(shard["metadata"])
         start, size = _ints(place["shard_offsets"]), _ints(place["shard_sizes"])
         listed = any(
             list(start) == s["shard_offsets"] and list(size) == s["shard_sizes"]
-            for s in map(_fields, told["shards_metadata"])
+            for s in map(_fields, fields["shards_metadata"])
         )
         if not isinstance(tensor, StoredTensor) or tensor.shape != size or not listed:
             raise ValueError(f"a shard at {start} of size {size} that its table does not have")
@@ -135,8 +135,8 @@ def _sharded_tensor(x: Opaque) -> Shards:
 
 
 def _dtensor(x: Opaque, read_at: ReadAt, what: str) -> Shards:
-    told = _fields(x)
-    tensor, spec = told["_local_tensor"], _fields(told["_spec"])
+    fields = _fields(x)
+    tensor, spec = fields["_local_tensor"], _fields(fields["_spec"])
     meta = spec["tensor_meta"]
     shape = _ints((meta.args or tuple(_fields(meta).values()))[0])
     if not isinstance(tensor, StoredTensor):

@@ -167,7 +167,7 @@ def _refuse_unread(tree: Any, unread: list[tuple[Any, str]], what: str) -> None:
     """Refuse a file with a tensor whose numbers are not those of its storage.
 
     Raises:
-        Unsupported: with the name of the tensor, where it lies in dicts and lists.
+        Unsupported: with the tensor's path in dicts and lists.
     """
     if unread:
         tensor, why = unread[0]

@@ -1,8 +1,8 @@
-"""Zip files as torch.save writes them, as bytes: records found and proved, headers and directories made.
+"""Zip files as torch.save writes them, as bytes: records finds and proves records, makes headers and directories.
 
-`zip_records` takes the central directory for the truth, but only when nothing else can be: every record's local header must
-agree with it, no two records share a name or a byte, all lie under one root folder. What another zip reader could see
-differently is refused, so a scanner and we always see the same records.
+`zip_records` trusts the central directory only after proving it: every record's local header agrees with it, no two records
+share a name or a byte, and all are in one root folder. Files that another zip reader could read differently are refused, so a
+scanner always sees the same records as we do.
 
 Sources: caffe2/serialize/inline_container.cc (records, 64-byte alignment by an extra field "FB"), PKWARE APPNOTE 6.3.
 """
@@ -104,14 +104,14 @@ def zip_records(read_at: ReadAt, base: int, length: int, what: str) -> dict[str,
         if method != 0 or packed != size:
             raise Unsafe(
                 f"{what}: record {name!r} is compressed ({packed} -> {size} bytes). torch never does that; refused, "
-                "since it could unfold without bound."
+                "since it could decompress without limit."
             )
         if flags & 0x2041:
             raise Unsafe(f"{what}: record {name!r} is encrypted.")
         folder, _, short = name.partition("/")
         root = root if root is not None else folder
         if folder != root or not short or ".." in short.split("/") or "\\" in name or "\0" in name:
-            raise Unsafe(f"{what}: record {name!r} lies outside the folder {root!r} of the archive.")
+            raise Unsafe(f"{what}: record {name!r} is outside the folder {root!r} of the archive.")
         if attributes & 0x10 or name.endswith("/"):
             raise Unsafe(
                 f"{what}: record {name!r} is marked as a folder. torch then reads nothing from it and leaves memory as it was, "

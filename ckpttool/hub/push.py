@@ -32,7 +32,7 @@ from ..engine.opening import OpenOptions
 from ..engine.planning import WriteRequest
 from ..engine.recorded import MOST_RECORD_BYTES, RECORD
 from ..errors import Corrupt, DestinationExists, Interrupted, RemoteError, Unsafe, UsageError
-from ..index.names import counted
+from ..index.names import step_count
 from ..storage.buffers import IOBudget
 from . import card, screening
 from .client import Conflict, RejectedError, Repository, RepositoryState, TransientError, Upload, split
@@ -415,7 +415,7 @@ class Push:
         cast = any(tensors[n].dtype != t.dtype for n, t in self.draft.sources.items() if n in tensors)
         configs = {c.name: _object(c.head) for c in self.files if c.name in ("config.json", "adapter_config.json")}
         facts = card.Facts(
-            self.repo_id, __version__, ckpt.layout, ckpt.world_size, ckpt.trainer, counted(ckpt.value), dtypes,
+            self.repo_id, __version__, ckpt.layout, ckpt.world_size, ckpt.trainer, step_count(ckpt.value), dtypes,
             record["digest"], bool(getattr(self.writing.options, "include_optimizer", False)), cast or self.adapter, configs.get("config.json", {}),
             configs.get("adapter_config.json", {}) if self.adapter else {},
             None if self.revision in (None, "main") or str(self.revision).startswith("refs/") else self.revision,
@@ -424,7 +424,7 @@ class Push:
 
     def title(self, record: Mapping[str, Any]) -> str:
         """Of a commit that was given none."""
-        step = counted(self.opened.checkpoint.value)
+        step = step_count(self.opened.checkpoint.value)
         return f"ckpttool push of {record['source']['name']}" + ("" if step is None else f", step {step}")
 
     def outcome(self, state: RepositoryState | None, created: bool) -> Pushed:

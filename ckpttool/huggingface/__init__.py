@@ -1,1 +1,1 @@
-"""What transformers and PEFT know: names on the Hub, files beside a model, adapters."""
+"""Knowledge about transformers and PEFT: names on the Hub, files next to a model, adapters."""

@@ -1,4 +1,4 @@
-"""Files that lie beside a checkpoint and belong to it: the model's config and tokenizer, the trainer's configuration.
+"""Files next to a checkpoint that belong to it: the model's config and tokenizer, the trainer's configuration.
 
 Read as data, small ones only; no pickles, no archives, and nothing whose name says that it is a secret.
 """
@@ -38,7 +38,7 @@ def read_config(source: Source, name: str = "config.json") -> dict[str, Any]:
     """config.json of a folder.
 
     Raises:
-        Corrupt, Unsafe: it is no JSON object.
+        Corrupt, Unsafe: it is not a JSON object.
     """
     data = bounded_json.parse(source.read_all(name, 16 << 20), f"{source.root}/{name}")
     if not isinstance(data, dict):
@@ -87,7 +87,7 @@ def fetched(model: str, patterns: list[str]) -> str:
 
 
 def of_model(config: str, notes: list[str] | None = None) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
-    """(config.json, files to copy) of a folder or a model id; what else is to be said is put into `notes`.
+    """(config.json, files to copy) of a folder or a model id; `notes` is extended.
 
     Raises:
         Unsupported: it is neither. RemoteError: the Hub did not answer.

@@ -69,7 +69,7 @@ def floating_dtype(name: str) -> str:
     """torch's name of a floating-point dtype that was given as "bf16", "torch.bfloat16" or "bfloat16".
 
     Raises:
-        UsageError: it names none that numbers can be converted to.
+        UsageError: it is not a floating-point dtype.
     """
     full = _SHORT.get(name, name.removeprefix("torch."))
     if full not in ITEMSIZE or "float" not in full or full.startswith("float4"):
@@ -78,7 +78,7 @@ def floating_dtype(name: str) -> str:
 
 
 class Number(str):
-    """An element of a path that is an integer as a key of a dict: {0: ...}. DCP, whose keys are text, has it as text."""
+    """An element of a path that is an integer key of a dict: {0: ...}. In DCP, whose keys are text, it is text."""
 
     __slots__ = ()
 
@@ -244,15 +244,18 @@ class Value(NamedTuple):
 
 
 class Record(NamedTuple):
-    """Bytes of a file whose CRC32 the source itself carries."""
+    """Bytes of a file whose CRC32 is stored in the source."""
 
     extent: Extent
     crc32: int
 
 
 class Unread(NamedTuple):
-    """A file that lies with a checkpoint and was not read, or a folder of such ("optimizer_0/"): relative name, bytes where
-    they are known, what it holds by its name, and the component that a resume would miss, "" where it would not."""
+    """A file next to a checkpoint that its layout does not read, or a folder of such files ("optimizer_0/").
+
+    `name` is relative, `bytes` None if unknown; `what` it contains, judging by its name; `component` that a resume would
+    lack, or "".
+    """
 
     name: str
     bytes: int | None
@@ -266,10 +269,10 @@ class Unread(NamedTuple):
 
 @dataclass
 class Checkpoint:
-    """A checkpoint as an index. Nothing in it is bytes of tensors.
+    """A checkpoint as an index, without bytes of tensors.
 
-    `origin` maps a canonical path prefix to the one the source had, where it had another one, so that a
-    destination that keeps trees puts the user's own keys back: {("trainer", "step"): ("step",)}.
+    `origin` maps prefixes of canonical paths to those of the source if they differ, {("trainer", "step"): ("step",)}, so
+    that a destination that stores trees can restore the user's own keys.
     `notes` are sentences about what was assumed on reading; the command line prints them.
     """
 
@@ -283,12 +286,12 @@ class Checkpoint:
     records: list[Record] = field(default_factory=list)
     origin: dict[Path, Path] = field(default_factory=dict)
     trainer: str | None = None
-    config: dict[str, Any] | None = None  # the config.json of the model, where one lies with the weights
+    config: dict[str, Any] | None = None  # the config.json of the model, if there is one next to the weights
     ranks: dict[int, int] = field(default_factory=dict)  # {file: rank} of files that one rank wrote for itself
-    recorded: dict[str, str] = field(default_factory=dict)  # {tensor: digest} that the checkpoint itself carries
+    recorded: dict[str, str] = field(default_factory=dict)  # {tensor: digest} stored in the checkpoint itself
     notes: list[str] = field(default_factory=list)
-    unread: list[Unread] = field(default_factory=list)  # files that belong to it and that its layout does not read
-    ignored_digests: bool = False  # whether there were digests, which the user told us not to compare
+    unread: list[Unread] = field(default_factory=list)  # files that belong to it but that its layout does not read
+    ignored_digests: bool = False  # there were digests, but the user disabled the comparison
 
     @property
     def nbytes(self) -> int:
@@ -300,7 +303,7 @@ class Checkpoint:
         return str((self.tensors.get(name) or self.values[name]).path[0])
 
     def value(self, name: str) -> Any:
-        """The data of a value; None where there is none of that name."""
+        """The data of a value; None if there is none of that name."""
         found = self.values.get(name)
         return None if found is None else found.data
 
@@ -355,7 +358,7 @@ def check(ckpt: Checkpoint) -> None:
     length of every raw extent, no number overflows.
 
     Raises:
-        Corrupt: with the tensor, the file and the numbers, for the first thing that is not so.
+        Corrupt: with the tensor, the file and the numbers, for the first problem.
     """
     ends = [0] * len(ckpt.files)
     for name, t in ckpt.tensors.items():
@@ -424,7 +427,7 @@ def _check_tensor(ckpt: Checkpoint, name: str, t: TensorEntry) -> None:
 
 
 def _rows_tile(c: Chunks, shape: tuple[int, ...]) -> bool:
-    """Whether the chunks are whole rows of dim 0 that follow one another without hole or overlap, told by columns."""
+    """Whether the chunks are whole rows of dim 0 without gaps or overlaps; compares columns only."""
     order = c.rows_in_order() if len(c) and c.ndim else None
     if order is None or c.shape[1 : c.ndim].tolist() != list(shape[1:]):
         return False

@@ -35,19 +35,19 @@ from .trainers import trainer_of
 from .trees import nest
 
 __all__ = [
+    "CANONICAL_KEYS_NOTE",
     "COMPONENTS",
     "COUNTERS",
-    "NOT_THEIRS",
     "ROLES",
     "Named",
     "canonical",
-    "counted",
-    "leads_back",
     "misplaced",
-    "of_the_rest",
     "original",
     "own_tree",
+    "own_tree_is_readable",
     "refuse_surrogates",
+    "step_count",
+    "with_canonical_keys",
 ]
 
 COMPONENTS = ("model", "optim", "scheduler", "scaler", "rng", "dataloader", "trainer", "extra")
@@ -74,8 +74,9 @@ COUNTERS = frozenset((
 _STEPS = ("step", "global_step", "steps", "global_steps", "num_steps", "iteration")
 
 
-def counted(values: Callable[[str], Any]) -> int | None:
-    """How many steps the trainer counts, where it does; `values` gives the data of a canonical name, or None."""
+def step_count(values: Callable[[str], Any]) -> int | None:
+    """The number of optimizer steps that the trainer has counted, or None; `values(name)` returns the data of a canonical
+    name, or None."""
     for name in _STEPS:
         found = values(f"trainer.{name}")
         if isinstance(found, int) and not isinstance(found, bool):
@@ -226,13 +227,13 @@ def refuse_surrogates(names: Iterable[str]) -> None:
     for name in names:
         if not name.isascii() and name.encode("utf-8", "replace").decode() != name:
             raise Unsupported(
-                f"The name {name!a} has half of a surrogate pair in it, which UTF-8 cannot encode, so that no file of the "
-                "destination could list it. Rename it in the source."
+                f"The name {name!a} contains half of a surrogate pair, which UTF-8 cannot encode, so the destination cannot "
+                "store it. Rename it in the source."
             )
 
 
 def misplaced(paths: Sequence[Path]) -> Path | None:
-    """The first path of a state that is of no component, or that lies inside another one; None where all are sound."""
+    """The first path that belongs to no component, or that is inside another path; None if there is none."""
     leaves = set(paths)
     for path in paths:
         if path[0] not in COMPONENTS or any(path[:n] in leaves for n in range(1, len(path))):
@@ -240,24 +241,24 @@ def misplaced(paths: Sequence[Path]) -> Path | None:
     return None
 
 
-def leads_back(ckpt: Checkpoint) -> bool:
-    """Whether the tree with the user's own keys, by `ckpt.origin`, would be read as this very state."""
+def own_tree_is_readable(ckpt: Checkpoint) -> bool:
+    """Whether the tree with the user's own keys (`ckpt.origin`) would be read as exactly this state."""
     leaves: dict[Path, Any] = {t.path: t for t in ckpt.tensors.values()}
     leaves |= {v.path: v.data for v in ckpt.values.values()}
     return not ckpt.origin or own_tree(leaves, ckpt.origin, same_bytes)[0] is not leaves
 
 
-#: The note of a tree that could not be given back.
-NOT_THEIRS = (
+#: The note if the trainer's own tree cannot be written.
+CANONICAL_KEYS_NOTE = (
     "the keys are ckpttool's canonical ones, not those of the source: with those, this state could not be read again"
 )
 
 
 def own_tree(leaves: dict[Path, Any], origin: Mapping[Path, Path], same: Any) -> tuple[dict[Path, Any], list[str]]:
-    """(the tree that `origin` tells of, {path: leaf}, notes) for the leaves of a state, {canonical path: TensorEntry or data}.
+    """The tree {path: leaf} that the trainer wrote, and notes, from the leaves {canonical path: TensorEntry or data} of a state.
 
-    The leaves themselves are the tree where nothing else is known, and where a reader would not find the same state in
-    the other tree: numbers of parameters whose names do not follow any more, keys of which one holds another. `same` is
+    Without `origin` the tree is the leaves themselves. So it is if a reader would not find the same state in the trainer's
+    tree, because parameters are numbered and their names no longer follow, or because one key is inside another. `same` is
     what the reader of the tree will pass to `canonical`.
     """
     if not origin:
@@ -270,11 +271,11 @@ def own_tree(leaves: dict[Path, Any], origin: Mapping[Path, Path], same: Any) ->
         again = {}
     if again.keys() == leaves.keys() and all(again[p] is leaf or again[p] == leaf for p, leaf in leaves.items()):
         return tree, []
-    return leaves, [NOT_THEIRS]
+    return leaves, [CANONICAL_KEYS_NOTE]
 
 
 def _restored(leaves: Mapping[Path, Any], origin: Mapping[Path, Path]) -> dict[Path, Any]:
-    """The tree without a proof.
+    """The tree, not yet read again.
 
     Raises:
         Corrupt: two leaves would have one place, or one tensor several.
@@ -317,13 +318,13 @@ def _restored(leaves: Mapping[Path, Any], origin: Mapping[Path, Path]) -> dict[P
     return out
 
 
-def of_the_rest(named: Named) -> Named:
-    """The same, of a layout that is no tree: its model and optimizer get canonical keys in dcp and full."""
+def with_canonical_keys(named: Named) -> Named:
+    """The same for a layout without a tree of its own: dcp and full write its model and optimizer under canonical keys."""
     return named._replace(origin={q: p for q, p in named.origin.items() if q[0] not in ("model", "optim")})
 
 
 def original(path: Path, origin: Mapping[Path, Path]) -> Path:
-    """The path that a leaf of the rest had in the tree it came from (its canonical one where nothing is known)."""
+    """The path that a leaf had in the tree it came from; the canonical one if nothing else is known."""
     for n in range(len(path), 0, -1):
         if path[:n] in origin:
             return (*origin[path[:n]], *path[n:])

@@ -23,7 +23,7 @@ def nest(leaves: Mapping[Path, Any]) -> Any:
         for key in path[:-1]:
             inner = at.setdefault(key, _Node())
             if type(inner) is not _Node:
-                raise Corrupt(f"{joined(path)!r} lies inside a value, not inside a dict or list.")
+                raise Corrupt(f"{joined(path)!r} is inside a value that is neither a dict nor a list.")
             at = inner
         if path[-1] in at:
             raise Corrupt(f"{joined(path)!r} is a value and a dict or list at once.")
@@ -32,7 +32,7 @@ def nest(leaves: Mapping[Path, Any]) -> Any:
 
 
 class _Node(dict[Any, Any]):
-    """An inner node while a tree is built, told apart from a leaf that is a dict."""
+    """An inner node while a tree is built; a leaf may be a plain dict."""
 
 
 def _plain(x: Any) -> Any:

@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from ..engine.opening import OpenCheckpoint, OpenOptions, open_with, usable
 from ..errors import UsageError, argument
 from ..extras import need
-from ..index.names import counted
+from ..index.names import step_count
 from .bounds import PROFILES
 from .settings import Settings, Status, mesh_of
 from .torchrun import launch_runs
@@ -322,7 +322,7 @@ def _look(path: str | os.PathLike[str], reading: OpenOptions, start: int | None)
 def step_of(opened: OpenCheckpoint) -> int:
     """How many optimizer steps were taken before a checkpoint; 0 if nothing says so."""
     ckpt = opened.checkpoint
-    if (step := counted(ckpt.value)) is not None:
+    if (step := step_count(ckpt.value)) is not None:
         return step
     most = 0
     for v in ckpt.values.values():

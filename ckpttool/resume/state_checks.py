@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ..index.names import counted
+from ..index.names import step_count
 from .differences import (
     alike,
     config_differences,
@@ -96,7 +96,7 @@ def plausible(got: Trace) -> Check:
 
 def _trained(trace: Trace) -> int:
     """How many steps the training had done when the checkpoint was saved, as far as the trace knows."""
-    told = counted(trace.values.get)
+    told = step_count(trace.values.get)
     return trace.start if told is None else told
 
 

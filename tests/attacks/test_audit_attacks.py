@@ -1533,7 +1533,7 @@ def test_a_call_that_fails(error: int, tmp_path: Path, monkeypatch: pytest.Monke
     while True:
         count = 0
 
-        def counted(real: Any, n: int = n) -> Any:
+        def step_count(real: Any, n: int = n) -> Any:
             def call(*args: Any, **how: Any) -> Any:
                 nonlocal count
                 count += 1
@@ -1545,7 +1545,7 @@ def test_a_call_that_fails(error: int, tmp_path: Path, monkeypatch: pytest.Monke
 
         with monkeypatch.context() as m:
             for name in names:
-                m.setattr(os, name, counted(getattr(os, name)))
+                m.setattr(os, name, step_count(getattr(os, name)))
             try:
                 export(state, str(dst), how, in_ledger=False)
             except CkpttoolError:

@@ -373,7 +373,7 @@ def test_an_interrupted_file_is_gone_on_with(
         feed(writer, data[stop : stop + 3000], dice)  # written on for a while, and lost
         writer.close()
     made: list[int] = []
-    monkeypatch.setattr(frame_writer._Compress, "__call__", counted(frame_writer._Compress.__call__, made))
+    monkeypatch.setattr(frame_writer._Compress, "__call__", step_count(frame_writer._Compress.__call__, made))
     for lie in (
         None,
         {},
@@ -396,7 +396,7 @@ def test_an_interrupted_file_is_gone_on_with(
         assert bytes(out) == want
 
 
-def counted(call: Any, made: list[int]) -> Any:
+def step_count(call: Any, made: list[int]) -> Any:
     def count(self: Any, data: Any, *args: Any) -> Any:
         made.append(len(data))
         return call(self, data, *args)

@@ -322,7 +322,7 @@ def test_no_other_file_is_read(data: bytes) -> None:
 
 
 def test_a_key_twice_is_refused() -> None:
-    with pytest.raises(Unsafe, match="'a' stands twice"):
+    with pytest.raises(Unsafe, match="'a' is there twice"):
         decode(file_of('{"a": 1, "a": 1}'), "v")
 
 

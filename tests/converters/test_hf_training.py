@@ -368,7 +368,7 @@ def test_files_without_their_index_a_key_twice_and_links_that_lead_out_are_refus
         ckpttool.open(tmp_path / "a")
     text = (tmp_path / "b" / INDEX).read_text()
     (tmp_path / "b" / INDEX).write_text(text.replace('"version":1', '"version":1,"version":1'))
-    with pytest.raises(Unsafe, match="stands twice"):
+    with pytest.raises(Unsafe, match="is there twice"):
         ckpttool.open(tmp_path / "b")
     file = shard(tmp_path / "c")
     shutil.move(file, tmp_path / "elsewhere")

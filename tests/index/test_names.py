@@ -543,7 +543,7 @@ def test_a_tree_is_nested_again_from_its_leaves(tree: Any) -> None:
 
 
 def test_a_path_inside_a_leaf_is_an_error() -> None:
-    with pytest.raises(Corrupt, match=r"'a\.b' lies inside a value"):
+    with pytest.raises(Corrupt, match=r"'a\.b' is inside a value"):
         nest({("a",): 1, ("a", "b"): 2})
 
 
