@@ -162,11 +162,10 @@ EXIT_CODES: tuple[tuple[int, str], ...] = (
 
 #: Arguments whose option is not their name with dashes.
 _FLAGS = {
-    "max_memory_bytes": "--max-memory",
-    "threads": "--jobs",
-    "stage": "--zero-stage",
-    "max_shard_bytes": "--max-shard-size",
-}
+    "max_memory_bytes": "--max-memory", "threads": "--jobs", "max_shard_bytes": "--max-shard-size", "pull_request": "--pr",
+    "member_bytes": "--member-size", "key": "--sign-key", "certificate": "--sign-cert", "chain": "--cert-chain",
+    "hold": "--legal-hold",
+}  # fmt: skip
 
 _flags = False
 

@@ -147,8 +147,8 @@ class Plan:
         self.scaler = self._scaler()
         for key in sorted((OWN | {"buffer_names"}) & self.rest.keys()):
             raise Unsupported(
-                f'the checkpoint has an entry "{key}" of its own, and so does every DeepSpeed save. Leave it out: --only '
-                "model,optim,scheduler,trainer."
+                f'the checkpoint has an entry "{key}" of its own, and so does every DeepSpeed save. Leave it out: '
+                f"{argument('only', ['model', 'optim', 'scheduler', 'trainer'])}."
             )
 
     def made(self) -> dict[str, Any]:

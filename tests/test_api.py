@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import subprocess
@@ -158,3 +159,29 @@ def test_a_difference_is_true_and_a_summary_draws_itself(tmp_path: Path) -> None
     assert "dcp checkpoint" in str(found) and "<pre" in found._repr_html_()
     with ckpttool.open(DCP) as opened:
         assert len(repr(opened)) < 300
+
+
+#: Modules whose messages name whole commands of the program, or that only the program calls.
+OF_THE_PROGRAM = {"_fsdp1_flat.py", "audit.py"}
+
+
+def test_no_message_of_the_library_names_a_flag() -> None:
+    """`errors.argument` names options, since a caller in Python knows keywords."""
+    folders = [
+        REPOSITORY / "converters",
+        *(REPOSITORY / "ckpttool" / n for n in ("engine", "formats", "huggingface", "index", "live", "storage")),
+    ]
+    files = [REPOSITORY / "ckpttool" / "layouts.py", *(p for folder in folders for p in folder.glob("*.py"))]
+    wrong = [
+        f"{path.name}:{text.lineno} {text.value}"
+        for path in files
+        if path.name not in OF_THE_PROGRAM
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Raise)
+        for text in ast.walk(node)
+        if isinstance(text, ast.Constant)
+        and isinstance(text.value, str)
+        and re.search(r"(^|[\s`'\"(])--[a-z]", text.value)
+    ]
+    assert wrong == []
+    assert len(files) > 60

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import UsageError
+from ..errors import UsageError, argument
 
 __all__ = ["ENCRYPTED", "SUFFIX", "ArchiveOptions"]
 
@@ -38,16 +38,18 @@ class ArchiveOptions:
 
     def __post_init__(self) -> None:
         if not 1 <= self.level <= 19:
-            raise UsageError(f"--level {self.level}: from 1 to 19.")
+            raise UsageError(f"{argument('level', self.level)}: it must be from 1 to 19.")
         if self.member_bytes < 1 << 20:
-            raise UsageError(f"--member-size {self.member_bytes}: at least 1 MiB.")
+            raise UsageError(f"{argument('member_bytes', self.member_bytes)}: it must be at least 1 MiB.")
         if self.lock_mode not in ("governance", "compliance"):
-            raise UsageError(f"--lock-mode {self.lock_mode}: governance or compliance.")
+            raise UsageError(f"{argument('lock_mode', self.lock_mode)}: it must be governance or compliance.")
         if self.certificate and not self.key:
-            raise UsageError("--sign-cert needs --sign-key, the private key of the certificate.")
+            raise UsageError(f"{argument('certificate')} needs {argument('key')}, the private key of the certificate.")
         if self.chain and not self.certificate:
-            raise UsageError("--cert-chain goes with --sign-cert.")
+            raise UsageError(f"{argument('chain')} needs {argument('certificate')}.")
         if "" in (self.key, self.certificate, self.git_commit):
-            raise UsageError("--sign-key, --sign-cert and --git-commit need a value.")
+            raise UsageError(
+                f"{argument('key')}, {argument('certificate')} and {argument('git_commit')} must not be empty."
+            )
         if len({k for k, _ in self.meta}) != len(self.meta):
-            raise UsageError("--meta: one key is given twice.")
+            raise UsageError(f"{argument('meta')}: a key is given twice.")

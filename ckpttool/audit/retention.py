@@ -18,7 +18,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from ..bounded_json import parse as parse_json
-from ..errors import Corrupt, UsageError
+from ..errors import Corrupt, UsageError, argument
 
 __all__ = ["SCHEMA", "age", "lock_arguments", "parse", "record", "stamp", "time_of", "until"]
 
@@ -100,7 +100,7 @@ def record(retain: str | None, hold: str | None, start: datetime) -> bytes | Non
     if retain is None and hold is None:
         return None
     if hold is not None and not hold.strip():
-        raise UsageError("A legal hold needs a reason: --legal-hold REASON.")
+        raise UsageError(f"A legal hold needs a reason: {argument('hold')} must not be empty.")
     said = {
         "schema": SCHEMA,
         "retain_until": stamp(until(retain, start)) if retain is not None else None,

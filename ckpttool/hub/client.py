@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from json import JSONDecodeError
 from typing import Any, NamedTuple, TypeVar
 
-from ..errors import CkpttoolError, RemoteError, UsageError
+from ..errors import CkpttoolError, RemoteError, UsageError, argument
 from ..storage import remote, retries, urls
 
 __all__ = [
@@ -166,7 +166,7 @@ class Repository:
         if status == 403:
             return RemoteError(
                 f"{self.url}: the token may not do that ({words}). Take one with write access to this repository "
-                "(`hf auth login`, HF_TOKEN), or give --pr, which proposes the files."
+                f"(`hf auth login`, HF_TOKEN), or use {argument('pull_request', True)}, which proposes the files."
             )
         if kind is retries.NotFound:
             return retries.NotFound(

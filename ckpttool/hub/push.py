@@ -31,7 +31,7 @@ from ..engine.fill import Progress, silent
 from ..engine.opening import OpenOptions
 from ..engine.planning import WriteRequest
 from ..engine.recorded import MOST_RECORD_BYTES, RECORD
-from ..errors import Corrupt, DestinationExists, Interrupted, RemoteError, Unsafe, UsageError
+from ..errors import Corrupt, DestinationExists, Interrupted, RemoteError, Unsafe, UsageError, argument
 from ..index.names import step_count
 from ..storage.buffers import IOBudget
 from . import card, screening
@@ -138,10 +138,12 @@ class Push:
         public: bool = False, pull_request: bool = False, message: str | None = None, threads: int = 4,
     ) -> None:  # fmt: skip
         if threads < 1:
-            raise UsageError(f"--jobs {threads}: it must be at least 1.")
+            raise UsageError(f"{argument('threads', threads)}: it must be at least 1.")
         repo_id, named = split(target)
         if named and revision and named != revision:
-            raise UsageError(f"{target} names the revision {named}, --revision {revision}; give one of them.")
+            raise UsageError(
+                f"{target} names the revision {named}, {argument('revision', revision)}; give one of them."
+            )
         self.src, self.repo_id, self.revision = src, repo_id, revision or named
         self.public, self.pull, self.message, self.jobs = public, pull_request, message, threads
         self.reading, self.writing = reading, replace(writing, to="hf")
@@ -284,7 +286,7 @@ class Push:
         if known is None or not _unchanged(folder, known):
             if os.path.lexists(folder):
                 raise DestinationExists(
-                    f"--stage {stage} exists and is not what an earlier run of this push left there. Give a folder that does not "
+                    f"{argument('stage', stage)} exists and is not what an earlier run of this push left there. Give a folder that does not "
                     "exist, or remove it."
                 )
             running = RunOptions(threads=min(self.jobs, 4), progress=progress)

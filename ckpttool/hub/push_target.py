@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from ..engine.recorded import RECORD
-from ..errors import Differs, Unsupported, UsageError
+from ..errors import Differs, Unsupported, UsageError, argument
 from .client import RemoteFile, Repository, RepositoryState
 from .push_file import PushFile
 
@@ -42,12 +42,12 @@ class PushTarget:
         url = self.repository.url
         if state is not None and not state.private and not self.public:
             raise UsageError(
-                f"{url} is public: everybody could read what is pushed. Pass --public if you want that, or push to another "
+                f"{url} is public: everybody could read what is pushed. Pass {argument('public', True)} if you want that, or push to another "
                 "repository; new ones are private."
             )
         if state is not None and state.private and self.public:
             raise UsageError(
-                f"{url} is private, and a push does not change that. Push without --public, then make it public: `hf repos "
+                f"{url} is private, and a push does not change that. Push without {argument('public', True)}, then make it public: `hf repos "
                 f"settings {self.repo_id} --public`, or {self.repository.page}/settings."
             )
         return state
@@ -61,7 +61,9 @@ class PushTarget:
         if self.revision in (None, "main") or str(self.revision).startswith("refs/pr/"):
             return False
         if re.fullmatch(r"[0-9a-f]{40}", str(self.revision)) or str(self.revision).startswith("refs/"):
-            raise UsageError(f"--revision {self.revision}: commits cannot be added to this; give the name of a branch.")
+            raise UsageError(
+                f"{argument('revision', self.revision)}: commits cannot be added to this; give the name of a branch."
+            )
         return self.revision not in self.repository.branches()
 
     def warnings(self, state: RepositoryState, files: Container[str]) -> list[str]:
@@ -87,7 +89,7 @@ class PushTarget:
         if self.adapter and any(_STALE.fullmatch(n) for n in state.files):
             out.append(
                 f"the repository contains the weights of a model, which `pull` and `digest` read, but from now on {RECORD} has "
-                "the digests of the adapter. To keep the two apart, push to another repository or with --revision"
+                f"the digests of the adapter. To keep the two apart, push to another repository or with {argument('revision')}"
             )
         return out
 

@@ -29,7 +29,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..bounded_json import refuse_bomb
-from ..errors import Unsafe
+from ..errors import Unsafe, argument
 from ..huggingface.model_files import PACKED
 
 __all__ = ["kind_of", "screen"]
@@ -152,7 +152,7 @@ def screen(files: Iterable[tuple[str, bytes]]) -> None:
                 "loading one runs code" if found == _PICKLE else "nobody can see what it holds, and a model needs none"
             )
             raise Unsafe(
-                f"{name} is {found}: {why}, so it is never pushed. Take it away from the model's other files, or give --config "
+                f"{name} is {found}: {why}, so it is never pushed. Take it away from the model's other files, or give {argument('config')} "
                 "with a folder that has none."
             )
         if found is not None:

@@ -95,7 +95,7 @@ def in_module_order(tensors: Mapping[str, T], config: Mapping[str, Any]) -> dict
         if at is None:
             raise Unsupported(
                 f'The config describes a {config.get("model_type")} model without "{name}", which these weights have. Give '
-                "--config the folder or id of the model that was trained."
+                f"{argument('config')} the folder or id of the model that was trained."
             )
         return at, rest  # lora_A before lora_B, as PEFT adds them
 

@@ -9,7 +9,7 @@ import re
 from typing import Any, cast
 
 from ..engine.flat_layout import Flat, FlatLayout, Part, as_json
-from ..errors import Unsupported
+from ..errors import Unsupported, argument
 
 __all__ = ["describe_fsdp1"]
 
@@ -46,7 +46,7 @@ def describe_fsdp1(model: Any, optimizer: Any = None) -> dict[str, Any]:
         if missing:
             raise Unsupported(
                 f"this torch keeps no {missing[0]} in its flat parameters; ckpttool knows torch 2.10 to 2.13. Give "
-                "--like a checkpoint of the same model instead."
+                f"{argument('like')} a checkpoint of the same model instead."
             )
         parts, at = [], 0
         described = zip(p._fqns, p._shapes, p._strides, p._contiguities, strict=True)

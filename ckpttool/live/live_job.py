@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..errors import Unsupported, UsageError
+from ..errors import Unsupported, UsageError, argument
 from ..formats.pickles import short
 from ..index.checkpoint import TensorEntry, Value, joined, same_bytes
 from ..index.fqns import strip_wrappers
@@ -44,7 +44,7 @@ class LiveJob:
         if any(isinstance(m, FullyShardedDataParallel) for m in model.modules()):
             raise Unsupported(
                 "the model is wrapped by FSDP1, whose flat parameters can be loaded only from its own checkpoints. Convert "
-                "the checkpoint with --to fsdp1, or use fully_shard for the model."
+                f"the checkpoint with {argument('to', 'fsdp1')}, or use fully_shard for the model."
             )
         self.model, self.optimizer, self.scheduler, self.opened = model, optimizer, scheduler, opened
         ckpt = self.ckpt = opened.ckpt

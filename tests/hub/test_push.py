@@ -709,7 +709,7 @@ def test_staged(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert done.commit and {n: d for n, d in head(hub).items() if n in wanted} == wanted
     assert record(hub)["digest"] == json.loads((stage / "ckpttool.json").read_text())["digest"] == done.digest
     (stage / "config.json").write_text("{}")
-    with pytest.raises(DestinationExists, match="--stage"):
+    with pytest.raises(DestinationExists, match="stage="):
         push(str(DCP), URL, config=CONFIG, stage=str(stage))
 
 
