@@ -201,7 +201,7 @@ def test_a_data_file_of_another_step(tmp_path: Path) -> None:
     folder = copied("fsdp2_w3", tmp_path)
     set_steps(folder, lambda file, _: 2.0 if file == "__2_0.distcp" else None)
     said = refusal(folder, tmp_path / "out.pt")
-    for part in ("__2_0.distcp holds step 2", "__1_0.distcp holds step 3", "--allow-mixed-steps"):
+    for part in ("__2_0.distcp holds step 2", "__1_0.distcp holds step 3", "allow_mixed_steps=True"):
         assert part in said
     with pytest.raises(Corrupt, match="step 2"):
         ckpttool.storage_reader(folder)

@@ -352,7 +352,7 @@ LATEST: dict[str, Case] = {
     "ten megabytes": Case(latest(b"x" * 10_000_000), Corrupt, "has 10000000 bytes; such a file has at most 4096"),
     "300 letters": Case(latest(b"x" * 300), Corrupt, "the save that"),
     "no text": Case(latest(b"\xff\xfe"), Corrupt, "the save that"),
-    "a save that is gone": Case(latest(b"global_step9"), Corrupt, "saves here: global_step3. Choose one with --tag"),
+    "a save that is gone": Case(latest(b"global_step9"), Corrupt, "saves here: global_step3. Choose one with tag"),
     "and is a link": Case(outside("latest"), Unsafe, "is a link to"),
     "a folder that is a link": Case(outside("tag"), Unsafe, "is a link to"),
     "a folder in which a file is a link": Case(outside("file"), Unsafe, "is a link to"),

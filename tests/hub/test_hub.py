@@ -462,11 +462,11 @@ def test_a_hub_that_stays_away(hub: Hub) -> None:
     [
         (URL, "hf_WrongWrongWrongWrongWrong0123456", RemoteError, "Check the credentials"),
         (f"{URL}@main", "hf_WrongWrongWrongWrongWrong0123456", RemoteError, "Check the credentials"),
-        (URL, STRANGER, NotRecognised, "no such object"),
-        ("hf://org/missing", OWNER, NotRecognised, "no such object"),
-        ("hf://org/missing@dev", OWNER, NotRecognised, "no such object"),
-        (f"{URL}@nope", OWNER, NotRecognised, "no such object"),
-        (f"{URL}/nowhere", OWNER, NotRecognised, "no such object"),
+        (URL, STRANGER, NotRecognised, "the Hub has no such repository, revision or file"),
+        ("hf://org/missing", OWNER, NotRecognised, "the Hub has no such repository, revision or file"),
+        ("hf://org/missing@dev", OWNER, NotRecognised, "the Hub has no such repository, revision or file"),
+        (f"{URL}@nope", OWNER, NotRecognised, "the Hub has no such repository, revision or file"),
+        (f"{URL}/nowhere", OWNER, NotRecognised, "the Hub has no such repository, revision or file"),
     ],
 )
 def test_refusals(

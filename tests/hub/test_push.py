@@ -496,7 +496,7 @@ def test_a_damaged_source(hub: Hub, tmp_path: Path) -> None:
     ("token", "what", "words"),
     [
         ("hf_WrongWrongWrongWrongWrong0123456", None, r"does not know who asks.*hf auth login.*HF_TOKEN.*HF_ENDPOINT"),
-        (STRANGER, None, r"the token may not do that.*write access.*--pr"),
+        (STRANGER, None, r"the token may not do that.*write access.*pull_request=True"),
         (OWNER, 429, r"too many requests.*Wait some minutes"),
         (OWNER, 503, r"does not answer.*Check the network and HF_ENDPOINT"),
         (OWNER, "drop", r"does not answer.*run the same command again"),

@@ -83,7 +83,12 @@ class Fault:
 def convert(src: str, out: Path, to: str, force: bool) -> int:
     """DONE, or CONTINUED when a journal was found."""
     done = ckpttool.convert(
-        src, out, to=to, force=force, world_size=None if to in ("full", "hf") else 2, max_memory_bytes=72 << 20
+        src,
+        out,
+        to=to,
+        force=force,
+        world_size=None if to in ("full", "hf", "universal") else 2,
+        max_memory_bytes=72 << 20,
     )
     return CONTINUED if any("continued" in note for note in done.notes) else DONE
 

@@ -417,6 +417,11 @@ def test_what_somebody_else_creates_at_the_destination_meanwhile_is_not_replaced
 # --------------------------------------------------------------------------------------------------- destinations
 
 
+def ranks_of(to: str) -> list[str]:
+    """The option of a layout that has a world size."""
+    return ["-n", "2"] if to == "dcp" else []
+
+
 @pytest.mark.parametrize("to", ["full", "dcp", "hf"])
 def test_an_existing_destination_is_refused_without_force_and_replaced_whole_with_it(
     to: str, small: Path, tmp_path: Path
@@ -429,11 +434,11 @@ def test_an_existing_destination_is_refused_without_force_and_replaced_whole_wit
         (target / "model.safetensors").write_text("old")
         (target / "other").write_text("old")
     before = fingerprint(target)
-    refused = run("convert", small, target, "--to", to, "-n", "2")
+    refused = run("convert", small, target, "--to", to, *ranks_of(to))
     assert refused.returncode == 6
     assert "--force" in refused.stderr
     assert fingerprint(target) == before
-    assert run("convert", small, target, "--to", to, "-n", "2", "--force").returncode == 0
+    assert run("convert", small, target, "--to", to, *ranks_of(to), "--force").returncode == 0
     assert not (target / "other").exists()
     assert ckpttool.digest(target).digest["model"] == ckpttool.digest(small).digest["model"]
     assert left_beside(target) == []
@@ -466,8 +471,8 @@ def test_what_a_link_at_the_destination_leads_to_is_never_written_to(small: Path
     for name, to, leads_to in (("a", "full", real), ("b", "dcp", folder), ("c", "dcp", real), ("d", "full", folder)):
         target = tmp_path / name
         target.symlink_to(leads_to)
-        assert run("convert", small, target, "--to", to, "-n", "2").returncode == 6
-        forced = run("convert", small, target, "--to", to, "-n", "2", "--force")
+        assert run("convert", small, target, "--to", to, *ranks_of(to)).returncode == 6
+        forced = run("convert", small, target, "--to", to, *ranks_of(to), "--force")
         assert forced.returncode in (0, 6)
         if forced.returncode == 0:
             assert not target.is_symlink()
