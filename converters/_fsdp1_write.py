@@ -63,7 +63,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     kept = {n: v for n, v in ckpt.values.items() if n not in gone}
     draft = out.files.draft(
         Checkpoint("fsdp1", options.target, world, [], [], out.tensors, kept), out.sources,
-        state.dropped, out.same, [n for n in (*state.notes, *plan.notes) if plan.groups is not None or "param group" not in n],
+        dropped=state.dropped, aliases=out.same,
+        notes=[n for n in (*state.notes, *plan.notes) if plan.groups is not None or "param group" not in n],
     )  # fmt: skip
     return draft
 

@@ -120,7 +120,9 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     names_of_files = [f.name for f in draft_files]
     held_values = dict(ckpt.values) if own.include_optimizer else {}
     out = Checkpoint("hf", options.target, None, names_of_files, [f.size for f in draft_files], tensors, held_values)
-    return Draft(out, sources, draft_files, dropped=dropped, same=tied, notes=notes, added=weights.added)
+    return Draft(
+        out, sources, draft_files, dropped=dropped, aliases=tied, notes=notes, synthesized_tensors=weights.added
+    )
 
 
 def write_file(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
@@ -159,7 +161,15 @@ def write_file(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft
     sources = {"model." + k: t for k, t in weights.stored.items()}
     out = Checkpoint("hf", options.target, None, [file.name], [file.size], tensors, {})
     out.config = config
-    return Draft(out, sources, [file], dropped=weights.dropped, same=weights.tied, notes=notes, added=weights.added)
+    return Draft(
+        out,
+        sources,
+        [file],
+        dropped=weights.dropped,
+        aliases=weights.tied,
+        notes=notes,
+        synthesized_tensors=weights.added,
+    )
 
 
 class _Weights(NamedTuple):

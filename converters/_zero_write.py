@@ -53,7 +53,10 @@ def write_stage(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: 
     checkpoint = Checkpoint(f"zero{stage}", options.target, world, [], [], placed, ckpt.values)
     added = plan.added(groups)
     dropped = [*state.dropped, *out.dropped]
-    return files.draft(checkpoint, sources, dropped, models.same, plan.notes, added=added, made=plan.made())
+    return files.draft(
+        checkpoint, sources, dropped=dropped, aliases=models.same, notes=plan.notes, synthesized_tensors=added,
+        synthesized_values=plan.made(),
+    )  # fmt: skip
 
 
 class _Optimizers:

@@ -215,7 +215,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         if how.key is not None:
             listed.append((plan.SUMS, records.sha256(smalls[plan.SUMS])))
             smalls[plan.SIGNATURE] = _signed(listed, options.target, how)
-        draft.about = asdict(told(
+        draft.summary = asdict(told(
             options.target, 0, manifest, records.sha256(smalls[plan.MANIFEST]), records.sha256(smalls[plan.SUMS]),
             story, said, signature=smalls.get(plan.SIGNATURE), encrypted=bool(how.recipients),
         ))  # fmt: skip
@@ -230,7 +230,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     draft = Draft(
         out, {n: ckpt.tensors[n] for n in tensors}, [made],
         before=lambda name, entry, row, written: planned.before.get(name, b""), tail=tail,
-        lock=retention.lock_arguments(said, how.lock_mode.upper()),
+        object_lock=retention.lock_arguments(said, how.lock_mode.upper()),
     )  # fmt: skip
     return draft
 

@@ -152,7 +152,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         at = files.offset(0, keys[same.get(name, name)])
         tensors[name] = replace(t, chunks=Chunks.whole(t.shape, 0, at, t.nbytes), coding="raw")
     out = Checkpoint("full", options.target, None, [], [], tensors, values)
-    return files.draft(out, dict(ckpt.tensors), dropped, same, notes, recorded=True)
+    return files.draft(out, dict(ckpt.tensors), dropped=dropped, aliases=same, notes=notes, recorded=True)
 
 
 def _not_loadable(x: Any) -> str | None:

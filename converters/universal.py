@@ -240,7 +240,10 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     files.literal("latest_universal", plan.tag.encode())
     out = Checkpoint("universal", options.target, None, [], [], placed, ckpt.values)
     added = plan.added(groups)
-    return files.draft(out, sources, dropped, models.same, plan.notes + _lost(plan), added=added, made=plan.made())
+    return files.draft(
+        out, sources, dropped=dropped, aliases=models.same, notes=plan.notes + _lost(plan), synthesized_tensors=added,
+        synthesized_values=plan.made(),
+    )  # fmt: skip
 
 
 def _stage_of(ckpt: Checkpoint) -> int:

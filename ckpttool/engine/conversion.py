@@ -221,7 +221,7 @@ def _convert(
         return ConvertResult(
             source.root, where, opened.layout.name, target.name, draft.checkpoint.world_size,
             len(wanted), ckpt.nbytes, draft.nbytes, root, verify or done > 0,
-            [(d.name, d.nbytes, d.why) for d in draft.dropped], notes, draft.about, len(wanted.keys() & ckpt.recorded.keys()),
+            [(d.name, d.nbytes, d.why) for d in draft.dropped], notes, draft.summary, len(wanted.keys() & ckpt.recorded.keys()),
             [r.to_json() for r in ckpt.unread],
         )  # fmt: skip
 

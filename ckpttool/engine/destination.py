@@ -145,7 +145,7 @@ def open_destination(dst: str, is_file: bool, draft: Draft, plan: str, force: bo
     if not urls.is_url(dst):
         return LocalDestination(dst, is_file, plan, _room(draft), force)
     if is_file:
-        return ObjectDestination(dst, _room(draft), force, draft.lock)
+        return ObjectDestination(dst, _room(draft), force, draft.object_lock)
     return PrefixDestination(dst, draft, force)
 
 

@@ -149,7 +149,7 @@ class _Filling:
         self.outs: dict[int, DestinationFile] = {}
         self.left: dict[int, int] = {}  # chunks that are still to come, by file
         for name in self.names:
-            for file in tensors[name].chunks.file if name not in draft.same else ():
+            for file in tensors[name].chunks.file if name not in draft.aliases else ():
                 self.left[file] = self.left.get(file, 0) + 1
         self.ended: list[int] = []  # files whose last chunk has come, still open
         self.closed: set[int] = set()
@@ -180,8 +180,8 @@ class _Filling:
             for out in self.outs.values():
                 out.go_on()
         reader = reader or Reader(self.source, self.files, self.records, self.budget)
-        todo = [n for n in self.names[done:] if n not in self.draft.same]
-        total = sum(sources[n].nbytes for n in self.names if n not in self.draft.same)
+        todo = [n for n in self.names[done:] if n not in self.draft.aliases]
+        total = sum(sources[n].nbytes for n in self.names if n not in self.draft.aliases)
         passed = self.noted = total - sum(sources[n].nbytes for n in todo)
         for block in self._pass(
             reader, [StreamJob(n, sources[n], tensors[n].dtype, boxed=not _flat(tensors[n])) for n in todo]
@@ -191,7 +191,7 @@ class _Filling:
             if block.last:
                 self._note(block.name, passed)
         reader.finish()
-        for name, other in self.draft.same.items():
+        for name, other in self.draft.aliases.items():
             self.digests[name] = self.digests[other]
         self._finish([i for i in range(len(self.draft.files)) if i not in self.closed])
         return self.digests
@@ -199,7 +199,7 @@ class _Filling:
     def _walk_again(self, names: list[str], progress: Progress) -> Reader | None:
         """The tensors that an earlier run finished, once more; the reader, where it is one of the source."""
         tensors, sources = self.draft.checkpoint.tensors, self.draft.sources
-        names = [n for n in names if n not in self.draft.same]
+        names = [n for n in names if n not in self.draft.aliases]
         coded = any(f.coded for f in self.draft.files)  # what lies in such a file cannot be read by offset
         built = self.destination.readable if self.source.is_remote and not coded else None
         here = built is not None

@@ -145,9 +145,9 @@ def record(
             if (aside := [d for d in draft.dropped if d.why.endswith(unread_files.NOT_READ)])
             else {}
         ),
-        "tied": draft.same,
-        "added": draft.added,
-        "made": draft.made,
+        "tied": draft.aliases,
+        "added": draft.synthesized_tensors,
+        "made": draft.synthesized_values,
         "files": {f.name: {"bytes": f.size} for f in draft.files},
         "tensors": {n: [wanted[n].dtype, list(wanted[n].shape), d] for n, d in digests.items()},
     }

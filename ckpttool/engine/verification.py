@@ -230,7 +230,9 @@ def _canonical(
 ) -> dict[str, str]:
     """Digests by canonical name. Tensors that the destination splits are read again."""
     ckpt = opened.checkpoint
-    out = {n: digests[n] for n in wanted if n in digests and (n in draft.same or draft.sources[n] == ckpt.tensors[n])}
+    out = {
+        n: digests[n] for n in wanted if n in digests and (n in draft.aliases or draft.sources[n] == ckpt.tensors[n])
+    }
     rest = {n: ckpt.tensors[n] for n in wanted if n not in out}
     if rest:
         dtypes = {n: wanted[n].dtype for n in rest}
@@ -289,8 +291,8 @@ def read_back(
             )
     except Unreadable as e:  # what was written there would fail the next run too
         raise Corrupt(f"the destination cannot be read back: {e}") from e
-    missing = sorted(set(digests) - set(found) - set(draft.same))
-    extra = sorted(set(found) - set(digests) - {d.name for d in draft.dropped} - set(draft.added))
+    missing = sorted(set(digests) - set(found) - set(draft.aliases))
+    extra = sorted(set(found) - set(digests) - {d.name for d in draft.dropped} - set(draft.synthesized_tensors))
     wrong = sorted(n for n in digests if n in found and found[n] != digests[n])
     if missing or extra or wrong:
         first = (wrong or missing or extra)[0]

@@ -1,4 +1,4 @@
-"""torch.save files to be: their pickles and small records are known, the bytes of their storages come later.
+"""Plans torch.save files: their pickles and small records are known, the bytes of their storages come later.
 
     files = TorchFiles()
     f = files.add("rank0.pt", {"w": TensorRef("float32", (4,), "0", 4)}, {"0": 16})
@@ -116,17 +116,19 @@ class TorchFiles:
         self,
         checkpoint: Checkpoint,
         sources: dict[str, TensorEntry],
+        *,
         dropped: list[Dropped] | None = None,
-        same: dict[str, str] | None = None,
+        aliases: dict[str, str] | None = None,
         notes: list[str] | None = None,
         recorded: bool = False,
-        added: list[str] | None = None,
-        made: dict[str, Any] | None = None,
+        synthesized_tensors: list[str] | None = None,
+        synthesized_values: dict[str, Any] | None = None,
     ) -> Draft:
-        """The draft of a checkpoint whose chunks lie in these files; its `files` and `sizes` are set.
+        """The draft of a checkpoint whose chunks are in these files; sets its `files` and `sizes`.
 
         Args:
             recorded: end every file with a record `ckpttool.json` of the digests.
+            dropped, aliases, notes, synthesized_tensors, synthesized_values: those of `Draft`.
         """
         checkpoint.files, checkpoint.sizes = self.names, self.sizes()
 
@@ -163,8 +165,8 @@ class TorchFiles:
         heads = [f if isinstance(f, bytes) else f.head for f in self.files]
         files = [DraftFile(n, size, h) for n, size, h in zip(self.names, checkpoint.sizes, heads, strict=True)]
         return Draft(
-            checkpoint, sources, files, dropped=dropped or [], same=same or {}, before=before, tail=tail,
-            notes=notes or [], added=added or [], made=made or {},
+            checkpoint, sources, files, dropped=dropped or [], aliases=aliases or {}, before=before, tail=tail,
+            notes=notes or [], synthesized_tensors=synthesized_tensors or [], synthesized_values=synthesized_values or {},
         )  # fmt: skip
 
     def _between(self, checkpoint: Checkpoint, f: _File, a: int, b: int, written: Sequence[Written]) -> bytes:

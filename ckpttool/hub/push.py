@@ -261,7 +261,7 @@ class Push:
             found: dict[str, str] = {}
             for c in self.files:
                 found |= journal.files[c.name].tensors
-            found |= {name: found[other] for name, other in self.draft.same.items()}
+            found |= {name: found[other] for name, other in self.draft.aliases.items()}
             budget = IOBudget(self.jobs)
             wanted, digests = verification.settled(self.opened, self.draft, found, self.writing, progress, budget)
             record = recorded.record(self.opened.checkpoint, self.draft, wanted, digests, self.opened.source.commit)

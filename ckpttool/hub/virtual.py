@@ -71,7 +71,7 @@ def contents(opened: OpenCheckpoint, draft: Draft, budget: IOBudget) -> list[Con
     out = [Content(f.name, f.size, f.first_bytes(), opened, budget) for f in draft.files]
     at = [len(c.head) for c in out]
     for name, entry in draft.checkpoint.tensors.items():
-        if name in draft.same:
+        if name in draft.aliases:
             continue
         ((_, shape, extent, *_),) = entry.chunks
         content = out[extent.file]

@@ -1,8 +1,7 @@
-"""The checkpoint to be.
+"""`Draft`: the index of a destination whose bytes are still missing.
 
-A `Draft` is the index of the destination with the bytes still missing: `checkpoint.tensors` says where every chunk will
-lie, `sources` which tensor of the source (or which part of one) fills it, `files` what else each file holds. It is the
-plan: `--dry-run` prints it.
+`checkpoint.tensors` says where every chunk will be, `sources` which tensor of the source (or which part of one) fills it,
+`files` what else each file contains. The draft is the plan: `--dry-run` prints it.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ class Dropped(NamedTuple):
 
 
 class Sink(Protocol):
-    """What stands between the bytes of a file, as the draft has them, and those on the disk: compression, a cipher.
+    """Transforms the bytes of a file on their way to the disk: compression, encryption.
 
-    `at` counts the bytes appended. Where `resumable`, `settle` hands everything on, and `state`, JSON-able, lets another
-    sink that is given the same bytes from the beginning on check what this one has written instead of making it again.
+    `at` counts the bytes appended. If `resumable`, `settle` writes everything that is buffered. A later sink that gets the
+    same bytes from the beginning can use `state` (JSON) to check what this one has written instead of writing it again.
     """
 
     @property
@@ -47,7 +46,7 @@ class Sink(Protocol):
 
 class EarlierFile(NamedTuple):
     """What an earlier run left of a file: the state of its sink, and `read(offset, length)`, which may give fewer bytes.
-    Neither is believed before the bytes are proved to be the right ones."""
+    Neither is trusted before the bytes are proved to be right."""
 
     state: dict[str, Any]
     read: Callable[[int, int], bytes]
@@ -55,9 +54,9 @@ class EarlierFile(NamedTuple):
 
 @dataclass
 class DraftFile:
-    """One file to be: `head` are its first bytes, or all of them where no chunk lies in it.
+    """A file of the destination: `head` are its first bytes, or all of them if it contains no chunk.
 
-    `coded(write, jobs, earlier)` makes the sink of a file whose bytes on the disk are other ones. With `earlier`, `write`
+    `coded(write, jobs, earlier)` makes the sink of a file that is transformed on its way to the disk. With `earlier`, `write`
     compares with the disk until the earlier run's last byte and raises `Altered`.
     """
 
@@ -81,25 +80,24 @@ class Draft:
 
     `before(name, entry, row, written)` and `after(name, entry, row, written)` are the bytes around a chunk (a zip's
     local header and data descriptor, padding), `tail(file, written, digests)` those at the end of a file; `written` are
-    the chunks of that file so far, in order, in `after` with the one it follows. None means none. A tensor under a name
-    that no canonical one is ("replica...", "module...") is a further copy of its source.
+    the chunks of that file so far, in order, in `after` with the one it follows. A tensor whose name is not canonical
+    ("replica...", "module...") is another copy of its source.
     """
 
     checkpoint: Checkpoint
     sources: dict[str, TensorEntry]
     files: list[DraftFile]
     dropped: list[Dropped] = field(default_factory=list)
-    same: dict[str, str] = field(default_factory=dict)  # name without bytes of its own -> the name that has them
+    aliases: dict[str, str] = field(default_factory=dict)  # name without bytes of its own -> the name that has them
     before: Framing | None = None
     after: Framing | None = None
     tail: Callable[[int, Sequence[Written], dict[str, Any]], bytes] | None = None
     notes: list[str] = field(default_factory=list)
-    added: list[str] = field(
-        default_factory=list
-    )  # tensors that the layout has and the source has not: zeros, counters
-    made: dict[str, Any] = field(default_factory=dict)  # values likewise: {name: data}
-    lock: dict[str, Any] = field(default_factory=dict)  # arguments of an object lock, where the destination has such
-    about: dict[str, Any] = field(default_factory=dict)  # what is known of the destination when its last byte is
+    # tensors and values that the layout needs but the source lacks: zeros, counters
+    synthesized_tensors: list[str] = field(default_factory=list)
+    synthesized_values: dict[str, Any] = field(default_factory=dict)
+    object_lock: dict[str, Any] = field(default_factory=dict)  # S3's arguments of an object lock; {} for none
+    summary: dict[str, Any] = field(default_factory=dict)  # facts about the destination, known after its last byte
 
     @property
     def nbytes(self) -> int:

@@ -161,7 +161,7 @@ def _open_at_once(draft: Draft) -> int:
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for k, (name, entry) in enumerate(draft.checkpoint.tensors.items()):
-        for file in entry.chunks.file if name not in draft.same else ():
+        for file in entry.chunks.file if name not in draft.aliases else ():
             first.setdefault(file, k)
             last[file] = k
     change = [0] * (len(draft.checkpoint.tensors) + 1)
