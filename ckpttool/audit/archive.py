@@ -1,12 +1,12 @@
-"""An archive opened: its members as files of a `Source`, proved to be laid out as its own manifest says.
+"""An open archive: its members as the files of a `Source`, proved to be laid out as its own manifest says.
 
-Everything that reads tensors reads them from here as from any folder: `tensors-00001.safetensors` and the others are
-files, with byte planes merged, and each read unfolds only the frames that it meets. What opening costs is the tables at
-the end, the manifest, and one frame a member.
+Tensors are read from it as from any folder: `tensors-00001.safetensors` and the others are files, with byte planes merged, and
+each read decompresses only the frames that it meets. Opening reads the tables at the end, the manifest, and one frame per
+member.
 
-Proved on opening, without reading data: the frames are where the plan of the manifest puts them; every header of the tar
-and of the safetensors members is the one the plan has; no member is missing, unknown or twice; the small members have
-the hashes of SHA256SUMS. What the data themselves are, verification.py proves.
+Proved on opening, without reading data: the frames are where the plan of the manifest puts them; every tar header and
+safetensors header is the planned one; no member is missing, unknown or there twice; the small members have the hashes in
+SHA256SUMS. verification.py checks the data.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Archive(Source):
     """The members of an archive as files, and what its records say.
 
     Raises:
-        NotRecognised: it is no archive of ours. Corrupt, Unsafe: it is damaged, or not laid out as its manifest says.
+        NotRecognised: it is not an archive of ckpttool. Corrupt, Unsafe: it is damaged, or not laid out as its manifest says.
     """
 
     local = False
@@ -66,7 +66,7 @@ class Archive(Source):
         what = f"{self.root}/{plan.PROVENANCE}"
         self.provenance = provenance.decode(self.record(plan.PROVENANCE), what)
         if provenance.mtime(self.provenance) != self.mtime:
-            raise Unsafe(f"{self.root}: the time of its members is not the one that {plan.PROVENANCE} tells.")
+            raise Unsafe(f"{self.root}: the time of its members is not the one in {plan.PROVENANCE}.")
         self._extra = provenance.config_files(self.provenance, what)
         if both := sorted(self._extra.keys() & self._members.keys()):
             raise Unsafe(f"{what}: a configuration file is named like the member {both[0]}.")
@@ -98,8 +98,8 @@ class Archive(Source):
             end = at + tarball.BLOCK + found.size
             if found.size > total or end > total:
                 raise Corrupt(
-                    f"{self.root}: member {found.name} of {found.size} bytes begins at byte {at} of a tar of {total}. The "
-                    "copy is incomplete."
+                    f"{self.root}: member {found.name} needs {found.size} bytes from byte {at}, but the tar ends at "
+                    f"{total}. The copy is incomplete."
                 )
             self._members[found.name] = (at + tarball.BLOCK, found.size)
             if any(self._bytes(end, -end % tarball.BLOCK)):
@@ -113,7 +113,7 @@ class Archive(Source):
             raise Corrupt(f"{self.root} has no {missing[0]}. It is not an archive of ckpttool, or a damaged one.")
 
     def _name(self, name: str) -> None:
-        """Members have the names that they must have, in their order, once."""
+        """Check that the members have the right names, in the right order, once each."""
         order = [plan.README, *_TAIL]
         before = next(reversed(self._members), None)
         data = len(self._members) - 1 if before and before.startswith("tensors-") else 0
@@ -128,8 +128,7 @@ class Archive(Source):
             fits = name in order and order.index(name) > rank
         if not fits:
             raise Unsafe(
-                f"{self.root}: member {tarball.short(name)} does not belong there: after "
-                f"{before or 'the beginning'} an archive has other ones."
+                f"{self.root}: member {tarball.short(name)} does not belong there: it cannot follow {before or 'the beginning'}."
             )
 
     def _bytes(self, at: int, length: int, most: int = FRAME) -> bytes:
@@ -138,7 +137,7 @@ class Archive(Source):
         return bytes(out)
 
     def _prove(self, head: bytes) -> None:
-        """What is there is what the plan has.
+        """Check that the archive is what the plan says.
 
         Raises:
             Corrupt, Unsafe: with the member and the numbers.
@@ -147,13 +146,17 @@ class Archive(Source):
         have = {n: place for n, place in self._members.items() if n not in _TAIL}
         if want != have:
             odd = sorted(n for n in want.keys() | have.keys() if want.get(n) != have.get(n))[0]
-            raise Corrupt(f"{self.root}: member {odd} lies at {have.get(odd)}, by the manifest at {want.get(odd)}.")
+            raise Corrupt(
+                f"{self.root}: member {odd} is at {have.get(odd)}, but the manifest puts it at {want.get(odd)}."
+            )
         if len(head) > _MOST_README:
             raise Unsafe(f"{self.root}: {plan.README} has {len(head)} bytes; such a text has at most {_MOST_README}.")
         for name, text in self.plan.headers.items():
             start, size = self._members[name]
             if size < len(text) or self._long(start, len(text)) != text:
-                raise Corrupt(f"{self.root}/{name}: its safetensors header is not the one the manifest tells of.")
+                raise Corrupt(
+                    f"{self.root}/{name}: its safetensors header is not the one that follows from the manifest."
+                )
         self._frames()
         listed = [n for n in self._members if n not in (plan.SUMS, plan.SIGNATURE)]
         if list(self.sums) != listed:
@@ -177,7 +180,7 @@ class Archive(Source):
         return b"".join(self._bytes(at + i, min(FRAME, length - i)) for i in range(0, length, FRAME))
 
     def _frames(self) -> None:
-        """Frames begin where the plan cuts, and every `FRAME` bytes from there on."""
+        """Check that frames begin where the plan cuts, and every `FRAME` bytes from there on."""
         want: list[int] = []
         cuts = [*self.plan.cuts, Cut(self.table.logical_size, 1, False)]
         for a, b in pairwise(cuts):
@@ -187,14 +190,14 @@ class Archive(Source):
             k = next((i for i, (a, b) in enumerate(zip(want, have, strict=False)) if a != b), min(len(want), len(have)))
             raise Corrupt(
                 f"{self.root}: frame {k} of {len(have)} does not begin where the manifest has one begin ({len(want)} in "
-                "all). It was not written by ckpttool, or cut and put together."
+                "all). It was not written by ckpttool, or was assembled from parts."
             )
 
     def record(self, name: str) -> bytes:
         """A small member, whole.
 
         Raises:
-            Corrupt, Unsafe: it is larger than any archive of this size has one.
+            Corrupt, Unsafe: it is too large for an archive of this size.
         """
         most = records.most_bytes(self.base.size(self.file))
         if self.size(name) > most:
@@ -255,14 +258,14 @@ class Archive(Source):
 
     @property
     def signed(self) -> bool:
-        """Whether a signature lies in it."""
+        """Whether it contains a signature."""
         return plan.SIGNATURE in self._members
 
     def values(self) -> dict[str, Value]:
-        """What values.json says, which counts the steps that the manifest says.
+        """The values in values.json, whose step must be that of the manifest.
 
         Raises:
-            Corrupt, Unsafe: it is damaged, or counts others.
+            Corrupt, Unsafe: it is damaged, or has another step.
         """
         what = f"{self.root}/{plan.VALUES}"
         data = self.record(plan.VALUES)
@@ -273,12 +276,12 @@ class Archive(Source):
         return held
 
     def signed_files(self) -> Sequence[tuple[str, str]]:
-        """(member, SHA-256) of all that a signature is over: every member but itself."""
+        """(member, SHA-256) of everything that a signature covers: every member but itself."""
         own = self.sums_sha256
         return [*self.sums.items(), (plan.SUMS, own)]
 
     def retention(self) -> dict[str, Any] | None:
-        """What RETENTION.json says."""
+        """The content of RETENTION.json."""
         if plan.RETENTION not in self._members:
             return None
         return retention.parse(self.record(plan.RETENTION), f"{self.root}/{plan.RETENTION}")
@@ -290,7 +293,7 @@ class Archive(Source):
 @dataclass(frozen=True)
 class Facts:
     """What a listing shows of an archive. `bytes` are those of the file; times are UTC, "2026-11-21T10:20:30Z". `sums_sha256` is
-    the hash of SHA256SUMS, and so of everything but the signature; `signed_by` what the signature says of its key, unproved."""
+    the hash of SHA256SUMS, and so of everything but the signature; `signed_by` the key that the signature names, not verified."""
 
     name: str
     bytes: int
@@ -314,10 +317,10 @@ class Facts:
 
 
 def facts(source: Source, file: str) -> Facts:
-    """What the records of an archive say; those of an encrypted one lie beside it. Reads no tensor.
+    """The facts in an archive's records, or, for an encrypted one, in the file next to it. Reads no tensor.
 
     Raises:
-        CkpttoolError: it is no sound archive.
+        CkpttoolError: it is not a valid archive.
     """
     if file.endswith(ENCRYPTED):
         return _sealed_facts(source, file)
@@ -343,7 +346,7 @@ def told(
     signature: bytes | None,
     encrypted: bool,
 ) -> Facts:
-    """The facts that the records of an archive tell."""
+    """The facts in these records."""
     origin = said.get("source") or {}
     hold = (kept or {}).get("legal_hold") or {}
     return Facts(

@@ -49,10 +49,10 @@ __all__ = [
 class Row:
     """An archive of a store.
 
-    `retain_until` and `held` are those that count: of the archive and of the ledger. `verified` is when the ledger last
-    has it found sound. `damaged` says why a file is no sound archive, and then there are no facts. `ledger` is how the
-    archive stands to the ledger: "match", "differs", "renamed" or "unknown" (see `ledger.Match`), "missing" where the
-    store has no ledger, None where the archive is damaged. `warnings` are sentences on what does not fit together.
+    `retain_until` and `held` combine the archive's own records and the ledger. `verified` is when the ledger last recorded a
+    successful verification. `damaged` says why a file is not a valid archive; then there are no facts. `ledger` is "match",
+    "differs", "renamed" or "unknown" (see `ledger.Match`), "missing" if the store has no ledger, None if the archive is
+    damaged. `warnings` are sentences about contradictions.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Row:
 
 
 def evidence(known: Facts) -> dict[str, Any]:
-    """What an event of the ledger says of the archive it is about."""
+    """The fields of a ledger event that identify its archive."""
     return {
         "merkle_root": known.merkle_root,
         "manifest_sha256": known.manifest_sha256,
@@ -87,7 +87,7 @@ def listing(store: str) -> list[Row]:
 
 @dataclass
 class History:
-    """What is written beside the archives of a store: the ledger, None where there is none, and the files of holds."""
+    """What a store records next to its archives: the ledger (None: there is none) and the hold files."""
 
     lines: list[dict[str, Any]] | None
     files: dict[str, list[dict[str, Any]]]  # {archive: holds}, as events
@@ -103,7 +103,7 @@ class History:
             return cls(lines, {n: holds_in_file(source, n) for n in beside}, ledger.records(lines or []))
 
     def events(self, name: str) -> Iterable[dict[str, Any]]:
-        """All that may concern an archive. The file beside it is last: a release in the ledger does not end its holds."""
+        """All events that may apply to an archive. Its hold file comes last: a release in the ledger does not end these holds."""
         others = (e for n, held in self.files.items() if n != name for e in held)
         return (*others, *(self.lines or ()), *self.files.get(name, ()))
 
@@ -131,7 +131,7 @@ def archive_names(store: str) -> list[str]:
 
 
 def look(store: str, name: str) -> tuple[Source, Facts | str]:
-    """A source that has seen this archive alone, and the facts, or what is wrong with it."""
+    """A source that was used for this archive alone, and its facts, or what is wrong with it."""
     with remote.open_source(store) as source:
         try:
             return source, facts(source, name)
@@ -158,11 +158,11 @@ def row_of(name: str, found: Facts | str, history: History) -> Row:
 
 
 def disagreements(name: str, lines: list[dict[str, Any]] | None, held: list[dict[str, Any]] | None = None) -> list[str]:
-    """In what the ledger and the file of holds beside an archive differ, as sentences; [] where there is no ledger.
+    """How the ledger and the hold file of an archive differ, as sentences; [] if there is no ledger.
 
     Args:
-        lines: of the ledger; None where there is none.
-        held: what the file says.
+        lines: of the ledger; None if there is none.
+        held: the holds in the file.
     """
     if lines is None:
         return []
@@ -177,11 +177,13 @@ def disagreements(name: str, lines: list[dict[str, Any]] | None, held: list[dict
     by_file = {str(h.get("reason")) for h in held or ()}
     beside, out = sidecar.hold_name(name), []
     for reason in sorted(by_file - by_ledger.keys()):
-        why = f"ended it in line {ended[reason]}" if reason in ended else "has no such hold"
-        out.append(f"{beside} holds it ({reason}), the ledger {why}. The hold counts until `ckpttool audit release`")
+        why = f"ended it in line {ended[reason]}" if reason in ended else "does not record it"
+        out.append(
+            f"{beside} holds it ({reason}), but the ledger {why}. The hold counts until `ckpttool audit release`"
+        )
     for reason in (r for r in by_ledger if r not in by_file):
         out.append(
-            f"line {by_ledger[reason]} of the ledger holds it ({reason}), {beside} does not. The hold counts, but would be "
+            f"line {by_ledger[reason]} of the ledger holds it ({reason}), but {beside} does not. The hold counts, but would be "
             "lost with the ledger: `ckpttool audit hold` writes the file again"
         )
     return out
@@ -200,7 +202,7 @@ def created_at(known: Facts) -> datetime | None:
 
 @dataclass
 class Standing:
-    """What counts for an archive after all that happened."""
+    """The state of an archive after all events."""
 
     retain_until: str | None = None
     holds: dict[str, None] = field(default_factory=dict)  # reasons, in order
@@ -264,9 +266,9 @@ def _about(e: dict[str, Any], known: Facts) -> bool:
 
 
 def add(archive: str) -> dict[str, Any]:
-    """Record an archive that lies in a store and that the ledger does not know; returns its line.
+    """Record an archive of a store that its ledger does not know; returns the new line.
 
-    It may have been copied there, or its export was stopped before its line. The structure is checked, no data.
+    It may have been copied there, or its export was killed before it wrote its line. The structure is checked, no data.
 
     Raises:
         UsageError: there is no such archive. Corrupt: it is damaged. Differs: another one is recorded under its name.
@@ -275,7 +277,7 @@ def add(archive: str) -> dict[str, Any]:
     require(store, name)
     source, known = look(store, name)
     if isinstance(known, str):
-        raise Corrupt(f"{urls.redact_url(archive)} is not a sound archive: {known}")
+        raise Corrupt(f"{urls.redact_url(archive)} is not a valid archive: {known}")
     recorded = ledger.records(ledger.read(store))
     facts = {k: v for k, v in asdict(known).items() if k != "name"}
     if name.endswith(ENCRYPTED):
@@ -291,7 +293,7 @@ def add(archive: str) -> dict[str, Any]:
     if found.state == "match":
         return recorded[name]
     if found.state == "differs":
-        raise Differs(f"{urls.redact_url(archive)}: {found.says} Give it another name, and it can be recorded.")
+        raise Differs(f"{urls.redact_url(archive)}: {found.says} To record this one, give it another name.")
     entry = ledger.append(store, "add", name, **facts)
     source.assert_unchanged()
     return entry
@@ -320,16 +322,16 @@ def refuse_protected(archive: str) -> None:
     """Refuse to replace an archive that is under retention or a legal hold.
 
     Raises:
-        DestinationExists: it is, or it cannot be told that it is not. Corrupt: the ledger is damaged.
+        DestinationExists: it is protected, or damaged, so that this cannot be known. Corrupt: the ledger is damaged.
     """
     store, name = urls.split(archive) if urls.is_url(archive) else os.path.split(os.path.abspath(archive))
     with remote.open_source(store) as source:
         if not source.exists(name):
             return
     row = row_of(name, look(store, name)[1], History.of(store))
-    why = f"it is not a sound archive: {row.damaged}" if row.facts is None else why_protected(row, datetime.now(UTC))
+    why = f"it is not a valid archive: {row.damaged}" if row.facts is None else why_protected(row, datetime.now(UTC))
     if why:
-        raise DestinationExists(f"{urls.redact_url(archive)} is not replaced, --force or not: {why}.")
+        raise DestinationExists(f"{urls.redact_url(archive)} is not replaced, not even with --force: {why}.")
 
 
 def why_protected(row: Row, now: datetime) -> str:

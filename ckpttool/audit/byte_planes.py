@@ -1,12 +1,12 @@
-"""Byte planes: the bytes of a tensor sorted by their place in the element, in blocks, so that exponents lie together.
+"""Byte planes: the bytes of a tensor, grouped by their place in the element, in blocks, so that exponents are together.
 
     element      0     1     2             plane 0     plane 1
     bytes       a0 a1 b0 b1 c0 c1    ->    a0 b0 c0    a1 b1 c1
 
 A block is `BLOCK` bytes, from the tensor's first byte on; the last one may be shorter. In a block of n elements of `item`
-bytes, byte j of element i is stored at j * n + i. Bytes that are no whole element stay at the end of their block.
+bytes, byte j of element i is stored at j * n + i. Bytes that do not fill an element stay at the end of their block.
 
-Done by halves, with shifts and casts of whole words: five times as fast as transposing bytes. `item` is a power of two.
+It works by halves, with shifts and casts of whole words, which is five times as fast as transposing bytes. `item` is a power of two.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ BLOCK = 1 << 20
 
 
 def split(data: memoryview | bytes, item: int, into: memoryview | None = None) -> memoryview:
-    """The planes of whole blocks, the last of which may be short; in `into`, where that is given."""
+    """The planes of whole blocks (the last may be short), written to `into` if given."""
     return _each(data, item, into, _split)
 
 
 def merge(data: memoryview | bytes, item: int, into: memoryview | None = None) -> memoryview:
-    """What `split` was given."""
+    """The inverse of `split`."""
     return _each(data, item, into, _merge)
 
 

@@ -1,12 +1,12 @@
 """Encryption with age: plain bytes in, ciphertext out, in constant memory, for the public keys of those who may read.
 
     header    "age-encryption.org/v1", a line or two for each recipient, "--- " and its MAC
-    payload   16 bytes of nonce, then pieces of 64 KiB, each with 16 bytes that prove it; the last one is marked as such
+    payload   16 bytes of nonce, then chunks of 64 KiB, each with 16 bytes that authenticate it; the last one is marked
 
-So each bit of a file is proven before what it stands for is given out, and so is its end. `age -d -i key FILE` reads it.
+So every byte is authenticated before it is returned, and so is the end of the file. `age -d -i key FILE` reads it.
 
-pyrage wants to read plain bytes and to write ciphertext itself. `Encryptor` therefore lets it run in a thread, between two
-queues of limited size; only the caller's thread touches what is outside. Reading needs no thread.
+pyrage pulls plain bytes and pushes ciphertext itself. `Encryptor` therefore runs it in a thread, between two bounded queues;
+only the caller's thread touches anything else. Reading needs no thread.
 
 Source: the age format, https://age-encryption.org/v1 (C2SP, age.md).
 """
@@ -41,7 +41,7 @@ class _Closed(Exception):
 
 
 class _Stream:
-    """A file as pyrage wants one: to read from, or to write to."""
+    """A file object for pyrage, to read from or to write to."""
 
     def __init__(self, give: Callable[[int], bytes] | None = None, take: Callable[[bytes], None] | None = None) -> None:
         self._give, self._take = give, take
@@ -79,7 +79,7 @@ class Encryptor:
         self._thread.start()
 
     def append(self, data: bytes | memoryview) -> None:
-        """Take plain bytes; `data` is not kept. Waits while a queue is full."""
+        """Encrypt more plain bytes; `data` is not kept. Waits while a queue is full."""
         if self._ended:
             raise AssertionError("plain bytes after the end")
         view = memoryview(data).cast("B")
@@ -89,7 +89,7 @@ class Encryptor:
                 pass
 
     def finish(self) -> None:
-        """Everything is there: seal the rest and hand it to `write`."""
+        """Encrypt the rest and pass it to `write`."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -98,14 +98,14 @@ class Encryptor:
         self._thread.join()
 
     def close(self) -> None:
-        """Stop the thread, whatever happened; what is not handed on yet is lost."""
+        """Stop the thread; ciphertext that was not passed on is lost."""
         self._give_up()
         self._thread.join()
         self._plain.clear()
         self._encrypted.clear()
 
     def _offer(self, piece: bytes) -> bool:
-        """Put a piece into the queue, or hand on what is sealed; whether it was put there."""
+        """Put a piece into the queue, or pass on ciphertext; whether it was put there."""
         with self._changed:
             self._changed.wait_for(lambda: self._room(piece) or self._worth() or self._done or self._closed)
             self._refuse_failed()
@@ -121,11 +121,11 @@ class Encryptor:
         return self._plain_bytes + len(piece) <= WAITING and len(self._plain) < _MOST
 
     def _worth(self) -> bool:
-        """Whether enough is sealed for a call of `write`: threads that take turns at every 64 KiB are slow."""
+        """Whether there is enough ciphertext for a call of `write`: switching threads every 64 KiB is slow."""
         return self._encrypted_bytes >= _PIECE
 
     def _drained(self) -> bool:
-        """Hand on what is sealed; whether that was the last of it."""
+        """Pass on ciphertext; whether that was the last of it."""
         with self._changed:
             self._changed.wait_for(lambda: self._worth() or self._done or self._closed)
             self._refuse_failed()
@@ -198,7 +198,7 @@ class Encryptor:
 
 
 class _Ahead:
-    """The bytes of a file, read ahead; keeps the error that pyrage makes a text of."""
+    """The bytes of a file, read ahead; keeps errors, which pyrage would turn into text."""
 
     def __init__(self, source: Source, file: str, progress: Callable[[int, int], None]) -> None:
         self.source, self.file, self.progress = source, file, progress
@@ -223,7 +223,7 @@ class _Ahead:
 
 
 class _Gathered:
-    """Plain bytes in pieces of a size that is worth a call."""
+    """Collects plain bytes, so that `write` gets large pieces."""
 
     def __init__(self, write: Callable[[bytes], None]) -> None:
         self.out, self.total = write, 0
@@ -255,7 +255,7 @@ def decrypt(
 ) -> None:
     """Decrypt a file, in constant memory.
 
-    What is written before an error is proven to be what was sealed, but it is not all of it: do away with it.
+    Bytes written before an error are authentic but incomplete: discard them.
 
     Args:
         identities: of `parse_identities`.
@@ -263,7 +263,7 @@ def decrypt(
         progress: (bytes of the file read, bytes of the file).
 
     Raises:
-        Corrupt: it is no age file, damaged or cut; with the place. UsageError: no identity opens it.
+        Corrupt: it is not an age file, or is damaged or cut; with the place. UsageError: no identity opens it.
     """
     pyrage = _library()
     what = f"{source.root}/{file}"
@@ -279,8 +279,8 @@ def decrypt(
         if isinstance(e, pyrage.DecryptError):
             if "matching keys" in str(e):
                 raise UsageError(
-                    f"{what}: none of the {len(identities)} identities opens it. It was sealed for others, or its header "
-                    "is damaged."
+                    f"{what}: none of the {len(identities)} identities opens it. It was encrypted for others, or its "
+                    "header is damaged."
                 ) from None
             raise Corrupt(f"{what}: the header of the age file (bytes 0..{start}) is damaged: {e}.") from None
         if not isinstance(e, OSError):
@@ -289,7 +289,7 @@ def decrypt(
         end = min(place + _CHUNK + _TAG, reader.size)
         raise Corrupt(
             f"{what}: the ciphertext is damaged or cut at bytes {place}..{end} of {reader.size} ({e}); the {out.total} "
-            "plain bytes before are good. Fetch the file again."
+            "plain bytes before that are intact. Fetch the file again."
         ) from None
 
 
@@ -322,7 +322,7 @@ def parse_recipients(texts: Sequence[str]) -> list[Any]:
         texts: "age1...", "ssh-ed25519 ...", "ssh-rsa ...", or files with such a key a line and comments after "#".
 
     Raises:
-        UsageError: one is none of these; or there is none at all.
+        UsageError: one is none of these, or there are none.
     """
     _library()
     out: list[Any] = []
@@ -350,8 +350,8 @@ def _recipient(text: str, what: str) -> Any:
         return kind.Recipient.from_str(text)
     except pyrage.RecipientError:
         raise UsageError(
-            f"{what}, is not a public key of age (age1...) or ssh (ssh-ed25519, ssh-rsa), or it has a typing error. Keys of "
-            "age plugins are not known here."
+            f"{what}, is not a public key of age (age1...) or ssh (ssh-ed25519, ssh-rsa), or contains a typing error. "
+            "Keys of age plugins are not supported."
         ) from None
 
 
@@ -362,7 +362,7 @@ def parse_identities(files: Sequence[str]) -> list[Any]:
         files: age identity files, or ssh private keys without a password.
 
     Raises:
-        UsageError: one of them is neither; or there is none at all.
+        UsageError: one of them is neither, or there are none.
     """
     pyrage = _library()
     out: list[Any] = []
@@ -394,7 +394,7 @@ def _lines(file: str, kind: str) -> list[tuple[int, str]]:
 
 
 def _stripped(data: bytes, file: str) -> list[tuple[int, str]]:
-    """(number, text) of the lines that are no comments."""
+    """(number, text) of the lines that are not comments."""
     if data.startswith((_MAGIC, b"-----BEGIN AGE ENCRYPTED FILE")):
         raise UsageError(f"{file} is encrypted itself; decrypt it first (age -d).")
     try:
@@ -406,7 +406,7 @@ def _stripped(data: bytes, file: str) -> list[tuple[int, str]]:
 
 def _read(file: str, kind: str) -> bytes:
     if _secret(file):
-        raise UsageError(f"a secret key was given where the name of the {kind} file is due.")
+        raise UsageError(f"this is a secret key; give the name of the {kind} file.")
     try:
         with open(os.path.expanduser(file), "rb") as f:
             return f.read(1 << 20)

@@ -1,8 +1,8 @@
-"""`audit export` and `audit restore`: a conversion into an archive and out of it, and what goes with it.
+"""`audit export` and `audit restore`: conversions into an archive and out of it, and what belongs to an archive.
 
-With an export go its line in the ledger of the store, for a store with object lock the headers that hold the object
-there, and for an encrypted archive a sidecar, NAME.tar.zst.age.json, that says what is in it and has the hashes of the
-ciphertext, so that it can be listed, kept and checked by those who have no key.
+An export also writes a line into the store's ledger, sets the object lock if the store has one, and for an encrypted archive
+writes a sidecar, NAME.tar.zst.age.json, with the archive's facts and the hashes of the ciphertext, so that it can be listed,
+kept and checked without the key.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Exported", "export", "export_with", "restore", "restore_with"]
 
 @dataclass
 class Exported:
-    """What an export did. `entry` is its line in the ledger, None where there is none."""
+    """The result of an export. `entry` is its line in the ledger, None if there is no ledger."""
 
     result: ConvertResult
     facts: Facts
@@ -62,11 +62,11 @@ def export(
 ) -> Exported:
     """Write a checkpoint in any layout into one archive, NAME.tar.zst.
 
-    An encrypted archive is not read back, since the key to it is not here: age proves its bytes when they are read.
+    An encrypted archive is not read back, since the key is not here; age authenticates its bytes when they are read.
 
     Args:
-        options: what the archive is to be, and which components it holds.
-        in_ledger: write a line into the ledger of its store.
+        options: an `ArchiveOptions`.
+        in_ledger: whether to write a line into the ledger of the store.
         (the others): as `convert`.
 
     Raises:
@@ -127,7 +127,7 @@ def export_with(
 
 
 def _unrecorded(e: CkpttoolError | OSError, dst: str, sidecar_there: bool) -> CkpttoolError:
-    """The same error, with what it leaves: an archive that has its name, and nothing that knows of it."""
+    """The same error, with what it leaves behind: an archive that neither sidecar nor ledger knows."""
     where = urls.redact_url(dst)
     kind = type(e) if isinstance(e, CkpttoolError) else CkpttoolError
     if not sidecar_there:
@@ -167,7 +167,7 @@ def restore(
 
     Args:
         identities: files with the keys to an encrypted archive.
-        scratch: folder for its plain bytes while it is read; the destination's own where None.
+        scratch: folder for its plain bytes while it is read; by default that of the destination.
         (the others): as `convert`.
 
     Raises:

@@ -66,7 +66,7 @@ _DESCRIPTOR, _SEEKABLE = 0x80, 0x8F92EAB1
 
 
 class ThreadLocal(threading.local):
-    """What a thread compresses and unfolds with."""
+    """The compressors and decompressors of a thread."""
 
     def __init__(self) -> None:
         self.made: dict[str, Any] = {}
@@ -116,7 +116,7 @@ def seek_table(sizes: array[int], lengths: array[int], checksums: array[int], la
 
 @dataclass
 class Table:
-    """The frames of a file, in columns: where each lies in it, which content it has, its checksum, the CRC32 of its bytes."""
+    """The frames of a file, in columns: the place of each in the file and in the content, its checksum, the CRC32 of its bytes."""
 
     offsets: array[int]
     sizes: array[int]
@@ -127,19 +127,19 @@ class Table:
     logical_size: int
 
 
-#: What a message says to whoever did not ask `audit verify`.
-LOOK = " Fetch the file again, or see with `ckpttool audit verify` what is left of it."
+#: The advice in messages of commands other than `audit verify`.
+LOOK = " Fetch the file again, or run `ckpttool audit verify` to see what is left of it."
 
 
 def read_table(source: Source, file: str) -> Table:
     """The tables at the end of a file.
 
     Raises:
-        NotRecognised: there are none, or none of ours. Corrupt: they contradict each other or the file.
+        NotRecognised: there are none, or not those of ckpttool. Corrupt: they contradict each other or the file.
         Unsafe: they have frames of more than `FRAME` bytes, or too many.
     """
     path = os.path.join(source.root, file)
-    none = f"{path} does not end with the tables of an archive. It is none, or it was cut off; fetch the file again."
+    none = f"{path} does not end with the tables of an archive. It is not an archive, or it was cut off; fetch the file again."
     wrong = f"{path}: the tables at its end are damaged: "
     size = source.size(file)
     if size < 8 + _FOOT.size:
@@ -172,7 +172,7 @@ def read_table(source: Source, file: str) -> Table:
     if frames:
         if max(sizes) > MOST_FRAME_BYTES or max(lengths) > FRAME:
             raise Unsafe(
-                f"{path}: its seek table has a frame of {max(sizes)} bytes that unfold to {max(lengths)}; frames of an "
+                f"{path}: its seek table has a frame of {max(sizes)} bytes that decompress to {max(lengths)}; frames of an "
                 f"archive have at most {FRAME}."
             )
         if not min(lengths):
@@ -185,7 +185,7 @@ def read_table(source: Source, file: str) -> Table:
 
 
 def crcs_in(payload: memoryview) -> array[int] | None:
-    """The CRCs that the payload of a CRC table has; None where it is damaged."""
+    """The CRCs that the payload of a CRC table has; None if it is damaged."""
     fixed = len(CRC_TAG) + 4
     if len(payload) < fixed + 4 or len(payload) % 4 or payload[:8] != CRC_TAG:
         return None
@@ -224,7 +224,7 @@ def decompress_frame(frame: memoryview, crc: int | None) -> bytes:
     """The content of a frame.
 
     Raises:
-        FrameFault: it does not have this CRC32, or is damaged by what it says itself.
+        FrameFault: it does not have this CRC32, or contradicts itself.
     """
     import zstandard
 
@@ -238,7 +238,7 @@ def decompress_frame(frame: memoryview, crc: int | None) -> bytes:
     try:
         data: bytes = _local.made["unfold"].decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as e:
-        raise FrameFault(f"the frame does not unfold ({e})") from None
+        raise FrameFault(f"the frame cannot be decompressed ({e})") from None
     if len(data) != said[0]:
-        raise FrameFault(f"the frame unfolds to {len(data)} bytes, its header says {said[0]}")
+        raise FrameFault(f"the frame decompresses to {len(data)} bytes, its header says {said[0]}")
     return data

@@ -22,7 +22,7 @@ __all__ = ["DamagedFrame", "FrameReader"]
 
 
 class DamagedFrame(Corrupt):
-    """A frame that does not hold what it should: `length` bytes of the tar from `start` on."""
+    """A frame that is damaged: `length` bytes of the tar from `start` on."""
 
     def __init__(self, message: str, start: int, length: int) -> None:
         super().__init__(message)
@@ -30,10 +30,10 @@ class DamagedFrame(Corrupt):
 
 
 class FrameReader:
-    """Ranges of the content of a file, as they were before they were split into planes; any number of threads may ask.
+    """Reads ranges of the content, with byte planes merged; any number of threads may call it.
 
     `item_at(start)` is the number of planes of the frame whose content begins at `start`. The last `kept` frames that
-    were needed in part are kept, and unfolded once.
+    were needed in part are cached decompressed.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class FrameReader:
         """Fill `view` with the content from `offset` on.
 
         Raises:
-            Corrupt: there is not so much, or a frame is damaged.
+            Corrupt: the content ends before that, or a frame is damaged.
         """
         table = self.table
         if offset < 0 or offset + len(view) > table.logical_size:
             raise Corrupt(
-                f"{os.path.join(self.source.root, self.file)} unfolds to {table.logical_size} bytes; "
+                f"{os.path.join(self.source.root, self.file)} decompresses to {table.logical_size} bytes; "
                 f"{offset}..{offset + len(view)} are needed."
             )
         i = bisect_right(table.starts, offset) - 1
@@ -66,7 +66,7 @@ class FrameReader:
             view, offset, i = view[n:], offset + n, i + 1
 
     def _kept(self, i: int) -> memoryview:
-        """A frame that is kept, or will be; the thread that asks first unfolds it, others wait."""
+        """A cached frame; the first thread that asks decompresses it, others wait."""
         with self._lock:
             future = self._frames.get(i)
             mine = future is None
@@ -91,12 +91,12 @@ class FrameReader:
         try:
             data = decompress_frame(raw, t.crcs[i])
             if (len(data), int.from_bytes(raw[-4:], "little")) != (t.lengths[i], t.checksums[i]):
-                raise FrameFault("the seek table has another size or checksum than the frame")
+                raise FrameFault("the seek table has a different size or checksum for the frame")
             return data
         except FrameFault as e:
             raise DamagedFrame(
                 f"{os.path.join(self.source.root, self.file)}: bytes {t.offsets[i]}..{t.offsets[i] + t.sizes[i]}, which "
-                f"unfold to {t.starts[i]}..{t.starts[i] + t.lengths[i]} of the tar, are damaged: {e}. Fetch the file "
+                f"decompress to {t.starts[i]}..{t.starts[i] + t.lengths[i]} of the tar, are damaged: {e}. Fetch the file "
                 "again or take another copy.",
                 t.starts[i],
                 t.lengths[i],

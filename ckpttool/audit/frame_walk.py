@@ -38,10 +38,10 @@ _PATIENCE = 1 << 22
 
 
 class Walked(NamedTuple):
-    """A frame of a file, or something in it that is wrong.
+    """A frame of a file, or a fault in it.
 
-    `start` and `length` are those of its content, `offset` and `size` of its bytes; `stored` is the content, None where
-    `fault` says what is wrong. Of what is no frame, `start` is -1 and `length` 0.
+    `start` and `length` are those of its content, `offset` and `size` of its bytes; `stored` is the content, or None and
+    `fault` says what is wrong. For bytes that are not a frame, `start` is -1 and `length` 0.
     """
 
     start: int
@@ -53,7 +53,7 @@ class Walked(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A frame to be looked at, or, with a fault, bytes that are none; `raw` where they have been read."""
+    """A frame to check, or, with a fault, bytes that are not a frame; `raw` if they were read already."""
 
     offset: int
     size: int
@@ -73,9 +73,9 @@ class _Seen(NamedTuple):
 
 
 def walk(source: Source, file: str, jobs: int) -> Iterator[Walked]:
-    """Every frame of a file, in order, unfolded by `jobs` threads; the damaged ones and what else is wrong, as faults.
+    """Every frame of a file, in order, decompressed by `jobs` threads; damaged frames and other damage as faults.
 
-    Where the tables at the end are damaged, frames are found by their own headers and blocks.
+    If the tables at the end are damaged, frames are found by their own headers and blocks.
 
     Raises:
         SourceChanged, RemoteError: the file cannot be read. Damage is never raised.
@@ -117,7 +117,7 @@ def _listed(table: Table) -> Iterator[_Piece]:
 
 
 def _look(source: Source, file: str, pieces: Iterator[_Piece], jobs: int) -> Iterator[tuple[_Piece, _Seen]]:
-    """The pieces, looked at in threads, in order; at most 2 * jobs at once."""
+    """The pieces, checked in threads, in order; at most 2 * jobs at once."""
     flying: deque[tuple[_Piece, Future[_Seen]]] = deque()
     pool = ThreadPoolExecutor(jobs, "ckpttool-unfold")
     try:
@@ -152,9 +152,7 @@ def _see(source: Source, file: str, piece: _Piece) -> _Seen:
         return _Seen(piece.length, None, str(e), crc)
     beside = None
     if len(data) != piece.length:
-        beside = (
-            f"the seek table has {piece.length} bytes for the frame at {piece.offset}, which unfolds to {len(data)}"
-        )
+        beside = f"the seek table has {piece.length} bytes for the frame at {piece.offset}, which decompresses to {len(data)}"
     elif piece.checksum is not None and (own := int.from_bytes(raw[-4:], "little")) != piece.checksum:
         beside = (
             f"the seek table has checksum {piece.checksum:08x} for the frame at {piece.offset}, which has {own:08x}"
@@ -165,7 +163,7 @@ def _see(source: Source, file: str, piece: _Piece) -> _Seen:
 class _Search:
     """Frames found without the tables: each begins where the one before it ends, as its blocks say.
 
-    What is no sound frame is left out up to the next one. `crcs` are those of the CRC table that was found, if one was.
+    Damaged bytes are skipped up to the next intact frame. `crcs` are those of the CRC table that was found, if one was.
     """
 
     def __init__(self, source: Source, file: str, size: int) -> None:
@@ -211,14 +209,14 @@ class _Search:
         return int.from_bytes(self._get(at, 4), "little")
 
     def _known(self, at: int) -> bool:
-        """Whether something can begin here, be it the end of the file."""
+        """Whether a frame or the end of the file can be here."""
         magic = self._magic(at)
         return at == self.size or magic == ZSTD_MAGIC or magic >> 4 == CRC_MAGIC >> 4
 
     def _end(self, at: int) -> int | None:
-        """Where the frame that begins here ends; None where none does.
+        """Where the frame that begins here ends; None if none does.
 
-        It is one where something known follows, or else where it is sound itself.
+        It counts as a frame if something known follows, or if it is intact.
         """
         magic = self._magic(at)
         if magic == ZSTD_MAGIC:
@@ -264,13 +262,13 @@ class _Search:
         return None
 
     def _crcs_at(self, at: int, end: int) -> array[int] | None:
-        """The CRCs of the table in this skippable frame, if it is a sound one."""
+        """The CRCs of the table in this skippable frame, if it is intact."""
         if self._magic(at) != CRC_MAGIC or end - at > 4 * MOST_FRAMES or self._get(at + 8, len(CRC_TAG)) != CRC_TAG:
             return None
         return crcs_in(memoryview(bytes(self._get(at + 8, end - at - 8))))
 
     def _table(self, at: int, end: int) -> bool:
-        """Whether this skippable frame is one of the tables, as far as can be seen."""
+        """Whether this skippable frame looks like one of the tables."""
         if self._magic(at) == SEEK_MAGIC:
             return end == self.size
         if self.crcs is None:
@@ -279,7 +277,7 @@ class _Search:
         return False
 
     def _next(self, at: int) -> int:
-        """Where the next sound frame begins; the end of the file where none does, or where looking takes too long."""
+        """Where the next sound frame begins; the end of the file if none does, or if the search takes too long."""
         while at + 4 <= self.size and self._vain < _PATIENCE:
             view = self._get(at, min(MOST_FRAME_BYTES, self.size - at))
             found = _MAGIC.search(view)

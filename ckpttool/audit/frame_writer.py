@@ -38,9 +38,9 @@ __all__ = ["Cut", "FrameWriter", "Member"]
 
 
 class Cut(NamedTuple):
-    """A place in the content where a frame begins; up to the next one, bytes are coded like this.
+    """A place in the content where a frame begins; it describes the content up to the next one.
 
-    `item` is the number of byte planes (1: none), `fast` says that they are numbers, not text.
+    `item` is the number of byte planes (1: none), `fast` is for numbers, not text.
     """
 
     offset: int
@@ -111,8 +111,8 @@ class FrameWriter:
     """A sink for the content of an archive; `write` gets the bytes of the file, in order, in the thread that appends.
 
     `cuts` begin with one at 0 and ascend, `members` do not overlap. With `earlier`, it is given the same content as an
-    earlier writer from the beginning on; a frame that this one has written is unfolded and compared with the content, which
-    takes less time than making it again. `write` gets it as if it had been made now.
+    earlier writer, from the beginning; a frame that was written then is decompressed and compared with the content, which is
+    faster than compressing again. `write` gets it as if it were new.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class FrameWriter:
         self._hasher: Any = None
 
     def append(self, data: bytes | memoryview) -> None:
-        """Go on with `data`; of tensors in planes, the tensor's own bytes."""
+        """Append `data`; for tensors in planes, the tensor's own bytes."""
         assert not self._over
         view = memoryview(data).cast("B")
         while len(view):
@@ -170,7 +170,7 @@ class FrameWriter:
         self._buffer = self._free.pop()
 
     def _take(self, view: memoryview) -> int:
-        """Store the first bytes of `view` in the open frame; how many."""
+        """Store the first bytes of `view` in the open frame; their number."""
         assert self._buffer is not None
         item, at, room = self.cuts[self._cut].item, self.at - self._start, self._end - self.at
         if item == 1:
@@ -263,7 +263,7 @@ class FrameWriter:
         return dict(self._sums)
 
     def resumable(self) -> bool:
-        """Whether an unfinished file can be gone on with from here: a frame begins, and no member is cut in two."""
+        """Whether an unfinished file can be continued from here: a frame begins, and no member is cut in two."""
         i = bisect_left(self.cuts, self.at, key=lambda c: c.offset)
         return i < len(self.cuts) and self.cuts[i].offset == self.at and self._outside(self.at)
 
@@ -272,7 +272,7 @@ class FrameWriter:
         return i == 0 or self.members[i - 1].end <= at
 
     def settle(self) -> None:
-        """Wait until all that was appended is hashed and written; not resumable, it must have been the last."""
+        """Wait until everything appended is hashed and written; unless `resumable()`, nothing may follow."""
         if self._buffer is not None:
             if self._waiting:
                 self._split_waiting(self.at - self._start)
@@ -282,7 +282,7 @@ class FrameWriter:
             self._land()
 
     def state(self) -> dict[str, Any]:
-        """Where the frames are, after `settle`; JSON holds it."""
+        """Where the frames are, after `settle`, as data for JSON."""
         assert not self._flying and self.resumable()
         return {"frames": base64.b64encode(u32_bytes(u32_columns(self._rows, 4)[0])).decode()}
 
@@ -302,7 +302,7 @@ class FrameWriter:
 
 
 def _earlier_frames(earlier: EarlierFile | None) -> deque[tuple[int, int]]:
-    """(offset, length) of the frames that an earlier writer says it has written; none where that makes no sense."""
+    """(offset, length) of the frames that an earlier writer says it has written; none if the record makes no sense."""
     out: deque[tuple[int, int]] = deque()
     try:
         sizes = u32_array(base64.b64decode(earlier.state["frames"], validate=True)) if earlier else ()

@@ -1,4 +1,4 @@
-"""Legal holds: put an archive under one, and end it.
+"""Legal holds: place and release them.
 
 A hold is a line in the ledger and a file, NAME.hold.json, that `release` removes after its own line. While the file is
 there its holds count, whatever the ledger says; where the two disagree, `archive_store.listing` says so.
@@ -26,14 +26,14 @@ __all__ = ["hold", "release"]
 
 
 def hold(archive: str, reason: str) -> dict[str, Any]:
-    """Put an archive under a legal hold: in the ledger, in NAME.hold.json beside it and, where the store has such a
-    thing, on the object.
+    """Put an archive under a legal hold: in the ledger, in NAME.hold.json next to it and, if the store supports it, on the
+    object.
 
-    Returns the entry of the ledger; its `object_lock` says whether the store holds it too.
+    Returns the entry of the ledger; its `object_lock` says whether the store holds the object, too.
 
     Raises:
-        UsageError: no reason, or no such archive. RemoteError: the store does not allow it; the ledger has nothing.
-        CkpttoolError: the file cannot be written; the ledger has the hold.
+        UsageError: no reason, or no such archive. RemoteError: the store does not allow it; nothing was recorded.
+        CkpttoolError: the file cannot be written; the hold is in the ledger.
     """
     store, name = _placed(archive, reason)
     require(store, name)
@@ -50,18 +50,18 @@ def hold(archive: str, reason: str) -> dict[str, Any]:
         sidecar.put(store, sidecar.hold_name(name), sidecar.encode_holds(name, held))
     except CkpttoolError as e:
         raise type(e)(
-            f"{e} {name} is held by line {entry['seq']} of the ledger, but the hold would be lost with the ledger. The same "
-            "command writes both again."
+            f"{e} {name} is held by line {entry['seq']} of the ledger, but the hold would be lost with the ledger. Run the same "
+            "command again to write both."
         ) from e
     return entry
 
 
 def release(archive: str, reason: str) -> dict[str, Any]:
-    """End every legal hold of an archive; `reason` says why. Retention goes on. The file of holds goes after the line.
+    """End every legal hold of an archive; `reason` says why. Retention is not affected. The hold file is removed after the line is written.
 
     Raises:
-        UsageError: no reason, no such archive, or nothing holds it. RemoteError: the store still holds the object; the
-            same command again asks it again.
+        UsageError: no reason, no such archive, or nothing holds it. RemoteError: the store still holds the object; run
+            the same command again.
     """
     store, name = _placed(archive, reason)
     require(store, name)
@@ -75,7 +75,7 @@ def release(archive: str, reason: str) -> dict[str, Any]:
     elif before and urls.is_url(archive):
         entry = before[-1]
     else:
-        raise UsageError(f"{urls.redact_url(archive)} is under no legal hold.")
+        raise UsageError(f"{urls.redact_url(archive)} is not under a legal hold.")
     if name in history.files:
         remove_file(store, sidecar.hold_name(name))
     if urls.is_url(archive):

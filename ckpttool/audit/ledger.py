@@ -1,17 +1,16 @@
-"""The ledger of a store: what happened to its archives, one line an event, each bound to the line before by a hash.
+"""The ledger of a store: what happened to its archives, one line per event, each chained to the line before by a hash.
 
     STORE/ledger.jsonl    {"archive": ..., "by": "user@host", "event": ..., facts ..., "hash": ..., "prev": ...,
                            "seq": 1, "time": "2026-11-21T10:20:30Z"}
 
 A line is the canonical JSON of its entry (keys sorted, no spaces, ASCII) and a newline. `hash` is the SHA-256 of the
 canonical JSON of all other fields, `prev` the hash of the line before, 64 zeros in the first. So no line can be
-altered, removed, inserted, swapped or doubled unless all that follow are written anew. What the chain cannot tell by
-itself is that lines are missing at its end, or that somebody wrote all of it anew; whoever writes the hash of a line
-down elsewhere can (`head` of `verify`).
+altered, removed, inserted, swapped or doubled without rewriting all that follow. The chain alone does not show that lines
+are missing at its end, or that somebody rewrote all of it; a hash that was written down elsewhere does (`head` of `verify`).
 
 In a folder, a line is appended under a lock, in one write, and made durable. A run killed in that write may leave a
-torn last line; nothing goes on from there until somebody has looked and removed it, since a ledger that mends itself
-hides what was done to it. In an object store the whole object is replaced if nobody else did meanwhile.
+torn last line; nothing is appended until somebody has looked at it and removed it, since a ledger that repairs itself hides
+what was done to it. In an object store, the whole object is replaced, on the condition that it has not changed.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def append(store: str, event: str, archive: str, **facts: Any) -> dict[str, Any]
 
     Raises:
         Corrupt: the last line is torn or altered; nothing was added. RemoteError, CkpttoolError: it cannot be written.
-        UsageError: the facts take names or room that they must not.
+        UsageError: the facts use reserved names, or are too large.
     """
     if taken := sorted(_OWN & facts.keys()):
         raise UsageError(f"{taken[0]!r} is a field of the ledger's own; an event cannot give it.")
@@ -65,7 +64,7 @@ def append(store: str, event: str, archive: str, **facts: Any) -> dict[str, Any]
 
 
 def refuse_unwritable(store: str) -> list[dict[str, Any]]:
-    """Refuse a store whose ledger takes no line, before work is done that would end with one; returns its entries.
+    """Refuse a store whose ledger cannot be written, before work that would end with a line; returns its entries.
 
     An existing ledger is opened for writing and locked, as `append` does it.
 
@@ -87,16 +86,16 @@ def refuse_unwritable(store: str) -> list[dict[str, Any]]:
 
 
 def read(store: str) -> list[dict[str, Any]]:
-    """Every entry, the chain having been checked; [] where there is no ledger.
+    """Every entry, after checking the chain; [] if there is no ledger.
 
     Raises:
-        Corrupt: with the number of the first line that is not what was written.
+        Corrupt: with the number of the first altered line.
     """
     return read_or_none(store) or []
 
 
 def read_or_none(store: str) -> list[dict[str, Any]] | None:
-    """As `read`, but None where there is no ledger, which is not the same as one without lines."""
+    """As `read`, but None if there is no ledger, which differs from an empty one."""
     data = _bytes(store)
     return None if data is None else _checked(data, _place(store))
 
@@ -109,8 +108,8 @@ def verify(store: str, head: str | None = None) -> dict[str, Any]:
     only by it.
 
     Raises:
-        Corrupt: with the number of the first line that is not what was written; or there is no ledger.
-        Differs: no line has the hash `head`. UsageError: `head` is no hash, or there is no such folder.
+        Corrupt: with the number of the first altered line; or there is no ledger.
+        Differs: no line has the hash `head`. UsageError: `head` is not a hash, or there is no such folder.
     """
     if head is not None and not re.fullmatch(r"[0-9a-f]{64}", head):
         raise UsageError(f"{head!r} is not the hash of a line: 64 digits 0-9a-f, as `audit ledger verify` prints them.")
@@ -140,7 +139,7 @@ def backwards(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Lines whose time is more than five minutes before that of the line before: {"line", "time", "before", "seconds"}.
 
     `before` is the time of the line before, `seconds` by how much it is later. A clock was wrong when one of the two was
-    written; which one, the ledger does not tell.
+    written; the ledger does not show which.
     """
     out = []
     for a, b in pairwise(entries):
@@ -153,7 +152,7 @@ def backwards(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def clock_behind(entries: Sequence[Mapping[str, Any]]) -> str | None:
-    """What to say where this machine's clock is more than five minutes before the last line; None where it is not."""
+    """A warning if this machine's clock is more than five minutes before the last line, else None."""
     now = datetime.now(UTC).replace(microsecond=0)
     if not entries or time_of(entries[-1]["time"]) - now <= _SKEW:
         return None
@@ -168,7 +167,7 @@ def clock_behind(entries: Sequence[Mapping[str, Any]]) -> str | None:
 
 @dataclass(frozen=True)
 class Match:
-    """What a ledger says of the archive that has a name now.
+    """What a ledger records of the archive that now has a name.
 
     `state` is "match": the name was given to this archive; "differs": it was given to another one; "renamed": this
     archive is recorded under another name; "unknown": no line records it. `says` is the same as a sentence.
@@ -211,7 +210,7 @@ def match(recorded: Mapping[str, dict[str, Any]], name: str, known: Mapping[str,
 
 
 def _unlike(known: Mapping[str, Any], line: Mapping[str, Any]) -> str:
-    """In what an archive differs from the one that a line records, or ""."""
+    """How an archive differs from the one that a line records, or ""."""
     for key in _HASHES:
         have, told = known.get(key), line.get(key)
         if have and told and have != told:
@@ -261,14 +260,14 @@ def _next(facts: dict[str, Any], last: dict[str, Any] | None) -> tuple[dict[str,
         entry["hash"] = _hash(entry)
         line = _canonical(entry) + b"\n"
     except (TypeError, ValueError, RecursionError) as e:
-        raise UsageError(f"What an entry of the ledger says must be plain data ({e}).") from None
+        raise UsageError(f"An entry of the ledger must be plain data ({e}).") from None
     if len(line) > _LINE:
         raise UsageError(f"An entry of the ledger has {len(line):,} bytes; it may have {_LINE:,}.")
     return entry, line
 
 
 def _entry(line: bytes, what: str, number: int) -> dict[str, Any]:
-    """The entry of a line that is what it was when it was written, as far as it can tell by itself.
+    """The entry of a line, if its own hash is right.
 
     Raises:
         Corrupt: it is not.
@@ -276,13 +275,13 @@ def _entry(line: bytes, what: str, number: int) -> dict[str, Any]:
     try:
         entry = parse(line, what)
         if not isinstance(entry, dict) or not entry.keys() >= _OWN or _canonical(entry) != line:
-            raise ValueError("it is not as ckpttool writes it")
+            raise ValueError("it is not written as ckpttool writes it")
         if entry["hash"] != _hash(entry):
-            raise ValueError("it does not have the hash that it says")
+            raise ValueError("its hash is wrong")
         if type(entry["seq"]) is not int or entry["seq"] < 1:
-            raise ValueError("its number is none")
+            raise ValueError("its number is not a number")
         if not all(isinstance(entry[k], str) for k in ("event", "archive", "by", "prev")):
-            raise ValueError("its fields are of other types")
+            raise ValueError("its fields have wrong types")
         time_of(entry["time"])
     except (TypeError, ValueError, RecursionError) as e:
         raise _altered(what, number, str(e)) from None
@@ -327,7 +326,7 @@ def _torn(what: str, number: int, at: int, size: int) -> Corrupt:
 
 
 def _bytes(store: str) -> bytes | None:
-    """The whole ledger; None where there is none."""
+    """The whole ledger; None if there is none."""
     if urls.is_url(store):
         data, token = objects.get_with_token(_place_url(store))
         return None if token is None else data
@@ -433,5 +432,5 @@ def _append_object(store: str, facts: dict[str, Any]) -> dict[str, Any]:
         sent = entry, data + line
         time.sleep(min(0.01 * (k + 1), 0.2))
     raise RemoteError(
-        f"{what}: others wrote to it {_SWAPS} times before we could. The entry was not written; try again."
+        f"{what}: somebody else wrote to it each of the {_SWAPS} times we tried. The entry was not written; try again."
     )

@@ -1,10 +1,10 @@
-"""The records of an archive: MANIFEST.json, PROVENANCE.json, SHA256SUMS and README.txt, written and proved.
+"""The records of an archive: MANIFEST.json, SHA256SUMS and README.txt, written and proved.
 
-MANIFEST.json is what the state is: every tensor with its digest and its place, every data member with its SHA-256, the
-Merkle root. It is the same, byte for byte, whatever layout and world size the state came from. PROVENANCE.json is where
-it came from: that alone tells two archives of one state apart, and `--reproducible` leaves it out of it.
+MANIFEST.json describes the state: every tensor with its digest and its place, every data member with its SHA-256, the Merkle
+root. It is the same, byte for byte, whatever layout and world size the state came from. PROVENANCE.json says where it came
+from; it alone differs between two archives of one state, and `--reproducible` leaves the differences out.
 
-A manifest is taken for what it says only where it is, byte for byte, what would be written for what it says.
+A manifest is accepted only if it is, byte for byte, what ckpttool would write for its content.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOST, _FLOOR, _RATIO = 1 << 30, 16 << 20, 10  # bytes of a record: in all, in a
 
 @dataclass(frozen=True)
 class Manifest:
-    """What MANIFEST.json says.
+    """The content of MANIFEST.json.
 
     `grouped` are the tensors of each member, in their order there; `hashes` {data member: (bytes, SHA-256)}.
     """
@@ -59,7 +59,7 @@ class Manifest:
 
 
 def most_bytes(archive_bytes: int) -> int:
-    """How long a record of an archive may be: a small file does not unfold to one that fills the memory."""
+    """The longest allowed record of an archive of this size, so that a small file cannot fill the memory."""
     return min(_MOST, _FLOOR + _RATIO * archive_bytes)
 
 
@@ -111,7 +111,7 @@ def decode(data: bytes, what: str) -> Manifest:
     """The inverse of `encode`; places are planned again and compared by `checked`.
 
     Raises:
-        Corrupt, Unsafe: it says nothing sound.
+        Corrupt, Unsafe: it is damaged.
     """
     said = parse(data, what)
     try:
@@ -166,15 +166,15 @@ def _hex(text: Any) -> str:
 
 
 def checked(data: bytes, mtime: int, head: bytes, what: str) -> tuple[Manifest, plan.Plan]:
-    """What a manifest says, and the plan of the archive that has it.
+    """A manifest, and the plan of the archive that contains it.
 
     Raises:
-        Corrupt, Unsafe: it is not, byte for byte, what would be written for what it says.
+        Corrupt, Unsafe: it is not, byte for byte, what ckpttool would write for its content.
     """
     found = decode(data, what)
     planned = plan.make(found.grouped, found.tensors, found.shuffle, mtime, head)
     if encode(found, planned.places) != data:
-        raise Corrupt(f"{what} contradicts itself: written again from what it says, it would be another.")
+        raise Corrupt(f"{what} contradicts itself: its content, written again, gives other bytes.")
     return found, planned
 
 

@@ -1,4 +1,4 @@
-"""What an export is asked for, as plain data."""
+"""The options of an export, as plain data."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""Where everything lies in an archive: arithmetic over names, dtypes and shapes, for the writer and for the reader.
+"""The place of everything in an archive: arithmetic over names, dtypes and shapes, for writer and reader.
 
     tar:     README.txt | tensors-00001.safetensors | ... | values.json | MANIFEST.json | PROVENANCE.json | ...
     member:  tar header 512 B | safetensors header | tensors | padding to 512 B
 
 The members with tensors are planned before a byte is copied. What follows them is small, and its length is known only
-when it is written. The reader plans again what the manifest says, and an archive that does not look like the plan, to
-the byte, is refused: there is nowhere to hide anything.
+when it is written. The reader plans again from the manifest and refuses an archive that differs from the plan by a byte,
+so nothing can be hidden in it.
 
 Frames (frame_format.py) begin at the tar header of every member and at every tensor of at least `LARGE` bytes, so that one
-tensor can be unfolded without its neighbours, and at the end of every member, where an interrupted export can go on.
+tensor can be decompressed without its neighbours, and at the end of every member, where an interrupted export can continue.
 Byte planes (byte_planes.py) are made of large tensors only. Such a tensor is stored as one of bytes (U8) with its dtype and
-shape in the metadata of its file, so that nobody takes the planes for numbers.
+shape in the metadata of its file, so that the planes are not taken for numbers.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ LARGE = 256 << 10
 
 
 class Place(NamedTuple):
-    """Where a tensor lies: its member, its first byte there, and its first byte in the tar.
+    """The place of a tensor: its member, its first byte there, and its first byte in the tar.
 
-    `item` is the bytes of an element where they are in planes, else 1.
+    `item` is the bytes of an element if they are in planes, else 1.
     """
 
     member: str
@@ -65,8 +65,8 @@ class Plan:
 
 
 def groups(tensors: Mapping[str, TensorEntry], most: int, shuffle: bool) -> list[list[str]]:
-    """Tensors by member: in the order of components and names, until `most` bytes are reached; larger ones stand alone.
-    Within a member as safetensors sorts them. The layout and the world size they come from play no part."""
+    """Tensors by member: in the order of components and names, until `most` bytes are reached; larger ones get a member of their own.
+    Within a member as safetensors sorts them. The layout and the world size of the source do not matter."""
     out: list[list[str]] = []
     size = 0
     for name in sorted(tensors, key=lambda n: (COMPONENTS.index(str(tensors[n].path[0])), n)):
@@ -82,7 +82,7 @@ def groups(tensors: Mapping[str, TensorEntry], most: int, shuffle: bool) -> list
 
 
 def planes(t: TensorEntry, shuffle: bool) -> int:
-    """Into how many planes a tensor is split; 1 where it is stored as it is."""
+    """The number of planes of a tensor; 1: it is stored as it is."""
     return ITEMSIZE[t.dtype] if shuffle and t.nbytes >= LARGE else 1
 
 
@@ -148,7 +148,7 @@ def _header(names: Sequence[str], tensors: Mapping[str, TensorEntry], shuffle: b
 
 
 def padding_after(plan: Plan) -> bytes:
-    """The zeros between the last member with tensors and what follows; none where there is no such member."""
+    """The zeros between the last member with tensors and what follows; none if there is no such member."""
     last = plan.members[-1]
     return b"" if last.name == README else tarball.padding(last.end - last.start)
 

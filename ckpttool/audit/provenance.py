@@ -1,8 +1,8 @@
-"""PROVENANCE.json: where a state came from, who kept it and why, and what other layouts need to put it back as it was.
+"""PROVENANCE.json: where a state came from, who kept it and why, and what other layouts need to restore it as it was.
 
-Of the state itself nothing is in it: two archives of one state differ here and nowhere else. `order`, `origin` and
-`tied` are hints for writers (the model's order of tensors, the user's own keys, names that were one tensor), believed
-only as far as they are proved by what the manifest says.
+It contains nothing of the state itself: two archives of one state differ here and nowhere else. `order`, `origin` and `tied`
+are hints for writers (the model's order of tensors, the user's own keys, names that were one tensor); they are used only if
+the manifest confirms them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DEEPEST = 64  # parts of a path
 def collect(
     how: ArchiveOptions, now: datetime, mtime: int, ckpt: Checkpoint, source: Source, config: str | None
 ) -> dict[str, Any]:
-    """The record of an export; `mtime`, in seconds, is when the source was last written. Where it is reproducible, no more than what was given on the command line."""
+    """The record of an export; `mtime`, in seconds, is when the source was last written. If it is reproducible, it contains only what was given on the command line."""
     out: dict[str, Any] = {"schema": manifest.SCHEMA, "tool": "ckpttool", "version": __version__}
     out["created"] = retention.stamp(now) if not how.reproducible or how.epoch is not None else None
     out["only"] = list(how.only) if how.only else None
@@ -87,15 +87,15 @@ def _user() -> str:
 
 
 def encode(said: Mapping[str, Any]) -> bytes:
-    """The bytes of the record. Paths that are no UTF-8 stay what they are, as JSON escapes."""
+    """The bytes of the record. Paths that are not UTF-8 are kept, as JSON escapes."""
     return (json.dumps(said, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def decode(data: bytes, what: str) -> dict[str, Any]:
-    """What a record says, all of it of the kinds that `collect` gives.
+    """The content of a record, with all types as `collect` writes them.
 
     Raises:
-        Corrupt, Unsafe: it says something else, or in another spelling.
+        Corrupt, Unsafe: it has other content, or another formatting.
     """
     said = parse(data, what)
     if not isinstance(said, dict) or said.get("schema") != manifest.SCHEMA:
@@ -111,7 +111,7 @@ def decode(data: bytes, what: str) -> dict[str, Any]:
             if not good:
                 raise Corrupt(f"{what}: its entry {key!r} is damaged or missing.")
     if encode(said) != data:
-        raise Corrupt(f"{what} is not spelled as ckpttool writes it.")
+        raise Corrupt(f"{what} is not formatted as ckpttool writes it.")
     return said
 
 
@@ -119,7 +119,7 @@ def config_files(said: Mapping[str, Any], what: str) -> dict[str, bytes]:
     """{name: bytes} of the configuration files in a record.
 
     Raises:
-        Unsafe: one has a name that is no plain file name. Corrupt: one is not what its SHA-256 says.
+        Unsafe: one has a name that is not a plain file name. Corrupt: one does not have its SHA-256.
     """
     out = {}
     for name, f in (said.get("config_files") or {}).items():
@@ -130,7 +130,7 @@ def config_files(said: Mapping[str, Any], what: str) -> dict[str, bytes]:
         except ValueError:
             data = b""
         if manifest.sha256(data) != f["sha256"]:
-            raise Corrupt(f"{what}: the configuration file {tarball.short(name)} is not what its SHA-256 says.")
+            raise Corrupt(f"{what}: the configuration file {tarball.short(name)} does not have its SHA-256.")
         out[name] = data
     return out
 
@@ -156,7 +156,7 @@ def _time(x: Any) -> bool:
 
 
 def mtime(said: Mapping[str, Any]) -> int:
-    """The time of the members of an archive: when its source was last written or, where reproducible, that of the record."""
+    """The time of the members of an archive: when its source was last written or, if reproducible, that of the record."""
     told = (said.get("source") or {}).get("modified") or said["created"]
     return int(retention.time_of(told).timestamp()) if told else 0
 

@@ -36,9 +36,9 @@ __all__ = ["Pruned", "prune"]
 
 @dataclass(frozen=True)
 class Pruned:
-    """What `prune` did, or would do: archives by name, and why each was kept or refused.
+    """The result of `prune`: archives by name, and why each was kept or refused.
 
-    Refused is what no policy keeps but something else forbids to delete, and whatever cannot be judged.
+    Refused are archives that no policy keeps but that must not be deleted, and those that cannot be judged.
     """
 
     deleted: tuple[str, ...] = ()
@@ -60,31 +60,31 @@ def prune(
     """Delete the archives that no policy keeps and nothing protects.
 
     Args:
-        keep_last: keep the newest so many of every run (`--meta run=` of the export; those without are a run too).
-        keep_within: keep those exported in the time before `now`.
+        keep_last: keep this many of the newest of every run (`--meta run=` of the export; archives without it are one run).
+        keep_within: keep those exported within this time before `now`.
         keep_every: keep those of training steps that are multiples of it.
-        dry_run: touch nothing, not even the ledger.
-        no_ledger: delete also what no ledger knows, and where there is no ledger; holds that are known still count.
+        dry_run: change nothing, not even the ledger.
+        no_ledger: also delete archives that the ledger does not know, and in stores without one; known holds still count.
         now: the time; that of the clock if not given.
 
     Raises:
-        UsageError: no policy is given, or one that makes no sense. Corrupt: the ledger is damaged, or archives lie there and
-            there is none; nothing was deleted.
+        UsageError: no policy is given, or an invalid one. Corrupt: the ledger is damaged, or missing although there are
+            archives; nothing was deleted.
     """
     if keep_last is None and keep_within is None and keep_every is None:
-        raise UsageError("Say what to keep: --keep-last N, --keep-within 90d or --keep-every STEPS; or several.")
+        raise UsageError("Say what to keep: --keep-last N, --keep-within 90d, --keep-every STEPS, or several of them.")
     if any(n is not None and n < 1 for n in (keep_last, keep_every)) or (
         keep_within is not None and keep_within <= timedelta(0)
     ):
-        raise UsageError("--keep-last, --keep-within and --keep-every keep something; they must be more than nothing.")
+        raise UsageError("--keep-last, --keep-within and --keep-every must be greater than zero.")
     now = (now or datetime.now(UTC)).astimezone(UTC)
     history = History.of(store)
     names = archive_names(store)
     if names and history.lines is None and not no_ledger:
         raise Corrupt(
             f"{urls.redact_url(store)} holds {_counted(len(names), 'archive')} and no {ledger.FILE}. The ledger knows which are "
-            "under a legal hold; without it one that is could be deleted. Bring the ledger back; or give --no-ledger if "
-            "there never was one, or nothing was held."
+            "under a legal hold; without it, one of those could be deleted. Restore the ledger, or pass --no-ledger if there never "
+            "was one."
         )
     seen = {name: look(store, name) for name in names}
     rows = sorted((row_of(name, known, history) for name, (_, known) in seen.items()), key=order)
@@ -117,12 +117,14 @@ def prune(
 
 
 def _not_judged(row: Row, now: datetime) -> str:
-    """Why nothing can be said of an archive, or ""."""
+    """Why an archive cannot be judged, or ""."""
     if row.facts is None:
-        return f"it is not a sound archive: {row.damaged}"
+        return f"it is not a valid archive: {row.damaged}"
     made = created_at(row.facts)
     if made is None:
-        return "it has no date (it was exported with --reproducible)" if not row.facts.created else "its date is none"
+        return (
+            "it has no date (it was exported with --reproducible)" if not row.facts.created else "its date is invalid"
+        )
     if made > now:
         return f"it was exported in the future, at {row.facts.created}; it is {stamp(now)}"
     return ""
@@ -143,7 +145,7 @@ def _policies(
 
 
 def _age(within: timedelta) -> str:
-    """As people say it: "90 days", "12 hours", "1 day"."""
+    """A duration for people: "90 days", "12 hours", "1 day"."""
     hours, rest = divmod(int(within.total_seconds()), 3600)
     if rest or not hours:
         return _counted(int(within.total_seconds()), "second")
@@ -155,19 +157,20 @@ def _counted(n: int, what: str) -> str:
 
 
 def _unrecorded(row: Row, no_ledger: bool) -> str:
-    """Why an archive is not known well enough to be deleted, or ""."""
+    """Why the ledger does not allow an archive to be deleted, or ""."""
     if row.ledger == "differs":
         return row.warnings[0].rstrip(".")
     if row.ledger == "unknown" and not no_ledger:
         return (
-            f"{row.warnings[0]}, so a hold may be known elsewhere. `ckpttool audit ledger add` records it; --no-ledger "
+            f"{row.warnings[0]}, so it may be under a hold that is recorded elsewhere. `ckpttool audit ledger add` "
+            "records it; --no-ledger "
             "deletes it as it is"
         )
     return ""
 
 
 def _delete(store: str, row: Row, source: Source, history: History, now: datetime) -> str:
-    """Delete an archive; why it was not, or "". The ledger, of which `history` is known, has it first."""
+    """Delete an archive, after recording that in the ledger; why it was not deleted, or ""."""
     assert row.facts is not None
     entry = ledger.append(store, "delete", row.name, **evidence(row.facts))
     lines = history.lines or []

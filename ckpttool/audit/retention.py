@@ -28,7 +28,7 @@ _HOURS = {"h": 1, "d": 24, "w": 24 * 7, "m": 24 * 31, "y": 24 * 366}
 
 
 def stamp(time: datetime) -> str:
-    """A time as it is written in records: UTC, the fraction of a second rounded up."""
+    """A time in the format of records: UTC, fractions of a second rounded up."""
     time = time.astimezone(UTC)
     if time.microsecond:
         time = time.replace(microsecond=0) + timedelta(seconds=1)
@@ -39,7 +39,7 @@ def time_of(text: str) -> datetime:
     """The time of a record.
 
     Raises:
-        ValueError: it is not written as `stamp` writes it.
+        ValueError: it is not in the format of `stamp`.
     """
     if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", text, re.ASCII):
         raise ValueError(f"{text!r} is not a UTC time like 2033-01-01T00:00:00Z")
@@ -51,7 +51,7 @@ def until(text: str, start: datetime) -> datetime:
     says nothing else).
 
     Raises:
-        UsageError: it is none of these, or has passed already.
+        UsageError: it is none of these, or has passed.
     """
     try:
         if found := _LONG.fullmatch(text):
@@ -64,7 +64,7 @@ def until(text: str, start: datetime) -> datetime:
             f"{text!r} is not a retention; give 7y, 18m (months), 2w, 90d or a date like 2033-01-01."
         ) from None
     if end <= start:
-        raise UsageError(f"A retention until {stamp(end)} has passed already; it is {stamp(start)}.")
+        raise UsageError(f"The retention ends at {stamp(end)}, which has passed; it is {stamp(start)}.")
     return end
 
 
@@ -95,7 +95,7 @@ def record(retain: str | None, hold: str | None, start: datetime) -> bytes | Non
     """RETENTION.json for `--retain` and `--legal-hold`; None without either.
 
     Raises:
-        UsageError: the retention makes no sense, or the hold has no reason.
+        UsageError: the retention is invalid, or the hold has no reason.
     """
     if retain is None and hold is None:
         return None
@@ -111,10 +111,10 @@ def record(retain: str | None, hold: str | None, start: datetime) -> bytes | Non
 
 
 def parse(data: bytes, what: str) -> dict[str, Any]:
-    """What RETENTION.json says.
+    """The content of RETENTION.json.
 
     Raises:
-        Corrupt, Unsafe: it says something else than `record` writes; with `what`.
+        Corrupt, Unsafe: it is not what `record` writes; with `what`.
     """
     said = parse_json(data, what)
     if not isinstance(said, dict) or said.get("schema") != SCHEMA:
@@ -137,7 +137,7 @@ def parse(data: bytes, what: str) -> dict[str, Any]:
 
 
 def lock_arguments(said: dict[str, Any] | None, mode: str = "GOVERNANCE") -> dict[str, Any]:
-    """S3's arguments of an object lock for what RETENTION.json says; nobody can shorten mode COMPLIANCE."""
+    """S3's arguments for the object lock of a RETENTION.json. Nobody can shorten mode COMPLIANCE."""
     out: dict[str, Any] = {}
     if said and said["retain_until"]:
         out |= {"ObjectLockMode": mode, "ObjectLockRetainUntilDate": time_of(said["retain_until"])}

@@ -1,18 +1,18 @@
-"""Small files beside an archive: what is known of an encrypted one without its key, and what holds one.
+"""Small files next to an archive: the facts of an encrypted one, readable without its key, and legal holds.
 
 NAME.tar.zst.age.json
 
     {"schema", "archive": {what a listing shows}, "ciphertext": {"bytes", "sha256", "blake3", "block_bytes", "blocks"}}
 
-BLAKE3 is a hash tree over the ciphertext; `blocks` are the SHA-256 of every 64 MiB of it, so that damage has a place. The
+BLAKE3 is a hash tree over the ciphertext; `blocks` are the SHA-256 of every 64 MiB of it, so that damage can be located. The
 hash tree over the plain bytes is the Merkle root, in "archive". "open" is the command that decrypts it without ckpttool.
 
 NAME.hold.json (NAME as the archive has it, with its .tar.zst)
 
     {"schema", "archive": NAME, "holds": [{"reason", "since", "by", "manifest_sha256", "created"}]}
 
-The legal holds that `audit hold` placed, so that they stand when the ledger is lost, and go along when the folder is
-copied. The ledger has them too; what either one says counts.
+The legal holds that `audit hold` placed, so that they survive the loss of the ledger and are copied along with the folder. The
+ledger records them, too; a hold in either one counts.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _PIECE = 4 << 20
 
 
 def name(file: str) -> str:
-    """What the sidecar of an encrypted archive is called."""
+    """The name of the sidecar of an encrypted archive."""
     return file + ".json"
 
 
 def ciphertext(source: Source, file: str, progress: Progress) -> dict[str, Any]:
-    """The hashes of a file as it lies there."""
+    """The hashes of a file."""
     whole, tree = hashlib.sha256(), blake3()
     blocks = []
     size = source.size(file)
@@ -75,14 +75,14 @@ def encode(archive: Mapping[str, Any], hashes: Mapping[str, Any]) -> bytes:
 
 
 def read(source: Source, file: str) -> dict[str, Any]:
-    """What lies beside an encrypted archive.
+    """The sidecar of an encrypted archive.
 
     Raises:
-        UsageError: nothing does. Corrupt, Unsafe: it is damaged.
+        UsageError: there is none. Corrupt, Unsafe: it is damaged.
     """
     what = f"{source.root}/{name(file)}"
     if not source.exists(name(file)):
-        raise UsageError(f"{what} is missing; it says what is in {file}. Look inside with --identity instead.")
+        raise UsageError(f"{what} is missing; it says what is in {file}. To look inside, pass --identity.")
     said = parse(source.read_all(name(file), 256 << 20), what)
     parts = ("archive", "ciphertext")
     if (
@@ -98,17 +98,17 @@ def read(source: Source, file: str) -> dict[str, Any]:
         or not all(isinstance(b, str) for b in blocks)
         or type(told.get("bytes")) is not int
     ):
-        raise Corrupt(f"{what} is damaged: it does not say the hashes of the ciphertext.")
+        raise Corrupt(f"{what} is damaged: the hashes of the ciphertext are missing.")
     return said
 
 
 def hold_name(file: str) -> str:
-    """What the file with the holds of an archive is called."""
+    """The name of the hold file of an archive."""
     return file + HOLD
 
 
 def encode_holds(file: str, held: Sequence[Mapping[str, Any]]) -> bytes:
-    """The file with the holds of an archive."""
+    """The hold file of an archive."""
     said = {"schema": _HOLD_SCHEMA, "archive": file, "holds": [{k: h.get(k) for k in _HELD} for h in held]}
     return (json.dumps(said, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
@@ -117,7 +117,7 @@ _HELD = ("reason", "since", "by", "manifest_sha256", "created")
 
 
 def holds(source: Source, file: str) -> list[dict[str, Any]]:
-    """The holds of an archive by the file beside it, which is there; a damaged one is a hold of unknown reason.
+    """The holds in the hold file of an archive, which must exist; a damaged file is a hold for an unknown reason.
 
     Raises:
         RemoteError: the store fails.
@@ -145,7 +145,7 @@ def _is_hold(h: Any) -> bool:
 
 
 def put(folder: str, name: str, data: bytes) -> None:
-    """Write a small file beside an archive, whole or not at all, in the place of one that is there.
+    """Write or replace a small file next to an archive, atomically.
 
     Raises:
         CkpttoolError: it cannot be written.

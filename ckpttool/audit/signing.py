@@ -1,20 +1,19 @@
-"""model.sig: an OpenSSF model-signing bundle over the files of an archive, made and checked without unpacking it.
+"""model.sig: an OpenSSF model-signing bundle over the files of an archive, made and verified without unpacking it.
 
 A bundle is a DSSE envelope around an in-toto statement that lists (file, SHA-256), with the signature and either a hint at
-the key or the certificates. It is what `model_signing sign` makes of the folder that the archive unpacks to, so that
-everybody can check that folder without ckpttool (model.sig itself is no part of what is signed):
+the key or the certificates. It equals what `model_signing sign` makes of the unpacked folder, so anybody can check that folder
+without ckpttool (model.sig itself is not signed):
 
     tar --zstd -xf ARCHIVE.tar.zst -C DIR
     python -m model_signing verify key DIR --signature DIR/model.sig --public_key pub.pem
     python -m model_signing verify certificate DIR --signature DIR/model.sig --certificate_chain root.pem
 
-Keys are on the curves P-256, P-384 or P-521. A key goes by the SHA-256 of its public PEM file, which `sha256sum pub.pem`
-prints too. A certificate is judged at the time when it began to be valid, so that a signature outlives it.
+Keys are on the curves P-256, P-384 or P-521. A key is identified by the SHA-256 of its public PEM file, as `sha256sum
+pub.pem` prints it. A certificate is validated for the time when its validity began, so that a signature outlives it.
 
-Sigstore's keyless signatures need a network and a browser; ckpttool makes none. Where there is one, sign the unpacked
-folder: `python -m model_signing sign sigstore DIR --signature ARCHIVE.tar.zst.sig`, and `verify sigstore` likewise.
+Sigstore's keyless signatures need a network and a browser, and ckpttool does not make them. Sign the unpacked folder instead: `python -m model_signing sign sigstore DIR --signature ARCHIVE.tar.zst.sig`, and `verify sigstore` likewise.
 
-ECDSA takes a random number for each signature: the same files signed twice have two bundles.
+ECDSA uses a random number for each signature, so the same files signed twice have different bundles.
 
 Sources: model_signing 1.1 (`_signing/signing.py` for the statement, `_cli.py` for what is left out by default);
 https://github.com/secure-systems-lab/dsse; https://docs.sigstore.dev/about/bundle/
@@ -55,7 +54,7 @@ def sign(
     """The bundle over files, (path, SHA-256 in hex) each.
 
     Args:
-        name: what the signed model is called; it says nothing, and nobody checks it.
+        name: the name of the signed model; it is not checked.
         key: file of the private key, PEM.
         certificate: file of the certificate of that key, PEM; without one the bundle only hints at the key.
         chain: files of the certificates between that one and the root.
@@ -68,7 +67,7 @@ def sign(
         if certificate is not None:
             found = _certificates(certificate)[0]
             if found.public_key() != private.public_key():
-                raise UsageError(f"{certificate} is the certificate of another key than {key}.")
+                raise UsageError(f"{certificate} is not the certificate of {key}.")
             for file in chain:
                 _certificates(file)
         config = lib.signing.Config().set_hashing_config(_known(lib, name, resources))
@@ -93,16 +92,16 @@ def verify(
     public_key: str | None = None,
     certificates: Sequence[str] = (),
 ) -> str:
-    """Who signed these files, (path, SHA-256 in hex) each; one line.
+    """Verify the signature over files, (path, SHA-256 in hex) each; returns a line that names the signer.
 
     Args:
         public_key: file of the public key, PEM, for a bundle that was signed with a key.
         certificates: files of the root certificates that are trusted, PEM, for one that was signed with a certificate.
 
     Raises:
-        Differs: the signature is not good, or files were changed, added or taken away since.
+        Differs: the signature is invalid, or files were changed, added or removed.
         Corrupt: the bundle is damaged. Unsupported: model-signing before 1.0 made it.
-        UsageError: model-signing is not installed, or what would prove the signature is not given or cannot be read.
+        UsageError: model-signing is not installed, or the key or certificate for the check is missing or unreadable.
     """
     material = _material(bundle)
     with _library() as lib, tempfile.TemporaryDirectory() as folder:
@@ -124,13 +123,13 @@ def verify(
             if type(e).__name__ == "ValidationError":
                 raise Corrupt(f"{SIGNATURE} is not a signature bundle, or damaged ({_reason(e)}).") from None
             raise Differs(
-                f"{SIGNATURE}: the signature is not good: {_reason(e)}. It names {_who(material)}, which is not proven."
+                f"{SIGNATURE}: the signature is invalid: {_reason(e)}. It names {_who(material)}, which is not proven."
             ) from None
     return _who(material)
 
 
 def describe(bundle: bytes) -> str:
-    """Who is said to have signed, without any proof; works without model-signing.
+    """Who signed, according to the bundle, without verification; works without model-signing.
 
     Raises:
         Corrupt: the bundle is damaged. Unsupported: model-signing before 1.0 made it.
@@ -154,8 +153,8 @@ def _material(bundle: bytes) -> dict[str, Any]:
             hint = material["publicKey"].get("hint")
             if not hint:
                 raise Unsupported(
-                    f"{SIGNATURE} does not say which key has signed; model-signing before 1.0 made it. Check it with that, "
-                    "or sign again."
+                    f"{SIGNATURE} does not name the key; it was made by model-signing before 1.0. Check it "
+                    "with that version, or sign again."
                 )
             bytes.fromhex(hint)
         else:
@@ -190,7 +189,7 @@ def _who(material: dict[str, Any]) -> str:
 
 
 def _difference(signed: Any, resources: Sequence[tuple[str, str]]) -> Differs | Unsupported:
-    """Which files are not those of a manifest that is proven to be signed."""
+    """Which files differ from those of a manifest whose signature is valid."""
     how = signed.serialization_type
     if (how.get("method"), how.get("hash_type")) != ("files", "sha256"):
         return Unsupported(
@@ -216,7 +215,7 @@ def _names(names: list[str]) -> str:
 
 
 def _reason(e: Exception) -> str:
-    """What the library found, in a line; a signature that does not fit comes without a word."""
+    """The library's error, in a line; a wrong signature has no message."""
     return _clean(" ".join(str(e).split()).rstrip(".")[:200]) or "it does not fit what is said to be signed"
 
 
@@ -243,7 +242,7 @@ def _use_key(config: Any, hint: str, public_key: str | None, certificates: Seque
     pem = found.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     if hashlib.sha256(pem).hexdigest() != hint:
         raise Differs(
-            f"{SIGNATURE} was made with another key: EC key SHA256:{hint}, not {public_key} "
+            f"{SIGNATURE} was made with a different key: EC key SHA256:{hint}, not {public_key} "
             f"(SHA256:{hashlib.sha256(pem).hexdigest()})."
         )
     config.use_elliptic_key_verifier(public_key=public_key)
@@ -305,7 +304,7 @@ def _read(file: str) -> bytes:
 def _as_file(private: Any) -> Iterator[str]:
     """A path that the library reads the key from: a pipe, so that a decrypted key is never on a disk.
 
-    The library takes keys by path only, a password in the wrong type, and none beside a certificate.
+    The library takes keys only by path, expects passwords of the wrong type, and none together with a certificate.
     """
     from cryptography.hazmat.primitives import serialization
 
@@ -328,7 +327,7 @@ def _as_file(private: Any) -> Iterator[str]:
 
 @contextmanager
 def _library() -> Iterator[Any]:
-    """model_signing, which warns and logs where there is nothing to say."""
+    """model_signing, without its warnings and logs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -342,7 +341,7 @@ def _library() -> Iterator[Any]:
 
 
 def _known(lib: Any, name: str, resources: Sequence[tuple[str, str]]) -> Any:
-    """A way of hashing a folder that knows the hashes; `manifest.signed` is what they were compared with."""
+    """Stands for the library's hashing of a folder, with known hashes; `manifest.signed` are those of the bundle."""
     from model_signing._hashing.hashing import Digest
 
     class Listed(lib.manifest.Manifest):  # type: ignore[misc]

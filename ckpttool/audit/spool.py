@@ -1,7 +1,7 @@
-"""An encrypted archive while it is read: its plain bytes in a file without a name.
+"""The plain bytes of an encrypted archive while it is read, in a file without a name.
 
-age has no random access, so what needs it (restoring, verifying by frames) reads from a spool: a file that is removed
-from its folder before the first byte is written, so that plain bytes go away with the process, whatever ends it.
+ckpttool decrypts age files only from start to end, and restoring and verifying need random access. So they read from a spool: a
+file that is unlinked before the first byte is written, so that the plain bytes disappear with the process, however it ends.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Spool(Source):
                 done += os.write(self._fd, data[done:])
             except OSError as e:
                 raise NoSpace(
-                    f"{self.root}: the plain bytes of {self.name} do not fit ({e.strerror}); choose a roomier --scratch."
+                    f"{self.root}: the plain bytes of {self.name} do not fit ({e.strerror}); choose a larger --scratch."
                 ) from e
         self._end += len(data)
 
@@ -67,14 +67,14 @@ class Spool(Source):
             got += n
 
     def identities(self) -> dict[str, Identity]:
-        """None: nobody else can reach the file."""
+        """Nothing: nobody else can reach the file."""
         return {}
 
     def assert_unchanged(self) -> None:
         """As `identities`."""
 
     def close(self) -> None:
-        """The bytes are gone."""
+        """Delete the bytes."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -83,11 +83,11 @@ class Spool(Source):
 def decrypted(
     source: Source, file: str, identities: Sequence[str], folder: str, progress: Callable[[str, int, int], None]
 ) -> tuple[Spool, str]:
-    """The plain bytes of an encrypted archive, and the name of the archive among them.
+    """(the plain bytes of an encrypted archive, the name of the archive in them).
 
     Args:
         identities: files with age identities or ssh private keys.
-        folder: where the file without a name lies; it needs as many bytes as the archive.
+        folder: for the file without a name; it needs as much space as the archive.
 
     Raises:
         UsageError: no identity fits. Corrupt: the ciphertext is damaged. NoSpace: the folder is full.

@@ -2,8 +2,8 @@
 
 A header is 512 bytes, as the standard library's tarfile makes them in the GNU format (sizes beyond 8 GiB in base 256);
 the data is padded with zeros to 512; two zero blocks end the tar. Reading is the inverse and no more: a header must be,
-byte for byte, the one that would be written for its name, size and time, so there are no links, devices, sparse files,
-extensions or owners to be careful with.
+byte for byte, the one that would be written for its name, size and time, so links, devices, sparse files, extensions and
+owners cannot occur.
 
 Source: POSIX.1-2017, pax, "ustar Interchange Format"; the GNU tar manual, "Basic Tar Format".
 """
@@ -22,7 +22,7 @@ END = bytes(2 * BLOCK)
 
 
 class Entry(NamedTuple):
-    """What a header says: name, bytes of data, time of modification in seconds."""
+    """A header: name, bytes of data, time of modification in seconds."""
 
     name: str
     size: int
@@ -37,15 +37,15 @@ def header(name: str, size: int, mtime: int) -> bytes:
 
 
 def padding(size: int) -> bytes:
-    """The zeros behind a member's data."""
+    """The zeros after a member's data."""
     return bytes(-size % BLOCK)
 
 
 def entry(block: bytes, what: str) -> Entry | None:
-    """What a header says; None for the zero block that ends a tar.
+    """The entry of a header; None for the zero block that ends a tar.
 
     Raises:
-        Corrupt: it is no header. Unsafe: it is one that no archive of ours has.
+        Corrupt: it is not a header. Unsafe: it is one that ckpttool does not write.
     """
     if len(block) != BLOCK:
         raise Corrupt(f"{what}: the tar ends within a header. The copy is incomplete.")
@@ -70,6 +70,6 @@ def entry(block: bytes, what: str) -> Entry | None:
 
 
 def short(name: str) -> str:
-    """A name as a message shows it: whatever it holds, however long it is."""
+    """A name for a message: printable and not too long."""
     text = ascii(name)
     return text if len(text) <= 80 else text[:60] + f"...' ({len(name)} characters)"

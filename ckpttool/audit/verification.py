@@ -1,12 +1,11 @@
-"""`audit verify`: an archive read from its first byte to its last, judged against its own records, never extracted.
+"""`audit verify`: an archive read from its first byte to its last and compared with its own records, never extracted.
 
-    quick     the structure (archive.py proves it) and the signature: kilobytes are read
-    default   besides, every frame, the SHA-256 of every member and the digest of every tensor
-    deep      besides, a live checkpoint, or a Merkle root that somebody wrote down
+    quick     the structure (archive.py) and the signature; reads kilobytes
+    default   also every frame, the SHA-256 of every member and the digest of every tensor
+    deep      also a live checkpoint, or a Merkle root that was written down
 
-What is wrong becomes a `Finding`: which bytes of which tensor of which member. A frame that does not unfold is one, and
-reading goes on behind it. Where the structure itself is damaged, the manifest is looked for at the end of the tar, so
-that even then findings have names.
+Damage becomes a `Finding`: which bytes of which tensor of which member. Reading continues after a damaged frame. If the
+structure itself is damaged, the manifest is searched for at the end of the tar, so that findings have names even then.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ _MOST_FINDINGS = 1000
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is not as it should be.
+    """One piece of damage, or one difference.
 
     `start`, `end` are bytes of the member; `tensor_start`, `tensor_end` bytes of the tensor; `file_start`, `file_end`
-    bytes of the archive as it lies on the disk.
+    bytes of the archive's file.
     """
 
     what: str
@@ -70,8 +69,8 @@ class Finding:
 
 @dataclass
 class Verdict:
-    """What a verification found; sound when `findings` is empty. `signature` says who signed, or why that is not known,
-    `ledger` what the ledger of the store says of it, `warnings` what does not fit together there."""
+    """The result of a verification; sound if `findings` is empty. `signature` says who signed, or why that is unknown,
+    `ledger` what the store's ledger says about the archive, `warnings` where ledger and hold file disagree."""
 
     path: str
     depth: str
@@ -97,7 +96,7 @@ class Verdict:
         return out
 
     def trouble(self) -> str:
-        """What is wrong, in a sentence or two."""
+        """The damage, in a sentence or two."""
         n = len(self.findings) - 1
         more = f" (and {n} more finding{'s' if n > 1 else ''})" if n else ""
         text = str(self.findings[0]).rstrip(". ")
@@ -113,7 +112,7 @@ class _Map:
     starts: list[int]
 
     def of(self, start: int, end: int) -> Iterator[Finding]:
-        """What a range of the tar holds, as findings without a word."""
+        """What a range of the tar contains, as findings without text."""
         for a, b, member in self.members:
             if a >= end:
                 break
@@ -183,7 +182,7 @@ def verify_archive(
         have = {"": out.merkle_root, "blake3": out.merkle_root, "sha256": out.manifest_sha256}[kind]
         if told != have:
             what = "manifest has the SHA-256" if kind == "sha256" else "Merkle root is"
-            raise Differs(f"{path}: its {what} {have}, not {told}. It is another state than the one recorded.")
+            raise Differs(f"{path}: its {what} {have}, not {told}. It is not the recorded state.")
     if against is not None:
         out.against = _against(archive, against, components, progress)
     elif root is not None:
@@ -196,7 +195,7 @@ def _signature(archive: Archive, out: Verdict, public_key: str | None, certifica
     asked = public_key is not None or bool(certificates)
     if not archive.signed:
         if asked:
-            raise Differs(f"{out.path} is not signed, so nothing shows that it is the one that was exported.")
+            raise Differs(f"{out.path} is not signed, so nothing proves that it is the one that was exported.")
         return
     bundle = archive.read_all(plan.SIGNATURE, 16 << 20)
     if not asked:
@@ -222,7 +221,7 @@ def _against(archive: Archive, against: str, components: list[str], progress: Pr
             *found.only_in_a, *found.only_in_b, *found.dtypes, *found.shapes, *found.values, *(d.name for d in found.data),
         ]  # fmt: skip
         raise Differs(
-            f'{against} is another state than {archive.root}: {len(names)} entries differ, first "{names[0]}". '
+            f'{against} differs from {archive.root}: {len(names)} entries differ, first "{names[0]}". '
             "`ckpttool diff` shows the values."
         )
     return against if only is None else f"the {', '.join(only)} of {against}, which is all that was kept"

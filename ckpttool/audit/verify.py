@@ -1,4 +1,4 @@
-"""`audit verify` as it is called: the archive opened wherever it lies, judged, and the verdict put into the ledger."""
+"""`audit verify` as a command: open the archive, verify it, compare it with the ledger, and record the verdict there."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def verify(
     jobs: int = 2,
     progress: Progress = silent,
 ) -> Verdict:
-    """Judge an archive. Without a key, of an encrypted one the ciphertext is compared with its sidecar.
+    """Verify an archive. Of an encrypted one without a key, the ciphertext is compared with its sidecar.
 
-    Where the store has a ledger, the archive is compared with the one that it records under this name, at any depth. A
-    line goes into the ledger where that can be written to.
+    If the store has a ledger, the archive is compared with the one recorded under this name, at any depth, and the result is
+    appended if the ledger is writable.
 
     Raises:
-        Differs: signature, checkpoint or root are others, or it is another archive than the one recorded.
-        UsageError: arguments that make no sense together. Corrupt: the ledger is damaged.
+        Differs: signature, checkpoint or root differ, or it is not the recorded archive.
+        UsageError: arguments that contradict each other. Corrupt: the ledger is damaged.
     """
     where = place(path)
     source, file = where.source, where.file
@@ -95,12 +95,12 @@ def verify(
 
 
 def _here(source: Source) -> str:
-    """Where the plain bytes of an encrypted archive may lie meanwhile: beside it."""
+    """The default folder for the plain bytes of an encrypted archive: next to it."""
     return source.root if os.path.isdir(source.root) else "."
 
 
 def _digest_of(text: str) -> str:
-    """A digest as people write it: HEX, blake3:HEX or sha256:HEX."""
+    """A digest from the command line: HEX, blake3:HEX or sha256:HEX."""
     kind, _, told = text.strip().lower().rpartition(":")
     if kind not in ("", "blake3", "sha256") or not re.fullmatch(r"[0-9a-f]{64}", told):
         raise UsageError(
@@ -110,10 +110,10 @@ def _digest_of(text: str) -> str:
 
 
 def _lines(store: str, in_ledger: bool) -> tuple[list[dict[str, Any]] | None, str | None]:
-    """The lines of the ledger, None where there is none; and why it could not be read.
+    """The lines of the ledger (None: there is none), and why it could not be read.
 
     Raises:
-        Corrupt, Unsafe: it is damaged, and a line shall be written to it.
+        Corrupt, Unsafe: it is damaged, and a line would have to be written to it.
     """
     try:
         return ledger.read_or_none(store), None
@@ -131,10 +131,10 @@ def _compare(
     recorded: dict[str, dict[str, Any]],
     by_ledger: bool,
 ) -> None:
-    """What the ledger has of this name: every hash that was found, whether it was signed, and by which key.
+    """Compare with what the ledger records under this name: every hash, whether it was signed, and by which key.
 
     Raises:
-        Differs: it has another archive.
+        Differs: it records another archive.
     """
     if lines is None or found.findings:
         return
@@ -151,7 +151,7 @@ def _compare(
 
 
 def _ciphertext(source: Source, file: str, root: str | None, quick: bool, progress: Progress) -> Verdict:
-    """An encrypted archive without its key: the ciphertext against the hashes beside it."""
+    """Verify an encrypted archive without its key: the ciphertext against the hashes in its sidecar."""
     said = sidecar.read(source, file)
     known, want = said["archive"], said["ciphertext"]
     have = {**want, "bytes": source.size(file)} if quick else sidecar.ciphertext(source, file, progress)
@@ -183,7 +183,7 @@ def _note(found: Verdict, store: str, file: str, in_ledger: bool) -> Verdict:
 
 
 def _append(store: str, file: str, in_ledger: bool, **facts: object) -> None:
-    """A line, where the ledger may be written to."""
+    """Append a line, if the ledger may be written."""
     if not in_ledger:
         return
     try:

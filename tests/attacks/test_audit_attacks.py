@@ -693,7 +693,7 @@ FRAMES: dict[str, tuple[Files, bytes, bytes, bytes]] = {
     "no checksum": (other(lambda h, b, c: window(h[4] & ~4) + h[5:] + b), b"", b"", b""),
     "a dictionary": (other(lambda h, b, c: window(h[4] | 1, 7) + h[5:] + b + c), b"", b"", b""),
     "a size that is too small": (other(lambda h, b, c: frame_format.frame_header(1000) + b + c), b"", b"", b""),
-    "a frame that unfolds to 128 MiB": (other(lambda h, b, c: h + RLE + c), b"", b"", b""),
+    "a frame that decompresses to 128 MiB": (other(lambda h, b, c: h + RLE + c), b"", b"", b""),
     "a frame that ends within a block": (other(lambda h, b, c: h + b[:-100] + c), b"", b"", b""),
     "a frame with another checksum": (other(lambda h, b, c: h + b + bytes(4)), b"", b"", b""),
     "a block of a kind that is none": (other(lambda h, b, c: h + b"\x06\0\0" + b + c), b"", b"", b""),

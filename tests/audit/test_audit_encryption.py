@@ -225,7 +225,7 @@ def test_several_recipients_each_open_it(tmp_path: Path, ssh: Path) -> None:
     for file in (one.file, two.file, ssh / "rsa", ssh / "ed"):
         assert opened(tmp_path, found, parse_identities([str(file)])) == b"data"
         assert opened(tmp_path, found, parse_identities([stranger.file, str(file)])) == b"data"
-    with pytest.raises(UsageError, match=r"x\.age: none of the 1 identities opens it\. It was sealed for others"):
+    with pytest.raises(UsageError, match=r"x\.age: none of the 1 identities opens it\. It was encrypted for others"):
         opened(tmp_path, found, stranger.identities)
     both = tmp_path / "both"
     both.write_text(stranger.secret + "\n" + one.secret + "\n")
@@ -347,7 +347,7 @@ def test_flipped_bits_are_all_refused_and_located(tmp_path: Path, key: Key) -> N
             end = min(first + piece, len(found))
             assert isinstance(caught.value, Corrupt)
             assert f"damaged or cut at bytes {first}..{end} of {len(found)} " in str(caught.value)
-            assert f"the {(first - start) // piece * 64 * KIB} plain bytes before are good" in str(caught.value)
+            assert f"the {(first - start) // piece * 64 * KIB} plain bytes before that are intact" in str(caught.value)
         elif isinstance(caught.value, UsageError):
             assert "or its header is damaged" in str(caught.value)
 

@@ -595,7 +595,7 @@ def test_any_range_comes_out_as_it_was_before_the_planes(seed: int, small: None)
         assert out[1:-1] == data[a:b] and out[0] == out[-1] == 0
         assert len(reader._frames) <= 3
     for a, n in ((-1, 1), (0, len(data) + 1), (len(data), 1), (len(data) + 5, 0), (1 << 70, 1)):
-        with pytest.raises(Corrupt, match=f"unfolds to {len(data)} bytes"):
+        with pytest.raises(Corrupt, match=f"decompresses to {len(data)} bytes"):
             reader.read_into(a, memoryview(bytearray(n)))
 
 
@@ -642,7 +642,7 @@ def test_a_damaged_frame_is_named_and_the_others_are_read(small: None) -> None:
     a, b = table.starts[k], table.starts[k] + table.lengths[k]
     for _ in range(2):  # a failure is not kept
         with pytest.raises(
-            Corrupt, match=rf"{NAME}: bytes {at}\.\.{end}, which unfold to {a}\.\.{b} of the tar.*CRC32"
+            Corrupt, match=rf"{NAME}: bytes {at}\.\.{end}, which decompress to {a}\.\.{b} of the tar.*CRC32"
         ):
             reader.read_into(a, memoryview(bytearray(1)))
         with pytest.raises(Corrupt, match=rf"bytes {at}\.\.{end}"):
@@ -846,7 +846,7 @@ def test_a_frame_that_no_writer_of_ours_makes_is_a_fault(what: str, frame: bytes
     assert len(found) == 1 and (found[0].offset, found[0].size) == (len(sides[0][0]), len(frame))
     assert only_ckpttool_errors(data) is not None
     reader = FrameReader(Memory(data), NAME, read_table(Memory(data), NAME), lambda start: 1)
-    with pytest.raises(Corrupt, match="unfold to 35"):
+    with pytest.raises(Corrupt, match="decompress to 35"):
         reader.read_into(35, memoryview(bytearray(1)))
     assert time.monotonic() - begin < 2
 
