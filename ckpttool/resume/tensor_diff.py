@@ -220,7 +220,7 @@ def _constant(a: Any, b: Any, region: tuple[Any, Any], place: tuple[int, int, in
     if len(y) < 2 or place[2] < 2 or _unequal(y[1:], y[:-1]).any() or not _unequal(x[1:], x[:-1]).any():
         return None
     value = y[0].item()
-    return "constant", f"is {value:g} in every element, as if newly made", {"value": value}
+    return "constant", f"is {value:g} in every element, as if newly initialised", {"value": value}
 
 
 def _elements(a: Any, b: Any) -> Found:

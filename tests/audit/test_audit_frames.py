@@ -870,8 +870,8 @@ def test_tables_that_ask_for_too_much_are_refused_before_anything_is_read_of_the
         assert sum(n for _, n in source.reads) <= 100
         assert faults(rows_of(data))
     more = [
-        ([(good, FRAME + 1)], Unsafe, f"unfold to {FRAME + 1}"),
-        ([(good, 0xFFFFFFFF)], Unsafe, "unfold to 4294967295"),
+        ([(good, FRAME + 1)], Unsafe, f"decompress to {FRAME + 1}"),
+        ([(good, 0xFFFFFFFF)], Unsafe, "decompress to 4294967295"),
         ([(good, 0)], Corrupt, "frame 0 is empty"),
         ([(good, 100), (good + bytes(FRAME + (FRAME >> 8)), 5)], Unsafe, "frames of an archive have at most"),
         ([(good, 100), (struct.pack("<II", 0x184D2A55, 1) + b"x", 0), (good, 100)], Corrupt, "frame 1 is empty"),

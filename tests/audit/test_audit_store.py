@@ -319,7 +319,7 @@ def test_hold_and_release(store: Shelf) -> None:
     entry = holds.release(archive, "all closed")
     assert entry["released"] == ["own", "case 1", "case 2"] and entry["reason"] == "all closed"
     assert archive_store.listing(store.path)[0].held == ()
-    with pytest.raises(UsageError, match="no legal hold"):
+    with pytest.raises(UsageError, match="not under a legal hold"):
         holds.release(archive, "again")
     holds.hold(archive, "own")
     assert archive_store.listing(store.path)[0].held == ("own",)

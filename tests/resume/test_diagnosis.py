@@ -592,7 +592,7 @@ ROPE = [8 * h + k for h in range(4) for k in PAIRS]
         (W * 0, "zero", "is all zeros"),
         (changed(slice(8, 16), 0), "zero-rows", "has zeros in rows 8:16 of 32"),
         (changed(slice(28, 32), 0), "zero-rows", "has zeros in its last 4 rows (28:32)"),
-        (W * 0 + 1, "constant", "is 1 in every element, as if newly made"),
+        (W * 0 + 1, "constant", "is 1 in every element, as if newly initialised"),
         (bit(31), "elements", "(the sign bit flipped)"),
         (bit(30), "elements", "(exponent bit 7 flipped)"),
         (bit(23), "elements", "(exponent bit 0 flipped)"),
