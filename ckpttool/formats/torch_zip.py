@@ -40,6 +40,10 @@ _DTYPE_OF_STORAGE = {v: k for k, v in STORAGE_NAMES.items()}
 MAX_PICKLE_BYTES = 256 << 20
 
 
+def _malformed(what: str, problem: str) -> Corrupt:
+    return Corrupt(f"{what}: {problem}. torch.save does not write that: the file is damaged. Use another copy.")
+
+
 def saved_as(read_at: ReadAt, length: int) -> str | None:
     """The name under which torch.save wrote a file, without its ending: the root folder of its records. None for a legacy
     file, and for one that was written to an open file ("archive").
@@ -68,16 +72,20 @@ def read(
         return _read_legacy(read_at, base, length, what, stand_ins or {})
     records = zip_records(read_at, base, length, what)
     if "constants.pkl" in records or any(k.startswith("code/") for k in records):
-        raise Unsupported(f"{what}: a TorchScript archive, which is a program. Save model.state_dict() instead.")
+        raise Unsupported(
+            f"{what}: this is a TorchScript archive, which is a program. Save model.state_dict() instead."
+        )
     if "data.pkl" not in records:
-        raise Corrupt(f"{what}: a zip without data.pkl; torch.save did not write it.")
+        raise Corrupt(f"{what}: this zip has no data.pkl, so torch.save did not write it.")
     order = records.get("byteorder")
     if order is not None:
         value = read_at(order.offset, min(order.length, 16))
         if value == b"big":
-            raise Unsupported(f"{what}: written on a big-endian machine.")
+            raise Unsupported(
+                f"{what}: it was written on a big-endian machine. Load and save it there with torch as little-endian."
+            )
         if value != b"little":
-            raise Corrupt(f"{what}: byteorder is {value!r}.")
+            raise _malformed(what, f"its byte order is {value!r}")
     pkl = records["data.pkl"]
     if pkl.length > MAX_PICKLE_BYTES:
         raise Unsafe(f"{what}: data.pkl has {pkl.length} bytes.")
@@ -96,7 +104,7 @@ def read(
             )
         record = records.get(f"data/{key}")
         if record is None:
-            raise Corrupt(f"{what}: storage {key!r} is missing from the archive.")
+            raise _malformed(what, f"storage {key!r} is missing from the archive")
         itemsize = ITEMSIZE[dtype] if dtype else 1
         if numel * itemsize != record.length:
             raise Corrupt(
@@ -112,7 +120,7 @@ def read(
 
 def _storage_id(pid: Any, what: str) -> tuple[str | None, str, int]:
     if not (isinstance(pid, tuple) and len(pid) >= 5 and pid[0] == "storage" and isinstance(pid[1], Global)):
-        raise Corrupt(f"{what}: an unknown kind of reference in the pickle.")
+        raise _malformed(what, "the pickle has an unknown kind of reference")
     cls, key, _, numel = pid[1:5]
     if cls.name == "UntypedStorage":
         dtype = None
@@ -121,7 +129,7 @@ def _storage_id(pid: Any, what: str) -> tuple[str | None, str, int]:
     else:
         raise Unsupported(f"{what}: storage of class {cls}.")
     if not isinstance(key, str) or type(numel) is not int or not 0 <= numel <= MAX_NUMEL:
-        raise Corrupt(f"{what}: a storage of {short(numel)} elements.")
+        raise _malformed(what, f"a storage has {short(numel)} elements")
     return dtype, key, numel
 
 
@@ -141,7 +149,7 @@ def with_attributes(x: Any, state: Any, what: str) -> Any:
         Corrupt: it is not a tensor. Unsupported: an attribute is the tensor's numbers.
     """
     if not isinstance(x, (StoredTensor, Opaque)):  # a DTensor or ShardedTensor is an Opaque
-        raise Corrupt(f"{what}: a tensor made of {short(x)}.")
+        raise _malformed(what, f"a tensor is made of {short(x)}")
     for part in state if isinstance(state, tuple) else (state,):
         for name in part if isinstance(part, dict) else ():
             if name in _ACTING:
@@ -199,15 +207,15 @@ def _rebuilds(what: str, unread: list[tuple[Any, str]]) -> dict[tuple[str, str],
         *, dtype: str | None = None,
     ) -> StoredTensor:  # fmt: skip
         if not isinstance(storage, Storage):
-            raise Corrupt(f"{what}: a tensor without a storage.")
+            raise _malformed(what, "a tensor has no storage")
         kind = dtype or storage.dtype
         if kind is None:
-            raise Corrupt(f"{what}: a tensor without a dtype.")
+            raise _malformed(what, "a tensor has no dtype")
         size, stride = _sizes(size, what), _sizes(stride, what)
         if len(size) != len(stride) or type(offset) is not int or offset < 0:
-            raise Corrupt(f"{what}: a tensor of size {size}, stride {stride}, offset {short(offset)}.")
+            raise _malformed(what, f"a tensor has size {size}, stride {stride}, offset {short(offset)}")
         if any(n < 0 or n > MAX_NUMEL for n in (*size, *stride)) or prod(size) > MAX_NUMEL:
-            raise Corrupt(f"{what}: a tensor of size {size}, stride {stride}.")
+            raise _malformed(what, f"a tensor has size {size}, stride {stride}")
         at = offset * ITEMSIZE[kind]
         out = StoredTensor(kind, size, stride, storage, at)
         if 0 in stride and prod(size) * ITEMSIZE[kind] > max(1 << 30, 64 * storage.length):
@@ -229,7 +237,7 @@ def _rebuilds(what: str, unread: list[tuple[Any, str]]) -> dict[tuple[str, str],
         storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, bits: Any = None
     ) -> Any:
         if not (isinstance(dtype, Global) and dtype.module == "torch" and dtype.name in ITEMSIZE):
-            raise Corrupt(f"{what}: a tensor of dtype {short(dtype)}.")
+            raise _malformed(what, f"a tensor has dtype {short(dtype)}")
         return tensor(storage, offset, size, stride, grad, hooks, bits, dtype=dtype.name)
 
     def parameter(data: Any, grad: Any = False, hooks: Any = None, state: Any = None) -> Any:
@@ -246,7 +254,7 @@ def _rebuilds(what: str, unread: list[tuple[Any, str]]) -> dict[tuple[str, str],
 
     def layout(name: Any) -> Global:
         if not isinstance(name, str):
-            raise Corrupt(f"{what}: a memory layout named {short(name)}.")
+            raise _malformed(what, f"a tensor has the memory layout {short(name)}")
         return Global("torch", name.rpartition(".")[2])
 
     def refused(kind: str) -> Callable[..., Any]:
@@ -278,7 +286,7 @@ def _rebuilds(what: str, unread: list[tuple[Any, str]]) -> dict[tuple[str, str],
 def _sizes(x: Any, what: str) -> tuple[int, ...]:
     if isinstance(x, (tuple, list)) and len(x) <= 64 and all(type(n) is int for n in x):
         return tuple(x)
-    raise Corrupt(f"{what}: a size that is not up to 64 integers: {short(x)}.")
+    raise _malformed(what, f"the size of a tensor is {short(x)}, not up to 64 integers")
 
 
 def _read_legacy(read_at: ReadAt, base: int, length: int, what: str, stand_ins: dict[tuple[str, str], Any]) -> Any:
@@ -291,14 +299,14 @@ def _read_legacy(read_at: ReadAt, base: int, length: int, what: str, stand_ins: 
         # a bare pickle: look at it, so that one that runs code is named for what it is
         if head[:1] in (b"\x80", b"c", b"("):
             load(read_at(base, min(length, MAX_PICKLE_BYTES)), what=what)
-        raise Corrupt(f"{what}: neither a zip nor a legacy torch.save file.")
+        raise _malformed(what, "it is neither a zip nor a legacy torch.save file")
     for window in (4 << 20, 32 << 20, MAX_PICKLE_BYTES):  # the pickles come first and are small, the storages are not
         try:
             return _parse_legacy(read_at(base, min(length, window)), read_at, base, length, what, stand_ins)
         except _Cut:
             if window >= length:
                 break
-    raise Corrupt(f"{what}: the file ends within its pickles.")
+    raise Corrupt(f"{what}: the file ends within its pickles. The copy is incomplete; fetch the file again.")
 
 
 class _Cut(Exception):
@@ -317,7 +325,7 @@ def _parse_legacy(
             raise Unsupported(f"{what}: a storage view of torch < 0.4.")
         dtype, key, numel = _storage_id(pid[:5] if isinstance(pid, tuple) else pid, what)
         if wanted.setdefault(key, (dtype, numel)) != (dtype, numel):
-            raise Corrupt(f"{what}: storage {key!r} is declared twice, differently.")
+            raise _malformed(what, f"storage {key!r} is declared twice with different types")
         number = numbers.setdefault(key, len(numbers))
         return Storage(dtype, -1 - number, numel * (ITEMSIZE[dtype] if dtype else 1), None)
 
@@ -326,25 +334,29 @@ def _parse_legacy(
         for _ in range(3):  # magic, protocol, system info
             info, at = load(data, start=at, what=what)
         if isinstance(info, dict) and info.get("little_endian") is False:
-            raise Unsupported(f"{what}: written on a big-endian machine.")
+            raise Unsupported(
+                f"{what}: it was written on a big-endian machine. Load and save it there with torch as little-endian."
+            )
         obj, at = load(data, {**_rebuilds(what, unread), **stand_ins}, persistent, start=at, what=what)
         _refuse_unread(obj, unread, what)
         keys, at = load(data, start=at, what=what)
     except Truncated as e:
         raise _Cut from e
     if not isinstance(keys, list) or not all(type(k) is str for k in keys) or sorted(keys) != sorted(wanted):
-        raise Corrupt(f"{what}: the list of storages does not agree with the pickle.")
+        raise _malformed(what, "the list of storages disagrees with the pickle")
     places: list[int] = [0] * len(keys)
     for key in keys:
         dtype, numel = wanted[key]
         raw = read_at(base + at, 8) if at + 8 <= length else b""
         if len(raw) != 8:
-            raise Corrupt(f"{what}: the file ends before storage {key!r}.")
+            raise Corrupt(
+                f"{what}: the file ends before storage {key!r}. The copy is incomplete; fetch the file again."
+            )
         count = struct.unpack("<q", raw)[0]
         if count != numel:
-            raise Corrupt(f"{what}: storage {key!r} holds {count} elements, the pickle declares {numel}.")
+            raise _malformed(what, f"storage {key!r} has {count} elements, but the pickle declares {numel}")
         places[numbers[key]] = base + at + 8
         at += 8 + numel * (ITEMSIZE[dtype] if dtype else 1)
     if at != length:
-        raise Corrupt(f"{what}: the file has {length} bytes, its storages end at {at}.")
+        raise _malformed(what, f"the file has {length} bytes, but its storages end at {at}")
     return map_tensors(obj, lambda t: t._replace(storage=t.storage._replace(offset=places[-1 - t.storage.offset])))

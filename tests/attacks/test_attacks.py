@@ -206,7 +206,7 @@ PT: dict[str, Case] = {
     "a view before its storage": Case(pt(lambda c: rebuilt(-1, (2,), (1,))), Corrupt, "offset -1"),
     "a storage that is short": Case(pt(lambda c: with_record(VIEW, "data/0", b"12345678")), Corrupt, "holds 8 bytes, but the pickle declares 4"),
     "a storage that is missing": Case(pt(lambda c: rezipped(VIEW, lambda r: r.pop("archive/data/0") and None)), Corrupt, "is missing from the archive"),
-    "a byte order of its own": Case(pt(lambda c: with_record(VIEW, "byteorder", b"middle")), Corrupt, "byteorder is b'middle'"),
+    "a byte order of its own": Case(pt(lambda c: with_record(VIEW, "byteorder", b"middle")), Corrupt, "byte order is b'middle'"),
     "big-endian": Case(pt(lambda c: with_record(VIEW, "byteorder", b"big")), Unsupported, "big-endian"),
     "TorchScript": Case(pt(lambda c: rezipped(VIEW, lambda r: [("archive/code/x.py", b""), ("archive/constants.pkl", b"")])), Unsupported, "TorchScript"),
     "a zip bomb": Case(pt(lambda c: bomb(64 << 20)), Unsafe, "is compressed"),
