@@ -23,7 +23,7 @@ from .errors import Corrupt, NotRecognised, Unsupported, UsageError, argument
 from .huggingface import model_names
 from .index.checkpoint import Checkpoint, TensorEntry, Value, joined
 from .index.draft import Draft
-from .index.names import COMPONENTS, Named
+from .index.names import COMPONENTS, CanonicalState
 from .index.optimizer_names import Orders
 from .storage import remote, urls
 from .storage.source import Source
@@ -171,7 +171,7 @@ class Layout:
         own_keys: it keeps the keys of the trainer that wrote the source, unless canonical ones are asked for.
         reader_uses: those of READ_HINTS that `read` looks at; the others are refused where no writer looks at them either.
         writer_uses: those of WRITE_HINTS that `prepare` and `write` look at.
-        made: it must write values that are not part of the state. They are listed in ckpttool.json, and reading drops them.
+        synthesizes_values: it must write values that are not part of the state. They are listed in ckpttool.json, and reading drops them.
         keeps_config: what it writes can be read again without `ModelHints.config`.
         of_trainer: the directory of one trainer, made of parts in other layouts, which it outranks.
         saves: how one folder can contain several saves; None if a folder is one save.
@@ -197,7 +197,7 @@ class Layout:
     own_keys: bool = False
     reader_uses: tuple[str, ...] = READ_HINTS
     writer_uses: tuple[str, ...] = WRITE_HINTS
-    made: bool = False
+    synthesizes_values: bool = False
     keeps_config: bool = False
     of_trainer: bool = False
     saves: Saves | None = None
@@ -206,7 +206,7 @@ class Layout:
 
 
 def checkpoint_of(
-    named: Named, layout: str, root: str, world: int | None, files: list[str], source: Source
+    named: CanonicalState, layout: str, root: str, world: int | None, files: list[str], source: Source
 ) -> Checkpoint:
     """A Checkpoint from named leaves: TensorEntry, or Value, or plain data."""
     out = Checkpoint(layout, root, world, files, [source.size(f) for f in files], {}, {})

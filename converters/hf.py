@@ -36,7 +36,7 @@ from ckpttool.formats import safetensors_header
 from ckpttool.huggingface import model_files
 from ckpttool.index.checkpoint import Checkpoint, Chunk, Chunks, Extent, Path, TensorEntry, joined
 from ckpttool.index.fqns import strip_wrappers
-from ckpttool.index.names import Named
+from ckpttool.index.names import CanonicalState
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of
 from ckpttool.storage.source import Source
 
@@ -97,7 +97,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     if state is not None:
         leaves |= {t.path: t for t in state.tensors.values()} | {v.path: v for v in state.values.values()}
         files += state.files
-    out = checkpoint_of(Named(leaves, {}, None, notes), "hf", source.root, None, files, source)
+    out = checkpoint_of(CanonicalState(leaves, {}, None, notes), "hf", source.root, None, files, source)
     out.config = config
     if state is not None:
         out.world_size, out.trainer = state.world_size, state.trainer

@@ -396,7 +396,7 @@ def _layout(stage: int, title: str, detect: Any) -> Layout:
     aliases = ("deepspeed", "zero") if stage == 3 else ()
     return Layout(
         name=f"zero{stage}", title=title, detect=detect, read=_read, write=write, options=dw.ZeroOptions, aliases=aliases,
-        made=True, saves=ds.SAVES, reader_uses=("tag",), writer_uses=("like", "world_size"),
+        synthesizes_values=True, saves=ds.SAVES, reader_uses=("tag",), writer_uses=("like", "world_size"),
     )  # fmt: skip
 
 

@@ -265,7 +265,7 @@ def open_with(
         opened = OpenCheckpoint(
             ckpt, where.source, found, folder, False, options.allow_equal_ranks, options.allow_mixed_steps, only=only
         )
-        _leave_made(opened)
+        _drop_synthesized_values(opened)
         if where == given:  # what is mounted holds all that it lists
             ckpt.unread += unread_files.unread(where.source, where.file, ckpt, found.saves)
             ckpt.notes = [*ckpt.notes, *unread_files.note(ckpt.unread)]
@@ -307,11 +307,11 @@ def usable(path: CheckpointPath, options: OpenOptions) -> OpenOptions:
     return replace(options, **unused)
 
 
-def _leave_made(opened: OpenCheckpoint) -> None:
-    """Take out the values that ckpttool itself had to write into the checkpoint (`Layout.made`), and that still are what it
-    wrote: they are no part of the state."""
+def _drop_synthesized_values(opened: OpenCheckpoint) -> None:
+    """Remove the values that ckpttool itself had to write into the checkpoint (`Layout.synthesizes_values`), if they are
+    unchanged: they are not part of the state."""
     ckpt = opened.checkpoint
-    if opened.layout.made and (found := opened.recorded()) is not None:
+    if opened.layout.synthesizes_values and (found := opened.recorded()) is not None:
         for name, data in found.made.items():
             if ckpt.value(name) == data:
                 ckpt.values.pop(name, None)

@@ -39,7 +39,7 @@ __all__ = [
     "COMPONENTS",
     "COUNTERS",
     "ROLES",
-    "Named",
+    "CanonicalState",
     "canonical",
     "misplaced",
     "original",
@@ -84,8 +84,8 @@ def step_count(values: Callable[[str], Any]) -> int | None:
     return None
 
 
-class Named(NamedTuple):
-    """What `canonical` returns."""
+class CanonicalState(NamedTuple):
+    """The leaves of a state under canonical names; `origin` maps changed prefixes of paths back to those of the source."""
 
     leaves: dict[Path, Any]
     origin: dict[Path, Path]
@@ -100,7 +100,7 @@ def canonical(
     same: Any = None,
     only: frozenset[str] | None = None,
     orders: Orders | None = None,
-) -> Named:
+) -> CanonicalState:
     """Rename the leaves of a tree.
 
     `shape_of(leaf)` gives the shape of a tensor leaf, None for a value. `like` lists FQNs in optimizer order, where
@@ -184,7 +184,7 @@ def canonical(
             elif only is None or "optim" in only:
                 raise
     at_root = model_key is None and optim_key is not None
-    return Named(out, origin, trainer_of(tops, model_at_root=at_root), notes)
+    return CanonicalState(out, origin, trainer_of(tops, model_at_root=at_root), notes)
 
 
 def _containers(found: Mapping[Path, Any]) -> tuple[Any, Any]:
@@ -318,7 +318,7 @@ def _restored(leaves: Mapping[Path, Any], origin: Mapping[Path, Path]) -> dict[P
     return out
 
 
-def with_canonical_keys(named: Named) -> Named:
+def with_canonical_keys(named: CanonicalState) -> CanonicalState:
     """The same for a layout without a tree of its own: dcp and full write its model and optimizer under canonical keys."""
     return named._replace(origin={q: p for q, p in named.origin.items() if q[0] not in ("model", "optim")})
 
