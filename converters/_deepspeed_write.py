@@ -1,6 +1,6 @@
 """What the saves of DeepSpeed that we write have in common: the plan of all files, the model files, pickled classes.
 
-    state = taken_apart(ckpt, source)
+    state = split_training_state(ckpt, source)
     plan = Plan(state, tensors, stage, options, ckpt)      tag, precision, counters, configuration, notes
     models = Models(plan, groups, world)                   *_model_states.pt, into a TorchFiles
 

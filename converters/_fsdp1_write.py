@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.engine import flat_layout
 from ckpttool.engine.flat_layout import Flat, FlatLayout, Part
-from ckpttool.engine.training import Training, taken_apart
+from ckpttool.engine.training import Training, split_training_state
 from ckpttool.errors import UsageError, argument
 from ckpttool.formats.sharded import Table, sharded_tensor
 from ckpttool.formats.stored_tensors import Inline
@@ -44,7 +44,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     Raises:
         UsageError: no world size. Unsupported: FSDP1 cannot hold the state in such flat parameters.
     """
-    state = taken_apart(ckpt, source)
+    state = split_training_state(ckpt, source)
     world = options.world_size or ckpt.world_size
     if world is None or world < 1:
         raise UsageError(f"{argument('world_size')} is needed: every rank has a file of its own.")

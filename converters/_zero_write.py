@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from ckpttool.engine.training import agreed, taken_apart
+from ckpttool.engine.training import shared_scalars, split_training_state
 from ckpttool.errors import UsageError, argument
 from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
@@ -27,12 +27,12 @@ def write_stage(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: 
     """A save for an engine of `world_size` ranks.
 
     Raises:
-        UsageError: no world size was given and the source has none. Unsupported: see training.taken_apart.
+        UsageError: no world size was given and the source has none. Unsupported: see training.split_training_state.
     """
     world = options.world_size or ckpt.world_size
     if not world:
         raise UsageError(f"{argument('world_size')} is needed: the number of ranks of the job that will load this.")
-    state = taken_apart(ckpt, source, options.like and options.like.optimizer)
+    state = split_training_state(ckpt, source, options.like and options.like.optimizer)
     tensors = {n: replace(t, dtype=options.cast(f"model.{n}", t.dtype)) for n, t in state.tensors.items()}
     plan = dw.Plan(state, tensors, stage, options, options.of(dw.ZeroOptions), ckpt)
     named = [{n: tensors[n].shape for n in g.params} for g in state.groups]
@@ -86,7 +86,7 @@ class _Optimizers:
         what = f"ZeRO-{stage} keeps one for a whole {'sub-group' if stage == 3 else 'param group'}"
         self.scalars: list[dict[str, Any]] = []
         for group in groups:
-            scalars, lost = agreed(plan.state, group, what)
+            scalars, lost = shared_scalars(plan.state, group, what)
             self.scalars.append(scalars)
             self.dropped += lost
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ckpttool.engine.training import agreed, taken_apart
+from ckpttool.engine.training import shared_scalars, split_training_state
 from ckpttool.errors import Corrupt, Unsupported, UsageError
 from ckpttool.formats.pickles import short
 from ckpttool.formats.stored_tensors import StoredTensor
@@ -184,7 +184,7 @@ class UniversalOptions(dw.ZeroOptions):
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """A folder that an engine of any number of ranks loads with {"checkpoint": {"load_universal": true}}."""
-    state = taken_apart(ckpt, source, options.like and options.like.optimizer)
+    state = split_training_state(ckpt, source, options.like and options.like.optimizer)
     tensors = {n: replace(t, dtype=options.cast(f"model.{n}", t.dtype)) for n, t in state.tensors.items()}
     asked = options.of(UniversalOptions)
     stage = asked.stage or _stage_of(ckpt)
@@ -200,7 +200,9 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     dropped: list[Dropped] = list(state.dropped)
     scalars: list[dict[str, Any]] = []
     for group in groups:
-        shared, lost = agreed(state, group, "a universal checkpoint of stage 3 keeps one for a whole param group")
+        shared, lost = shared_scalars(
+            state, group, "a universal checkpoint of stage 3 keeps one for a whole param group"
+        )
         scalars.append(shared)
         dropped += lost if stage == 3 else []
         slots = plan.slots_of(group)

@@ -34,7 +34,7 @@ from ..storage.source import Source
 from .fill import tensor_digests
 from .stream import Reader, StreamJob, small
 
-__all__ = ["Group", "Training", "agreed", "taken_apart"]
+__all__ = ["Group", "Training", "shared_scalars", "split_training_state"]
 
 
 class Group(NamedTuple):
@@ -71,7 +71,7 @@ class Training:
         return None
 
 
-def taken_apart(ckpt: Checkpoint, source: Source, trained: Iterable[str] | None = None) -> Training:
+def split_training_state(ckpt: Checkpoint, source: Source, trained: Iterable[str] | None = None) -> Training:
     """The parts of a state.
 
     Args:
@@ -299,7 +299,7 @@ def _varied(ckpt: Checkpoint, source: Source, fqn: str) -> bool:
     return len(seen) > 1
 
 
-def agreed(training: Training, params: Iterable[str], what: str) -> tuple[dict[str, Any], list[Dropped]]:
+def shared_scalars(training: Training, params: Iterable[str], what: str) -> tuple[dict[str, Any], list[Dropped]]:
     """The scalars that parameters of one flat tensor share, and those of the minority that has others.
 
     `what` says what has one value only, "a sub-group of ZeRO-3 has one step".

@@ -11,7 +11,7 @@ from peers import load_full, ranks_for
 from torch import Tensor
 
 import ckpttool
-from ckpttool.engine.training import Training, agreed, taken_apart
+from ckpttool.engine.training import Training, shared_scalars, split_training_state
 from ckpttool.errors import Unsupported
 from ckpttool.formats.stored_tensors import Inline
 
@@ -39,7 +39,7 @@ def parts(folder: Path, **tree: Any) -> Training:
     """The parts of a state that was saved as one file."""
     torch.save(tree, folder / "in.pt")
     with ckpttool.open(folder / "in.pt") as opened:
-        return taken_apart(opened.locate(), opened.source)
+        return split_training_state(opened.locate(), opened.source)
 
 
 MODEL = weights(a__weight=(4, 3), a__bias=(3,), b__weight=(2, 3))
@@ -263,7 +263,7 @@ def test_scheduler_and_everything_else_lie_under_the_keys_of_their_user(tmp_path
     assert found.counter("global_steps") is None
 
 
-# ------------------------------------------------------------------------------------------------ agreed, and --drop
+# ----------------------------------------------------------------------------------------- shared_scalars, and --drop
 
 
 def training(**steps: Any) -> Training:
@@ -285,7 +285,7 @@ def training(**steps: Any) -> Training:
 def test_a_flat_tensor_has_the_step_of_most_of_its_parameters(
     steps: dict[str, Any], kept: dict[str, Any] | None, lost: list[str]
 ) -> None:
-    found, dropped = agreed(training(**steps), steps, "a sub-group of ZeRO-3 has one step")
+    found, dropped = shared_scalars(training(**steps), steps, "a sub-group of ZeRO-3 has one step")
     assert kept is None or found == kept
     assert [d.name for d in dropped] == [f"optim.state.{n}.step" for n in lost]
     assert all(d.why.startswith("a sub-group of ZeRO-3 has one step; ") for d in dropped)
