@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields, replace
-from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from importlib.machinery import PathFinder
@@ -303,6 +302,8 @@ def find(name: str) -> Layout:
     by_alias = {alias: layout for layout in known.values() for alias in layout.aliases}
     if wanted in by_alias:
         return by_alias[wanted]
+    from difflib import get_close_matches
+
     close = get_close_matches(wanted, [*known, *by_alias], 1)
     hint = f" Did you mean {close[0]}?" if close else ""
     raise UsageError(f"Unknown layout {name!r}.{hint} Choose one of: {', '.join(known)}.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 from typing import Annotated
 
 import typer
@@ -85,6 +84,8 @@ def inspect(
 
 def _no_match(pattern: str, names: Iterable[str]) -> str:
     """What to type instead of a pattern that no name matches."""
+    from difflib import get_close_matches
+
     near = [n for n in names if pattern.strip("*").lower() in n.lower()]
     if near and pattern.strip("*"):
         hint = f"{'1 name contains' if len(near) == 1 else f'{len(near)} names contain'} it, first {near[0]}: use '*{pattern.strip('*')}*'"

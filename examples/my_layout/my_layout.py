@@ -68,5 +68,5 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 
 LAYOUT = Layout(
     name="npy", title="a folder of .npy files", detect=detect, read=read, write=write, options=NpyOptions,
-    holds=lambda own: frozenset({"model"}),
+    holds=lambda own: frozenset({"model"}), reader_uses=(), writer_uses=(),
 )  # fmt: skip
