@@ -8,11 +8,8 @@ the manifest confirms them.
 from __future__ import annotations
 
 import base64
-import getpass
 import json
 import os
-import platform
-import socket
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -37,6 +34,9 @@ def collect(
     how: ArchiveOptions, now: datetime, mtime: int, ckpt: Checkpoint, source: Source, config: str | None
 ) -> dict[str, Any]:
     """The record of an export; `mtime`, in seconds, is when the source was last written. If it is reproducible, it contains only what was given on the command line."""
+    import platform
+    import socket
+
     out: dict[str, Any] = {"schema": manifest.SCHEMA, "tool": "ckpttool", "version": __version__}
     out["created"] = retention.stamp(now) if not how.reproducible or how.epoch is not None else None
     out["only"] = list(how.only) if how.only else None
@@ -80,6 +80,8 @@ def _installed(name: str) -> str | None:
 
 
 def _user() -> str:
+    import getpass
+
     try:
         return getpass.getuser()
     except (KeyError, OSError):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from math import prod
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -74,6 +73,8 @@ def handle(opened: _Opened, name: str) -> TensorHandle:
 
 
 def _hint(ckpt: Checkpoint, name: str) -> str:
+    from difflib import get_close_matches
+
     tail = [n for n in ckpt.tensors if isinstance(name, str) and n.endswith(f".{name}")]
     close = tail[:3] or get_close_matches(str(name), list(ckpt.tensors)[:_SUGGEST_AMONG], 3)
     return f" Did you mean {' or '.join(map(repr, close))}?" if close else " keys() lists them."
