@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import stores
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
@@ -24,6 +25,7 @@ from torch import Tensor
 import ckpttool
 from ckpttool.engine.handle import TensorHandle, UnknownTensor
 from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.storage.remote import RemoteSource
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable")
 
@@ -230,6 +232,21 @@ def test_only_the_items_that_meet_a_slice_are_looked_into(monkeypatch: pytest.Mo
     with ckpttool.open(o.path) as opened:
         assert bits(opened["model.lm_head.weight"][50:88]) == bits(o.truth()["model.lm_head.weight"][50:88])
     assert seen == ["model.lm_head.weight"], "one of its three items"
+
+
+def test_a_slice_of_a_tensor_in_a_store_requests_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = torch.arange(1000 * 4096, dtype=torch.float32).reshape(1000, 4096)  # 16 MB
+    torch.save({"model": {"w": w}}, tmp_path / "a.pt")
+    bucket = stores.moto().bucket(monkeypatch)
+    stores.moto().client().upload_file(tmp_path / "a.pt", bucket[5:], "run/a.pt")
+    sent: list[int] = []
+    real = RemoteSource._piece
+    monkeypatch.setattr(RemoteSource, "_piece", lambda self, name, at, n: (sent.append(n), real(self, name, at, n))[1])
+    with ckpttool.open(f"{bucket}/run/a.pt") as opened:
+        sent.clear()
+        assert np.array_equal(opened["model.w"][2:5, 1:3], w[2:5, 1:3]) and sum(sent) <= 64 << 10
+        sent.clear()
+        assert np.array_equal(opened["model.w"].numpy(), w) and sum(sent) == w.nbytes
 
 
 def flipped(path: Path, at: int) -> None:
