@@ -1,1 +1,1 @@
-"""One file, one layout or one family of them; each exports LAYOUTS."""
+"""One module per layout or family of layouts; each exports LAYOUTS."""

@@ -1,7 +1,7 @@
 """The `.metadata` of a DCP folder, read into columns; dcp.py describes the format.
 
-A small one is read by our own pickle parser. One above 2 MiB is read by the C unpickler in a limited child process with
-the same stand-ins for torch's classes, so that its million objects never exist at once.
+Up to 2 MiB it is read by our own pickle parser, above that by the C unpickler in a limited child process, with the same
+stand-ins for torch's classes, so that its million objects never exist at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LARGE_BYTES = 2 << 20
 
 
 class _Inert(pickles.StandIn):
-    """An instance of a class of torch that holds nothing we need but its state."""
+    """An instance of a class of torch, of which only the state is needed."""
 
     __slots__ = ("state",)
 
@@ -62,7 +62,7 @@ class _Bytes(_Inert):
 
 
 class _Stored:
-    """Where the items of one flat key are, in columns."""
+    """The places of the items of one flat key, in columns."""
 
     __slots__ = ("file", "length", "offset", "starts", "transforms")
 
@@ -73,11 +73,11 @@ class _Stored:
 
 
 class _Collector:
-    """Stand-ins for the classes in one .metadata, which collect into columns what its million objects say.
+    """Stand-ins for the classes in one .metadata, which collect the content of its million objects in columns.
 
-    A class that occurs once a chunk has one instance for all of them, whose __setstate__ appends a row: the unpickler
-    builds a tensor's chunks right before the tensor, and an item's place right before the item. `_columns` counts that
-    it was so.
+    A class that occurs once per chunk has a single instance, whose __setstate__ appends a row: the unpickler
+    builds a tensor's chunks right before the tensor, and an item's place right before the item. `_columns` checks
+    this by counting.
     """
 
     def __init__(self) -> None:
@@ -185,13 +185,13 @@ _STAND_INS: dict[tuple[str, str], Any] = {
 }
 for _module in ("pathlib", "pathlib._local"):
     for _name in ("PosixPath", "WindowsPath", "PurePosixPath", "Path"):
-        _STAND_INS[_module, _name] = lambda *parts: None  # where the save ran; says nothing
+        _STAND_INS[_module, _name] = lambda *parts: None  # where the save ran; not needed
 for _dtype in ITEMSIZE:
     _STAND_INS["torch", _dtype] = pickles.Global("torch", _dtype)
 
 
 class Index:
-    """What .metadata says, in columns: `tensors` (flat key, dtype, shape, chunks); chunk k of a tensor is item k.
+    """The content of .metadata, in columns: `tensors` (flat key, dtype, shape, chunks); chunk k of a tensor is item k.
 
     `paths` {flat key: path}; `values` (flat key, file, offset, length, transforms); `zstd` and `files` by index.
     """
@@ -204,7 +204,7 @@ class Index:
         self.transforms: dict[int, list[str]] = {}  # file -> what its items went through
 
     def to_bytes(self) -> bytes:
-        """For the way out of a child process: a JSON line of what is small, then the columns."""
+        """The output of the child process: a JSON line with everything small, then the columns."""
         columns = [c for _, _, _, k in self.tensors for c in (k.start, k.shape, k.file, k.offset, k.length)]
         head = {
             "files": self.files,
@@ -217,7 +217,7 @@ class Index:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Index:
-        """The other end."""
+        """The inverse of `to_bytes`."""
         out = cls()
         cut = data.index(b"\n")
         head = json.loads(data[:cut])
@@ -243,8 +243,8 @@ class Index:
 
 
 def read_index_in_child(path: str) -> bytes:
-    """The index of one .metadata file, read by the C unpickler; runs in a limited child process (sandbox.py). The bytes of one
-    that is no file come by stdin."""
+    """The index of one .metadata file, read by the C unpickler; runs in a limited child process (sandbox.py). If
+    it is not a local file, its bytes come by stdin."""
     collector = _Collector()
     file: Any = open(path, "rb") if os.path.isabs(path) else sys.stdin.buffer  # noqa: SIM115
     with file as f:
@@ -262,7 +262,7 @@ def read_index(source: Source) -> Index:
     names = names or sorted(
         (n for n in source.list() if re.fullmatch(r"__\d+\.metadata", n)), key=lambda n: int(n[2:-9])
     )
-    names = names or [".metadata"]  # no regular file: opening it says what it is
+    names = names or [".metadata"]  # not a regular file: opening it raises the right error
     if len(names) == 1 and source.size(names[0]) > _LARGE_BYTES:
         where, size = f"{source.root}/{names[0]}", source.size(names[0])
         data = b"" if source.local else source.read_all(names[0], 2 << 30)

@@ -1,4 +1,4 @@
-"""What dcp writes: one data file a rank, and `.metadata`; dcp.py describes both."""
+"""Writes dcp: one data file per rank, and `.metadata`; dcp.py describes both."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 
 
 def _sharded_origin(ckpt: Checkpoint) -> dict[Path, Path]:
-    """Without the numbers that an optimizer gives its parameters, unless ranks saved them: in a file of one process they
-    stand for names, and a job of several ranks asks for names."""
+    """The origin without the optimizer's numbers of parameters, unless several ranks saved them: a file of one process has numbers
+    for names, but a job of several ranks asks for names."""
     if ckpt.world_size is not None:
         return ckpt.origin
     return {
@@ -106,7 +106,7 @@ def _placed(t: TensorEntry, sizes: list[int], at: list[int]) -> Chunks:
 
 
 def _sharded(t: TensorEntry) -> bool:
-    """Whether FSDP2 shards it: parameters and optimizer slots; not scalars, counters or what lies elsewhere."""
+    """Whether FSDP2 shards it: parameters and optimizer slots; not scalars, counters or other components."""
     if t.path[0] not in ("model", "optim") or not t.shape or t.numel == 0:
         return False
     return len(t.shape) > 1 or "float" in t.dtype or "complex" in t.dtype

@@ -1,4 +1,4 @@
-"""What DeepSpeed's layouts have in common: where a save lies, `*_model_states.pt`, and the state beside the tensors.
+"""What DeepSpeed's layouts have in common: the place of a save, `*_model_states.pt`, and the state besides the tensors.
 
     DIR/latest                                       the tag of the newest save, no newline; written last
     DIR/<tag>/zero_pp_rank_<r>_mp_rank_00_model_states.pt       stage 3, one a rank
@@ -13,7 +13,7 @@ A model file is a dict: `module` the state dict (stage 3: (0,) placeholders, and
 
 Canonical names: `lr_scheduler` -> scheduler, the loss scaler of an fp16 engine -> scaler, `global_steps`,
 `global_samples`, `skipped_steps` -> trainer; everything else of the dict, ds_config and buffer_names among it, -> extra
-(or what names.py makes of it). What ranks disagree on (random states) is kept as extra.per_rank.<r>.<key>.
+(or what names.py makes of it). Values that differ between ranks (random states) are kept as extra.per_rank.<r>.<key>.
 
 Sources: deepspeed 0.19.8, runtime/engine.py (_common_checkpoint_state, _save_checkpoint, _get_ckpt_name,
 _load_checkpoint), runtime/fp16/loss_scaler.py, runtime/zero/config.py (ZeroStageEnum).
@@ -90,7 +90,7 @@ def _json(source: Source, name: str) -> dict[str, Any]:
 
 
 class Reading:
-    """What is put together while the files of one save are read."""
+    """The state that is collected while the files of one save are read."""
 
     def __init__(self, where: Place, options: ReadOptions, latest: str = "latest") -> None:
         self.source, self.options = where.source, options
@@ -124,7 +124,7 @@ class Reading:
         return out
 
     def seen(self, file: File, t: StoredTensor) -> StoredTensor:
-        """The tensor; the CRC32 of its storage is checked when it is read."""
+        """Note the CRC32 of the tensor's storage, so that reading it is checked; returns the tensor."""
         s = t.storage
         if s.crc32 is not None:
             self.records[file.number, s.offset] = Record(Extent(file.number, s.offset, s.length), s.crc32)
@@ -137,7 +137,7 @@ class Reading:
         return TensorEntry(t.dtype, t.shape, path, Chunks.whole(t.shape, file.number, *t.extent, strides))
 
     def take(self, path: Path, value: Any, file: File) -> None:
-        """Everything below a key, to where `path` says."""
+        """Add everything below a key, at `path`."""
         found, crcs = stored_tensors.leaves(value, path, file.number, file.read_at, file.what)
         (self.optim if path[0] == "optim" else self.rest).update(found)
         for r in crcs:
@@ -147,7 +147,7 @@ class Reading:
         """The one file of every rank 0 .. world-1.
 
         Raises:
-            Corrupt: with the rank that has none or two, or that should not be there.
+            Corrupt: with the rank that has no file or two, or that should not exist.
         """
         found = self.save.files(pattern, group)
         for r, names in found.items():
@@ -188,10 +188,10 @@ class Reading:
         return out
 
     def take_module(self, models: list[File]) -> None:
-        """The weights, in the order of `module`: masters, frozen parameters, buffers, tied ones; and what lies beside.
+        """The weights, in the order of `module`: masters, frozen parameters, buffers, tied ones; and everything else in the file.
 
         Raises:
-            Corrupt: a placeholder stands for nothing.
+            Corrupt: a placeholder belongs to no parameter.
         """
         first = models[0]
         refuse_parallel(first)
@@ -283,7 +283,7 @@ class Reading:
         self.take_beside(models)
 
     def take_beside(self, files: list[File]) -> None:
-        """Everything beside module and optimizer; ranks that agree give one."""
+        """Everything except module and optimizer; values on which ranks agree are kept once."""
         first = files[0]
         differing: list[str] = []
         for key in dict.fromkeys(k for f in files for k in f.tree):
@@ -337,7 +337,7 @@ class Reading:
             raise Corrupt(f"{file.what}: the param groups list the flat tensors {listed} of {len(members)}.")
 
     def _frozen(self, name: str, shape: tuple[int, ...], models: list[File]) -> TensorEntry:
-        """A frozen parameter: whole in a file of stage 2, else one padded part a rank."""
+        """A frozen parameter: whole in a file of stage 2, else one padded part per rank."""
         n = prod(shape)
         part = -(-n // len(models))
         cuts, dtype = [], None
@@ -357,7 +357,7 @@ class Reading:
         return from_cuts(shape, dtype, ("model", name), cuts)
 
     def take_side_files(self) -> None:
-        """What HF Trainer and Accelerate put beside the save: scheduler and counters are taken; unread_files.py names the rest."""
+        """Read what HF Trainer and Accelerate write next to the save: scheduler and counters; unread_files.py names the rest."""
         if not self.save.folder:
             return  # the tag's own folder was given: what lies above it is not asked for
         for name in self.source.list():
@@ -369,10 +369,10 @@ class Reading:
             said = _json(self.source, "trainer_state.json")
             self.rest.update({("trainer", k): said[k] for k in _TRAINER if isinstance(said.get(k), (int, float))})
             if said.get("log_history"):
-                self.notes.append("of trainer_state.json the counters are carried, log_history is not")
+                self.notes.append("the counters of trainer_state.json are kept, its log_history is not")
 
     def done(self, layout: str, world: int | None, like: tuple[str, ...] | None = None) -> Checkpoint:
-        """The checkpoint of what was read. `like` names numbered parameters, where there are such."""
+        """The checkpoint of what was read. `like` names numbered parameters, if there are any."""
         self.take_side_files()
         clean = strip_wrappers(self.model)
         listed = self.rest.get(("buffer_names",))

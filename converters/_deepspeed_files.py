@@ -1,4 +1,4 @@
-"""The files of a DeepSpeed save: where it lies, which files belong to it, and what one file holds.
+"""The files of a DeepSpeed save: where it is, which files belong to it, and what each contains.
 
 _deepspeed.py describes the format.
 """
@@ -78,7 +78,7 @@ _SAME = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "par
 
 
 def rank_of(name: str) -> int | None:
-    """The data parallel rank of a file with one a rank."""
+    """The data parallel rank in a file name."""
     model, optim = MODEL3.fullmatch(name), OPTIM.fullmatch(name)
     return int(model[1]) if model else int(optim[2]) if optim else None
 
@@ -114,7 +114,7 @@ def saves(source: Source) -> dict[str, list[str]]:
 
 
 def find(source: Source, tag: str | None, latest: str = "latest") -> Save:
-    """The save a folder stands for: it is one, or its file `latest` names one, or there is one alone.
+    """The save in a folder: the folder itself, the one that `latest` names, or the only one.
 
     Raises:
         Corrupt: the tag is not there. UsageError: there are several and none is named.
@@ -147,7 +147,7 @@ def find(source: Source, tag: str | None, latest: str = "latest") -> Save:
 
 
 def refuse_foreign(save: Save, where: str) -> None:
-    """Refuse what is not data parallel alone.
+    """Refuse saves that are not purely data parallel.
 
     Raises:
         Unsupported: tensor or pipeline parallel ranks, experts in files of their own, optimizer state on NVMe.
@@ -201,13 +201,13 @@ class File:
         return found
 
     def scalar(self, t: StoredTensor) -> float | int | None:
-        """The value of a 0-dim tensor, None for a dtype that no counter has."""
+        """The value of a 0-dim tensor, None if its dtype is not that of a counter."""
         found = None if t.shape else stored_tensors.inlined(t, self.read_at, self.what)
         return None if found is None else stored_tensors.number_in(found.dtype, found.data)
 
 
 def stand_ins(what: str) -> dict[tuple[str, str], Any]:
-    """What stands for DeepSpeed's own classes in its pickles: numbers for its enums."""
+    """Stand-ins for DeepSpeed's own classes in pickles: numbers for its enums."""
 
     def stage(n: Any = 0) -> int:
         if type(n) is not int or not 0 <= n <= 3:
@@ -234,7 +234,7 @@ class Cut(NamedTuple):
 
 
 def from_cuts(shape: tuple[int, ...], dtype: str, path: Path, cuts: Iterable[Cut]) -> TensorEntry:
-    """A tensor whose flat ranges lie at some places."""
+    """A tensor from the places of its flat ranges."""
     chunks, item = Chunks(len(shape)), ITEMSIZE[dtype]
     for first, last, file, offset in cuts:
         for start, size, n in _boxes(shape, first, last):
@@ -279,7 +279,7 @@ def refuse_parallel(file: File) -> None:
 
 
 def setting(config: Any, key: str) -> Any:
-    """A key of zero_optimization in a ds_config, None where it is not given."""
+    """A key of zero_optimization in a ds_config; None if it is missing."""
     section = config.get("zero_optimization") if isinstance(config, dict) else None
     return section.get(key) if isinstance(section, dict) else None
 
@@ -301,7 +301,7 @@ def refuse_mixed(files: Sequence[File]) -> None:
 
 
 def placeholder(x: Any) -> bool:
-    """Whether an entry of `module` stands for a parameter that lies elsewhere."""
+    """Whether an entry of `module` is a placeholder for a parameter in other files."""
     return isinstance(x, StoredTensor) and x.shape == (0,)
 
 
@@ -317,8 +317,8 @@ def tied(files: Sequence[File]) -> dict[str, str]:
 
 
 def alike(a: Any, b: Any, in_a: File | None = None, in_b: File | None = None) -> bool:
-    """Whether two ranks' values are the same: their pickles and the CRC32s of their tensors, or, in the legacy format,
-    which has none, their bytes."""
+    """Whether two ranks' values are the same: their pickles and the CRC32s of their tensors, or their bytes, in the
+    legacy format, which has none."""
     if isinstance(a, StoredTensor) and isinstance(b, StoredTensor):
         if (a.dtype, a.shape, a.strides) != (b.dtype, b.shape, b.strides):
             return False
@@ -333,7 +333,7 @@ def alike(a: Any, b: Any, in_a: File | None = None, in_b: File | None = None) ->
 
 
 def scaler(optim: dict[str, Any]) -> dict[Path, Any]:
-    """Leaves of a loss scaler that scales; the static one with factor 1 of bf16 and fp32 engines says nothing."""
+    """Leaves of the loss scaler; none for the static one with factor 1 of bf16 and fp32 engines."""
     found = optim.get("loss_scaler")
     state = found.state if isinstance(found, Opaque) else None
     if not isinstance(state, dict) or not (state.get("dynamic") or state.get("cur_scale", 1) != 1):

@@ -1,4 +1,4 @@
-"""What the saves of DeepSpeed that we write have in common: the plan of all files, the model files, pickled classes.
+"""Writes what all DeepSpeed saves have in common: the plan of all files, the model files, pickled classes.
 
     state = split_training_state(ckpt, source)
     plan = Plan(state, tensors, stage, options, ckpt)      tag, precision, counters, configuration, notes
@@ -49,7 +49,7 @@ class Tree:
         self.whole: dict[str, tuple[str, TensorEntry, TensorEntry]] = {}  # name: key, entry to be, source
 
     def tensor(self, name: str, entry: TensorEntry, source: TensorEntry) -> TensorRef:
-        """A tensor that lies here as a whole. On ranks other than 0 it is a further copy."""
+        """A whole tensor in this file. On ranks other than 0 it is an extra copy."""
         if self.rank:
             name, entry = f"replica.{self.rank}.{name}", replace(entry, path=("replica", self.rank, *entry.path))
         key = str(len(self.sizes))
@@ -68,7 +68,7 @@ class Tree:
         return self.hole(f"empty {dtype}", dtype, 0)
 
     def value(self, x: Any) -> Any:
-        """A tree of plain data and entries, with the entries' tensors to lie here."""
+        """A tree of plain data and entries, whose tensors are written to this file."""
         if isinstance(x, TensorEntry):
             return self.tensor(joined(x.path), x, x)
         if isinstance(x, dict):
@@ -80,7 +80,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class ZeroOptions:
-    """What the DeepSpeed engine that will load a save is configured with; None where the source or DeepSpeed's default decides."""
+    """The configuration of the DeepSpeed engine that will load the save; None: as in the source, or DeepSpeed's default."""
 
     sub_group_size: int | None = option(
         None, "sub_group_size in the config of the engine that will load it; DeepSpeed's default is 1e9 elements."
@@ -94,7 +94,7 @@ class ZeroOptions:
 
 
 class Plan:
-    """What all files of a save to be have in common."""
+    """What all files of the planned save have in common."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class Plan:
             )
 
     def made(self) -> dict[str, Any]:
-        """{name: data} of the values that every DeepSpeed save has and the source has not."""
+        """{name: data} of values that every DeepSpeed save has but the source does not."""
         ours = {
             "trainer.global_steps": self.steps, "trainer.skipped_steps": 0,
             "extra.buffer_names": list(self.state.buffers), "extra.ds_config": self.ds_config,
@@ -181,7 +181,7 @@ class Plan:
         return found if isinstance(found, (int, float)) and not isinstance(found, bool) and found > 0 else 1e9
 
     def _adjust_config(self, sub_group_size: int | None, precision: str | None) -> None:
-        """The configuration that lies in the files is that of the source; where it contradicts them, it follows them."""
+        """The source's DeepSpeed configuration, changed where it contradicts the files."""
         if not self.ds_config:
             return
         config = dict(self.ds_config)
@@ -226,7 +226,7 @@ class Plan:
         return {}
 
     def added(self, groups: list[dict[str, tuple[int, ...]]]) -> list[str]:
-        """Names of the state that parameters never trained so far get: zeros, and the step of their group."""
+        """Names of the state that is added for parameters without any: zeros, and the step of their group."""
         out = []
         for group in groups:
             slots = dict.fromkeys([*self.slots_of(group), *(s for n in group for s in self.state.scalars.get(n, {}))])
@@ -239,7 +239,7 @@ class Plan:
         return out
 
     def scaler_keys(self) -> dict[str, Any]:
-        """What every optimizer file says of the loss scaler."""
+        """The loss scaler, for every optimizer file."""
         dynamic = bool(self.scaler.get("dynamic"))
         state = {k: v for k, v in self.scaler.items() if k != "overflow"} or {"cur_scale": 1.0, "dynamic": False}
         found = Opaque(Global(SCALERS, "DynamicLossScaler" if dynamic else "LossScaler"), ())
@@ -247,7 +247,7 @@ class Plan:
         return {"loss_scaler": found, "dynamic_loss_scale": dynamic, "overflow": bool(self.scaler.get("overflow"))}
 
     def common(self, dtypes: list[str]) -> str:
-        """The dtype of a flat tensor: that of its parts, or the one that holds all of theirs."""
+        """The dtype of a flat tensor: that of its parts, or one that can hold them all."""
         kinds = set(dtypes)
         if len(kinds) < 2:
             return kinds.pop() if kinds else "float32"
@@ -262,7 +262,7 @@ class Plan:
         return out
 
     def slot(self, fqn: str, slot: str) -> TensorEntry:
-        """A slot of a parameter, of the dtype it is to be written in."""
+        """A slot of a parameter, in the dtype to be written."""
         t = self.state.slots[fqn][slot]
         return replace(t, dtype=self.cast(joined(t.path), t.dtype))
 
@@ -270,7 +270,7 @@ class Plan:
         """Names of the slots that every parameter of a group has.
 
         Raises:
-            Unsupported: one has other slots than another.
+            Unsupported: parameters have different slots.
         """
         found: list[str] | None = None
         first = ""
@@ -288,7 +288,7 @@ class Plan:
         return found or []
 
     def beside(self, tree: Tree, rank: int, world: int, each_rank: bool) -> dict[str, Any]:
-        """Everything of a model file that is neither weights nor their shapes."""
+        """Everything in a model file except weights and their shapes."""
         rest = dict(self.rest)
         each = rest.get("per_rank")
         if each_rank and isinstance(each, dict) and each and world in (self.source_world, max(map(_number, each)) + 1):
@@ -311,7 +311,7 @@ class Plan:
 
 
 class Models:
-    """The model files: one a rank at stage 3, with the parts of frozen parameters; else one, with all weights."""
+    """The model files: one per rank at stage 3, with the parts of frozen parameters; else one, with all weights."""
 
     def __init__(self, plan: Plan, groups: list[dict[str, tuple[int, ...]]], world: int) -> None:
         self.plan, self.groups, self.world, self.stage = plan, groups, world, plan.stage
@@ -320,7 +320,7 @@ class Models:
         self.same = {f"model.{a}": f"model.{o}" for a, o in plan.state.tied.items()}
 
     def add(self, files: TorchFiles, each_rank: bool) -> None:
-        """All files, and the places of the tensors in them; `each_rank` is to find its own random state in its own."""
+        """Add all files and the places of their tensors; `each_rank`: one file per rank, with its own random state."""
         plan, state = self.plan, self.plan.state
         numbers, trees = [], []
         for rank in range(self.world if self.stage == 3 else 1):
@@ -394,7 +394,7 @@ def _number(text: str) -> int:
 
 
 def _as_number(x: Any) -> float | int | None:
-    """The number that a step is: itself, or in a 0-dim tensor."""
+    """A step as a number, whether it is one or a 0-dim tensor."""
     return number_in(x.dtype, x.data) if isinstance(x, Inline) else x if isinstance(x, (int, float)) else None
 
 

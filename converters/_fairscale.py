@@ -1,4 +1,4 @@
-"""The model in FairScale's shards (`flat_param_0`, `shard_metadata`), which say themselves what lies in them.
+"""The model in FairScale's shards (`flat_param_0`, `shard_metadata`), which describe their own content.
 
 Source: fairscale nn/data_parallel/fully_sharded_data_parallel.py.
 """
@@ -24,7 +24,7 @@ __all__ = ["read_model"]
 
 
 def read_model(files: Files, ranks: list[Rank]) -> tuple[dict[str, Any], ModelInfo]:
-    """The model of FairScale's shards, which say themselves what lies in them (`local_metadata_dict`).
+    """The model of FairScale's shards, which describe their own content (`local_metadata_dict`).
 
     Raises:
         Unsupported: experts that ranks do not share. Corrupt: the metadata contradicts the tensors.

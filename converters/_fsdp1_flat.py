@@ -1,6 +1,6 @@
-"""What lies in the flat parameters of FSDP1's files, and where.
+"""The content of the flat parameters in FSDP1's files.
 
-The files do not say it. `layout_of` takes it from flat_layout.json, --flat-layout, --like or --config, or from the names in
+The files do not describe it. `layout_of` takes it from flat_layout.json, --flat-layout, --like or --config, or from the names in
 the optimizer, and proves it against the lengths and places of the slices in the files.
 """
 
@@ -32,10 +32,10 @@ __all__ = ["ModelInfo", "RankSlices", "Spans", "given_layout", "layout_of", "mod
 
 
 class ModelInfo(NamedTuple):
-    """What reading the model told that the optimizer needs.
+    """What reading the optimizer needs to know about the model.
 
-    `layout` is None where there is no flat parameter; `params` are names that may be parameters, in order, with their
-    shapes; `own` tells ranks of different replicas that have the same slice.
+    `layout` is None if there is no flat parameter; `params` are names that may be parameters, in order, with their
+    shapes; `own` tells which ranks hold copies of the same slice.
     """
 
     layout: FlatLayout | None
@@ -45,7 +45,7 @@ class ModelInfo(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """Where the slices of a flat tensor lie: columns (first element, end, file, byte of the first), ascending."""
+    """The places of the slices of a flat tensor: columns (first element, end, file, byte of the first), ascending."""
 
     first: list[int]
     end: list[int]
@@ -55,7 +55,7 @@ class Spans(NamedTuple):
 
     @classmethod
     def of(cls, t: TensorEntry) -> Spans:
-        """Those of a 1-D tensor."""
+        """The spans of a 1-D tensor."""
         c = t.chunks
         rows = sorted(r for r in zip(c.start, c.shape, c.file, c.offset, strict=True) if r[1])
         return cls(
@@ -64,7 +64,7 @@ class Spans(NamedTuple):
 
     @classmethod
     def joined(cls, files: Files, first: int, slices: Iterable[tuple[Rank, StoredTensor]]) -> Spans:
-        """Those of slices that follow one another from element `first` on."""
+        """The spans of slices that follow one another from element `first` on."""
         out = cls([], [], [], [], "")
         for r, t in slices:
             out = out._replace(dtype=t.dtype)
@@ -99,10 +99,10 @@ def layout_of(
     names: Callable[[], tuple[ModelNames, str] | None],
     options: ModelHints,
 ) -> tuple[FlatLayout, set[str]]:
-    """(what lies in the flat parameters, names whose slices the files have).
+    """(the layout of the flat parameters, names whose slices the files have).
 
     Raises:
-        Unsupported: nothing tells, or what is told does not fit the files.
+        Unsupported: the layout is unknown, or does not fit the files.
     """
     given = given_layout(files, options)
     if given is not None:
@@ -175,7 +175,7 @@ class RankSlices(NamedTuple):
         return [i for _, i in sorted(seen.items())]
 
     def agrees(self, flat: Flat, part: Part, column: list[Any]) -> bool:
-        """Whether the slices of a parameter in the files are as long, and where, as the flat parameter says."""
+        """Whether the slices of a parameter in the files have the lengths and places that follow from the flat parameter."""
         for i, t in enumerate(column):
             a, b = flat_layout.slice_of(flat.numel, self.shards, self.places[i][0])
             a, b = max(a, part.first), min(b, part.first + part.numel)
@@ -218,7 +218,7 @@ def _tied_slices(plain: dict[str, list[Any]], slices: set[str]) -> dict[str, str
 
 
 def given_layout(files: Files, options: ModelHints) -> tuple[FlatLayout, str] | None:
-    """The flat layout beside the files, or that of --flat-layout."""
+    """The flat layout next to the files, or that of --flat-layout."""
     if files.source.exists(flat_layout.RECORD):
         what = f"{files.source.root}/{flat_layout.RECORD}"
         return flat_layout.from_json(files.source.read_all(flat_layout.RECORD, 256 << 20), what), flat_layout.RECORD
@@ -265,7 +265,7 @@ _OPTIMIZER = "the optimizer's state"
 def model_names_of(
     files: Files, options: ModelHints, config: dict[str, Any] | None, optim: list[list[Rank]]
 ) -> tuple[ModelNames, str] | None:
-    """Names and shapes of the model in its order, and who tells them."""
+    """Names and shapes of the model in its order, and their source."""
     if options.like is not None and options.like.shapes:
         like = options.like
         buffers = frozenset(n for n, (_, dtype) in like.shapes.items() if "float" not in dtype)
@@ -287,8 +287,8 @@ def model_names_of(
 def _three_ways(files: Files, flats: Iterable[str]) -> str:
     name = os.path.basename(files.source.root)
     return (
-        f"{files.source.root} holds flat parameters of {flat_layout.listed(flats)}, and no word on which parameters lie in them. "
-        "Say it in one of three ways:\n"
+        f"{files.source.root} holds flat parameters of {flat_layout.listed(flats)}, but does not say which parameters they contain. "
+        "Describe them in one of three ways:\n"
         f"  ckpttool convert {name} OUT --to dcp --like model.pt           any other checkpoint of the same model\n"
         f"  ckpttool convert {name} OUT --to dcp --config DIR_OR_HF_ID     its config.json\n"
         f"  ckpttool convert {name} OUT --to dcp --flat-layout flat.json   what ckpttool.describe_fsdp1(model) gives in the job"

@@ -35,7 +35,7 @@ __all__ = ["read_optimizer"]
 def read_optimizer(
     files: Files, saved: list[list[Rank]], known: ModelInfo, options: ReadOptions, config: dict[str, Any] | None
 ) -> dict[Path, Any]:
-    """{("optim", ...): leaf} of the optimizer, which may be there twice: with FQNs and as numbered slices."""
+    """{("optim", ...): leaf} of the optimizer, which may be saved twice: with FQNs and as numbered slices."""
     named = [r for r in saved if not _numbered(r[0].tree)]
     raw = [r for r in saved if _numbered(r[0].tree)]
     for kind in (named, raw):
@@ -79,7 +79,7 @@ def _numbered(tree: dict[Any, Any]) -> bool:
 
 
 def _param_groups(files: Files, ranks: list[Rank]) -> list[dict[Any, Any]]:
-    """The param groups, which all ranks must have alike.
+    """The param groups, which must be equal on all ranks.
 
     Raises:
         Corrupt: they differ.
@@ -111,7 +111,7 @@ def _slots(ranks: list[Rank]) -> dict[tuple[Any, Any], list[Any]]:
     """{(parameter, slot): what each rank has, None where nothing}. A rank without elements of a parameter has no slot of it.
 
     Raises:
-        Corrupt: a rank has some of the slots of a parameter and not all.
+        Corrupt: a rank has only some of the slots of a parameter.
     """
     out: dict[tuple[Any, Any], list[Any]] = {}
     first: dict[Any, tuple[Rank, dict[Any, Any]]] = {}
@@ -131,7 +131,7 @@ def _slots(ranks: list[Rank]) -> dict[tuple[Any, Any], list[Any]]:
 
 
 def _same_save(files: Files, a: list[Rank], b: list[Rank]) -> None:
-    """Compare the two forms of one optimizer: hyperparameters, and the steps that occur.
+    """Compare the two forms of one optimizer: hyperparameters and steps.
 
     Raises:
         Corrupt: they are of different saves.
@@ -154,7 +154,7 @@ def _same_save(files: Files, a: list[Rank], b: list[Rank]) -> None:
         )
     if one[0] != two[0]:
         raise Corrupt(
-            f"{files.path(a[0].file)} and {files.names[b[0].file]} have other hyperparameters. Fetch those of one save."
+            f"{files.path(a[0].file)} and {files.names[b[0].file]} have other hyperparameters. Fetch all files of one save."
         )
 
 
@@ -226,8 +226,8 @@ def _whole_slots(files: Files, ranks: list[Rank], columns: dict[tuple[Any, Any],
 
 
 def _lengths(files: Files, ranks: list[Rank], columns: dict[tuple[Any, Any], list[Any]]) -> dict[Any, tuple[int, ...]]:
-    """{number of a parameter: elements that each rank has of it}. One element on every rank, where other slots have
-    more, is a number for all of it.
+    """{number of a parameter: elements that each rank has of it}. If a slot has one element on every rank and
+    other slots have more, it is one number for the whole parameter.
 
     Raises:
         Corrupt: two slots of one parameter differ, or the ranks differ in dtype.
@@ -262,7 +262,7 @@ def _lengths(files: Files, ranks: list[Rank], columns: dict[tuple[Any, Any], lis
 
 
 def _elements(column: list[Any]) -> tuple[int, ...]:
-    """How many each rank has; none of what is not there, or is a number."""
+    """How many elements each rank has; 0 if it is missing, or a number."""
     return tuple(prod(t.shape) if isinstance(t, StoredTensor) and t.shape else 0 for t in column)
 
 
@@ -272,7 +272,7 @@ def _is_number(column: list[Any]) -> bool:
 
 
 def _expected(layout: FlatLayout, own: RankSlices) -> list[tuple[str, tuple[int, ...]]]:
-    """(name, elements that each rank has) of what the optimizer numbers."""
+    """(name, elements that each rank has) of everything that the optimizer numbers."""
     out = []
     for flat in layout.flats:
         if not layout.use_orig_params:
@@ -289,7 +289,7 @@ def _expected(layout: FlatLayout, own: RankSlices) -> list[tuple[str, tuple[int,
 
 
 def _resolved(layout: FlatLayout, own: RankSlices, expected: list[list[Any]]) -> list[list[str]] | None:
-    """The name of every number, group by group, when the lengths leave exactly one way."""
+    """The name of every number, group by group, if the lengths leave exactly one way."""
     names = _expected(layout, own)
     if layout.optimizer is not None and [len(g) for g in layout.optimizer] == [len(g) for g in expected]:
         lengths = dict(names)
@@ -310,7 +310,7 @@ def _guesses(
     options: ReadOptions,
     config: dict[str, Any] | None,
 ) -> Iterable[FlatLayout]:
-    """Flat layouts that the lengths of the slots may agree with, where the model's own files tell names and shapes."""
+    """Flat layouts to try, if the model's own files give names and shapes."""
     given = given_layout(files, options)
     if given is not None:
         yield given[0]

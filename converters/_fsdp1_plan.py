@@ -1,4 +1,4 @@
-"""Which flat parameters the written files have, and what their optimizer lists: the wrapping, and the order of names."""
+"""Plans the flat parameters of the written files, and what their optimizer lists: the wrapping, and the order of names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Fsdp1Options", "Plan", "plan_flats"]
 
 @dataclass(frozen=True)
 class Fsdp1Options:
-    """How FSDP1 is called in the job that will load the files."""
+    """The arguments of FSDP1 in the job that will load the files."""
 
     use_orig_params: bool = option(False, "For a job that calls FSDP(use_orig_params=True).")
     precision: str | None = option(None, "Precision of the job that will load it: bf16, fp16 or fp32.")
@@ -35,7 +35,7 @@ class Plan:
 
 
 def plan_flats(ckpt: Checkpoint, state: Training, options: WriteOptions, world: int) -> Plan:
-    """Which flat parameters there will be, and what the optimizer lists."""
+    """The flat parameters to write, and what the optimizer lists."""
     notes: list[str] = []
     own = options.of(Fsdp1Options)
     groups = _listed_by_group(ckpt, state)

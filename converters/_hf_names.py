@@ -1,7 +1,7 @@
-"""The names that weights have in memory, and those that transformers gives them on the Hub.
+"""The names of weights in memory, and those that transformers gives them on the Hub.
 
-Where the two differ (fused experts, moved prefixes), huggingface/hub_names.py asks transformers, and tensors of the one are
-views of tensors of the other: `in_memory` puts the Hub's together, `crop` cuts them out again.
+If the two differ (fused experts, moved prefixes), huggingface/hub_names.py asks transformers, and tensors of one are views of
+tensors of the other: `in_memory` joins the Hub's tensors, `crop` cuts them out again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _EMBEDDINGS = (
 
 
 def in_memory(tensors: dict[str, TensorEntry], config: dict[str, Any], notes: list[str]) -> dict[str, TensorEntry]:
-    """The same tensors under the names a model has in memory, tied ones under both."""
+    """The same tensors under their names in memory, tied ones under both."""
     relation = _relation(config, tensors, notes)
     if (
         relation is not None
@@ -47,7 +47,7 @@ def in_memory(tensors: dict[str, TensorEntry], config: dict[str, Any], notes: li
 def ties(
     config: dict[str, Any] | None, tensors: dict[str, TensorEntry], relation: hub_names.Relation | None
 ) -> dict[str, str]:
-    """{name: the one whose bytes it has} of what the model of a config ties."""
+    """{name: the one that it is tied to} in the model of a config."""
     if config is None:
         return {}
     if relation is not None:
@@ -63,7 +63,7 @@ def _usual_ties(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> dict
 
 
 def asks_transformers(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> bool:
-    """Whether transformers must be asked: names may differ on the Hub, or only its defaults tell what is tied."""
+    """Whether transformers must be asked: names may differ on the Hub, or ties follow from its defaults."""
     if not isinstance(config.get("model_type"), str):
         return False
     if any("lora_" in n or ".base_layer." in n for n in tensors):
@@ -76,7 +76,7 @@ def _relation(
     tensors: dict[str, TensorEntry],
     notes: list[str],
 ) -> hub_names.Relation | None:
-    """What transformers says of the names, where it must be asked and knows."""
+    """The names by transformers; None if it need not be asked, or does not know the model."""
     if not asks_transformers(config, tensors):
         return None
     try:
@@ -87,7 +87,7 @@ def _relation(
 
 
 def _fuse(tensors: dict[str, TensorEntry], relation: hub_names.Relation) -> dict[str, TensorEntry]:
-    """Hub tensors put together: each view of a parameter becomes a chunk of it."""
+    """Join the Hub's tensors: each view of a parameter becomes a chunk of it."""
     chunks: dict[str, Chunks] = {}
     dtypes: dict[str, str] = {}
     out: dict[str, TensorEntry] = {}
@@ -115,7 +115,7 @@ def _fuse(tensors: dict[str, TensorEntry], relation: hub_names.Relation) -> dict
 def _box_of(
     view: hub_names.View, whole: tuple[int, ...], name: str
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]:
-    """(start, shape, strides) of a view in its parameter: strides, in elements of the view's own row-major bytes, where
+    """(start, shape, strides) of a view in its parameter: strides, in elements of the view's own row-major bytes, if
     dimensions are swapped; else None.
 
     Raises:
@@ -141,7 +141,7 @@ def _box_of(
 
 
 def crop(name: str, t: TensorEntry, view: hub_names.View) -> TensorEntry:
-    """A part of a tensor as a tensor of its own."""
+    """A view of a tensor, as a tensor of its own."""
     if view.shape == t.shape and view.offset == 0 and view.strides == boxes.strides(t.shape):
         return t
     start, shape, _strides = _box_of(view, t.shape, name)

@@ -1,4 +1,4 @@
-"""What hf writes: the weights as `save_pretrained` does, an adapter as PEFT does, or everything with a training state."""
+"""Writes hf: weights as `save_pretrained` does, an adapter as PEFT does, or weights with the whole training state."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ WHOLE = "model.safetensors"
 
 @dataclass(frozen=True)
 class HfOptions:
-    """What an hf folder is to hold."""
+    """The content of an hf folder."""
 
     max_shard_bytes: int = option(
         5_000_000_000, "Largest file of tensors, in bytes.", flag="--max-shard-size", size=True
     )
-    adapter: bool = option(False, "Write the adapter alone, as PEFT saves it.")
-    include_optimizer: bool = option(False, "Write the optimizer and all other state beside the weights.")
+    adapter: bool = option(False, "Write only the adapter, as PEFT saves it.")
+    include_optimizer: bool = option(False, "Write the optimizer and all other state, too.")
     strip_prefix: str | None = option(
         None, "Modules that names of weights begin with, to leave out; other names stay.", metavar="PREFIX"
     )
@@ -56,15 +56,15 @@ class HfOptions:
 
 
 def holds(own: object) -> frozenset[str]:
-    """Weights; with the optimizer, everything."""
+    """The components that it can hold: weights, or everything with the optimizer."""
     return frozenset() if isinstance(own, HfOptions) and own.include_optimizer else frozenset({"model"})
 
 
 def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
-    """The checkpoint without `strip_prefix`; with `adapter`, nothing but the adapter, under the names that PEFT gives it.
+    """The checkpoint without `strip_prefix`; with `adapter`, only the adapter, under PEFT's names.
 
     Raises:
-        UsageError: no weight has the prefix. Unsupported: there is no adapter that ckpttool knows.
+        UsageError: no weight has the prefix. Unsupported: ckpttool finds no adapter.
     """
     own = options.of(HfOptions)
     if own.strip_prefix is not None:
@@ -79,7 +79,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 
     Raises:
         Unsupported: there are no weights, config.json ties tensors whose bytes differ, or its model has other tensors.
-        MissingPackage: only transformers knows the names that this model has on the Hub.
+        MissingPackage: transformers is needed for the names of this model on the Hub.
     """
     own = options.of(HfOptions)
     if own.adapter:
@@ -239,7 +239,7 @@ def _refuse_dtypes(model: dict[str, TensorEntry]) -> None:
     for name, t in model.items():
         if t.dtype not in safetensors_header.CODES:
             raise Unsupported(
-                f'"{name}" is {t.dtype}, which safetensors does not hold. Cast it with {argument("cast")}.'
+                f'"{name}" is {t.dtype}, which safetensors cannot store. Cast it with {argument("cast")}.'
             )
 
 
@@ -313,8 +313,8 @@ def _hub_tensors(
     source: Source,
     notes: list[str],
 ) -> tuple[dict[str, TensorEntry], dict[str, str], dict[str, str]]:
-    """The tensors save_pretrained would write, as views of the source's, {left out: its twin} of tied ones, and
-    {name: first one} of those that it never puts into different shards."""
+    """The tensors save_pretrained would write, as views of the source's, {omitted name: the name it is tied to}, and
+    {name: first one} of tensors that it never puts into different shards."""
     together: dict[str, str] = {}
     tied = tied_weights(model)
     tied.update({k: v for k, v in ties(config, model, relation).items() if k in model and v in model})
@@ -333,7 +333,7 @@ def _hub_tensors(
             if digests["a"] != digests["b"]:
                 raise Unsupported(
                     f'config.json ties "{name}" to "{kept}", but their bytes differ; loading would lose one of them. '
-                    f'Set "tie_word_embeddings": false in the config given with {argument("config")}, or find out which is right.'
+                    f'Set "tie_word_embeddings": false in the config given with {argument("config")}, or find out which of them is right.'
                 )
         del out[name]
         gone["model." + name] = "model." + kept
@@ -342,7 +342,7 @@ def _hub_tensors(
 
 
 def _split(model: dict[str, TensorEntry], most: int, together: dict[str, str]) -> list[list[str]]:
-    """Shards as huggingface_hub makes them: fill one until the next tensor does not fit; larger ones stand alone.
+    """Shards as huggingface_hub makes them: fill one until the next tensor does not fit; larger tensors get a file of their own.
     Tensors that share a storage when transformers saves them (experts of one layer) go where the first of them goes.
     """
     units: dict[str, list[str]] = {}
@@ -366,7 +366,7 @@ def _split(model: dict[str, TensorEntry], most: int, together: dict[str, str]) -
 
 
 def _with_dtype(name: str, data: bytes, model: dict[str, TensorEntry]) -> bytes:
-    """config.json says the dtype of the weights beside it, as save_pretrained writes it."""
+    """config.json with the dtype of the weights, as save_pretrained writes it."""
     if name != "config.json":
         return data
     config = bounded_json.parse(data, name)

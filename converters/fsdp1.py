@@ -4,7 +4,7 @@
     local_optim_rank{r}.pt    optimizer.state_dict()   model_world_size_4_rank_0.pt (verl), pytorch_model_fsdp_rank0.bin
     flat_layout.json          see flat_layout.py       (accelerate), checkpoint-shard0.pt (FairScale)
 
-or one file a rank with everything in it: {"model": ..., "optim": ..., "step": ...}. What a file is, its content tells:
+or one file a rank with everything in it: {"model": ..., "optim": ..., "step": ...}. Files are identified by their content:
 
     model       "<wrapped module>._flat_param" -> ShardedTensor, 1-D, padding of the last slices removed; buffers under
                 their FQN; with use_orig_params=True also each FQN as the 1-D slice this rank has, a view of the former
@@ -12,14 +12,14 @@ or one file a rank with everything in it: {"model": ..., "optim": ..., "step": .
                 "<fqn>" -> ShardedTensor or DTensor, dim-0 shards (SHARDED_STATE_DICT), any mesh
                 "<fqn>" -> whole tensor (NO_SHARD, and every job of one rank)
     optimizer   raw `optimizer.state_dict()`: numbers, slots as 1-D slices, those of use_orig_params=False with the
-                zeros that pad the last ones; parameters of which a rank has nothing are not there
+                zeros that pad the last ones; parameters of which a rank has no part are missing
                 `FSDP.optim_state_dict`: FQNs, ShardedTensor or DTensor, whatever the type (also LOCAL_STATE_DICT)
 
 A ShardedTensor is pickled as (local shards, metadata, process group state, ...), a DTensor as its local tensor and a
-spec with mesh and placements; both carry the rank that wrote them, by which exchanged files are found out. Neither is
-ever built. Flat parameters do not say which parameters lie in them: `flat_layout` says where that comes from.
+spec with mesh and placements; both carry the rank that wrote them, which reveals exchanged files. Neither is
+ever built. Flat parameters do not say which parameters they contain: see `flat_layout`.
 
-FairScale's shards (`flat_param_0`, `shard_metadata`) have the padding in the model too and say what lies where.
+FairScale's shards (`flat_param_0`, `shard_metadata`) have padding in the model, too, and describe their own content.
 
 Sources: torch/distributed/fsdp, torch/distributed/_shard/sharded_tensor/api.py, torch/distributed/tensor; fairscale
 nn/data_parallel/fully_sharded_data_parallel.py; files of torch 2.10 to 2.13.
@@ -64,7 +64,7 @@ __all__ = ["LAYOUTS"]
 
 
 def detect(where: Place) -> tuple[bool, str]:
-    """Files of ranks, beside no `.metadata`."""
+    """A folder with files of ranks and without `.metadata`."""
     source, name = where
     if name is not None:
         return False, "a folder with one torch.save file a rank; this is a file"
@@ -96,8 +96,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
         raise Corrupt(
-            f"{where.source.root}: the files of ranks do not hold together ({type(e).__name__}: {e}); no release of FSDP1 "
-            "writes such."
+            f"{where.source.root}: the files of ranks are inconsistent ({type(e).__name__}: {e}); no release of FSDP1 "
+            "writes such files."
         ) from e
 
 
@@ -132,7 +132,7 @@ def _read(source: Source, options: ReadOptions) -> Checkpoint:
 
 
 def _own_config(source: Source) -> dict[str, Any] | None:
-    """The config.json of the model that lies in the folder."""
+    """The model's config.json in the folder."""
     for name in ("config.json", "huggingface/config.json"):
         if source.exists(name):
             found = parse(source.read_all(name, 16 << 20), f"{source.root}/{name}")
@@ -165,7 +165,7 @@ def _model(
 
 
 def _places(files: Files, ranks: list[Rank]) -> dict[int, tuple[int, int]]:
-    """Which slice of a flat parameter each rank holds: its place in the group that shards, where tensors tell it."""
+    """Which slice of a flat parameter each rank holds: its place in the sharding group, if tensors tell it."""
     out = {}
     for r in ranks:
         place = next((files.shards(r.file, str(k), x).place for k, x in r.tree.items() if is_sharded(x)), None)
@@ -202,7 +202,7 @@ def _local(
     for flat in layout.flats:
         whole = Spans.of(flats[flat.module])
         for part in flat.parts:
-            # a parameter's own slices are surer than the flat parameter: they need no alignment to be known
+            # a parameter's own slices are more certain than the flat parameter: they do not depend on the alignment
             spans = whole
             if part.name in slices:
                 spans = Spans.joined(files, part.first, [(ranks[i], plain[part.name][i]) for i in own.firsts()])

@@ -1,8 +1,8 @@
 """full: one torch.save file (.pt, .pth, .bin, .ckpt), zip or legacy, of a tree of dicts and lists.
 
-Read: any tree whose leaves are tensors and plain values, in the shapes that names.py knows: {"model", "optim"},
+Read: any tree whose leaves are tensors and plain values, in the forms that names.py knows: {"model", "optim"},
 {"model_state_dict", "optimizer_state_dict"}, {"state_dict", "optimizer_states"}, a bare state dict; integer optimizer
-ids are named where order and shapes leave one way. Storages may be shared (tied weights), larger than what is used of
+ids are named if order and shapes leave only one way. Storages may be shared (tied weights), larger than what is used of
 them (views) or strided (transposed). Containers other than dicts with string keys and lists are values, kept whole.
 
 Written: a zip of stored records under `archive/`, each 64-byte aligned and with its CRC32, that
@@ -109,7 +109,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
 
 def _recorded(read_at: source.ReadAt, length: int, what: str) -> dict[str, str]:
-    """The digests that `write` left in the archive."""
+    """The digests that `write` recorded in the archive."""
     if not zip_bytes.is_zip(read_at(0, min(4, length))):
         return {}
     record = zip_bytes.zip_records(read_at, 0, length, what).get("ckpttool.json")

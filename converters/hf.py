@@ -1,4 +1,4 @@
-"""hf: Hugging Face safetensors, the weights of a model; all else of a state where it is asked for.
+"""hf: Hugging Face safetensors, the weights of a model; on request, all other state, too.
 
     DIR/model.safetensors                                    or, in shards,
     DIR/model-0000i-of-0000n.safetensors + model.safetensors.index.json {"metadata", "weight_map": {name: file}}
@@ -13,9 +13,9 @@ HuggingFaceStorageWriter(save_distributed=True), `shard-*-model-*.safetensors`, 
 tensor and `__metadata__["DCP_SHARDING_INFO"]` {name: {"saved_offsets"}} says which; the whole shape is the furthest
 corner of all parts.
 
-Canonical names are those in memory. Where transformers keeps other ones on the Hub (fused experts), huggingface/hub_names.py
-relates the two, in both directions, as views. Tied weights are written once, after their bytes were compared, and both
-names are there again on reading.
+Canonical names are those in memory. If transformers uses other names on the Hub (fused experts), huggingface/hub_names.py
+maps between the two, as views. Tied weights are written once, after comparing their bytes, and are read
+under both names.
 
 Written: names, tensors, order and header byte for byte as `save_pretrained` writes them; shards as
 huggingface_hub splits them.
@@ -105,10 +105,10 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
 
 def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
-    """The same weights under the names they have in memory, as config.json tells; with a training state, as that tells.
+    """The same weights under their names in memory, by config.json, or by the training state if there is one.
 
     Raises:
-        Corrupt: the training state is that of other weights.
+        Corrupt: the training state belongs to other weights.
     """
     model = {str(t.path[1]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
     if ckpt.config is not None and model:
@@ -122,11 +122,11 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
 
 
 def _counting(source: Source, names: list[str]) -> list[str]:
-    """The files that are the model, where no index says: all there are, but beside model.safetensors what transformers
-    does not read.
+    """The files of the model, if there is no index: all safetensors files, but with model.safetensors only those that
+    transformers reads.
 
     Raises:
-        Corrupt: of numbered shards some are missing.
+        Corrupt: numbered shards are missing.
     """
     files = [n for n in names if n.endswith(".safetensors")]
     if WHOLE in files and ("config.json" in names or ADAPTER in files):

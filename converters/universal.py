@@ -1,4 +1,4 @@
-"""universal: DeepSpeed's Universal Checkpoint, one folder a parameter, for any number of ranks.
+"""universal: DeepSpeed's Universal Checkpoint, one folder per parameter, for any number of ranks.
 
     DIR/latest_universal                             the tag, no newline; written last
     DIR/<tag>/zero/<fqn>/fp32.pt exp_avg.pt exp_avg_sq.pt       stage 3: a bare flat tensor, its shape is in param_shapes
@@ -6,9 +6,9 @@
     DIR/<tag>/zero/optimizer_state.pt                loss scaler, param_groups; stage 3: the steps
     DIR/<tag>/*_model_states.pt                      as in a ZeRO save (_deepspeed.py): of the ranks it was made from
 
-What is not trained lies in the model files alone, so they are needed for buffers and frozen parameters, which
+What is not trained is only in the model files, so they are needed for buffers and frozen parameters, which
 DeepSpeed's own loader does not restore from here; nor does it, at stage 3, restore the hyperparameters of other param
-groups than the first. zero3 has neither fault: write that where the number of ranks is known.
+groups than the first. zero3 has neither problem: write that if the number of ranks is known.
 
 Written: for --zero-stage 1, 2 or 3, the model file of one rank.
 
@@ -70,7 +70,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     """The index of a universal checkpoint.
 
     Raises:
-        Corrupt: a parameter that param_shapes names has no folder, or files of another size.
+        Corrupt: a parameter that param_shapes names has no folder, or files of the wrong size.
     """
     reading = Reading(where, options, "latest_universal")
     if reading.save.files(ds.MODEL, 1):
@@ -122,7 +122,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
 
 def _refuse_others(reading: Reading, model: ds.File, params: Iterable[str]) -> None:
-    """Refuse a folder of a parameter that the model does not have. DeepSpeed writes them for buffers and frozen parameters too.
+    """Refuse folders of parameters that the model does not have. DeepSpeed writes them for buffers and frozen parameters too.
 
     Raises:
         Corrupt: with the folder.
@@ -170,7 +170,7 @@ def _parameter(reading: Reading, name: str, shape: tuple[int, ...]) -> dict[str,
 
 @dataclass(frozen=True)
 class UniversalOptions(dw.ZeroOptions):
-    """As `ZeroOptions`, and the stage, of which the files of stage 3 differ from those of the others."""
+    """As `ZeroOptions`, and the stage: files of stage 3 differ from those of 1 and 2."""
 
     stage: int | None = option(
         None, "ZeRO stage of the engine that will load it: 1, 2 or 3; that of the source, or 3.", flag="--zero-stage"
@@ -249,7 +249,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 
 
 def _stage_of(ckpt: Checkpoint) -> int:
-    """The stage of the engine that wrote the source; 3 where it was none."""
+    """The stage of the engine that wrote the source; 3 if it was not DeepSpeed."""
     if ckpt.layout in ("zero1", "zero2", "zero3"):
         return int(ckpt.layout[-1])
     found = ckpt.values.get("extra.ds_config.zero_optimization.stage")

@@ -7,8 +7,8 @@ Files and what they have in common: _deepspeed.py. An optimizer file is {"optimi
     fp32_flat_groups        [tensor]   one per sub-group: the master weights
     optimizer_state_dict    state {sub-group: {step, exp_avg, exp_avg_sq}}, param_groups [{lr, ..., params: [sub-groups]}]
 
-A parameter of n elements is cut into W parts of p = ceil(n / W) elements, all ranks have p, what is beyond n is
-padding (uninitialised in the masters, so never compared). A flat tensor of a rank is the parts of its parameters in
+A parameter of n elements is cut into W parts of p = ceil(n / W) elements. All ranks have p; elements beyond n are
+padding (uninitialised in the masters, so never compared). A rank's flat tensor consists of its parts of the parameters, in
 the order of param_shapes, without gaps: a parameter has the same offset on all ranks. A sub-group takes whole
 parameters of one param group until the sum of p reaches sub_group_size, so its borders change with W.
 
@@ -20,10 +20,10 @@ elastic_checkpoint, which also keeps no param_groups; the masters of BF16_Optimi
 the model file; a bf16 engine has its masters there as `fp32_groups`.
 
 Master weights are model.<fqn>; the low-precision weights of a bf16 or fp16 engine follow from them and are not state.
-One `step` of a flat tensor is that of all its parameters.
+The `step` of a flat tensor is that of all its parameters.
 
-Written: as above, with `latest` last. fp32 or whatever dtype the source keeps its weights and slots in (a flat tensor
-has one; where the source mixes them, fp32). The engine casts as it loads. Padding is zeros.
+Written: as above, with `latest` last. in fp32, or in the dtype of the source's weights and slots (a flat tensor has
+one; if the source mixes them, fp32). The engine casts as it loads. Padding is zeros.
 
 Sources: deepspeed 0.19.8, runtime/zero/stage3.py (_create_fp16_sub_groups, _rigid_state_dict, load_state_dict),
 runtime/zero/partition_parameters.py (_partition_param), runtime/zero/stage_1_and_2.py (state_dict,
@@ -82,7 +82,7 @@ def _read(where: Place, options: ReadOptions) -> Checkpoint:
     """The index of a save of any stage.
 
     Raises:
-        Corrupt: ranks are missing, twice, or of different saves. Unsupported: see _deepspeed.refuse_foreign.
+        Corrupt: files of ranks are missing, duplicated, or of different saves. Unsupported: see _deepspeed.refuse_foreign.
     """
     reading = Reading(where, options)
     if not reading.save.files(ds.MODEL, 1):
@@ -105,7 +105,7 @@ class _Optim(NamedTuple):
 
 
 def _optims(reading: Reading, world: int, flats: str, base: str, count: int) -> list[_Optim]:
-    """The optimizer files, every one checked by itself and against rank 0's."""
+    """The optimizer files, each checked by itself and against that of rank 0."""
     out: list[_Optim] = []
     for name in reading.ranks(ds.OPTIM, 2, world, "optimizer"):
         f = reading.file(name)
@@ -215,7 +215,7 @@ def _optimizer(
 
 
 def _shared(reading: Reading, files: list[File], values: list[Any], what: str) -> Any:
-    """A counter that all ranks must agree on: a 0-dim tensor as the entry of rank 0's, or a number."""
+    """A counter on which all ranks must agree: rank 0's entry if it is a 0-dim tensor, or a number."""
     first = values[0]
     if not isinstance(first, (StoredTensor, int, float, str, type(None))):
         raise Corrupt(f"{files[0].what}: {what} is {short(first)}, neither a tensor nor a number.")
@@ -312,7 +312,7 @@ def _parts(optims: list[_Optim], shapes: Groups) -> tuple[list[int], list[list[i
     """Elements of a rank's part by group, and the padding after each parameter.
 
     Raises:
-        Corrupt: they do not hold the parameters, or hold more than padding beside them.
+        Corrupt: they are too short for the parameters, or too long.
     """
     world = len(optims)
     whole = optims[0].whole
@@ -370,7 +370,7 @@ def _read_stage0(reading: Reading, model: File) -> Checkpoint:
 
 
 def _replace_masters(out: Checkpoint, reading: Reading, model: File, masters: Any) -> None:
-    """The weights of a stage 0 bf16 engine are those its optimizer keeps, [[tensor]] in the order of its groups."""
+    """The weights of a stage 0 bf16 engine are those in its optimizer, [[tensor]] in the order of its groups."""
     params = [
         v.data for v in out.values.values() if v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("params",)
     ]

@@ -1,12 +1,12 @@
 """README.md of a repository: its model card.
 
-A new card is YAML metadata, as huggingface_hub's ModelCardData writes it, a title, and our section. Of a card that exists
-nothing but our section is changed, byte for byte; where it has none, it is put at the end. The section lies between
+A new card is YAML metadata, as huggingface_hub's ModelCardData writes it, a title, and our section. In an existing
+card, everything but our section is kept byte for byte; if it has none, the section is added at the end. It is between
 
     <!-- ckpttool -->  ...  <!-- /ckpttool -->
 
 and says what the weights are, where they come from, how to load them and how to check them. Texts from a checkpoint
-are put on one line and cannot end the section, open a link or be HTML.
+are reduced to one line and cannot end the section, open a link or be HTML.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _STEP = re.compile(r"(?:checkpoint|ckpt|step|iter|epoch|global_step)[-_]?\d+", r
 
 @dataclass(frozen=True)
 class Facts:
-    """What the section says. `dtypes` {dtype: parameters}; `digest` {component: root}; `training` whether all
+    """The content of the section. `dtypes` {dtype: parameters}; `digest` {component: root}; `training` whether all
     state is there; `changed` whether tensors have other dtypes or names than in the checkpoint; `config` and `adapter` the config.json
-    and adapter_config.json that are pushed, {} where there are none."""
+    and adapter_config.json of the push, {} if there are none."""
 
     repo_id: str
     version: str
@@ -50,12 +50,12 @@ class Facts:
 
     @property
     def url(self) -> str:
-        """What a command is given to find it."""
+        """The URL for commands."""
         return f"hf://{self.repo_id}" + (f"@{self.branch}" if self.branch else "")
 
 
 def base_model(facts: Facts) -> str | None:
-    """Id on the Hub of the model that this one was made from, as far as its config tells; never a path."""
+    """The Hub id of the base model, if the config names one; never a path."""
     import os
 
     for found in (facts.adapter.get("base_model_name_or_path"), facts.config.get("_name_or_path")):
@@ -138,8 +138,8 @@ def _checking(facts: Facts) -> list[str]:
         said, how = ["To check every tensor against the digests in `ckpttool.json`:"], "--read-data"
     else:
         said = [
-            "To check it against the checkpoint that it was made from, wherever that lies and whatever its layout is, tensor by",
-            "tensor (`ckpttool.json` holds the digest of each):",
+            "To check it, tensor by tensor, against the checkpoint that it was made from, wherever that is and whatever its layout",
+            "(`ckpttool.json` holds the digest of each tensor):",
         ]
         how = "--against CHECKPOINT"
     return [*said, "", "```", f"ckpttool verify {facts.url} {how}", "```"]

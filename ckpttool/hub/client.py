@@ -1,9 +1,8 @@
-"""One model repository on the Hub, asked through huggingface_hub.
+"""One model repository on the Hub, through huggingface_hub.
 
-All that is known of endpoint, token, proxy and retries is huggingface_hub's: HF_ENDPOINT, HF_TOKEN, `hf auth login`. What
-it says in exceptions becomes errors of errors.py that say what to do; what it says otherwise (its own progress, its
-retries, with URLs that are signed) is not shown. Questions are asked again after what passes; a commit is not, since it
-may have been done although no answer came.
+Endpoint, token, proxy and retries are huggingface_hub's business: HF_ENDPOINT, HF_TOKEN, `hf auth login`. Its exceptions become
+errors of errors.py that say what to do; its own progress and its messages about retries, which contain signed URLs, are not
+shown. Requests are repeated after transient errors, except a commit, which may have succeeded although no answer came.
 """
 
 from __future__ import annotations
@@ -43,19 +42,19 @@ _OTHER_KINDS = ("datasets", "spaces", "buckets", "kernels", "models")
 
 
 class Conflict(RemoteError):
-    """Somebody else was faster."""
+    """Somebody else committed first."""
 
 
 class TransientError(RemoteError):
-    """What may pass, and did not while it was tried."""
+    """An error that may be temporary, but persisted through all retries."""
 
 
 class RejectedError(RemoteError):
-    """What the Hub does not take, whoever sends it."""
+    """The Hub rejects the request itself, whoever sends it."""
 
 
 class RemoteFile(NamedTuple):
-    """A file of a commit: bytes, SHA-256 where it is kept in LFS, and the name git has for it."""
+    """A file of a commit: bytes, SHA-256 if it is in LFS, and the id of its git blob."""
 
     size: int
     sha256: str | None
@@ -84,7 +83,7 @@ def split(text: str) -> tuple[str, str | None]:
     """("org/name", revision) of "hf://org/name@revision" or "org/name".
 
     Raises:
-        UsageError: it is neither.
+        UsageError: it is neither of these.
     """
     found = _TARGET.fullmatch(text)
     if not found or found["id"].split("/")[0] in _OTHER_KINDS or ".." in text or "--" in found["id"]:
@@ -96,7 +95,7 @@ def split(text: str) -> tuple[str, str | None]:
 
 
 class Repository:
-    """A model repository, which need not exist."""
+    """A model repository, which may not exist yet."""
 
     def __init__(self, repo_id: str) -> None:
         from huggingface_hub import HfApi
@@ -106,14 +105,14 @@ class Repository:
 
     @property
     def page(self) -> str:
-        """Its address in a browser."""
+        """Its address for a browser."""
         return f"{urls.redact_url(self.api.endpoint)}/{self.repo_id}"
 
     def ask(self, call: Callable[[], T], tries: int = _TRIES) -> T:
-        """What huggingface_hub gives.
+        """The result of a call of huggingface_hub, with retries.
 
         Raises:
-            Conflict, TransientError, RemoteError: with what to do. CkpttoolError: as it was raised within.
+            Conflict, TransientError, RemoteError: with what to do. CkpttoolError: as raised inside the call.
         """
         for k in range(tries):
             try:
@@ -133,10 +132,10 @@ class Repository:
             if isinstance(inner, CkpttoolError):
                 return inner
             if type(inner).__name__ == "OfflineModeIsEnabled":
-                return RemoteError(f"{self.url}: HF_HUB_OFFLINE is set, so the Hub is not asked. Unset it.")
+                return RemoteError(f"{self.url}: HF_HUB_OFFLINE is set, so the Hub is not contacted. Unset it.")
         if isinstance(e, _FAULTS):
             return RemoteError(
-                f"{self.url}: {urls.redact_url(self.api.endpoint)} answers, but not as a Hub does ({type(e).__name__}: "
+                f"{self.url}: {urls.redact_url(self.api.endpoint)} does not answer like a Hub ({type(e).__name__}: "
                 f"{retries.redacted(e)}). Check HF_ENDPOINT and the proxy, then run the same command again."
             )
         kind, by = retries.classify_error(e)
@@ -145,13 +144,13 @@ class Repository:
         words, status = _words(by), getattr(getattr(by, "response", None), "status_code", None)
         if kind is None and status == 429:
             return TransientError(
-                f"{self.url}: the Hub has had too many requests ({words}). Wait some minutes, then run the same command "
-                "again; what was sent is not sent again."
+                f"{self.url}: too many requests to the Hub ({words}). Wait a few minutes, then run the same command "
+                "again; files that were uploaded are not uploaded again."
             )
         if kind is None:
             return TransientError(
                 f"{self.url}: the Hub at {urls.redact_url(self.api.endpoint)} does not answer ({words}). Check the network and "
-                "HF_ENDPOINT, then run the same command again; what was sent is not sent again."
+                "HF_ENDPOINT, then run the same command again; files that were uploaded are not uploaded again."
             )
         if kind is retries.Conflict or status == 409:
             return Conflict(
@@ -160,17 +159,17 @@ class Repository:
             )
         if status == 401:
             return RemoteError(
-                f"{self.url}: the Hub does not know who asks, or has no such repository for them ({words}). Log in with "
+                f"{self.url}: not authenticated, or there is no such repository ({words}). Log in with "
                 "`hf auth login` or set HF_TOKEN; a Hub of your own is named by HF_ENDPOINT."
             )
         if status == 403:
             return RemoteError(
-                f"{self.url}: the token may not do that ({words}). Take one with write access to this repository "
+                f"{self.url}: the token does not allow this ({words}). Use one with write access to this repository "
                 f"(`hf auth login`, HF_TOKEN), or use {argument('pull_request', True)}, which proposes the files."
             )
         if kind is retries.NotFound:
             return retries.NotFound(
-                f"{self.url}: nothing is there, or the token may not see it ({words}). Check the name and the "
+                f"{self.url}: not found, or the token may not see it ({words}). Check the name and the "
                 "revision; log in with `hf auth login` or set HF_TOKEN."
             )
         return RejectedError(f"{self.url}: the Hub refuses ({words}).")
@@ -178,7 +177,7 @@ class Repository:
     # ----------------------------------------------------------------------------------------------------- questions
 
     def look(self, revision: str | None = None) -> RepositoryState | None:
-        """The repository at a revision; None where there is none of that name, as far as the token may see."""
+        """The repository at a revision; None if there is none that the token may see."""
         try:
             found = self.ask(lambda: self.api.repo_info(self.repo_id, revision=revision))
         except retries.NotFound:
@@ -193,7 +192,7 @@ class Repository:
         return RepositoryState(bool(found.private), commit, files)
 
     def private(self) -> bool:
-        """Whether only those may read it who were given it, by now."""
+        """Whether it is private now."""
         return bool(self.ask(lambda: self.api.repo_info(self.repo_id)).private)
 
     def branches(self) -> set[str]:
@@ -206,7 +205,7 @@ class Repository:
             return source.read_all(name, most_bytes)
 
     def known(self, names: Sequence[str], commit: str) -> dict[str, RemoteFile]:
-        """What a commit says of some files; those it has not are left out."""
+        """These files in a commit; missing ones are left out."""
         out: dict[str, RemoteFile] = {}
         for k in range(0, len(names), _BATCH):
             part = list(names[k : k + _BATCH])
@@ -219,15 +218,15 @@ class Repository:
     # ------------------------------------------------------------------------------------------------------- actions
 
     def create(self, private: bool) -> None:
-        """Make it."""
+        """Create the repository."""
         self.ask(lambda: self.api.create_repo(self.repo_id, private=private, exist_ok=True))
 
     def branch(self, name: str) -> None:
-        """Make a branch, from the head of main."""
+        """Create a branch from the head of main."""
         self.ask(lambda: self.api.create_branch(self.repo_id, branch=name, exist_ok=True))
 
     def may_write(self, revision: str | None, pull: bool) -> None:
-        """Find out whether the token may send files: the first step of sending one, which goes no further.
+        """Check that the token may upload files, with the first request of an upload.
 
         Raises:
             RemoteError: it may not.
@@ -238,16 +237,16 @@ class Repository:
         self.ask(lambda: self.api.preupload_lfs_files(self.repo_id, small, revision=revision, create_pr=pull))
 
     def send(self, files: Sequence[Upload], revision: str | None, pull: bool, jobs: int) -> list[Any]:
-        """Send what the Hub keeps in LFS and does not have; gives the operations of a commit.
+        """Upload what belongs into LFS and is not on the Hub yet; returns the operations for a commit.
 
         Raises:
-            TransientError: it may be tried again; what was sent whole is there.
+            TransientError: try again; complete files are on the Hub.
         """
         from huggingface_hub import CommitOperationAdd
         from huggingface_hub.lfs import UploadInfo
 
         class Add(CommitOperationAdd):
-            """A file whose hash is known: huggingface_hub would read all of it once more."""
+            """A file with a known hash, which huggingface_hub would otherwise compute by reading it once more."""
 
             def __post_init__(self) -> None:
                 file = by_name[self.path_in_repo]
@@ -270,7 +269,7 @@ class Repository:
         """(commit, address of the pull request) after one commit on top of `parent`.
 
         Raises:
-            Conflict: there is another commit on top of it. TransientError: no answer; it may have been done.
+            Conflict: there is another commit on top of it. TransientError: no answer; the commit may exist.
         """
         from huggingface_hub import CommitOperationDelete
 
@@ -290,7 +289,7 @@ class Repository:
 
 
 def _is_ours(e: BaseException) -> bool:
-    """Whether a fault lies in ckpttool, and not in what huggingface_hub makes of an answer."""
+    """Whether an exception is a bug of ckpttool, and not huggingface_hub's reaction to an answer."""
     at = e.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next
@@ -306,7 +305,7 @@ def _chain(e: BaseException | None) -> Iterator[BaseException]:
 
 
 def _words(e: BaseException) -> str:
-    """What the Hub said, without what every such message says."""
+    """The Hub's message, without the boilerplate."""
     text = retries.redacted(e)
     text = re.sub(r"(Client|Server) error '(\d+ [^']*)' for url '[^']*'", r"\2", text)
     text = re.sub(r" ?For more information check: \S+| ?\(Request ID: [^)]*\)", "", text)
@@ -316,7 +315,7 @@ def _words(e: BaseException) -> str:
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """huggingface_hub shows no progress and logs nothing below an error: its retries are told with signed URLs."""
+    """Turn off huggingface_hub's progress bars and its logging below errors, which contains signed URLs."""
     from huggingface_hub import utils
 
     bars: Any = utils

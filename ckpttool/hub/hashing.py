@@ -1,7 +1,7 @@
-"""The first of two times that a source is read for a push: SHA-256 of every file, BLAKE3 of every tensor, in one pass.
+"""The first of the two times that a push reads its source: SHA-256 of every file and BLAKE3 of every tensor, in one pass.
 
-Files are hashed beside each other; for each, one thread reads ahead, one computes SHA-256 and one BLAKE3 of the same
-block. CRC32s that the source carries are checked with the bytes as they pass.
+Files are hashed in parallel; for each, one thread reads ahead, one computes SHA-256 and one BLAKE3 of the same block. CRC32s
+of the source are checked along the way.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _LARGE = 64 << 10  # a block of fewer bytes is hashed faster than handed to anot
 
 
 class Hashed(NamedTuple):
-    """A file that was read: its SHA-256, and the BLAKE3 of every tensor in it; hex."""
+    """The hashes of a file: its SHA-256, and the BLAKE3 of every tensor in it, in hex."""
 
     sha256: str
     tensors: dict[str, str]
 
 
 def git_oid(data: bytes) -> str:
-    """The name that git gives to a file."""
+    """The id of a file's git blob."""
     return sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
@@ -46,10 +46,10 @@ def hash_contents(
     progress: Progress,
     keep: Callable[[str, Hashed], None],
 ) -> dict[str, Hashed]:
-    """{file: its hashes}; `keep` is told of each file when it is done.
+    """{file: its hashes}; `keep` is called for each finished file.
 
     Raises:
-        Corrupt, SourceChanged: the source is damaged, or was written to meanwhile.
+        Corrupt, SourceChanged: the source is damaged, or was written to in the meantime.
     """
     ckpt = opened.checkpoint
     crcs = CrcVerifier(ckpt.records)

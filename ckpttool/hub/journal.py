@@ -1,10 +1,9 @@
-"""What is kept of a push between runs: the hashes of its files, so that a push that was cut does not read its source for
-them again.
+"""The hashes of a push, kept between runs, so that an interrupted push does not compute them again.
 
 A file of lines, each with a checksum and JSON, below $XDG_CACHE_HOME/ckpttool/push (or ~/.cache), named by `planning.plan_id`, which covers the
-identity of every source file and every option. A line speaks of a file that was hashed to its end, of the record of all
-of them, or of a folder that was converted to the disk. A line that was cut off or altered counts for nothing; files that nobody
-wrote to for thirty days are removed. Hashes are no secrets, but the names of tensors are there: only the owner may read.
+identity of every source file and every option. A line describes a completely hashed file, the record of all files, or a
+folder that was converted to disk. Damaged lines are ignored; journals older than thirty days are removed. Hashes are not secret,
+but the journal contains names of tensors, so only the owner may read it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _KEPT_SECONDS = 30 * 86400
 
 
 class Journal:
-    """The lines of one plan, of none where nothing is to be kept; `files` {name: hashes}, `record` what ckpttool.json says, where the pass was finished,
+    """The journal of one plan (None: nothing is kept); `files` {name: hashes}, `record` the content of ckpttool.json, once the pass is complete,
     `staged` {folder: {"files": {name: [SHA-256, size, mtime_ns]}, "record": ...}}."""
 
     def __init__(self, plan: str | None) -> None:
@@ -61,21 +60,21 @@ class Journal:
             self.staged[line["staged"]] = line["of"]
 
     def drop(self) -> None:
-        """Forget all of it, for the next run."""
+        """Delete the journal."""
         if self.path is not None:
             with suppress(OSError):
                 os.unlink(self.path)
 
     def hashed(self, name: str, done: Hashed) -> None:
-        """A file was hashed."""
+        """Note a hashed file."""
         self._add({"file": name, "sha256": done.sha256, "tensors": done.tensors})
 
     def settled(self, record: dict[str, Any]) -> None:
-        """All were, and this is what ckpttool.json will say."""
+        """Note that all files were hashed, and the content of ckpttool.json."""
         self._add({"record": record})
 
     def stage(self, folder: str, of: dict[str, Any]) -> None:
-        """A folder was converted and hashed."""
+        """Note a folder that was converted and hashed."""
         self._add({"staged": folder, "of": of})
 
     def _add(self, line: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
-"""pull: a repository on the Hub becomes a checkpoint for training, by ranged reads, without a copy of its files.
+"""pull: a repository on the Hub becomes a training checkpoint, by ranged reads, without a copy of its files.
 
-The revision is resolved to one commit first, and everything is read of that. Where the repository holds the ckpttool.json
-of a push, the digest of every tensor is compared with it, if it speaks of the weights that lie there: the SHA-256 of
-each file that the Hub tells is the one that ckpttool.json lists. If not, somebody has put other weights there since.
+The revision is resolved to one commit first, and everything is read from it. If the repository has the ckpttool.json of a push,
+every tensor's digest is compared with it, provided that it describes the current weights: the Hub's SHA-256 of each file is the
+one listed in ckpttool.json. Otherwise somebody has replaced the weights since.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Pulled", "pull", "pull_with"]
 
 @dataclass
 class Pulled:
-    """What a pull did."""
+    """The result of a pull."""
 
     url: str
     commit: str
@@ -64,11 +64,11 @@ def pull(
 
     Args:
         repository: "hf://org/name", or "hf://org/name@revision".
-        revision: branch, tag or commit, where the repository names none.
+        revision: branch, tag or commit, unless `repository` names one.
         (the others): as `convert`.
 
     Raises:
-        Corrupt: a tensor does not have the digest that was recorded of it. CkpttoolError: one of errors.py; the
+        Corrupt: a tensor does not have its recorded digest. CkpttoolError: one of errors.py; the
             destination is as it was before.
     """
     return pull_with(
@@ -115,7 +115,7 @@ def pull_with(
 
 
 def _expected(hub: Repository, state: RepositoryState, notes: list[str]) -> dict[str, str]:
-    """{tensor: digest} that a push recorded of the weights that lie there; {} with a note where they are not known."""
+    """{tensor: digest} recorded by the push of these weights; {} with a note if there is no such record."""
     if RECORD not in state.files:
         notes.append(f"{hub.url} has no {RECORD}, so digests were not compared; it was not pushed by ckpttool")
         return {}
@@ -135,7 +135,7 @@ def _expected(hub: Repository, state: RepositoryState, notes: list[str]) -> dict
 
 
 def _other(listed: Mapping[str, Any], there: Mapping[str, RemoteFile]) -> str | None:
-    """The first file of weights that is not as it was when it was pushed. Of others, nothing is said or compared."""
+    """The first file of weights that was changed since the push. Other files are not compared."""
     for name in sorted(n for n in listed if n.endswith(".safetensors")):
         said, known = listed[name], there.get(name)
         if known is None or known.sha256 != said["sha256"] or known.size != said["bytes"]:

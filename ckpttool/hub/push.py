@@ -1,16 +1,15 @@
-"""push: any layout becomes a repository on the Hub that from_pretrained loads, without a copy on the disk.
+"""push: any layout becomes a repository on the Hub that from_pretrained loads, without a copy on disk.
 
     plan -> screen -> repository -> hash -> look, card, ckpttool.json -> send -> one commit -> check
 
-The draft of the hf layout says which bytes each file will have. They are read twice: once for hashes, which the Hub wants
-before it takes a byte (SHA-256) and which ckpttool.json records (BLAKE3 of every tensor), and once while they are sent.
-The hashes are kept (journal.py), so a push that was cut goes on: it hashes nothing again and sends the files that the Hub
-does not have whole. With a staging folder the draft is written to the disk first, and the files of that folder are sent,
-by Xet where the Hub has it.
+The draft of the hf layout determines the bytes of each file. They are read twice: once for hashes (SHA-256, which the Hub wants
+before the upload, and BLAKE3 of every tensor, which ckpttool.json records), and once for the upload. Hashes are kept
+(journal.py), so an interrupted push hashes nothing again and uploads only files that the Hub does not have. With a staging
+folder, the draft is written to disk first and uploaded from there, by Xet if the Hub offers it.
 
-Refusals come first: what cannot be written, what must not be pushed, and what the token may not do are found out before
-the source is read. Everything becomes visible by one commit on top of the commit that was looked at; where another one
-came in between, all is looked at again. Afterwards the Hub is asked for the hash of every file at the new commit.
+Whatever cannot be written, must not be pushed or is not allowed with the token is refused before the source is read. Everything
+becomes visible in one commit on top of the commit that was inspected; if somebody else commits meanwhile, everything is inspected
+again. Afterwards the Hub is asked for the hash of every file at the new commit.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _ROUNDS = 3  # times that all is looked at anew when somebody else commits meanw
 
 @dataclass
 class Pushed:
-    """What a push did, or would do. Names of files are sorted; bytes are those on the Hub."""
+    """The result of a push. Names of files are sorted; bytes are those on the Hub."""
 
     source: str
     layout_from: str
@@ -101,20 +100,20 @@ def push(
     """Push a checkpoint, in any layout, to a model repository of the Hugging Face Hub.
 
     Args:
-        target: "hf://org/name", with "@branch" where that is not main.
+        target: "hf://org/name", with "@branch" if that is not main.
         options: an `HfOptions`: the adapter alone, the optimizer too, the size of files.
-        public: whether a new repository is public. An existing one keeps what it is.
-        revision: a branch, which is made where it is missing.
+        public: whether a new repository is public. The visibility of an existing one is not changed.
+        revision: a branch, which is created if it is missing.
         pull_request: open a pull request instead of a commit on the branch.
         message: title of the commit.
-        stage: folder to write the files to first; where None, they are sent as they are read.
-        threads: files that are hashed, and sent, at the same time.
-        dry_run: ask the Hub, read no tensor, send and make nothing.
+        stage: folder to write the files to first; by default they are uploaded as they are read.
+        threads: number of files that are hashed, and uploaded, at the same time.
+        dry_run: ask the Hub, but read no tensor, upload and create nothing.
         (the others): as `convert`.
 
     Raises:
-        CkpttoolError: one of errors.py. Before the commit nothing in the repository has changed, but that it, or the
-        branch, may have been made. Differs: the Hub does not have what was sent.
+        CkpttoolError: one of errors.py. Before the commit, nothing in the repository changes, except that it or the branch may
+        have been created. Differs: the Hub does not have what was uploaded.
     """
     reading = OpenOptions(
         source_layout=source_layout, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
@@ -131,7 +130,7 @@ def push(
 
 
 class Push:
-    """One push: the source is open and the draft of its files is made; nothing has been sent. Close it by `with`."""
+    """One push: the source is open and its draft is planned; nothing has been uploaded. Use it in a `with` statement."""
 
     def __init__(
         self, src: str, target: str, reading: OpenOptions, writing: WriteRequest, *, revision: str | None = None,
@@ -161,8 +160,8 @@ class Push:
         self.notes = [*ckpt.notes, *self.draft.notes]
         if not self.opened.source.has_versions():
             self.notes.append(
-                "the server tells no version of its files: a change while they were read would not be noticed, and hashes are "
-                "not kept for another run"
+                "the server gives no versions of its files: a change while they are read would not be noticed, and hashes are not "
+                "kept for another run"
             )
         self.adapter = bool(getattr(writing.options, "adapter", False))
         self.target = PushTarget(
@@ -180,7 +179,7 @@ class Push:
     # ------------------------------------------------------------------------------------------------- two answers
 
     def preview(self) -> Pushed:
-        """All that can be told without reading tensors or sending anything."""
+        """Everything that is known without reading tensors or uploading anything."""
         state = self.target.allowed(self.repository.look())
         if state is not None and self.target.needs_branch():
             self.notes.append(f"the branch {self.revision} would be made")
@@ -202,7 +201,7 @@ class Push:
         return out
 
     def push(self, stage: str | None, progress: Progress) -> Pushed:
-        """Do it."""
+        """Push."""
         state = self.target.allowed(self.repository.look())
         created = state is None
         if created:
@@ -229,12 +228,12 @@ class Push:
                     "command again for that."
                 ) from None
             raise Interrupted(
-                f"interrupted; {self.repository.url} has no new commit. Run the same command again: what was hashed and sent "
-                "whole is not hashed and sent again."
+                f"interrupted; {self.repository.url} has no new commit. Run the same command again: complete "
+                "files are not hashed and uploaded again."
             ) from None
 
     def _inspect(self, state: RepositoryState | None, out: Pushed) -> None:
-        """Note in the result what the push deletes, and what disturbs in the repository."""
+        """Add to the result what the push deletes, and warnings about the repository."""
         if state is not None:
             out.deleted = self.target.stale(state)
             out.notes += self.target.warnings(state, out.files)
@@ -242,8 +241,8 @@ class Push:
     # ------------------------------------------------------------------------------------------------------- hashes
 
     def journal(self) -> Journal:
-        """What earlier runs found out of the same files with the same options; nothing of files of which nobody can tell
-        whether they are still the same."""
+        """The hashes of earlier runs with the same files and options; empty if the source cannot tell whether its files
+        changed."""
         if not self.opened.source.has_versions():
             return Journal(None)
         return Journal(
@@ -251,7 +250,7 @@ class Push:
         )
 
     def hashed(self, progress: Progress) -> tuple[list[PushFile], dict[str, Any]]:
-        """(every file of the draft, what ckpttool.json says)."""
+        """(every file of the draft, the content of ckpttool.json)."""
         journal = self.journal()
         missing = [c for c in self.files if c.name not in journal.files]
         self.taken_over = len(missing) < len(self.files)
@@ -278,7 +277,7 @@ class Push:
         return files, journal.record
 
     def staged(self, stage: str, progress: Progress) -> tuple[list[PushFile], dict[str, Any]]:
-        """The same, of files that were written to a folder; one that an earlier run wrote is taken as it is."""
+        """The same for files in a staging folder; one that an earlier run wrote is reused."""
         journal, folder = self.journal(), os.path.abspath(stage)
         paths = {c.name: os.path.join(folder, c.name) for c in self.files}
         known = journal.staged.get(folder)
@@ -306,12 +305,12 @@ class Push:
     # ------------------------------------------------------------------------------------------------------- sending
 
     def rounds(self, weights: Sequence[PushFile], record: dict[str, Any], created: bool, progress: Progress) -> Pushed:
-        """Look, send, commit; anew where somebody else commits in between, or no answer came."""
+        """Inspect, upload, commit; again if somebody else commits in between, or no answer comes."""
         sent: dict[str, int] = {}
         for k in range(_ROUNDS):
             state = self.target.allowed(self.repository.look(self.revision))
             if state is None:
-                raise Corrupt(f"{self.repository.url} is gone; somebody has removed it meanwhile.")
+                raise Corrupt(f"{self.repository.url} is gone; somebody has removed it in the meantime.")
             files = self.complete(weights, record, state)
             out = self.outcome(state, created)
             out.digest, out.files = record["digest"], {f.name: f.size for f in files}
@@ -352,7 +351,7 @@ class Push:
         raise AssertionError
 
     def send(self, changed: Sequence[PushFile], sent: dict[str, int], progress: Progress) -> list[Any]:
-        """Operations of a commit, whose large files are on the Hub; {name: bytes} of what went there is put into `sent`."""
+        """Upload the large files; the operations of a commit. {name: bytes} of uploaded files is added to `sent`."""
         total, passed, lock = sum(f.size for f in changed if f.data is None), 0, threading.Lock()
 
         def count(n: int) -> None:
@@ -376,8 +375,8 @@ class Push:
                 raise
             self.journal().drop()
             raise RejectedError(
-                f"{e} It may be that these are not the bytes that an earlier run has hashed; its hashes are dropped. Run the "
-                "same command again, which hashes anew."
+                f"{e} The bytes may not be those that an earlier run hashed, so its hashes were deleted. Run the same "
+                "command again, which computes them again."
             ) from None
         finally:
             for name, file in opened.items():
@@ -407,7 +406,7 @@ class Push:
         return [*weights, *(PushFile(n, len(d), sha256(d).hexdigest(), data=d) for n, d in extra.items())]
 
     def card(self, record: Mapping[str, Any], state: RepositoryState) -> bytes:
-        """README.md as it shall be."""
+        """The new README.md."""
         old = self.target.card_there(state)
         dtypes: dict[str, int] = {}
         for t in self.draft.checkpoint.tensors.values():
@@ -425,12 +424,12 @@ class Push:
         return card.merged(old, facts)
 
     def title(self, record: Mapping[str, Any]) -> str:
-        """Of a commit that was given none."""
+        """The default message of a commit."""
         step = step_count(self.opened.checkpoint.value)
         return f"ckpttool push of {record['source']['name']}" + ("" if step is None else f", step {step}")
 
     def outcome(self, state: RepositoryState | None, created: bool) -> Pushed:
-        """A result with what is known before anything is done."""
+        """The result, as far as it is known beforehand."""
         return Pushed(
             self.opened.source.root, self.opened.layout.name, self.repository.url, self.revision,
             state.private if state else not self.public, created,
@@ -440,7 +439,7 @@ class Push:
 
 
 def _stoppable(call: Callable[[], T], stop: threading.Event) -> T:
-    """What a call in another thread gives; `stop` is set when we are interrupted meanwhile, and the call is waited for."""
+    """The result of a call in another thread. If we are interrupted, `stop` is set and the call is waited for."""
     with ThreadPoolExecutor(1, "ckpttool-push") as pool:
         try:
             return pool.submit(call).result()
@@ -450,7 +449,7 @@ def _stoppable(call: Callable[[], T], stop: threading.Event) -> T:
 
 
 def _text(content: Content) -> bytes:
-    """What of a file is no weights: all of it, or the header, which names them."""
+    """The part of a file that is not weights: all of it, or the header with the names."""
     return content.head[8:] if content.jobs and content.name.endswith(".safetensors") else content.head
 
 

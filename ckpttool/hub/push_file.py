@@ -13,7 +13,7 @@ __all__ = ["PushFile"]
 
 @dataclass(frozen=True)
 class PushFile:
-    """A file as it shall be: its bytes are `data`, at `path`, or those of a content."""
+    """A file to push: its bytes are `data`, the file at `path`, or a content."""
 
     name: str
     size: int
@@ -23,13 +23,13 @@ class PushFile:
     content: Content | None = None
 
     def same(self, known: RemoteFile | None) -> bool:
-        """Whether it is what a commit has."""
+        """Whether a commit has the same file."""
         if known is None or known.size != self.size:
             return False
         return known.sha256 == self.sha256 if known.sha256 is not None else known.oid == self.oid()
 
     def oid(self) -> str:
-        """Its name in git, of a file that the Hub keeps there: a small one."""
+        """The id of its git blob, for small files, which the Hub keeps in git."""
         if self.data is not None:
             return git_oid(self.data)
         if self.path is not None:
@@ -40,7 +40,7 @@ class PushFile:
             return git_oid(f.read())
 
     def sample(self) -> bytes:
-        """Its first 512 bytes, by which the Hub tells texts from others."""
+        """Its first 512 bytes, by which the Hub recognises text."""
         if self.path is not None:
             with open(self.path, "rb") as f:
                 return f.read(512)

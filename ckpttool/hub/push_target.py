@@ -1,4 +1,4 @@
-"""The repository and branch that a push goes to: whether it may be pushed to, what disturbs there, what is there afterwards."""
+"""The repository and branch that a push goes to: whether it may be pushed to, what else is in it, what it contains afterwards."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class PushTarget:
         return self.revision not in self.repository.branches()
 
     def warnings(self, state: RepositoryState, files: Container[str]) -> list[str]:
-        """What in the repository will disturb those who load `files`, the files of this push."""
+        """What else in the repository affects those who load `files`, the files of this push."""
         out: list[str] = []
         pickles = sorted(n for n in state.files if _PICKLES.fullmatch(n))
         if pickles:
@@ -98,7 +98,7 @@ class PushTarget:
         return sorted(n for n in state.files if n not in self.names and not self.adapter and _STALE.fullmatch(n))
 
     def card_there(self, state: RepositoryState) -> bytes | None:
-        """README.md of a commit; None where there is none.
+        """README.md of a commit; None if there is none.
 
         Raises:
             Unsupported: it is too large or not UTF-8, so our section cannot be added to it.

@@ -1,18 +1,18 @@
-"""What is never pushed: pickles, which run code where they are loaded, archives, which hide what they hold, and texts that
-hold a secret.
+"""What is never pushed: pickles, which run code when loaded, archives, which hide their content, and texts that contain a
+secret.
 
-Weights are safetensors and are written by us; of them only the headers are looked at. Every other file of a push is
-looked at whole, by its content and not by its name. A message names the file and the kind of secret, never the secret.
+Weights are safetensors files that ckpttool writes; only their headers are searched. Every other file is searched completely, by
+content and not by name. A message names the file and the kind of secret, never the secret.
 
     pickle      the opcodes of protocol 2 and later, or a stream of any protocol from the first byte that calls something,
                 or that ends where the file ends; a zip with such a record (torch.save)
     archive     gzip, bzip2, xz, zip, 7z, zstd, lz4; .npy, which may hold pickled objects
     secret      tokens of known forms, private keys, signed URLs, URLs with a password, and long values of keys called
-                api_key, token, secret, password, ...; of other keys that end in key or token, if drawn by lot
+                api_key, token, secret, password, ...; of other keys that end in key or token, if they look random
 
-JSON is looked at as it reads, too: with its escapes unfolded, lists of pairs and arguments ("--api-key", "..."), and bytes
-as values.json spells them. UTF-16 is text. Special tokens ("pad_token": "<pad>"), vocabularies (where a word is followed
-by its number), templates, paths, plain URLs and words with hyphens are none of it.
+JSON is also searched as data: with escapes decoded, lists of pairs and arguments ("--api-key", "..."), and bytes
+as in values.json. UTF-16 is text. Special tokens ("pad_token": "<pad>"), vocabularies (where a word is followed
+by its number), templates, paths, plain URLs and words with hyphens are not secrets.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PICKLE, _ARCHIVE = "a pickle", "an archive"
 
 
 def _random(text: str) -> bool:
-    """Whether a part of it looks drawn by lot: 16 letters and digits or more, whose kinds change all the time."""
+    """Whether a part of it looks random: 16 or more letters and digits in frequent alternation."""
     for run in re.findall(r"[A-Za-z0-9]{16,}", text):
         kinds = [0 if c.isdigit() else 1 if c.isupper() else 2 for c in run]
         if kinds.count(0) >= 3 and sum(a != b for a, b in pairwise(kinds)) * 4 >= len(run):
@@ -47,7 +47,7 @@ def _random(text: str) -> bool:
 
 
 def _mixed(value: str) -> bool:
-    """Whether a value is long and of letters and digits of many kinds, and no path, URL or date."""
+    """Whether a value is long and of letters and digits of many kinds, and not a path, URL or date."""
     if len(value) < 16 or len(value) > 4096 or len(set(value)) < 9:
         return False
     if re.search(r"[A-Za-z]", value) is None or len(re.findall(r"[0-9]", value)) < 2:
@@ -163,7 +163,7 @@ def screen(files: Iterable[tuple[str, bytes]]) -> None:
 
 
 def kind_of(data: bytes) -> str | None:
-    """What of a file must not be pushed: "a pickle", "an archive" or the kind of secret; None of one that may."""
+    """What of a file must not be pushed: "a pickle", "an archive" or the kind of secret; None if it may be pushed."""
     if _is_pickle(data) or _holds_pickle(data):
         return _PICKLE
     if data.startswith(PACKED) or zipfile.is_zipfile(io.BytesIO(data)):
@@ -196,7 +196,7 @@ def _of_key(key: str) -> str:
 
 
 def _is_secret(key: str, value: str, quoted: bool) -> bool:
-    """Whether the value of a key that speaks of secrets is one."""
+    """Whether the value of a key with such a name is a secret."""
     if _PLACEHOLDER.fullmatch(value):
         return False
     if _mixed(value):
@@ -206,7 +206,7 @@ def _is_secret(key: str, value: str, quoted: bool) -> bool:
 
 
 def _named(lower: bytes, text: str) -> Iterator[re.Match[str]]:
-    """Keys that speak of secrets, with their values."""
+    """Keys with names of secrets, and their values."""
     for stem in _STEMS:
         at = lower.find(stem)
         while at >= 0:
@@ -221,11 +221,11 @@ def _named(lower: bytes, text: str) -> Iterator[re.Match[str]]:
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """An object of JSON with all its keys, also those that stand there twice."""
+    """An object of JSON with all its keys, including duplicates."""
 
 
 def _in_json(data: bytes) -> str | None:
-    """What a file of JSON holds as it reads, where a search in its bytes does not see it."""
+    """Secrets in a JSON file that a search of its bytes would not see."""
     try:
         refuse_bomb(data, "a file")
         read = json.loads(data, object_pairs_hook=_Pairs)
@@ -254,7 +254,7 @@ def _in_json(data: bytes) -> str | None:
 
 
 def _under(x: _Pairs, above: str | None) -> Iterator[tuple[Any, str | None]]:
-    """What an object holds, with the key that says what each is."""
+    """The values of an object, each with its key."""
     above = next((_last(item) for key, item in x if key == "path"), None) or above
     for key, item in x:
         if key in ("$bytes", "$bytearray") and isinstance(item, str):
@@ -281,7 +281,7 @@ def _last(x: Any) -> str | None:
 
 
 def _long(text: str) -> bool:
-    """Whether a secret fits in."""
+    """Whether it is long enough for a secret."""
     return len(text) >= _SHORTEST
 
 
@@ -319,7 +319,7 @@ def _is_pickle(data: bytes) -> bool:
 
 
 def _walk(data: bytes) -> tuple[bool, int]:
-    """(whether a stream of opcodes calls what it names, bytes to its end); (False, 0) of what is none."""
+    """(whether a stream of opcodes calls what it names, bytes to its end); (False, 0) if it is not one."""
     stream, calls = io.BytesIO(data), False
     try:
         for op, arg, _ in pickletools.genops(stream):
@@ -332,7 +332,7 @@ def _walk(data: bytes) -> tuple[bool, int]:
 
 
 class _Nowhere(io.StringIO):
-    """Where what is written is not kept."""
+    """A file object that discards what is written."""
 
     def write(self, text: str, /) -> int:
         return len(text)

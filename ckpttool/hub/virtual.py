@@ -1,11 +1,11 @@
-"""Files that are nowhere: each gives the bytes of one file of a draft, read from the source while they are asked for.
+"""Virtual files: each returns the bytes of one file of a draft, read from the source on demand.
 
-A `Content` is one file of a draft in the hf layout: literal bytes, then whole tensors, row-major, one behind the other
-without a gap. `VirtualFile` is a file object over it. Reading goes on where the last read ended and runs ahead of it;
-only a read from somewhere else begins a new stream, so `seek` and `tell`, of which clients do many, cost nothing. A
-stream begins with the block that holds its first byte; a tensor in compressed chunks is unfolded from its beginning.
+A `Content` is one file of a draft in the hf layout: literal bytes, then whole tensors, row-major, one after the other
+without gaps. `VirtualFile` is a file object over it. A read that starts where the last one ended continues the same stream, which reads
+ahead; only another position opens a new one, so `seek` and `tell`, which clients call often, cost nothing. A stream starts with
+the block that contains its first byte; a tensor in compressed chunks is decompressed from its beginning.
 
-What bounds memory: the buffers of one `stream.Reader` for each file that is being read. Nothing is written anywhere.
+Memory is bounded by the buffers of one `stream.Reader` for each file that is being read. Nothing is written to disk.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _KNOWN = CrcVerifier(
 
 @dataclass
 class Content:
-    """What one file of a draft holds: `head`, then the tensors of `jobs`, which begin at the bytes `starts`."""
+    """The content of one file of a draft: `head`, then the tensors of `jobs`, which begin at the bytes `starts`."""
 
     name: str
     size: int
@@ -89,7 +89,7 @@ def contents(opened: OpenCheckpoint, draft: Draft, budget: IOBudget) -> list[Con
 class VirtualFile(io.BufferedIOBase):
     """A file object over a content; for one thread at a time.
 
-    `passed(n)` is told of every n bytes that were read for the first time; once `stop` is set, reads raise Interrupted.
+    `passed(n)` is called for every n bytes that are read for the first time; once `stop` is set, reads raise Interrupted.
     """
 
     def __init__(
@@ -106,19 +106,19 @@ class VirtualFile(io.BufferedIOBase):
         self._gathered = bytearray()
 
     def readable(self) -> bool:
-        """Yes."""
+        """Always true."""
         return True
 
     def seekable(self) -> bool:
-        """Yes."""
+        """Always true."""
         return True
 
     def tell(self) -> int:
-        """Where the next read begins."""
+        """The position of the next read."""
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Let the next read begin there; reads nothing."""
+        """Set the position of the next read; reads nothing."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.content.size}[whence]
         self._at = max(0, base + offset)
         return self._at
@@ -127,7 +127,7 @@ class VirtualFile(io.BufferedIOBase):
         """Exactly `size` bytes, fewer only at the end.
 
         Raises:
-            Corrupt, SourceChanged: the source is damaged, or another one by now. Interrupted: it was stopped.
+            Corrupt, SourceChanged: the source is damaged, or has changed. Interrupted: it was stopped.
         """
         left = max(0, self.content.size - self._at)
         n = left if size is None or size < 0 else min(size, left)
@@ -144,8 +144,8 @@ class VirtualFile(io.BufferedIOBase):
         return self.read(size)
 
     def _many(self, piece: memoryview, n: int) -> bytes:
-        """`n` bytes, of which the first are at hand. They are gathered in one buffer: results that come and go beside their
-        parts make malloc give its memory back and take it again, which costs more than all else."""
+        """`n` bytes, the first of which were read already. They are collected in one buffer: joining parts makes malloc return and
+        request memory again and again, which costs more than everything else."""
         if len(self._gathered) < n:
             self._gathered = bytearray(n)
         into, end = memoryview(self._gathered), 0
@@ -176,7 +176,7 @@ class VirtualFile(io.BufferedIOBase):
         return out
 
     def _begin(self) -> None:
-        """A stream that stands where the next read begins."""
+        """A stream at the position of the next read."""
         self._end()
         index = bisect_right(self.content.starts, self._at) - 1
         item = ITEMSIZE[self.content.jobs[index].dtype]
@@ -197,13 +197,13 @@ class VirtualFile(io.BufferedIOBase):
         return self._block
 
     def _end(self) -> None:
-        """Give up the stream, and its buffers."""
+        """Close the stream and free its buffers."""
         stream, self._stream, self._block, self._rest, self._here = self._stream, None, None, memoryview(b""), -1
         self._gathered = bytearray()
         if stream is not None:
             stream.close()  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Give up the stream."""
+        """Close the stream."""
         self._end()
         super().close()
