@@ -163,8 +163,8 @@ def header(tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, 
                 'A tensor is named "__metadata__", which safetensors keeps for the metadata of a file. Rename it in the source.'
             )
         n = prod(shape) * ITEMSIZE[dtype]
-        said = [*shape[:-1], 2 * shape[-1]] if CODES[dtype] == "F4" and shape else list(shape)
-        entries[name] = {"dtype": CODES[dtype], "shape": said, "data_offsets": [at, at + n]}
+        file_shape = [*shape[:-1], 2 * shape[-1]] if CODES[dtype] == "F4" and shape else list(shape)
+        entries[name] = {"dtype": CODES[dtype], "shape": file_shape, "data_offsets": [at, at + n]}
         at += n
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)

@@ -167,8 +167,8 @@ def _bits(bits: Any) -> str:
     other = [k for k in bits if k not in _MEANING]
     if other:
         return f"has metadata {short(other[0])}, which ckpttool does not know, and which may change its numbers"
-    said, calls = zip(*(_MEANING[k] for k in bits), strict=True)
-    return f"{' and '.join(said)}. Save {''.join(f'.{c}()' for c in calls)} of it"
+    meanings, calls = zip(*(_MEANING[k] for k in bits), strict=True)
+    return f"{' and '.join(meanings)}. Save {''.join(f'.{c}()' for c in calls)} of it"
 
 
 def _refuse_unread(tree: Any, unread: list[tuple[Any, str]], what: str) -> None:

@@ -4,7 +4,7 @@
     base_model.model.layers.0.q_proj.lora_embedding_A.default   -> base_model.model.layers.0.q_proj.lora_embedding_A
     base_model.model.lm_head.modules_to_save.default.weight     -> base_model.model.lm_head.weight
 
-Names only; no bytes. "default" is the adapter's name, which PEFT leaves out and gives anew on loading. A checkpoint of
+Names only; no bytes. "default" is the adapter's name, which PEFT removes when saving and adds when loading. A checkpoint of
 `get_peft_model_state_dict` has the names on the right already, and they stay. What belongs to the adapter besides its own
 tensors, adapter_config.json says: modules_to_save, bias, targeted embeddings.
 
@@ -46,14 +46,14 @@ def alone(ckpt: Checkpoint, config: dict[str, Any]) -> Checkpoint:
     kind = config.get("peft_type")
     if not isinstance(kind, str) or kind not in _METHODS:
         raise Unsupported(
-            f"adapter_config.json is of a {str(kind)[:40]!r} adapter; ckpttool knows the names of {', '.join(_METHODS)}. "
+            f"adapter_config.json describes a {str(kind)[:40]!r} adapter; ckpttool knows only {', '.join(_METHODS)}. "
             "Save it with PEFT's save_pretrained."
         )
     prefix, ends = _METHODS[kind]
     known = re.compile(f"{prefix}({ends})")
     if config.get("trainable_token_indices"):
         raise Unsupported(
-            "the adapter has trainable_token_indices, and how those are tied the files do not tell. Save it with PEFT's "
+            "the adapter has trainable_token_indices, and the files do not show how those are tied. Save it with PEFT's "
             "save_pretrained."
         )
     names = [joined(t.path[1:]) for t in ckpt.tensors.values() if t.path[0] == "model"]
@@ -66,13 +66,17 @@ def alone(ckpt: Checkpoint, config: dict[str, Any]) -> Checkpoint:
     for name in saved:
         own = _parts(name, prefix)
         if own is None and adapter is None and name.endswith(".base_layer.weight") and not _embeds(name):
-            raise Unsupported(f'"{name}" is of the base model, but no tensor names its adapter. Save it with PEFT.')
+            raise Unsupported(
+                f'"{name}" belongs to the base model, but no tensor names its adapter. Save it with PEFT.'
+            )
         if own is not None and not known.fullmatch(own[0][-1]):
-            raise Unsupported(f'"{name}" is of no kind of {kind} adapter that ckpttool knows. Save it with PEFT.')
+            raise Unsupported(f'"{name}" fits no {kind} adapter that ckpttool knows. Save it with PEFT.')
     if not any(s.startswith(_ROOT) for s in saved.values()):  # injected, not wrapped; the file is the same
         saved = {n: _ROOT + s for n, s in saved.items()}
     if len(set(saved.values())) != len(saved):
-        raise Unsupported("two tensors of the adapter have one name in adapter_model.safetensors.")
+        raise Unsupported(
+            "two tensors of the adapter would get the same name in adapter_model.safetensors. Save it with PEFT's save_pretrained."
+        )
     renamed = {f"model.{n}": f"model.{s}" for n, s in saved.items()}
     called = f' "{adapter}"' if adapter else ""
     left = len(ckpt.tensors) + len(ckpt.values) - len(renamed)
@@ -96,7 +100,7 @@ def _which(names: Iterable[str], prefix: str, known: re.Pattern[str]) -> str | N
     found = {p[2] for p in parts if p is not None and known.fullmatch(p[0][-1])}
     if not found:
         raise Unsupported(
-            f"the checkpoint holds no adapter: no tensor has {prefix}* in its name. Without {argument('adapter', True, 'HfOptions')} all weights are "
+            f"the checkpoint has no adapter: no tensor has {prefix}* in its name. Without {argument('adapter', True, 'HfOptions')} all weights are "
             "written; if the adapter was merged into them, that is what to publish."
         )
     named = sorted(n for n in found if n is not None)

@@ -80,9 +80,9 @@ def fetched(model: str, patterns: list[str]) -> str:
             f"{what}, and no model of that name on the Hub, or the token may not see it. Check the path or the model id."
         ) from None
     except Exception as e:
-        said = " ".join(str(e).partition("\n")[0].split()).rstrip(".")
+        reason = " ".join(str(e).partition("\n")[0].split()).rstrip(".")
         raise RemoteError(
-            f"{what}, and the Hub did not give a model of that name ({said}). Check the path, or the network."
+            f"{what}, and the Hub did not give a model of that name ({reason}). Check the path, or the network."
         ) from None
 
 
@@ -106,12 +106,12 @@ def beside(source: Source, given: str | None, notes: list[str]) -> tuple[dict[st
     if given is not None:
         return of_model(given, notes)
     for below in ("", "huggingface", "hf", "..") if source.local else ("",):
-        said: list[str] = []
+        new_notes: list[str] = []
         try:
             if not below:
-                config, files = _of_folder(source, said)
+                config, files = _of_folder(source, new_notes)
             elif os.path.isfile(os.path.join(source.root, below, "config.json")):
-                config, files = of_model(os.path.join(source.root, below), said)
+                config, files = of_model(os.path.join(source.root, below), new_notes)
             else:
                 continue
         except (Corrupt, Unsafe) as e:
@@ -120,7 +120,7 @@ def beside(source: Source, given: str | None, notes: list[str]) -> tuple[dict[st
         if config and "model_type" in config:
             where = os.path.relpath(os.path.join(source.root, below), source.root)
             notes.append(f"config and tokenizer files taken from {where!r} beside the source")
-            notes += said
+            notes += new_notes
             return config, files
     notes.append(
         "no config.json beside the source: from_pretrained needs one, and without it names are written as they are in "
@@ -156,10 +156,10 @@ def adapter(source: Source, given: str | None, notes: list[str]) -> tuple[dict[s
             f"{where_asked} no {name}, without which PEFT does not load an adapter. Give {argument('config')} the folder with the one that "
             "peft_config.save_pretrained(DIR) writes in the job."
         )
-    said = bounded_json.parse(files[name], name)
-    if not isinstance(said, dict):
+    parsed = bounded_json.parse(files[name], name)
+    if not isinstance(parsed, dict):
         raise Corrupt(f"{name} is not a JSON object.")
-    return said, {n: files[n] for n in files if n not in ("config.json", "generation_config.json")}
+    return parsed, {n: files[n] for n in files if n not in ("config.json", "generation_config.json")}
 
 
 def training_files(source: Source, given: str | None) -> dict[str, bytes]:

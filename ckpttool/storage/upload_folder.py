@@ -126,8 +126,8 @@ class UploadFolder:
 
     def _take_note(self) -> None:
         """Write the note: from here on the folder belongs to this run, and is not a checkpoint."""
-        said = {"tool": "ckpttool", "run": uuid.uuid4().hex, "names": sorted(self._uploads)}
-        self._mine = json.dumps(said).encode()
+        mark = {"tool": "ckpttool", "run": uuid.uuid4().hex, "names": sorted(self._uploads)}
+        self._mine = json.dumps(mark).encode()
         try:
             if (
                 not put_if_unchanged(self._note, self._mine, self._token)

@@ -448,14 +448,14 @@ def test_adapters_that_are_not_there_or_not_clear_are_refused(tmp_path: Path) ->
             )
         assert not (tmp_path / "out").exists()
 
-    refused({"w": torch.ones(2)}, "holds no adapter")
+    refused({"w": torch.ones(2)}, "has no adapter")
     refused(state, r"beside the source there is no adapter_config\.json", config=None)
     refused(state, r"has no adapter_config\.json", config=str(FIXTURES / "hf_llama" / "ckpt"))
     refused({**state, **lora_state("b")}, r"holds 2 adapters \(b, odd-name\)")
-    refused(state, "of a 'VERA' adapter", config=adapter_config(tmp_path / "vera", peft_type="VERA"))
-    refused(state, "of a 'None' adapter", config=adapter_config(tmp_path / "none", peft_type=None))
+    refused(state, "describes a 'VERA' adapter", config=adapter_config(tmp_path / "vera", peft_type="VERA"))
+    refused(state, "describes a 'None' adapter", config=adapter_config(tmp_path / "none", peft_type=None))
     refused(state, "trainable_token_indices", config=adapter_config(tmp_path / "tokens", trainable_token_indices=[1]))
-    refused({**state, "base_model.model.q.lora_new.odd-name.weight": torch.ones(2)}, "of no kind of LORA adapter")
+    refused({**state, "base_model.model.q.lora_new.odd-name.weight": torch.ones(2)}, "fits no LORA adapter")
     refused({"q.lora_A.weight": torch.ones(2), "q.base_layer.weight": torch.ones(2)}, "no tensor names its adapter")
     refused(state, "does not apply to dcp", UsageError, to="dcp")
     both = {**state, **lora_state("default")}
