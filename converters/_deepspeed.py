@@ -69,7 +69,7 @@ from ._deepspeed_files import (
 __all__ = ["DERIVED", "Reading"]
 
 
-#: What is said of the weights that a bf16 or fp16 engine computes with.
+#: The note about the weights that a bf16 or fp16 engine computes with.
 DERIVED = "model weights are the fp32 masters; the low-precision weights the engine computes with follow from them by rounding"
 
 
@@ -272,10 +272,10 @@ class Reading:
             self.notes.append(DERIVED)
         if differing:
             self.notes.append(f"ranks differ in the buffers {', '.join(differing[:4])}; rank 0's are taken")
-        told = (
+        lists_frozen = (
             any(map(placeholder, module.values())) or setting(first.tree.get("ds_config"), "stage") == 2
         )  # stages 0 and 1 have no such list
-        if told and first.tree.get("frozen_param_shapes", {}) is None:
+        if lists_frozen and first.tree.get("frozen_param_shapes", {}) is None:
             self.notes.append(
                 "frozen parameters, if the model has any, were left out when this was saved (exclude_frozen_parameters); "
                 "they must come from elsewhere"
@@ -366,9 +366,9 @@ class Reading:
                 file = File(self.source, name, len(self.names) - 1)
                 self.take(("lr_scheduler",), file.tree, file)
         if self.source.exists("trainer_state.json"):
-            said = _json(self.source, "trainer_state.json")
-            self.rest.update({("trainer", k): said[k] for k in _TRAINER if isinstance(said.get(k), (int, float))})
-            if said.get("log_history"):
+            parsed = _json(self.source, "trainer_state.json")
+            self.rest.update({("trainer", k): parsed[k] for k in _TRAINER if isinstance(parsed.get(k), (int, float))})
+            if parsed.get("log_history"):
                 self.notes.append("the counters of trainer_state.json are kept, its log_history is not")
 
     def done(self, layout: str, world: int | None, like: tuple[str, ...] | None = None) -> Checkpoint:

@@ -122,10 +122,10 @@ def find(source: Source, tag: str | None, latest: str = "latest") -> Save:
     names = source.list()
     if is_save(names) and tag is None:
         return Save("", names)
-    said = argument("tag", tag)
+    origin = argument("tag", tag)
     if tag is None and source.exists(latest):
         tag = source.read_all(latest, 4096).decode("utf-8", "replace").strip()
-        said = f"the file {latest} ({tag!r})"
+        origin = f"the file {latest} ({tag!r})"
     if tag is not None:
         if not tag or tag in (".", "..") or "/" in tag or "\0" in tag:
             raise Unsafe(f"{source.root}/{latest} names {tag[:80]!r}, which is not a folder in the same place.")
@@ -133,7 +133,7 @@ def find(source: Source, tag: str | None, latest: str = "latest") -> Save:
         if not is_save(inside):
             others = ", ".join(saves(source)) or "none"
             raise Corrupt(
-                f"{source.root}: the save that {said} points to is missing. The save was not finished, or the folder was "
+                f"{source.root}: the save that {origin} points to is missing. The save was not finished, or the folder was "
                 f"not copied whole; saves here: {others}. Choose one with {argument('tag')}."
             )
         return Save(tag + "/", inside)

@@ -53,7 +53,7 @@ def _from_metadata(files: Files, ranks: list[Rank]) -> tuple[dict[str, Any], Mod
                 f'{files.path(ranks[0].file)}: "{path}" has experts that each rank has for itself; ckpttool reads shards of '
                 "what ranks have together."
             )
-        for backing, told in wrapped["params"].items():
+        for backing, described in wrapped["params"].items():
             key = f"{path}.{backing}" if path else backing
             spans, at, dtype = [], 0, ""
             for r, tree, meta in zip(ranks, trees, metas, strict=True):
@@ -66,11 +66,12 @@ def _from_metadata(files: Files, ranks: list[Rank]) -> tuple[dict[str, Any], Mod
                 at, dtype = at + n, t.dtype
             columns = [list(c) for c in zip(*[s for s in spans if s[0] < s[1]], strict=True)] or [[], [], [], []]
             params = [
-                (f"{path}.{n}" if path else n, tuple(s)) for n, s in zip(told["names"], told["shapes"], strict=True)
+                (f"{path}.{n}" if path else n, tuple(s))
+                for n, s in zip(described["names"], described["shapes"], strict=True)
             ]
             params = [(n.replace("_fpw_module.", ""), s) for n, s in params]
             flat = flat_layout.lay_out(key, params, dtype=dtype)
-            if flat.numel != at or [prod(s) for _, s in params] != list(told["numels"]):
+            if flat.numel != at or [prod(s) for _, s in params] != list(described["numels"]):
                 raise ValueError(f"{key} has {at} elements, its parameters {flat.numel}")
             whole = Spans(columns[0], columns[1], columns[2], columns[3], dtype)
             out.update((p.name, TensorEntry(dtype, p.shape, (), whole.chunks(p))) for p in flat.parts)

@@ -114,23 +114,25 @@ def layout_of(
     asked = names()
     if asked is None:
         raise Unsupported(_three_ways(files, flats))
-    told, where = asked
-    slices = _slices(plain, own, told.shapes)
+    known, where = asked
+    slices = _slices(plain, own, known.shapes)
     uop = bool(slices)
-    tied = _tied_slices(plain, slices) if uop else dict(told.tied)
+    tied = _tied_slices(plain, slices) if uop else dict(known.tied)
     if where == _OPTIMIZER:  # it knows neither the order of modules nor what is frozen or tied, the slices do
-        told = told._replace(shapes={**told.shapes, **{a: told.shapes[b] for a, b in tied.items() if b in told.shapes}})
-        if not uop or not slices <= told.shapes.keys():
+        known = known._replace(
+            shapes={**known.shapes, **{a: known.shapes[b] for a, b in tied.items() if b in known.shapes}}
+        )
+        if not uop or not slices <= known.shapes.keys():
             raise Unsupported(_three_ways(files, flats))
-    order = list(plain) if uop else [n for n in told.shapes if n not in plain]
-    unknown = [n for n in slices if n not in told.shapes]
+    order = list(plain) if uop else [n for n in known.shapes if n not in plain]
+    unknown = [n for n in slices if n not in known.shapes]
     if unknown:
         raise Unsupported(
-            f'{files.source.root}: "{unknown[0]}" is not among the {len(told.shapes)} names of {where}. {flat_layout.OTHER}'
+            f'{files.source.root}: "{unknown[0]}" is not among the {len(known.shapes)} names of {where}. {flat_layout.OTHER}'
         )
     if not uop:
         flat_layout.refuse_alphabet(order, where)
-    params = [n for n in order if n not in told.buffers and (n in slices or not uop)]
+    params = [n for n in order if n not in known.buffers and (n in slices or not uop)]
     inside = flat_layout.assigned(params, flats)
     homeless = [m for m in inside if m not in flats]
     if homeless:
@@ -140,7 +142,7 @@ def layout_of(
         )
     made = []
     for module in (*inside, *(m for m in flats if m not in inside)):
-        whole, members = flats[module], [(n, told.shapes[n]) for n in inside.get(module, ())]
+        whole, members = flats[module], [(n, known.shapes[n]) for n in inside.get(module, ())]
         aligns = flat_layout.aligned(whole.dtype) if uop else (0,)
 
         def fits(flat: Flat, size: int = whole.shape[0]) -> bool:
@@ -152,7 +154,7 @@ def layout_of(
         if flat is None:
             raise Unsupported(_no_fit(files, module, whole.shape[0], members, aligns, where, own.shards, uop))
         made.append(flat)
-    return FlatLayout(uop, own.shards, tuple(made), tuple(plain if uop else told.shapes)), slices
+    return FlatLayout(uop, own.shards, tuple(made), tuple(plain if uop else known.shapes)), slices
 
 
 class RankSlices(NamedTuple):
@@ -241,14 +243,14 @@ def _prove(
     Raises:
         Unsupported: with the module and the numbers.
     """
-    told = {f.module: f for f in layout.flats}
-    if told.keys() != flats.keys():
+    known = {f.module: f for f in layout.flats}
+    if known.keys() != flats.keys():
         raise Unsupported(
-            f"{files.source.root}: {where} knows flat parameters of {flat_layout.listed(told)}, the files have those of "
+            f"{files.source.root}: {where} knows flat parameters of {flat_layout.listed(known)}, the files have those of "
             f"{flat_layout.listed(flats)}. They are of jobs that wrapped different modules."
         )
     for module, t in flats.items():
-        flat = told[module]
+        flat = known[module]
         if flat.numel != t.shape[0]:
             raise Unsupported(
                 f'{files.source.root}: the flat parameter of module "{module}" has {t.shape[0]} elements, by {where} it '

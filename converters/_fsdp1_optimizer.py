@@ -233,18 +233,18 @@ def _lengths(files: Files, ranks: list[Rank], columns: dict[tuple[Any, Any], lis
         Corrupt: two slots of one parameter differ, or the ranks differ in dtype.
     """
     out: dict[Any, tuple[int, ...]] = {}
-    told: dict[Any, str] = {}
+    slots: dict[Any, str] = {}
     for (x, slot), column in columns.items():
         n = _elements(column)
         if sum(n) > sum(out.get(x, ())):
-            out[x], told[x] = n, str(slot)
+            out[x], slots[x] = n, str(slot)
     for (x, slot), column in columns.items():
         n = _elements(column)
         if n == out.get(x) or _is_number(column):
             continue
         k = next(i for i in range(len(n)) if n[i] != out[x][i])
         raise Corrupt(
-            f'{files.path(ranks[k].file)}: "{slot}" of parameter {x} has {n[k]} elements, its "{told[x]}" has '
+            f'{files.path(ranks[k].file)}: "{slot}" of parameter {x} has {n[k]} elements, its "{slots[x]}" has '
             f"{out[x][k]}. The file is damaged or was changed."
         )
     for (x, slot), column in columns.items():

@@ -93,8 +93,8 @@ def plan_flats(ckpt: Checkpoint, state: Training, options: WriteOptions, world: 
             listed.append((inside, hyper))
         if given is not None and given.optimizer is not None:
             listed = _as_given(given.optimizer, listed, notes)
-    said = None if listed is None else tuple(tuple(g) for g, _ in listed)
-    return Plan(FlatLayout(uop, world, tuple(flats), tuple(names), said, copies), listed, notes)
+    optimizer = None if listed is None else tuple(tuple(g) for g, _ in listed)
+    return Plan(FlatLayout(uop, world, tuple(flats), tuple(names), optimizer, copies), listed, notes)
 
 
 def _listed_by_group(ckpt: Checkpoint, state: Training) -> list[tuple[list[str], dict[str, Any]]]:
@@ -126,19 +126,19 @@ def _model_order(ckpt: Checkpoint, state: Training, options: WriteOptions) -> tu
         Unsupported: no source of names keeps that order.
     """
     own = list(state.tensors)
-    told: list[str] | None = None
+    order: list[str] | None = None
     if options.like is not None and options.like.shapes:
-        told, where = list(options.like.shapes), argument("like")
+        order, where = list(options.like.shapes), argument("like")
     elif options.config is not None or (own == sorted(own) and ckpt.config is not None):
         config = model_names.config_of(options.config) if options.config is not None else ckpt.config
-        told, where = (list(model_names.names_of(config).shapes), "the config") if config else (None, "")
-    if told is not None:
-        flat_layout.refuse_alphabet(told, where)
-        if missing := [n for n in own if n not in set(told)]:
+        order, where = (list(model_names.names_of(config).shapes), "the config") if config else (None, "")
+    if order is not None:
+        flat_layout.refuse_alphabet(order, where)
+        if missing := [n for n in own if n not in set(order)]:
             raise Unsupported(
                 f'"{missing[0]}" and {len(missing) - 1} other tensors are not among the names of {where}. {flat_layout.OTHER}'
             )
-        return tuple(n for n in told if n in state.tensors)
+        return tuple(n for n in order if n in state.tensors)
     flat_layout.refuse_alphabet(own, f"{ckpt.layout} sources")
     return tuple(own)
 

@@ -147,7 +147,7 @@ def write_file(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft
     config, extra = model_files.beside(source, options.config, [])
     if config is None:
         notes.append(
-            "no config.json beside the source: names are written as they are in memory, and tied weights twice; give "
+            "no config.json next to the source: names are written as they are in memory, and tied weights twice; give "
             f"{argument('config')} a folder or a model id"
         )
     else:
@@ -272,10 +272,10 @@ def _judged(
             "names were not compared with those of the model of config.json: transformers cannot load it on meta"
         )
     elif not relation.verdict.good:
-        said = _mismatch(ckpt, model, relation.verdict)
+        text = _mismatch(ckpt, model, relation.verdict)
         if not options.of(HfOptions).allow_name_mismatch:
-            raise Unsupported(said)
-        notes.append(said.partition(" from_pretrained would")[0])
+            raise Unsupported(text)
+        notes.append(text.partition(" from_pretrained would")[0])
     return relation if asks else None
 
 

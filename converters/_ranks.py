@@ -154,8 +154,10 @@ def parts_of(files: Files, source: Source, groups: list[Group]) -> tuple[dict[st
     sure = [(g, by) for g, by in models if any(_flat_or_sharded(r.tree) for r in by["model"])]
     models = sure or models
     if len(models) > 1:
-        said = " and ".join(g.pattern for g, _ in models)
-        raise Unsupported(f"{source.root} holds more than one model: {said}. Move one of them to a folder of its own.")
+        stated = " and ".join(g.pattern for g, _ in models)
+        raise Unsupported(
+            f"{source.root} holds more than one model: {stated}. Move one of them to a folder of its own."
+        )
     world = _world(files, models[0][1]["model"] if models else [], [g for g, by in found if by["model"] or by["optim"]])
     out: dict[str, Any] = {"model": [], "optim": [], "rest": {}}
     for group, by in found:
@@ -190,17 +192,17 @@ def _refuse_exchanged(files: Files, group: Group) -> None:
     Raises:
         Corrupt: with the first file that is in another's place.
     """
-    said: dict[int, int] = {}
+    stated: dict[int, int] = {}
     for rank, name in group.ranks.items():
         first = torch_zip.saved_as(files.source.reader_of(name), files.source.size(name))
         found = groups_of([f"{first}.pt"]) if first is not None else []
         if not found:
             return
-        said[rank] = next(iter(found[0].ranks))
-    wrong = next((r for r, s in said.items() if r != s), None)
-    if wrong is not None and sorted(said.values()) == sorted(said):
+        stated[rank] = next(iter(found[0].ranks))
+    wrong = next((r for r, s in stated.items() if r != s), None)
+    if wrong is not None and sorted(stated.values()) == sorted(stated):
         raise Corrupt(
-            f"{files.source.root}/{group.ranks[wrong]} was saved as the file of rank {said[wrong]}, and that of rank {wrong} "
+            f"{files.source.root}/{group.ranks[wrong]} was saved as the file of rank {stated[wrong]}, and that of rank {wrong} "
             "lies under another name. Files of ranks were exchanged or renamed; put them back."
         )
 
@@ -234,11 +236,11 @@ def _world(files: Files, model: list[Rank], groups: list[Group]) -> int:
     Raises:
         Corrupt: files are exchanged, or of jobs of different size.
     """
-    said: dict[int, str] = {}
+    stated: dict[int, str] = {}
     for group in groups:
         m = _WORLD.search(group.pattern)
         if m:
-            said.setdefault(int(m[1]), f"the name {group.pattern}")
+            stated.setdefault(int(m[1]), f"the name {group.pattern}")
     for r in model:
         for key, x in r.tree.items():
             if not is_sharded(x):
@@ -250,14 +252,14 @@ def _world(files: Files, model: list[Rank], groups: list[Group]) -> int:
                     "Files of ranks were exchanged or renamed; put them back."
                 )
             if s.world is not None:
-                said.setdefault(s.world, f'"{key}" in {files.names[r.file]}')
+                stated.setdefault(s.world, f'"{key}" in {files.names[r.file]}')
             break
     if not groups:
         raise Unsupported(f"{files.source.root}: the files of ranks hold neither a model nor an optimizer.")
-    if len(said) > 1:
-        text = ", ".join(f"{n} ({why})" for n, why in said.items())
+    if len(stated) > 1:
+        text = ", ".join(f"{n} ({why})" for n, why in stated.items())
         raise Corrupt(f"{files.source.root}: the files are of jobs of different numbers of ranks: {text}.")
-    world = next(iter(said), max(max(g.ranks) for g in groups) + 1)
+    world = next(iter(stated), max(max(g.ranks) for g in groups) + 1)
     over = [g.ranks[max(g.ranks)] for g in groups if max(g.ranks) >= world]
     if over:
         raise Corrupt(f"{files.source.root}: {over[0]} is of no rank of a job of {world}. It is of another save.")
@@ -357,12 +359,12 @@ def slot_of(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> An
     first = there[0][1]
     if isinstance(first, StoredTensor) and prod(first.shape) > 1:
         return replicated(files, [r for r, _ in there], name, [x for _, x in there])
-    said = [scalar(files, r.file, x) for r, x in there]
-    for (r, _), value in zip(there, said, strict=True):
-        if value != said[0]:
+    stated = [scalar(files, r.file, x) for r, x in there]
+    for (r, _), value in zip(there, stated, strict=True):
+        if value != stated[0]:
             raise Corrupt(
                 f'{files.path(r.file)}: "{name}" is {shown(value)}, in {files.names[there[0][0].file]} it is '
-                f"{shown(said[0])}. The files are of different steps; fetch those of one save."
+                f"{shown(stated[0])}. The files are of different steps; fetch those of one save."
             )
     return files.entry(there[0][0].file, first) if isinstance(first, StoredTensor) else first
 

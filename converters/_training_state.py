@@ -171,10 +171,10 @@ def read(source: Source, first: int) -> State:
         raise Corrupt(f"{what}: a value has the name of a tensor.")
     _weights(index, what)
     _origin(index["origin"], what)
-    said = index["source"]
-    if not isinstance(said, dict):
+    parsed = index["source"]
+    if not isinstance(parsed, dict):
         raise Corrupt(f"{what}: source is not an object.")
-    world, trainer = said.get("world_size"), said.get("trainer")
+    world, trainer = parsed.get("world_size"), parsed.get("trainer")
     return State(
         tensors, held, [*(f"{FOLDER}/{f}" for f in files), INDEX],
         world if type(world) is int and 0 < world < 1 << 20 else None, trainer if isinstance(trainer, str) else None,
@@ -315,10 +315,10 @@ def merged(ckpt: Checkpoint, source: Source) -> Checkpoint:
         odd = [n for n in weights if n not in model]
         odd += [n for n, t in model.items() if n not in listed and not any(same_bytes(t, k) for k in listed.values())]
         if odd:
-            said = next((n for n in reversed(ckpt.notes) if n.startswith("names are kept")), "")
+            parsed = next((n for n in reversed(ckpt.notes) if n.startswith("names are kept")), "")
             raise Corrupt(
                 f"{what} was written with other weights than lie beside it: {len(odd)} names differ, first "
-                f'"{odd[0]}"{f" ({said})" if said else ""}. Remove {FOLDER} to read the weights alone.'
+                f'"{odd[0]}"{f" ({parsed})" if parsed else ""}. Remove {FOLDER} to read the weights alone.'
             )
         model = listed
     out = replace(ckpt, tensors={**{joined(t.path): t for t in model.values()}, **rest})

@@ -86,10 +86,10 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
     source = where.source
     assert isinstance(source, Archive)
-    found, said = source.manifest, source.provenance
+    found, parsed = source.manifest, source.provenance
     files = list(source.plan.headers)
     number = {f: i for i, f in enumerate(files)}
-    names = said.get("order") or []
+    names = parsed.get("order") or []
     if sorted(names) != sorted(found.tensors):  # the order of the model, which some layouts need, is a hint
         names = list(found.tensors)
     tensors: dict[str, TensorEntry] = {}
@@ -100,13 +100,13 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     out = Checkpoint("audit", source.root, None, files, [source.size(f) for f in files], tensors, held)
     _agree(out, source)
     out.recorded = dict(found.digests)
-    origin = said.get("source") or {}
+    origin = parsed.get("source") or {}
     out.world_size, out.trainer = origin.get("world_size"), origin.get("trainer")
-    for name, kept in (said.get("tied") or {}).items():
+    for name, kept in (parsed.get("tied") or {}).items():
         a, b = tensors.get(name), tensors.get(kept)
         if a and b and (a.dtype, a.shape, found.digests[name]) == (b.dtype, b.shape, found.digests[kept]):
             tensors[name] = replace(b, path=a.path)
-    out.origin = {tuple(a): tuple(b) for a, b in said.get("origin") or ()}
+    out.origin = {tuple(a): tuple(b) for a, b in parsed.get("origin") or ()}
     if not own_tree_is_readable(out):
         out.origin = {}
         out.notes.append(
@@ -143,25 +143,25 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """
     from ckpttool.audit import manifest as records
     from ckpttool.audit import plan, provenance, retention, tarball
-    from ckpttool.audit.archive import told
+    from ckpttool.audit.archive import facts_of
     from ckpttool.audit.encryption import Encryptor
     from ckpttool.audit.frame_writer import FrameWriter
 
-    how = options.of(ArchiveOptions)
-    suffix = ENCRYPTED if how.recipients else SUFFIX
+    own = options.of(ArchiveOptions)
+    suffix = ENCRYPTED if own.recipients else SUFFIX
     if not options.target.endswith(suffix) or options.target == suffix:
-        kind = "an encrypted archive" if how.recipients else "an archive"
+        kind = "an encrypted archive" if own.recipients else "an archive"
         raise UsageError(f"{options.target}: name {kind} *{suffix}.")
-    if how.key is not None:  # a key that cannot sign is told now, and not when everything is copied
-        _signed([("x", "0" * 64)], options.target, how)
-    if how.recipients:
+    if own.key is not None:  # a key that cannot sign is refused now, not after everything was copied
+        _signed([("x", "0" * 64)], options.target, own)
+    if own.recipients:
         need("encryption", "pyrage")
     refuse_surrogates(ckpt.values)
     wanted = {n: replace(t, dtype=options.cast(n, t.dtype)) for n, t in ckpt.tensors.items()}
-    mtime = _mtime(how, source)
-    readme = records.readme(how.shuffle)
-    grouped = plan.groups(wanted, how.member_bytes, how.shuffle)
-    planned = plan.make(grouped, wanted, how.shuffle, mtime, readme)
+    mtime = _mtime(own, source)
+    readme = records.readme(own.shuffle)
+    grouped = plan.groups(wanted, own.member_bytes, own.shuffle)
+    planned = plan.make(grouped, wanted, own.shuffle, mtime, readme)
     held = values.encode(ckpt.values)
     tensors: dict[str, TensorEntry] = {}
     for name in (n for names in grouped for n in names):
@@ -176,22 +176,22 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
             write(data)
 
         sent[0] = 0
-        seal = Encryptor(counted_write, how.recipients) if how.recipients else None
+        seal = Encryptor(counted_write, own.recipients) if own.recipients else None
         frames = FrameWriter(
             seal.append if seal else counted_write,
             planned.cuts,
             planned.members,
-            level=how.level,
+            level=own.level,
             jobs=jobs,
             earlier=earlier,
         )
         sinks.append(frames)
         return _EncryptedSink(frames, seal) if seal else frames
 
-    now = _time(how) or datetime.now(UTC).replace(microsecond=0)
-    story = provenance.collect(how, now, mtime, ckpt, source, options.config)
-    kept = retention.record(how.retain, how.hold, now)
-    said = retention.parse(kept, plan.RETENTION) if kept is not None else None
+    now = _time(own) or datetime.now(UTC).replace(microsecond=0)
+    story = provenance.collect(own, now, mtime, ckpt, source, options.config)
+    kept = retention.record(own.retain, own.hold, now)
+    parsed = retention.parse(kept, plan.RETENTION) if kept is not None else None
 
     def tail(file: int, written: object, digests: Mapping[str, Any]) -> bytes:
         sinks[-1].settle()
@@ -199,7 +199,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         hashes = {m.name: (m.end - m.start, hashed[m.name]) for m in planned.members}
         hashes[plan.VALUES] = (len(held), records.sha256(held))
         manifest = records.Manifest(
-            {n: wanted[n] for n in tensors}, {n: digests[n] for n in tensors}, grouped, hashes, how.shuffle,
+            {n: wanted[n] for n in tensors}, {n: digests[n] for n in tensors}, grouped, hashes, own.shuffle,
             step_count(ckpt.value),
         )  # fmt: skip
         smalls = {
@@ -212,12 +212,12 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         listed = [(n, h) for n, (_, h) in hashes.items() if n != plan.VALUES]
         listed += [(n, records.sha256(data)) for n, data in smalls.items()]
         smalls[plan.SUMS] = records.sums(listed)
-        if how.key is not None:
+        if own.key is not None:
             listed.append((plan.SUMS, records.sha256(smalls[plan.SUMS])))
-            smalls[plan.SIGNATURE] = _signed(listed, options.target, how)
-        draft.summary = asdict(told(
+            smalls[plan.SIGNATURE] = _signed(listed, options.target, own)
+        draft.summary = asdict(facts_of(
             options.target, 0, manifest, records.sha256(smalls[plan.MANIFEST]), records.sha256(smalls[plan.SUMS]),
-            story, said, signature=smalls.get(plan.SIGNATURE), encrypted=bool(how.recipients),
+            story, parsed, signature=smalls.get(plan.SIGNATURE), encrypted=bool(own.recipients),
         ))  # fmt: skip
         for name, data in smalls.items():
             _refuse_unreadable(name, data, sent[0])
@@ -230,7 +230,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     draft = Draft(
         out, {n: ckpt.tensors[n] for n in tensors}, [made],
         before=lambda name, entry, row, written: planned.before.get(name, b""), tail=tail,
-        object_lock=retention.lock_arguments(said, how.lock_mode.upper()),
+        object_lock=retention.lock_arguments(parsed, own.lock_mode.upper()),
     )  # fmt: skip
     return draft
 

@@ -29,7 +29,7 @@ from .frame_reader import DamagedFrame, FrameReader
 from .frame_writer import Cut
 from .options import ENCRYPTED, SUFFIX
 
-__all__ = ["ENCRYPTED", "SUFFIX", "Archive", "Facts", "facts", "told"]
+__all__ = ["ENCRYPTED", "SUFFIX", "Archive", "Facts", "facts", "facts_of"]
 
 _MOST_README = 64 << 10  # its words may change from version to version; its hash is in the manifest
 _TAIL = (plan.VALUES, plan.MANIFEST, plan.PROVENANCE, plan.RETENTION, plan.SUMS, plan.SIGNATURE)
@@ -163,10 +163,12 @@ class Archive(Source):
             odd = sorted(set(self.sums) ^ set(listed) or set(listed))[0]
             raise Corrupt(f"{self.root}: {plan.SUMS} and the members do not agree, first on {tarball.short(odd)}.")
         data = [n for n in listed if n not in (plan.MANIFEST, plan.PROVENANCE, plan.RETENTION)]
-        said = {n: (self._members[n][1], self.sums[n]) for n in data}
-        if said != self.manifest.hashes:
+        listed_hashes = {n: (self._members[n][1], self.sums[n]) for n in data}
+        if listed_hashes != self.manifest.hashes:
             odd = sorted(
-                n for n in said.keys() | self.manifest.hashes.keys() if said.get(n) != self.manifest.hashes.get(n)
+                n
+                for n in listed_hashes.keys() | self.manifest.hashes.keys()
+                if listed_hashes.get(n) != self.manifest.hashes.get(n)
             )[0]
             raise Corrupt(f"{self.root}: the manifest and {plan.SUMS} do not agree on member {tarball.short(odd)}.")
         for name in listed:
@@ -328,45 +330,51 @@ def facts(source: Source, file: str) -> Facts:
         raise NotRecognised(f"{file} is not named like an archive ({SUFFIX}, {ENCRYPTED}).")
     archive = Archive(source, file)
     archive.values()
-    return told(
+    return facts_of(
         file, source.size(file), archive.manifest, archive.manifest_sha256, archive.sums_sha256, archive.provenance,
         archive.retention(), signature=archive.record(plan.SIGNATURE) if archive.signed else None, encrypted=False,
     )  # fmt: skip
 
 
-def told(
+def facts_of(
     file: str,
     nbytes: int,
     found: records.Manifest,
     manifest_sha256: str,
     sums_sha256: str,
-    said: dict[str, Any],
+    provenance: dict[str, Any],
     kept: dict[str, Any] | None,
     *,
     signature: bytes | None,
     encrypted: bool,
 ) -> Facts:
     """The facts in these records."""
-    origin = said.get("source") or {}
+    origin = provenance.get("source") or {}
     hold = (kept or {}).get("legal_hold") or {}
     return Facts(
-        file, nbytes, str(said.get("created") or ""), found.step, str(origin.get("layout") or ""),
+        file, nbytes, str(provenance.get("created") or ""), found.step, str(origin.get("layout") or ""),
         origin.get("trainer"), origin.get("world_size"), len(found.tensors),
         sum(t.nbytes for t in found.tensors.values()),
         tuple(sorted({str(t.path[0]) for t in found.tensors.values()}, key=COMPONENTS.index)), found.merkle_root,
-        manifest_sha256, {str(k): str(v) for k, v in (said.get("meta") or {}).items()},
+        manifest_sha256, {str(k): str(v) for k, v in (provenance.get("meta") or {}).items()},
         (kept or {}).get("retain_until"), hold.get("reason"), signature is not None, encrypted, sums_sha256,
         signing.describe(signature) if signature is not None else "",
     )  # fmt: skip
 
 
 def _sealed_facts(source: Source, file: str) -> Facts:
-    said = sidecar.read(source, file)["archive"]
+    parsed = sidecar.read(source, file)["archive"]
     kinds = {f.name: str(f.type) for f in fields(Facts)}
-    if said.keys() != kinds.keys() or not all(_FITS[kind](said[name]) for name, kind in kinds.items()):
+    if parsed.keys() != kinds.keys() or not all(_FITS[kind](parsed[name]) for name, kind in kinds.items()):
         raise Corrupt(f"{source.root}/{sidecar.name(file)} is damaged: it does not say what a sidecar says.")
     return Facts(
-        **{**said, "name": file, "bytes": source.size(file), "encrypted": True, "components": tuple(said["components"])}
+        **{
+            **parsed,
+            "name": file,
+            "bytes": source.size(file),
+            "encrypted": True,
+            "components": tuple(parsed["components"]),
+        }
     )
 
 

@@ -101,7 +101,7 @@ def export_with(
     folder, name = urls.split(dst) if urls.is_url(dst) else os.path.split(os.path.abspath(dst))
     clock = None
     if in_ledger and (urls.is_url(folder) or os.path.isdir(folder)):
-        clock = ledger.clock_behind(ledger.refuse_unwritable(folder))  # said now, and not when everything is copied
+        clock = ledger.clock_behind(ledger.refuse_unwritable(folder))  # warn now, not after everything was copied
     result = convert_with(
         src, dst, replace(reading, only=options.only), replace(writing, to="audit", options=options),
         replace(running, verify=running.verify and not sealed),

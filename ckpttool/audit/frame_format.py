@@ -203,8 +203,8 @@ class FrameFault(Exception):
 def frame_header(length: int) -> bytes:
     """The only form of a frame's header: size of the content, single segment, checksum, no dictionary."""
     flag, size = (0, 1) if length < 256 else (1, 2) if length < 65792 else (2, 4)
-    said = length - 256 if flag == 1 else length
-    return struct.pack("<IB", ZSTD_MAGIC, flag << 6 | 0x24) + said.to_bytes(size, "little")
+    header = length - 256 if flag == 1 else length
+    return struct.pack("<IB", ZSTD_MAGIC, flag << 6 | 0x24) + header.to_bytes(size, "little")
 
 
 def content_size(frame: memoryview) -> tuple[int, int] | None:
@@ -230,8 +230,8 @@ def decompress_frame(frame: memoryview, crc: int | None) -> bytes:
 
     if crc is not None and (have := crc32(frame)) != crc:
         raise FrameFault(f"the frame has CRC32 {have:08x}, the CRC table of the file says {crc:08x}")
-    said = content_size(frame)
-    if said is None:
+    header = content_size(frame)
+    if header is None:
         raise FrameFault("the header of the frame is not one that ckpttool writes")
     if "unfold" not in _local.made:
         _local.made["unfold"] = zstandard.ZstdDecompressor(max_window_size=FRAME)
@@ -239,6 +239,6 @@ def decompress_frame(frame: memoryview, crc: int | None) -> bytes:
         data: bytes = _local.made["unfold"].decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as e:
         raise FrameFault(f"the frame cannot be decompressed ({e})") from None
-    if len(data) != said[0]:
-        raise FrameFault(f"the frame decompresses to {len(data)} bytes, its header says {said[0]}")
+    if len(data) != header[0]:
+        raise FrameFault(f"the frame decompresses to {len(data)} bytes, its header says {header[0]}")
     return data

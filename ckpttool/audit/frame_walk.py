@@ -107,8 +107,8 @@ def walk(source: Source, file: str, jobs: int) -> Iterator[Walked]:
             (k for k, (a, b) in enumerate(zip(search.crcs, crcs, strict=False)) if a != b),
             min(len(crcs), len(search.crcs)),
         )
-        said = f"the CRC table lists {len(search.crcs)} frames, {len(crcs)} are there; they differ from number {k} on"
-        yield Walked(-1, 0, size, 0, None, said)
+        header = f"the CRC table lists {len(search.crcs)} frames, {len(crcs)} are there; they differ from number {k} on"
+        yield Walked(-1, 0, size, 0, None, header)
 
 
 def _listed(table: Table) -> Iterator[_Piece]:
@@ -189,14 +189,14 @@ class _Search:
                 end = self._end(at)
                 if end is None:
                     end = self._next(at + 1)
-                    said = content_size(self._get(at, 16)) if self._magic(at) == ZSTD_MAGIC else None
-                    fault = "the frame is damaged or cut off" if said else "these bytes are not a frame"
-                    yield _Piece(at, end - at, None, said[0] if said else 0, fault=fault)
+                    header = content_size(self._get(at, 16)) if self._magic(at) == ZSTD_MAGIC else None
+                    fault = "the frame is damaged or cut off" if header else "these bytes are not a frame"
+                    yield _Piece(at, end - at, None, header[0] if header else 0, fault=fault)
                 elif self._magic(at) == ZSTD_MAGIC:
                     frame = self._get(at, end - at)
-                    said = content_size(frame)
-                    assert said is not None
-                    yield _Piece(at, end - at, memoryview(bytes(frame)), said[0])
+                    header = content_size(frame)
+                    assert header is not None
+                    yield _Piece(at, end - at, memoryview(bytes(frame)), header[0])
                 elif not self._table(at, end):
                     yield _Piece(at, end - at, None, 0, fault="a skippable frame that is not a table of an archive")
                 at = end
@@ -234,8 +234,8 @@ class _Search:
             self._steps += (end - at) >> 10
             return self._crcs_at(at, end) is not None
         frame = self._get(at, end - at)
-        said = content_size(frame)
-        self._steps += said[0] >> 10 if said else 0
+        header = content_size(frame)
+        self._steps += header[0] >> 10 if header else 0
         try:
             decompress_frame(frame, None)
         except FrameFault:
@@ -244,10 +244,10 @@ class _Search:
 
     def _blocks(self, at: int) -> int | None:
         frame = self._get(at, MOST_FRAME_BYTES)
-        said = content_size(frame)
-        if said is None:
+        header = content_size(frame)
+        if header is None:
             return None
-        p = said[1]
+        p = header[1]
         for _ in range(_BLOCKS):
             if p + 3 > len(frame):
                 break

@@ -38,9 +38,9 @@ def hold(archive: str, reason: str) -> dict[str, Any]:
     store, name = _placed(archive, reason)
     require(store, name)
     _, known = look(store, name)
-    said = evidence(known) if isinstance(known, Facts) else {}
+    identity = evidence(known) if isinstance(known, Facts) else {}
     locked = urls.is_url(archive) and objects.legal_hold(archive, on=True)
-    entry = ledger.append(store, "hold", name, reason=reason, object_lock=locked, **said)
+    entry = ledger.append(store, "hold", name, reason=reason, object_lock=locked, **identity)
     require(store, name)
     with remote.open_source(store) as source:
         held = sidecar.holds(source, name) if sidecar.hold_name(name) in source.list() else []
@@ -66,12 +66,12 @@ def release(archive: str, reason: str) -> dict[str, Any]:
     store, name = _placed(archive, reason)
     require(store, name)
     _, known = look(store, name)
-    said = evidence(known) if isinstance(known, Facts) else {}
+    identity = evidence(known) if isinstance(known, Facts) else {}
     history = History.of(store)
     held = row_of(name, known, history).held
     before = [e for e in history.lines or () if e["archive"] == name and e["event"] == "release"]
     if held:
-        entry = ledger.append(store, "release", name, reason=reason, released=list(held), **said)
+        entry = ledger.append(store, "release", name, reason=reason, released=list(held), **identity)
     elif before and urls.is_url(archive):
         entry = before[-1]
     else:

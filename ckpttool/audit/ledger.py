@@ -212,12 +212,12 @@ def match(recorded: Mapping[str, dict[str, Any]], name: str, known: Mapping[str,
 def _unlike(known: Mapping[str, Any], line: Mapping[str, Any]) -> str:
     """How an archive differs from the one that a line records, or ""."""
     for key in _HASHES:
-        have, told = known.get(key), line.get(key)
-        if have and told and have != told:
-            return f"its {key} is {have}, and line {line['seq']} of the ledger has {told}"
-    signed, told = known.get("signed"), line.get("signed")
-    if isinstance(signed, bool) and isinstance(told, bool) and signed != told:
-        return f"it is {'signed' if signed else 'not signed'}, and line {line['seq']} of the ledger has it {'' if told else 'not '}signed"
+        have, listed = known.get(key), line.get(key)
+        if have and listed and have != listed:
+            return f"its {key} is {have}, and line {line['seq']} of the ledger has {listed}"
+    signed, listed = known.get("signed"), line.get("signed")
+    if isinstance(signed, bool) and isinstance(listed, bool) and signed != listed:
+        return f"it is {'signed' if signed else 'not signed'}, and line {line['seq']} of the ledger has it {'' if listed else 'not '}signed"
     keys, before = (set(_KEY.findall(str(m.get("signed_by") or ""))) for m in (known, line))
     if keys and before and keys != before:
         return f"it is signed by {known['signed_by']}, and line {line['seq']} of the ledger has {line['signed_by']}"

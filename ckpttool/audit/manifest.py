@@ -113,14 +113,14 @@ def decode(data: bytes, what: str) -> Manifest:
     Raises:
         Corrupt, Unsafe: it is damaged.
     """
-    said = parse(data, what)
+    parsed = parse(data, what)
     try:
-        if said["schema"] != SCHEMA:
-            raise Corrupt(f"{what} is of schema {str(said['schema'])[:60]!r}; this ckpttool knows {SCHEMA!r}.")
+        if parsed["schema"] != SCHEMA:
+            raise Corrupt(f"{what} is of schema {str(parsed['schema'])[:60]!r}; this ckpttool knows {SCHEMA!r}.")
         tensors: dict[str, TensorEntry] = {}
         digests: dict[str, str] = {}
         by_member: dict[str, list[str]] = {}
-        for row in said["tensors"]:
+        for row in parsed["tensors"]:
             name, path = row["name"], tuple(row["path"])
             t = _entry(path, row["dtype"], row["shape"], what)
             name.encode()
@@ -128,12 +128,12 @@ def decode(data: bytes, what: str) -> Manifest:
                 raise Corrupt(f"{what}: the entry of {name[:200]!r} is damaged, or there twice.")
             tensors[name], digests[name] = t, _hex(row["digest"])
             by_member.setdefault(row["member"], []).append(name)
-        hashes = {str(m["name"]): (_count(m["bytes"]), _hex(m["sha256"])) for m in said["members"]}
-        step = said["step"]
+        hashes = {str(m["name"]): (_count(m["bytes"]), _hex(m["sha256"])) for m in parsed["members"]}
+        step = parsed["step"]
         if step is not None:
             _count(step)
         grouped = list(by_member.values())
-        return Manifest(tensors, digests, grouped, hashes, said["coding"] != "plain", step)
+        return Manifest(tensors, digests, grouped, hashes, parsed["coding"] != "plain", step)
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise Corrupt(f"{what} is damaged ({type(e).__name__}: {ascii(str(e))[:80]}).") from None
 

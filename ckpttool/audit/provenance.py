@@ -88,9 +88,9 @@ def _user() -> str:
         return str(os.getuid())
 
 
-def encode(said: Mapping[str, Any]) -> bytes:
+def encode(record: Mapping[str, Any]) -> bytes:
     """The bytes of the record. Paths that are not UTF-8 are kept, as JSON escapes."""
-    return (json.dumps(said, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+    return (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def decode(data: bytes, what: str) -> dict[str, Any]:
@@ -99,32 +99,32 @@ def decode(data: bytes, what: str) -> dict[str, Any]:
     Raises:
         Corrupt, Unsafe: it has other content, or another formatting.
     """
-    said = parse(data, what)
-    if not isinstance(said, dict) or said.get("schema") != manifest.SCHEMA:
+    parsed = parse(data, what)
+    if not isinstance(parsed, dict) or parsed.get("schema") != manifest.SCHEMA:
         raise Corrupt(f"{what} is of another schema than {manifest.SCHEMA!r}.")
-    if unknown := sorted(set(said) - _KINDS.keys()):
+    if unknown := sorted(set(parsed) - _KINDS.keys()):
         raise Corrupt(f"{what} has an entry {tarball.short(unknown[0])}, which no archive has.")
     for key, fits in _KINDS.items():
-        if key in said or key in _ALWAYS:
+        if key in parsed or key in _ALWAYS:
             try:
-                good = fits(said.get(key))
+                good = fits(parsed.get(key))
             except (TypeError, ValueError, AttributeError, KeyError, IndexError):
                 good = False
             if not good:
                 raise Corrupt(f"{what}: its entry {key!r} is damaged or missing.")
-    if encode(said) != data:
+    if encode(parsed) != data:
         raise Corrupt(f"{what} is not formatted as ckpttool writes it.")
-    return said
+    return parsed
 
 
-def config_files(said: Mapping[str, Any], what: str) -> dict[str, bytes]:
+def config_files(record: Mapping[str, Any], what: str) -> dict[str, bytes]:
     """{name: bytes} of the configuration files in a record.
 
     Raises:
         Unsafe: one has a name that is not a plain file name. Corrupt: one does not have its SHA-256.
     """
     out = {}
-    for name, f in (said.get("config_files") or {}).items():
+    for name, f in (record.get("config_files") or {}).items():
         if os.path.basename(name) != name or name in ("", ".", "..") or not name.isprintable() or "\\" in name:
             raise Unsafe(f"{what}: {tarball.short(name)} is not the name of a configuration file.")
         try:
@@ -157,10 +157,10 @@ def _time(x: Any) -> bool:
     return bool(retention.time_of(x))
 
 
-def mtime(said: Mapping[str, Any]) -> int:
+def mtime(record: Mapping[str, Any]) -> int:
     """The time of the members of an archive: when its source was last written or, if reproducible, that of the record."""
-    told = (said.get("source") or {}).get("modified") or said["created"]
-    return int(retention.time_of(told).timestamp()) if told else 0
+    when = (record.get("source") or {}).get("modified") or record["created"]
+    return int(retention.time_of(when).timestamp()) if when else 0
 
 
 def _optional(fits: Any) -> Any:

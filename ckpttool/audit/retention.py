@@ -101,13 +101,13 @@ def record(retain: str | None, hold: str | None, start: datetime) -> bytes | Non
         return None
     if hold is not None and not hold.strip():
         raise UsageError(f"A legal hold needs a reason: {argument('hold')} must not be empty.")
-    said = {
+    parsed = {
         "schema": SCHEMA,
         "retain_until": stamp(until(retain, start)) if retain is not None else None,
         "retain": retain,
         "legal_hold": {"reason": hold, "since": stamp(start)} if hold is not None else None,
     }
-    return (json.dumps(said, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+    return (json.dumps(parsed, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def parse(data: bytes, what: str) -> dict[str, Any]:
@@ -116,12 +116,12 @@ def parse(data: bytes, what: str) -> dict[str, Any]:
     Raises:
         Corrupt, Unsafe: it is not what `record` writes; with `what`.
     """
-    said = parse_json(data, what)
-    if not isinstance(said, dict) or said.get("schema") != SCHEMA:
+    parsed = parse_json(data, what)
+    if not isinstance(parsed, dict) or parsed.get("schema") != SCHEMA:
         raise Corrupt(f"{what} is of another schema than {SCHEMA!r}.")
     try:
-        until, retain, hold = said["retain_until"], said["retain"], said["legal_hold"]
-        if set(said) != {"schema", "retain_until", "retain", "legal_hold"} or (until is None) != (retain is None):
+        until, retain, hold = parsed["retain_until"], parsed["retain"], parsed["legal_hold"]
+        if set(parsed) != {"schema", "retain_until", "retain", "legal_hold"} or (until is None) != (retain is None):
             raise ValueError("its fields")
         if until is not None:
             time_of(until)
@@ -133,14 +133,14 @@ def parse(data: bytes, what: str) -> dict[str, Any]:
             time_of(hold["since"])
     except (KeyError, TypeError, ValueError) as e:
         raise Corrupt(f"{what} is damaged: {e}.") from None
-    return said
+    return parsed
 
 
-def lock_arguments(said: dict[str, Any] | None, mode: str = "GOVERNANCE") -> dict[str, Any]:
+def lock_arguments(retention: dict[str, Any] | None, mode: str = "GOVERNANCE") -> dict[str, Any]:
     """S3's arguments for the object lock of a RETENTION.json. Nobody can shorten mode COMPLIANCE."""
     out: dict[str, Any] = {}
-    if said and said["retain_until"]:
-        out |= {"ObjectLockMode": mode, "ObjectLockRetainUntilDate": time_of(said["retain_until"])}
-    if said and said["legal_hold"]:
+    if retention and retention["retain_until"]:
+        out |= {"ObjectLockMode": mode, "ObjectLockRetainUntilDate": time_of(retention["retain_until"])}
+    if retention and retention["legal_hold"]:
         out["ObjectLockLegalHoldStatus"] = "ON"
     return out

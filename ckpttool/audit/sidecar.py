@@ -67,11 +67,11 @@ def ciphertext(source: Source, file: str, progress: Progress) -> dict[str, Any]:
 
 def encode(archive: Mapping[str, Any], hashes: Mapping[str, Any]) -> bytes:
     """The sidecar of an archive with these facts and hashes."""
-    said = {
+    parsed = {
         "schema": _SCHEMA, "open": f"age -d -i SECRET.key -o {archive['name'].removesuffix('.age')} {archive['name']}",
         "archive": dict(archive), "ciphertext": dict(hashes),
     }  # fmt: skip
-    return (json.dumps(said, indent=1, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(parsed, indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def read(source: Source, file: str) -> dict[str, Any]:
@@ -83,23 +83,23 @@ def read(source: Source, file: str) -> dict[str, Any]:
     what = f"{source.root}/{name(file)}"
     if not source.exists(name(file)):
         raise UsageError(f"{what} is missing; it says what is in {file}. To look inside, pass --identity.")
-    said = parse(source.read_all(name(file), 256 << 20), what)
+    parsed = parse(source.read_all(name(file), 256 << 20), what)
     parts = ("archive", "ciphertext")
     if (
-        not isinstance(said, dict)
-        or said.get("schema") != _SCHEMA
-        or not all(isinstance(said.get(p), dict) for p in parts)
+        not isinstance(parsed, dict)
+        or parsed.get("schema") != _SCHEMA
+        or not all(isinstance(parsed.get(p), dict) for p in parts)
     ):
         raise Corrupt(f"{what} is not the sidecar of an encrypted archive.")
-    told = said["ciphertext"]
-    blocks = told.get("blocks")
+    hashes = parsed["ciphertext"]
+    blocks = hashes.get("blocks")
     if (
         not isinstance(blocks, list)
         or not all(isinstance(b, str) for b in blocks)
-        or type(told.get("bytes")) is not int
+        or type(hashes.get("bytes")) is not int
     ):
         raise Corrupt(f"{what} is damaged: the hashes of the ciphertext are missing.")
-    return said
+    return parsed
 
 
 def hold_name(file: str) -> str:
@@ -109,8 +109,8 @@ def hold_name(file: str) -> str:
 
 def encode_holds(file: str, held: Sequence[Mapping[str, Any]]) -> bytes:
     """The hold file of an archive."""
-    said = {"schema": _HOLD_SCHEMA, "archive": file, "holds": [{k: h.get(k) for k in _HELD} for h in held]}
-    return (json.dumps(said, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+    parsed = {"schema": _HOLD_SCHEMA, "archive": file, "holds": [{k: h.get(k) for k in _HELD} for h in held]}
+    return (json.dumps(parsed, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 _HELD = ("reason", "since", "by", "manifest_sha256", "created")
@@ -124,9 +124,9 @@ def holds(source: Source, file: str) -> list[dict[str, Any]]:
     """
     beside = hold_name(file)
     try:
-        said = parse(source.read_all(beside, _MOST_HOLDS), beside)
-        held = said["holds"]
-        if said["schema"] != _HOLD_SCHEMA or not held or not all(_is_hold(h) for h in held):
+        parsed = parse(source.read_all(beside, _MOST_HOLDS), beside)
+        held = parsed["holds"]
+        if parsed["schema"] != _HOLD_SCHEMA or not held or not all(_is_hold(h) for h in held):
             raise ValueError
     except RemoteError:
         raise

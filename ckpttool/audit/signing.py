@@ -190,10 +190,10 @@ def _who(material: dict[str, Any]) -> str:
 
 def _difference(signed: Any, resources: Sequence[tuple[str, str]]) -> Differs | Unsupported:
     """Which files differ from those of a manifest whose signature is valid."""
-    how = signed.serialization_type
-    if (how.get("method"), how.get("hash_type")) != ("files", "sha256"):
+    method = signed.serialization_type
+    if (method.get("method"), method.get("hash_type")) != ("files", "sha256"):
         return Unsupported(
-            f"{SIGNATURE} signs the {how.get('hash_type')!a} of {how.get('method')!a}; an archive lists the SHA-256 of its "
+            f"{SIGNATURE} signs the {method.get('hash_type')!a} of {method.get('method')!a}; an archive lists the SHA-256 of its "
             "files. Unpack it and check it with model_signing."
         )
     then, now = {r.identifier: r.digest.digest_hex for r in signed.resource_descriptors()}, dict(resources)
@@ -202,9 +202,9 @@ def _difference(signed: Any, resources: Sequence[tuple[str, str]]) -> Differs | 
         "not signed": [n for n in now if n not in then],
         "missing": [n for n in then if n not in now],
     }
-    said = "; ".join(f"{what}: {_names(names)}" for what, names in faults.items() if names)
+    summary = "; ".join(f"{what}: {_names(names)}" for what, names in faults.items() if names)
     return Differs(
-        f"{SIGNATURE}: the signature is good, but the files are others than those signed ({said}). They were altered "
+        f"{SIGNATURE}: the signature is good, but the files are others than those signed ({summary}). They were altered "
         "afterwards, or the signature is that of another archive."
     )
 
@@ -216,7 +216,7 @@ def _names(names: list[str]) -> str:
 
 def _reason(e: Exception) -> str:
     """The library's error, in a line; a wrong signature has no message."""
-    return _clean(" ".join(str(e).split()).rstrip(".")[:200]) or "it does not fit what is said to be signed"
+    return _clean(" ".join(str(e).split()).rstrip(".")[:200]) or "it does not match the signed content"
 
 
 def _clean(text: str) -> str:

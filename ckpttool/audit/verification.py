@@ -166,8 +166,8 @@ def verify_archive(
     if not quick:
         _Reading(source, file, archive, out).run(jobs, progress)
     if structure is not None and not out.findings:
-        said = str(structure).removeprefix(path).lstrip("/: ")
-        out.findings.append(Finding(said.removesuffix(LOOK)))
+        text = str(structure).removeprefix(path).lstrip("/: ")
+        out.findings.append(Finding(text.removesuffix(LOOK)))
     if archive is None or structure is not None:
         return out
     out.tensors = len(archive.manifest.tensors)
@@ -178,11 +178,11 @@ def verify_archive(
         return out
     _signature(archive, out, public_key, certificates)
     if root is not None:
-        kind, _, told = root.rpartition(":")
+        kind, _, wanted = root.rpartition(":")
         have = {"": out.merkle_root, "blake3": out.merkle_root, "sha256": out.manifest_sha256}[kind]
-        if told != have:
+        if wanted != have:
             what = "manifest has the SHA-256" if kind == "sha256" else "Merkle root is"
-            raise Differs(f"{path}: its {what} {have}, not {told}. It is not the recorded state.")
+            raise Differs(f"{path}: its {what} {have}, not {wanted}. It is not the recorded state.")
     if against is not None:
         out.against = _against(archive, against, components, progress)
     elif root is not None:

@@ -101,12 +101,12 @@ def _here(source: Source) -> str:
 
 def _digest_of(text: str) -> str:
     """A digest from the command line: HEX, blake3:HEX or sha256:HEX."""
-    kind, _, told = text.strip().lower().rpartition(":")
-    if kind not in ("", "blake3", "sha256") or not re.fullmatch(r"[0-9a-f]{64}", told):
+    kind, _, digits = text.strip().lower().rpartition(":")
+    if kind not in ("", "blake3", "sha256") or not re.fullmatch(r"[0-9a-f]{64}", digits):
         raise UsageError(
             f"--root {text!r}: give the 64 digits of a Merkle root, or sha256: and those of MANIFEST.json."
         )
-    return f"{kind}:{told}" if kind else told
+    return f"{kind}:{digits}" if kind else digits
 
 
 def _lines(store: str, in_ledger: bool) -> tuple[list[dict[str, Any]] | None, str | None]:
@@ -152,8 +152,8 @@ def _compare(
 
 def _ciphertext(source: Source, file: str, root: str | None, quick: bool, progress: Progress) -> Verdict:
     """Verify an encrypted archive without its key: the ciphertext against the hashes in its sidecar."""
-    said = sidecar.read(source, file)
-    known, want = said["archive"], said["ciphertext"]
+    parsed = sidecar.read(source, file)
+    known, want = parsed["archive"], parsed["ciphertext"]
     have = {**want, "bytes": source.size(file)} if quick else sidecar.ciphertext(source, file, progress)
     out = Verdict(f"{source.root}/{file}", "quick" if quick else "ciphertext", have["bytes"])
     for i, (a, b) in enumerate(zip(have["blocks"], want["blocks"], strict=False)):

@@ -135,14 +135,14 @@ def _section(facts: Facts) -> str:
 
 def _checking(facts: Facts) -> list[str]:
     if facts.changed:
-        said, how = ["To check every tensor against the digests in `ckpttool.json`:"], "--read-data"
+        lines, option = ["To check every tensor against the digests in `ckpttool.json`:"], "--read-data"
     else:
-        said = [
+        lines = [
             "To check it, tensor by tensor, against the checkpoint that it was made from, wherever that is and whatever its layout",
             "(`ckpttool.json` holds the digest of each tensor):",
         ]
-        how = "--against CHECKPOINT"
-    return [*said, "", "```", f"ckpttool verify {facts.url} {how}", "```"]
+        option = "--against CHECKPOINT"
+    return [*lines, "", "```", f"ckpttool verify {facts.url} {option}", "```"]
 
 
 def _loading(facts: Facts) -> list[str]:

@@ -49,7 +49,7 @@ class Journal:
         except OSError:
             return []
         parts = (line.partition(b" ") for line in lines)
-        return [json.loads(said) for sum_, _, said in parts if said and sum_ == _sum(said)]
+        return [json.loads(entry) for sum_, _, entry in parts if entry and sum_ == _sum(entry)]
 
     def _take(self, line: dict[str, Any]) -> None:
         if "file" in line:
@@ -89,9 +89,9 @@ class Journal:
                 self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
             )
             try:
-                said = json.dumps(line, separators=(",", ":")).encode()
+                entry = json.dumps(line, separators=(",", ":")).encode()
                 with open(fd, "ab", closefd=False) as f:
-                    f.write(b"\n%b %b\n" % (_sum(said), said))  # a line before may be cut off
+                    f.write(b"\n%b %b\n" % (_sum(entry), entry))  # a line before may be cut off
             finally:
                 os.close(fd)
         except OSError:
@@ -104,5 +104,5 @@ class Journal:
                 os.unlink(path)
 
 
-def _sum(said: bytes) -> bytes:
-    return sha256(said).hexdigest()[:32].encode()
+def _sum(data: bytes) -> bytes:
+    return sha256(data).hexdigest()[:32].encode()

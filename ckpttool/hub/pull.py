@@ -108,7 +108,7 @@ def pull_with(
     )
     aside = any(r["component"] in ("optim", "extra") for r in result.not_read)
     if set(result.digest) == {"all", "model"} and not aside:
-        notes.append("the repository holds weights and nothing else: training from here starts the optimizer anew")
+        notes.append("the repository contains only weights: training from it starts with a new optimizer")
     if expected and not result.compared:
         notes.append(f"{RECORD} in the repository is of other weights than these, so there were no digests to compare")
     return Pulled(hub.url, state.commit, result.compared, notes, result)
@@ -137,7 +137,7 @@ def _expected(hub: Repository, state: RepositoryState, notes: list[str]) -> dict
 def _other(listed: Mapping[str, Any], there: Mapping[str, RemoteFile]) -> str | None:
     """The first file of weights that was changed since the push. Other files are not compared."""
     for name in sorted(n for n in listed if n.endswith(".safetensors")):
-        said, known = listed[name], there.get(name)
-        if known is None or known.sha256 != said["sha256"] or known.size != said["bytes"]:
+        pushed, known = listed[name], there.get(name)
+        if known is None or known.sha256 != pushed["sha256"] or known.size != pushed["bytes"]:
             return name
     return None

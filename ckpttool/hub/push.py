@@ -393,15 +393,15 @@ class Push:
         """All files: those of the draft, the card, and ckpttool.json, which lists the others."""
         data = self.card(record, state)
         listed = {f.name: {"sha256": f.sha256, "bytes": f.size} for f in weights}
-        said = {**record, "files": listed}
+        content = {**record, "files": listed}
         if RECORD in state.files:
             try:
                 old = parse(self.repository.read(RECORD, state.commit, MOST_RECORD_BYTES), RECORD)
-                if isinstance(old, dict) and {**old, "created": None} == {**said, "created": None}:
-                    said["created"] = old["created"]  # the same push, only later
+                if isinstance(old, dict) and {**old, "created": None} == {**content, "created": None}:
+                    content["created"] = old["created"]  # the same push, only later
             except (LookupError, Corrupt, Unsafe):
                 pass  # damaged: it is replaced
-        text = recorded.encoded(said)
+        text = recorded.encoded(content)
         extra = {_CARD: data, RECORD: text}
         return [*weights, *(PushFile(n, len(d), sha256(d).hexdigest(), data=d) for n, d in extra.items())]
 

@@ -157,8 +157,8 @@ def screen(files: Iterable[tuple[str, bytes]]) -> None:
             )
         if found is not None:
             raise Unsafe(
-                f"{name} seems to hold {found}; whoever may read the repository could use it, so nothing was pushed. Take it "
-                "out of the file (and replace it by another one where others may have seen it)."
+                f"{name} seems to contain {found}. Anybody who can read the repository could use it, so nothing was pushed. "
+                "Remove it from the file, and revoke it if others may have seen it."
             )
 
 
@@ -246,7 +246,7 @@ def _in_json(data: bytes) -> str | None:
                     return _of_key(name)
         elif isinstance(x, str) and _long(x):
             texts.append(x)
-            if key is not None and _told(key, x):
+            if key is not None and _looks_secret(key, x):
                 return _of_key(key)
     if b"\\" not in data and b'"$' not in data:
         return None  # it is spelled as it reads
@@ -289,7 +289,7 @@ def _speaks(key: str) -> bool:
     return len(key) <= _LONGEST_KEY and _OF_SECRET.fullmatch(key) is not None
 
 
-def _told(key: str, value: str) -> bool:
+def _looks_secret(key: str, value: str) -> bool:
     """Whether a text is a secret, by its key."""
     if _speaks(key):
         return _is_secret(key, value, True) and not re.search(r"\s", value)

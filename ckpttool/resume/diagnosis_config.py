@@ -115,19 +115,21 @@ def values(context: Context, reference: Trace) -> None:
         text = f"gradient clipping is {now} and was at {reference.clip!r}; it matters once the grad norm exceeds that"
         context.add("clipping", text, context.seen("config.values"), explains=("optimizer",))
     found, missing, _, _ = value_differences(reference, context.got, "trainer")
-    told = changed(found)
-    told += [f"{n} is missing" for n in missing]
-    if told:
-        context.add("counters", f"the trainer's counters differ: {listed(told)}", context.seen("config.values"))
-    told = []
+    changes = changed(found)
+    changes += [f"{n} is missing" for n in missing]
+    if changes:
+        context.add("counters", f"the trainer's counters differ: {listed(changes)}", context.seen("config.values"))
+    changes = []
     for component in ("scaler", "dataloader", "extra"):
         found, _, _, _ = value_differences(reference, context.got, component)
-        told += changed(found)
-    told += [f"{n} differs" for n, x in reference.others.items() if context.got.others.get(n, x) != x]
+        changes += changed(found)
+    changes += [f"{n} differs" for n, x in reference.others.items() if context.got.others.get(n, x) != x]
     if reference.layout is not None:
-        told += [f"{n} is missing" for n in reference.others if n not in context.got.others]
-    if told:
-        context.add("values", f"other values of the checkpoint differ: {listed(told)}", context.seen("config.values"))
+        changes += [f"{n} is missing" for n in reference.others if n not in context.got.others]
+    if changes:
+        context.add(
+            "values", f"other values of the checkpoint differ: {listed(changes)}", context.seen("config.values")
+        )
 
 
 def _undecayed(name: str) -> bool:

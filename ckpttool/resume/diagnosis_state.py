@@ -325,15 +325,15 @@ def _values_differ(context: Context, reference: Trace, rest: list[str]) -> None:
         left = [n for n in left if n not in set(more)]
         every = [n for n in reference.state if slot_of(n) in slots]
         what = "tensors" if len(slots) > 1 else "weights" if slots == {"weights"} else f"{next(iter(slots))} tensors"
-        said = first.text if len({seen[n].text for n in names}) == 1 else _general(kind, first.text)
+        description = first.text if len({seen[n].text for n in names}) == 1 else _general(kind, first.text)
         if len(names) + len(more) > 1:
-            verb, _, rest_of_it = said.partition(" ")
-            said = f"{_VERBS.get(verb, verb)} {rest_of_it}"
+            verb, _, rest_of_it = description.partition(" ")
+            description = f"{_VERBS.get(verb, verb)} {rest_of_it}"
         evidence = [f"{n}: {seen[n].text}" for n in names]
         if more:
             evidence.append(f"{plural(len(more), 'tensor')} of the same kind differ and were not read")
         place = None if context.opened is None else place_of(context.opened[1].locate(), names[0], first.first)
-        text = f"{scope(names + more, every, what)} {said}"
+        text = f"{scope(names + more, every, what)} {description}"
         context.add(kind, text, evidence, names + more, place, {component_of(n) for n in names})
     equal = [n for n in looked if n not in seen]
     if equal:

@@ -96,8 +96,8 @@ def plausible(got: Trace) -> Check:
 
 def _trained(trace: Trace) -> int:
     """How many steps the training had done when the checkpoint was saved, as far as the trace knows."""
-    told = step_count(trace.values.get)
-    return trace.start if told is None else told
+    count = step_count(trace.values.get)
+    return trace.start if count is None else count
 
 
 def _modules(steps: Mapping[str, float]) -> dict[str, dict[str, float]]:

@@ -231,14 +231,14 @@ def _elements(a: Any, b: Any) -> Found:
     where: list[int] = []
     for part in _blocks(len(x)):
         where += [part.start + int(i) for i in np.flatnonzero(_unequal(x[part], y[part]))]
-    told, listed = [], []
+    texts, listed = [], []
     for i in where:
         index = [int(k) for k in np.unravel_index(i, a.shape)] if a.ndim else []
         text = f"element {index}: {y[i].item()!r} instead of {x[i].item()!r}"
         flipped = _flipped(x[i : i + 1], y[i : i + 1])
-        told.append(f"{text} ({flipped})" if flipped else text)
+        texts.append(f"{text} ({flipped})" if flipped else text)
         listed.append({"index": index, "expected": x[i].item(), "found": y[i].item(), "bit": flipped})
-    return "elements", f"differs in {len(where)} of {a.size} elements: {'; '.join(told)}", {"elements": listed}
+    return "elements", f"differs in {len(where)} of {a.size} elements: {'; '.join(texts)}", {"elements": listed}
 
 
 #: (bits of the exponent, bits of the mantissa) by name of the dtype.

@@ -50,9 +50,9 @@ class _Screen:
         if report.candidate.steps:
             yield Text()
             yield from self._steps(width)
-        if told := speed(report):
+        if numbers := speed(report):
             yield Text()
-            yield Text("   ".join(f"{what} {value}" for what, value in told), overflow="fold")
+            yield Text("   ".join(f"{what} {value}" for what, value in numbers), overflow="fold")
         for note in [*report.candidate.notes, *(report.reference.notes if report.reference is not None else [])]:
             yield Text.assemble(("note ", "blue"), clean(note, max(20, width - 10)), overflow="fold")
         if report.causes and report.exit_code:
@@ -106,7 +106,7 @@ class _Screen:
                 for i, c in enumerate(checks):
                     table.add_row(
                         Text("" if i else stage, "bold"), _verdict(c), Text(middle(clean(c.name), 32)),
-                        Text(number(c.number)), Text(limit(c)), Text(_told(c), "dim" if c.verdict == "pass" else ""),
+                        Text(number(c.number)), Text(limit(c)), Text(_text_of(c), "dim" if c.verdict == "pass" else ""),
                     )  # fmt: skip
                 if more:
                     table.add_row(Text("" if checks else stage, "bold"), "", Text(f"{more:,} more"), "", "", "")
@@ -119,7 +119,7 @@ class _Screen:
                 line = Text.assemble("  ", _verdict(c), " " * (16 - len(c.verdict)))
                 line.append(f"{middle(clean(c.name), room):<{room}}{number(c.number):>10}  {limit(c)}")
                 yield line
-                yield Padding(Text(_told(c, 56), "dim" if c.verdict == "pass" else ""), (0, 0, 0, 18))
+                yield Padding(Text(_text_of(c, 56), "dim" if c.verdict == "pass" else ""), (0, 0, 0, 18))
             if more:
                 yield Text(f"  {more:,} more")
 
@@ -206,7 +206,7 @@ def _verdict(check: Check) -> Text:
     return Text(check.verdict, "green" if check.verdict == "pass" else "yellow")
 
 
-def _told(check: Check, word: int = 60) -> str:
+def _text_of(check: Check, word: int = 60) -> str:
     where = f" [{middle(clean(check.where), word - 2)}]" if check.where and check.where not in check.text else ""
     return clean(check.text, word) + where
 

@@ -194,12 +194,12 @@ def _load(settings: Settings, job: Job, trained: bool, out: Trace, status: Statu
     problems = gathered((problem, out.load_bytes))
     out.load_seconds = time.monotonic() - began
     out.load_bytes = sum(b or 0 for _, b in problems)
-    said = {p: r for r, (p, _) in reversed(list(enumerate(problems))) if p is not None}
-    if not said:
+    errors = {p: r for r, (p, _) in reversed(list(enumerate(problems))) if p is not None}
+    if not errors:
         return None
-    text, rank = next(iter(said.items()))
+    text, rank = next(iter(errors.items()))
     text = "; ".join(" ".join(line.split()) for line in text.replace(":\n", ": ").splitlines())
-    return text if len(said) == 1 and all(p is not None for p, _ in problems) else f"rank {rank}: {text}"
+    return text if len(errors) == 1 and all(p is not None for p, _ in problems) else f"rank {rank}: {text}"
 
 
 def _state(job: Job, trained: bool, opened: OpenCheckpoint, settings: Settings, out: Trace, status: Status) -> None:

@@ -214,7 +214,7 @@ def test_another_key_is_refused_by_both(keys: Keys, tmp_path: Path) -> None:
     # a forger says it was the right key
     forged = json.loads(bundle)
     forged["verificationMaterial"]["publicKey"]["hint"] = hashlib.sha256(Path(keys.public).read_bytes()).hexdigest()
-    with pytest.raises(Differs, match="the signature is invalid: it does not fit what is said to be signed"):
+    with pytest.raises(Differs, match="the signature is invalid: it does not match the signed content"):
         signing.verify(json.dumps(forged).encode(), listed(FILES), public_key=keys.public)
 
 

@@ -56,7 +56,7 @@ def test_push_and_pull(hub: Hub, tmp_path: Path) -> None:
     done = pull(URL, tmp_path / "dcp", world_size=2)
     assert done.commit == pushed.commit and done.compared == len(load_hf_names(hub))
     assert done.result.digest == pushed.digest == digest(tmp_path / "dcp")
-    assert any("training from here starts the optimizer anew" in n for n in done.notes)
+    assert any("training from it starts with a new optimizer" in n for n in done.notes)
     wanted = {k: t for k, t in tensors_of(load_dcp(DCP)).items() if k.startswith("model.")}
     assert not difference(tensors_of(load_dcp(tmp_path / "dcp")), wanted)
     record = json.loads((tmp_path / "dcp" / "ckpttool.json").read_text())

@@ -868,7 +868,7 @@ def test_secrets_are_found(kind: str) -> None:
     data = SECRETS[kind].encode("latin-1")
     found = screening.kind_of(data)
     assert found is not None and (kind.startswith((found, "a URL with")) or found.startswith("what its key"))
-    with pytest.raises(Unsafe, match=r"conf/x\.json seems to hold") as e:
+    with pytest.raises(Unsafe, match=r"conf/x\.json seems to contain") as e:
         screening.screen([("conf/x.json", data)])
     assert e.value.exit_code == 7
     for word in ("0a1b2c", "hunter22", "aB3dE5", "horse", "Zx81", "ABCDEFGH", "a1B2", "abcd1234", "dozjg", "pw1"):
