@@ -20,16 +20,16 @@ from typing import Any, NamedTuple, TypeVar
 
 from .errors import Corrupt, NotRecognised, Unsupported, UsageError, argument
 from .huggingface import model_names
-from .index.checkpoint import Checkpoint, TensorEntry, Value, joined
+from .index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 from .index.draft import Draft
-from .index.names import COMPONENTS, CanonicalState
+from .index.names import COMPONENTS, CanonicalState, own_tree
 from .index.optimizer_names import Orders
 from .storage import remote, urls
 from .storage.source import Source
 
 __all__ = [
     "Layout", "LayoutWarning", "ModelHints", "Place", "ReadOptions", "ReferenceModel", "Saves", "WriteOptions", "checkpoint_of", "detect", "find",
-    "flags_of", "known_orders", "layouts", "option", "options_of", "place", "target_of",
+    "flags_of", "known_orders", "layouts", "option", "options_of", "place", "target_of", "tree_of",
 ]  # fmt: skip
 
 BUILT_IN = tuple(
@@ -112,10 +112,18 @@ class WriteOptions(ModelHints):
     world_size: int | None = None
     cast: Cast = lambda name, dtype: dtype
     own: object = None
+    tree: Callable[[dict[Path, Any]], dict[Path, Any]] | None = None  # the leaves at the places that a job asks for
 
     def of(self, kind: type[T]) -> T:
         """The layout's own options, or the defaults of `kind`."""
         return self.own if isinstance(self.own, kind) else kind()
+
+
+def tree_of(
+    leaves: dict[Path, Any], origin: Mapping[Path, Path], same: Any, options: WriteOptions
+) -> tuple[dict[Path, Any], list[str]]:
+    """(the tree that a layout of trees writes, notes) of the leaves of a state: that of the source, or the one asked for."""
+    return (options.tree(leaves), []) if options.tree is not None else own_tree(leaves, origin, same)
 
 
 def option(default: Any, help: str, *, flag: str | None = None, size: bool = False, metavar: str | None = None) -> Any:

@@ -23,8 +23,7 @@ from ckpttool.index.checkpoint import (
     joined,
 )
 from ckpttool.index.draft import Draft, DraftFile, Written
-from ckpttool.index.names import own_tree
-from ckpttool.layouts import WriteOptions
+from ckpttool.layouts import WriteOptions, tree_of
 from ckpttool.storage.source import Source
 
 from ._dcp_metadata import META, STORAGE
@@ -43,7 +42,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         raise UsageError(f"{argument('world_size')} is needed: the number of ranks of the job that will load this.")
     leaves: dict[Path, Any] = {t.path: t for t in ckpt.tensors.values()}
     leaves |= {v.path: v.data for v in ckpt.values.values()}
-    tree, notes = own_tree(leaves, _sharded_origin(ckpt), None)
+    tree, notes = tree_of(leaves, _sharded_origin(ckpt), None, options)
     paths: dict[str, Path] = {}  # of tensors, by canonical name
     values: list[tuple[Path, int, int]] = []  # path, offset in rank 0's file, length
     head = bytearray()

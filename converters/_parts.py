@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -35,17 +35,22 @@ from ckpttool.index.checkpoint import (
     joined,
     shape_of,
 )
+from ckpttool.index.draft import Draft
 from ckpttool.index.names import canonical
 from ckpttool.index.optimizer_names import possible_orders
-from ckpttool.layouts import Place, ReadOptions
+from ckpttool.layouts import Place, ReadOptions, WriteOptions
 from ckpttool.storage.source import Source
 
-__all__ = ["DATA", "TREE", "Dialect", "Part", "locate", "read"]
+__all__ = ["DATA", "LEFT_OVER", "TREE", "Dialect", "Part", "as_saved", "live_name", "locate", "moved", "read"]
 
 #: The layout of a part that holds plain data: a file of torch.save or of JSON, and no state dict.
 DATA = "data"
 #: The same, of a part whose keys at the root have names and places as in a tree (names.canonical).
 TREE = "tree"
+#: The same, of a part whose paths are canonical ones.
+CANONICAL = "canonical"
+#: The file in which ckpttool keeps what the trainer of a directory has no file for.
+LEFT_OVER = "ckpttool_state.pt"
 _MOST_JSON = 256 << 20  # trainer_state.json with the log of a long run
 
 
@@ -58,12 +63,14 @@ class Part:
         layout: the layout that reads it; or DATA, or TREE.
         component: "model", "optim", "scheduler", ...; of a TREE, what is lost without it.
         under: the path below the component, where several parts share one: the rank of an RNG state.
+        keys: {key at the root of a part of DATA: its canonical name}.
     """
 
     name: str
     layout: str
     component: str
     under: Path = ()
+    keys: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +82,7 @@ class Dialect:
         title: what people call it; `Checkpoint.trainer` and messages have it.
         detect: whether a folder is this trainer's, and why, by the names in it.
         parts: the parts of such a folder, the model before the optimizer.
+        write, options: as those of `Layout`.
         world_size: ranks of the job, where the files tell.
         own_keys: the parts are one tree with keys of its own, which dcp and full put back.
         aliases: other names of the layout.
@@ -84,6 +92,8 @@ class Dialect:
     title: str
     detect: Callable[[Source], tuple[bool, str]]
     parts: Callable[[Source], Sequence[Part]]
+    write: Callable[[Checkpoint, Source, WriteOptions], Draft] | None = None
+    options: type | None = None
     world_size: Callable[[Source], int | None] = lambda source: None
     own_keys: bool = False
     aliases: tuple[str, ...] = ()
@@ -92,7 +102,8 @@ class Dialect:
         """The layout that reads such directories."""
         return layouts.Layout(
             name=self.name, title=f"directory of {self.title}", detect=self._detect, read=partial(read, self), locate=locate,
-            aliases=self.aliases, of_trainer=True, reader_uses=("config", "like", "flat_layout", "wrap"), writer_uses=(),
+            write=self.write, prepare=lambda ckpt, source, options: as_saved(ckpt), options=self.options, aliases=self.aliases, of_trainer=True,
+            reader_uses=("config", "like", "flat_layout", "wrap"), writer_uses=("world_size",),
         )  # fmt: skip
 
     def _detect(self, where: Place) -> tuple[bool, str]:
@@ -112,10 +123,11 @@ def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
     if options.config is not None:
         config = model_names.config_of(options.config)
     out = Checkpoint(dialect.name, source.root, None, [], [], {}, {}, trainer=dialect.title, config=config)
-    for part in dialect.parts(source):
+    parts = [*dialect.parts(source), *([Part(LEFT_OVER, CANONICAL, "extra")] if source.exists(LEFT_OVER) else [])]
+    for part in parts:
         if options.only is not None and part.component not in options.only and part.component != "model":
             continue
-        if part.layout not in (DATA, TREE):
+        if part.layout not in (DATA, TREE, CANONICAL):
             _add(out, _state(source, part, options, out), part)
             continue
         try:
@@ -148,8 +160,10 @@ def _state(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) 
     stray = [n for n in [*found.tensors, *found.values] if found.component(n) != part.component]
     if part.component == "optim" and stray and len(stray) == len(found.tensors) + len(found.values):
         raise Unsupported(f"{source.root}/{part.name}: {' '.join(found.notes) or 'it holds no state of an optimizer.'}")
-    if part.component == "optim":
-        _drop_adapter_names(found, model)
+    if part.component == "optim" and model:
+        named = {str(t.path[2]) for t in found.tensors.values() if t.path[:2] == ("optim", "state")}
+        if not named <= set(model) and {saved_name(n) for n in named} <= set(model):
+            found = as_saved(found)
     if not found.tensors:
         found.notes.append(
             f"{part.name} holds no tensors: the trainer saved no {_CALLED.get(part.component, part.component)} there"
@@ -159,32 +173,45 @@ def _state(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) 
     return found
 
 
-#: PEFT names the parameters of a live adapter by its own name too, and leaves that out in what it saves.
-_ADAPTER = re.compile(r"(\.(?:lora_[A-Za-z_]+|modules_to_save))\.[^.]+(?=\.|$)")
+#: PEFT names the parameters of a live adapter by the adapter's own name too, and leaves that out in what it saves.
+_LIVE = re.compile(r"(\.lora_[AB]|\.lora_magnitude_vector)\.[^.]+(?=\.)|(\.lora_embedding_[AB])\.[^.]+$")
+_SAVED = re.compile(r"(\.lora_[AB]|\.lora_magnitude_vector)(?=\.[^.]+$)|(\.lora_embedding_[AB])$")
 _CALLED = {"model": "weights", "optim": "optimizer state"}
 
 
-def _drop_adapter_names(optimizer: Checkpoint, model: Mapping[str, TensorEntry]) -> None:
-    """Where the optimizer names parameters of an adapter as the live module does, and the weights do not: as the weights do."""
-    named = {str(t.path[2]) for t in optimizer.tensors.values() if t.path[:2] == ("optim", "state")} - set(model)
-    short = {n: cut for n in named if (cut := _ADAPTER.sub(r"\1", n)) in model}
-    if not short or len(set(short.values())) != len(short):
-        return
-    for name, t in list(optimizer.tensors.items()):
-        if t.path[:2] == ("optim", "state") and t.path[2] in short:
-            path: Path = ("optim", "state", short[str(t.path[2])], *t.path[3:])
-            del optimizer.tensors[name]
-            optimizer.tensors[joined(path)] = replace(t, path=path)
-    for name, v in list(optimizer.values.items()):
-        if v.path[:2] == ("optim", "state") and v.path[2] in short:
-            del optimizer.values[name]
-            path = ("optim", "state", short[str(v.path[2])], *v.path[3:])
-            optimizer.values[joined(path)] = Value(path, v.data)
-        elif v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("params",) and isinstance(v.data, list):
-            optimizer.values[name] = Value(v.path, [short.get(n, n) if isinstance(n, str) else n for n in v.data])
-    first = min(short)
-    optimizer.notes.append(
-        f'{len(short)} parameters of the optimizer are named as the adapter saves them: "{first}" is "{short[first]}"'
+def saved_name(fqn: str) -> str:
+    """What PEFT calls a parameter of an adapter in a file: "q_proj.lora_A.default.weight" is "q_proj.lora_A.weight"."""
+    return _LIVE.sub(r"\1\2", fqn)
+
+
+def live_name(fqn: str) -> str:
+    """What a module with one adapter of the usual name calls a parameter that PEFT saved."""
+    return _SAVED.sub(r"\1\2.default", fqn)
+
+
+def as_saved(ckpt: Checkpoint) -> Checkpoint:
+    """The same state with the parameters of an adapter named as PEFT saves them, in the model and in the optimizer."""
+    tensors = {(p := _saved_path(t.path)): t if p == t.path else replace(t, path=p) for t in ckpt.tensors.values()}
+    if all(p == t.path for p, t in zip(tensors, ckpt.tensors.values(), strict=False)) or len(tensors) != len(
+        ckpt.tensors
+    ):
+        return ckpt
+    values = {}
+    for v in ckpt.values.values():
+        path, data = _saved_path(v.path), v.data
+        if path[:2] == ("optim", "param_groups") and path[3:] == ("params",) and isinstance(data, list):
+            data = [saved_name(n) if isinstance(n, str) else n for n in data]
+        values[joined(path)] = Value(path, data)
+    return replace(ckpt, tensors={joined(p): t for p, t in tensors.items()}, values=values)
+
+
+def _saved_path(path: Path) -> Path:
+    if path[0] == "model" and len(path) == 2:
+        return ("model", saved_name(str(path[1])))
+    return (
+        ("optim", "state", saved_name(str(path[2])), *path[3:])
+        if path[:2] == ("optim", "state") and len(path) > 2
+        else path
     )
 
 
@@ -216,7 +243,11 @@ def _data(source: Source, part: Part) -> Checkpoint:
         named = canonical(leaves, shape_of)
         leaves, out.origin = named.leaves, named.origin
     for path, leaf in leaves.items():
-        at = path if part.layout == TREE else (part.component, *(path or ("value",)))
+        if part.layout == DATA:
+            path = (
+                (part.component, part.keys.get(str(path[0]), path[0]), *path[1:]) if path else (part.component, "value")
+            )
+        at = path
         if isinstance(leaf, TensorEntry):
             out.tensors[joined(at)] = replace(leaf, path=at)
         else:
@@ -232,7 +263,7 @@ def _add(out: Checkpoint, found: Checkpoint, part: Part) -> None:
     for t in found.tensors.values():
         path = (t.path[0], *part.under, *t.path[1:])
         _free(out, path, part)
-        out.tensors[joined(path)] = replace(t, path=path, chunks=_moved(t.chunks, by))
+        out.tensors[joined(path)] = replace(t, path=path, chunks=moved(t.chunks, by))
     for v in found.values.values():
         path = (v.path[0], *part.under, *v.path[1:])
         _free(out, path, part)
@@ -258,7 +289,7 @@ def _free(out: Checkpoint, path: Path, part: Part) -> None:
         )
 
 
-def _moved(chunks: Chunks, by: int) -> Chunks:
+def moved(chunks: Chunks, by: int) -> Chunks:
     """The same chunks in a list of files that has `by` more before theirs."""
     if not by:
         return chunks

@@ -41,9 +41,9 @@ from ckpttool.index.checkpoint import (
     tied_weights,
 )
 from ckpttool.index.draft import Draft, Dropped
-from ckpttool.index.names import canonical, own_tree
+from ckpttool.index.names import canonical
 from ckpttool.index.trees import nest
-from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of, known_orders
+from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of, known_orders, tree_of
 from ckpttool.storage import source
 from ckpttool.storage.source import Source
 
@@ -135,7 +135,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     keys = {name: str(i) for i, name in enumerate(n for n in ckpt.tensors if n not in same)}
     leaves: dict[Path, Any] = {t.path: t for t in wanted.values()}
     leaves |= {v.path: v.data for v in values.values()}
-    tree, notes = own_tree(leaves, ckpt.origin, same_bytes)
+    tree, notes = tree_of(leaves, ckpt.origin, same_bytes, options)
     if arrays:
         notes.append(
             f"{len(arrays)} values hold numpy arrays, first {arrays[0]}; they are torch tensors in this file, since "

@@ -130,7 +130,7 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
         else:
             ckpt.recorded = {**ckpt.recorded, **writing.expected}
         if writing.canonical_keys:
-            ckpt.origin = {k: v for k, v in ckpt.origin.items() if k[0] not in ("model", "optim")}
+            ckpt.origin = {}
         options = layouts.WriteOptions(
             config=model.config, like=model.like, flat_layout=model.flat_layout, wrap=model.wrap,
             target=os.path.basename(os.path.abspath(dst)), world_size=writing.world_size,

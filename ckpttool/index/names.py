@@ -12,6 +12,7 @@ with `origin`, the paths that were changed, by which `own_tree` gives the tree b
     ("model", "net.w") -> ("_orig_mod.net.w",)           an entry that had another place than its component's
     ("optim", "params", "net.w") -> (0,)                 what the optimizer calls a parameter
     ("optim", "state") -> ("optimizer", "state.")        an optimizer flattened to "state.<fqn>.<slot>"
+    ("scheduler",) -> ("lr_schedulers", 0)               a list of one
     ("trainer", "step") -> ("step",)                     everything else, by its first elements
 
 The names are those of torch.distributed.checkpoint.state_dict.get_state_dict, flattened, so a live FSDP2 job's own
@@ -156,8 +157,11 @@ def canonical(
         if original(q, origin) != (*outer, *places[name]):
             origin[q] = (*outer, *places[name])
     taken: dict[Any, Any] = {}
+    several = {p[0] for p in rest if len(p) < 3 or p[1] != 0}
     for p, leaf in rest.items():
         q = _rest(p)
+        if q[0] == "scheduler" and p[0] not in several:  # Lightning's list of schedulers, of one
+            q = (q[0], *p[2:])
         if taken.setdefault(q[: _own(q)], p[0]) != p[0]:
             q = ("extra", *p)  # a second key of that kind ("rng" and "rng_state") keeps its name
         if q in out:

@@ -1,0 +1,175 @@
+"""Writes directories of trainers: the drafts of several layouts, joined into one.
+
+model, optimizer      by the writers of dcp or full, under the keys that the trainer asks for
+small files           scheduler, scaler, RNG of each rank, ...: torch.save files; trainer_state.json
+ckpttool_state.pt     what the trainer has no file for, so that nothing is lost: counters of other trainers, RNG of ranks
+                      that the new job does not have. The trainer does not look at it; ckpttool reads it back
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from ckpttool import layouts
+from ckpttool.errors import UsageError, argument
+from ckpttool.formats.torch_pickles import TensorRef
+from ckpttool.formats.torch_zip_writer import TorchFiles
+from ckpttool.index.checkpoint import Checkpoint, Chunks, Path, TensorEntry, joined
+from ckpttool.index.draft import Draft, DraftFile, Written
+from ckpttool.index.trees import nest
+from ckpttool.layouts import WriteOptions, option
+from ckpttool.storage.source import Source
+
+from ._parts import LEFT_OVER, live_name, moved
+
+__all__ = [
+    "DirectoryOptions",
+    "SmallFile",
+    "data_files",
+    "joined_drafts",
+    "left_over",
+    "state_drafts",
+    "world_size_of",
+]
+
+
+@dataclass(frozen=True)
+class DirectoryOptions:
+    """How a trainer's directory is laid out."""
+
+    state_dict_type: str = option(
+        "sharded", "What the FSDP plugin of the job asks for: sharded (SHARDED_STATE_DICT) or full (FULL_STATE_DICT).",
+        metavar="sharded|full",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if self.state_dict_type not in ("sharded", "full"):
+            raise UsageError(f"{argument('state_dict_type', self.state_dict_type)}: choose sharded or full.")
+
+
+@dataclass(frozen=True)
+class SmallFile:
+    """A file of torch.save or of JSON with the leaves {path in its tree: leaf of the source}."""
+
+    name: str
+    leaves: Mapping[Path, TensorEntry | Any]
+
+
+def world_size_of(ckpt: Checkpoint, options: WriteOptions) -> int:
+    """Ranks of the job that will load it.
+
+    Raises:
+        UsageError: nobody says.
+    """
+    world = options.world_size or ckpt.world_size
+    if not world:
+        raise UsageError(f"{argument('world_size')} is needed: the number of ranks of the job that will load this.")
+    return world
+
+
+def state_drafts(
+    ckpt: Checkpoint, source: Source, options: WriteOptions, folders: tuple[str, str], files: tuple[str, str]
+) -> list[tuple[str, Draft]]:
+    """(folder, draft) of the model and of the optimizer: `folders` of dcp, or `files` of torch.save."""
+    sharded = options.of(DirectoryOptions).state_dict_type == "sharded"
+    out = []
+    for component, key, folder, file in zip(("model", "optim"), ("model", "optimizer"), folders, files, strict=True):
+        part = ckpt.only([component])
+        if not part.tensors and not part.values:
+            continue
+        part = replace(part, origin={}, ranks={}, notes=[])
+        layout = layouts.find("dcp" if sharded else "full")
+        assert layout.write is not None
+        tree = partial(_own_tree, (key,) if sharded else ())  # the state dict alone in a file
+        draft = layout.write(part, source, replace(options, target=folder if sharded else file, own=None, tree=tree))
+        out.append((f"{folder}/" if sharded else "", draft))
+    return out
+
+
+def _own_tree(key: Path, leaves: dict[Path, Any]) -> dict[Path, Any]:
+    """The leaves of one component below `key`; parameters of an adapter have its name in the optimizer, as in the live module."""
+    out: dict[Path, Any] = {}
+    for path, leaf in leaves.items():
+        if path[:2] == ("optim", "state"):
+            path = ("optim", "state", live_name(str(path[2])), *path[3:])
+        elif path[:2] == ("optim", "param_groups") and path[3:] == ("params",) and isinstance(leaf, list):
+            leaf = [live_name(n) if isinstance(n, str) else n for n in leaf]
+        out[*key, *path[1:]] = leaf
+    return out
+
+
+def data_files(ckpt: Checkpoint, files: Sequence[SmallFile], options: WriteOptions) -> Draft:
+    """The draft of small files. Tensors in them are copied; everything else is literal."""
+    out = TorchFiles()
+    tensors: dict[str, TensorEntry] = {}
+    for file in files:
+        if file.name.endswith(".json"):
+            out.literal(file.name, (json.dumps(nest(dict(file.leaves)), indent=2) + "\n").encode())
+            continue
+        tree: dict[Path, Any] = {}
+        storages: dict[str, int] = {}
+        entries: list[tuple[str, TensorEntry]] = []
+        for path, leaf in file.leaves.items():
+            if isinstance(leaf, TensorEntry):
+                key = str(len(storages))
+                storages[key] = leaf.nbytes
+                entries.append((key, leaf))
+                leaf = TensorRef(leaf.dtype, leaf.shape, key, leaf.numel)
+            tree[path] = leaf
+        number = out.add(file.name, tree[()] if () in tree else nest(tree), storages)
+        for key, t in entries:
+            at = out.offset(number, key)
+            tensors[joined(t.path)] = replace(t, chunks=Chunks.whole(t.shape, number, at, t.nbytes), coding="raw")
+    index = Checkpoint("data", options.target, None, [], [], tensors, {})
+    return out.draft(index, {n: ckpt.tensors[n] for n in tensors})
+
+
+def joined_drafts(
+    name: str, ckpt: Checkpoint, parts: Sequence[tuple[str, Draft]], options: WriteOptions, world: int
+) -> Draft:
+    """One draft of several, each in a folder of its own ("" is the directory itself). The files of the last part come last."""
+    files: list[DraftFile] = []
+    tensors: dict[str, TensorEntry] = {}
+    out = Draft(Checkpoint(name, options.target, world, [], [], tensors, dict(ckpt.values)), {}, files)
+    of_file: list[tuple[Draft, int]] = []
+    of_name: dict[str, Draft] = {}
+    for folder, part in parts:
+        by = len(files)
+        files += [replace(f, name=folder + f.name) for f in part.files]
+        of_file += [(part, i) for i in range(len(part.files))]
+        for n, t in part.checkpoint.tensors.items():
+            tensors[n] = replace(t, chunks=moved(t.chunks, by))
+            of_name[n] = part
+        out.sources |= part.sources
+        out.aliases |= part.aliases
+        out.synthesized_values |= part.synthesized_values
+        out.dropped += part.dropped
+        out.synthesized_tensors += part.synthesized_tensors
+        out.notes += [n for n in part.notes if n not in out.notes]
+    out.checkpoint.files, out.checkpoint.sizes = [f.name for f in files], [f.size for f in files]
+
+    def before(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
+        part = of_name[name]
+        return part.before(name, part.checkpoint.tensors[name], row, written) if part.before else b""
+
+    def after(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
+        part = of_name[name]
+        return part.after(name, part.checkpoint.tensors[name], row, written) if part.after else b""
+
+    def tail(file: int, written: Sequence[Written], digests: dict[str, Any]) -> bytes:
+        part, own = of_file[file]
+        return part.tail(own, written, digests) if part.tail else b""
+
+    out.before, out.after, out.tail = before, after, tail
+    return out
+
+
+def left_over(ckpt: Checkpoint, placed: set[Path]) -> SmallFile | None:
+    """ckpttool_state.pt: everything besides model and optimizer that no other file has."""
+    rest: dict[Path, Any] = {t.path: t for t in ckpt.tensors.values()} | {v.path: v.data for v in ckpt.values.values()}
+    rest = {p: leaf for p, leaf in rest.items() if p[0] not in ("model", "optim") and p not in placed}
+    return SmallFile(LEFT_OVER, rest) if rest else None
