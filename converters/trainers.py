@@ -44,7 +44,7 @@ from typing import Any
 from ckpttool import layouts
 from ckpttool.engine.stream import small
 from ckpttool.formats.stored_tensors import number_in
-from ckpttool.index.checkpoint import Checkpoint, Path
+from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 from ckpttool.index.draft import Draft
 from ckpttool.index.names import step_count
 from ckpttool.layouts import WriteOptions
@@ -432,4 +432,67 @@ LIGHTNING = Dialect(
     parts=lambda source: [Part("", "dcp", "model"), Part("meta.pt", TREE, "trainer")],
 )  # fmt: skip
 
-LAYOUTS = tuple(dialect.layout() for dialect in (ACCELERATE, TRAINER, LIGHTNING))
+
+def _titan_tree(leaves: dict[Path, Any]) -> dict[Path, Any]:
+    """The model at the root, the optimizer flattened by parameter (StateDictOptions(flatten_optimizer_state_dict=True))."""
+    out: dict[Path, Any] = {}
+    for path, leaf in leaves.items():
+        kind = path[:2]
+        if path[0] == "model":
+            out[path[1:]] = leaf
+        elif kind == ("optim", "state"):
+            out["optimizer", f"state.{joined(path[2:])}"] = leaf
+        elif kind == ("optim", "param_groups") and not isinstance(leaf, TensorEntry):
+            for fqn in leaves.get((*path[:3], "params"), ()) if path[3:] != ("params",) else ():
+                out["optimizer", f"param_groups.{fqn}.{joined(path[3:])}"] = leaf
+        else:
+            out[
+                {"optim": "optimizer", "scheduler": "lr_scheduler", "trainer": "train_state"}.get(
+                    str(path[0]), path[0]
+                ),
+                *path[1:],
+            ] = leaf
+    return out
+
+
+def _write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
+    """What torchtitan's CheckpointManager asks for."""
+    world = world_size_of(ckpt, options)
+    step = _step_of(ckpt, source)
+    made: dict[Path, Any] = {}
+    if ckpt.value("trainer.step") is None:
+        made["trainer", "step"] = step
+    if ckpt.value("trainer.ntokens_seen") is None:
+        made["trainer", "ntokens_seen"] = 0
+    if ckpt.value("scheduler.last_epoch") is None:
+        made["scheduler", "last_epoch"] = step
+    dcp = layouts.find("dcp")
+    assert dcp.write is not None
+    values = {**ckpt.values, **{joined(p): Value(p, data) for p, data in made.items()}}
+    draft = dcp.write(
+        replace(ckpt, values=values, origin={}, notes=[]), source, replace(options, own=None, tree=_titan_tree)
+    )
+    draft.checkpoint.layout = "torchtitan"
+    if made:
+        draft.notes.append(
+            f"{', '.join(map(joined, made))} are not in the source: {', '.join(map(str, made.values()))} was written"
+        )
+    ranks = {p[1] for p in _leaves(ckpt, "dataloader")} - {"world_size"}
+    if ranks != {f"dp_rank_{r}" for r in range(world)}:
+        draft.notes.append(
+            f"torchtitan cannot move the state of its data loader to {world} ranks: load with "
+            'CheckpointManager.Config(exclude_from_loading=["dataloader"])'
+        )
+    return draft
+
+
+def _of_dcp(what: str) -> Any:
+    return lambda *args: getattr(layouts.find("dcp"), what)(*args)
+
+
+TORCHTITAN = layouts.Layout(
+    name="torchtitan", title="step folder of torchtitan, for its CheckpointManager", read=_of_dcp("read"), locate=_of_dcp("locate"),
+    detect=lambda where: (False, "is read as dcp"), write=_write_titan, aliases=("titan",), reader_uses=("config", "like"),
+    writer_uses=("world_size",), of_trainer=True,
+)  # fmt: skip
+LAYOUTS = (*(dialect.layout() for dialect in (ACCELERATE, TRAINER, LIGHTNING)), TORCHTITAN)
