@@ -36,7 +36,7 @@ from ckpttool.index.checkpoint import (
     shape_of,
 )
 from ckpttool.index.draft import Draft
-from ckpttool.index.names import canonical
+from ckpttool.index.names import COMPONENTS, canonical
 from ckpttool.index.optimizer_names import possible_orders
 from ckpttool.layouts import Place, ReadOptions, WriteOptions
 from ckpttool.storage.source import Source
@@ -47,8 +47,8 @@ __all__ = ["DATA", "LEFT_OVER", "TREE", "Dialect", "Part", "as_saved", "live_nam
 DATA = "data"
 #: The same, of a part whose keys at the root have names and places as in a tree (names.canonical).
 TREE = "tree"
-#: The same, of a part whose paths are canonical ones.
-CANONICAL = "canonical"
+#: The layout of LEFT_OVER, which _parts_write.left_over describes.
+_OURS = "ckpttool"
 #: The file in which ckpttool keeps what the trainer of a directory has no file for.
 LEFT_OVER = "ckpttool_state.pt"
 _MOST_JSON = 256 << 20  # trainer_state.json with the log of a long run
@@ -123,11 +123,11 @@ def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
     if options.config is not None:
         config = model_names.config_of(options.config)
     out = Checkpoint(dialect.name, source.root, None, [], [], {}, {}, trainer=dialect.title, config=config)
-    parts = [*dialect.parts(source), *([Part(LEFT_OVER, CANONICAL, "extra")] if source.exists(LEFT_OVER) else [])]
+    parts = [*dialect.parts(source), *([Part(LEFT_OVER, _OURS, "extra")] if source.exists(LEFT_OVER) else [])]
     for part in parts:
         if options.only is not None and part.component not in options.only and part.component != "model":
             continue
-        if part.layout not in (DATA, TREE, CANONICAL):
+        if part.layout not in (DATA, TREE, _OURS):
             _add(out, _state(source, part, options, out), part)
             continue
         try:
@@ -239,6 +239,8 @@ def _data(source: Source, part: Part) -> Checkpoint:
         read_at = source.reader_of(part.name)
         tree = torch_zip.read(read_at, 0, source.size(part.name), what)
         leaves, out.records = stored_tensors.leaves(tree, (), 0, read_at, what)
+    if part.layout == _OURS:
+        leaves = _of_ours(leaves, what)
     if part.layout == TREE:
         named = canonical(leaves, shape_of)
         leaves, out.origin = named.leaves, named.origin
@@ -252,6 +254,26 @@ def _data(source: Source, part: Part) -> Checkpoint:
             out.tensors[joined(at)] = replace(leaf, path=at)
         else:
             out.values[joined(at)] = Value(at, leaf)
+    return out
+
+
+def _of_ours(leaves: Mapping[Path, Any], what: str) -> dict[Path, Any]:
+    """{canonical path: leaf} of LEFT_OVER.
+
+    Raises:
+        Corrupt: it is not what ckpttool writes.
+    """
+    values, paths = leaves.get(("values",), ()), leaves.get(("paths",), ())
+    out: dict[Path, Any] = {}
+    try:
+        for path, data in (*values, *((p, leaves["tensors", str(i)]) for i, p in enumerate(paths))):
+            if path[0] not in COMPONENTS or path in out or not all(isinstance(x, (str, int)) for x in path):
+                raise ValueError(path)
+            out[path] = data
+    except (TypeError, ValueError, KeyError, IndexError) as e:
+        raise Corrupt(
+            f"{what}: not a file of state that ckpttool wrote ({e!r:.80}). Remove it to go on without it."
+        ) from None
     return out
 
 

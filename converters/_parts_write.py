@@ -168,8 +168,20 @@ def joined_drafts(
     return out
 
 
-def left_over(ckpt: Checkpoint, placed: set[Path]) -> SmallFile | None:
-    """ckpttool_state.pt: everything besides model and optimizer that no other file has."""
+def left_over(ckpt: Checkpoint, placed: set[Path]) -> tuple[list[SmallFile], list[str]]:
+    """(ckpttool_state.pt with everything besides model and optimizer that no other file has, a note); none where nothing is left.
+
+    {"values": ((path, data), ...), "tensors": {"0": tensor, ...}, "paths": (path of tensor 0, ...)}
+    """
     rest: dict[Path, Any] = {t.path: t for t in ckpt.tensors.values()} | {v.path: v.data for v in ckpt.values.values()}
     rest = {p: leaf for p, leaf in rest.items() if p[0] not in ("model", "optim") and p not in placed}
-    return SmallFile(LEFT_OVER, rest) if rest else None
+    if not rest:
+        return [], []
+    tensors = [leaf for leaf in rest.values() if isinstance(leaf, TensorEntry)]
+    values = tuple((p, leaf) for p, leaf in rest.items() if not isinstance(leaf, TensorEntry))
+    leaves: dict[Path, Any] = {("values",): values, ("paths",): tuple(t.path for t in tensors)}
+    leaves |= {("tensors", str(i)): t for i, t in enumerate(tensors)}
+    kept = sorted({str(p[0]) if p[0] != "extra" else joined(p[:2]) for p in rest})
+    return [SmallFile(LEFT_OVER, leaves)], [
+        f"{LEFT_OVER} keeps what this trainer has no file for: {', '.join(kept[:8])}"
+    ]

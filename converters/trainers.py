@@ -50,7 +50,7 @@ from ckpttool.index.names import step_count
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
-from ._parts import DATA, LEFT_OVER, TREE, Dialect, Part
+from ._parts import DATA, TREE, Dialect, Part
 from ._parts_write import DirectoryOptions, SmallFile, data_files, joined_drafts, left_over, state_drafts, world_size_of
 
 __all__ = ["LAYOUTS"]
@@ -209,19 +209,11 @@ def _written(
     notes: list[str],
 ) -> Draft:  # fmt: skip
     parts = state_drafts(ckpt, source, options, _FOLDERS, _FILES)
-    rest = left_over(ckpt, placed)
-    parts.append(("", data_files(ckpt, [*([rest] if rest else []), *small], options)))
+    rest, kept = left_over(ckpt, placed)
+    parts.append(("", data_files(ckpt, [*rest, *small], options)))
     out = joined_drafts(name, ckpt, parts, options, world)
-    out.notes += notes
-    out.notes += _rest_note(rest)
+    out.notes += [*notes, *kept]
     return out
-
-
-def _rest_note(rest: SmallFile | None) -> list[str]:
-    if rest is None:
-        return []
-    kept = sorted({str(p[0]) if p[0] != "extra" else ".".join(map(str, p[:2])) for p in rest.leaves})
-    return [f"{LEFT_OVER} keeps what this trainer has no file for: {', '.join(kept[:8])}"]
 
 
 def _write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
@@ -393,13 +385,13 @@ def _write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) ->
     def tree(leaves: dict[Path, Any]) -> dict[Path, Any]:
         return {(keys[str(p[0])], *p[1:]): leaf for p, leaf in leaves.items()}
 
-    rest = left_over(ckpt, placed)
-    small = [*([rest] if rest else []), SmallFile("meta.pt", meta)]
+    rest, kept = left_over(ckpt, placed)
+    small = [*rest, SmallFile("meta.pt", meta)]
     parts = [
         ("", data_files(ckpt, small, options)), ("", dcp.write(state, source, replace(options, own=None, tree=tree))),
     ]  # fmt: skip
     out = joined_drafts("lightning", ckpt, parts, options, world)
-    out.notes += [*notes, *_rest_note(rest)]
+    out.notes += [*notes, *kept]
     return out
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..errors import UsageError
 from .help import READING, about
 from .layout_options import given
 from .terminal import (  # fmt: skip
@@ -49,10 +50,31 @@ if TYPE_CHECKING:
 
 __all__ = ["convert"]
 
+#: {what `--for` calls a trainer: (the layout that it resumes from, whether with canonical keys)}
+TRAINERS = {
+    "accelerate": ("accelerate", False), "trainer": ("trainer", False), "lightning": ("lightning", False),
+    "torchtitan": ("torchtitan", False), "deepspeed": ("zero3", False), "torch": ("dcp", True),
+}  # fmt: skip
+
+
+def _of_trainer(name: str, to: str | None) -> tuple[str, bool]:
+    """The layout that a trainer resumes from, and whether it asks for canonical keys.
+
+    Raises:
+        UsageError: there is no such trainer, or `--to` asks for something else.
+    """
+    found = TRAINERS.get(name.lower())
+    if found is None:
+        raise UsageError(f"Unknown trainer {name!r}. Choose one of: {', '.join(TRAINERS)}.")
+    if to is not None:
+        raise UsageError(f"--for {name} chooses the layout {found[0]}; leave --to {to} out, or --for.")
+    return found
+
 
 @about(
     ("A model for from_pretrained", "ckpttool convert run/ckpt hf --to hf --config llama"),
     ("The same job on 3 ranks", "ckpttool convert run/ckpt dcp3 --to dcp --world-size 3"),
+    ("A directory that Trainer resumes from", "ckpttool convert run/ckpt checkpoint-3 --for trainer -n 8"),
     ("One file for torch.load", "ckpttool convert run/ckpt step3.pt"),
     ("One file of weights", "ckpttool convert run/ckpt weights.safetensors --config llama"),
     (
@@ -70,6 +92,15 @@ def convert(
         typer.Argument(help="Where to write the new checkpoint: a path, or an s3:// or gs:// URL.", show_default=False),
     ],
     to: To = None,
+    for_: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            help=f"Trainer that will resume from it, instead of --to: {', '.join(TRAINERS)}.",
+            metavar="TRAINER",
+            autocompletion=lambda: list(TRAINERS),
+        ),
+    ] = None,
     from_: From = None,
     world_size: WorldSize = None,
     only: Only = None,
@@ -111,6 +142,9 @@ def convert(
         source_layout=from_, only=comma(only), config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
         allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
     )  # fmt: skip
+    if for_ is not None:
+        to, own = _of_trainer(for_, to)
+        canonical_keys = canonical_keys or own
     target = target_of(to, dst)
     writing = planning.WriteRequest(
         to=target.name, options=options_of(target, given(ctx)), world_size=world_size, dtype=dtype, cast=cast_rules(cast),

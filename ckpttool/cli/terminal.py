@@ -76,7 +76,7 @@ To = Annotated[
     str | None,
     typer.Option(
         "--to",
-        help="Layout to write: dcp, full, hf, zero3, zero2, zero1, universal, fsdp1 or audit.",
+        help="Layout to write: dcp, full, hf, zero3, zero2, zero1, universal, fsdp1, audit, or a trainer's: accelerate, trainer, lightning, torchtitan.",
         autocompletion=_layout_names,
     ),
 ]

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from ckpttool.converters._parts_write import DirectoryOptions
 from commands import ckpttool_here
 from peers import FIXTURES, difference, load_dcp, load_full, same_value, tensors_of
 from safetensors.torch import load_file, save_file
 
 import ckpttool
+from ckpttool.cli.convert import TRAINERS as TRAINERS_OF_FOR
 from ckpttool.errors import Corrupt, Unsafe, Unsupported
 from ckpttool.index.optimizer_names import possible_orders
 
@@ -245,3 +247,108 @@ def test_inspect_says_whose_it_is() -> None:
         2,
     )
     assert found["optimizer"]["kind"] and not any("optimizer" in text for text in found["missing"])
+
+
+# ------------------------------------------------------------------------------------------------------------ writing
+
+
+def dcp_keys(path: Path) -> dict[str, tuple[Any, ...]]:
+    """The keys that a job can ask a DCP folder for, with their places in the tree."""
+    found: dict[str, tuple[Any, ...]] = pickle.loads((path / ".metadata").read_bytes()).planner_data
+    return found
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "sharded" in c])
+def test_a_sharded_directory_has_the_keys_that_the_trainer_wrote(case: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    to = "trainer" if case.startswith("trainer_") else "accelerate"
+    ckpttool.convert(folder(case), out, to=to, world_size=3)
+    for part in ("pytorch_model_fsdp_0", "optimizer_0"):
+        assert dcp_keys(out / part) == dcp_keys(folder(case) / part)
+        assert len(list((out / part).glob("*.distcp"))) == 3
+        ours, theirs = load_dcp(out / part), load_dcp(folder(case) / part)
+        assert same_value(ours, theirs)
+    assert {p.name for p in out.iterdir()} == {p.name for p in folder(case).iterdir()} | {"ckpttool.json"}
+    for name in {p.name for p in folder(case).iterdir() if p.suffix in (".pt", ".bin", ".pth", ".pkl")}:
+        ours, theirs = (torch.load(p / name, weights_only=False) for p in (out, folder(case)))
+        assert same_value(plain(ours), plain(theirs)), name
+    if to == "trainer":
+        assert json.loads((out / "trainer_state.json").read_text()) == json.loads(
+            (folder(case) / "trainer_state.json").read_text()
+        )
+
+
+def test_a_full_directory_has_the_files_that_the_trainer_wrote(tmp_path: Path) -> None:
+    for case, to in (("accelerate_fsdp2_full", "accelerate"), ("trainer_fsdp2_full", "trainer")):
+        options = DirectoryOptions(state_dict_type="full")
+        ckpttool.convert(folder(case), tmp_path / to, to=to, world_size=2, options=options)
+        for name in ("pytorch_model_fsdp.bin", "optimizer.bin"):
+            ours, theirs = (torch.load(p / name, weights_only=True) for p in (tmp_path / to, folder(case)))
+            assert same_value(ours, theirs)
+
+
+def test_what_a_trainer_has_no_file_for_is_kept(tmp_path: Path) -> None:
+    """Counters of Trainer in a directory of Accelerate, and ranks that the new job does not have."""
+    source = folder("trainer_fsdp2_sharded")
+    done = ckpttool.convert(source, tmp_path / "one", to="accelerate", world_size=1)
+    assert any("ckpttool_state.pt" in n and "rng, trainer" in n for n in done.notes)
+    assert not (tmp_path / "one" / "random_states_1.pkl").exists()
+    assert not ckpttool.diff(source, tmp_path / "one").only_in_a
+    ckpttool.convert(tmp_path / "one", tmp_path / "back", to="trainer", world_size=2)
+    assert ckpttool.diff(source, tmp_path / "back").equal
+    assert json.loads((tmp_path / "back" / "trainer_state.json").read_text()) == json.loads(
+        (source / "trainer_state.json").read_text()
+    )
+    assert (tmp_path / "back" / "rng_state_1.pth").exists() and not (tmp_path / "back" / "ckpttool_state.pt").exists()
+
+
+def test_lightning_gets_its_own_files_back(tmp_path: Path) -> None:
+    source = TRAINERS / "lightning_w2"
+    ckpttool.convert(source, tmp_path / "out", to="lightning", world_size=3)
+    assert dcp_keys(tmp_path / "out") == dcp_keys(source)
+    ours, theirs = (torch.load(p / "meta.pt", weights_only=True) for p in (tmp_path / "out", source))
+    assert same_value(ours, theirs) and same_value(load_dcp(tmp_path / "out"), load_dcp(source))
+    assert not (tmp_path / "out" / "ckpttool_state.pt").exists()
+
+
+def test_torchtitan_gets_its_own_keys_back_and_those_it_asks_for(tmp_path: Path) -> None:
+    source = TRAINERS / "titan_w2"
+    done = ckpttool.convert(source, tmp_path / "out", to="torchtitan", world_size=3)
+    assert dcp_keys(tmp_path / "out") == dcp_keys(source) and same_value(load_dcp(tmp_path / "out"), load_dcp(source))
+    assert any("exclude_from_loading" in n for n in done.notes)
+    assert not any(
+        "exclude" in n for n in ckpttool.convert(source, tmp_path / "two", to="torchtitan", world_size=2).notes
+    )
+    ckpttool.convert(folder("trainer_fsdp2_sharded"), tmp_path / "other", to="torchtitan", world_size=2)
+    tree = load_dcp(tmp_path / "other")
+    assert {"model.norm.weight", "lm_head.weight", "optimizer", "lr_scheduler", "train_state"} <= tree.keys()
+    assert tree["optimizer"]["param_groups.model.norm.weight.weight_decay"] == 0.0
+    assert tree["train_state"]["step"] == 3 and tree["lr_scheduler"]["last_epoch"] == 3
+
+
+def test_for_chooses_the_layout(tmp_path: Path) -> None:
+    source = folder("accelerate_fsdp2_full")
+    for trainer, (layout, _) in TRAINERS_OF_FOR.items():
+        done = ckpttool_here("convert", source, tmp_path / trainer, "--for", trainer, "-n", "2", "--json")
+        assert done.returncode == 0 and json.loads(done.stdout)["layout_to"] == layout, done.stderr
+    assert load_dcp(tmp_path / "torch").keys() >= {"model", "optim", "scheduler"}
+    for words, why in (
+        (["--for", "keras"], "Choose one of: accelerate"),
+        (["--for", "torch", "--to", "dcp"], "leave --to"),
+    ):
+        done = ckpttool_here("convert", source, tmp_path / "no", *words, "-n", "2")
+        assert done.returncode == 2 and why in done.stderr
+    done = ckpttool_here(
+        "convert", source, tmp_path / "no", "--for", "trainer", "-n", "2", "--state-dict-type", "local"
+    )
+    assert done.returncode == 2 and "sharded or full" in done.stderr
+
+
+def test_a_source_without_counters_gets_the_optimizer_s_steps(tmp_path: Path) -> None:
+    ckpttool.convert(
+        folder("accelerate_fsdp1_sharded"), tmp_path / "a", to="dcp", world_size=2, only=["model", "optim"]
+    )
+    done = ckpttool.convert(tmp_path / "a", tmp_path / "b", to="trainer", world_size=2)
+    state = json.loads((tmp_path / "b" / "trainer_state.json").read_text())
+    assert state["global_step"] == 3 and "TrainerControl" in state["stateful_callbacks"]
+    assert any("scheduler" in n for n in done.notes) and any("RNG" in n for n in done.notes)
