@@ -216,7 +216,7 @@ def _built(settings: Settings, mesh: Any) -> tuple[Any, Any, Any, Any, Any]:
     ]
     if unknown:
         raise UsageError(
-            f"--job {settings.job}: {name}() has parameters {', '.join(unknown)}; ckpttool passes only mesh and device."
+            f"--job {settings.job}: {name}() requires {', '.join(unknown)}, but ckpttool passes only mesh and device."
         )
     given = build(**{k: v for k, v in offers.items() if k in asked})
     parts = ("model", "optimizer", "scheduler", "data", "loss")

@@ -166,7 +166,7 @@ def test_gates_calibration_and_metrics(config: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("job", "code", "said"),
     [("broken", 1, "rank 0 failed: RuntimeError: the data set is not mounted"), ("nothing", 2, "the model is a int"),
-     ("odd", 2, "asks for tokenizer"), ("none", 2, "has no function none")],
+     ("odd", 2, "requires tokenizer"), ("none", 2, "has no function none")],
 )  # fmt: skip
 def test_a_job_that_cannot_be_built_ends_with_a_sentence(job: str, code: int, said: str) -> None:
     run = started if job == "broken" else verify
