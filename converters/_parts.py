@@ -102,7 +102,7 @@ class Dialect:
         """The layout that reads such directories."""
         return layouts.Layout(
             name=self.name, title=f"directory of {self.title}", detect=self._detect, read=partial(read, self), locate=locate,
-            write=self.write, prepare=lambda ckpt, source, options: as_saved(ckpt), options=self.options, aliases=self.aliases, of_trainer=True,
+            write=self.write, prepare=lambda ckpt, source, options: as_saved(of_one_model(ckpt)), options=self.options, aliases=self.aliases, of_trainer=True,
             reader_uses=("config", "like", "flat_layout", "wrap"), writer_uses=("world_size",),
         )  # fmt: skip
 
@@ -177,6 +177,20 @@ def _state(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) 
 _LIVE = re.compile(r"(\.lora_[AB]|\.lora_magnitude_vector)\.[^.]+(?=\.)|(\.lora_embedding_[AB])\.[^.]+$")
 _SAVED = re.compile(r"(\.lora_[AB]|\.lora_magnitude_vector)(?=\.[^.]+$)|(\.lora_embedding_[AB])$")
 _CALLED = {"model": "weights", "optim": "optimizer state"}
+
+
+def of_one_model(ckpt: Checkpoint) -> Checkpoint:
+    """The same state, if it is that of one model.
+
+    Raises:
+        Unsupported: it is Accelerate's of several.
+    """
+    if several := {str(t.path[1]) for t in ckpt.tensors.values() if t.path[0] == "model" and len(t.path) > 2}:
+        raise Unsupported(
+            f"The source holds {len(several)} models, numbered {', '.join(sorted(several))}, each with its optimizer; the "
+            "directories of trainers are written for one. Use dcp or full, which keep all of them."
+        )
+    return ckpt
 
 
 def saved_name(fqn: str) -> str:

@@ -11,7 +11,7 @@ Written: a zip of stored records under `archive/`, each 64-byte aligned and with
     {"model": {fqn: tensor}, "optim": {"state": {fqn: {slot: tensor}}, "param_groups": [...]}, ...the rest}
 
 or, of what was dcp or full, the source's own tree: its keys, its names of parameters, its integer ids.
-Tied weights share a storage again. `archive/ckpttool.json` holds the digests; torch does not look at it. What
+Tied weights share a storage again; tensors of the optimizer never do. `archive/ckpttool.json` holds the digests; torch does not look at it. What
 weights_only=True would refuse (instances of classes) is listed as dropped; numpy arrays become tensors.
 
 Sources: torch/serialization.py, torch/_weights_only_unpickler.py (what may be loaded), torch_zip.py.
@@ -131,7 +131,9 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     for d in dropped:
         del values[d.name]
     wanted = {n: replace(t, dtype=options.cast(n, t.dtype)) for n, t in ckpt.tensors.items()}
-    same = {n: o for n, o in tied_weights(ckpt.tensors).items() if wanted[n].dtype == wanted[o].dtype}
+    # an optimizer counts the steps of each parameter in place: those that ranks share in ZeRO's files must not share a storage
+    may_share = {n: t for n, t in ckpt.tensors.items() if t.path[0] != "optim"}
+    same = {n: o for n, o in tied_weights(may_share).items() if wanted[n].dtype == wanted[o].dtype}
     keys = {name: str(i) for i, name in enumerate(n for n in ckpt.tensors if n not in same)}
     leaves: dict[Path, Any] = {t.path: t for t in wanted.values()}
     leaves |= {v.path: v.data for v in values.values()}

@@ -50,7 +50,7 @@ from ckpttool.index.names import step_count
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
-from ._parts import DATA, TREE, Dialect, Part
+from ._parts import DATA, TREE, Dialect, Part, of_one_model
 from ._parts_write import DirectoryOptions, SmallFile, data_files, joined_drafts, left_over, state_drafts, world_size_of
 
 __all__ = ["LAYOUTS"]
@@ -484,7 +484,7 @@ def _of_dcp(what: str) -> Any:
 
 TORCHTITAN = layouts.Layout(
     name="torchtitan", title="step folder of torchtitan, for its CheckpointManager", read=_of_dcp("read"), locate=_of_dcp("locate"),
-    detect=lambda where: (False, "is read as dcp"), write=_write_titan, aliases=("titan",), reader_uses=("config", "like"),
+    detect=lambda where: (False, "is read as dcp"), write=_write_titan, prepare=lambda ckpt, source, options: of_one_model(ckpt), aliases=("titan",), reader_uses=("config", "like"),
     writer_uses=("world_size",), of_trainer=True,
 )  # fmt: skip
 LAYOUTS = (*(dialect.layout() for dialect in (ACCELERATE, TRAINER, LIGHTNING)), TORCHTITAN)

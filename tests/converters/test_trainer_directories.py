@@ -234,6 +234,12 @@ def test_several_models_are_told_apart_by_number(tmp_path: Path) -> None:
         names = [n for n in opened.checkpoint.tensors if n.startswith("model.")]
         assert len(names) == 42 and {n.split(".")[1] for n in names} == {"0", "1"}
         assert {n.split(".")[1] for n in opened.checkpoint.values if n.startswith("scheduler.")} == {"0", "1"}
+    ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=3)
+    tree = load_dcp(tmp_path / "out")
+    assert tree["model"].keys() == tree["optim"].keys() == tree["scheduler"].keys() == {"0", "1"}
+    for to in ("accelerate", "trainer", "lightning", "torchtitan"):
+        with pytest.raises(Unsupported, match="holds 2 models"):
+            ckpttool.convert(source, tmp_path / to, to=to, world_size=2)
 
 
 def test_inspect_says_whose_it_is() -> None:
@@ -352,3 +358,12 @@ def test_a_source_without_counters_gets_the_optimizer_s_steps(tmp_path: Path) ->
     state = json.loads((tmp_path / "b" / "trainer_state.json").read_text())
     assert state["global_step"] == 3 and "TrainerControl" in state["stateful_callbacks"]
     assert any("scheduler" in n for n in done.notes) and any("RNG" in n for n in done.notes)
+
+
+@pytest.mark.parametrize("source", ["deepspeed", "torch", "trainer-full"])
+def test_tensors_of_an_optimizer_share_no_storage(source: str, tmp_path: Path) -> None:
+    """An optimizer adds to `step` in place, and `load_state_dict` keeps the tensor: ZeRO's files have one for all parameters."""
+    ckpttool.convert(TRAINERS / "jobs" / source, tmp_path / "out.pt", to="full")
+    state = torch.load(tmp_path / "out.pt", weights_only=True)["optim"]["state"]
+    places = [t.untyped_storage().data_ptr() for slots in state.values() for t in slots.values()]
+    assert len(state) == 10 and len(places) == 30 == len(set(places))
