@@ -367,3 +367,22 @@ def test_tensors_of_an_optimizer_share_no_storage(source: str, tmp_path: Path) -
     state = torch.load(tmp_path / "out.pt", weights_only=True)["optim"]["state"]
     places = [t.untyped_storage().data_ptr() for slots in state.values() for t in slots.values()]
     assert len(state) == 10 and len(places) == 30 == len(set(places))
+
+
+@pytest.mark.parametrize("case", ["trainer_fsdp2_sharded", "accelerate_fsdp1_local", "trainer_ddp"])
+def test_from_pretrained_gives_the_live_model(case: str, tmp_path: Path) -> None:
+    """A directory that was trained becomes a model for from_pretrained, whose logits are those of the live one, bit for bit."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    said = json.loads((TRAINERS / case / "case.json").read_text())["model"]["config"]
+    (tmp_path / "config.json").write_text(
+        json.dumps(said | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+    )
+    ckpttool.convert(folder(case), tmp_path / "hf", to="hf", config=str(tmp_path))
+    found, answer = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not answer["missing_keys"] and not answer["unexpected_keys"]
+    live = LlamaForCausalLM(LlamaConfig(**said))
+    live.load_state_dict({k.removeprefix("model."): t for k, t in truth(case).items() if k.startswith("model.")})
+    ids = torch.arange(24).reshape(3, 8)
+    with torch.no_grad():
+        assert torch.equal(found(ids).logits, live(ids).logits)
