@@ -37,7 +37,7 @@ class Loaded:
     """
 
     step: int | None
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict, repr=False)  # RNG states would flood a terminal
     notes: list[str] = field(default_factory=list)
     bytes: int = 0
     seconds: float = 0.0
