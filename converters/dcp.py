@@ -315,6 +315,6 @@ def _refuse_shared(ckpt: Checkpoint, tensors: dict[str, TensorEntry]) -> None:
 LAYOUTS = (
     Layout(
         name="dcp", title="torch.distributed.checkpoint folder", detect=detect, read=read, write=write, locate=locate,
-        aliases=("distcp", "fsdp", "fsdp2", "torch-dcp"), own_keys=True, reader_uses=("like",), writer_uses=("world_size",), spreads_tensors=True,
+        aliases=("distcp", "fsdp", "fsdp2", "torch-dcp"), own_keys=True, reader_uses=("config", "like"), writer_uses=("world_size",), spreads_tensors=True,
     ),
 )  # fmt: skip

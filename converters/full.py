@@ -177,6 +177,6 @@ LAYOUTS = (
     Layout(
         name="full", title="one torch.save file (FULL_STATE_DICT)", detect=detect, read=read, write=write, is_file=True,
         suffixes=(".pt", ".pth", ".bin", ".ckpt"), aliases=("torch", "pytorch", "pt", "full_state_dict"), own_keys=True,
-        reader_uses=("like",), writer_uses=(),
+        reader_uses=("config", "like"), writer_uses=(),
     ),
 )  # fmt: skip

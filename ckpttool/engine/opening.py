@@ -252,8 +252,7 @@ def open_with(
                 "again, or remove what lies there."
             )
         found = layouts.find(options.source_layout) if options.source_layout else layouts.detect(where)
-        if check_hints:
-            refuse_unused(options, found.name, found.reader_uses)
+        unused = refuse_unused(options, found.name, found.reader_uses) if check_hints else []
         given, where = where, found.mount(where)
         ckpt = found.read(
             where,
@@ -269,6 +268,7 @@ def open_with(
         if where == given:  # what is mounted holds all that it lists
             ckpt.unread += unread_files.unread(where.source, where.file, ckpt, found.saves)
             ckpt.notes = [*ckpt.notes, *unread_files.note(ckpt.unread)]
+        ckpt.notes += unused
         if only is not None:
             opened.checkpoint = _only(ckpt, only)
         check(opened.checkpoint)
@@ -278,21 +278,26 @@ def open_with(
     return opened
 
 
-def refuse_unused(options: OpenOptions, here: str, used: Iterable[str]) -> None:
-    """Refuse a hint that nothing would look at.
+def refuse_unused(options: OpenOptions, here: str, used: Iterable[str]) -> list[str]:
+    """Refuse a hint that nothing would look at. Those that are true of the model, whatever the layout, become notes.
 
     Raises:
         UsageError: with the layouts that use it.
     """
     known = layouts.layouts().values()
+    notes: list[str] = []
     for name in layouts.READ_HINTS:
         if getattr(options, name) is None or name in used:
+            continue
+        if name in ("config", "like"):
+            notes.append(f"{argument(name)} was not needed for {here}, and was not looked at")
             continue
         readers = [x.name for x in known if name in x.reader_uses]
         writers = [x.name for x in known if name in x.writer_uses and x.write is not None]
         uses = [f"to {verb} {', '.join(rows)}" for verb, rows in (("read", readers), ("write", writers)) if rows]
         uses = [f"to read or write {', '.join(readers)}"] if readers == writers else uses
         raise UsageError(f"{argument(name)} does not apply to {here}; it is used {' and '.join(uses)}. Leave it out.")
+    return notes
 
 
 def usable(path: CheckpointPath, options: OpenOptions) -> OpenOptions:

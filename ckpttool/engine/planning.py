@@ -120,7 +120,7 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
     opened = open_with(src, reading, model, check_hints=False)
     try:
         used = {*opened.layout.reader_uses, *target.writer_uses}
-        refuse_unused(reading, f"{opened.layout.name} -> {target.name}", used)
+        opened.checkpoint.notes += refuse_unused(reading, f"{opened.layout.name} -> {target.name}", used)
         aside = unread_files.lost(opened.checkpoint, holds, opened.only)
         if aside and not drop:
             raise Unsupported(_not_carried(opened, target, aside))

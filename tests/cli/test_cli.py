@@ -75,15 +75,11 @@ def test_a_zero_is_a_value_and_not_an_option_left_out(tmp_path: Path, option: st
         (["convert", W3, "OUT.pt", "-n", "8"], "--world-size 8 does not apply to full, which is one file. Leave it out"),
         (["convert", W3, "OUT.tar.zst", "-n", "8"], "--world-size 8 does not apply to audit, which is one file"),
         (["convert", W3, "OUT", "--to", "hf", "-n", "8"], "to hf, whose files are the same for any number of ranks"),
-        (["convert", W3, "OUT", "--to", "universal", "-n", "8"], "choose one of: dcp, zero3, zero2, zero1, fsdp1."),
-        (["convert", W3, "OUT", "--to", "dcp", "--config", LLAMA], "--config does not apply to dcp -> dcp; it is used to read hf,"),
+        (["convert", W3, "OUT", "--to", "universal", "-n", "8"], "choose one of: dcp, zero3, zero2, zero1, fsdp1, accelerate, trainer,"),
         (["convert", W3, "OUT", "--to", "zero3", "--wrap", "**"], "--wrap does not apply to dcp -> zero3; it is used to read fsdp1"),
         (["convert", LLAMA, "OUT", "--to", "zero3", "-n", "2", "--flat-layout", "f"], "--flat-layout does not apply to hf -> zero3"),
-        (["convert", LLAMA, "OUT", "--to", "hf", "--like", W3], "--like does not apply to hf -> hf; it is used to read dcp, full, fsdp1"),
         (["convert", W3, "OUT", "--to", "dcp", "--tag", "x"], "--tag does not apply to dcp -> dcp; it is used to read zero3"),
-        (["inspect", W3, "--config", LLAMA], "--config does not apply to dcp;"),
         (["verify", W3, "--tag", "x"], "--tag does not apply to dcp;"),
-        (["digest", LLAMA, "--like", W3], "--like does not apply to hf;"),
         (["diff", W3, W3, "--wrap", "x"], "--wrap does not apply to dcp | dcp;"),
     ],
 )  # fmt: skip
@@ -96,6 +92,20 @@ def test_an_option_that_one_side_uses_is_taken(tmp_path: Path) -> None:
     assert run("convert", LLAMA, tmp_path / "a", "--to", "dcp", "-n", "2", "--config", LLAMA).returncode == 0
     assert run("convert", W3, tmp_path / "b", "--to", "zero3", "-n", "2", "--like", W3).returncode == 0
     assert run("diff", LLAMA, tmp_path / "a", "--config", LLAMA).returncode == 0
+
+
+def test_what_is_true_of_the_model_may_be_given_where_it_is_not_needed(tmp_path: Path) -> None:
+    """A script gives --config and --like for every checkpoint of a run; a note says where they were not looked at."""
+    for command, words in (
+        (["convert", LLAMA, tmp_path / "a", "--to", "hf", "--like", W3], "--like was not needed for hf -> hf"),
+        (["inspect", LLAMA, "--like", W3], "--like was not needed for hf"),
+        (
+            ["convert", FIXTURES / "zero3_w3_groups" / "ckpt", tmp_path / "b.pt", "--config", LLAMA],
+            "--config was not needed",
+        ),
+    ):
+        done = run(*command)
+        assert done.returncode == 0 and words in done.stderr + done.stdout, done.stderr
 
 
 # ------------------------------------------------------------------------------------------------------------ JSON
