@@ -358,7 +358,7 @@ class Reading:
 
     def take_side_files(self) -> None:
         """Read what HF Trainer and Accelerate write next to the save: scheduler and counters; unread_files.py names the rest."""
-        if not self.save.folder:
+        if not self.save.folder or not self.options.beside:
             return  # the tag's own folder was given: what lies above it is not asked for
         for name in self.source.list():
             if name in ("scheduler.bin", "scheduler.pt") and not any(p[0] == "lr_scheduler" for p in self.rest):

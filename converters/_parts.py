@@ -51,6 +51,8 @@ TREE = "tree"
 _OURS = "ckpttool"
 #: The file in which ckpttool keeps what the trainer of a directory has no file for.
 LEFT_OVER = "ckpttool_state.pt"
+#: The layout of a save of DeepSpeed's engine at any stage, which holds a model and its optimizer.
+_DEEPSPEED = "zero3"
 _MOST_JSON = 256 << 20  # trainer_state.json with the log of a long run
 
 
@@ -86,6 +88,7 @@ class Dialect:
         world_size: ranks of the job, where the files tell.
         own_keys: the parts are one tree with keys of its own, which dcp and full put back.
         aliases: other names of the layout.
+        saves: how DeepSpeed keeps several saves in such a folder, where it is inside.
     """
 
     name: str
@@ -97,13 +100,15 @@ class Dialect:
     world_size: Callable[[Source], int | None] = lambda source: None
     own_keys: bool = False
     aliases: tuple[str, ...] = ()
+    saves: layouts.Saves | None = None
 
     def layout(self) -> layouts.Layout:
         """The layout that reads such directories."""
         return layouts.Layout(
             name=self.name, title=f"directory of {self.title}", detect=self._detect, read=partial(read, self), locate=locate,
             write=self.write, prepare=lambda ckpt, source, options: as_saved(of_one_model(ckpt)), options=self.options, aliases=self.aliases, of_trainer=True,
-            reader_uses=("config", "like", "flat_layout", "wrap"), writer_uses=("world_size",),
+            reader_uses=("config", "like", "flat_layout", "wrap", "tag"), writer_uses=("world_size",), synthesizes_values=True,
+            saves=self.saves,
         )  # fmt: skip
 
     def _detect(self, where: Place) -> tuple[bool, str]:
@@ -124,11 +129,18 @@ def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
         config = model_names.config_of(options.config)
     out = Checkpoint(dialect.name, source.root, None, [], [], {}, {}, trainer=dialect.title, config=config)
     parts = [*dialect.parts(source), *([Part(LEFT_OVER, _OURS, "extra")] if source.exists(LEFT_OVER) else [])]
+    of_engine = False
     for part in parts:
         if options.only is not None and part.component not in options.only and part.component != "model":
             continue
+        if part.component == "scheduler" and part.layout == DATA and of_engine:
+            continue  # the scheduler that DeepSpeed's engine steps is in its own files
         if part.layout not in (DATA, TREE, _OURS):
-            _add(out, _state(source, part, options, out), part)
+            found = _state(source, part, options, out)
+            _add(out, found, part)
+            of_engine = of_engine or (
+                part.layout == _DEEPSPEED and any(v.path[0] == "scheduler" for v in found.values.values())
+            )
             continue
         try:
             _add(out, _data(source, part), part)
@@ -156,7 +168,11 @@ def _state(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) 
         if model
         else replace(options, only=None)
     )
-    found = layouts.find(part.layout).read(where, mine)
+    if part.layout == _DEEPSPEED:
+        found = layouts.find(part.layout).read(where, replace(options, beside=False))
+        found.notes.append(f"the model and the optimizer are a save of DeepSpeed, {found.layout}")
+    else:
+        found = layouts.find(part.layout).read(where, mine)
     stray = [n for n in [*found.tensors, *found.values] if found.component(n) != part.component]
     if part.component == "optim" and stray and len(stray) == len(found.tensors) + len(found.values):
         raise Unsupported(f"{source.root}/{part.name}: {' '.join(found.notes) or 'it holds no state of an optimizer.'}")

@@ -10,11 +10,13 @@ accelerate   accelerator.save_state(DIR)
     scaler.pt                                           GradScaler.state_dict()
     random_states_{rank}.pkl                            {"step", "random_state", "numpy_random_seed", "torch_manual_seed", ...}
     custom_checkpoint_{i}.pkl                           objects that were registered
+    latest, pytorch_model/, pytorch_model_{i}/          with DeepSpeed: a save of each engine, model and optimizer in one
 
 trainer      transformers' Trainer and TRL: checkpoint-{step}/
 
     the files of accelerate for the model, or model.safetensors, adapter_model.safetensors with adapter_config.json (PEFT)
     optimizer.pt (DDP, numbers instead of names), optimizer.bin (FSDP FULL), optimizer_0/ (FSDP SHARDED)
+    latest, global_step{step}/ (DeepSpeed: model and optimizer in one; its scheduler too, if the engine has one)
     scheduler.pt, scaler.pt, rng_state.pth or rng_state_{rank}.pth, trainer_state.json, training_args.bin (arguments, no state)
 
 lightning    FSDPStrategy and ModelParallelStrategy with sharded checkpoints: a folder of dcp
@@ -38,11 +40,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ckpttool import layouts
 from ckpttool.storage.source import Source
 
+from ._deepspeed_files import SAVES
 from ._parts import DATA, TREE, Dialect, Part, of_one_model
 from ._parts_write import DirectoryOptions
 from ._trainers_write import RNG_KEYS, write_accelerate, write_lightning, write_titan, write_trainer
@@ -120,11 +124,30 @@ _RANDOM_STATES = r"random_states_(\d+)\.pkl"
 _RNG_STATE = r"rng_state(?:_(\d+))?\.pth"
 
 
+def _saves(source: Source) -> list[Part]:
+    """The saves of DeepSpeed's engines that make up a directory: the one that `latest` names, or one a model (Accelerate)."""
+    zero = layouts.find("zero3")
+    models = [
+        Part(name, zero.name, "model", (str(i),))
+        for name, i in _numbered(source.list(), r"pytorch_model(?:_(\d+))?")
+        if _is_deepspeed(source.below(name))
+    ]
+    return models if len(models) > 1 else [Part("", zero.name, "model")]
+
+
+def _is_deepspeed(source: Source) -> bool:
+    return any(layouts.find(name).detect(layouts.Place(source, None))[0] for name in ("zero3", "zero2"))
+
+
 def _is_accelerate(source: Source) -> tuple[bool, str]:
     names = source.list()
-    if "trainer_state.json" in names or "latest" in names:
-        return False, "trainer_state.json or latest: of another trainer"
+    if "trainer_state.json" in names:
+        return False, "trainer_state.json: of Hugging Face Trainer"
     ranks = next(_numbered(names, _RANDOM_STATES), None)
+    if "latest" in names:
+        if ranks and _is_deepspeed(source):
+            return True, f"has {ranks[0]} and a save of DeepSpeed"
+        return False, "latest, but no random_states_0.pkl beside it"
     parts = any(n.startswith("pytorch_model_fsdp") for n in names)
     if _models(names) and (ranks or (parts and _optimizers(names))):
         return True, f"has {ranks[0] if ranks else _models(names)[0].name} and {_models(names)[0].name}"
@@ -133,28 +156,40 @@ def _is_accelerate(source: Source) -> tuple[bool, str]:
 
 def _is_trainer(source: Source) -> tuple[bool, str]:
     names = source.list()
-    if "trainer_state.json" not in names or "latest" in names:
-        return False, "no trainer_state.json" if "latest" not in names else "latest: of DeepSpeed"
+    if "latest" in names:
+        found = next((n for n in names if n == "trainer_state.json" or re.fullmatch(_RNG_STATE, n)), None)
+        if found and _is_deepspeed(source):
+            return True, f"has {found} and a save of DeepSpeed"
+        return False, "latest, but no trainer_state.json beside it"
+    if "trainer_state.json" not in names:
+        return False, "no trainer_state.json"
     if not _models(names):
         return False, "trainer_state.json, but no weights"
     return True, "has trainer_state.json"
 
 
 def _ranks(pattern: str, source: Source) -> int | None:
-    return sum(1 for _ in _numbered(source.list(), pattern)) or None
+    """The ranks that saved their RNG state; None where the engine's own files tell."""
+    names = source.list()
+    return None if "latest" in names else sum(1 for _ in _numbered(names, pattern)) or None
+
+
+def _parts_of(rng: str, source: Source) -> list[Part]:
+    names = source.list()
+    state = _saves(source) if "latest" in names else _state(names)
+    counters = [Part("trainer_state.json", DATA, "trainer")] if "trainer_state.json" in names else []
+    return [*state, *_rest(names, rng), *counters]
 
 
 ACCELERATE = Dialect(
     name="accelerate", title="Accelerate", detect=_is_accelerate, write=write_accelerate, options=DirectoryOptions,
-    parts=lambda source: [*_state(source.list()), *_rest(source.list(), _RANDOM_STATES)],
-    world_size=lambda source: _ranks(_RANDOM_STATES, source),
+    parts=partial(_parts_of, _RANDOM_STATES), world_size=partial(_ranks, _RANDOM_STATES),
+    saves=SAVES,
 )  # fmt: skip
 TRAINER = Dialect(
     name="trainer", title="Hugging Face Trainer", detect=_is_trainer, write=write_trainer, options=DirectoryOptions,
-    parts=lambda source: [
-        *_state(source.list()), *_rest(source.list(), _RNG_STATE), Part("trainer_state.json", DATA, "trainer"),
-    ],
-    world_size=lambda source: _ranks(_RNG_STATE, source), aliases=("hf-trainer", "trl"),
+    parts=partial(_parts_of, _RNG_STATE), world_size=partial(_ranks, _RNG_STATE), aliases=("hf-trainer", "trl"),
+    saves=SAVES,
 )  # fmt: skip
 
 

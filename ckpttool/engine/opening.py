@@ -266,7 +266,10 @@ def open_with(
         )
         _drop_synthesized_values(opened)
         if where == given:  # what is mounted holds all that it lists
-            ckpt.unread += unread_files.unread(where.source, where.file, ckpt, found.saves)
+            saves = found.saves
+            if found.of_trainer and saves is not None and not saves.pointers & set(where.source.list()):
+                saves = None  # a trainer's directory without DeepSpeed inside
+            ckpt.unread += unread_files.unread(where.source, where.file, ckpt, saves)
             ckpt.notes = [*ckpt.notes, *unread_files.note(ckpt.unread)]
         ckpt.notes += unused
         if only is not None:

@@ -72,7 +72,9 @@ def test_the_rest_of_the_state_is_carried_as_data(case: str, tmp_path: Path) -> 
         else ("scheduler.bin", "random_states_{}.pkl")
     )
     assert same_value(tree["scheduler"], torch.load(folder(case) / scheduler, weights_only=False))
-    for rank in range(RANKS):
+    ranks = [r for r in range(RANKS) if (folder(case) / rng.format(r)).exists()]
+    assert sorted(tree["rng"]) == [str(r) for r in ranks] and (len(ranks) == RANKS or "deepspeed" in case)
+    for rank in ranks:
         original = torch.load(folder(case) / rng.format(rank), weights_only=False)
         renamed = {ACCELERATES.get(key, key): x for key, x in original.items()}
         assert same_value(plain(tree["rng"][str(rank)]), plain(renamed))
@@ -101,6 +103,71 @@ def test_numpy_arrays_are_tensors_where_torch_refuses_numpy(tmp_path: Path) -> N
     original = torch.load(folder("trainer_ddp") / "rng_state_1.pth", weights_only=False)["numpy"]
     assert found[1].dtype == torch.uint32 and found[1].tolist() == original[1].tolist()
     assert (found[0], *found[2:]) == (original[0], *original[2:])
+
+
+# ---------------------------------------------------------------------------------------------------- with DeepSpeed
+
+DEEPSPEED = TRAINERS / "accelerate_deepspeed_z3" / "ckpt"
+
+
+def trainer_with_deepspeed(path: Path) -> Path:
+    """What Trainer writes with DeepSpeed: a save of the engine beside the trainer's own files."""
+    shutil.copytree(DEEPSPEED / "pytorch_model", path / "global_step3")
+    (path / "latest").write_text("global_step3")
+    shutil.copy(DEEPSPEED / "scheduler.bin", path / "scheduler.pt")
+    for name in ("rng_state_0.pth", "rng_state_1.pth", "trainer_state.json"):
+        shutil.copy(folder("trainer_fsdp2_full") / name, path / name)
+    return path
+
+
+def test_trainer_with_deepspeed_is_one_state(tmp_path: Path) -> None:
+    source = trainer_with_deepspeed(tmp_path / "checkpoint-3")
+    done = ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=3)
+    assert not done.dropped and any("DeepSpeed, zero3" in n for n in done.notes)
+    tree = load_dcp(tmp_path / "out")
+    wanted = truth("accelerate_deepspeed_z3")
+    assert difference({k: t for k, t in tensors_of(tree).items() if k.startswith(("model.", "optim."))}, wanted) == []
+    engine = {"global_steps": 3, "global_samples": 36, "skipped_steps": 0}
+    assert tree["trainer"] == engine | json.loads((source / "trainer_state.json").read_text())
+    assert same_value(tree["scheduler"], torch.load(source / "scheduler.pt", weights_only=False))
+    assert set(tree["rng"]) == {"0", "1"}
+    with ckpttool.open(source) as opened:
+        ckpt = opened.checkpoint
+        assert (ckpt.layout, ckpt.trainer, ckpt.world_size, ckpt.unread) == ("trainer", "Hugging Face Trainer", 2, [])
+    with ckpttool.open(source / "latest") as opened:  # the save alone
+        assert opened.checkpoint.layout == "zero3"
+
+
+def test_the_scheduler_that_the_engine_steps_is_read_once(tmp_path: Path) -> None:
+    source = trainer_with_deepspeed(tmp_path / "checkpoint-3")
+    for file in (source / "global_step3").glob("*model_states.pt"):
+        state = torch.load(file, weights_only=False)
+        torch.save(state | {"lr_scheduler": {"last_batch_iteration": 2}}, file)
+    with ckpttool.open(source) as opened:
+        found = {n: v.data for n, v in opened.checkpoint.values.items() if n.startswith("scheduler.")}
+        assert found == {"scheduler.last_batch_iteration": 2}
+        assert [(r.name, r.component) for r in opened.checkpoint.unread] == [("scheduler.pt", "")]
+
+
+def test_only_the_weights_of_a_save_of_deepspeed(tmp_path: Path) -> None:
+    source = trainer_with_deepspeed(tmp_path / "checkpoint-3")
+    with ckpttool.open(source, only=["model"], tag="global_step3") as opened:
+        assert len(opened.checkpoint.tensors) == 21 and not opened.checkpoint.values
+    with pytest.raises(Corrupt, match="global_step4"):
+        ckpttool.open(source, tag="global_step4")
+
+
+def test_several_engines_of_accelerate_are_told_apart_by_number(tmp_path: Path) -> None:
+    source = tmp_path / "state"
+    shutil.copytree(DEEPSPEED, source)
+    shutil.copytree(source / "pytorch_model", source / "pytorch_model_1")
+    (source / "latest").write_text("pytorch_model_1")
+    with ckpttool.open(source) as opened:
+        names = list(opened.checkpoint.tensors)
+        for number in ("0", "1"):
+            assert sum(n.startswith(f"model.{number}.") for n in names) == 21
+            assert sum(n.startswith(f"optim.{number}.state.") for n in names) == 63
+        assert not opened.checkpoint.unread
 
 
 # -------------------------------------------------------------------------------------------------- numbers and names
