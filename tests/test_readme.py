@@ -82,6 +82,7 @@ def desk(tmp_path: Path) -> Path:
     shutil.copy(FIXTURES / "full_w1" / "ckpt" / "ids.pt", tmp_path / "numbered.pt")
     shutil.copy(FIXTURES / "full_w1" / "ckpt" / "fqn.pt", tmp_path / "names.pt")
     shutil.copytree(FIXTURES / "zero3_w4" / "ckpt", tmp_path / "zero3")
+    shutil.copytree(FIXTURES / "trainers" / "jobs" / "trainer", tmp_path / "checkpoint-3")
     shutil.copytree(FIXTURES / "fsdp1_w2_tied" / "ckpt", tmp_path / "fsdp1")
     described = FIXTURES / "fsdp1_w2_tied" / "flat_layout.json"
     ckpttool.convert(tmp_path / "fsdp1", tmp_path / "fsdp1.pt", flat_layout=described)
