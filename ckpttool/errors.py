@@ -59,10 +59,14 @@ class MissingPackage(UsageError):
 
 
 class NotRecognised(CkpttoolError):
-    """No layout knows this path."""
+    """No layout knows this path.
+
+    `below`: of a folder of checkpoints their list, an `engine.detection.Checkpoints`.
+    """
 
     exit_code = 3
     keeps_work = False
+    below: object = None
 
 
 class Unsupported(CkpttoolError):

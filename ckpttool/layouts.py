@@ -430,7 +430,7 @@ def detect(where: Place) -> Layout:
     """The one layout of a place.
 
     Raises:
-        NotRecognised: with what each layout looked for, and the names of checkpoints one folder below.
+        NotRecognised: with what each layout looked for.
         Unsupported: more than one layout matches.
     """
     answers = [(layout, *layout.detect(where)) for layout in layouts().values()]
@@ -443,21 +443,4 @@ def detect(where: Place) -> Layout:
         matches = "; ".join(f"{layout.name}: {why}" for layout, why in yes)
         raise Unsupported(f"{path} matches more than one layout ({matches}). Choose with {argument('source_layout')}.")
     reasons = "\n".join(f"  {layout.name:10s} {why}" for layout, _, why in answers)
-    below = [] if where.file else _below(where.source)
-    hint = "".join(f"\nBelow it, {os.path.join(path, name)} is {kind}; give that path." for name, kind in below)
-    raise NotRecognised(f"{path} is not a checkpoint ckpttool knows. Looked for:\n{reasons}{hint}")
-
-
-def _below(source: Source) -> list[tuple[str, str]]:
-    out = []
-    known = list(layouts().values())
-    for name in source.list()[:1000]:
-        inner = os.path.join(source.root, name)
-        here = place(inner) if os.path.isdir(inner) else Place(source, name) if os.path.isfile(inner) else None
-        for layout in known if here else ():
-            try:
-                if here and layout.detect(here)[0]:
-                    out.append((name, layout.name))
-            except Exception:
-                continue
-    return out[:8]
+    raise NotRecognised(f"{path} is not a checkpoint ckpttool knows. Looked for:\n{reasons}")

@@ -24,6 +24,7 @@ from .terminal import (  # fmt: skip
     From,
     IgnoreRecorded,
     Json,
+    Latest,
     Like,
     Meter,
     Only,
@@ -39,6 +40,7 @@ from .terminal import (  # fmt: skip
     cast_rules,
     comma,
     left_behind,
+    newest_of,
     note,
     peak,
     print_json,
@@ -74,6 +76,7 @@ def _of_trainer(name: str, to: str | None) -> tuple[str, bool]:
 @about(
     ("A model for from_pretrained", "ckpttool convert run/ckpt hf --to hf --config llama"),
     ("The same job on 3 ranks", "ckpttool convert run/ckpt dcp3 --to dcp --world-size 3"),
+    ("The newest complete checkpoint of a run", "ckpttool convert run step.pt --latest"),
     ("A directory that Trainer resumes from", "ckpttool convert run/ckpt checkpoint-3 --for trainer -n 8"),
     ("One file for torch.load", "ckpttool convert run/ckpt step3.pt"),
     ("One file of weights", "ckpttool convert run/ckpt weights.safetensors --config llama"),
@@ -111,6 +114,7 @@ def convert(
     flat_layout: FlatLayout = None,
     wrap: Wrap = None,
     tag: Tag = None,
+    latest: Latest = False,
     allow_equal_ranks: AllowEqualRanks = False,
     allow_mixed_steps: AllowMixedSteps = False,
     canonical_keys: CanonicalKeys = False,
@@ -138,6 +142,7 @@ def convert(
     from ..engine.dry_run import dry_run_with
     from ..layouts import options_of, target_of
 
+    src = newest_of(src, latest, quiet or as_json)
     reading = opening.OpenOptions(
         source_layout=from_, only=comma(only), config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
         allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,

@@ -14,6 +14,7 @@ from .terminal import (  # fmt: skip
     FlatLayout,
     From,
     Json,
+    Latest,
     Like,
     Meter,
     Only,
@@ -22,6 +23,7 @@ from .terminal import (  # fmt: skip
     Tag,
     Wrap,
     comma,
+    newest_of,
     not_read,
     print_json,
 )
@@ -44,6 +46,7 @@ def digest(
     flat_layout: FlatLayout = None,
     wrap: Wrap = None,
     tag: Tag = None,
+    latest: Latest = False,
     allow_equal_ranks: AllowEqualRanks = False,
     allow_mixed_steps: AllowMixedSteps = False,
     tensors: Annotated[bool, typer.Option("--tensors", help="Print the digest of every tensor too.")] = False,
@@ -53,6 +56,7 @@ def digest(
     """Print a digest of the state, which is the same in every layout and at every world size."""
     from ..engine.verification import digest as compute
 
+    path = newest_of(path, latest, quiet or as_json)
     meter = Meter(quiet)
     try:
         found = compute(

@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import UsageError, argument
+from ..errors import NotRecognised, UsageError, argument
 from .help import READING, about
 from .terminal import (  # fmt: skip
     Config,
     FlatLayout,
     From,
     Json,
+    Latest,
     Like,
     Src,
     Tag,
     Wrap,
     comma,
     draw,
+    newest_of,
     print_json,
 )
+
+if TYPE_CHECKING:
+    from ..engine.detection import Checkpoints
 
 __all__ = ["inspect"]
 
 
 @about(
     ("Layout, step, ranks, components, optimizer", "ckpttool inspect run/ckpt"),
+    ("The checkpoints of a run, by step", "ckpttool inspect run"),
+    ("The newest complete one of them", "ckpttool inspect run --latest"),
     ("All names", "ckpttool inspect step3.pt --tree"),
     ("File and byte range of every chunk", "ckpttool inspect run/ckpt --tensor '*.mlp.down_proj.weight'"),
     exits=READING,
@@ -47,18 +54,31 @@ def inspect(
     flat_layout: FlatLayout = None,
     wrap: Wrap = None,
     tag: Tag = None,
+    latest: Latest = False,
     as_json: Json = False,
 ) -> None:
     """Show what a checkpoint contains and what it lacks; reads only headers."""
     import fnmatch
 
     from ..engine import inspect as look
+    from ..engine.detection import Checkpoints
     from ..engine.opening import open as open_checkpoint
 
-    with open_checkpoint(
-        path, source_layout=from_, config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
-        allow_equal_ranks=True, allow_mixed_steps=True,
-    ) as opened:  # fmt: skip
+    path = newest_of(path, latest, as_json)
+    try:
+        found = open_checkpoint(
+            path, source_layout=from_, config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
+            allow_equal_ranks=True, allow_mixed_steps=True,
+        )  # fmt: skip
+    except NotRecognised as e:
+        if not isinstance(e.below, Checkpoints) or show_tree or tensor is not None:
+            raise
+        if as_json:
+            print_json(e.below.to_json())
+        else:
+            print(_folder(e.below))
+        return
+    with found as opened:
         if tensor is not None:
             ckpt = opened.locate()
             names = [n for n in ckpt.tensors if fnmatch.fnmatchcase(n, tensor)]
@@ -80,6 +100,17 @@ def inspect(
             print_json({**s.to_json(), **({} if listed is None else {"names": listed})})
             return
         draw(look.screen(s), *([look.tree(opened.checkpoint)] if show_tree else []))
+
+
+def _folder(found: Checkpoints) -> str:
+    """The checkpoints below a folder, and what to do with them."""
+    n, answer = len(found.checkpoints), found.newest
+    lines = [f"{found.path}: {'1 checkpoint' if n == 1 else f'{n} checkpoints'} below it", str(found)]
+    if len(answer) == 1:
+        lines.append(f"next: give the path of one, or --latest for {answer[0].path}")
+    else:
+        lines.append("next: give the path of one")
+    return "\n".join(lines)
 
 
 def _no_match(pattern: str, names: Iterable[str]) -> str:

@@ -29,6 +29,7 @@ __all__ = [
     "From",
     "IgnoreRecorded",
     "Json",
+    "Latest",
     "Like",
     "Meter",
     "Only",
@@ -46,6 +47,7 @@ __all__ = [
     "comma",
     "draw",
     "left_behind",
+    "newest_of",
     "not_read",
     "note",
     "peak",
@@ -145,9 +147,23 @@ Force = Annotated[bool, typer.Option("--force", help="Replace an existing destin
 IgnoreRecorded = Annotated[
     bool, typer.Option("--ignore-recorded-digests", help="Do not compare the source with its recorded digests.")
 ]
+Latest = Annotated[
+    bool, typer.Option("--latest", help="Take the newest complete checkpoint below this folder, two levels down.")
+]
 Only = Annotated[
     str | None, typer.Option("--only", help="Components to use, such as model,optim.", metavar="model,optim,...")
 ]
+
+
+def newest_of(path: str, latest: bool, quiet: bool = False) -> str:
+    """The checkpoint to read: the path itself, or with --latest the newest complete one below it, which a note names."""
+    if not latest:
+        return path
+    from ..engine.detection import newest
+
+    found = newest(path)
+    note(f"latest: {printable(found)}", quiet)
+    return found
 
 
 def comma(text: str | None) -> list[str] | None:

@@ -14,6 +14,7 @@ from .terminal import (  # fmt: skip
     FlatLayout,
     From,
     Json,
+    Latest,
     Like,
     Meter,
     Quiet,
@@ -21,6 +22,7 @@ from .terminal import (  # fmt: skip
     Tag,
     Wrap,
     comma,
+    newest_of,
     not_read,
     note,
     print_json,
@@ -50,6 +52,7 @@ def verify(
     flat_layout: FlatLayout = None,
     wrap: Wrap = None,
     tag: Tag = None,
+    latest: Latest = False,
     allow_equal_ranks: AllowEqualRanks = False,
     allow_mixed_steps: AllowMixedSteps = False,
     as_json: Json = False,
@@ -58,6 +61,7 @@ def verify(
     """Check that a checkpoint is complete: its structure and, with --read-data, every byte."""
     from ..engine.verification import verify as check
 
+    path = newest_of(path, latest, quiet or as_json)
     meter = Meter(quiet)
     try:
         found = check(

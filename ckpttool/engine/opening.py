@@ -12,7 +12,7 @@ from ..errors import Corrupt, UsageError, argument
 from ..index.checkpoint import Checkpoint, check, joined, tied_weights
 from ..storage.source import Source, raise_file_limit
 from ..storage.upload_folder import NOTE
-from . import mixups, unread_files
+from . import detection, mixups, unread_files
 from .handle import TensorHandle, handle
 from .recorded import RECORD, Recorded, missing, of_folder
 from .stream import small
@@ -251,7 +251,7 @@ def open_with(
                 f"{where.source.root}: a conversion to this place was interrupted while its files became visible. Run it "
                 "again, or remove what lies there."
             )
-        found = layouts.find(options.source_layout) if options.source_layout else layouts.detect(where)
+        found = layouts.find(options.source_layout) if options.source_layout else detection.detect(where)
         unused = refuse_unused(options, found.name, found.reader_uses) if check_hints else []
         given, where = where, found.mount(where)
         ckpt = found.read(
@@ -310,7 +310,7 @@ def usable(path: CheckpointPath, options: OpenOptions) -> OpenOptions:
     else:
         where = path if isinstance(path, layouts.Place) else layouts.place(path)
         with where.source:
-            found = layouts.detect(where)
+            found = detection.detect(where)
     unused: dict[str, Any] = dict.fromkeys(k for k in layouts.READ_HINTS if k not in found.reader_uses)
     return replace(options, **unused)
 

@@ -32,7 +32,7 @@ from ..layouts import Saves
 from ..storage import remote
 from ..storage.source import Source
 
-__all__ = ["NOT_READ", "human", "listed", "lost", "note", "unread"]
+__all__ = ["NOT_READ", "human", "kind_of", "listed", "lost", "note", "unread"]
 
 #: How the reason of a `Dropped` ends that stands for a file.
 NOT_READ = "in a file that was not read"
@@ -152,7 +152,7 @@ def _inside(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unr
             if not is_folder:
                 yield _row(name, size, *kind, held)
                 continue
-            kind = _named(entry + "/")
+            kind = kind_of(entry + "/")
             if saves is not None and (kind is None or saves.folder in entry):
                 continue  # another save, whatever its tag is called
             if kind is not None:
@@ -192,7 +192,7 @@ def _siblings(source: Source, skip: set[str], held: set[str], above: str, kind: 
     checkpoint has."""
     for entry in source.list():
         for name in (entry, entry + "/") if entry not in skip else ():
-            found = _named(name) if kind is None else kind[1:] if re.fullmatch(kind.pattern, name) else None
+            found = kind_of(name) if kind is None else kind[1:] if re.fullmatch(kind.pattern, name) else None
             if found is None or found[1] in ("", "adapter") or found[1] in held:
                 continue
             is_folder, size = source.glance(entry)
@@ -206,7 +206,7 @@ def _number(name: str) -> int:
 
 def _kind(name: str) -> tuple[str, str] | None:
     """(what, component) of a file in the checkpoint's own folder; None of one that needs no word: config, tokenizer, texts."""
-    if (known := _named(name)) is not None:
+    if (known := kind_of(name)) is not None:
         return known
     if name.startswith((".", "tokenizer")):
         return None
@@ -217,7 +217,7 @@ def _kind(name: str) -> tuple[str, str] | None:
     return next((what, component) for word, what, component in _WORDS if word in name.lower())
 
 
-def _named(name: str) -> tuple[str, str] | None:
+def kind_of(name: str) -> tuple[str, str] | None:
     """(what, component) of a name that trainers use; of a folder with "/"."""
     m = _NAMED.fullmatch(name)
     return None if m is None else next(k[1:] for i, k in enumerate(_NAMES) if m[f"k{i}"] is not None)

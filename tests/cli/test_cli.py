@@ -225,12 +225,14 @@ def test_2_is_a_command_line_that_makes_no_sense(args: list[object], words: str,
 
 
 def test_3_is_what_no_layout_knows_with_what_each_looked_for_and_what_lies_below(tmp_path: Path) -> None:
-    shutil.copytree(W3, tmp_path / "runs" / "step-3")
+    (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "log.txt").write_text("x")
     said = fails(3, "inspect", tmp_path / "runs")
     for words in ("dcp        no .metadata, no *.distcp", "full       one .pt file", "hf         no *.safetensors"):
         assert words in said
-    assert f"{tmp_path / 'runs' / 'step-3'} is dcp" in said
+    shutil.copytree(W3, tmp_path / "runs" / "step-3")
+    said = fails(3, "verify", tmp_path / "runs")
+    assert "step 3  step-3  dcp" in said and f"The newest complete one is {tmp_path / 'runs' / 'step-3'}" in said
     (tmp_path / "x.txt").write_text("x")
     assert "neither a zip nor a legacy torch.save file" in fails(3, "inspect", tmp_path / "x.txt")
     assert "no such file or folder" in fails(3, "inspect", tmp_path / "nowhere")

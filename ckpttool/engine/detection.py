@@ -1,0 +1,455 @@
+"""Which checkpoint a path is, and what to type where it is one level too high or too low.
+
+    detect(where)      the layout of a place; the error names the folder of a file, or lists the checkpoints below a folder
+    below(source)      the checkpoints in a folder and in its folders, by step, with what the incomplete ones lack
+    newest(path)       the path of the newest complete one: `--latest`
+
+Folders are judged by the names in them, as `Layout.detect` does, so that a bucket is only listed; of local files the first bytes
+are read too. `Checkpoints` prints itself as the list that `inspect` shows.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .. import layouts
+from ..errors import CkpttoolError, NotRecognised, UsageError, argument
+from ..layouts import Layout, Place
+from ..storage import remote, urls
+from ..storage.source import Source
+from .unread_files import human, kind_of
+
+__all__ = ["Checkpoints", "Found", "below", "detect", "newest"]
+
+_DEPTH = 2
+_MOST = 1000  # folders that are listed on a disk
+_MOST_REMOTE = 200  # and on a store, where each takes a request
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint below a folder.
+
+    `name` is relative to that folder; `step` is None where no name has it; `trainer` is None where names alone do not tell;
+    `complete` is whether the file is there that the trainer writes last, and every rank and shard has its own; `lacks` is what
+    is not there; `files` and `bytes` are those of the folder and the folders in it; `newest` is whether it is the newest
+    complete one of its run.
+    """
+
+    path: str
+    name: str
+    step: int | None
+    epoch: int | None
+    layout: str
+    trainer: str | None
+    complete: bool
+    lacks: str
+    files: int
+    bytes: int
+    newest: bool = False
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints below a folder, oldest first. `left_out` is the number of folders that were not looked into."""
+
+    path: str
+    checkpoints: list[Found]
+    left_out: int = 0
+
+    @property
+    def newest(self) -> list[Found]:
+        """The newest complete checkpoint of each run: one, unless several runs or models lie below."""
+        return [c for c in self.checkpoints if c.newest]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; "newest" is a path where there is one answer."""
+        answer = self.newest
+        return {
+            "path": self.path, "checkpoints": [asdict(c) for c in self.checkpoints],
+            "newest": answer[0].path if len(answer) == 1 else None, "left_out": self.left_out,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                f"step {c.step:,}" if c.step is not None else f"epoch {c.epoch}" if c.epoch is not None else "",
+                _printable(c.name), c.layout + (f" ({c.trainer})" if c.trainer else ""), human(c.bytes),
+                "newest complete" if c.newest else "" if c.complete else f"incomplete: {_printable(c.lacks)}",
+            )
+            for c in self.checkpoints
+        ]  # fmt: skip
+        wide = [max((len(r[i]) for r in rows), default=0) for i in range(4)]
+        lines = [
+            "  " + "  ".join([*(cell.ljust(w) for cell, w in zip(r, wide, strict=False)), r[4]]).rstrip() for r in rows
+        ]
+        if self.left_out:
+            lines.append(f"  {self.left_out} more folders were not looked into")
+        return "\n".join(lines)
+
+
+def _printable(text: str) -> str:
+    return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
+
+
+# ------------------------------------------------------------------------------------------------------- one place
+
+
+def detect(where: Place) -> Layout:
+    """The one layout of a place.
+
+    Raises:
+        NotRecognised: a file of a folder, with the folder to give; a folder of checkpoints, with their list, and `below`; or
+            anything else, with what each layout looked for.
+        Unsupported: more than one layout matches.
+    """
+    if where.file is not None:
+        _refuse_piece(where.source, where.file)
+    try:
+        return layouts.detect(where)
+    except NotRecognised as e:
+        if where.file is not None:
+            if (folder := _folder_of(where.source)) is not None:
+                raise _piece(where, *folder) from None
+            raise
+        found = below(where.source)
+        if not found.checkpoints:
+            raise
+        if all(
+            c.step is None and c.epoch is None for c in found.checkpoints
+        ):  # no run: what was looked for matters too
+            error = NotRecognised(f"{e}\n{_count(found)} below it; give the path of one:\n{found}")
+        else:
+            answer = found.newest
+            hint = f" The newest complete one is {answer[0].path}." if len(answer) == 1 else ""
+            error = NotRecognised(
+                f"{found.path} is not a checkpoint itself; {_count(found)} below it. Give the path of one.{hint}\n{found}"
+            )
+        error.below = found
+        raise error from None
+
+
+def _count(found: Checkpoints) -> str:
+    n = len(found.checkpoints)
+    return "1 checkpoint is" if n == 1 else f"{n} checkpoints are"
+
+
+_OF_DCP = re.compile(r"(__\d+)?\.metadata(\.tmp)?|.*\.distcp", re.DOTALL)
+_OF_DEEPSPEED = re.compile(r"(bf16_)?zero_pp_rank_\d+.*\.pt|mp_rank_\d+_model_states\.pt|layer_\d+-model_.*\.pt")
+_RANK = re.compile(
+    r"(?P<head>.*?(?:rank|shard)[_-]?)(?P<number>\d{1,6})(?P<tail>(?:[._-].*)?\.(?:pt|pth|bin|ckpt|tar))"
+)
+_SHARD = re.compile(r"(?P<head>.+)-(?P<number>\d{5})-of-(?P<of>\d{5})(?P<tail>\.(?:safetensors|bin))")
+#: Folders of dcp that are one half of a trainer's directory.
+_HALF = re.compile(r"pytorch_model_fsdp_\d+|optimizer_\d+")
+
+
+def _is_piece(source: Source, name: str) -> bool:
+    """Whether a file holds a part of a checkpoint, and by itself is none, although a layout may take it for one."""
+    if _OF_DCP.fullmatch(name) or _OF_DEEPSPEED.fullmatch(name):
+        return True
+    if source.root.startswith("http"):  # a server may have no listing of the folder
+        return False
+    if m := _SHARD.fullmatch(name):
+        return m["of"] != "00001" and any(
+            n.endswith(".index.json") or (n != name and _same(_SHARD, n, m, "of")) for n in source.list()
+        )
+    kind = kind_of(name)
+    if kind is not None and kind[1] in ("scheduler", "rng", "scaler", "dataloader", "trainer"):
+        return True
+    m = _RANK.fullmatch(name)
+    return m is not None and any(n != name and _same(_RANK, n, m) for n in source.list())
+
+
+def _same(pattern: re.Pattern[str], name: str, m: re.Match[str], *more: str) -> bool:
+    other = pattern.fullmatch(name)
+    return other is not None and all(other[k] == m[k] for k in ("head", "tail", *more))
+
+
+def _refuse_piece(source: Source, name: str) -> None:
+    """Answer a file of a folder with that folder."""
+    if not _is_piece(source, name):
+        return
+    if (folder := _folder_of(source)) is not None:
+        raise _piece(Place(source, name), *folder)
+    if _OF_DCP.fullmatch(name):
+        why = layouts.find("dcp").detect(Place(source, None))[1]
+        raise NotRecognised(
+            f"{_shown(source, name)} is one file of a dcp checkpoint, and its folder cannot be read either: {why}."
+        )
+
+
+def _folder_of(source: Source) -> tuple[str, Layout] | None:
+    """(path, layout) of the checkpoint whose folder this is: the folder, or that of the trainer that it is a half of."""
+    if _HALF.fullmatch(source.root.rpartition("/")[2]):
+        parent = source.root.rpartition("/")[0]
+        try:
+            with remote.open_source(parent) as above:
+                layout = layouts.detect(Place(above, None))
+            if layout.of_trainer:
+                return urls.display_path(parent), layout
+        except CkpttoolError:
+            pass
+    try:
+        return urls.display_path(source.root), layouts.detect(Place(source, None))
+    except CkpttoolError:
+        return None
+
+
+def _piece(where: Place, folder: str, layout: Layout) -> NotRecognised:
+    path = _shown(where.source, where.file or "")
+    return NotRecognised(f"{path} is one file of the {layout.name} checkpoint {folder}; give that folder.")
+
+
+def _shown(source: Source, name: str) -> str:
+    return urls.display_path(f"{source.root.rstrip('/')}/{name}" if name else source.root)
+
+
+# ----------------------------------------------------------------------------------------------------- many places
+
+#: Folders that are part of a checkpoint, or none at all, whatever lies in them.
+_NO_CHECKPOINT = re.compile(
+    r"\..*|optimizer_\d+|recipe_state|sharded|zero|runs|logs|wandb|tensorboard|lightning_logs|__pycache__", re.DOTALL
+)
+_FILE = re.compile(r".*\.(pt|pth|ckpt|bin|tar\.zst(\.age)?)", re.DOTALL)
+_TEMPORARY = re.compile(r"tmp[-_.].*|.*[-_.](tmp|incomplete|partial)", re.DOTALL)
+_STEP = re.compile(r"(?:step|checkpoint|ckpt|iter|iteration|batch)s?[-_=]?(\d{1,15})(?!\d)", re.IGNORECASE)
+_NAMED_STEP = re.compile(r"steps?[-_=]?(\d{1,15})(?!\d)", re.IGNORECASE)
+_EPOCH = re.compile(r"(?:epoch|ep)[-_=]?(\d{1,9})(?!\d)", re.IGNORECASE)
+
+
+def below(source: Source) -> Checkpoints:
+    """The checkpoints in a folder and in its folders."""
+    walk = _Walk(source)
+    rows = sorted(walk.rows(""), key=_age)
+    best: dict[tuple[str, str], Found] = {}
+    for c in rows:
+        if c.complete:
+            best[_run(c)] = c
+    for c in rows:  # two of one run, of the same age: neither is the newest
+        other = best.get(_run(c))
+        if other is not None and other is not c and c.complete and _age(c)[:2] == _age(other)[:2]:
+            del best[_run(c)]
+    chosen = {id(c) for c in best.values()}
+    rows = [Found(**{**asdict(c), "newest": True}) if id(c) in chosen else c for c in rows]
+    return Checkpoints(_shown(source, ""), rows, walk.left_out)
+
+
+def _age(c: Found) -> tuple[int, int, str]:
+    return (-1 if c.step is None else c.step, -1 if c.epoch is None else c.epoch, c.name)
+
+
+def _run(c: Found) -> tuple[str, str]:
+    """What the saves of one run have in common: the folder they are in; of global_step_3/actor also the name."""
+    folder, _, name = c.name.rpartition("/")
+    if _numbers(name) == (None, None):
+        return re.sub(r"\d+", "#", folder), name if folder else ""
+    return folder, ""
+
+
+def _numbers(name: str) -> tuple[int | None, int | None]:
+    """(step, epoch) in a name."""
+    steps, epochs = _NAMED_STEP.findall(name) or _STEP.findall(name), _EPOCH.findall(name)
+    return (int(steps[-1]) if steps else None), (int(epochs[-1]) if epochs else None)
+
+
+class _Walk:
+    """A look into a folder, its folders and theirs."""
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.left_out = source, 0
+        self.listings = _MOST_REMOTE if source.is_remote else _MOST
+
+    def rows(self, folder: str) -> Iterator[Found]:
+        names = self.source.list(folder)
+        trainers = False  # whether a folder here has trainer_state.json, so that its siblings should
+        out: list[Found] = []
+        for name in sorted(names, key=lambda n: [-1 if x is None else x for x in _numbers(n)], reverse=True):
+            path = f"{folder}/{name}" if folder else name
+            if not self.source.glance(path)[0]:
+                out += self._file(folder, path, name, names)
+            elif not _NO_CHECKPOINT.fullmatch(name) and not (name == "train" and "model_and_optim" in names):
+                if self.listings <= 0:
+                    self.left_out += 1
+                    continue
+                self.listings -= 1
+                found = self._folder(path, name)
+                if found is not None:
+                    trainers |= found.layout == "trainer" and found.complete
+                    out.append(found)
+                elif path.count("/") + 1 < _DEPTH:
+                    yield from self.rows(path)
+        for c in out:
+            if trainers and c.layout == "hf" and re.fullmatch(r"checkpoint-\d+", os.path.basename(c.name)):
+                c = Found(**{**asdict(c), "complete": False, "lacks": _NO_TRAINER_STATE})
+            yield c
+
+    def _folder(self, path: str, name: str) -> Found | None:
+        inside = self.source.below(path)
+        names = self.source.list(path)
+        layout = _layout_of(inside)
+        lacks = next(_lacks(inside, names, name, layout), "")
+        if layout is None and not lacks:
+            return None
+        if lacks == _NO_TRAINER_STATE:
+            layout = layouts.find("trainer")
+        known = layout.name if layout else "dcp"
+        sizes = [size for _, size in _files(inside, names)]
+        return self._found(path, known, layout, lacks, len(sizes), sum(sizes))
+
+    def _file(self, folder: str, path: str, name: str, names: Iterable[str]) -> Iterator[Found]:
+        """A checkpoint in one file, unless names say that it is a part of one or no state of a model."""
+        kind = kind_of(name)
+        if not _FILE.fullmatch(name) or name.startswith(".") or _SHARD.fullmatch(name) or _RANK.fullmatch(name):
+            return
+        if _OF_DEEPSPEED.fullmatch(name) or (kind is not None and not kind[0].startswith("weights")):
+            return
+        layout: str | None = "audit" if ".tar.zst" in name else "full"
+        if not self.source.is_remote:
+            inside = self.source.below(folder) if folder else self.source
+            found = _matching(Place(inside, name))
+            layout = found.name if found else None
+        if layout is not None:
+            size = self.source.glance(path)[1] or 0
+            lacks = "" if size else "the file is empty"
+            yield self._found(
+                path, layout, None, lacks or (_STILL_WRITTEN if _TEMPORARY.fullmatch(name) else ""), 1, size
+            )
+
+    def _found(self, path: str, layout: str, of: Layout | None, lacks: str, files: int, size: int) -> Found:
+        step = epoch = None
+        for part in reversed(path.split("/")):
+            step, epoch = _numbers(part)
+            if step is not None or epoch is not None:
+                break
+        trainer = None
+        if of is not None:
+            trainer = of.title.removeprefix("directory of ") if of.of_trainer else "DeepSpeed" if of.saves else None
+        return Found(
+            _shown(self.source, path), path, step, epoch, layout, trainer, not lacks, lacks, files, size,
+        )  # fmt: skip
+
+
+def _layout_of(inside: Source) -> Layout | None:
+    return _matching(Place(inside, None))
+
+
+def _matching(where: Place) -> Layout | None:
+    """The layout of a place; the first where several match."""
+    yes = []
+    for layout in layouts.layouts().values():
+        try:
+            if layout.detect(where)[0]:
+                yes.append(layout)
+        except (CkpttoolError, OSError):
+            continue
+    return next((x for x in yes if x.of_trainer), yes[0] if yes else None)
+
+
+def _files(inside: Source, names: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """(name, bytes) of the files of a folder and of the folders in it."""
+    for name in names:
+        is_folder, size = inside.glance(name)
+        if not is_folder:
+            yield name, size or 0
+            continue
+        for inner in inside.list(name):
+            below_it, size = inside.glance(f"{name}/{inner}")
+            if not below_it:
+                yield f"{name}/{inner}", size or 0
+
+
+_NO_TRAINER_STATE = "no trainer_state.json, which Trainer writes last"
+_STILL_WRITTEN = "its name is that of a save that has not ended"
+
+
+def _lacks(inside: Source, names: list[str], name: str, layout: Layout | None) -> Iterator[str]:
+    """What a folder lacks of a complete checkpoint, the most telling first; nothing for a folder that is none."""
+    halves = [n for n in names if _HALF.fullmatch(n)]
+    for folder in ["", *halves]:
+        here = inside.list(folder) if folder else names
+        head = f"{folder}/" if folder else ""
+        has_index = any(re.fullmatch(r"(__\d+)?\.metadata", n) for n in here)
+        if ((any(n.endswith(".distcp") for n in here) or ".metadata.tmp" in here) and not has_index) or (
+            folder and not has_index
+        ):
+            yield f"no {head}.metadata, which is written last"
+    is_trainer = re.fullmatch(r"checkpoint-\d+", name) and "trainer_state.json" not in names
+    if is_trainer and (halves or any((kind_of(n) or ("", ""))[1] in ("optim", "scheduler", "rng") for n in names)):
+        yield _NO_TRAINER_STATE
+    if layout is None:
+        return
+    if _TEMPORARY.fullmatch(name):
+        yield _STILL_WRITTEN
+    pointers = layout.saves.pointers if layout.saves else frozenset[str]()
+    tags = [""]
+    if pointers and not any(_OF_DEEPSPEED.fullmatch(n) for n in names):
+        saves = [n for n in names if inside.glance(n)[0] and any(_OF_DEEPSPEED.fullmatch(x) for x in inside.list(n))]
+        tags = saves or tags
+        if saves and not pointers & set(names):
+            yield "no latest, which DeepSpeed writes last"
+    for tag in tags:
+        here = inside.list(tag) if tag else names
+        yield from _gaps(here)
+        for n in here:
+            is_folder, size = inside.glance(f"{tag}/{n}" if tag else n)
+            if not is_folder and size == 0 and (n.endswith((".safetensors", ".pt", ".bin", ".metadata"))):
+                yield f"{n} is empty"
+
+
+def _gaps(names: Iterable[str]) -> Iterator[str]:
+    """The ranks and shards that should be among some names, by the numbers of the others."""
+    ranks: dict[str, dict[str, set[int]]] = {}
+    shards: dict[tuple[str, str, str], set[int]] = {}
+    for name in names:
+        if m := _SHARD.fullmatch(name):
+            shards.setdefault((m["head"], m["of"], m["tail"]), set()).add(int(m["number"]))
+        elif m := _RANK.fullmatch(name):
+            ranks.setdefault(m["head"], {}).setdefault(m["tail"], set()).add(int(m["number"]))
+    for (head, of, tail), have in shards.items():
+        for i in range(1, int(of) + 1):
+            if i not in have:
+                yield f"no {head}-{i:05d}-of-{of}{tail}"
+    for head, groups in ranks.items():
+        world = re.search(r"world_size_(\d{1,6})", head)
+        n = int(world[1]) if world else max(max(have) for have in groups.values()) + 1
+        for tail, have in groups.items():
+            for rank in range(n):
+                if rank not in have:
+                    yield f"no {head}{rank}{tail}"
+
+
+def newest(path: str | os.PathLike[str]) -> str:
+    """The path of the newest complete checkpoint below a folder; the folder itself where it is a checkpoint.
+
+    Raises:
+        NotRecognised: there is none, or several runs lie below.
+    """
+    where = layouts.place(path)
+    if where.file is not None:
+        raise UsageError(
+            f"{argument('latest', True)} asks for a folder of checkpoints; {os.fspath(path)} is a file. Leave it out."
+        )
+    with where.source as source:
+        itself = _layout_of(source)
+        if itself is not None and itself.name != "hf":
+            return os.fspath(path)
+        found = below(source)
+    answer = found.newest
+    if len(answer) == 1:
+        return answer[0].path
+    if itself is not None:
+        return os.fspath(path)
+    if len(answer) > 1:
+        raise NotRecognised(
+            f"Several runs lie below {found.path}, so that none of their checkpoints is the newest. Give the folder of one:\n{found}"
+        )
+    if found.checkpoints:
+        raise NotRecognised(
+            f"No checkpoint below {found.path} is complete and newer than the others. Give the path of one:\n{found}"
+        )
+    raise NotRecognised(f"No checkpoint is in {found.path} or in its folders, two levels down.")
