@@ -33,7 +33,8 @@ __all__ = [
 ]  # fmt: skip
 
 BUILT_IN = tuple(
-    f"ckpttool.converters.{name}" for name in ("dcp", "full", "hf", "zero", "universal", "fsdp1", "audit", "trainers")
+    f"ckpttool.converters.{name}"
+    for name in ("dcp", "full", "hf", "zero", "universal", "fsdp1", "audit", "trainers", "torchsnapshot")
 )
 _GROUP = "ckpttool.layouts"
 

@@ -1,0 +1,409 @@
+"""torchsnapshot: what `Snapshot.take(path, app_state)` writes.
+
+    DIR/.snapshot_metadata              {"version", "world_size", "manifest": {"<rank>/<key>/<key>...": entry}}; written last
+    DIR/batched/<uuid>                  many small tensors
+    DIR/<rank>/..., replicated/..., sharded/...      one tensor or object a file
+
+An entry has a `type`:
+
+    dict, OrderedDict      keys, text or integers; "/" and "%" of a key are %2F and %25 in paths
+    list                   its items are at <path>/0, <path>/1, ...
+    int, str, bool         serialized_value, text; float: base64 of a double; bytes: base64
+    Tensor                 dtype "torch.float32", shape, location, serializer, byte_range [first, end) or null, replicated
+    ShardedTensor, DTensor shards [{offsets, sizes, tensor}] of this rank; the tensor is those of all ranks,
+                           and nothing else tells its shape
+    ChunkedTensor          dtype, shape, chunks [{offsets, sizes, tensor}], replicated
+    object                 location of a torch.save file
+
+`serializer` is buffer_protocol (the elements, row-major) or torch_save; those of quantized tensors are refused.
+
+An entry that is not sharded is of the rank it is listed under, unless `replicated`. Where ranks have the same value it is kept
+once. Where they differ, RNG states are rng.<rank>, other values of ranks besides the first extra.per_rank.<rank>.<key>. Tensors of
+the model or the optimizer that several ranks have, not replicated, may be copies or parts: they are refused, unless
+--allow-equal-ranks says that they are copies.
+
+Sources: torchsnapshot 0.1.0, manifest.py, flatten.py, serialization.py; a snapshot in fixtures/, which it wrote.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import struct
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any
+from urllib.parse import unquote
+
+from ckpttool import bounded_json
+from ckpttool.errors import Corrupt, Unsupported, argument
+from ckpttool.formats import stored_tensors, torch_zip
+from ckpttool.formats.pickles import short
+from ckpttool.formats.stored_tensors import StoredTensor
+from ckpttool.index.checkpoint import (
+    ITEMSIZE,
+    Checkpoint,
+    Chunks,
+    Number,
+    Path,
+    Record,
+    TensorEntry,
+    joined,
+    same_bytes,
+    shape_of,
+)
+from ckpttool.index.names import ROLES, canonical, with_canonical_keys
+from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_orders
+from ckpttool.storage.source import Source
+
+__all__ = ["LAYOUTS"]
+
+_METADATA = ".snapshot_metadata"
+_MOST_METADATA = 256 << 20
+_MOST_COMPARED = 64  # bytes of a tensor that ranks have each: a step, not a weight
+_CONTAINERS = ("dict", "OrderedDict", "list")
+_SHARDED = ("ShardedTensor", "DTensor")
+_MOST_RANKS = 1 << 20
+
+_Key = tuple[str, ...]  # a path in the manifest without its rank, unescaped
+_Entry = dict[str, Any]
+
+
+def detect(where: Place) -> tuple[bool, str]:
+    """A folder with .snapshot_metadata."""
+    if where.file is not None:
+        return False, "a folder; this is a file"
+    yes = _METADATA in where.source.list()
+    return yes, f"has {_METADATA}" if yes else f"no {_METADATA}"
+
+
+def read(where: Place, options: ReadOptions) -> Checkpoint:
+    """The index of a snapshot.
+
+    Raises:
+        Corrupt: the manifest is not one. Unsupported: ranks have tensors of their own under one name, or quantized ones.
+    """
+    source = where.source
+    world, entries = _manifest(source)
+    reading = _Reading(source, world, entries, options)
+    named = with_canonical_keys(canonical(
+        reading.leaves(), shape_of, options.like and options.like.optimizer, same_bytes, options.only, known_orders(options)
+    ))  # fmt: skip
+    out = checkpoint_of(named, "torchsnapshot", source.root, world, reading.files, source)
+    out.records = reading.records
+    out.notes += reading.notes
+    return out
+
+
+def _manifest(source: Source) -> tuple[int, dict[_Key, dict[int, _Entry]]]:
+    """(world size, {path without rank: {rank: entry}}).
+
+    Raises:
+        Corrupt: it is not what torchsnapshot writes. Unsupported: YAML.
+    """
+    what = f"{source.root}/{_METADATA}"
+    data = source.read_all(_METADATA, _MOST_METADATA)
+    if not data.lstrip().startswith(b"{"):
+        raise Unsupported(
+            f"{what} is not JSON. Older releases of torchsnapshot wrote YAML there, which ckpttool does not read: restore the snapshot "
+            "with torchsnapshot and take it again with release 0.1.0."
+        )
+    found = bounded_json.parse(data, what)
+    world, manifest = found.get("world_size"), found.get("manifest")
+    if type(world) is not int or not 0 < world <= _MOST_RANKS or not isinstance(manifest, dict):
+        raise Corrupt(f"{what} has no world_size and manifest, which torchsnapshot writes. Fetch the file again.")
+    entries: dict[_Key, dict[int, _Entry]] = {}
+    for path, entry in manifest.items():
+        rank, *tokens = path.split("/")
+        if not (rank.isascii() and rank.isdigit()) or int(rank) >= world or not tokens:
+            raise Corrupt(f"{what}: the path {path!a:.200} does not begin with one of {world} ranks and a key.")
+        if not isinstance(entry, dict) or not isinstance(entry.get("type"), str):
+            raise Corrupt(f"{what}: the entry of {path!a:.200} has no type.")
+        entries.setdefault(tuple(unquote(t) for t in tokens), {})[int(rank)] = entry
+    return world, entries
+
+
+class _Reading:
+    """The leaves that are collected while the manifest is read."""
+
+    def __init__(
+        self, source: Source, world: int, entries: Mapping[_Key, Mapping[int, _Entry]], options: ReadOptions
+    ) -> None:
+        self.source, self.world, self.entries, self.options = source, world, entries, options
+        self.what = f"{source.root}/{_METADATA}"
+        self.files: list[str] = []
+        self.numbers: dict[str, int] = {}
+        self.records: list[Record] = []
+        self.notes: list[str] = []
+        self.containers = {
+            key: next(e for e in rows.values() if e["type"] in _CONTAINERS)
+            for key, rows in entries.items()
+            if any(e["type"] in _CONTAINERS for e in rows.values())
+        }
+
+    def leaves(self) -> dict[Path, Any]:
+        """{path in the tree: TensorEntry or data}; lists of data alone are one value."""
+        out: dict[Path, Any] = {}
+        differing: list[str] = []
+        copies: list[str] = []
+        whole = {
+            e["location"]
+            for rows in self.entries.values()
+            for e in rows.values()
+            if e["type"] == "object" and isinstance(e.get("location"), str)
+        }
+        self.source.prefetch_ends(sorted(whole))
+        for key, rows in self.entries.items():
+            if key in self.containers:
+                continue
+            path = self._path(key)
+            role = ROLES.get(key[0])
+            if any(e["type"] in _SHARDED for e in rows.values()):
+                out[path] = self._sharded(path, rows)
+                continue
+            if any(e.get("replicated") is True for e in rows.values()):
+                rows = dict(list(rows.items())[:1])
+            elif role == "rng" and self.world > 1:
+                for rank, entry in rows.items():
+                    out.update(self._leaf((path[0], str(rank), *path[1:]), entry))
+                continue
+            first, *others = sorted(rows)
+            ours = self._leaf(path, rows[first])
+            out.update(ours)
+            for rank in others:
+                theirs = self._leaf(path, rows[rank])
+                if self._equal(ours, theirs):
+                    continue
+                if role in ("model", "optim"):
+                    copies.append(joined(path))
+                    continue
+                differing.append(joined(path))
+                out.update(
+                    {("per_rank", str(rank), *p): _at(("per_rank", str(rank), *p), x) for p, x in theirs.items()}
+                )
+        if copies and not self.options.allow_equal_ranks:
+            raise Unsupported(
+                f"{self.what}: several ranks have their own {copies[0]}, neither sharded nor replicated (and {len(set(copies)) - 1} more). "
+                "They may be copies, as of DDP without replicated=[\"**\"], or parts, as of tensor parallelism. If they are copies, "
+                f"use {argument('allow_equal_ranks', True)}: those of the first rank are taken."
+            )  # fmt: skip
+        if copies:
+            self.notes.append(
+                f"ranks have their own {copies[0]} and {len(set(copies)) - 1} more: those of the first rank are taken"
+            )
+        if differing:
+            self.notes.append(
+                f"ranks differ in {', '.join(sorted(set(differing))[:8])}: the first rank's is kept under its name, the others' as "
+                "extra.per_rank.<rank>"
+            )  # fmt: skip
+        self._fold(out)
+        return out
+
+    def _path(self, key: _Key) -> Path:
+        """The path of a key in the tree: positions in lists are integers, integer keys of dicts are Numbers."""
+        out: list[str | int] = []
+        for i, token in enumerate(key):
+            container = self.containers.get(key[:i])
+            if container is None:
+                out.append(token)
+            elif container["type"] == "list":
+                if not (token.isascii() and token.isdigit()):
+                    raise Corrupt(f"{self.what}: a list has an item at {token!a:.80}.")
+                out.append(int(token))
+            else:
+                keys = container.get("keys")
+                is_number = isinstance(keys, list) and token not in keys and token.lstrip("-").isdigit()
+                out.append(Number(token) if is_number else token)
+        return tuple(out)
+
+    def _fold(self, out: dict[Path, Any]) -> None:
+        """Put empty containers, and lists of plain values, into the leaves as one value each."""
+        containers = {self._path(key): entry for key, entry in self.containers.items()}
+        below: dict[Path, list[Path]] = {}
+        apart: set[Path] = set()  # containers that stay taken apart, since a tensor or a dict is in them
+        for path, leaf in out.items():
+            below.setdefault(path[:-1], []).append(path)
+            if isinstance(leaf, TensorEntry) or path[:-1] not in containers:
+                apart |= {path[:n] for n in range(len(path))}
+        for path in sorted(containers, key=len, reverse=True):
+            inside = below.get(path, [])
+            if containers[path]["type"] == "list" and path not in apart:
+                if sorted(int(p[-1]) for p in inside) != list(range(len(inside))):
+                    raise Corrupt(f"{self.what}: items of the list {joined(path)} are missing.")
+                out[path] = [out.pop(p) for p in sorted(inside, key=lambda p: int(p[-1]))]
+            elif not containers[path].get("keys") and not inside and path not in apart:
+                out[path] = {}
+            else:
+                apart.add(path[:-1])
+                continue
+            below.setdefault(path[:-1], []).append(path)
+
+    # ---------------------------------------------------------------------------------------------------- entries
+
+    def _leaf(self, path: Path, entry: _Entry) -> dict[Path, Any]:
+        """The leaves of an entry that is whole: one, or those of an object with tensors in it."""
+        kind = entry["type"]
+        what = f"{self.what}: {joined(path)}"
+        if kind == "Tensor":
+            dtype, shape = self._dtype(entry, what), _numbers(entry.get("shape"), what)
+            chunks = Chunks(len(shape))
+            chunks.add((0,) * len(shape), shape, *self._bytes(entry, dtype, shape, what))
+            return {path: TensorEntry(dtype, shape, path, chunks)}
+        if kind == "ChunkedTensor":
+            return {path: self._boxes(path, entry.get("chunks"), _numbers(entry.get("shape"), what), what)}
+        if kind == "object":
+            name, file, first, end = self._range(entry, what)
+            read_at = self.source.reader_of(name)
+            tree = torch_zip.read(read_at, first, end - first, f"{self.source.root}/{name}")
+            found, records = stored_tensors.leaves(tree, path, file, read_at, f"{self.source.root}/{name}")
+            self.records += records
+            return found
+        return {path: _primitive(kind, entry.get("serialized_value"), what)}
+
+    def _sharded(self, path: Path, rows: Mapping[int, _Entry]) -> TensorEntry:
+        """A tensor of the shards of all ranks; its shape is that of the box around them."""
+        what = f"{self.what}: {joined(path)}"
+        shards: dict[tuple[tuple[int, ...], tuple[int, ...]], Any] = {}
+        shape: tuple[int, ...] = ()
+        for rank, entry in sorted(rows.items()):
+            if entry["type"] not in _SHARDED or not isinstance(entry.get("shards"), list):
+                raise Corrupt(f"{what}: rank {rank} has no shards of it, and another rank has.")
+            for shard in entry["shards"]:
+                offsets, sizes = _box(shard, what)
+                shape = shape or (0,) * len(sizes)
+                if len(shape) != len(sizes):
+                    raise Corrupt(f"{what}: shards have {len(shape)} and {len(sizes)} dimensions.")
+                shape = tuple(max(n, o + s) for n, o, s in zip(shape, offsets, sizes, strict=True))
+                shards.setdefault((offsets, sizes), shard)  # HSDP: ranks that hold the same shard
+        if prod(shape):
+            shards = {box: shard for box, shard in shards.items() if prod(box[1])}  # ranks that got nothing
+        if not shards:
+            raise Corrupt(f"{what}: no rank has a shard of it.")
+        return self._boxes(path, list(shards.values()), shape, what)
+
+    def _boxes(self, path: Path, boxes: Any, shape: tuple[int, ...], what: str) -> TensorEntry:
+        chunks = Chunks(len(shape))
+        dtype = ""
+        for box in boxes if isinstance(boxes, list) else ():
+            offsets, sizes = _box(box, what)
+            inner = box["tensor"]
+            dtype = dtype or self._dtype(inner, what)
+            if (
+                self._dtype(inner, what) != dtype
+                or _numbers(inner.get("shape"), what) != sizes
+                or len(sizes) != len(shape)
+            ):
+                raise Corrupt(
+                    f"{what}: a shard is {inner.get('dtype')} {inner.get('shape')}, its box is {dtype} {list(sizes)}."
+                )
+            chunks.add(offsets, sizes, *self._bytes(inner, dtype, sizes, what))
+        if not dtype:
+            raise Corrupt(f"{what}: it has no chunks.")
+        return TensorEntry(dtype, shape, path, chunks)
+
+    def _bytes(self, entry: _Entry, dtype: str, shape: tuple[int, ...], what: str) -> tuple[int, int, int]:
+        """(file, offset, length) of the elements of a tensor."""
+        name, file, first, end = self._range(entry, what)
+        if entry.get("serializer") == "buffer_protocol":
+            return file, first, end - first
+        if entry.get("serializer") != "torch_save":
+            raise Unsupported(
+                f"{what}: a tensor in the form {short(entry.get('serializer'))} (quantized), which ckpttool does not read."
+            )
+        t = torch_zip.read(self.source.reader_of(name), first, end - first, f"{self.source.root}/{name}")
+        if not isinstance(t, StoredTensor) or (t.dtype, t.shape) != (dtype, shape) or not t.contiguous:
+            raise Corrupt(f"{what}: {name} holds {short(t)}, the manifest says {dtype} {list(shape)}.")
+        return (file, *t.extent)
+
+    def _range(self, entry: _Entry, what: str) -> tuple[str, int, int, int]:
+        """(name, number, first byte, end) of the file of an entry."""
+        name, found = entry.get("location"), entry.get("byte_range")
+        if not isinstance(name, str) or not name:
+            raise Corrupt(f"{what}: its entry names no file.")
+        if name not in self.numbers:
+            self.numbers[name] = len(self.files)
+            self.files.append(name)
+        size = self.source.size(name)
+        first, end = _numbers(found, what) if isinstance(found, list) and len(found) == 2 else (0, size)
+        if (found is not None and (first, end) != tuple(found)) or not first <= end <= size:
+            raise Corrupt(
+                f"{what}: bytes {short(found)} of {name}, which has {size}. The file was not copied whole; fetch it again."
+            )
+        return name, self.numbers[name], first, end
+
+    def _dtype(self, entry: _Entry, what: str) -> str:
+        name = str(entry.get("dtype")).removeprefix("torch.")
+        if name not in ITEMSIZE:
+            raise Unsupported(f"{what}: dtype {short(entry.get('dtype'))}, which ckpttool does not read.")
+        return name
+
+    def _equal(self, a: Mapping[Path, Any], b: Mapping[Path, Any]) -> bool:
+        """Whether two ranks' leaves are the same: values, and the bytes of small tensors."""
+        if a.keys() != b.keys():
+            return False
+        for path, x in a.items():
+            y = b[path]
+            if isinstance(x, TensorEntry) and isinstance(y, TensorEntry):
+                if (
+                    (x.dtype, x.shape) != (y.dtype, y.shape)
+                    or x.nbytes > _MOST_COMPARED
+                    or self._raw(x) != self._raw(y)
+                ):
+                    return False
+            elif type(x) is not type(y) or x != y:
+                return False
+        return True
+
+    def _raw(self, t: TensorEntry) -> bytes:
+        return b"".join(
+            self.source.read(self.files[f], offset, length)
+            for f, offset, length in zip(t.chunks.file, t.chunks.offset, t.chunks.length, strict=True)
+        )
+
+
+def _at(path: Path, leaf: Any) -> Any:
+    return replace(leaf, path=path) if isinstance(leaf, TensorEntry) else leaf
+
+
+def _numbers(found: Any, what: str) -> tuple[int, ...]:
+    """A shape, offsets or sizes."""
+    if not isinstance(found, list) or len(found) > 64 or not all(type(n) is int and n >= 0 for n in found):
+        raise Corrupt(f"{what}: {short(found)} is not a list of sizes.")
+    return tuple(found)
+
+
+def _box(shard: Any, what: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(offsets, sizes) of a shard or a chunk."""
+    if not isinstance(shard, dict) or not isinstance(shard.get("tensor"), dict):
+        raise Corrupt(f"{what}: a shard without a tensor.")
+    offsets, sizes = _numbers(shard.get("offsets"), what), _numbers(shard.get("sizes"), what)
+    if len(offsets) != len(sizes):
+        raise Corrupt(f"{what}: a shard with {len(offsets)} offsets and {len(sizes)} sizes.")
+    return offsets, sizes
+
+
+def _primitive(kind: str, text: Any, what: str) -> Any:
+    """A value that lies in the manifest."""
+    try:
+        if not isinstance(text, str):
+            raise ValueError("no serialized_value")
+        if kind == "int":
+            return int(text)
+        if kind == "str":
+            return text
+        if kind == "bool" and text in ("True", "False"):
+            return text == "True"
+        if kind in ("float", "bytes"):
+            raw = base64.b64decode(text, validate=True)
+            return raw if kind == "bytes" else struct.unpack("<d", raw)[0]
+    except (ValueError, binascii.Error, struct.error) as e:
+        raise Corrupt(f"{what}: {short(text)} is not a value of type {kind} ({e}).") from None
+    raise Unsupported(f"{what}: an entry of type {kind!a:.80}, which ckpttool does not know.")
+
+
+LAYOUTS = (
+    Layout(
+        name="torchsnapshot", title="snapshot of torchsnapshot", detect=detect, read=read, reader_uses=("config", "like"), writer_uses=(),
+    ),
+)  # fmt: skip
