@@ -175,7 +175,8 @@ class Layout:
         holds: components that it can hold ("model", "optim", ...), with these options; empty for all of them.
         is_file: the checkpoint is one file and not a folder.
         as_file: of a folder, the same layout as one file; written where the destination has one of its `suffixes`.
-        suffixes: endings of the names of such files, by which a destination without `--to` is known.
+        suffixes: endings of the names of such files, by which a destination without `--to` is known; of a folder, endings that
+            it may have although files have them too (Lightning's .ckpt).
         aliases: other names that people use for it.
         own_keys: it keeps the keys of the trainer that wrote the source, unless canonical ones are asked for.
         reader_uses: those of READ_HINTS that `read` looks at; the others are refused where no writer looks at them either.
@@ -338,7 +339,7 @@ def target_of(to: str | None, dst: str | os.PathLike[str]) -> Layout:
     target = find(to)
     if target.as_file is not None and text.endswith(target.as_file.suffixes):
         return target.as_file
-    if not target.is_file and text.endswith(tuple(s for x in files for s in x.suffixes)):
+    if not target.is_file and text.endswith(tuple({s for x in files for s in x.suffixes} - set(target.suffixes))):
         raise UsageError(
             f"{target.name} writes a folder, but the destination {text!r} has the name of a file. Give the name of a folder."
         )

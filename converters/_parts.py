@@ -84,7 +84,7 @@ class Dialect:
         title: what people call it; `Checkpoint.trainer` and messages have it.
         detect: whether a folder is this trainer's, and why, by the names in it.
         parts: the parts of such a folder, the model before the optimizer.
-        write, options: as those of `Layout`.
+        write, options, suffixes: as those of `Layout`.
         world_size: ranks of the job, where the files tell.
         own_keys: the parts are one tree with keys of its own, which dcp and full put back.
         aliases: other names of the layout.
@@ -99,6 +99,7 @@ class Dialect:
     options: type | None = None
     world_size: Callable[[Source], int | None] = lambda source: None
     own_keys: bool = False
+    suffixes: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     saves: layouts.Saves | None = None
 
@@ -106,7 +107,8 @@ class Dialect:
         """The layout that reads such directories."""
         return layouts.Layout(
             name=self.name, title=f"directory of {self.title}", detect=self._detect, read=partial(read, self), locate=locate,
-            write=self.write, prepare=lambda ckpt, source, options: as_saved(of_one_model(ckpt)), options=self.options, aliases=self.aliases, of_trainer=True,
+            write=self.write, prepare=lambda ckpt, source, options: as_saved(of_one_model(ckpt)), options=self.options, suffixes=self.suffixes,
+            aliases=self.aliases, of_trainer=True,
             reader_uses=("config", "like", "flat_layout", "wrap", "tag"), writer_uses=("world_size",), synthesizes_values=True,
             saves=self.saves,
         )  # fmt: skip

@@ -1085,7 +1085,7 @@ def test_words_of_a_verdict(tmp_path: Path) -> None:
     path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
     code, said = run("audit", "verify", path, "-q")
     assert code == 4 and "table" in said and "audit verify" not in said
-    assert "with `ckpttool audit verify` what is left of it" in refused("inspect", path)
+    assert "run `ckpttool audit verify` to see what is left of it" in refused("inspect", path)
     flips = bytearray(good)
     seen = set()
     for k in range(3):
