@@ -29,6 +29,7 @@ from ckpttool.index.checkpoint import (
     Extent,
     Path,
     Record,
+    Salvage,
     TensorEntry,
     Unread,
     Value,
@@ -327,6 +328,9 @@ def _add(out: Checkpoint, found: Checkpoint, part: Part) -> None:
     ]
     out.ranks |= {file + by: rank for file, rank in found.ranks.items()}
     out.notes += found.notes
+    if found.salvage is not None:
+        out.salvage = out.salvage or Salvage()
+        out.salvage.missing |= {f"{part.name}: {n}": why for n, why in found.salvage.missing.items()}
     out.origin |= found.origin
     if found.world_size is not None:
         out.world_size = max(out.world_size or 0, found.world_size)

@@ -41,12 +41,14 @@ from ckpttool.index.checkpoint import (
     Extent,
     Path,
     Record,
+    Salvage,
     TensorEntry,
     joined,
     shape_of,
 )
 from ckpttool.index.names import canonical
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_orders
+from ckpttool.storage.patched import Lost
 from ckpttool.storage.source import Source
 
 from ._dcp_metadata import Index, read_index
@@ -93,10 +95,15 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     notes: list[str] = []
     records: list[Record] = []
     seen: dict[str, dict[Path, Any]] = {}
+    lost: dict[str, str] = {}
     source.prefetch((index.files[f], at, min(n, _VALUE_HEAD)) for _, f, at, n, _ in index.values)
     for key, file, offset, length, transforms in index.values:
         _coding({tuple(transforms)}, key)
-        found, sums = _value(source, index, _path(index, key), file, offset, length, bool(transforms))
+        try:
+            found, sums = _value(source, index, _path(index, key), file, offset, length, bool(transforms))
+        except Lost:  # only of a damaged checkpoint that is salvaged
+            lost[joined(_path(index, key))] = f"it is in the lost bytes of {index.files[file]}"
+            continue
         if key in seen:  # per-rank metadata: every rank stores its own
             if found != seen[key]:
                 notes.append(
@@ -119,6 +126,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     named.notes.extend(notes)
     out = checkpoint_of(named, "dcp", source.root, max(ranks.values(), default=0) + 1, index.files, source)
     out.records, out.ranks = records, ranks
+    out.salvage = Salvage(missing=lost) if lost else None
     return out
 
 

@@ -33,6 +33,7 @@ from ckpttool.index.checkpoint import (
     Checkpoint,
     Chunks,
     Path,
+    Salvage,
     TensorEntry,
     Value,
     joined,
@@ -98,7 +99,9 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     out = checkpoint_of(named, "full", source.root, None, [name], source)
     out.records = records
     try:
-        out.recorded = _recorded(read_at, source.size(name), what)
+        out.recorded = _noted(read_at, source.size(name), what, "ckpttool.json")
+        if states := _noted(read_at, source.size(name), what, "ckpttool-salvage.json"):
+            out.salvage = Salvage.of_states(states)
     except Unreadable:
         raise
     except (Corrupt, Unsafe) as e:
@@ -108,18 +111,18 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     return out
 
 
-def _recorded(read_at: source.ReadAt, length: int, what: str) -> dict[str, str]:
-    """The digests that `write` recorded in the archive."""
+def _noted(read_at: source.ReadAt, length: int, what: str, record_name: str) -> dict[str, str]:
+    """What `write` recorded in the archive: digests by tensor, or what was salvaged."""
     if not zip_bytes.is_zip(read_at(0, min(4, length))):
         return {}
-    record = zip_bytes.zip_records(read_at, 0, length, what).get("ckpttool.json")
+    record = zip_bytes.zip_records(read_at, 0, length, what).get(record_name)
     if record is None:
         return {}
     if record.length > MOST_RECORD_BYTES:
-        raise Unsafe(f"{what}: ckpttool.json has {record.length} bytes; at most {MOST_RECORD_BYTES} are read")
-    found = parse(read_at(record.offset, record.length), f"{what}: ckpttool.json")
+        raise Unsafe(f"{what}: {record_name} has {record.length} bytes; at most {MOST_RECORD_BYTES} are read")
+    found = parse(read_at(record.offset, record.length), f"{what}: {record_name}")
     if not isinstance(found, dict) or not all(isinstance(d, str) for d in found.values()):
-        raise Corrupt(f"{what}: ckpttool.json is not a map of names to digests")
+        raise Corrupt(f"{what}: {record_name} is not a map of names to text")
     return found
 
 
@@ -154,7 +157,15 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         at = files.offset(0, keys[same.get(name, name)])
         tensors[name] = replace(t, chunks=Chunks.whole(t.shape, 0, at, t.nbytes), coding="raw")
     out = Checkpoint("full", options.target, None, [], [], tensors, values)
-    return files.draft(out, dict(ckpt.tensors), dropped=dropped, aliases=same, notes=notes, recorded=True)
+    return files.draft(
+        out,
+        dict(ckpt.tensors),
+        dropped=dropped,
+        aliases=same,
+        notes=notes,
+        recorded=True,
+        salvage=ckpt.salvage.states(wanted) if ckpt.salvage is not None else None,
+    )
 
 
 def _not_loadable(x: Any) -> str | None:

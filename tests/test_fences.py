@@ -39,6 +39,7 @@ OUTSIDE: dict[str, set[str]] = {
     "cli.convert": {"typer"},
     "cli.diff": {"typer"},
     "cli.digest": {"typer"},
+    "cli.doctor": {"typer"},
     "cli.help": {"typer"},
     "cli.inspect": {"typer"},
     "cli.layout_options": {"typer"},

@@ -178,6 +178,17 @@ def test_every_command_of_getting_started_and_trainers_runs(desk: Path, monkeypa
     run_here(command_lines(PAGES["how-to/trainers.md"]), desk)
 
 
+def test_every_command_of_the_guide_to_damage_runs_on_a_file_that_was_cut_off(
+    desk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(desk)
+    whole = (desk / "names.pt").read_bytes()
+    (desk / "cut.pt").write_bytes(whole[: len(whole) // 3])
+    for line in command_lines(PAGES["how-to/doctor.md"]):
+        done = CliRunner().invoke(app, shlex.split(line)[1:])
+        assert done.exit_code == (4 if line.startswith("ckpttool doctor cut.pt") else 0), f"{line}\n{done.output}"
+
+
 def test_the_python_of_the_reference_runs(desk: Path) -> None:
     run_script(PAGES["reference/python.md"], desk)
 

@@ -124,6 +124,12 @@ def convert(
     jobs: Threads = 2,
     drop: Drop = False,
     ignore_recorded_digests: IgnoreRecorded = False,
+    salvage: Annotated[
+        bool,
+        typer.Option(
+            "--salvage", help="Of a damaged source, write the tensors that are whole; ckpttool.json lists the others."
+        ),
+    ] = False,
     force: Force = False,
     dry_run: Annotated[
         bool,
@@ -146,6 +152,7 @@ def convert(
     reading = opening.OpenOptions(
         source_layout=from_, only=comma(only), config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
         allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
+        salvage=salvage,
     )  # fmt: skip
     if for_ is not None:
         to, own = _of_trainer(for_, to)

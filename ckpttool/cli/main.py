@@ -19,6 +19,7 @@ from .clean import clean
 from .convert import convert
 from .diff import diff
 from .digest import digest
+from .doctor import doctor
 from .help import App, about, only_what_runs
 from .inspect import inspect
 from .layout_options import HfCommand, LayoutCommand
@@ -43,6 +44,7 @@ app.command(cls=LayoutCommand)(convert)
 app.command()(inspect)
 app.command()(diff)
 app.command()(verify)
+app.command()(doctor)
 app.command("resume-verify")(resume_verify)
 app.command()(digest)
 app.command()(clean)

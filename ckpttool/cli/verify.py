@@ -78,6 +78,12 @@ def verify(
 
     not_read(found.not_read, quiet)
     print(f"{found.layout}: {found.tensors:,} tensors, {human(found.bytes)}: structure ok")
+    if found.salvage is not None:
+        lost, made = found.salvage["missing"], found.salvage["rebuilt"]
+        first = f", first {next(iter(lost))}" if lost else ""
+        print(
+            f"salvaged: {found.salvage['exact']:,} tensors are exact, {len(made):,} rebuilt, {len(lost):,} missing{first}"
+        )
     if found.data is not None:
         covered = found.crc32_covered_bytes
         told = f", {human(covered)} covered by CRC32s of the files themselves" if covered else ""

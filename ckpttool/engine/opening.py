@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .. import layouts
-from ..errors import Corrupt, UsageError, argument
-from ..index.checkpoint import Checkpoint, check, joined, tied_weights
+from ..errors import Corrupt, Unsupported, UsageError, argument
+from ..index.checkpoint import Checkpoint, Salvage, check, joined, tied_weights
+from ..storage.patched import PatchedSource
 from ..storage.source import Source, raise_file_limit
 from ..storage.upload_folder import NOTE
-from . import detection, mixups, unread_files
+from . import detection, mixups, salvage, unread_files
 from .handle import TensorHandle, handle
 from .recorded import RECORD, Recorded, missing, of_folder
 from .stream import small
@@ -53,6 +54,7 @@ class OpenOptions:
     tag: str | None = None
     allow_equal_ranks: bool = False
     allow_mixed_steps: bool = False
+    salvage: bool = False  # what is left of a damaged checkpoint: engine/salvage.py
 
     def __post_init__(self) -> None:
         for name in ("only", "wrap"):
@@ -114,6 +116,8 @@ class OpenCheckpoint:
         if found.problem is not None:
             ckpt.notes.append(f"the digests in {RECORD} were not compared, since it is damaged: {found.problem}")
             return
+        if found.salvage:
+            ckpt.salvage = Salvage.of_states(found.salvage)
         if not found.about(ckpt):
             ckpt.notes.append(
                 f"the digests in {RECORD} were not compared: it is about other files than {ckpt.files[0]}, which this "
@@ -245,6 +249,9 @@ def open_with(
     raise_file_limit()
     where = path if isinstance(path, layouts.Place) else layouts.place(path)
     folder = where.file is None
+    damaged: list[salvage.Problem] = []
+    if options.salvage:
+        where, damaged = salvage.patched(where)
     try:
         if folder and where.source.is_remote and NOTE in where.source.list():
             raise Corrupt(
@@ -254,6 +261,10 @@ def open_with(
         found = layouts.find(options.source_layout) if options.source_layout else detection.detect(where)
         unused = refuse_unused(options, found.name, found.reader_uses) if check_hints else []
         given, where = where, found.mount(where)
+        if options.salvage and where != given:
+            raise Unsupported(
+                f"{given.source.root}: {found.name} is checked by its own commands; try `ckpttool audit verify`."
+            )
         ckpt = found.read(
             where,
             layouts.ReadOptions(
@@ -261,6 +272,8 @@ def open_with(
                 only=None if only is None else frozenset(only), tag=options.tag, allow_equal_ranks=options.allow_equal_ranks,
             ),
         )  # fmt: skip
+        if isinstance(where.source, PatchedSource):
+            ckpt = salvage.leave_out(ckpt, where.source, damaged)
         opened = OpenCheckpoint(
             ckpt, where.source, found, folder, False, options.allow_equal_ranks, options.allow_mixed_steps, only=only
         )

@@ -40,6 +40,7 @@ class Recorded:
     `added`     names that the layout added, which were not in the source of the conversion
     `made`      {name: data} of values likewise
     `files`     the files that were written; None where the record does not say
+    `salvage`   {name: "exact", "rebuilt: how" or "missing: why"} of a copy of what was left of a damaged checkpoint
     `problem`   why it cannot be used; None where it can
     """
 
@@ -48,6 +49,7 @@ class Recorded:
     added: frozenset[str] = frozenset()
     made: Mapping[str, Any] = field(default_factory=dict)
     files: frozenset[str] | None = None
+    salvage: Mapping[str, str] = field(default_factory=dict)
     problem: str | None = None
 
     def expected(
@@ -78,6 +80,7 @@ def of_folder(source: Source) -> Recorded | None:
             {n: _tensor(*t) for n, t in found["tensors"].items()},
             frozenset(found["tied"]), frozenset(map(str, found.get("added", ()))), dict(found.get("made", {})),
             frozenset(files) if files else None,
+            {str(n): str(state) for n, state in found.get("salvage", {}).get("tensors", {}).items()},
         )  # fmt: skip
     except (SourceChanged, Unreadable):
         raise
@@ -125,6 +128,8 @@ def record(
 ) -> dict[str, Any]:
     """What ckpttool.json says of a destination: where it came from (on the Hub: from which commit), and the digest of every
     tensor."""
+    rebuilt = ckpt.salvage.rebuilt if ckpt.salvage else {}
+    digests = {n: d for n, d in digests.items() if n not in rebuilt}
     return {
         "tool": "ckpttool",
         "version": __version__,
@@ -139,7 +144,12 @@ def record(
             **({"url": ckpt.root, "commit": commit} if commit else {}),
             **({"recorded_digests": "ignored"} if ckpt.ignored_digests else {}),
         },
-        "digest": roots(wanted, digests),
+        "digest": roots({n: t for n, t in wanted.items() if n not in rebuilt}, digests),
+        **(
+            {"salvage": {"problems": ckpt.salvage.problems, "tensors": ckpt.salvage.states(wanted)}}
+            if ckpt.salvage and (ckpt.salvage.missing or rebuilt)
+            else {}
+        ),
         **(
             {"not_carried": aside}
             if (aside := [d for d in draft.dropped if d.why.endswith(unread_files.NOT_READ)])

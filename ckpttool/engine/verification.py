@@ -23,7 +23,7 @@ from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open, open_wit
 from .planning import WriteRequest, caster
 from .recorded import RECORD, other_digests
 
-__all__ = ["DigestResult", "VerifyResult", "digest", "read_back", "settled", "verify"]
+__all__ = ["DigestResult", "VerifyResult", "digest", "read_back", "salvaged", "settled", "verify"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ class VerifyResult:
     """What `verify` found; sizes in bytes. What was not asked for is None.
 
     `crc32_covered_bytes` are those that CRC32s in the files themselves cover. `recorded` is "equal", "damaged" (the record
-    cannot be read) or "other files" (it is about others); `against` {"path", "components", "verdict"}.
+    cannot be read) or "other files" (it is about others); `against` {"path", "components", "verdict"}. `salvage` {"exact": how many
+    tensors, "rebuilt": {name: how}, "missing": {name: why}} of a copy of what was left of a damaged checkpoint.
     """
 
     path: str
@@ -87,6 +88,7 @@ class VerifyResult:
     recorded: str | None = None
     notes: list[str] = field(default_factory=list)
     against: dict[str, Any] | None = None
+    salvage: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, without what was not asked for."""
@@ -130,6 +132,7 @@ def verify(
             urls.display_path(shown_path(path)), ckpt.layout, len(ckpt.tensors), ckpt.nbytes, "ok",
             sum(r.extent.length for r in ckpt.records), [r.to_json() for r in ckpt.unread],
         )  # fmt: skip
+        out.salvage = salvaged(opened)
         if not read_data and against is None:
             return out
         found = tensor_digests(ckpt.tensors, opened.source, ckpt.files, ckpt.records, progress, "read")
@@ -148,6 +151,22 @@ def verify(
         _compare(mine, yours, name)
         out.against = {"path": urls.display_path(name), "components": sorted(shared), "verdict": "equal"}
     return out
+
+
+def salvaged(opened: OpenCheckpoint) -> dict[str, Any] | None:
+    """What the record of a salvaged copy lists: {"exact": how many tensors, "rebuilt": {name: how}, "missing": {name: why}}; None of
+    any other checkpoint."""
+    record = opened.recorded()
+    states = record.salvage if record is not None else {}
+    if not states and opened.checkpoint.salvage is not None:
+        states = opened.checkpoint.salvage.states(opened.checkpoint.tensors)
+    if not states:
+        return None
+    of: dict[str, dict[str, str]] = {"exact": {}, "rebuilt": {}, "missing": {}}
+    for name, state in states.items():
+        kind, _, why = state.partition(": ")
+        of.setdefault(kind, {})[name] = why
+    return {"exact": len(of["exact"]), "rebuilt": of["rebuilt"], "missing": of["missing"]}
 
 
 def _verify_recorded(opened: OpenCheckpoint, found: Mapping[str, str], out: VerifyResult) -> None:
@@ -170,7 +189,11 @@ def _verify_recorded(opened: OpenCheckpoint, found: Mapping[str, str], out: Veri
         return
     else:
         expected = record.expected(ckpt, opened.only)
-        mine = {n: (ckpt.tensors[n].dtype, ckpt.tensors[n].shape, d) for n, d in found.items() if n not in record.added}
+        mine = {
+            n: (ckpt.tensors[n].dtype, ckpt.tensors[n].shape, d)
+            for n, d in found.items()
+            if n not in record.added and not record.salvage.get(n, "").startswith("rebuilt")
+        }
         _compare(mine, expected, f"the digests in {RECORD}")
     out.recorded = "equal"
 

@@ -18,13 +18,14 @@ from typing import Any
 
 from ..errors import Corrupt, Unsafe, Unsupported
 from ..index.checkpoint import ITEMSIZE, MAX_NUMEL, Path, joined
+from ..storage.patched import Lost
 from ..storage.source import ReadAt
 from .crc import crc32
 from .pickles import Global, Opaque, Truncated, load, short
 from .stored_tensors import Storage, StoredTensor, map_tensors
 from .zip_bytes import first_name, is_zip, zip_records
 
-__all__ = ["STORAGE_NAMES", "read", "saved_as", "with_attributes"]
+__all__ = ["MAX_PICKLE_BYTES", "STORAGE_NAMES", "read", "saved_as", "storages_of", "with_attributes"]
 
 #: torch's storage classes by dtype (torch/storage.py, _dtype_to_storage_type_map); newer dtypes have none and are
 #: pickled as UntypedStorage with `_rebuild_tensor_v3`.
@@ -116,6 +117,27 @@ def read(
     tree = load(data, {**_rebuilds(what, unread), **(stand_ins or {})}, persistent, what=what)[0]
     _refuse_unread(tree, unread, what)
     return tree
+
+
+def storages_of(
+    data: bytes, start: int, what: str, stand_ins: dict[tuple[str, str], Any] | None = None
+) -> tuple[dict[str, tuple[int, int]], int]:
+    """({key: (elements, bytes)} of the storages that a pickle refers to, in that order; where the pickle ends).
+
+    Raises:
+        Truncated: the bytes end before the pickle does. Corrupt, Unsafe, Unsupported: as `read`.
+    """
+    found: dict[str, tuple[int, int]] = {}
+
+    def persistent(pid: Any) -> Storage:
+        dtype, key, numel = _storage_id(pid[:5] if isinstance(pid, tuple) else pid, what)
+        n = numel * (ITEMSIZE[dtype] if dtype else 1)
+        if found.setdefault(key, (numel, n)) != (numel, n):
+            raise _malformed(what, f"storage {key!r} is declared twice with different sizes")
+        return Storage(dtype, 0, n, None)
+
+    end = load(data, {**_rebuilds(what, []), **(stand_ins or {})}, persistent, start, what)[1]
+    return found, end
 
 
 def _storage_id(pid: Any, what: str) -> tuple[str | None, str, int]:
@@ -302,11 +324,23 @@ def _read_legacy(read_at: ReadAt, base: int, length: int, what: str, stand_ins: 
         raise _malformed(what, "it is neither a zip nor a legacy torch.save file")
     for window in (4 << 20, 32 << 20, MAX_PICKLE_BYTES):  # the pickles come first and are small, the storages are not
         try:
-            return _parse_legacy(read_at(base, min(length, window)), read_at, base, length, what, stand_ins)
+            return _parse_legacy(
+                _first_bytes(read_at, base, min(length, window)), read_at, base, length, what, stand_ins
+            )
         except _Cut:
             if window >= length:
                 break
     raise Corrupt(f"{what}: the file ends within its pickles. The copy is incomplete; fetch the file again.")
+
+
+def _first_bytes(read_at: ReadAt, base: int, length: int) -> bytes:
+    """The first bytes of a file that is patched: as many as are there."""
+    try:
+        return read_at(base, length)
+    except Lost as e:
+        if e.present <= base:
+            raise
+        return read_at(base, e.present - base)
 
 
 class _Cut(Exception):

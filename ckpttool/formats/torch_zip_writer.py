@@ -121,6 +121,7 @@ class TorchFiles:
         aliases: dict[str, str] | None = None,
         notes: list[str] | None = None,
         recorded: bool = False,
+        salvage: Mapping[str, str] | None = None,
         synthesized_tensors: list[str] | None = None,
         synthesized_values: dict[str, Any] | None = None,
     ) -> Draft:
@@ -128,6 +129,7 @@ class TorchFiles:
 
         Args:
             recorded: end every file with a record `ckpttool.json` of the digests.
+            salvage: {name: "exact", "rebuilt: how", "missing: why"}, a record `ckpttool-salvage.json`; what was rebuilt has no digest.
             dropped, aliases, notes, synthesized_tensors, synthesized_values: those of `Draft`.
         """
         checkpoint.files, checkpoint.sizes = self.names, self.sizes()
@@ -154,9 +156,17 @@ class TorchFiles:
             for hole in f.holes:
                 crc, at_chunk = self._crc(checkpoint, hole, written, at_chunk)
                 entries.append((hole.name, hole.header, hole.length, crc, True))
+            notes_of: dict[str, Any] = {}
             if recorded:
-                name = f.records[0][0].partition("/")[0] + "/ckpttool.json"
-                note = json.dumps(digests, indent=1, ensure_ascii=False).encode()
+                states = salvage or {}
+                notes_of["ckpttool.json"] = {
+                    n: d for n, d in digests.items() if not states.get(n, "").startswith("rebuilt")
+                }
+            if salvage:
+                notes_of["ckpttool-salvage.json"] = dict(salvage)
+            for record, data in notes_of.items():
+                name = f.records[0][0].partition("/")[0] + "/" + record
+                note = json.dumps(data, indent=1, ensure_ascii=False).encode()
                 entries.append((name, at, len(note), crc32(note), False))
                 note = zip_bytes.local_header(name, len(note), crc32(note), at) + note
                 out, at = out + note, at + len(note)

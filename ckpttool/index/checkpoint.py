@@ -33,6 +33,7 @@ __all__ = [
     "Extent",
     "Number",
     "Record",
+    "Salvage",
     "TensorEntry",
     "Unread",
     "Value",
@@ -268,6 +269,34 @@ class Unread(NamedTuple):
 
 
 @dataclass
+class Salvage:
+    """What is left of a damaged checkpoint. Every tensor of it that is neither missing nor rebuilt is exact.
+
+    `problems`  sentences about its files
+    `missing`   {tensor or value that was lost: why}, under the name that the reader of the layout gave it
+    `rebuilt`   {tensor that was put together with the help of another checkpoint: how}
+    """
+
+    problems: list[str] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    rebuilt: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_states(cls, states: Mapping[str, str]) -> Salvage:
+        """What `states` gave."""
+        of: dict[str, dict[str, str]] = {"exact": {}, "missing": {}, "rebuilt": {}}
+        for name, state in states.items():
+            kind, _, why = state.partition(": ")
+            of.setdefault(kind, {})[name] = why
+        return cls([], of["missing"], of["rebuilt"])
+
+    def states(self, tensors: Iterable[str]) -> dict[str, str]:
+        """{name: "exact", "rebuilt: how" or "missing: why"} of the tensors that are there and of what is missing."""
+        out = {n: f"rebuilt: {self.rebuilt[n]}" if n in self.rebuilt else "exact" for n in tensors}
+        return out | {n: f"missing: {why}" for n, why in self.missing.items()}
+
+
+@dataclass
 class Checkpoint:
     """A checkpoint as an index, without bytes of tensors.
 
@@ -292,6 +321,7 @@ class Checkpoint:
     notes: list[str] = field(default_factory=list)
     unread: list[Unread] = field(default_factory=list)  # files that belong to it but that its layout does not read
     ignored_digests: bool = False  # there were digests, but the user disabled the comparison
+    salvage: Salvage | None = None  # of what is left of a damaged checkpoint, or of a copy of what was left
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,73 @@
+"""`ckpttool doctor`: parse, call, print."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .help import READING, about
+from .terminal import Config, From, Json, Meter, Quiet, Src, Tag, Verbose, print_json, printable
+
+if TYPE_CHECKING:
+    from ..engine.doctor import Diagnosis
+
+__all__ = ["doctor"]
+
+_SHOWN = 10
+
+
+@about(
+    ("What is wrong with this checkpoint?", "ckpttool doctor run/ckpt"),
+    ("Read every byte that is left, too", "ckpttool doctor step3.pt --read-data"),
+    ("Names of all tensors that are lost, for a script", "ckpttool doctor step3.pt --json"),
+    exits=READING,
+    meaning={0: "the checkpoint is sound", 4: "it is damaged"},
+)
+def doctor(
+    path: Src,
+    read_data: Annotated[
+        bool, typer.Option("--read-data", help="Also read every byte of what seems whole, and compare CRC32s.")
+    ] = False,
+    from_: From = None,
+    config: Config = None,
+    tag: Tag = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Find out what is wrong with a checkpoint, what of it is whole, and what to type next."""
+    from ..engine.doctor import doctor as look
+
+    meter = Meter(quiet)
+    try:
+        found = look(path, read_data=read_data, source_layout=from_, config=config, tag=tag, progress=meter)
+    finally:
+        meter.close()
+    if as_json:
+        print_json(found.to_json())
+    else:
+        _print(found, verbose)
+    if not found.sound:
+        raise typer.Exit(4)
+
+
+def _print(found: Diagnosis, verbose: bool) -> None:
+    from ..engine.inspect import human
+
+    print(f"{printable(found.path)}: {'sound' if found.sound else 'damaged'}")
+    for f in found.findings:
+        print(f"  {f.kind}: {printable(f.text)}")
+    if found.layout is not None:
+        lost = f", {len(found.missing):,} lost" if found.missing else ""
+        made = f", {len(found.rebuilt):,} can be rebuilt" if found.rebuilt else ""
+        print(f"{found.layout}: {found.exact:,} tensors are whole, {human(found.exact_bytes)}{made}{lost}")
+    elif not found.sound:
+        print("nothing of it can be read")
+    names = list(found.missing.items())
+    for name, why in names if verbose else names[:_SHOWN]:
+        print(f"  lost: {printable(name)}: {printable(why)}")
+    if len(names) > _SHOWN and not verbose:
+        print(f"  ... {len(names) - _SHOWN:,} more; -v names them")
+    for line in found.next:
+        print(f"next: {printable(line)}")

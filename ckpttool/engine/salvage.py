@@ -1,0 +1,257 @@
+"""What is left of a damaged checkpoint: files that were cut off, or that are something else, as far as they can be read.
+
+    problems(where)   [Problem]: every file of tensors that is not what it should be, by its first and last bytes
+    patched(where)    the same place with every such file patched or hidden, so that the layouts can read it
+    leave_out(ckpt, source)   takes the tensors that lie in holes out of the index, and lists them in `ckpt.salvage`
+
+Nothing here guesses: a tensor counts as exact if all its bytes are in the file, at the place that the file itself gives.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ..bounded_json import parse
+from ..errors import CkpttoolError, Corrupt, Unreadable, Unsupported
+from ..formats import cut_files, safetensors_header, zip_bytes
+from ..index.checkpoint import Checkpoint, Chunks, Salvage, TensorEntry
+from ..layouts import Place
+from ..storage.patched import ENDLESS, Patch, PatchedSource
+from ..storage.source import Source
+
+__all__ = ["Problem", "leave_out", "patched", "problems"]
+
+_TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".pkl")
+_INDEX = "model.safetensors.index.json"
+_RANK_FILE = re.compile(r"(.*/)?__\d+_\d+\.distcp")
+_NUMBERED = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.safetensors")
+_MOST_FILES = 200_000
+_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A file that is not what it should be.
+
+    `kind`    "empty", "lfs-pointer", "web-page", "text", "zeros", "cut", "missing" or "damaged"
+    `text`    what was found
+    `repair`  the command that may help; None where there is none
+    `patch`   how the file should be, where that is known
+    """
+
+    file: str
+    kind: str
+    text: str
+    repair: str | None = None
+    patch: Patch | None = None
+
+
+def problems(where: Place) -> list[Problem]:
+    """The damaged files of tensors at a place; reads their first and last bytes, and the headers and pickles of those that
+    were cut off."""
+    source, file = where
+    out = []
+    for name in [file] if file is not None else _files(source):
+        try:
+            found = _look(source, name)
+        except Unreadable as e:
+            found = Problem(name, "damaged", f"cannot be read: {e}")
+        except CkpttoolError as e:
+            found = Problem(name, "damaged", str(e))
+        if found is not None:
+            out.append(found)
+    return out if file is not None else out + _missing_shards(source)
+
+
+def _missing_shards(source: Source) -> list[Problem]:
+    """Shards that the index or the numbers of the others name, and that are not there."""
+    names = source.list()
+    try:
+        wanted = {*_weight_map(source).values()} if _INDEX in names else set()
+    except CkpttoolError as e:
+        return [Problem(_INDEX, "damaged", str(e))]
+    for name in names if not wanted else ():
+        if (m := _NUMBERED.fullmatch(name)) is not None and int(m[3]) < 10**5:
+            wanted |= {f"{m[1]}{i:05d}-of-{m[3]}.safetensors" for i in range(1, int(m[3]) + 1)}
+    return [
+        Problem(n, "missing", "is missing: the copy is incomplete", f"hf download REPOSITORY {n}")
+        for n in sorted(wanted - set(names))
+    ]
+
+
+def _files(source: Source) -> Iterator[str]:
+    """All files of a folder and of the folders below, three deep; links are not followed out of it (`Source`)."""
+    todo, seen = [("", 0)], 0
+    while todo:
+        folder, depth = todo.pop()
+        for entry in source.list(folder):
+            name = f"{folder}/{entry}" if folder else entry
+            seen += 1
+            if seen > _MOST_FILES:
+                raise Unsupported(
+                    f"{source.root} holds more than {_MOST_FILES:,} files; give the folder of one checkpoint."
+                )
+            if source.glance(name)[0]:
+                if depth < 3:
+                    todo.append((name, depth + 1))
+            else:
+                yield name
+
+
+def _look(source: Source, name: str) -> Problem | None:
+    """What is wrong with a file; None where nothing is, or where it is of no kind that holds tensors."""
+    torch, safetensors = name.endswith(_TORCH), name.endswith(".safetensors")
+    distcp = name.endswith(".distcp")
+    size = source.glance(name)[1]
+    if not (torch or safetensors or distcp) and (size is None or not 0 < size < 1024):
+        return None
+    size = source.size(name)
+    head = source.read(name, 0, min(size, 512))
+    base = os.path.basename(name)
+    if head.startswith(_POINTER):
+        true = re.search(rb"\nsize (\d{1,19})\n", head + b"\n")
+        of = f" of {int(true[1]):,} bytes" if true else ""
+        return Problem(
+            name, "lfs-pointer", f"is a git-lfs pointer: the file itself{of} was never downloaded",
+            f"git -C {source.root} lfs pull --include={name}",
+        )  # fmt: skip
+    if not (torch or safetensors or distcp):
+        return None
+    if size == 0:
+        return Problem(name, "empty", "is empty: the save or the copy was interrupted before its first byte")
+    text = head.lstrip()
+    if text[:1] == b"<" and size < 64 << 20:
+        return Problem(
+            name, "web-page", f"is a web page, not {base}: the download failed, or it needs a login",
+            "hf download REPOSITORY " + name,
+        )  # fmt: skip
+    if size < 1 << 16 and len(head) > 1 and all(9 <= c <= 13 or 32 <= c < 127 for c in head):
+        return Problem(
+            name,
+            "text",
+            f"is text ({head[:60].decode()!r}), not {base}: the download failed",
+            "hf download REPOSITORY " + name,
+        )
+    if not any(head) and (size >= 512 or not torch):
+        return Problem(name, "zeros", "begins with zeros: its first blocks were never written to the disk")
+    read_at, what = source.reader_of(name), f"{source.root}/{name}"
+    if distcp:
+        if zip_bytes.is_zip(head) and not cut_files.ends_like_zip(read_at, size):
+            return Problem(name, "cut", f"was cut off at byte {size:,}", patch=Patch(size, ENDLESS))
+        return None
+    if safetensors:
+        found = cut_files.of_safetensors(read_at, size, what)
+    elif zip_bytes.is_zip(head) or cut_files.LEGACY in head:
+        found = cut_files.of_torch(read_at, size, what)
+    else:
+        return None  # .bin and .pkl of others
+    if found is None:
+        return None
+    where = f"was cut off at byte {size:,}" if found.present == size else f"is damaged from byte {found.present:,} on"
+    about = "" if found.present != size else f" of {'' if safetensors else 'about '}{found.size:,}"
+    return Problem(name, "cut", where + about, patch=found)
+
+
+def patched(where: Place) -> tuple[Place, list[Problem]]:
+    """A place whose damaged files appear as they should be, and the problems. Nothing on the disk is changed."""
+    source, file = where
+    found = problems(where)
+    patches = {p.file: p.patch for p in found if p.patch is not None}
+    if file is None:
+        patches |= _index_without(
+            source, [p for p in found if p.patch is None and p.file.endswith(".safetensors")], patches
+        )
+
+    def rank_file(name: str) -> Patch | None:
+        return Patch(0, ENDLESS) if _RANK_FILE.fullmatch(name) else None
+
+    return Place(PatchedSource(source, patches, rank_file), file), found
+
+
+def _index_without(source: Source, bad: list[Problem], patches: dict[str, Patch]) -> dict[str, Patch]:
+    """The index of an hf folder without the shards of which nothing can be read; {} where it needs none."""
+    names = source.list()
+    shards = [n for n in names if n.endswith(".safetensors")]
+    unusable = {p.file for p in bad}
+    listed = _weight_map(source) if _INDEX in names else {}
+    gone = {f for f in listed.values() if f in unusable or f not in names}
+    numbered = [n for n in shards if _NUMBERED.fullmatch(n)]
+    if not gone and not (unusable & set(shards)) and (listed or not numbered):
+        return {}
+    kept = {n: f for n, f in listed.items() if f not in gone}
+    if not listed:
+        with_patches = PatchedSource(source, patches)
+        for shard in shards:
+            if shard not in unusable:
+                kept |= dict.fromkeys(safetensors_header.slots(with_patches, shard), shard)
+    if not kept:
+        return {}
+    data = json.dumps({"weight_map": kept}).encode()
+    return {_INDEX: Patch(0, len(data), ((0, data),))}
+
+
+def _weight_map(source: Source) -> dict[str, str]:
+    index = parse(source.read_all(_INDEX, 128 << 20), f"{source.root}/{_INDEX}")
+    found = index.get("weight_map") if isinstance(index, dict) else None
+    return {n: f for n, f in found.items() if isinstance(f, str)} if isinstance(found, dict) else {}
+
+
+def leave_out(ckpt: Checkpoint, source: PatchedSource, found: list[Problem]) -> Checkpoint:
+    """The same index without the tensors of which a byte is lost; `salvage` lists them.
+
+    Raises:
+        Corrupt: nothing is left.
+    """
+    salvage = ckpt.salvage or Salvage()
+    salvage.problems += [f"{p.file} {p.text}" for p in found]
+    patches = [source.patch(f) for f in ckpt.files]
+    tensors: dict[str, TensorEntry] = {}
+    for name, t in ckpt.tensors.items():
+        c = t.chunks
+        if not t.numel and t.coding == "raw" and len(c) == 1:
+            tensors[name] = replace(t, chunks=Chunks.whole(t.shape, c.file[0], 0, 0))
+            continue
+        lost = [
+            (f, at, n)
+            for f, at, n in zip(c.file, c.offset, c.length, strict=True)
+            if (patch := patches[f]) is not None and not patch.has(at, n)
+        ]
+        if not lost:
+            tensors[name] = t
+            continue
+        where = ", ".join(dict.fromkeys(ckpt.files[f] for f, _, _ in lost[:4]))
+        parts = f"{len(lost)} of its {len(c)} parts are" if len(c) > 1 else "it is"
+        salvage.missing[name] = f"{parts} in the lost bytes of {where}"
+    for name, file in _listed_elsewhere(source).items():
+        salvage.missing.setdefault(f"model.{name}", f"it was in {file}")
+    for i, file in enumerate(ckpt.files):
+        if (patch := patches[i]) is not None and patch.present == 0 and not patch.made:
+            salvage.problems.append(f"{file} is missing")
+    if not tensors:
+        raise Corrupt(f"{ckpt.root}: no tensor of it is whole, so nothing can be salvaged. Take another copy.")
+    records = [
+        r for r in ckpt.records if (p := patches[r.extent.file]) is None or p.has(r.extent.offset, r.extent.length)
+    ]
+    if salvage.missing:
+        first = next(iter(salvage.missing))
+        ckpt.notes.append(
+            f'salvaged: {len(tensors):,} tensors are exact, {len(salvage.missing):,} are missing, first "{first}"; the "salvage" of '
+            "ckpttool.json lists them"
+        )
+    sizes = [
+        n if p is None else min(n, max(p.present, 0)) if not p.made else n
+        for n, p in zip(ckpt.sizes, patches, strict=True)
+    ]
+    return replace(ckpt, tensors=tensors, records=records, sizes=sizes, salvage=salvage)
+
+
+def _listed_elsewhere(source: PatchedSource) -> dict[str, str]:
+    """{name: file} of the tensors that the index of an hf folder lists in files of which nothing is left."""
+    if _INDEX not in source.patches or not source.inner.exists(_INDEX):
+        return {}
+    kept = _weight_map(source)
+    return {n: f for n, f in _weight_map(source.inner).items() if n not in kept}
