@@ -201,7 +201,7 @@ def _is_lightning(source: Source) -> tuple[bool, str]:
 
 
 LIGHTNING = Dialect(
-    name="lightning", title="Lightning", detect=_is_lightning, own_keys=True, write=write_lightning,
+    name="lightning", title="Lightning", suffixes=(".ckpt",), detect=_is_lightning, own_keys=True, write=write_lightning,
     parts=lambda source: [Part("", "dcp", "model"), Part("meta.pt", TREE, "trainer")],
 )  # fmt: skip
 
