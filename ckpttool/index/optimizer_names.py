@@ -143,17 +143,14 @@ def _resolve_ids(
     notes: list[str],
     orders: Orders | None,
 ) -> dict[Any, str]:
-    shapes: dict[int, tuple[int, ...] | None] = {}
-    for g in groups.values():
-        for x in _params(g):
-            shapes[x] = None
-    for (key, _), leaf in state.items():
-        shape = shape_of(leaf)
-        if shape:  # the step is 0-dim and says nothing; a factored second moment (Adafactor) has another shape
-            old = shapes.get(_id(key))
-            shapes[_id(key)] = shape if old is None or len(shape) > len(old) else old
-        else:
-            shapes.setdefault(_id(key), None)
+    shapes: dict[int, tuple[int, ...] | None] = {x: None for g in groups.values() for x in _params(g)}
+    slots: dict[int, dict[Path, tuple[int, ...]]] = {}
+    for (key, slot), leaf in state.items():
+        if shape := shape_of(leaf):  # the step is 0-dim and says nothing
+            slots.setdefault(_id(key), {})[slot] = shape
+        shapes.setdefault(_id(key), None)
+    shapes |= {x: _shape_of_parameter(found) for x, found in slots.items()}
+    flat_state = _flat_state(slots)
     members = [_params(g) for _, g in sorted(groups.items())] or [sorted(shapes)]
     named = [g.get(("param_names",)) for _, g in sorted(groups.items())]
     listed = [str(n) for group in named if isinstance(group, list) for n in group]
@@ -174,6 +171,12 @@ def _resolve_ids(
     for order in orders(model) if orders is not None else (model,):
         candidates = _distinct(order, shape_of, same)
         tensors = len(candidates)
+        if (
+            flat_state is not None
+            and flat_state == sum(prod(shape) for _, shape in candidates)
+            and len(flat) == tensors
+        ):
+            wanted = [[None] * len(m) for m in members]
         resolved, left, found = name_order(candidates, wanted)
         ways += found
         if resolved is not None:
@@ -197,6 +200,28 @@ def _resolve_ids(
         + (f" (taken for buffers or frozen: {', '.join(left[:4])}{', ...' if len(left) > 4 else ''})" if left else "")
     )
     return {x: n for m, ns in zip(members, resolved, strict=True) for x, n in zip(m, ns, strict=True)}
+
+
+def _shape_of_parameter(slots: Mapping[Path, tuple[int, ...]]) -> tuple[int, ...] | None:
+    """The shape of a parameter from those of its slots: that of the slots with most dimensions, or what factors of a second
+    moment multiply to: (n, 1) and (1, m) of torch's Adafactor, (n,) and (m,) under *_row and *_col of transformers'."""
+    row, col = (next((s for p, s in slots.items() if str(p[-1]).endswith(end)), None) for end in ("_row", "_col"))
+    if row is not None and col is not None and len(row) == len(col):
+        return (*row, col[-1])
+    most = max(map(len, slots.values()))
+    largest = [s for s in slots.values() if len(s) == most]
+    merged = tuple(map(max, zip(*largest, strict=True)))
+    fits = all(n in (1, m) for s in largest for n, m in zip(s, merged, strict=True))
+    return merged if fits else largest[0]
+
+
+def _flat_state(slots: Mapping[int, Mapping[Path, tuple[int, ...]]]) -> int | None:
+    """The elements of all parameters together, of an optimizer that keeps its whole state with the first (LBFGS); else None."""
+    if len(slots) != 1:
+        return None
+    (found,) = slots.values()
+    lengths = {s for p, s in found.items() if p[:1] in (("d",), ("prev_flat_grad",), ("old_dirs",), ("old_stps",))}
+    return next(iter(lengths))[0] if len(lengths) == 1 and len(next(iter(lengths))) == 1 else None
 
 
 def _distinct(model: Mapping[str, Any], shape_of: Any, same: Any) -> list[tuple[str, tuple[int, ...]]]:

@@ -23,6 +23,7 @@ from ranks import ENVIRONMENT, NURSERIES, one_at_a_time
 from torch import Tensor
 
 import ckpttool
+from ckpttool.errors import Unsupported
 
 TITAN, LIGHTNING = FIXTURES / "trainers" / "titan_w2", FIXTURES / "trainers" / "lightning_w2"
 #: Of steps 3 to 5 by Lightning itself, on three ranks, from the folder that two ranks wrote.
@@ -94,3 +95,47 @@ def test_canonical_keys_are_those_of_get_state_dict(source: Path, to: str, tmp_p
 def test_canonical_keys_are_of_trees(tmp_path: Path) -> None:
     with pytest.raises(ckpttool.errors.UsageError, match="applies to dcp, full"):
         ckpttool.convert(TITAN, tmp_path / "out", to="zero3", world_size=2, canonical_keys=True, drop=True)
+
+
+# ---------------------------------------------------------------------------------- optimizers whose slots are no moments
+
+
+def trained(kind: str, width: int = 7) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model of several shapes after two steps."""
+    from transformers.optimization import Adafactor
+
+    torch.manual_seed(0)
+    layers = (torch.nn.Linear(5, width), torch.nn.LayerNorm(width), torch.nn.Linear(width, 3, bias=False))
+    model = torch.nn.Sequential(*layers)
+    optimizer: torch.optim.Optimizer = {
+        "Adafactor": lambda p: torch.optim.Adafactor(p),
+        "Adafactor of transformers": lambda p: Adafactor(p, lr=None),
+        "LBFGS": lambda p: torch.optim.LBFGS(p, history_size=3, max_iter=3),
+    }[kind](model.parameters())
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 5)).square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        closure()
+        optimizer.step(closure if kind == "LBFGS" else None)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("kind", ["Adafactor", "Adafactor of transformers", "LBFGS"])
+def test_numbers_are_named_where_slots_have_not_the_shapes_of_parameters(kind: str, tmp_path: Path) -> None:
+    model, optimizer = trained(kind)
+    state = optimizer.state_dict()
+    torch.save({"model": model.state_dict(), "optim": state}, tmp_path / "a.pt")
+    ckpttool.convert(tmp_path / "a.pt", tmp_path / "b", to="dcp", world_size=1, canonical_keys=True)
+    found = load_dcp(tmp_path / "b")["optim"]
+    names = [n for n, _ in model.named_parameters()]
+    assert found["param_groups"][0]["params"] == names
+    assert same_value(found["state"], {names[i]: slots for i, slots in state["state"].items()})
+    other, _ = trained(kind, width=8)
+    torch.save({"model": other.state_dict(), "optim": state}, tmp_path / "c.pt")
+    with pytest.raises(Unsupported, match="no order of the 5 tensors"):
+        ckpttool.open(tmp_path / "c.pt")
