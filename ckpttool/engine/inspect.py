@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..index.checkpoint import Checkpoint, TensorEntry, orphaned_optimizer_state
 from ..index.names import step_count
+from ..index.optimizers import slot_of, states
 from ..storage import urls
 from .opening import CheckpointPath, OpenOptions, open_with, shown_path
 from .unread_files import human, listed
@@ -37,7 +38,7 @@ class Summary:
 
     `trainer` is the program that wrote it and `step` its optimizer step, None where the files do not tell; `ranks` the world
     size of the job, None for one file; `components` {"model": {"tensors", "bytes", "elements", "dtypes": {dtype: bytes},
-    "values"}, ...}; `optimizer` {"kind", "slots": {slot: {"parameters", "bytes"}}, "groups"}, None without one; `missing`
+    "values"}, ...}; `optimizer` {"kind", "kinds": {name: parameters}, "slots": {slot: {"parameters", "bytes"}}, "groups"}, None without one; `missing`
     sentences about what a resume would need and is not there; `not_read` files that the layout does not read, as
     `Unread.to_json` has them.
     """
@@ -118,18 +119,19 @@ def summarise(ckpt: Checkpoint, path: str | os.PathLike[str]) -> Summary:
         path=urls.display_path(path), layout=ckpt.layout, trainer=ckpt.trainer, step=step_count(ckpt.value), ranks=ckpt.world_size,
         files=len(ckpt.files), file_bytes=sum(ckpt.sizes), tensors=len(ckpt.tensors), bytes=ckpt.nbytes,
         components={k: components[k] for k in order if k in components}, optimizer=_optimizer(ckpt), missing=_missing(ckpt),
-        notes=ckpt.notes, not_read=[r.to_json() for r in ckpt.unread],
+        notes=[*ckpt.notes, *_notes(ckpt)], not_read=[r.to_json() for r in ckpt.unread],
     )  # fmt: skip
 
 
 def _slots(ckpt: Checkpoint) -> dict[str, dict[str, int]]:
-    out: dict[str, dict[str, int]] = {}
+    """{slot: {"parameters", "bytes"}}; a slot of several tensors, such as SOAP's, counts once a parameter."""
+    sizes: dict[str, int] = {}
+    parameters: dict[str, set[str]] = {}
     for t in ckpt.tensors.values():
-        if t.path[:2] == ("optim", "state") and len(t.path) > 3:
-            s = out.setdefault(str(t.path[3]), {"parameters": 0, "bytes": 0})
-            s["parameters"] += 1
-            s["bytes"] += t.nbytes
-    return out
+        if (slot := slot_of(t.path)) is not None:
+            parameters.setdefault(slot, set()).add(str(t.path[2]))
+            sizes[slot] = sizes.get(slot, 0) + t.nbytes
+    return {slot: {"parameters": len(names), "bytes": sizes[slot]} for slot, names in parameters.items()}
 
 
 def _optimizer(ckpt: Checkpoint) -> dict[str, Any] | None:
@@ -145,8 +147,31 @@ def _optimizer(ckpt: Checkpoint) -> dict[str, Any] | None:
                 group[key] = v.data
     if not slots and not groups:
         return None
-    kind = "AdamW or Adam" if "exp_avg_sq" in slots else "SGD" if "momentum_buffer" in slots or not slots else "unknown"
-    return {"kind": kind, "slots": slots, "groups": [groups[i] for i in sorted(groups)]}
+    kinds: dict[str, int] = {}
+    for state in states(ckpt):
+        kinds[state.name] = kinds.get(state.name, 0) + len(state.slots)
+    kind = next(iter(kinds)) if len(kinds) == 1 else ", ".join(f"{k} ({n} parameters)" for k, n in kinds.items())
+    if not kinds:
+        kind = "unknown" if any("betas" in group for group in groups.values()) else "SGD"
+    return {"kind": kind, "kinds": kinds, "slots": slots, "groups": [groups[i] for i in sorted(groups)]}
+
+
+def _notes(ckpt: Checkpoint) -> list[str]:
+    """What has to be known about the weights because of the optimizer."""
+    if not any(state.name.startswith("schedule-free") for state in states(ckpt)):
+        return []
+    modes = {
+        v.data for v in ckpt.values.values() if v.path[:2] == ("optim", "param_groups") and v.path[-1] == "train_mode"
+    }
+    x = "x, the averaged weights to evaluate and to publish (optimizer.eval() was called before the save)"
+    y = "y, at which gradients are taken, and not x, the averaged ones to evaluate and to publish"
+    which = {
+        frozenset((True,)): f"{y}: call optimizer.eval() before the save to get those",
+        frozenset((False,)): x,
+    }.get(
+        frozenset(modes), "x after optimizer.eval(), and y after optimizer.train(): the param groups do not say which"
+    )
+    return [f"schedule-free: the model's weights are {which}"]
 
 
 def _missing(ckpt: Checkpoint) -> list[str]:
@@ -160,16 +185,11 @@ def _missing(ckpt: Checkpoint) -> list[str]:
         return out
     if odd := orphaned_optimizer_state(ckpt):
         out.append(f"the optimizer has state for {len(odd)} parameters that the model does not have, first {odd[0]}")
-    slots = _slots(ckpt)
-    per_slot: dict[str, set[str]] = {k: set() for k in slots}
-    for t in ckpt.tensors.values():
-        if t.path[:2] == ("optim", "state") and len(t.path) > 3:
-            per_slot[str(t.path[3])].add(str(t.path[2]))
-    every = set().union(*per_slot.values()) if per_slot else set()
-    for slot, names in per_slot.items():
-        gone = sorted(every - names)
-        if gone:
-            out.append(f"{slot} is missing for {len(gone)} of {len(every)} parameters, first {gone[0]}")
+    found = states(ckpt)
+    every = {n for state in found for n in state.slots}
+    for state in found:
+        for slot, gone in state.missing.items():
+            out.append(f"{slot} is missing for {len(gone)} of {len(state.slots)} parameters, first {min(gone)}")
     listed = {
         n
         for v in ckpt.values.values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, KeysView
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -287,11 +288,31 @@ def open_with(
         ckpt.notes += unused
         if only is not None:
             opened.checkpoint = _only(ckpt, only)
-        check(opened.checkpoint)
+        try:
+            check(opened.checkpoint)
+        except Corrupt:
+            _refuse_quantised(opened.checkpoint, where.source)
+            raise
     except BaseException:
         where.source.close()
         raise
     return opened
+
+
+def _refuse_quantised(ckpt: Checkpoint, source: Source) -> None:
+    """Refuse the quantised tensors of torchao's optimizers by their name: their items are shorter than the index says, but
+    not damaged."""
+    for name, t in ckpt.tensors.items():
+        if t.path[0] == "optim" and t.coding == "torch.save" and t.numel:
+            c = next(iter(t.chunks))
+            at = ckpt.files[c.extent.file]
+            room = source.size(at) - c.extent.offset
+            head = source.read(at, c.extent.offset, max(0, min(c.extent.length, room, 1 << 16)))
+            if m := re.search(rb"torchao\.optim\.\w+\n(\w+)\n", head):
+                raise Unsupported(
+                    f'{at}: "{name}" is a quantised tensor of torchao ({m[1].decode()}), which ckpttool does not read. '
+                    f"{argument('only', ['model'])} leaves the optimizer out."
+                )
 
 
 def refuse_unused(options: OpenOptions, here: str, used: Iterable[str]) -> list[str]:

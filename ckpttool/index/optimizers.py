@@ -1,0 +1,139 @@
+"""Which optimizer a state is of, by the slots that it keeps for each parameter: the table, and what a state lacks by it.
+
+Optimizers keep other slots for some parameters than for others: Adafactor for vectors, SOAP for what it does not precondition,
+bitsandbytes for small tensors. Slots are compared within the groups that one optimizer has: those with the same options. A job
+with Muon for matrices and AdamW for the rest has both kinds of groups in one state.
+
+Sources: torch/optim/*.py of 2.13 (adam, adamax, nadam, _adafactor, _muon, rmsprop, adagrad, adadelta, asgd, rprop, sgd),
+bitsandbytes/optim/optimizer.py of 0.50, schedulefree of 1.4, pytorch_optimizer of 4.1 (Lion, SOAP),
+transformers/optimization.py (Adafactor).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from .checkpoint import Checkpoint
+
+__all__ = ["OPTIMIZERS", "Optimizer", "State", "slot_of", "states"]
+
+
+class Optimizer(NamedTuple):
+    """The state of one optimizer.
+
+    Args:
+        name: what people call it.
+        slots: what it keeps for a parameter.
+        others: what it keeps instead for some parameters.
+        may: slots that depend on its options; one that some parameters have, all have.
+        options: of its param groups, where slots do not tell it from another.
+    """
+
+    name: str
+    slots: frozenset[str]
+    others: tuple[frozenset[str], ...] = ()
+    may: frozenset[str] = frozenset(("step",))
+    options: frozenset[str] = frozenset()
+
+    def fits(self, slots: frozenset[str], options: frozenset[str]) -> bool:
+        """Whether these are the slots of all its parameters, and the options of its groups."""
+        every = self.slots.union(self.may, *self.others)
+        others = bool(self.options) and slots - self.may in self.others
+        return self.options <= options and slots <= every and (self.slots <= slots or others)
+
+    def lacks(self, slots: frozenset[str], every: frozenset[str]) -> frozenset[str]:
+        """The slots that one parameter lacks, where `every` are those of all."""
+        own = slots - self.may
+        form = own if own in self.others else self.slots
+        return (form | (every & self.may)) - slots
+
+
+def _of(*slots: str) -> frozenset[str]:
+    return frozenset(slots)
+
+
+_BNB = _of("step", "unorm_vec", "max1", "max2", "new_max1", "new_max2")
+#: The first that fits is the optimizer.
+OPTIMIZERS = (
+    Optimizer("SOAP", _of("exp_avg", "exp_avg_sq", "GG", "Q"), (_of("exp_avg", "exp_avg_sq"),), options=_of("precondition_frequency")),
+    Optimizer("SOAP", _of("exp_avg", "exp_avg_sq", "GG", "Q"), (_of("exp_avg", "exp_avg_sq"),)),
+    Optimizer("AdamW or Adam", _of("exp_avg", "exp_avg_sq"), may=_of("step", "max_exp_avg_sq")),
+    Optimizer("NAdam", _of("exp_avg", "exp_avg_sq", "mu_product")),
+    Optimizer("Adamax", _of("exp_avg", "exp_inf")),
+    Optimizer("schedule-free AdamW", _of("z", "exp_avg_sq")),
+    Optimizer("schedule-free SGD", _of("z"), may=_of("step", "momentum_buffer")),
+    Optimizer("Lion", _of("exp_avg")),
+    Optimizer("Adafactor", _of("row_var", "col_var"), (_of("variance"),)),
+    Optimizer("Adafactor", _of("variance")),
+    Optimizer(
+        "Adafactor", _of("exp_avg_sq_row", "exp_avg_sq_col"), (_of("exp_avg_sq"),), _of("step", "RMS", "exp_avg"),
+        _of("clip_threshold"),
+    ),
+    Optimizer("Adafactor", _of("exp_avg_sq_row", "exp_avg_sq_col"), (_of("exp_avg_sq"),), _of("step", "RMS", "exp_avg")),
+    Optimizer("RMSprop", _of("square_avg"), may=_of("step", "momentum_buffer", "grad_avg")),
+    Optimizer("Adadelta", _of("square_avg", "acc_delta")),
+    Optimizer("Adagrad", _of("sum")),
+    Optimizer("ASGD", _of("eta", "mu", "ax")),
+    Optimizer("Rprop", _of("prev", "step_size")),
+    Optimizer("Muon", _of("momentum_buffer"), options=_of("ns_steps")),
+    Optimizer("SGD", _of("momentum_buffer")),
+    Optimizer(
+        "bitsandbytes 8-bit AdamW or Adam", _of("state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2"),
+        (_of("state1", "state2"),), _BNB,
+    ),
+    Optimizer("bitsandbytes 32-bit AdamW or Adam", _of("state1", "state2"), may=_BNB),
+    Optimizer("bitsandbytes 8-bit, with one moment", _of("state1", "qmap1", "absmax1"), (_of("state1"),), _BNB),
+    Optimizer("bitsandbytes 32-bit, with one moment", _of("state1"), may=_BNB),
+)  # fmt: skip
+#: The key under which bitsandbytes keeps the slots of a parameter since 0.49, so that FSDP does not shard them.
+_WRAPPED = "__bnb_optimizer_quant_state__"
+
+
+class State(NamedTuple):
+    """The state of one optimizer: its name ("unknown" where the table has none), the slots of each parameter, and the
+    parameters that lack a slot, by slot."""
+
+    name: str
+    slots: dict[str, frozenset[str]]
+    missing: dict[str, list[str]]
+
+
+def slot_of(path: tuple[str | int, ...]) -> str | None:
+    """The slot of an entry optim.state.<parameter>.<slot>; None of another path."""
+    if path[:2] != ("optim", "state") or len(path) < 4:
+        return None
+    return str(path[4] if path[3] == _WRAPPED and len(path) > 4 else path[3])
+
+
+def states(ckpt: Checkpoint) -> list[State]:
+    """The optimizers that a checkpoint has state of, that of the first param group first."""
+    slots: dict[str, set[str]] = {}
+    for t in ckpt.tensors.values():
+        if (slot := slot_of(t.path)) is not None:
+            slots.setdefault(str(t.path[2]), set()).add(slot)
+    options: dict[int, set[str]] = {}
+    members: dict[int, list[str]] = {}
+    for v in ckpt.values.values():
+        if v.path[:2] == ("optim", "param_groups") and len(v.path) > 3:
+            if v.path[3] == "params":
+                members[int(v.path[2])] = [str(n) for n in v.data]
+            else:
+                options.setdefault(int(v.path[2]), set()).add(str(v.path[3]))
+    merged: dict[frozenset[str], list[str]] = {}
+    for i in sorted(members):
+        merged.setdefault(frozenset(options.get(i, ())), []).extend(n for n in members[i] if n in slots)
+    rest = set(slots).difference(*merged.values())
+    if rest:
+        merged.setdefault(frozenset(), []).extend(n for n in slots if n in rest)
+    return [_state({n: frozenset(slots[n]) for n in names}, keys) for keys, names in merged.items() if names]
+
+
+def _state(slots: Mapping[str, frozenset[str]], options: Iterable[str]) -> State:
+    every, keys = frozenset().union(*slots.values()), frozenset(options)
+    found = next((o for o in OPTIMIZERS if o.fits(every, keys)), None)
+    missing: dict[str, list[str]] = {}
+    for name, have in slots.items():
+        for slot in sorted(every - have if found is None else found.lacks(have, every)):
+            missing.setdefault(slot, []).append(name)
+    return State(found.name if found else "unknown", dict(slots), missing)
