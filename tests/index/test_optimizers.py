@@ -177,7 +177,8 @@ def test_quantised_states_of_torchao_are_refused_by_name_and_the_weights_are_rea
     folder = tmp_path / "dcp"
     dcp.save(
         {"model": {"w": torch.ones(64, 64)}, "optim": {"state": {"w": {"exp_avg": torch.ones(64, 64)}}}},
-        checkpoint_id=folder, no_dist=True,
+        checkpoint_id=folder,
+        no_dist=True,
     )
     metadata = dcp.FileSystemReader(folder).read_metadata()
     index = next(i for i in metadata.storage_data if "optim" in i.fqn)
