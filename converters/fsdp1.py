@@ -122,6 +122,8 @@ def _read(source: Source, options: ReadOptions) -> Checkpoint:
     out = checkpoint_of(named, "fsdp1", source.root, world, files.names, source)
     out.records, out.config = list(files.records.values()), config
     out.ranks = {r.file: r.rank for ranks in (parts["model"], *parts["optim"]) for r in ranks}
+    if out.trainer is None and any(n.startswith("model_world_size_") for n in files.names):
+        out.trainer = "verl"
     out.notes = [*out.notes, *dict.fromkeys(files.notes)]
     if files.unlike:
         out.notes.append(

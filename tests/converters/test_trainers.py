@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from peers import FIXTURES, REPOSITORY, load_dcp, load_full, same_value
+from peers import FIXTURES, REPOSITORY, difference, load_dcp, load_full, same_value, tensors_of
 from ranks import ENVIRONMENT, NURSERIES, one_at_a_time
+from safetensors.torch import load_file
 from torch import Tensor
 
 import ckpttool
@@ -139,3 +140,29 @@ def test_numbers_are_named_where_slots_have_not_the_shapes_of_parameters(kind: s
     torch.save({"model": other.state_dict(), "optim": state}, tmp_path / "c.pt")
     with pytest.raises(Unsupported, match="no order of the 5 tensors"):
         ckpttool.open(tmp_path / "c.pt")
+
+
+# ------------------------------------------------------------------------------------------------------------------- verl
+
+VERL = FIXTURES / "verl_fsdp2_w3"
+
+
+def test_a_directory_of_verl_is_one_state_with_scheduler_and_rng_of_every_rank(tmp_path: Path) -> None:
+    for to, load in (("dcp", load_dcp), ("full", load_full)):
+        done = ckpttool.convert(VERL / "ckpt", tmp_path / to, to=to, world_size=2 if to == "dcp" else None)
+        assert done.verified and not done.dropped
+        tree = load(tmp_path / to)
+        found = {k: t for k, t in tensors_of(tree).items() if k.startswith(("model.", "optim."))}
+        assert difference(found, load_file(VERL / "truth.safetensors")) == []
+        for rank in range(3):
+            saved = torch.load(VERL / "ckpt" / f"extra_state_world_size_3_rank_{rank}.pt", weights_only=False)
+            assert same_value(tree["lr_scheduler"], saved["lr_scheduler"])
+            ours, theirs = tree["rng"][str(rank)], saved["rng"]
+            assert (
+                ours.keys() == theirs.keys()
+                and torch.equal(ours["cpu"], theirs["cpu"])
+                and ours["random"] == theirs["random"]
+            )
+            assert ours["numpy"][1].tolist() == theirs["numpy"][1].tolist() and ours["numpy"][2:] == theirs["numpy"][2:]
+    with ckpttool.open(VERL / "ckpt") as opened:
+        assert (opened.checkpoint.trainer, opened.checkpoint.world_size, opened.checkpoint.unread) == ("verl", 3, [])
