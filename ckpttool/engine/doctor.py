@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from .. import layouts
@@ -144,37 +144,39 @@ def _what_is_left(
     read_data: bool,
     progress: Progress,
 ) -> None:
-    """Fill in what can be salvaged of a checkpoint that does not open."""
-    known = bool(out.findings)
-    if isinstance(refused, NotRecognised) and not known:
-        raise refused
-    try:
-        with open_with(path, options, check_hints=False) as opened:
-            _look_at(opened, out, read_data, progress)
-            left = opened.checkpoint.salvage
-    except (UsageError, RemoteError):
-        raise
-    except CkpttoolError as e:
-        out.exact = out.exact_bytes = 0
-        text = str(e) if known else str(refused)
-        if all(text not in f.text for f in out.findings):
-            out.findings.append(Finding("unreadable", "damage", None, (), text))
-        return
-    if left is None or not (left.missing or left.rebuilt or left.problems):
+    """Fill in what can be salvaged of a checkpoint that does not open: all that is whole, or the weights alone."""
+    if not out.findings:
+        if isinstance(refused, NotRecognised):
+            raise refused
         out.findings.append(Finding("unreadable", "damage", None, (), str(refused)))
+    why: list[str] = []
+    for only in (None, ("model",)):
+        try:
+            with open_with(path, replace(options, only=only), check_hints=False) as opened:
+                _look_at(opened, out, read_data, progress)
+            break
+        except RemoteError:
+            raise
+        except CkpttoolError as e:
+            why.append(str(e))
+    else:
+        out.layout, out.exact, out.exact_bytes = None, 0, 0
+        if all(why[0] not in f.text and f.text not in why[0] for f in out.findings):
+            out.findings.append(Finding("unreadable", "damage", None, (), why[0]))
         return
+    left = opened.checkpoint.salvage
+    if left is None or not (left.missing or left.rebuilt or left.problems or why):
+        return
+    if why:
+        out.findings.append(Finding("lost", "damage", None, (), f"all but the weights: {why[0]}"))
     out.missing, out.rebuilt = left.missing, left.rebuilt
     out.exact = len(opened.checkpoint.tensors) - len(left.rebuilt)
     for text in left.problems:
         if all(f.text != text for f in out.findings):
             out.findings.append(Finding("missing", "damage", text.partition(" ")[0], (), text))
-    if not out.findings:
-        out.findings.append(Finding("unreadable", "damage", None, (), str(refused)))
     if left.missing:
         text = f"{len(left.missing):,} tensors or values are lost"
-        out.findings.append(
-            Finding("lost", "damage", None, tuple(left.missing), text, _salvage(shown_path(path), opened))
-        )
+        out.findings.append(Finding("lost", "damage", None, tuple(left.missing), text))
     out.next = [_salvage(shown_path(path), opened)]
 
 
@@ -189,6 +191,6 @@ def _salvage(path: str, opened: OpenCheckpoint) -> str:
     by_name = file and target.endswith((*to.suffixes, ".safetensors"))
     ranks = opened.checkpoint.world_size or 1
     world = ["-n", str(ranks)] if "world_size" in to.writer_uses and not by_name else []
-    return shlex.join(
-        ["ckpttool", "convert", path, target, *([] if by_name else ["--to", to.name, *world]), "--salvage"]
-    )
+    how = [] if by_name else ["--to", to.name, *world]
+    how += ["--only", ",".join(opened.only)] if opened.only is not None else []
+    return shlex.join(["ckpttool", "convert", path, target, *how, "--salvage"])

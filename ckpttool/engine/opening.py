@@ -147,6 +147,8 @@ class OpenCheckpoint:
         if not self.located:
             if self.layout.locate is not None:
                 self.checkpoint = self.layout.locate(self.checkpoint, self.source)
+                if isinstance(self.source, PatchedSource):
+                    self.checkpoint = salvage.leave_out(self.checkpoint, self.source)
                 check(self.checkpoint)
             if not self.allow_equal_ranks:
                 mixups.refuse_equal_ranks(self.checkpoint, self.source, self.layout)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ..bounded_json import parse
@@ -28,7 +28,7 @@ __all__ = ["Problem", "leave_out", "patched", "problems"]
 _TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".pkl")
 _INDEX = "model.safetensors.index.json"
 _RANK_FILE = re.compile(r"(.*/)?__\d+_\d+\.distcp")
-_NUMBERED = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.safetensors")
+_NUMBERED = re.compile(r"(?!shard-\d+-model-)(.*-)(\d{5})-of-(\d{5})\.safetensors")
 _MOST_FILES = 200_000
 _POINTER = b"version https://git-lfs.github.com/spec/"
 
@@ -139,11 +139,11 @@ def _look(source: Source, name: str) -> Problem | None:
     if not any(head) and (size >= 512 or not torch):
         return Problem(name, "zeros", "begins with zeros: its first blocks were never written to the disk")
     read_at, what = source.reader_of(name), f"{source.root}/{name}"
-    if distcp:
+    if distcp and head[8:9] != b"{":
         if zip_bytes.is_zip(head) and not cut_files.ends_like_zip(read_at, size):
             return Problem(name, "cut", f"was cut off at byte {size:,}", patch=Patch(size, ENDLESS))
         return None
-    if safetensors:
+    if safetensors or distcp:
         found = cut_files.of_safetensors(read_at, size, what)
     elif zip_bytes.is_zip(head) or cut_files.LEGACY in head:
         found = cut_files.of_torch(read_at, size, what)
@@ -152,7 +152,7 @@ def _look(source: Source, name: str) -> Problem | None:
     if found is None:
         return None
     where = f"was cut off at byte {size:,}" if found.present == size else f"is damaged from byte {found.present:,} on"
-    about = "" if found.present != size else f" of {'' if safetensors else 'about '}{found.size:,}"
+    about = "" if found.present != size else f" of {'' if safetensors or distcp else 'about '}{found.size:,}"
     return Problem(name, "cut", where + about, patch=found)
 
 
@@ -162,6 +162,10 @@ def patched(where: Place) -> tuple[Place, list[Problem]]:
     found = problems(where)
     patches = {p.file: p.patch for p in found if p.patch is not None}
     if file is None:
+        for name in source.list():  # zstd frames do not tell whether more should follow; .metadata does
+            size = source.glance(name)[1] or 0
+            if _RANK_FILE.fullmatch(name) and size > 4 and source.read(name, 0, 4) == b"\x28\xb5\x2f\xfd":
+                patches.setdefault(name, Patch(size, ENDLESS))
         patches |= _index_without(
             source, [p for p in found if p.patch is None and p.file.endswith(".safetensors")], patches
         )
@@ -176,6 +180,8 @@ def _index_without(source: Source, bad: list[Problem], patches: dict[str, Patch]
     """The index of an hf folder without the shards of which nothing can be read; {} where it needs none."""
     names = source.list()
     shards = [n for n in names if n.endswith(".safetensors")]
+    if any(n.startswith("shard-") for n in shards):  # parts of tensors, which say themselves where they belong
+        return {}
     unusable = {p.file for p in bad}
     listed = _weight_map(source) if _INDEX in names else {}
     gone = {f for f in listed.values() if f in unusable or f not in names}
@@ -200,7 +206,7 @@ def _weight_map(source: Source) -> dict[str, str]:
     return {n: f for n, f in found.items() if isinstance(f, str)} if isinstance(found, dict) else {}
 
 
-def leave_out(ckpt: Checkpoint, source: PatchedSource, found: list[Problem]) -> Checkpoint:
+def leave_out(ckpt: Checkpoint, source: PatchedSource, found: Iterable[Problem] = ()) -> Checkpoint:
     """The same index without the tensors of which a byte is lost; `salvage` lists them.
 
     Raises:
@@ -230,7 +236,7 @@ def leave_out(ckpt: Checkpoint, source: PatchedSource, found: list[Problem]) -> 
         salvage.missing.setdefault(f"model.{name}", f"it was in {file}")
     for i, file in enumerate(ckpt.files):
         if (patch := patches[i]) is not None and patch.present == 0 and not patch.made:
-            salvage.problems.append(f"{file} is missing")
+            salvage.problems += [f"{file} is missing"] if f"{file} is missing" not in salvage.problems else []
     if not tensors:
         raise Corrupt(f"{ckpt.root}: no tensor of it is whole, so nothing can be salvaged. Take another copy.")
     records = [
@@ -238,6 +244,7 @@ def leave_out(ckpt: Checkpoint, source: PatchedSource, found: list[Problem]) -> 
     ]
     if salvage.missing:
         first = next(iter(salvage.missing))
+        ckpt.notes[:] = [n for n in ckpt.notes if not n.startswith("salvaged: ")]
         ckpt.notes.append(
             f'salvaged: {len(tensors):,} tensors are exact, {len(salvage.missing):,} are missing, first "{first}"; the "salvage" of '
             "ckpttool.json lists them"

@@ -215,10 +215,12 @@ def load(
     persistent: Callable[[Any], Any] | None = None,
     start: int = 0,
     what: str = "pickle",
+    inert: bool = False,
 ) -> tuple[Any, int]:
     """(object, position after STOP) of one pickle.
 
-    `persistent` turns a persistent id (torch's storages) into a value. `what` names the pickle in errors.
+    `persistent` turns a persistent id (torch's storages) into a value. `what` names the pickle in errors. With `inert`, a
+    call of anything unknown is kept as an `Opaque` and not refused, for those who only look for storages.
 
     Raises:
         Unsafe: it would call something, or has no bound.
@@ -226,7 +228,7 @@ def load(
     """
     known: dict[tuple[str, str], Any] = {**PLAIN, **(stand_ins or {})}
     try:
-        obj, end = _run(data, start, known, persistent, what)
+        obj, end = _run(data, start, known, persistent, what, inert)
     except (IndexError, struct.error):
         raise Truncated(f"{what}: the pickle ends in the middle of an instruction.") from None
     except (UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
@@ -235,7 +237,9 @@ def load(
     return obj, end
 
 
-def _run(data: bytes, pos: int, known: dict[tuple[str, str], Any], persistent: Any, what: str) -> tuple[Any, int]:
+def _run(
+    data: bytes, pos: int, known: dict[tuple[str, str], Any], persistent: Any, what: str, inert: bool
+) -> tuple[Any, int]:
     stack: list[Any] = []
     memo: dict[int, Any] = {}
     push, pop = stack.append, stack.pop
@@ -271,7 +275,7 @@ def _run(data: bytes, pos: int, known: dict[tuple[str, str], Any], persistent: A
     def call(f: Any, args: Any) -> Any:
         if not isinstance(args, tuple):
             raise Corrupt(f"{what}: arguments of {short(f)} are not a tuple.")
-        if isinstance(f, Global) and f in _KEPT:
+        if isinstance(f, Global) and (inert or f in _KEPT):
             return Opaque(f, args, call=True)
         if isinstance(f, Global) or not callable(f):
             raise Unsafe(

@@ -122,10 +122,11 @@ def read(
 def storages_of(
     data: bytes, start: int, what: str, stand_ins: dict[tuple[str, str], Any] | None = None
 ) -> tuple[dict[str, tuple[int, int]], int]:
-    """({key: (elements, bytes)} of the storages that a pickle refers to, in that order; where the pickle ends).
+    """({key: (elements, bytes)} of the storages that a pickle refers to, in that order; where the pickle ends). Calls of what
+    nobody knows are neither made nor refused: that is for `read`.
 
     Raises:
-        Truncated: the bytes end before the pickle does. Corrupt, Unsafe, Unsupported: as `read`.
+        Truncated: the bytes end before the pickle does. Corrupt, Unsupported: as `read`.
     """
     found: dict[str, tuple[int, int]] = {}
 
@@ -136,7 +137,7 @@ def storages_of(
             raise _malformed(what, f"storage {key!r} is declared twice with different sizes")
         return Storage(dtype, 0, n, None)
 
-    end = load(data, {**_rebuilds(what, []), **(stand_ins or {})}, persistent, start, what)[1]
+    end = load(data, {**_rebuilds(what, []), **(stand_ins or {})}, persistent, start, what, inert=True)[1]
     return found, end
 
 
