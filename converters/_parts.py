@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from ckpttool import bounded_json, layouts
-from ckpttool.errors import Corrupt, Unsafe, Unsupported
+from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError, argument
 from ckpttool.formats import stored_tensors, torch_zip
 from ckpttool.huggingface import model_files, model_names
 from ckpttool.index.checkpoint import (
@@ -172,6 +172,11 @@ def _state(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) 
         else replace(options, only=None)
     )
     if part.layout == _DEEPSPEED:
+        if options.tag is not None and part.name:
+            raise UsageError(
+                f"{argument('tag', options.tag)} chooses one of several saves of an engine; the folders of {source.root} are the models of one "
+                f"save, and all are read. Give {source.root}/{options.tag} for one of them."
+            )
         found = layouts.find(part.layout).read(where, replace(options, beside=False))
         found.notes.append(f"the model and the optimizer are a save of DeepSpeed, {found.layout}")
     else:

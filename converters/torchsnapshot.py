@@ -141,6 +141,7 @@ class _Reading:
             for key, rows in entries.items()
             if any(e["type"] in _CONTAINERS for e in rows.values())
         }
+        self.texts = {key: frozenset(_texts(entry)) for key, entry in self.containers.items()}
 
     def leaves(self) -> dict[Path, Any]:
         """{path in the tree: TensorEntry or data}; lists of data alone are one value."""
@@ -212,8 +213,7 @@ class _Reading:
                     raise Corrupt(f"{self.what}: a list has an item at {token!a:.80}.")
                 out.append(int(token))
             else:
-                keys = container.get("keys")
-                is_number = isinstance(keys, list) and token not in keys and token.lstrip("-").isdigit()
+                is_number = token not in self.texts[key[:i]] and token.lstrip("-").isdigit()
                 out.append(Number(token) if is_number else token)
         return tuple(out)
 
@@ -360,6 +360,12 @@ class _Reading:
             self.source.read(self.files[f], offset, length)
             for f, offset, length in zip(t.chunks.file, t.chunks.offset, t.chunks.length, strict=True)
         )
+
+
+def _texts(container: _Entry) -> list[Any]:
+    """The keys of a dict that are text; the others are integers."""
+    keys = container.get("keys")
+    return [k for k in keys if isinstance(k, str)] if isinstance(keys, list) else []
 
 
 def _at(path: Path, leaf: Any) -> Any:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.cli.convert import TRAINERS as TRAINERS_OF_FOR
-from ckpttool.errors import Corrupt, Unsafe, Unsupported
+from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError
 from ckpttool.index.optimizer_names import possible_orders
 
 TRAINERS = FIXTURES / "trainers"
@@ -168,6 +168,8 @@ def test_several_engines_of_accelerate_are_told_apart_by_number(tmp_path: Path) 
             assert sum(n.startswith(f"model.{number}.") for n in names) == 21
             assert sum(n.startswith(f"optim.{number}.state.") for n in names) == 63
         assert not opened.checkpoint.unread
+    with pytest.raises(UsageError, match=r"one of several saves.*pytorch_model_1 for one of them"):
+        ckpttool.open(source, tag="pytorch_model_1")
 
 
 # -------------------------------------------------------------------------------------------------- numbers and names
