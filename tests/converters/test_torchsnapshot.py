@@ -1,4 +1,4 @@
-"""Snapshots of torchsnapshot: one that release 0.1.0 wrote (fixtures/torchsnapshot_w1), and manifests of several ranks in its form."""
+"""Snapshots of torchsnapshot: one that release 0.1.0 wrote (fixtures/trainers/torchsnapshot_w1), and manifests of several ranks in its form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import ckpttool
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe, Unsupported
 
-CASE = FIXTURES / "torchsnapshot_w1"
+CASE = FIXTURES / "trainers" / "torchsnapshot_w1"
 SNAP = CASE / "ckpt" / "snap"
 ROWS = torch.arange(24, dtype=torch.float32).reshape(6, 4)
 

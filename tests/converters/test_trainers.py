@@ -144,7 +144,7 @@ def test_numbers_are_named_where_slots_have_not_the_shapes_of_parameters(kind: s
 
 # ------------------------------------------------------------------------------------------------------------------- verl
 
-VERL = FIXTURES / "verl_fsdp2_w3"
+VERL = FIXTURES / "trainers" / "verl_fsdp2_w3"
 
 
 def test_a_directory_of_verl_is_one_state_with_scheduler_and_rng_of_every_rank(tmp_path: Path) -> None:
