@@ -16,6 +16,7 @@ from ..index.checkpoint import Checkpoint, TensorEntry, orphaned_optimizer_state
 from ..index.names import step_count
 from ..index.optimizers import slot_of, states
 from ..storage import urls
+from .next_steps import next_step
 from .opening import CheckpointPath, OpenOptions, open_with, shown_path
 from .unread_files import human, listed
 
@@ -40,7 +41,7 @@ class Summary:
     size of the job, None for one file; `components` {"model": {"tensors", "bytes", "elements", "dtypes": {dtype: bytes},
     "values"}, ...}; `optimizer` {"kind", "kinds": {name: parameters}, "slots": {slot: {"parameters", "bytes"}}, "groups"}, None without one; `missing`
     sentences about what a resume would need and is not there; `not_read` files that the layout does not read, as
-    `Unread.to_json` has them.
+    `Unread.to_json` has them; `next` one line: whether its trainer resumes from it as it is, and the command for what it does not.
     """
 
     path: str
@@ -57,6 +58,7 @@ class Summary:
     missing: list[str]
     notes: list[str]
     not_read: list[dict[str, Any]]
+    next: str
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -120,6 +122,7 @@ def summarise(ckpt: Checkpoint, path: str | os.PathLike[str]) -> Summary:
         files=len(ckpt.files), file_bytes=sum(ckpt.sizes), tensors=len(ckpt.tensors), bytes=ckpt.nbytes,
         components={k: components[k] for k in order if k in components}, optimizer=_optimizer(ckpt), missing=_missing(ckpt),
         notes=[*ckpt.notes, *_notes(ckpt)], not_read=[r.to_json() for r in ckpt.unread],
+        next=next_step(ckpt, urls.redact_url(os.fspath(path)) if urls.is_url(path) else os.fspath(path)),
     )  # fmt: skip
 
 
@@ -289,6 +292,7 @@ def screen(s: Summary) -> RenderableType:
         parts.append(Text.from_markup(f"[yellow]-[/] {escape(text)}"))
     for text in s.notes:
         parts.append(Text.from_markup(f"[blue]note[/] {escape(text)}"))
+    parts.append(Text.from_markup(f"[green]next[/] {escape(s.next)}"))
     return Group(*parts)
 
 

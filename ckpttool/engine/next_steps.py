@@ -1,0 +1,108 @@
+"""What to do next with a checkpoint: the last line of `inspect`.
+
+A claim that a trainer resumes at any world size stands here only where that was run and gave the losses of a job that was never
+stopped (docs/how-to/trainers.md has the table); of anything else the line names the command that makes it so.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+
+from ..index.checkpoint import Checkpoint
+
+__all__ = ["next_step"]
+
+_OF_DEEPSPEED = re.compile(r"(.*/)?(bf16_)?(zero_pp_rank_\d+_)?mp_rank_\d+.*_states\.pt")
+
+
+def next_step(ckpt: Checkpoint, path: str) -> str:
+    """One line: whether its trainer resumes from it as it is, and the command for what it does not do."""
+    out = f"ckpttool convert {shlex.quote(path)} OUT"
+    parts = {str(t.path[0]) for t in ckpt.tensors.values()}
+    if "model" not in parts:
+        return "holds no weights: give the directory of the trainer that they lie in, if there is one"
+    if ckpt.layout in _OF_TRAINER:
+        return _OF_TRAINER[ckpt.layout](ckpt, out, "optim" in parts)
+    if ckpt.layout.startswith("zero"):
+        return f"resumes in DeepSpeed at {_ranks(ckpt)}; at another world size: {out} --to {ckpt.layout} -n RANKS"
+    if ckpt.layout == "dcp" and ckpt.trainer == "torchtitan":
+        return _torchtitan(ckpt)
+    if ckpt.layout == "dcp" and ckpt.trainer == "Lightning":
+        return f"Lightning resumes from a folder with meta.pt, which is not here: {out} --for lightning -n RANKS"
+    if ckpt.layout == "dcp":
+        return (
+            f"torch.distributed.checkpoint reads it at any world size; for transformers: {out} --to hf --config MODEL"
+        )
+    if ckpt.layout == "fsdp1":
+        return f"resumes in its job at {_ranks(ckpt)}; at another world size: {out} --to dcp -n RANKS"
+    if ckpt.layout == "universal":
+        return f"resumes in DeepSpeed with load_universal; without it: {out} --to zero3 -n RANKS"
+    if ckpt.layout == "hf":
+        return f"from_pretrained reads it; for a training job: {out} --to dcp -n RANKS"
+    if ckpt.layout == "audit":
+        return f"{out.replace('convert', 'audit restore', 1)} --to dcp -n RANKS"
+    if ckpt.layout == "full":
+        return f"for a job of several ranks: {out} --to dcp -n RANKS; for transformers: {out} --to hf --config MODEL"
+    return f"for transformers: {out} --to hf --config MODEL"
+
+
+def _ranks(ckpt: Checkpoint) -> str:
+    if ckpt.world_size is None:
+        return "the world size that wrote it"
+    return "1 rank" if ckpt.world_size == 1 else f"{ckpt.world_size} ranks"
+
+
+def _directory(name: str, trainer: str) -> Callable[[Checkpoint, str, bool], str]:
+    """The line of a directory of Trainer or Accelerate, by the files that it is made of."""
+
+    def line(ckpt: Checkpoint, out: str, optimizer: bool) -> str:
+        def has(pattern: str) -> bool:
+            return any(re.match(pattern, n) for n in ckpt.files)
+
+        if any(_OF_DEEPSPEED.fullmatch(n) for n in ckpt.files):
+            return f"resumes in {trainer} with DeepSpeed at {_ranks(ckpt)}; at another world size: {out} --for deepspeed -n RANKS"
+        if not optimizer:
+            return f"{trainer} starts the optimizer anew from these weights; for transformers: {out} --to hf"
+        if has(r"pytorch_model_fsdp_rank\d+\.bin"):
+            return f"resumes in {trainer} at {_ranks(ckpt)}; at another world size: {out} --for {name} -n RANKS"
+        if has(r"pytorch_model_fsdp_\d+/"):
+            return (
+                f"saved with FSDP2, it resumes at any world size in {trainer}, nothing to convert; saved with FSDP1, "
+                f"{_OF_FSDP1[name]}: {out} --for {name} --state-dict-type full -n RANKS"
+            )
+        if has(r"optimizer(_\d+)?\.bin" if name == "trainer" else r"pytorch_model_fsdp(_\d+)?\.bin"):
+            return f"resumes at any world size in {trainer} with FSDP; nothing to convert"
+        return f"resumes in {trainer} without FSDP; for a job with FSDP: {out} --for {name} -n RANKS"
+
+    return line
+
+
+#: What to know where FSDP1 has written the same SHARDED directory, which its files do not tell.
+_OF_FSDP1 = {
+    "trainer": "Trainer resumes from it with other losses, but not from this",
+    "accelerate": "convert it to whole files",
+}
+
+
+def _lightning(ckpt: Checkpoint, out: str, optimizer: bool) -> str:
+    if not optimizer:
+        return f"Lightning starts the optimizer anew from these weights; for transformers: {out} --to hf --config MODEL"
+    return (
+        f"resumes at any world size in Lightning; nothing to convert (for transformers: {out} --to hf --config MODEL)"
+    )
+
+
+def _torchtitan(ckpt: Checkpoint) -> str:
+    if not any(ckpt.component(n) == "dataloader" for n in (*ckpt.tensors, *ckpt.values)):
+        return "resumes at any world size in torchtitan; nothing to convert"
+    return (
+        "resumes at any world size in torchtitan, nothing to convert; at another one, load with "
+        'CheckpointManager.Config(exclude_from_loading=["dataloader"])'
+    )
+
+
+_OF_TRAINER: dict[str, Callable[[Checkpoint, str, bool], str]] = {
+    "trainer": _directory("trainer", "Trainer"), "accelerate": _directory("accelerate", "Accelerate"), "lightning": _lightning,
+}  # fmt: skip
