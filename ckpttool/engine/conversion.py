@@ -187,7 +187,8 @@ def _convert(
             digests = fill(draft, source, ckpt.files, ckpt.records, destination, progress, budget)
             done = destination.earlier.done
             wanted, digests = settled(opened, draft, digests, writing, progress, budget)
-            root = roots(wanted, digests)
+            rebuilt = ckpt.salvage.rebuilt if ckpt.salvage else {}
+            root = roots({n: t for n, t in wanted.items() if n not in rebuilt}, digests)
             if not target.is_file:
                 destination.put(RECORD, encoded(record(ckpt, draft, wanted, digests, source.commit)))
             built = destination.readable

@@ -136,7 +136,9 @@ class OpenCheckpoint:
                     f"changed after the record was written. Take another copy. If it was on purpose, use {argument('ignore_recorded_digests', True)}, or remove "
                     f"{RECORD}."
                 )
-        if new := [n for n in ckpt.tensors if n not in expected and n not in found.added and n not in found.tied]:
+        if new := [
+            n for n in ckpt.tensors if n not in expected and n not in {*found.added, *found.tied, *found.salvage}
+        ]:
             ckpt.notes.append(
                 f'{len(new)} tensors are not listed in {RECORD}, first "{new[0]}", so no digest of them was compared'
             )

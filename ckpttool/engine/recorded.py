@@ -129,7 +129,7 @@ def record(
     """What ckpttool.json says of a destination: where it came from (on the Hub: from which commit), and the digest of every
     tensor."""
     rebuilt = ckpt.salvage.rebuilt if ckpt.salvage else {}
-    digests = {n: d for n, d in digests.items() if n not in rebuilt}
+    digests = {n: d for n, d in digests.items() if n not in rebuilt}  # of what is exact
     return {
         "tool": "ckpttool",
         "version": __version__,

@@ -29,6 +29,7 @@ _TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".pkl")
 _INDEX = "model.safetensors.index.json"
 _RANK_FILE = re.compile(r"(.*/)?__\d+_\d+\.distcp")
 _NUMBERED = re.compile(r"(?!shard-\d+-model-)(.*-)(\d{5})-of-(\d{5})\.safetensors")
+_MOST_METADATA = 1 << 29
 _MOST_FILES = 200_000
 _POINTER = b"version https://git-lfs.github.com/spec/"
 
@@ -37,10 +38,11 @@ _POINTER = b"version https://git-lfs.github.com/spec/"
 class Problem:
     """A file that is not what it should be.
 
-    `kind`    "empty", "lfs-pointer", "web-page", "text", "zeros", "cut", "missing" or "damaged"
+    `kind`    "empty", "lfs-pointer", "web-page", "text", "zeros", "cut", "missing", "no-metadata" or "damaged"
     `text`    what was found
     `repair`  the command that may help; None where there is none
     `patch`   how the file should be, where that is known
+    `rebuilt` where the patch is another checkpoint's: how that makes this one whole
     """
 
     file: str
@@ -48,6 +50,7 @@ class Problem:
     text: str
     repair: str | None = None
     patch: Patch | None = None
+    rebuilt: str | None = None
 
 
 def problems(where: Place) -> list[Problem]:
@@ -64,7 +67,7 @@ def problems(where: Place) -> list[Problem]:
             found = Problem(name, "damaged", str(e))
         if found is not None:
             out.append(found)
-    return out if file is not None else out + _missing_shards(source)
+    return out if file is not None else out + _missing_shards(source) + _no_metadata(source)
 
 
 def _missing_shards(source: Source) -> list[Problem]:
@@ -81,6 +84,53 @@ def _missing_shards(source: Source) -> list[Problem]:
         Problem(n, "missing", "is missing: the copy is incomplete", f"hf download REPOSITORY {n}")
         for n in sorted(wanted - set(names))
     ]
+
+
+def _no_metadata(source: Source) -> list[Problem]:
+    """A DCP folder whose last file was never written. Its items have no names of their own: the `.metadata` of another step of
+    the run names them, if it has the same files of the same sizes; `locate` then proves that every item has that dtype and shape."""
+    names = source.list()
+    files = {n: source.glance(n)[1] for n in names if _RANK_FILE.fullmatch(n)}
+    if not files or any(n.endswith(".metadata") for n in names):
+        return []
+    text = "is missing: the save was interrupted before its end, and nothing in the folder names its items"
+    if ".metadata.tmp" in names and 0 < (size := source.size(".metadata.tmp")) <= _MOST_METADATA:
+        data = source.read(".metadata.tmp", 0, size)
+        if data[-1:] == b".":  # the end of a pickle: it was written, and not renamed
+            return [Problem(".metadata", "no-metadata", "is missing, but .metadata.tmp is whole", None, _literal(data))]
+    why = ""
+    for folder in _other_steps(source) if source.local else ():
+        with Source(folder) as other:
+            theirs = {n: other.glance(n)[1] for n in other.list() if _RANK_FILE.fullmatch(n)}
+            size = other.size(".metadata")
+            if theirs == files and size <= _MOST_METADATA:
+                how = f"names and places are those of {os.path.relpath(folder, os.path.dirname(source.root))}/.metadata"
+                data = other.read(".metadata", 0, size)
+                return [Problem(".metadata", "no-metadata", f"{text}; {how}", None, _literal(data), how)]
+        why = why or f". {folder} has other files, or files of other sizes, so its .metadata does not name them either"
+    return [Problem(".metadata", "no-metadata", text + why, f"ckpttool inspect {os.path.dirname(source.root)}")]
+
+
+def _literal(data: bytes) -> Patch:
+    return Patch(0, len(data), ((0, data),))
+
+
+def _other_steps(source: Source) -> list[str]:
+    """Folders that are named like this one except for the number, and have a .metadata; the nearest step first. A folder of a
+    step may have the checkpoint in a folder inside."""
+    out: list[tuple[int, str]] = []
+    root = source.root
+    for step, inside in ((root, ""), (os.path.dirname(root), os.path.basename(root))):
+        parent, name = os.path.split(step)
+        number = re.findall(r"\d+", name)
+        if not number:
+            continue
+        for other in os.listdir(parent)[:10_000]:
+            folder = os.path.join(parent, other, inside).rstrip("/")
+            alike = other != name and re.sub(r"\d+", "#", other) == re.sub(r"\d+", "#", name)
+            if alike and os.path.isfile(os.path.join(folder, ".metadata")):
+                out.append((abs(int(re.findall(r"\d+", other)[-1]) - int(number[-1])), folder))
+    return [folder for _, folder in sorted(out)[:20]]
 
 
 def _files(source: Source) -> Iterator[str]:
@@ -216,6 +266,8 @@ def leave_out(ckpt: Checkpoint, source: PatchedSource, found: Iterable[Problem] 
     salvage.problems += [f"{p.file} {p.text}" for p in found]
     patches = [source.patch(f) for f in ckpt.files]
     tensors: dict[str, TensorEntry] = {}
+    for how in [x.rebuilt for x in found if x.rebuilt is not None]:
+        salvage.rebuilt |= dict.fromkeys(ckpt.tensors, how)
     for name, t in ckpt.tensors.items():
         c = t.chunks
         if not t.numel and t.coding == "raw" and len(c) == 1:
@@ -231,6 +283,7 @@ def leave_out(ckpt: Checkpoint, source: PatchedSource, found: Iterable[Problem] 
             continue
         where = ", ".join(dict.fromkeys(ckpt.files[f] for f, _, _ in lost[:4]))
         parts = f"{len(lost)} of its {len(c)} parts are" if len(c) > 1 else "it is"
+        salvage.rebuilt.pop(name, None)
         salvage.missing[name] = f"{parts} in the lost bytes of {where}"
     for name, file in _listed_elsewhere(source).items():
         salvage.missing.setdefault(f"model.{name}", f"it was in {file}")
@@ -242,11 +295,15 @@ def leave_out(ckpt: Checkpoint, source: PatchedSource, found: Iterable[Problem] 
     records = [
         r for r in ckpt.records if (p := patches[r.extent.file]) is None or p.has(r.extent.offset, r.extent.length)
     ]
+    if salvage.rebuilt:
+        ckpt.notes[:] = [n for n in ckpt.notes if not n.startswith("rebuilt: ")]
+        how = next(iter(salvage.rebuilt.values()))
+        ckpt.notes.append(f"rebuilt: {len(salvage.rebuilt):,} tensors: {how}; no digests of them are recorded")
     if salvage.missing:
         first = next(iter(salvage.missing))
         ckpt.notes[:] = [n for n in ckpt.notes if not n.startswith("salvaged: ")]
         ckpt.notes.append(
-            f'salvaged: {len(tensors):,} tensors are exact, {len(salvage.missing):,} are missing, first "{first}"; the "salvage" of '
+            f'salvaged: {len(tensors) - len(salvage.rebuilt):,} tensors are exact, {len(salvage.missing):,} are missing, first "{first}"; the "salvage" of '
             "ckpttool.json lists them"
         )
     sizes = [

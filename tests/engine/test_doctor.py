@@ -13,8 +13,10 @@ from typing import Any
 import peers
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from commands import ckpttool_here
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckpttool
 from ckpttool.engine.doctor import Diagnosis, doctor
@@ -328,3 +330,71 @@ def test_what_is_whole_in_a_folder_with_a_cut_file_is_what_it_was(tmp_path: Path
         assert {n: truth[n] for n in whole} == whole
         kept.add(len(whole))
     assert kept
+
+
+def train(folder: Path, steps: tuple[int, ...], inside: str = "") -> dict[int, Tensors]:
+    """Saves of one run by torch itself, in folders step-N."""
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(torch.nn.Linear(12, 20), torch.nn.Linear(20, 12))
+    optimizer = torch.optim.AdamW(model.parameters())
+    out = {}
+    for step in range(1, max(steps) + 1):
+        model(torch.randn(4, 12)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in steps:
+            state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+            dcp.save({**state, "step": torch.tensor(step)}, checkpoint_id=folder / f"step-{step}" / inside)
+            out[step] = {f"model.{n}": t.clone() for n, t in model.state_dict().items()}
+    return out
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("inside", ["", "dcp"])
+def test_a_folder_without_metadata_is_rebuilt_with_that_of_another_step(tmp_path: Path, inside: str) -> None:
+    truth = train(tmp_path, (3, 5, 9), inside)
+    broken = tmp_path / "step-5" / inside
+    (broken / ".metadata").unlink()
+    before = {p.name: p.read_bytes() for p in broken.iterdir()}
+    found = doctor(broken)
+    assert not found.sound and found.exact == 0 and not found.missing and len(found.rebuilt) == 4 + 12 + 1
+    assert all("step-3" in how for how in found.rebuilt.values())
+    done = ckpttool_here("convert", broken, tmp_path / "new", "--to", "dcp", "-n", "1", "--salvage")
+    assert done.returncode == 0, done.stderr
+    with ckpttool.open(tmp_path / "new") as opened:
+        for name, t in truth[5].items():
+            assert torch.equal(opened[name].torch(), t) and not torch.equal(t, truth[3][name])
+    record = json.loads((tmp_path / "new" / "ckpttool.json").read_text())
+    assert record["tensors"] == {} and all(s.startswith("rebuilt: ") for s in record["salvage"]["tensors"].values())
+    told = json.loads(ckpttool_here("verify", tmp_path / "new", "--read-data", "--json").stdout)
+    assert told["salvage"]["exact"] == 0 and len(told["salvage"]["rebuilt"]) == 17 and "recorded" not in told
+    assert before == {p.name: p.read_bytes() for p in broken.iterdir()}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_metadata_of_another_model_rebuilds_nothing(tmp_path: Path) -> None:
+    train(tmp_path, (3, 5))
+    (tmp_path / "step-5" / ".metadata").unlink()
+    shutil.rmtree(tmp_path / "step-3")
+    for size in (12, 400):  # the first has files of the same sizes with a tensor of another shape in them
+        sd = {"w": torch.zeros(size, 4)}
+        dcp.save(sd, checkpoint_id=tmp_path / "step-3")
+        if size == 12:
+            a, b = (tmp_path / f"step-{n}" / "__0_0.distcp" for n in (3, 5))
+            a.write_bytes(b.read_bytes())
+        found = doctor(tmp_path / "step-5")
+        assert not found.sound and found.layout is None and found.exact == 0 and not found.rebuilt
+        assert any(f.kind == "no-metadata" for f in found.findings)
+        assert ckpttool_here("convert", tmp_path / "step-5", tmp_path / "x.pt", "--salvage").returncode in (3, 4)
+        assert not (tmp_path / "x.pt").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_metadata_file_that_was_not_renamed_is_its_own(tmp_path: Path) -> None:
+    truth = train(tmp_path, (5,))
+    (tmp_path / "step-5" / ".metadata").rename(tmp_path / "step-5" / ".metadata.tmp")
+    found = doctor(tmp_path / "step-5")
+    assert not found.sound and found.exact == 17 and not found.rebuilt and not found.missing
+    assert ckpttool_here("convert", tmp_path / "step-5", tmp_path / "x.pt", "--salvage").returncode == 0
+    loaded = torch.load(tmp_path / "x.pt")["model"]
+    assert all(torch.equal(loaded[n.removeprefix("model.")], t) for n, t in truth[5].items())
