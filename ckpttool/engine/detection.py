@@ -262,6 +262,7 @@ class _Walk:
 
     def __init__(self, source: Source) -> None:
         self.source, self.left_out = source, 0
+        self.known = tuple(layouts.layouts().values())  # asking for them looks for other packages
         self.listings = _MOST_REMOTE if source.is_remote else _MOST
 
     def rows(self, folder: str) -> Iterator[Found]:
@@ -291,7 +292,7 @@ class _Walk:
     def _folder(self, path: str, name: str) -> Found | None:
         inside = self.source.below(path)
         names = self.source.list(path)
-        layout = _layout_of(inside)
+        layout = _matching(Place(inside, None), self.known)
         lacks = next(_lacks(inside, names, name, layout), "")
         if layout is None and not lacks:
             return None
@@ -311,7 +312,7 @@ class _Walk:
         layout: str | None = "audit" if ".tar.zst" in name else "full"
         if not self.source.is_remote:
             inside = self.source.below(folder) if folder else self.source
-            found = _matching(Place(inside, name))
+            found = _matching(Place(inside, name), self.known)
             layout = found.name if found else None
         if layout is not None:
             size = self.source.glance(path)[1] or 0
@@ -334,14 +335,10 @@ class _Walk:
         )  # fmt: skip
 
 
-def _layout_of(inside: Source) -> Layout | None:
-    return _matching(Place(inside, None))
-
-
-def _matching(where: Place) -> Layout | None:
+def _matching(where: Place, known: Iterable[Layout]) -> Layout | None:
     """The layout of a place; the first where several match."""
     yes = []
-    for layout in layouts.layouts().values():
+    for layout in known:
         try:
             if layout.detect(where)[0]:
                 yes.append(layout)
@@ -435,7 +432,7 @@ def newest(path: str | os.PathLike[str]) -> str:
             f"{argument('latest', True)} asks for a folder of checkpoints; {os.fspath(path)} is a file. Leave it out."
         )
     with where.source as source:
-        itself = _layout_of(source)
+        itself = _matching(Place(source, None), layouts.layouts().values())
         if itself is not None and itself.name != "hf":
             return os.fspath(path)
         found = below(source)
