@@ -271,8 +271,8 @@ def test_a_dcp_folder_without_a_rank_file_or_with_a_cut_one(tmp_path: Path) -> N
                     assert torch.equal(opened[name].torch(), truth[name]), name
 
 
-#: The folder of a snapshot is one below.
-SOUND = [o for o in peers.ORIGINALS if o.case != "torchsnapshot_w1"]
+#: Fixtures whose folder or file is one checkpoint by itself.
+SOUND = [o for o in peers.ORIGINALS if o.case.startswith(("awkward", "fsdp2", "full", "hf", "zero", "universal"))]
 
 
 @pytest.mark.parametrize("original", SOUND, ids=lambda o: o.label)
