@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .converters._deepspeed_write import ZeroOptions  # type: ignore[import-not-found,unused-ignore]
     from .converters._fsdp1_plan import Fsdp1Options  # type: ignore[import-not-found,unused-ignore]
     from .converters._hf_write import HfOptions  # type: ignore[import-not-found,unused-ignore]
+    from .converters._parts_write import DirectoryOptions  # type: ignore[import-not-found,unused-ignore]
     from .converters.universal import UniversalOptions  # type: ignore[import-not-found,unused-ignore]
     from .engine.conversion import ConvertResult, convert
     from .engine.diff import Difference, diff
@@ -48,6 +49,7 @@ _WHERE = {
     "ConvertResult": "engine.conversion",
     "Difference": "engine.diff",
     "DigestResult": "engine.verification",
+    "DirectoryOptions": "converters._parts_write",
     "Exported": "audit.export",
     "Fsdp1Options": "converters._fsdp1_plan",
     "HfOptions": "converters._hf_write",
@@ -88,6 +90,7 @@ __all__ = [
     "ConvertResult",
     "Difference",
     "DigestResult",
+    "DirectoryOptions",
     "Exported",
     "Fsdp1Options",
     "HfOptions",

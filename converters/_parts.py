@@ -1,7 +1,7 @@
 """Directories of trainers: files and folders in several layouts that are one state.
 
 A trainer's dialect (trainers.py) lists the parts of a directory: which file or folder it is, which layout reads it, and
-which component of the state it holds. `merged` reads them and joins their indexes. What is no part and holds state by its
+which component of the state it holds. `read` reads them and joins their indexes. What is no part and holds state by its
 name is listed as unread, as for every layout (engine/unread_files.py).
 
     Part("pytorch_model_fsdp_0", "dcp", "model")         a folder, read by the layout dcp
@@ -158,19 +158,11 @@ def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
 def _state(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) -> Checkpoint:
     """The index of a part that is a checkpoint itself."""
     is_folder = bool(part.name) and source.glance(part.name)[0]
-    where = (
-        Place(source, None)
-        if not part.name
-        else Place(source.below(part.name), None)
-        if is_folder
-        else Place(source, part.name)
-    )
+    where = Place(source.below(part.name), None) if is_folder else Place(source, part.name or None)
     model = {joined(t.path[1:]): t for t in whole.tensors.values() if t.path[0] == "model"}
-    mine = (
-        replace(options, only=None, orders=lambda _: _orders(model, whole, options))
-        if model
-        else replace(options, only=None)
-    )
+    mine = replace(options, only=None)
+    if model:
+        mine = replace(mine, orders=lambda _: _orders(model, whole, options))
     if part.layout == _DEEPSPEED:
         if options.tag is not None and part.name:
             raise UsageError(

@@ -105,17 +105,19 @@ def convert(
     Args:
         src: a folder, a file, or the URL of one; never changed.
         dst: path or URL of the new checkpoint.
-        to: layout to write ("dcp", "full", "hf", "zero3", "zero2", "zero1", "universal", "fsdp1", "audit"); where None, the
-            name of the destination tells (".pt", ".pth", ".bin" and ".ckpt" are full).
+        to: layout to write ("dcp", "full", "hf", "zero3", "zero2", "zero1", "universal", "fsdp1", "audit", "accelerate",
+            "trainer", "lightning", "torchtitan"); where None, the name of the destination tells (".pt", ".pth", ".bin" and
+            ".ckpt" are full).
         options: what only that layout understands: an `HfOptions`, `ZeroOptions` (zero1 to zero3), `UniversalOptions`,
-            `Fsdp1Options` or `ArchiveOptions`; `help` of these shows units and defaults.
+            `Fsdp1Options`, `ArchiveOptions` or `DirectoryOptions` (trainer, accelerate); `help` of these shows units and
+            defaults.
         world_size: ranks of the job that will load it, at least 1; those of the source where None.
         only: components to convert (["model", "optim"]); all where None.
         dtype: floating-point dtype of the weights ("bf16", "fp16", "fp32", "keep"); optimizer state keeps its own. "keep" where
             None.
         cast: {glob of tensor names: dtype}, stronger than `dtype`; the last that matches counts.
-        canonical_keys: dcp and full: write model and optimizer under "model" and "optim" with plain FQNs, as torch's
-            `get_state_dict` names them, and not under the keys of the source.
+        canonical_keys: dcp and full: write "model" and "optim" with plain FQNs, as torch's `get_state_dict` names them,
+            "scheduler" and so on, and not the keys of the source.
         drop: go on without what the target cannot hold, and without state in files that were not read.
         force: replace an existing checkpoint, whole.
         verify: read the result back from the disk and compare digests.

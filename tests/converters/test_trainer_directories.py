@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from ckpttool.converters._parts_write import DirectoryOptions
 from commands import ckpttool_here
 from peers import FIXTURES, difference, load_dcp, load_full, same_value, tensors_of
 from safetensors.torch import load_file, save_file
@@ -355,7 +354,7 @@ def test_a_sharded_directory_has_the_keys_that_the_trainer_wrote(case: str, tmp_
 
 def test_a_full_directory_has_the_files_that_the_trainer_wrote(tmp_path: Path) -> None:
     for case, to in (("accelerate_fsdp2_full", "accelerate"), ("trainer_fsdp2_full", "trainer")):
-        options = DirectoryOptions(state_dict_type="full")
+        options = ckpttool.DirectoryOptions(state_dict_type="full")
         ckpttool.convert(folder(case), tmp_path / to, to=to, world_size=2, options=options)
         for name in ("pytorch_model_fsdp.bin", "optimizer.bin"):
             ours, theirs = (torch.load(p / name, weights_only=True) for p in (tmp_path / to, folder(case)))
