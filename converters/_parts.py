@@ -249,8 +249,9 @@ def _orders(
     model: Mapping[str, TensorEntry], whole: Checkpoint, options: ReadOptions
 ) -> Iterable[Mapping[str, TensorEntry]]:
     """The weights in every order that the module may have. Safetensors files sort names, torch.save keeps their order."""
-    if options.like is not None and set(options.like.shapes) >= set(model):
-        return [{n: model[n] for n in options.like.shapes if n in model}]
+    known = list(options.like.shapes) if options.like is not None else []
+    if set(known) >= set(model) and known != sorted(known):  # sorted ones may come from safetensors too
+        return [{n: model[n] for n in known if n in model}]
     if not any(f.endswith(".safetensors") for f in whole.files):
         return [model]
     if whole.config is not None:

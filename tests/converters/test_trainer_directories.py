@@ -187,6 +187,8 @@ def test_numbers_need_the_order_of_the_module_and_not_that_of_the_file(tmp_path:
         assert opened.checkpoint.tensors.keys() == whole.checkpoint.tensors.keys()
     with ckpttool.open(alone, like=folder("trainer_fsdp2_full")) as opened:
         assert opened.checkpoint.tensors.keys() == whole.checkpoint.tensors.keys()
+    with pytest.raises(Unsupported, match="nothing here tells the order"):
+        ckpttool.open(alone, like=alone / "model.safetensors")  # the alphabet again
 
 
 def test_an_adapter_s_numbers_are_named_where_shapes_leave_one_order(tmp_path: Path) -> None:
