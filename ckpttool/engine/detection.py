@@ -155,9 +155,9 @@ def _is_piece(source: Source, name: str) -> bool:
     if source.root.startswith("http"):  # a server may have no listing of the folder
         return False
     if m := _SHARD.fullmatch(name):
-        return m["of"] != "00001" and any(
-            n.endswith(".index.json") or (n != name and _same(_SHARD, n, m, "of")) for n in source.list()
-        )
+        names = source.list()
+        shards = sum(_same(_SHARD, n, m, "of") for n in names)  # of an incomplete copy each may be read alone
+        return m["of"] != "00001" and (shards == int(m["of"]) or any(n.endswith(".index.json") for n in names))
     kind = kind_of(name)
     if kind is not None and kind[1] in ("scheduler", "rng", "scaler", "dataloader", "trainer"):
         return True
