@@ -40,9 +40,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     world = options.world_size or ckpt.world_size
     if not world or world < 1:
         raise UsageError(f"{argument('world_size')} is needed: the number of ranks of the job that will load this.")
-    leaves: dict[Path, Any] = {t.path: t for t in ckpt.tensors.values()}
-    leaves |= {v.path: v.data for v in ckpt.values.values()}
-    tree, notes = tree_of(leaves, _sharded_origin(ckpt), None, options)
+    tree, notes = tree_of(ckpt.leaves(), _sharded_origin(ckpt), None, options)
     paths: dict[str, Path] = {}  # of tensors, by canonical name
     values: list[tuple[Path, int, int]] = []  # path, offset in rank 0's file, length
     head = bytearray()

@@ -146,7 +146,10 @@ def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
             )
             continue
         try:
-            _add(out, _data(source, part), part)
+            found = _data(source, part)
+            if part.layout == _OURS:  # what the source had, where a file has what its trainer needs instead
+                out.values = {n: v for n, v in out.values.items() if n not in found.values}
+            _add(out, found, part)
         except (Corrupt, Unsafe, Unsupported) as e:  # no tensor of the state is in it: it may be left out, with --drop
             out.unread.append(Unread(part.name, source.glance(part.name)[1], f"cannot be read: {e}", part.component))
     out.world_size = dialect.world_size(source) or out.world_size
@@ -280,11 +283,10 @@ def _data(source: Source, part: Part) -> Checkpoint:
             path = (
                 (part.component, part.keys.get(str(path[0]), path[0]), *path[1:]) if path else (part.component, "value")
             )
-        at = path
         if isinstance(leaf, TensorEntry):
-            out.tensors[joined(at)] = replace(leaf, path=at)
+            out.tensors[joined(path)] = replace(leaf, path=path)
         else:
-            out.values[joined(at)] = Value(at, leaf)
+            out.values[joined(path)] = Value(path, leaf)
     return out
 
 

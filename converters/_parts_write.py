@@ -115,6 +115,7 @@ def data_files(ckpt: Checkpoint, files: Sequence[SmallFile], options: WriteOptio
         entries: list[tuple[str, TensorEntry]] = []
         for path, leaf in file.leaves.items():
             if isinstance(leaf, TensorEntry):
+                leaf = replace(leaf, dtype=options.cast(joined(leaf.path), leaf.dtype))
                 key = str(len(storages))
                 storages[key] = leaf.nbytes
                 entries.append((key, leaf))
@@ -173,8 +174,7 @@ def left_over(ckpt: Checkpoint, placed: set[Path]) -> tuple[list[SmallFile], lis
 
     {"values": ((path, data), ...), "tensors": {"0": tensor, ...}, "paths": (path of tensor 0, ...)}
     """
-    rest: dict[Path, Any] = {t.path: t for t in ckpt.tensors.values()} | {v.path: v.data for v in ckpt.values.values()}
-    rest = {p: leaf for p, leaf in rest.items() if p[0] not in ("model", "optim") and p not in placed}
+    rest = {p: leaf for p, leaf in ckpt.leaves().items() if p[0] not in ("model", "optim") and p not in placed}
     if not rest:
         return [], []
     tensors = [leaf for leaf in rest.values() if isinstance(leaf, TensorEntry)]

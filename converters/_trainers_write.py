@@ -33,17 +33,22 @@ _FOLDERS, _FILES = ("pytorch_model_fsdp_0", "optimizer_0"), ("pytorch_model_fsdp
 
 def _leaves(ckpt: Checkpoint, *head: str | int) -> dict[Path, Any]:
     """{path: leaf} of a state below a path."""
-    found: dict[Path, Any] = {t.path: t for t in ckpt.tensors.values()} | {v.path: v.data for v in ckpt.values.values()}
-    return {p: leaf for p, leaf in found.items() if p[: len(head)] == head}
+    return {p: leaf for p, leaf in ckpt.leaves().items() if p[: len(head)] == head}
 
 
-def _schedulers(ckpt: Checkpoint) -> list[dict[Path, Any]]:
-    """The leaves of each scheduler, by canonical path."""
-    found = _leaves(ckpt, "scheduler")
-    numbers = sorted({str(p[1]) for p in found if len(p) > 2 and str(p[1]).isdigit()}, key=int)
-    if not numbers or not all(len(p) > 2 and str(p[1]) in numbers for p in found):
-        return [found] if found else []
-    return [{p: leaf for p, leaf in found.items() if str(p[1]) == n} for n in numbers]
+def _inside(ckpt: Checkpoint, *head: str | int) -> dict[Path, Any]:
+    """`_leaves` without one that has the path itself, which is no state dict."""
+    return {p: leaf for p, leaf in _leaves(ckpt, *head).items() if len(p) > len(head)}
+
+
+def _schedulers(ckpt: Checkpoint) -> list[tuple[set[Path], dict[Path, Any]]]:
+    """(canonical paths, {path in the state dict: leaf}) of each scheduler; several are numbered below "scheduler"."""
+    found = _inside(ckpt, "scheduler")
+    if not found or not all(len(p) > 2 and str(p[1]).isdigit() for p in found):
+        return [(set(found), _below(found, 1))] if found else []
+    numbers = sorted({str(p[1]) for p in found}, key=int)
+    rows = [{p: leaf for p, leaf in found.items() if str(p[1]) == n} for n in numbers]
+    return [(set(row), _below(row, 2)) for row in rows]
 
 
 def _below(leaves: Mapping[Path, Any], cut: int, names: Mapping[str, str] | None = None) -> dict[Path, Any]:
@@ -56,13 +61,14 @@ def _rng_files(
     ckpt: Checkpoint, world: int, pattern: str, keys: Mapping[str, str], placed: set[Path]
 ) -> list[SmallFile]:
     """The RNG state of every rank that the new job has."""
-    out = []
-    for rank in range(world):
-        found = _leaves(ckpt, "rng", str(rank)) or _leaves(ckpt, "rng", rank)
-        if found:
-            placed |= set(found)
-            out.append(SmallFile(pattern.format(rank), _below(found, 2, keys)))
-    return out
+    of_rank: dict[str, dict[Path, Any]] = {}
+    for path, leaf in _leaves(ckpt, "rng").items():
+        if len(path) > 2:
+            of_rank.setdefault(str(path[1]), {})[path] = leaf
+    ranks = {rank: of_rank[str(rank)] for rank in range(world) if str(rank) in of_rank}
+    for found in ranks.values():
+        placed |= set(found)
+    return [SmallFile(pattern.format(rank), _below(found, 2, keys)) for rank, found in ranks.items()]
 
 
 def _rng_note(files: Sequence[SmallFile], world: int) -> list[str]:
@@ -90,15 +96,10 @@ def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) ->
     world = world_size_of(ckpt, options)
     placed: set[Path] = set()
     small = []
-    for i, found in enumerate(schedulers := _schedulers(ckpt)):
-        placed |= set(found)
-        small.append(
-            SmallFile(
-                f"scheduler{f'_{i}' if i else ''}.bin",
-                _below(found, 2 if len(schedulers) > 1 or _is_listed(found) else 1),
-            )
-        )
-    if scaler := _leaves(ckpt, "scaler"):
+    for i, (paths, state) in enumerate(_schedulers(ckpt)):
+        placed |= paths
+        small.append(SmallFile(f"scheduler{f'_{i}' if i else ''}.bin", state))
+    if scaler := _inside(ckpt, "scaler"):
         placed |= set(scaler)
         small.append(SmallFile("scaler.pt", _below(scaler, 1)))
     for key in {
@@ -118,21 +119,17 @@ def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) ->
     return _written("accelerate", ckpt, source, options, [*small, *rng], placed, world, _rng_note(rng, world))
 
 
-def _is_listed(leaves: Mapping[Path, Any]) -> bool:
-    return all(len(p) > 2 and str(p[1]).isdigit() for p in leaves)
-
-
 def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """What `Trainer.train(resume_from_checkpoint=...)` of a job with FSDP reads."""
     world = world_size_of(ckpt, options)
     placed: set[Path] = set()
     small, notes = [], []
-    for found in _schedulers(ckpt)[:1]:
-        placed |= set(found)
-        small.append(SmallFile("scheduler.pt", _below(found, 2 if _is_listed(found) else 1)))
+    for paths, state in _schedulers(ckpt)[:1]:
+        placed |= paths
+        small.append(SmallFile("scheduler.pt", state))
     if not small:
         notes.append("the source has no scheduler: Trainer resumes an optimizer only where scheduler.pt is there too")
-    if scaler := _leaves(ckpt, "scaler"):
+    if scaler := _inside(ckpt, "scaler"):
         placed |= set(scaler)
         small.append(SmallFile("scaler.pt", _below(scaler, 1)))
     rng = _rng_files(ckpt, world, "rng_state_{}.pth" if world > 1 else "rng_state.pth", {}, placed)
@@ -204,7 +201,8 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     meta: dict[Path, Any] = {
         ("epoch",): epoch if isinstance(epoch, int) else 0, ("global_step",): step,
     }  # fmt: skip
-    placed |= {("trainer", "global_step")} | ({("trainer", "epoch")} if isinstance(epoch, int) else set())
+    written = {("trainer", *path): data for path, data in meta.items()}
+    placed |= {path for path, data in written.items() if ckpt.value(joined(path)) == data}
     for key in _LIGHTNING_EXTRA:
         found = _leaves(ckpt, "extra", key)
         placed |= set(found)
@@ -219,12 +217,12 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
             f"the loops of Lightning go on at batch {step} of epoch 0, since the source counts {step} steps; the data loader of the "
             "script decides which rows those are"
         )
-    for i, found in enumerate(_schedulers(ckpt)):
-        placed |= set(found)
-        cut = 2 if _is_listed(found) else 1
-        meta |= {("lr_schedulers", i, *p): leaf for p, leaf in _below(found, cut).items()}
+    for i, (paths, scheduler) in enumerate(_schedulers(ckpt)):
+        placed |= paths
+        meta |= {("lr_schedulers", i, *p): leaf for p, leaf in scheduler.items()}
     if not any(p[0] == "lr_schedulers" for p in meta):
         meta["lr_schedulers",] = []
+        placed |= {("scheduler",)} if ckpt.value("scheduler") == [] else set()  # what reading gives for it
     dcp = layouts.find("dcp")
     assert dcp.write is not None
     state = replace(ckpt.only(["model", "optim"]), origin={}, ranks={}, notes=[])

@@ -47,13 +47,11 @@ from ckpttool import layouts
 from ckpttool.storage.source import Source
 
 from ._deepspeed_files import SAVES
-from ._parts import DATA, TREE, Dialect, Part, of_one_model
+from ._parts import DATA, LEFT_OVER, TREE, Dialect, Part, of_one_model
 from ._parts_write import DirectoryOptions
 from ._trainers_write import RNG_KEYS, write_accelerate, write_lightning, write_titan, write_trainer
 
 __all__ = ["LAYOUTS"]
-
-_SAFETENSORS = re.compile(r"(model|adapter_model)(_\d+)?(-\d+-of-\d+)?\.safetensors")
 
 
 def _numbered(names: Sequence[str], pattern: str) -> Iterator[tuple[str, int]]:
@@ -149,7 +147,7 @@ def _is_accelerate(source: Source) -> tuple[bool, str]:
             return True, f"has {ranks[0]} and a save of DeepSpeed"
         return False, "latest, but no random_states_0.pkl beside it"
     parts = any(n.startswith("pytorch_model_fsdp") for n in names)
-    if _models(names) and (ranks or (parts and _optimizers(names))):
+    if _models(names) and (ranks or (parts and (_optimizers(names) or LEFT_OVER in names))):
         return True, f"has {ranks[0] if ranks else _models(names)[0].name} and {_models(names)[0].name}"
     return False, "no random_states_0.pkl beside a model"
 

@@ -337,6 +337,11 @@ class Checkpoint:
         found = self.values.get(name)
         return None if found is None else found.data
 
+    def leaves(self) -> dict[Path, Any]:
+        """{path: TensorEntry, or the data of a value} of everything."""
+        out: dict[Path, Any] = {t.path: t for t in self.tensors.values()}
+        return out | {v.path: v.data for v in self.values.values()}
+
     def only(self, components: Iterable[str]) -> Checkpoint:
         """The same checkpoint with nothing but some components ("model", "optim", ...)."""
         keep = set(components)

@@ -247,8 +247,7 @@ def misplaced(paths: Sequence[Path]) -> Path | None:
 
 def own_tree_is_readable(ckpt: Checkpoint) -> bool:
     """Whether the tree with the user's own keys (`ckpt.origin`) would be read as exactly this state."""
-    leaves: dict[Path, Any] = {t.path: t for t in ckpt.tensors.values()}
-    leaves |= {v.path: v.data for v in ckpt.values.values()}
+    leaves = ckpt.leaves()
     return not ckpt.origin or own_tree(leaves, ckpt.origin, same_bytes)[0] is not leaves
 
 

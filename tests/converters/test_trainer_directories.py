@@ -456,3 +456,28 @@ def test_from_pretrained_gives_the_live_model(case: str, tmp_path: Path) -> None
     ids = torch.arange(24).reshape(3, 8)
     with torch.no_grad():
         assert torch.equal(found(ids).logits, live(ids).logits)
+
+
+def test_state_of_another_shape_and_other_counters_are_kept(tmp_path: Path) -> None:
+    """A scheduler that is no dict, RNG that is not by rank, two counters of which a trainer has room for one; a cast of small tensors."""
+    tree = {
+        "model": {"w": torch.ones(4, 2)}, "rng": {"all": torch.arange(3)}, "step": 3, "global_step": 7,
+        "args": {"custom_checkpoint_0": {"ema": torch.ones(2)}},
+    }  # fmt: skip
+    for to, scheduler in (("accelerate", 5), ("trainer", 5), ("lightning", 5), ("lightning", [])):
+        torch.save(tree | {"scheduler": scheduler}, tmp_path / "in.pt")
+        ckpttool.convert(tmp_path / "in.pt", tmp_path / to, to=to, world_size=2, cast={"extra.*": "bf16"}, force=True)
+        with ckpttool.open(tmp_path / to) as opened:
+            values, tensors = opened.checkpoint.values, opened.checkpoint.tensors
+            assert values["scheduler"].data == scheduler and not opened.checkpoint.unread and "rng.all" in tensors
+            assert {values["trainer.step"].data, values["trainer.global_step"].data} == {3, 7}
+            assert {t.dtype for n, t in tensors.items() if n.endswith("ema")} == {"bfloat16"}
+
+
+def test_counters_of_trainer_come_back_from_a_directory_of_lightning(tmp_path: Path) -> None:
+    """Lightning counts whole epochs; Trainer's half of one is kept beside its own."""
+    source = folder("trainer_fsdp2_sharded")
+    ckpttool.convert(source, tmp_path / "ckpt", to="lightning", world_size=2)
+    assert torch.load(tmp_path / "ckpt" / "meta.pt", weights_only=True)["epoch"] == 0
+    with ckpttool.open(tmp_path / "ckpt") as opened:
+        assert opened.checkpoint.values["trainer.epoch"].data == 0.5 and not opened.checkpoint.unread
