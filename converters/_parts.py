@@ -39,6 +39,7 @@ from ckpttool.index.checkpoint import (
 from ckpttool.index.draft import Draft
 from ckpttool.index.names import COMPONENTS, canonical
 from ckpttool.index.optimizer_names import possible_orders
+from ckpttool.index.schedulers import with_whole_scheduler
 from ckpttool.layouts import Place, ReadOptions, WriteOptions
 from ckpttool.storage.source import Source
 
@@ -108,7 +109,7 @@ class Dialect:
         """The layout that reads such directories."""
         return layouts.Layout(
             name=self.name, title=f"directory of {self.title}", detect=self._detect, read=partial(read, self), locate=locate,
-            write=self.write, prepare=lambda ckpt, source, options: as_saved(of_one_model(ckpt)), options=self.options, suffixes=self.suffixes,
+            write=self.write, prepare=lambda ckpt, source, options: as_saved(with_whole_scheduler(of_one_model(ckpt))), options=self.options, suffixes=self.suffixes,
             aliases=self.aliases, of_trainer=True,
             reader_uses=("config", "like", "flat_layout", "wrap", "tag"), writer_uses=("world_size",), synthesizes_values=True,
             saves=self.saves,

@@ -42,6 +42,7 @@ from ckpttool.formats.pickles import short
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, Value
 from ckpttool.index.draft import Draft
+from ckpttool.index.schedulers import with_whole_scheduler
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions
 from ckpttool.storage.source import Source
 
@@ -395,7 +396,8 @@ def _layout(stage: int, title: str, detect: Any) -> Layout:
 
     aliases = ("deepspeed", "zero") if stage == 3 else ()
     return Layout(
-        name=f"zero{stage}", title=title, detect=detect, read=_read, write=write, options=dw.ZeroOptions, aliases=aliases,
+        name=f"zero{stage}", title=title, detect=detect, read=_read, write=write,
+        prepare=lambda ckpt, source, options: with_whole_scheduler(ckpt), options=dw.ZeroOptions, aliases=aliases,
         synthesizes_values=True, saves=ds.SAVES, reader_uses=("tag",), writer_uses=("like", "world_size"),
     )  # fmt: skip
 

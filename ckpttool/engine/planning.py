@@ -16,6 +16,7 @@ from ..errors import Unsupported, UsageError, argument
 from ..index.checkpoint import Unread, floating_dtype, joined, orphaned_optimizer_state
 from ..index.draft import Draft, Dropped
 from ..index.names import CANONICAL_KEYS_NOTE, refuse_surrogates
+from ..index.schedulers import with_whole_scheduler
 from ..storage.source import Source
 from . import unread_files
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, model_of, open_with, refuse_unused
@@ -131,6 +132,7 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
             ckpt.recorded = {**ckpt.recorded, **writing.expected}
         if writing.canonical_keys:
             ckpt.origin = {}
+            ckpt = with_whole_scheduler(ckpt)
         options = layouts.WriteOptions(
             config=model.config, like=model.like, flat_layout=model.flat_layout, wrap=model.wrap,
             target=os.path.basename(os.path.abspath(dst)), world_size=writing.world_size,

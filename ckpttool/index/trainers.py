@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["TRAINERS", "Trainer", "fuses_parameters", "trainer_of"]
+__all__ = ["TRAINERS", "Trainer", "fuses_parameters", "schedules_by_epoch", "trainer_of"]
 
 
 class Trainer(NamedTuple):
@@ -15,18 +15,22 @@ class Trainer(NamedTuple):
         keys: all of them are at the root.
         model_at_root: the model has no key of its own: its parameters are at the root, next to the optimizer.
         fuses_parameters: the optimizer may have state for fused parameters of which the model holds the parts.
+        schedules_by_epoch: its scheduler is torch's LambdaLR, of which it saves `last_epoch` alone.
     """
 
     name: str
     keys: frozenset[str]
     model_at_root: bool = False
     fuses_parameters: bool = False
+    schedules_by_epoch: bool = False
 
 
 #: The first that fits is the trainer of a tree.
 TRAINERS = (
     Trainer("Lightning", frozenset(("loops", "callbacks"))),
-    Trainer("torchtitan", frozenset(("train_state",)), model_at_root=True, fuses_parameters=True),
+    Trainer(
+        "torchtitan", frozenset(("train_state",)), model_at_root=True, fuses_parameters=True, schedules_by_epoch=True
+    ),
 )
 
 
@@ -45,3 +49,8 @@ def trainer_of(keys: set[Any], *, model_at_root: bool) -> str | None:
 def fuses_parameters(name: str | None) -> bool:
     """Whether the optimizer of a trainer may name fused parameters, which the model does not have."""
     return any(trainer.fuses_parameters for trainer in TRAINERS if trainer.name == name)
+
+
+def schedules_by_epoch(name: str | None) -> bool:
+    """Whether a trainer saves `last_epoch` alone of a LambdaLR."""
+    return any(trainer.schedules_by_epoch for trainer in TRAINERS if trainer.name == name)

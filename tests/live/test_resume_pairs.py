@@ -21,11 +21,11 @@ pytestmark = [pytest.mark.live, pytest.mark.slow]
 JOBS = FIXTURES / "trainers" / "jobs"
 #: Losses of steps 3 to 5 of the job that was never stopped; every trainer has the same ones.
 UNINTERRUPTED = [5.068902492523193, 5.127249717712402, 5.210421085357666]
-SOURCES = ("accelerate", "trainer", "trainer-full", "lightning", "torch", "deepspeed")
-TARGETS = ("accelerate", "accelerate-full", "trainer", "trainer-full", "lightning", "torch", "deepspeed")
+SOURCES = ("accelerate", "trainer", "trainer-full", "lightning", "torchtitan", "torch", "deepspeed")
+TARGETS = ("accelerate", "accelerate-full", "trainer", "trainer-full", "lightning", "torchtitan", "torch", "deepspeed")
 SOME = (
     ("trainer", "accelerate"), ("lightning", "accelerate-full"), ("torch", "trainer"), ("accelerate", "trainer-full"),
-    ("deepspeed", "lightning"), ("lightning", "torch"), ("trainer-full", "deepspeed"),
+    ("deepspeed", "lightning"), ("trainer", "torchtitan"), ("torchtitan", "torch"), ("trainer-full", "deepspeed"),
 )  # fmt: skip
 PAIRS = [(s, t) for s in SOURCES for t in TARGETS] if os.environ.get("PAIRS") == "all" else SOME
 
