@@ -24,6 +24,7 @@ from .index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 from .index.draft import Draft
 from .index.names import COMPONENTS, CanonicalState, own_tree
 from .index.optimizer_names import Orders
+from .index.param_groups import Groups
 from .storage import remote, urls
 from .storage.source import Source
 
@@ -54,12 +55,13 @@ class ReferenceModel(NamedTuple):
     """What another checkpoint of the same model tells about it.
 
     `shapes` {FQN: (shape, dtype)} of the model in its order; `tied` {FQN: the one before with the same bytes};
-    `optimizer` FQNs in the order of its param groups; None if it has none.
+    `optimizer` FQNs in the order of its param groups, `groups` the same by group; None if it has none.
     """
 
     shapes: dict[str, tuple[tuple[int, ...], str]]
     tied: dict[str, str]
     optimizer: tuple[str, ...] | None
+    groups: Groups | None = None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -21,13 +22,15 @@ from ckpttool.storage.source import Source
 from . import _training_state as training_state
 from ._hf_names import asks_transformers, crop, ties
 
-__all__ = ["ADAPTER", "INDEX", "WHOLE", "HfOptions", "holds", "prepare", "write", "write_file"]
+__all__ = ["ADAPTER", "INDEX", "SALVAGE", "WHOLE", "HfOptions", "holds", "prepare", "write", "write_file"]
 
 
 INDEX = "model.safetensors.index.json"
 _ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER = "adapter_model.safetensors"
 WHOLE = "model.safetensors"
+#: Key of the metadata of one file in which `ckpttool.json` has no place: {name: "exact", "rebuilt: how", "missing: why"} as JSON.
+SALVAGE = "ckpttool_salvage"
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,10 @@ def write_file(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft
         )
     weights = _weights(ckpt, source, options, config, notes)
     tensors: dict[str, TensorEntry] = {}
-    file = _shard(options.target, 0, list(weights.model), weights.model, tensors)
+    kept = [n for n, t in ckpt.tensors.items() if t.path[0] == "model"]
+    states = ckpt.salvage.states(kept) if ckpt.salvage is not None else {}
+    metadata = {SALVAGE: json.dumps(states, separators=(",", ":"))} if states else {}
+    file = _shard(options.target, 0, list(weights.model), weights.model, tensors, metadata)
     sources = {"model." + k: t for k, t in weights.stored.items()}
     out = Checkpoint("hf", options.target, None, [file.name], [file.size], tensors, {})
     out.config = config
@@ -207,11 +213,18 @@ def _weights(
 
 
 def _shard(
-    file: str, i: int, names: list[str], model: dict[str, TensorEntry], tensors: dict[str, TensorEntry]
+    file: str,
+    i: int,
+    names: list[str],
+    model: dict[str, TensorEntry],
+    tensors: dict[str, TensorEntry],
+    metadata: Mapping[str, str] | None = None,
 ) -> DraftFile:
-    """File number `i`, with these weights; adds their places to `tensors`."""
+    """File number `i`, with these weights and this metadata besides the usual; adds their places to `tensors`."""
     names.sort(key=lambda k: safetensors_header.sort_key(k, model[k].dtype))
-    head = safetensors_header.header([(k, model[k].dtype, model[k].shape) for k in names], {"format": "pt"})
+    head = safetensors_header.header(
+        [(k, model[k].dtype, model[k].shape) for k in names], {"format": "pt", **(metadata or {})}
+    )
     at = len(head)
     for k in names:
         t = model[k]

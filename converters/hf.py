@@ -31,10 +31,10 @@ from dataclasses import replace
 from typing import Any
 
 from ckpttool import bounded_json
-from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.errors import Corrupt, Unsafe, Unsupported
 from ckpttool.formats import safetensors_header
 from ckpttool.huggingface import model_files
-from ckpttool.index.checkpoint import Checkpoint, Chunk, Chunks, Extent, Path, TensorEntry, joined
+from ckpttool.index.checkpoint import Checkpoint, Chunk, Chunks, Extent, Path, Salvage, TensorEntry, joined
 from ckpttool.index.fqns import strip_wrappers
 from ckpttool.index.names import CanonicalState
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of
@@ -42,7 +42,7 @@ from ckpttool.storage.source import Source
 
 from . import _training_state as training_state
 from ._hf_names import in_memory
-from ._hf_write import ADAPTER, INDEX, WHOLE, HfOptions, holds, prepare, write, write_file
+from ._hf_write import ADAPTER, INDEX, SALVAGE, WHOLE, HfOptions, holds, prepare, write, write_file
 
 __all__ = ["LAYOUTS"]
 
@@ -99,9 +99,27 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         files += state.files
     out = checkpoint_of(CanonicalState(leaves, {}, None, notes), "hf", source.root, None, files, source)
     out.config = config
+    if file is not None:
+        out.salvage = _salvaged(source, file, notes)
     if state is not None:
         out.world_size, out.trainer = state.world_size, state.trainer
     return out
+
+
+def _salvaged(source: Source, file: str, notes: list[str]) -> Salvage | None:
+    """What the metadata of one file says of a salvaged copy."""
+    text = safetensors_header.read_header(source, file)[1].get(SALVAGE)
+    if text is None:
+        return None
+    try:
+        states = bounded_json.parse(text.encode("utf-8", "surrogatepass"), f"{source.root}/{file}: {SALVAGE}")
+    except (Corrupt, Unsafe) as e:
+        notes.append(f"what was salvaged is not known: {e}")
+        return None
+    if not isinstance(states, dict) or not all(isinstance(state, str) for state in states.values()):
+        notes.append(f"what was salvaged is not known: {SALVAGE} is not a map of names to text")
+        return None
+    return Salvage.of_states(states)
 
 
 def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:

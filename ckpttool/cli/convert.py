@@ -118,6 +118,16 @@ def convert(
     allow_equal_ranks: AllowEqualRanks = False,
     allow_mixed_steps: AllowMixedSteps = False,
     canonical_keys: CanonicalKeys = False,
+    strip_wrappers: Annotated[
+        bool,
+        typer.Option(
+            "--strip-wrappers",
+            help="dcp, full: leave _orig_mod., module. and other wrappers out of the source's own keys.",
+        ),
+    ] = False,
+    regroup: Annotated[
+        bool, typer.Option("--regroup", help="Give the optimizer the param groups of the checkpoint that --like names.")
+    ] = False,
     max_memory: Annotated[
         str | None, typer.Option("--max-memory", help="Memory budget for Python and the buffers.")
     ] = None,
@@ -161,6 +171,7 @@ def convert(
     writing = planning.WriteRequest(
         to=target.name, options=options_of(target, given(ctx)), world_size=world_size, dtype=dtype, cast=cast_rules(cast),
         canonical_keys=canonical_keys, drop=drop, ignore_recorded_digests=ignore_recorded_digests,
+        strip_wrappers=strip_wrappers, regroup=regroup,
     )  # fmt: skip
     meter = Meter(quiet)
     running = conversion.RunOptions(

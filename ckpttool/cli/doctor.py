@@ -21,14 +21,26 @@ _SHOWN = 10
     ("What is wrong with this checkpoint?", "ckpttool doctor run/ckpt"),
     ("Read every byte that is left, too", "ckpttool doctor step3.pt --read-data"),
     ("Names of all tensors that are lost, for a script", "ckpttool doctor step3.pt --json"),
-    exits=READING,
-    meaning={0: "the checkpoint is sound", 4: "it is damaged"},
+    ("Why does the job refuse its param groups?", "ckpttool doctor run/ckpt --like run/new"),
+    exits=(*READING, 5),
+    meaning={
+        0: "the checkpoint is sound",
+        3: "nothing there looks like a checkpoint",
+        4: "it is damaged",
+        5: "it is sound, but does not fit --like",
+    },
 )
 def doctor(
     path: Src,
     read_data: Annotated[
         bool, typer.Option("--read-data", help="Also read every byte of what seems whole, and compare CRC32s.")
     ] = False,
+    like: Annotated[
+        str | None,
+        typer.Option(
+            "--like", help="A checkpoint of the job that refuses to load this one; param groups are compared."
+        ),
+    ] = None,
     from_: From = None,
     config: Config = None,
     tag: Tag = None,
@@ -41,7 +53,7 @@ def doctor(
 
     meter = Meter(quiet)
     try:
-        found = look(path, read_data=read_data, source_layout=from_, config=config, tag=tag, progress=meter)
+        found = look(path, read_data=read_data, like=like, source_layout=from_, config=config, tag=tag, progress=meter)
     finally:
         meter.close()
     if as_json:
@@ -50,6 +62,8 @@ def doctor(
         _print(found, verbose)
     if not found.sound:
         raise typer.Exit(4)
+    if found.fits is False:
+        raise typer.Exit(5)
 
 
 def _print(found: Diagnosis, verbose: bool) -> None:

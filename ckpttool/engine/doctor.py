@@ -7,40 +7,23 @@ and pickles are read.
 from __future__ import annotations
 
 import os
-import shlex
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import layouts
 from ..errors import CkpttoolError, NotRecognised, RemoteError, UsageError
 from ..storage import urls
 from ..storage.patched import PatchedSource
-from . import salvage
+from . import checks_names, checks_optimizer, salvage
 from .fill import Progress, silent, tensor_digests
+from .findings import DAMAGE, MISMATCH, Examined, Finding, copy_command
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, shown_path
 from .verification import salvaged
 
+#: What is looked at in every checkpoint that opens.
+CHECKS = (checks_names.wrapper_prefixes, checks_optimizer.orphaned_state)
+
 __all__ = ["Diagnosis", "Finding", "doctor"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that is wrong with a checkpoint, or worth knowing.
-
-    `kind`      one word: "cut", "empty", "missing", "lfs-pointer", ...
-    `severity`  "damage", or "note" of what does not make the checkpoint damaged
-    `file`      relative to the checkpoint; None if it is about no single file
-    `tensors`   their names, if it is about some
-    `text`      what was found, and what it means
-    `repair`    the command to type next; None if none helps
-    """
-
-    kind: str
-    severity: str
-    file: str | None
-    tensors: tuple[str, ...]
-    text: str
-    repair: str | None = None
 
 
 @dataclass
@@ -48,6 +31,7 @@ class Diagnosis:
     """What `doctor` found.
 
     `sound`    no finding is damage
+    `fits`     no finding is a mismatch with the checkpoint that `like` names; None where none was named
     `layout`   None if no layout could read it
     `exact`    how many tensors are whole
     `missing`  {tensor or value: why it is lost}
@@ -64,6 +48,7 @@ class Diagnosis:
     rebuilt: dict[str, str] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     next: list[str] = field(default_factory=list)
+    fits: bool | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -74,6 +59,7 @@ def doctor(
     path: CheckpointPath,
     *,
     read_data: bool = False,
+    like: str | os.PathLike[str] | None = None,
     source_layout: str | None = None,
     config: str | None = None,
     tag: str | None = None,
@@ -83,6 +69,7 @@ def doctor(
 
     Args:
         read_data: also read every byte of the tensors that seem whole, and compare it with the CRC32s that the files carry.
+        like: a checkpoint of the job that refuses to load this one; its param groups are compared with those here.
         progress: called with ("read", bytes done, bytes in all).
         (the others): as `open`.
 
@@ -95,12 +82,13 @@ def doctor(
     with where.source:
         found = salvage.problems(where)
     for p in found:
-        out.findings.append(Finding(p.kind, "damage", p.file, (), f"{p.file} {p.text}", p.repair))
+        out.findings.append(Finding(p.kind, DAMAGE, p.file, (), f"{p.file} {p.text}", p.repair))
     usual = OpenOptions(source_layout=source_layout, config=config, tag=tag)
+    asked = _Asked(name, read_data, config, None if like is None else os.fspath(like), progress)
     refused: CkpttoolError | None = None
     try:
         with open_with(path, usual, check_hints=False) as opened:
-            _look_at(opened, out, read_data, progress)
+            _look_at(opened, out, asked)
     except (UsageError, RemoteError):
         raise
     except CkpttoolError as e:
@@ -111,15 +99,23 @@ def doctor(
             OpenOptions(source_layout=source_layout, config=config, tag=tag, salvage=True),
             out,
             refused,
-            read_data,
-            progress,
+            asked,
         )
-    out.sound = not any(f.severity == "damage" for f in out.findings)
-    out.next += [f.repair for f in out.findings if f.repair and f.repair not in out.next]
+    out.sound = not any(f.severity == DAMAGE for f in out.findings)
+    out.fits = None if like is None else not any(f.severity == MISMATCH for f in out.findings)
+    out.next = list(dict.fromkeys([*out.next, *(f.repair for f in out.findings if f.repair)]))
     return out
 
 
-def _look_at(opened: OpenCheckpoint, out: Diagnosis, read_data: bool, progress: Progress) -> None:
+class _Asked(NamedTuple):
+    path: str
+    read_data: bool
+    config: str | None
+    like: str | None
+    progress: Progress
+
+
+def _look_at(opened: OpenCheckpoint, out: Diagnosis, asked: _Asked) -> None:
     """Fill in what can be seen of a checkpoint that opens."""
     ckpt = opened.locate()
     out.layout, out.exact, out.exact_bytes = ckpt.layout, len(ckpt.tensors), ckpt.nbytes
@@ -131,8 +127,14 @@ def _look_at(opened: OpenCheckpoint, out: Diagnosis, read_data: bool, progress: 
             f"{len(out.missing):,} are missing"
         )
         out.findings.append(Finding("salvaged", "note", None, (), text))
-    if read_data:
-        tensor_digests(ckpt.tensors, opened.source, ckpt.files, ckpt.records, progress, "read")
+    at = Examined(opened, asked.path, asked.config)
+    for look in CHECKS:
+        out.findings += look(at)
+    if asked.like is not None:
+        with open_with(asked.like, OpenOptions(allow_equal_ranks=True, allow_mixed_steps=True)) as other:
+            out.findings += checks_optimizer.param_groups(at, other.checkpoint, asked.like)
+    if asked.read_data:
+        tensor_digests(ckpt.tensors, opened.source, ckpt.files, ckpt.records, asked.progress, "read")
         opened.source.assert_unchanged()
 
 
@@ -141,19 +143,18 @@ def _what_is_left(
     options: OpenOptions,
     out: Diagnosis,
     refused: CkpttoolError,
-    read_data: bool,
-    progress: Progress,
+    asked: _Asked,
 ) -> None:
     """Fill in what can be salvaged of a checkpoint that does not open: all that is whole, or the weights alone."""
     if not out.findings:
         if isinstance(refused, NotRecognised):
             raise refused
-        out.findings.append(Finding("unreadable", "damage", None, (), str(refused)))
+        out.findings.append(Finding("unreadable", DAMAGE, None, (), str(refused)))
     why: list[str] = []
     for only in (None, ("model",)):
         try:
             with open_with(path, replace(options, only=only), check_hints=False) as opened:
-                _look_at(opened, out, read_data, progress)
+                _look_at(opened, out, asked)
             break
         except RemoteError:
             raise
@@ -162,35 +163,19 @@ def _what_is_left(
     else:
         out.layout, out.exact, out.exact_bytes = None, 0, 0
         if all(why[0] not in f.text and f.text not in why[0] for f in out.findings):
-            out.findings.append(Finding("unreadable", "damage", None, (), why[0]))
+            out.findings.append(Finding("unreadable", DAMAGE, None, (), why[0]))
         return
     left = opened.checkpoint.salvage
     if left is None or not (left.missing or left.rebuilt or left.problems or why):
         return
     if why:
-        out.findings.append(Finding("lost", "damage", None, (), f"all but the weights: {why[0]}"))
+        out.findings.append(Finding("lost", DAMAGE, None, (), f"all but the weights: {why[0]}"))
     out.missing, out.rebuilt = left.missing, left.rebuilt
     out.exact = len(opened.checkpoint.tensors) - len(left.rebuilt)
     for text in left.problems:
         if all(f.text != text for f in out.findings):
-            out.findings.append(Finding("missing", "damage", text.partition(" ")[0], (), text))
+            out.findings.append(Finding("missing", DAMAGE, text.partition(" ")[0], (), text))
     if left.missing:
         text = f"{len(left.missing):,} tensors or values are lost"
-        out.findings.append(Finding("lost", "damage", None, tuple(left.missing), text))
-    out.next = [_salvage(shown_path(path), opened)]
-
-
-def _salvage(path: str, opened: OpenCheckpoint) -> str:
-    """The command that writes what is left."""
-    layout = opened.layout
-    plain = path.rstrip("/")
-    stem, dot = os.path.splitext(plain)
-    file = layout.is_file or not opened.folder
-    to = layout if layout.write is not None else layouts.find("dcp")
-    target = f"{stem}-salvaged{dot}" if file and layout.write is not None else f"{plain}-salvaged"
-    by_name = file and target.endswith((*to.suffixes, ".safetensors"))
-    ranks = opened.checkpoint.world_size or 1
-    world = ["-n", str(ranks)] if "world_size" in to.writer_uses and not by_name else []
-    how = [] if by_name else ["--to", to.name, *world]
-    how += ["--only", ",".join(opened.only)] if opened.only is not None else []
-    return shlex.join(["ckpttool", "convert", path, target, *how, "--salvage"])
+        out.findings.append(Finding("lost", DAMAGE, None, tuple(left.missing), text))
+    out.next = [copy_command(opened, shown_path(path), "salvaged", ("--salvage",))]

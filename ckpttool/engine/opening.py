@@ -11,6 +11,7 @@ from typing import Any
 from .. import layouts
 from ..errors import CkpttoolError, Corrupt, Unsupported, UsageError, argument
 from ..index.checkpoint import Checkpoint, Salvage, check, joined, tied_weights
+from ..index.param_groups import groups_of
 from ..storage.patched import PatchedSource
 from ..storage.source import Source, raise_file_limit
 from ..storage.upload_folder import NOTE
@@ -390,16 +391,11 @@ def model_of(options: OpenOptions) -> layouts.ModelHints:
 def _like(ckpt: Checkpoint) -> layouts.ReferenceModel:
     model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
     return layouts.ReferenceModel(
-        {n: (t.shape, t.dtype) for n, t in model.items()}, tied_weights(model), optimizer_order(ckpt)
+        {n: (t.shape, t.dtype) for n, t in model.items()}, tied_weights(model), optimizer_order(ckpt), groups_of(ckpt)
     )
 
 
 def optimizer_order(ckpt: Checkpoint) -> tuple[str, ...] | None:
     """FQNs in the order of the optimizer, as its param groups list them; None where there is no such list."""
-    groups = {
-        v.path[2]: v.data
-        for v in ckpt.values.values()
-        if v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("params",)
-    }
-    names = [n for _, group in sorted(groups.items(), key=lambda kv: int(kv[0])) for n in group]
-    return tuple(names) if names and all(isinstance(n, str) for n in names) else None
+    groups = groups_of(ckpt)
+    return tuple(n for g in groups for n in g) or None if groups is not None else None

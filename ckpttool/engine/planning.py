@@ -13,9 +13,11 @@ from blake3 import blake3
 from .. import layouts
 from .._version import __version__
 from ..errors import Unsupported, UsageError, argument
-from ..index.checkpoint import Unread, floating_dtype, joined, orphaned_optimizer_state
+from ..index.checkpoint import Checkpoint, Unread, floating_dtype, joined, orphaned_optimizer_state
 from ..index.draft import Draft, Dropped
+from ..index.fqns import without_wrappers
 from ..index.names import CANONICAL_KEYS_NOTE, refuse_surrogates
+from ..index.param_groups import groups_of, regrouped
 from ..index.schedulers import with_whole_scheduler
 from ..storage.source import Source
 from . import unread_files
@@ -37,6 +39,8 @@ class WriteRequest:
     drop: bool = False
     ignore_recorded_digests: bool = False
     expected: Mapping[str, str] | None = None
+    strip_wrappers: bool = False  # leave "_orig_mod." and the like out of the source's own keys
+    regroup: bool = False  # give the optimizer the param groups of `like`
 
     def __post_init__(self) -> None:
         if self.world_size is not None and (type(self.world_size) is not int or self.world_size < 1):
@@ -133,6 +137,11 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
         if writing.canonical_keys:
             ckpt.origin = {}
             ckpt = with_whole_scheduler(ckpt)
+        elif writing.strip_wrappers:
+            ckpt.origin = without_wrappers(ckpt.origin)
+        unplaced: list[Dropped] = []
+        if writing.regroup:
+            ckpt = opened.checkpoint = _regrouped(ckpt, model.like, unplaced)
         options = layouts.WriteOptions(
             config=model.config, like=model.like, flat_layout=model.flat_layout, wrap=model.wrap,
             target=os.path.basename(os.path.abspath(dst)), world_size=writing.world_size,
@@ -152,6 +161,7 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
             draft.notes.append(
                 f"model and optimizer keep the keys of the source; {argument('canonical_keys', True)} writes model and optim"
             )
+        draft.dropped += unplaced
         lost = [d for d in draft.dropped if not holds or d.name.partition(".")[0] in holds]
         if lost and not drop:
             raise Unsupported(
@@ -169,6 +179,29 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
         opened.source.close()
         raise
     return Plan(opened, draft, target)
+
+
+def _regrouped(ckpt: Checkpoint, like: layouts.ReferenceModel | None, unplaced: list[Dropped]) -> Checkpoint:
+    """The same state in the param groups of another checkpoint; state of parameters that are in none of them goes to `unplaced`.
+
+    Raises:
+        UsageError: no checkpoint with such groups was named. Unsupported: the source's groups do not list names.
+    """
+    if like is None or like.groups is None:
+        has = "no checkpoint was given" if like is None else "its param groups do not list names of parameters"
+        raise UsageError(
+            f"{argument('regroup', True)} takes the param groups of the checkpoint that {argument('like')} names: {has}."
+        )
+    if groups_of(ckpt) is None:
+        raise Unsupported(
+            f"{argument('regroup', True)}: {ckpt.root} has no param groups that list names of parameters, so nothing says which "
+            "state belongs where."
+        )
+    out, gone, notes = regrouped(ckpt, like.groups)
+    nbytes = {n: ckpt.tensors[n].nbytes if n in ckpt.tensors else 0 for n in gone}
+    unplaced += [Dropped(n, nbytes[n], f"no param group of {argument('like')} has the parameter") for n in gone]
+    out.notes = [*out.notes, *notes]
+    return out
 
 
 def _refuse_world_size(target: layouts.Layout, world_size: int) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -81,7 +82,7 @@ def _missing_shards(source: Source) -> list[Problem]:
         if (m := _NUMBERED.fullmatch(name)) is not None and int(m[3]) < 10**5:
             wanted |= {f"{m[1]}{i:05d}-of-{m[3]}.safetensors" for i in range(1, int(m[3]) + 1)}
     return [
-        Problem(n, "missing", "is missing: the copy is incomplete", f"hf download REPOSITORY {n}")
+        Problem(n, "missing", "is missing: the copy is incomplete", shlex.join(["hf", "download", "REPOSITORY", n]))
         for n in sorted(wanted - set(names))
     ]
 
@@ -108,7 +109,11 @@ def _no_metadata(source: Source) -> list[Problem]:
                 data = other.read(".metadata", 0, size)
                 return [Problem(".metadata", "no-metadata", f"{text}; {how}", None, _literal(data), how)]
         why = why or f". {folder} has other files, or files of other sizes, so its .metadata does not name them either"
-    return [Problem(".metadata", "no-metadata", text + why, f"ckpttool inspect {os.path.dirname(source.root)}")]
+    return [
+        Problem(
+            ".metadata", "no-metadata", text + why, shlex.join(["ckpttool", "inspect", os.path.dirname(source.root)])
+        )
+    ]
 
 
 def _literal(data: bytes) -> Patch:
@@ -167,7 +172,7 @@ def _look(source: Source, name: str) -> Problem | None:
         of = f" of {int(true[1]):,} bytes" if true else ""
         return Problem(
             name, "lfs-pointer", f"is a git-lfs pointer: the file itself{of} was never downloaded",
-            f"git -C {source.root} lfs pull --include={name}",
+            shlex.join(["git", "-C", source.root, "lfs", "pull", f"--include={name}"]),
         )  # fmt: skip
     if not (torch or safetensors or distcp):
         return None
@@ -177,14 +182,14 @@ def _look(source: Source, name: str) -> Problem | None:
     if text[:1] == b"<" and size < 64 << 20:
         return Problem(
             name, "web-page", f"is a web page, not {base}: the download failed, or it needs a login",
-            "hf download REPOSITORY " + name,
+            shlex.join(["hf", "download", "REPOSITORY", name]),
         )  # fmt: skip
     if size < 1 << 16 and len(head) > 1 and all(9 <= c <= 13 or 32 <= c < 127 for c in head):
         return Problem(
             name,
             "text",
             f"is text ({head[:60].decode()!r}), not {base}: the download failed",
-            "hf download REPOSITORY " + name,
+            shlex.join(["hf", "download", "REPOSITORY", name]),
         )
     if not any(head) and (size >= 512 or not torch):
         return Problem(name, "zeros", "begins with zeros: its first blocks were never written to the disk")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ..errors import Corrupt, UsageError, argument
 from .checkpoint import Checkpoint, Path, Value, joined
 
-__all__ = ["WRAPPERS", "strip_wrappers", "without_prefix"]
+__all__ = ["WRAPPERS", "strip_wrappers", "without_prefix", "without_wrappers"]
 
 #: Wrapper modules that put themselves into the FQN: FSDP1, torch.compile, activation checkpointing, Lightning.
 WRAPPERS = frozenset(("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"))
@@ -72,4 +72,24 @@ def without_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
         out.values[joined(path)] = Value(path, data)
     out.recorded = {renamed.get(n, n): d for n, d in ckpt.recorded.items()}
     out.origin = {q: p for q, p in ckpt.origin.items() if q[0] not in ("model", "optim")}
+    return out
+
+
+def without_wrappers(origin: Mapping[Path, Path]) -> dict[Path, Path]:
+    """`Checkpoint.origin` without the prefixes of wrappers in the names of parameters: the trainer's own keys remain.
+
+    >>> without_wrappers({("model",): ("net",), ("model", "w"): ("net", "_orig_mod.w")})
+    {('model',): ('net',)}
+    """
+    out: dict[Path, Path] = {}
+    for q, p in origin.items():
+        clean = q[1] if q[0] == "model" and len(q) == 2 else q[2] if q[:2] == ("optim", "params") else None
+        last = p[-1] if p else None
+        if isinstance(clean, str) and isinstance(last, str) and last != clean:
+            parts = [x for x in last.split(".") if x not in WRAPPERS]
+            if clean in (".".join(parts), ".".join(parts[1:] if parts[0] == "module" else parts)):
+                if p[:-1] != origin.get(q[:1], q[:1]) and q[0] == "model":
+                    out[q] = (*p[:-1], clean)
+                continue
+        out[q] = p
     return out

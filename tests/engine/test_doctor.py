@@ -246,6 +246,9 @@ def test_a_safetensors_file_cut_anywhere(tmp_path: Path) -> None:
         assert len(got) == found.exact and all(torch.equal(got[n], truth[n]) for n in got)
         assert {f"model.{n}" for n in truth} == {f"model.{n}" for n in got} | found.missing.keys()
         counts.add(len(got))
+        told = json.loads(ckpttool_here("verify", tmp_path / "out.safetensors", "--json").stdout).get("salvage")
+        assert told == ({"exact": len(got), "rebuilt": {}, "missing": found.missing} if found.missing else None)
+        assert doctor(tmp_path / "out.safetensors").missing == found.missing
     assert len(counts) >= 3
 
 

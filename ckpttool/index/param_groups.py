@@ -1,0 +1,177 @@
+"""The param groups of an optimizer: how those of two checkpoints differ, and the groups of one with the state of the other.
+
+    groups_of(ckpt)          the names in each group
+    differences(here, there) sentences: which parameters are too many, too few, in another group, in another order
+    regrouped(ckpt, groups)  the same state in other groups: split, merged, reordered
+
+torch loads optimizer state by position: the k-th parameter of the i-th group gets the state of the k-th of the i-th that was
+saved. So a job refuses groups of other lengths, and takes those in another order without a word.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from .checkpoint import Checkpoint, Path, Value, joined
+
+__all__ = ["Groups", "differences", "groups_of", "regrouped"]
+
+Groups = tuple[tuple[str, ...], ...]
+#: Lists of schedulers with one entry for each param group.
+_PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "initial_lrs")
+_NAMED = 4  # names that a sentence gives
+
+
+def groups_of(ckpt: Checkpoint) -> Groups | None:
+    """FQNs by param group, in the order of the optimizer; None where the groups do not list names."""
+    lists = {
+        int(v.path[2]): v.data
+        for v in ckpt.values.values()
+        if v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("params",)
+    }
+    groups = tuple(tuple(lists[i]) for i in sorted(lists))
+    return groups if groups and all(isinstance(n, str) for g in groups for n in g) else None
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def differences(here: Groups, there: Groups) -> list[str]:
+    """How the groups of a checkpoint (`here`) differ from those of a checkpoint of the job that shall load it (`there`)."""
+    out: list[str] = []
+    sizes = [f"{len(groups)} group{'s' * (len(groups) != 1)} of {', '.join(str(len(g)) for g in groups)}" for groups in (here, there)]  # fmt: skip
+    if [len(g) for g in here] != [len(g) for g in there]:
+        out.append(f"the optimizer has {sizes[0]} parameters, that of the job {sizes[1]}")
+    mine = {n: i for i, g in enumerate(here) for n in g}
+    yours = {n: i for i, g in enumerate(there) for n in g}
+    if extra := [n for n in mine if n not in yours]:
+        out.append(f"{len(extra):,} parameters are only here, not in the job: {_some(extra)}")
+    if new := [n for n in yours if n not in mine]:
+        out.append(f"{len(new):,} parameters are only in the job, not here: {_some(new)}")
+    moved = [n for n in mine if n in yours and mine[n] != yours[n]]
+    if moved:
+        first = moved[0]
+        out.append(
+            f"{len(moved):,} parameters are in another group: {_some(moved)}; the first is in group {mine[first]} here and in "
+            f"group {yours[first]} there"
+        )
+    for i, (a, b) in enumerate(zip(here, there, strict=False)):
+        ours, theirs = [n for n in a if n in b], [n for n in b if n in a]
+        if ours != theirs:
+            k = next(k for k, (x, y) in enumerate(zip(ours, theirs, strict=True)) if x != y)
+            out.append(
+                f"group {i} has the same parameters in another order: {ours[k]} here where the job has {theirs[k]}, so the "
+                "job would load the state of one parameter into another"
+            )
+    return out
+
+
+def regrouped(ckpt: Checkpoint, groups: Groups) -> tuple[Checkpoint, list[str], list[str]]:
+    """(the same state with these param groups, names of entries that no group has room for, notes).
+
+    A new group gets the hyperparameters of the group that most of its parameters come from. State of parameters that are in no
+    new group is left out; so are groups that nothing here belongs to, if they would have no hyperparameters.
+    """
+    old = groups_of(ckpt)
+    if old is None:
+        return ckpt, [], []
+    place = {n: i for i, g in enumerate(old) for n in g}
+    kept = {n for g in groups for n in g}
+    notes: list[str] = []
+    origin_of: list[int] = []
+    for i, g in enumerate(groups):
+        votes = Counter(place[n] for n in g if n in place)
+        best = min(votes, key=lambda j: (-votes[j], j)) if votes else (origin_of[-1] if origin_of else 0)
+        origin_of.append(best)
+        if len(votes) > 1 and (odd := _differing(ckpt, best, sorted(votes))):
+            notes.append(
+                f"group {i} is made of groups {', '.join(map(str, sorted(votes)))}, which differ in {odd}; it has those of group {best}"
+            )
+        if not votes:
+            notes.append(f"no parameter of group {i} is here; it has the hyperparameters of group {best} and no state")
+    if new := [n for g in groups for n in g if n not in place]:
+        notes.append(f"{len(new):,} parameters of the job are not in this optimizer and have no state: {_some(new)}")
+
+    gone = [n for n in place if n not in kept]
+    left_out: list[str] = []
+    tensors = {}
+    values: dict[str, Value] = {}
+    grouped: dict[int, list[tuple[Path, Any]]] = {}
+    grouped_tensors: dict[int, list[Any]] = {}
+    for name, t in ckpt.tensors.items():
+        if t.path[:2] == ("optim", "state") and t.path[2] in gone:
+            left_out.append(name)
+        elif t.path[:2] == ("optim", "param_groups") and len(t.path) > 3:
+            grouped_tensors.setdefault(int(t.path[2]), []).append(t)
+        else:
+            tensors[name] = t
+    for name, v in ckpt.values.items():
+        if v.path[:2] == ("optim", "state") and len(v.path) > 2 and v.path[2] in gone:
+            left_out.append(name)
+        elif v.path[:2] == ("optim", "param_groups") and len(v.path) > 3:
+            grouped.setdefault(int(v.path[2]), []).append((v.path, v.data))
+        else:
+            values[name] = v
+    for i, (g, j) in enumerate(zip(groups, origin_of, strict=True)):
+        for path, data in grouped.get(j, []):
+            if path[3:] == ("params",):
+                data = list(g)
+            elif path[3:] == ("param_names",):
+                continue  # they follow from params
+            new_path = (*path[:2], i, *path[3:])
+            values[joined(new_path)] = Value(new_path, data)
+        for t in grouped_tensors.get(j, []):
+            new_path = (*t.path[:2], i, *t.path[3:])
+            tensors[joined(new_path)] = replace(t, path=new_path)
+    values = _scheduler(values, len(old), origin_of, notes)
+    numbers = {n: i for i, n in enumerate(n for g in groups for n in g)}
+    origin = {
+        q: ((numbers[q[2]],) if isinstance(p[0], int) and q[2] in numbers else p)
+        for q, p in ckpt.origin.items()
+        if q[:2] != ("optim", "params") or q[2] in kept
+    }
+    if any(q[:2] == ("optim", "params") and isinstance(p[0], int) for q, p in origin.items()):
+        origin |= {("optim", "params", n): (k,) for n, k in numbers.items()}
+    recorded = {n: d for n, d in ckpt.recorded.items() if n in tensors}
+    return replace(ckpt, tensors=tensors, values=values, origin=origin, recorded=recorded), left_out, notes
+
+
+def _differing(ckpt: Checkpoint, best: int, among: Sequence[int]) -> str:
+    """The hyperparameters in which groups differ from one of them, as text."""
+    options: dict[int, dict[str, Any]] = {}
+    for v in ckpt.values.values():
+        if v.path[:2] == ("optim", "param_groups") and len(v.path) > 3 and v.path[3] not in ("params", "param_names"):
+            options.setdefault(int(v.path[2]), {})[joined(v.path[3:])] = v.data
+    mine = options.get(best, {})
+    odd = {
+        k for i in among for k in {*options.get(i, {}), *mine} if repr(options.get(i, {}).get(k)) != repr(mine.get(k))
+    }
+    return ", ".join(sorted(odd))
+
+
+def _scheduler(values: dict[str, Value], n: int, origin_of: Sequence[int], notes: list[str]) -> dict[str, Value]:
+    """The values with the lists of the scheduler that have an entry for each group in the order of the new groups."""
+    if list(origin_of) == list(range(n)):
+        return values
+    out: dict[str, Value] = {}
+    flat: dict[Path, dict[int, Any]] = {}
+    for name, v in values.items():
+        if v.path[0] == "scheduler" and len(v.path) > 1:
+            if v.path[-1] in _PER_GROUP and isinstance(v.data, list) and len(v.data) == n:
+                v = Value(v.path, [v.data[j] for j in origin_of])
+            elif len(v.path) > 2 and v.path[-2] in _PER_GROUP and isinstance(v.path[-1], int):
+                flat.setdefault(v.path[:-1], {})[v.path[-1]] = v.data
+                continue
+        out[name] = v
+    for path, entries in flat.items():
+        order = origin_of if sorted(entries) == list(range(n)) else sorted(entries)
+        for i, j in enumerate(order):
+            out[joined((*path, i))] = Value((*path, i), entries[j])
+    if any(v.path[0] == "scheduler" for v in out.values()):
+        notes.append("the learning rates of the scheduler follow the new groups")
+    return out

@@ -1,0 +1,125 @@
+"""`doctor` on the optimizer. What it says about param groups is what torch's `load_state_dict` does, before and after the command that
+it prints."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import ckpttool_here
+
+from ckpttool.engine.doctor import Diagnosis, doctor
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3))
+
+
+Groups = list[dict[str, Any]]
+
+
+def groups(model: torch.nn.Module, kind: str) -> Groups:
+    """Param groups with names, as torch >= 2.6 keeps them."""
+    p = list(model.named_parameters())
+    decay, rest = [x for x in p if x[1].dim() > 1], [x for x in p if x[1].dim() < 2]
+    return {
+        "one": [{"params": p, "weight_decay": 0.1}],
+        "two": [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
+        "turned": [{"params": rest, "weight_decay": 0.0}, {"params": decay, "weight_decay": 0.1}],
+        "reversed": [{"params": p[::-1], "weight_decay": 0.1}],
+        "head": [{"params": p[-2:], "weight_decay": 0.3}],
+    }[kind]
+
+
+def saved(path: Path, kind: str, steps: int = 3) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
+    """A job with these groups, and its checkpoint."""
+    model = net()
+    optimizer = torch.optim.AdamW(groups(model, kind), lr=1e-3)
+    for i, g in enumerate(optimizer.param_groups):
+        g["lr"] = 1e-3 * (i + 1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda s: 1.0] * len(optimizer.param_groups))
+    for _ in range(steps):
+        model(torch.randn(4, 6)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": schedule.state_dict()}, path
+    )
+    return model, optimizer, schedule
+
+
+def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    return {n: optimizer.state[p]["exp_avg"].clone() for n, p in model.named_parameters() if p in optimizer.state}
+
+
+def mismatches(found: Diagnosis) -> list[str]:
+    return [f.text for f in found.findings if f.severity == "mismatch"]
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [("one", "two"), ("two", "one"), ("two", "turned"), ("one", "reversed"), ("head", "two"), ("two", "head")],
+)
+def test_groups_of_another_job_are_compared_and_the_printed_command_fits_them(
+    tmp_path: Path, here: str, there: str
+) -> None:
+    model, optimizer, _ = saved(tmp_path / "a.pt", here)
+    truth = state_of(model, optimizer)
+    saved(tmp_path / "job.pt", there, 1)
+    done = ckpttool_here("doctor", tmp_path / "a.pt", "--like", tmp_path / "job.pt")
+    assert done.returncode == 5 and "param-groups" in done.stdout
+    found = doctor(tmp_path / "a.pt", like=tmp_path / "job.pt")
+    assert found.sound and found.fits is False and mismatches(found)
+    (line,) = found.next
+    done = ckpttool_here(*shlex.split(line)[1:])
+    assert done.returncode == 0, done.stderr
+    assert "--drop" in line if (here, there) == ("two", "head") else "--drop" not in line
+    if there == "head":  # what was dropped is named
+        assert "optim.state.0.weight.exp_avg" in done.stderr or "9" in done.stderr
+    other = net()
+    new = torch.optim.AdamW(groups(other, there))
+    copy = torch.load(tmp_path / "a-regrouped.pt", weights_only=False)
+    new.load_state_dict(copy["optimizer"] if "optimizer" in copy else copy["optim"])
+    got = state_of(other, new)
+    wanted = {n for g in new.param_groups for n in g["param_names"]} & truth.keys()
+    assert got.keys() == wanted and all(torch.equal(got[n], truth[n]) for n in wanted)
+    for g in new.param_groups:  # hyperparameters come from the group that most of its parameters were in
+        old = [o for o in optimizer.param_groups for n in g["param_names"] if n in o["param_names"]]
+        if old:
+            assert g["weight_decay"] == max(old, key=old.count)["weight_decay"]
+    schedule = torch.optim.lr_scheduler.LambdaLR(new, [lambda s: 1.0] * len(new.param_groups))
+    schedule.load_state_dict(copy["scheduler"])
+    assert len(schedule.base_lrs) == len(new.param_groups)
+    assert [g["lr"] for g in new.param_groups] == schedule.base_lrs
+    assert doctor(tmp_path / "a-regrouped.pt", like=tmp_path / "job.pt").fits or here == "head"
+
+
+def test_equal_groups_fit(tmp_path: Path) -> None:
+    saved(tmp_path / "a.pt", "two")
+    saved(tmp_path / "job.pt", "two", 1)
+    done = ckpttool_here("doctor", tmp_path / "a.pt", "--like", tmp_path / "job.pt", "--json")
+    assert done.returncode == 0
+    told = json.loads(done.stdout)
+    assert told["fits"] is True and told["findings"] == []
+
+
+def test_regroup_asks_for_a_checkpoint_with_names(tmp_path: Path) -> None:
+    saved(tmp_path / "a.pt", "two")
+    done = ckpttool_here("convert", tmp_path / "a.pt", tmp_path / "b.pt", "--regroup")
+    assert done.returncode == 2 and "--like" in done.stderr
+    torch.save({"w": torch.zeros(2)}, tmp_path / "w.pt")
+    done = ckpttool_here("convert", tmp_path / "a.pt", tmp_path / "b.pt", "--regroup", "--like", tmp_path / "w.pt")
+    assert done.returncode == 2 and "do not list names" in done.stderr
+
+
+def test_weights_and_optimizer_of_two_runs(tmp_path: Path) -> None:
+    _, optimizer, _ = saved(tmp_path / "a.pt", "two")
+    torch.save({"model": {"x": torch.zeros(3)}, "optimizer": optimizer.state_dict()}, tmp_path / "mixed.pt")
+    found = doctor(tmp_path / "mixed.pt")
+    assert [f.kind for f in found.findings] == ["orphaned-state"]
