@@ -170,7 +170,7 @@ class Layout:
         read: place -> index; reads headers and pickles only.
         write: index -> draft of the same checkpoint in this layout; None where it is only read.
         locate: parses what `read` has skipped (the framing of items), and returns an index of raw byte ranges.
-        mount: the place to read from, if it is not the given one (the files inside an archive).
+        mount: the place to read from, if it is not the given one (the files inside an archive; a folder with files next to it).
         options: frozen dataclass of what only its writer understands, made with `option`; the command line makes its options
             of the fields, and `convert(options=)` takes an instance.
         prepare: the part of the source that these options ask for, under the names it gets; before `write`.
@@ -185,6 +185,8 @@ class Layout:
         writer_uses: those of WRITE_HINTS that `prepare` and `write` look at.
         synthesizes_values: it must write values that are not part of the state. They are listed in ckpttool.json, and reading drops them.
         keeps_config: what it writes can be read again without `ModelHints.config`.
+        needs_named_optimizer: an engine or a trainer resumes from it, and finds the optimizer's state by the names or the order of the
+            parameters; a state whose optimizer could not be named is refused.
         of_trainer: the directory of one trainer, made of parts in other layouts, which it outranks.
         saves: how one folder can contain several saves; None if a folder is one save.
         spreads_tensors: ranks divide all tensors among their files, so a file may hold whole tensors, and the steps of some
@@ -211,6 +213,7 @@ class Layout:
     writer_uses: tuple[str, ...] = WRITE_HINTS
     synthesizes_values: bool = False
     keeps_config: bool = False
+    needs_named_optimizer: bool = False
     of_trainer: bool = False
     saves: Saves | None = None
     spreads_tensors: bool = False

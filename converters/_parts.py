@@ -8,6 +8,7 @@ name is listed as unread, as for every layout (engine/unread_files.py).
     Part("optimizer.pt", "full", "optim")                a file; numbers of parameters become the names of the model part
     Part("rng_state_1.pth", DATA, "rng", ("1",))         plain data: rng.1.<key>
     Part("meta.pt", TREE, "trainer")                     plain data whose keys say what they are: lr_schedulers, epoch, loops
+    Part("../data.pt", DATA, "dataloader")               in the folder above, where the dialect's `siblings` names it
 """
 
 from __future__ import annotations
@@ -41,14 +42,30 @@ from ckpttool.index.names import COMPONENTS, canonical
 from ckpttool.index.optimizer_names import possible_orders
 from ckpttool.index.schedulers import with_whole_scheduler
 from ckpttool.layouts import Place, ReadOptions, WriteOptions
+from ckpttool.storage.patched import PatchedSource
+from ckpttool.storage.siblings import WithSiblings
 from ckpttool.storage.source import Source
 
-__all__ = ["DATA", "LEFT_OVER", "TREE", "Dialect", "Part", "as_saved", "live_name", "locate", "moved", "read"]
+__all__ = [
+    "DATA",
+    "FOREIGN",
+    "LEFT_OVER",
+    "TREE",
+    "Dialect",
+    "Part",
+    "as_saved",
+    "live_name",
+    "locate",
+    "moved",
+    "read",
+]
 
 #: The layout of a part that holds plain data: a file of torch.save or of JSON, and no state dict.
 DATA = "data"
 #: The same, of a part whose keys at the root have names and places as in a tree (names.canonical).
 TREE = "tree"
+#: The same as TREE, of a part with an optimizer that may have other names of parameters than the weights: then it is data.
+FOREIGN = "foreign"
 #: The layout of LEFT_OVER, which _parts_write.left_over describes.
 _OURS = "ckpttool"
 #: The file in which ckpttool keeps what the trainer of a directory has no file for.
@@ -86,6 +103,8 @@ class Dialect:
         title: what people call it; `Checkpoint.trainer` and messages have it.
         detect: whether a folder is this trainer's, and why, by the names in it.
         parts: the parts of such a folder, the model before the optimizer.
+        siblings: entries of the folder above that belong to the checkpoint; their parts are named "../<entry>".
+        notes: what to say about such a folder.
         write, options, suffixes: as those of `Layout`.
         world_size: ranks of the job, where the files tell.
         own_keys: the parts are one tree with keys of its own, which dcp and full put back.
@@ -97,6 +116,8 @@ class Dialect:
     title: str
     detect: Callable[[Source], tuple[bool, str]]
     parts: Callable[[Source], Sequence[Part]]
+    siblings: Callable[[Source], Sequence[str]] = lambda source: ()
+    notes: Callable[[Source], Sequence[str]] = lambda source: ()
     write: Callable[[Checkpoint, Source, WriteOptions], Draft] | None = None
     options: type | None = None
     world_size: Callable[[Source], int | None] = lambda source: None
@@ -108,10 +129,10 @@ class Dialect:
     def layout(self) -> layouts.Layout:
         """The layout that reads such directories."""
         return layouts.Layout(
-            name=self.name, title=f"directory of {self.title}", detect=self._detect, read=partial(read, self), locate=locate,
+            name=self.name, title=f"directory of {self.title}", detect=self._detect, mount=self._mount, read=partial(read, self), locate=locate,
             write=self.write, prepare=lambda ckpt, source, options: as_saved(with_whole_scheduler(of_one_model(ckpt))), options=self.options, suffixes=self.suffixes,
             aliases=self.aliases, of_trainer=True,
-            reader_uses=("config", "like", "flat_layout", "wrap", "tag"), writer_uses=("world_size",), synthesizes_values=True,
+            reader_uses=("config", "like", "flat_layout", "wrap", "tag"), writer_uses=("world_size",), synthesizes_values=True, needs_named_optimizer=True,
             saves=self.saves,
         )  # fmt: skip
 
@@ -119,6 +140,13 @@ class Dialect:
         if where.file is not None:
             return False, "a folder; this is a file"
         return self.detect(where.source)
+
+    def _mount(self, where: Place) -> Place:
+        """The folder with what belongs to it in the folder above; alone where it is salvaged."""
+        if where.file is not None or isinstance(where.source, (PatchedSource, WithSiblings)):
+            return where
+        names = self.siblings(where.source)
+        return Place(WithSiblings(where.source, names), None) if names else where
 
 
 def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
@@ -135,28 +163,36 @@ def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
     parts = [*dialect.parts(source), *([Part(LEFT_OVER, _OURS, "extra")] if source.exists(LEFT_OVER) else [])]
     of_engine = False
     for part in parts:
-        if options.only is not None and part.component not in options.only and part.component != "model":
+        if options.only is not None and not _asked_for(part, options.only):
             continue
         if part.component == "scheduler" and part.layout == DATA and of_engine:
             continue  # the scheduler that DeepSpeed's engine steps is in its own files
-        if part.layout not in (DATA, TREE, _OURS):
-            found = _state(source, part, options, out)
-            _add(out, found, part)
-            of_engine = of_engine or (
-                part.layout == _DEEPSPEED and any(v.path[0] == "scheduler" for v in found.values.values())
-            )
-            continue
+        is_state = part.layout not in (DATA, TREE, FOREIGN, _OURS)
         try:
-            found = _data(source, part)
+            found = _state(source, part, options, out) if is_state else _data(source, part, out)
             if part.layout == _OURS:  # what the source had, where a file has what its trainer needs instead
                 out.values = {n: v for n, v in out.values.items() if n not in found.values}
             _add(out, found, part)
-        except (Corrupt, Unsafe, Unsupported) as e:  # no tensor of the state is in it: it may be left out, with --drop
+        except (Corrupt, Unsafe, Unsupported) as e:
+            if is_state and part.component in ("model", "optim"):
+                raise
+            # it may be left out, with --drop
             out.unread.append(Unread(part.name, source.glance(part.name)[1], f"cannot be read: {e}", part.component))
+            continue
+        of_engine = of_engine or (
+            part.layout == _DEEPSPEED and any(v.path[0] == "scheduler" for v in found.values.values())
+        )
     out.world_size = dialect.world_size(source) or out.world_size
+    out.notes += dialect.notes(source)
     if not dialect.own_keys:
         out.origin = {}
     return out
+
+
+def _asked_for(part: Part, only: frozenset[str]) -> bool:
+    if part.layout in (TREE, FOREIGN):
+        return bool(only - {"model"})  # what it holds besides, its keys tell
+    return part.component in only or part.component == "model"  # the weights name the optimizer's numbers
 
 
 def _state(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) -> Checkpoint:
@@ -190,6 +226,9 @@ def _state(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) 
         )
     if is_folder:
         found.files = [f"{part.name}/{f}" for f in found.files]
+    if part.component == "extra":  # weights that are not those of the model: an adapter next to it
+        found.tensors = {n: replace(t, path=("extra", *t.path[1:])) for n, t in found.tensors.items()}
+        found.recorded = {}
     return found
 
 
@@ -263,7 +302,7 @@ def _orders(
     return ({n: model[n] for n in order} for order in possible_orders(model))
 
 
-def _data(source: Source, part: Part) -> Checkpoint:
+def _data(source: Source, part: Part, whole: Checkpoint) -> Checkpoint:
     """The index of a part that is plain data; its tensors stay where they are."""
     what = f"{source.root}/{part.name}"
     out = Checkpoint(DATA, source.root, None, [part.name], [source.size(part.name)], {}, {})
@@ -276,7 +315,9 @@ def _data(source: Source, part: Part) -> Checkpoint:
         leaves, out.records = stored_tensors.leaves(tree, (), 0, read_at, what)
     if part.layout == _OURS:
         leaves = _of_ours(leaves, what)
-    if part.layout == TREE:
+    if part.layout == FOREIGN:
+        leaves = _with_foreign_optimizer(leaves, whole, part, out.notes)
+    if part.layout in (TREE, FOREIGN):
         named = canonical(leaves, shape_of)
         leaves, out.origin = named.leaves, named.origin
     for path, leaf in leaves.items():
@@ -289,6 +330,23 @@ def _data(source: Source, part: Part) -> Checkpoint:
         else:
             out.values[joined(path)] = Value(path, leaf)
     return out
+
+
+def _with_foreign_optimizer(
+    leaves: dict[Path, Any], whole: Checkpoint, part: Part, notes: list[str]
+) -> dict[Path, Any]:
+    """The same leaves; an optimizer that does not name the parameters as the weights do is moved to `extra`, under its own names."""
+    model = {joined(t.path[1:]) for t in whole.tensors.values() if t.path[0] == "model"}
+    named = dict.fromkeys(p[2] for p in leaves if p[:2] == ("optimizer", "state") and len(p) > 3)
+    if not any(p[0] == "optimizer" for p in leaves) or (named and named.keys() <= model):
+        return leaves
+    stem = part.name.rpartition("/")[2].partition(".")[0]
+    called = f'"{next(iter(named))}"' if named else "names of its own"
+    notes.append(
+        f"the optimizer calls the parameters otherwise than the weights ({called}), so it is carried as data, under extra.{stem}.optimizer; "
+        "no other trainer finds its moments there"
+    )
+    return {("extra", stem, *p) if p[0] == "optimizer" else p: leaf for p, leaf in leaves.items()}
 
 
 def _of_ours(leaves: Mapping[Path, Any], what: str) -> dict[Path, Any]:
@@ -314,15 +372,15 @@ def _of_ours(leaves: Mapping[Path, Any], what: str) -> dict[Path, Any]:
 def _add(out: Checkpoint, found: Checkpoint, part: Part) -> None:
     """Join the index of a part to that of the directory."""
     by = len(out.files)
+    for path in [*(t.path for t in found.tensors.values()), *(v.path for v in found.values.values())]:
+        _free(out, (path[0], *part.under, *path[1:]), part)
     out.files += found.files
     out.sizes += found.sizes
     for t in found.tensors.values():
         path = (t.path[0], *part.under, *t.path[1:])
-        _free(out, path, part)
         out.tensors[joined(path)] = replace(t, path=path, chunks=moved(t.chunks, by))
     for v in found.values.values():
         path = (v.path[0], *part.under, *v.path[1:])
-        _free(out, path, part)
         out.values[joined(path)] = Value(path, v.data)
     out.records += [
         Record(Extent(r.extent.file + by, r.extent.offset, r.extent.length), r.crc32) for r in found.records

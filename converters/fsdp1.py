@@ -236,5 +236,6 @@ LAYOUTS = (
         options=Fsdp1Options,
         aliases=("local", "local_state_dict"),
         reader_uses=("config", "like", "flat_layout", "wrap"),
+        needs_named_optimizer=True,
     ),
 )

@@ -24,15 +24,11 @@ lightning    FSDPStrategy and ModelParallelStrategy with sharded checkpoints: a 
     .metadata, __{rank}_{n}.distcp    {"state_dict", "optimizer_{i}"}, or {"model", ...} of Fabric
     meta.pt                           the rest of a Lightning checkpoint: epoch, global_step, loops, callbacks, lr_schedulers, ...
 
-torchtune    epoch_{n}/ or step_{n}/, and recipe_state/ next to it
-
-    model-0000k-of-0000n.safetensors   weights under the names of the Hub, with an index and config.json
-    adapter_model.safetensors          the adapter of a LoRA recipe, with adapter_config.json
-    ../recipe_state/recipe_state.pt    {"optimizer", "epochs_run", "seed", ...} of the last epoch, under torchtune's own names
+torchtune    epoch_{n}/ or step_{n}/, and recipe_state/ next to it: _torchtune.py
 
 Sources: accelerate/checkpointing.py, accelerate/utils/constants.py, accelerate/utils/fsdp_utils.py of 1.15;
 transformers/trainer.py (_save_checkpoint, _save_optimizer_and_scheduler, _save_rng_state) of 5.23; lightning/fabric/strategies/fsdp.py and
-model_parallel.py of 2.6; torchtune/training/checkpointing/_checkpointer.py of 0.6; the directories in fixtures/, which they wrote.
+model_parallel.py of 2.6; the directories in fixtures/, which they wrote.
 """
 
 from __future__ import annotations
@@ -49,6 +45,7 @@ from ckpttool.storage.source import Source
 from ._deepspeed_files import SAVES
 from ._parts import DATA, LEFT_OVER, TREE, Dialect, Part, of_one_model
 from ._parts_write import DirectoryOptions
+from ._torchtune import TORCHTUNE
 from ._trainers_write import RNG_KEYS, write_accelerate, write_lightning, write_titan, write_trainer
 
 __all__ = ["LAYOUTS"]
@@ -211,6 +208,6 @@ def _of_dcp(what: str) -> Any:
 TORCHTITAN = layouts.Layout(
     name="torchtitan", title="step folder of torchtitan, for its CheckpointManager", read=_of_dcp("read"), locate=_of_dcp("locate"),
     detect=lambda where: (False, "is read as dcp"), write=write_titan, prepare=lambda ckpt, source, options: of_one_model(ckpt), aliases=("titan",), reader_uses=("config", "like"),
-    writer_uses=("world_size",), of_trainer=True,
+    writer_uses=("world_size",), needs_named_optimizer=True, of_trainer=True,
 )  # fmt: skip
-LAYOUTS = (*(dialect.layout() for dialect in (ACCELERATE, TRAINER, LIGHTNING)), TORCHTITAN)
+LAYOUTS = (*(dialect.layout() for dialect in (ACCELERATE, TRAINER, LIGHTNING, TORCHTUNE)), TORCHTITAN)

@@ -289,6 +289,6 @@ def _lost(plan: dw.Plan) -> list[str]:
 LAYOUTS = (
     Layout(
         name="universal", title="DeepSpeed Universal Checkpoint", detect=detect, read=read, write=write,
-        options=UniversalOptions, aliases=("deepspeed-universal", "ucp"), synthesizes_values=True, reader_uses=("tag",), writer_uses=("like",), saves=ds.SAVES,
+        options=UniversalOptions, aliases=("deepspeed-universal", "ucp"), synthesizes_values=True, needs_named_optimizer=True, reader_uses=("tag",), writer_uses=("like",), saves=ds.SAVES,
     ),
 )  # fmt: skip

@@ -398,7 +398,7 @@ def _layout(stage: int, title: str, detect: Any) -> Layout:
     return Layout(
         name=f"zero{stage}", title=title, detect=detect, read=_read, write=write,
         prepare=lambda ckpt, source, options: with_whole_scheduler(ckpt), options=dw.ZeroOptions, aliases=aliases,
-        synthesizes_values=True, saves=ds.SAVES, reader_uses=("tag",), writer_uses=("like", "world_size"),
+        synthesizes_values=True, needs_named_optimizer=True, saves=ds.SAVES, reader_uses=("tag",), writer_uses=("like", "world_size"),
     )  # fmt: skip
 
 

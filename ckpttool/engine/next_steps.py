@@ -103,6 +103,13 @@ def _torchtitan(ckpt: Checkpoint) -> str:
     )
 
 
+def _torchtune(ckpt: Checkpoint, out: str, optimizer: bool) -> str:
+    if not any("recipe_state.pt" in n for n in ckpt.files):
+        return f"torchtune starts the optimizer anew from these weights; for transformers: {out} --to hf"
+    return f"resumes in torchtune with should_load_recipe_state=True; for transformers: {out} --to hf"
+
+
 _OF_TRAINER: dict[str, Callable[[Checkpoint, str, bool], str]] = {
     "trainer": _directory("trainer", "Trainer"), "accelerate": _directory("accelerate", "Accelerate"), "lightning": _lightning,
+    "torchtune": _torchtune,
 }  # fmt: skip

@@ -13,7 +13,14 @@ from blake3 import blake3
 from .. import layouts
 from .._version import __version__
 from ..errors import Unsupported, UsageError, argument
-from ..index.checkpoint import Checkpoint, Unread, floating_dtype, joined, orphaned_optimizer_state
+from ..index.checkpoint import (
+    Checkpoint,
+    Unread,
+    floating_dtype,
+    joined,
+    orphaned_optimizer_state,
+    unnamed_optimizer_state,
+)
 from ..index.draft import Draft, Dropped
 from ..index.fqns import without_wrappers
 from ..index.names import CANONICAL_KEYS_NOTE, refuse_surrogates
@@ -148,6 +155,12 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
             cast=caster(writing.dtype, writing.cast or {}), own=writing.options,
         )  # fmt: skip
         ckpt = opened.checkpoint = target.prepare(ckpt, opened.source, options)
+        if target.needs_named_optimizer and not drop and (unnamed := unnamed_optimizer_state(ckpt)):
+            raise Unsupported(
+                f"{target.name} needs the optimizer under the names of the weights, and {len(unnamed)} of its tensors have names of its own, "
+                f'first "{unnamed[0]}". {argument("only", ["model"])} converts the weights alone, {argument("drop", True)} keeps those '
+                "tensors as data that no engine looks at; dcp and full carry everything."
+            )
         if odd := orphaned_optimizer_state(ckpt):
             ckpt.notes.append(
                 f"the optimizer has state for {len(odd)} parameters that the model does not have, first "

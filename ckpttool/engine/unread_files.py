@@ -20,7 +20,6 @@ verl/trainer/ppo/ray_trainer.py, olmo_core/train/checkpoint.py, megatron/core/di
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
@@ -30,6 +29,7 @@ from ..huggingface import model_files
 from ..index.checkpoint import Checkpoint, Unread
 from ..layouts import Saves
 from ..storage import remote
+from ..storage.siblings import parent_of
 from ..storage.source import Source
 
 __all__ = ["NOT_READ", "human", "kind_of", "listed", "lost", "note", "unread"]
@@ -141,7 +141,7 @@ def unread(source: Source, file: str | None, ckpt: Checkpoint, saves: Saves | No
 
 def _inside(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unread]:
     """Files in the folder, and in the folders in it from which the layout read."""
-    read = set(source.identities())
+    read = {n for n in source.identities() if not n.startswith("../")}
     used = {n[:i] for n in read for i, c in enumerate(n) if c == "/"}
     for folder in ("", *sorted(f for f in used if "/" not in f)):
         for entry in source.list(folder):
@@ -169,10 +169,9 @@ def _around(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unr
 
 def _above(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unread]:
     """State in the folder above, where a trainer spreads one checkpoint over several folders."""
-    root = os.path.realpath(source.root) if source.local else source.root
-    parent, _, name = root.rpartition("/")
+    parent, name = parent_of(source)
     halves = [kind for pattern, kind in _NEXT_TO if pattern.fullmatch(name)]
-    if not parent or parent.endswith("/") or not (halves or saves):
+    if not parent or not (halves or saves):
         return
     with remote.open_source(parent) as above:
         names = above.list()
@@ -184,6 +183,7 @@ def _above(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unre
             return  # the recipe's state is that of the last one
         if stem in ("actor", "critic") and not re.fullmatch(r".*/global_step_\d+", parent):
             return
+        same |= {n.split("/")[1] for n in source.identities() if n.startswith("../")}
         yield from _siblings(above, same, held, "../", halves[0] if halves else None)
 
 

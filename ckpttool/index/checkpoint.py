@@ -45,6 +45,7 @@ __all__ = [
     "same_bytes",
     "shape_of",
     "tied_weights",
+    "unnamed_optimizer_state",
 ]
 
 Path = tuple[str | int, ...]
@@ -384,6 +385,14 @@ def orphaned_optimizer_state(ckpt: Checkpoint) -> list[str]:
     model = {t.path[1] for t in ckpt.tensors.values() if t.path[0] == "model"}
     state = {t.path[2] for t in ckpt.tensors.values() if t.path[:2] == ("optim", "state") and len(t.path) > 2}
     return sorted(map(str, state - model)) if model else []
+
+
+def unnamed_optimizer_state(ckpt: Checkpoint) -> list[str]:
+    """The tensors of an optimizer whose parameters could not be named as the model names them, so that it is carried as data; of
+    a checkpoint with weights and no other optimizer."""
+    if {t.path[0] for t in ckpt.tensors.values()} >= {"model", "optim"}:
+        return []
+    return [n for n, t in ckpt.tensors.items() if t.path[0] == "extra" and t.path[2:4] == ("optimizer", "state")]
 
 
 def check(ckpt: Checkpoint) -> None:

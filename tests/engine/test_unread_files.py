@@ -214,9 +214,10 @@ def test_torchtune_s_recipe_state_is_that_of_the_last_epoch(tmp_path: Path) -> N
         model_folder(tmp_path / f"epoch_{k}")
     bytes_at(tmp_path / "recipe_state" / "recipe_state.pt")
     assert not rows(tmp_path / "epoch_0") and not rows(tmp_path / "epoch_1")
-    assert rows(tmp_path / "epoch_10")["../recipe_state/"][0] == 9
+    assert rows(tmp_path / "epoch_10")["../recipe_state/recipe_state.pt"][0] == 9
+    assert "recipe_state.pt (9 B, cannot be read" in stops(tmp_path / "epoch_10", tmp_path)
     bytes_at(tmp_path / "epoch_0" / "adapter_model.pt")
-    assert "adapter_model.pt (9 B, adapter)" in stops(tmp_path / "epoch_0", tmp_path)
+    assert "adapter_model.pt (9 B, cannot be read" in stops(tmp_path / "epoch_0", tmp_path)
 
 
 @pytest.mark.parametrize("tag", [True, False])
