@@ -85,6 +85,7 @@ class Part:
         component: "model", "optim", "scheduler", ...; of a TREE, what is lost without it.
         under: the path below the component, where several parts share one: the rank of an RNG state.
         keys: {key at the root of a part of DATA: its canonical name}.
+        whole: it holds the other components too.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Part:
     component: str
     under: Path = ()
     keys: Mapping[str, str] = field(default_factory=dict)
+    whole: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +202,7 @@ def _state(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) 
     is_folder = bool(part.name) and source.glance(part.name)[0]
     where = Place(source.below(part.name), None) if is_folder else Place(source, part.name or None)
     model = {joined(t.path[1:]): t for t in whole.tensors.values() if t.path[0] == "model"}
-    mine = replace(options, only=None)
+    mine = options if part.whole else replace(options, only=None)
     if model:
         mine = replace(mine, orders=lambda _: _orders(model, whole, options))
     if part.layout == _DEEPSPEED:
@@ -213,6 +215,7 @@ def _state(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) 
         found.notes.append(f"the model and the optimizer are a save of DeepSpeed, {found.layout}")
     else:
         found = layouts.find(part.layout).read(where, mine)
+    whole.config = whole.config or found.config
     stray = [n for n in [*found.tensors, *found.values] if found.component(n) != part.component]
     if part.component == "optim" and stray and len(stray) == len(found.tensors) + len(found.values):
         raise Unsupported(f"{source.root}/{part.name}: {' '.join(found.notes) or 'it holds no state of an optimizer.'}")

@@ -5,7 +5,7 @@ accelerate   accelerator.save_state(DIR)
     pytorch_model_fsdp_{i}/, optimizer_{i}/             SHARDED_STATE_DICT: folders of dcp, a model and an optimizer each
     pytorch_model_fsdp_rank{rank}.bin, optimizer_{i}/   LOCAL_STATE_DICT: flat parameters, read by fsdp1
     pytorch_model_fsdp.bin, optimizer.bin               FULL_STATE_DICT (pytorch_model_fsdp_{i}.bin and optimizer_{i}.bin, i > 0)
-    model.safetensors, pytorch_model.bin                without FSDP (model_{i}.safetensors, i > 0), shards with an index
+    model.safetensors, pytorch_model.bin                without FSDP (model_{i}.safetensors, i > 0), or shards of either with an index
     scheduler.bin, sampler.bin, dl_state_dict.bin       and scheduler_{i}.bin, ...
     scaler.pt                                           GradScaler.state_dict()
     random_states_{rank}.pkl                            {"step", "random_state", "numpy_random_seed", "torch_manual_seed", ...}
@@ -24,6 +24,12 @@ lightning    FSDPStrategy and ModelParallelStrategy with sharded checkpoints: a 
     .metadata, __{rank}_{n}.distcp    {"state_dict", "optimizer_{i}"}, or {"model", ...} of Fabric
     meta.pt                           the rest of a Lightning checkpoint: epoch, global_step, loops, callbacks, lr_schedulers, ...
 
+verl         global_step_{step}/actor/ and critic/, or the folder above where it has no critic
+
+    model_world_size_{n}_rank_{rank}.pt, optim_..., extra_state_...    files of ranks, read by fsdp1; extra: scheduler, RNG
+    huggingface/                                                       config and tokenizer
+    ../data.pt                                                         the state of the data loader
+
 torchtune    epoch_{n}/ or step_{n}/, and recipe_state/ next to it: _torchtune.py
 
 Sources: accelerate/checkpointing.py, accelerate/utils/constants.py, accelerate/utils/fsdp_utils.py of 1.15;
@@ -40,6 +46,9 @@ from functools import partial
 from typing import Any
 
 from ckpttool import layouts
+from ckpttool.errors import Corrupt
+from ckpttool.storage import remote
+from ckpttool.storage.siblings import WithSiblings, parent_of
 from ckpttool.storage.source import Source
 
 from ._deepspeed_files import SAVES
@@ -72,6 +81,8 @@ def _models(names: Sequence[str]) -> list[Part]:
     else:
         if "model.safetensors.index.json" in names:
             found = [Part("", "hf", "model", ("0",))]
+        elif shards := [n for n in names if re.fullmatch(r"pytorch_model-\d{5}-of-\d{5}\.bin", n)]:
+            found = [Part(name, "full", "model", ("0",)) for name in shards]
         elif any(_numbered(names, r"pytorch_model_fsdp_rank(\d+)\.bin")):
             found = [Part("", "fsdp1", "model", ("0",))]
     return found
@@ -89,7 +100,7 @@ def _optimizers(names: Sequence[str]) -> list[Part]:
 def _state(names: Sequence[str]) -> list[Part]:
     """Models and optimizers; a single model needs no number."""
     models, optimizers = _models(names), _optimizers(names)
-    if len(models) < 2 and len(optimizers) < 2:
+    if len({part.under for part in models}) < 2 and len(optimizers) < 2:
         return [replace(part, under=()) for part in (*models, *optimizers)]
     return [*models, *optimizers]
 
@@ -169,7 +180,20 @@ def _ranks(pattern: str, source: Source) -> int | None:
     return None if "latest" in names else sum(1 for _ in _numbered(names, pattern)) or None
 
 
+def _refuse_missing_shards(source: Source) -> None:
+    """Refuse a model of which not all numbered *.bin shards are there. Those of safetensors the layout hf counts."""
+    for name in (names := source.list()):
+        if m := re.fullmatch(r"pytorch_model-(\d{5})-of-(\d{5})\.bin", name):
+            for i in range(1, int(m[2]) + 1):
+                if (other := f"pytorch_model-{i:05d}-of-{m[2]}.bin") not in names:
+                    raise Corrupt(
+                        f"{source.root}: {name} is one of {int(m[2])} shards, and {other} is missing. The copy is incomplete; fetch the "
+                        "folder again."
+                    )
+
+
 def _parts_of(rng: str, source: Source) -> list[Part]:
+    _refuse_missing_shards(source)
     names = source.list()
     state = _saves(source) if "latest" in names else _state(names)
     counters = [Part("trainer_state.json", DATA, "trainer")] if "trainer_state.json" in names else []
@@ -201,6 +225,44 @@ LIGHTNING = Dialect(
 )  # fmt: skip
 
 
+def _of_verl(source: Source, folder: str = "") -> str | None:
+    """The first rank's file of a model."""
+    return next((n for n in source.list(folder) if re.fullmatch(r"model_world_size_\d+_rank_0\.pt", n)), None)
+
+
+def _is_verl(source: Source) -> tuple[bool, str]:
+    if found := _of_verl(source):
+        return True, f"has {found}"
+    if _of_verl(source, "actor"):
+        return ("critic" not in source.list()), "has actor/" + (
+            " and critic/: two models" if source.list("critic") else ""
+        )
+    return False, "no model_world_size_<n>_rank_0.pt"
+
+
+def _loader_of_verl(source: Source) -> list[str]:
+    parent, name = parent_of(source)
+    if name not in ("actor", "critic") or not re.fullmatch(r".*/global_step_\d+", parent):
+        return []
+    with remote.open_source(parent) as above:
+        return ["data.pt"] if above.exists("data.pt") else []
+
+
+def _parts_of_verl(source: Source) -> list[Part]:
+    folder = "" if _of_verl(source) else "actor"
+    out = [Part(folder, "fsdp1", "model", whole=True)]
+    if isinstance(source, WithSiblings):
+        out.append(Part("../data.pt", DATA, "dataloader"))
+    elif folder and source.exists("data.pt"):
+        out.append(Part("data.pt", DATA, "dataloader"))
+    return out
+
+
+VERL = Dialect(
+    name="verl", title="verl", detect=_is_verl, siblings=_loader_of_verl, parts=_parts_of_verl, own_keys=True,
+)  # fmt: skip
+
+
 def _of_dcp(what: str) -> Any:
     return lambda *args: getattr(layouts.find("dcp"), what)(*args)
 
@@ -210,4 +272,4 @@ TORCHTITAN = layouts.Layout(
     detect=lambda where: (False, "is read as dcp"), write=write_titan, prepare=lambda ckpt, source, options: of_one_model(ckpt), aliases=("titan",), reader_uses=("config", "like"),
     writer_uses=("world_size",), needs_named_optimizer=True, of_trainer=True,
 )  # fmt: skip
-LAYOUTS = (*(dialect.layout() for dialect in (ACCELERATE, TRAINER, LIGHTNING, TORCHTUNE)), TORCHTITAN)
+LAYOUTS = (*(dialect.layout() for dialect in (ACCELERATE, TRAINER, LIGHTNING, VERL, TORCHTUNE)), TORCHTITAN)

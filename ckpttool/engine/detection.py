@@ -272,6 +272,8 @@ class _Walk:
         for name in sorted(names, key=lambda n: [-1 if x is None else x for x in _numbers(n)], reverse=True):
             path = f"{folder}/{name}" if folder else name
             if not self.source.glance(path)[0]:
+                if name == "data.pt" and "actor" in names:  # the data loader of verl
+                    continue
                 out += self._file(folder, path, name, names)
             elif not _NO_CHECKPOINT.fullmatch(name) and not (name == "train" and "model_and_optim" in names):
                 if self.listings <= 0:

@@ -111,5 +111,5 @@ def _torchtune(ckpt: Checkpoint, out: str, optimizer: bool) -> str:
 
 _OF_TRAINER: dict[str, Callable[[Checkpoint, str, bool], str]] = {
     "trainer": _directory("trainer", "Trainer"), "accelerate": _directory("accelerate", "Accelerate"), "lightning": _lightning,
-    "torchtune": _torchtune,
+    "torchtune": _torchtune, "verl": lambda ckpt, out, optimizer: f"resumes in verl at {_ranks(ckpt)}; for transformers: {out} --to hf",
 }  # fmt: skip

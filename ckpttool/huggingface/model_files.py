@@ -30,6 +30,8 @@ PACKED = (
     b"\x1f\x8b", b"\x1f\x9d", b"BZh", b"\xfd7zXZ\0", b"PK\x03\x04", b"PK\x05\x06", b"7z\xbc\xaf\x27\x1c", b"\x28\xb5\x2f\xfd",
     b"\x04\x22\x4d\x18", b"Rar!\x1a", b"\x93NUMPY",
 )  # fmt: skip
+#: Where trainers put the config of a model, from the folder of a checkpoint: verl (twice), NeMo AutoModel (twice).
+_FOLDERS = ("", "huggingface", "actor/huggingface", "model", "model/consolidated", "hf", "..")
 _MOST_BYTES = 256 << 20
 _MOST_TRAINING_BYTES = 4 << 20
 
@@ -105,7 +107,7 @@ def beside(source: Source, given: str | None, notes: list[str]) -> tuple[dict[st
     """(config.json, files to copy) of the model given, or found with the source or beside it."""
     if given is not None:
         return of_model(given, notes)
-    for below in ("", "huggingface", "hf", "..") if source.local else ("",):
+    for below in _FOLDERS if source.local else ("",):
         new_notes: list[str] = []
         try:
             if not below:

@@ -251,6 +251,72 @@ def test_an_optimizer_alone_keeps_its_keys(tmp_path: Path) -> None:
     assert same_value(found, original)
 
 
+# ------------------------------------------------------------------------------------------------ weights in other files
+
+
+def with_other_weights(source: Path, out: Path, kind: str) -> Path:
+    """The same directory, its weights as transformers and Accelerate write large ones, or without safetensors."""
+    shutil.copytree(source, out)
+    weights = load_file(out / "model.safetensors")
+    with ckpttool.open(source) as opened:  # torch.save keeps the order of the module, safetensors sorts
+        groups = [v.data for n, v in opened.checkpoint.values.items() if n.endswith(".params")]
+    decayed, others = map(set, groups)
+    order = json.loads((out / "config.json").read_text()) and module_order(out)
+    assert set(order) == set(weights) == decayed | others
+    (out / "model.safetensors").unlink()
+    if kind == "pytorch_model.bin":
+        torch.save({n: weights[n] for n in order}, out / "pytorch_model.bin")
+        return out
+    suffix, stem = (".bin", "pytorch_model") if "bin" in kind else (".safetensors", "model")
+    parts = [order[:8], order[8:15], order[15:]]
+    places = {}
+    for i, part in enumerate(parts):
+        name = f"{stem}-{i + 1:05d}-of-00003{suffix}"
+        places |= dict.fromkeys(part, name)
+        tensors = {n: weights[n] for n in part}
+        torch.save(tensors, out / name) if suffix == ".bin" else save_file(tensors, out / name, {"format": "pt"})
+    index = {"metadata": {"total_size": sum(t.nbytes for t in weights.values())}, "weight_map": places}
+    (out / f"{stem}{suffix}.index.json").write_text(json.dumps(index))
+    return out
+
+
+def module_order(folder: Path) -> list[str]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return [n for n, _ in AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).named_parameters()]
+
+
+@pytest.mark.parametrize("kind", ["pytorch_model.bin", "shards of bin", "shards of safetensors"])
+def test_weights_in_shards_and_in_bin_files_are_the_model(kind: str, tmp_path: Path) -> None:
+    source = with_other_weights(folder("trainer_ddp"), tmp_path / "checkpoint-3", kind)
+    if kind != "shards of safetensors":  # the files have the order of the module, so no config is needed
+        (source / "config.json").unlink()
+    ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=3)
+    found = {k: t for k, t in tensors_of(load_dcp(tmp_path / "out")).items() if k.startswith(("model.", "optim."))}
+    assert difference(found, truth("trainer_ddp")) == []
+    with ckpttool.open(source) as opened:
+        assert {r.component for r in opened.checkpoint.unread} <= {""}
+    state = tmp_path / "state"  # as Accelerate has them
+    shutil.copytree(source, state)
+    (state / "trainer_state.json").unlink()
+    for rank in range(RANKS):
+        (state / f"rng_state_{rank}.pth").rename(state / f"random_states_{rank}.pkl")
+    with ckpttool.open(state) as opened:
+        names = opened.checkpoint.tensors
+        assert opened.checkpoint.layout == "accelerate" and set(truth("trainer_ddp")) == {
+            n.replace("optim.state.", "optim.", 1) for n in names if n.startswith(("model.", "optim."))
+        }
+
+
+@pytest.mark.parametrize("kind", ["shards of bin", "shards of safetensors"])
+def test_a_missing_shard_is_named(kind: str, tmp_path: Path) -> None:
+    source = with_other_weights(folder("trainer_ddp"), tmp_path / "checkpoint-3", kind)
+    next(source.glob("*-00002-of-00003.*")).unlink()
+    with pytest.raises(Corrupt, match=r"-00002-of-00003\.\w+ is missing"):
+        ckpttool.open(source)
+
+
 # ------------------------------------------------------------------------------------------------------ broken folders
 
 

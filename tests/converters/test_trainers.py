@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import ckpttool
-from ckpttool.errors import Unsupported
+from ckpttool.errors import CkpttoolError, NotRecognised, Unsupported
 
 TITAN, LIGHTNING = FIXTURES / "trainers" / "titan_w2", FIXTURES / "trainers" / "lightning_w2"
 #: Of steps 3 to 5 by Lightning itself, on three ranks, from the folder that two ranks wrote.
@@ -166,3 +166,49 @@ def test_a_directory_of_verl_is_one_state_with_scheduler_and_rng_of_every_rank(t
             assert ours["numpy"][1].tolist() == theirs["numpy"][1].tolist() and ours["numpy"][2:] == theirs["numpy"][2:]
     with ckpttool.open(VERL / "ckpt") as opened:
         assert (opened.checkpoint.trainer, opened.checkpoint.world_size, opened.checkpoint.unread) == ("verl", 3, [])
+
+
+def global_step(path: Path, *models: str) -> Path:
+    """What verl's trainer writes at a step: its models, and the state of torchdata's StatefulDataLoader."""
+    for name in models:
+        shutil.copytree(VERL / "ckpt", path / name)
+    torch.save({"_snapshot": {"_snapshot_step": 3}, "_num_yielded": 3, "state": torch.arange(4)}, path / "data.pt")
+    return path
+
+
+def test_verl_s_data_loader_is_part_of_the_actor(tmp_path: Path) -> None:
+    step = global_step(tmp_path / "global_step_3", "actor", "critic")
+    for given in (step / "actor", step / "critic"):
+        ckpttool.convert(given, tmp_path / "out", to="dcp", world_size=2, force=True)
+        tree = load_dcp(tmp_path / "out")
+        assert same_value(tree["dataloader"], torch.load(step / "data.pt", weights_only=True))
+        assert len(tree["model"]) == 21 and len(tree["optim"]["state"]) == 21
+        with ckpttool.open(given) as opened:
+            assert (opened.checkpoint.layout, opened.checkpoint.unread) == ("verl", [])
+    with pytest.raises(NotRecognised, match="2 checkpoints are below it; give") as refused:
+        ckpttool.open(step)
+    assert "actor" in str(refused.value) and "critic" in str(refused.value)
+
+
+def test_a_step_of_verl_without_a_critic_is_the_actor(tmp_path: Path) -> None:
+    step = global_step(tmp_path / "global_step_3", "actor")
+    with ckpttool.open(step) as whole, ckpttool.open(step / "actor") as actor:
+        assert whole.checkpoint.tensors.keys() == actor.checkpoint.tensors.keys()
+        assert whole.checkpoint.values.keys() == actor.checkpoint.values.keys()
+        assert (whole.checkpoint.layout, whole.checkpoint.world_size, whole.checkpoint.unread) == ("verl", 3, [])
+    done = ckpttool.convert(step, tmp_path / "hf", to="hf")
+    assert (tmp_path / "hf" / "config.json").exists() and done.verified
+
+
+def test_only_the_weights_of_verl_do_not_need_the_optimizer(tmp_path: Path) -> None:
+    shutil.copytree(VERL / "ckpt", tmp_path / "actor")
+    for file in (tmp_path / "actor").glob("optim_*"):
+        file.write_bytes(b"damaged")
+    with pytest.raises(CkpttoolError):
+        ckpttool.open(tmp_path / "actor")
+    (tmp_path / "global_step_1").mkdir()
+    (tmp_path / "global_step_1" / "data.pt").write_bytes(b"damaged")
+    shutil.copytree(VERL / "ckpt", tmp_path / "global_step_1" / "actor")
+    with pytest.raises(Unsupported, match=r"data\.pt \(7 B, cannot be read"):
+        ckpttool.convert(tmp_path / "global_step_1" / "actor", tmp_path / "out", to="dcp", world_size=2)
+    ckpttool.convert(tmp_path / "global_step_1" / "actor", tmp_path / "out", to="dcp", world_size=2, only=["model"])
