@@ -49,6 +49,10 @@ class HfOptions:
         False, "Write weights that the model of the config does not have, or has in other shapes."
     )
 
+    untie: bool = option(
+        False, "Write both of the weights that config.json ties, and set tie_word_embeddings to false."
+    )
+
     def __post_init__(self) -> None:
         if self.adapter and self.include_optimizer:
             raise UsageError(
@@ -89,6 +93,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         return _write_adapter(ckpt, source, options)
     notes: list[str] = []
     config, extra = model_files.beside(source, options.config, notes)
+    if own.untie:
+        config, extra = _untied(config, extra)
     weights = _weights(ckpt, source, options, config, notes)
     model, rest, tied = weights.model, weights.rest, weights.tied
     groups = _split(model, own.max_shard_bytes, weights.together)
@@ -128,6 +134,20 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     )
 
 
+def _untied(config: dict[str, Any] | None, extra: dict[str, bytes]) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
+    """The config, and the files to copy, of a model that ties no weights.
+
+    Raises:
+        Unsupported: there is no config.json.
+    """
+    if config is None or "config.json" not in extra:
+        raise Unsupported(
+            f"{argument('untie', True, 'HfOptions')} changes config.json, and there is none beside the source. Give {argument('config')}."
+        )
+    config = {**config, "tie_word_embeddings": False}
+    return config, {**extra, "config.json": (json.dumps(config, indent=2) + "\n").encode()}
+
+
 def write_file(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """One file with all weights, whatever its size. A config decides the names, and is not in it.
 
@@ -135,7 +155,8 @@ def write_file(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft
         UsageError: an option asks for what lies beside the weights. The others: as `write`.
     """
     own = options.of(HfOptions)
-    for name, asked in (("adapter", own.adapter), ("include_optimizer", own.include_optimizer)):
+    asked_for = (("adapter", own.adapter), ("include_optimizer", own.include_optimizer), ("untie", own.untie))
+    for name, asked in asked_for:
         if asked:
             raise UsageError(
                 f"{argument(name, True)} writes several files, but the destination {options.target!r} is one. Give the name "
@@ -205,7 +226,8 @@ def _weights(
     dropped = [Dropped(n, t.nbytes, "hf holds weights only") for n, t in rest.items()]
     dropped += [Dropped(n, 0, "hf holds weights only") for n in ckpt.values]
     relation = None if config is None else _judged(ckpt, config, model, options, notes)
-    stored, tied, together = _hub_tensors(ckpt, model, config, relation, source, notes)
+    untie = options.of(HfOptions).untie
+    stored, tied, together = _hub_tensors(ckpt, model, config, relation, source, notes, untie)
     added = [f"model.{n}" for n, kept in ties(config, model, relation).items() if n not in model and kept in stored]
     model = {k: replace(t, dtype=options.cast("model." + k, t.dtype)) for k, t in stored.items()}
     _refuse_dtypes(model)
@@ -325,11 +347,12 @@ def _hub_tensors(
     relation: hub_names.Relation | None,
     source: Source,
     notes: list[str],
+    untie: bool,
 ) -> tuple[dict[str, TensorEntry], dict[str, str], dict[str, str]]:
     """The tensors save_pretrained would write, as views of the source's, {omitted name: the name it is tied to}, and
     {name: first one} of tensors that it never puts into different shards."""
     together: dict[str, str] = {}
-    tied = tied_weights(model)
+    tied = {} if untie else tied_weights(model)
     tied.update({k: v for k, v in ties(config, model, relation).items() if k in model and v in model})
     if relation is not None:
         out = {k: crop(k, model[v.of], v) for k, v in relation.views.items()}
@@ -346,7 +369,7 @@ def _hub_tensors(
             if digests["a"] != digests["b"]:
                 raise Unsupported(
                     f'config.json ties "{name}" to "{kept}", but their bytes differ; loading would lose one of them. '
-                    f'Set "tie_word_embeddings": false in the config given with {argument("config")}, or find out which of them is right.'
+                    f"Write both with {argument('untie', True, 'HfOptions')}, or find out which of them is right."
                 )
         del out[name]
         gone["model." + name] = "model." + kept

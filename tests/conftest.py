@@ -33,7 +33,15 @@ settings.load_profile("default")
 
 #: Files that launch ranks, in one worker, so that no other one waits for its turn (ranks.one_at_a_time), and there is one
 #: nursery for each rank. They begin first, since they take longest.
-LAUNCHING = ("test_faults.py", "test_reader.py", "test_live.py", "test_resume.py", "test_readme.py", "test_trainers.py")
+LAUNCHING = (
+    "test_faults.py",
+    "test_reader.py",
+    "test_live.py",
+    "test_resume.py",
+    "test_readme.py",
+    "test_trainers.py",
+    "test_per_rank_state.py",
+)
 
 
 @pytest.hookimpl(optionalhook=True)

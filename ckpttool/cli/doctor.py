@@ -7,7 +7,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .help import READING, about
-from .terminal import Config, From, Json, Meter, Quiet, Src, Tag, Verbose, print_json, printable
+from .terminal import (
+    Config,
+    FlatLayout,
+    From,
+    Json,
+    Meter,
+    Quiet,
+    Src,
+    Tag,
+    Verbose,
+    Wrap,
+    comma,
+    print_json,
+    printable,
+)
 
 if TYPE_CHECKING:
     from ..engine.doctor import Diagnosis
@@ -43,6 +57,8 @@ def doctor(
     ] = None,
     from_: From = None,
     config: Config = None,
+    flat_layout: FlatLayout = None,
+    wrap: Wrap = None,
     tag: Tag = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -53,7 +69,17 @@ def doctor(
 
     meter = Meter(quiet)
     try:
-        found = look(path, read_data=read_data, like=like, source_layout=from_, config=config, tag=tag, progress=meter)
+        found = look(
+            path,
+            read_data=read_data,
+            like=like,
+            source_layout=from_,
+            config=config,
+            flat_layout=flat_layout,
+            wrap=comma(wrap),
+            tag=tag,
+            progress=meter,
+        )
     finally:
         meter.close()
     if as_json:

@@ -7,21 +7,25 @@ and pickles are read.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from .. import layouts
-from ..errors import CkpttoolError, NotRecognised, RemoteError, UsageError
+from ..errors import CkpttoolError, NotRecognised, RemoteError, Unsupported, UsageError
 from ..storage import urls
 from ..storage.patched import PatchedSource
-from . import checks_names, checks_optimizer, salvage
+from . import checks_names, checks_numbers, checks_optimizer, salvage
 from .fill import Progress, silent, tensor_digests
-from .findings import DAMAGE, MISMATCH, Examined, Finding, copy_command
+from .findings import DAMAGE, MISMATCH, NOTE, Examined, Finding, copy_command
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, shown_path
 from .verification import salvaged
 
 #: What is looked at in every checkpoint that opens.
-CHECKS = (checks_names.wrapper_prefixes, checks_optimizer.orphaned_state)
+CHECKS = (
+    checks_names.wrapper_prefixes, checks_names.empty_weights, checks_names.vocabulary_rows, checks_optimizer.orphaned_state,
+    checks_optimizer.per_rank_state, checks_optimizer.mixed_ranks, checks_optimizer.mixed_steps, checks_optimizer.leftover_files,
+)  # fmt: skip
 
 __all__ = ["Diagnosis", "Finding", "doctor"]
 
@@ -62,6 +66,8 @@ def doctor(
     like: str | os.PathLike[str] | None = None,
     source_layout: str | None = None,
     config: str | None = None,
+    flat_layout: str | os.PathLike[str] | None = None,
+    wrap: Iterable[str] | None = None,
     tag: str | None = None,
     progress: Progress = silent,
 ) -> Diagnosis:
@@ -69,12 +75,14 @@ def doctor(
 
     Args:
         read_data: also read every byte of the tensors that seem whole, and compare it with the CRC32s that the files carry.
-        like: a checkpoint of the job that refuses to load this one; its param groups are compared with those here.
+        like: a checkpoint of the job that refuses to load this one; its param groups are compared with those here. It also says
+            what this one does not about its parameters, as in `open`, where nothing else does.
         progress: called with ("read", bytes done, bytes in all).
         (the others): as `open`.
 
     Raises:
-        NotRecognised: there is nothing, or nothing that looks like a checkpoint. Damage is no error, but a finding.
+        NotRecognised: there is nothing, or nothing that looks like a checkpoint. Damage is a finding, not an error.
+        Unsupported: it is not damaged, as far as can be seen, but ckpttool cannot read it, or needs hints for that.
     """
     name = shown_path(path)
     out = Diagnosis(urls.display_path(name), True, None, 0, 0)
@@ -83,7 +91,9 @@ def doctor(
         found = salvage.problems(where)
     for p in found:
         out.findings.append(Finding(p.kind, DAMAGE, p.file, (), f"{p.file} {p.text}", p.repair))
-    usual = OpenOptions(source_layout=source_layout, config=config, tag=tag)
+    usual = OpenOptions(
+        source_layout=source_layout, config=config, flat_layout=flat_layout, wrap=wrap, tag=tag, allow_mixed_steps=True
+    )
     asked = _Asked(name, read_data, config, None if like is None else os.fspath(like), progress)
     refused: CkpttoolError | None = None
     try:
@@ -93,10 +103,12 @@ def doctor(
         raise
     except CkpttoolError as e:
         refused = e
-    if refused is not None:
+    if isinstance(refused, Unsupported) and not out.findings:
+        _with_less(path, usual, out, refused, asked)
+    elif refused is not None:
         _what_is_left(
             path,
-            OpenOptions(source_layout=source_layout, config=config, tag=tag, salvage=True),
+            replace(usual, salvage=True),
             out,
             refused,
             asked,
@@ -133,9 +145,40 @@ def _look_at(opened: OpenCheckpoint, out: Diagnosis, asked: _Asked) -> None:
     if asked.like is not None:
         with open_with(asked.like, OpenOptions(allow_equal_ranks=True, allow_mixed_steps=True)) as other:
             out.findings += checks_optimizer.param_groups(at, other.checkpoint, asked.like)
+    digests = None
     if asked.read_data:
-        tensor_digests(ckpt.tensors, opened.source, ckpt.files, ckpt.records, asked.progress, "read")
+        numbers = checks_numbers.Numbers(ckpt)
+        digests = tensor_digests(
+            ckpt.tensors, opened.source, ckpt.files, ckpt.records, asked.progress, "read", seen=numbers.add
+        )
         opened.source.assert_unchanged()
+        out.findings += numbers.findings()
+    out.findings += checks_names.tied_weights(at, digests)
+
+
+def _with_less(path: CheckpointPath, options: OpenOptions, out: Diagnosis, refused: Unsupported, asked: _Asked) -> None:
+    """Fill in what can be seen of a checkpoint that is not damaged but cannot be read as it is: with the help of `like`, the
+    weights alone, or the safetensors files that a folder has beside another layout.
+
+    Raises:
+        Unsupported: not even those.
+    """
+    ways = [replace(options, like=asked.like)] if asked.like is not None else []
+    by_itself = [replace(options, source_layout="hf")] if options.source_layout is None else []
+    for way in (*ways, replace(options, only=("model",)), *by_itself):
+        try:
+            with open_with(path, way, check_hints=False) as opened:
+                _look_at(opened, out, asked)
+        except CkpttoolError:
+            continue
+        if way.source_layout != options.source_layout:
+            out.findings.append(
+                Finding("not-read", NOTE, None, (), f"only the safetensors files were looked at: {refused}")
+            )
+        elif way.only:
+            out.findings.append(Finding("not-read", NOTE, None, (), f"only the weights were looked at: {refused}"))
+        return
+    raise refused
 
 
 def _what_is_left(

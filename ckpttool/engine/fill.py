@@ -395,10 +395,11 @@ def tensor_digests(
     what: str = "digest",
     dtypes: dict[str, str] | None = None,
     budget: IOBudget = DEFAULT_BUDGET,
+    seen: Callable[[Block], None] | None = None,
 ) -> dict[str, str]:
     """{tensor: BLAKE3 hex digest of its canonical bytes}, reading everything and checking the CRCs on the way.
 
-    `dtypes` names the dtype a tensor is digested in, where that is not its own.
+    `dtypes` names the dtype a tensor is digested in, where that is not its own. `seen` is called with every block.
     """
     total, passed = sum(t.nbytes for t in tensors.values()), 0
     out: dict[str, str] = {}
@@ -407,6 +408,8 @@ def tensor_digests(
     for block in reader.blocks(StreamJob(n, t, (dtypes or {}).get(n)) for n, t in tensors.items()):
         hasher = hasher or blake3()
         hasher.update(block.data)
+        if seen is not None:
+            seen(block)
         passed += block.source_bytes
         if block.last:
             out[block.name] = hasher.hexdigest()

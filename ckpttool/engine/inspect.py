@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..index.checkpoint import Checkpoint, TensorEntry, orphaned_optimizer_state
 from ..index.names import step_count
-from ..index.optimizers import slot_of, states
+from ..index.optimizers import lost_at_save, per_rank_slots, slot_of, states
 from ..storage import urls
 from .next_steps import next_step
 from .opening import CheckpointPath, OpenOptions, open_with, shown_path
@@ -160,7 +160,9 @@ def _optimizer(ckpt: Checkpoint) -> dict[str, Any] | None:
 
 
 def _notes(ckpt: Checkpoint) -> list[str]:
-    """What has to be known about the weights because of the optimizer."""
+    """What has to be known about the optimizer, and about the weights because of it."""
+    if lost := per_rank_slots(ckpt):
+        return [lost_at_save(ckpt, lost)]
     if not any(state.name.startswith("schedule-free") for state in states(ckpt)):
         return []
     modes = {

@@ -24,6 +24,7 @@ from ..index.checkpoint import (
 from ..index.draft import Draft, Dropped
 from ..index.fqns import without_wrappers
 from ..index.names import CANONICAL_KEYS_NOTE, refuse_surrogates
+from ..index.optimizers import lost_at_save, per_rank_slots
 from ..index.param_groups import groups_of, regrouped
 from ..index.schedulers import with_whole_scheduler
 from ..storage.source import Source
@@ -166,6 +167,8 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
                 f"the optimizer has state for {len(odd)} parameters that the model does not have, first "
                 f'"{odd[0]}": are the two of one training run?'
             )
+        if lost_slots := per_rank_slots(ckpt):
+            ckpt.notes.append(lost_at_save(ckpt, lost_slots))
         refuse_surrogates(ckpt.tensors)  # every record lists them by name
         draft = target.write(ckpt, opened.source, options)
         _refuse_casts(draft)

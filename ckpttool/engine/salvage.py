@@ -177,6 +177,8 @@ def _look(source: Source, name: str) -> Problem | None:
     if not (torch or safetensors or distcp):
         return None
     if size == 0:
+        if distcp and not _is_indexed(source, name):
+            return None  # of a rank that had nothing to save
         return Problem(name, "empty", "is empty: the save or the copy was interrupted before its first byte")
     text = head.lstrip()
     if text[:1] == b"<" and size < 64 << 20:
@@ -209,6 +211,14 @@ def _look(source: Source, name: str) -> Problem | None:
     where = f"was cut off at byte {size:,}" if found.present == size else f"is damaged from byte {found.present:,} on"
     about = "" if found.present != size else f" of {'' if safetensors or distcp else 'about '}{found.size:,}"
     return Problem(name, "cut", where + about, patch=found)
+
+
+def _is_indexed(source: Source, name: str) -> bool:
+    """Whether the `.metadata` beside a DCP file names it; where there is none, it may."""
+    index = os.path.join(os.path.dirname(name), ".metadata")
+    if not source.exists(index) or source.size(index) > _MOST_METADATA:
+        return True
+    return os.path.basename(name).encode() in source.read(index, 0, source.size(index))
 
 
 def patched(where: Place) -> tuple[Place, list[Problem]]:

@@ -11,12 +11,13 @@ transformers/optimization.py (Adafactor).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, TensorEntry
 
-__all__ = ["OPTIMIZERS", "Optimizer", "State", "slot_of", "states"]
+__all__ = ["OPTIMIZERS", "Optimizer", "State", "lost_at_save", "per_rank_slots", "slot_of", "states"]
 
 
 class Optimizer(NamedTuple):
@@ -137,3 +138,63 @@ def _state(slots: Mapping[str, frozenset[str]], options: Iterable[str]) -> State
         for slot in sorted(every - have if found is None else found.lacks(have, every)):
             missing.setdefault(slot, []).append(name)
     return State(found.name if found else "unknown", dict(slots), missing)
+
+
+_RANK_FILE = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
+
+
+def per_rank_slots(ckpt: Checkpoint) -> dict[str, list[str]]:
+    """{parameter: names of its slots} of state that every rank had a part of and of which DCP has kept one.
+
+    FSDP2 shards parameters and gradients as DTensors. An optimizer that makes plain tensors of its own (bitsandbytes, SOAP,
+    torchao's predecessors) has one tensor per rank under one name, and DCP takes names to be unique: it keeps one rank's tensor, and
+    of each name another rank's. Such a slot has the shape of one rank's part of the parameter.
+    """
+    if not any(_RANK_FILE.fullmatch(f) for f in ckpt.files):
+        return {}
+    slots: dict[str, dict[str, TensorEntry]] = {}
+    for name, t in ckpt.tensors.items():
+        if slot_of(t.path) is not None and t.numel > 1:
+            slots.setdefault(str(t.path[2]), {})[name] = t
+    out: dict[str, list[str]] = {}
+    for fqn, of in slots.items():
+        weight = ckpt.tensors.get(f"model.{fqn}")
+        if weight is None or not weight.shape or len(weight.chunks) < 2:
+            continue
+        if any(len(t.chunks) > 1 or t.shape == weight.shape for t in of.values()):
+            continue  # DTensors, or whole tensors
+        parts = {shape for _, shape in weight.chunks.boxes()}
+        if any(_fits(t.shape, part, weight.shape) for t in of.values() for part in parts):
+            out[fqn] = sorted(of, key=lambda n: (of[n].shape not in parts, n))
+    return out
+
+
+def _fits(slot: tuple[int, ...], part: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether a slot has the shape of one rank's part of a parameter, flat or not, or is square with its rows (SOAP's factors)."""
+    if slot == part and part != whole:
+        return True
+    n = 1
+    for k in part:
+        n *= k
+    flat = len(whole) > 1 and slot == (n,)
+    square = len(slot) == 2 and slot == (part[0], part[0]) and part[0] not in whole
+    return flat or square
+
+
+def lost_at_save(ckpt: Checkpoint, found: Mapping[str, list[str]]) -> str:
+    """What to say of `per_rank_slots`."""
+    names = [n for slots in found.values() for n in slots]
+    ranks = {m[1] for n in names for f in ckpt.tensors[n].chunks.file if (m := _RANK_FILE.fullmatch(ckpt.files[f]))}
+    t = ckpt.tensors[names[0]]
+    whole = ckpt.tensors[f"model.{next(iter(found))}"].shape
+    mixed = (
+        f", of ranks {', '.join(sorted(ranks, key=int))} mixed"
+        if len(ranks) > 1
+        else f", that of rank {next(iter(ranks), '?')}"
+    )
+    return (
+        f"the optimizer state of {len(found):,} parameters was lost when it was saved: every rank had a part of its own under one name, "
+        f'and DCP has kept one of them{mixed}. "{names[0]}" is {list(t.shape)}, the parameter {list(whole)}. A job that resumes from it '
+        "continues with wrong moments. Leave the optimizer out, so that it starts anew; to save it, use an optimizer whose state is "
+        "DTensors (torch.optim, torchao), or write one file for each rank with torch.save"
+    )

@@ -280,9 +280,40 @@ SOUND = [o for o in peers.ORIGINALS if o.case.startswith(("awkward", "fsdp2", "f
 
 @pytest.mark.parametrize("original", SOUND, ids=lambda o: o.label)
 def test_sound_checkpoints_are_sound(original: peers.Original) -> None:
-    found = doctor(original.path, config=original.config)
+    found = doctor(original.path, config=original.config, read_data=True)
     assert found.sound and not found.missing and not found.findings, found
     assert found.exact
+
+
+#: Of every trainer and of FSDP1, which needs a description of its flat parameters.
+TRAINERS = [
+    p for p in sorted((peers.FIXTURES / "trainers").glob("*/ckpt")) if p.parent.name != "accelerate_fsdp1_local"
+]
+TRAINERS = [next(p.glob("checkpoint-*"), p) for p in TRAINERS if p.parent.name != "torchsnapshot_w1"]
+TRAINERS += [p for p in sorted((peers.FIXTURES / "trainers" / "jobs").iterdir()) if p.is_dir()]
+TRAINERS += [peers.FIXTURES / "trainers" / name for name in ("lightning_w2", "titan_w2")]
+
+
+@pytest.mark.parametrize("path", TRAINERS, ids=lambda p: str(p.relative_to(peers.FIXTURES)))
+def test_sound_directories_of_trainers_are_sound(path: Path) -> None:
+    found = doctor(path, read_data=True)
+    assert found.sound and found.exact and not found.findings, found
+
+
+@pytest.mark.parametrize("original", [o for o in peers.FLAT if o.case.startswith("fsdp1")], ids=lambda o: o.label)
+def test_sound_files_of_fsdp1_are_sound(original: peers.Original) -> None:
+    found = doctor(original.path, read_data=True, **original.how)
+    notes = [f for f in found.findings if f.kind == "not-read"] if original.case == "fsdp1_w2_noshard" else []
+    assert found.sound and found.exact and found.findings == notes, found
+
+
+def test_what_needs_a_hint_is_not_called_damaged(tmp_path: Path) -> None:
+    """Flat parameters of FSDP1 without a description: nothing can be read, and nothing is wrong."""
+    done = ckpttool_here("doctor", peers.FIXTURES / "fsdp1_w3_uop0" / "ckpt")
+    assert done.returncode == 3 and "does not say which parameters" in done.stderr
+    layout = peers.FIXTURES / "fsdp1_w3_uop0" / "flat_layout.json"
+    done = ckpttool_here("doctor", peers.FIXTURES / "fsdp1_w3_uop0" / "ckpt", "--flat-layout", layout)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_command_prints_and_exits(tmp_path: Path) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peers
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -75,3 +79,85 @@ def test_prefixes_in_safetensors_and_dcp(tmp_path: Path) -> None:
         else:
             model.load_state_dict(load_file(tmp_path / copy))
         assert not doctor(tmp_path / copy).findings
+
+
+def hub_model(folder: Path, vocab: int = 96, tie: bool = False) -> Any:
+    """A small Llama that transformers has saved."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        tie_word_embeddings=tie, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    said = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**said, "tie_word_embeddings": tie}))
+    return model
+
+
+def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, {"format": "pt"})
+
+
+def test_empty_weights_point_at_the_engines_folder_beside_them(tmp_path: Path) -> None:
+    """What save_pretrained writes of a ZeRO-3 model, beside the real folder of DeepSpeed."""
+    fixture = peers.FIXTURES / "zero3_w2_tied"
+    folder = tmp_path / "run 1" / "checkpoint-3"
+    shutil.copytree(fixture / "hf_ref", folder)
+    assert not doctor(folder).findings
+    truth = load_file(folder / "model.safetensors")
+    changed(folder, lambda w: {n: torch.zeros(0, dtype=t.dtype) for n, t in w.items()})
+    alone = doctor(folder)
+    (one,) = of_kind(alone, "empty-weights")
+    assert not alone.sound and one.repair is None and len(one.tensors) >= len(truth)
+    for place in ("inside", "beside"):
+        engine = folder / "global_step3" if place == "inside" else folder.parent / "engine"
+        shutil.copytree(fixture / "ckpt" / "global_step3" if place == "inside" else fixture / "ckpt", engine)
+        (one,) = of_kind(doctor(folder), "empty-weights")
+        assert one.repair is not None and engine.name in one.text
+        run(one.repair)
+        got = load_file(folder.parent / "checkpoint-3-hf" / "model.safetensors")
+        assert got.keys() == truth.keys() and all(torch.equal(got[n].float(), truth[n].float()) for n in truth)
+        shutil.rmtree(folder.parent / "checkpoint-3-hf")
+        shutil.rmtree(engine)
+
+
+def test_one_empty_weight_is_told_by_the_model_of_the_config(tmp_path: Path) -> None:
+    hub_model(tmp_path / "m")
+    changed(tmp_path / "m", lambda w: {**w, "model.norm.weight": torch.zeros(0)})
+    (one,) = of_kind(doctor(tmp_path / "m"), "empty-weights")
+    assert one.tensors == ("model.norm.weight",)
+
+
+def test_weights_that_the_config_ties_and_that_differ(tmp_path: Path) -> None:
+    hub_model(tmp_path / "m", tie=True)
+    assert not doctor(tmp_path / "m", read_data=True).findings
+    changed(tmp_path / "m", lambda w: {**w, "lm_head.weight": w["model.embed_tokens.weight"] + 1})
+    assert not doctor(tmp_path / "m").findings  # bytes alone tell
+    (one,) = doctor(tmp_path / "m", read_data=True).findings
+    assert (one.kind, one.severity) == ("tied-weights", "damage") and one.repair is not None
+    assert ckpttool_here("convert", tmp_path / "m", tmp_path / "no", "--to", "hf").returncode == 3
+    run(one.repair)
+    model, said = peers.from_pretrained(tmp_path / "m-untied")
+    truth = load_file(tmp_path / "m" / "model.safetensors")
+    assert not said["missing_keys"] and torch.equal(model.lm_head.weight, truth["lm_head.weight"])
+    assert torch.equal(model.model.embed_tokens.weight, truth["model.embed_tokens.weight"])
+    assert not doctor(tmp_path / "m-untied", read_data=True).findings
+
+
+def test_an_output_layer_that_is_missing(tmp_path: Path) -> None:
+    hub_model(tmp_path / "m")
+    assert not doctor(tmp_path / "m", read_data=True).findings
+    changed(tmp_path / "m", lambda w: {n: t for n, t in w.items() if n != "lm_head.weight"})
+    (one,) = doctor(tmp_path / "m").findings
+    assert (one.kind, one.severity) == ("tied-weights", "damage") and "random" in one.text
+    assert peers.from_pretrained(tmp_path / "m")[1]["missing_keys"] == {"lm_head.weight"}
+
+
+def test_untied_without_a_config_is_refused(tmp_path: Path) -> None:
+    torch.save(net().state_dict(), tmp_path / "w.pt")
+    done = ckpttool_here("convert", tmp_path / "w.pt", tmp_path / "x", "--to", "hf", "--untie")
+    assert done.returncode == 3 and "config" in done.stderr

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
+import peers
 import pytest
 import torch
 from commands import ckpttool_here
+from test_mixups import set_steps
 
 from ckpttool.engine.doctor import Diagnosis, doctor
 
@@ -123,3 +126,57 @@ def test_weights_and_optimizer_of_two_runs(tmp_path: Path) -> None:
     torch.save({"model": {"x": torch.zeros(3)}, "optimizer": optimizer.state_dict()}, tmp_path / "mixed.pt")
     found = doctor(tmp_path / "mixed.pt")
     assert [f.kind for f in found.findings] == ["orphaned-state"]
+
+
+# ------------------------------------------------------------------------------------------------------------ steps
+
+
+def test_a_trainer_state_of_another_step(tmp_path: Path) -> None:
+    """checkpoint-3 of Trainer with files of other steps: the counter, then the name of the folder."""
+    fixture = next((peers.FIXTURES / "trainers" / "trainer_ddp" / "ckpt").glob("checkpoint-*"))
+    step = int(fixture.name.partition("-")[2])
+    for case, name, counter in (
+        ("sound", step, step), ("counter", step, step + 100), ("name", step + 50, step), ("ahead", step - 1, step - 1),
+    ):  # fmt: skip
+        folder = tmp_path / case / f"checkpoint-{name}"
+        shutil.copytree(fixture, folder)
+        state = json.loads((folder / "trainer_state.json").read_text())
+        (folder / "trainer_state.json").write_text(json.dumps({**state, "global_step": counter}))
+        found = [f for f in doctor(folder).findings if f.kind == "mixed-steps"]
+        assert bool(found) is (case != "sound"), case
+        if case == "sound":
+            continue
+        assert found[0].severity == "damage" and f"has step {counter:,}" in found[0].text
+        two = {
+            "counter": "folder and the optimizer",
+            "name": "trainer_state.json and the optimizer",
+            "ahead": "folder and trainer_state.json",
+        }
+        assert f"{two[case]} are of step" in found[0].text, found[0].text
+
+
+def test_a_deepspeed_tag_of_another_step(tmp_path: Path) -> None:
+    shutil.copytree(peers.FIXTURES / "zero1_w2" / "ckpt", tmp_path / "z")
+    assert not doctor(tmp_path / "z").findings
+    (tmp_path / "z" / "global_step3").rename(tmp_path / "z" / "global_step900")
+    (tmp_path / "z" / "latest").write_text("global_step900")
+    (one,) = doctor(tmp_path / "z").findings
+    assert one.kind == "mixed-steps" and "900" in one.text
+
+
+def test_a_rank_file_of_another_step_is_named_with_the_set_that_belongs_together(tmp_path: Path) -> None:
+    """The steps in one rank's file of a real save are one less, with right CRC32s, as in the file of the save before."""
+    folder = tmp_path / "d"
+    shutil.copytree(peers.FIXTURES / "fsdp2_w3" / "ckpt", folder)
+    set_steps(folder, lambda file, _: 2.0 if file == "__2_0.distcp" else None)
+    found = doctor(folder)
+    assert not found.sound and found.exact and [f.kind for f in found.findings] == ["mixed-steps"]
+    text = found.findings[0].text
+    assert "__2_0.distcp holds step 2" in text and "Of step 3: __1_0.distcp." in text
+
+
+def test_files_of_an_earlier_save_by_more_ranks(tmp_path: Path) -> None:
+    shutil.copytree(peers.FIXTURES / "fsdp2_w1" / "ckpt", tmp_path / "d")
+    shutil.copy(peers.FIXTURES / "fsdp2_w3" / "ckpt" / "__2_0.distcp", tmp_path / "d")
+    found = doctor(tmp_path / "d")
+    assert found.sound and [(f.kind, f.severity) for f in found.findings] == [("leftover", "note")]

@@ -1,0 +1,119 @@
+"""`doctor --read-data` on numbers. torch itself says where the first bad element is."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peers
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckpttool
+from ckpttool.engine import checks_numbers
+from ckpttool.engine.doctor import Diagnosis, doctor
+from ckpttool.engine.findings import Finding
+from ckpttool.engine.stream import Reader
+
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn, torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+]  # fmt: skip
+
+
+def only(found: Diagnosis, kind: str) -> Finding:
+    (one,) = [f for f in found.findings if f.kind == kind]
+    return one
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_first_element_that_is_no_number_is_named(tmp_path: Path, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    weights = {
+        "a.weight": torch.randn(9, 20).to(dtype),
+        "b.weight": torch.randn(7, 11, 13).to(dtype),
+        "ids": torch.arange(5),
+    }
+    save_file(weights, tmp_path / "w.safetensors")
+    assert not doctor(tmp_path / "w.safetensors", read_data=True).findings
+    bad = torch.randn(7, 11, 13)
+    bad[4, 5, 6] = torch.nan
+    bad[6, 0, 0] = torch.inf
+    bad[6, 1, 0] = -torch.nan
+    weights["b.weight"] = bad.to(dtype)
+    save_file(weights, tmp_path / "w.safetensors")
+    wrong = ~torch.isfinite(weights["b.weight"].float())
+    first = torch.nonzero(wrong)[0].tolist()
+    assert not doctor(tmp_path / "w.safetensors").findings
+    found = doctor(tmp_path / "w.safetensors", read_data=True)
+    one = only(found, "nan")
+    assert not found.sound and one.tensors == ("model.b.weight",)
+    assert f"{int(wrong.sum())} of 1,001 elements, the first at {first}, in w.safetensors" in one.text
+
+
+def test_the_rank_of_a_bad_element_and_blocks_that_are_smaller_than_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(peers.FIXTURES / "fsdp2_w3" / "ckpt", tmp_path / "d")
+    with ckpttool.open(tmp_path / "d") as opened:
+        ckpt = opened.locate()
+        t = max((t for t in ckpt.tensors.values() if t.path[0] == "model"), key=lambda t: t.nbytes)
+        chunk = next(c for c in t.chunks if c.start[0] > 0)
+        name, rank_file = ".".join(map(str, t.path)), ckpt.files[chunk.extent.file]
+    data = bytearray((tmp_path / "d" / rank_file).read_bytes())
+    item = chunk.extent.length // (chunk.shape[0] * chunk.shape[1])
+    nan = {4: np.float32("nan").tobytes(), 2: b"\xc0\x7f"}[item]
+    at = chunk.extent.offset + item * (chunk.shape[1] + 2)
+    data[at : at + item] = nan
+    (tmp_path / "d" / rank_file).write_bytes(data)
+    init = Reader.__init__
+
+    def small_blocks(self: Reader, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.block_bytes = 4096
+
+    monkeypatch.setattr(Reader, "__init__", small_blocks)
+    # the CRC32 of the record is wrong now: that is found first, so numbers are looked at without it
+    with ckpttool.open(tmp_path / "d") as opened:
+        ckpt = opened.locate()
+        numbers = checks_numbers.Numbers(ckpt)
+        for block in Reader(opened.source, ckpt.files).blocks(checks_numbers_jobs(ckpt.tensors)):
+            numbers.add(block)
+    (one,) = numbers.findings()
+    index = [chunk.start[0] + 1, 2]
+    assert one.tensors == (name,) and f"the first at {index}, in {rank_file} of rank {rank_file[2]}" in one.text
+    assert not doctor(tmp_path / "d", read_data=True).sound
+
+
+def checks_numbers_jobs(tensors: dict[str, Any]) -> list[Any]:
+    from ckpttool.engine.stream import StreamJob
+
+    return [StreamJob(n, t) for n, t in tensors.items()]
+
+
+def test_second_moments_below_zero_and_weights_of_one_number(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 16))
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    model(torch.randn(4, 16)).square().mean().backward()
+    optimizer.step()
+    path = tmp_path / "w.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    assert not doctor(path, read_data=True).findings
+    tree = torch.load(path)
+    tree["optimizer"]["state"][0]["exp_avg_sq"][3, 4] = -1e-9
+    tree["optimizer"]["state"][0]["exp_avg_sq"][3, 3] = -0.0
+    tree["model"]["0.weight"].fill_(0.0)
+    tree["model"]["2.weight"].fill_(0.25)
+    tree["model"]["0.bias"].fill_(0.0)  # as many models begin
+    torch.save(tree, path)
+    found = doctor(path, read_data=True)
+    assert {f.kind for f in found.findings} == {"negative-moment", "zeros", "constant"}
+    one = only(found, "negative-moment")
+    assert one.tensors == ("optim.state.0.weight.exp_avg_sq",) and "1 of 128 elements, the first at [3, 4]" in one.text
+    assert only(found, "zeros").tensors == ("model.0.weight",) and only(found, "zeros").severity == "note"
+    assert only(found, "constant").tensors == ("model.2.weight",)
+    assert not found.sound
