@@ -15,10 +15,11 @@ from functools import partial
 from typing import Any
 
 from ckpttool import layouts
-from ckpttool.errors import UsageError, argument
+from ckpttool.errors import Unsupported, UsageError, argument
 from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
-from ckpttool.index.checkpoint import Checkpoint, Chunks, Path, TensorEntry, joined
+from ckpttool.huggingface import model_names
+from ckpttool.index.checkpoint import Checkpoint, Chunks, Number, Path, TensorEntry, joined
 from ckpttool.index.draft import Draft, DraftFile, Written
 from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions, option
@@ -42,13 +43,13 @@ class DirectoryOptions:
     """How a trainer's directory is laid out."""
 
     state_dict_type: str = option(
-        "sharded", "What the FSDP plugin of the job asks for: sharded (SHARDED_STATE_DICT) or full (FULL_STATE_DICT).",
-        metavar="sharded|full",
+        "sharded", "What the FSDP plugin of the job asks for: sharded (SHARDED_STATE_DICT) or full (FULL_STATE_DICT); ddp for a "
+        "job without FSDP, on one GPU or more.", metavar="sharded|full|ddp",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        if self.state_dict_type not in ("sharded", "full"):
-            raise UsageError(f"{argument('state_dict_type', self.state_dict_type)}: choose sharded or full.")
+        if self.state_dict_type not in ("sharded", "full", "ddp"):
+            raise UsageError(f"{argument('state_dict_type', self.state_dict_type)}: choose sharded, full or ddp.")
 
 
 @dataclass(frozen=True)
@@ -72,32 +73,94 @@ def world_size_of(ckpt: Checkpoint, options: WriteOptions) -> int:
 
 
 def state_drafts(
-    ckpt: Checkpoint, source: Source, options: WriteOptions, folders: tuple[str, str], files: tuple[str, str]
+    ckpt: Checkpoint, source: Source, options: WriteOptions, names: Mapping[str, tuple[str, str]]
 ) -> list[tuple[str, Draft]]:
-    """(folder, draft) of the model and of the optimizer: `folders` of dcp, or `files` of torch.save."""
-    sharded = options.of(DirectoryOptions).state_dict_type == "sharded"
+    """(folder, draft) of the model and of the optimizer, whose `names` are those of each state dict type: sharded is of dcp, the
+    others are files of torch.save.
+
+    Raises:
+        Unsupported: the type is ddp, whose optimizer numbers its parameters, and their order is not known; or ddp of an adapter.
+    """
+    kind = options.of(DirectoryOptions).state_dict_type
+    sharded = kind == "sharded"
+    adapter = next(
+        (n for t in ckpt.tensors.values() if t.path[0] == "model" and live_name(n := str(t.path[1])) != n), None
+    )
+    if kind == "ddp" and adapter is not None:
+        raise Unsupported(
+            f'The weights are those of an adapter, first "{adapter}". A job without FSDP reads them from adapter_model.safetensors, '
+            "which this does not write. Write them with --to hf --adapter, or choose another state dict type."
+        )
+    numbers = numbered_parameters(ckpt, options) if kind == "ddp" else {}
     out = []
-    for component, key, folder, file in zip(("model", "optim"), ("model", "optimizer"), folders, files, strict=True):
+    for component, key, name in zip(("model", "optim"), ("model", "optimizer"), names[kind], strict=True):
         part = ckpt.only([component])
         if not part.tensors and not part.values:
             continue
         part = replace(part, origin={}, ranks={}, notes=[])
         layout = layouts.find("dcp" if sharded else "full")
         assert layout.write is not None
-        tree = partial(_own_tree, (key,) if sharded else ())  # the state dict alone in a file
-        draft = layout.write(part, source, replace(options, target=folder if sharded else file, own=None, tree=tree))
-        out.append((f"{folder}/" if sharded else "", draft))
+        tree = partial(_own_tree, (key,) if sharded else (), numbers)  # the state dict alone in a file
+        draft = layout.write(part, source, replace(options, target=name, own=None, tree=tree))
+        out.append((f"{name}/" if sharded else "", draft))
     return out
 
 
-def _own_tree(key: Path, leaves: dict[Path, Any]) -> dict[Path, Any]:
-    """The leaves of one component below `key`; parameters of an adapter have its name in the optimizer, as in the live module."""
+def numbered_parameters(ckpt: Checkpoint, options: WriteOptions) -> dict[str, int]:
+    """{FQN: its number} as `Optimizer.state_dict()` numbers the parameters of a job: by group, and in each in the module's order.
+
+    The order is that of `options.config` or `options.like`. Without them it is that of the param groups, if that of the model's
+    weights is the same and neither is the alphabet's, in which files sort names.
+
+    Raises:
+        Unsupported: the order is not known, or the optimizer does not list its parameters.
+    """
+    groups = [data for p, data in ckpt.leaves().items() if p[:2] == ("optim", "param_groups") and p[3:] == ("params",)]
+    if any(not isinstance(g, list) or not all(isinstance(n, str) for n in g) for g in groups):
+        raise Unsupported(
+            "The optimizer's param groups do not list their parameters by name, so they cannot be numbered."
+        )
+    weights = [str(t.path[1]) for t in ckpt.tensors.values() if t.path[0] == "model" and len(t.path) == 2]
+    if options.like is not None and options.like.optimizer is not None:
+        order = list(options.like.optimizer)
+    elif options.config is not None:
+        order = list(model_names.in_module_order(dict.fromkeys(weights), model_names.config_of(options.config)))
+    else:
+        order = [] if weights == sorted(weights) else weights
+    place = {name: i for i, name in enumerate(order)}
+    known = all(name in place for group in groups for name in group)
+    in_order = [sorted(group, key=lambda name: place[name]) for group in groups] if known else []
+    hinted = options.like is not None or options.config is not None
+    if not known or (not hinted and in_order != groups):
+        count = sum(map(len, groups))
+        raise Unsupported(
+            f"A job without FSDP numbers the {count:,} parameters of its optimizer in the order of the model's modules, and this "
+            f"checkpoint does not tell that order. Give {argument('config')} the folder or id of the Hugging Face model, or "
+            f"{argument('like')} a checkpoint that such a job saved with names."
+        )
+    return {name: i for i, name in enumerate(n for g in in_order for n in g)}
+
+
+def _own_tree(key: Path, numbers: Mapping[str, int], leaves: dict[Path, Any]) -> dict[Path, Any]:
+    """The leaves of one component below `key`. The optimizer has `numbers` for its parameters where there are any, and their names in
+    `param_names`, as torch >= 2.6 saves them (Optimizer.state_dict); otherwise those of an adapter have its name, as in the live
+    module."""
+
+    def name(fqn: str) -> str | int:
+        return numbers[fqn] if numbers else live_name(fqn)
+
     out: dict[Path, Any] = {}
     for path, leaf in leaves.items():
         if path[:2] == ("optim", "state"):
-            path = ("optim", "state", live_name(str(path[2])), *path[3:])
+            at = name(str(path[2]))
+            path = ("optim", "state", Number(at) if isinstance(at, int) else at, *path[3:])
         elif path[:2] == ("optim", "param_groups") and path[3:] == ("params",) and isinstance(leaf, list):
-            leaf = [live_name(n) if isinstance(n, str) else n for n in leaf]
+            if numbers:
+                leaf = sorted(leaf, key=lambda n: numbers[n])
+                out[*key, *path[1:3], "param_names"] = [live_name(n) for n in leaf]
+            leaf = [name(n) if isinstance(n, str) else n for n in leaf]
+        elif numbers and path[3:] == ("param_names",):
+            continue
         out[*key, *path[1:]] = leaf
     return out
 

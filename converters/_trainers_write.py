@@ -28,7 +28,13 @@ RNG_KEYS = {
     "torch_manual_seed": "cpu",
     "torch_cuda_manual_seed": "cuda",
 }
-_FOLDERS, _FILES = ("pytorch_model_fsdp_0", "optimizer_0"), ("pytorch_model_fsdp.bin", "optimizer.bin")
+#: {state dict type: names of the model and of the optimizer}; Trainer has another one for the optimizer of a job without FSDP
+_NAMES = {
+    "sharded": ("pytorch_model_fsdp_0", "optimizer_0"),
+    "full": ("pytorch_model_fsdp.bin", "optimizer.bin"),
+    "ddp": ("pytorch_model.bin", "optimizer.bin"),
+}
+_NAMES_OF_TRAINER = {**_NAMES, "ddp": ("pytorch_model.bin", "optimizer.pt")}
 
 
 def _leaves(ckpt: Checkpoint, *head: str | int) -> dict[Path, Any]:
@@ -83,7 +89,7 @@ def _written(
     name: str, ckpt: Checkpoint, source: Source, options: WriteOptions, small: list[SmallFile], placed: set[Path], world: int,
     notes: list[str],
 ) -> Draft:  # fmt: skip
-    parts = state_drafts(ckpt, source, options, _FOLDERS, _FILES)
+    parts = state_drafts(ckpt, source, options, _NAMES_OF_TRAINER if name == "trainer" else _NAMES)
     rest, kept = left_over(ckpt, placed)
     parts.append(("", data_files(ckpt, [*rest, *small], options)))
     out = joined_drafts(name, ckpt, parts, options, world)

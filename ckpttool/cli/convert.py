@@ -59,6 +59,15 @@ TRAINERS = {
 }  # fmt: skip
 
 
+#: {a trainer that --for does not write for: why, and what to do}
+_NOT_WRITTEN = {
+    "verl": "it resumes from pickled DTensors, which are bound to one version of torch and to the ranks that wrote them. Write the "
+    "weights with --to hf, and give that folder as the path of the model.",
+    "torchtune": "its optimizer state is named and permuted after torchtune's own model definitions. Write the weights with --to hf, "
+    "and give that folder as checkpoint_dir.",
+}  # fmt: skip
+
+
 def _of_trainer(name: str, to: str | None) -> tuple[str, bool]:
     """The layout that a trainer resumes from, and whether it asks for canonical keys.
 
@@ -66,6 +75,8 @@ def _of_trainer(name: str, to: str | None) -> tuple[str, bool]:
         UsageError: there is no such trainer, or `--to` asks for something else.
     """
     found = TRAINERS.get(name.lower())
+    if why := _NOT_WRITTEN.get(name.lower()):
+        raise UsageError(f"ckpttool reads checkpoints of {name}, but does not write them: {why}")
     if found is None:
         raise UsageError(f"Unknown trainer {name!r}. Choose one of: {', '.join(TRAINERS)}.")
     if to is not None:

@@ -429,6 +429,60 @@ def test_a_full_directory_has_the_files_that_the_trainer_wrote(tmp_path: Path) -
             assert same_value(ours, theirs)
 
 
+def test_a_directory_of_a_job_without_fsdp_has_the_numbers_that_the_trainer_wrote(tmp_path: Path) -> None:
+    said = json.loads((TRAINERS / "trainer_ddp" / "case.json").read_text())["model"]["config"]
+    (tmp_path / "config.json").write_text(json.dumps(said | {"model_type": "llama"}))
+    ckpttool.convert(folder("trainer_ddp"), tmp_path / "dcp", to="dcp", world_size=3, config=str(tmp_path))
+    how = ckpttool.DirectoryOptions(state_dict_type="ddp")
+    ckpttool.convert(tmp_path / "dcp", tmp_path / "out", to="trainer", world_size=2, options=how, config=str(tmp_path))
+    found = torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)
+    named = [n for g in found["param_groups"] for n in g.pop("param_names")]
+    assert same_value(found, torch.load(folder("trainer_ddp") / "optimizer.pt", weights_only=True))
+    slots = {n: found["state"][i]["exp_avg"] for i, n in enumerate(named)}
+    assert all(torch.equal(slots[n], truth("trainer_ddp")[f"optim.{n}.exp_avg"]) for n in slots) and len(slots) == 21
+    weights = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    assert same_value(dict(sorted(weights.items())), load_file(folder("trainer_ddp") / "model.safetensors"))
+
+
+def test_numbers_are_refused_where_the_order_of_the_modules_is_not_known(tmp_path: Path) -> None:
+    def save(name: str, names: list[str], groups: list[list[str]]) -> Path:
+        state = {n: {"step": torch.tensor(3.0), "exp_avg": torch.full((2,), float(i))} for i, n in enumerate("bac")}
+        tree = {
+            "model": {n: torch.ones(2) for n in names},
+            "optim": {"state": state, "param_groups": [{"lr": 0.1, "params": g} for g in groups]},
+        }
+        torch.save(tree, tmp_path / name)
+        return tmp_path / name
+
+    how: dict[str, Any] = {
+        "to": "trainer",
+        "options": ckpttool.DirectoryOptions(state_dict_type="ddp"),
+        "world_size": 1,
+    }
+    live = save("live.pt", ["b", "a", "c"], [["c"], ["b", "a"]])
+    ckpttool.convert(live, tmp_path / "out", **how)
+    for names, groups in ((["a", "b", "c"], [["a", "b", "c"]]), (["b", "a", "c"], [["a", "b"], ["c"]])):
+        unknown = save("unknown.pt", names, groups)
+        with pytest.raises(Unsupported, match=r"does not tell that order\. Give config .* or like"):
+            ckpttool.convert(unknown, tmp_path / "refused", **how)
+        assert not (tmp_path / "refused").exists()
+    ckpttool.convert(unknown, tmp_path / "told", like=live, **how)
+    for name, ids in (("out", [[0], [1, 2]]), ("told", [[0, 1], [2]])):
+        found = torch.load(tmp_path / name / "optimizer.pt", weights_only=True)
+        assert [g["params"] for g in found["param_groups"]] == ids
+        values = [found["state"][i]["exp_avg"][0].item() for i in range(3)]
+        assert values == ([2, 0, 1] if name == "out" else [0, 1, 2])
+
+
+def test_an_adapter_is_refused_where_the_trainer_would_not_look_for_it(tmp_path: Path) -> None:
+    how: dict[str, Any] = {"options": ckpttool.DirectoryOptions(state_dict_type="ddp"), "world_size": 1}
+    for to in ("trainer", "accelerate"):
+        with pytest.raises(
+            Unsupported, match=r"those of an adapter, first .*lora_A.weight.*reads them from adapter_model"
+        ):
+            ckpttool.convert(folder("trainer_fsdp2_sharded_lora"), tmp_path / "out", to=to, **how)
+
+
 def test_what_a_trainer_has_no_file_for_is_kept(tmp_path: Path) -> None:
     """Counters of Trainer in a directory of Accelerate, and ranks that the new job does not have."""
     source = folder("trainer_fsdp2_sharded")

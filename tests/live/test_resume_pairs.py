@@ -22,10 +22,14 @@ JOBS = FIXTURES / "trainers" / "jobs"
 #: Losses of steps 3 to 5 of the job that was never stopped; every trainer has the same ones.
 UNINTERRUPTED = [5.068902492523193, 5.127249717712402, 5.210421085357666]
 SOURCES = ("accelerate", "trainer", "trainer-full", "lightning", "torchtitan", "torch", "deepspeed")
-TARGETS = ("accelerate", "accelerate-full", "trainer", "trainer-full", "lightning", "torchtitan", "torch", "deepspeed")
+TARGETS = (
+    "accelerate", "accelerate-full", "accelerate-ddp", "trainer", "trainer-full", "trainer-ddp", "lightning", "torchtitan", "torch",
+    "deepspeed",
+)  # fmt: skip
 SOME = (
     ("trainer", "accelerate"), ("lightning", "accelerate-full"), ("torch", "trainer"), ("accelerate", "trainer-full"),
     ("deepspeed", "lightning"), ("trainer", "torchtitan"), ("torchtitan", "torch"), ("trainer-full", "deepspeed"),
+    ("deepspeed", "trainer-ddp"), ("torchtitan", "accelerate-ddp"),
 )  # fmt: skip
 PAIRS = [(s, t) for s in SOURCES for t in TARGETS] if os.environ.get("PAIRS") == "all" else SOME
 
@@ -33,13 +37,30 @@ PAIRS = [(s, t) for s in SOURCES for t in TARGETS] if os.environ.get("PAIRS") ==
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=[f"{s}-to-{t}" for s, t in PAIRS])
 def test_a_trainer_goes_on_from_the_checkpoint_of_another(source: str, target: str, tmp_path: Path) -> None:
     trainer, _, kind = target.partition("-")
-    words = ["convert", JOBS / source, tmp_path / "out", "--for", trainer, "-n", "3"]
-    done = ckpttool_here(*words, *(["--state-dict-type", kind] if kind else []))
+    convert(JOBS / source, tmp_path / "out", "--for", trainer, "-n", "3", *(["--state-dict-type", kind] if kind else []))
+    assert losses(target, tmp_path / "out", 3) == pytest.approx(UNINTERRUPTED, abs=2e-6)
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    """docs/how-to/trainers.md: the sharded checkpoint of Trainer becomes one of DeepSpeed, and that one of Trainer at three ranks."""
+    convert(JOBS / "trainer", tmp_path / "zero3", "--for", "deepspeed", "-n", "2")
+    assert losses("deepspeed", tmp_path / "zero3", 2) == pytest.approx(UNINTERRUPTED, abs=2e-6)
+    convert(tmp_path / "zero3", tmp_path / "back", "--for", "trainer", "-n", "3")
+    assert losses("trainer", tmp_path / "back", 3) == pytest.approx(UNINTERRUPTED, abs=2e-6)
+
+
+def convert(*words: str | Path) -> None:
+    done = ckpttool_here("convert", *words)
     assert done.returncode == 0, done.stderr
-    job = [str(REPOSITORY / "fixtures" / "resume_jobs.py"), target, str(tmp_path / "out"), "resume"]
+
+
+def losses(kind: str, path: Path, ranks: int) -> list[float]:
+    """Of the next steps of a job that resumes."""
+    log = path.with_name(f"{path.name}.log")
+    job = [str(REPOSITORY / "fixtures" / "resume_jobs.py"), kind, str(path), "resume"]
     with one_at_a_time():
-        NURSERIES.launch(3, job, tmp_path / "log", **ENVIRONMENT, TORCHELASTIC_RUN_ID="resume")
-    log = (tmp_path / "log").read_text(encoding="utf-8", errors="replace")
-    found = re.search(r"LOSSES (\[.*\])", log)
-    assert found, log[-3000:]
-    assert json.loads(found[1]) == pytest.approx(UNINTERRUPTED, abs=2e-6)
+        NURSERIES.launch(ranks, job, log, **ENVIRONMENT, TORCHELASTIC_RUN_ID="resume")
+    text = log.read_text(encoding="utf-8", errors="replace")
+    found = re.search(r"LOSSES (\[.*\])", text)
+    assert found, text[-3000:]
+    return list(json.loads(found[1]))
