@@ -37,7 +37,9 @@ PAIRS = [(s, t) for s in SOURCES for t in TARGETS] if os.environ.get("PAIRS") ==
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=[f"{s}-to-{t}" for s, t in PAIRS])
 def test_a_trainer_goes_on_from_the_checkpoint_of_another(source: str, target: str, tmp_path: Path) -> None:
     trainer, _, kind = target.partition("-")
-    convert(JOBS / source, tmp_path / "out", "--for", trainer, "-n", "3", *(["--state-dict-type", kind] if kind else []))
+    convert(
+        JOBS / source, tmp_path / "out", "--for", trainer, "-n", "3", *(["--state-dict-type", kind] if kind else [])
+    )
     assert losses(target, tmp_path / "out", 3) == pytest.approx(UNINTERRUPTED, abs=2e-6)
 
 
