@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .converters._parts_write import DirectoryOptions  # type: ignore[import-not-found,unused-ignore]
     from .converters.universal import UniversalOptions  # type: ignore[import-not-found,unused-ignore]
     from .engine.conversion import ConvertResult, convert
+    from .engine.detection import newest
     from .engine.diff import Difference, diff
     from .engine.handle import TensorHandle
     from .engine.inspect import Summary, inspect
@@ -73,6 +74,7 @@ _WHERE = {
     "export": "audit.export",
     "inspect": "engine.inspect",
     "load": "live.load",
+    "newest": "engine.detection",
     "open": "engine.opening",
     "plan": "engine.planning",
     "pull": "hub.pull",
@@ -115,6 +117,7 @@ __all__ = [
     "export",
     "inspect",
     "load",
+    "newest",
     "open",
     "plan",
     "pull",

@@ -11,6 +11,7 @@ from .terminal import (  # fmt: skip
     Config,
     FlatLayout,
     Json,
+    Latest,
     Like,
     Meter,
     Only,
@@ -18,6 +19,7 @@ from .terminal import (  # fmt: skip
     Src,
     Wrap,
     comma,
+    newest_of,
     not_read,
     print_json,
     printable,
@@ -43,12 +45,14 @@ def diff(
     like: Like = None,
     flat_layout: FlatLayout = None,
     wrap: Wrap = None,
+    latest: Latest = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Compare two checkpoints in any layouts; exit 5 if they differ."""
     from ..engine.diff import diff as compare
 
+    a, b = (newest_of(path, latest, quiet or as_json) for path in (a, b))
     meter = Meter(quiet)
     try:
         found = compare(

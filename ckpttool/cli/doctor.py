@@ -12,6 +12,7 @@ from .terminal import (
     FlatLayout,
     From,
     Json,
+    Latest,
     Meter,
     Quiet,
     Src,
@@ -19,6 +20,7 @@ from .terminal import (
     Verbose,
     Wrap,
     comma,
+    newest_of,
     print_json,
     printable,
 )
@@ -60,6 +62,7 @@ def doctor(
     flat_layout: FlatLayout = None,
     wrap: Wrap = None,
     tag: Tag = None,
+    latest: Latest = False,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -67,6 +70,7 @@ def doctor(
     """Find out what is wrong with a checkpoint, what of it is whole, and what to type next."""
     from ..engine.doctor import doctor as look
 
+    path = newest_of(path, latest, quiet or as_json)
     meter = Meter(quiet)
     try:
         found = look(

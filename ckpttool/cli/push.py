@@ -20,6 +20,7 @@ from .terminal import (  # fmt: skip
     From,
     IgnoreRecorded,
     Json,
+    Latest,
     Like,
     Meter,
     Quiet,
@@ -30,6 +31,7 @@ from .terminal import (  # fmt: skip
     cast_rules,
     comma,
     left_behind,
+    newest_of,
     note,
     peak,
     print_json,
@@ -69,6 +71,7 @@ def push(
     flat_layout: FlatLayout = None,
     wrap: Wrap = None,
     tag: Tag = None,
+    latest: Latest = False,
     allow_equal_ranks: AllowEqualRanks = False,
     allow_mixed_steps: AllowMixedSteps = False,
     ignore_recorded_digests: IgnoreRecorded = False,
@@ -105,6 +108,7 @@ def push(
         options=options_of(find("hf"), given(ctx)), dtype=dtype, cast=cast_rules(cast), drop=drop,
         ignore_recorded_digests=ignore_recorded_digests,
     )  # fmt: skip
+    src = newest_of(src, latest, quiet or as_json)
     meter = Meter(quiet)
     began = time.monotonic()
     try:

@@ -19,6 +19,7 @@ from .terminal import (  # fmt: skip
     FlatLayout,
     From,
     Json,
+    Latest,
     Like,
     Quiet,
     Src,
@@ -26,6 +27,7 @@ from .terminal import (  # fmt: skip
     Wrap,
     comma,
     draw,
+    newest_of,
     print_json,
 )
 
@@ -71,6 +73,7 @@ def resume_verify(
     flat_layout: FlatLayout = None,
     wrap: Wrap = None,
     tag: Tag = None,
+    latest: Latest = False,
     allow_equal_ranks: AllowEqualRanks = False,
     allow_mixed_steps: AllowMixedSteps = False,
     world_size: Annotated[
@@ -258,6 +261,7 @@ def resume_verify(
             f"--metrics {metrics}: this folder does not exist: {os.path.dirname(os.path.abspath(metrics))}."
         )
     gc.enable()  # a training job makes cycles
+    src = newest_of(src, latest, quiet or as_json)
     telling = _Telling(quiet)
     try:
         found = run(

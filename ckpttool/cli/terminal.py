@@ -148,7 +148,11 @@ IgnoreRecorded = Annotated[
     bool, typer.Option("--ignore-recorded-digests", help="Do not compare the source with its recorded digests.")
 ]
 Latest = Annotated[
-    bool, typer.Option("--latest", help="Take the newest complete checkpoint below this folder, two levels down.")
+    bool,
+    typer.Option(
+        "--latest",
+        help="Take the newest complete checkpoint below this folder, two levels down, from which a job can resume.",
+    ),
 ]
 Only = Annotated[
     str | None, typer.Option("--only", help="Components to use, such as model,optim.", metavar="model,optim,...")
@@ -159,10 +163,12 @@ def newest_of(path: str, latest: bool, quiet: bool = False) -> str:
     """The checkpoint to read: the path itself, or with --latest the newest complete one below it, which a note names."""
     if not latest:
         return path
-    from ..engine.detection import newest
+    from ..engine.detection import latest as look
 
-    found = newest(path)
+    found, newer = look(path)
     note(f"latest: {printable(found)}", quiet)
+    if newer:
+        note(f"note: {printable(newer)}", quiet)
     return found
 
 

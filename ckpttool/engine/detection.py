@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from .. import layouts
@@ -23,10 +24,11 @@ from ..storage import remote, urls
 from ..storage.source import Source
 from .unread_files import human, kind_of
 
-__all__ = ["Checkpoints", "Found", "below", "detect", "newest"]
+__all__ = ["Checkpoints", "Found", "below", "detect", "latest", "newest"]
 
 _DEPTH = 2
 _MOST = 1000  # folders that are listed on a disk
+_MOST_EXPORTS = 2  # weights alone at the end of a run, as torchtitan saves them at its last step
 _MOST_REMOTE = 200  # and on a store, where each takes a request
 
 
@@ -37,7 +39,8 @@ class Found:
     `name` is relative to that folder; `step` is None where no name has it; `trainer` is None where names alone do not tell;
     `complete` is whether the file is there that the trainer writes last, and every rank and shard has its own; `lacks` is what
     is not there; `files` and `bytes` are those of the folder and the folders in it; `newest` is whether it is the newest
-    complete one of its run.
+    complete one of its run; `weights_only` is whether it is newer than that, but a job cannot resume from it: an export at the
+    end of a run, say.
     """
 
     path: str
@@ -51,6 +54,7 @@ class Found:
     files: int
     bytes: int
     newest: bool = False
+    weights_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class Checkpoints:
             (
                 f"step {c.step:,}" if c.step is not None else f"epoch {c.epoch}" if c.epoch is not None else "",
                 _printable(c.name), c.layout + (f" ({c.trainer})" if c.trainer else ""), human(c.bytes),
-                "newest complete" if c.newest else "" if c.complete else f"incomplete: {_printable(c.lacks)}",
+                "newest complete" if c.newest else "weights only" if c.weights_only else "" if c.complete else f"incomplete: {_printable(c.lacks)}",
             )
             for c in self.checkpoints
         ]  # fmt: skip
@@ -219,24 +223,43 @@ _FILE = re.compile(r".*\.(pt|pth|ckpt|bin|tar\.zst(\.age)?)", re.DOTALL)
 _TEMPORARY = re.compile(r"tmp[-_.].*|.*[-_.](tmp|incomplete|partial)", re.DOTALL)
 _STEP = re.compile(r"(?:step|checkpoint|ckpt|iter|iteration|batch)s?[-_=]?(\d{1,15})(?!\d)", re.IGNORECASE)
 _NAMED_STEP = re.compile(r"steps?[-_=]?(\d{1,15})(?!\d)", re.IGNORECASE)
-_EPOCH = re.compile(r"(?:epoch|ep)[-_=]?(\d{1,9})(?!\d)", re.IGNORECASE)
+_EPOCH = re.compile(r"(?:epoch|(?<![a-z])ep)[-_=]?(\d{1,9})(?!\d)", re.IGNORECASE)
 
 
 def below(source: Source) -> Checkpoints:
     """The checkpoints in a folder and in its folders."""
     walk = _Walk(source)
     rows = sorted(walk.rows(""), key=_age)
-    best: dict[tuple[str, str], Found] = {}
+    runs: dict[tuple[str, str], list[Found]] = {}
     for c in rows:
         if c.complete:
-            best[_run(c)] = c
-    for c in rows:  # two of one run, of the same age: neither is the newest
-        other = best.get(_run(c))
-        if other is not None and other is not c and c.complete and _age(c)[:2] == _age(other)[:2]:
-            del best[_run(c)]
-    chosen = {id(c) for c in best.values()}
-    rows = [Found(**{**asdict(c), "newest": True}) if id(c) in chosen else c for c in rows]
+            runs.setdefault(_run(c), []).append(c)
+    chosen: set[int] = set()
+    exports: set[int] = set()
+    for saves in runs.values():
+        last = saves[::-1][: _MOST_EXPORTS + 1]
+        newer = list(takewhile(lambda c: _weights_only(source, c, saves), last))  # noqa: B023
+        if newer == last:  # the run saves its weights apart from the rest
+            newer = []
+        exports |= {id(c) for c in newer}
+        best = saves[-1 - len(newer)]
+        if not any(c is not best and _age(c)[:2] == _age(best)[:2] for c in saves):  # else neither is the newest
+            chosen.add(id(best))
+    rows = [replace(c, newest=id(c) in chosen, weights_only=id(c) in exports) for c in rows]
     return Checkpoints(_shown(source, ""), rows, walk.left_out)
+
+
+def _weights_only(source: Source, c: Found, run: Iterable[Found]) -> bool:
+    """Whether a job cannot resume from a save of a run: its index has a model and nothing else, or it is an export for transformers."""
+    if c.layout == "hf":
+        return any(other.layout != "hf" for other in run)
+    if c.layout != "dcp":
+        return False
+    try:
+        index = layouts.find("dcp").read(Place(source.below(c.name), None), layouts.ReadOptions())
+    except CkpttoolError:
+        return False
+    return {index.component(n) for n in (*index.tensors, *index.values)} == {"model"}
 
 
 def _age(c: Found) -> tuple[int, int, str]:
@@ -288,7 +311,7 @@ class _Walk:
                     yield from self.rows(path)
         for c in out:
             if trainers and c.layout == "hf" and re.fullmatch(r"checkpoint-\d+", os.path.basename(c.name)):
-                c = Found(**{**asdict(c), "complete": False, "lacks": _NO_TRAINER_STATE})
+                c = replace(c, complete=False, lacks=_NO_TRAINER_STATE)
             yield c
 
     def _folder(self, path: str, name: str) -> Found | None:
@@ -423,11 +446,18 @@ def _gaps(names: Iterable[str]) -> Iterator[str]:
 
 
 def newest(path: str | os.PathLike[str]) -> str:
-    """The path of the newest complete checkpoint below a folder; the folder itself where it is a checkpoint.
+    """The path of the newest complete checkpoint below a folder, from which a job can resume; the folder itself where it is a checkpoint.
+
+    Folders are looked into two levels down.
 
     Raises:
-        NotRecognised: there is none, or several runs lie below.
+        NotRecognised: there is none, or several runs lie below. UsageError: the path is a file.
     """
+    return latest(path)[0]
+
+
+def latest(path: str | os.PathLike[str]) -> tuple[str, str]:
+    """(`newest`, a note on newer ones that hold weights alone, "" where there are none)."""
     where = layouts.place(path)
     if where.file is not None:
         raise UsageError(
@@ -436,13 +466,14 @@ def newest(path: str | os.PathLike[str]) -> str:
     with where.source as source:
         itself = _matching(Place(source, None), layouts.layouts().values())
         if itself is not None and itself.name != "hf":
-            return os.fspath(path)
+            return os.fspath(path), ""
         found = below(source)
     answer = found.newest
     if len(answer) == 1:
-        return answer[0].path
+        newer = [c.path for c in found.checkpoints if c.weights_only]
+        return answer[0].path, f"newer, but weights only: {', '.join(newer)}" if newer else ""
     if itself is not None:
-        return os.fspath(path)
+        return os.fspath(path), ""
     if len(answer) > 1:
         raise NotRecognised(
             f"Several runs lie below {found.path}, so that none of their checkpoints is the newest. Give the folder of one:\n{found}"

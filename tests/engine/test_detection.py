@@ -128,6 +128,34 @@ def test_latest_takes_the_newest_complete_one(job: Path, tmp_path: Path) -> None
         newest(job / "log.txt")
 
 
+def test_an_export_at_the_end_of_a_run_is_not_what_a_job_resumes_from(tmp_path: Path) -> None:
+    """As torchtitan saves: a state at step 3, at the last step weights alone, in its own form or as safetensors."""
+    run_folder = tmp_path / "run"
+    shutil.copytree(TRAINERS / "titan_w2", run_folder / "step-3")
+    ckpttool.convert(run_folder / "step-3", run_folder / "step-4", to="dcp", world_size=2, only=["model"])
+    ckpttool.convert(run_folder / "step-3", run_folder / "step-5", to="hf")
+    found = listed(run_folder)
+    assert [found[f"step-{i}"]["epoch"] for i in (3, 4, 5)] == [None] * 3, "step holds ep, but is no epoch"
+    assert [found[f"step-{i}"]["newest"] for i in (3, 4, 5)] == [True, False, False]
+    assert [found[f"step-{i}"]["weights_only"] for i in (3, 4, 5)] == [False, True, True]
+    assert ckpttool.newest(run_folder) == str(run_folder / "step-3")
+    done = run("digest", run_folder, "--latest")
+    assert f"newer, but weights only: {run_folder / 'step-4'}, {run_folder / 'step-5'}" in done.stderr
+    shutil.rmtree(run_folder / "step-3")
+    assert newest(run_folder) == str(run_folder / "step-5"), "nothing in the run holds an optimizer"
+    shutil.rmtree(run_folder / "step-5")
+    assert newest(run_folder) == str(run_folder / "step-4")
+
+
+@pytest.mark.parametrize(
+    "command", [["diff", "RUN", "RUN"], ["audit", "export", "RUN", "out.tar.zst", "--no-ledger"], ["doctor", "RUN"]]
+)
+def test_every_command_that_reads_a_checkpoint_has_latest(command: list[str], job: Path, tmp_path: Path) -> None:
+    words = [str(job) if w == "RUN" else str(tmp_path / w) if w == "out.tar.zst" else w for w in command]
+    done = run(*words, "--latest")
+    assert done.returncode == 0 and f"latest: {job / 'checkpoint-6'}" in done.stderr, done.stderr
+
+
 def test_other_commands_answer_a_parent_with_the_same_list(job: Path, tmp_path: Path) -> None:
     for command in (["verify", job], ["diff", job, CHECKPOINT], ["convert", job, tmp_path / "out.pt"]):
         done = run(*command)

@@ -21,6 +21,7 @@ from ..terminal import (  # fmt: skip
     From,
     IgnoreRecorded,
     Json,
+    Latest,
     Like,
     Meter,
     Only,
@@ -30,6 +31,7 @@ from ..terminal import (  # fmt: skip
     Wrap,
     bytes_of,
     comma,
+    newest_of,
     note,
     peak,
     print_json,
@@ -129,6 +131,7 @@ def export(
     flat_layout: FlatLayout = None,
     wrap: Wrap = None,
     tag: Tag = None,
+    latest: Latest = False,
     allow_equal_ranks: AllowEqualRanks = False,
     allow_mixed_steps: AllowMixedSteps = False,
     dtype: Dtype = None,
@@ -158,6 +161,7 @@ def export(
         hold=legal_hold, lock_mode=lock_mode, key=sign_key, password=os.environ.get("CKPTTOOL_SIGN_PASSWORD"),
         certificate=sign_cert, chain=tuple(cert_chain or ()), recipients=tuple(encrypt_to or ()),
     )  # fmt: skip
+    src = newest_of(src, latest, quiet or as_json)
     meter = Meter(quiet)
     began = time.monotonic()
     try:
