@@ -40,13 +40,10 @@ model_parallel.py of 2.6; the directories in fixtures/, which they wrote.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ckpttool import layouts
-from ckpttool.errors import Corrupt
 from ckpttool.storage import remote
 from ckpttool.storage.siblings import WithSiblings, parent_of
 from ckpttool.storage.source import Source
@@ -55,79 +52,19 @@ from ._deepspeed_files import SAVES
 from ._parts import DATA, LEFT_OVER, TREE, Dialect, Part, of_one_model
 from ._parts_write import DirectoryOptions
 from ._torchtune import TORCHTUNE
-from ._trainers_write import RNG_KEYS, write_accelerate, write_lightning, write_titan, write_trainer
+from ._trainer_files import (
+    RANDOM_STATES,
+    RNG_STATE,
+    models_in,
+    numbered,
+    optimizers_in,
+    refuse_missing_shards,
+    rest_in,
+    state_in,
+)
+from ._trainers_write import write_accelerate, write_lightning, write_titan, write_trainer
 
 __all__ = ["LAYOUTS"]
-
-
-def _numbered(names: Sequence[str], pattern: str) -> Iterator[tuple[str, int]]:
-    """(name, its number, 0 where it has none) of the names that a pattern with one group matches, by number."""
-    rows = [(name, int(m[1] or 0)) for name in names if (m := re.fullmatch(pattern, name))]
-    yield from sorted(rows, key=lambda row: row[1])
-
-
-def _models(names: Sequence[str]) -> list[Part]:
-    """The models, by number: where there are several, each is under its number."""
-    found: list[Part] = []
-    for pattern, layout in (
-        (r"pytorch_model_fsdp_(\d+)", "dcp"),
-        (r"pytorch_model_fsdp(?:_(\d+))?\.bin", "full"),
-        (r"(?:adapter_model|model)(?:_(\d+))?\.safetensors", "hf"),
-        (r"(?:pytorch_model|adapter_model)(?:_(\d+))?\.bin", "full"),
-    ):
-        found = [Part(name, layout, "model", (str(i),)) for name, i in _numbered(names, pattern)]
-        if found:
-            break
-    else:
-        if "model.safetensors.index.json" in names:
-            found = [Part("", "hf", "model", ("0",))]
-        elif shards := [n for n in names if re.fullmatch(r"pytorch_model-\d{5}-of-\d{5}\.bin", n)]:
-            found = [Part(name, "full", "model", ("0",)) for name in shards]
-        elif any(_numbered(names, r"pytorch_model_fsdp_rank(\d+)\.bin")):
-            found = [Part("", "fsdp1", "model", ("0",))]
-    return found
-
-
-def _optimizers(names: Sequence[str]) -> list[Part]:
-    """The optimizers, by number; that of number i is the optimizer of model i."""
-    for pattern, layout in ((r"optimizer_(\d+)", "dcp"), (r"optimizer(?:_(\d+))?\.(?:bin|pt)", "full")):
-        found = [Part(name, layout, "optim", (str(i),)) for name, i in _numbered(names, pattern)]
-        if found:
-            return found
-    return []
-
-
-def _state(names: Sequence[str]) -> list[Part]:
-    """Models and optimizers; a single model needs no number."""
-    models, optimizers = _models(names), _optimizers(names)
-    if len({part.under for part in models}) < 2 and len(optimizers) < 2:
-        return [replace(part, under=()) for part in (*models, *optimizers)]
-    return [*models, *optimizers]
-
-
-def _rest(names: Sequence[str], rng: str) -> list[Part]:
-    """Schedulers, scalers, data loaders, RNG states and registered objects."""
-    out: list[Part] = []
-    for pattern, component in (
-        (r"scheduler(?:_(\d+))?\.(?:bin|pt)", "scheduler"),
-        (r"scaler(?:_(\d+))?\.pt", "scaler"),
-        (r"sampler(?:_(\d+))?\.bin", "dataloader"),
-        (r"dl_state_dict(?:_(\d+))?\.bin", "dataloader"),
-    ):
-        found = list(_numbered(names, pattern))
-        for name, i in found:
-            key = name.partition(".")[0] if component == "dataloader" else str(i)
-            out.append(Part(name, DATA, component, (key,) if len(found) > 1 or component == "dataloader" else ()))
-    out += [Part(name, DATA, "rng", (str(i),), RNG_KEYS) for name, i in _numbered(names, rng)]
-    out += [
-        Part(name, DATA, "extra", (name.partition(".")[0],))
-        for name, _ in _numbered(names, r"custom_checkpoint_(\d+)\.pkl")
-    ]
-    return out
-
-
-_RANDOM_STATES = r"random_states_(\d+)\.pkl"
-_RNG_STATE = r"rng_state(?:_(\d+))?\.pth"
 
 
 def _saves(source: Source) -> list[Part]:
@@ -135,7 +72,7 @@ def _saves(source: Source) -> list[Part]:
     zero = layouts.find("zero3")
     models = [
         Part(name, zero.name, "model", (str(i),))
-        for name, i in _numbered(source.list(), r"pytorch_model(?:_(\d+))?")
+        for name, i in numbered(source.list(), r"pytorch_model(?:_(\d+))?")
         if _is_deepspeed(source.below(name))
     ]
     return models if len(models) > 1 else [Part("", zero.name, "model")]
@@ -149,27 +86,27 @@ def _is_accelerate(source: Source) -> tuple[bool, str]:
     names = source.list()
     if "trainer_state.json" in names:
         return False, "trainer_state.json: of Hugging Face Trainer"
-    ranks = next(_numbered(names, _RANDOM_STATES), None)
+    ranks = next(numbered(names, RANDOM_STATES), None)
     if "latest" in names:
         if ranks and _is_deepspeed(source):
             return True, f"has {ranks[0]} and a save of DeepSpeed"
         return False, "latest, but no random_states_0.pkl beside it"
     parts = any(n.startswith("pytorch_model_fsdp") for n in names)
-    if _models(names) and (ranks or (parts and (_optimizers(names) or LEFT_OVER in names))):
-        return True, f"has {ranks[0] if ranks else _models(names)[0].name} and {_models(names)[0].name}"
+    if models_in(names) and (ranks or (parts and (optimizers_in(names) or LEFT_OVER in names))):
+        return True, f"has {ranks[0] if ranks else models_in(names)[0].name} and {models_in(names)[0].name}"
     return False, "no random_states_0.pkl beside a model"
 
 
 def _is_trainer(source: Source) -> tuple[bool, str]:
     names = source.list()
     if "latest" in names:
-        found = next((n for n in names if n == "trainer_state.json" or re.fullmatch(_RNG_STATE, n)), None)
+        found = next((n for n in names if n == "trainer_state.json" or re.fullmatch(RNG_STATE, n)), None)
         if found and _is_deepspeed(source):
             return True, f"has {found} and a save of DeepSpeed"
         return False, "latest, but no trainer_state.json beside it"
     if "trainer_state.json" not in names:
         return False, "no trainer_state.json"
-    if not _models(names):
+    if not models_in(names):
         return False, "trainer_state.json, but no weights"
     return True, "has trainer_state.json"
 
@@ -177,37 +114,25 @@ def _is_trainer(source: Source) -> tuple[bool, str]:
 def _ranks(pattern: str, source: Source) -> int | None:
     """The ranks that saved their RNG state; None where the engine's own files tell."""
     names = source.list()
-    return None if "latest" in names else sum(1 for _ in _numbered(names, pattern)) or None
-
-
-def _refuse_missing_shards(source: Source) -> None:
-    """Refuse a model of which not all numbered *.bin shards are there. Those of safetensors the layout hf counts."""
-    for name in (names := source.list()):
-        if m := re.fullmatch(r"pytorch_model-(\d{5})-of-(\d{5})\.bin", name):
-            for i in range(1, int(m[2]) + 1):
-                if (other := f"pytorch_model-{i:05d}-of-{m[2]}.bin") not in names:
-                    raise Corrupt(
-                        f"{source.root}: {name} is one of {int(m[2])} shards, and {other} is missing. The copy is incomplete; fetch the "
-                        "folder again."
-                    )
+    return None if "latest" in names else sum(1 for _ in numbered(names, pattern)) or None
 
 
 def _parts_of(rng: str, source: Source) -> list[Part]:
-    _refuse_missing_shards(source)
+    refuse_missing_shards(source)
     names = source.list()
-    state = _saves(source) if "latest" in names else _state(names)
+    state = _saves(source) if "latest" in names else state_in(names)
     counters = [Part("trainer_state.json", DATA, "trainer")] if "trainer_state.json" in names else []
-    return [*state, *_rest(names, rng), *counters]
+    return [*state, *rest_in(names, rng), *counters]
 
 
 ACCELERATE = Dialect(
     name="accelerate", title="Accelerate", detect=_is_accelerate, write=write_accelerate, options=DirectoryOptions,
-    parts=partial(_parts_of, _RANDOM_STATES), world_size=partial(_ranks, _RANDOM_STATES),
+    parts=partial(_parts_of, RANDOM_STATES), world_size=partial(_ranks, RANDOM_STATES),
     saves=SAVES,
 )  # fmt: skip
 TRAINER = Dialect(
     name="trainer", title="Hugging Face Trainer", detect=_is_trainer, write=write_trainer, options=DirectoryOptions,
-    parts=partial(_parts_of, _RNG_STATE), world_size=partial(_ranks, _RNG_STATE), aliases=("hf-trainer", "trl"),
+    parts=partial(_parts_of, RNG_STATE), world_size=partial(_ranks, RNG_STATE), aliases=("hf-trainer", "trl"),
     saves=SAVES,
 )  # fmt: skip
 
