@@ -86,6 +86,7 @@ class Part:
         under: the path below the component, where several parts share one: the rank of an RNG state.
         keys: {key at the root of a part of DATA: its canonical name}.
         whole: it holds the other components too.
+        renamed: what the names of the optimizer's parameters lack of those of the weights.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Part:
     under: Path = ()
     keys: Mapping[str, str] = field(default_factory=dict)
     whole: bool = False
+    renamed: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +223,9 @@ def _state(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) 
         raise Unsupported(f"{source.root}/{part.name}: {' '.join(found.notes) or 'it holds no state of an optimizer.'}")
     if part.component == "optim" and model:
         named = {str(t.path[2]) for t in found.tensors.values() if t.path[:2] == ("optim", "state")}
-        if not named <= set(model) and {saved_name(n) for n in named} <= set(model):
+        if not named <= set(model) and part.renamed and {part.renamed + n for n in named} <= set(model):
+            found = with_prefix(found, part.renamed)
+        elif not named <= set(model) and {saved_name(n) for n in named} <= set(model):
             found = as_saved(found)
     if not found.tensors:
         found.notes.append(
@@ -279,6 +283,22 @@ def as_saved(ckpt: Checkpoint) -> Checkpoint:
             data = [saved_name(n) if isinstance(n, str) else n for n in data]
         values[joined(path)] = Value(path, data)
     return replace(ckpt, tensors={joined(p): t for p, t in tensors.items()}, values=values)
+
+
+def with_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
+    """The same optimizer with this before the names of its parameters."""
+    out = replace(ckpt, tensors={}, values={}, origin={})
+    for t in ckpt.tensors.values():
+        path = (*t.path[:2], prefix + str(t.path[2]), *t.path[3:]) if t.path[:2] == ("optim", "state") else t.path
+        out.tensors[joined(path)] = replace(t, path=path)
+    for v in ckpt.values.values():
+        path, data = v.path, v.data
+        if path[:2] == ("optim", "state"):
+            path = (*path[:2], prefix + str(path[2]), *path[3:])
+        elif path[:2] == ("optim", "param_groups") and path[3:] == ("params",) and isinstance(data, list):
+            data = [prefix + n for n in data]
+        out.values[joined(path)] = Value(path, data)
+    return out
 
 
 def _saved_path(path: Path) -> Path:

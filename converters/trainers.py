@@ -32,6 +32,9 @@ verl         global_step_{step}/actor/ and critic/, or the folder above where it
 
 torchtune    epoch_{n}/ or step_{n}/, and recipe_state/ next to it: _torchtune.py
 
+automodel    NeMo AutoModel: _two_folders.py
+transformers_sharded    save_pretrained(distributed_checkpoint=True) and save_optimizer_distributed: _two_folders.py
+
 Sources: accelerate/checkpointing.py, accelerate/utils/constants.py, accelerate/utils/fsdp_utils.py of 1.15;
 transformers/trainer.py (_save_checkpoint, _save_optimizer_and_scheduler, _save_rng_state) of 5.23; lightning/fabric/strategies/fsdp.py and
 model_parallel.py of 2.6; the directories in fixtures/, which they wrote.
@@ -63,6 +66,7 @@ from ._trainer_files import (
     state_in,
 )
 from ._trainers_write import write_accelerate, write_lightning, write_titan, write_trainer
+from ._two_folders import AUTOMODEL, TRANSFORMERS
 
 __all__ = ["LAYOUTS"]
 
@@ -197,4 +201,7 @@ TORCHTITAN = layouts.Layout(
     detect=lambda where: (False, "is read as dcp"), write=write_titan, prepare=lambda ckpt, source, options: of_one_model(ckpt), aliases=("titan",), reader_uses=("config", "like"),
     writer_uses=("world_size",), needs_named_optimizer=True, of_trainer=True,
 )  # fmt: skip
-LAYOUTS = (*(dialect.layout() for dialect in (ACCELERATE, TRAINER, LIGHTNING, VERL, TORCHTUNE)), TORCHTITAN)
+LAYOUTS = (
+    *(dialect.layout() for dialect in (ACCELERATE, TRAINER, LIGHTNING, VERL, TORCHTUNE, AUTOMODEL, TRANSFORMERS)),
+    TORCHTITAN,
+)

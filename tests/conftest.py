@@ -41,6 +41,7 @@ LAUNCHING = (
     "test_readme.py",
     "test_trainers.py",
     "test_per_rank_state.py",
+    "test_two_folders.py",
 )
 
 

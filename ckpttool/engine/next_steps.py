@@ -111,5 +111,9 @@ def _torchtune(ckpt: Checkpoint, out: str, optimizer: bool) -> str:
 
 _OF_TRAINER: dict[str, Callable[[Checkpoint, str, bool], str]] = {
     "trainer": _directory("trainer", "Trainer"), "accelerate": _directory("accelerate", "Accelerate"), "lightning": _lightning,
+    "transformers_sharded": lambda ckpt, out, optimizer: (
+        "resumes at any world size with from_pretrained(distributed_config=...) and load_optimizer_distributed; nothing to convert"
+    ),
+    "automodel": lambda ckpt, out, optimizer: f"resumes in NeMo AutoModel at {_ranks(ckpt)}; for torch's own: {out} --to dcp -n RANKS",
     "torchtune": _torchtune, "verl": lambda ckpt, out, optimizer: f"resumes in verl at {_ranks(ckpt)}; for transformers: {out} --to hf",
 }  # fmt: skip

@@ -67,7 +67,7 @@ _NAMES = (
     _Kind(
         r"(pytorch_model|pytorch_model_fsdp|model|consolidated|diffusion_pytorch_model|openvino_model|tf_model|flax_model|"
         r"rust_model|ggml-model)([-._]\w+)*\.(bin|pt|pth|safetensors|h5|msgpack|ot)|[^/]*\.(gguf|onnx|tflite|mlmodel)|"
-        r"pytorch_model_fsdp_\d+/|sharded/|original/",
+        r"pytorch_model_fsdp_\d+/|sharded/|original/|consolidated/",
         "weights in another form", "",
     ),
 )  # fmt: skip
@@ -93,6 +93,7 @@ _NEXT_TO = (
     (re.compile(r"pytorch_model_fsdp_\d+|optimizer_\d+"), None),
     (re.compile(r"model_and_optim"), _Kind(r"train/", "training progress and RNG", "trainer")),
     (re.compile(r"(epoch|step)_\d+"), _Kind(r"recipe_state\.pt|recipe_state/", "optimizer and training progress", "optim")),
+    (re.compile(r"model|weights"), _Kind(r"optim(izer)?/", "optimizer", "optim")),
     (re.compile(r"actor|critic"), _Kind(r"data\.pt", "data loader", "dataloader")),
 )  # fmt: skip
 _ORDER = ("optim", "scheduler", "scaler", "rng", "dataloader", "trainer", "extra", "adapter", "")

@@ -30,8 +30,8 @@ PACKED = (
     b"\x1f\x8b", b"\x1f\x9d", b"BZh", b"\xfd7zXZ\0", b"PK\x03\x04", b"PK\x05\x06", b"7z\xbc\xaf\x27\x1c", b"\x28\xb5\x2f\xfd",
     b"\x04\x22\x4d\x18", b"Rar!\x1a", b"\x93NUMPY",
 )  # fmt: skip
-#: Where trainers put the config of a model, from the folder of a checkpoint: verl (twice), NeMo AutoModel (twice).
-_FOLDERS = ("", "huggingface", "actor/huggingface", "model", "model/consolidated", "hf", "..")
+#: Where trainers put the config of a model, from the folder of a checkpoint: verl (twice), NeMo AutoModel (twice), scripts.
+_FOLDERS = ("", "huggingface", "actor/huggingface", "model", "model/consolidated", "weights", "hf", "..")
 _MOST_BYTES = 256 << 20
 _MOST_TRAINING_BYTES = 4 << 20
 

@@ -58,7 +58,8 @@ ROLES: dict[str, str] = {
     **dict.fromkeys(("model", "state_dict", "model_state_dict"), "model"),
     **dict.fromkeys(("optim", "optimizer", "optimizer_state_dict", "optimizer_states", "optimizer_0"), "optim"),
     **dict.fromkeys(
-        ("scheduler", "lr_scheduler", "lr_schedulers", "scheduler_state_dict", "lr_scheduler_state_dict"), "scheduler"
+        ("scheduler", "lr_scheduler", "lr_schedulers", "scheduler_state_dict", "lr_scheduler_state_dict", "sched"),
+        "scheduler",
     ),
     **dict.fromkeys(("scaler", "grad_scaler", "scaler_state_dict"), "scaler"),
     **dict.fromkeys(("rng", "rng_state", "rng_states", "random_states"), "rng"),

@@ -1,0 +1,140 @@
+"""The weights in one folder and the optimizer in another are one state (fixtures/transformers_jobs.py wrote the fixtures)."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from commands import ckpttool_here
+from peers import FIXTURES, REPOSITORY, difference, load_dcp, load_full, same_value, tensors_of
+from ranks import ENVIRONMENT, NURSERIES, one_at_a_time
+from safetensors.torch import load_file, save_file
+
+import ckpttool
+from ckpttool.errors import Unsupported
+
+PAIR = FIXTURES / "trainers" / "transformers_w2" / "ckpt"
+TRUTH = FIXTURES / "trainers" / "transformers_w2" / "truth.safetensors"
+AUTOMODEL = FIXTURES / "trainers" / "automodel_w2" / "epoch_0_step_3"
+#: Of steps 3 to 5 of the job that was never stopped.
+UNINTERRUPTED = [4.122189521789551, 4.138580322265625, 4.121163368225098]
+
+
+def state_of(path: Path) -> dict[str, torch.Tensor]:
+    tree = (load_full if path.suffix else load_dcp)(path)
+    return {k: t for k, t in tensors_of(tree).items() if k.startswith(("model.", "optim."))}
+
+
+@pytest.mark.parametrize("source", [PAIR, AUTOMODEL], ids=["transformers", "automodel"])
+@pytest.mark.parametrize("to", ["dcp", "full"])
+def test_both_folders_are_one_state_bit_for_bit(source: Path, to: str, tmp_path: Path) -> None:
+    out = tmp_path / ("out" if to == "dcp" else "out.pt")
+    done = ckpttool.convert(source, out, to=to, world_size=3 if to == "dcp" else None)
+    assert done.verified and not done.dropped
+    assert difference(state_of(out), load_file(TRUTH)) == []
+
+
+def test_the_folder_of_automodel_has_rng_loader_scheduler_and_step(tmp_path: Path) -> None:
+    ckpttool.convert(AUTOMODEL, tmp_path / "out", to="dcp", world_size=3)
+    tree = load_dcp(tmp_path / "out")
+    assert tree["trainer"] == {"step": 3, "epoch": 0} and tree["scheduler"]["last_epoch"] == 3
+    for rank in "01":
+        for name in ("rng", "dataloader"):
+            saved = torch.load(AUTOMODEL / name / f"{name}_dp_rank_{rank}.pt", weights_only=True)
+            assert same_value(tree[name][rank], saved)
+    with ckpttool.open(AUTOMODEL) as opened:
+        ckpt = opened.checkpoint
+        assert (ckpt.layout, ckpt.trainer, ckpt.world_size) == ("automodel", "NeMo AutoModel", 2)
+        assert [(r.name, r.component) for r in ckpt.unread] == [("losses.json", "")]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_automodel_with_dcp_weights_and_files_of_older_releases(tmp_path: Path) -> None:
+    source = tmp_path / "epoch_0_step_3"
+    shutil.copytree(AUTOMODEL, source)
+    weights = {n.removeprefix("model."): t for n, t in load_file(TRUTH).items() if n.startswith("model.")}
+    shutil.rmtree(source / "model")
+    dcp.save(weights, checkpoint_id=str(source / "model"), no_dist=True)
+    for name in ("rng", "dataloader"):
+        (source / name / f"{name}_dp_rank_0.pt").rename(source / f"{name}.pt")
+        shutil.rmtree(source / name)
+    torch.save({"seen": 5}, source / "sampler.pt")
+    ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=2)
+    assert difference(state_of(tmp_path / "out"), load_file(TRUTH)) == []
+    tree = load_dcp(tmp_path / "out")
+    assert tree["dataloader"] == {"_num_yielded": 3} and tree["extra"]["sampler"] == {"seen": 5}
+    assert set(tree["rng"]) == {"0"}
+
+
+def test_automodel_s_adapter_has_other_names_in_its_optimizer(tmp_path: Path) -> None:
+    """Model names get base_model.model. for PEFT, those of the optimizer do not."""
+    truth = load_file(TRUTH)
+    source = tmp_path / "epoch_0_step_3"
+    shutil.copytree(AUTOMODEL, source)
+    for file in (source / "model").iterdir():
+        file.unlink()
+    weights = {n.removeprefix("model."): t for n, t in truth.items() if n.startswith("model.")}
+    save_file({f"base_model.model.{n}": t for n, t in weights.items()}, source / "model" / "adapter_model.safetensors")
+    ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=2)
+    tree = load_dcp(tmp_path / "out")
+    assert tree["model"].keys() == tree["optim"]["state"].keys() == {f"base_model.model.{n}" for n in weights}
+    for n in weights:
+        assert torch.equal(tree["optim"]["state"][f"base_model.model.{n}"]["exp_avg"], truth[f"optim.{n}.exp_avg"])
+    assert {n for g in tree["optim"]["param_groups"] for n in g["params"]} == set(tree["model"])
+
+
+def test_consolidated_weights_are_the_same_again(tmp_path: Path) -> None:
+    source = tmp_path / "epoch_0_step_3"
+    shutil.copytree(AUTOMODEL, source)
+    ckpttool.convert(PAIR, source / "model" / "consolidated", to="hf")
+    with ckpttool.open(source) as opened:
+        assert ("model/consolidated/", "") in [(r.name, r.component) for r in opened.checkpoint.unread]
+    done = ckpttool.convert(source, tmp_path / "out", to="hf")
+    assert done.verified and (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize("where", ["optimizer inside", "both in one folder", "other names"])
+def test_the_user_of_transformers_names_the_folders(where: str, tmp_path: Path) -> None:
+    source = tmp_path / "save"
+    shutil.copytree(PAIR / "weights", source / "sharded" if where == "other names" else source)
+    shutil.copytree(
+        PAIR / "optimizer",
+        source / {"optimizer inside": "my-optim", "both in one folder": "", "other names": "adam_optim"}[where],
+        dirs_exist_ok=True,
+    )
+    torch.save({"last_epoch": 3}, source / "scheduler.pt")
+    ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=2)
+    assert difference(state_of(tmp_path / "out"), load_file(TRUTH)) == []
+    assert load_dcp(tmp_path / "out")["scheduler"] == {"last_epoch": 3}
+
+
+def test_weights_alone_name_the_optimizer_beside_them(tmp_path: Path) -> None:
+    with ckpttool.open(PAIR / "weights") as opened:
+        assert [(r.name, r.component) for r in opened.checkpoint.unread] == [("../optimizer/", "optim")]
+    with pytest.raises(Unsupported, match=r"\.\./optimizer/ \(\d+\.\d kB, optimizer\)"):
+        ckpttool.convert(PAIR / "weights", tmp_path / "out", to="dcp", world_size=2)
+    ckpttool.convert(PAIR / "weights", tmp_path / "hf", to="hf")
+
+
+def test_inspect_says_whose_it_is() -> None:
+    for source, layout in ((PAIR, "transformers_sharded"), (AUTOMODEL, "automodel")):
+        found = json.loads(ckpttool_here("inspect", source, "--json").stdout)
+        assert found["layout"] == layout and found["optimizer"]["kind"] and found["next"]
+
+
+@pytest.mark.live
+@pytest.mark.slow
+def test_transformers_resumes_from_its_two_folders_at_three_ranks(tmp_path: Path) -> None:
+    """What `inspect` says of them: nothing to convert."""
+    job = [str(REPOSITORY / "fixtures" / "transformers_jobs.py"), "resume", str(PAIR)]
+    with one_at_a_time():
+        NURSERIES.launch(3, job, tmp_path / "log", **ENVIRONMENT, TORCHELASTIC_RUN_ID="resume")
+    log = (tmp_path / "log").read_text(encoding="utf-8", errors="replace")
+    found = re.search(r"LOSSES (\[.*\])", log)
+    assert found, log[-3000:]
+    assert json.loads(found[1]) == pytest.approx(UNINTERRUPTED, abs=2e-6)
