@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -12,7 +13,7 @@ from ckpttool import bounded_json
 from ckpttool.engine.fill import tensor_digests
 from ckpttool.errors import MissingPackage, Unsupported, UsageError, argument
 from ckpttool.formats import safetensors_header
-from ckpttool.huggingface import adapters, hub_names, model_files
+from ckpttool.huggingface import adapters, hub_names, lora, model_files
 from ckpttool.index.checkpoint import Checkpoint, Chunks, TensorEntry, joined, tied_weights
 from ckpttool.index.draft import Draft, DraftFile, Dropped
 from ckpttool.index.fqns import without_prefix
@@ -26,7 +27,7 @@ __all__ = ["ADAPTER", "INDEX", "SALVAGE", "WHOLE", "HfOptions", "holds", "prepar
 
 
 INDEX = "model.safetensors.index.json"
-_ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_CONFIG = model_files.ADAPTER_CONFIG
 ADAPTER = "adapter_model.safetensors"
 WHOLE = "model.safetensors"
 #: Key of the metadata of one file in which `ckpttool.json` has no place: {name: "exact", "rebuilt: how", "missing: why"} as JSON.
@@ -41,6 +42,16 @@ class HfOptions:
         5_000_000_000, "Largest file of tensors, in bytes.", flag="--max-shard-size", size=True
     )
     adapter: bool = option(False, "Write only the adapter, as PEFT saves it.")
+    adapter_name: str | None = option(
+        None, "Which adapter, where there are several; default where not given.", metavar="NAME"
+    )
+    lora_alpha: float | None = option(
+        None, "lora_alpha of an adapter without adapter_config.json, which is then made.", metavar="NUMBER"
+    )
+    rslora: bool = option(False, "With --lora-alpha: the adapter is scaled by alpha / sqrt(r).")
+    base_model: str | None = option(
+        None, "With --lora-alpha: path or id of the base model, for adapter_config.json.", metavar="MODEL"
+    )
     include_optimizer: bool = option(False, "Write the optimizer and all other state, too.")
     strip_prefix: str | None = option(
         None, "Modules that names of weights begin with, to leave out; other names stay.", metavar="PREFIX"
@@ -58,6 +69,16 @@ class HfOptions:
             raise UsageError(
                 f"{argument('adapter', True)} writes the adapter alone; it cannot be combined with {argument('include_optimizer', True)}."
             )
+        for name, value in (("adapter_name", self.adapter_name), ("lora_alpha", self.lora_alpha)):
+            if value is not None and not self.adapter:
+                raise UsageError(f"{argument(name, value)} is about an adapter; give {argument('adapter', True)} too.")
+        for name, value in (("rslora", self.rslora or None), ("base_model", self.base_model)):
+            if value is not None and self.lora_alpha is None:
+                raise UsageError(
+                    f"{argument(name, value)} is for the adapter_config.json that {argument('lora_alpha')} makes; give both."
+                )
+        if self.lora_alpha is not None and not (math.isfinite(self.lora_alpha) and self.lora_alpha > 0):
+            raise UsageError(f"{argument('lora_alpha', self.lora_alpha)}: it must be a number above 0.")
         if self.max_shard_bytes < 1:
             raise UsageError(f"{argument('max_shard_bytes', self.max_shard_bytes)}: it must be at least 1.")
 
@@ -77,8 +98,29 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
     if own.strip_prefix is not None:
         ckpt = without_prefix(ckpt, own.strip_prefix)
     if own.adapter:
-        ckpt = adapters.alone(ckpt, model_files.adapter(source, options.config, [])[0])
+        config = _adapter_config(source, options, [])
+        ckpt = adapters.alone(ckpt, {"peft_type": "LORA"} if config is None else config[0], own.adapter_name)
     return ckpt
+
+
+def _adapter_config(
+    source: Source, options: WriteOptions, notes: list[str]
+) -> tuple[dict[str, Any], dict[str, bytes]] | None:
+    """(adapter_config.json, files to copy); None where `lora_alpha` stands for it.
+
+    Raises:
+        Unsupported: there is none, and no alpha was given. UsageError: there is one, and an alpha too.
+    """
+    own = options.of(HfOptions)
+    if own.lora_alpha is None:
+        return model_files.adapter(source, options.config, notes, own.adapter_name)
+    found = model_files.adapter_if_any(source, options.config, notes, own.adapter_name)
+    if found is not None:
+        raise UsageError(
+            f"{argument('lora_alpha', own.lora_alpha)}: there is an adapter_config.json, which says {str(found[0].get('lora_alpha'))[:40]}. "
+            "Leave the option out, or take that file away if it is of another adapter."
+        )
+    return None
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
@@ -112,6 +154,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         sources |= {k: ckpt.tensors[k] for k in held}
         draft_files += shards
         dropped = []
+    if ckpt.merged:
+        extra.pop(_ADAPTER_CONFIG, None)  # from_pretrained would look for the adapter again
     for name, data in extra.items():
         data = _with_dtype(name, data, model)
         draft_files.append(DraftFile(name, len(data), data))
@@ -263,7 +307,23 @@ def _write_adapter(ckpt: Checkpoint, source: Source, options: WriteOptions) -> D
     _refuse_dtypes(model)
     tensors: dict[str, TensorEntry] = {}
     files = [_shard(ADAPTER, 0, list(model), model, tensors)]
-    extra = model_files.adapter(source, options.config, notes)[1]
+    config = _adapter_config(source, options, notes)
+    if config is not None:
+        extra = config[1]
+    else:
+        own = options.of(HfOptions)
+        assert own.lora_alpha is not None
+        made = lora.made_config(
+            {k: t.shape for k, t in stored.items()},
+            lora_alpha=own.lora_alpha,
+            rslora=own.rslora,
+            base_model=own.base_model,
+        )
+        extra = {_ADAPTER_CONFIG: lora.encoded(made)}
+        notes.append(
+            f"made adapter_config.json: r {made['r']}, lora_alpha {made['lora_alpha']}, {len(made['target_modules'])} target modules, and "
+            "otherwise PEFT's defaults (no dropout, no trained biases of the base model)"
+        )
     extra[_ADAPTER_CONFIG] = extra.pop(_ADAPTER_CONFIG)  # last
     files += [DraftFile(n, len(data), data) for n, data in extra.items()]
     out = Checkpoint("hf", options.target, None, [f.name for f in files], [f.size for f in files], tensors, {})

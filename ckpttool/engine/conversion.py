@@ -239,7 +239,7 @@ def _buffers(budget: IOBudget, source: Source) -> int:
 
 def most_memory_bytes(budget: IOBudget, source: Source) -> int:
     """The most memory that a run takes besides the index."""
-    return _PYTHON_BYTES + _buffers(budget, source) * budget.buffer_bytes
+    return _PYTHON_BYTES + source.working_bytes + _buffers(budget, source) * budget.buffer_bytes
 
 
 def io_budget(max_memory_bytes: int | None, threads: int, source: Source) -> IOBudget:
@@ -249,9 +249,10 @@ def io_budget(max_memory_bytes: int | None, threads: int, source: Source) -> IOB
     if max_memory_bytes is None:
         return IOBudget(threads)
     buffers = _buffers(IOBudget(threads), source)
-    buffer = (max_memory_bytes - _PYTHON_BYTES) // buffers
+    fixed = _PYTHON_BYTES + source.working_bytes
+    buffer = (max_memory_bytes - fixed) // buffers
     if buffer < 256 << 10:
-        need = _PYTHON_BYTES + buffers * (256 << 10)
+        need = fixed + buffers * (256 << 10)
         raise UsageError(
             f"{argument('max_memory_bytes', max_memory_bytes)}: at least {-(-need // 10**6)} MB are needed."
         )

@@ -11,6 +11,7 @@ from typing import Any
 from .. import layouts
 from ..errors import CkpttoolError, Corrupt, Unsupported, UsageError, argument
 from ..index.checkpoint import Checkpoint, Salvage, check, joined, tied_weights
+from ..index.draft import Dropped
 from ..index.param_groups import groups_of
 from ..storage.patched import PatchedSource
 from ..storage.siblings import WithSiblings
@@ -23,6 +24,7 @@ from .stream import small
 
 __all__ = [
     "CheckpointPath",
+    "MergeRequest",
     "OpenCheckpoint",
     "OpenOptions",
     "model_of",
@@ -45,6 +47,22 @@ def shown_path(path: CheckpointPath) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MergeRequest:
+    """An adapter to merge into the checkpoint that is opened (engine/merging.py).
+
+    `adapter` is the checkpoint that holds it, None where it is in the same state; `names` of those to merge, in order, where there are
+    several; `config` the folder with adapter_config.json, where it is not beside the adapter; `lora_alpha` and `rslora` stand for an
+    adapter without that file.
+    """
+
+    adapter: str | os.PathLike[str] | None = None
+    names: tuple[str, ...] = ()
+    config: str | None = None
+    lora_alpha: float | None = None
+    rslora: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class OpenOptions:
     """How a checkpoint is read; the arguments of `open`, which explains them."""
 
@@ -58,6 +76,7 @@ class OpenOptions:
     allow_equal_ranks: bool = False
     allow_mixed_steps: bool = False
     salvage: bool = False  # what is left of a damaged checkpoint: engine/salvage.py
+    merge: MergeRequest | None = None  # with an adapter merged into it: engine/merging.py
 
     def __post_init__(self) -> None:
         for name in ("only", "wrap"):
@@ -91,6 +110,9 @@ class OpenCheckpoint:
     allow_equal_ranks: bool = False
     allow_mixed_steps: bool = False
     only: tuple[str, ...] | None = None  # components that were asked for
+    # where tensors are computed from others: those, as far as digests were recorded of them, and what is not in the result
+    inputs: tuple[OpenCheckpoint, ...] = ()
+    left_behind: list[Dropped] = field(default_factory=list)
     _record: list[Recorded | None] = field(default_factory=list)
 
     def recorded(self) -> Recorded | None:

@@ -6,7 +6,7 @@ import fnmatch
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from blake3 import blake3
 
@@ -29,6 +29,7 @@ from ..index.param_groups import groups_of, regrouped
 from ..index.schedulers import with_whole_scheduler
 from ..storage.source import Source
 from . import unread_files
+from .merging import open_merged
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, model_of, open_with, refuse_unused
 
 __all__ = ["Plan", "WriteRequest", "caster", "plan", "plan_id", "plan_with"]
@@ -130,7 +131,10 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
         _refuse_world_size(target, writing.world_size)
     holds, drop = target.holds(writing.options), writing.drop
     model = model_of(reading)
-    opened = open_with(src, reading, model, check_hints=False)
+    if reading.merge is None:
+        opened = open_with(src, reading, model, check_hints=False)
+    else:
+        opened = open_merged(src, replace(reading, merge=None), reading.merge, model)
     try:
         used = {*opened.layout.reader_uses, *target.writer_uses}
         opened.checkpoint.notes += refuse_unused(reading, f"{opened.layout.name} -> {target.name}", used)
@@ -178,6 +182,9 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
                 f"model and optimizer keep the keys of the source; {argument('canonical_keys', True)} writes model and optim"
             )
         draft.dropped += unplaced
+        behind = [d for d in opened.left_behind if d.name.partition(".")[0] != "model"]
+        if behind and not drop and (not holds or any(d.name.partition(".")[0] in holds for d in behind)):
+            raise Unsupported(_training_state(behind))
         lost = [d for d in draft.dropped if not holds or d.name.partition(".")[0] in holds]
         if lost and not drop:
             raise Unsupported(
@@ -185,6 +192,7 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
                 f'"{lost[0].name}" ({lost[0].why}). '
                 f"Use {argument('drop', True)} to go on without them, or another layout."
             )
+        draft.dropped += opened.left_behind
         draft.dropped += [Dropped(r.name, r.bytes or 0, f"{r.what}, {unread_files.NOT_READ}") for r in aside]
         for pattern in writing.cast or {}:
             if not fnmatch.filter([*ckpt.tensors, *draft.checkpoint.tensors], pattern):
@@ -218,6 +226,16 @@ def _regrouped(ckpt: Checkpoint, like: layouts.ReferenceModel | None, unplaced: 
     unplaced += [Dropped(n, nbytes[n], f"no param group of {argument('like')} has the parameter") for n in gone]
     out.notes = [*out.notes, *notes]
     return out
+
+
+def _training_state(behind: list[Dropped]) -> str:
+    """Why a merge stops at state of the adapter's training."""
+    parts = ", ".join(dict.fromkeys(d.name.partition(".")[0] for d in behind))
+    return (
+        f"a merge writes weights only, and the source holds {len(behind)} entries of {parts} besides, first "
+        f'"{behind[0].name}": they are of the training of the adapter and do not fit the merged model. '
+        f"Use {argument('only', ['model'])} or {argument('drop', True)} to go on without them."
+    )
 
 
 def _refuse_world_size(target: layouts.Layout, world_size: int) -> None:

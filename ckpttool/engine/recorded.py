@@ -144,6 +144,7 @@ def record(
             **({"url": ckpt.root, "commit": commit} if commit else {}),
             **({"recorded_digests": "ignored"} if ckpt.ignored_digests else {}),
         },
+        **({"merged": ckpt.merged} if ckpt.merged else {}),
         "digest": roots({n: t for n, t in wanted.items() if n not in rebuilt}, digests),
         **(
             {"salvage": {"problems": ckpt.salvage.problems, "tensors": ckpt.salvage.states(wanted)}}

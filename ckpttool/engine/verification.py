@@ -230,7 +230,23 @@ def settled(
     wanted = _wanted(opened.checkpoint, draft, caster(writing.dtype, writing.cast or {}))
     digests = _canonical(opened, draft, wanted, digests, progress, budget)
     _compare_recorded(opened, wanted, digests, progress, budget)
+    for part in opened.inputs:
+        _compare_input(part, progress, budget)
     return wanted, digests
+
+
+def _compare_input(part: OpenCheckpoint, progress: Progress, budget: IOBudget) -> None:
+    """What tensors were computed from has the digests that were recorded of it; it is read again for that.
+
+    Raises:
+        Corrupt: with the first tensor that has not.
+    """
+    ckpt = part.checkpoint
+    if not ckpt.tensors:
+        return
+    found = tensor_digests(ckpt.tensors, part.source, ckpt.files, ckpt.records, progress, "digest", None, budget)
+    if wrong := sorted(n for n, digest in found.items() if digest != ckpt.recorded[n]):
+        raise other_digests(ckpt, wrong, len(found))
 
 
 def _wanted(ckpt: Checkpoint, draft: Draft, cast: layouts.Cast) -> dict[str, TensorEntry]:

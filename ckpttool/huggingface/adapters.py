@@ -15,14 +15,14 @@ Sources: peft/utils/save_and_load.py (get_peft_model_state_dict), peft/tuners/tu
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..errors import Unsupported, argument
+from ..errors import Unsupported, UsageError, argument
 from ..index.checkpoint import Checkpoint, joined
 
-__all__ = ["alone"]
+__all__ = ["alone", "base_names"]
 
 #: What the tensors of a method are called, by peft_type: what all begin with, and the ends that are known.
 _METHODS = {
@@ -37,11 +37,15 @@ _EMBEDDINGS = ("embed_tokens", "lm_head")
 _ROOT = "base_model.model."
 
 
-def alone(ckpt: Checkpoint, config: dict[str, Any]) -> Checkpoint:
+def alone(ckpt: Checkpoint, config: dict[str, Any], wanted: str | None = None) -> Checkpoint:
     """The same checkpoint with nothing but its adapter, as adapter_config.json describes it.
+
+    Args:
+        wanted: the adapter's name, where there are several; "default" where None.
 
     Raises:
         Unsupported: it holds no adapter, more than one and none is called default, or one whose names are not known.
+        UsageError: it holds none of the wanted name.
     """
     kind = config.get("peft_type")
     if not isinstance(kind, str) or kind not in _METHODS:
@@ -57,7 +61,12 @@ def alone(ckpt: Checkpoint, config: dict[str, Any]) -> Checkpoint:
             "save_pretrained."
         )
     names = [joined(t.path[1:]) for t in ckpt.tensors.values() if t.path[0] == "model"]
-    adapter = _which(names, prefix, known)
+    if rows := [n for n in names if "token_adapter" in n.split(".")]:
+        raise Unsupported(
+            f'"{rows[0]}": some rows of an embedding are trained (trainable_token_indices), and the files do not show how those are tied. '
+            "Save it with PEFT's save_pretrained."
+        )
+    adapter = _which(names, prefix, known, wanted)
     if adapter is None:  # what get_peft_model_state_dict gave: nothing but the adapter, as it is saved
         saved = {n: n for n in names}
     else:
@@ -81,6 +90,9 @@ def alone(ckpt: Checkpoint, config: dict[str, Any]) -> Checkpoint:
     called = f' "{adapter}"' if adapter else ""
     left = len(ckpt.tensors) + len(ckpt.values) - len(renamed)
     note = f"the adapter{called} alone: {len(renamed)} tensors; {left:,} other entries are left behind"
+    others = {p[2] for n in names if (p := _parts(n, prefix)) is not None and p[2] not in (None, adapter)}
+    if others:
+        note += f", the adapters {', '.join(sorted(map(str, others)))} among them"
     return replace(
         ckpt,
         tensors={s: replace(ckpt.tensors[n], path=("model", s.removeprefix("model."))) for n, s in renamed.items()},
@@ -90,25 +102,45 @@ def alone(ckpt: Checkpoint, config: dict[str, Any]) -> Checkpoint:
     )
 
 
-def _which(names: Iterable[str], prefix: str, known: re.Pattern[str]) -> str | None:
+def base_names(names: Mapping[str, str]) -> dict[str, str]:
+    """{name in the base model: in the checkpoint} of the weights that are not of an adapter, for names {FQN: in the checkpoint} of
+    a model that PEFT wrapped."""
+    out = {}
+    for name, stored in names.items():
+        parts = name.removeprefix(_ROOT).split(".")
+        if "modules_to_save" not in parts and not any(p.startswith("lora_") for p in parts):
+            out[".".join(p for p in parts if p not in ("base_layer", "original_module"))] = stored
+    return out
+
+
+def _which(names: Iterable[str], prefix: str, known: re.Pattern[str], wanted: str | None) -> str | None:
     """The name of the adapter; None where its tensors do not have it in their names.
 
     Raises:
-        Unsupported: there is no adapter, or it is not clear which one.
+        Unsupported: there is no adapter, or it is not clear which one. UsageError: none has the wanted name.
     """
     parts = [_parts(n, prefix) for n in names]
     found = {p[2] for p in parts if p is not None and known.fullmatch(p[0][-1])}
     if not found:
         raise Unsupported(
-            f"the checkpoint has no adapter: no tensor has {prefix}* in its name. Without {argument('adapter', True, 'HfOptions')} all weights are "
-            "written; if the adapter was merged into them, that is what to publish."
+            f"the checkpoint has no adapter: no tensor has {prefix}* in its name. If it was merged into the weights, those are "
+            "what to publish: write them without this option."
         )
     named = sorted(n for n in found if n is not None)
+    if wanted is not None and wanted not in named:
+        there = (
+            f"its adapters are {', '.join(named[:8])}"
+            if named
+            else "the tensors of its only adapter do not have its name"
+        )
+        raise UsageError(f"{argument('adapter_name', wanted)}: the checkpoint has no such adapter; {there}.")
+    if wanted is not None:
+        return wanted
     if len(named) < 2 or "default" in named:
         return "default" if "default" in named else next(iter(named), None)
     raise Unsupported(
-        f'the checkpoint holds {len(named)} adapters ({", ".join(named[:8])}), and none of them is called "default". Save '
-        "the one you mean with PEFT's save_pretrained."
+        f'the checkpoint holds {len(named)} adapters ({", ".join(named[:8])}), and none of them is called "default". Name '
+        f"the one you mean: {argument('adapter_name', named[0])}."
     )
 
 

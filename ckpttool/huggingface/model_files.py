@@ -13,7 +13,12 @@ from .. import bounded_json
 from ..errors import CkpttoolError, Corrupt, RemoteError, Unsafe, Unsupported, argument
 from ..storage.source import Source
 
-__all__ = ["PACKED", "adapter", "beside", "fetched", "of_model", "read_config", "training_files", "understood"]
+__all__ = [
+    "ADAPTER_CONFIG", "PACKED", "adapter", "adapter_if_any", "beside", "fetched", "no_adapter_config", "of_model", "read_config",
+    "training_files", "understood",
+]  # fmt: skip
+
+ADAPTER_CONFIG = "adapter_config.json"
 
 _MODEL = re.compile(
     r"config\.json|generation_config\.json|tokenizer[^/]*|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|"
@@ -107,7 +112,7 @@ def beside(source: Source, given: str | None, notes: list[str]) -> tuple[dict[st
     """(config.json, files to copy) of the model given, or found with the source or beside it."""
     if given is not None:
         return of_model(given, notes)
-    for below in _FOLDERS if source.local else ("",):
+    for below in _FOLDERS if source.local_folder else ("",):
         new_notes: list[str] = []
         try:
             if not below:
@@ -131,44 +136,76 @@ def beside(source: Source, given: str | None, notes: list[str]) -> tuple[dict[st
     return None, {}
 
 
-def adapter(source: Source, given: str | None, notes: list[str]) -> tuple[dict[str, Any], dict[str, bytes]]:
+def adapter(
+    source: Source, given: str | None, notes: list[str], name: str | None = None
+) -> tuple[dict[str, Any], dict[str, bytes]]:
     """(adapter_config.json, files to copy, that one among them) of an adapter: of the folder given, of the source's own, or
-    of the one above it. The config of the base model is not among them.
+    of the one above it, and first of the folder in it that has the adapter's name, if that is known. The config of the base model is not
+    among them.
 
     Raises:
         Unsupported: there is no adapter_config.json.
     """
-    name = "adapter_config.json"
+    found = adapter_if_any(source, given, notes, name)
+    if found is None:
+        raise no_adapter_config(given)
+    return found
+
+
+def adapter_if_any(
+    source: Source, given: str | None, notes: list[str], name: str | None = None
+) -> tuple[dict[str, Any], dict[str, bytes]] | None:
+    """The same; None where there is no adapter_config.json."""
+    files: dict[str, bytes] = {}
     if given is not None:
-        files = of_model(given, notes)[1]
+        own = os.path.join(given, name or "")
+        files = of_model(own if name and os.path.isdir(own) else given, notes)[1]
     else:
-        files = {}
-        for below in ("", "..") if source.local else ("",):
-            if below:
-                with Source(os.path.join(source.root, below)) as above:
-                    files = _of_folder(above, notes)[1] if above.exists(name) else {}
-            elif source.exists(name):
-                files = _of_folder(source, notes)[1]
+        for below in ("", "..") if source.local_folder else ("",):
+            folders = [f for f in (os.path.join(below, name) if name else None, below) if f is not None]
+            for folder in folders:
+                files = _with_adapter(source, folder, notes)
+                if files:
+                    notes.append(f"{ADAPTER_CONFIG} and tokenizer files taken from {folder or '.'!r} beside the source")
+                    break
             if files:
-                notes.append(f"{name} and tokenizer files taken from {below or '.'!r} beside the source")
                 break
-    if name not in files:
-        where_asked = f"{argument('config', given)} has" if given is not None else "beside the source there is"
-        raise Unsupported(
-            f"{where_asked} no {name}, without which PEFT does not load an adapter. Give {argument('config')} the folder with the one that "
-            "peft_config.save_pretrained(DIR) writes in the job."
-        )
-    parsed = bounded_json.parse(files[name], name)
+    if ADAPTER_CONFIG not in files:
+        return None
+    parsed = bounded_json.parse(files[ADAPTER_CONFIG], ADAPTER_CONFIG)
     if not isinstance(parsed, dict):
-        raise Corrupt(f"{name} is not a JSON object.")
+        raise Corrupt(f"{ADAPTER_CONFIG} is not a JSON object.")
     return parsed, {n: files[n] for n in files if n not in ("config.json", "generation_config.json")}
+
+
+def _with_adapter(source: Source, folder: str, notes: list[str]) -> dict[str, bytes]:
+    """The files of a folder of the source, or of one around it, if an adapter_config.json is among them."""
+    if not folder:
+        return _of_folder(source, notes)[1] if source.exists(ADAPTER_CONFIG) else {}
+    if not folder.startswith(".."):
+        return _of_folder(source.below(folder), notes)[1] if source.exists(f"{folder}/{ADAPTER_CONFIG}") else {}
+    path = os.path.join(source.root, folder)
+    if not os.path.isdir(path):
+        return {}
+    with Source(path) as other:
+        return _of_folder(other, notes)[1] if other.exists(ADAPTER_CONFIG) else {}
+
+
+def no_adapter_config(given: str | None, option: str = "config") -> Unsupported:
+    """The error where adapter_config.json is needed and there is none."""
+    where = f"{argument(option, given)} has" if given is not None else "beside the source there is"
+    return Unsupported(
+        f"{where} no {ADAPTER_CONFIG}, which says by how much the adapter is scaled. Give {argument(option)} the folder with the one that "
+        f"peft_config.save_pretrained(DIR) writes in the job. Without one, give {argument('lora_alpha', 16)} (the LoraConfig's; no tensor shows "
+        f"it) and, if it had use_rslora, {argument('rslora')}; ranks and modules follow from the tensors."
+    )
 
 
 def training_files(source: Source, given: str | None) -> dict[str, bytes]:
     """The configuration that a checkpoint was made with: files of the model, and those of the trainer in the folder of the
     checkpoint and in the one above it, by name; the nearest counts."""
     out = dict(beside(source, given, [])[1])
-    for folder in ("", "..") if source.local else ("",):
+    for folder in ("", "..") if source.local_folder else ("",):
         where = Source(os.path.join(source.root, folder)) if folder else source
         for name in where.list():
             if name in out or not _TRAINING.fullmatch(name) or _SECRET.search(name) or not where.exists(name):

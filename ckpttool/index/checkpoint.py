@@ -322,6 +322,9 @@ class Checkpoint:
     notes: list[str] = field(default_factory=list)
     unread: list[Unread] = field(default_factory=list)  # files that belong to it but that its layout does not read
     ignored_digests: bool = False  # there were digests, but the user disabled the comparison
+    merged: dict[str, Any] | None = (
+        None  # the adapter that was merged into it: {"adapter", "names", "scaling": {module: factor}}
+    )
     salvage: Salvage | None = None  # of what is left of a damaged checkpoint, or of a copy of what was left
 
     @property

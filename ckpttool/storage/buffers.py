@@ -23,7 +23,7 @@ class IOBudget(NamedTuple):
 
     def reader_threads(self, source: Source) -> int:
         """Threads that read: more where each waits for a network."""
-        return self.threads * (4 if source.is_remote else 1)
+        return 1 if source.in_order else self.threads * (4 if source.is_remote else 1)
 
 
 DEFAULT_BUDGET = IOBudget()

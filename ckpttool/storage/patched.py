@@ -84,6 +84,10 @@ class PatchedSource(Source):
         self.inner, self.patches, self._rest = inner, dict(patches), rest
         self.root, self.is_remote, self.commit = inner.root, inner.is_remote, inner.commit
 
+    @property
+    def local_folder(self) -> str | None:
+        return self.inner.local_folder
+
     def patch(self, name: str) -> Patch | None:
         """How a file is patched; None where it is as on the disk."""
         if name not in self.patches and not self.inner.exists(name) and (found := self._rest(name)) is not None:

@@ -72,6 +72,10 @@ class Source:
     local = True
     is_remote = False  # whether a read takes a round trip over a network
     commit: str | None = None  # of a repository on the Hub: what all reads are of
+    in_order = (
+        False  # whether its bytes are made when they are read, so that one thread should read them from front to back
+    )
+    working_bytes = 0  # memory that making them takes
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = os.path.abspath(root)
@@ -87,6 +91,11 @@ class Source:
         self._busy: Counter[tuple[str, int]] = Counter()
         self._lock = threading.RLock()
         self._identity: dict[str, Identity] = {}
+
+    @property
+    def local_folder(self) -> str | None:
+        """The folder on this machine that the files lie in; None of an archive or a store."""
+        return self.root if self.local else None
 
     def list(self, folder: str = "") -> list[str]:
         """Sorted names of the entries of the folder, or of a folder in it; [] if there is no such folder."""

@@ -1,0 +1,488 @@
+"""A base model and its LoRA as one checkpoint, whose merged weights are computed when they are read.
+
+    base model        q_proj.weight ------------------------------.
+    adapter           q_proj.lora_A.weight, q_proj.lora_B.weight --+-- MergedSource: q_proj.weight + scaling * B @ A
+                                                                   |
+    every other tensor of the base model, where it lies -----------'
+
+Every layout writes such a checkpoint as any other. A merged weight is a file of its own in the index, which exists nowhere:
+`MergedSource` makes its bytes, one weight at a time, and keeps the last one. Nothing but weights is in it: optimizer state is that
+of the adapter's training.
+
+The result has the bits of PEFT's merge_and_unload on a CPU, so torch does the same operations in the same dtypes: matrices in bf16
+and fp16 are multiplied in fp32, and the sum is rounded once to the dtype of the weight. An adapter that is given beside its base
+model is taken to fp32 first, as PeftModel.from_pretrained does; one in the state of a job keeps its dtype, as its live model does.
+
+Sources: peft/tuners/lora/{layer,variants,dora}.py, peft/tuners/tuners_utils.py (cast_adapter_dtype), of peft 0.21.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from .. import layouts
+from ..errors import Unsupported, UsageError, argument
+from ..extras import need
+from ..huggingface import adapters, lora, model_files
+from ..index.checkpoint import Checkpoint, Chunks, TensorEntry, joined, tied_weights
+from ..index.draft import Dropped
+from ..storage.source import Identity, Source
+from .fill import tensor_digests
+from .opening import CheckpointPath, MergeRequest, OpenCheckpoint, OpenOptions, model_of, open_with
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["MergedCheckpoint", "open_merged"]
+
+_TORCH_BYTES = 256 << 20  # what importing torch takes
+#: Of a base model; others, such as int8, are those of a quantised one.
+_FLOATING = ("float64", "float32", "float16", "bfloat16")
+#: Modules that models tie to each other.
+_EMBEDDINGS = (
+    "embed_tokens",
+    "wte",
+    "embed_in",
+    "word_embeddings",
+    "embedding",
+    "lm_head",
+    "embed_out",
+    "output",
+    "tok_embeddings",
+)
+_NOT_MERGED = "it is of the adapter's training, and the merged model begins with none"
+
+
+@dataclass(repr=False)
+class MergedCheckpoint(OpenCheckpoint):
+    """The result of a merge.
+
+    `parts`  the checkpoints that it is made of, and which of their tensors merged weights are computed from
+    `kept`   {tensor of the base model that stays as it is: its name there}
+    """
+
+    parts: tuple[tuple[OpenCheckpoint, frozenset[str]], ...] = ()
+    kept: dict[str, str] = field(default_factory=dict)
+
+    def expect_recorded(self, ignore: bool = False) -> None:
+        """As of any checkpoint; what was recorded of the inputs of merged weights is compared too (`inputs`)."""
+        ckpt = self.checkpoint
+        for part, used in self.parts:
+            part.expect_recorded(ignore)
+            old = part.checkpoint
+            ckpt.notes += [n for n in old.notes if n not in ckpt.notes]
+            ckpt.ignored_digests = ckpt.ignored_digests or old.ignored_digests
+            self.inputs += (
+                replace(part, checkpoint=replace(old, tensors={n: old.tensors[n] for n in used & old.recorded.keys()})),
+            )
+        recorded = self.parts[0][0].checkpoint.recorded
+        ckpt.recorded = {n: recorded[there] for n, there in self.kept.items() if there in recorded}
+
+
+class MergedSource(Source):
+    """The files of a base model, and one file for each merged weight.
+
+    Args:
+        made: {name of such a file: (its bytes, what computes them)}.
+        others: sources that they are computed from.
+    """
+
+    local = False
+    in_order = True
+
+    def __init__(
+        self,
+        base: Source,
+        made: Mapping[str, tuple[int, Callable[[], memoryview]]],
+        others: Iterable[Source],
+        working_bytes: int,
+    ) -> None:
+        self.base, self.made, self.others = base, made, [s for s in others if s is not base]
+        self.root, self.is_remote, self.commit = base.root, base.is_remote, base.commit
+        self.working_bytes = working_bytes
+        self._making = threading.Lock()
+        self._held: tuple[str, memoryview] = ("", memoryview(b""))
+
+    @property
+    def local_folder(self) -> str | None:
+        return self.base.local_folder
+
+    def list(self, folder: str = "") -> list[str]:
+        return self.base.list(folder)
+
+    def exists(self, name: str) -> bool:
+        return name in self.made or self.base.exists(name)
+
+    def glance(self, name: str) -> tuple[bool, int | None]:
+        return self.base.glance(name)
+
+    def size(self, name: str) -> int:
+        return self.made[name][0] if name in self.made else self.base.size(name)
+
+    def fd(self, name: str, flags: int = 0) -> int:
+        return self.base.fd(name, flags)
+
+    @contextmanager
+    def borrow_fd(self, name: str, flags: int = 0) -> Iterator[int]:
+        with self.base.borrow_fd(name, flags) as fd:
+            yield fd
+
+    def readinto(self, name: str, offset: int, into: memoryview) -> None:
+        if name not in self.made:
+            self.base.readinto(name, offset, into)
+            return
+        with self._making:
+            if self._held[0] != name:
+                self._held = ("", memoryview(b""))  # before the next one is made, so that there are never two
+                self._held = (name, self.made[name][1]())
+            into[:] = self._held[1][offset : offset + len(into)]
+
+    def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        self.base.prefetch(r for r in ranges if r[0] not in self.made)
+
+    def identities(self) -> dict[str, Identity]:
+        out = dict(self.base.identities())
+        for other in self.others:
+            out |= {os.path.join(other.root, n): i for n, i in other.identities().items()}
+        return out
+
+    def has_versions(self) -> bool:
+        return all(s.has_versions() for s in (self.base, *self.others))
+
+    def assert_unchanged(self) -> None:
+        for source in (self.base, *self.others):
+            source.assert_unchanged()
+
+    def close(self) -> None:
+        self._held = ("", memoryview(b""))
+        for source in (self.base, *self.others):
+            source.close()
+
+
+@dataclass
+class _Adapter:
+    """One adapter to merge."""
+
+    opened: OpenCheckpoint
+    tensors: dict[str, TensorEntry]  # by the name that PEFT saves, without "model."
+    stored: dict[str, str]  # {that name: name in the checkpoint}
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+def open_merged(
+    src: CheckpointPath, options: OpenOptions, request: MergeRequest, model: layouts.ModelHints | None = None
+) -> MergedCheckpoint:
+    """The state of `src` with the adapter merged that the request names: another checkpoint, or the one in `src` itself.
+
+    Raises:
+        Unsupported: the adapter, or the base model, cannot be merged; the message names what stands in the way.
+        Corrupt: the two do not fit. MissingPackage: torch is not installed.
+    """
+    need("ckpttool adapter merge", "torch")
+    opened: list[OpenCheckpoint] = []
+    try:
+        base = open_with(src, options, model or model_of(options), check_hints=False)
+        opened.append(base)
+        theirs = base
+        if request.adapter is not None:
+            theirs = open_with(request.adapter, OpenOptions(only=options.only))
+            opened.append(theirs)
+        for part in opened:
+            part.locate()
+        return _merged(base, theirs, request)
+    except BaseException:
+        for part in opened:
+            part.source.close()
+        raise
+
+
+def _merged(base: OpenCheckpoint, theirs: OpenCheckpoint, request: MergeRequest) -> MergedCheckpoint:
+    given = theirs is not base
+    named = _base_names(base, given)
+    chosen = _adapters(theirs, request, given)
+    shapes = {n: base.checkpoint.tensors[there].shape for n, there in named.items()}
+    plan = lora.changes(
+        {a: {n: t.shape for n, t in found.tensors.items()} for a, found in chosen.items()},
+        {a: found.config for a, found in chosen.items()},
+        shapes,
+    )
+    if not plan:
+        raise Unsupported("the adapter changes no tensor of the base model.")
+    plan = _with_tied(base, named, plan)
+    notes = _described(chosen, plan)
+
+    old = base.checkpoint
+    tensors: dict[str, TensorEntry] = {}
+    files, sizes = [*old.files], [*old.sizes]
+    made: dict[str, tuple[int, Callable[[], memoryview]]] = {}
+    untouched: dict[str, str] = {}
+    first: dict[lora.Change, dict[tuple[Any, ...], int]] = {}
+    for name, there in named.items():
+        entry, change = old.tensors[there], plan.get(name)
+        if change is None:
+            tensors[f"model.{name}"] = replace(entry, path=("model", name))
+            untouched[f"model.{name}"] = there
+            continue
+        if entry.dtype not in _FLOATING:
+            raise Unsupported(
+                f'"{there}" is {entry.dtype}: the base model is quantised, and a merge into it would be of other weights. Give the base '
+                "model in bf16 or fp32."
+            )
+        place = (entry.dtype, entry.shape, tuple(entry.chunks[:]))
+        at = first.setdefault(change, {}).get(place)
+        if at is None:
+            at = first[change][place] = len(files)
+            file = f"(merged) {name}"
+            files.append(file)
+            sizes.append(entry.nbytes)
+            made[file] = (entry.nbytes, _maker(base, there, change, chosen, upcast=given))
+        chunks = Chunks.whole(entry.shape, at, 0, entry.nbytes)
+        tensors[f"model.{name}"] = TensorEntry(entry.dtype, entry.shape, ("model", name), chunks)
+    working = _TORCH_BYTES + max(prod(shapes[n]) for n in plan) * 16
+    ckpt = replace(
+        old, files=files, sizes=sizes, tensors=tensors, values={n: v for n, v in old.values.items() if v.path[0] == "model"},
+        origin={}, trainer=None, recorded={}, notes=[*old.notes, *notes],
+        merged={
+            "adapter": os.path.basename(theirs.checkpoint.root) if given else None, "names": list(chosen),
+            "scaling": {u.module: u.scaling for c in plan.values() for u in c.updates},
+        },
+    )  # fmt: skip
+    changed = frozenset(named[n] for n in plan)
+    read = frozenset(found.stored[n] for found in chosen.values() for n in found.tensors)
+    return MergedCheckpoint(
+        ckpt, MergedSource(base.source, made, [theirs.source], working), base.layout, base.folder, True,
+        base.allow_equal_ranks, base.allow_mixed_steps, only=base.only, left_behind=_left_behind(base, theirs, named, read),
+        parts=((base, changed), (theirs, read)) if given else ((base, changed | read),), kept=untouched,
+    )  # fmt: skip
+
+
+def _base_names(base: OpenCheckpoint, given: bool) -> dict[str, str]:
+    """{name of a weight in the base model: in the checkpoint}.
+
+    Raises:
+        Unsupported: there is none, or the base model that was given holds an adapter.
+    """
+    model = {joined(t.path[1:]): n for n, t in base.checkpoint.tensors.items() if t.path[0] == "model"}
+    if not given:
+        return adapters.base_names(model)
+    if any(p.startswith("lora_") for n in model for p in n.split(".")):
+        raise Unsupported(
+            f"{base.source.root}, given as the base model, holds an adapter itself. Merge that first: ckpttool adapter merge SRC DST."
+        )
+    if not model:
+        raise Unsupported(f"{base.source.root} holds no weights to merge an adapter into.")
+    return model
+
+
+def _adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool) -> dict[str, _Adapter]:
+    """The adapters that were asked for, {name: adapter}, in that order; the only one where none was named."""
+    ckpt = theirs.checkpoint
+    model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
+    seen = lora.of_tensors({n: t.shape for n, t in model.items()})
+    if not given and seen is not None and seen.alone:
+        raise Unsupported(
+            f"{_shown(theirs)} holds an adapter only ({seen}), and no base model. Give both: ckpttool adapter merge BASE "
+            f"{_shown(theirs)} DST."
+        )
+    names: tuple[str | None, ...] = request.names or (None,)
+    if request.names == () and seen is not None and len([n for n in seen.names if n]) > 1:
+        raise UsageError(
+            f"{_shown(theirs)} holds {len(seen.names)} adapters, {', '.join(seen.names)}. Name those to merge, in order: "
+            f"{argument('adapter_name', seen.names[0])}."
+        )
+    out: dict[str, _Adapter] = {}
+    for wanted in names:
+        known = model_files.adapter_if_any(theirs.source, request.config, [], wanted)
+        config = None if known is None else known[0]
+        if config is None and request.lora_alpha is None:
+            raise model_files.no_adapter_config(request.config, "adapter_config")
+        if config is not None and request.lora_alpha is not None:
+            raise UsageError(
+                f"{argument('lora_alpha', request.lora_alpha)}: the adapter has an adapter_config.json, which says {str(config.get('lora_alpha'))[:40]}. "
+                "Leave the option out."
+            )
+        if config is not None:
+            lora.refuse_unmergeable(config, base_is_given=given)
+        reduced = adapters.alone(ckpt, config or {"peft_type": "LORA"}, wanted)
+        found = {joined(t.path[1:]): t for t in reduced.tensors.values()}
+        stored = _stored(ckpt, found)
+        if config is None:
+            assert request.lora_alpha is not None
+            config = lora.made_config(
+                {n: t.shape for n, t in found.items()},
+                lora_alpha=request.lora_alpha,
+                rslora=request.rslora,
+                base_model=None,
+            )
+        elif request.rslora and not config.get("use_rslora"):
+            raise UsageError(f"{argument('rslora')}: adapter_config.json has use_rslora=false. Leave the option out.")
+        out[wanted or ""] = _Adapter(theirs, found, stored, config)
+    return out
+
+
+def _shown(opened: OpenCheckpoint) -> str:
+    """The path of an open checkpoint, for people."""
+    return opened.source.root if opened.folder else os.path.join(opened.source.root, opened.checkpoint.files[0])
+
+
+def _stored(ckpt: Checkpoint, found: Mapping[str, TensorEntry]) -> dict[str, str]:
+    """{name of a tensor that was renamed: its name in the checkpoint}; renaming keeps the chunks."""
+    by_chunks = {id(t.chunks): n for n, t in ckpt.tensors.items()}
+    return {n: by_chunks[id(t.chunks)] for n, t in found.items()}
+
+
+def _with_tied(base: OpenCheckpoint, named: Mapping[str, str], plan: dict[str, lora.Change]) -> dict[str, lora.Change]:
+    """The plan with tied weights, which are one parameter in PEFT's model: what changes one of them in place changes all, in
+    the order of the model."""
+    out = dict(plan)
+    for names in _tied_groups(base, named):
+        here = [plan[n] for n in names if n in plan and not plan[n].is_copy]
+        updates = tuple(u for change in here for u in change.updates)
+        if len(updates) > 1 and any(u.magnitude for u in updates):
+            raise Unsupported(
+                f'"{names[0]}" and "{names[1]}" are tied, and both have an adapter with DoRA. Merge it with PEFT.'
+            )
+        starts = [change.start for change in here if change.start is not None]
+        for n in names if here else ():
+            if n not in plan or not plan[n].is_copy:
+                out[n] = lora.Change(starts[-1] if starts else None, updates)
+    return {n: out[n] for n in named if n in out}
+
+
+def _tied_groups(base: OpenCheckpoint, named: Mapping[str, str]) -> list[list[str]]:
+    """Names of the base model that are one parameter: those that share bytes of a file, and embeddings with equal bytes."""
+    old = base.checkpoint.tensors
+    here = {there: n for n, there in named.items()}
+    groups: dict[str, list[str]] = {}
+    for other, first in tied_weights({there: old[there] for there in named.values()}).items():
+        groups.setdefault(here[first], [here[first]]).append(here[other])
+    grouped = {n for names in groups.values() for n in names}
+    alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for n, there in named.items():
+        t, parts = old[there], n.split(".")
+        if (
+            n not in grouped
+            and len(parts) > 1
+            and parts[-1] == "weight"
+            and parts[-2] in _EMBEDDINGS
+            and len(t.shape) == 2
+        ):
+            alike.setdefault((t.dtype, t.shape), []).append(n)
+    pairs = {n: old[named[n]] for names in alike.values() if len(names) > 1 for n in names}
+    ckpt = base.checkpoint
+    digests = tensor_digests(pairs, base.source, ckpt.files, ckpt.records, lambda *_: None) if pairs else {}
+    same: dict[str, list[str]] = {}
+    for n, digest in digests.items():
+        same.setdefault(digest, []).append(n)
+    return [*groups.values(), *(names for names in same.values() if len(names) > 1)]
+
+
+def _described(chosen: Mapping[str, _Adapter], plan: Mapping[str, lora.Change]) -> list[str]:
+    """What the merge does, in sentences: the scaling above all."""
+    by_factor: dict[str, int] = {}
+    for update in {(u.adapter, u.module): u for c in plan.values() for u in c.updates}.values():
+        config = chosen[update.adapter].config
+        root = "sqrt(r)" if config.get("use_rslora") else "r"
+        alpha = update.scaling * (update.rank**0.5 if config.get("use_rslora") else update.rank)
+        text = f"scaling {update.scaling:.6g} = alpha {alpha:.6g} / {root}, r {update.rank}" + (
+            ", DoRA" if update.magnitude else ""
+        )
+        by_factor[text] = by_factor.get(text, 0) + 1
+    out = [f"merged {n} modules with {text}" for text, n in by_factor.items()]
+    if replaced := [n for n, c in plan.items() if c.start is not None]:
+        out.append(f'{len(replaced)} tensors are the adapter\'s own (modules_to_save, biases), first "{replaced[0]}"')
+    if biases := [n for n, c in plan.items() if c.biases]:
+        out.append(f'{len(biases)} biases are merged, first "{biases[0]}"')
+    return out
+
+
+def _left_behind(
+    base: OpenCheckpoint, theirs: OpenCheckpoint, named: Mapping[str, str], read: frozenset[str]
+) -> list[Dropped]:
+    """Everything besides weights, and the tensors of other adapters."""
+    rows: dict[str, Dropped] = {}
+    used = {*named.values(), *read}
+    for part in (base, theirs):
+        for n, t in part.checkpoint.tensors.items():
+            if t.path[0] != "model":
+                rows[n] = Dropped(n, t.nbytes, _NOT_MERGED)
+            elif n not in used:
+                rows[n] = Dropped(
+                    n, t.nbytes, "it is of an adapter that was not asked for, or what its own copy replaces"
+                )
+        rows |= {n: Dropped(n, 0, _NOT_MERGED) for n, v in part.checkpoint.values.items() if v.path[0] != "model"}
+    return list(rows.values())
+
+
+# ---------------------------------------------------------------------------------------------------------- computing
+
+
+def _maker(
+    base: OpenCheckpoint, name: str, change: lora.Change, chosen: Mapping[str, _Adapter], *, upcast: bool
+) -> Callable[[], memoryview]:
+    """What computes one merged tensor: its bytes, row-major."""
+
+    def of_adapter(adapter: str, tensor: str) -> torch.Tensor:
+        import torch
+
+        found = chosen[adapter]
+        out = found.opened[found.stored[tensor]].torch()
+        low = out.dtype in (torch.float16, torch.bfloat16) or "float8" in str(out.dtype)
+        return out.float() if upcast and low else out
+
+    def make() -> memoryview:
+        import torch
+
+        with torch.no_grad():
+            if change.start is None:
+                weight = base[name].torch()
+            else:
+                found = chosen[change.start[0]]
+                weight = found.opened[found.stored[change.start[1]]].torch()
+                weight = weight.to(getattr(torch, base.checkpoint.tensors[name].dtype))
+            for update in change.updates:
+                magnitude = None if update.magnitude is None else of_adapter(update.adapter, update.magnitude)
+                weight = _updated(
+                    weight,
+                    of_adapter(update.adapter, update.a),
+                    of_adapter(update.adapter, update.b),
+                    magnitude,
+                    update,
+                )
+            for adapter, bias, factor in change.biases:
+                weight += of_adapter(adapter, bias) * factor
+            return memoryview(weight.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    return make
+
+
+def _updated(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, magnitude: torch.Tensor | None, update: lora.Update
+) -> torch.Tensor:
+    """The weight with one LoRA in it; the operations, their order and their dtypes are PEFT's."""
+    import torch
+
+    dtype = (a if update.embedding else b).dtype
+    half = dtype in (torch.float16, torch.bfloat16)
+    product = b.float() @ a.float() if half else b @ a
+    delta = (product.T if update.transposed else product).mul_(update.scaling)
+    del product
+    if half:
+        delta = delta.to(dtype)
+    if magnitude is None:
+        weight += delta.to(weight.dtype) if update.embedding else delta
+        return weight
+    # DoRA: the norm of every row of what the linear layer multiplies with
+    rows = (weight.T + delta.T) if update.transposed else (weight + delta)
+    norm = torch.linalg.norm(rows, dim=1).to(rows.dtype)
+    del rows
+    factor = magnitude / norm
+    shaped = factor.view(1, -1) if update.transposed else factor.view(-1, 1)
+    out: torch.Tensor = shaped * (weight + delta)
+    return out.to(weight.dtype)
