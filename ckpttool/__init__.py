@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .converters._hf_write import HfOptions  # type: ignore[import-not-found,unused-ignore]
     from .converters._parts_write import DirectoryOptions  # type: ignore[import-not-found,unused-ignore]
     from .converters.universal import UniversalOptions  # type: ignore[import-not-found,unused-ignore]
+    from .engine.adapter import adapter_extract, adapter_merge
     from .engine.conversion import ConvertResult, convert
     from .engine.detection import newest
     from .engine.diff import Difference, diff
@@ -66,6 +67,8 @@ _WHERE = {
     "UniversalOptions": "converters.universal",
     "VerifyResult": "engine.verification",
     "ZeroOptions": "converters._deepspeed_write",
+    "adapter_extract": "engine.adapter",
+    "adapter_merge": "engine.adapter",
     "clean": "storage.partial",
     "convert": "engine.conversion",
     "describe_fsdp1": "live.fsdp1",
@@ -109,6 +112,8 @@ __all__ = [
     "VerifyResult",
     "ZeroOptions",
     "__version__",
+    "adapter_extract",
+    "adapter_merge",
     "clean",
     "convert",
     "describe_fsdp1",

@@ -98,13 +98,32 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
     if own.strip_prefix is not None:
         ckpt = without_prefix(ckpt, own.strip_prefix)
     if own.adapter:
-        config = _adapter_config(source, options, [])
+        seen = lora.of_tensors({joined(t.path[1:]): t.shape for t in ckpt.tensors.values() if t.path[0] == "model"})
+        config = _adapter_config(source, options, [], one_of_several=seen is not None and len(seen.names) > 1)
         ckpt = adapters.alone(ckpt, {"peft_type": "LORA"} if config is None else config[0], own.adapter_name)
     return ckpt
 
 
+def _config_files(
+    ckpt: Checkpoint, source: Source, options: WriteOptions, notes: list[str]
+) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
+    """(config.json, files to copy) of the model, untied where that was asked for; after a merge as PEFT leaves them: without
+    adapter_config.json, at which from_pretrained would look for the adapter again, and untied if only one of two tied weights was
+    changed.
+
+    Raises:
+        Unsupported: it was asked to untie, and there is no config.json.
+    """
+    config, files = model_files.beside(source, options.config, notes)
+    if ckpt.merged is not None:
+        files.pop(_ADAPTER_CONFIG, None)
+        if config is not None and ckpt.merged["untied"]:
+            return _untied(config, files)
+    return _untied(config, files) if options.of(HfOptions).untie else (config, files)
+
+
 def _adapter_config(
-    source: Source, options: WriteOptions, notes: list[str]
+    source: Source, options: WriteOptions, notes: list[str], *, one_of_several: bool = False
 ) -> tuple[dict[str, Any], dict[str, bytes]] | None:
     """(adapter_config.json, files to copy); None where `lora_alpha` stands for it.
 
@@ -112,9 +131,12 @@ def _adapter_config(
         Unsupported: there is none, and no alpha was given. UsageError: there is one, and an alpha too.
     """
     own = options.of(HfOptions)
+    name = own.adapter_name
+    found = model_files.adapter(source, options.config, notes, name, one_of_several=one_of_several)
     if own.lora_alpha is None:
-        return model_files.adapter(source, options.config, notes, own.adapter_name)
-    found = model_files.adapter_if_any(source, options.config, notes, own.adapter_name)
+        if found is None:
+            raise model_files.no_adapter_config(options.config)
+        return found
     if found is not None:
         raise UsageError(
             f"{argument('lora_alpha', own.lora_alpha)}: there is an adapter_config.json, which says {str(found[0].get('lora_alpha'))[:40]}. "
@@ -134,9 +156,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     if own.adapter:
         return _write_adapter(ckpt, source, options)
     notes: list[str] = []
-    config, extra = model_files.beside(source, options.config, notes)
-    if own.untie:
-        config, extra = _untied(config, extra)
+    config, extra = _config_files(ckpt, source, options, notes)
     weights = _weights(ckpt, source, options, config, notes)
     model, rest, tied = weights.model, weights.rest, weights.tied
     groups = _split(model, own.max_shard_bytes, weights.together)
@@ -154,8 +174,6 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         sources |= {k: ckpt.tensors[k] for k in held}
         draft_files += shards
         dropped = []
-    if ckpt.merged:
-        extra.pop(_ADAPTER_CONFIG, None)  # from_pretrained would look for the adapter again
     for name, data in extra.items():
         data = _with_dtype(name, data, model)
         draft_files.append(DraftFile(name, len(data), data))
@@ -212,7 +230,7 @@ def write_file(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft
             f"{options.target!r} is one. Give the name of a folder."
         )
     notes: list[str] = []
-    config, extra = model_files.beside(source, options.config, [])
+    config, extra = _config_files(ckpt, source, options, [])
     if config is None:
         notes.append(
             "no config.json next to the source: names are written as they are in memory, and tied weights twice; give "

@@ -29,6 +29,9 @@ MODULES = {
 OUTSIDE: dict[str, set[str]] = {
     "audit.sidecar": {"blake3"},
     "audit.verification": {"blake3"},
+    "cli.adapter.arguments": {"typer"},
+    "cli.adapter.extract": {"typer"},
+    "cli.adapter.merge": {"typer"},
     "cli.audit.arguments": {"typer"},
     "cli.audit.export": {"typer"},
     "cli.audit.ledger": {"typer"},

@@ -106,6 +106,33 @@ def outside() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k.startswith(("AWS_", "HF_", "NO_PROXY", "XDG_CACHE_HOME"))}
 
 
+def make_adapter(desk: Path) -> None:
+    """base, a model of transformers; lora/adapter, what PEFT saves of an adapter of it; lora/ckpt, the state of the job."""
+    import numpy as np
+    from safetensors.numpy import load_file, save_file
+
+    shutil.copytree(FIXTURES / "hf_llama" / "ckpt", desk / "base")
+    base = load_file(desk / "base" / "model.safetensors")
+    (desk / "lora" / "adapter").mkdir(parents=True)
+    name = "model.layers.0.self_attn.q_proj"
+    rows, columns = base[f"{name}.weight"].shape
+    matrices = {"A": np.full((4, columns), 0.5, "f4"), "B": np.full((rows, 4), 0.25, "f4")}
+    saved = {f"base_model.model.{name}.lora_{k}.weight": m for k, m in matrices.items()}
+    save_file(saved, desk / "lora" / "adapter" / "adapter_model.safetensors")
+    said = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": "org/base",
+        "task_type": "CAUSAL_LM",
+        "r": 4,
+        "lora_alpha": 16,
+    }
+    (desk / "lora" / "adapter" / "adapter_config.json").write_text(json.dumps(said))
+    live = {n.replace(name, f"{name}.base_layer"): t for n, t in base.items()}
+    live |= {f"{name}.lora_{k}.default.weight": m for k, m in matrices.items()}
+    save_file({f"base_model.model.{n}": t for n, t in live.items()}, desk / "state.safetensors")
+    ckpttool.convert(desk / "state.safetensors", desk / "lora" / "ckpt", to="dcp", world_size=2)
+
+
 def make_keys(folder: Path) -> None:
     """sign.pem and sign.pub, an EC key; archive.key and archive.pub, one of age."""
     from cryptography.hazmat.primitives import serialization
@@ -245,7 +272,14 @@ def test_the_lines_of_every_migration_guide_resume_in_the_engine_they_are_for(
 @PUTS
 def test_every_command_of_the_reference_runs(desk: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(desk)
+    make_adapter(desk)
     run_here(command_lines(CLI), desk)
+
+
+def test_every_command_of_the_guide_to_adapters_runs(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(desk)
+    make_adapter(desk)
+    run_here(command_lines(PAGES["how-to/adapters.md"]), desk)
 
 
 def test_every_recipe_of_the_archive_guide_runs_as_it_stands_and_then_its_reader(

@@ -33,12 +33,13 @@ class LayoutCommand(Command):
     """A command that takes the options of every layout that can be written."""
 
     targets: tuple[str, ...] | None = None  # of all layouts where None
+    without: tuple[str, ...] = ()  # options that the command has itself, or that make no sense for it
 
     @property
     def params(self) -> list[Any]:
         """The command's own options, then those of layouts."""
         if self._made is None:
-            self._made = [*self._own, *_options(self.targets)]
+            self._made = [*self._own, *(o for o in _options(self.targets) if o.opts[0] not in self.without)]
         return self._made
 
     @params.setter

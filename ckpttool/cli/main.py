@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import EXIT_CODES, CkpttoolError, Interrupted, NoSpace, NotRecognised, UsageError, as_flags
+from .adapter import app as adapter_app
 from .audit import app as audit_app
 from .clean import clean
 from .convert import convert
@@ -50,6 +51,7 @@ app.command()(digest)
 app.command()(clean)
 app.command(cls=HfCommand)(push)
 app.command(cls=LayoutCommand)(pull)
+app.add_typer(adapter_app)
 app.add_typer(audit_app)
 app.command()(layouts)
 

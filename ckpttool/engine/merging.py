@@ -33,7 +33,7 @@ from ..huggingface import adapters, lora, model_files
 from ..index.checkpoint import Checkpoint, Chunks, TensorEntry, joined, tied_weights
 from ..index.draft import Dropped
 from ..storage.source import Identity, Source
-from .fill import tensor_digests
+from .fill import silent, tensor_digests
 from .opening import CheckpointPath, MergeRequest, OpenCheckpoint, OpenOptions, model_of, open_with
 
 if TYPE_CHECKING:
@@ -214,8 +214,18 @@ def _merged(base: OpenCheckpoint, theirs: OpenCheckpoint, request: MergeRequest)
     )
     if not plan:
         raise Unsupported("the adapter changes no tensor of the base model.")
-    plan = _with_tied(base, named, plan)
+    tied = _tied_groups(base, named)
+    plan = _with_tied(named, tied, plan)
+    for names in tied:
+        if _one_copy([plan.get(n) for n in names], chosen):
+            plan |= {n: plan[names[0]] for n in names}
     notes = _described(chosen, plan)
+    untied = next((names for names in tied if len({plan.get(n) for n in names}) > 1), [])
+    if untied:
+        notes.append(
+            f"{' and '.join(untied)} are no longer tied, since the adapter has a copy of its own (modules_to_save); config.json gets "
+            "tie_word_embeddings=false, as PEFT does"
+        )
 
     old = base.checkpoint
     tensors: dict[str, TensorEntry] = {}
@@ -249,8 +259,8 @@ def _merged(base: OpenCheckpoint, theirs: OpenCheckpoint, request: MergeRequest)
         old, files=files, sizes=sizes, tensors=tensors, values={n: v for n, v in old.values.items() if v.path[0] == "model"},
         origin={}, trainer=None, recorded={}, notes=[*old.notes, *notes],
         merged={
-            "adapter": os.path.basename(theirs.checkpoint.root) if given else None, "names": list(chosen),
-            "scaling": {u.module: u.scaling for c in plan.values() for u in c.updates},
+            "adapter": os.path.basename(theirs.checkpoint.root) if given else None, "names": [n for n in chosen if n],
+            "scaling": {u.module: u.scaling for c in plan.values() for u in c.updates}, "untied": untied,
         },
     )  # fmt: skip
     changed = frozenset(named[n] for n in plan)
@@ -298,7 +308,11 @@ def _adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool) -> dic
         )
     out: dict[str, _Adapter] = {}
     for wanted in names:
-        known = model_files.adapter_if_any(theirs.source, request.config, [], wanted)
+        if wanted is not None and (seen is None or wanted not in seen.names):
+            there = f"its adapters are {', '.join(seen.names)}" if seen and seen.names != ("",) else "none has a name"
+            raise UsageError(f"{argument('adapter_name', wanted)}: {_shown(theirs)} has no such adapter; {there}.")
+        several = seen is not None and len(seen.names) > 1
+        known = model_files.adapter(theirs.source, request.config, [], wanted, one_of_several=several)
         config = None if known is None else known[0]
         if config is None and request.lora_alpha is None:
             raise model_files.no_adapter_config(request.config, "adapter_config")
@@ -337,11 +351,11 @@ def _stored(ckpt: Checkpoint, found: Mapping[str, TensorEntry]) -> dict[str, str
     return {n: by_chunks[id(t.chunks)] for n, t in found.items()}
 
 
-def _with_tied(base: OpenCheckpoint, named: Mapping[str, str], plan: dict[str, lora.Change]) -> dict[str, lora.Change]:
+def _with_tied(named: Mapping[str, str], tied: list[list[str]], plan: dict[str, lora.Change]) -> dict[str, lora.Change]:
     """The plan with tied weights, which are one parameter in PEFT's model: what changes one of them in place changes all, in
     the order of the model."""
     out = dict(plan)
-    for names in _tied_groups(base, named):
+    for names in tied:
         here = [plan[n] for n in names if n in plan and not plan[n].is_copy]
         updates = tuple(u for change in here for u in change.updates)
         if len(updates) > 1 and any(u.magnitude for u in updates):
@@ -353,6 +367,17 @@ def _with_tied(base: OpenCheckpoint, named: Mapping[str, str], plan: dict[str, l
             if n not in plan or not plan[n].is_copy:
                 out[n] = lora.Change(starts[-1] if starts else None, updates)
     return {n: out[n] for n in named if n in out}
+
+
+def _one_copy(rows: list[lora.Change | None], chosen: Mapping[str, _Adapter]) -> bool:
+    """Whether an adapter replaces all of some tied tensors by one copy, which PEFT ties again (ensure_weight_tying)."""
+    starts = [c.start for c in rows if c is not None and c.is_copy and c.start is not None]
+    if len(starts) < len(rows) or not all(chosen[a].config.get("ensure_weight_tying") for a, _ in starts):
+        return False
+    found = [chosen[a] for a, _ in starts]
+    ckpt, source = found[0].opened.checkpoint, found[0].opened.source
+    wanted = {f.stored[n]: ckpt.tensors[f.stored[n]] for f, (_, n) in zip(found, starts, strict=True)}
+    return len(set(tensor_digests(wanted, source, ckpt.files, ckpt.records, silent).values())) == 1
 
 
 def _tied_groups(base: OpenCheckpoint, named: Mapping[str, str]) -> list[list[str]]:
@@ -376,7 +401,7 @@ def _tied_groups(base: OpenCheckpoint, named: Mapping[str, str]) -> list[list[st
             alike.setdefault((t.dtype, t.shape), []).append(n)
     pairs = {n: old[named[n]] for names in alike.values() if len(names) > 1 for n in names}
     ckpt = base.checkpoint
-    digests = tensor_digests(pairs, base.source, ckpt.files, ckpt.records, lambda *_: None) if pairs else {}
+    digests = tensor_digests(pairs, base.source, ckpt.files, ckpt.records, silent) if pairs else {}
     same: dict[str, list[str]] = {}
     for n, digest in digests.items():
         same.setdefault(digest, []).append(n)

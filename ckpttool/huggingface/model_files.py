@@ -14,7 +14,7 @@ from ..errors import CkpttoolError, Corrupt, RemoteError, Unsafe, Unsupported, a
 from ..storage.source import Source
 
 __all__ = [
-    "ADAPTER_CONFIG", "PACKED", "adapter", "adapter_if_any", "beside", "fetched", "no_adapter_config", "of_model", "read_config",
+    "ADAPTER_CONFIG", "PACKED", "adapter", "beside", "fetched", "no_adapter_config", "of_model", "read_config",
     "training_files", "understood",
 ]  # fmt: skip
 
@@ -137,32 +137,23 @@ def beside(source: Source, given: str | None, notes: list[str]) -> tuple[dict[st
 
 
 def adapter(
-    source: Source, given: str | None, notes: list[str], name: str | None = None
-) -> tuple[dict[str, Any], dict[str, bytes]]:
+    source: Source, given: str | None, notes: list[str], name: str | None = None, *, one_of_several: bool = False
+) -> tuple[dict[str, Any], dict[str, bytes]] | None:
     """(adapter_config.json, files to copy, that one among them) of an adapter: of the folder given, of the source's own, or
     of the one above it, and first of the folder in it that has the adapter's name, if that is known. The config of the base model is not
-    among them.
+    among them. None where there is no adapter_config.json.
 
-    Raises:
-        Unsupported: there is no adapter_config.json.
+    Of several adapters, one that is not called default has its file in a folder of its own, as PEFT saves them; only a folder that was
+    given may have it otherwise.
     """
-    found = adapter_if_any(source, given, notes, name)
-    if found is None:
-        raise no_adapter_config(given)
-    return found
-
-
-def adapter_if_any(
-    source: Source, given: str | None, notes: list[str], name: str | None = None
-) -> tuple[dict[str, Any], dict[str, bytes]] | None:
-    """The same; None where there is no adapter_config.json."""
     files: dict[str, bytes] = {}
     if given is not None:
         own = os.path.join(given, name or "")
         files = of_model(own if name and os.path.isdir(own) else given, notes)[1]
     else:
         for below in ("", "..") if source.local_folder else ("",):
-            folders = [f for f in (os.path.join(below, name) if name else None, below) if f is not None]
+            folders = [os.path.join(below, name)] if name else []
+            folders += [] if one_of_several and name not in (None, "default") else [below]
             for folder in folders:
                 files = _with_adapter(source, folder, notes)
                 if files:

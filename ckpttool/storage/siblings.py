@@ -41,6 +41,10 @@ class WithSiblings(Source):
             return self.above, rest
         return self.inner, name
 
+    @property
+    def local_folder(self) -> str | None:
+        return self.inner.local_folder
+
     def list(self, folder: str = "") -> list[str]:
         source, name = self._where(folder)
         return source.list(name)

@@ -1,0 +1,109 @@
+"""`ckpttool adapter extract`: parse, call, print."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..help import READING, about
+from ..terminal import (  # fmt: skip
+    AllowEqualRanks,
+    AllowMixedSteps,
+    Dtype,
+    FlatLayout,
+    Force,
+    From,
+    IgnoreRecorded,
+    Json,
+    Latest,
+    Like,
+    Quiet,
+    Src,
+    Tag,
+    Threads,
+    Verbose,
+    Wrap,
+    bytes_of,
+    comma,
+    newest_of,
+)
+from .arguments import LoraAlpha, MaxMemory, NoVerify, Rslora, run
+
+__all__ = ["extract"]
+
+
+@about(
+    ("From the state of a job", "ckpttool adapter extract lora/ckpt lora/peft --config lora/adapter"),
+    (
+        "Without adapter_config.json",
+        "ckpttool adapter extract lora/ckpt lora/made --lora-alpha 6 --base-model org/base",
+    ),
+    ("One of several adapters", "ckpttool adapter extract run/ckpt policy --adapter-name policy"),
+    exits=(*READING, 5, 6),
+    meaning={3: "no adapter, or no adapter_config.json", 5: "the result, read back, differs"},
+)
+def extract(
+    src: Src,
+    dst: Annotated[
+        str, typer.Argument(help="The folder to write, as PEFT's save_pretrained does.", show_default=False)
+    ],
+    adapter_name: Annotated[
+        str | None,
+        typer.Option(
+            "--adapter-name",
+            "--adapter",
+            help="Which adapter, where there are several; default where not given.",
+            metavar="NAME",
+        ),
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            "--config", help="Folder with adapter_config.json, if it is not beside the checkpoint.", metavar="DIR"
+        ),
+    ] = None,
+    lora_alpha: LoraAlpha = None,
+    rslora: Rslora = False,
+    base_model: Annotated[
+        str | None,
+        typer.Option("--base-model", help="With --lora-alpha: path or id of the base model.", metavar="MODEL"),
+    ] = None,
+    strip_prefix: Annotated[
+        str | None,
+        typer.Option(
+            "--strip-prefix", help="Modules that names of weights begin with, to leave out.", metavar="PREFIX"
+        ),
+    ] = None,
+    dtype: Dtype = None,
+    from_: From = None,
+    like: Like = None,
+    flat_layout: FlatLayout = None,
+    wrap: Wrap = None,
+    tag: Tag = None,
+    latest: Latest = False,
+    allow_equal_ranks: AllowEqualRanks = False,
+    allow_mixed_steps: AllowMixedSteps = False,
+    ignore_recorded_digests: IgnoreRecorded = False,
+    max_memory: MaxMemory = None,
+    jobs: Threads = 2,
+    force: Force = False,
+    no_verify: NoVerify = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write the adapter in a checkpoint as PEFT's own folder."""
+    from ...engine.adapter import adapter_extract
+
+    src = newest_of(src, latest, quiet or as_json)
+    run(
+        lambda meter: adapter_extract(
+            src, dst, adapter_name=adapter_name, config=config, lora_alpha=lora_alpha, rslora=rslora, base_model=base_model,
+            strip_prefix=strip_prefix, dtype=dtype, source_layout=from_, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
+            allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
+            ignore_recorded_digests=ignore_recorded_digests, force=force, verify=not no_verify,
+            max_memory_bytes=bytes_of(max_memory) if max_memory else None, threads=jobs, progress=meter,
+        ),
+        as_json=as_json, quiet=quiet, verbose=verbose,
+    )  # fmt: skip

@@ -1,0 +1,176 @@
+"""adapter_extract, adapter_merge: the LoRA of a checkpoint as PEFT's files, and a model with its LoRA merged in any layout.
+
+Both are conversions: one of the part of the weights that PEFT saves, one of a checkpoint whose merged weights are computed
+(merging.py). Everything that holds for `convert` holds for them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+
+from .. import layouts
+from ..errors import UsageError
+from .conversion import ConvertResult, RunOptions, convert_with
+from .fill import Progress, silent
+from .opening import CheckpointPath, MergeRequest, OpenOptions
+from .planning import WriteRequest
+
+__all__ = ["adapter_extract", "adapter_merge", "extraction", "merge_target"]
+
+
+def adapter_extract(
+    src: CheckpointPath,
+    dst: str | os.PathLike[str],
+    *,
+    adapter_name: str | None = None,
+    config: str | None = None,
+    lora_alpha: float | None = None,
+    rslora: bool = False,
+    base_model: str | None = None,
+    strip_prefix: str | None = None,
+    dtype: str | None = None,
+    source_layout: str | None = None,
+    like: str | os.PathLike[str] | None = None,
+    flat_layout: str | os.PathLike[str] | None = None,
+    wrap: Iterable[str] | None = None,
+    tag: str | None = None,
+    allow_equal_ranks: bool = False,
+    allow_mixed_steps: bool = False,
+    ignore_recorded_digests: bool = False,
+    force: bool = False,
+    verify: bool = True,
+    max_memory_bytes: int | None = None,
+    threads: int = 2,
+    progress: Progress = silent,
+) -> ConvertResult:
+    """Write the adapter in a checkpoint of any layout as PEFT's own folder, byte for byte as its save_pretrained does.
+
+    Args:
+        src: a checkpoint that holds an adapter: of the whole model that PEFT wrapped, or the adapter alone.
+        dst: the folder to write, with adapter_model.safetensors and adapter_config.json.
+        adapter_name: which adapter, where there are several; "default" where None.
+        config: folder with adapter_config.json, where it is neither beside the checkpoint nor one folder above it.
+        lora_alpha: of the LoraConfig, where there is no adapter_config.json; one is made of it, and of names and shapes.
+        rslora: with `lora_alpha`: use_rslora of the LoraConfig.
+        base_model: with `lora_alpha`: base_model_name_or_path of adapter_config.json.
+        strip_prefix: modules that names of weights begin with, to leave out ("net.").
+        dtype: floating-point dtype of the adapter; that of the source where None.
+        (the others): as `convert`.
+
+    Raises:
+        Unsupported: there is no adapter, no adapter_config.json and no `lora_alpha`, or a kind whose names are not known.
+    """
+    reading = OpenOptions(
+        source_layout=source_layout, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
+        allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
+    )  # fmt: skip
+    writing = extraction(
+        adapter_name=adapter_name, lora_alpha=lora_alpha, rslora=rslora, base_model=base_model, strip_prefix=strip_prefix,
+        dtype=dtype, ignore_recorded_digests=ignore_recorded_digests,
+    )  # fmt: skip
+    running = RunOptions(
+        force=force, verify=verify, max_memory_bytes=max_memory_bytes, threads=threads, progress=progress
+    )
+    return convert_with(src, dst, reading, writing, running)
+
+
+def extraction(
+    *,
+    adapter_name: str | None,
+    lora_alpha: float | None,
+    rslora: bool,
+    base_model: str | None,
+    strip_prefix: str | None,
+    dtype: str | None,
+    ignore_recorded_digests: bool,
+) -> WriteRequest:
+    """What `adapter_extract` asks of a conversion."""
+    hf = layouts.find("hf")
+    assert hf.options is not None
+    options = hf.options(
+        adapter=True, adapter_name=adapter_name, lora_alpha=lora_alpha, rslora=rslora, base_model=base_model, strip_prefix=strip_prefix,
+    )  # fmt: skip
+    return WriteRequest(to="hf", options=options, dtype=dtype, ignore_recorded_digests=ignore_recorded_digests)
+
+
+def adapter_merge(
+    src: CheckpointPath,
+    dst: str | os.PathLike[str],
+    *,
+    adapter: str | os.PathLike[str] | None = None,
+    adapter_name: str | Iterable[str] | None = None,
+    adapter_config: str | None = None,
+    lora_alpha: float | None = None,
+    rslora: bool = False,
+    to: str | None = None,
+    options: object = None,
+    world_size: int | None = None,
+    only: Iterable[str] | None = None,
+    dtype: str | None = None,
+    cast: Mapping[str, str] | None = None,
+    drop: bool = False,
+    force: bool = False,
+    verify: bool = True,
+    source_layout: str | None = None,
+    config: str | None = None,
+    like: str | os.PathLike[str] | None = None,
+    flat_layout: str | os.PathLike[str] | None = None,
+    wrap: Iterable[str] | None = None,
+    tag: str | None = None,
+    allow_equal_ranks: bool = False,
+    allow_mixed_steps: bool = False,
+    ignore_recorded_digests: bool = False,
+    max_memory_bytes: int | None = None,
+    threads: int = 2,
+    progress: Progress = silent,
+) -> ConvertResult:
+    """Write a model with its LoRA merged: W + scaling * B @ A, with the bits that PEFT's merge_and_unload gives on a CPU.
+
+    One weight with its adapter is in memory at a time. Optimizer, scheduler and other state of the adapter's training is not
+    carried; the notes of the result say by how much the adapter was scaled. torch computes, and must be installed.
+
+    Args:
+        src: the base model, in any layout; or, without `adapter`, a checkpoint that holds base model and adapter.
+        dst: path or URL of the merged model.
+        adapter: the checkpoint that holds the adapter: PEFT's folder, or any other layout. Its fp16 and bf16 tensors are
+            taken to fp32 first, as PeftModel.from_pretrained does; those in the state of a job keep their dtype.
+        adapter_name: which adapter, or which ones in this order, where there are several.
+        adapter_config: folder with adapter_config.json, where it is neither beside the adapter nor one folder above it.
+        lora_alpha, rslora: of the LoraConfig, where there is no adapter_config.json.
+        to: layout to write; where None, the name of `dst` tells, and "hf" if that tells nothing.
+        config: the base model's config, for the names of its weights and the files that are copied.
+        (the others): as `convert`; `source_layout` to `wrap` are about `src`.
+
+    Raises:
+        Unsupported: what cannot be merged exactly, by its name (IA3, LoHa, trained tokens, convolutions); or state of the
+            training would be left out, and neither `drop` nor `only` is set.
+        Corrupt: adapter and base model do not fit. MissingPackage: torch is not installed.
+    """
+    names = (adapter_name,) if isinstance(adapter_name, str) else tuple(adapter_name or ())
+    reading = OpenOptions(
+        source_layout=source_layout, only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
+        allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
+        merge=MergeRequest(
+            adapter=None if adapter is None else os.fspath(adapter), names=names, config=adapter_config, lora_alpha=lora_alpha,
+            rslora=rslora,
+        ),
+    )  # fmt: skip
+    writing = WriteRequest(
+        to=merge_target(to, dst).name, options=options, world_size=world_size, dtype=dtype, cast=cast, drop=drop,
+        ignore_recorded_digests=ignore_recorded_digests,
+    )  # fmt: skip
+    running = RunOptions(
+        force=force, verify=verify, max_memory_bytes=max_memory_bytes, threads=threads, progress=progress
+    )
+    return convert_with(src, dst, reading, writing, running)
+
+
+def merge_target(to: str | None, dst: str | os.PathLike[str]) -> layouts.Layout:
+    """The layout of a merged model: the one that was named, or that the destination's name tells, or hf."""
+    if to is None:
+        try:
+            return layouts.target_of(None, dst)
+        except UsageError:
+            to = "hf"
+    return layouts.target_of(to, dst)

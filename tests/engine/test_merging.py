@@ -1,0 +1,370 @@
+"""adapter merge: the bits of PEFT's merge_and_unload, in every layout; what cannot be merged is refused by its name."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckpttool
+from ckpttool.engine import merging
+from ckpttool.errors import CkpttoolError, Corrupt, Unsupported, UsageError
+
+WEIGHTS = "model.safetensors"
+LAYER = "model.layers.0.self_attn.q_proj"
+
+
+# ------------------------------------------------------------------------------------------------------- as PEFT does
+
+
+@pytest.fixture(scope="module")
+def peft() -> Iterator[Any]:
+    transformers = pytest.importorskip("transformers")
+    transformers.utils.logging.disable_progress_bar()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield pytest.importorskip("peft", reason="needs peft")
+
+
+def llama(dtype: torch.dtype, tied: bool = False) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=131, hidden_size=36, intermediate_size=50, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=10, max_position_embeddings=32, tie_word_embeddings=tied, attention_bias=True,
+    )).to(dtype)  # fmt: skip
+
+
+def tied_llama(dtype: torch.dtype) -> Any:
+    return llama(dtype, tied=True)
+
+
+def gpt2(dtype: torch.dtype) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=131, n_embd=36, n_layer=2, n_head=4, n_positions=32)).to(dtype)
+
+
+QV = ["q_proj", "v_proj"]
+CASES: dict[str, tuple[Callable[[torch.dtype], Any], dict[str, Any]]] = {
+    "plain": (llama, {"target_modules": QV}),
+    "patterns": (llama, {
+        "target_modules": "all-linear", "use_rslora": True, "rank_pattern": {"q_proj": 5, r"layers\.1\..*k_proj": 7},
+        "alpha_pattern": {"v_proj": 11, "^model.layers.0.mlp.down_proj": 3},
+    }),
+    "modules to save": (llama, {"target_modules": QV, "modules_to_save": ["lm_head", "norm"]}),
+    "embeddings": (llama, {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
+    "dora": (llama, {"target_modules": ["q_proj", "down_proj", "embed_tokens"], "use_dora": True}),
+    "all biases": (llama, {"target_modules": ["q_proj"], "bias": "all"}),
+    "own biases": (llama, {"target_modules": ["q_proj"], "bias": "lora_only", "lora_bias": True}),
+    "tied": (tied_llama, {"target_modules": ["q_proj", "embed_tokens"]}),
+    "tied, both adapted": (tied_llama, {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
+    "tied, dora": (tied_llama, {"target_modules": ["lm_head"], "use_dora": True}),
+    "tied, one saved": (tied_llama, {"target_modules": QV, "modules_to_save": ["lm_head"]}),
+    "tied, saved once": (tied_llama, {"target_modules": QV, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
+    "conv1d": (gpt2, {"target_modules": ["c_attn", "c_proj", "c_fc"]}),
+    "conv1d, square": (gpt2, {"target_modules": r".*attn\.c_proj", "fan_in_fan_out": True}),
+    "conv1d and linear": (gpt2, {"target_modules": ["c_attn", "c_proj", "lm_head"]}),
+    "conv1d, dora": (gpt2, {"target_modules": ["c_attn", "c_proj", "wte"], "use_dora": True}),
+}  # fmt: skip
+
+
+def adapted(peft: Any, at: Path, make: Callable[[torch.dtype], Any], dtype: torch.dtype, **how: Any) -> Any:
+    """A model with a trained adapter; base model and adapter saved below `at`."""
+    base = make(dtype)
+    base.save_pretrained(at / "base")
+    names = how.pop("names", ["default"])
+    config = peft.LoraConfig(**{"r": 3, "lora_alpha": 7, "task_type": "CAUSAL_LM", **how})
+    model = peft.get_peft_model(base, copy.deepcopy(config), adapter_name=names[0], autocast_adapter_dtype=False)
+    for name in names[1:]:
+        model.add_adapter(name, copy.deepcopy(config), autocast_adapter_dtype=False)
+    for n, p in model.named_parameters():
+        if "lora_" in n or "modules_to_save" in n or (n.endswith("bias") and how.get("bias")):
+            torch.nn.init.normal_(p, std=0.3)
+    model.save_pretrained(at / "adapter")
+    return model
+
+
+def same_files(mine: Path, theirs: Path) -> None:
+    assert (mine / WEIGHTS).read_bytes() == (theirs / WEIGHTS).read_bytes()
+    assert json.loads((mine / "config.json").read_text()) == json.loads((theirs / "config.json").read_text())
+    assert not (mine / "adapter_config.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("label", CASES)
+def test_a_base_model_and_an_adapter_are_what_peft_merges(peft: Any, tmp_path: Path, label: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    make, how = CASES[label]
+    for dtype in (torch.float32, torch.bfloat16):
+        at = tmp_path / str(dtype)
+        adapted(peft, at, make, dtype, **how)
+        model = peft.PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(at / "base", dtype=dtype), at / "adapter"
+        )
+        model.merge_and_unload().save_pretrained(at / "theirs")
+        ckpttool.adapter_merge(at / "base", at / "mine", adapter=at / "adapter")
+        same_files(at / "mine", at / "theirs")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("label", CASES)
+def test_the_state_of_a_job_is_what_its_live_model_merges(peft: Any, tmp_path: Path, label: str) -> None:
+    make, how = CASES[label]
+    for dtype in (torch.float32, torch.bfloat16):
+        at = tmp_path / str(dtype)
+        model = adapted(peft, at, make, dtype, **how)
+        torch.save({"model": model.state_dict(), "step": 3}, at / "x.pt")
+        model.merge_and_unload().save_pretrained(at / "theirs")
+        where = {"adapter_config": str(at / "adapter"), "config": str(at / "base")}
+        ckpttool.adapter_merge(at / "x.pt", at / "mine", **where)
+        same_files(at / "mine", at / "theirs")
+        ckpttool.convert(at / "x.pt", at / "dcp", to="dcp", world_size=3)  # tied weights are two there
+        ckpttool.adapter_merge(at / "dcp", at / "sharded", only=["model"], **where)
+        same_files(at / "sharded", at / "theirs")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_several_adapters_are_merged_in_the_order_in_which_they_are_named(peft: Any, tmp_path: Path) -> None:
+    model = adapted(peft, tmp_path, llama, torch.bfloat16, target_modules=QV, names=["a", "b"])
+    torch.save({"model": model.state_dict()}, tmp_path / "x.pt")
+    where = {"adapter_config": str(tmp_path / "adapter"), "config": str(tmp_path / "base")}
+    for names in (["b", "a"], ["b"]):
+        copy.deepcopy(model).merge_and_unload(adapter_names=names).save_pretrained(tmp_path / f"theirs{len(names)}")
+        done = ckpttool.adapter_merge(tmp_path / "x.pt", tmp_path / f"mine{len(names)}", adapter_name=names, **where)
+        same_files(tmp_path / f"mine{len(names)}", tmp_path / f"theirs{len(names)}")
+        assert json.loads((tmp_path / f"mine{len(names)}" / "ckpttool.json").read_text())["merged"]["names"] == names
+    assert any(".lora_A.a.weight" in n for n, _, _ in done.dropped)
+    with pytest.raises(UsageError, match=r"holds 2 adapters, a, b. Name those to merge.*adapter_name"):
+        ckpttool.adapter_merge(tmp_path / "x.pt", tmp_path / "out", **where)
+    with pytest.raises(UsageError, match="no such adapter; its adapters are a, b"):
+        ckpttool.adapter_merge(tmp_path / "x.pt", tmp_path / "out", adapter_name="c", **where)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_layout_writes_the_same_and_each_weight_is_computed_once(
+    peft: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapted(peft, tmp_path, llama, torch.float32, target_modules=QV, modules_to_save=["norm"])
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    done = ckpttool.adapter_merge(base, tmp_path / "mine", adapter=adapter)
+    assert "merged 4 modules with scaling 2.33333 = alpha 7 / r, r 3" in done.notes
+    computed: list[str] = []
+    real = merging._updated
+
+    def counting(weight: Any, a: Any, b: Any, magnitude: Any, update: Any) -> Any:
+        computed.append(update.module)
+        return real(weight, a, b, magnitude, update)
+
+    monkeypatch.setattr(merging, "_updated", counting)
+    for to, world in (("dcp", 3), ("zero3", 3), ("full", None), ("audit", None), ("fsdp1", 2), ("universal", None)):
+        out = tmp_path / {"full": "x.pt", "audit": "x.tar.zst"}.get(to, to)
+        computed.clear()
+        again = ckpttool.adapter_merge(base, out, adapter=adapter, to=to, world_size=world)
+        assert again.digest["model"] == done.digest["model"], to
+        assert len(computed) == len(set(computed)) == 4, to
+        assert ckpttool.verify(out, read_data=True).digest["model"] == done.digest["model"], to  # type: ignore[index]
+    half = ckpttool.adapter_merge(base, tmp_path / "half", adapter=adapter, dtype="bf16")
+    wanted = {n: t.bfloat16() for n, t in load_file(tmp_path / "mine" / WEIGHTS).items()}
+    found = load_file(tmp_path / "half" / WEIGHTS)
+    assert half.verified and all(torch.equal(found[n], t) for n, t in wanted.items())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_may_be_in_any_layout_and_need_no_adapter_config(peft: Any, tmp_path: Path) -> None:
+    model = adapted(
+        peft, tmp_path, llama, torch.float32, target_modules=QV, rank_pattern={"v_proj": 5}, use_rslora=True
+    )
+    torch.save(model.state_dict(), tmp_path / "x.pt")
+    ckpttool.adapter_merge(tmp_path / "base", tmp_path / "mine", adapter=tmp_path / "adapter")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (tmp_path / "far").mkdir()
+    shutil.copy(tmp_path / "adapter" / "adapter_model.safetensors", bare / "lora.safetensors")
+    ckpttool.convert(bare / "lora.safetensors", tmp_path / "far" / "dcp", to="dcp", world_size=2)
+    how: dict[str, Any] = {"lora_alpha": 7, "rslora": True}
+    ckpttool.adapter_merge(tmp_path / "base", tmp_path / "two", adapter=tmp_path / "far" / "dcp", **how)
+    ckpttool.adapter_merge(tmp_path / "x.pt", tmp_path / "one", config=str(tmp_path / "base"), **how)
+    for name in ("one", "two"):
+        same_files(tmp_path / name, tmp_path / "mine")
+    with pytest.raises(Unsupported, match=r"no adapter_config\.json.*lora_alpha=16"):
+        ckpttool.adapter_merge(tmp_path / "base", tmp_path / "out", adapter=bare / "lora.safetensors")
+    with pytest.raises(UsageError, match=r"lora_alpha=7: the adapter has an adapter_config\.json, which says 7"):
+        ckpttool.adapter_merge(tmp_path / "base", tmp_path / "out", adapter=tmp_path / "adapter", lora_alpha=7)
+
+
+# ------------------------------------------------------------------------------------------------- what is not merged
+
+
+def small(at: Path, dtype: torch.dtype = torch.float32, **config: Any) -> tuple[Path, Path]:
+    """A base model of two tensors and an adapter of one, as folders."""
+    (at / "base").mkdir(parents=True)
+    (at / "adapter").mkdir()
+    dice = torch.Generator().manual_seed(1)
+    base = {f"{LAYER}.weight": torch.randn(5, 4, generator=dice).to(dtype), "model.norm.weight": torch.ones(4)}
+    save_file(base, at / "base" / WEIGHTS)
+    lora = {"lora_A.weight": torch.randn(2, 4, generator=dice), "lora_B.weight": torch.randn(5, 2, generator=dice)}
+    save_file(
+        {f"base_model.model.{LAYER}.{n}": t for n, t in lora.items()}, at / "adapter" / "adapter_model.safetensors"
+    )
+    said = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, **config}
+    (at / "adapter" / "adapter_config.json").write_text(json.dumps(said))
+    return at / "base", at / "adapter"
+
+
+def refused(at: Path, text: str, error: type[CkpttoolError] = Unsupported, **how: Any) -> None:
+    with pytest.raises(error, match=text):
+        ckpttool.adapter_merge(at / "base", at / "out", **{"adapter": at / "adapter", **how})
+    assert not (at / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"peft_type": "IA3"}, "describes a 'IA3' adapter; ckpttool merges only LORA"),
+        ({"peft_type": "LOHA"}, "describes a 'LOHA' adapter"),
+        ({"trainable_token_indices": [1]}, "has trainable_token_indices"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, "has target_parameters"),
+        ({"layer_replication": [[0, 1]]}, "has layer_replication"),
+        ({"alora_invocation_tokens": [3]}, "aLoRA"),
+        ({"use_qalora": True}, "has use_qalora"),
+        ({"shiny_new_field": 1}, "sets 'shiny_new_field', which ckpttool does not know"),
+        ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights='pissa_niter_16'"),
+        ({"rank_pattern": {"(a+)+": 3}}, "could take forever"),
+    ],
+)
+def test_what_cannot_be_merged_exactly_is_refused_by_its_name(
+    tmp_path: Path, config: dict[str, Any], text: str
+) -> None:
+    small(tmp_path, **config)
+    refused(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"r": 3}, r'gives "model.layers.0.self_attn.q_proj" the rank 3, but its lora_A has 2 rows'),
+        ({"rank_pattern": {"q_proj": 8}}, "the rank 8"),
+        ({"lora_alpha": None}, "has no number as lora_alpha"),
+        ({"lora_alpha": True}, "has no number as lora_alpha"),
+        ({"alpha_pattern": {"q_proj": "4"}}, "has no number as lora_alpha, but '4'"),
+        ({"alpha_pattern": [4]}, "alpha_pattern in adapter_config.json is not an object"),
+        ({"rank_pattern": {"[": 8}}, "is not a pattern"),
+        ({"use_dora": True}, "use_dora=True.*has no lora_magnitude_vector"),
+    ],
+)
+def test_an_adapter_config_that_is_of_another_adapter_is_found_out(
+    tmp_path: Path, config: dict[str, Any], text: str
+) -> None:
+    small(tmp_path, **config)
+    refused(tmp_path, text, Corrupt)
+
+
+def test_tensors_that_do_not_fit_the_base_model_are_refused(tmp_path: Path) -> None:
+    def case(label: str, text: str, error: type[CkpttoolError], change: Callable[[dict[str, Any]], Any]) -> None:
+        _, adapter = small(tmp_path / label)
+        file = adapter / "adapter_model.safetensors"
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file)
+        refused(tmp_path / label, text, error)
+
+    a, b = (f"base_model.model.{LAYER}.lora_{x}.weight" for x in "AB")
+    case("gone", "has only .*lora_A.weight. The file is incomplete", Corrupt, lambda t: t.pop(b))
+    case("rank", "cannot be multiplied", Corrupt, lambda t: t.update({b: torch.ones(5, 3)}))
+    case("shape", r"lora_B @ lora_A is \[6, 4\]", Corrupt, lambda t: t.update({b: torch.ones(6, 2)}))
+    case("conv", "matrices have two dimensions", Unsupported, lambda t: t.update({a: torch.ones(2, 4, 1, 1)}))
+    case(
+        "new",
+        'lora_new.weight" fits no LORA',
+        Unsupported,
+        lambda t: t.update({a.replace("_A", "_new"): torch.ones(1)}),
+    )
+    case("tokens", "trainable_token_indices", Unsupported,
+         lambda t: t.update({"base_model.model.embed.token_adapter.trainable_tokens_delta": torch.ones(1, 4)}))  # fmt: skip
+    case("other", 'which the base model does not have; its first tensor is "model', Unsupported,
+         lambda t: t.update({"base_model.model.lm_head.weight": torch.ones(4, 4)}))  # fmt: skip
+    case("vocabulary", "the vocabulary was resized", Corrupt,
+         lambda t: t.update({"base_model.model.model.norm.weight": torch.ones(7)}))  # fmt: skip
+
+
+def test_a_quantised_base_model_and_one_that_holds_an_adapter_are_refused(tmp_path: Path) -> None:
+    small(tmp_path / "int8", torch.int8)
+    refused(tmp_path / "int8", "is int8: the base model is quantised")
+    base, adapter = small(tmp_path / "twice")
+    save_file({**load_file(base / WEIGHTS), **load_file(adapter / "adapter_model.safetensors")}, base / WEIGHTS)
+    refused(tmp_path / "twice", "given as the base model, holds an adapter itself")
+    with pytest.raises(Unsupported, match=r"holds an adapter only \(r=2, 1 module\).*ckpttool adapter merge BASE"):
+        ckpttool.adapter_merge(adapter, tmp_path / "out")
+    with pytest.raises(Unsupported, match="has no adapter"):
+        ckpttool.adapter_merge(small(tmp_path / "none")[0], tmp_path / "out", lora_alpha=3)
+
+
+def test_training_state_is_not_carried_unless_that_was_asked_for(tmp_path: Path) -> None:
+    base, adapter = small(tmp_path)
+    torch.save({"model": load_file(base / WEIGHTS), "step": 3}, tmp_path / "x.pt")
+
+    def merge(name: str, **how: Any) -> Any:
+        world = {"world_size": 2} if "to" in how else {}
+        return ckpttool.adapter_merge(tmp_path / "x.pt", tmp_path / name, adapter=adapter, **world, **how)
+
+    with pytest.raises(
+        Unsupported, match=r"writes weights only, and the source holds 1 entries of trainer.*only=\['model'\]"
+    ):
+        merge("out", to="dcp")
+    assert [n for n, _, _ in merge("dropped", to="dcp", drop=True).dropped] == ["trainer.step"]
+    assert merge("only", to="dcp", only=["model"]).dropped == []
+    assert [n for n, _, _ in merge("hf").dropped] == ["trainer.step"]
+
+
+def test_damage_to_what_was_recorded_is_found_in_all_that_is_merged(tmp_path: Path) -> None:
+    small(tmp_path / "raw")
+    for name, options in (("base", None), ("adapter", ckpttool.HfOptions(adapter=True))):
+        ckpttool.convert(tmp_path / "raw" / name, tmp_path / name, to="hf", options=options)
+    done = ckpttool.adapter_merge(tmp_path / "base", tmp_path / "good", adapter=tmp_path / "adapter")
+    assert done.compared == 1 and ckpttool.verify(tmp_path / "good", read_data=True).recorded == "equal"
+    for file in ("base/model.safetensors", "adapter/adapter_model.safetensors"):
+        data = bytearray((tmp_path / file).read_bytes())
+        data[-6] ^= 1
+        good = (tmp_path / file).read_bytes()
+        (tmp_path / file).write_bytes(data)
+        refused(tmp_path, "do not have the digest that was recorded", Corrupt)
+        ckpttool.adapter_merge(
+            tmp_path / "base", tmp_path / "out", adapter=tmp_path / "adapter", ignore_recorded_digests=True, force=True
+        )
+        shutil.rmtree(tmp_path / "out")
+        (tmp_path / file).write_bytes(good)
+
+
+def test_a_dry_run_counts_the_memory_of_a_merge_and_computes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckpttool.engine.conversion import RunOptions
+    from ckpttool.engine.dry_run import dry_run_with
+    from ckpttool.engine.opening import MergeRequest, OpenOptions
+    from ckpttool.engine.planning import WriteRequest
+
+    base, adapter = small(tmp_path)
+    monkeypatch.setattr(merging, "_updated", None)
+    found = [
+        dry_run_with(base, tmp_path / "out", OpenOptions(merge=merge), WriteRequest(to="hf"), RunOptions()).memory_bytes
+        for merge in (None, MergeRequest(adapter=str(adapter)))
+    ]
+    assert found[1] - found[0] > 5 * 4 * 16
+    with pytest.raises(UsageError, match="MB are needed"):
+        ckpttool.adapter_merge(base, tmp_path / "out", adapter=adapter, max_memory_bytes=150 << 20)
+    assert os.listdir(tmp_path) == ["base", "adapter"] or sorted(os.listdir(tmp_path)) == ["adapter", "base"]
