@@ -26,6 +26,7 @@ from stores import moto
 from typer.testing import CliRunner
 
 import ckpttool
+from ckpttool.cli.convert import TRAINERS
 from ckpttool.cli.main import app
 from ckpttool.layouts import layouts
 
@@ -203,6 +204,51 @@ def test_every_command_of_getting_started_and_trainers_runs(desk: Path, monkeypa
     monkeypatch.chdir(desk)
     run_here(command_lines(PAGES["getting-started.md"]), desk)
     run_here(command_lines(PAGES["how-to/trainers.md"]), desk)
+
+
+@pytest.mark.parametrize("page", [name for name in PAGES if name.startswith("how-to/trainers/")])
+def test_every_command_of_a_trainer_s_page_runs(page: str, desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = FIXTURES / "trainers"
+    for name, source in {
+        "accelerate-3": "jobs/accelerate", "lightning-3.ckpt": "jobs/lightning", "step-3": "jobs/torchtitan",
+        "deepspeed-3": "jobs/deepspeed", "verl/actor": "verl_fsdp2_w3/ckpt", "torchtune": "torchtune_hf",
+        "snapshot": "torchsnapshot_w1/ckpt/snap", "automodel": "automodel_w2", "transformers-3": "transformers_w2/ckpt",
+    }.items():  # fmt: skip
+        shutil.copytree(jobs / source, desk / name)
+    monkeypatch.chdir(desk)
+    run_here(command_lines(PAGES[page]), desk)
+
+
+#: {page of a trainer: (a checkpoint that it wrote, its layout)}
+OF_TRAINERS = {
+    "hf-trainer": ("trainers/jobs/trainer", "trainer"), "accelerate": ("trainers/jobs/accelerate", "accelerate"),
+    "lightning": ("trainers/jobs/lightning", "lightning"), "torchtitan": ("trainers/jobs/torchtitan", "torchtitan"),
+    "deepspeed": ("trainers/jobs/deepspeed", "zero3"), "torch": ("fsdp2_w2_groups/ckpt", "dcp"),
+    "automodel": ("trainers/automodel_w2/epoch_0_step_3", "automodel"),
+    "transformers": ("trainers/transformers_w2/ckpt", "transformers_sharded"),
+    "verl": ("trainers/verl_fsdp2_w3/ckpt", "verl"), "torchtune": ("trainers/torchtune_hf/epoch_0", "torchtune"),
+    "torchsnapshot": ("trainers/torchsnapshot_w1/ckpt/snap", "torchsnapshot"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("page", OF_TRAINERS)
+def test_the_table_of_trainers_is_true(page: str) -> None:
+    """Each cell, of a checkpoint that the trainer wrote; resuming is run by tests/live/test_resume_pairs.py."""
+    checkpoint, layout = OF_TRAINERS[page]
+    (row,) = [line for line in README.splitlines() if f"(docs/how-to/trainers/{page}.md)" in line]
+    name, _, resumes, *state = [cell.strip() for cell in row.strip("|").split("|")]
+    assert f"**{layout}**" in name
+    assert resumes == ("yes" if layout in {layout for layout, _ in TRAINERS.values()} else "no")
+    with ckpttool.open(FIXTURES / checkpoint) as opened:
+        found = {str(path[0]) for path in opened.checkpoint.leaves()}
+        as_data = any(path[:3] == ("extra", "recipe_state", "optimizer") for path in opened.checkpoint.leaves())
+    for component, cell in zip(("optim", "scheduler", "rng", "dataloader"), state, strict=True):
+        if cell == "as data":
+            assert as_data and component not in found
+        elif cell == "under your key":
+            assert "extra" in found
+        elif (component, cell) != ("dataloader", "yes"):  # an option of most trainers, which these jobs did not set
+            assert (component in found) == (cell != "none saved"), (component, cell, found)
 
 
 def test_every_command_of_the_guide_to_damage_runs_on_a_file_that_was_cut_off(
