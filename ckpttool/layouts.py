@@ -81,6 +81,7 @@ class ReadOptions(ModelHints):
     only: frozenset[str] | None = None  # components that are needed; the others may be left out
     tag: str | None = None  # which of several saves in one folder
     allow_equal_ranks: bool = False  # also read files that look like copies of another rank's
+    salvage: bool = False  # files of ranks may be lost: take what the others have
     beside: bool = True  # also read the files that a trainer wrote beside those of the layout (DeepSpeed)
     orders: Orders | None = None  # of the parameters, where the file that is read does not tell (names.canonical)
 

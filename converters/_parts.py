@@ -412,7 +412,11 @@ def _add(out: Checkpoint, found: Checkpoint, part: Part) -> None:
     out.notes += found.notes
     if found.salvage is not None:
         out.salvage = out.salvage or Salvage()
+        out.salvage.problems += found.salvage.problems
         out.salvage.missing |= {f"{part.name}: {n}": why for n, why in found.salvage.missing.items()}
+        for n, how in found.salvage.rebuilt.items():
+            path = found.tensors[n].path
+            out.salvage.rebuilt[joined((path[0], *part.under, *path[1:]))] = how
     out.origin |= found.origin
     if found.world_size is not None:
         out.world_size = max(out.world_size or 0, found.world_size)

@@ -130,11 +130,15 @@ def _load(files: Files, name: str) -> Any:
     return torch_zip.read(files.source.reader_of(name), 0, files.source.size(name), what, stand_ins(what))
 
 
-def parts_of(files: Files, source: Source, groups: list[Group]) -> tuple[dict[str, Any], int]:
+def parts_of(
+    files: Files, source: Source, groups: list[Group], lost: list[str] | None = None
+) -> tuple[dict[str, Any], int]:
     """{"model": [Rank], "optim": [[Rank]], "rest": {group: [Rank]}}, and the world size.
 
+    Files of ranks that are missing are added to `lost`, and the others taken; `assembled` refuses what they do not have.
+
     Raises:
-        Corrupt: ranks are missing. Unsupported: there are two models.
+        Corrupt: ranks are missing, and `lost` is None. Unsupported: there are two models.
     """
     found: list[tuple[Group, dict[str, list[Rank]]]] = []
     source.prefetch_ends(name for group in groups for name in group.ranks.values())
@@ -166,7 +170,9 @@ def parts_of(files: Files, source: Source, groups: list[Group]) -> tuple[dict[st
             if not by[role]:
                 continue
             missing = [r for r in range(world) if r not in {x.rank for x in by[role]}]
-            if missing:
+            if missing and lost is not None:
+                lost.extend(group.pattern.replace("*", str(r)) for r in missing)
+            elif missing:
                 text = ", ".join(group.pattern.replace("*", str(r)) for r in missing[:4])
                 raise Corrupt(
                     f"{source.root}: of {world} ranks {len(missing)} have no file {group.pattern}, first {text}. The copy "

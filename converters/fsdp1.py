@@ -37,7 +37,7 @@ from ckpttool.formats.sharded import is_sharded
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.huggingface import model_names
 from ckpttool.huggingface.model_names import ModelNames
-from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, same_bytes, shape_of, tied_weights
+from ckpttool.index.checkpoint import Checkpoint, Path, Salvage, TensorEntry, same_bytes, shape_of, tied_weights
 from ckpttool.index.fqns import strip_wrappers
 from ckpttool.index.names import canonical, with_canonical_keys
 from ckpttool.layouts import Layout, ModelHints, Place, ReadOptions, checkpoint_of
@@ -103,7 +103,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
 def _read(source: Source, options: ReadOptions) -> Checkpoint:
     files = Files(source)
-    parts, world = parts_of(files, source, groups_of(source.list()))
+    lost: list[str] = []
+    parts, world = parts_of(files, source, groups_of(source.list()), lost if options.salvage else None)
     config = model_names.config_of(options.config) if options.config is not None else _own_config(source)
     model: dict[str, Any] = {}
     known = ModelInfo(None, {}, {}, RankSlices([], {}))
@@ -125,6 +126,8 @@ def _read(source: Source, options: ReadOptions) -> Checkpoint:
     if out.trainer is None and any(n.startswith("model_world_size_") for n in files.names):
         out.trainer = "verl"
     out.notes = [*out.notes, *dict.fromkeys(files.notes)]
+    if lost:
+        out.salvage = Salvage([f"{name} is missing; other ranks have copies of all its parts" for name in lost])
     if files.unlike:
         out.notes.append(
             f'ranks that should have the same have not, in {len(files.unlike)} tensors, first "{files.unlike[0]}"; that of the '

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.formats.pickles import short
 from ckpttool.formats.stored_tensors import StoredTensor
-from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, Value
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Path, Salvage, TensorEntry, Value
 from ckpttool.index.draft import Draft
 from ckpttool.index.schedulers import with_whole_scheduler
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions
@@ -262,6 +262,9 @@ def _read_stage12(reading: Reading, model: File) -> Checkpoint:
     if world < 1 or world > 1 << 20:
         raise Corrupt(f"{model.what}: dp_world_size is {world}.")
     shapes = ds.shapes_of(model)
+    lost = world - len(reading.save.files(ds.OPTIM, 2))
+    if lost > 0 and reading.options.salvage:
+        return _without_optimizer(reading, model, world, lost)
     optims = _optims(reading, world, "single_partition_of_fp32_groups", "base_optimizer_state", len(shapes))
     parts, paddings = _parts(optims, shapes)
     flats = concatenated(shapes, parts, paddings)
@@ -284,6 +287,21 @@ def _read_stage12(reading: Reading, model: File) -> Checkpoint:
     # BF16_Optimizer states no stage; it is what stage 1 is with fp32 gradients
     stage = optims[0].whole.get("zero_stage", 1)
     return reading.done(f"zero{stage if stage in (1, 2) else 1}", world)
+
+
+def _without_optimizer(reading: Reading, model: File, world: int, lost: int) -> Checkpoint:
+    """The weights that the engine computes with, which every rank has whole at stages 1 and 2. Masters and state of the optimizer
+    are in the files of all ranks together, so none of a tensor is left where one of them is lost."""
+    reading.take_module([model])
+    out = reading.done("zero1", world)
+    why = f"{lost} of the {world} optimizer files are lost, and each has a part of everything in it"
+    out.salvage = Salvage([why], {"optim": why})
+    trained = {n for group in ds.shapes_of(model) for n in group}
+    trained |= {alias for alias, owner in ds.tied([model]).items() if owner in trained}
+    for name, t in out.tensors.items():
+        if t.path[0] == "model" and t.path[1] in trained and t.dtype in ("bfloat16", "float16"):
+            out.salvage.rebuilt[name] = f"the {t.dtype} weight that the engine computes with; its fp32 master is lost"
+    return out
 
 
 def _members(reading: Reading, optims: list[_Optim], g: int, shapes: list[str]) -> list[str]:

@@ -151,6 +151,12 @@ def convert(
             "--salvage", help="Of a damaged source, write the tensors that are whole; ckpttool.json lists the others."
         ),
     ] = False,
+    fill_from: Annotated[
+        str | None,
+        typer.Option(
+            "--fill-from", help="With --salvage: another step of the same run, for what is lost.", metavar="PATH"
+        ),
+    ] = None,
     force: Force = False,
     dry_run: Annotated[
         bool,
@@ -173,7 +179,7 @@ def convert(
     reading = opening.OpenOptions(
         source_layout=from_, only=comma(only), config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
         allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
-        salvage=salvage,
+        salvage=salvage, fill_from=fill_from,
     )  # fmt: skip
     if for_ is not None:
         to, own = _of_trainer(for_, to)

@@ -23,9 +23,11 @@ from .verification import salvaged
 
 #: What is looked at in every checkpoint that opens.
 CHECKS = (
-    checks_names.wrapper_prefixes, checks_names.empty_weights, checks_names.vocabulary_rows, checks_optimizer.orphaned_state,
-    checks_optimizer.per_rank_state, checks_optimizer.mixed_ranks, checks_optimizer.mixed_steps, checks_optimizer.leftover_files,
+    checks_names.wrapper_prefixes, checks_names.empty_weights, checks_names.vocabulary_rows, checks_optimizer.per_rank_state,
+    checks_optimizer.mixed_ranks, checks_optimizer.mixed_steps,
 )  # fmt: skip
+#: And in one that is whole.
+CHECKS_OF_WHOLE = (checks_optimizer.orphaned_state, checks_optimizer.leftover_files)
 
 __all__ = ["Diagnosis", "Finding", "doctor"]
 
@@ -140,7 +142,7 @@ def _look_at(opened: OpenCheckpoint, out: Diagnosis, asked: _Asked) -> None:
         )
         out.findings.append(Finding("salvaged", "note", None, (), text))
     at = Examined(opened, asked.path, asked.config)
-    for look in CHECKS:
+    for look in CHECKS if isinstance(opened.source, PatchedSource) else (*CHECKS, *CHECKS_OF_WHOLE):
         out.findings += look(at)
     if asked.like is not None:
         with open_with(asked.like, OpenOptions(allow_equal_ranks=True, allow_mixed_steps=True)) as other:

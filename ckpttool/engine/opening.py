@@ -77,6 +77,7 @@ class OpenOptions:
     allow_mixed_steps: bool = False
     salvage: bool = False  # what is left of a damaged checkpoint: engine/salvage.py
     merge: MergeRequest | None = None  # with an adapter merged into it: engine/merging.py
+    fill_from: str | None = None  # another checkpoint of the run, which has what is lost: engine/fill_from.py
 
     def __post_init__(self) -> None:
         for name in ("only", "wrap"):
@@ -85,6 +86,10 @@ class OpenOptions:
                 raise UsageError(f"{name}={value!r} is a string; give a list of strings, such as [{value!r}].")
             if value is not None:
                 object.__setattr__(self, name, tuple(value))
+        if self.fill_from is not None and not self.salvage:
+            raise UsageError(
+                f"{argument('fill_from')} fills in what a damaged checkpoint has lost; it goes with {argument('salvage', True)}."
+            )
         for name in ("like", "flat_layout"):  # plan_id compares them as text
             value = getattr(self, name)
             if value is not None:
@@ -141,8 +146,10 @@ class OpenCheckpoint:
         if found.problem is not None:
             ckpt.notes.append(f"the digests in {RECORD} were not compared, since it is damaged: {found.problem}")
             return
+        lost = ckpt.salvage or Salvage()  # of this damaged checkpoint itself
         if found.salvage:
-            ckpt.salvage = Salvage.of_states(found.salvage)
+            before = Salvage.of_states(found.salvage)
+            ckpt.salvage = Salvage(lost.problems, before.missing | lost.missing, {**before.rebuilt, **lost.rebuilt})
         if not found.about(ckpt):
             ckpt.notes.append(
                 f"the digests in {RECORD} were not compared: it is about other files than {ckpt.files[0]}, which this "
@@ -150,6 +157,8 @@ class OpenCheckpoint:
             )
             return
         expected = found.expected(ckpt, self.only)
+        if lost.missing or lost.rebuilt or lost.problems:  # what is left of it must have the digests, and no more
+            expected = {n: e for n, e in expected.items() if n in ckpt.tensors and n not in lost.rebuilt}
         if gone := [n for n in expected if n not in ckpt.tensors]:
             raise missing(ckpt, gone, len(expected))
         for n, (dtype, shape, _) in expected.items():
@@ -299,6 +308,7 @@ def open_with(
             layouts.ReadOptions(
                 config=model.config, like=model.like, flat_layout=model.flat_layout, wrap=model.wrap,
                 only=None if only is None else frozenset(only), tag=options.tag, allow_equal_ranks=options.allow_equal_ranks,
+                salvage=options.salvage,
             ),
         )  # fmt: skip
         if isinstance(where.source, PatchedSource):

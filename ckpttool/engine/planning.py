@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from .. import layouts
 from .._version import __version__
-from ..errors import Unsupported, UsageError, argument
+from ..errors import Corrupt, Unsupported, UsageError, argument
 from ..index.checkpoint import (
     Checkpoint,
     Unread,
@@ -29,6 +29,7 @@ from ..index.param_groups import groups_of, regrouped
 from ..index.schedulers import with_whole_scheduler
 from ..storage.source import Source
 from . import unread_files
+from .fill_from import filled
 from .merging import open_merged
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, model_of, open_with, refuse_unused
 
@@ -131,10 +132,7 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
         _refuse_world_size(target, writing.world_size)
     holds, drop = target.holds(writing.options), writing.drop
     model = model_of(reading)
-    if reading.merge is None:
-        opened = open_with(src, reading, model, check_hints=False)
-    else:
-        opened = open_merged(src, replace(reading, merge=None), reading.merge, model)
+    opened = _opened(src, reading, model)
     try:
         used = {*opened.layout.reader_uses, *target.writer_uses}
         opened.checkpoint.notes += refuse_unused(reading, f"{opened.layout.name} -> {target.name}", used)
@@ -142,6 +140,9 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
         if aside and not drop:
             raise Unsupported(_not_carried(opened, target, aside))
         ckpt = opened.locate()
+        if reading.fill_from is not None:
+            filled(opened, reading.fill_from, None if reading.only is None else tuple(reading.only))
+            ckpt = opened.checkpoint
         if writing.expected is None:
             opened.expect_recorded(writing.ignore_recorded_digests)
         else:
@@ -203,6 +204,19 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
         opened.source.close()
         raise
     return Plan(opened, draft, target)
+
+
+def _opened(src: CheckpointPath, reading: OpenOptions, model: layouts.ModelHints) -> OpenCheckpoint:
+    """The source, merged with an adapter where that was asked; of one whose optimizer is lost and that another checkpoint shall
+    fill, the weights."""
+    if reading.merge is not None:
+        return open_merged(src, replace(reading, merge=None), reading.merge, model)
+    try:
+        return open_with(src, reading, model, check_hints=False)
+    except Corrupt:
+        if reading.fill_from is None or reading.only is not None:
+            raise
+        return open_with(src, replace(reading, only=("model",)), model, check_hints=False)
 
 
 def _regrouped(ckpt: Checkpoint, like: layouts.ReferenceModel | None, unplaced: list[Dropped]) -> Checkpoint:

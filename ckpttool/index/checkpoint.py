@@ -275,7 +275,7 @@ class Salvage:
 
     `problems`  sentences about its files
     `missing`   {tensor or value that was lost: why}, under the name that the reader of the layout gave it
-    `rebuilt`   {tensor that was put together with the help of another checkpoint: how}
+    `rebuilt`   {tensor that is not what was saved, but the best that is left of it, or from another checkpoint: how}
     """
 
     problems: list[str] = field(default_factory=list)

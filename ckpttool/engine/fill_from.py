@@ -1,0 +1,97 @@
+"""`--fill-from`: what a salvaged checkpoint has lost, from another checkpoint of the same run, most often an older step.
+
+Whole tensors are taken, never parts: half a tensor of one step and half of another is of no step. Each counts as rebuilt, so no
+digest of it is recorded.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from ..errors import Unsupported, argument
+from ..index.checkpoint import Chunks, Extent, Record, Salvage, TensorEntry
+from ..index.names import step_count
+from ..storage.joined import JoinedSource, of_other
+from .opening import OpenCheckpoint, OpenOptions, open_with, shown_path
+
+__all__ = ["filled"]
+
+
+def filled(opened: OpenCheckpoint, path: str, only: tuple[str, ...] | None) -> None:
+    """Give a salvaged checkpoint the tensors and values that it lacks and that the one at `path` has; of the components `only`, of
+    all where None.
+
+    Raises:
+        Unsupported: the other one is of another model, or was salvaged itself.
+    """
+    ckpt = opened.locate()
+    other = open_with(path, OpenOptions(only=None))
+    try:
+        theirs = other.locate()
+        if theirs.salvage is not None and (theirs.salvage.missing or theirs.salvage.rebuilt):
+            raise Unsupported(
+                f"{argument('fill_from', path)} is a salvaged copy itself, of which not all tensors are what was saved. Give a whole one."
+            )
+        for name, t in ckpt.tensors.items():
+            of = theirs.tensors.get(name)
+            if of is not None and of.shape != t.shape:
+                raise Unsupported(
+                    f'{argument("fill_from", path)} is not of the same run: "{name}" is {list(of.shape)} there and {list(t.shape)} '
+                    "here. Give another step of this run."
+                )
+        if not ckpt.tensors.keys() & theirs.tensors.keys():
+            raise Unsupported(
+                f"{argument('fill_from', path)} is not of the same run: it has no tensor of this checkpoint. Give another step of this run."
+            )
+    except BaseException:
+        other.source.close()
+        raise
+    step = step_count(theirs.value)
+    how = f"from {os.path.basename(shown_path(path).rstrip('/'))}" + ("" if step is None else f", step {step:,}")
+    n = len(ckpt.files)
+    left = ckpt.salvage or Salvage()
+    mine = {ckpt.component(x) for x in (*ckpt.tensors, *ckpt.values)}
+
+    def wanted(component: str) -> bool:
+        return only is None or component in only
+
+    taken = {x: t for x, t in theirs.tensors.items() if x not in ckpt.tensors and wanted(str(t.path[0]))}
+    values = {
+        x: v
+        for x, v in theirs.values.items()
+        if x not in ckpt.values and x not in ckpt.tensors and wanted(str(v.path[0]))
+        and (x in left.missing or v.path[0] not in mine)
+    }  # fmt: skip
+    for x in (*taken, *values):
+        left.missing.pop(x, None)
+    new = {str(t.path[0]) for t in taken.values()} - mine
+    for component in new:
+        left.missing.pop(component, None)
+    left.rebuilt |= dict.fromkeys(taken, how)
+    if values:
+        left.problems.append(
+            f"{len(values):,} values are {how}: {', '.join(list(values)[:8])}{', ...' if len(values) > 8 else ''}"
+        )
+    origin = {q: p for q, p in theirs.origin.items() if q[0] in new}
+    tensors = {x: _moved(t, n) for x, t in taken.items()}
+    records = [Record(Extent(r.extent.file + n, r.extent.offset, r.extent.length), r.crc32) for r in theirs.records]
+    notes = [x for x in ckpt.notes if not x.startswith(("salvaged: ", "rebuilt: "))]
+    notes.append(
+        f"{len(taken):,} tensors are {how}, of another step than the rest: they count as rebuilt, and no digests of them are recorded"
+    )
+    if left.missing:
+        notes.append(f'{len(left.missing):,} are in neither checkpoint, first "{next(iter(left.missing))}"')
+    opened.checkpoint = replace(
+        ckpt, tensors=ckpt.tensors | tensors, values=ckpt.values | values, files=[*ckpt.files, *map(of_other, theirs.files)],
+        sizes=[*ckpt.sizes, *theirs.sizes], records=[*ckpt.records, *records], origin=ckpt.origin | origin, salvage=left, notes=notes,
+    )  # fmt: skip
+    opened.source = JoinedSource(opened.source, other.source)
+
+
+def _moved(t: TensorEntry, n: int) -> TensorEntry:
+    """The same tensor in files whose numbers are `n` more."""
+    chunks = Chunks(t.chunks.ndim)
+    for c in t.chunks:
+        chunks.add(c.start, c.shape, c.extent.file + n, c.extent.offset, c.extent.length, c.strides, c.zstd)
+    return replace(t, chunks=chunks)

@@ -1,0 +1,183 @@
+"""Files of ranks that are lost: what replicas, the engine's own copy of the weights, ties and another step of the run give back. What
+is called exact has the digests that it had before."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peers
+import pytest
+import torch
+from commands import ckpttool_here
+from test_doctor import digests, train
+
+import ckpttool
+from ckpttool.engine.doctor import doctor
+from ckpttool.engine.fill import silent, tensor_digests
+from ckpttool.engine.opening import OpenOptions, open_with
+
+
+def damaged(case: str, to: Path, *lost: str) -> Path:
+    """A copy of a fixture without these files."""
+    shutil.copytree(peers.FIXTURES / case / "ckpt", to)
+    files = [p for pattern in lost for p in to.glob(pattern)]
+    assert files
+    for p in files:
+        p.unlink()
+    return to
+
+
+def hints(case: str) -> dict[str, Any]:
+    layout = peers.FIXTURES / case / "flat_layout.json"
+    return {"flat_layout": str(layout)} if layout.exists() else {}
+
+
+def truth(case: str) -> dict[str, str]:
+    with open_with(peers.FIXTURES / case / "ckpt", OpenOptions(**hints(case))) as opened:
+        ckpt = opened.locate()
+        return tensor_digests(ckpt.tensors, opened.source, ckpt.files, ckpt.records, silent)
+
+
+#: Every rank has what another rank has, too: hybrid sharding (two replicas of two shards), and none.
+REPLICATED = (
+    ("fsdp1_w4_hsdp_mesh", ("*_rank_0.pt",)), ("fsdp1_w4_hsdp_mesh", ("*_rank_3.pt",)),
+    ("fsdp1_w4_hsdp_mesh", ("*_rank_0.pt", "*_rank_3.pt")), ("fsdp1_w4_hsdp_mesh", ("optim*_rank_2.pt",)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "lost"), REPLICATED, ids=str)
+def test_what_other_ranks_have_copies_of_is_exact(tmp_path: Path, case: str, lost: tuple[str, ...]) -> None:
+    folder = damaged(case, tmp_path / "d", *lost)
+    found = doctor(folder)
+    wanted = truth(case)
+    assert not found.sound and not found.missing and not found.rebuilt and found.exact == len(wanted)
+    assert any("other ranks have copies" in f.text for f in found.findings)
+    assert ckpttool_here("convert", folder, tmp_path / "no", "--to", "dcp").returncode == 4
+    done = ckpttool_here("convert", folder, tmp_path / "copy", "--to", "dcp", "-n", "2", "--salvage")
+    assert done.returncode == 0, done.stderr
+    assert digests(tmp_path / "copy") == wanted
+    assert ckpttool_here(*shlex.split(found.next[0])[1:]).returncode == 0
+
+
+def test_one_shard_of_all_replicas_is_lost(tmp_path: Path) -> None:
+    found = doctor(damaged("fsdp1_w4_hsdp_mesh", tmp_path / "d", "*_rank_1.pt", "*_rank_3.pt"))
+    assert not found.sound and found.layout is None and found.exact == 0
+
+
+def test_weights_of_zero_1_and_2_are_in_the_model_file(tmp_path: Path) -> None:
+    """At stages 1 and 2 every rank has all weights, in the dtype that the engine computes with; masters are cut over ranks."""
+    for case, lost, rounded in (
+        ("zero1_w2", "*/zero_pp_rank_1*optim*", False), ("zero2_w3_bf16", "*/*zero_pp_rank_0*optim*", True),
+        ("zero2_w2_roundrobin", "*/*optim*", False),
+    ):  # fmt: skip
+        folder = damaged(case, tmp_path / case, lost)
+        found = doctor(folder)
+        wanted = {n: d for n, d in truth(case).items() if n.startswith("model.")}
+        assert not found.sound and "optim" in found.missing and found.exact + len(found.rebuilt) == len(wanted)
+        assert bool(found.rebuilt) is rounded
+        got = digests(folder, salvage=True)
+        assert got.keys() == wanted.keys()
+        assert all(got[n] == wanted[n] for n in wanted if n not in found.rebuilt)
+        if rounded:  # as the engine rounds its masters
+            with (
+                ckpttool.open(peers.FIXTURES / case / "ckpt") as whole,
+                open_with(folder, OpenOptions(salvage=True)) as left,
+            ):
+                for n in found.rebuilt:
+                    t = left[n].torch()
+                    assert t.dtype == torch.bfloat16 and torch.equal(t, whole[n].torch().bfloat16()), n
+        done = ckpttool_here("convert", folder, tmp_path / f"{case}.pt", "--salvage")
+        assert done.returncode == 0, done.stderr
+        told = json.loads(ckpttool_here("verify", tmp_path / f"{case}.pt", "--json").stdout)["salvage"]
+        assert told["missing"] == found.missing and told["rebuilt"] == found.rebuilt and told["exact"] == found.exact
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_lost_comes_from_another_step(tmp_path: Path) -> None:
+    """A record of the newest save is cut off; the save before has it."""
+    saved = train(tmp_path, (3, 5))
+    data = (tmp_path / "step-5" / "__0_0.distcp").read_bytes()
+    (tmp_path / "step-5" / "__0_0.distcp").write_bytes(data[: len(data) // 2])
+    found = doctor(tmp_path / "step-5")
+    lost = set(found.missing)
+    assert lost and found.exact
+    done = ckpttool_here(
+        "convert", tmp_path / "step-5", tmp_path / "new", "--to", "dcp", "-n", "2", "--salvage", "--fill-from", tmp_path / "step-3"
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"{len(lost)} tensors are from step-3" in done.stderr
+    with (
+        ckpttool.open(tmp_path / "new") as new,
+        ckpttool.open(tmp_path / "step-3") as old,
+        open_with(tmp_path / "step-5", OpenOptions(salvage=True)) as left,
+    ):
+        assert set(new) == set(old)
+        for name in new:
+            assert torch.equal(new[name].torch(), (old if name in lost else left)[name].torch()), name
+            if name in saved[5]:
+                assert torch.equal(new[name].torch(), saved[3 if name in lost else 5][name])
+    record = json.loads((tmp_path / "new" / "ckpttool.json").read_text())
+    assert record["tensors"].keys() == set(found_exact(record)) and not lost & record["tensors"].keys()
+    told = json.loads(ckpttool_here("verify", tmp_path / "new", "--read-data", "--json").stdout)
+    assert told["salvage"]["rebuilt"].keys() == lost and not told["salvage"]["missing"] and told["recorded"] == "equal"
+    assert "rebuilt" in ckpttool_here("verify", tmp_path / "new").stdout
+    again = doctor(tmp_path / "new")
+    assert again.sound and again.rebuilt.keys() == lost
+
+
+def found_exact(record: dict[str, Any]) -> list[str]:
+    return [n for n, state in record["salvage"]["tensors"].items() if state == "exact"]
+
+
+def test_the_optimizer_of_another_step_for_weights_of_zero(tmp_path: Path) -> None:
+    folder = damaged("zero1_w2", tmp_path / "new", "*/*optim*")
+    whole = peers.FIXTURES / "zero1_w2" / "ckpt"
+    done = ckpttool_here(
+        "convert", folder, tmp_path / "out", "--to", "zero1", "-n", "3", "--salvage", "--fill-from", whole
+    )
+    assert done.returncode == 0, done.stderr
+    assert digests(tmp_path / "out") == truth("zero1_w2")
+    told = json.loads(ckpttool_here("verify", tmp_path / "out", "--json").stdout)["salvage"]
+    assert told["exact"] and told["rebuilt"] and all(n.startswith("optim.") for n in told["rebuilt"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fill_from_refuses_another_model_and_a_checkpoint_that_is_whole(tmp_path: Path) -> None:
+    train(tmp_path, (3, 5))
+    data = (tmp_path / "step-5" / "__0_0.distcp").read_bytes()
+    (tmp_path / "step-5" / "__0_0.distcp").write_bytes(data[: len(data) // 2])
+    words = ("convert", tmp_path / "step-5", tmp_path / "new", "--to", "dcp", "--fill-from")
+    assert ckpttool_here(*words, tmp_path / "step-3").returncode == 2  # without --salvage
+    torch.save({"model": {"0.weight": torch.zeros(2, 2), "x": torch.zeros(3)}}, tmp_path / "other.pt")
+    done = ckpttool_here(*words, tmp_path / "other.pt", "--salvage")
+    assert done.returncode == 3 and "not of the same run" in done.stderr
+    torch.save({"model": {"x": torch.zeros(3)}}, tmp_path / "other.pt")
+    assert "no tensor of this checkpoint" in ckpttool_here(*words, tmp_path / "other.pt", "--salvage").stderr
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_damaged_copy_with_a_record_is_salvaged_and_what_is_left_has_its_digests(tmp_path: Path) -> None:
+    train(tmp_path, (3, 5))
+    for step in (3, 5):
+        ckpttool.convert(tmp_path / f"step-{step}", tmp_path / f"c{step}", to="dcp", world_size=2)
+    (tmp_path / "c5" / "__1_0.distcp").unlink()
+    for more in ([], ["--fill-from", tmp_path / "c3"]):
+        done = ckpttool_here(
+            "convert", tmp_path / "c5", tmp_path / "out", "--to", "dcp", "-n", "1", "--salvage", *more, "--force"
+        )
+        assert done.returncode == 0 and "tensors have the recorded digests" in done.stderr, done.stderr
+    told = json.loads(ckpttool_here("verify", tmp_path / "out", "--read-data", "--json").stdout)
+    assert told["salvage"]["exact"] and told["salvage"]["rebuilt"] and not told["salvage"]["missing"]
+    # a salvaged copy that is damaged once more: what was rebuilt before stays so
+    (tmp_path / "out" / "__0_0.distcp").write_bytes((tmp_path / "out" / "__0_0.distcp").read_bytes()[:-3000])
+    again = doctor(tmp_path / "out")
+    assert again.missing and not again.sound
+    done = ckpttool_here("convert", tmp_path / "out", tmp_path / "twice", "--to", "dcp", "-n", "1", "--salvage")
+    assert done.returncode == 0, done.stderr
+    twice = json.loads(ckpttool_here("verify", tmp_path / "twice", "--json").stdout)["salvage"]
+    assert set(twice["rebuilt"]) == set(told["salvage"]["rebuilt"]) - set(twice["missing"]) and twice["missing"]
