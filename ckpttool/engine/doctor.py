@@ -7,6 +7,7 @@ and pickles are read.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
@@ -15,7 +16,8 @@ from .. import layouts
 from ..errors import CkpttoolError, NotRecognised, RemoteError, Unsupported, UsageError
 from ..storage import urls
 from ..storage.patched import PatchedSource
-from . import checks_names, checks_numbers, checks_optimizer, salvage
+from ..storage.source import Source
+from . import checks_names, checks_numbers, checks_optimizer, detection, salvage
 from .fill import Progress, silent, tensor_digests
 from .findings import DAMAGE, MISMATCH, NOTE, Examined, Finding, copy_command
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, shown_path
@@ -224,3 +226,21 @@ def _what_is_left(
         text = f"{len(left.missing):,} tensors or values are lost"
         out.findings.append(Finding("lost", DAMAGE, None, tuple(left.missing), text))
     out.next = [copy_command(opened, shown_path(path), "salvaged", ("--salvage",))]
+    if left.missing and (other := _other_step(opened)) is not None:
+        out.next.append(
+            copy_command(opened, shown_path(path), "filled", ("--salvage", "--fill-from", other), whole=True)
+        )
+
+
+def _other_step(opened: OpenCheckpoint) -> str | None:
+    """The newest complete checkpoint beside this one whose name differs in numbers alone: another step of the run."""
+    if opened.source.is_remote or not opened.folder:
+        return None
+    parent, name = os.path.split(os.path.abspath(opened.source.root))
+    alike = re.sub(r"\d+", "#", name)
+    if alike == name:
+        return None
+    with Source(parent) as above:
+        rows = detection.below(above).checkpoints
+    names = [c.name for c in rows if c.complete and c.name != name and re.sub(r"\d+", "#", c.name) == alike]
+    return os.path.join(parent, names[-1]) if names else None

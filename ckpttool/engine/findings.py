@@ -82,8 +82,11 @@ class Examined:
         return copy_command(self.opened, self.path, ending, options)
 
 
-def copy_command(opened: OpenCheckpoint, path: str, ending: str, options: tuple[str, ...]) -> str:
-    """The command that writes a copy of a checkpoint named PATH-ENDING: in the same layout, or in dcp if that is only read."""
+def copy_command(
+    opened: OpenCheckpoint, path: str, ending: str, options: tuple[str, ...], *, whole: bool = False
+) -> str:
+    """The command that writes a copy of a checkpoint named PATH-ENDING: in the same layout, or in dcp if that is only read; with
+    `whole`, also components that were not opened."""
     layout = opened.layout
     plain = path.rstrip("/")
     stem, dot = os.path.splitext(plain)
@@ -94,5 +97,5 @@ def copy_command(opened: OpenCheckpoint, path: str, ending: str, options: tuple[
     ranks = opened.checkpoint.world_size or 1
     world = ["-n", str(ranks)] if "world_size" in to.writer_uses and not by_name else []
     how = [] if by_name else ["--to", to.name, *world]
-    how += ["--only", ",".join(opened.only)] if opened.only is not None else []
+    how += ["--only", ",".join(opened.only)] if opened.only is not None and not whole else []
     return shlex.join(["ckpttool", "convert", path, target, *how, *options])

@@ -19,7 +19,9 @@ from dataclasses import dataclass, replace
 from ..bounded_json import parse
 from ..errors import CkpttoolError, Corrupt, Unreadable, Unsupported
 from ..formats import cut_files, safetensors_header, zip_bytes
+from ..huggingface import model_files
 from ..index.checkpoint import Checkpoint, Chunks, Salvage, TensorEntry
+from ..index.vocabulary import embedding_and_head
 from ..layouts import Place
 from ..storage.patched import ENDLESS, Patch, PatchedSource
 from ..storage.source import Source
@@ -305,6 +307,7 @@ def leave_out(ckpt: Checkpoint, source: PatchedSource, found: Iterable[Problem] 
     for i, file in enumerate(ckpt.files):
         if (patch := patches[i]) is not None and patch.present == 0 and not patch.made:
             salvage.problems += [f"{file} is missing"] if f"{file} is missing" not in salvage.problems else []
+    _tie(tensors, salvage, ckpt, source)
     if not tensors:
         raise Corrupt(f"{ckpt.root}: no tensor of it is whole, so nothing can be salvaged. Take another copy.")
     records = [
@@ -326,6 +329,26 @@ def leave_out(ckpt: Checkpoint, source: PatchedSource, found: Iterable[Problem] 
         for n, p in zip(ckpt.sizes, patches, strict=True)
     ]
     return replace(ckpt, tensors=tensors, records=records, sizes=sizes, salvage=salvage)
+
+
+def _tie(tensors: dict[str, TensorEntry], salvage: Salvage, ckpt: Checkpoint, source: PatchedSource) -> None:
+    """Give back an embedding or an output layer that is lost, where config.json ties it to the other one and that is whole."""
+    config = ckpt.config
+    if config is None and source.inner.exists("config.json"):
+        try:
+            config = model_files.read_config(source.inner)
+        except CkpttoolError:
+            return
+    if config is None or config.get("tie_word_embeddings") is not True:
+        return
+    names = [n.removeprefix("model.") for n in (*tensors, *salvage.missing) if n.startswith("model.")]
+    pair = embedding_and_head(dict.fromkeys(names))
+    for kept, lost in (pair, pair[::-1]):
+        there = tensors.get(f"model.{kept}")
+        if there is not None and there.coding == "raw" and f"model.{lost}" in salvage.missing:
+            tensors[f"model.{lost}"] = replace(there, path=("model", str(lost)))
+            salvage.missing.pop(f"model.{lost}")
+            salvage.rebuilt[f"model.{lost}"] = f"tied to {kept} by config.json"
 
 
 def _listed_elsewhere(source: PatchedSource) -> dict[str, str]:

@@ -105,10 +105,10 @@ def test_what_is_lost_comes_from_another_step(tmp_path: Path) -> None:
     found = doctor(tmp_path / "step-5")
     lost = set(found.missing)
     assert lost and found.exact
-    done = ckpttool_here(
-        "convert", tmp_path / "step-5", tmp_path / "new", "--to", "dcp", "-n", "2", "--salvage", "--fill-from", tmp_path / "step-3"
-    )  # fmt: skip
+    assert found.next[1].endswith(f"step-5-filled --to dcp -n 1 --salvage --fill-from {tmp_path / 'step-3'}")
+    done = ckpttool_here(*shlex.split(found.next[1])[1:])
     assert done.returncode == 0, done.stderr
+    (tmp_path / "step-5-filled").rename(tmp_path / "new")
     assert f"{len(lost)} tensors are from step-3" in done.stderr
     with (
         ckpttool.open(tmp_path / "new") as new,
@@ -181,3 +181,22 @@ def test_a_damaged_copy_with_a_record_is_salvaged_and_what_is_left_has_its_diges
     assert done.returncode == 0, done.stderr
     twice = json.loads(ckpttool_here("verify", tmp_path / "twice", "--json").stdout)["salvage"]
     assert set(twice["rebuilt"]) == set(told["salvage"]["rebuilt"]) - set(twice["missing"]) and twice["missing"]
+
+
+def test_a_tied_weight_that_is_lost_is_the_other_one(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    shutil.copytree(peers.FIXTURES / "fsdp2_w3_tied_bf16" / "ckpt", folder)
+    with ckpttool.open(folder) as opened:
+        ckpt = opened.checkpoint
+        kept, lost = "model.model.embed_tokens.weight", "model.lm_head.weight"
+        at = {n: {ckpt.files[c.extent.file]: c.extent for c in ckpt.tensors[n].chunks} for n in (kept, lost)}
+        file = next(f for f in at[lost] if at[lost][f].offset > at[kept][f].offset)
+    whole = digests(folder)
+    data = (folder / file).read_bytes()
+    (folder / file).write_bytes(data[: at[lost][file].offset + 5])
+    assert lost in doctor(folder).missing
+    config = json.loads((peers.FIXTURES / "fsdp2_w3_tied_bf16" / "hf_ref" / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    found = doctor(folder)
+    assert found.rebuilt == {lost: "tied to model.embed_tokens.weight by config.json"} and lost not in found.missing
+    assert digests(folder, salvage=True)[lost] == whole[lost]
