@@ -86,6 +86,7 @@ class Part:
         under: the path below the component, where several parts share one: the rank of an RNG state.
         keys: {key at the root of a part of DATA: its canonical name}.
         whole: it holds the other components too.
+        optional: it is listed as a file that was not read, where it cannot be read or its parameters cannot be named.
         renamed: what the names of the optimizer's parameters lack of those of the weights.
     """
 
@@ -96,6 +97,7 @@ class Part:
     keys: Mapping[str, str] = field(default_factory=dict)
     whole: bool = False
     renamed: str = ""
+    optional: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +180,7 @@ def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
                 out.values = {n: v for n, v in out.values.items() if n not in found.values}
             _add(out, found, part)
         except (Corrupt, Unsafe, Unsupported) as e:
-            if is_state and part.component in ("model", "optim"):
+            if is_state and part.component in ("model", "optim") and not part.optional:
                 raise
             # it may be left out, with --drop
             out.unread.append(Unread(part.name, source.glance(part.name)[1], f"cannot be read: {e}", part.component))

@@ -34,6 +34,7 @@ torchtune    epoch_{n}/ or step_{n}/, and recipe_state/ next to it: _torchtune.p
 
 automodel    NeMo AutoModel: _two_folders.py
 transformers_sharded    save_pretrained(distributed_checkpoint=True) and save_optimizer_distributed: _two_folders.py
+script       model.pt and optimizer.pt of a training script: _scripts.py
 
 Sources: accelerate/checkpointing.py, accelerate/utils/constants.py, accelerate/utils/fsdp_utils.py of 1.15;
 transformers/trainer.py (_save_checkpoint, _save_optimizer_and_scheduler, _save_rng_state) of 5.23; lightning/fabric/strategies/fsdp.py and
@@ -54,6 +55,7 @@ from ckpttool.storage.source import Source
 from ._deepspeed_files import SAVES
 from ._parts import DATA, LEFT_OVER, TREE, Dialect, Part, of_one_model
 from ._parts_write import DirectoryOptions
+from ._scripts import SCRIPT
 from ._torchtune import TORCHTUNE
 from ._trainer_files import (
     RANDOM_STATES,
@@ -202,6 +204,9 @@ TORCHTITAN = layouts.Layout(
     writer_uses=("world_size",), needs_named_optimizer=True, of_trainer=True,
 )  # fmt: skip
 LAYOUTS = (
-    *(dialect.layout() for dialect in (ACCELERATE, TRAINER, LIGHTNING, VERL, TORCHTUNE, AUTOMODEL, TRANSFORMERS)),
+    *(
+        dialect.layout()
+        for dialect in (ACCELERATE, TRAINER, LIGHTNING, VERL, TORCHTUNE, AUTOMODEL, TRANSFORMERS, SCRIPT)
+    ),
     TORCHTITAN,
 )

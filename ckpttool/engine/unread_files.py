@@ -8,8 +8,9 @@ others, so that every command can name them and a conversion does not lose them 
     lost(ckpt, holds, only)        those that a layout which holds such components could keep
     listed(rows)                   as text: "optimizer.bin (1.2 GB, optimizer), ..."
 
-A file was read when the source opened it. Names alone decide what a file holds: none of these files is opened, sizes come
-from the directory or from the listing of the store. For a folder these are all files in it and, next to it, the names in
+A file was read when the source opened it. Names alone decide what a file holds, and sizes come from the directory or from the
+listing of the store. Only one under a name that no trainer uses is opened, on a disk: another whole checkpoint of the same model,
+such as ckpt.pt next to a DCP folder's files, is nothing that this one lacks. For a folder these are all files in it and, next to it, the names in
 `_NEXT_TO`. For a single file it is the names in `_NAMES` that hold state, and no others: a folder of downloads is not one
 checkpoint. State that the checkpoint already holds (a scheduler in DeepSpeed's own file) is listed, but is not a loss.
 
@@ -24,7 +25,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
-from ..errors import CkpttoolError
+from .. import layouts
+from ..errors import CkpttoolError, Unsupported
 from ..huggingface import model_files
 from ..index.checkpoint import Checkpoint, Unread
 from ..layouts import Saves
@@ -133,11 +135,42 @@ def unread(source: Source, file: str | None, ckpt: Checkpoint, saves: Saves | No
             rows += look(source, held, saves)
         except (CkpttoolError, OSError) as e:  # a folder that may be read but not listed
             ckpt.notes.append(f"the folder could not be listed for files that belong to the checkpoint: {e}")
+    if file is None and source.local:
+        rows = [r._replace(what=_COPY, component="") if _is_whole(source, r, ckpt) else r for r in rows]
     rows.sort(key=lambda r: (_ORDER.index(r.component), r.what, r.name))
     if len(rows) > _MOST:
         rest = rows[_MOST:]
         rows[_MOST:] = [Unread(f"{len(rest)} more files", _sum(rest), "unknown", rest[0].component)]
     return rows
+
+
+_COPY = "another checkpoint of the same model"
+
+
+def _is_whole(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
+    """Whether a file under an unknown name is a checkpoint itself, with the weights and the optimizer of the same model. Weights
+    alone may be an average, which is state of its own."""
+    model = {n: t.shape for n, t in ckpt.tensors.items() if t.path[0] == "model"}
+    large = sum(t.nbytes for t in ckpt.tensors.values() if t.path[0] == "model")
+    if (row.what, row.component) != ("unknown", "extra") or not model or (row.bytes or 0) < large:
+        return False
+    full = layouts.find("full")
+    with Source(source.root) as again:
+        where = layouts.Place(again, row.name)
+        try:
+            if not again.exists(row.name) or not full.detect(where)[0]:
+                return False
+            try:
+                found = full.read(where, layouts.ReadOptions())
+            except Unsupported:  # an optimizer that numbers its parameters
+                found = full.read(where, layouts.ReadOptions(only=frozenset(["model"])))
+                numbered = True
+            else:
+                numbered = False
+        except CkpttoolError:
+            return False
+    optimizer = numbered or any(t.path[0] == "optim" for t in found.tensors.values())
+    return optimizer and model == {n: t.shape for n, t in found.tensors.items() if t.path[0] == "model"}
 
 
 def _inside(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unread]:

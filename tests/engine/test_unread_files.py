@@ -167,7 +167,7 @@ def test_a_live_job_is_told(tmp_path: Path) -> None:
     save_file({"weight": torch.ones(2, 3), "bias": torch.ones(2)}, source / "model.safetensors")
     bytes_at(source / "optimizer.pt")
     done = ckpttool.load(torch.nn.Linear(3, 2), None, source)
-    assert any("optimizer.pt (9 B, optimizer)" in n for n in done.notes)
+    assert any("optimizer.pt (9 B, cannot be read" in n for n in done.notes)
 
 
 # ------------------------------------------------------------------------------------------------- where they may lie
@@ -261,6 +261,31 @@ def test_a_file_under_no_known_name_in_the_checkpoint_s_own_folder(tmp_path: Pat
     found = rows(source)
     assert {n: c for n, (_, _, c) in found.items()} == {"my_state.pkl": "extra", "__9_0.distcp": "", "notes.json": ""}
     assert "my_state.pkl (9 B, unknown)" in stops(source, tmp_path)
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+def test_another_whole_checkpoint_of_the_same_model_is_listed_and_stops_nothing(numbered: bool, tmp_path: Path) -> None:
+    source = dcp_into(tmp_path / "a")
+    with ckpttool.open(source) as opened:
+        model = {
+            n.removeprefix("model."): torch.zeros(t.shape)
+            for n, t in opened.checkpoint.tensors.items()
+            if n[:6] == "model."
+        }
+    state = {i if numbered else n: {"exp_avg": torch.zeros_like(t)} for i, (n, t) in enumerate(model.items())}
+    whole = {"model": model, "optim": {"state": state, "param_groups": [{"params": list(state)}]}}
+    torch.save(whole, source / "ckpt.pt")
+    assert rows(source)["ckpt.pt"][1:] == ("another checkpoint of the same model", "")
+    done = ckpttool.convert(source, tmp_path / "converted", to="dcp", world_size=2)
+    assert any("ckpt.pt" in n for n in done.notes) and not done.dropped
+    others = {
+        "ema.pt": model, "state.pt": {"step": 3, "kept": torch.zeros(99)}, "small.pt": whole | {"model": {"w": torch.zeros(999)}},
+    }  # fmt: skip
+    for name, tree in others.items():  # averages are state, and so is anything small
+        torch.save(tree, source / name)
+        assert rows(source)[name][1:] == ("unknown", "extra")
+        assert f"{name} (" in stops(source, tmp_path)
+        (source / name).unlink()
 
 
 def test_in_an_object_store_the_listing_tells(tmp_path: Path) -> None:
