@@ -98,7 +98,7 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
     if own.strip_prefix is not None:
         ckpt = without_prefix(ckpt, own.strip_prefix)
     if own.adapter:
-        seen = lora.of_tensors({joined(t.path[1:]): t.shape for t in ckpt.tensors.values() if t.path[0] == "model"})
+        seen = lora.seen(ckpt)
         config = _adapter_config(source, options, [], one_of_several=seen is not None and len(seen.names) > 1)
         ckpt = adapters.alone(ckpt, {"peft_type": "LORA"} if config is None else config[0], own.adapter_name)
     return ckpt
@@ -155,6 +155,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     own = options.of(HfOptions)
     if own.adapter:
         return _write_adapter(ckpt, source, options)
+    if not own.include_optimizer:
+        _refuse_wrapped(ckpt)
     notes: list[str] = []
     config, extra = _config_files(ckpt, source, options, notes)
     weights = _weights(ckpt, source, options, config, notes)
@@ -346,6 +348,20 @@ def _write_adapter(ckpt: Checkpoint, source: Source, options: WriteOptions) -> D
     files += [DraftFile(n, len(data), data) for n, data in extra.items()]
     out = Checkpoint("hf", options.target, None, [f.name for f in files], [f.size for f in files], tensors, {})
     return Draft(out, {n: ckpt.tensors[n] for n in tensors}, files, notes=notes)
+
+
+def _refuse_wrapped(ckpt: Checkpoint) -> None:
+    """Refuse an adapter, which from_pretrained would take for a model whose weights are all missing.
+
+    Raises:
+        Unsupported: with the commands that write it, or merge it.
+    """
+    found = lora.seen(ckpt)
+    if found is not None and found.alone:
+        raise Unsupported(
+            f"{ckpt.root} holds an adapter only ({found}), which is no model for from_pretrained. For PEFT: ckpttool adapter extract "
+            f"{ckpt.root} DST (or {argument('adapter', True, 'HfOptions')}). Merged into its base model: ckpttool adapter merge BASE {ckpt.root} DST."
+        )
 
 
 def _refuse_dtypes(model: dict[str, TensorEntry]) -> None:

@@ -72,6 +72,9 @@ def diff(
 
 
 def _print_difference(d: Any) -> None:
+    for name, adapter in (("A", d.adapter_a), ("B", d.adapter_b)):
+        if adapter:
+            print(f"{name} holds an adapter only: {adapter}")
     for title, names in (("only in A", d.only_in_a), ("only in B", d.only_in_b)):
         for n in names[:20]:
             print(f"{title}: {n}")

@@ -94,7 +94,7 @@ def inspect(
                     spans = ", ".join(f"{a}:{a + n}" for a, n in zip(c["start"], c["shape"], strict=True))
                     print(f"    [{spans}]  {c['file']} bytes {c['offset']}..{c['offset'] + c['length']}")
             return
-        s = look.summarise(opened.checkpoint, path)
+        s = look.summarise(opened.checkpoint, path, opened.source)
         if as_json:
             listed = {n: [t.dtype, list(t.shape)] for n, t in opened.checkpoint.tensors.items()} if show_tree else None
             print_json({**s.to_json(), **({} if listed is None else {"names": listed})})

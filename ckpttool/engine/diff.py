@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..huggingface import lora
 from ..index import boxes
 from ..index.checkpoint import ITEMSIZE, TensorEntry
 from .dtypes import numpy_dtype
@@ -52,6 +53,8 @@ class Difference:
     within_tolerance: int = 0
     not_read_a: list[dict[str, Any]] = field(default_factory=list)  # files of each that were not compared
     not_read_b: list[dict[str, Any]] = field(default_factory=list)
+    adapter_a: str | None = None  # of one that holds an adapter and no base model: "r=8, 14 modules"
+    adapter_b: str | None = None
 
     def __bool__(self) -> bool:
         """Whether the two differ."""
@@ -103,6 +106,8 @@ def diff(
         )
         out.only_in_a = [n for n in [*left.tensors, *left.values] if n not in right.tensors and n not in right.values]
         out.only_in_b = [n for n in [*right.tensors, *right.values] if n not in left.tensors and n not in left.values]
+        adapters = [lora.seen(ckpt) for ckpt in (left, right)]
+        out.adapter_a, out.adapter_b = (str(found) if found and found.alone else None for found in adapters)
         for n in left.values.keys() & right.values.keys():
             if not _same_value(left.values[n].data, right.values[n].data):
                 out.values[n] = (_text(left.values[n].data), _text(right.values[n].data))

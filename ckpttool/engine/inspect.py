@@ -12,10 +12,13 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..errors import CkpttoolError
+from ..huggingface import lora, model_files
 from ..index.checkpoint import Checkpoint, TensorEntry, orphaned_optimizer_state
 from ..index.names import step_count
 from ..index.optimizers import lost_at_save, per_rank_slots, slot_of, states
 from ..storage import urls
+from ..storage.source import Source
 from .next_steps import next_step
 from .opening import CheckpointPath, OpenOptions, open_with, shown_path
 from .unread_files import human, listed
@@ -41,7 +44,8 @@ class Summary:
     size of the job, None for one file; `components` {"model": {"tensors", "bytes", "elements", "dtypes": {dtype: bytes},
     "values"}, ...}; `optimizer` {"kind", "kinds": {name: parameters}, "slots": {slot: {"parameters", "bytes"}}, "groups"}, None without one; `missing`
     sentences about what a resume would need and is not there; `not_read` files that the layout does not read, as
-    `Unread.to_json` has them; `next` one line: whether its trainer resumes from it as it is, and the command for what it does not.
+    `Unread.to_json` has them; `adapter` {"only": whether no base model is there, "ranks", "modules", "names", "base_model"} of LoRA, None
+    without one; `next` one line: whether its trainer resumes from it as it is, and the command for what it does not.
     """
 
     path: str
@@ -59,6 +63,7 @@ class Summary:
     notes: list[str]
     not_read: list[dict[str, Any]]
     next: str
+    adapter: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -101,11 +106,11 @@ def inspect(
         allow_equal_ranks=True, allow_mixed_steps=True,
     )  # fmt: skip
     with open_with(path, options) as opened:
-        return summarise(opened.checkpoint, shown_path(path))
+        return summarise(opened.checkpoint, shown_path(path), opened.source)
 
 
-def summarise(ckpt: Checkpoint, path: str | os.PathLike[str]) -> Summary:
-    """The summary of an index."""
+def summarise(ckpt: Checkpoint, path: str | os.PathLike[str], source: Source | None = None) -> Summary:
+    """The summary of an index. What an adapter_config.json beside it says is read from its source, where that is given."""
     components: dict[str, dict[str, Any]] = {}
     for t in ckpt.tensors.values():
         c = components.setdefault(str(t.path[0]), {"tensors": 0, "bytes": 0, "elements": 0, "dtypes": {}, "values": 0})
@@ -123,7 +128,24 @@ def summarise(ckpt: Checkpoint, path: str | os.PathLike[str]) -> Summary:
         components={k: components[k] for k in order if k in components}, optimizer=_optimizer(ckpt), missing=_missing(ckpt),
         notes=[*ckpt.notes, *_notes(ckpt)], not_read=[r.to_json() for r in ckpt.unread],
         next=next_step(ckpt, urls.redact_url(os.fspath(path)) if urls.is_url(path) else os.fspath(path)),
+        adapter=_adapter(ckpt, source),
     )  # fmt: skip
+
+
+def _adapter(ckpt: Checkpoint, source: Source | None) -> dict[str, Any] | None:
+    found = lora.seen(ckpt)
+    if found is None:
+        return None
+    try:
+        beside = None if source is None else model_files.adapter(source, None, [])
+    except CkpttoolError:  # damaged, or it cannot be listed; the weights are what is looked at
+        beside = None
+    config = {} if beside is None else beside[0]
+    base = config.get("base_model_name_or_path")
+    return {
+        "only": found.alone, "ranks": sorted(found.ranks), "modules": found.modules, "names": [n for n in found.names if n],
+        "base_model": base if isinstance(base, str) else None,
+    }  # fmt: skip
 
 
 def _slots(ckpt: Checkpoint) -> dict[str, dict[str, int]]:
@@ -262,6 +284,14 @@ def screen(s: Summary) -> RenderableType:
     head.append(f" · {s.tensors:,} tensors, {human(s.bytes)}")
     head.append(f" · {s.files:,} file{'s' if s.files != 1 else ''}, {human(s.file_bytes)} on disk")
     parts: list[RenderableType] = [head]
+    if s.adapter:
+        a = s.adapter
+        line = Text("adapter only: " if a["only"] else "base model and adapter: ", style="bold")
+        line.append(f"r={', '.join(map(str, a['ranks']))}, {a['modules']:,} modules", style="default")
+        if len(a["names"]) > 1:
+            line.append(f", called {', '.join(a['names'])}", style="default")
+        line.append(f", base model {a['base_model']}" if a["base_model"] else "", style="default")
+        parts.append(line)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for title, right in (("", False), ("tensors", True), ("elements", True), ("bytes", True), ("dtypes", False)):
         table.add_column(title, justify="right" if right else "left")

@@ -293,8 +293,14 @@ def _base_names(base: OpenCheckpoint, given: bool) -> dict[str, str]:
 def _adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool) -> dict[str, _Adapter]:
     """The adapters that were asked for, {name: adapter}, in that order; the only one where none was named."""
     ckpt = theirs.checkpoint
-    model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
-    seen = lora.of_tensors({n: t.shape for n, t in model.items()})
+    own = adapters.own_component(ckpt)
+    if own is not ckpt and not given:
+        raise Unsupported(
+            f"{_shown(theirs)} holds an adapter beside weights that it is in already, as torchtune saves them. Write the weights with "
+            "ckpttool convert, or merge the adapter into the base model that training began with: ckpttool adapter merge BASE "
+            f"{_shown(theirs)} DST."
+        )
+    seen = lora.seen(own)
     if not given and seen is not None and seen.alone:
         raise Unsupported(
             f"{_shown(theirs)} holds an adapter only ({seen}), and no base model. Give both: ckpttool adapter merge BASE "

@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Callable
 
+from ..huggingface import lora
 from ..index.checkpoint import Checkpoint
 
 __all__ = ["next_step"]
@@ -25,12 +26,23 @@ def next_step(ckpt: Checkpoint, path: str) -> str:
         return "holds no weights: give the directory of the trainer that they lie in, if there is one"
     if ckpt.layout in _OF_TRAINER:
         return _OF_TRAINER[ckpt.layout](ckpt, out, "optim" in parts)
+    found = lora.seen(ckpt)
+    if found is not None and found.alone:
+        into = f"merged into its base model: ckpttool adapter merge BASE {shlex.quote(path)} OUT"
+        if any(f.endswith("adapter_model.safetensors") for f in ckpt.files):
+            return f"PeftModel.from_pretrained loads it; {into}"
+        return f"for PEFT: ckpttool adapter extract {shlex.quote(path)} OUT; {into}"
     if ckpt.layout.startswith("zero"):
         return f"resumes in DeepSpeed at {_ranks(ckpt)}; at another world size: {out} --to {ckpt.layout} -n RANKS"
     if ckpt.layout == "dcp" and ckpt.trainer == "torchtitan":
         return _torchtitan(ckpt)
     if ckpt.layout == "dcp" and ckpt.trainer == "Lightning":
         return f"Lightning resumes from a folder with meta.pt, which is not here: {out} --for lightning -n RANKS"
+    if ckpt.layout in ("dcp", "full") and found is not None:
+        return (
+            f"its adapter for PEFT: ckpttool adapter extract {shlex.quote(path)} OUT; merged: ckpttool adapter merge "
+            f"{shlex.quote(path)} OUT"
+        )
     if ckpt.layout == "dcp":
         return (
             f"torch.distributed.checkpoint reads it at any world size; for transformers: {out} --to hf --config MODEL"

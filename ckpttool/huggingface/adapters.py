@@ -22,7 +22,7 @@ from typing import Any
 from ..errors import Unsupported, UsageError, argument
 from ..index.checkpoint import Checkpoint, joined
 
-__all__ = ["alone", "base_names"]
+__all__ = ["alone", "base_names", "own_component"]
 
 #: What the tensors of a method are called, by peft_type: what all begin with, and the ends that are known.
 _METHODS = {
@@ -60,6 +60,7 @@ def alone(ckpt: Checkpoint, config: dict[str, Any], wanted: str | None = None) -
             "the adapter has trainable_token_indices, and the files do not show how those are tied. Save it with PEFT's "
             "save_pretrained."
         )
+    ckpt = own_component(ckpt)
     names = [joined(t.path[1:]) for t in ckpt.tensors.values() if t.path[0] == "model"]
     if rows := [n for n in names if "token_adapter" in n.split(".")]:
         raise Unsupported(
@@ -102,10 +103,32 @@ def alone(ckpt: Checkpoint, config: dict[str, Any], wanted: str | None = None) -
     )
 
 
+def own_component(ckpt: Checkpoint) -> Checkpoint:
+    """The same checkpoint with the adapter that torchtune keeps beside the weights, into which it has merged it, as the model."""
+    beside = {n: t for n, t in ckpt.tensors.items() if t.path[:2] == ("extra", "adapter")}
+    if not beside or any("lora_" in n for n, t in ckpt.tensors.items() if t.path[0] == "model"):
+        return ckpt
+    rest = {n: t for n, t in ckpt.tensors.items() if n not in beside and t.path[0] != "model"}
+    moved = {joined(("model", *t.path[2:])): replace(t, path=("model", joined(t.path[2:]))) for t in beside.values()}
+    recorded = {joined(("model", *t.path[2:])): ckpt.recorded[n] for n, t in beside.items() if n in ckpt.recorded}
+    return replace(ckpt, tensors={**moved, **rest}, recorded=recorded)
+
+
 def base_names(names: Mapping[str, str]) -> dict[str, str]:
     """{name in the base model: in the checkpoint} of the weights that are not of an adapter, for names {FQN: in the checkpoint} of
-    a model that PEFT wrapped."""
+    a model that PEFT wrapped.
+
+    Raises:
+        Unsupported: the weight of a module that has an adapter is not that of its base layer, so the adapter may be in it already.
+    """
     out = {}
+    adapted = {n.removeprefix(_ROOT).partition(".lora_")[0] for n in names if ".lora_" in n}
+    for module in adapted:
+        if f"{module}.weight" in names or f"{_ROOT}{module}.weight" in names:
+            raise Unsupported(
+                f'"{module}.weight" lies beside the adapter of that module, and not as its base_layer: the adapter may be in it already. '
+                "Give base model and adapter: ckpttool adapter merge BASE ADAPTER DST."
+            )
     for name, stored in names.items():
         parts = name.removeprefix(_ROOT).split(".")
         if "modules_to_save" not in parts and not any(p.startswith("lora_") for p in parts):

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..errors import Corrupt, Unsupported, argument
+from ..index.checkpoint import Checkpoint, joined
 
 __all__ = [
     "ROOT", "AdapterShape", "Change", "Update", "changes", "encoded", "made_config", "of_tensors", "refuse_unmergeable", "scaling",
+    "seen",
 ]  # fmt: skip
 
 ROOT = "base_model.model."
@@ -72,6 +74,11 @@ class AdapterShape(NamedTuple):
         called = [n for n in self.names if n]
         of = f", adapters {', '.join(called)}" if len(called) > 1 else ""
         return f"r={ranks}, {self.modules} module{'s' if self.modules != 1 else ''}{of}"
+
+
+def seen(ckpt: Checkpoint) -> AdapterShape | None:
+    """The LoRA among the weights of a checkpoint; None where there is none."""
+    return of_tensors({joined(t.path[1:]): t.shape for t in ckpt.tensors.values() if t.path[0] == "model"})
 
 
 def of_tensors(shapes: Shapes) -> AdapterShape | None:

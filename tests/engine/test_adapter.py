@@ -1,4 +1,5 @@
-"""adapter merge: the bits of PEFT's merge_and_unload, in every layout; what cannot be merged is refused by its name."""
+"""adapter extract: the files of PEFT's save_pretrained. adapter merge: the bits of its merge_and_unload, in every layout; what
+cannot be merged is refused by its name."""
 
 from __future__ import annotations
 
@@ -368,3 +369,160 @@ def test_a_dry_run_counts_the_memory_of_a_merge_and_computes_nothing(
     with pytest.raises(UsageError, match="MB are needed"):
         ckpttool.adapter_merge(base, tmp_path / "out", adapter=adapter, max_memory_bytes=150 << 20)
     assert os.listdir(tmp_path) == ["base", "adapter"] or sorted(os.listdir(tmp_path)) == ["adapter", "base"]
+
+
+# ------------------------------------------------------------------------------------------------------ adapter extract
+
+
+def live_state(names: list[str]) -> dict[str, torch.Tensor]:
+    """A model of two layers as PEFT holds it, with adapters of rank 2 and 3 around one of them."""
+    q, v = (f"base_model.model.{LAYER}", f"base_model.model.{LAYER.replace('q_proj', 'v_proj')}")
+    out = {f"{m}.base_layer.weight": torch.ones(5, 4) for m in (q, v)}
+    for k, name in enumerate(names):
+        for m, r in ((q, 2), (v, 3)):
+            out |= {
+                f"{m}.lora_A.{name}.weight": torch.full((r, 4), k + 1.0),
+                f"{m}.lora_B.{name}.weight": torch.ones(5, r),
+            }
+    return out | {"base_model.model.model.norm.weight": torch.ones(4)}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_config_that_is_made_loads_in_peft_and_merges_the_same(peft: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    how = {
+        "target_modules": ["q_proj", "down_proj", "embed_tokens"],
+        "use_dora": True,
+        "rank_pattern": {"down_proj": 5},
+    }
+    model = adapted(peft, tmp_path, llama, torch.float32, modules_to_save=["lm_head"], **how)
+    torch.save({"model": model.state_dict(), "step": 3}, tmp_path / "x.pt")
+    ckpttool.convert(tmp_path / "x.pt", tmp_path / "dcp", to="dcp", world_size=3)
+    done = ckpttool.adapter_extract(tmp_path / "dcp", tmp_path / "made", lora_alpha=7, base_model="org/base")
+    made = json.loads((tmp_path / "made" / "adapter_config.json").read_text())
+    assert (made["r"], made["lora_alpha"], made["use_dora"], made["base_model_name_or_path"]) == (
+        3,
+        7,
+        True,
+        "org/base",
+    )
+    assert made["modules_to_save"] == ["lm_head"] and set(made["rank_pattern"].values()) == {5}
+    assert any(n.startswith("made adapter_config.json: r 3, lora_alpha 7, 5 target modules") for n in done.notes)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    peft.PeftModel.from_pretrained(base, tmp_path / "made").merge_and_unload().save_pretrained(tmp_path / "again")
+    model.merge_and_unload().save_pretrained(tmp_path / "theirs")
+    same_files(tmp_path / "again", tmp_path / "theirs")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_of_several_adapters_has_the_files_that_peft_saves_of_it(peft: Any, tmp_path: Path) -> None:
+    model = adapted(peft, tmp_path, llama, torch.float32, target_modules=QV, names=["default", "b"], bias="none")
+    torch.save({"model": model.state_dict()}, tmp_path / "x.pt")
+    ckpttool.convert(tmp_path / "x.pt", tmp_path / "dcp", to="dcp", world_size=3)
+    for source in ("x.pt", "dcp"):
+        for name, folder in (("default", "adapter"), ("b", "adapter/b"), (None, "adapter")):
+            out = tmp_path / f"{source}-{name}"
+            done = ckpttool.adapter_extract(tmp_path / source, out, adapter_name=name, config=str(tmp_path / "adapter"))
+            for file in ("adapter_model.safetensors", "adapter_config.json"):
+                assert (out / file).read_bytes() == (tmp_path / folder / file).read_bytes(), (source, name, file)
+            assert any("the adapters " in n for n in done.notes)
+
+
+def test_an_adapter_config_is_never_that_of_another_adapter(tmp_path: Path) -> None:
+    torch.save(live_state(["default", "b"]), tmp_path / "x.pt")
+    said = {"peft_type": "LORA", "r": 2, "rank_pattern": {"v_proj": 3}, "lora_alpha": 4}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(said))  # which is that of default
+    with pytest.raises(Unsupported, match=r"no adapter_config\.json, which says by how much"):
+        ckpttool.adapter_extract(tmp_path / "x.pt", tmp_path / "out", adapter_name="b")
+    with pytest.raises(Unsupported, match=r"no adapter_config\.json, which says by how much"):
+        ckpttool.adapter_merge(tmp_path / "x.pt", tmp_path / "out", adapter_name="b")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "adapter_config.json").write_text(json.dumps({**said, "lora_alpha": 40}))
+    ckpttool.adapter_extract(tmp_path / "x.pt", tmp_path / "extracted", adapter_name="b")
+    assert json.loads((tmp_path / "extracted" / "adapter_config.json").read_text())["lora_alpha"] == 40
+    done = ckpttool.adapter_merge(tmp_path / "x.pt", tmp_path / "merged", adapter_name=["default", "b"])
+    assert [n for n in done.notes if n.startswith("merged")] == [
+        "merged 1 modules with scaling 2 = alpha 4 / r, r 2", "merged 1 modules with scaling 20 = alpha 40 / r, r 2",
+        "merged 1 modules with scaling 1.33333 = alpha 4 / r, r 3", "merged 1 modules with scaling 13.3333 = alpha 40 / r, r 3",
+    ]  # fmt: skip
+
+
+def test_options_about_an_adapter_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    for text, how in (
+        ("is about an adapter; give adapter=True too", {"lora_alpha": 4.0}),
+        ("is about an adapter", {"adapter_name": "b"}),
+        ("base_model='x' is for the adapter_config.json that lora_alpha makes", {"adapter": True, "base_model": "x"}),
+        ("must be a number above 0", {"adapter": True, "lora_alpha": 0.0}),
+        ("must be a number above 0", {"adapter": True, "lora_alpha": float("inf")}),
+    ):
+        with pytest.raises(UsageError, match=text):
+            ckpttool.HfOptions(**how)  # type: ignore[arg-type]
+    torch.save(live_state(["default"]), tmp_path / "x.pt")
+    with pytest.raises(
+        UsageError, match=r"adapter_name='b': the checkpoint has no such adapter; its adapters are default"
+    ):
+        ckpttool.adapter_extract(tmp_path / "x.pt", tmp_path / "out", adapter_name="b", lora_alpha=4)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "lora_alpha": 8}))
+    with pytest.raises(UsageError, match=r"there is an adapter_config.json, which says 8"):
+        ckpttool.adapter_extract(tmp_path / "x.pt", tmp_path / "out", lora_alpha=4)
+
+
+def test_weights_that_may_hold_the_adapter_already_are_not_merged_again(tmp_path: Path) -> None:
+    state = {n.replace(".base_layer", ""): t for n, t in live_state(["default"]).items()}
+    torch.save(state, tmp_path / "x.pt")
+    with pytest.raises(Unsupported, match="not as its base_layer: the adapter may be in it already"):
+        ckpttool.adapter_merge(tmp_path / "x.pt", tmp_path / "out", lora_alpha=4)
+
+
+# ---------------------------------------------------------------------------------------------- what adapters are called
+
+
+def test_a_state_that_is_an_adapter_only_is_called_so(tmp_path: Path) -> None:
+    _, adapter = small(tmp_path, base_model_name_or_path="org/base")
+    ckpttool.convert(adapter, tmp_path / "a.pt")
+    torch.save(live_state(["default"]), tmp_path / "both.pt")
+    found = ckpttool.inspect(adapter)
+    assert found.adapter == {"only": True, "ranks": [2], "modules": 1, "names": [], "base_model": "org/base"}
+    assert "adapter only: r=2, 1 modules, base model org/base" in str(found)
+    assert found.next.startswith(
+        "PeftModel.from_pretrained loads it; merged into its base model: ckpttool adapter merge BASE"
+    )
+    assert ckpttool.inspect(tmp_path / "a.pt").next.startswith("for PEFT: ckpttool adapter extract")
+    both = ckpttool.inspect(tmp_path / "both.pt")
+    assert both.adapter == {"only": False, "ranks": [2, 3], "modules": 2, "names": ["default"], "base_model": None}
+    assert "base model and adapter: r=2, 3, 2 modules" in str(both) and "ckpttool adapter merge" in both.next
+    assert ckpttool.inspect(tmp_path / "base").adapter is None
+    different = ckpttool.diff(adapter, tmp_path / "both.pt")
+    assert (different.adapter_a, different.adapter_b) == ("r=2, 1 module", None)
+    with pytest.raises(
+        Unsupported, match=r"holds an adapter only \(r=2, 1 module\).*ckpttool adapter extract .*adapter merge BASE"
+    ):
+        ckpttool.convert(tmp_path / "a.pt", tmp_path / "hf", to="hf")
+    ckpttool.convert(tmp_path / "a.pt", tmp_path / "dcp", to="dcp", world_size=2)  # as any state
+
+
+def test_the_commands_do_what_the_functions_do(tmp_path: Path) -> None:
+    from commands import ckpttool_here
+
+    base, adapter = small(tmp_path)
+    ckpttool.adapter_merge(base, tmp_path / "theirs", adapter=adapter)
+    done = ckpttool_here("adapter", "merge", base, adapter, tmp_path / "mine")
+    assert done.returncode == 0 and "merged 1 modules with scaling 2 = alpha 4 / r, r 2" in done.stderr, done.stderr
+    assert (tmp_path / "mine" / WEIGHTS).read_bytes() == (tmp_path / "theirs" / WEIGHTS).read_bytes()
+    torch.save(live_state(["a", "b"]), tmp_path / "x.pt")
+    done = ckpttool_here(
+        "adapter", "merge", tmp_path / "x.pt", tmp_path / "dcp", "--to", "dcp", "-n", 2, "--adapter-name", "b,a",
+        "--lora-alpha", 4, "--json",
+    )  # fmt: skip
+    assert json.loads(done.stdout)["layout_to"] == "dcp", done.stderr
+    done = ckpttool_here("adapter", "extract", tmp_path / "x.pt", tmp_path / "b", "--adapter", "b", "--lora-alpha", 4)
+    assert done.returncode == 0 and float(
+        load_file(tmp_path / "b" / "adapter_model.safetensors").popitem()[1].flatten()[0]
+    ) in (1, 2)
+    assert "4 paths were given" in ckpttool_here("adapter", "merge", *"abcd").stderr
+    assert ckpttool_here("adapter", "merge", base, adapter, tmp_path / "o", "--lora-alpha", 3).returncode == 2
+    assert (
+        "--sub-group-size applies to"
+        in ckpttool_here("adapter", "merge", base, adapter, tmp_path / "o", "--sub-group-size", 3).stderr
+    )
