@@ -117,6 +117,7 @@ class WriteOptions(ModelHints):
     world_size: int | None = None
     cast: Cast = lambda name, dtype: dtype
     own: object = None
+    vocab_size: int | None = None  # of the model, where it was changed
     tree: Callable[[dict[Path, Any]], dict[Path, Any]] | None = None  # the leaves at the places that a job asks for
 
     def of(self, kind: type[T]) -> T:

@@ -115,6 +115,8 @@ def _config_files(
         Unsupported: it was asked to untie, and there is no config.json.
     """
     config, files = model_files.beside(source, options.config, notes)
+    if options.vocab_size is not None and config is not None:
+        config, files = _with(config, files, "vocab_size", options.vocab_size)
     if ckpt.merged is not None:
         files.pop(_ADAPTER_CONFIG, None)
         if config is not None and ckpt.merged["untied"]:
@@ -208,7 +210,19 @@ def _untied(config: dict[str, Any] | None, extra: dict[str, bytes]) -> tuple[dic
         raise Unsupported(
             f"{argument('untie', True, 'HfOptions')} changes config.json, and there is none beside the source. Give {argument('config')}."
         )
-    config = {**config, "tie_word_embeddings": False}
+    return _with(config, extra, "tie_word_embeddings", False)
+
+
+def _with(
+    config: dict[str, Any], extra: dict[str, bytes], key: str, value: Any
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The config, and the files to copy, with another value in config.json: in the config of the text model, if that has it."""
+    text = config.get("text_config")
+    inside = isinstance(text, dict) and key in text
+    if inside:
+        config = {**config, "text_config": {**config["text_config"], key: value}}
+    if not inside or key in config:
+        config = {**config, key: value}
     return config, {**extra, "config.json": (json.dumps(config, indent=2) + "\n").encode()}
 
 

@@ -136,6 +136,14 @@ def convert(
             help="dcp, full: leave _orig_mod., module. and other wrappers out of the source's own keys.",
         ),
     ] = False,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(
+            "--vocab-size",
+            help="Rows of the embedding and the output layer: pad with zeros, or cut rows that hold nothing.",
+            metavar="N",
+        ),
+    ] = None,
     regroup: Annotated[
         bool, typer.Option("--regroup", help="Give the optimizer the param groups of the checkpoint that --like names.")
     ] = False,
@@ -188,7 +196,7 @@ def convert(
     writing = planning.WriteRequest(
         to=target.name, options=options_of(target, given(ctx)), world_size=world_size, dtype=dtype, cast=cast_rules(cast),
         canonical_keys=canonical_keys, drop=drop, ignore_recorded_digests=ignore_recorded_digests,
-        strip_wrappers=strip_wrappers, regroup=regroup,
+        strip_wrappers=strip_wrappers, regroup=regroup, vocab_size=vocab_size,
     )  # fmt: skip
     meter = Meter(quiet)
     running = conversion.RunOptions(

@@ -32,6 +32,7 @@ from . import unread_files
 from .fill_from import filled
 from .merging import open_merged
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, model_of, open_with, refuse_unused
+from .vocabulary_size import resized
 
 __all__ = ["Plan", "WriteRequest", "caster", "plan", "plan_id", "plan_with"]
 
@@ -50,11 +51,14 @@ class WriteRequest:
     ignore_recorded_digests: bool = False
     expected: Mapping[str, str] | None = None
     strip_wrappers: bool = False  # leave "_orig_mod." and the like out of the source's own keys
+    vocab_size: int | None = None  # rows of the embedding and the output layer
     regroup: bool = False  # give the optimizer the param groups of `like`
 
     def __post_init__(self) -> None:
         if self.world_size is not None and (type(self.world_size) is not int or self.world_size < 1):
             raise UsageError(f"{argument('world_size', self.world_size)}: it must be an integer of at least 1.")
+        if self.vocab_size is not None and (type(self.vocab_size) is not int or self.vocab_size < 1):
+            raise UsageError(f"{argument('vocab_size', self.vocab_size)}: it must be an integer of at least 1.")
         if not self.cast:  # one way to say so, since plan_id compares requests
             object.__setattr__(self, "cast", None)
 
@@ -152,13 +156,16 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
             ckpt = with_whole_scheduler(ckpt)
         elif writing.strip_wrappers:
             ckpt.origin = without_wrappers(ckpt.origin)
+        if writing.vocab_size is not None:
+            ckpt, opened.source = resized((ckpt, opened.source), writing.vocab_size)
+            opened.checkpoint = ckpt
         unplaced: list[Dropped] = []
         if writing.regroup:
             ckpt = opened.checkpoint = _regrouped(ckpt, model.like, unplaced)
         options = layouts.WriteOptions(
             config=model.config, like=model.like, flat_layout=model.flat_layout, wrap=model.wrap,
             target=os.path.basename(os.path.abspath(dst)), world_size=writing.world_size,
-            cast=caster(writing.dtype, writing.cast or {}), own=writing.options,
+            cast=caster(writing.dtype, writing.cast or {}), own=writing.options, vocab_size=writing.vocab_size,
         )  # fmt: skip
         ckpt = opened.checkpoint = target.prepare(ckpt, opened.source, options)
         if target.needs_named_optimizer and not drop and (unnamed := unnamed_optimizer_state(ckpt)):
