@@ -89,7 +89,8 @@ def holds(own: object) -> frozenset[str]:
 
 
 def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
-    """The checkpoint without `strip_prefix`; with `adapter`, only the adapter, under PEFT's names.
+    """The checkpoint without `strip_prefix`, or without the prefix that all weights have and the model of the config has not; with
+    `adapter`, only the adapter, under PEFT's names.
 
     Raises:
         UsageError: no weight has the prefix. Unsupported: ckpttool finds no adapter.
@@ -97,11 +98,26 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
     own = options.of(HfOptions)
     if own.strip_prefix is not None:
         ckpt = without_prefix(ckpt, own.strip_prefix)
+    elif not own.adapter and (prefix := _prefix_of_all(ckpt, source, options)) is not None:
+        ckpt = without_prefix(ckpt, prefix)
+        note = f'"{prefix}" was left out of the names of all weights: without it they are those of the model of config.json'
+        ckpt.notes = [*ckpt.notes, note]
     if own.adapter:
         seen = lora.seen(ckpt)
         config = _adapter_config(source, options, [], one_of_several=seen is not None and len(seen.names) > 1)
         ckpt = adapters.alone(ckpt, {"peft_type": "LORA"} if config is None else config[0], own.adapter_name)
     return ckpt
+
+
+def _prefix_of_all(ckpt: Checkpoint, source: Source, options: WriteOptions) -> str | None:
+    """A prefix that all weights have ("net."), if all are right for the model of the config without it, and are not with it."""
+    model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
+    if options.of(HfOptions).allow_name_mismatch or len({name.partition(".")[0] for name in model}) != 1:
+        return None
+    config = model_files.beside(source, options.config, [])[0]
+    relation = None if config is None else _relation(config, model, options, [])
+    strip = relation.verdict.strip if relation and relation.verdict and not relation.verdict.good else None
+    return strip if strip and all(name.startswith(strip) for name in model) else None
 
 
 def _config_files(
@@ -386,20 +402,16 @@ def _refuse_dtypes(model: dict[str, TensorEntry]) -> None:
             )
 
 
-def _judged(
-    ckpt: Checkpoint, config: dict[str, Any], model: dict[str, TensorEntry], options: WriteOptions, notes: list[str]
+def _relation(
+    config: dict[str, Any], model: dict[str, TensorEntry], options: WriteOptions, notes: list[str]
 ) -> hub_names.Relation | None:
-    """What transformers says of the names, where they may differ on the Hub; the model of the config has all of them and no
-    others, with these shapes. That is asked where a config was given, or transformers is asked anyway.
-
-    Raises:
-        Unsupported: it has not.
-    """
+    """What transformers says of the names, with its verdict. That is asked where a config was given, or transformers is asked
+    anyway; a note says where it was and could not answer."""
     asks = asks_transformers(config, model)
     if not isinstance(config.get("model_type"), str) or not (asks or options.config):
         return None
     try:
-        relation = hub_names.relate(config, {k: t.shape for k, t in model.items()}, judge=True)
+        return hub_names.relate(config, {k: t.shape for k, t in model.items()}, judge=True)
     except MissingPackage as e:
         if asks and not options.of(HfOptions).allow_name_mismatch:
             raise MissingPackage(
@@ -410,6 +422,20 @@ def _judged(
     except Unsupported as e:
         notes.append(f"names are kept as they are, and were not compared with those of the model of config.json: {e}")
         return None
+
+
+def _judged(
+    ckpt: Checkpoint, config: dict[str, Any], model: dict[str, TensorEntry], options: WriteOptions, notes: list[str]
+) -> hub_names.Relation | None:
+    """What transformers says of the names, where they may differ on the Hub; the model of the config has all of them and no
+    others, with these shapes.
+
+    Raises:
+        Unsupported: it has not.
+    """
+    relation = _relation(config, model, options, notes)
+    if relation is None:
+        return None
     if relation.verdict is None:
         notes.append(
             "names were not compared with those of the model of config.json: transformers cannot load it on meta"
@@ -419,7 +445,7 @@ def _judged(
         if not options.of(HfOptions).allow_name_mismatch:
             raise Unsupported(text)
         notes.append(text.partition(" from_pretrained would")[0])
-    return relation if asks else None
+    return relation if asks_transformers(config, model) else None
 
 
 def _mismatch(ckpt: Checkpoint, model: dict[str, TensorEntry], found: hub_names.Verdict) -> str:

@@ -70,21 +70,31 @@ def assert_loads(folder: Path, wanted: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("of", [LLAMA, MOE], ids=["names as in memory", "fused in memory, many on the Hub"])
-def test_a_lightning_state_is_refused_with_the_prefix_to_strip_and_loads_without_it(of: Path, tmp_path: Path) -> None:
+def test_a_prefix_of_all_weights_is_left_out(of: Path, tmp_path: Path) -> None:
+    """As in a state of Lightning whose module keeps the model in `self.net`."""
     state = in_memory(of)
     source = saved(tmp_path, {"state_dict": {f"net.{k}": t for k, t in state.items()}, "epoch": 1})
-    with pytest.raises(Unsupported, match=r"without the prefix \"net\.\": add HfOptions\(strip_prefix='net'\)\.") as e:
-        ckpttool.convert(source, tmp_path / "out", to="hf", config=str(of))
-    n = len(state)
-    assert f"{n} of its {n} tensors are missing" in str(e.value) and f"{n} of the {n} weights are not its own" in str(
-        e.value
-    )
-    assert not (tmp_path / "out").exists()
-    for prefix in ("net", "net."):
-        out = tmp_path / prefix.replace(".", "_")
-        ckpttool.convert(source, out, to="hf", config=str(of), options=ckpttool.HfOptions(strip_prefix=prefix))
+    for prefix in (None, "net", "net."):
+        out = tmp_path / f"{prefix}".replace(".", "_")
+        options = ckpttool.HfOptions(strip_prefix=prefix)
+        done = ckpttool.convert(source, out, to="hf", config=str(of), options=options)
         assert_loads(out, state)
         assert difference(load_hf(out), load_hf(of)) == []
+        assert any('"net." was left out of the names of all weights' in n for n in done.notes) == (prefix is None)
+    wrong = {f"net.{k}": t for k, t in state.items()} | {"loss.weight": torch.ones(2)}
+    with pytest.raises(Unsupported, match="weights are not its own, first") as e:
+        ckpttool.convert(saved(tmp_path, wrong), tmp_path / "out", to="hf", config=str(of))
+    assert f"{len(state)} of its {len(state)} tensors are missing" in str(e.value) and not (tmp_path / "out").exists()
+
+
+def test_a_prefix_of_some_weights_is_offered(tmp_path: Path) -> None:
+    state = in_memory(LLAMA)
+    some = {(f"net.{k}" if "layers" in k else k): t for k, t in state.items()}
+    with pytest.raises(Unsupported, match=r"without the prefix \"net\.\": add HfOptions\(strip_prefix='net'\)\."):
+        ckpttool.convert(saved(tmp_path, some), tmp_path / "out", to="hf", config=str(LLAMA))
+    options = ckpttool.HfOptions(strip_prefix="net")
+    ckpttool.convert(saved(tmp_path, some), tmp_path / "out", to="hf", config=str(LLAMA), options=options)
+    assert_loads(tmp_path / "out", state)
 
 
 def test_a_prefix_goes_from_the_optimizer_too(tmp_path: Path) -> None:
@@ -128,7 +138,7 @@ def test_names_of_another_architecture_are_refused(tmp_path: Path) -> None:
 
 def test_an_adapter_alone_is_refused_and_its_option_named(tmp_path: Path) -> None:
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-    with pytest.raises(Unsupported, match=r"HfOptions\(adapter=True\) writes it as PEFT saves it"):
+    with pytest.raises(Unsupported, match=r"ckpttool adapter extract .*HfOptions\(adapter=True\)"):
         ckpttool.convert(
             saved(tmp_path, {"model": {name: torch.ones(4, 36)}}), tmp_path / "out", to="hf", config=str(LLAMA)
         )
