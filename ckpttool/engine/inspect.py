@@ -277,7 +277,11 @@ def screen(s: Summary) -> RenderableType:
     head = Text()
     head.append(f"{s.layout}", style="bold cyan")
     head.append(" checkpoint", style="bold")
-    facts = [s.trainer, None if s.step is None else f"step {s.step:,}", s.ranks and f"{s.ranks} ranks"]
+    facts = [
+        s.trainer,
+        None if s.step is None else f"step {s.step:,}",
+        s.ranks and f"{s.ranks} rank{'s'[: s.ranks > 1]}",
+    ]
     for fact in facts:
         if fact:
             head.append(f" · {fact}")
