@@ -291,7 +291,10 @@ def screen(s: Summary) -> RenderableType:
     if s.adapter:
         a = s.adapter
         line = Text("adapter only: " if a["only"] else "base model and adapter: ", style="bold")
-        line.append(f"r={', '.join(map(str, a['ranks']))}, {a['modules']:,} modules", style="default")
+        line.append(
+            f"r={', '.join(map(str, a['ranks']))}, {a['modules']:,} module{'s' if a['modules'] != 1 else ''}",
+            style="default",
+        )
         if len(a["names"]) > 1:
             line.append(f", called {', '.join(a['names'])}", style="default")
         line.append(f", base model {a['base_model']}" if a["base_model"] else "", style="default")

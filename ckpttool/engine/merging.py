@@ -23,14 +23,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from .. import layouts
 from ..errors import Unsupported, UsageError, argument
 from ..extras import need
 from ..huggingface import adapters, lora, model_files
-from ..index.checkpoint import Checkpoint, Chunks, TensorEntry, joined, tied_weights
+from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, joined, tied_weights
 from ..index.draft import Dropped
 from ..storage.source import Identity, Source
 from .fill import silent, tensor_digests
@@ -254,7 +253,7 @@ def _merged(base: OpenCheckpoint, theirs: OpenCheckpoint, request: MergeRequest)
             made[file] = (entry.nbytes, _maker(base, there, change, chosen, upcast=given))
         chunks = Chunks.whole(entry.shape, at, 0, entry.nbytes)
         tensors[f"model.{name}"] = TensorEntry(entry.dtype, entry.shape, ("model", name), chunks)
-    working = _TORCH_BYTES + max(prod(shapes[n]) for n in plan) * 16
+    working = _TORCH_BYTES + max(_working_bytes(old.tensors[named[n]], c) for n, c in plan.items())
     ckpt = replace(
         old, files=files, sizes=sizes, tensors=tensors, values={n: v for n, v in old.values.items() if v.path[0] == "model"},
         origin={}, trainer=None, recorded={}, notes=[*old.notes, *notes],
@@ -270,6 +269,13 @@ def _merged(base: OpenCheckpoint, theirs: OpenCheckpoint, request: MergeRequest)
         base.allow_equal_ranks, base.allow_mixed_steps, only=base.only, left_behind=_left_behind(base, theirs, named, read),
         parts=((base, changed), (theirs, read)) if given else ((base, changed | read),), kept=untouched,
     )  # fmt: skip
+
+
+def _working_bytes(entry: TensorEntry, change: lora.Change) -> int:
+    """The most memory that one merged weight takes: itself, the product of the matrices in fp32 and its rounded copy; for DoRA the
+    sum as well, once for the norm and once for the result."""
+    item = ITEMSIZE[entry.dtype]
+    return entry.numel * (2 * item + max(4, item) * (4 if any(u.magnitude for u in change.updates) else 1))
 
 
 def _base_names(base: OpenCheckpoint, given: bool) -> dict[str, str]:
@@ -425,11 +431,14 @@ def _described(chosen: Mapping[str, _Adapter], plan: Mapping[str, lora.Change]) 
             ", DoRA" if update.magnitude else ""
         )
         by_factor[text] = by_factor.get(text, 0) + 1
-    out = [f"merged {n} modules with {text}" for text, n in by_factor.items()]
+    out = [f"merged {n} module{'s' if n > 1 else ''} with {text}" for text, n in by_factor.items()]
     if replaced := [n for n, c in plan.items() if c.start is not None]:
-        out.append(f'{len(replaced)} tensors are the adapter\'s own (modules_to_save, biases), first "{replaced[0]}"')
+        many = "1 tensor is" if len(replaced) == 1 else f"{len(replaced)} tensors are"
+        out.append(
+            f'{many} taken from the adapter as a whole (modules_to_save, biases, embeddings), first "{replaced[0]}"'
+        )
     if biases := [n for n, c in plan.items() if c.biases]:
-        out.append(f'{len(biases)} biases are merged, first "{biases[0]}"')
+        out.append(f'{len(biases)} bias{"es are" if len(biases) > 1 else " is"} merged, first "{biases[0]}"')
     return out
 
 

@@ -68,17 +68,14 @@ def alone(ckpt: Checkpoint, config: dict[str, Any], wanted: str | None = None) -
             "Save it with PEFT's save_pretrained."
         )
     adapter = _which(names, prefix, known, wanted)
-    if adapter is None:  # what get_peft_model_state_dict gave: nothing but the adapter, as it is saved
+    wrapped = any(n.endswith(".base_layer.weight") and not _embeds(n) for n in names)
+    if adapter is None and not wrapped:  # what get_peft_model_state_dict gave: nothing but the adapter, as it is saved
         saved = {n: n for n in names}
     else:
         saved = {n: s for n in names if (s := _saved(n, prefix, adapter)) is not None}
         saved |= {n: n for n in _beside(names, saved, config, prefix)}
     for name in saved:
         own = _parts(name, prefix)
-        if own is None and adapter is None and name.endswith(".base_layer.weight") and not _embeds(name):
-            raise Unsupported(
-                f'"{name}" belongs to the base model, but no tensor names its adapter. Save it with PEFT.'
-            )
         if own is not None and not known.fullmatch(own[0][-1]):
             raise Unsupported(f'"{name}" fits no {kind} adapter that ckpttool knows. Save it with PEFT.')
     if not any(s.startswith(_ROOT) for s in saved.values()):  # injected, not wrapped; the file is the same
@@ -174,13 +171,14 @@ def _parts(name: str, prefix: str) -> tuple[list[str], list[str], str | None] | 
     if at is None or len(path) - at > 3:
         return None
     front, rest = path[: at + 1], path[at + 1 :]
-    if not rest or (rest in (["weight"], ["bias"]) and front[-1] in _MODULES):
+    if not rest or (rest in (["weight"], ["bias"]) and front[-1] in (*_MODULES, "lora_magnitude_vector")):
         return front, rest, None
     return front, rest[1:], rest[0]
 
 
-def _saved(name: str, prefix: str, adapter: str) -> str | None:
-    """The name that PEFT saves a tensor of the adapter under; None where it is none."""
+def _saved(name: str, prefix: str, adapter: str | None) -> str | None:
+    """The name that PEFT saves a tensor of the adapter under; None where it is none. An adapter of None is the only one, whose name the
+    directories of trainers leave out."""
     found = _parts(name, prefix)
     if found is not None:
         front, rest, owner = found
@@ -189,8 +187,9 @@ def _saved(name: str, prefix: str, adapter: str) -> str | None:
         if front[-1] == "lora_magnitude_vector":
             rest = []  # a module by now, a parameter in files
         return ".".join([*front, *rest])
-    before, hit, after = name.partition(f".modules_to_save.{adapter}.")
-    return f"{before}.{after}" if hit else None
+    own = r"[^.]+" if adapter is None else re.escape(adapter)
+    m = re.fullmatch(rf"(.*?)\.modules_to_save\.{own}\.(.*)", name)
+    return f"{m[1]}.{m[2]}" if m else None
 
 
 def _beside(names: list[str], saved: dict[str, str], config: dict[str, Any], prefix: str) -> list[str]:
