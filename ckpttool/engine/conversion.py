@@ -181,7 +181,8 @@ def _convert(
             target.check_replaceable(dst)
         ckpt, source = opened.checkpoint, opened.source
         budget = io_budget(running.max_memory_bytes, running.threads, source)
-        asked = plan_id(source, draft, target, reading, replace(writing, drop=False))  # `drop` changes no byte
+        merged = [ckpt.merged] if ckpt.merged else []  # by how much is in a file beside the adapter
+        asked = plan_id(source, draft, target, reading, replace(writing, drop=False), *merged)  # `drop` changes no byte
         destination = open_destination(dst, target.is_file, draft, asked, force)
         said += destination.messages
         destination.messages = said
