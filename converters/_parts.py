@@ -43,7 +43,7 @@ from ckpttool.index.optimizer_names import possible_orders
 from ckpttool.index.schedulers import with_whole_scheduler
 from ckpttool.layouts import Place, ReadOptions, WriteOptions
 from ckpttool.storage.patched import PatchedSource
-from ckpttool.storage.siblings import WithSiblings
+from ckpttool.storage.siblings import WithSiblings, siblings_in
 from ckpttool.storage.source import Source
 
 __all__ = [
@@ -148,11 +148,15 @@ class Dialect:
         return self.detect(where.source)
 
     def _mount(self, where: Place) -> Place:
-        """The folder with what belongs to it in the folder above; alone where it is salvaged."""
-        if where.file is not None or isinstance(where.source, (PatchedSource, WithSiblings)):
+        """The folder with what belongs to it in the folder above."""
+        source = where.source
+        names = () if where.file is not None or siblings_in(source) else self.siblings(source)
+        if not names:
             return where
-        names = self.siblings(where.source)
-        return Place(WithSiblings(where.source, names), None) if names else where
+        if isinstance(source, PatchedSource):
+            source.inner = WithSiblings(source.inner, names)
+            return where
+        return Place(WithSiblings(source, names), None)
 
 
 def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
@@ -188,11 +192,28 @@ def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
         of_engine = of_engine or (
             part.layout == _DEEPSPEED and any(v.path[0] == "scheduler" for v in found.values.values())
         )
+    _refuse_cut_weights(out)
     out.world_size = dialect.world_size(source) or out.world_size
     out.notes += dialect.notes(source)
     if not dialect.own_keys:
         out.origin = {}
     return out
+
+
+def _refuse_cut_weights(ckpt: Checkpoint) -> None:
+    """Refuse weights that lack their last rows. Shards of torch's HuggingFaceStorageWriter do not say how many there are, but
+    moments have the shape of the whole parameter."""
+    if not any("shard-" in f and f.endswith(".safetensors") for f in ckpt.files):
+        return
+    for t in ckpt.tensors.values():
+        of = ckpt.tensors.get(f"model.{t.path[2]}") if t.path[:2] == ("optim", "state") and len(t.path) == 4 else None
+        if of is None or not of.shape or not t.shape:
+            continue
+        if of.shape[1:] == t.shape[1:] and 0 < of.shape[0] < t.shape[0]:
+            raise Corrupt(
+                f'{ckpt.root}: the shards hold {of.shape[0]} rows of "{t.path[2]}", and its {t.path[3]} has {t.shape[0]}: a shard of the '
+                "weights is missing. The copy is incomplete; fetch the folder again."
+            )
 
 
 def _asked_for(part: Part, only: frozenset[str]) -> bool:
@@ -244,6 +265,10 @@ def _state(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) 
 #: PEFT names the parameters of a live adapter by the adapter's own name too, and leaves that out in what it saves.
 _LIVE = re.compile(r"(\.lora_[AB]|\.lora_magnitude_vector)\.[^.]+(?=\.)|(\.lora_embedding_[AB])\.[^.]+$")
 _SAVED = re.compile(r"(\.lora_[AB]|\.lora_magnitude_vector)(?=\.[^.]+$)|(\.lora_embedding_[AB])$")
+_SEVERAL_ADAPTERS = (
+    "several adapters have weights of the same parameters, so all names keep those of the adapters (lora_A.default.weight), which PEFT "
+    "leaves out in what it saves: a job with one adapter does not find its weights by them"
+)
 _CALLED = {"model": "weights", "optim": "optimizer state"}
 
 
@@ -274,9 +299,11 @@ def live_name(fqn: str) -> str:
 def as_saved(ckpt: Checkpoint) -> Checkpoint:
     """The same state with the parameters of an adapter named as PEFT saves them, in the model and in the optimizer."""
     tensors = {(p := _saved_path(t.path)): t if p == t.path else replace(t, path=p) for t in ckpt.tensors.values()}
-    if all(p == t.path for p, t in zip(tensors, ckpt.tensors.values(), strict=False)) or len(tensors) != len(
-        ckpt.tensors
-    ):
+    if len(tensors) != len(ckpt.tensors):
+        return replace(
+            ckpt, notes=[*ckpt.notes, _SEVERAL_ADAPTERS] if _SEVERAL_ADAPTERS not in ckpt.notes else ckpt.notes
+        )
+    if all(p == t.path for p, t in zip(tensors, ckpt.tensors.values(), strict=True)):
         return ckpt
     values = {}
     for v in ckpt.values.values():
@@ -347,9 +374,7 @@ def _data(source: Source, part: Part, whole: Checkpoint) -> Checkpoint:
         leaves, out.origin = named.leaves, named.origin
     for path, leaf in leaves.items():
         if part.layout == DATA:
-            path = (
-                (part.component, part.keys.get(str(path[0]), path[0]), *path[1:]) if path else (part.component, "value")
-            )
+            path = (part.component, part.keys.get(str(path[0]), path[0]), *path[1:]) if path else (part.component,)
         if isinstance(leaf, TensorEntry):
             out.tensors[joined(path)] = replace(leaf, path=path)
         else:

@@ -18,6 +18,7 @@ from ckpttool.storage.source import Source
 
 from ._parts import DATA, Dialect, Part
 from ._trainer_files import RANDOM_STATES, RNG_STATE, models_in, numbered, refuse_missing_shards
+from ._two_folders import AUTOMODEL, TRANSFORMERS
 
 __all__ = ["SCRIPT"]
 
@@ -66,6 +67,8 @@ def _detect(source: Source) -> tuple[bool, str]:
     if re.fullmatch(r"checkpoint-\d+", source.root.rstrip("/").rpartition("/")[2]):
         return False, "named as those of Trainer, and has no trainer_state.json"
     weights, optimizers = _weights(source, names), _optimizers(source, names)
+    if weights and optimizers and (AUTOMODEL.detect(source)[0] or TRANSFORMERS.detect(source)[0]):
+        return False, "of another trainer"
     whole = (
         {p.name for p in weights}
         if len({p.name for p in weights}) == 1

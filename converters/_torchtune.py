@@ -26,7 +26,7 @@ from typing import Any
 from ckpttool.errors import CkpttoolError
 from ckpttool.formats import torch_zip
 from ckpttool.storage import remote
-from ckpttool.storage.siblings import WithSiblings, parent_of
+from ckpttool.storage.siblings import parent_of, siblings_in
 from ckpttool.storage.source import Source
 
 from ._parts import DATA, FOREIGN, Dialect, Part
@@ -96,7 +96,7 @@ def _recipe(source: Source) -> tuple[str | None, str]:
     """(the file with the recipe's state, "" or why it is that of another epoch)."""
     if source.exists(_INSIDE):
         return _INSIDE, ""
-    if not isinstance(source, WithSiblings):
+    if not siblings_in(source):
         return None, ""
     file = f"../{_BESIDE}"
     parent, name = parent_of(source)

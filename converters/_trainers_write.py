@@ -63,6 +63,11 @@ def _below(leaves: Mapping[Path, Any], cut: int, names: Mapping[str, str] | None
     return {(names.get(str(p[cut]), p[cut]), *p[cut + 1 :]): leaf for p, leaf in leaves.items() if len(p) > cut}
 
 
+def _of_file(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
+    """The tree of a file that is at the first two elements of these paths; a file may be one value."""
+    return {p[2:]: leaf for p, leaf in leaves.items()}
+
+
 def _rng_files(
     ckpt: Checkpoint, world: int, pattern: str, keys: Mapping[str, str], placed: set[Path]
 ) -> list[SmallFile]:
@@ -111,15 +116,15 @@ def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) ->
     for key in {
         p[1]
         for p in _leaves(ckpt, "dataloader")
-        if len(p) > 2 and re.fullmatch(r"(sampler|dl_state_dict)(_\d+)?", str(p[1]))
+        if len(p) > 1 and re.fullmatch(r"(sampler|dl_state_dict)(_\d+)?", str(p[1]))
     }:
         found = _leaves(ckpt, "dataloader", key)
         placed |= set(found)
-        small.append(SmallFile(f"{key}.bin", _below(found, 2)))
+        small.append(SmallFile(f"{key}.bin", _of_file(found)))
     for key in {p[1] for p in _leaves(ckpt, "extra") if re.fullmatch(r"custom_checkpoint_\d+", str(p[1]))}:
         found = _leaves(ckpt, "extra", key)
         placed |= set(found)
-        small.append(SmallFile(f"{key}.pkl", _below(found, 2)))
+        small.append(SmallFile(f"{key}.pkl", _of_file(found)))
     keys = {ours: theirs for theirs, ours in RNG_KEYS.items()}
     rng = _rng_files(ckpt, world, "random_states_{}.pkl", keys, placed)
     return _written("accelerate", ckpt, source, options, [*small, *rng], placed, world, _rng_note(rng, world))

@@ -84,6 +84,9 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         tensors, files = _indexed(source, notes)
     elif shards:
         tensors, files = _sharded(source, shards)
+        notes.append(
+            f"{len(shards)} shards, which do not say how many there should be: shapes are those that their parts make up"
+        )
     else:
         tensors, files = _plain(source, _counting(source, names))
     state = training_state.read(source, len(files)) if training_state.FOLDER in names else None

@@ -49,7 +49,7 @@ from typing import Any
 
 from ckpttool import layouts
 from ckpttool.storage import remote
-from ckpttool.storage.siblings import WithSiblings, parent_of
+from ckpttool.storage.siblings import parent_of, siblings_in
 from ckpttool.storage.source import Source
 
 from ._deepspeed_files import SAVES
@@ -182,7 +182,7 @@ def _loader_of_verl(source: Source) -> list[str]:
 def _parts_of_verl(source: Source) -> list[Part]:
     folder = "" if _of_verl(source) else "actor"
     out = [Part(folder, "fsdp1", "model", whole=True)]
-    if isinstance(source, WithSiblings):
+    if siblings_in(source):
         out.append(Part("../data.pt", DATA, "dataloader"))
     elif folder and source.exists("data.pt"):
         out.append(Part("data.pt", DATA, "dataloader"))

@@ -14,7 +14,7 @@ from ..index.checkpoint import Checkpoint, Salvage, check, joined, tied_weights
 from ..index.draft import Dropped
 from ..index.param_groups import groups_of
 from ..storage.patched import PatchedSource
-from ..storage.siblings import WithSiblings
+from ..storage.siblings import siblings_in
 from ..storage.source import Source, raise_file_limit
 from ..storage.upload_folder import NOTE
 from . import detection, mixups, salvage, unread_files
@@ -317,7 +317,7 @@ def open_with(
             ckpt, where.source, found, folder, False, options.allow_equal_ranks, options.allow_mixed_steps, only=only
         )
         _drop_synthesized_values(opened)
-        if where == given or isinstance(where.source, WithSiblings):  # an archive holds nothing besides
+        if where == given or siblings_in(where.source):  # an archive holds nothing besides
             saves = found.saves
             if found.of_trainer and saves is not None and not saves.pointers & set(where.source.list()):
                 saves = None  # a trainer's directory without DeepSpeed inside

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from . import remote
+from .patched import PatchedSource
 from .source import Identity, Source
 
-__all__ = ["WithSiblings", "parent_of"]
+__all__ = ["WithSiblings", "parent_of", "siblings_in"]
 
 
 def parent_of(source: Source) -> tuple[str, str]:
@@ -21,6 +22,13 @@ def parent_of(source: Source) -> tuple[str, str]:
     root = os.path.realpath(source.root) if source.local else source.root
     parent, _, name = root.rstrip("/").rpartition("/")
     return ("" if parent.endswith("/") else parent), name
+
+
+def siblings_in(source: Source) -> frozenset[str]:
+    """The entries of the folder above that a source has under "../", also below patches."""
+    if isinstance(source, PatchedSource):
+        source = source.inner
+    return source.names if isinstance(source, WithSiblings) else frozenset()
 
 
 class WithSiblings(Source):

@@ -163,3 +163,15 @@ def test_only_the_siblings_that_were_named_are_there(tmp_path: Path) -> None:
         (tmp_path / "data.pt").write_bytes(b"changed")
         with pytest.raises(ckpttool.errors.SourceChanged):
             source.assert_unchanged()
+
+
+def test_what_is_left_of_a_cut_off_epoch_has_the_recipe_s_state(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(HF, run)
+    file = run / "epoch_0" / "model-00001-of-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:90_000])
+    done = ckpttool_here("convert", run / "epoch_0", tmp_path / "out", "--to", "dcp", "-n", "2", "--salvage")
+    assert done.returncode == 0, done.stderr
+    tree = load_dcp(tmp_path / "out")
+    assert 0 < len(tree["model"]) < 21
+    assert same_value(tree["extra"]["recipe_state"]["optimizer"], recipe_of(HF)["optimizer"])

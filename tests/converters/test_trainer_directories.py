@@ -601,3 +601,35 @@ def test_counters_of_trainer_come_back_from_a_directory_of_lightning(tmp_path: P
     assert torch.load(tmp_path / "ckpt" / "meta.pt", weights_only=True)["epoch"] == 0
     with ckpttool.open(tmp_path / "ckpt") as opened:
         assert opened.checkpoint.values["trainer.epoch"].data == 0.5 and not opened.checkpoint.unread
+
+
+def test_an_object_whose_state_is_no_dict_comes_back_as_it_was(tmp_path: Path) -> None:
+    source = tmp_path / "state"
+    shutil.copytree(folder("accelerate_fsdp2_full"), source)
+    states = {
+        "custom_checkpoint_0.pkl": 7,
+        "custom_checkpoint_1.pkl": [1, "two"],
+        "custom_checkpoint_2.pkl": torch.arange(5),
+        "sampler.bin": (3, 4),
+    }
+    for name, state in states.items():
+        torch.save(state, source / name)
+    ckpttool.convert(source, tmp_path / "dcp", to="dcp", world_size=2)
+    ckpttool.convert(tmp_path / "dcp", tmp_path / "back", to="accelerate", world_size=2)
+    for name, state in states.items():
+        assert same_value(torch.load(tmp_path / "back" / name, weights_only=True), state)
+
+
+def test_two_adapters_of_the_same_parameters_keep_their_names_with_a_note(tmp_path: Path) -> None:
+    """PEFT leaves the name of an adapter out, which two of them would then share."""
+    w = torch.ones(2, 2)
+    names = [f"base_model.model.q.lora_{x}.{a}.weight" for a in ("default", "other") for x in "AB"]
+    torch.save({"model": dict.fromkeys(names[:2], w), "step": 3}, tmp_path / "one.pt")
+    torch.save({"model": {n: w.clone() for n in names}, "step": 3}, tmp_path / "two.pt")
+    for source, expected in (("one", 0), ("two", 1)):
+        done = ckpttool.convert(tmp_path / f"{source}.pt", tmp_path / source, to="trainer", world_size=2)
+        assert sum("several adapters" in n for n in done.notes) == expected
+        with ckpttool.open(tmp_path / source) as opened:
+            assert len(opened.checkpoint.tensors) == (2 if source == "one" else 4)
+    with ckpttool.open(tmp_path / "two") as opened:
+        assert {n.removeprefix("model.") for n in opened.checkpoint.tensors} == set(names)

@@ -16,7 +16,7 @@ from ranks import ENVIRONMENT, NURSERIES, one_at_a_time
 from safetensors.torch import load_file, save_file
 
 import ckpttool
-from ckpttool.errors import Unsupported
+from ckpttool.errors import Corrupt, Unsupported
 
 PAIR = FIXTURES / "trainers" / "transformers_w2" / "ckpt"
 TRUTH = FIXTURES / "trainers" / "transformers_w2" / "truth.safetensors"
@@ -119,6 +119,16 @@ def test_weights_alone_name_the_optimizer_beside_them(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match=r"\.\./optimizer/ \(\d+\.\d kB, optimizer\)"):
         ckpttool.convert(PAIR / "weights", tmp_path / "out", to="dcp", world_size=2)
     ckpttool.convert(PAIR / "weights", tmp_path / "hf", to="hf")
+
+
+def test_a_shard_of_the_weights_that_is_missing_is_missed_by_the_moments(tmp_path: Path) -> None:
+    source = tmp_path / "save"
+    shutil.copytree(PAIR, source)
+    (source / "weights" / "shard-00002-model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(Corrupt, match=r"the shards hold 31 rows of .*, and its exp_avg has 61: a shard"):
+        ckpttool.open(source)
+    with ckpttool.open(source / "weights") as opened:
+        assert any("1 shards, which do not say how many" in n for n in opened.checkpoint.notes)
 
 
 def test_inspect_says_whose_it_is() -> None:
