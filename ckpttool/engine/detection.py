@@ -148,8 +148,10 @@ _RANK = re.compile(
     r"(?P<head>.*?(?:rank|shard)[_-]?)(?P<number>\d{1,6})(?P<tail>(?:[._-].*)?\.(?:pt|pth|bin|ckpt|tar))"
 )
 _SHARD = re.compile(r"(?P<head>.+)-(?P<number>\d{5})-of-(?P<of>\d{5})(?P<tail>\.(?:safetensors|bin))")
-#: Folders of dcp that are one half of a trainer's directory.
+_SHARD_OF_RANK = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+#: Folders of dcp that are one half of a trainer's directory, and names that those and others have.
 _HALF = re.compile(r"pytorch_model_fsdp_\d+|optimizer_\d+")
+_MAYBE_HALF = re.compile(r"model|weights|optim(izer)?")
 
 
 def _is_piece(source: Source, name: str) -> bool:
@@ -158,6 +160,8 @@ def _is_piece(source: Source, name: str) -> bool:
         return True
     if source.root.startswith("http"):  # a server may have no listing of the folder
         return False
+    if _SHARD_OF_RANK.fullmatch(name):
+        return sum(1 for n in source.list() if _SHARD_OF_RANK.fullmatch(n)) > 1
     if m := _SHARD.fullmatch(name):
         names = source.list()
         shards = sum(_same(_SHARD, n, m, "of") for n in names)  # of an incomplete copy each may be read alone
@@ -189,8 +193,8 @@ def _refuse_piece(source: Source, name: str) -> None:
 
 def _folder_of(source: Source) -> tuple[str, Layout] | None:
     """(path, layout) of the checkpoint whose folder this is: the folder, or that of the trainer that it is a half of."""
-    if _HALF.fullmatch(source.root.rpartition("/")[2]):
-        parent = source.root.rpartition("/")[0]
+    parent, _, name = source.root.rpartition("/")
+    if _HALF.fullmatch(name) or _MAYBE_HALF.fullmatch(name):
         try:
             with remote.open_source(parent) as above:
                 layout = layouts.detect(Place(above, None))
@@ -294,6 +298,8 @@ class _Walk:
         out: list[Found] = []
         for name in sorted(names, key=lambda n: [-1 if x is None else x for x in _numbers(n)], reverse=True):
             path = f"{folder}/{name}" if folder else name
+            if self._leads_to_another(path, names):
+                continue
             if not self.source.glance(path)[0]:
                 if name == "data.pt" and "actor" in names:  # the data loader of verl
                     continue
@@ -313,6 +319,14 @@ class _Walk:
             if trainers and c.layout == "hf" and re.fullmatch(r"checkpoint-\d+", os.path.basename(c.name)):
                 c = replace(c, complete=False, lacks=_NO_TRAINER_STATE)
             yield c
+
+    def _leads_to_another(self, path: str, names: Iterable[str]) -> bool:
+        """Whether an entry is a link to another one of its folder: LATEST of NeMo AutoModel, last.ckpt of Lightning."""
+        here = os.path.join(self.source.root, path)
+        if not self.source.local or not os.path.islink(here):
+            return False
+        folder, _, name = os.path.realpath(here).rpartition("/")
+        return name in names and folder == os.path.realpath(os.path.dirname(here))
 
     def _folder(self, path: str, name: str) -> Found | None:
         inside = self.source.below(path)

@@ -175,3 +175,28 @@ def test_what_is_left_of_a_cut_off_epoch_has_the_recipe_s_state(tmp_path: Path) 
     tree = load_dcp(tmp_path / "out")
     assert 0 < len(tree["model"]) < 21
     assert same_value(tree["extra"]["recipe_state"]["optimizer"], recipe_of(HF)["optimizer"])
+
+
+@pytest.mark.parametrize("which", ["torchtune", "verl"])
+def test_what_is_beside_the_folder_is_read_from_an_object_store_too(which: str, tmp_path: Path) -> None:
+    import fsspec
+
+    here = tmp_path / "run"
+    if which == "torchtune":
+        shutil.copytree(HF, here)
+        path = "epoch_0"
+    else:
+        shutil.copytree(FIXTURES / "trainers" / "verl_fsdp2_w3" / "ckpt", here / "global_step_3" / "actor")
+        torch.save({"_num_yielded": 3}, here / "global_step_3" / "data.pt")
+        path = "global_step_3/actor"
+    store, name = fsspec.filesystem("memory"), f"/{tmp_path.name}"
+    store.put(str(here), name, recursive=True)
+    try:
+        with ckpttool.open(f"memory:/{name}/{path}") as there, ckpttool.open(here / path) as local:
+            assert there.checkpoint.layout == which and there.checkpoint.unread == local.checkpoint.unread == []
+            assert there.checkpoint.tensors.keys() == local.checkpoint.tensors.keys()
+            assert any(n.startswith("../") for n in there.checkpoint.files)
+        one, two = (ckpttool.digest(p) for p in (f"memory:/{name}/{path}", here / path))
+        assert one == two
+    finally:
+        store.rm(name, recursive=True)

@@ -16,7 +16,7 @@ from ranks import ENVIRONMENT, NURSERIES, one_at_a_time
 from safetensors.torch import load_file, save_file
 
 import ckpttool
-from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.errors import Corrupt, NotRecognised, Unsupported
 
 PAIR = FIXTURES / "trainers" / "transformers_w2" / "ckpt"
 TRUTH = FIXTURES / "trainers" / "transformers_w2" / "truth.safetensors"
@@ -129,6 +129,22 @@ def test_a_shard_of_the_weights_that_is_missing_is_missed_by_the_moments(tmp_pat
         ckpttool.open(source)
     with ckpttool.open(source / "weights") as opened:
         assert any("1 shards, which do not say how many" in n for n in opened.checkpoint.notes)
+
+
+def test_a_run_lists_each_step_once_and_a_file_is_answered_with_its_directory(tmp_path: Path) -> None:
+    for step in (3, 6):
+        shutil.copytree(AUTOMODEL, tmp_path / f"epoch_0_step_{step}")
+    for link in ("LATEST", "LOWEST_VAL"):
+        (tmp_path / link).symlink_to("epoch_0_step_6")
+    found = json.loads(ckpttool_here("inspect", tmp_path, "--json").stdout)
+    assert [c["name"] for c in found["checkpoints"]] == ["epoch_0_step_3", "epoch_0_step_6"]
+    assert found["newest"] == str(tmp_path / "epoch_0_step_6")
+    with ckpttool.open(tmp_path / "LATEST") as opened:
+        assert opened.checkpoint.layout == "automodel"
+    step = tmp_path / "epoch_0_step_6"
+    for file in (step / "optim" / "__0_0.distcp", step / "model" / "shard-00001-model-00001-of-00001.safetensors"):
+        with pytest.raises(NotRecognised, match=rf"is one file of the automodel checkpoint {step}; give that"):
+            ckpttool.open(file)
 
 
 def test_inspect_says_whose_it_is() -> None:
