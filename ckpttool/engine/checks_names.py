@@ -1,8 +1,9 @@
-"""Checks of the names and shapes of weights: prefixes of wrappers, weights without elements, tied weights, rows of the vocabulary."""
+"""Checks of files that ranks have left out, and of the names and shapes of weights: prefixes of wrappers, weights without elements, tied weights, rows of the vocabulary."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,8 +17,9 @@ from ..storage.source import Source
 from . import detection
 from .findings import DAMAGE, NOTE, Examined, Finding
 
-__all__ = ["empty_weights", "tied_weights", "vocabulary_rows", "wrapper_prefixes"]
+__all__ = ["empty_weights", "lost_random_states", "tied_weights", "vocabulary_rows", "wrapper_prefixes"]
 
+_RANDOM = re.compile(r"(random_states_|rng_state_)(\d{1,6})(\.pkl|\.pth)")
 #: Which wrapper has put a prefix there.
 _WRAPPER = {
     "_orig_mod": "torch.compile", "module": "DistributedDataParallel", "_fsdp_wrapped_module": "FSDP",
@@ -63,6 +65,22 @@ def wrapper_prefixes(at: Examined) -> list[Finding]:
         )
         for part, names in found.items()
     ]  # fmt: skip
+
+
+def lost_random_states(at: Examined) -> list[Finding]:
+    """Files with the random states of ranks, of which some are missing before the last one."""
+    if at.opened.layout.name not in ("trainer", "accelerate"):
+        return []
+    found = [m for n in at.source.list() if (m := _RANDOM.fullmatch(n)) is not None]
+    there = {int(m[2]) for m in found}
+    gone = [f"{found[0][1]}{i}{found[0][3]}" for i in range(min(max(there, default=0), 1 << 16)) if i not in there]
+    if not gone:
+        return []
+    text = (
+        f"{len(gone):,} ranks have no random states, first {gone[0]}: the trainer stops, or goes on with other random "
+        "numbers on these ranks"
+    )
+    return [Finding("random-states", NOTE, gone[0], (), text)]
 
 
 # ---------------------------------------------------------------------------------------------------------- empty weights
@@ -156,7 +174,8 @@ def tied_weights(at: Examined, digests: Mapping[str, str] | None = None) -> list
     if config is None or tie is None or embedding is None:
         return []
     if head is None:
-        causal = any("CausalLM" in str(a) for a in config.get("architectures") or ())
+        architectures = config.get("architectures")
+        causal = isinstance(architectures, list) and any("CausalLM" in str(a) for a in architectures)
         if tie or not causal or any("lora_" in n or ".base_layer." in n for n in model):
             return []
         text = (

@@ -10,7 +10,7 @@ from collections import Counter
 from ..bounded_json import parse
 from ..errors import CkpttoolError, Corrupt
 from ..formats.stored_tensors import number_in
-from ..index.checkpoint import Checkpoint, orphaned_optimizer_state
+from ..index.checkpoint import Checkpoint, joined, orphaned_optimizer_state
 from ..index.names import step_count
 from ..index.optimizers import lost_at_save, per_rank_slots
 from ..index.param_groups import differences, groups_of
@@ -111,11 +111,11 @@ def _steps(at: Examined) -> dict[str, float]:
         (ckpt.files[ckpt.tensors[n].chunks.file[0]], *ckpt.tensors[n].chunks[0].extent[1:]) for n in names
     )
     found = {n: number_in(ckpt.tensors[n].dtype, data) for n, data in small(ckpt, at.source, names).items()}
-    out = {n: float(step) for n, step in found.items() if step is not None}
+    out: dict[str, float | int] = {n: step for n, step in found.items() if step is not None}
     for v in ckpt.values.values():
         if v.path[:2] == ("optim", "state") and v.path[-1] == "step" and type(v.data) in (int, float):
-            out[".".join(map(str, v.path))] = float(v.data)
-    return out
+            out[joined(v.path)] = v.data
+    return {n: float(step) for n, step in out.items() if 0 <= step < 1 << 53}  # not NaN either
 
 
 def mixed_steps(at: Examined) -> list[Finding]:

@@ -25,7 +25,7 @@ from .verification import salvaged
 
 #: What is looked at in every checkpoint that opens.
 CHECKS = (
-    checks_names.wrapper_prefixes, checks_names.empty_weights, checks_names.vocabulary_rows, checks_optimizer.per_rank_state,
+    checks_names.wrapper_prefixes, checks_names.empty_weights, checks_names.vocabulary_rows, checks_names.lost_random_states, checks_optimizer.per_rank_state,
     checks_optimizer.mixed_ranks, checks_optimizer.mixed_steps,
 )  # fmt: skip
 #: And in one that is whole.
@@ -98,7 +98,7 @@ def doctor(
     usual = OpenOptions(
         source_layout=source_layout, config=config, flat_layout=flat_layout, wrap=wrap, tag=tag, allow_mixed_steps=True
     )
-    asked = _Asked(name, read_data, config, None if like is None else os.fspath(like), progress)
+    asked = _Asked(name, read_data, config, None if like is None else os.fspath(like), progress, _given(usual))
     refused: CkpttoolError | None = None
     try:
         with open_with(path, usual, check_hints=False) as opened:
@@ -129,6 +129,16 @@ class _Asked(NamedTuple):
     config: str | None
     like: str | None
     progress: Progress
+    given: tuple[str, ...]
+
+
+def _given(options: OpenOptions) -> tuple[str, ...]:
+    """The options of the command line that say how to read a checkpoint."""
+    flags = {
+        "--from": options.source_layout, "--config": options.config, "--flat-layout": options.flat_layout, "--tag": options.tag,
+        "--wrap": None if options.wrap is None else ",".join(options.wrap),
+    }  # fmt: skip
+    return tuple(os.fspath(word) for flag, value in flags.items() if value is not None for word in (flag, value))
 
 
 def _look_at(opened: OpenCheckpoint, out: Diagnosis, asked: _Asked) -> None:
@@ -143,7 +153,7 @@ def _look_at(opened: OpenCheckpoint, out: Diagnosis, asked: _Asked) -> None:
             f"{len(out.missing):,} are missing"
         )
         out.findings.append(Finding("salvaged", "note", None, (), text))
-    at = Examined(opened, asked.path, asked.config)
+    at = Examined(opened, asked.path, asked.config, asked.given)
     for look in CHECKS if isinstance(opened.source, PatchedSource) else (*CHECKS, *CHECKS_OF_WHOLE):
         out.findings += look(at)
     if asked.like is not None:
@@ -225,10 +235,12 @@ def _what_is_left(
     if left.missing:
         text = f"{len(left.missing):,} tensors or values are lost"
         out.findings.append(Finding("lost", DAMAGE, None, tuple(left.missing), text))
-    out.next = [copy_command(opened, shown_path(path), "salvaged", ("--salvage",))]
+    out.next = [copy_command(opened, shown_path(path), "salvaged", (*asked.given, "--salvage"))]
     if left.missing and (other := _other_step(opened)) is not None:
         out.next.append(
-            copy_command(opened, shown_path(path), "filled", ("--salvage", "--fill-from", other), whole=True)
+            copy_command(
+                opened, shown_path(path), "filled", (*asked.given, "--salvage", "--fill-from", other), whole=True
+            )
         )
 
 

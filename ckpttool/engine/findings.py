@@ -48,12 +48,13 @@ class Finding:
 class Examined:
     """A checkpoint that is open, and what was asked.
 
-    `path` is how the user gave it, `config` what `--config` named.
+    `path` is how the user gave it, `config` what `--config` named, `given` all options of the command line that say how to read it.
     """
 
     opened: OpenCheckpoint
     path: str
     config: str | None = None
+    given: tuple[str, ...] = ()
 
     @property
     def ckpt(self) -> Checkpoint:
@@ -79,7 +80,7 @@ class Examined:
 
     def copy(self, ending: str, *options: str) -> str:
         """The command that writes a copy named PATH-ENDING in the same layout, with these options."""
-        return copy_command(self.opened, self.path, ending, options)
+        return copy_command(self.opened, self.path, ending, (*self.given, *options))
 
 
 def copy_command(

@@ -32,6 +32,7 @@ _TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".pkl")
 _INDEX = "model.safetensors.index.json"
 _RANK_FILE = re.compile(r"(.*/)?__\d+_\d+\.distcp")
 _NUMBERED = re.compile(r"(?!shard-\d+-model-)(.*-)(\d{5})-of-(\d{5})\.safetensors")
+_OF_MODEL = re.compile(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|zero")  # a universal one has the folder zero/
 _MOST_METADATA = 1 << 29
 _MOST_FILES = 200_000
 _POINTER = b"version https://git-lfs.github.com/spec/"
@@ -70,7 +71,7 @@ def problems(where: Place) -> list[Problem]:
             found = Problem(name, "damaged", str(e))
         if found is not None:
             out.append(found)
-    return out if file is not None else out + _missing_shards(source) + _no_metadata(source)
+    return out if file is not None else out + _missing_shards(source) + _no_metadata(source) + _lost_save(source)
 
 
 def _missing_shards(source: Source) -> list[Problem]:
@@ -87,6 +88,22 @@ def _missing_shards(source: Source) -> list[Problem]:
         Problem(n, "missing", "is missing: the copy is incomplete", shlex.join(["hf", "download", "REPOSITORY", n]))
         for n in sorted(wanted - set(names))
     ]
+
+
+def _lost_save(source: Source) -> list[Problem]:
+    """A DeepSpeed folder whose `latest` names a save that is not there, or of which no model file is."""
+    names = source.list()
+    if "latest" not in names or source.size("latest") > 4096:
+        return []
+    tag = source.read("latest", 0, source.size("latest")).decode("utf-8", "replace").strip()
+    saves = {n: [f for f in source.list(n) if _OF_MODEL.fullmatch(f)] for n in names if source.glance(n)[0]}
+    if not tag or "/" in tag or saves.get(tag):
+        return []
+    others = sorted((n for n, files in saves.items() if files), key=lambda n: [int(k) for k in re.findall(r"\d+", n)])
+    what = "has no file of the model" if tag in saves else "is not there"
+    text = f'names the save "{tag}", which {what}' + (f"; the newest one that has is {others[-1]}" if others else "")
+    repair = shlex.join(["ckpttool", "doctor", source.root, "--tag", others[-1]]) if others else None
+    return [Problem("latest", "missing", text, repair)]
 
 
 def _no_metadata(source: Source) -> list[Problem]:

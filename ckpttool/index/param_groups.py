@@ -27,13 +27,14 @@ _NAMED = 4  # names that a sentence gives
 
 def groups_of(ckpt: Checkpoint) -> Groups | None:
     """FQNs by param group, in the order of the optimizer; None where the groups do not list names."""
-    lists = {
-        int(v.path[2]): v.data
-        for v in ckpt.values.values()
-        if v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("params",)
-    }
-    groups = tuple(tuple(lists[i]) for i in sorted(lists))
-    return groups if groups and all(isinstance(n, str) for g in groups for n in g) else None
+    lists: dict[int, list[Any]] = {}
+    for v in ckpt.values.values():
+        if v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("params",):
+            names = v.data if isinstance(v.data, list) else [None]
+            if not str(v.path[2]).isdecimal() or not all(isinstance(n, str) for n in names):
+                return None
+            lists[int(v.path[2])] = names
+    return tuple(tuple(lists[i]) for i in sorted(lists)) or None
 
 
 def _some(names: Sequence[str]) -> str:

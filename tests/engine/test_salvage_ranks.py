@@ -45,22 +45,24 @@ def truth(case: str) -> dict[str, str]:
 #: Every rank has what another rank has, too: hybrid sharding (two replicas of two shards), and none.
 REPLICATED = (
     ("fsdp1_w4_hsdp_mesh", ("*_rank_0.pt",)), ("fsdp1_w4_hsdp_mesh", ("*_rank_3.pt",)),
-    ("fsdp1_w4_hsdp_mesh", ("*_rank_0.pt", "*_rank_3.pt")), ("fsdp1_w4_hsdp_mesh", ("optim*_rank_2.pt",)),
+    ("fsdp1_w2_noshard", ("*rank0.pt",)), ("fsdp1_w4_hsdp_mesh", ("*_rank_0.pt", "*_rank_3.pt")), ("fsdp1_w4_hsdp_mesh", ("optim*_rank_2.pt",)),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(("case", "lost"), REPLICATED, ids=str)
 def test_what_other_ranks_have_copies_of_is_exact(tmp_path: Path, case: str, lost: tuple[str, ...]) -> None:
     folder = damaged(case, tmp_path / "d", *lost)
-    found = doctor(folder)
+    found = doctor(folder, **hints(case))
     wanted = truth(case)
     assert not found.sound and not found.missing and not found.rebuilt and found.exact == len(wanted)
     assert any("other ranks have copies" in f.text for f in found.findings)
-    assert ckpttool_here("convert", folder, tmp_path / "no", "--to", "dcp").returncode == 4
-    done = ckpttool_here("convert", folder, tmp_path / "copy", "--to", "dcp", "-n", "2", "--salvage")
+    more = [x for k, v in hints(case).items() for x in (f"--{k.replace('_', '-')}", v)]
+    assert ckpttool_here("convert", folder, tmp_path / "no", "--to", "dcp", *more).returncode == 4
+    done = ckpttool_here("convert", folder, tmp_path / "copy", "--to", "dcp", "-n", "2", "--salvage", *more)
     assert done.returncode == 0, done.stderr
     assert digests(tmp_path / "copy") == wanted
-    assert ckpttool_here(*shlex.split(found.next[0])[1:]).returncode == 0
+    done = ckpttool_here(*shlex.split(found.next[0])[1:])
+    assert done.returncode == 0, done.stderr
 
 
 def test_one_shard_of_all_replicas_is_lost(tmp_path: Path) -> None:
@@ -200,3 +202,30 @@ def test_a_tied_weight_that_is_lost_is_the_other_one(tmp_path: Path) -> None:
     found = doctor(folder)
     assert found.rebuilt == {lost: "tied to model.embed_tokens.weight by config.json"} and lost not in found.missing
     assert digests(folder, salvage=True)[lost] == whole[lost]
+
+
+def test_a_latest_that_names_a_lost_save(tmp_path: Path) -> None:
+    folder = tmp_path / "z"
+    shutil.copytree(peers.FIXTURES / "zero1_w2" / "ckpt", folder)
+    shutil.copytree(folder / "global_step3", folder / "global_step9")
+    (folder / "latest").write_text("global_step12")
+    for lost in ("not there", "no file"):
+        if lost == "no file":
+            (folder / "global_step12").mkdir()
+        found = doctor(folder)
+        (one,) = [f for f in found.findings if f.file == "latest"]
+        assert not found.sound and found.layout is None and "global_step9" in one.text and '"global_step12"' in one.text
+        assert ("is not there" if lost == "not there" else "no file of the model") in one.text
+        assert one.repair is not None and one.repair.endswith("--tag global_step9")
+    shutil.rmtree(folder / "global_step9")
+    assert ckpttool_here("doctor", folder, "--tag", "global_step3").returncode == 4  # latest is still wrong
+    (folder / "latest").write_text("global_step3\n")
+    assert doctor(folder).sound
+
+
+def test_random_states_of_some_ranks(tmp_path: Path) -> None:
+    shutil.copytree(peers.FIXTURES / "trainers" / "accelerate_fsdp1_sharded" / "ckpt", tmp_path / "a")
+    assert not doctor(tmp_path / "a").findings
+    (tmp_path / "a" / "random_states_0.pkl").unlink()
+    (one,) = doctor(tmp_path / "a").findings
+    assert (one.kind, one.severity, one.file) == ("random-states", "note", "random_states_0.pkl")
