@@ -173,9 +173,9 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     own = options.of(HfOptions)
     if own.adapter:
         return _write_adapter(ckpt, source, options)
-    if not own.include_optimizer:
-        _refuse_wrapped(ckpt)
     notes: list[str] = []
+    if not own.include_optimizer:
+        _refuse_adapter(ckpt, notes)
     config, extra = _config_files(ckpt, source, options, notes)
     weights = _weights(ckpt, source, options, config, notes)
     model, rest, tied = weights.model, weights.rest, weights.tied
@@ -380,13 +380,18 @@ def _write_adapter(ckpt: Checkpoint, source: Source, options: WriteOptions) -> D
     return Draft(out, {n: ckpt.tensors[n] for n in tensors}, files, notes=notes)
 
 
-def _refuse_wrapped(ckpt: Checkpoint) -> None:
+def _refuse_adapter(ckpt: Checkpoint, notes: list[str]) -> None:
     """Refuse an adapter, which from_pretrained would take for a model whose weights are all missing.
 
     Raises:
         Unsupported: with the commands that write it, or merge it.
     """
     found = lora.seen(ckpt)
+    if found is not None and not found.alone:
+        notes.append(
+            f"the weights have the names of a model that PEFT wrapped ({found}), which from_pretrained does not load: ckpttool adapter merge "
+            "writes the model with the adapter in its weights"
+        )
     if found is not None and found.alone:
         raise Unsupported(
             f"{ckpt.root} holds an adapter only ({found}), which is no model for from_pretrained. For PEFT: ckpttool adapter extract "
@@ -462,7 +467,10 @@ def _mismatch(ckpt: Checkpoint, model: dict[str, TensorEntry], found: hub_names.
     if found.strip:
         hint = f'All names and shapes are right without the prefix "{found.strip}": add {argument("strip_prefix", found.strip[:-1], "HfOptions")}.'
     elif any("lora_" in n for n in model):
-        hint = f"The weights hold an adapter: {argument('adapter', True, 'HfOptions')} writes it as PEFT saves it."
+        hint = (
+            f"The weights hold an adapter: {argument('adapter', True, 'HfOptions')} writes it as PEFT saves it, and ckpttool adapter merge "
+            "writes the model with the adapter in its weights."
+        )
     elif ckpt.trainer == "torchtitan":
         hint = "These are torchtitan's own names, which its state_dict_adapter maps: export with torchtitan's last_save_in_hf."
     else:

@@ -192,16 +192,21 @@ def open_merged(
         if request.adapter is not None:
             theirs = open_with(request.adapter, OpenOptions(only=options.only))
             opened.append(theirs)
+            if options.only is not None and lora.seen(theirs.checkpoint) is None:  # it may be in another component
+                theirs = open_with(request.adapter, OpenOptions())
+                opened.append(theirs)
         for part in opened:
             part.locate()
-        return _merged(base, theirs, request)
+        return _merged(base, theirs, request, options.config)
     except BaseException:
         for part in opened:
             part.source.close()
         raise
 
 
-def _merged(base: OpenCheckpoint, theirs: OpenCheckpoint, request: MergeRequest) -> MergedCheckpoint:
+def _merged(
+    base: OpenCheckpoint, theirs: OpenCheckpoint, request: MergeRequest, config: str | None
+) -> MergedCheckpoint:
     given = theirs is not base
     named = _base_names(base, given)
     chosen = _adapters(theirs, request, given)
@@ -213,7 +218,7 @@ def _merged(base: OpenCheckpoint, theirs: OpenCheckpoint, request: MergeRequest)
     )
     if not plan:
         raise Unsupported("the adapter changes no tensor of the base model.")
-    tied = _tied_groups(base, named)
+    tied = _tied_groups(base, named, plan, config)
     plan = _with_tied(named, tied, plan)
     for names in tied:
         if _one_copy([plan.get(n) for n in names], chosen):
@@ -392,8 +397,15 @@ def _one_copy(rows: list[lora.Change | None], chosen: Mapping[str, _Adapter]) ->
     return len(set(tensor_digests(wanted, source, ckpt.files, ckpt.records, silent).values())) == 1
 
 
-def _tied_groups(base: OpenCheckpoint, named: Mapping[str, str]) -> list[list[str]]:
-    """Names of the base model that are one parameter: those that share bytes of a file, and embeddings with equal bytes."""
+def _tied_groups(
+    base: OpenCheckpoint, named: Mapping[str, str], plan: Mapping[str, lora.Change], config: str | None
+) -> list[list[str]]:
+    """Names of the base model that are one parameter: those that share bytes of a file, and embeddings with equal bytes, unless
+    config.json says that they are not.
+
+    Raises:
+        Unsupported: embeddings that the adapter changes have equal bytes, and there is no config.json.
+    """
     old = base.checkpoint.tensors
     here = {there: n for n, there in named.items()}
     groups: dict[str, list[str]] = {}
@@ -417,7 +429,24 @@ def _tied_groups(base: OpenCheckpoint, named: Mapping[str, str]) -> list[list[st
     same: dict[str, list[str]] = {}
     for n, digest in digests.items():
         same.setdefault(digest, []).append(n)
-    return [*groups.values(), *(names for names in same.values() if len(names) > 1)]
+    equal = [names for names in same.values() if len(names) > 1]
+    if changed := [names for names in equal if any(n in plan for n in names)]:
+        model = (
+            model_files.beside(base.source, config, [])[0]
+            if base.checkpoint.config is None or config
+            else base.checkpoint.config
+        )
+        if model is None:
+            first, second = changed[0][:2]
+            raise Unsupported(
+                f'"{first}" and "{second}" have equal bytes, and the adapter changes "{next(n for n in changed[0] if n in plan)}": whether the '
+                f"two are tied, so that both change, is in the model's config.json, which is not here. Give {argument('config')}."
+            )
+        text = model.get("text_config")
+        inner = text.get("tie_word_embeddings") if isinstance(text, dict) else None
+        if model.get("tie_word_embeddings", inner) is False:
+            equal = []
+    return [*groups.values(), *equal]
 
 
 def _described(chosen: Mapping[str, _Adapter], plan: Mapping[str, lora.Change]) -> list[str]:
@@ -448,7 +477,7 @@ def _left_behind(
     """Everything besides weights, and the tensors of other adapters."""
     rows: dict[str, Dropped] = {}
     used = {*named.values(), *read}
-    for part in (base, theirs):
+    for part in (base,) if base.only is not None else (base, theirs):
         for n, t in part.checkpoint.tensors.items():
             if t.path[0] != "model":
                 rows[n] = Dropped(n, t.nbytes, _NOT_MERGED)

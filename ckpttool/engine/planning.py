@@ -138,7 +138,11 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
     model = model_of(reading)
     opened = _opened(src, reading, model)
     try:
-        used = {*opened.layout.reader_uses, *target.writer_uses}
+        used = {
+            *opened.layout.reader_uses,
+            *target.writer_uses,
+            *(["config"] if reading.merge else []),
+        }  # for what is tied
         opened.checkpoint.notes += refuse_unused(reading, f"{opened.layout.name} -> {target.name}", used)
         aside = unread_files.lost(opened.checkpoint, holds, opened.only)
         if aside and not drop:

@@ -85,11 +85,11 @@ def adapted(peft: Any, at: Path, make: Callable[[torch.dtype], Any], dtype: torc
     """A model with a trained adapter; base model and adapter saved below `at`."""
     base = make(dtype)
     base.save_pretrained(at / "base")
-    names = how.pop("names", ["default"])
+    names, autocast = how.pop("names", ["default"]), how.pop("autocast", False)  # whether the adapter is in fp32
     config = peft.LoraConfig(**{"r": 3, "lora_alpha": 7, "task_type": "CAUSAL_LM", **how})
-    model = peft.get_peft_model(base, copy.deepcopy(config), adapter_name=names[0], autocast_adapter_dtype=False)
+    model = peft.get_peft_model(base, copy.deepcopy(config), adapter_name=names[0], autocast_adapter_dtype=autocast)
     for name in names[1:]:
-        model.add_adapter(name, copy.deepcopy(config), autocast_adapter_dtype=False)
+        model.add_adapter(name, copy.deepcopy(config), autocast_adapter_dtype=autocast)
     for n, p in model.named_parameters():
         if "lora_" in n or "modules_to_save" in n or (n.endswith("bias") and how.get("bias")):
             torch.nn.init.normal_(p, std=0.3)
@@ -126,9 +126,14 @@ def test_a_base_model_and_an_adapter_are_what_peft_merges(peft: Any, tmp_path: P
 @pytest.mark.parametrize("label", CASES)
 def test_the_state_of_a_job_is_what_its_live_model_merges(peft: Any, tmp_path: Path, label: str) -> None:
     make, how = CASES[label]
-    for dtype in (torch.float32, torch.bfloat16):
-        at = tmp_path / str(dtype)
-        model = adapted(peft, at, make, dtype, **how)
+    for dtype, autocast in (
+        (torch.float32, False),
+        (torch.bfloat16, False),
+        (torch.bfloat16, True),
+        (torch.float16, True),
+    ):
+        at = tmp_path / f"{dtype} {autocast}"
+        model = adapted(peft, at, make, dtype, autocast=autocast, **how)
         torch.save({"model": model.state_dict(), "step": 3}, at / "x.pt")
         model.merge_and_unload().save_pretrained(at / "theirs")
         where = {"adapter_config": str(at / "adapter"), "config": str(at / "base")}
@@ -139,6 +144,7 @@ def test_the_state_of_a_job_is_what_its_live_model_merges(peft: Any, tmp_path: P
         same_files(at / "sharded", at / "theirs")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_several_adapters_are_merged_in_the_order_in_which_they_are_named(peft: Any, tmp_path: Path) -> None:
     model = adapted(peft, tmp_path, llama, torch.bfloat16, target_modules=QV, names=["a", "b"])
@@ -156,6 +162,7 @@ def test_several_adapters_are_merged_in_the_order_in_which_they_are_named(peft: 
         ckpttool.adapter_merge(tmp_path / "x.pt", tmp_path / "out", adapter_name="c", **where)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_every_layout_writes_the_same_and_each_weight_is_computed_once(
     peft: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -185,6 +192,7 @@ def test_every_layout_writes_the_same_and_each_weight_is_computed_once(
     assert half.verified and all(torch.equal(found[n], t) for n, t in wanted.items())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_an_adapter_may_be_in_any_layout_and_need_no_adapter_config(peft: Any, tmp_path: Path) -> None:
     model = adapted(
@@ -206,6 +214,36 @@ def test_an_adapter_may_be_in_any_layout_and_need_no_adapter_config(peft: Any, t
         ckpttool.adapter_merge(tmp_path / "base", tmp_path / "out", adapter=bare / "lora.safetensors")
     with pytest.raises(UsageError, match=r"lora_alpha=7: the adapter has an adapter_config\.json, which says 7"):
         ckpttool.adapter_merge(tmp_path / "base", tmp_path / "out", adapter=tmp_path / "adapter", lora_alpha=7)
+
+
+def test_embeddings_with_equal_bytes_are_tied_only_if_the_config_says_so(tmp_path: Path) -> None:
+    same = torch.randn(7, 4)
+    state = {"model.embed_tokens.weight": same, "lm_head.weight": same.clone()}
+    torch.save({"model": state}, tmp_path / "base.pt")
+    (tmp_path / "lora").mkdir()
+    lora = {"lora_A.weight": torch.ones(2, 4), "lora_B.weight": torch.ones(7, 2)}
+    save_file(
+        {f"base_model.model.lm_head.{n}": t for n, t in lora.items()}, tmp_path / "lora" / "adapter_model.safetensors"
+    )
+
+    def merged(name: str, **how: Any) -> dict[str, torch.Tensor]:
+        ckpttool.adapter_merge(
+            tmp_path / "base.pt", tmp_path / name, adapter=tmp_path / "lora", lora_alpha=4, to="full", **how
+        )
+        out: dict[str, torch.Tensor] = torch.load(tmp_path / name)["model"]
+        return out
+
+    with pytest.raises(
+        Unsupported, match=r'"model.embed_tokens.weight" and "lm_head.weight" have equal bytes.*Give config'
+    ):
+        merged("out.pt")
+    for tied in (True, False):
+        config = tmp_path / str(tied)
+        config.mkdir()
+        (config / "config.json").write_text(json.dumps({"model_type": "llama", "tie_word_embeddings": tied}))
+        found = merged(f"{tied}.pt", config=str(config))
+        assert torch.equal(found["lm_head.weight"], same + 4)
+        assert torch.equal(found["model.embed_tokens.weight"], same + 4 if tied else same)
 
 
 # ------------------------------------------------------------------------------------------------- what is not merged
@@ -388,6 +426,7 @@ def live_state(names: list[str]) -> dict[str, torch.Tensor]:
     return out | {"base_model.model.model.norm.weight": torch.ones(4)}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_an_adapter_config_that_is_made_loads_in_peft_and_merges_the_same(peft: Any, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
@@ -442,6 +481,7 @@ def test_a_state_in_any_layout_gives_the_same_adapter_and_the_same_merged_model(
     assert set(load_file(tmp_path / "merged2" / WEIGHTS)) == {f"{LAYER}.weight", f"{other}.weight", "model.norm.weight"}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_one_of_several_adapters_has_the_files_that_peft_saves_of_it(peft: Any, tmp_path: Path) -> None:
     model = adapted(peft, tmp_path, llama, torch.float32, target_modules=QV, names=["default", "b"], bias="none")
