@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .engine.conversion import ConvertResult, convert
     from .engine.detection import newest
     from .engine.diff import Difference, diff
+    from .engine.doctor import Diagnosis, doctor
     from .engine.handle import TensorHandle
     from .engine.inspect import Summary, inspect
     from .engine.opening import OpenCheckpoint, open
@@ -49,6 +50,7 @@ _WHERE = {
     "Checkpoint": "index.checkpoint",
     "CkpttoolError": "errors",
     "ConvertResult": "engine.conversion",
+    "Diagnosis": "engine.doctor",
     "Difference": "engine.diff",
     "DigestResult": "engine.verification",
     "DirectoryOptions": "converters._parts_write",
@@ -74,6 +76,7 @@ _WHERE = {
     "describe_fsdp1": "live.fsdp1",
     "diff": "engine.diff",
     "digest": "engine.verification",
+    "doctor": "engine.doctor",
     "export": "audit.export",
     "inspect": "engine.inspect",
     "load": "live.load",
@@ -93,6 +96,7 @@ __all__ = [
     "Checkpoint",
     "CkpttoolError",
     "ConvertResult",
+    "Diagnosis",
     "Difference",
     "DigestResult",
     "DirectoryOptions",
@@ -119,6 +123,7 @@ __all__ = [
     "describe_fsdp1",
     "diff",
     "digest",
+    "doctor",
     "export",
     "inspect",
     "load",

@@ -21,7 +21,7 @@ from ckpttool.errors import UsageError
 from ckpttool.layouts import READ_HINTS, WRITE_HINTS, flags_of, layouts
 
 DCP = FIXTURES / "fsdp2_w3" / "ckpt"
-FUNCTIONS = ("convert", "diff", "digest", "export", "inspect", "load", "open", "plan", "pull", "push", "restore", "resume_verify", "storage_reader", "verify")  # fmt: skip
+FUNCTIONS = ("convert", "diff", "digest", "doctor", "export", "inspect", "load", "open", "plan", "pull", "push", "restore", "resume_verify", "storage_reader", "verify")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

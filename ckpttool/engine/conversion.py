@@ -86,6 +86,11 @@ def convert(
     tag: str | None = None,
     allow_equal_ranks: bool = False,
     allow_mixed_steps: bool = False,
+    salvage: bool = False,
+    fill_from: str | os.PathLike[str] | None = None,
+    strip_wrappers: bool = False,
+    vocab_size: int | None = None,
+    regroup: bool = False,
     ignore_recorded_digests: bool = False,
     expected: Mapping[str, str] | None = None,
     max_memory_bytes: int | None = None,
@@ -123,6 +128,12 @@ def convert(
         verify: read the result back from the disk and compare digests.
         source_layout, config, like, flat_layout, wrap, tag, allow_equal_ranks, allow_mixed_steps: as `open`. `config`, `like`,
             `flat_layout` and `wrap` also describe the model to the layout that is written.
+        salvage: of a damaged source, write what is whole; ckpttool.json lists what is exact, rebuilt and missing.
+        fill_from: with `salvage`, another step of the same run, for what is lost.
+        strip_wrappers: dcp and full: leave prefixes of wrappers ("_orig_mod.", "module.") out of the source's own keys.
+        vocab_size: rows of the embedding and the output layer, with their moments: more are zeros, and rows are cut only if nothing was
+            learned in them.
+        regroup: give the optimizer the param groups of the checkpoint that `like` names.
         ignore_recorded_digests: do not compare the source with the digests in its ckpttool.json, or in itself.
         expected: {tensor: BLAKE3 in hex} that the source must have, instead of those in its ckpttool.json.
         max_memory_bytes: budget of all buffers, in bytes; 150 MB where None, 220 MB where the source is in a store.
@@ -136,10 +147,12 @@ def convert(
     reading = OpenOptions(
         source_layout=source_layout, only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
         allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
+        salvage=salvage, fill_from=None if fill_from is None else os.fspath(fill_from),
     )  # fmt: skip
     writing = WriteRequest(
         to=to, options=options, world_size=world_size, dtype=dtype, cast=cast, canonical_keys=canonical_keys, drop=drop,
-        ignore_recorded_digests=ignore_recorded_digests, expected=expected,
+        ignore_recorded_digests=ignore_recorded_digests, expected=expected, strip_wrappers=strip_wrappers, vocab_size=vocab_size,
+        regroup=regroup,
     )  # fmt: skip
     running = RunOptions(
         force=force, verify=verify, max_memory_bytes=max_memory_bytes, threads=threads, progress=progress

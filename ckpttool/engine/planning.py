@@ -98,6 +98,11 @@ def plan(
     tag: str | None = None,
     allow_equal_ranks: bool = False,
     allow_mixed_steps: bool = False,
+    salvage: bool = False,
+    fill_from: str | os.PathLike[str] | None = None,
+    strip_wrappers: bool = False,
+    vocab_size: int | None = None,
+    regroup: bool = False,
     ignore_recorded_digests: bool = False,
     expected: Mapping[str, str] | None = None,
 ) -> Plan:
@@ -113,10 +118,12 @@ def plan(
     reading = OpenOptions(
         source_layout=source_layout, only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
         allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
+        salvage=salvage, fill_from=None if fill_from is None else os.fspath(fill_from),
     )  # fmt: skip
     writing = WriteRequest(
         to=to, options=options, world_size=world_size, dtype=dtype, cast=cast, canonical_keys=canonical_keys, drop=drop,
-        ignore_recorded_digests=ignore_recorded_digests, expected=expected,
+        ignore_recorded_digests=ignore_recorded_digests, expected=expected, strip_wrappers=strip_wrappers, vocab_size=vocab_size,
+        regroup=regroup,
     )  # fmt: skip
     return plan_with(src, dst, reading, writing)
 

@@ -148,6 +148,23 @@ def test_the_optimizer_of_another_step_for_weights_of_zero(tmp_path: Path) -> No
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_the_python_functions_do_what_the_commands_do(tmp_path: Path) -> None:
+    train(tmp_path, (3, 5))
+    data = (tmp_path / "step-5" / "__0_0.distcp").read_bytes()
+    (tmp_path / "step-5" / "__0_0.distcp").write_bytes(data[: len(data) // 2])
+    found = ckpttool.doctor(tmp_path / "step-5")
+    assert found.missing and not found.sound
+    with pytest.raises(ckpttool.CkpttoolError):
+        ckpttool.convert(tmp_path / "step-5", tmp_path / "a.pt")
+    ckpttool.convert(tmp_path / "step-5", tmp_path / "a.pt", salvage=True)
+    ckpttool.convert(tmp_path / "step-5", tmp_path / "b.pt", salvage=True, fill_from=tmp_path / "step-3")
+    with ckpttool.open(tmp_path / "a.pt") as a, ckpttool.open(tmp_path / "b.pt") as b:
+        assert len(a) == found.exact and len(b) == found.exact + len(found.missing)
+    with ckpttool.plan(tmp_path / "step-5", tmp_path / "c.pt", salvage=True) as planned:
+        assert len(planned.draft.checkpoint.tensors) == found.exact
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_fill_from_refuses_another_model_and_a_checkpoint_that_is_whole(tmp_path: Path) -> None:
     train(tmp_path, (3, 5))
     data = (tmp_path / "step-5" / "__0_0.distcp").read_bytes()
