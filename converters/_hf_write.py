@@ -45,6 +45,9 @@ class HfOptions:
     adapter_name: str | None = option(
         None, "Which adapter, where there are several; default where not given.", metavar="NAME"
     )
+    adapter_config: str | None = option(
+        None, "Folder with the adapter's adapter_config.json, if it is not that of --config.", metavar="DIR"
+    )
     lora_alpha: float | None = option(
         None, "lora_alpha of an adapter without adapter_config.json, which is then made.", metavar="NUMBER"
     )
@@ -69,7 +72,12 @@ class HfOptions:
             raise UsageError(
                 f"{argument('adapter', True)} writes the adapter alone; it cannot be combined with {argument('include_optimizer', True)}."
             )
-        for name, value in (("adapter_name", self.adapter_name), ("lora_alpha", self.lora_alpha)):
+        of_adapter = {
+            "adapter_name": self.adapter_name,
+            "adapter_config": self.adapter_config,
+            "lora_alpha": self.lora_alpha,
+        }
+        for name, value in of_adapter.items():
             if value is not None and not self.adapter:
                 raise UsageError(f"{argument(name, value)} is about an adapter; give {argument('adapter', True)} too.")
         for name, value in (("rslora", self.rslora or None), ("base_model", self.base_model)):
@@ -150,10 +158,11 @@ def _adapter_config(
     """
     own = options.of(HfOptions)
     name = own.adapter_name
-    found = model_files.adapter(source, options.config, notes, name, one_of_several=one_of_several)
+    given, asked = (own.adapter_config, "adapter_config") if own.adapter_config else (options.config, "config")
+    found = model_files.adapter(source, given, notes, name, one_of_several=one_of_several)
     if own.lora_alpha is None:
         if found is None:
-            raise model_files.no_adapter_config(options.config)
+            raise model_files.no_adapter_config(given, asked)
         return found
     if found is not None:
         raise UsageError(

@@ -16,7 +16,7 @@ from .fill import Progress, silent
 from .opening import CheckpointPath, MergeRequest, OpenOptions
 from .planning import WriteRequest
 
-__all__ = ["adapter_extract", "adapter_merge", "extraction", "merge_target"]
+__all__ = ["adapter_extract", "adapter_merge", "merge_target"]
 
 
 def adapter_extract(
@@ -24,6 +24,7 @@ def adapter_extract(
     dst: str | os.PathLike[str],
     *,
     adapter_name: str | None = None,
+    adapter_config: str | None = None,
     config: str | None = None,
     lora_alpha: float | None = None,
     rslora: bool = False,
@@ -50,7 +51,8 @@ def adapter_extract(
         src: a checkpoint that holds an adapter: of the whole model that PEFT wrapped, or the adapter alone.
         dst: the folder to write, with adapter_model.safetensors and adapter_config.json.
         adapter_name: which adapter, where there are several; "default" where None.
-        config: folder with adapter_config.json, where it is neither beside the checkpoint nor one folder above it.
+        adapter_config: folder with adapter_config.json, where it is neither beside the checkpoint nor one folder above it.
+        config: as `open`; where `adapter_config` is None, the folder with adapter_config.json too.
         lora_alpha: of the LoraConfig, where there is no adapter_config.json; one is made of it, and of names and shapes.
         rslora: with `lora_alpha`: use_rslora of the LoraConfig.
         base_model: with `lora_alpha`: base_model_name_or_path of adapter_config.json.
@@ -61,37 +63,23 @@ def adapter_extract(
     Raises:
         Unsupported: there is no adapter, no adapter_config.json and no `lora_alpha`, or a kind whose names are not known.
     """
+    if config is not None and os.path.isdir(config) and not os.path.exists(os.path.join(config, "config.json")):
+        adapter_config, config = adapter_config or config, None  # no reader can use it
     reading = OpenOptions(
         source_layout=source_layout, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
         allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
     )  # fmt: skip
-    writing = extraction(
-        adapter_name=adapter_name, lora_alpha=lora_alpha, rslora=rslora, base_model=base_model, strip_prefix=strip_prefix,
-        dtype=dtype, ignore_recorded_digests=ignore_recorded_digests,
+    hf = layouts.find("hf")
+    assert hf.options is not None
+    options = hf.options(
+        adapter=True, adapter_name=adapter_name, adapter_config=adapter_config, lora_alpha=lora_alpha, rslora=rslora,
+        base_model=base_model, strip_prefix=strip_prefix,
     )  # fmt: skip
+    writing = WriteRequest(to="hf", options=options, dtype=dtype, ignore_recorded_digests=ignore_recorded_digests)
     running = RunOptions(
         force=force, verify=verify, max_memory_bytes=max_memory_bytes, threads=threads, progress=progress
     )
     return convert_with(src, dst, reading, writing, running)
-
-
-def extraction(
-    *,
-    adapter_name: str | None,
-    lora_alpha: float | None,
-    rslora: bool,
-    base_model: str | None,
-    strip_prefix: str | None,
-    dtype: str | None,
-    ignore_recorded_digests: bool,
-) -> WriteRequest:
-    """What `adapter_extract` asks of a conversion."""
-    hf = layouts.find("hf")
-    assert hf.options is not None
-    options = hf.options(
-        adapter=True, adapter_name=adapter_name, lora_alpha=lora_alpha, rslora=rslora, base_model=base_model, strip_prefix=strip_prefix,
-    )  # fmt: skip
-    return WriteRequest(to="hf", options=options, dtype=dtype, ignore_recorded_digests=ignore_recorded_digests)
 
 
 def adapter_merge(

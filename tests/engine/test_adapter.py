@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from peers import FIXTURES
 from safetensors.torch import load_file, save_file
 
 import ckpttool
@@ -494,6 +495,28 @@ def test_one_of_several_adapters_has_the_files_that_peft_saves_of_it(peft: Any, 
             for file in ("adapter_model.safetensors", "adapter_config.json"):
                 assert (out / file).read_bytes() == (tmp_path / folder / file).read_bytes(), (source, name, file)
             assert any("the adapters " in n for n in done.notes)
+
+
+def test_the_directories_of_trainers_give_the_files_that_the_trainer_wrote(tmp_path: Path) -> None:
+    theirs = FIXTURES / "trainer_ddp_lora_w2" / "ckpt" / "checkpoint-3"
+    sharded = FIXTURES / "trainers" / "trainer_fsdp2_sharded_lora" / "ckpt" / "checkpoint-3"
+    (tmp_path / "config").mkdir()
+    shutil.copy(theirs / "adapter_config.json", tmp_path / "config")
+    ckpttool.adapter_extract(theirs, tmp_path / "ddp")
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "ddp" / file).read_bytes() == (theirs / file).read_bytes()
+    ckpttool.adapter_extract(sharded, tmp_path / "a", adapter_config=str(tmp_path / "config"))
+    ckpttool.adapter_extract(
+        sharded, tmp_path / "b", config=str(tmp_path / "config")
+    )  # it has no config.json for the reader
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    truth = load_file(sharded.parents[1] / "truth.safetensors")
+    found = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    assert len(found) == 8
+    for name, tensor in found.items():
+        live = name.replace("lora_A.", "lora_A.default.").replace("lora_B.", "lora_B.default.")
+        assert torch.equal(tensor, truth.get(f"model.{live}", truth.get(f"model.{name}")))
 
 
 def test_an_adapter_config_is_never_that_of_another_adapter(tmp_path: Path) -> None:

@@ -13,8 +13,14 @@ from ..terminal import Meter, left_behind, note, peak, print_json, ranks
 if TYPE_CHECKING:
     from ...engine.conversion import ConvertResult
 
-__all__ = ["LoraAlpha", "MaxMemory", "NoVerify", "Rslora", "run"]
+__all__ = ["AdapterConfig", "LoraAlpha", "MaxMemory", "NoVerify", "Rslora", "run"]
 
+AdapterConfig = Annotated[
+    str | None,
+    typer.Option(
+        "--adapter-config", help="Folder with adapter_config.json, if it is not beside the adapter.", metavar="DIR"
+    ),
+]
 LoraAlpha = Annotated[
     float | None,
     typer.Option(

@@ -10,6 +10,7 @@ from ..help import READING, about
 from ..terminal import (  # fmt: skip
     AllowEqualRanks,
     AllowMixedSteps,
+    Config,
     Dtype,
     FlatLayout,
     Force,
@@ -28,13 +29,13 @@ from ..terminal import (  # fmt: skip
     comma,
     newest_of,
 )
-from .arguments import LoraAlpha, MaxMemory, NoVerify, Rslora, run
+from .arguments import AdapterConfig, LoraAlpha, MaxMemory, NoVerify, Rslora, run
 
 __all__ = ["extract"]
 
 
 @about(
-    ("From the state of a job", "ckpttool adapter extract lora/ckpt lora/peft --config lora/adapter"),
+    ("From the state of a job", "ckpttool adapter extract lora/ckpt lora/peft --adapter-config lora/adapter"),
     (
         "Without adapter_config.json",
         "ckpttool adapter extract lora/ckpt lora/made --lora-alpha 6 --base-model org/base",
@@ -57,12 +58,8 @@ def extract(
             metavar="NAME",
         ),
     ] = None,
-    config: Annotated[
-        str | None,
-        typer.Option(
-            "--config", help="Folder with adapter_config.json, if it is not beside the checkpoint.", metavar="DIR"
-        ),
-    ] = None,
+    adapter_config: AdapterConfig = None,
+    config: Config = None,
     lora_alpha: LoraAlpha = None,
     rslora: Rslora = False,
     base_model: Annotated[
@@ -99,7 +96,7 @@ def extract(
     src = newest_of(src, latest, quiet or as_json)
     run(
         lambda meter: adapter_extract(
-            src, dst, adapter_name=adapter_name, config=config, lora_alpha=lora_alpha, rslora=rslora, base_model=base_model,
+            src, dst, adapter_name=adapter_name, adapter_config=adapter_config, config=config, lora_alpha=lora_alpha, rslora=rslora, base_model=base_model,
             strip_prefix=strip_prefix, dtype=dtype, source_layout=from_, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
             allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
             ignore_recorded_digests=ignore_recorded_digests, force=force, verify=not no_verify,

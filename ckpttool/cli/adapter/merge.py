@@ -34,7 +34,7 @@ from ..terminal import (  # fmt: skip
     cast_rules,
     comma,
 )
-from .arguments import LoraAlpha, MaxMemory, NoVerify, Rslora, run
+from .arguments import AdapterConfig, LoraAlpha, MaxMemory, NoVerify, Rslora, run
 
 __all__ = ["MergeCommand", "merge"]
 
@@ -42,7 +42,7 @@ __all__ = ["MergeCommand", "merge"]
 class MergeCommand(LayoutCommand):
     """Writes weights in any layout; which adapter is meant, the command's own options say."""
 
-    without = ("--adapter", "--adapter-name", "--lora-alpha", "--rslora", "--base-model")
+    without = ("--adapter", "--adapter-name", "--adapter-config", "--lora-alpha", "--rslora", "--base-model")
 
 
 @about(
@@ -75,12 +75,7 @@ def merge(
             metavar="NAME,...",
         ),
     ] = None,
-    adapter_config: Annotated[
-        str | None,
-        typer.Option(
-            "--adapter-config", help="Folder with adapter_config.json, if it is not beside the adapter.", metavar="DIR"
-        ),
-    ] = None,
+    adapter_config: AdapterConfig = None,
     lora_alpha: LoraAlpha = None,
     rslora: Rslora = False,
     world_size: WorldSize = None,
