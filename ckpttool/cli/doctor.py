@@ -99,7 +99,10 @@ def doctor(
 def _print(found: Diagnosis, verbose: bool) -> None:
     from ..engine.inspect import human
 
-    print(f"{printable(found.path)}: {'sound' if found.sound else 'damaged'}")
+    state = (
+        "damaged" if not found.sound else "sound" if found.fits is not False else "sound, but it does not fit --like"
+    )
+    print(f"{printable(found.path)}: {state}")
     for f in found.findings:
         print(f"  {f.kind}: {printable(f.text)}")
     if found.layout is not None:

@@ -233,7 +233,7 @@ def _what_is_left(
         if all(f.text != text for f in out.findings):
             out.findings.append(Finding("missing", DAMAGE, text.partition(" ")[0], (), text))
     if left.missing:
-        text = f"{len(left.missing):,} tensors or values are lost"
+        text = "1 entry is lost" if len(left.missing) == 1 else f"{len(left.missing):,} tensors or values are lost"
         out.findings.append(Finding("lost", DAMAGE, None, tuple(left.missing), text))
     out.next = [copy_command(opened, shown_path(path), "salvaged", (*asked.given, "--salvage"))]
     if left.missing and (other := _other_step(opened)) is not None:

@@ -13,9 +13,9 @@ from .source import Identity, Source
 
 __all__ = ["ZEROS", "JoinedSource", "of_other"]
 
-#: A file of `ENDLESS` zeros.
-ZEROS = "zeros of ckpttool:/"
-_OTHER = "other checkpoint:/"  # no file of a folder can be named so, nor be in such a folder: names have no empty parts
+#: A file of `ENDLESS` zeros. No file on a disk can have a name with NUL in it.
+ZEROS = "\0zeros"
+_OTHER = "\0other checkpoint"
 
 
 def of_other(name: str) -> str:

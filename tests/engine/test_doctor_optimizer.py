@@ -15,6 +15,7 @@ import torch
 from commands import ckpttool_here
 from test_mixups import set_steps
 
+import ckpttool
 from ckpttool.engine.doctor import Diagnosis, doctor
 
 
@@ -77,6 +78,7 @@ def test_groups_of_another_job_are_compared_and_the_printed_command_fits_them(
     saved(tmp_path / "job.pt", there, 1)
     done = ckpttool_here("doctor", tmp_path / "a.pt", "--like", tmp_path / "job.pt")
     assert done.returncode == 5 and "param-groups" in done.stdout
+    assert done.stdout.splitlines()[0].endswith("sound, but it does not fit --like")
     found = doctor(tmp_path / "a.pt", like=tmp_path / "job.pt")
     assert found.sound and found.fits is False and mismatches(found)
     (line,) = found.next
@@ -153,6 +155,16 @@ def test_a_trainer_state_of_another_step(tmp_path: Path) -> None:
             "ahead": "folder and trainer_state.json",
         }
         assert f"{two[case]} are of step" in found[0].text, found[0].text
+
+
+def test_a_folder_of_torchtitan_that_is_named_after_another_step(tmp_path: Path) -> None:
+    with ckpttool.open(peers.FIXTURES / "trainers" / "titan_w2") as opened:
+        assert opened.checkpoint.trainer == "torchtitan"
+        step = opened.checkpoint.value("trainer.step")
+    for name in (step, step + 1):
+        folder = tmp_path / f"step-{name}"
+        shutil.copytree(peers.FIXTURES / "trainers" / "titan_w2", folder)
+        assert [f.kind for f in doctor(folder).findings] == (["mixed-steps"] if name != step else [])
 
 
 def test_a_deepspeed_tag_of_another_step(tmp_path: Path) -> None:
