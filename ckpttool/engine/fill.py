@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,7 @@ from .stream import Block, Reader, StreamJob
 if TYPE_CHECKING:
     pass
 
-__all__ = ["Progress", "fill", "silent", "tensor_digests"]
+__all__ = ["ChunkRow", "Progress", "Scatter", "fill", "silent", "tensor_digests"]
 
 #: Called with (what is being done, bytes done, bytes in all).
 Progress = Callable[[str, int, int], None]
@@ -127,7 +127,94 @@ def fill(
             run.close()
 
 
-class _Filling:
+class Scatter:
+    """Digests tensors of a draft and hands their bytes on, chunk by chunk; what happens to them there is up to subclasses.
+
+    `digests` {tensor: BLAKE3 in hex} of those that are done; `crcs` {file: chunks written to it, in order}.
+    """
+
+    def __init__(self, draft: Draft) -> None:
+        self.draft = draft
+        self.digests: dict[str, str] = {}
+        self.crcs: dict[int, list[Written]] = {}
+        self.needs_crcs = draft.after is not None or draft.tail is not None
+
+    def done_with(self, name: str) -> None:
+        """The last block of a tensor was handed on."""
+
+    def write(self, row: ChunkRow, data: memoryview) -> None:
+        """The next bytes of a chunk."""
+        raise NotImplementedError
+
+    def begin(self, name: str, entry: TensorEntry, row: ChunkRow) -> None:
+        """Before the first bytes of a chunk."""
+        raise NotImplementedError
+
+    def end(self, name: str, entry: TensorEntry, row: ChunkRow) -> None:
+        """After its last bytes, when it is in `crcs`."""
+        raise NotImplementedError
+
+    def blocks(self, reader: Reader, names: Iterable[str], sources: Mapping[str, TensorEntry]) -> Iterator[Block]:
+        """Digest tensors and hand them on; each block, when that is done and it is released."""
+        tensors = self.draft.checkpoint.tensors
+        plan: list[ChunkRow] = []
+        hasher: Any = None
+        name = ""
+        jobs = [StreamJob(n, sources[n], tensors[n].dtype, boxed=not _flat(tensors[n])) for n in names]
+        for block in reader.blocks(jobs):
+            if block.name != name or hasher is None:
+                name, hasher = block.name, blake3()
+                plan = _rows(tensors[name])
+            hasher.update(block.data)
+            self._scatter(name, tensors[name], plan, block)
+            if block.last:
+                self.digests[name] = hasher.hexdigest()
+                hasher = None
+                self.done_with(name)
+            yield block
+
+    def _scatter(self, name: str, entry: TensorEntry, plan: list[ChunkRow], block: Block) -> None:
+        """Hand a block's elements on to the chunks that they belong to."""
+        item = ITEMSIZE[entry.dtype]
+        if block.count == 0:
+            for r in plan:
+                self.begin(name, entry, r)
+                self._end(name, entry, r)
+            return
+        first, last = block.first, block.first + block.count
+        for r in plan:
+            if r.first is not None:  # a flat range
+                a, b = max(first, r.first), min(last, r.first + r.count)
+                if a >= b:
+                    continue
+                part: memoryview = block.data[(a - first) * item : (b - first) * item]
+                n = b - a
+            else:
+                both = boxes.meet((r.start, r.shape), (block.start, block.shape))
+                if both is None:
+                    continue
+                part = _cut(block, both, item)
+                n = prod(both[1])
+            if r.done == 0:
+                self.begin(name, entry, r)
+            self.write(r, part)
+            if self.needs_crcs:
+                if block.crc is not None and n == block.count:
+                    r.crc = crc32_combine(r.crc, block.crc, len(part))
+                else:
+                    r.crc = crc32(part, r.crc)
+            r.done += n
+            if r.done == r.count:
+                self._end(name, entry, r)
+
+    def _end(self, name: str, entry: TensorEntry, row: ChunkRow) -> None:
+        self.crcs.setdefault(row.file, []).append((name, row.row, row.crc))
+        self.end(name, entry, row)
+
+
+class _Filling(Scatter):
+    """One run of `fill`."""
+
     def __init__(
         self,
         draft: Draft,
@@ -137,13 +224,13 @@ class _Filling:
         destination: Destination,
         budget: IOBudget,
     ) -> None:
-        self.draft, self.source, self.destination, self.budget = draft, source, destination, budget
+        super().__init__(draft)
+        self.source, self.destination, self.budget = source, destination, budget
         self.files, self.records = files, records
         tensors = draft.checkpoint.tensors
         self.names = list(tensors)
         self.writer = WriterPool(budget)
-        self.digests: dict[str, str] = {}
-        self.crcs: dict[int, list[Written]] = {i: [] for i in range(len(draft.files))}
+        self.crcs = {i: [] for i in range(len(draft.files))}
         self.earlier = destination.earlier
         self.again = self.earlier.done > 0  # what is appended is there already
         self.outs: dict[int, DestinationFile] = {}
@@ -170,7 +257,7 @@ class _Filling:
 
     def run(self, progress: Progress) -> dict[str, str]:
         """Do it all."""
-        tensors, sources, done = self.draft.checkpoint.tensors, self.draft.sources, self.earlier.done
+        sources, done = self.draft.sources, self.earlier.done
         if done > len(self.names):
             raise Altered(self.destination.place)
         reader = None
@@ -183,9 +270,7 @@ class _Filling:
         todo = [n for n in self.names[done:] if n not in self.draft.aliases]
         total = sum(sources[n].nbytes for n in self.names if n not in self.draft.aliases)
         passed = self.noted = total - sum(sources[n].nbytes for n in todo)
-        for block in self._pass(
-            reader, [StreamJob(n, sources[n], tensors[n].dtype, boxed=not _flat(tensors[n])) for n in todo]
-        ):
+        for block in self.blocks(reader, todo, sources):
             passed += block.source_bytes
             progress("copy", passed, total)
             if block.last:
@@ -210,9 +295,8 @@ class _Filling:
         else:
             reader = Reader(self.source, self.files, self.records, self.budget)
         total, passed = sum(sources[n].nbytes for n in names), 0
-        jobs = [StreamJob(n, sources[n], tensors[n].dtype, boxed=not _flat(tensors[n])) for n in names]
         try:
-            for block in self._pass(reader, jobs):
+            for block in self.blocks(reader, names, sources):
                 passed += block.source_bytes
                 progress("reread", passed, total)
                 if here and block.last and self.digests[block.name] != self.earlier.digests.get(block.name):
@@ -226,26 +310,6 @@ class _Filling:
                 reader.source.close()
         return None if here else reader
 
-    def _pass(self, reader: Reader, jobs: list[StreamJob]) -> Iterator[Block]:
-        """Digest tensors and append them to the files they belong to; each block, when that is done and it is released."""
-        tensors = self.draft.checkpoint.tensors
-        plan: list[_Row] = []
-        hasher: Any = None
-        name = ""
-        for block in reader.blocks(jobs):
-            if block.name != name or hasher is None:
-                name, hasher = block.name, blake3()
-                plan = _rows(tensors[name])
-            hasher.update(block.data)
-            self._scatter(name, tensors[name], plan, block)
-            if block.last:
-                self.digests[name] = self.fresh_digests[name] = hasher.hexdigest()
-                hasher = None
-                if len(self.ended) >= self.destination.finish_after:
-                    self._finish(self.ended)
-                    self.ended.clear()
-            yield block
-
     def _note(self, name: str, passed: int) -> None:
         """A line in the journal after a tensor, where it is time for one."""
         now = time.monotonic()
@@ -257,55 +321,29 @@ class _Filling:
             self._journal(self.names.index(name, self.earlier.done) + 1)
             self.noted, self.last_note = passed, now
 
-    def _scatter(self, name: str, entry: TensorEntry, plan: list[_Row], block: Block) -> None:
-        """Append a block's elements to the files of the chunks they belong to."""
-        item = ITEMSIZE[entry.dtype]
-        if block.count == 0:
-            for r in plan:
-                self._begin(name, entry, r)
-                self._end(name, entry, r)
-            return
-        first, last = block.first, block.first + block.count
-        for r in plan:
-            if r.first is not None:  # a flat range
-                a, b = max(first, r.first), min(last, r.first + r.count)
-                if a >= b:
-                    continue
-                part: memoryview = block.data[(a - first) * item : (b - first) * item]
-                n = b - a
-            else:
-                both = boxes.meet((r.start, r.shape), (block.start, block.shape))
-                if both is None:
-                    continue
-                part = _cut(block, both, item)
-                n = prod(both[1])
-            if r.done == 0:
-                self._begin(name, entry, r)
-            out = self.out(r.file)
-            out.skip(part) if self.again else out.append(part)
-            if self.draft.after or self.draft.tail:
-                if block.crc is not None and n == block.count:
-                    r.crc = crc32_combine(r.crc, block.crc, len(part))
-                else:
-                    r.crc = crc32(part, r.crc)
-            r.done += n
-            if r.done == r.count:
-                self._end(name, entry, r)
+    def done_with(self, name: str) -> None:
+        self.fresh_digests[name] = self.digests[name]
+        if len(self.ended) >= self.destination.finish_after:
+            self._finish(self.ended)
+            self.ended.clear()
 
-    def _begin(self, name: str, entry: TensorEntry, r: _Row) -> None:
-        out = self.out(r.file)
+    def write(self, row: ChunkRow, data: memoryview) -> None:
+        out = self.out(row.file)
+        out.skip(data) if self.again else out.append(data)
+
+    def begin(self, name: str, entry: TensorEntry, row: ChunkRow) -> None:
+        out = self.out(row.file)
         if self.draft.before:
-            out.append(self.draft.before(name, entry, r.row, self.crcs[r.file]))
-        if out.at != r.offset:
-            raise AssertionError(f"{name} row {r.row}: at byte {out.at} of {out.path}, planned {r.offset}")
+            out.append(self.draft.before(name, entry, row.row, self.crcs[row.file]))
+        if out.at != row.offset:
+            raise AssertionError(f"{name} row {row.row}: at byte {out.at} of {out.path}, planned {row.offset}")
 
-    def _end(self, name: str, entry: TensorEntry, r: _Row) -> None:
-        self.crcs[r.file].append((name, r.row, r.crc))
+    def end(self, name: str, entry: TensorEntry, row: ChunkRow) -> None:
         if self.draft.after:
-            self.out(r.file).append(self.draft.after(name, entry, r.row, self.crcs[r.file]))
-        self.left[r.file] -= 1
-        if not self.left[r.file]:
-            self.ended.append(r.file)
+            self.out(row.file).append(self.draft.after(name, entry, row.row, self.crcs[row.file]))
+        self.left[row.file] -= 1
+        if not self.left[row.file]:
+            self.ended.append(row.file)
 
     def _journal(self, done: int) -> None:
         """Make everything up to tensor `done` durable, then say so."""
@@ -348,7 +386,7 @@ class _Filling:
             out.close()
 
 
-class _Row:
+class ChunkRow:
     """A chunk of the destination while it is filled."""
 
     __slots__ = ("count", "crc", "done", "file", "first", "offset", "row", "shape", "start")
@@ -366,9 +404,9 @@ def _flat(entry: TensorEntry) -> bool:
     return c.rows_in_order() is not None or all(boxes.box_is_flat(entry.shape, k.start, k.shape) for k in c)
 
 
-def _rows(entry: TensorEntry) -> list[_Row]:
+def _rows(entry: TensorEntry) -> list[ChunkRow]:
     flat = _flat(entry)
-    rows = [_Row(k, entry, flat) for k in range(len(entry.chunks))]
+    rows = [ChunkRow(k, entry, flat) for k in range(len(entry.chunks))]
     return sorted(rows, key=lambda r: r.first or 0) if flat else rows
 
 
