@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CkpttoolError
 from ..huggingface import lora, model_files
-from ..index.checkpoint import Checkpoint, TensorEntry, orphaned_optimizer_state
+from ..index.checkpoint import Checkpoint, TensorEntry, orphaned_optimizer_state, unnamed_optimizer_state
 from ..index.names import step_count
 from ..index.optimizers import lost_at_save, per_rank_slots, slot_of, states
 from ..storage import urls
@@ -244,6 +244,11 @@ def _without_optimizer(ckpt: Checkpoint) -> str:
         return f"the optimizer state was not read: it is in {listed(aside)}, which the layout {ckpt.layout} does not include"
     if aside := [r for r in ckpt.unread if r.component == "extra"]:
         return f"no optimizer state in the files that were read; not looked into: {listed(aside)}"
+    if data := unnamed_optimizer_state(ckpt):
+        return (
+            f"the optimizer calls the parameters otherwise than the weights, so its {len(data)} tensors are carried as data: its own trainer "
+            "resumes with them, other engines start the optimizer anew"
+        )
     return "no optimizer state: training from here starts the optimizer anew"
 
 

@@ -146,6 +146,8 @@ def test_inspect_says_whose_it_is_and_a_run_is_listed() -> None:
     found = json.loads(ckpttool_here("inspect", HF / "epoch_0", "--json").stdout)
     assert (found["layout"], found["trainer"]) == ("torchtune", "torchtune")
     assert "resumes in torchtune" in found["next"]
+    (missing,) = found["missing"]
+    assert "its 60 tensors are carried as data" in missing
     done = ckpttool_here("inspect", HF)
     assert done.returncode == 0 and "epoch_0  torchtune" in done.stdout
 
