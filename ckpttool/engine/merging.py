@@ -305,7 +305,7 @@ def _adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool) -> dic
     """The adapters that were asked for, {name: adapter}, in that order; the only one where none was named."""
     ckpt = theirs.checkpoint
     own = adapters.own_component(ckpt)
-    if own is not ckpt and not given:
+    if not given and any(t.path[:2] == ("extra", "adapter") for t in ckpt.tensors.values()) and lora.seen(ckpt) is None:
         raise Unsupported(
             f"{_shown(theirs)} holds an adapter beside weights that it is in already, as torchtune saves them. Write the weights with "
             "ckpttool convert, or merge the adapter into the base model that training began with: ckpttool adapter merge BASE "

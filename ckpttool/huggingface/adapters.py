@@ -22,7 +22,7 @@ from typing import Any
 from ..errors import Unsupported, UsageError, argument
 from ..index.checkpoint import Checkpoint, joined
 
-__all__ = ["alone", "base_names", "own_component"]
+__all__ = ["alone", "base_names", "outer_prefix", "own_component"]
 
 #: What the tensors of a method are called, by peft_type: what all begin with, and the ends that are known.
 _METHODS = {
@@ -100,8 +100,33 @@ def alone(ckpt: Checkpoint, config: dict[str, Any], wanted: str | None = None) -
     )
 
 
+def outer_prefix(names: Iterable[str]) -> str:
+    """What stands before the names that PEFT gives: "net." of a Lightning module that keeps the wrapped model in self.net."""
+    found = {n[: n.index(_ROOT)] for n in names if ".lora_" in n and (n.startswith(_ROOT) or f".{_ROOT}" in n)}
+    return found.pop() if len(found) == 1 else ""
+
+
 def own_component(ckpt: Checkpoint) -> Checkpoint:
-    """The same checkpoint with the adapter that torchtune keeps beside the weights, into which it has merged it, as the model."""
+    """The same checkpoint with the adapter that torchtune keeps beside the weights, into which it has merged it, as the model; without
+    what a trainer's module puts before PEFT's names.
+    """
+    if prefix := outer_prefix(joined(t.path[1:]) for t in ckpt.tensors.values() if t.path[0] == "model"):
+        head = f"model.{prefix}"
+        there = {n: f"model.{n.removeprefix(head)}" if n.startswith(head) else n for n in ckpt.tensors}
+        tensors = {
+            m: ckpt.tensors[n] if m == n else replace(ckpt.tensors[n], path=("model", m[6:])) for n, m in there.items()
+        }
+        if len(tensors) < len(there):
+            raise Unsupported(
+                f'Without "{prefix}" before them, two tensors would have the same name. Save the adapter with PEFT.'
+            )
+        recorded = {there[n]: d for n, d in ckpt.recorded.items() if n in there}
+        return replace(
+            ckpt,
+            tensors=tensors,
+            recorded=recorded,
+            notes=[*ckpt.notes, f'left out "{prefix}", which stands before PEFT\'s names'],
+        )
     beside = {n: t for n, t in ckpt.tensors.items() if t.path[:2] == ("extra", "adapter")}
     if not beside or any("lora_" in n for n, t in ckpt.tensors.items() if t.path[0] == "model"):
         return ckpt
@@ -118,7 +143,9 @@ def base_names(names: Mapping[str, str]) -> dict[str, str]:
     Raises:
         Unsupported: the weight of a module that has an adapter is not that of its base layer, so the adapter may be in it already.
     """
-    out = {}
+    out: dict[str, str] = {}
+    prefix = outer_prefix(names)
+    names = {n.removeprefix(prefix): stored for n, stored in names.items()}
     adapted = {n.removeprefix(_ROOT).partition(".lora_")[0] for n in names if ".lora_" in n}
     for module in adapted:
         if f"{module}.weight" in names or f"{_ROOT}{module}.weight" in names:

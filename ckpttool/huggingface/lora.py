@@ -100,7 +100,7 @@ def of_tensors(shapes: Shapes) -> AdapterShape | None:
             ranks[shape[0]] += 1
     if not modules or not ranks:
         return None
-    base = [n for n in others if ".modules_to_save." not in n and (".base_layer." in n or not n.startswith(ROOT))]
+    base = [n for n in others if ".modules_to_save." not in n and (".base_layer." in n or f".{ROOT}" not in f".{n}")]
     saved = {"": True}.keys() == names  # what stands beside the matrices of a saved adapter was trained with it
     alone = not base and (saved or all(".modules_to_save." in n for n in others))
     return AdapterShape(dict(ranks), len(modules), tuple(sorted(names)), alone)

@@ -18,7 +18,7 @@ from peers import FIXTURES
 from safetensors.torch import load_file, save_file
 
 import ckpttool
-from ckpttool.engine import merging
+from ckpttool.engine import fill, merging
 from ckpttool.errors import CkpttoolError, Corrupt, Unsupported, UsageError
 
 WEIGHTS = "model.safetensors"
@@ -390,6 +390,57 @@ def test_damage_to_what_was_recorded_is_found_in_all_that_is_merged(tmp_path: Pa
         (tmp_path / file).write_bytes(good)
 
 
+def test_an_interrupted_merge_goes_on_with_the_same_scaling_and_begins_anew_with_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fill, "_JOURNAL_BYTES", 1)
+    (tmp_path / "lora").mkdir()
+    names = [f"model.layers.{k}.q_proj" for k in range(12)]
+    save_file(
+        {f"{n}.weight": torch.full((320, 256), k * 1.0) for k, n in enumerate(names)}, tmp_path / "base.safetensors"
+    )
+    lora = {
+        f"base_model.model.{n}.lora_{x}.weight": torch.ones(*s)
+        for n in names
+        for x, s in (("A", (2, 256)), ("B", (320, 2)))
+    }
+    save_file(lora, tmp_path / "lora" / "adapter_model.safetensors")
+    (tmp_path / "config").mkdir()
+    config = tmp_path / "config" / "adapter_config.json"
+    config.write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+
+    def merge() -> ckpttool.ConvertResult:
+        return ckpttool.adapter_merge(
+            tmp_path / "base.safetensors",
+            tmp_path / "out.pt",
+            adapter=tmp_path / "lora",
+            adapter_config=str(config.parent),
+        )
+
+    real, left = merging._updated, iter([True] * 9)
+
+    def interrupted(*args: Any) -> Any:
+        if not next(left, False):
+            raise KeyboardInterrupt
+        return real(*args)
+
+    for alpha, goes_on in ((4, True), (8, False)):
+        left = iter([True] * 9)
+        monkeypatch.setattr(merging, "_updated", interrupted)
+        with pytest.raises(CkpttoolError, match="interrupted"):
+            merge()
+        monkeypatch.setattr(merging, "_updated", real)
+        config.write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": alpha}))
+        done = merge()
+        assert any("continued an interrupted run" in n for n in done.notes) == goes_on, done.notes
+        found = torch.load(tmp_path / "out.pt")["model"]
+        assert all(
+            torch.equal(found[f"{n}.weight"], torch.full((320, 256), float(k + alpha))) for k, n in enumerate(names)
+        )
+        (tmp_path / "out.pt").unlink()
+        config.write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+
+
 def test_a_dry_run_counts_the_memory_of_a_merge_and_computes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -517,6 +568,24 @@ def test_the_directories_of_trainers_give_the_files_that_the_trainer_wrote(tmp_p
     for name, tensor in found.items():
         live = name.replace("lora_A.", "lora_A.default.").replace("lora_B.", "lora_B.default.")
         assert torch.equal(tensor, truth.get(f"model.{live}", truth.get(f"model.{name}")))
+
+
+def test_what_a_trainers_module_puts_before_the_names_of_peft_is_left_out(tmp_path: Path) -> None:
+    plain = live_state(["default"])
+    torch.save(plain, tmp_path / "x.pt")
+    torch.save(
+        {"state_dict": {**{f"net.{n}": t for n, t in plain.items()}, "metric.total": torch.ones(1)}}, tmp_path / "y.pt"
+    )
+    for name in "xy":
+        ckpttool.adapter_extract(tmp_path / f"{name}.pt", tmp_path / f"e{name}", lora_alpha=6)
+        done = ckpttool.adapter_merge(tmp_path / f"{name}.pt", tmp_path / f"m{name}", lora_alpha=6)
+        assert done.digest
+    file = "adapter_model.safetensors"
+    assert (tmp_path / "ex" / file).read_bytes() == (tmp_path / "ey" / file).read_bytes()
+    mine, theirs = (load_file(tmp_path / f"m{name}" / WEIGHTS) for name in "yx")
+    assert mine.pop("metric.total") and mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[n], t) for n, t in theirs.items())
+    assert ckpttool.inspect(tmp_path / "y.pt").adapter["modules"] == 2  # type: ignore[index]
 
 
 def test_an_adapter_config_is_never_that_of_another_adapter(tmp_path: Path) -> None:
