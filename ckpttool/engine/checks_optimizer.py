@@ -139,10 +139,11 @@ def mixed_steps(at: Examined) -> list[Finding]:
     most, votes = Counter(step for _, step in known).most_common(1)[0]
     together = [name for name, step in known if step == most]
     text = ", ".join(f"{name} has step {step:,}" for name, step in known)
-    text += ": they are of different saves"
+    renamed = not ahead and optimizer in (None, counter)
+    text += ": the folder was renamed, or they are of different saves" if renamed else ": they are of different saves"
     if votes > 1:
         text += f"; {' and '.join(together)} are of step {most:,}"
-    return [Finding("mixed-steps", DAMAGE, None, (), text)]
+    return [Finding("mixed-steps", NOTE if renamed else DAMAGE, None, (), text)]
 
 
 def _trainer_state(at: Examined) -> int | None:
