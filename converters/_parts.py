@@ -109,7 +109,7 @@ class Dialect:
         title: what people call it; `Checkpoint.trainer` and messages have it.
         detect: whether a folder is this trainer's, and why, by the names in it.
         parts: the parts of such a folder, the model before the optimizer.
-        siblings: entries of the folder above that belong to the checkpoint; their parts are named "../<entry>".
+        siblings: files below the folder above that belong to the checkpoint; their parts are named "../<file>".
         notes: what to say about such a folder.
         write, options, suffixes: as those of `Layout`.
         world_size: ranks of the job, where the files tell.

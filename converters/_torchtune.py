@@ -51,13 +51,13 @@ def _detect(source: Source) -> tuple[bool, str]:
 
 
 def _siblings(source: Source) -> Sequence[str]:
-    """The folder of the recipe's state, if it is there."""
+    """The recipe's state, if it is there."""
     parent, _ = parent_of(source)
     if not parent or source.exists(_INSIDE):
         return ()
     try:
         with remote.open_source(parent) as above:
-            return ("recipe_state",) if above.exists(_BESIDE) else ()
+            return (_BESIDE,) if above.exists(_BESIDE) else ()
     except (CkpttoolError, OSError):  # a folder that cannot be listed
         return ()
 

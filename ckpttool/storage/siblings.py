@@ -1,6 +1,6 @@
-"""`WithSiblings`: a folder together with some entries of the folder above, for trainers that put a part of a checkpoint there.
+"""`WithSiblings`: a folder together with some files next to it, for trainers that put a part of a checkpoint there.
 
-torchtune has epoch_3/ and recipe_state/recipe_state.pt next to it, verl has actor/ and data.pt. The entries that were named
+torchtune has epoch_3/ and recipe_state/recipe_state.pt next to it, verl has actor/ and data.pt. The files that were named
 appear under "../"; every other name that leads out of the folder is refused, as in any source.
 """
 
@@ -25,17 +25,14 @@ def parent_of(source: Source) -> tuple[str, str]:
 
 
 def siblings_in(source: Source) -> frozenset[str]:
-    """The entries of the folder above that a source has under "../", also below patches."""
+    """The files of the folder above that a source has under "../", also below patches."""
     if isinstance(source, PatchedSource):
         source = source.inner
     return source.names if isinstance(source, WithSiblings) else frozenset()
 
 
 class WithSiblings(Source):
-    """The files of `inner`, and "../<name>" for each of `names`, which are entries of the folder above.
-
-    Names inside a sibling that is a folder go on with a slash: "../recipe_state/recipe_state.pt".
-    """
+    """The files of `inner`, and "../<name>" for each of `names`, files below the folder above: "recipe_state/recipe_state.pt"."""
 
     def __init__(self, inner: Source, names: Iterable[str]) -> None:
         self.inner, self.names = inner, frozenset(names)
@@ -45,7 +42,7 @@ class WithSiblings(Source):
 
     def _where(self, name: str) -> tuple[Source, str]:
         above, found, rest = name.partition("../")
-        if not above and found and rest.partition("/")[0] in self.names:
+        if not above and found and rest in self.names:
             return self.above, rest
         return self.inner, name
 

@@ -167,6 +167,24 @@ def test_only_the_siblings_that_were_named_are_there(tmp_path: Path) -> None:
             source.assert_unchanged()
 
 
+def test_an_index_cannot_name_other_files_of_the_folder_above(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(HF, run)
+    shutil.copy(run / "epoch_0" / "model-00001-of-00001.safetensors", run / "recipe_state" / "x.safetensors")
+    index = run / "epoch_0" / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("model-00001-of-00001.safetensors", "../recipe_state/x.safetensors"))
+    with pytest.raises(ckpttool.errors.CkpttoolError, match=r"recipe_state/x\.safetensors") as refused:
+        ckpttool.open(run / "epoch_0")
+    assert isinstance(refused.value, (Unsafe, ckpttool.errors.Corrupt))
+    (run / "recipe_state" / "recipe_state.pt").unlink()
+    shutil.copytree(HF / "epoch_0", run / "epoch_0", dirs_exist_ok=True)
+    outside = tmp_path / "outside.pt"
+    shutil.copy(HF / "recipe_state" / "recipe_state.pt", outside)
+    (run / "recipe_state" / "recipe_state.pt").symlink_to(outside)
+    with pytest.raises(Unsupported, match="outside the checkpoint's folder"):
+        ckpttool.convert(run / "epoch_0", tmp_path / "out", to="dcp", world_size=2)
+
+
 def test_what_is_left_of_a_cut_off_epoch_has_the_recipe_s_state(tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(HF, run)

@@ -633,3 +633,11 @@ def test_two_adapters_of_the_same_parameters_keep_their_names_with_a_note(tmp_pa
             assert len(opened.checkpoint.tensors) == (2 if source == "one" else 4)
     with ckpttool.open(tmp_path / "two") as opened:
         assert {n.removeprefix("model.") for n in opened.checkpoint.tensors} == set(names)
+
+
+def test_components_that_share_a_file_may_be_asked_for_alone() -> None:
+    """meta.pt of Lightning holds counters, loops and schedulers."""
+    source = FIXTURES / "trainers" / "lightning_w2"
+    for only in ("trainer", "extra"):
+        with ckpttool.open(source, only=[only]) as opened:
+            assert {opened.checkpoint.component(n) for n in opened.checkpoint.values} == {only}
