@@ -1,12 +1,12 @@
 """A base model and its LoRA as one checkpoint, whose merged weights are computed when they are read.
 
     base model        q_proj.weight ------------------------------.
-    adapter           q_proj.lora_A.weight, q_proj.lora_B.weight --+-- MergedSource: q_proj.weight + scaling * B @ A
+    adapter           q_proj.lora_A.weight, q_proj.lora_B.weight --+-- ComputedSource: q_proj.weight + scaling * B @ A
                                                                    |
     every other tensor of the base model, where it lies -----------'
 
 Every layout writes such a checkpoint as any other. A merged weight is a file of its own in the index, which exists nowhere:
-`MergedSource` makes its bytes, one weight at a time, and keeps the last one. Nothing but weights is in it: optimizer state is that
+`ComputedSource` makes its bytes, one weight at a time, and keeps the last one. Nothing but weights is in it: optimizer state is that
 of the adapter's training.
 
 The result has the bits of PEFT's merge_and_unload on a CPU, so torch does the same operations in the same dtypes: matrices in bf16
@@ -19,9 +19,7 @@ Sources: peft/tuners/lora/{layer,variants,dora}.py, peft/tuners/tuners_utils.py 
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +29,7 @@ from ..extras import need
 from ..huggingface import adapters, lora, model_files
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, joined, tied_weights
 from ..index.draft import Dropped
-from ..storage.source import Identity, Source
+from ..storage.computed import ComputedSource
 from .fill import silent, tensor_digests
 from .opening import CheckpointPath, MergeRequest, OpenCheckpoint, OpenOptions, model_of, open_with
 
@@ -82,86 +80,6 @@ class MergedCheckpoint(OpenCheckpoint):
             )
         recorded = self.parts[0][0].checkpoint.recorded
         ckpt.recorded = {n: recorded[there] for n, there in self.kept.items() if there in recorded}
-
-
-class MergedSource(Source):
-    """The files of a base model, and one file for each merged weight.
-
-    Args:
-        made: {name of such a file: (its bytes, what computes them)}.
-        others: sources that they are computed from.
-    """
-
-    local = False
-    in_order = True
-
-    def __init__(
-        self,
-        base: Source,
-        made: Mapping[str, tuple[int, Callable[[], memoryview]]],
-        others: Iterable[Source],
-        working_bytes: int,
-    ) -> None:
-        self.base, self.made, self.others = base, made, [s for s in others if s is not base]
-        self.root, self.is_remote, self.commit = base.root, base.is_remote, base.commit
-        self.working_bytes = working_bytes
-        self._making = threading.Lock()
-        self._held: tuple[str, memoryview] = ("", memoryview(b""))
-
-    @property
-    def local_folder(self) -> str | None:
-        return self.base.local_folder
-
-    def list(self, folder: str = "") -> list[str]:
-        return self.base.list(folder)
-
-    def exists(self, name: str) -> bool:
-        return name in self.made or self.base.exists(name)
-
-    def glance(self, name: str) -> tuple[bool, int | None]:
-        return self.base.glance(name)
-
-    def size(self, name: str) -> int:
-        return self.made[name][0] if name in self.made else self.base.size(name)
-
-    def fd(self, name: str, flags: int = 0) -> int:
-        return self.base.fd(name, flags)
-
-    @contextmanager
-    def borrow_fd(self, name: str, flags: int = 0) -> Iterator[int]:
-        with self.base.borrow_fd(name, flags) as fd:
-            yield fd
-
-    def readinto(self, name: str, offset: int, into: memoryview) -> None:
-        if name not in self.made:
-            self.base.readinto(name, offset, into)
-            return
-        with self._making:
-            if self._held[0] != name:
-                self._held = ("", memoryview(b""))  # before the next one is made, so that there are never two
-                self._held = (name, self.made[name][1]())
-            into[:] = self._held[1][offset : offset + len(into)]
-
-    def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        self.base.prefetch(r for r in ranges if r[0] not in self.made)
-
-    def identities(self) -> dict[str, Identity]:
-        out = dict(self.base.identities())
-        for other in self.others:
-            out |= {os.path.join(other.root, n): i for n, i in other.identities().items()}
-        return out
-
-    def has_versions(self) -> bool:
-        return all(s.has_versions() for s in (self.base, *self.others))
-
-    def assert_unchanged(self) -> None:
-        for source in (self.base, *self.others):
-            source.assert_unchanged()
-
-    def close(self) -> None:
-        self._held = ("", memoryview(b""))
-        for source in (self.base, *self.others):
-            source.close()
 
 
 @dataclass
@@ -270,7 +188,7 @@ def _merged(
     changed = frozenset(named[n] for n in plan)
     read = frozenset(found.stored[n] for found in chosen.values() for n in found.tensors)
     return MergedCheckpoint(
-        ckpt, MergedSource(base.source, made, [theirs.source], working), base.layout, base.folder, True,
+        ckpt, ComputedSource(base.source, made, [theirs.source], working), base.layout, base.folder, True,
         base.allow_equal_ranks, base.allow_mixed_steps, only=base.only, left_behind=_left_behind(base, theirs, named, read),
         parts=((base, changed), (theirs, read)) if given else ((base, changed | read),), kept=untouched,
     )  # fmt: skip
@@ -331,6 +249,10 @@ def _adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool) -> dic
         several = seen is not None and len(seen.names) > 1
         known = model_files.adapter(theirs.source, request.config, [], wanted, one_of_several=several)
         config = None if known is None else known[0]
+        if config is None and seen is None:
+            raise Unsupported(f"{_shown(theirs)} has no adapter: no tensor has lora_* in its name.")
+        if config is None and seen is None:
+            raise Unsupported(f"{_shown(theirs)} has no adapter: no tensor has lora_* in its name.")
         if config is None and request.lora_alpha is None:
             raise model_files.no_adapter_config(request.config, "adapter_config")
         if config is not None and request.lora_alpha is not None:
