@@ -321,7 +321,9 @@ def open_with(
             saves = found.saves
             if found.of_trainer and saves is not None and not saves.pointers & set(where.source.list()):
                 saves = None  # a trainer's directory without DeepSpeed inside
-            ckpt.unread += unread_files.unread(where.source, where.file, ckpt, saves)
+            beside = unread_files.unread(where.source, where.file, ckpt, saves)
+            lost = where.source.patches if isinstance(where.source, PatchedSource) else {}
+            ckpt.unread += [r for r in beside if r.name not in lost]
             ckpt.notes = [*ckpt.notes, *unread_files.note(ckpt.unread)]
         ckpt.notes += unused
         if only is not None:

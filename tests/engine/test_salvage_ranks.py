@@ -221,6 +221,23 @@ def test_a_tied_weight_that_is_lost_is_the_other_one(tmp_path: Path) -> None:
     assert digests(folder, salvage=True)[lost] == whole[lost]
 
 
+def test_a_directory_of_a_trainer_is_filled_from_the_step_beside_it(tmp_path: Path) -> None:
+    """checkpoint-3 of Trainer twice; the second, as checkpoint-7, has lost the weights of a rank."""
+    source = next((peers.FIXTURES / "trainers" / "trainer_fsdp2_sharded" / "ckpt").glob("checkpoint-*"))
+    for name in ("checkpoint-3", "checkpoint-7"):
+        shutil.copytree(source, tmp_path / "run" / name)
+    (tmp_path / "run" / "checkpoint-7" / "pytorch_model_fsdp_0" / "__1_0.distcp").unlink()
+    found = doctor(tmp_path / "run" / "checkpoint-7")
+    assert not found.sound and found.exact and all(n.startswith("model.") for n in found.missing)
+    for line in found.next:
+        done = ckpttool_here(*shlex.split(line)[1:])
+        assert done.returncode == 0, done.stderr
+        assert "not read" not in done.stderr  # the lost file is no file beside the checkpoint
+    assert digests(tmp_path / "run" / "checkpoint-7-filled") == digests(source)
+    told = json.loads(ckpttool_here("verify", tmp_path / "run" / "checkpoint-7-filled", "--json").stdout)["salvage"]
+    assert told["rebuilt"].keys() == found.missing.keys() and told["exact"] == found.exact
+
+
 def test_a_latest_that_names_a_lost_save(tmp_path: Path) -> None:
     folder = tmp_path / "z"
     shutil.copytree(peers.FIXTURES / "zero1_w2" / "ckpt", folder)
