@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .audit.options import ArchiveOptions
     from .converters._deepspeed_write import ZeroOptions  # type: ignore[import-not-found,unused-ignore]
     from .converters._fsdp1_plan import Fsdp1Options  # type: ignore[import-not-found,unused-ignore]
-    from .converters._hf_write import HfOptions  # type: ignore[import-not-found,unused-ignore]
+    from .converters._hf_options import HfOptions  # type: ignore[import-not-found,unused-ignore]
     from .converters._parts_write import DirectoryOptions  # type: ignore[import-not-found,unused-ignore]
     from .converters.universal import UniversalOptions  # type: ignore[import-not-found,unused-ignore]
     from .engine.adapter import adapter_extract, adapter_merge
@@ -56,7 +56,7 @@ _WHERE = {
     "DirectoryOptions": "converters._parts_write",
     "Exported": "audit.export",
     "Fsdp1Options": "converters._fsdp1_plan",
-    "HfOptions": "converters._hf_write",
+    "HfOptions": "converters._hf_options",
     "Loaded": "live.load",
     "OpenCheckpoint": "engine.opening",
     "Plan": "engine.planning",

@@ -3,92 +3,33 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool import bounded_json
 from ckpttool.engine.fill import tensor_digests
 from ckpttool.errors import MissingPackage, Unsupported, UsageError, argument
-from ckpttool.formats import safetensors_header
 from ckpttool.huggingface import adapters, hub_names, lora, model_files
-from ckpttool.index.checkpoint import Checkpoint, Chunks, TensorEntry, joined, tied_weights
+from ckpttool.index.checkpoint import Checkpoint, TensorEntry, joined, tied_weights
 from ckpttool.index.draft import Draft, DraftFile, Dropped
 from ckpttool.index.fqns import without_prefix
-from ckpttool.layouts import WriteOptions, option
+from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
 from . import _training_state as training_state
+from ._hf_adapter import adapter_config, refuse_adapter, write_adapter
 from ._hf_names import asks_transformers, crop, ties
+from ._hf_options import HfOptions
+from ._hf_shards import refuse_dtypes, shard, split
 
-__all__ = ["ADAPTER", "INDEX", "SALVAGE", "WHOLE", "HfOptions", "holds", "prepare", "write", "write_file"]
+__all__ = ["INDEX", "SALVAGE", "WHOLE", "holds", "prepare", "write", "write_file"]
 
 
 INDEX = "model.safetensors.index.json"
-_ADAPTER_CONFIG = model_files.ADAPTER_CONFIG
-ADAPTER = "adapter_model.safetensors"
 WHOLE = "model.safetensors"
 #: Key of the metadata of one file in which `ckpttool.json` has no place: {name: "exact", "rebuilt: how", "missing: why"} as JSON.
 SALVAGE = "ckpttool_salvage"
-
-
-@dataclass(frozen=True)
-class HfOptions:
-    """The content of an hf folder."""
-
-    max_shard_bytes: int = option(
-        5_000_000_000, "Largest file of tensors, in bytes.", flag="--max-shard-size", size=True
-    )
-    adapter: bool = option(False, "Write only the adapter, as PEFT saves it.")
-    adapter_name: str | None = option(
-        None, "Which adapter, where there are several; default where not given.", metavar="NAME"
-    )
-    adapter_config: str | None = option(
-        None, "Folder with the adapter's adapter_config.json, if it is not that of --config.", metavar="DIR"
-    )
-    lora_alpha: float | None = option(
-        None, "lora_alpha of an adapter without adapter_config.json, which is then made.", metavar="NUMBER"
-    )
-    rslora: bool = option(False, "With --lora-alpha: the adapter is scaled by alpha / sqrt(r).")
-    base_model: str | None = option(
-        None, "With --lora-alpha: path or id of the base model, for adapter_config.json.", metavar="MODEL"
-    )
-    include_optimizer: bool = option(False, "Write the optimizer and all other state, too.")
-    strip_prefix: str | None = option(
-        None, "Modules that names of weights begin with, to leave out; other names stay.", metavar="PREFIX"
-    )
-    allow_name_mismatch: bool = option(
-        False, "Write weights that the model of the config does not have, or has in other shapes."
-    )
-
-    untie: bool = option(
-        False, "Write both of the weights that config.json ties, and set tie_word_embeddings to false."
-    )
-
-    def __post_init__(self) -> None:
-        if self.adapter and self.include_optimizer:
-            raise UsageError(
-                f"{argument('adapter', True)} writes the adapter alone; it cannot be combined with {argument('include_optimizer', True)}."
-            )
-        of_adapter = {
-            "adapter_name": self.adapter_name,
-            "adapter_config": self.adapter_config,
-            "lora_alpha": self.lora_alpha,
-        }
-        for name, value in of_adapter.items():
-            if value is not None and not self.adapter:
-                raise UsageError(f"{argument(name, value)} is about an adapter; give {argument('adapter', True)} too.")
-        for name, value in (("rslora", self.rslora or None), ("base_model", self.base_model)):
-            if value is not None and self.lora_alpha is None:
-                raise UsageError(
-                    f"{argument(name, value)} is for the adapter_config.json that {argument('lora_alpha')} makes; give both."
-                )
-        if self.lora_alpha is not None and not (math.isfinite(self.lora_alpha) and self.lora_alpha > 0):
-            raise UsageError(f"{argument('lora_alpha', self.lora_alpha)}: it must be a number above 0.")
-        if self.max_shard_bytes < 1:
-            raise UsageError(f"{argument('max_shard_bytes', self.max_shard_bytes)}: it must be at least 1.")
 
 
 def holds(own: object) -> frozenset[str]:
@@ -112,7 +53,7 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
         ckpt.notes = [*ckpt.notes, note]
     if own.adapter:
         seen = lora.seen(ckpt)
-        config = _adapter_config(source, options, [], one_of_several=seen is not None and len(seen.names) > 1)
+        config = adapter_config(source, options, [], one_of_several=seen is not None and len(seen.names) > 1)
         ckpt = adapters.alone(ckpt, {"peft_type": "LORA"} if config is None else config[0], own.adapter_name)
     return ckpt
 
@@ -142,34 +83,10 @@ def _config_files(
     if options.vocab_size is not None and config is not None:
         config, files = _with(config, files, "vocab_size", options.vocab_size)
     if ckpt.merged is not None:
-        files.pop(_ADAPTER_CONFIG, None)
+        files.pop(model_files.ADAPTER_CONFIG, None)
         if config is not None and ckpt.merged["untied"]:
             return _untied(config, files)
     return _untied(config, files) if options.of(HfOptions).untie else (config, files)
-
-
-def _adapter_config(
-    source: Source, options: WriteOptions, notes: list[str], *, one_of_several: bool = False
-) -> tuple[dict[str, Any], dict[str, bytes]] | None:
-    """(adapter_config.json, files to copy); None where `lora_alpha` stands for it.
-
-    Raises:
-        Unsupported: there is none, and no alpha was given. UsageError: there is one, and an alpha too.
-    """
-    own = options.of(HfOptions)
-    name = own.adapter_name
-    given, asked = (own.adapter_config, "adapter_config") if own.adapter_config else (options.config, "config")
-    found = model_files.adapter(source, given, notes, name, one_of_several=one_of_several)
-    if own.lora_alpha is None:
-        if found is None:
-            raise model_files.no_adapter_config(given, asked)
-        return found
-    if found is not None:
-        raise UsageError(
-            f"{argument('lora_alpha', own.lora_alpha)}: there is an adapter_config.json, which says {str(found[0].get('lora_alpha'))[:40]}. "
-            "Leave the option out, or take that file away if it is of another adapter."
-        )
-    return None
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
@@ -181,24 +98,24 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """
     own = options.of(HfOptions)
     if own.adapter:
-        return _write_adapter(ckpt, source, options)
+        return write_adapter(ckpt, source, options)
     notes: list[str] = []
     if not own.include_optimizer:
-        _refuse_adapter(ckpt, notes)
+        refuse_adapter(ckpt, notes)
     config, extra = _config_files(ckpt, source, options, notes)
     weights = _weights(ckpt, source, options, config, notes)
     model, rest, tied = weights.model, weights.rest, weights.tied
-    groups = _split(model, own.max_shard_bytes, weights.together)
+    groups = split(model, own.max_shard_bytes, weights.together)
     n = len(groups)
     files = [WHOLE] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
     tensors: dict[str, TensorEntry] = {}
-    draft_files = [_shard(files[i], i, names, model, tensors) for i, names in enumerate(groups)]
+    draft_files = [shard(files[i], i, names, model, tensors) for i, names in enumerate(groups)]
     sources = {"model." + k: weights.stored[k] for names in groups for k in names}
     dropped = weights.dropped
     records: list[DraftFile] = []
     if own.include_optimizer:
         fqns = {k.removeprefix("model."): v.removeprefix("model.") for k, v in tied.items()}
-        held, shards, records = training_state.draft(ckpt, rest, _split(rest, own.max_shard_bytes, {}), n, fqns)
+        held, shards, records = training_state.draft(ckpt, rest, split(rest, own.max_shard_bytes, {}), n, fqns)
         tensors |= held
         sources |= {k: ckpt.tensors[k] for k in held}
         draft_files += shards
@@ -287,7 +204,7 @@ def write_file(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft
     kept = [n for n, t in ckpt.tensors.items() if t.path[0] == "model"]
     states = ckpt.salvage.states(kept) if ckpt.salvage is not None else {}
     metadata = {SALVAGE: json.dumps(states, separators=(",", ":"))} if states else {}
-    file = _shard(options.target, 0, list(weights.model), weights.model, tensors, metadata)
+    file = shard(options.target, 0, list(weights.model), weights.model, tensors, metadata)
     sources = {"model." + k: t for k, t in weights.stored.items()}
     out = Checkpoint("hf", options.target, None, [file.name], [file.size], tensors, {})
     out.config = config
@@ -333,87 +250,8 @@ def _weights(
     stored, tied, together = _hub_tensors(ckpt, model, config, relation, source, notes, untie)
     added = [f"model.{n}" for n, kept in ties(config, model, relation).items() if n not in model and kept in stored]
     model = {k: replace(t, dtype=options.cast("model." + k, t.dtype)) for k, t in stored.items()}
-    _refuse_dtypes(model)
+    refuse_dtypes(model)
     return _Weights(stored, model, rest, tied, together, added, dropped)
-
-
-def _shard(
-    file: str,
-    i: int,
-    names: list[str],
-    model: dict[str, TensorEntry],
-    tensors: dict[str, TensorEntry],
-    metadata: Mapping[str, str] | None = None,
-) -> DraftFile:
-    """File number `i`, with these weights and this metadata besides the usual; adds their places to `tensors`."""
-    names.sort(key=lambda k: safetensors_header.sort_key(k, model[k].dtype))
-    head = safetensors_header.header(
-        [(k, model[k].dtype, model[k].shape) for k in names], {"format": "pt", **(metadata or {})}
-    )
-    at = len(head)
-    for k in names:
-        t = model[k]
-        tensors["model." + k] = TensorEntry(t.dtype, t.shape, ("model", k), Chunks.whole(t.shape, i, at, t.nbytes))
-        at += t.nbytes
-    return DraftFile(file, at, head)
-
-
-def _write_adapter(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """A folder that PEFT loads, of a checkpoint that holds an adapter and nothing else (adapters.alone)."""
-    notes: list[str] = []
-    stored = {joined(t.path[1:]): t for t in ckpt.tensors.values()}
-    model = {k: replace(t, dtype=options.cast("model." + k, t.dtype)) for k, t in stored.items()}
-    _refuse_dtypes(model)
-    tensors: dict[str, TensorEntry] = {}
-    files = [_shard(ADAPTER, 0, list(model), model, tensors)]
-    config = _adapter_config(source, options, notes)
-    if config is not None:
-        extra = config[1]
-    else:
-        own = options.of(HfOptions)
-        assert own.lora_alpha is not None
-        made = lora.made_config(
-            {k: t.shape for k, t in stored.items()},
-            lora_alpha=own.lora_alpha,
-            rslora=own.rslora,
-            base_model=own.base_model,
-        )
-        extra = {_ADAPTER_CONFIG: lora.encoded(made)}
-        notes.append(
-            f"made adapter_config.json: r {made['r']}, lora_alpha {made['lora_alpha']}, {len(made['target_modules'])} target modules, and "
-            "otherwise PEFT's defaults (no dropout, no trained biases of the base model)"
-        )
-    extra[_ADAPTER_CONFIG] = extra.pop(_ADAPTER_CONFIG)  # last
-    files += [DraftFile(n, len(data), data) for n, data in extra.items()]
-    out = Checkpoint("hf", options.target, None, [f.name for f in files], [f.size for f in files], tensors, {})
-    return Draft(out, {n: ckpt.tensors[n] for n in tensors}, files, notes=notes)
-
-
-def _refuse_adapter(ckpt: Checkpoint, notes: list[str]) -> None:
-    """Refuse an adapter, which from_pretrained would take for a model whose weights are all missing.
-
-    Raises:
-        Unsupported: with the commands that write it, or merge it.
-    """
-    found = lora.seen(ckpt)
-    if found is not None and not found.alone:
-        notes.append(
-            f"the weights have the names of a model that PEFT wrapped ({found}), which from_pretrained does not load: ckpttool adapter merge "
-            "writes the model with the adapter in its weights"
-        )
-    if found is not None and found.alone:
-        raise Unsupported(
-            f"{ckpt.root} holds an adapter only ({found}), which is no model for from_pretrained. For PEFT: ckpttool adapter extract "
-            f"{ckpt.root} DST (or {argument('adapter', True, 'HfOptions')}). Merged into its base model: ckpttool adapter merge BASE {ckpt.root} DST."
-        )
-
-
-def _refuse_dtypes(model: dict[str, TensorEntry]) -> None:
-    for name, t in model.items():
-        if t.dtype not in safetensors_header.CODES:
-            raise Unsupported(
-                f'"{name}" is {t.dtype}, which safetensors cannot store. Cast it with {argument("cast")}.'
-            )
 
 
 def _relation(
@@ -526,30 +364,6 @@ def _hub_tensors(
         gone["model." + name] = "model." + kept
         notes.append(f'"{name}" is tied to "{kept}" (equal bytes) and written once, as save_pretrained does')
     return out, gone, together
-
-
-def _split(model: dict[str, TensorEntry], most: int, together: dict[str, str]) -> list[list[str]]:
-    """Shards as huggingface_hub makes them: fill one until the next tensor does not fit; larger tensors get a file of their own.
-    Tensors that share a storage when transformers saves them (experts of one layer) go where the first of them goes.
-    """
-    units: dict[str, list[str]] = {}
-    for name in model:
-        first = together.get(name, name)
-        units.setdefault(first if first in model else name, []).append(name)
-    groups: list[list[str]] = []
-    current: list[str] = []
-    size = 0
-    for names in units.values():
-        n = sum(model[k].nbytes for k in names)
-        if n > most:
-            groups.append(names)
-            continue
-        if size + n > most:
-            groups.append(current)
-            current, size = [], 0
-        current.extend(names)
-        size += n
-    return [*groups, current] if current else groups
 
 
 def _with_dtype(name: str, data: bytes, model: dict[str, TensorEntry]) -> bytes:

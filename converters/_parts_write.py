@@ -89,7 +89,7 @@ def state_drafts(
     if kind == "ddp" and adapter is not None:
         raise Unsupported(
             f'The weights are those of an adapter, first "{adapter}". A job without FSDP reads them from adapter_model.safetensors, '
-            "which this does not write. Write them with --to hf --adapter, or choose another state dict type."
+            "which this does not write. `ckpttool adapter extract` does; or choose another state dict type."
         )
     numbers = numbered_parameters(ckpt, options) if kind == "ddp" else {}
     out = []

@@ -41,8 +41,10 @@ from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of
 from ckpttool.storage.source import Source
 
 from . import _training_state as training_state
+from ._hf_adapter import ADAPTER
 from ._hf_names import in_memory
-from ._hf_write import ADAPTER, INDEX, SALVAGE, WHOLE, HfOptions, holds, prepare, write, write_file
+from ._hf_options import HfOptions
+from ._hf_write import INDEX, SALVAGE, WHOLE, holds, prepare, write, write_file
 
 __all__ = ["LAYOUTS"]
 

@@ -1,0 +1,70 @@
+"""Files of weights for hf: which tensors go into which shard, and the header of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckpttool.errors import Unsupported, argument
+from ckpttool.formats import safetensors_header
+from ckpttool.index.checkpoint import Chunks, TensorEntry
+from ckpttool.index.draft import DraftFile
+
+__all__ = ["refuse_dtypes", "shard", "split"]
+
+
+def shard(
+    file: str,
+    i: int,
+    names: list[str],
+    model: dict[str, TensorEntry],
+    tensors: dict[str, TensorEntry],
+    metadata: Mapping[str, str] | None = None,
+) -> DraftFile:
+    """File number `i`, with these weights and this metadata besides the usual; adds their places to `tensors`."""
+    names.sort(key=lambda k: safetensors_header.sort_key(k, model[k].dtype))
+    head = safetensors_header.header(
+        [(k, model[k].dtype, model[k].shape) for k in names], {"format": "pt", **(metadata or {})}
+    )
+    at = len(head)
+    for k in names:
+        t = model[k]
+        tensors["model." + k] = TensorEntry(t.dtype, t.shape, ("model", k), Chunks.whole(t.shape, i, at, t.nbytes))
+        at += t.nbytes
+    return DraftFile(file, at, head)
+
+
+def refuse_dtypes(model: dict[str, TensorEntry]) -> None:
+    """Refuse weights of a dtype that safetensors does not have.
+
+    Raises:
+        Unsupported: with the first of them.
+    """
+    for name, t in model.items():
+        if t.dtype not in safetensors_header.CODES:
+            raise Unsupported(
+                f'"{name}" is {t.dtype}, which safetensors cannot store. Cast it with {argument("cast")}.'
+            )
+
+
+def split(model: dict[str, TensorEntry], most: int, together: dict[str, str]) -> list[list[str]]:
+    """Shards as huggingface_hub makes them: fill one until the next tensor does not fit; larger tensors get a file of their own.
+    Tensors that share a storage when transformers saves them (experts of one layer) go where the first of them goes.
+    """
+    units: dict[str, list[str]] = {}
+    for name in model:
+        first = together.get(name, name)
+        units.setdefault(first if first in model else name, []).append(name)
+    groups: list[list[str]] = []
+    current: list[str] = []
+    size = 0
+    for names in units.values():
+        n = sum(model[k].nbytes for k in names)
+        if n > most:
+            groups.append(names)
+            continue
+        if size + n > most:
+            groups.append(current)
+            current, size = [], 0
+        current.extend(names)
+        size += n
+    return [*groups, current] if current else groups
