@@ -26,9 +26,12 @@ from .terminal import (  # fmt: skip
     not_read,
     note,
     print_json,
+    printable,
 )
 
 __all__ = ["verify"]
+
+_SHOWN = 5  # names of a salvaged copy
 
 
 @about(
@@ -80,10 +83,12 @@ def verify(
     print(f"{found.layout}: {found.tensors:,} tensors, {human(found.bytes)}: structure ok")
     if found.salvage is not None:
         lost, made = found.salvage["missing"], found.salvage["rebuilt"]
-        first = f", first {next(iter(lost))}" if lost else ""
-        print(
-            f"salvaged: {found.salvage['exact']:,} tensors are exact, {len(made):,} rebuilt, {len(lost):,} missing{first}"
-        )
+        print(f"salvaged: {found.salvage['exact']:,} tensors are exact, {len(made):,} rebuilt, {len(lost):,} missing")
+        for word, names in (("rebuilt", made), ("missing", lost)):
+            for name, why in list(names.items())[:_SHOWN]:
+                print(f"  {word}: {printable(name)}: {printable(why)}")
+            if len(names) > _SHOWN:
+                print(f"  ... {len(names) - _SHOWN:,} more; --json lists them")
     if found.data is not None:
         covered = found.crc32_covered_bytes
         told = f", {human(covered)} covered by CRC32s of the files themselves" if covered else ""

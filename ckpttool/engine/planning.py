@@ -22,7 +22,7 @@ from ..index.checkpoint import (
     unnamed_optimizer_state,
 )
 from ..index.draft import Draft, Dropped
-from ..index.fqns import without_wrappers
+from ..index.fqns import wrappers_stripped
 from ..index.names import CANONICAL_KEYS_NOTE, refuse_surrogates
 from ..index.optimizers import lost_at_save, per_rank_slots
 from ..index.param_groups import groups_of, regrouped
@@ -166,7 +166,7 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
             ckpt.origin = {}
             ckpt = with_whole_scheduler(ckpt)
         elif writing.strip_wrappers:
-            ckpt.origin = without_wrappers(ckpt.origin)
+            ckpt = opened.checkpoint = wrappers_stripped(ckpt)
         if writing.vocab_size is not None:
             ckpt, opened.source = resized((ckpt, opened.source), writing.vocab_size)
             opened.checkpoint = ckpt

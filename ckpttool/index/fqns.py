@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..errors import Corrupt, UsageError, argument
 from .checkpoint import Checkpoint, Path, Value, joined
 
-__all__ = ["WRAPPERS", "strip_wrappers", "without_prefix", "without_wrappers"]
+__all__ = ["WRAPPERS", "strip_wrappers", "without_prefix", "without_wrappers", "wrappers_stripped"]
 
 #: Wrapper modules that put themselves into the FQN: FSDP1, torch.compile, activation checkpointing, Lightning.
 WRAPPERS = frozenset(("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"))
@@ -93,3 +93,13 @@ def without_wrappers(origin: Mapping[Path, Path]) -> dict[Path, Path]:
                 continue
         out[q] = p
     return out
+
+
+def wrappers_stripped(ckpt: Checkpoint) -> Checkpoint:
+    """The same checkpoint, whose own keys and lists of names (`param_names` of torch's optimizers) have no prefixes of wrappers."""
+    values = dict(ckpt.values)
+    for name, v in ckpt.values.items():
+        listed = v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("param_names",)
+        if listed and isinstance(v.data, list) and all(isinstance(n, str) for n in v.data):
+            values[name] = Value(v.path, list(strip_wrappers(v.data).values()))
+    return replace(ckpt, origin=without_wrappers(ckpt.origin), values=values)

@@ -64,6 +64,27 @@ def test_prefixes_of_wrappers_are_named_and_the_printed_command_removes_them(tmp
     assert not of_kind(doctor(tmp_path / "it's-plain.pt"), "wrapper-prefix")
 
 
+def test_prefixes_in_the_names_of_the_optimizer(tmp_path: Path) -> None:
+    """As torch names parameters for an optimizer that was given `named_parameters()` of a compiled module, or FQNs."""
+    model, tree = trained("_orig_mod.")
+    names = [n for n, _ in model.named_parameters()]
+    state = tree["optimizer_state_dict"]
+    fqns = {"state": {f"_orig_mod.{names[i]}": s for i, s in state["state"].items()}, "param_groups": [{**state["param_groups"][0], "params": [f"_orig_mod.{n}" for n in names]}]}  # fmt: skip
+    listed = {**state, "param_groups": [{**state["param_groups"][0], "param_names": [f"_orig_mod.{n}" for n in names]}]}
+    for kind, optimizer in (("fqns", fqns), ("listed", listed)):
+        torch.save({**tree, "optimizer_state_dict": optimizer}, tmp_path / f"{kind}.pt")
+        (one,) = of_kind(doctor(tmp_path / f"{kind}.pt"), "wrapper-prefix")
+        assert one.repair is not None
+        run(one.repair)
+        copy = torch.load(tmp_path / f"{kind}-plain.pt", weights_only=False)
+        model.load_state_dict(copy["model_state_dict"])
+        got = copy["optimizer_state_dict"]
+        first = got["state"][names[0] if kind == "fqns" else 0]
+        assert torch.equal(first["exp_avg"], state["state"][0]["exp_avg"])
+        assert got["param_groups"][0]["params"] == (names if kind == "fqns" else [0, 1, 2, 3])
+        assert got["param_groups"][0].get("param_names", names) == names
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_prefixes_in_safetensors_and_dcp(tmp_path: Path) -> None:
     model = net()

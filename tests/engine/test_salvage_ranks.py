@@ -9,10 +9,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import peers
 import pytest
 import torch
 from commands import ckpttool_here
+from stores import moto
 from test_doctor import digests, train
 
 import ckpttool
@@ -263,3 +265,20 @@ def test_random_states_of_some_ranks(tmp_path: Path) -> None:
     (tmp_path / "a" / "random_states_0.pkl").unlink()
     (one,) = doctor(tmp_path / "a").findings
     assert (one.kind, one.severity, one.file) == ("random-states", "note", "random_states_0.pkl")
+
+
+def test_a_damaged_checkpoint_in_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same findings as on a disk, and a copy on the disk."""
+    url = moto().bucket(monkeypatch)
+    for case, lost in (("fsdp2_w3", "__2_0.distcp"), ("fsdp1_w4_hsdp_mesh", "*_rank_0.pt")):
+        folder = damaged(case, tmp_path / case, lost)
+        for file in folder.iterdir():
+            with fsspec.open(f"{url}/{case}/{file.name}", "wb") as f:
+                f.write(file.read_bytes())
+        here, there = doctor(folder), doctor(f"{url}/{case}", read_data=True)
+        assert (there.exact, there.missing, there.rebuilt) == (here.exact, here.missing, here.rebuilt)
+        assert [f.kind for f in there.findings] == [f.kind for f in here.findings]
+        done = ckpttool_here("convert", f"{url}/{case}", tmp_path / f"{case}.pt", "--salvage", "--canonical-keys")
+        assert done.returncode == 0, done.stderr
+        with ckpttool.open(tmp_path / f"{case}.pt") as opened:
+            assert len(opened) == here.exact
