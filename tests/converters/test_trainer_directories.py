@@ -537,7 +537,7 @@ def test_for_chooses_the_layout(tmp_path: Path) -> None:
     done = ckpttool_here(
         "convert", source, tmp_path / "no", "--for", "trainer", "-n", "2", "--state-dict-type", "local"
     )
-    assert done.returncode == 2 and "sharded or full" in done.stderr
+    assert done.returncode == 2 and "choose sharded, full or ddp" in done.stderr
 
 
 def test_a_source_without_counters_gets_the_optimizer_s_steps(tmp_path: Path) -> None:

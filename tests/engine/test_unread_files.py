@@ -126,8 +126,8 @@ def test_the_real_folder_of_a_trainer_with_an_adapter(tmp_path: Path) -> None:
     as_hf = rows(LORA, source_layout="hf")
     assert as_hf["optimizer.pt"] == (os.path.getsize(LORA / "optimizer.pt"), "optimizer", "optim")
     assert "optimizer.pt (16.2 kB, optimizer)" in stops(LORA, tmp_path, source_layout="hf")
-    done = conversion.convert(LORA, tmp_path / "hf", to="hf")
-    assert done.tensors == 8 and {why for _, _, why in done.dropped} == {"hf holds weights only"}
+    done = conversion.convert(LORA, tmp_path / "hf", to="hf", options=ckpttool.HfOptions(adapter=True))
+    assert done.tensors == 8 and not done.dropped
 
 
 def test_commands_print_them(tmp_path: Path) -> None:
