@@ -60,6 +60,14 @@ def next_step(ckpt: Checkpoint, path: str) -> str:
     return f"for transformers: {out} --to hf --config MODEL"
 
 
+def _for_hf(ckpt: Checkpoint, out: str, more: str = "") -> str:
+    """The command for transformers, or for PEFT if the weights are an adapter only."""
+    found = lora.seen(ckpt)
+    if found is not None and found.alone:
+        return f"for PEFT: {out.replace('convert', 'adapter extract', 1)}"
+    return f"for transformers: {out} --to hf{more}"
+
+
 def _ranks(ckpt: Checkpoint) -> str:
     if ckpt.world_size is None:
         return "the world size that wrote it"
@@ -76,7 +84,7 @@ def _directory(name: str, trainer: str) -> Callable[[Checkpoint, str, bool], str
         if any(_OF_DEEPSPEED.fullmatch(n) for n in ckpt.files):
             return f"resumes in {trainer} with DeepSpeed at {_ranks(ckpt)}; at another world size: {out} --for deepspeed -n RANKS"
         if not optimizer:
-            return f"{trainer} starts the optimizer anew from these weights; for transformers: {out} --to hf"
+            return f"{trainer} starts the optimizer anew from these weights; {_for_hf(ckpt, out)}"
         if has(r"pytorch_model_fsdp_rank\d+\.bin"):
             return f"resumes in {trainer} at {_ranks(ckpt)}; at another world size: {out} --for {name} -n RANKS"
         if has(r"pytorch_model_fsdp_\d+/"):
@@ -100,10 +108,8 @@ _OF_FSDP1 = {
 
 def _lightning(ckpt: Checkpoint, out: str, optimizer: bool) -> str:
     if not optimizer:
-        return f"Lightning starts the optimizer anew from these weights; for transformers: {out} --to hf --config MODEL"
-    return (
-        f"resumes at any world size in Lightning; nothing to convert (for transformers: {out} --to hf --config MODEL)"
-    )
+        return f"Lightning starts the optimizer anew from these weights; {_for_hf(ckpt, out, ' --config MODEL')}"
+    return f"resumes at any world size in Lightning; nothing to convert ({_for_hf(ckpt, out, ' --config MODEL')})"
 
 
 def _torchtitan(ckpt: Checkpoint) -> str:

@@ -70,3 +70,12 @@ def test_the_commands_run(case: str, tmp_path: Path) -> None:
     ]
     done = run(*words)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_adapter_without_an_optimizer_is_offered_to_peft_and_not_to_transformers(tmp_path: Path) -> None:
+    source = FIXTURES / "trainer_ddp_lora_w2" / STEP
+    for name in ("trainer_state.json", "adapter_model.safetensors", "adapter_config.json"):
+        (tmp_path / name).write_bytes((source / name).read_bytes())
+    assert ckpttool.inspect(tmp_path).next == (
+        f"Trainer starts the optimizer anew from these weights; for PEFT: ckpttool adapter extract {tmp_path} OUT"
+    )
