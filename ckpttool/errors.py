@@ -6,6 +6,7 @@
     ├── NotRecognised             3  x  no layout knows this path
     ├── Unsupported               3  x  known, but this layout or pair cannot do that
     ├── Corrupt                   4  x  incomplete, inconsistent or damaged
+    │   ├── IncompleteWeights     4  x  weights end too early, so that they cannot be read alone either
     │   ├── SourceChanged         4  x  the source was written to while it was read
     │   └── Unreadable            4     the system failed to read it; it may succeed next time
     ├── Differs                   5  x  two checkpoints, or a digest, are not equal
@@ -32,7 +33,7 @@ from contextlib import contextmanager
 
 __all__ = [
     "EXIT_CODES", "CkpttoolError", "ContinuityFailed", "Corrupt", "DestinationExists", "Differs", "GateFailed",
-    "Interrupted", "Locked", "MissingPackage", "NoSpace", "NotRecognised", "RemoteError", "SourceChanged", "Unreadable", "Unsafe",
+    "IncompleteWeights", "Interrupted", "Locked", "MissingPackage", "NoSpace", "NotRecognised", "RemoteError", "SourceChanged", "Unreadable", "Unsafe",
     "Unsupported", "UsageError", "argument", "as_flags",
 ]  # fmt: skip
 
@@ -81,6 +82,10 @@ class Corrupt(CkpttoolError):
 
     exit_code = 4
     keeps_work = False
+
+
+class IncompleteWeights(Corrupt):
+    """Weights end before they should, and nothing in their own files shows it: they must not be read alone either."""
 
 
 class SourceChanged(Corrupt):

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from ckpttool import bounded_json, layouts
-from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError, argument
+from ckpttool.errors import Corrupt, IncompleteWeights, Unsafe, Unsupported, UsageError, argument
 from ckpttool.formats import stored_tensors, torch_zip
 from ckpttool.huggingface import model_files, model_names
 from ckpttool.index.checkpoint import (
@@ -210,7 +210,7 @@ def _refuse_cut_weights(ckpt: Checkpoint) -> None:
         if of is None or not of.shape or not t.shape:
             continue
         if of.shape[1:] == t.shape[1:] and 0 < of.shape[0] < t.shape[0]:
-            raise Corrupt(
+            raise IncompleteWeights(
                 f'{ckpt.root}: the shards hold {of.shape[0]} rows of "{t.path[2]}", and its {t.path[3]} has {t.shape[0]}: a shard of the '
                 "weights is missing. The copy is incomplete; fetch the folder again."
             )

@@ -31,12 +31,13 @@ from dataclasses import replace
 from typing import Any
 
 from ckpttool import bounded_json
-from ckpttool.errors import Corrupt, Unsafe, Unsupported
+from ckpttool.errors import Corrupt, IncompleteWeights, Unsafe, Unsupported
 from ckpttool.formats import safetensors_header
 from ckpttool.huggingface import model_files
 from ckpttool.index.checkpoint import Checkpoint, Chunk, Chunks, Extent, Path, Salvage, TensorEntry, joined
 from ckpttool.index.fqns import strip_wrappers
 from ckpttool.index.names import CanonicalState
+from ckpttool.index.vocabulary import is_vocabulary
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of
 from ckpttool.storage.source import Source
 
@@ -97,6 +98,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         config = model_files.of_model(options.config)[0] or config
     if not tensors:
         raise Corrupt(f"{source.root}: its safetensors files hold no tensor.")
+    if shards and config is not None:
+        _refuse_cut_vocabulary(source, tensors, config)
     clean = strip_wrappers(tensors)
     leaves: dict[Path, Any] = {("model", clean[n]): t for n, t in tensors.items()}
     if state is not None:
@@ -109,6 +112,22 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     if state is not None:
         out.world_size, out.trainer = state.world_size, state.trainer
     return out
+
+
+def _refuse_cut_vocabulary(source: Source, tensors: dict[str, TensorEntry], config: dict[str, Any]) -> None:
+    """Refuse parts of tensors of which the last are missing. The files of torch's writer do not say how many there are, but
+    config.json says how many rows the embedding has.
+
+    Raises:
+        IncompleteWeights: it has fewer.
+    """
+    rows = config.get("vocab_size")
+    for name, t in tensors.items():
+        if is_vocabulary(name) and type(rows) is int and t.shape and 0 < t.shape[0] < rows:
+            raise IncompleteWeights(
+                f'{source.root}: the shards hold {t.shape[0]} rows of "{name}", and config.json says vocab_size {rows}: a shard of the '
+                "weights is missing. The copy is incomplete; fetch the folder again."
+            )
 
 
 def _salvaged(source: Source, file: str, notes: list[str]) -> Salvage | None:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from .. import layouts
-from ..errors import CkpttoolError, NotRecognised, RemoteError, Unsupported, UsageError
+from ..errors import CkpttoolError, IncompleteWeights, NotRecognised, RemoteError, Unsupported, UsageError
 from ..storage import urls
 from ..storage.patched import PatchedSource
 from ..storage.source import Source
@@ -117,6 +117,7 @@ def doctor(
             refused,
             asked,
         )
+    out.findings = list(dict.fromkeys(out.findings))  # what was looked at twice
     out.sound = not any(f.severity == DAMAGE for f in out.findings)
     out.fits = None if like is None else not any(f.severity == MISMATCH for f in out.findings)
     out.next = list(dict.fromkeys([*out.next, *(f.repair for f in out.findings if f.repair)]))
@@ -208,16 +209,22 @@ def _what_is_left(
             raise refused
         out.findings.append(Finding("unreadable", DAMAGE, None, (), str(refused)))
     why: list[str] = []
+    opened: OpenCheckpoint | None = None
     for only in (None, ("model",)):
         try:
-            with open_with(path, replace(options, only=only), check_hints=False) as opened:
-                _look_at(opened, out, asked)
+            with open_with(path, replace(options, only=only), check_hints=False) as found:
+                _look_at(found, out, asked)
+            opened = found
             break
         except RemoteError:
             raise
+        except IncompleteWeights as e:
+            why = [str(e)]
+            opened = None
+            break
         except CkpttoolError as e:
             why.append(str(e))
-    else:
+    if opened is None:
         out.layout, out.exact, out.exact_bytes = None, 0, 0
         if all(why[0] not in f.text and f.text not in why[0] for f in out.findings):
             out.findings.append(Finding("unreadable", DAMAGE, None, (), why[0]))

@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from .. import layouts
 from .._version import __version__
-from ..errors import Corrupt, Unsupported, UsageError, argument
+from ..errors import Corrupt, IncompleteWeights, Unsupported, UsageError, argument
 from ..index.checkpoint import (
     Checkpoint,
     Unread,
@@ -231,6 +231,8 @@ def _opened(src: CheckpointPath, reading: OpenOptions, model: layouts.ModelHints
         return open_merged(src, replace(reading, merge=None), reading.merge, model)
     try:
         return open_with(src, reading, model, check_hints=False)
+    except IncompleteWeights:
+        raise
     except Corrupt:
         if reading.fill_from is None or reading.only is not None:
             raise

@@ -282,3 +282,21 @@ def test_a_damaged_checkpoint_in_a_store(tmp_path: Path, monkeypatch: pytest.Mon
         assert done.returncode == 0, done.stderr
         with ckpttool.open(tmp_path / f"{case}.pt") as opened:
             assert len(opened) == here.exact
+
+
+def test_the_last_shard_of_torchs_writer_is_missed_by_the_rows_of_the_vocabulary(tmp_path: Path) -> None:
+    """Its files do not say how many they are: what is left would look like a smaller model, and must not be called exact."""
+    whole = peers.FIXTURES / "trainers" / "transformers_w2" / "ckpt"
+    shutil.copytree(whole, tmp_path / "t")
+    (tmp_path / "t" / "weights" / "shard-00002-model-00001-of-00001.safetensors").unlink()
+    for path in (tmp_path / "t", tmp_path / "t" / "weights"):
+        found = doctor(path)
+        assert not found.sound and found.exact == 0 and found.layout is None
+        assert any("a shard of the weights is missing" in f.text for f in found.findings)
+        for more in ([], ["--only", "model"], ["--salvage"], ["--only", "model", "--salvage"]):
+            done = ckpttool_here("convert", path, tmp_path / "x.pt", *more)
+            assert done.returncode == 4, (more, done.stderr)
+    assert doctor(whole / "weights").sound
+    (tmp_path / "t" / "weights" / "config.json").unlink()  # then the moments show it
+    found = doctor(tmp_path / "t")
+    assert not found.sound and found.exact == 0 and found.layout is None and len(found.findings) == 1
