@@ -685,3 +685,24 @@ def test_the_commands_do_what_the_functions_do(tmp_path: Path) -> None:
         "--sub-group-size applies to"
         in ckpttool_here("adapter", "merge", base, adapter, tmp_path / "o", "--sub-group-size", 3).stderr
     )
+
+
+def test_an_adapter_of_torchtune_is_taken_out_and_not_merged_into_weights_that_hold_it(tmp_path: Path) -> None:
+    epoch = FIXTURES / "trainers" / "torchtune_lora" / "epoch_0"
+    ckpttool.adapter_extract(epoch, tmp_path / "adapter")
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "adapter" / file).read_bytes() == (epoch / file).read_bytes()
+    with pytest.raises(
+        Unsupported, match="holds an adapter beside weights that it is in already, as torchtune saves them"
+    ):
+        ckpttool.adapter_merge(epoch, tmp_path / "out")
+    ckpttool.convert(epoch, tmp_path / "base", to="hf")  # any model of these shapes
+    for only in (None, ["model"]):
+        out = tmp_path / f"out{only}"
+        ckpttool.adapter_merge(tmp_path / "base", out, adapter=epoch, only=only)
+        base, found = (load_file(p / WEIGHTS) for p in (tmp_path / "base", out))
+        lora = load_file(epoch / "adapter_model.safetensors")
+        name = "model.layers.1.self_attn.v_proj"
+        a, b = (lora[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
+        assert torch.equal(found[f"{name}.weight"], base[f"{name}.weight"] + b @ a * 2)
+        assert torch.equal(found["model.norm.weight"], base["model.norm.weight"])
