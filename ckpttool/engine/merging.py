@@ -176,13 +176,16 @@ def _merged(
             made[file] = (entry.nbytes, _maker(base, there, change, chosen, upcast=given))
         chunks = Chunks.whole(entry.shape, at, 0, entry.nbytes)
         tensors[f"model.{name}"] = TensorEntry(entry.dtype, entry.shape, ("model", name), chunks)
+    scaling: dict[str, dict[str, float]] = {a: {} for a in chosen}
+    for update in (u for c in plan.values() for u in c.updates):
+        scaling[update.adapter][update.module] = update.scaling
     working = _TORCH_BYTES + max(_working_bytes(old.tensors[named[n]], c) for n, c in plan.items())
     ckpt = replace(
         old, files=files, sizes=sizes, tensors=tensors, values={n: v for n, v in old.values.items() if v.path[0] == "model"},
         origin={}, trainer=None, recorded={}, notes=[*old.notes, *notes],
         merged={
             "adapter": os.path.basename(theirs.checkpoint.root) if given else None, "names": [n for n in chosen if n],
-            "scaling": {u.module: u.scaling for c in plan.values() for u in c.updates}, "untied": untied,
+            "scaling": scaling if len(chosen) > 1 else next(iter(scaling.values())), "untied": untied,
         },
     )  # fmt: skip
     changed = frozenset(named[n] for n in plan)
@@ -249,8 +252,6 @@ def _adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool) -> dic
         several = seen is not None and len(seen.names) > 1
         known = model_files.adapter(theirs.source, request.config, [], wanted, one_of_several=several)
         config = None if known is None else known[0]
-        if config is None and seen is None:
-            raise Unsupported(f"{_shown(theirs)} has no adapter: no tensor has lora_* in its name.")
         if config is None and seen is None:
             raise Unsupported(f"{_shown(theirs)} has no adapter: no tensor has lora_* in its name.")
         if config is None and request.lora_alpha is None:

@@ -605,6 +605,8 @@ def test_an_adapter_config_is_never_that_of_another_adapter(tmp_path: Path) -> N
         "merged 1 module with scaling 2 = alpha 4 / r, r 2", "merged 1 module with scaling 20 = alpha 40 / r, r 2",
         "merged 1 module with scaling 1.33333 = alpha 4 / r, r 3", "merged 1 module with scaling 13.3333 = alpha 40 / r, r 3",
     ]  # fmt: skip
+    scaling = json.loads((tmp_path / "merged" / "ckpttool.json").read_text())["merged"]["scaling"]
+    assert {name: modules[LAYER] for name, modules in scaling.items()} == {"default": 2.0, "b": 20.0}
 
 
 def test_options_about_an_adapter_that_make_no_sense_are_refused(tmp_path: Path) -> None:
