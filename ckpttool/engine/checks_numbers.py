@@ -92,7 +92,7 @@ class Numbers:
             out.append(
                 self._finding("negative-moment", negative, "hold numbers below 0 and are averages of squares", "The next step divides by their roots")
             )  # fmt: skip
-        for kind, names in (("zeros", True), ("constant", False)):
+        for kind, names in (("all-zero", True), ("constant", False)):
             same = [
                 n
                 for n, s in self.seen.items()

@@ -111,9 +111,9 @@ def test_second_moments_below_zero_and_weights_of_one_number(tmp_path: Path) -> 
     tree["model"]["0.bias"].fill_(0.0)  # as many models begin
     torch.save(tree, path)
     found = doctor(path, read_data=True)
-    assert {f.kind for f in found.findings} == {"negative-moment", "zeros", "constant"}
+    assert {f.kind for f in found.findings} == {"negative-moment", "all-zero", "constant"}
     one = only(found, "negative-moment")
     assert one.tensors == ("optim.state.0.weight.exp_avg_sq",) and "1 of 128 elements, the first at [3, 4]" in one.text
-    assert only(found, "zeros").tensors == ("model.0.weight",) and only(found, "zeros").severity == "note"
+    assert only(found, "all-zero").tensors == ("model.0.weight",) and only(found, "all-zero").severity == "note"
     assert only(found, "constant").tensors == ("model.2.weight",)
     assert not found.sound
