@@ -41,7 +41,7 @@ _SHOWN = 10
     exits=(*READING, 5),
     meaning={
         0: "the checkpoint is sound",
-        3: "nothing there looks like a checkpoint",
+        3: "nothing there looks like a checkpoint, or reading it needs a hint",
         4: "it is damaged",
         5: "it is sound, but does not fit --like",
     },
@@ -49,7 +49,7 @@ _SHOWN = 10
 def doctor(
     path: Src,
     read_data: Annotated[
-        bool, typer.Option("--read-data", help="Also read every byte of what seems whole, and compare CRC32s.")
+        bool, typer.Option("--read-data", help="Also read every byte: compare CRC32s, find NaN and ties that differ.")
     ] = False,
     like: Annotated[
         str | None,
