@@ -60,7 +60,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         tensors[name] = replace(t, chunks=_placed(t, sizes, at), coding="raw")
     out = Checkpoint("dcp", options.target, world, [*files, ".metadata"], [*at, 0], tensors, ckpt.values)
     draft_files = [
-        DraftFile(f, n, bytes(head) if i == 0 else b"") for i, (f, n) in enumerate(zip(files, at, strict=True))
+        DraftFile(f, n, bytes(head) if i == 0 else b"", frames_alone=True)
+        for i, (f, n) in enumerate(zip(files, at, strict=True))
     ]
     rows = sum(len(t.chunks) for t in tensors.values())
     draft_files.append(DraftFile(".metadata", 400 * rows + 1000, lambda: _metadata(out, paths, values)))

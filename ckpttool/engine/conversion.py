@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -15,12 +16,15 @@ from ..errors import CkpttoolError, Interrupted, UsageError, argument
 from ..index.digests import roots
 from ..storage import urls
 from ..storage.buffers import IOBudget
-from ..storage.destination import write_error
+from ..storage.destination import Destination, write_error
+from ..storage.local_destination import LocalDestination
 from ..storage.source import Source
 from .destination import normal_destination, open_destination, recovered, refuse_destination, refuse_source
 from .fill import Progress, fill, silent
 from .opening import CheckpointPath, OpenOptions
-from .planning import WriteRequest, plan_id, plan_with
+from .parallel_fill import InThisProcess, fill_with_workers
+from .part_requests import absolute, job_of
+from .planning import Plan, WriteRequest, plan_id, plan_with
 from .recorded import RECORD, encoded, record
 from .verification import read_back, settled
 
@@ -61,6 +65,7 @@ class RunOptions:
     verify: bool = True
     max_memory_bytes: int | None = None
     threads: int = 2
+    workers: Executor | None = None
     progress: Progress = silent
 
 
@@ -95,6 +100,7 @@ def convert(
     expected: Mapping[str, str] | None = None,
     max_memory_bytes: int | None = None,
     threads: int = 2,
+    workers: Executor | None = None,
     progress: Progress = silent,
 ) -> ConvertResult:
     """Convert a checkpoint to another layout, world size or dtype, bit for bit.
@@ -137,7 +143,8 @@ def convert(
         ignore_recorded_digests: do not compare the source with the digests in its ckpttool.json, or in itself.
         expected: {tensor: BLAKE3 in hex} that the source must have, instead of those in its ckpttool.json.
         max_memory_bytes: budget of all buffers, in bytes; 150 MB where None, 220 MB where the source is in a store.
-        threads: threads that read, and as many that write.
+        threads: threads that read, and as many that write; of each worker, where there are some.
+        workers: who writes the parts of the destination at the same time: a `concurrent.futures.Executor`.
         progress: called with (what is done, bytes done, bytes in all).
 
     Raises:
@@ -155,7 +162,12 @@ def convert(
         regroup=regroup,
     )  # fmt: skip
     running = RunOptions(
-        force=force, verify=verify, max_memory_bytes=max_memory_bytes, threads=threads, progress=progress
+        force=force,
+        verify=verify,
+        max_memory_bytes=max_memory_bytes,
+        threads=threads,
+        workers=workers,
+        progress=progress,
     )
     return convert_with(src, dst, reading, writing, running)
 
@@ -165,6 +177,7 @@ def convert_with(
 ) -> ConvertResult:
     """`convert`."""
     dst = normal_destination(dst)
+    reading = absolute(reading)
     refuse_source(src, dst)
     where = urls.display_path(dst)
     said = [] if urls.is_url(dst) else recovered(where)
@@ -200,7 +213,8 @@ def _convert(
         said += destination.messages
         destination.messages = said
         try:
-            digests = fill(draft, source, ckpt.files, ckpt.records, destination, progress, budget)
+            job = job_of(src, dst, reading, writing, asked)
+            digests, again = _filled(planned, job, destination, running, budget)
             done = destination.earlier.done
             wanted, digests = settled(opened, draft, digests, writing, progress, budget)
             rebuilt = ckpt.salvage.rebuilt if ckpt.salvage else {}
@@ -208,7 +222,7 @@ def _convert(
             if not target.is_file:
                 destination.put(RECORD, encoded(record(ckpt, draft, wanted, digests, source.commit)))
             built = destination.readable
-            if built is not None and (verify or done):
+            if built is not None and (verify or done or again):
                 read_back(built, target, draft, digests, reading.config, progress, budget)
             source.assert_unchanged()
             destination.commit()
@@ -230,17 +244,46 @@ def _convert(
         notes = [*ckpt.notes, *draft.notes, *said]
         if not source.has_versions():
             notes.append("the server tells no version of its files: a change while they were read would not be noticed")
-        if done:
-            again = "" if verify else "; the result was read back, as always then"
+        read_again = "" if verify else "; the result was read back, as always then"
+        if again:
+            notes.append(f"continued an interrupted run: {again} parts were filled{read_again}")
+        elif done:
             notes.append(
-                f"continued an interrupted run: {done} of {len(draft.checkpoint.tensors)} tensors were done, and read again{again}"
+                f"continued an interrupted run: {done} of {len(draft.checkpoint.tensors)} tensors were done, and read "
+                f"again{read_again}"
             )
         return ConvertResult(
             source.root, where, opened.layout.name, target.name, draft.checkpoint.world_size,
-            len(wanted), ckpt.nbytes, draft.nbytes, root, verify or done > 0,
+            len(wanted), ckpt.nbytes, draft.nbytes, root, verify or done > 0 or again > 0,
             [(d.name, d.nbytes, d.why) for d in draft.dropped], notes, draft.summary, len(wanted.keys() & ckpt.recorded.keys()),
             [r.to_json() for r in ckpt.unread],
         )  # fmt: skip
+
+
+def _filled(
+    planned: Plan, job: dict[str, Any] | None, destination: Destination, running: RunOptions, budget: IOBudget
+) -> tuple[dict[str, str], int]:
+    """({tensor: digest} of a draft that was filled, how many of its parts an earlier run had filled). Workers fill it where there
+    are any, and where they have begun to; a note says where they cannot."""
+    opened, draft = planned.opened, planned.draft
+    ckpt, source = opened.checkpoint, opened.source
+    why = None
+    if not isinstance(destination, LocalDestination):
+        why = "to a store, one process writes"
+    elif any(f.coded for f in draft.files):
+        why = "an archive is written front to back by one process"
+    elif job is None:
+        why = "a merged or salvaged checkpoint is written by one process"
+    else:
+        again = len(destination.filled)
+        if running.workers is not None or again:
+            digests = fill_with_workers(
+                planned, job, destination, running.workers or InThisProcess(), 32, running.progress, budget
+            )
+            return digests, again
+    if why is not None and running.workers is not None:
+        destination.messages.append(f"workers were not used: {why}")
+    return fill(draft, source, ckpt.files, ckpt.records, destination, running.progress, budget), 0
 
 
 #: What Python and numpy take.

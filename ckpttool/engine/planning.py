@@ -326,11 +326,12 @@ def caster(dtype: str | None, cast: Mapping[str, str]) -> layouts.Cast:
 
 
 def plan_id(source: Source, draft: Draft, target: layouts.Layout, *asked: object) -> str:
-    """Digest of everything that decides the bytes of the destination: source, draft, and the dataclasses `asked`.
+    """Digest of everything that decides the bytes of the destination: source, draft, and the dataclasses `asked`. Machines that see
+    the same files agree on it.
 
     If the source has no version ids, a random salt is mixed in, so that the id never matches an earlier run."""
     h = blake3(b"" if source.has_versions() else os.urandom(32))
-    identities = sorted(source.identities().items())
+    identities = sorted((name, *identity[1:]) for name, identity in source.identities().items())  # without the device
     h.update(
         json.dumps([__version__, target.name, source.root, identities, list(map(repr, asked))], default=str).encode()
     )

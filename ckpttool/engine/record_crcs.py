@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..formats.crc import crc32, crc32_combine
 from ..index.checkpoint import Record
@@ -69,6 +69,26 @@ class CrcVerifier:
         self._done.add(key)
         if crc != record.crc32:
             raise Mismatch(record, crc)
+
+    def seen(self) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
+        """(file, number of a record in it, (first byte, end, CRC32) of what was read) of records that were read in part."""
+        return [(file, i, sorted(parts)) for (file, i), parts in self._seen.items()]
+
+    def absorb(self, seen: Iterable[tuple[int, int, Iterable[Sequence[int]]]]) -> None:
+        """Add what another verifier of the same records has seen of those that it has not finished.
+
+        Raises:
+            Mismatch: a record is complete, and its CRC32 is not the stored one.
+        """
+        for file, i, parts in seen:
+            key = (file, i)
+            for start, end, crc in parts:
+                if key in self._done:
+                    break
+                mine = self._seen.setdefault(key, [])
+                if not any(a < end and start < b for a, b, _ in mine):
+                    mine.append((start, end, crc))
+                    self._finish_record(key, self._records[file][i])
 
     def unfinished(self) -> Iterator[tuple[int, int, int]]:
         """(file, offset, length) of the missing parts of records that were read in part."""

@@ -433,6 +433,17 @@ class Reader:
             return None  # an unusual short read: read again through the cache
         return buffer[offset - a : offset - a + n]
 
+    def absorb(self, seen: Iterable[tuple[int, int, Iterable[Sequence[int]]]]) -> None:
+        """Add what another reader of the same source has read of records: its `crcs.seen()`.
+
+        Raises:
+            Corrupt: a record is complete now and does not have the CRC32 that the source carries.
+        """
+        try:
+            self.crcs.absorb(seen)
+        except Mismatch as e:
+            self._mismatch(*e.args)
+
     def finish(self) -> None:
         """Read what is left of records that were read in part, so that their CRC32s are checked too."""
         buffer = self._pool.free.get()

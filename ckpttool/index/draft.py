@@ -58,12 +58,16 @@ class DraftFile:
 
     `coded(write, jobs, earlier)` makes the sink of a file that is transformed on its way to the disk. With `earlier`, `write`
     compares with the disk until the earlier run's last byte and raises `Altered`.
+
+    `frames_alone`: what `Draft.before` and `Draft.after` give for a chunk of it follows from that chunk and its CRC32 alone, so
+    that whoever writes the chunk can write the bytes around it, too.
     """
 
     name: str
     size: int
     head: bytes | Callable[[], bytes] = b""
     coded: Callable[[Callable[[bytes | memoryview], None], int, EarlierFile | None], Sink] | None = None
+    frames_alone: bool = False
 
     def first_bytes(self) -> bytes:
         """The literal bytes."""

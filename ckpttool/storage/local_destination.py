@@ -15,6 +15,7 @@ import os
 import shlex
 import shutil
 import stat
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..errors import CkpttoolError, DestinationExists, NoSpace, RemoteError, Unr
 from . import partial
 from .destination import write_error
 from .local_file import LocalFile, WriterPool
+from .shared_tree import filled_parts
 
 __all__ = ["LocalDestination", "refuse_full", "refuse_target"]
 
@@ -127,6 +129,7 @@ class LocalDestination:
         """Forget what an earlier run left in the folder."""
         for entry in os.scandir(self.tree):
             (shutil.rmtree if entry.is_dir(follow_symlinks=False) else os.unlink)(entry.path)
+        shutil.rmtree(os.path.join(self.folder, "parts"), ignore_errors=True)
         os.ftruncate(self._journal, 0)
         self.note({"plan": self.plan, "name": self.name})
         self.earlier = partial.Earlier()
@@ -183,6 +186,28 @@ class LocalDestination:
     def open_file(self, name: str, pool: WriterPool, existing: bool) -> LocalFile:
         """A file, opened at its first byte."""
         return LocalFile(self.path(name), pool, existing)
+
+    def share(self, files: Mapping[str, int]) -> dict[str, Any]:
+        """Create the files of a draft, {name: bytes}, for others to fill; what a `SharedTree` is made of."""
+        parts = os.path.join(self.folder, "parts")
+        if not os.path.isdir(parts):
+            os.mkdir(parts)
+            partial.keep_ours(parts, 0o700)
+        for name, size in files.items():
+            fd = os.open(self.path(name), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            try:
+                partial.keep_ours(fd, 0o600)
+                if os.fstat(fd).st_size < size:
+                    os.ftruncate(fd, size)
+            finally:
+                os.close(fd)
+        st = os.fstat(self._journal)
+        return {"folder": self.folder, "fence": [st.st_ino, st.st_size], "plan": self.plan}
+
+    @property
+    def filled(self) -> dict[int, dict[str, Any]]:
+        """{number: what its worker said} of the parts that are filled."""
+        return filled_parts(self.folder, self.plan)
 
     def put(self, name: str, data: bytes) -> None:
         """A file that is no part of the draft, made durable."""

@@ -72,17 +72,18 @@ class WriterPool:
 class LocalFile(DestinationFile):
     """One file of the destination, written front to back.
 
-    With `existing`, what is appended is compared with what an earlier run wrote, and nothing is written before `go_on`.
+    With `existing`, what is appended is compared with what an earlier run wrote, and nothing is written before `go_on`. Without
+    `create` the file must be there.
     """
 
-    def __init__(self, path: str, writer: WriterPool, existing: bool = False) -> None:
+    def __init__(self, path: str, writer: WriterPool, existing: bool = False, create: bool = True) -> None:
         self.path, self.writer = path, writer
         self.at = 0  # bytes appended so far
         self.buffer: memoryview | None = None
         self.base = 0  # file offset of buffer[0], a multiple of ALIGN
         self.tail = b""  # bytes after the last whole page, while no buffer is held
         self.old_fd = -1
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_RDWR | (os.O_CREAT if create else 0) | os.O_CLOEXEC | os.O_NOFOLLOW
         self.direct = bool(_DIRECT)
         try:
             self.fd = os.open(path, flags | _DIRECT, 0o666)
@@ -181,6 +182,15 @@ class LocalFile(DestinationFile):
                 if e.errno == errno.EINVAL and self._through_cache(fd):
                     continue
                 raise write_error(e, self.path) from e
+
+    def write_all(self, fd: int, data: memoryview, offset: int) -> None:
+        """All of the data, to a descriptor that is not changed."""
+        done = 0
+        try:
+            while done < len(data):
+                done += os.pwrite(fd, data[done:], offset + done)
+        except OSError as e:
+            raise write_error(e, self.path) from e
 
     def _through_cache(self, fd: int) -> bool:
         """After a direct write that the file system refused: whether there is now another descriptor to write to."""

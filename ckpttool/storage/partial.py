@@ -3,6 +3,7 @@
     .NAME.partial-lock              locked with flock while a run writes
     .NAME.partial-<id>/journal      one JSON object a line
     .NAME.partial-<id>/tree/        the destination to be
+    .NAME.partial-<id>/parts/       where several workers fill it: what each says of the parts that it has filled, one JSON a part
     .NAME.partial-<id>/old          the old destination, between two renames, where the system cannot exchange names
 
 Others may be able to create entries in the same parent folder (a scratch folder with the sticky bit), so a name proves
@@ -37,7 +38,7 @@ __all__ = [
 _ID = 12  # hex digits of the plan's digest
 _MOST = 100  # partial folders of one plan: the names of others are passed over
 _SUFFIX = re.compile(rf"(?P<stem>.+)\.partial-(?:lock|(?P<id>[0-9a-f]{{{_ID}}})(?:-\d{{1,2}})?)", re.DOTALL)
-_OURS = {"journal", "tree", "old"}
+_OURS = {"journal", "tree", "old", "parts"}
 
 
 # ----------------------------------------------------------------------------------------------------------- names
@@ -117,7 +118,11 @@ def continuable(folder: str) -> bool:
     """Whether nobody else could enter a partial folder of ours, and its journal and tree are plain files of ours."""
     if os.lstat(folder).st_mode & 0o077:
         return False
-    todo = [os.path.join(folder, name) for name in ("journal", "tree")]
+    todo = [
+        path
+        for name in ("journal", "tree", "parts")
+        if os.path.lexists(path := os.path.join(folder, name)) or name != "parts"
+    ]
     while todo:
         path = todo.pop()
         st = os.lstat(path)

@@ -1,0 +1,51 @@
+"""Parts of a draft: runs of consecutive tensors, each of which any worker can fill by itself.
+
+A draft lists its tensors so that every file is written front to back (index/draft.py). A run of them is therefore one range of
+bytes in each file that it touches, and the next run begins where it ends. The cut depends on the draft alone, so the bytes, the
+digests and the plan are the same for one worker and for a thousand.
+
+A tensor is never cut: its digest is a BLAKE3 of all its bytes, in order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..index.draft import Draft
+
+__all__ = ["Part", "cut"]
+
+_MOST_BYTES = 1 << 30
+_LEAST_BYTES = 16 << 20
+_PARTS = 64  # as many at least, where that leaves _LEAST_BYTES for each
+_LEAST_BYTES_OF_A_FILE = 8 << 20
+
+
+class Part(NamedTuple):
+    """Tensors [first, stop) of a draft, and the bytes of their chunks."""
+
+    number: int
+    first: int
+    stop: int
+    nbytes: int
+
+
+def cut(draft: Draft) -> list[Part]:
+    """The parts of a draft: of about 1 GiB, or a 64th of the whole, and of 8 MiB on average in each file that they touch."""
+    tensors = draft.checkpoint.tensors
+    whole = sum(t.nbytes for n, t in tensors.items() if n not in draft.aliases)
+    least = min(_MOST_BYTES, max(_LEAST_BYTES, whole // _PARTS))
+    out: list[Part] = []
+    first = size = 0
+    files: set[int] = set()
+    for i, (name, t) in enumerate(tensors.items()):
+        if name in draft.aliases:
+            continue
+        size += t.nbytes
+        files.update(t.chunks.file)
+        if size >= max(least, _LEAST_BYTES_OF_A_FILE * len(files)):
+            out.append(Part(len(out), first, i + 1, size))
+            first, size, files = i + 1, 0, set()
+    if first < len(tensors):
+        out.append(Part(len(out), first, len(tensors), size))
+    return out

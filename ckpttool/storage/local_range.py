@@ -1,0 +1,67 @@
+"""A range of a file that other processes write to at the same time, written front to back.
+
+Whole pages of the range go around the page cache, as in local_file.py. The pages that the range shares with its neighbours, its
+first and its last, are written through the cache, byte for byte: on a local disk all processes see the same page there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from .buffers import ALIGN
+from .local_file import LocalFile, WriterPool
+
+__all__ = ["LocalRange"]
+
+
+class LocalRange(LocalFile):
+    """Bytes of an existing file from `start` on.
+
+    Args:
+        may_write: called before each write; raises where the range is no longer to be written to.
+    """
+
+    def __init__(self, path: str, writer: WriterPool, start: int, may_write: Callable[[], None]) -> None:
+        super().__init__(path, writer, create=False)
+        self.may_write = may_write
+        self.at, self.base = start, -(-start // ALIGN) * ALIGN
+        flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        self.cached = os.open(path, flags) if self.direct else self.fd
+
+    def append(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        if self.at < self.base:  # on the page that the range before ends on
+            k = min(self.base - self.at, len(view))
+            self._through(view[:k], self.at)
+            self.at += k
+            view = view[k:]
+        if len(view):
+            super().append(view)
+
+    def settle(self) -> None:
+        if self.at <= self.base and self.buffer is None:
+            return
+        self.flush()
+        if self.tail:
+            self._through(memoryview(self.tail), self.base)
+
+    def pwrite(self, data: memoryview, offset: int) -> None:
+        self.may_write()
+        super().pwrite(data, offset)
+
+    def _through(self, data: memoryview, offset: int) -> None:
+        """Write bytes through the page cache."""
+        self.may_write()
+        self.write_all(self.cached, data, offset)
+
+    def sync(self) -> None:
+        super().sync()
+        if self.cached != self.fd:
+            os.fdatasync(self.cached)
+
+    def close(self) -> None:
+        if self.cached not in (self.fd, self.old_fd, -1):
+            os.close(self.cached)
+        self.cached = -1
+        super().close()

@@ -1,0 +1,93 @@
+"""A destination that several processes build at once: what a worker may do in the folder that the coordinator owns.
+
+Workers write bytes into files that are there already, at offsets of the plan, and say what they have filled in
+`parts/<number>.json`, which appears when those bytes are durable. Everything else is the coordinator's: it creates the files, writes
+what lies between the parts, and renames.
+
+A worker that was stopped for a while must not write into a destination that was committed meanwhile. The journal tells: a commit
+begins with a line in it, so a worker writes only while the journal is the same file with the same size as when its request was made.
+Bytes that it had read before were read from a source that the commit found unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import CkpttoolError
+from .destination import write_error
+from .local_file import WriterPool
+from .local_range import LocalRange
+
+__all__ = ["SharedTree", "filled_parts"]
+
+
+class SharedTree:
+    """The folder of a destination, as a worker sees it.
+
+    Args:
+        shared: what `LocalDestination.share` gives.
+    """
+
+    def __init__(self, shared: Mapping[str, Any]) -> None:
+        self.folder, self.fence, self.plan = str(shared["folder"]), tuple(shared["fence"]), str(shared["plan"])
+
+    def may_write(self) -> None:
+        """Raise where the destination was committed, removed or begun anew since the request was made.
+
+        Raises:
+            CkpttoolError: it was.
+        """
+        try:
+            st = os.stat(os.path.join(self.folder, "journal"), follow_symlinks=False)
+            now: tuple[int, int] | None = (st.st_ino, st.st_size)
+        except OSError:
+            now = None
+        if now != self.fence:
+            raise CkpttoolError(f"{self.folder} is no longer being filled; this worker has nothing to do there.")
+
+    def open_range(self, name: str, pool: WriterPool, start: int) -> LocalRange:
+        """A file, to be written from byte `start` on."""
+        self.may_write()
+        return LocalRange(os.path.join(self.folder, "tree", name), pool, start, self.may_write)
+
+    def note_part(self, number: int, result: Mapping[str, Any]) -> None:
+        """Say durably that a part is filled; its bytes must be durable already."""
+        path = os.path.join(self.folder, "parts", f"{number}.json")
+        mine = f"{path}.{os.uname().nodename}.{os.getpid()}"
+        try:
+            fd = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            with open(fd, "w", encoding="utf-8") as f:
+                json.dump({"plan": self.plan, **result}, f, separators=(",", ":"))
+                f.flush()
+                os.fsync(f.fileno())
+            self.may_write()
+            os.rename(mine, path)
+        except OSError as e:
+            raise write_error(e, path) from e
+
+
+def filled_parts(folder: str, plan: str) -> dict[int, dict[str, Any]]:
+    """{number: what was said of it} of the parts of a plan that are filled, in a partial folder of ours."""
+    out: dict[int, dict[str, Any]] = {}
+    try:
+        names = os.listdir(os.path.join(folder, "parts"))
+    except OSError:
+        return out
+    for name in names:
+        number, _dot, end = name.partition(".")
+        if end != "json" or not number.isdecimal():
+            continue
+        try:
+            fd = os.open(
+                os.path.join(folder, "parts", name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            )
+            with open(fd, encoding="utf-8") as f:
+                found = json.load(f)
+        except (OSError, ValueError, RecursionError):
+            continue
+        if isinstance(found, dict) and found.pop("plan", None) == plan:
+            out[int(number)] = found
+    return out
