@@ -20,9 +20,10 @@ from ..storage.destination import Destination, write_error
 from ..storage.local_destination import LocalDestination
 from ..storage.source import Source
 from .destination import normal_destination, open_destination, recovered, refuse_destination, refuse_source
+from .dispatch import InThisProcess
 from .fill import Progress, fill, silent
 from .opening import CheckpointPath, OpenOptions
-from .parallel_fill import InThisProcess, fill_with_workers
+from .parallel_fill import fill_with_workers
 from .part_requests import absolute, job_of
 from .planning import Plan, WriteRequest, plan_id, plan_with
 from .recorded import RECORD, encoded, record

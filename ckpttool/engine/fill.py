@@ -43,7 +43,7 @@ from .stream import Block, Reader, StreamJob
 if TYPE_CHECKING:
     pass
 
-__all__ = ["ChunkRow", "Progress", "Scatter", "fill", "silent", "tensor_digests"]
+__all__ = ["ChunkRow", "Progress", "Scatter", "fill", "silent", "tensor_digests", "tensor_digests_and_crcs"]
 
 #: Called with (what is being done, bytes done, bytes in all).
 Progress = Callable[[str, int, int], None]
@@ -439,10 +439,33 @@ def tensor_digests(
 
     `dtypes` names the dtype a tensor is digested in, where that is not its own. `seen` is called with every block.
     """
+    reader = Reader(source, files, records, budget)
+    out = _digested(reader, tensors, progress, what, dtypes, seen)
+    reader.finish()
+    return out
+
+
+def tensor_digests_and_crcs(
+    tensors: dict[str, TensorEntry], source: Source, files: list[str], records: Any, budget: IOBudget
+) -> dict[str, Any]:
+    """{"digests": as `tensor_digests`, "seen": what was read of records that other tensors lie in, too, for `Reader.absorb`}."""
+    reader = Reader(source, files, records, budget)
+    digests = _digested(reader, tensors, silent, "digest", None, None)
+    source.assert_unchanged()
+    return {"digests": digests, "seen": reader.crcs.seen()}
+
+
+def _digested(
+    reader: Reader,
+    tensors: dict[str, TensorEntry],
+    progress: Progress,
+    what: str,
+    dtypes: dict[str, str] | None,
+    seen: Callable[[Block], None] | None,
+) -> dict[str, str]:
     total, passed = sum(t.nbytes for t in tensors.values()), 0
     out: dict[str, str] = {}
     hasher: Any = None
-    reader = Reader(source, files, records, budget)
     for block in reader.blocks(StreamJob(n, t, (dtypes or {}).get(n)) for n, t in tensors.items()):
         hasher = hasher or blake3()
         hasher.update(block.data)
@@ -453,5 +476,4 @@ def tensor_digests(
             out[block.name] = hasher.hexdigest()
             hasher = None
         progress(what, passed, total)
-    reader.finish()
     return out

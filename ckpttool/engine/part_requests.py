@@ -1,10 +1,15 @@
 """What the coordinator of a conversion asks of its workers, and what they answer: JSON, less than a kilobyte a request.
 
-    {"job": {"src", "dst", "reading", "writing", "plan"}, "part": {...}, "there", "tree": {...}, "threads", "buffer_bytes"}
-    {"digests", "crcs", "seen", "bytes", "seconds", "node"}    or    {"error": {"kind", "message", "notes"}}
+    {"fill": {"job": {"src", "dst", "reading", "writing", "plan"}, "part", "there", "tree", "threads", "buffer_bytes"}}
+    {"digests", "crcs", "seen", "bytes", "seconds", "node"}
 
-A worker plans for itself from `job`, which is the same for all parts, and refuses if its plan is another one: another version, or
-other files.
+    {"digest": {"open": {"path", "options", "index"}, "first", "stop", "threads", "buffer_bytes"}}
+    {"digests", "seen"}
+
+    {"error": {"kind", "message", "notes"}}
+
+A worker plans, or opens, for itself from what is the same in all requests, and refuses if its plan or its index is another one: another
+version, or other files.
 """
 
 from __future__ import annotations
@@ -15,12 +20,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any
 
+from blake3 import blake3
+
 from .. import errors, layouts
 from ..errors import CkpttoolError
+from ..index.checkpoint import Checkpoint
 from .opening import OpenOptions
 from .planning import WriteRequest
 
-__all__ = ["absolute", "answered", "encoded_error", "job_of", "read_job"]
+__all__ = ["absolute", "answered", "encoded_error", "index_id", "job_of", "read_job"]
 
 
 def absolute(reading: OpenOptions) -> OpenOptions:
@@ -61,6 +69,14 @@ def read_job(job: Mapping[str, Any]) -> tuple[str, str, OpenOptions, WriteReques
         assert kind is not None
         options = kind(**options)
     return job["src"], job["dst"], OpenOptions(**job["reading"]), WriteRequest(**asked, options=options)
+
+
+def index_id(ckpt: Checkpoint) -> str:
+    """Digest of what an index says of a checkpoint: names, dtypes, shapes and files."""
+    h = blake3(json.dumps([ckpt.layout, ckpt.files, ckpt.sizes]).encode())
+    for name, t in ckpt.tensors.items():
+        h.update(f"{name} {t.dtype} {t.shape}\n".encode())
+    return h.hexdigest()
 
 
 def encoded_error(e: CkpttoolError) -> str:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from ..errors import CkpttoolError
 from ..storage.buffers import IOBudget
 from ..storage.shared_tree import SharedTree
+from .fill import tensor_digests_and_crcs
+from .opening import OpenCheckpoint, OpenOptions, open_with
 from .part_fill import fill_part
-from .part_requests import encoded_error, read_job
+from .part_requests import encoded_error, index_id, read_job
 from .parts import Part
 from .planning import Plan, plan_id, plan_with
 
@@ -18,18 +21,54 @@ __all__ = ["run"]
 
 
 def run(request: str) -> str:
-    """Fill one part of a conversion; an error of ours is an answer, too."""
-    asked = json.loads(request)
+    """Do what is asked for; an error of ours is an answer, too."""
+    ((what, asked),) = json.loads(request).items()
     try:
-        planned = _planned(json.dumps(asked["job"], sort_keys=True))
-        ckpt = planned.opened.checkpoint
-        done = fill_part(
-            planned.draft, planned.opened.source, ckpt.files, ckpt.records, Part(*asked["part"]), SharedTree(asked["tree"]),
-            IOBudget(asked["threads"], asked["buffer_bytes"]), there=asked["there"],
-        )  # fmt: skip
-        return json.dumps(done, separators=(",", ":"))
+        return json.dumps({"fill": _fill, "digest": _digest}[what](asked), separators=(",", ":"))
     except CkpttoolError as e:
         return encoded_error(e)
+
+
+def _fill(asked: dict[str, Any]) -> dict[str, Any]:
+    """One part of a conversion."""
+    planned = _planned(json.dumps(asked["job"], sort_keys=True))
+    ckpt = planned.opened.checkpoint
+    return fill_part(
+        planned.draft, planned.opened.source, ckpt.files, ckpt.records, Part(*asked["part"]), SharedTree(asked["tree"]),
+        IOBudget(asked["threads"], asked["buffer_bytes"]), there=asked["there"],
+    )  # fmt: skip
+
+
+def _digest(asked: dict[str, Any]) -> dict[str, Any]:
+    """The digests of some tensors of a checkpoint."""
+    opened = _opened(json.dumps(asked["open"], sort_keys=True))
+    ckpt = opened.checkpoint
+    names = list(ckpt.tensors)[asked["first"] : asked["stop"]]
+    return tensor_digests_and_crcs(
+        {n: ckpt.tensors[n] for n in names},
+        opened.source,
+        ckpt.files,
+        ckpt.records,
+        IOBudget(asked["threads"], asked["buffer_bytes"]),
+    )
+
+
+@lru_cache(1)
+def _opened(asked: str) -> OpenCheckpoint:
+    """An open checkpoint; the last one is kept, since a worker reads many parts of it.
+
+    Raises:
+        CkpttoolError: this worker finds another one.
+    """
+    said = json.loads(asked)
+    opened = open_with(said["path"], OpenOptions(**said["options"]))
+    opened.locate()
+    if index_id(opened.checkpoint) != said["index"]:
+        raise CkpttoolError(
+            f"this worker finds another checkpoint at {said['path']} than the process that asked: files that differ between the machines, or "
+            "another version of ckpttool."
+        )
+    return opened
 
 
 @lru_cache(1)

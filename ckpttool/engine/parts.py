@@ -9,11 +9,13 @@ A tensor is never cut: its digest is a BLAKE3 of all its bytes, in order.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
+from ..index.checkpoint import TensorEntry
 from ..index.draft import Draft
 
-__all__ = ["Part", "cut"]
+__all__ = ["Part", "cut", "cut_tensors"]
 
 _MOST_BYTES = 1 << 30
 _LEAST_BYTES = 16 << 20
@@ -30,20 +32,29 @@ class Part(NamedTuple):
     nbytes: int
 
 
+def cut_tensors(tensors: Mapping[str, TensorEntry]) -> list[Part]:
+    """Runs of tensors to read, whatever files they lie in."""
+    return _cut(tensors, {}, 0)
+
+
 def cut(draft: Draft) -> list[Part]:
     """The parts of a draft: of about 1 GiB, or a 64th of the whole, and of 8 MiB on average in each file that they touch."""
-    tensors = draft.checkpoint.tensors
-    whole = sum(t.nbytes for n, t in tensors.items() if n not in draft.aliases)
+    return _cut(draft.checkpoint.tensors, draft.aliases, _LEAST_BYTES_OF_A_FILE)
+
+
+def _cut(tensors: Mapping[str, TensorEntry], aliases: Mapping[str, str], of_a_file: int) -> list[Part]:
+    whole = sum(t.nbytes for n, t in tensors.items() if n not in aliases)
     least = min(_MOST_BYTES, max(_LEAST_BYTES, whole // _PARTS))
     out: list[Part] = []
     first = size = 0
     files: set[int] = set()
     for i, (name, t) in enumerate(tensors.items()):
-        if name in draft.aliases:
+        if name in aliases:
             continue
         size += t.nbytes
-        files.update(t.chunks.file)
-        if size >= max(least, _LEAST_BYTES_OF_A_FILE * len(files)):
+        if of_a_file:
+            files.update(t.chunks.file)
+        if size >= max(least, of_a_file * len(files)):
             out.append(Part(len(out), first, i + 1, size))
             first, size, files = i + 1, 0, set()
     if first < len(tensors):

@@ -1,0 +1,156 @@
+"""Have workers do many things, each of which may be done twice: the loop that submits, waits, and submits again.
+
+What fails because its worker died, or because a system call failed, is submitted again, three times in all. When nothing is left to be
+submitted, what takes three times as long as the others did is given to a second worker; the first answer counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ..errors import CkpttoolError, RemoteError, Unreadable
+from . import part_worker
+from .part_requests import answered
+
+__all__ = ["InThisProcess", "Task", "run_all"]
+
+
+class Task(NamedTuple):
+    """Something for a worker to do, and the bytes that it reads."""
+
+    number: int
+    nbytes: int
+
+
+_TRIES = 3
+_SLOW = 3.0  # a part is submitted once more when it takes so many times the median
+_SLOW_SECONDS = 5.0
+
+
+@dataclass
+class _Flight:
+    """A task that a worker has, or two."""
+
+    task: Task
+    began: float
+    tries: int = 1
+    futures: set[Future[str]] = field(default_factory=set)
+
+
+def run_all(
+    tasks: Sequence[Task],
+    results: dict[int, dict[str, Any]],
+    request: Callable[[int], str],
+    executor: Executor,
+    at_once: int,
+    progress: Callable[[int, int], None],
+) -> None:
+    """Have every task done that `results` {number: answer} has not, and add the answers.
+
+    Args:
+        request: what to ask of a worker (`part_worker.run`) for a number.
+        at_once: how many tasks are submitted at a time.
+        progress: called with (bytes done, bytes in all).
+
+    Raises:
+        CkpttoolError: what a worker raised, or that no worker could do a task.
+    """
+    total = sum(t.nbytes for t in tasks)
+    todo = deque(t for t in tasks if t.number not in results)
+    passed = total - sum(t.nbytes for t in todo)
+    flights: dict[int, _Flight] = {}
+    of: dict[Future[str], _Flight] = {}
+    seconds: list[float] = []
+
+    def submit(flight: _Flight) -> None:
+        future = executor.submit(part_worker.run, request(flight.task.number))
+        flight.futures.add(future)
+        of[future] = flight
+
+    try:
+        progress(passed, total)
+        while todo or flights:
+            while todo and len(of) < at_once:
+                task = todo.popleft()
+                flights[task.number] = flight = _Flight(task, time.monotonic())
+                submit(flight)
+            for future in wait(list(of), timeout=1.0, return_when=FIRST_COMPLETED).done:
+                if future not in of:
+                    continue  # the other one of two was faster
+                flight = of.pop(future)
+                flight.futures.discard(future)
+                try:
+                    results[flight.task.number] = answered(future.result())
+                except Exception as e:
+                    if isinstance(e, CkpttoolError) and type(e) not in _PASSING:
+                        raise
+                    _again(flight, e, submit)
+                    continue
+                seconds.append(time.monotonic() - flight.began)
+                del flights[flight.task.number]
+                for other in flight.futures:
+                    other.cancel()
+                    of.pop(other, None)
+                passed += flight.task.nbytes
+                progress(passed, total)
+            if not todo:
+                _hurry(flights, seconds, at_once - len(of), submit)
+    finally:
+        for future in of:
+            future.cancel()
+
+
+#: Errors of ours after which another try may succeed: a failed system call, a store, a worker that plans something else.
+_PASSING = (CkpttoolError, Unreadable, RemoteError)
+
+
+def _again(flight: _Flight, e: Exception, submit: Any) -> None:
+    """Submit a part that failed once more, unless another worker still has it.
+
+    Raises:
+        CkpttoolError: it failed three times.
+    """
+    if flight.futures:
+        return
+    if flight.tries == _TRIES:
+        if isinstance(e, CkpttoolError):
+            raise e
+        raise CkpttoolError(
+            f"a part was given to {_TRIES} workers, and none of them finished it: {e or type(e).__name__}. What the others did is kept: run "
+            "the same command again."
+        ) from e
+    flight.tries += 1
+    flight.began = time.monotonic()
+    submit(flight)
+
+
+def _hurry(flights: dict[int, _Flight], seconds: list[float], free: int, submit: Any) -> None:
+    """Submit parts that take much longer than the others once more, to workers that have nothing to do."""
+    if not seconds:
+        return
+    late = time.monotonic() - max(_SLOW * statistics.median(seconds), _SLOW_SECONDS)
+    for flight in sorted(flights.values(), key=lambda f: f.began):
+        if free <= 0 or flight.began > late:
+            return
+        if flight.tries < _TRIES and len(flight.futures) < 2:
+            flight.tries += 1
+            submit(flight)
+            free -= 1
+
+
+class InThisProcess(Executor):
+    """An executor that does the work when it is submitted: what goes on with parts that workers have left."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        out: Future[Any] = Future()
+        try:
+            out.set_result(fn(*args, **kwargs))
+        except Exception as e:
+            out.set_exception(e)
+        return out

@@ -1,0 +1,294 @@
+"""A draft that several workers fill in parts has the bytes of one that a single process writes, whatever dies on the way.
+
+Workers run in this process here, so that each fault happens at a chosen moment; test_workers.py has real processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peers import FIXTURES
+
+import ckpttool
+from ckpttool.engine import dispatch, fill, part_worker, parts
+from ckpttool.engine.opening import OpenOptions
+from ckpttool.engine.parallel_digests import digests_by_workers
+from ckpttool.errors import CkpttoolError, Corrupt, Interrupted, NoSpace, SourceChanged, Unreadable
+from ckpttool.layouts import layouts
+from ckpttool.storage.buffers import DEFAULT_BUDGET
+
+FSDP2, ZERO3, FULL = (
+    FIXTURES / "fsdp2_w3" / "ckpt",
+    FIXTURES / "zero3_w4" / "ckpt",
+    FIXTURES / "full_w1" / "ckpt" / "fqn.pt",
+)
+TARGETS: dict[str, dict[str, Any]] = {
+    "dcp": {"world_size": 3}, "full": {}, "hf": {}, "zero3": {"world_size": 3}, "zero2": {"world_size": 2}, "zero1": {"world_size": 2},
+    "universal": {}, "fsdp1": {"world_size": 3, "wrap": ["**.layers.*"]}, "accelerate": {"world_size": 2},
+    "trainer": {"world_size": 2, "options": ckpttool.DirectoryOptions(state_dict_type="full")}, "lightning": {"world_size": 2},
+    "torchtitan": {"world_size": 2}, "audit": {},
+}  # fmt: skip
+SUFFIX = {"full": ".pt", "audit": ".tar.zst"}
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Parts of kilobytes, and no plan that outlives a test."""
+    monkeypatch.setattr(parts, "_LEAST_BYTES", 8 << 10)
+    monkeypatch.setattr(parts, "_LEAST_BYTES_OF_A_FILE", 1 << 10)
+    yield
+    part_worker._planned.cache_clear()
+    part_worker._opened.cache_clear()
+
+
+class Workers(Executor):
+    """Does what is submitted at once; `before(number of the call, request)` may do harm, and what it returns is the answer."""
+
+    def __init__(self, before: Callable[[int, dict[str, Any]], Any] = lambda i, request: None) -> None:
+        self.before, self.requests = before, list[str]()
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        out: Future[Any] = Future()
+        (request,) = args
+        self.requests.append(request)
+        try:
+            harm = self.before(len(self.requests) - 1, json.loads(request))
+            if harm is NEVER:
+                return out
+            out.set_result(fn(request) if harm is None else harm)
+        except Exception as e:
+            out.set_exception(e)
+        return out
+
+
+NEVER = object()
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """{name: bytes}; ckpttool.json without the time at which it was written."""
+    files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
+    out = {str(p.relative_to(path)): p.read_bytes() for p in files}
+    for name, data in out.items():
+        if name.endswith("ckpttool.json"):
+            out[name] = json.dumps({k: v for k, v in json.loads(data).items() if k != "created"}).encode()
+    return out
+
+
+def convert(src: Path, dst: Path, to: str, **more: Any) -> Any:
+    return ckpttool.convert(src, dst, to=to, drop=True, **{**TARGETS[to], **more})
+
+
+def test_every_layout_that_is_written_is_tried() -> None:
+    assert set(TARGETS) == {x.name for x in layouts().values() if x.write is not None}
+
+
+@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("source", [FSDP2, ZERO3, FULL, FIXTURES / "awkward_w3" / "ckpt"], ids=lambda p: p.parent.name)
+def test_parts_have_the_bytes_of_one_pass(source: Path, to: str, tmp_path: Path) -> None:
+    name = f"out{SUFFIX.get(to, '')}"
+    for folder in ("one", "many"):
+        (tmp_path / folder).mkdir()
+    one = convert(source, tmp_path / "one" / name, to)
+    workers = Workers()
+    many = convert(source, tmp_path / "many" / name, to, workers=workers)
+    assert one.digest == many.digest and many.verified
+    if to == "audit":
+        assert not workers.requests and any("workers were not used: an archive" in n for n in many.notes)
+        return
+    assert len(workers.requests) >= 3
+    assert contents(tmp_path / "one" / name) == contents(tmp_path / "many" / name)
+
+
+def test_the_cut_covers_every_tensor_once_and_depends_on_the_draft_alone() -> None:
+    with ckpttool.plan(FSDP2, "out", to="dcp", world_size=3) as planned:
+        first = parts.cut(planned.draft)
+        assert [p.number for p in first] == list(range(len(first))) and len(first) > 3
+        assert first[0].first == 0 and first[-1].stop == len(planned.draft.checkpoint.tensors)
+        assert all(a.stop == b.first for a, b in pairwise(first))
+        assert sum(p.nbytes for p in first) == sum(t.nbytes for t in planned.draft.checkpoint.tensors.values())
+        assert parts.cut(planned.draft) == first
+
+
+def test_what_fails_is_done_again_and_three_failures_end_the_run(tmp_path: Path) -> None:
+    convert(FSDP2, tmp_path / "one", "hf")
+
+    def twice(i: int, request: dict[str, Any]) -> None:
+        if tries.setdefault(number := request["fill"]["part"][0], 0) < 2:
+            tries[number] += 1
+            raise BrokenPipeError("the worker died")
+
+    tries: dict[int, int] = {}
+    convert(FSDP2, tmp_path / "many", "hf", workers=Workers(twice))
+    assert contents(tmp_path / "one") == contents(tmp_path / "many") and set(tries.values()) == {2}
+
+    def always(i: int, request: dict[str, Any]) -> None:
+        if request["fill"]["part"][0] == 2:
+            raise BrokenPipeError("the worker died")
+
+    with pytest.raises(CkpttoolError, match="given to 3 workers, and none of them finished it: the worker died"):
+        convert(FSDP2, tmp_path / "never", "hf", workers=Workers(always))
+    assert not (tmp_path / "never").exists()
+    again = Workers()
+    done = convert(FSDP2, tmp_path / "never", "hf", workers=again)
+    assert contents(tmp_path / "never") == contents(tmp_path / "one")
+    assert any("continued an interrupted run" in n for n in done.notes)
+    assert 0 < len([r for r in again.requests if "fill" in r]) < len(parts_of("hf", tmp_path))
+
+
+def parts_of(to: str, tmp_path: Path) -> list[parts.Part]:
+    with ckpttool.plan(FSDP2, tmp_path / "x", to=to, **TARGETS[to]) as planned:
+        return parts.cut(planned.draft)
+
+
+@pytest.mark.parametrize("to", ["dcp", "full", "zero3"])
+def test_when_the_coordinator_dies_any_run_goes_on(to: str, tmp_path: Path) -> None:
+    def die(i: int, request: dict[str, Any]) -> None:
+        if i == 3:
+            raise KeyboardInterrupt
+
+    name = f"out{SUFFIX.get(to, '')}"
+    (tmp_path / "one").mkdir()
+    convert(FSDP2, tmp_path / "one" / name, to)
+    for workers in (None, Workers()):
+        with pytest.raises(Interrupted):
+            convert(FSDP2, tmp_path / name, to, workers=Workers(die))
+        assert not (tmp_path / name).exists()
+        done = convert(FSDP2, tmp_path / name, to, workers=workers, verify=False)
+        assert done.verified and any("continued an interrupted run: 3 parts were filled" in n for n in done.notes)
+        assert contents(tmp_path / name) == contents(tmp_path / "one" / name)
+        (shutil.rmtree if (tmp_path / name).is_dir() else os.unlink)(tmp_path / name)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["one"], "nothing is left beside the destination"
+
+
+def test_workers_go_on_where_one_process_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert(FSDP2, tmp_path / "one", "dcp")
+    monkeypatch.setattr(fill, "_JOURNAL_BYTES", 1)
+    seen = 0
+
+    def stop(what: str, done: int, total: int) -> None:
+        nonlocal seen
+        seen += 1
+        if what == "copy" and seen == 60:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        convert(FSDP2, tmp_path / "out", "dcp", progress=stop)
+    workers = Workers()
+    convert(FSDP2, tmp_path / "out", "dcp", workers=workers)
+    assert contents(tmp_path / "out") == contents(tmp_path / "one")
+    there = [json.loads(r)["fill"]["there"] for r in workers.requests if "fill" in r]
+    assert there[0] and not there[-1]
+
+
+def test_a_worker_that_wakes_after_the_commit_writes_nothing(tmp_path: Path) -> None:
+    for to in ("hf", "full"):
+        out = tmp_path / f"out{SUFFIX.get(to, '')}"
+        workers = Workers()
+        convert(FSDP2, out, to, workers=workers)
+        before = contents(out)
+        fills = [r for r in workers.requests if "fill" in r]
+        for request in (fills[0], fills[-1]):
+            answer = json.loads(part_worker.run(request))
+            assert "no longer being filled" in answer["error"]["message"]
+        assert contents(out) == before
+        assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
+
+
+def test_a_slow_part_is_given_to_a_second_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_SLOW_SECONDS", 0.1)
+    convert(FSDP2, tmp_path / "one", "dcp")
+    workers = Workers(lambda i, request: NEVER if i == 2 else None)
+    convert(FSDP2, tmp_path / "out", "dcp", workers=workers)
+    numbers = [json.loads(r)["fill"]["part"][0] for r in workers.requests if "fill" in r]
+    assert numbers.count(2) == 2 and len(numbers) == len(set(numbers)) + 1
+    assert contents(tmp_path / "one") == contents(tmp_path / "out")
+
+
+def test_a_source_that_changes_under_one_worker_ends_the_run(tmp_path: Path) -> None:
+    shutil.copytree(FSDP2, tmp_path / "source")
+
+    def change(i: int, request: dict[str, Any]) -> None:
+        if i == 2:
+            path = tmp_path / "source" / "__1_0.distcp"
+            path.write_bytes(path.read_bytes())
+
+    with pytest.raises(SourceChanged, match="changed while it was read"):
+        convert(tmp_path / "source", tmp_path / "out", "hf", workers=Workers(change))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
+
+
+def test_errors_of_a_worker_are_those_of_the_run(tmp_path: Path) -> None:
+    def full_disk(i: int, request: dict[str, Any]) -> str | None:
+        return part_requests_error(NoSpace("no space left")) if i == 2 else None
+
+    with pytest.raises(NoSpace, match="no space left"):
+        convert(FSDP2, tmp_path / "out", "hf", workers=Workers(full_disk))
+    assert not (tmp_path / "out").exists()
+    convert(FSDP2, tmp_path / "out", "hf", workers=Workers())
+    passing = Workers(lambda i, request: part_requests_error(Unreadable("stale handle")) if i == 1 else None)
+    convert(FSDP2, tmp_path / "other", "hf", workers=passing)
+    assert contents(tmp_path / "other") == contents(tmp_path / "out")
+
+
+def part_requests_error(e: CkpttoolError) -> str:
+    from ckpttool.engine.part_requests import encoded_error
+
+    return encoded_error(e)
+
+
+def test_a_worker_refuses_to_fill_what_it_would_plan_otherwise(tmp_path: Path) -> None:
+    def another(i: int, request: dict[str, Any]) -> str:
+        request["fill"]["job"]["plan"] = "0" * 64
+        return part_worker.run(json.dumps(request))
+
+    with pytest.raises(CkpttoolError, match=r"plans the conversion of .* otherwise than the process that asked"):
+        convert(FSDP2, tmp_path / "out", "hf", workers=Workers(another))
+
+
+@pytest.mark.parametrize("damaged", ["zero", "dcp"])
+def test_a_damaged_byte_in_a_record_that_two_parts_read_is_found(damaged: str, tmp_path: Path) -> None:
+    """The flat tensors of DeepSpeed are records that hold many parameters: no part reads one whole."""
+    source = shutil.copytree(ZERO3 if damaged == "zero" else FSDP2, tmp_path / "source")
+    path = max(source.rglob("*optim_states.pt" if damaged == "zero" else "*.distcp"), key=lambda p: p.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(Corrupt, match="CRC32"):
+        convert(source, tmp_path / "out", "dcp", workers=Workers())
+    assert not (tmp_path / "out").exists()
+    with ckpttool.open(source) as opened, pytest.raises(Corrupt, match="CRC32"):
+        opened.locate()
+        digests_by_workers(opened, str(source), OpenOptions(), Workers(), 2, fill.silent, "read", DEFAULT_BUDGET)
+
+
+@pytest.mark.parametrize("source", [FSDP2, ZERO3, FULL], ids=lambda p: p.parent.name)
+def test_digests_by_workers_are_those_of_one_pass(source: Path) -> None:
+    one = ckpttool.digest(source).tensors
+    workers = Workers()
+    with ckpttool.open(source) as opened:
+        opened.locate()
+        many = digests_by_workers(opened, str(source), OpenOptions(), workers, 2, fill.silent, "read", DEFAULT_BUDGET)
+    assert many == one and len(workers.requests) > 2
+
+
+def test_progress_counts_the_bytes_of_parts(tmp_path: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    lock = threading.Lock()
+
+    def progress(what: str, done: int, total: int) -> None:
+        with lock:
+            seen.append((what, done, total))
+
+    convert(FSDP2, tmp_path / "out", "dcp", workers=Workers(), progress=progress, verify=False)
+    copied = [row for row in seen if row[0] == "copy"]
+    assert copied[0][1] == 0 and copied[-1][1] == copied[-1][2] > 0
+    assert [row[1] for row in copied] == sorted(row[1] for row in copied)
