@@ -40,6 +40,7 @@ __all__ = [
     "Threads",
     "To",
     "Verbose",
+    "Workers",
     "WorldSize",
     "Wrap",
     "bytes_of",
@@ -139,6 +140,27 @@ Cast = Annotated[
 ]
 Threads = Annotated[
     int, typer.Option("--jobs", "-j", min=1, help="Number of threads that read, and of threads that write.")
+]
+
+
+def _serve_if_worker(spec: str | None) -> str | None:
+    """Under mpiexec, ranks other than 0 go no further than this option."""
+    if spec is not None:
+        from ..engine.executors import serve_if_worker
+
+        serve_if_worker(spec)
+    return spec
+
+
+Workers = Annotated[
+    str | None,
+    typer.Option(
+        "--workers",
+        help="Who does the work: N processes here, or the workers of a dask, Ray or MPI cluster. Default: half of the cores, at "
+        "most 8, from 4 GB on.",
+        metavar="N|dask:ADDRESS|ray:auto|mpi|MODULE:FACTORY",
+        callback=_serve_if_worker,
+    ),
 ]
 Drop = Annotated[
     bool, typer.Option("--drop", help="Convert without state that the target cannot hold and files that are not read.")

@@ -1,0 +1,90 @@
+"""What a worker process of `local_processes` runs: it takes requests from a socket pair, and puts answers into it.
+
+A message is a kind (one byte), a length (eight bytes, little-endian) and that many bytes of UTF-8. A request is two messages: the
+name of a function, `module:name`, and its argument. The answer is one: R and what the function returned, or E and what it raised.
+Nothing is pickled. Standard input and output are not used, since libraries and child processes may use them.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import struct
+import threading
+from importlib import import_module
+from typing import BinaryIO
+
+__all__ = ["RAISED", "REQUEST", "RETURNED", "main", "message", "read_message"]
+
+REQUEST, RETURNED, RAISED = b"Q", b"R", b"E"
+
+_HEADER = struct.Struct("<cQ")
+_LONGEST = 1 << 32  # a longer message is not one of ours
+
+
+def message(kind: bytes, text: str) -> bytes:
+    """One message, as it is sent."""
+    data = text.encode("utf-8", "surrogatepass")
+    return _HEADER.pack(kind, len(data)) + data
+
+
+def read_message(file: BinaryIO, kinds: bytes) -> tuple[bytes, str] | None:
+    """The next (kind, text); None where the file ends, also in the middle of a message.
+
+    Raises:
+        ValueError: what came is not a message of one of these kinds.
+    """
+    header = file.read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        return None
+    kind, length = _HEADER.unpack(header)
+    if kind not in kinds or length > _LONGEST:
+        raise ValueError(f"{header!r} instead of a message")
+    data = file.read(length)
+    return None if len(data) < length else (kind, data.decode("utf-8", "surrogatepass"))
+
+
+def main(file: BinaryIO, parent: int) -> None:
+    """Serve until the other end of the pair is closed, or `parent`, the process that has it, ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the parent decides
+    _end_with(parent)
+    os.set_inheritable(file.fileno(), False)
+    requests: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(file, requests), daemon=True).start()
+    while True:
+        answer = memoryview(_answer(*requests.get()))
+        try:
+            while answer:
+                answer = answer[os.write(file.fileno(), answer) :]
+        except OSError:  # the parent has closed its end
+            os._exit(0)
+
+
+def _read(file: BinaryIO, requests: queue.SimpleQueue[tuple[str, str]]) -> None:
+    """Read in a thread of its own, so that the end of the parent also ends a worker that is busy."""
+    try:
+        while (name := read_message(file, REQUEST)) and (argument := read_message(file, REQUEST)):
+            requests.put((name[1], argument[1]))
+    finally:
+        os._exit(0)
+
+
+def _answer(name: str, argument: str) -> bytes:
+    """The message with what a function returned or raised."""
+    try:
+        module, _, function = name.partition(":")
+        return message(RETURNED, getattr(import_module(module), function)(argument))
+    except BaseException as e:
+        import traceback
+
+        return message(RAISED, "\0".join((type(e).__name__, str(e), "".join(traceback.format_exception(e)))))
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it ended before the kernel knew
+        os._exit(0)
