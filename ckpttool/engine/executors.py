@@ -9,30 +9,31 @@ Under `mpiexec` each rank runs the command. `serve_if_worker` turns all ranks bu
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import signal
+import socket
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, TimeoutError
+from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, TextIO, cast
 
 from .._version import __version__
 from ..errors import RemoteError, UsageError, argument
 from ..extras import missing, need
+from .cores import cores
 from .local_processes import LocalProcesses
 
 __all__ = [
     "SMALL",
     "Workers",
     "WorkersSpec",
-    "cores",
     "default_count",
     "serve_if_worker",
     "version_of_worker",
@@ -122,37 +123,6 @@ def default_count(nbytes: int) -> int:
     """
     n = cores()
     return 1 if nbytes < SMALL or n < 4 else min(n // 2, 8)
-
-
-def cores() -> int:
-    """Cores that this process may use: its affinity mask, and the CPU quota of its cgroup and of those above."""
-    n = len(os.sched_getaffinity(0))
-    return max(1, min(n, math.floor(min(_quotas(), default=n))))
-
-
-def _quotas(root: str = "/sys/fs/cgroup", of: str = "/proc/self/cgroup") -> Iterator[float]:
-    """CPU quotas in cores, of cgroup v2 (cpu.max) or v1 (cpu.cfs_quota_us)."""
-    for line in _lines(of):
-        _, controllers, path = line.split(":", 2)
-        base = root if not controllers else os.path.join(root, "cpu") if "cpu" in controllers.split(",") else None
-        while base:
-            folder = base + path.rstrip("/")
-            quota = _lines(f"{folder}/cpu.max") or [
-                " ".join(_lines(f"{folder}/cpu.cfs_quota_us") + _lines(f"{folder}/cpu.cfs_period_us"))
-            ]
-            if m := re.fullmatch(r"([1-9]\d*) ([1-9]\d*)", quota[0]):
-                yield int(m[1]) / int(m[2])
-            if path in ("", "/"):
-                break
-            path = os.path.dirname(path)
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as f:
-            return f.read().splitlines()
-    except OSError:
-        return []
 
 
 # ------------------------------------------------------------------------------------------- an Executor of the caller
@@ -264,12 +234,8 @@ def _dask(where: str) -> Iterator[Workers]:
             )
         time.sleep(0.1)
     try:
-        client = Client(
-            **({"scheduler_file": where} if file else {"address": where}),
-            timeout=WAIT,
-            set_as_default=False,
-            name="ckpttool",
-        )
+        given = {"scheduler_file" if file else "address": where}
+        client = Client(**given, timeout=WAIT, set_as_default=False, name="ckpttool")
     except (OSError, TimeoutError) as e:
         raise RemoteError(
             f"{said}: no scheduler answers ({e}). Start one with `dask scheduler`, or correct the address."
@@ -313,6 +279,21 @@ class _Ray(Executor):
                 self._ray.cancel(reference, force=True)
 
 
+class _Stdout:
+    """Standard output without what Ray's threads print about its workers; that goes to standard error."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        """Like the method of a text file."""
+        by_ray = threading.current_thread().name.startswith("ray_")
+        return int((sys.stderr if by_ray else self._file).write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
 @contextmanager
 def _ray(where: str) -> Iterator[Workers]:
     said = argument("workers", f"ray:{where}")
@@ -324,6 +305,9 @@ def _ray(where: str) -> Iterator[Workers]:
     handler = signal.getsignal(signal.SIGTERM)
     try:
         if ours:
+            # Ray would wait for minutes, and then end this process
+            if address := re.fullmatch(r"(?:ray://)?(.+):(\d+)", where):
+                socket.create_connection((address[1], int(address[2])), 10).close()
             ray.init(address=where, log_to_driver=False, logging_level="error")
     except Exception as e:
         ray.shutdown()
@@ -331,18 +315,18 @@ def _ray(where: str) -> Iterator[Workers]:
             f"{said}: no Ray cluster answers ({type(e).__name__}: {str(e)[:300]}). Start one with `ray start --head`, or correct the address."
         ) from e
     finally:
-        if main:
+        if main and handler is not None:
             signal.signal(signal.SIGTERM, handler)  # Ray's own would end the process where we clean up
     executor = _Ray(ray)
+    stdout, sys.stdout = sys.stdout, cast("TextIO", _Stdout(sys.stdout))
     try:
         _ask(executor, said)
-        yield Workers(
-            executor, int(ray.cluster_resources().get("CPU", 0)) or None, True, f"Ray, {len(ray.nodes())} nodes"
-        )
+        yield Workers(executor, int(ray.cluster_resources().get("CPU", 0)) or None, True, f"Ray at {where}")
     finally:
         executor.shutdown(cancel_futures=True)
         if ours:
             ray.shutdown()
+        sys.stdout = stdout
 
 
 # ----------------------------------------------------------------------------------------------------------------- MPI

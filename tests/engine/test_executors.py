@@ -1,0 +1,551 @@
+"""Who does the work: local processes, dask, Ray, MPI, factories; what happens when a worker or its parent dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import worker_functions as functions
+
+from ckpttool import extras
+from ckpttool.engine import cores as cores_module
+from ckpttool.engine import executors
+from ckpttool.engine.executors import default_count, workers_of
+from ckpttool.engine.local_processes import LocalProcesses, WorkerDied
+from ckpttool.errors import Corrupt, MissingPackage, RemoteError, UsageError, as_flags
+
+TESTS = Path(__file__).parents[1]
+
+
+def script(code: str, *arguments: object, before: tuple[str, ...] = (), **more: Any) -> subprocess.Popen[str]:
+    """A program of its own that imports what the tests do, in a process group of its own."""
+    env = os.environ | {"PYTHONPATH": str(TESTS)} | more.pop("env", {})
+    command = [*before, sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True, **more
+    )
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those of these processes that run; zombies do not."""
+    out = []
+    for pid in pids:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                out.append(pid)
+        except OSError:
+            pass
+    return out
+
+
+def wait_for(condition: Any, seconds: float) -> Any:
+    end = time.monotonic() + seconds
+    while not (found := condition()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return found
+
+
+def announced(folder: Path, n: int) -> list[str]:
+    """The processes that `functions.announce_and_sleep` runs in, once there are `n`."""
+    assert wait_for(lambda: len(os.listdir(folder)) == n, 8)
+    return os.listdir(folder)
+
+
+@pytest.fixture
+def local() -> Iterator[LocalProcesses]:
+    executor = LocalProcesses(4)
+    yield executor
+    executor.shutdown(cancel_futures=True)
+
+
+# ---------------------------------------------------------------------------------------------------- local processes
+
+
+def test_four_processes_work_at_the_same_time(tmp_path: Path) -> None:
+    with workers_of("4") as workers:
+        assert (workers.count, workers.remote, workers.name) == (4, False, "4 processes")
+        pids = [workers.executor.submit(functions.meet, f"{tmp_path}:4") for _ in range(4)]
+        found = {int(f.result()) for f in pids}
+    assert len(found) == 4 and os.getpid() not in found
+    assert alive(list(found)) == []
+
+
+def test_processes_are_started_when_there_is_work_and_used_again(local: LocalProcesses) -> None:
+    one = {local.submit(functions.pid, "").result() for _ in range(3)}
+    assert len(one) <= 3
+    assert len({local.submit(functions.pid, "").result() for _ in range(20)} | one) <= 4
+
+
+def test_a_worker_imports_neither_torch_nor_numpy(local: LocalProcesses) -> None:
+    found = set(local.submit(functions.modules, "").result().split())
+    assert "worker_functions" in found  # which it finds as this process does, by sys.path
+    assert not found & {"torch", "transformers", "numpy", "typer", "rich"}
+
+
+def test_workers_have_the_environment_and_the_folder_of_the_parent(
+    local: LocalProcesses, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SOMETHING", "x")
+    monkeypatch.chdir(tmp_path)
+    assert local.submit(functions.environment, "SOMETHING").result() == f"x {tmp_path}"
+
+
+def test_two_hundred_answers_of_a_megabyte(local: LocalProcesses) -> None:
+    futures = [local.submit(functions.big, str(i % 10)) for i in range(200)]
+    assert all(f.result() == str(i % 10) * 1_000_000 for i, f in enumerate(futures))
+    assert local.submit(functions.long_names, "ab\udcff\0é" * 500_000).result() == "é\0\udcffba" * 500_000
+
+
+def test_a_killed_worker_fails_its_own_future_only(local: LocalProcesses, tmp_path: Path) -> None:
+    (tmp_path / "meet").mkdir()
+    others = [local.submit(functions.sleep, "0.7") for _ in range(3)]
+    killed = local.submit(functions.die_once, f"{tmp_path}/died")
+    with pytest.raises(WorkerDied, match=r"was ended by SIGKILL \(out of memory\?\): last words$"):
+        killed.result()
+    assert local.submit(functions.die_once, f"{tmp_path}/died").result() not in {f.result() for f in others}
+    assert len({f.result() for f in others}) == 3
+    assert len({f.result() for f in [local.submit(functions.meet, f"{tmp_path}/meet:4") for _ in range(4)]}) == 4
+
+
+def test_kill_9_from_outside_ends_one_future(local: LocalProcesses, tmp_path: Path) -> None:
+    futures = [local.submit(functions.announce_and_sleep, str(tmp_path)) for _ in range(2)]
+    pids = announced(tmp_path, 2)
+    os.kill(int(pids[0]), signal.SIGKILL)
+    done = wait_for(lambda: [f for f in futures if f.done()], 2)
+    assert len(done) == 1
+    with pytest.raises(WorkerDied, match=f"worker process {pids[0]} was ended by SIGKILL"):
+        done[0].result()
+    assert local.submit(functions.pid, "").result() not in pids
+
+
+def test_a_worker_that_died_without_work_is_replaced_silently(local: LocalProcesses) -> None:
+    pids = {local.submit(functions.pid, "").result() for _ in range(30)}
+    for pid in pids:
+        os.kill(int(pid), signal.SIGKILL)
+    wait_for(lambda: not alive([int(p) for p in pids]), 2)
+    assert local.submit(functions.pid, "").result() not in pids
+
+
+def test_what_a_worker_prints_does_not_disturb(local: LocalProcesses) -> None:
+    assert [local.submit(functions.noise, str(i)).result() for i in range(20)] == [str(i) for i in range(20)]
+
+
+def test_garbage_in_the_socket_is_the_death_of_that_worker(local: LocalProcesses) -> None:
+    other = local.submit(functions.sleep, "0.5")
+    with pytest.raises(WorkerDied, match=r"exited with code 0 after it sent b'garbageg.* instead of a message"):
+        local.submit(functions.garbage, "").result()
+    assert other.result()
+
+
+def test_errors_of_ours_keep_their_class_and_others_their_traceback(local: LocalProcesses) -> None:
+    with pytest.raises(Corrupt, match=r"^x\.pt is damaged\.$"):
+        local.submit(functions.corrupt, "x.pt").result()
+    with pytest.raises(RuntimeError, match=r"^KeyError: 'x'") as e:
+        local.submit(functions.fault, "x").result()
+    assert "in fault" in e.value.__notes__[0]
+    with pytest.raises(RuntimeError, match="No module named 'nonsense'"):
+        functions_of_nobody = type(functions.pid)(functions.pid.__code__, {}, "pid")
+        functions_of_nobody.__module__ = "nonsense"
+        local.submit(functions_of_nobody, "").result()
+
+
+def test_only_functions_of_modules_with_one_text(local: LocalProcesses) -> None:
+    for fn, arguments in ((lambda text: text, ("x",)), (functions.pid, ()), (functions.pid, ("a", "b"))):
+        with pytest.raises(ValueError, match="only functions of modules, with one text"):
+            local.submit(fn, *arguments)
+
+
+def test_cancelling_kills_within_a_second_and_no_process_is_left(tmp_path: Path) -> None:
+    executor = LocalProcesses(3)
+    futures = [executor.submit(functions.announce_and_sleep, str(tmp_path)) for _ in range(8)]
+    pids = [int(p) for p in announced(tmp_path, 3)]
+    began = time.monotonic()
+    executor.shutdown(cancel_futures=True)
+    assert time.monotonic() - began < 1 and alive(pids) == []
+    assert [f.cancelled() for f in futures] == [False] * 3 + [True] * 5
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        executor.submit(functions.pid, "")
+
+
+def test_shutdown_without_cancelling_waits_for_the_work() -> None:
+    executor = LocalProcesses(2)
+    futures = [executor.submit(functions.sleep, "0.2") for _ in range(4)]
+    executor.shutdown()
+    assert all(f.done() and f.result() for f in futures)
+
+
+PARENT = """
+import sys
+import worker_functions as functions
+from ckpttool.engine.executors import workers_of
+try:
+    with workers_of(3) as workers:
+        futures = [workers.executor.submit(functions.announce_and_sleep, sys.argv[1]) for _ in range(5)]
+        futures[0].result()
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_no_worker_outlives_its_parent(signum: int, tmp_path: Path) -> None:
+    parent = script(PARENT, tmp_path)
+    pids = [int(p) for p in announced(tmp_path, 3)]
+    assert alive(pids) == pids
+    parent.send_signal(signum)
+    parent.communicate()
+    assert wait_for(lambda: not alive(pids), 2)
+
+
+def test_a_worker_without_the_help_of_the_kernel_ends_with_its_parent_too(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import ctypes\nclass Without:\n    def __init__(self, name): pass\n    def prctl(self, *args): return -1\nctypes.CDLL = Without\n"
+    )
+    (tmp_path / "pids").mkdir()
+    parent = script(PARENT, tmp_path / "pids", env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{TESTS}"})
+    pids = [int(p) for p in announced(tmp_path / "pids", 3)]
+    parent.kill()
+    parent.communicate()
+    assert wait_for(lambda: not alive(pids), 2)
+
+
+def test_ctrl_c_prints_no_traceback_of_a_worker(tmp_path: Path) -> None:
+    parent = script(PARENT, tmp_path)
+    pids = [int(p) for p in announced(tmp_path, 3)]
+    os.killpg(parent.pid, signal.SIGINT)  # as a terminal does
+    began = time.monotonic()
+    out, err = parent.communicate()
+    assert (parent.returncode, out, err) == (130, "", "")
+    assert time.monotonic() - began < 2 and alive(pids) == []
+
+
+# --------------------------------------------------------------------------------------------------------- the choice
+
+
+@pytest.mark.parametrize(
+    "spec", ["", "0", "-1", "1.5", "many", "dask", "dask:", "ray", "mpi:4", "a b:c", "os:", ":f", 0, -2, True], ids=repr
+)
+def test_a_spec_that_names_nothing_is_refused_with_what_there_is(spec: Any) -> None:
+    with pytest.raises(UsageError, match=r"dask:tcp://HOST:8786.*ray:auto.*mpi.*MODULE:FACTORY"), workers_of(spec):
+        pass
+
+
+def test_a_factory_makes_an_executor_that_ends_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[ThreadPoolExecutor] = []
+    monkeypatch.setattr(functions, "factory", lambda: made.append(ThreadPoolExecutor(3)) or made[0], raising=False)
+    with workers_of("worker_functions:factory") as workers:
+        assert (workers.count, workers.remote, workers.name) == (3, False, "worker_functions:factory")
+        assert workers.executor.submit(functions.pid, "").result() == str(os.getpid())
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        made[0].submit(functions.pid, "")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            "nonsense:factory",
+            "No module named 'nonsense'. Install it next to ckpttool, or put its folder on PYTHONPATH",
+        ),
+        ("worker_functions:nonsense", "AttributeError: .*It must be a function without arguments"),
+        ("worker_functions:pid", "TypeError: .*It must be a function without arguments"),
+        ("os:getcwd", "returned str, not a concurrent.futures.Executor"),
+    ],
+)
+def test_a_factory_that_makes_no_executor_is_refused(spec: str, message: str) -> None:
+    with as_flags(), pytest.raises(UsageError, match=f"^--workers {spec}:? ?{message}"), workers_of(spec):
+        pass
+
+
+def test_an_executor_of_the_caller_stays_open(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as mine:
+        with workers_of(mine) as workers:
+            assert (workers.count, workers.remote) == (1, False)
+            running = workers.executor.submit(functions.sleep, "0.3")
+            waiting = workers.executor.submit(functions.pid, "")
+        assert waiting.cancelled() and not running.cancelled()
+        assert mine.submit(functions.pid, "").result() == str(os.getpid())
+
+
+def test_workers_of_another_version_or_without_ckpttool_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ThreadPoolExecutor(1) as mine:
+        monkeypatch.setattr(functions, "factory", lambda: mine, raising=False)
+        monkeypatch.setattr(executors, "version_of_worker", lambda text: "0.0.1")
+        with (
+            pytest.raises(UsageError, match=r"workers have ckpttool 0\.0\.1, this is .*same version on both sides"),
+            workers_of("worker_functions:factory"),
+        ):
+            pass
+    with ThreadPoolExecutor(1) as mine:
+        monkeypatch.setattr(functions, "factory", lambda: mine, raising=False)
+        monkeypatch.setattr(executors, "version_of_worker", functions.fault)
+        with (
+            pytest.raises(UsageError, match=r"a worker cannot run ckpttool \(KeyError.*Install ckpttool==.* where"),
+            workers_of("worker_functions:factory"),
+        ):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("spec", "package", "extra"),
+    [("dask:tcp://h:1", "distributed", "dask"), ("ray:auto", "ray", "ray"), ("mpi", "mpi4py", "mpi")],
+)
+def test_a_missing_package_is_named_with_its_extra(
+    spec: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == package else object())
+    with (
+        pytest.raises(
+            MissingPackage, match=rf"needs {package}, which is not installed: pip install 'ckpttool\[{extra}\]'"
+        ),
+        workers_of(spec),
+    ):
+        pass
+
+
+# ----------------------------------------------------------------------------------------------------- how many cores
+
+
+@pytest.mark.parametrize(
+    ("cores", "nbytes", "count"),
+    [
+        (2, 10**12, 1),
+        (3, 10**12, 1),
+        (4, 10**12, 2),
+        (4, 3 * 10**9, 1),
+        (12, 10**12, 6),
+        (128, 10**12, 8),
+        (128, 10**8, 1),
+    ],
+)
+def test_the_default_follows_from_the_machine_and_the_work(
+    cores: int, nbytes: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executors, "cores", lambda: cores)
+    assert default_count(nbytes) == count
+    with workers_of(None, nbytes) as workers:
+        assert workers.count == count and not workers.remote
+
+
+def test_cores_are_those_of_the_affinity_mask_and_the_cgroup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+
+    def quotas(root: Path, text: str) -> list[float]:
+        (tmp_path / "membership").write_text(text)
+        return list(cores_module._quotas(str(root), str(tmp_path / "membership")))
+
+    v2 = tmp_path / "v2"
+    (v2 / "slurm" / "job").mkdir(parents=True)
+    (v2 / "slurm" / "cpu.max").write_text("650000 100000\n")
+    (v2 / "slurm" / "job" / "cpu.max").write_text("max 100000\n")
+    assert quotas(v2, "0::/slurm/job\n") == [6.5]
+    assert quotas(v2, "0::/elsewhere/on/the/host\n") == []
+    (v2 / "cpu.max").write_text("50000 100000\n")
+    assert quotas(v2, "0::/elsewhere/on/the/host\n") == [0.5]
+    v1 = tmp_path / "v1"
+    (v1 / "cpu" / "a").mkdir(parents=True)
+    for name, text in (("cpu.cfs_quota_us", "400000\n"), ("cpu.cfs_period_us", "100000\n")):
+        (v1 / "cpu" / "a" / name).write_text(text)
+        (v1 / "cpu" / name).write_text("-1\n" if "quota" in name else text)
+    assert quotas(v1, "5:memory:/a\n4:cpu,cpuacct:/a\n") == [4.0]
+    for found, cores in (([6.5], 6), ([0.5], 1), ([64.0], 16), ([], 16)):
+        monkeypatch.setattr(cores_module, "_quotas", lambda found=found: iter(found))
+        assert cores_module.cores() == cores
+
+
+# ---------------------------------------------------------------------------------------------------------------- dask
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    distributed = pytest.importorskip("distributed", reason="the extra [dask] is not installed")
+    with distributed.LocalCluster(
+        n_workers=4, threads_per_worker=1, processes=True, dashboard_address=None, silence_logs=50
+    ) as found:
+        yield found
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_dask_works_with_four_workers_and_survives_the_death_of_one(cluster: Any, tmp_path: Path) -> None:
+    file = tmp_path / "scheduler.json"
+    file.write_text(json.dumps({"address": cluster.scheduler_address}))
+    (tmp_path / "meet").mkdir()
+    with workers_of(f"dask:{cluster.scheduler_address}") as workers:
+        assert (workers.count, workers.remote) == (4, True)
+        assert workers.name == f"dask {cluster.scheduler_address}"
+        found = {f.result() for f in [workers.executor.submit(functions.meet, f"{tmp_path}/meet:4") for _ in range(4)]}
+        assert len(found) == 4 and "alone" not in found
+        with pytest.raises(Corrupt, match=r"x is damaged"):
+            workers.executor.submit(functions.corrupt, "x").result()
+        # the scheduler gives what the dead worker had to another one
+        assert workers.executor.submit(functions.die_once, f"{tmp_path}/died").result()
+    with workers_of(f"dask:{file}") as workers:
+        first, again = (workers.executor.submit(functions.pid, "same").result() for _ in range(2))
+        assert first and again
+        pending = workers.executor.submit(functions.sleep, "30")
+    assert pending.cancelled()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_dask_without_scheduler_or_workers_says_what_to_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    distributed = pytest.importorskip("distributed", reason="the extra [dask] is not installed")
+    monkeypatch.setattr(executors, "WAIT", 0.5)
+    for spec, message in (
+        ("dask:tcp://127.0.0.1:9", r"no scheduler answers \(.*Start one with `dask scheduler`"),
+        (
+            f"dask:{tmp_path}/s.json",
+            r"s\.json: no scheduler file after 0 seconds. Start one: dask scheduler --scheduler-file",
+        ),
+    ):
+        with pytest.raises(RemoteError, match=message), workers_of(spec):
+            pass
+    with pytest.raises(UsageError, match="unknown address scheme 'foo'"), workers_of("dask:foo://127.0.0.1:9"):
+        pass
+    with (
+        distributed.LocalCluster(n_workers=0, dashboard_address=None, silence_logs=50) as empty,
+        pytest.raises(RemoteError, match=r"no worker took a request in 0 seconds\. Start workers"),
+        workers_of(f"dask:{empty.scheduler_address}"),
+    ):
+        pass
+
+
+# ----------------------------------------------------------------------------------------------------------------- Ray
+
+RAY = """
+import os, sys, time
+import ray
+import worker_functions as functions
+from ckpttool.engine.executors import workers_of
+from ckpttool.errors import Corrupt, RemoteError
+
+try:
+    with workers_of("ray:127.0.0.1:9"): pass
+except RemoteError as e:
+    assert "no Ray cluster answers" in str(e) and "ray start --head" in str(e), e
+ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error", _temp_dir=sys.argv[2])
+with workers_of("ray:auto") as workers:
+    assert (workers.count, workers.remote, workers.name) == (4, True, "Ray at auto")
+    found = {f.result() for f in [workers.executor.submit(functions.meet, sys.argv[1] + "/meet:4") for _ in range(4)]}
+    assert len(found) == 4 and "alone" not in found, found
+    e = workers.executor.submit(functions.corrupt, "x").exception()
+    assert isinstance(e, Corrupt) and "x is damaged" in str(e), e
+    e = workers.executor.submit(functions.die_once, sys.argv[1] + "/died").exception()
+    assert type(e).__name__ == "WorkerCrashedError", e
+    assert workers.executor.submit(functions.die_once, sys.argv[1] + "/died").result()
+    os.mkdir(sys.argv[1] + "/pids")
+    workers.executor.submit(functions.announce_and_sleep, sys.argv[1] + "/pids")
+    while not os.listdir(sys.argv[1] + "/pids"): time.sleep(0.01)
+assert ray.is_initialized()  # it is the caller's
+pid = os.listdir(sys.argv[1] + "/pids")[0]
+end = time.monotonic() + 3
+while os.path.exists("/proc/" + pid) and time.monotonic() < end: time.sleep(0.02)
+assert not os.path.exists("/proc/" + pid)
+print("ok")
+"""
+
+
+@pytest.mark.slow
+def test_ray_works_with_four_workers_and_fails_the_future_of_one_that_dies(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="the extra [ray] is not installed")
+    import shutil
+    import tempfile
+
+    (tmp_path / "meet").mkdir()
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # Ray's sockets have paths of at most 107 bytes
+    try:
+        program = script(RAY, tmp_path, folder, env={"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"})
+        out, err = program.communicate(timeout=60)
+        assert (program.returncode, out.strip()) == (0, "ok"), err
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------- MPI
+
+MPI = """
+import os, sys, time
+import typer
+import worker_functions as functions
+from ckpttool.cli.terminal import Workers
+from ckpttool.engine.executors import workers_of
+from ckpttool.errors import Corrupt
+
+def command(folder: str, then: str, workers: Workers = None, n: int = 3) -> None:
+    print("in the command", flush=True)
+    if then == "early":
+        sys.exit(4)
+    for again in ("a", "b"):
+        with workers_of(workers) as found:
+            assert found.count == n and found.remote and "MPI" in found.name, found
+            os.mkdir(f"{folder}/{again}")
+            pids = {f.result() for f in [found.executor.submit(functions.meet, f"{folder}/{again}:{n}") for _ in range(n)]}
+            assert len(pids) == n and not pids & {"alone", str(os.getpid())}, pids
+            e = found.executor.submit(functions.corrupt, "x").exception()
+            assert isinstance(e, Corrupt), e
+            if then == "late":
+                sys.exit(5)
+            if then == "die":
+                found.executor.submit(functions.die_once, f"{folder}/died").result()
+            if then == "interrupt":
+                found.executor.submit(functions.announce_and_sleep, f"{folder}/pids").result()
+
+if __name__ == "__main__":
+    typer.run(command)
+"""
+
+
+def mpi(n: int, *arguments: object, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    pytest.importorskip("mpi4py", reason="the extra [mpi] is not installed")
+    mpiexec = Path(sys.executable).with_name("mpiexec")
+    if not mpiexec.exists():
+        pytest.skip("mpich is not installed next to Python")
+    before = (str(mpiexec), "-n", str(n)) if n else ()
+    return script(MPI, *arguments, before=before, env=env or {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("then", "code"), [("", 0), ("early", 4), ("late", 5)])
+def test_mpiexec_runs_the_command_once_and_the_other_ranks_work(then: str, code: int, tmp_path: Path) -> None:
+    program = mpi(4, tmp_path, then, "--workers", "mpi")
+    out, err = program.communicate(timeout=60)
+    assert program.returncode == code, err
+    assert out.count("in the command") == 1
+    assert "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_ends_the_job(tmp_path: Path) -> None:
+    program = mpi(4, tmp_path, "die", "--workers", "mpi")
+    out, _ = program.communicate(timeout=60)
+    assert program.returncode != 0 and out.count("in the command") == 1
+
+
+@pytest.mark.slow
+def test_mpi_spawns_workers_where_one_process_was_started(tmp_path: Path) -> None:
+    program = mpi(0, tmp_path, "", "--workers", "mpi", env={"MPI4PY_FUTURES_MAX_WORKERS": "3"})
+    out, err = program.communicate(timeout=60)
+    assert (program.returncode, out.count("in the command")) == (0, 1), err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({}, "there is one process only. Start it with mpiexec"),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, "8 processes were started"),
+    ],
+)
+def test_mpi_that_does_not_connect_the_processes_is_refused(env: dict[str, str], message: str, tmp_path: Path) -> None:
+    _, err = mpi(0, tmp_path, "", "--workers", "mpi", env=env).communicate(timeout=60)
+    assert "UsageError" in err and message in " ".join(err.replace("│", " ").split())
