@@ -34,6 +34,7 @@ from .terminal import (  # fmt: skip
     Threads,
     To,
     Verbose,
+    Workers,
     WorldSize,
     Wrap,
     bytes_of,
@@ -151,6 +152,7 @@ def convert(
         str | None, typer.Option("--max-memory", help="Memory budget for Python and the buffers.")
     ] = None,
     jobs: Threads = 2,
+    workers: Workers = None,
     drop: Drop = False,
     ignore_recorded_digests: IgnoreRecorded = False,
     salvage: Annotated[
@@ -201,7 +203,7 @@ def convert(
     meter = Meter(quiet)
     running = conversion.RunOptions(
         force=force, verify=not no_verify, max_memory_bytes=bytes_of(max_memory) if max_memory else None, threads=jobs,
-        progress=meter,
+        workers=workers, progress=meter,
     )  # fmt: skip
     if dry_run:
         found = dry_run_with(src, dst, reading, writing, running)
@@ -225,6 +227,11 @@ def convert(
     from ..engine.inspect import human
 
     where = f" for {ranks(done.world_size)}" if done.world_size else ""
+    if done.workers is not None:
+        count = done.workers["parts"]
+        note(
+            f"{done.workers['name']} filled {count} parts; {done.workers['again']} were given to a second worker", quiet
+        )
     note(
         f"{done.layout_from} -> {done.layout_to}{where}: {done.tensors:,} tensors, {human(done.written_bytes)} in "
         f"{seconds:.1f} s, {peak()}"

@@ -17,6 +17,7 @@ from .terminal import (  # fmt: skip
     Only,
     Quiet,
     Src,
+    Workers,
     Wrap,
     comma,
     newest_of,
@@ -46,6 +47,7 @@ def diff(
     flat_layout: FlatLayout = None,
     wrap: Wrap = None,
     latest: Latest = False,
+    workers: Workers = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -57,7 +59,7 @@ def diff(
     try:
         found = compare(
             a, b, rtol=rtol, atol=atol, only=comma(only), config=config, like=like, flat_layout=flat_layout,
-            wrap=comma(wrap), progress=meter,
+            wrap=comma(wrap), workers=workers, progress=meter,
         )  # fmt: skip
     finally:
         meter.close()

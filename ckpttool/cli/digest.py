@@ -21,6 +21,7 @@ from .terminal import (  # fmt: skip
     Quiet,
     Src,
     Tag,
+    Workers,
     Wrap,
     comma,
     newest_of,
@@ -49,6 +50,7 @@ def digest(
     latest: Latest = False,
     allow_equal_ranks: AllowEqualRanks = False,
     allow_mixed_steps: AllowMixedSteps = False,
+    workers: Workers = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="Print the digest of every tensor too.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -62,6 +64,7 @@ def digest(
         found = compute(
             path, progress=meter, source_layout=from_, only=comma(only), config=config, like=like, flat_layout=flat_layout,
             wrap=comma(wrap), tag=tag, allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
+            workers=workers,
         )  # fmt: skip
     finally:
         meter.close()

@@ -20,6 +20,7 @@ from .terminal import (  # fmt: skip
     Quiet,
     Src,
     Tag,
+    Workers,
     Wrap,
     comma,
     newest_of,
@@ -58,6 +59,7 @@ def verify(
     latest: Latest = False,
     allow_equal_ranks: AllowEqualRanks = False,
     allow_mixed_steps: AllowMixedSteps = False,
+    workers: Workers = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -71,6 +73,7 @@ def verify(
             path, read_data=read_data, against=against, progress=meter, source_layout=from_, config=config, like=like,
             flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
             allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
+            workers=workers,
         )  # fmt: skip
     finally:
         meter.close()

@@ -7,25 +7,26 @@ in one rename.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from concurrent.futures import Executor
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..errors import CkpttoolError, Interrupted, UsageError, argument
 from ..index.digests import roots
+from ..index.draft import Draft
 from ..storage import urls
 from ..storage.buffers import IOBudget
 from ..storage.destination import Destination, write_error
-from ..storage.local_destination import LocalDestination
 from ..storage.source import Source
 from .destination import normal_destination, open_destination, recovered, refuse_destination, refuse_source
 from .dispatch import InThisProcess
+from .executors import Workers, WorkersSpec, default_count, workers_of
 from .fill import Progress, fill, silent
 from .opening import CheckpointPath, OpenOptions
 from .parallel_fill import fill_with_workers
 from .part_requests import absolute, job_of
-from .planning import Plan, WriteRequest, plan_id, plan_with
+from .planning import WriteRequest, plan_id, plan_with
 from .recorded import RECORD, encoded, record
 from .verification import read_back, settled
 
@@ -51,6 +52,7 @@ class ConvertResult:
     about: dict[str, Any] = field(default_factory=dict)  # what the layout says of the destination: Facts of an archive
     compared: int = 0  # tensors whose digest was expected, and is that
     not_read: list[dict[str, Any]] = field(default_factory=list)  # files of the source, as `Unread.to_json` has them
+    workers: dict[str, Any] | None = None  # of a run with several workers: parallel_fill.fill_with_workers
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; what was dropped is {"name", "bytes", "why"}, as in a dry run."""
@@ -66,7 +68,7 @@ class RunOptions:
     verify: bool = True
     max_memory_bytes: int | None = None
     threads: int = 2
-    workers: Executor | None = None
+    workers: WorkersSpec = None
     progress: Progress = silent
 
 
@@ -101,7 +103,7 @@ def convert(
     expected: Mapping[str, str] | None = None,
     max_memory_bytes: int | None = None,
     threads: int = 2,
-    workers: Executor | None = None,
+    workers: WorkersSpec = None,
     progress: Progress = silent,
 ) -> ConvertResult:
     """Convert a checkpoint to another layout, world size or dtype, bit for bit.
@@ -145,7 +147,9 @@ def convert(
         expected: {tensor: BLAKE3 in hex} that the source must have, instead of those in its ckpttool.json.
         max_memory_bytes: budget of all buffers, in bytes; 150 MB where None, 220 MB where the source is in a store.
         threads: threads that read, and as many that write; of each worker, where there are some.
-        workers: who writes the parts of the destination at the same time: a `concurrent.futures.Executor`.
+        workers: who fills the parts of the destination at the same time: a number of processes on this machine, "dask:ADDRESS",
+            "ray:ADDRESS", "mpi", "package.module:factory", or a `concurrent.futures.Executor`. Where None, as many processes as
+            the machine and the bytes deserve: one for less than 4 GB or on fewer than 4 cores.
         progress: called with (what is done, bytes done, bytes in all).
 
     Raises:
@@ -215,16 +219,22 @@ def _convert(
         destination.messages = said
         try:
             job = job_of(src, dst, reading, writing, asked)
-            digests, again = _filled(planned, job, destination, running, budget)
-            done = destination.earlier.done
-            wanted, digests = settled(opened, draft, digests, writing, progress, budget)
-            rebuilt = ckpt.salvage.rebuilt if ckpt.salvage else {}
-            root = roots({n: t for n, t in wanted.items() if n not in rebuilt}, digests)
-            if not target.is_file:
-                destination.put(RECORD, encoded(record(ckpt, draft, wanted, digests, source.commit)))
-            built = destination.readable
-            if built is not None and (verify or done or again):
-                read_back(built, target, draft, digests, reading.config, progress, budget)
+            with _workers(job, draft, destination, running) as workers:
+                facts: dict[str, Any] | None = None
+                if workers is None or job is None:
+                    digests = fill(draft, source, ckpt.files, ckpt.records, destination, progress, budget)
+                else:
+                    digests, facts = fill_with_workers(planned, job, destination, workers, progress, budget)
+                again = facts["filled_before"] if facts else 0
+                done = destination.earlier.done
+                wanted, digests = settled(opened, draft, digests, writing, progress, budget)
+                rebuilt = ckpt.salvage.rebuilt if ckpt.salvage else {}
+                root = roots({n: t for n, t in wanted.items() if n not in rebuilt}, digests)
+                if not target.is_file:
+                    destination.put(RECORD, encoded(record(ckpt, draft, wanted, digests, source.commit)))
+                built = destination.readable
+                if built is not None and (verify or done or again):
+                    read_back(built, target, draft, digests, reading.config, progress, budget, workers)
             source.assert_unchanged()
             destination.commit()
             if built is None and verify:  # an object can be read when it is there, and not before
@@ -257,34 +267,33 @@ def _convert(
             source.root, where, opened.layout.name, target.name, draft.checkpoint.world_size,
             len(wanted), ckpt.nbytes, draft.nbytes, root, verify or done > 0 or again > 0,
             [(d.name, d.nbytes, d.why) for d in draft.dropped], notes, draft.summary, len(wanted.keys() & ckpt.recorded.keys()),
-            [r.to_json() for r in ckpt.unread],
+            [r.to_json() for r in ckpt.unread], facts,
         )  # fmt: skip
 
 
-def _filled(
-    planned: Plan, job: dict[str, Any] | None, destination: Destination, running: RunOptions, budget: IOBudget
-) -> tuple[dict[str, str], int]:
-    """({tensor: digest} of a draft that was filled, how many of its parts an earlier run had filled). Workers fill it where there
-    are any, and where they have begun to; a note says where they cannot."""
-    opened, draft = planned.opened, planned.draft
-    ckpt, source = opened.checkpoint, opened.source
+@contextmanager
+def _workers(
+    job: dict[str, Any] | None, draft: Draft, destination: Destination, running: RunOptions
+) -> Iterator[Workers | None]:
+    """The workers that fill a draft; None where this process does it alone, and a note says why if it was asked for others."""
+    spec = running.workers
     why = None
-    if not isinstance(destination, LocalDestination):
+    if not destination.sharable:
         why = "to a store, one process writes"
     elif any(f.coded for f in draft.files):
         why = "an archive is written front to back by one process"
     elif job is None:
         why = "a merged or salvaged checkpoint is written by one process"
+    alone = spec in (1, "1") or (spec is None and default_count(draft.nbytes) == 1)
+    if why is not None:
+        if not alone and spec is not None:
+            destination.messages.append(f"workers were not used: {why}")
+        yield None
+    elif alone and not destination.filled:
+        yield None
     else:
-        again = len(destination.filled)
-        if running.workers is not None or again:
-            digests = fill_with_workers(
-                planned, job, destination, running.workers or InThisProcess(), 32, running.progress, budget
-            )
-            return digests, again
-    if why is not None and running.workers is not None:
-        destination.messages.append(f"workers were not used: {why}")
-    return fill(draft, source, ckpt.files, ckpt.records, destination, running.progress, budget), 0
+        with workers_of(InThisProcess() if alone else spec, draft.nbytes) as workers:
+            yield workers
 
 
 #: What Python and numpy take.

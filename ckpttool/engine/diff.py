@@ -16,8 +16,10 @@ from ..huggingface import lora
 from ..index import boxes
 from ..index.checkpoint import ITEMSIZE, TensorEntry
 from .dtypes import numpy_dtype
+from .executors import WorkersSpec
 from .fill import Progress, silent
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, refuse_unused
+from .parallel_digests import digests_of, for_reading
 from .stream import Block, Reader, StreamJob
 
 __all__ = ["Difference", "TensorDifference", "diff"]
@@ -76,6 +78,7 @@ def diff(
     like: str | os.PathLike[str] | None = None,
     flat_layout: str | os.PathLike[str] | None = None,
     wrap: Iterable[str] | None = None,
+    workers: WorkersSpec = None,
     progress: Progress = silent,
 ) -> Difference:
     """Compare two checkpoints by names, dtypes, shapes and values.
@@ -88,6 +91,7 @@ def diff(
         rtol, atol: relative and absolute tolerance; 0 where not given.
         only: components to compare (["model"]); all where None.
         config, like, flat_layout, wrap: as `open`, for those of the two whose layout uses them.
+        workers: who computes digests of both first, as in `convert`; only tensors with other digests are compared then.
         progress: called with ("diff", bytes done, bytes in all).
 
     Raises:
@@ -122,6 +126,7 @@ def diff(
                 common.append(n)
             if s.dtype != t.dtype:
                 out.dtypes[n] = (s.dtype, t.dtype)
+        common = _unequal((a, x), (b, y), options, common, workers, progress)
         for found, close in _data(x, y, common, rtol, atol, progress):
             if close:
                 out.within_tolerance += 1
@@ -134,6 +139,25 @@ def diff(
         tolerant or not out.dtypes
     )
     return out
+
+
+def _unequal(
+    a: tuple[CheckpointPath, OpenCheckpoint],
+    b: tuple[CheckpointPath, OpenCheckpoint],
+    options: OpenOptions,
+    names: list[str],
+    spec: WorkersSpec,
+    progress: Progress,
+) -> list[str]:
+    """The tensors that have to be compared element by element: all, where there are no workers to compute their digests before."""
+    digests = []
+    for path, opened in (a, b):
+        with for_reading(spec, path, opened) as workers:
+            if workers is None:
+                return names
+            digests.append(digests_of(opened, path, options, workers, progress, "digest"))
+    left, right = (opened.checkpoint.tensors for _, opened in (a, b))
+    return [n for n in names if left[n].dtype != right[n].dtype or digests[0][n] != digests[1][n]]
 
 
 def _same_value(a: Any, b: Any) -> bool:

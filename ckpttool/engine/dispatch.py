@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from ..errors import CkpttoolError, RemoteError, Unreadable
 from . import part_worker
+from .executors import Workers
 from .part_requests import answered
 
 __all__ = ["InThisProcess", "Task", "run_all"]
@@ -28,6 +29,7 @@ class Task(NamedTuple):
     nbytes: int
 
 
+_AT_ONCE = 64  # tasks that are submitted to an engine that does not say how many workers it has
 _TRIES = 3
 _SLOW = 3.0  # a part is submitted once more when it takes so many times the median
 _SLOW_SECONDS = 5.0
@@ -47,15 +49,13 @@ def run_all(
     tasks: Sequence[Task],
     results: dict[int, dict[str, Any]],
     request: Callable[[int], str],
-    executor: Executor,
-    at_once: int,
+    workers: Workers,
     progress: Callable[[int, int], None],
-) -> None:
-    """Have every task done that `results` {number: answer} has not, and add the answers.
+) -> int:
+    """Have every task done that `results` {number: answer} has not, and add the answers; how often a task was submitted again.
 
     Args:
         request: what to ask of a worker (`part_worker.run`) for a number.
-        at_once: how many tasks are submitted at a time.
         progress: called with (bytes done, bytes in all).
 
     Raises:
@@ -67,9 +67,14 @@ def run_all(
     flights: dict[int, _Flight] = {}
     of: dict[Future[str], _Flight] = {}
     seconds: list[float] = []
+    at_once = workers.count or _AT_ONCE
+
+    submitted = 0
 
     def submit(flight: _Flight) -> None:
-        future = executor.submit(part_worker.run, request(flight.task.number))
+        nonlocal submitted
+        submitted += 1
+        future = workers.executor.submit(part_worker.run, request(flight.task.number))
         flight.futures.add(future)
         of[future] = flight
 
@@ -104,6 +109,7 @@ def run_all(
     finally:
         for future in of:
             future.cancel()
+    return submitted - len(seconds)
 
 
 #: Errors of ours after which another try may succeed: a failed system call, a store, a worker that plans something else.

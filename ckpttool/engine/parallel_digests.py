@@ -3,45 +3,59 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import Executor
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from ..storage.buffers import IOBudget
+from ..storage.buffers import DEFAULT_BUDGET, IOBudget
 from .dispatch import Task, run_all
-from .fill import Progress
-from .opening import OpenCheckpoint, OpenOptions
-from .part_requests import index_id
+from .executors import Workers, WorkersSpec, default_count, workers_of
+from .fill import Progress, tensor_digests
+from .opening import CheckpointPath, OpenCheckpoint, OpenOptions
+from .part_requests import absolute, absolute_path, index_id
 from .parts import cut_tensors
 from .stream import Reader
 
-__all__ = ["digests_by_workers"]
+__all__ = ["digests_of", "for_reading"]
 
 
-def digests_by_workers(
+@contextmanager
+def for_reading(spec: WorkersSpec, path: CheckpointPath, opened: OpenCheckpoint) -> Iterator[Workers | None]:
+    """The workers to read an open checkpoint; None where this process reads it alone."""
+    nbytes = opened.checkpoint.nbytes
+    if spec in (1, "1") or (spec is None and default_count(nbytes) == 1) or not isinstance(path, (str, os.PathLike)):
+        yield None
+    else:
+        with workers_of(spec, nbytes) as workers:
+            yield workers
+
+
+def digests_of(
     opened: OpenCheckpoint,
-    path: str,
+    path: CheckpointPath,
     options: OpenOptions,
-    executor: Executor,
-    at_once: int,
+    workers: Workers | None,
     progress: Progress,
     what: str,
-    budget: IOBudget,
+    budget: IOBudget = DEFAULT_BUDGET,
 ) -> dict[str, str]:
-    """{tensor: BLAKE3 hex digest of its canonical bytes}, reading everything and checking the CRCs, as `fill.tensor_digests`.
+    """{tensor: BLAKE3 hex digest of its canonical bytes}, reading everything and checking the CRCs.
 
     Args:
-        path, options: what `opened` was opened with, and located; workers open it again.
-        at_once: how many parts are submitted at a time.
+        path, options: what `opened` was opened with; it was located. Workers open it again.
 
     Raises:
         Corrupt, SourceChanged: it is damaged, or was written to meanwhile.
         CkpttoolError: no worker could read a part.
     """
     ckpt = opened.checkpoint
+    if workers is None or not isinstance(path, (str, os.PathLike)):
+        return tensor_digests(ckpt.tensors, opened.source, ckpt.files, ckpt.records, progress, what, None, budget)
     parts = cut_tensors(ckpt.tensors)
     same = {
-        "open": {"path": path, "options": asdict(options), "index": index_id(ckpt)}, "threads": budget.threads,
+        "open": {"path": absolute_path(os.fspath(path)), "options": asdict(absolute(options)), "index": index_id(ckpt, opened.source)}, "threads": budget.threads,
         "buffer_bytes": budget.buffer_bytes,
     }  # fmt: skip
 
@@ -50,7 +64,7 @@ def digests_by_workers(
 
     results: dict[int, dict[str, Any]] = {}
     tasks = [Task(p.number, p.nbytes) for p in parts]
-    run_all(tasks, results, request, executor, at_once, lambda done, total: progress(what, done, total))
+    run_all(tasks, results, request, workers, lambda done, total: progress(what, done, total))
     reader = Reader(opened.source, ckpt.files, ckpt.records, budget)
     out: dict[str, str] = {}
     for part in parts:

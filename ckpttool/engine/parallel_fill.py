@@ -13,14 +13,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from typing import Any
 
 from ..index.draft import Draft, Written
 from ..storage.buffers import IOBudget
-from ..storage.destination import write_error
-from ..storage.local_destination import LocalDestination
+from ..storage.destination import Destination, write_error
 from .dispatch import Task, run_all
+from .executors import Workers
 from .fill import Progress
 from .part_fill import framed_alone
 from .parts import cut
@@ -33,17 +32,18 @@ __all__ = ["fill_with_workers"]
 def fill_with_workers(
     planned: Plan,
     job: dict[str, Any],
-    destination: LocalDestination,
-    executor: Executor,
-    at_once: int,
+    destination: Destination,
+    workers: Workers,
     progress: Progress,
     budget: IOBudget,
-) -> dict[str, str]:
-    """Write every file of a draft; returns {tensor: BLAKE3 hex digest of its bytes there}, as `fill.fill`.
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Write every file of a draft; returns ({tensor: BLAKE3 hex digest of its bytes there}, as `fill.fill`, and facts of the run).
+
+    The facts: "name" and "count" of the workers, "parts", how many of them an earlier run had "filled_before", how many were submitted
+    "again", and the bytes that each machine filled, by name, in "nodes".
 
     Args:
         job: `part_requests.job_of` this conversion.
-        at_once: how many parts are submitted at a time.
 
     Raises:
         Corrupt, SourceChanged: the source is damaged, or was written to meanwhile.
@@ -60,7 +60,8 @@ def fill_with_workers(
         return json.dumps({"fill": {**asked, "part": part, "there": part.stop <= destination.earlier.done}})
 
     tasks = [Task(part.number, part.nbytes) for part in parts]
-    run_all(tasks, results, request, executor, at_once, lambda done, total: progress("copy", done, total))
+    before = len(results)
+    again = run_all(tasks, results, request, workers, lambda done, total: progress("copy", done, total))
     ckpt = planned.opened.checkpoint
     reader = Reader(source, ckpt.files, ckpt.records, budget)
     for part in parts:
@@ -77,11 +78,17 @@ def fill_with_workers(
         digests[name] = digests[other]
     for i in range(len(draft.files)):
         _finish(draft, i, crcs[i], digests, destination)
-    return digests
+    nodes: dict[str, int] = {}
+    for found in results.values():
+        nodes[found["node"]] = nodes.get(found["node"], 0) + found["bytes"]
+    facts = {
+        "name": workers.name, "count": workers.count, "parts": len(parts), "filled_before": before, "again": again, "nodes": nodes,
+    }  # fmt: skip
+    return digests, facts
 
 
 def _finish(
-    draft: Draft, i: int, written: Sequence[Written], digests: dict[str, str], destination: LocalDestination
+    draft: Draft, i: int, written: Sequence[Written], digests: dict[str, str], destination: Destination
 ) -> None:
     """Write what no worker has written of a file, cut it to its length and make it durable."""
     f, tensors = draft.files[i], draft.checkpoint.tensors

@@ -25,10 +25,12 @@ from blake3 import blake3
 from .. import errors, layouts
 from ..errors import CkpttoolError
 from ..index.checkpoint import Checkpoint
+from ..storage import urls
+from ..storage.source import Source
 from .opening import OpenOptions
 from .planning import WriteRequest
 
-__all__ = ["absolute", "answered", "encoded_error", "index_id", "job_of", "read_job"]
+__all__ = ["absolute", "absolute_path", "answered", "encoded_error", "index_id", "job_of", "read_job"]
 
 
 def absolute(reading: OpenOptions) -> OpenOptions:
@@ -55,9 +57,14 @@ def job_of(src: object, dst: str, reading: OpenOptions, writing: WriteRequest, p
     options = asked.pop("options")
     asked |= {name: dict(asked[name]) for name in ("cast", "expected") if asked[name] is not None}
     return {
-        "src": os.fspath(src), "dst": dst, "plan": plan, "reading": asdict(reading),
+        "src": absolute_path(os.fspath(src)), "dst": absolute_path(dst), "plan": plan, "reading": asdict(reading),
         "writing": {**asked, "options": None if options is None else asdict(options)},
     }  # fmt: skip
+
+
+def absolute_path(path: str) -> str:
+    """The same path in any folder; a URL as it is."""
+    return path if urls.is_url(path) else os.path.abspath(path)
 
 
 def read_job(job: Mapping[str, Any]) -> tuple[str, str, OpenOptions, WriteRequest]:
@@ -71,9 +78,11 @@ def read_job(job: Mapping[str, Any]) -> tuple[str, str, OpenOptions, WriteReques
     return job["src"], job["dst"], OpenOptions(**job["reading"]), WriteRequest(**asked, options=options)
 
 
-def index_id(ckpt: Checkpoint) -> str:
-    """Digest of what an index says of a checkpoint: names, dtypes, shapes and files."""
-    h = blake3(json.dumps([ckpt.layout, ckpt.files, ckpt.sizes]).encode())
+def index_id(ckpt: Checkpoint, source: Source) -> str:
+    """Digest of what an index says of a checkpoint, and of the identities of its files, without their device."""
+    identities = source.identities()
+    files = [(name, identities.get(name, (0,))[1:]) for name in ckpt.files]
+    h = blake3(json.dumps([ckpt.layout, files, ckpt.sizes], default=str).encode())
     for name, t in ckpt.tensors.items():
         h.update(f"{name} {t.dtype} {t.shape}\n".encode())
     return h.hexdigest()

@@ -61,9 +61,9 @@ def _opened(asked: str) -> OpenCheckpoint:
         CkpttoolError: this worker finds another one.
     """
     said = json.loads(asked)
-    opened = open_with(said["path"], OpenOptions(**said["options"]))
+    opened = open_with(said["path"], OpenOptions(**said["options"]), check_hints=False)
     opened.locate()
-    if index_id(opened.checkpoint) != said["index"]:
+    if index_id(opened.checkpoint, opened.source) != said["index"]:
         raise CkpttoolError(
             f"this worker finds another checkpoint at {said['path']} than the process that asked: files that differ between the machines, or "
             "another version of ckpttool."

@@ -18,8 +18,10 @@ from ..index.digests import roots
 from ..index.draft import Draft
 from ..storage import urls
 from ..storage.buffers import IOBudget
+from .executors import Workers, WorkersSpec
 from .fill import Progress, silent, tensor_digests
-from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open, open_with, shown_path
+from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, shown_path
+from .parallel_digests import digests_of, for_reading
 from .planning import WriteRequest, caster
 from .recorded import RECORD, other_digests
 
@@ -48,11 +50,13 @@ def digest(
     tag: str | None = None,
     allow_equal_ranks: bool = False,
     allow_mixed_steps: bool = False,
+    workers: WorkersSpec = None,
     progress: Progress = silent,
 ) -> DigestResult:
     """The digest of a state, which is the same in every layout and at every world size; reads all bytes of its tensors.
 
     Args:
+        workers: who reads, as in `convert`.
         progress: called with ("digest", bytes done, bytes in all).
         (the others): as `open`.
     """
@@ -60,9 +64,9 @@ def digest(
         source_layout=source_layout, only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
         allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
     )  # fmt: skip
-    with open_with(path, options) as opened:
+    with open_with(path, options) as opened, for_reading(workers, path, opened) as crew:
         ckpt = opened.locate()
-        found = tensor_digests(ckpt.tensors, opened.source, ckpt.files, ckpt.records, progress)
+        found = digests_of(opened, path, options, crew, progress, "digest")
         opened.source.assert_unchanged()
         return DigestResult(roots(ckpt.tensors, found), found, [r.to_json() for r in ckpt.unread])
 
@@ -109,6 +113,7 @@ def verify(
     only: Iterable[str] | None = None,
     allow_equal_ranks: bool = False,
     allow_mixed_steps: bool = False,
+    workers: WorkersSpec = None,
     progress: Progress = silent,
 ) -> VerifyResult:
     """Check a checkpoint: its structure and every item's framing.
@@ -116,6 +121,7 @@ def verify(
     Args:
         read_data: also read every byte, and compare it with the CRC32s and with the digests recorded beside it.
         against: also compare every tensor with another checkpoint, in any layout.
+        workers: who reads the data, as in `convert`.
         progress: called with ("read", bytes done, bytes in all).
         (the others): as `open`.
 
@@ -135,15 +141,17 @@ def verify(
         out.salvage = salvaged(opened)
         if not read_data and against is None:
             return out
-        found = tensor_digests(ckpt.tensors, opened.source, ckpt.files, ckpt.records, progress, "read")
+        with for_reading(workers, path, opened) as crew:
+            found = digests_of(opened, path, options, crew, progress, "read")
         opened.source.assert_unchanged()
         out.data = "ok"
         out.digest = roots(ckpt.tensors, found)
         _verify_recorded(opened, found, out)
     if against is not None:
-        with open(against, allow_equal_ranks=True, allow_mixed_steps=True) as other:
+        likewise = OpenOptions(allow_equal_ranks=True, allow_mixed_steps=True)
+        with open_with(against, likewise) as other, for_reading(workers, against, other) as crew:
             second = other.locate()
-            digests = tensor_digests(second.tensors, other.source, second.files, second.records, progress, "read")
+            digests = digests_of(other, against, likewise, crew, progress, "read")
             shared = {str(t.path[0]) for t in ckpt.tensors.values()} & {str(t.path[0]) for t in second.tensors.values()}
         mine = {n: d for n, d in found.items() if ckpt.component(n) in shared}
         yours = {n: d for n, d in digests.items() if second.component(n) in shared}
@@ -312,24 +320,25 @@ def read_back(
     config: str | None,
     progress: Progress,
     budget: IOBudget,
+    workers: Workers | None = None,
 ) -> None:
     """Read what was written, from the disk, as any reader would, and compare every digest.
 
     Raises:
         Differs: with the first tensor that is not what was written. Corrupt: it cannot be read.
     """
+    options = OpenOptions(
+        source_layout=target.name, config=None if target.keeps_config or "config" not in target.reader_uses else config,
+        allow_equal_ranks=True, allow_mixed_steps=True,
+    )  # fmt: skip
     try:
-        with open(
-            path, source_layout=target.name, config=None if target.keeps_config or "config" not in target.reader_uses else config,
-            allow_equal_ranks=True, allow_mixed_steps=True,
-        ) as back:  # fmt: skip
+        with open_with(path, options) as back:
             safetensors_header.open_with_library(back.source, back.checkpoint.files)
-            if back.checkpoint.config is None:  # one file has none beside it to tell its names
-                back.checkpoint.config = draft.checkpoint.config
-            ckpt = back.locate()
-            found = tensor_digests(
-                ckpt.tensors, back.source, ckpt.files, ckpt.records, progress, "verify", None, budget
-            )
+            if back.checkpoint.config is None and draft.checkpoint.config is not None:
+                back.checkpoint.config = draft.checkpoint.config  # one file has none beside it to tell its names
+                workers = None  # who would not know it
+            back.locate()
+            found = digests_of(back, path, options, workers, progress, "verify", budget)
     except Unreadable as e:  # what was written there would fail the next run too
         raise Corrupt(f"the destination cannot be read back: {e}") from e
     missing = sorted(set(digests) - set(found) - set(draft.aliases))

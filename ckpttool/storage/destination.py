@@ -8,6 +8,7 @@ begins anew.
 from __future__ import annotations
 
 import errno
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import CkpttoolError, NoSpace
@@ -83,6 +84,7 @@ class Destination(Protocol):
     `place`         path or URL, for messages
     `messages`      what people should know of what was found, put back, removed or left
     `earlier`       what an interrupted run of the same plan left there
+    `sharable`      whether several processes can fill it: `share`, `filled` and `path` are of use then
     `continuable`   whether a run that is interrupted can be continued, so that a journal is of use
     `finish_after`  files whose last byte has come are finished when there are so many
     `readable`      where the result can be read before it is committed; None where that is not possible
@@ -92,6 +94,17 @@ class Destination(Protocol):
     messages: list[str]
     finish_after: int
     continuable: bool
+    sharable: bool
+
+    @property
+    def filled(self) -> dict[int, dict[str, Any]]:
+        """{number of a part: what its worker said of it} of the parts of this plan that are filled."""
+
+    def share(self, files: Mapping[str, int]) -> dict[str, Any]:
+        """Create files, {name: bytes}, for others to fill; what a `SharedTree` is made of."""
+
+    def path(self, name: str) -> str:
+        """Where a file is built."""
 
     @property
     def place(self) -> str: ...

@@ -41,6 +41,7 @@ class LocalDestination:
     """
 
     continuable = True
+    sharable = True
     finish_after = 64  # a layout may have a file for every tensor
 
     def __init__(self, target: str, is_file: bool, plan: str, need_bytes: int, force: bool) -> None:

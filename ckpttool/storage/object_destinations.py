@@ -44,6 +44,7 @@ class _Uploaded:
     """What an object and a prefix share."""
 
     continuable = False
+    sharable = False
     finish_after = 1  # what is complete need not wait
     readable = None  # a store shows an object when it is complete, and not before
     earlier = Earlier()
@@ -77,6 +78,19 @@ class _Uploaded:
 
     def note(self, entry: dict[str, Any]) -> None:
         """There is no journal: it is not `continuable`."""
+
+    @property
+    def filled(self) -> dict[int, dict[str, Any]]:
+        """Nothing, since it is not `sharable`."""
+        return {}
+
+    def share(self, files: Mapping[str, int]) -> dict[str, Any]:
+        """It is not `sharable`."""
+        raise NotImplementedError
+
+    def path(self, name: str) -> str:
+        """It is not `sharable`."""
+        raise NotImplementedError
 
     def begin_anew(self) -> None:
         """An earlier run leaves nothing that this one uses."""

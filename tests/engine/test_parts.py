@@ -19,12 +19,11 @@ import pytest
 from peers import FIXTURES
 
 import ckpttool
-from ckpttool.engine import dispatch, fill, part_worker, parts
+from ckpttool.engine import dispatch, executors, fill, part_worker, parts
 from ckpttool.engine.opening import OpenOptions
-from ckpttool.engine.parallel_digests import digests_by_workers
+from ckpttool.engine.parallel_digests import digests_of
 from ckpttool.errors import CkpttoolError, Corrupt, Interrupted, NoSpace, SourceChanged, Unreadable
 from ckpttool.layouts import layouts
-from ckpttool.storage.buffers import DEFAULT_BUDGET
 
 FSDP2, ZERO3, FULL = (
     FIXTURES / "fsdp2_w3" / "ckpt",
@@ -51,7 +50,8 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Workers(Executor):
-    """Does what is submitted at once; `before(number of the call, request)` may do harm, and what it returns is the answer."""
+    """Does what is submitted at once; `before(number of the part submitted, request)` may do harm, and what it returns is the answer.
+    The digests of the read-back are computed without harm."""
 
     def __init__(self, before: Callable[[int, dict[str, Any]], Any] = lambda i, request: None) -> None:
         self.before, self.requests = before, list[str]()
@@ -61,7 +61,8 @@ class Workers(Executor):
         (request,) = args
         self.requests.append(request)
         try:
-            harm = self.before(len(self.requests) - 1, json.loads(request))
+            asked = json.loads(request)
+            harm = self.before(len(self.fills) - 1, asked) if "fill" in asked else None
             if harm is NEVER:
                 return out
             out.set_result(fn(request) if harm is None else harm)
@@ -69,8 +70,17 @@ class Workers(Executor):
             out.set_exception(e)
         return out
 
+    @property
+    def fills(self) -> list[dict[str, Any]]:
+        """The requests to fill a part."""
+        return [asked["fill"] for asked in map(json.loads, self.requests) if "fill" in asked]
+
 
 NEVER = object()
+
+
+def crew(executor: Executor) -> executors.Workers:
+    return executors.Workers(executor, 2, False, "two")
 
 
 def contents(path: Path) -> dict[str, bytes]:
@@ -141,7 +151,7 @@ def test_what_fails_is_done_again_and_three_failures_end_the_run(tmp_path: Path)
     done = convert(FSDP2, tmp_path / "never", "hf", workers=again)
     assert contents(tmp_path / "never") == contents(tmp_path / "one")
     assert any("continued an interrupted run" in n for n in done.notes)
-    assert 0 < len([r for r in again.requests if "fill" in r]) < len(parts_of("hf", tmp_path))
+    assert 0 < len(again.fills) < len(parts_of("hf", tmp_path))
 
 
 def parts_of(to: str, tmp_path: Path) -> list[parts.Part]:
@@ -185,7 +195,7 @@ def test_workers_go_on_where_one_process_was_interrupted(tmp_path: Path, monkeyp
     workers = Workers()
     convert(FSDP2, tmp_path / "out", "dcp", workers=workers)
     assert contents(tmp_path / "out") == contents(tmp_path / "one")
-    there = [json.loads(r)["fill"]["there"] for r in workers.requests if "fill" in r]
+    there = [fill["there"] for fill in workers.fills]
     assert there[0] and not there[-1]
 
 
@@ -195,7 +205,7 @@ def test_a_worker_that_wakes_after_the_commit_writes_nothing(tmp_path: Path) -> 
         workers = Workers()
         convert(FSDP2, out, to, workers=workers)
         before = contents(out)
-        fills = [r for r in workers.requests if "fill" in r]
+        fills = [json.dumps({"fill": fill}) for fill in workers.fills]
         for request in (fills[0], fills[-1]):
             answer = json.loads(part_worker.run(request))
             assert "no longer being filled" in answer["error"]["message"]
@@ -208,7 +218,7 @@ def test_a_slow_part_is_given_to_a_second_worker(tmp_path: Path, monkeypatch: py
     convert(FSDP2, tmp_path / "one", "dcp")
     workers = Workers(lambda i, request: NEVER if i == 2 else None)
     convert(FSDP2, tmp_path / "out", "dcp", workers=workers)
-    numbers = [json.loads(r)["fill"]["part"][0] for r in workers.requests if "fill" in r]
+    numbers = [fill["part"][0] for fill in workers.fills]
     assert numbers.count(2) == 2 and len(numbers) == len(set(numbers)) + 1
     assert contents(tmp_path / "one") == contents(tmp_path / "out")
 
@@ -267,7 +277,7 @@ def test_a_damaged_byte_in_a_record_that_two_parts_read_is_found(damaged: str, t
     assert not (tmp_path / "out").exists()
     with ckpttool.open(source) as opened, pytest.raises(Corrupt, match="CRC32"):
         opened.locate()
-        digests_by_workers(opened, str(source), OpenOptions(), Workers(), 2, fill.silent, "read", DEFAULT_BUDGET)
+        digests_of(opened, source, OpenOptions(), crew(Workers()), fill.silent, "read")
 
 
 @pytest.mark.parametrize("source", [FSDP2, ZERO3, FULL], ids=lambda p: p.parent.name)
@@ -276,7 +286,7 @@ def test_digests_by_workers_are_those_of_one_pass(source: Path) -> None:
     workers = Workers()
     with ckpttool.open(source) as opened:
         opened.locate()
-        many = digests_by_workers(opened, str(source), OpenOptions(), workers, 2, fill.silent, "read", DEFAULT_BUDGET)
+        many = digests_of(opened, source, OpenOptions(), crew(workers), fill.silent, "read")
     assert many == one and len(workers.requests) > 2
 
 
