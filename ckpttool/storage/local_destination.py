@@ -92,7 +92,7 @@ class LocalDestination:
         try:
             refuse_full(self.parent, need_bytes, have)
         except NoSpace:
-            if not self.earlier.done:
+            if not self.earlier.done and not self.filled:
                 self._clear()
             raise
         if not found:
@@ -170,7 +170,7 @@ class LocalDestination:
         if self.in_place:
             return self.outcome
         earlier = partial.earlier_run(partial.read_journal(self.folder), self.plan)
-        if earlier is None or not earlier.done:
+        if (earlier is None or not earlier.done) and not self.filled:
             return f"{self.target} is untouched. Too little was copied to be kept: the same command begins anew."
         return f"{self.target} is untouched. Run the same command again to continue, or remove {self.folder}."
 

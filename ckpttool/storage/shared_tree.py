@@ -24,6 +24,9 @@ from .local_range import LocalRange
 __all__ = ["SharedTree", "filled_parts"]
 
 
+_KEYS = {"digests", "crcs", "seen", "bytes", "node"}
+
+
 class SharedTree:
     """The folder of a destination, as a worker sees it.
 
@@ -88,6 +91,6 @@ def filled_parts(folder: str, plan: str) -> dict[int, dict[str, Any]]:
                 found = json.load(f)
         except (OSError, ValueError, RecursionError):
             continue
-        if isinstance(found, dict) and found.pop("plan", None) == plan:
+        if isinstance(found, dict) and found.pop("plan", None) == plan and found.keys() >= _KEYS:
             out[int(number)] = found
     return out
