@@ -56,7 +56,8 @@ class BufferPool:
 
         start = -ctypes.addressof(ctypes.c_char.from_buffer(self._map)) % huge
         view = memoryview(self._map)
-        self.free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        # the one given back last is taken first: it is in the cache, and buffers that are never needed stay without pages
+        self.free: queue.LifoQueue[memoryview] = queue.LifoQueue()
         for i in range(count):
             self.free.put(view[start + i * step : start + i * step + size])
 

@@ -31,6 +31,7 @@ class WriterPool:
         from concurrent.futures import ThreadPoolExecutor
 
         self.pool = ThreadPoolExecutor(budget.threads, "ckpttool-write")
+        self.most_pending = budget.threads + 1  # a longer queue writes no faster, and its buffers have left the cache
         self.pending: list[Future[None]] = []
         self.lock = threading.Lock()
         self.holders: OrderedDict[LocalFile, None] = OrderedDict()  # files that hold a buffer, idle longest first
@@ -50,6 +51,8 @@ class WriterPool:
         """Write buffer[:n] at an offset of a file and give the buffer back."""
         self.holders.pop(out, None)
         self.spare += 1
+        while len(self.pending) >= self.most_pending:
+            self.pending.pop(0).result()
         self.pending.append(self.pool.submit(self._write, out, buffer, n, offset))
 
     def _write(self, out: LocalFile, buffer: memoryview, n: int, offset: int) -> None:
