@@ -376,7 +376,7 @@ def _mpi_executor() -> tuple[Executor, int | None]:
     if world.size == 1 and launched > 1:
         raise UsageError(
             f"{said}: {launched} processes were started, but for mpi4py each is alone: the launcher belongs to another MPI than "
-            f"mpi4py ({MPI.Get_library_version().split(',')[0].strip()[:80]}). Use the mpiexec of that MPI, or another `srun --mpi=` (srun --mpi=list)."
+            f"mpi4py ({MPI.Get_library_version().splitlines()[0].split(',')[0].strip()}). Use the mpiexec of that MPI, or another `srun --mpi=` (srun --mpi=list)."
         )
     if world.size == 1:
         if not (os.environ.get("MPI4PY_FUTURES_MAX_WORKERS") or (world.Get_attr(MPI.UNIVERSE_SIZE) or 1) > 1):
