@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from base64 import b64decode
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..index.draft import Draft, Written
@@ -69,15 +70,18 @@ def fill_with_workers(
     reader.finish()
     digests: dict[str, str] = {}
     crcs: dict[int, list[Written]] = {i: [] for i in range(len(draft.files))}
+    fringes: dict[int, list[tuple[int, str]]] = {}
     for part in parts:
         found = results[part.number]
         digests |= found["digests"]
+        for file, pieces in found["fringes"].items():
+            fringes.setdefault(int(file), []).extend(pieces)
         for file, rows in found["crcs"].items():
             crcs[int(file)] += [(name, row, crc) for name, row, crc in rows]
     for name, other in draft.aliases.items():
         digests[name] = digests[other]
     for i in range(len(draft.files)):
-        _finish(draft, i, crcs[i], digests, destination)
+        _finish(draft, i, crcs[i], fringes.get(i, ()), digests, destination)
     nodes: dict[str, int] = {}
     for found in results.values():
         nodes[found["node"]] = nodes.get(found["node"], 0) + found["bytes"]
@@ -88,7 +92,12 @@ def fill_with_workers(
 
 
 def _finish(
-    draft: Draft, i: int, written: Sequence[Written], digests: dict[str, str], destination: Destination
+    draft: Draft,
+    i: int,
+    written: Sequence[Written],
+    fringes: Iterable[tuple[int, str]],
+    digests: dict[str, str],
+    destination: Destination,
 ) -> None:
     """Write what no worker has written of a file, cut it to its length and make it durable."""
     f, tensors = draft.files[i], draft.checkpoint.tensors
@@ -99,6 +108,8 @@ def _finish(
         with open(path, "r+b", buffering=0) as out:
             fd = out.fileno()
             _put(fd, head, 0)
+            for at, data in fringes:
+                _put(fd, b64decode(data), at)
             alone = framed_alone(draft, i)
             so_far: list[Written] = []
             for k, (name, row, crc) in enumerate(written):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from base64 import b64encode
 from typing import Any
 
 from ..index.checkpoint import TensorEntry
@@ -64,6 +65,7 @@ def fill_part(
     source.assert_unchanged()
     out = {
         "digests": run.digests, "crcs": {str(file): rows for file, rows in run.crcs.items()}, "seen": reader.crcs.seen(),
+        "fringes": {str(file): [(at, b64encode(data).decode()) for at, data in out.fringes or ()] for file, out in run.outs.items()},
         "bytes": part.nbytes, "seconds": round(time.monotonic() - began, 3), "node": os.uname().nodename,
     }  # fmt: skip
     tree.note_part(part.number, out)

@@ -23,7 +23,7 @@ from ..errors import CkpttoolError, DestinationExists, NoSpace, RemoteError, Unr
 from . import partial
 from .destination import write_error
 from .local_file import LocalFile, WriterPool
-from .shared_tree import filled_parts
+from .shared_tree import filled_parts, is_coherent
 
 __all__ = ["LocalDestination", "refuse_full", "refuse_target"]
 
@@ -203,7 +203,9 @@ class LocalDestination:
             finally:
                 os.close(fd)
         st = os.fstat(self._journal)
-        return {"folder": self.folder, "fence": [st.st_ino, st.st_size], "plan": self.plan}
+        return {
+            "folder": self.folder, "fence": [st.st_ino, st.st_size], "plan": self.plan, "coherent": is_coherent(self.folder),
+        }  # fmt: skip
 
     @property
     def filled(self) -> dict[int, dict[str, Any]]:

@@ -1,7 +1,8 @@
 """A range of a file that other processes write to at the same time, written front to back.
 
 Whole pages of the range go around the page cache, as in local_file.py. The pages that the range shares with its neighbours, its
-first and its last, are written through the cache, byte for byte: on a local disk all processes see the same page there.
+first and its last, are written through the cache, byte for byte: on a local disk all processes see the same page there. On a network
+file system each machine has a cache of its own and may write a whole page back, so there these bytes are handed to the coordinator.
 """
 
 from __future__ import annotations
@@ -20,11 +21,19 @@ class LocalRange(LocalFile):
 
     Args:
         may_write: called before each write; raises where the range is no longer to be written to.
+        fringes: where (offset, bytes) on shared pages are added to, instead of writing them.
     """
 
-    def __init__(self, path: str, writer: WriterPool, start: int, may_write: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        path: str,
+        writer: WriterPool,
+        start: int,
+        may_write: Callable[[], None],
+        fringes: list[tuple[int, bytes]] | None = None,
+    ) -> None:
         super().__init__(path, writer, create=False)
-        self.may_write = may_write
+        self.may_write, self.fringes = may_write, fringes
         self.at, self.base = start, -(-start // ALIGN) * ALIGN
         flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         self.cached = os.open(path, flags) if self.direct else self.fd
@@ -51,7 +60,10 @@ class LocalRange(LocalFile):
         super().pwrite(data, offset)
 
     def _through(self, data: memoryview, offset: int) -> None:
-        """Write bytes through the page cache."""
+        """Write bytes of a shared page."""
+        if self.fringes is not None:
+            self.fringes.append((offset, bytes(data)))
+            return
         self.may_write()
         self.write_all(self.cached, data, offset)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,10 +22,10 @@ from .destination import write_error
 from .local_file import WriterPool
 from .local_range import LocalRange
 
-__all__ = ["SharedTree", "filled_parts"]
+__all__ = ["SharedTree", "filled_parts", "is_coherent"]
 
 
-_KEYS = {"digests", "crcs", "seen", "bytes", "node"}
+_KEYS = {"digests", "crcs", "seen", "fringes", "bytes", "node"}
 
 
 class SharedTree:
@@ -36,6 +37,7 @@ class SharedTree:
 
     def __init__(self, shared: Mapping[str, Any]) -> None:
         self.folder, self.fence, self.plan = str(shared["folder"]), tuple(shared["fence"]), str(shared["plan"])
+        self.coherent = bool(shared["coherent"])
 
     def may_write(self) -> None:
         """Raise where the destination was committed, removed or begun anew since the request was made.
@@ -52,9 +54,10 @@ class SharedTree:
             raise CkpttoolError(f"{self.folder} is no longer being filled; this worker has nothing to do there.")
 
     def open_range(self, name: str, pool: WriterPool, start: int) -> LocalRange:
-        """A file, to be written from byte `start` on."""
+        """A file, to be written from byte `start` on. On a network file system its `fringes` are for the coordinator."""
         self.may_write()
-        return LocalRange(os.path.join(self.folder, "tree", name), pool, start, self.may_write)
+        fringes = None if self.coherent else list[tuple[int, bytes]]()
+        return LocalRange(os.path.join(self.folder, "tree", name), pool, start, self.may_write, fringes)
 
     def note_part(self, number: int, result: Mapping[str, Any]) -> None:
         """Say durably that a part is filled; its bytes must be durable already."""
@@ -70,6 +73,21 @@ class SharedTree:
             os.rename(mine, path)
         except OSError as e:
             raise write_error(e, path) from e
+
+
+def is_coherent(folder: str, mounts: str = "/proc/self/mountinfo") -> bool:
+    """Whether processes on all machines that see a folder see the same page cache: not on NFS and SMB."""
+    real, best = os.path.realpath(folder), ("", "")
+    try:
+        with open(mounts, encoding="utf-8", errors="surrogateescape") as f:
+            for line in f:
+                words, _, rest = line.partition(" - ")
+                point = words.split(" ")[4].encode().decode("unicode_escape")
+                if (real + "/").startswith(point.rstrip("/") + "/") and len(point) >= len(best[0]):
+                    best = (point, rest.split(" ")[0])
+    except (OSError, IndexError, UnicodeError):
+        return True
+    return not re.match(r"nfs|cifs|smb|fuse", best[1])
 
 
 def filled_parts(folder: str, plan: str) -> dict[int, dict[str, Any]]:

@@ -24,6 +24,8 @@ from ckpttool.engine.opening import OpenOptions
 from ckpttool.engine.parallel_digests import digests_of
 from ckpttool.errors import CkpttoolError, Corrupt, Interrupted, NoSpace, SourceChanged, Unreadable
 from ckpttool.layouts import layouts
+from ckpttool.storage import local_destination
+from ckpttool.storage.shared_tree import is_coherent
 
 FSDP2, ZERO3, FULL = (
     FIXTURES / "fsdp2_w3" / "ckpt",
@@ -54,7 +56,7 @@ class Workers(Executor):
     The digests of the read-back are computed without harm."""
 
     def __init__(self, before: Callable[[int, dict[str, Any]], Any] = lambda i, request: None) -> None:
-        self.before, self.requests = before, list[str]()
+        self.before, self.requests, self.answers = before, list[str](), list[str]()
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         out: Future[Any] = Future()
@@ -65,7 +67,8 @@ class Workers(Executor):
             harm = self.before(len(self.fills) - 1, asked) if "fill" in asked else None
             if harm is NEVER:
                 return out
-            out.set_result(fn(request) if harm is None else harm)
+            self.answers.append(fn(request) if harm is None else harm)
+            out.set_result(self.answers[-1])
         except Exception as e:
             out.set_exception(e)
         return out
@@ -116,6 +119,37 @@ def test_parts_have_the_bytes_of_one_pass(source: Path, to: str, tmp_path: Path)
         return
     assert len(workers.requests) >= 3
     assert contents(tmp_path / "one" / name) == contents(tmp_path / "many" / name)
+
+
+@pytest.mark.parametrize("to", ["dcp", "full", "hf", "zero3"])
+def test_on_a_network_file_system_the_coordinator_writes_shared_pages(
+    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_destination, "is_coherent", lambda folder: False)
+    name = f"out{SUFFIX.get(to, '')}"
+    (tmp_path / "one").mkdir()
+    convert(FSDP2, tmp_path / "one" / name, to)
+    workers = Workers()
+    convert(FSDP2, tmp_path / name, to, workers=workers)
+    assert contents(tmp_path / "one" / name) == contents(tmp_path / name)
+    answers = [json.loads(a)["fringes"] for a in workers.answers if "fringes" in json.loads(a)]
+    pieces = [(at, data) for files in answers for rows in files.values() for at, data in rows]
+    assert pieces and all(len(data) < 4 * 4096 // 3 + 8 for _, data in pieces)
+
+
+def test_a_file_system_that_machines_share_is_known_by_its_mount(tmp_path: Path) -> None:
+    mounts = tmp_path / "mountinfo"
+    rows = [
+        "22 1 8:1 / / rw - ext4 /dev/sda rw",
+        "30 22 0:40 / /data rw shared:1 - nfs4 host:/x rw",
+        "31 30 8:2 / /data/local rw - xfs /dev/b rw",
+    ]
+    mounts.write_text("\n".join(rows) + "\n")
+    answers = {
+        path: is_coherent(path, str(mounts)) for path in ("/home/x", "/data/run", "/data/local/run", "/database")
+    }
+    assert answers == {"/home/x": True, "/data/run": False, "/data/local/run": True, "/database": True}
+    assert is_coherent("/", str(tmp_path / "missing"))
 
 
 def test_the_cut_covers_every_tensor_once_and_depends_on_the_draft_alone() -> None:
