@@ -67,8 +67,6 @@ def run_all(
     flights: dict[int, _Flight] = {}
     of: dict[Future[str], _Flight] = {}
     seconds: list[float] = []
-    at_once = workers.count or _AT_ONCE
-
     submitted = 0
 
     def submit(flight: _Flight) -> None:
@@ -81,6 +79,7 @@ def run_all(
     try:
         progress(passed, total)
         while todo or flights:
+            at_once = workers.count_now() or _AT_ONCE
             while todo and len(of) < at_once:
                 task = todo.popleft()
                 flights[task.number] = flight = _Flight(task, time.monotonic())

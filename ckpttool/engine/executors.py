@@ -55,15 +55,21 @@ class Workers:
 
     Args:
         executor: `submit(fn, text)` gives a future of a text; `fn` is a function of a module that workers can import.
-        count: how many requests they work on at the same time; None if the engine does not say.
+        count: how many requests they work on at the same time, at the beginning; None if the engine does not say.
         remote: whether they may be on other machines, where local paths, device numbers and inodes can differ.
         name: in messages and progress.
+        recount: asks the engine again, where workers come and go.
     """
 
     executor: Executor
     count: int | None
     remote: bool
     name: str
+    recount: Callable[[], int | None] | None = None
+
+    def count_now(self) -> int | None:
+        """How many requests they work on at the same time, by now; None if the engine does not say."""
+        return self.recount() if self.recount else self.count
 
 
 @contextmanager
@@ -246,7 +252,11 @@ def _dask(where: str) -> Iterator[Workers]:
     executor = client.get_executor(retries=0, pure=False)
     try:
         _ask(executor, said)
-        yield Workers(executor, sum(client.ncores().values()) or None, True, f"dask {client.scheduler.addr}")
+
+        def count() -> int | None:
+            return sum(client.ncores().values()) or None
+
+        yield Workers(executor, count(), True, f"dask {client.scheduler.addr}", count)
     finally:
         executor.shutdown(wait=False)
         client.close()
@@ -321,7 +331,11 @@ def _ray(where: str) -> Iterator[Workers]:
     stdout, sys.stdout = sys.stdout, cast("TextIO", _Stdout(sys.stdout))
     try:
         _ask(executor, said)
-        yield Workers(executor, int(ray.cluster_resources().get("CPU", 0)) or None, True, f"Ray at {where}")
+
+        def count() -> int | None:
+            return int(ray.cluster_resources().get("CPU", 0)) or None
+
+        yield Workers(executor, count(), True, f"Ray at {where}", count)
     finally:
         executor.shutdown(cancel_futures=True)
         if ours:

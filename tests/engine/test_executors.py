@@ -505,13 +505,17 @@ if __name__ == "__main__":
 """
 
 
-def mpi(n: int, *arguments: object, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+def mpiexec(n: int) -> tuple[str, ...]:
+    """The words before a command that start it `n` times."""
     pytest.importorskip("mpi4py", reason="the extra [mpi] is not installed")
-    mpiexec = Path(sys.executable).with_name("mpiexec")
-    if not mpiexec.exists():
+    found = Path(sys.executable).with_name("mpiexec")
+    if not found.exists():
         pytest.skip("mpich is not installed next to Python")
-    before = (str(mpiexec), "-n", str(n)) if n else ()
-    return script(MPI, *arguments, before=before, env=env or {})
+    return (str(found), "-n", str(n))
+
+
+def mpi(n: int, *arguments: object, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    return script(MPI, *arguments, before=mpiexec(n) if n else (), env=env or {})
 
 
 @pytest.mark.slow
