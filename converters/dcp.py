@@ -25,16 +25,13 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from math import prod
 from typing import Any
 
-from ckpttool.engine.zstd_frames import decompress_ends
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.formats import safetensors_header, stored_tensors, torch_zip
 from ckpttool.index.checkpoint import (
-    ITEMSIZE,
     Checkpoint,
     Chunk,
     Chunks,
@@ -51,13 +48,13 @@ from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_or
 from ckpttool.storage.patched import Lost
 from ckpttool.storage.source import Source
 
+from ._dcp_items import HEAD, TAIL, Items
 from ._dcp_metadata import Index, read_index
 from ._dcp_write import write
 
 __all__ = ["LAYOUTS"]
 
 _VALUE_BYTES, _VALUE_HEAD = 256 << 20, 1 << 20
-_HEAD, _TAIL = 4096, 2048  # of an item: its zip's first records, and its directory
 
 
 def detect(where: Place) -> tuple[bool, str]:
@@ -194,32 +191,32 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
         Unsafe: its pickle would run code.
     """
     tensors: dict[str, TensorEntry] = {}
-    records = list(ckpt.records)
+    items = Items(source, ckpt.files)
+    items.records.extend(ckpt.records)
     headers: dict[int, dict[str, safetensors_header.Slot] | None] = {}
     source.prefetch(_ends_of_items(ckpt))
     for name, t in ckpt.tensors.items():
         if t.coding == "raw":
             tensors[name] = t
             continue
-        raw = Chunks(t.chunks.ndim)
-        for c in t.chunks:
-            file = c.extent.file
+        for file in set(t.chunks.file):
             if file not in headers:
-                headers[file] = (
-                    safetensors_header.slots(source, ckpt.files[file])
-                    if _is_safetensors(source, ckpt.files[file])
-                    else None
-                )
-            slots = headers[file]
-            if slots is not None:
-                found = _slot(slots, name, t, c, ckpt.files[file])
-            else:
-                found, record = _item(source, ckpt.files[file], name, t, c)
-                records.extend(record)
-            raw.add(*found[:2], *found.extent, strides=found.strides, zstd=found.zstd)
-        tensors[name] = replace(t, chunks=raw, coding="raw")
+                name_of = ckpt.files[file]
+                headers[file] = safetensors_header.slots(source, name_of) if _is_safetensors(source, name_of) else None
+        if not any(headers[file] is not None for file in set(t.chunks.file)):
+            chunks = items.locate(name, t)
+        else:
+            chunks = Chunks(t.chunks.ndim)
+            for k, c in enumerate(t.chunks):
+                slots = headers[c.extent.file]
+                if slots is not None:
+                    found = _slot(slots, name, t, c, ckpt.files[c.extent.file])
+                else:
+                    found = items.locate(name, replace(t, chunks=Chunks.of(t.chunks.ndim, t.chunks[k : k + 1])))[0]
+                chunks.add(*found[:2], *found.extent, strides=found.strides, zstd=found.zstd)
+        tensors[name] = replace(t, chunks=chunks, coding="raw")
     _refuse_shared(ckpt, tensors)
-    return replace(ckpt, tensors=tensors, records=records)
+    return replace(ckpt, tensors=tensors, records=items.records)
 
 
 def _ends_of_items(ckpt: Checkpoint) -> Iterator[tuple[str, int, int]]:
@@ -227,9 +224,9 @@ def _ends_of_items(ckpt: Checkpoint) -> Iterator[tuple[str, int, int]]:
     for t in ckpt.tensors.values():
         if t.coding == "torch.save":
             for file, offset, length in zip(t.chunks.file, t.chunks.offset, t.chunks.length, strict=True):
-                yield ckpt.files[file], offset, min(length, _HEAD)
-                if length > _HEAD:
-                    yield ckpt.files[file], offset + length - _TAIL, _TAIL
+                yield ckpt.files[file], offset, min(length, HEAD)
+                if length > HEAD:
+                    yield ckpt.files[file], offset + length - TAIL, TAIL
 
 
 def _is_safetensors(source: Source, file: str) -> bool:
@@ -247,60 +244,6 @@ def _slot(slots: dict[str, safetensors_header.Slot], name: str, t: TensorEntry, 
     if slot.dtype != t.dtype or slot.shape != c.shape:
         raise Corrupt(f'{file}: "{name}" is {slot.dtype} {slot.shape} there, {t.dtype} {c.shape} in .metadata.')
     return c._replace(extent=Extent(c.extent.file, slot.offset, slot.length))
-
-
-def _item(source: Source, file: str, name: str, t: TensorEntry, c: Chunk) -> tuple[Chunk, list[Record]]:
-    offset, length = c.extent.offset, c.extent.length
-    what = f'{source.root}/{file} at byte {offset} ("{name}")'
-    zstd = t.coding == "torch.save+zstd"
-    if zstd:
-        head, tail, total = decompress_ends(
-            source, file, offset, length, prod(c.shape) * ITEMSIZE[t.dtype] + (64 << 10), what
-        )
-        read_at, base = _windows(head, tail, total), 0
-    else:
-        # one or two reads: what is asked for lies at the ends
-        head = source.read(file, offset, min(length, _HEAD))
-        tail = head if length <= _HEAD else source.read(file, offset + length - _TAIL, _TAIL)
-        windows = _windows(head, tail, length)
-
-        def read_at(at: int, n: int) -> bytes:
-            try:
-                return windows(at - offset, n)
-            except LookupError:
-                return source.read(file, at, n)
-
-        base, total = offset, length
-    found = torch_zip.read(read_at, base, total, what)
-    if not isinstance(found, stored_tensors.StoredTensor):
-        raise Corrupt(f"{what}: holds a {type(found).__name__}, not a tensor.")
-    if found.dtype != t.dtype or found.shape != c.shape:
-        raise Corrupt(f"{what}: holds {found.dtype} {found.shape}, .metadata says {t.dtype} {c.shape}.")
-    at, n = found.extent
-    if zstd:
-        if not found.contiguous:
-            raise Unsupported(f"{what}: a compressed tensor that is not contiguous.")
-        return c._replace(zstd=(at, found.storage.crc32 if n == found.storage.length else None)), []
-    crc = found.storage.crc32
-    records = (
-        [Record(Extent(c.extent.file, found.storage.offset, found.storage.length), crc)] if crc is not None else []
-    )
-    strides = None if found.contiguous else found.strides
-    return c._replace(extent=Extent(c.extent.file, at, n), strides=strides), records
-
-
-def _windows(head: bytes, tail: bytes, total: int) -> Callable[[int, int], bytes]:
-    """read_at over the first and the last bytes of something of `total` bytes."""
-
-    def read_at(at: int, n: int) -> bytes:
-        if at >= 0 and at + n <= len(head):
-            return head[at : at + n]
-        at -= total - len(tail)
-        if at >= 0 and at + n <= len(tail):
-            return tail[at : at + n]
-        raise LookupError
-
-    return read_at
 
 
 def _refuse_shared(ckpt: Checkpoint, tensors: dict[str, TensorEntry]) -> None:

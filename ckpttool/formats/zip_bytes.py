@@ -17,9 +17,11 @@ from ..storage.source import FileBytes, ReadAt
 
 __all__ = [
     "DATA_DESCRIPTOR_BYTES",
+    "DirectoryEntry",
     "ZipRecord",
     "central_directory",
     "data_descriptor",
+    "directory_entries",
     "first_name",
     "is_zip",
     "local_header",
@@ -124,6 +126,43 @@ def zip_records(read_at: ReadAt, base: int, length: int, what: str) -> dict[str,
     if at != cd_size:
         raise Unsafe(f"{what}: {cd_size - at} bytes of the zip's directory belong to no entry.")
     return _settle(read_at, base, out, spans, cd_offset, root or "", what)
+
+
+class DirectoryEntry(NamedTuple):
+    """One record of a zip with the places of all that the zip says about it; positions are relative to the zip.
+
+    `described`: its CRC32 is not in its local header, but in a data descriptor behind it.
+    """
+
+    name: str
+    header: int
+    data: int
+    length: int
+    crc32: int
+    crc_at: int
+    described: bool
+
+
+def directory_entries(read_at: ReadAt, length: int) -> tuple[list[DirectoryEntry], int]:
+    """(the entries, where the directory begins) of a zip of `length` bytes that `zip_records` has proved."""
+    tail_length = min(length, 98)
+    tail = read_at(length - tail_length, tail_length)
+    count, size, at = _EOCD.unpack(tail[-22:])[4:7]
+    if tail[-42:-38] == b"PK\x06\x07":
+        count, size, at = _EOCD64.unpack(tail[-98:-42])[7:10]
+    directory = read_at(at, size)
+    out, here = [], 0
+    for _ in range(count):
+        fields = _CENTRAL.unpack_from(directory, here)
+        n, extra_n, comment_n = fields[10:13]
+        extra = directory[here + 46 + n : here + 46 + n + extra_n]
+        _, nbytes, header = _zip64(extra, fields[8], fields[9], fields[16], "")
+        local = _LOCAL.unpack(read_at(header, 30))
+        data = header + 30 + local[9] + local[10]
+        name = directory[here + 46 : here + 46 + n].decode()
+        out.append(DirectoryEntry(name, header, data, nbytes, fields[7], at + here + 16, bool(local[2] & 8)))
+        here += 46 + n + extra_n + comment_n
+    return out, at
 
 
 def _zip64(extra: bytes, packed: int, size: int, header: int, what: str) -> tuple[int, int, int]:

@@ -1,0 +1,250 @@
+"""Items of dcp: where the bytes of one tensor are in the torch.save zip around them.
+
+The first item of a kind (dtype, shape, length) is parsed (formats/torch_zip.py): its directory, its local headers, its pickle.
+What torch writes for the next one of that kind differs in four places only: the payload, its CRC32 in the directory and in the
+data descriptor, and `.data/serialization_id`, which is a hash. None of them has a part in what the parser finds, but for the
+CRC32 in the directory, which it hands on. So an item whose every other byte is equal to that of one that was parsed would be
+read as that one was, and is not parsed again (`Template`). Any other byte that differs, and the item is parsed.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from math import prod
+from typing import NamedTuple
+
+from ckpttool.engine.zstd_frames import decompress_ends
+from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.formats import stored_tensors, torch_zip, zip_bytes
+from ckpttool.index.checkpoint import ITEMSIZE, Chunks, Extent, Record, TensorEntry
+from ckpttool.storage.source import ReadAt, Source
+
+__all__ = ["HEAD", "TAIL", "Items", "Template", "template", "windows"]
+
+HEAD, TAIL = 4096, 2048  # of an item, what is read: its zip's first records, and its directory
+_WINDOW = 64 << 10  # small items are read many at a time
+_WINDOWS = 512  # such reads that are kept, one a file
+_VARIANTS = 8  # templates of one kind
+
+_CRC = struct.Struct("<I")
+
+
+class Template(NamedTuple):
+    """An item that was parsed, but for its payload: what all others of its kind have, byte for byte.
+
+    Positions are relative to the item; `fixed` are (position, bytes) of everything behind the payload that has to be equal.
+    """
+
+    head: bytes
+    fixed: tuple[tuple[int, bytes], ...]
+    payload: tuple[int, int]  # the storage: offset, length
+    crc_at: int
+    at: int  # the first element of the tensor
+    nbytes: int
+    strides: tuple[int, ...] | None
+
+    def crc_of(self, head: bytes, tail: bytes, tail_at: int) -> int | None:
+        """The CRC32 of an item's payload, None where the item differs from this one in anything that counts.
+
+        `head` are its first bytes and `tail` those from `tail_at` to its end.
+        """
+        if not head.startswith(self.head):
+            return None
+        for at, wanted in self.fixed:
+            at -= tail_at
+            if tail[at : at + len(wanted)] != wanted:
+                return None
+        crc: int = _CRC.unpack_from(tail, self.crc_at - tail_at)[0]
+        return crc
+
+
+def template(head: bytes, tail: bytes, length: int, found: stored_tensors.StoredTensor, base: int) -> Template | None:
+    """The template of an item of `length` bytes at `base` that was parsed; None of one that cannot have any.
+
+    `head` are its first bytes and `tail` its last ones: all that the parser may have looked at, or there is no template.
+    """
+    start = found.storage.offset - base
+    end = start + found.storage.length
+    tail_at = length - len(tail)
+    if start > len(head) or end < tail_at:
+        return None
+    entries, directory_at = zip_bytes.directory_entries(windows(head, tail, length), length)
+    varying: list[tuple[int, int]] = []  # (position, bytes) behind the payload that the parser does not look at
+    crc_at = None
+    for entry in entries:
+        name = entry.name.partition("/")[2]
+        behind = entry.data + entry.length
+        if entry.data == start and entry.length == found.storage.length and name.startswith("data/"):
+            crc_at = entry.crc_at
+            if entry.length == 0:
+                continue  # nothing about it varies
+        elif name == ".data/serialization_id" and entry.header >= end:
+            varying.append((entry.data, entry.length))
+        else:
+            continue
+        if not entry.described:
+            return None  # its CRC32 is in its local header too, and the parser compares the two
+        varying.append((entry.crc_at, 4))
+        alone = behind + 8 <= directory_at and not any(
+            e.header < behind + 8 and behind < e.data + e.length for e in entries if e is not entry
+        )
+        if alone and tail[behind - tail_at : behind - tail_at + 4] == b"PK\x07\x08":
+            varying.append((behind + 4, 4))
+    if crc_at is None:
+        return None
+    fixed, at = [], end
+    for position, n in sorted(varying):
+        if position < at:
+            return None
+        fixed.append((at, tail[at - tail_at : position - tail_at]))
+        at = position + n
+    fixed.append((at, tail[at - tail_at :]))
+    strides = None if found.contiguous else found.strides
+    first, nbytes = found.extent
+    payload = (start, found.storage.length)
+    return Template(head[:start], tuple(f for f in fixed if f[1]), payload, crc_at, first - base, nbytes, strides)
+
+
+def windows(head: bytes, tail: bytes, total: int) -> ReadAt:
+    """read_at over the first and the last bytes of something of `total` bytes."""
+
+    def read_at(at: int, n: int) -> bytes:
+        if at >= 0 and at + n <= len(head):
+            return head[at : at + n]
+        at -= total - len(tail)
+        if at >= 0 and at + n <= len(tail):
+            return tail[at : at + n]
+        raise LookupError
+
+    return read_at
+
+
+class Items:
+    """Looks into the items of a checkpoint.
+
+    `records` are the CRC32s that were found.
+    """
+
+    def __init__(self, source: Source, files: list[str]) -> None:
+        self.source, self.files = source, files
+        self.records: list[Record] = []
+        self._templates: dict[tuple[str, tuple[int, ...], int], list[Template]] = {}
+        self._windows: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
+        self._plain = type(source) is Source
+
+    def locate(self, name: str, t: TensorEntry) -> Chunks:
+        """The chunks of a tensor that is saved as items, with the byte ranges of their elements.
+
+        Raises:
+            Corrupt: an item is cut off, overwritten, or of another dtype or shape. Unsafe: its pickle would run code.
+        """
+        old = t.chunks
+        out = Chunks(old.ndim)
+        out.start, out.shape, out.file = old.start[:], old.shape[:], old.file[:]
+        if t.coding == "torch.save+zstd":
+            places = zip(old.boxes(), old.file, old.offset, old.length, strict=True)
+            out.zstd = {k: self._zstd(name, t, box[1], *place) for k, (box, *place) in enumerate(places)}
+            out.offset, out.length = old.offset[:], old.length[:]
+            return out
+        strided: dict[int, tuple[int, ...]] = {}
+        templates: list[Template] = []
+        kind: tuple[int, ...] | None = None
+        for k, (_, shape) in enumerate(old.boxes()):
+            file, offset, length = old.file[k], old.offset[k], old.length[k]
+            head, tail = self._ends(file, offset, length)
+            if kind != (*shape, length):
+                kind = (*shape, length)
+                templates = self._templates.setdefault((t.dtype, shape, length), [])
+            for found in templates:
+                crc = found.crc_of(head, tail, length - len(tail))
+                if crc is not None:
+                    start, n = found.payload
+                    if crc:
+                        self.records.append(Record(Extent(file, offset + start, n), crc))
+                    out.offset.append(offset + found.at)
+                    out.length.append(found.nbytes)
+                    if found.strides is not None:
+                        strided[k] = found.strides
+                    break
+            else:
+                tensor = self._parsed(name, t.dtype, shape, file, offset, length, head, tail)
+                storage = tensor.storage
+                if storage.crc32 is not None:
+                    self.records.append(Record(Extent(file, storage.offset, storage.length), storage.crc32))
+                at, n = tensor.extent
+                out.offset.append(at)
+                out.length.append(n)
+                if not tensor.contiguous:
+                    strided[k] = tensor.strides
+                made = template(head, tail, length, tensor, offset) if len(templates) < _VARIANTS else None
+                if made is not None:
+                    templates.append(made)
+        if strided:
+            out.strides = strided
+        return out
+
+    def _ends(self, file: int, offset: int, length: int) -> tuple[bytes, bytes]:
+        """The first and the last bytes of an item; of a small one, all of it twice."""
+        name = self.files[file]
+        if length > HEAD:
+            return self.source.read(name, offset, HEAD), self.source.read(name, offset + length - TAIL, TAIL)
+        if not self._plain:
+            head = self.source.read(name, offset, length)
+            return head, head
+        at, window = self._windows.get(file, (0, b""))
+        if not at <= offset <= offset + length <= at + len(window):
+            at, window = (
+                offset,
+                self.source.read(name, offset, max(length, min(_WINDOW, self.source.size(name) - offset))),
+            )
+            self._windows[file] = at, window
+            self._windows.move_to_end(file)
+            if len(self._windows) > _WINDOWS:
+                self._windows.popitem(last=False)
+        head = window[offset - at : offset - at + length]
+        return head, head
+
+    def _parsed(
+        self,
+        name: str,
+        dtype: str,
+        shape: tuple[int, ...],
+        file: int,
+        offset: int,
+        length: int,
+        head: bytes,
+        tail: bytes,
+    ) -> stored_tensors.StoredTensor:
+        what = f'{self.source.root}/{self.files[file]} at byte {offset} ("{name}")'
+        here = windows(head, tail, length)
+
+        def read_at(at: int, n: int) -> bytes:
+            try:
+                return here(at - offset, n)
+            except LookupError:
+                return self.source.read(self.files[file], at, n)
+
+        return _agreed(torch_zip.read(read_at, offset, length, what), dtype, shape, what)
+
+    def _zstd(
+        self, name: str, t: TensorEntry, shape: tuple[int, ...], file: int, offset: int, length: int
+    ) -> tuple[int, int | None]:
+        """Where in the content of a compressed item its tensor begins, and the CRC32 of that."""
+        what = f'{self.source.root}/{self.files[file]} at byte {offset} ("{name}")'
+        most = prod(shape) * ITEMSIZE[t.dtype] + (64 << 10)
+        head, tail, total = decompress_ends(self.source, self.files[file], offset, length, most, what)
+        found = _agreed(torch_zip.read(windows(head, tail, total), 0, total, what), t.dtype, shape, what)
+        if not found.contiguous:
+            raise Unsupported(f"{what}: a compressed tensor that is not contiguous.")
+        at, n = found.extent
+        return at, found.storage.crc32 if n == found.storage.length else None
+
+
+def _agreed(found: object, dtype: str, shape: tuple[int, ...], what: str) -> stored_tensors.StoredTensor:
+    """What was found in an item, if it is the tensor that .metadata says."""
+    if not isinstance(found, stored_tensors.StoredTensor):
+        raise Corrupt(f"{what}: holds a {type(found).__name__}, not a tensor.")
+    if found.dtype != dtype or found.shape != shape:
+        raise Corrupt(f"{what}: holds {found.dtype} {found.shape}, .metadata says {dtype} {shape}.")
+    return found
