@@ -19,6 +19,7 @@ from ..storage import urls
 from ..storage.buffers import IOBudget
 from ..storage.destination import Destination, write_error
 from ..storage.source import Source
+from . import part_worker
 from .destination import normal_destination, open_destination, recovered, refuse_destination, refuse_source
 from .dispatch import InThisProcess
 from .executors import Workers, WorkersSpec, default_count, workers_of
@@ -291,8 +292,13 @@ def _workers(
         yield None
     elif alone and not destination.filled:
         yield None
+    elif alone:
+        try:
+            yield Workers(InThisProcess(), 1, False, "this process")
+        finally:
+            part_worker.forget()
     else:
-        with workers_of(InThisProcess() if alone else spec, draft.nbytes) as workers:
+        with workers_of(spec, draft.nbytes) as workers:
             yield workers
 
 

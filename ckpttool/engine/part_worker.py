@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ..errors import CkpttoolError
 from ..storage.buffers import IOBudget
@@ -17,7 +17,37 @@ from .part_requests import encoded_error, index_id, read_job
 from .parts import Part
 from .planning import Plan, plan_id, plan_with
 
-__all__ = ["run"]
+__all__ = ["forget", "run"]
+
+
+T = TypeVar("T", Plan, OpenCheckpoint)
+
+
+class _Last(Generic[T]):
+    """What was made for the last question, open: a worker fills many parts of one plan. What was made before is closed."""
+
+    def __init__(self, make: Callable[[str], T]) -> None:
+        self.make, self.question = make, ""
+        self.made: T | None = None
+
+    def __call__(self, question: str) -> T:
+        if self.made is None or question != self.question:
+            self.close()
+            self.made, self.question = self.make(question), question
+        return self.made
+
+    def close(self) -> None:
+        """Forget it."""
+        made, self.made = self.made, None
+        if made is not None:
+            with made:
+                pass
+
+
+def forget() -> None:
+    """Close what is kept for the next request: for processes that do not end when the work is done."""
+    _planned.close()
+    _opened.close()
 
 
 def run(request: str) -> str:
@@ -53,9 +83,8 @@ def _digest(asked: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-@lru_cache(1)
-def _opened(asked: str) -> OpenCheckpoint:
-    """An open checkpoint; the last one is kept, since a worker reads many parts of it.
+def _open(asked: str) -> OpenCheckpoint:
+    """An open checkpoint.
 
     Raises:
         CkpttoolError: this worker finds another one.
@@ -71,9 +100,8 @@ def _opened(asked: str) -> OpenCheckpoint:
     return opened
 
 
-@lru_cache(1)
-def _planned(job: str) -> Plan:
-    """The plan of a conversion; that of the last one is kept, since a worker fills many parts of it.
+def _plan(job: str) -> Plan:
+    """The plan of a conversion.
 
     Raises:
         CkpttoolError: this worker plans something else.
@@ -88,3 +116,6 @@ def _planned(job: str) -> Plan:
             "differ between the machines. Install the same version everywhere, on a file system that all of them see."
         )
     return planned
+
+
+_planned, _opened = _Last(_plan), _Last(_open)

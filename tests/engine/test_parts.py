@@ -47,8 +47,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(parts, "_LEAST_BYTES", 8 << 10)
     monkeypatch.setattr(parts, "_LEAST_BYTES_OF_A_FILE", 1 << 10)
     yield
-    part_worker._planned.cache_clear()
-    part_worker._opened.cache_clear()
+    part_worker.forget()
 
 
 class Workers(Executor):
