@@ -27,7 +27,8 @@ class _Last(Generic[T]):
     """What was made for the last question, open: a worker fills many parts of one plan. What was made before is closed."""
 
     def __init__(self, make: Callable[[str], T]) -> None:
-        self.make, self.question = make, ""
+        self.make: Callable[[str], T] = make
+        self.question = ""
         self.made: T | None = None
 
     def __call__(self, question: str) -> T:
