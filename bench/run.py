@@ -5,7 +5,8 @@ tool once, in an order that is reversed from round to round; before each run the
 synced and the source is dropped from the page cache. *durable* wall time ends when every byte of the result is on the
 disk: ckpttool fsyncs by itself, for the others the bench does. Ratios are medians over rounds of (tool / cp of the same
 round). Another cp in every round is compared with the first: when that null pair is far from 1.0, the machine was not
-quiet and the run says nothing. CPU seconds and peak memory are those of the process and its children.
+quiet and the run says nothing. CPU seconds and peak memory are those of the process and its children. `floor` (floor.py) is a bare
+loop over the same bytes; the CPU seconds of the others are also given as a ratio to it.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ def ours(*options: str) -> Callable[[str, str], list[str]]:
     """ckpttool with options."""
     return lambda src, dst: [*CLI, src, dst, *options]
 
+
+#: Conversions whose CPU seconds are compared with those of a bare loop: every byte of the source is in the result.
+FLOOR = ("DCP8 -> hf", "DCP8 -> DCP3")
 
 TASKS = (
     "DCP8 -> hf", "DCP8 -> DCP3", "hf -> DCP8", "HF shards -> hf", "fp32 -> bf16", "ZeRO-3 W=8 -> hf",
@@ -117,6 +121,11 @@ def tools(task: str) -> list[Tool]:
     raise KeyError(task)
 
 
+def floor(task: str) -> list[Tool]:
+    """The bare loop, where it does the work of the task."""
+    return [Tool("floor", lambda s, d: [PYTHON, str(ROOT / "bench/floor.py"), s, d])] if task in FLOOR else []
+
+
 def size_of(path: Path) -> int:
     """Bytes of a file or of all files of a folder."""
     return sum(p.stat().st_size for p in ([path] if path.is_file() else path.rglob("*")) if p.is_file())
@@ -158,7 +167,10 @@ def once(command: list[str], source: Path, destination: Path) -> tuple[float, fl
 def compare(task: str, source: Path, work: Path, rounds: int, only: str | None) -> dict[str, object]:
     """All tools of a task against cp -r, alternating."""
     copy = lambda src, dst: ["cp", "-r", src, dst]  # noqa: E731
-    entrants = [Tool("cp -r", copy), *(t for t in tools(task) if not only or only in t.name), Tool("cp -r again", copy)]
+    wanted = (t for t in tools(task) if not only or only in t.name)
+    bare_loop = floor(task)
+    entrants = [Tool("cp -r", copy), *wanted, *bare_loop, Tool("cp -r again", copy)]
+    load = os.getloadavg()[0]
     for r in range(rounds):
         for tool in entrants if r % 2 == 0 else entrants[::-1]:
             wall, cpu, rss = once(tool.command(str(source), str(work / "out")), source, work / "out")
@@ -177,6 +189,9 @@ def compare(task: str, source: Path, work: Path, rounds: int, only: str | None) 
                 "wall_to_cp": statistics.median(ratios),
                 "ratio_range": [min(ratios), max(ratios)],
                 "cpu_s_per_gb": statistics.median(tool.cpu) / (nbytes / 1e9),
+                "cpu_to_floor": statistics.median(c / f for c, f in zip(tool.cpu, bare_loop[0].cpu, strict=True))
+                if bare_loop
+                else None,
                 "peak_mib": max(tool.rss),
             }
         )
@@ -184,7 +199,7 @@ def compare(task: str, source: Path, work: Path, rounds: int, only: str | None) 
         "task": task,
         "bytes": nbytes,
         "rounds": rounds,
-        "load": os.getloadavg()[0],
+        "load": load,
         "rows": rows,
         "raw": [asdict(t) | {"command": None} for t in entrants],
     }
@@ -192,13 +207,18 @@ def compare(task: str, source: Path, work: Path, rounds: int, only: str | None) 
 
 def table(results: list[dict[str, object]]) -> str:
     """Markdown for docs/benchmarks.md."""
-    out = ["| conversion | tool | durable wall, s | to `cp -r` | CPU s/GB | peak MiB |", "|---|---|---|---|---|---|"]
+    out = [
+        "| conversion | tool | durable wall, s | to `cp -r` | CPU s/GB | CPU to floor | peak MiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for result in results:
         for row in result["rows"]:  # type: ignore[attr-defined]
             low, high = row["ratio_range"]
+            to_floor = f"{row['cpu_to_floor']:.2f}" if row["cpu_to_floor"] else ""
             out.append(
                 f"| {result['task']} {result['bytes'] / 1e9:.1f} GB | {row['tool']} | {row['wall_s']:.2f} | "  # type: ignore[operator]
-                f"{row['wall_to_cp']:.2f} [{low:.2f}-{high:.2f}] | {row['cpu_s_per_gb']:.2f} | {row['peak_mib']:.0f} |"
+                f"{row['wall_to_cp']:.2f} [{low:.2f}-{high:.2f}] | {row['cpu_s_per_gb']:.2f} | {to_floor} | "
+                f"{row['peak_mib']:.0f} |"
             )
     return "\n".join(out)
 

@@ -177,13 +177,17 @@ class Scatter:
         """Hand a block's elements on to the chunks that they belong to."""
         item = ITEMSIZE[entry.dtype]
         if block.count == 0:
-            for r in plan:
+            for r in reversed(plan):
                 self.begin(name, entry, r)
                 self._end(name, entry, r)
             return
         first, last = block.first, block.first + block.count
-        for r in plan:
+        while plan and plan[-1].first is not None and plan[-1].done == plan[-1].count:
+            plan.pop()  # those that are done, the earliest of which are last
+        for r in reversed(plan):
             if r.first is not None:  # a flat range
+                if r.first >= last:
+                    break  # so do all that follow
                 a, b = max(first, r.first), min(last, r.first + r.count)
                 if a >= b:
                     continue
@@ -391,11 +395,12 @@ class ChunkRow:
 
     __slots__ = ("count", "crc", "done", "file", "first", "offset", "row", "shape", "start")
 
-    def __init__(self, row: int, entry: TensorEntry, flat: bool) -> None:
-        c = entry.chunks[row]
-        self.row, self.start, self.shape, self.file, self.offset = row, c.start, c.shape, c.extent.file, c.extent.offset
-        self.count = prod(c.shape)
-        self.first = boxes.flat_start(entry.shape, c.start) if flat else None
+    def __init__(self, row: int, entry: TensorEntry, box: tuple[tuple[int, ...], tuple[int, ...]], flat: bool) -> None:
+        c = entry.chunks
+        self.row, self.file, self.offset = row, c.file[row], c.offset[row]
+        self.start, self.shape = box
+        self.count = prod(self.shape)
+        self.first = boxes.flat_start(entry.shape, self.start) if flat else None
         self.done = self.crc = 0
 
 
@@ -405,9 +410,10 @@ def _flat(entry: TensorEntry) -> bool:
 
 
 def _rows(entry: TensorEntry) -> list[ChunkRow]:
+    """The chunks; in the order of the flattened tensor, the last first, where each is a range of that."""
     flat = _flat(entry)
-    rows = [ChunkRow(k, entry, flat) for k in range(len(entry.chunks))]
-    return sorted(rows, key=lambda r: r.first or 0) if flat else rows
+    rows = [ChunkRow(k, entry, box, flat) for k, box in enumerate(entry.chunks.boxes())]
+    return sorted(rows, key=lambda r: r.first or 0)[::-1] if flat else rows[::-1]
 
 
 def _cut(block: Block, box: tuple[tuple[int, ...], tuple[int, ...]], item: int) -> memoryview:

@@ -26,7 +26,7 @@ from typing import Any
 from ..errors import Corrupt, argument
 from ..formats.crc import crc32, crc32_combine
 from ..formats.stored_tensors import number_in
-from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, Record, TensorEntry
+from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Record, TensorEntry
 from ..layouts import Layout
 from ..storage.buffers import IOBudget
 from ..storage.source import Source
@@ -59,9 +59,9 @@ def refuse_equal_ranks(ckpt: Checkpoint, source: Source, layout: Layout) -> None
             continue
         if layout.spreads_tensors and len({ckpt.ranks.get(f) for f in set(t.chunks.file)}) < 2:
             continue
-        for k, c in enumerate(t.chunks):
-            if c.extent.file in ckpt.ranks and prod(c.shape) > 1:
-                pieces.setdefault(c.extent.file, {})[name, k] = find(t, c)
+        for k, file in enumerate(t.chunks.file):
+            if file in ckpt.ranks and prod(t.chunks.shape_of(k)) > 1:
+                pieces.setdefault(file, {})[name, k] = find(t, k)
     summed = {f: found for f, found in pieces.items() if None not in found.values()}
     for a, b in [*_equal_sums(ckpt, summed), *_equal_files(ckpt, source, [f for f in pieces if f not in summed])]:
         proof = _proof(ckpt, source, pieces[a], pieces[b], in_both=layout.spreads_tensors)
@@ -83,8 +83,8 @@ def _zeros(n: int) -> int:
     return crc32_combine(both, crc32(b"\0"), 1) if n % 2 else both
 
 
-def _records_of(ckpt: Checkpoint) -> Callable[[TensorEntry, Chunk], Sum | None]:
-    """A function that finds the record containing a chunk of a tensor; it returns None if there is none."""
+def _records_of(ckpt: Checkpoint) -> Callable[[TensorEntry, int], Sum | None]:
+    """A function that finds the record containing a chunk (row) of a tensor; it returns None if there is none."""
     by_file: dict[int, list[Record]] = {}
     for r in ckpt.records:
         by_file.setdefault(r.extent.file, []).append(r)
@@ -93,15 +93,17 @@ def _records_of(ckpt: Checkpoint) -> Callable[[TensorEntry, Chunk], Sum | None]:
         records.sort(key=lambda r: r.extent.offset)
         starts[file] = [r.extent.offset for r in records]
 
-    def find(t: TensorEntry, c: Chunk) -> Sum | None:
-        if c.zstd is not None:
-            return None if c.zstd[1] is None else (prod(c.shape) * ITEMSIZE[t.dtype], c.zstd[1], 0)
-        k = bisect_right(starts.get(c.extent.file, ()), c.extent.offset) - 1
+    def find(t: TensorEntry, row: int) -> Sum | None:
+        c = t.chunks
+        if (zstd := c.zstd.get(row)) is not None:
+            return None if zstd[1] is None else (prod(c.shape_of(row)) * ITEMSIZE[t.dtype], zstd[1], 0)
+        file, offset = c.file[row], c.offset[row]
+        k = bisect_right(starts.get(file, ()), offset) - 1
         if k < 0:
             return None
-        r = by_file[c.extent.file][k]
-        inside = c.extent.offset - r.extent.offset
-        return (r.extent.length, r.crc32, inside) if inside + c.extent.length <= r.extent.length else None
+        r = by_file[file][k]
+        inside = offset - r.extent.offset
+        return (r.extent.length, r.crc32, inside) if inside + c.length[row] <= r.extent.length else None
 
     return find
 
@@ -196,7 +198,7 @@ def refuse_mixed_steps(ckpt: Checkpoint, source: Source, layout: Layout) -> None
     if not layout.spreads_tensors or len(set(file.values())) < 2:
         return
     find = _records_of(ckpt)
-    sums = {(ckpt.tensors[n].dtype, find(ckpt.tensors[n], ckpt.tensors[n].chunks[0])) for n in names}
+    sums = {(ckpt.tensors[n].dtype, find(ckpt.tensors[n], 0)) for n in names}
     if len(sums) == 1 and None not in {s for _, s in sums}:
         return  # equal CRC32s of one number each: equal numbers, and nothing was read
     source.prefetch((ckpt.files[file[n]], *ckpt.tensors[n].chunks[0].extent[1:]) for n in names)

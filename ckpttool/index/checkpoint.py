@@ -192,6 +192,10 @@ class Chunks(Sequence[Chunk]):
         for k in range(len(self)):
             yield self[k]
 
+    def shape_of(self, row: int) -> tuple[int, ...]:
+        """The shape of a row."""
+        return tuple(self.shape[row * self.ndim : (row + 1) * self.ndim])
+
     def boxes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """(start, shape) of every row."""
         n = self.ndim

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["LocalFile", "WriterPool"]
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
+_SMALL = (
+    32 << 10
+)  # so many bytes of a file wait without a buffer of the pool, which many files would take from each other
 
 
 class WriterPool:
@@ -84,7 +87,7 @@ class LocalFile(DestinationFile):
         self.at = 0  # bytes appended so far
         self.buffer: memoryview | None = None
         self.base = 0  # file offset of buffer[0], a multiple of ALIGN
-        self.tail = b""  # bytes after the last whole page, while no buffer is held
+        self.tail = bytearray()  # the bytes from `base` on, while no buffer is held
         self.old_fd = -1
         flags = os.O_RDWR | (os.O_CREAT if create else 0) | os.O_CLOEXEC | os.O_NOFOLLOW
         self.direct = bool(_DIRECT)
@@ -124,7 +127,7 @@ class LocalFile(DestinationFile):
         if self.there < 0:
             return
         self.base = self.at - self.at % ALIGN
-        self.tail = self.peek(self.base, self.at - self.base)
+        self.tail = bytearray(self.peek(self.base, self.at - self.base))
         if os.fstat(self.there).st_size < self.at:
             raise Altered(self.path)
         os.close(self.there)
@@ -138,6 +141,10 @@ class LocalFile(DestinationFile):
             self.at += len(data)
             return
         done, n = 0, len(data)
+        if self.buffer is None and len(self.tail) + n <= _SMALL:
+            self.tail += data
+            self.at += n
+            return
         view = memoryview(data)
         while done < n:
             if self.buffer is None:
@@ -154,12 +161,15 @@ class LocalFile(DestinationFile):
                 self.flush()
 
     def flush(self) -> None:
-        """Hand the whole pages of the buffer to the writer; what is after them is kept."""
+        """Hand the whole pages to the writer; what is after them is kept."""
         if self.buffer is None:
-            return
+            if len(self.tail) < ALIGN:
+                return
+            self.buffer = self.writer.acquire(self)
+            self.buffer[: len(self.tail)] = self.tail
         used = self.at - self.base
         whole = used - used % ALIGN
-        self.tail = bytes(self.buffer[whole:used])
+        self.tail = bytearray(self.buffer[whole:used])
         buffer, self.buffer = self.buffer, None
         self.writer.submit(self, buffer, whole, self.base)
         self.base += whole
