@@ -5,11 +5,11 @@ So a tensor of one index may come from two checkpoints, or have rows that are ze
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from .patched import ENDLESS
-from .source import Identity, Source
+from .several import SeveralSources
+from .source import Source
 
 __all__ = ["ZEROS", "JoinedSource", "of_other"]
 
@@ -23,7 +23,7 @@ def of_other(name: str) -> str:
     return f"{_OTHER}/{name}"
 
 
-class JoinedSource(Source):
+class JoinedSource(SeveralSources):
     """The files of `inner`; those of `other`, where there is one, as `of_other` names them; and `ZEROS`.
 
     Lists, and with that everything that looks around in a folder, are those of `inner`.
@@ -32,67 +32,30 @@ class JoinedSource(Source):
     local = False
 
     def __init__(self, inner: Source, other: Source | None = None) -> None:
+        super().__init__(inner, *([] if other is None else [other]))
         self.inner, self.other = inner, other
-        self.root, self.is_remote, self.commit = inner.root, inner.is_remote, inner.commit
 
-    def _where(self, name: str) -> tuple[Source, str]:
+    def where(self, name: str) -> tuple[Source, str]:
+        """The file of either checkpoint."""
         if self.other is not None and name.startswith(f"{_OTHER}/"):
             return self.other, name.removeprefix(f"{_OTHER}/")
         return self.inner, name
 
+    def shown(self, number: int, name: str) -> str:
+        """As `of_other` names it, of the other checkpoint."""
+        return of_other(name) if number else name
+
     def list(self, folder: str = "") -> list[str]:
         return self.inner.list(folder)
 
-    def exists(self, name: str) -> bool:
-        source, own = self._where(name)
-        return source.exists(own)
-
-    def glance(self, name: str) -> tuple[bool, int | None]:
-        source, own = self._where(name)
-        return source.glance(own)
-
     def size(self, name: str) -> int:
-        if name == ZEROS:
-            return ENDLESS
-        source, own = self._where(name)
-        return source.size(own)
-
-    def fd(self, name: str, flags: int = 0) -> int:
-        source, own = self._where(name)
-        return source.fd(own, flags)
-
-    @contextmanager
-    def borrow_fd(self, name: str, flags: int = 0) -> Iterator[int]:
-        source, own = self._where(name)
-        with source.borrow_fd(own, flags) as fd:
-            yield fd
+        return ENDLESS if name == ZEROS else super().size(name)
 
     def readinto(self, name: str, offset: int, into: memoryview) -> None:
         if name == ZEROS:
             into[:] = bytes(len(into))
-            return
-        source, own = self._where(name)
-        source.readinto(own, offset, into)
+        else:
+            super().readinto(name, offset, into)
 
     def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        rows = [(*self._where(name), offset, length) for name, offset, length in ranges if name != ZEROS]
-        self.inner.prefetch((own, offset, length) for of, own, offset, length in rows if of is self.inner)
-        if self.other is not None:
-            self.other.prefetch((own, offset, length) for of, own, offset, length in rows if of is self.other)
-
-    def identities(self) -> dict[str, Identity]:
-        others = self.other.identities() if self.other is not None else {}
-        return self.inner.identities() | {of_other(n): i for n, i in others.items()}
-
-    def has_versions(self) -> bool:
-        return self.inner.has_versions() and (self.other is None or self.other.has_versions())
-
-    def assert_unchanged(self) -> None:
-        self.inner.assert_unchanged()
-        if self.other is not None:
-            self.other.assert_unchanged()
-
-    def close(self) -> None:
-        self.inner.close()
-        if self.other is not None:
-            self.other.close()
+        super().prefetch(r for r in ranges if r[0] != ZEROS)
