@@ -174,7 +174,7 @@ def _factory(module: str, name: str) -> Iterator[Workers]:
     if not isinstance(made, Executor):
         raise UsageError(f"{said} returned {type(made).__name__}, not a concurrent.futures.Executor.")
     try:
-        _ask(made, said)
+        _refuse_other_version(said, "a worker", _ask(made, said, version_of_worker))
         yield Workers(made, _count_of(made), _may_be_remote(made), f"{module}:{name}")
     finally:
         try:
@@ -198,15 +198,15 @@ def version_of_worker(text: str) -> str:
     return __version__
 
 
-def _ask(executor: Executor, said: str) -> None:
-    """Refuse workers that do not answer, or that have another version of ckpttool.
+def _ask(executor: Executor, said: str, fn: Callable[[str], str]) -> str:
+    """What a worker answers.
 
     Raises:
-        RemoteError, UsageError
+        RemoteError: there is none. UsageError: it failed.
     """
-    future = executor.submit(version_of_worker, "")
+    future = executor.submit(fn, "")
     try:
-        found = future.result(WAIT)
+        return str(future.result(WAIT))
     except TimeoutError:
         future.cancel()
         raise RemoteError(
@@ -216,9 +216,12 @@ def _ask(executor: Executor, said: str) -> None:
         raise UsageError(
             f"{said}: a worker cannot run ckpttool ({type(e).__name__}: {str(e)[:300]}). Install ckpttool=={__version__} where the workers run."
         ) from e
+
+
+def _refuse_other_version(said: str, who: str, found: str | None) -> None:
     if found != __version__:
         raise UsageError(
-            f"{said}: workers have ckpttool {found}, this is {__version__}. Install the same version on both sides."
+            f"{said}: {who} has {f'ckpttool {found}' if found else 'no ckpttool'}, this is {__version__}. Install the same version everywhere."
         )
 
 
@@ -251,7 +254,10 @@ def _dask(where: str) -> Iterator[Workers]:
     # pure=False: the same request again is another task; retries=0: whoever submits decides about those
     executor = client.get_executor(retries=0, pure=False)
     try:
-        _ask(executor, said)
+        _ask(executor, said, str)  # a function that every worker has: dask never answers where one cannot be imported
+        versions = client.get_versions(packages=["ckpttool"])
+        for who, has in {"the scheduler": versions["scheduler"], **versions["workers"]}.items():
+            _refuse_other_version(said, who, has["packages"]["ckpttool"])
 
         def count() -> int | None:
             return sum(client.ncores().values()) or None
@@ -330,7 +336,7 @@ def _ray(where: str) -> Iterator[Workers]:
     executor = _Ray(ray)
     stdout, sys.stdout = sys.stdout, cast("TextIO", _Stdout(sys.stdout))
     try:
-        _ask(executor, said)
+        _refuse_other_version(said, "a worker", _ask(executor, said, version_of_worker))
 
         def count() -> int | None:
             return int(ray.cluster_resources().get("CPU", 0)) or None

@@ -281,7 +281,9 @@ def test_workers_of_another_version_or_without_ckpttool_are_refused(monkeypatch:
         monkeypatch.setattr(functions, "factory", lambda: mine, raising=False)
         monkeypatch.setattr(executors, "version_of_worker", lambda text: "0.0.1")
         with (
-            pytest.raises(UsageError, match=r"workers have ckpttool 0\.0\.1, this is .*same version on both sides"),
+            pytest.raises(
+                UsageError, match=r"a worker has ckpttool 0\.0\.1, this is .*Install the same version everywhere"
+            ),
             workers_of("worker_functions:factory"),
         ):
             pass
@@ -394,6 +396,17 @@ def test_dask_works_with_four_workers_and_survives_the_death_of_one(cluster: Any
         assert first and again
         pending = workers.executor.submit(functions.sleep, "30")
     assert pending.cancelled()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_dask_workers_without_ckpttool_are_refused(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executors, "__version__", "9.9")
+    with (
+        pytest.raises(UsageError, match=r"the scheduler has ckpttool \d.*, this is 9\.9"),
+        workers_of(f"dask:{cluster.scheduler_address}"),
+    ):
+        pass
 
 
 @pytest.mark.slow
