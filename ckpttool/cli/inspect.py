@@ -16,6 +16,7 @@ from .terminal import (  # fmt: skip
     Json,
     Latest,
     Like,
+    Only,
     Src,
     Tag,
     Wrap,
@@ -49,6 +50,7 @@ def inspect(
         ),
     ] = None,
     from_: From = None,
+    only: Only = None,
     config: Config = None,
     like: Like = None,
     flat_layout: FlatLayout = None,
@@ -67,7 +69,7 @@ def inspect(
     path = newest_of(path, latest, as_json)
     try:
         found = open_checkpoint(
-            path, source_layout=from_, config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
+            path, source_layout=from_, only=comma(only), config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
             allow_equal_ranks=True, allow_mixed_steps=True,
         )  # fmt: skip
     except NotRecognised as e:
@@ -94,7 +96,7 @@ def inspect(
                     spans = ", ".join(f"{a}:{a + n}" for a, n in zip(c["start"], c["shape"], strict=True))
                     print(f"    [{spans}]  {c['file']} bytes {c['offset']}..{c['offset'] + c['length']}")
             return
-        s = look.summarise(opened.checkpoint, path, opened.source)
+        s = look.summarise(opened.checkpoint, path, opened.source, opened.only)
         if as_json:
             listed = {n: [t.dtype, list(t.shape)] for n, t in opened.checkpoint.tensors.items()} if show_tree else None
             print_json({**s.to_json(), **({} if listed is None else {"names": listed})})

@@ -90,6 +90,7 @@ def inspect(
     path: CheckpointPath,
     *,
     source_layout: str | None = None,
+    only: Iterable[str] | None = None,
     config: str | None = None,
     like: str | os.PathLike[str] | None = None,
     flat_layout: str | os.PathLike[str] | None = None,
@@ -102,15 +103,18 @@ def inspect(
         (all): as `open`.
     """
     options = OpenOptions(
-        source_layout=source_layout, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
+        source_layout=source_layout, only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
         allow_equal_ranks=True, allow_mixed_steps=True,
     )  # fmt: skip
     with open_with(path, options) as opened:
-        return summarise(opened.checkpoint, shown_path(path), opened.source)
+        return summarise(opened.checkpoint, shown_path(path), opened.source, opened.only)
 
 
-def summarise(ckpt: Checkpoint, path: str | os.PathLike[str], source: Source | None = None) -> Summary:
-    """The summary of an index. What an adapter_config.json beside it says is read from its source, where that is given."""
+def summarise(
+    ckpt: Checkpoint, path: str | os.PathLike[str], source: Source | None = None, only: Iterable[str] | None = None
+) -> Summary:
+    """The summary of an index. What an adapter_config.json beside it says is read from its source, where that is given; what is missing
+    is not said of components that `only` left out."""
     components: dict[str, dict[str, Any]] = {}
     for t in ckpt.tensors.values():
         c = components.setdefault(str(t.path[0]), {"tensors": 0, "bytes": 0, "elements": 0, "dtypes": {}, "values": 0})
@@ -125,8 +129,8 @@ def summarise(ckpt: Checkpoint, path: str | os.PathLike[str], source: Source | N
     return Summary(
         path=urls.display_path(path), layout=ckpt.layout, trainer=ckpt.trainer, step=step_count(ckpt.value), ranks=ckpt.world_size,
         files=len(ckpt.files), file_bytes=sum(ckpt.sizes), tensors=len(ckpt.tensors), bytes=ckpt.nbytes,
-        components={k: components[k] for k in order if k in components}, optimizer=_optimizer(ckpt), missing=_missing(ckpt),
-        notes=[*ckpt.notes, *_notes(ckpt)], not_read=[r.to_json() for r in ckpt.unread],
+        components={k: components[k] for k in order if k in components}, optimizer=_optimizer(ckpt), missing=_missing(ckpt) if only is None else [],
+        notes=[*ckpt.notes, *_notes(ckpt), *([f"only {', '.join(only)} was looked at"] if only is not None else [])], not_read=[r.to_json() for r in ckpt.unread],
         next=next_step(ckpt, urls.redact_url(os.fspath(path)) if urls.is_url(path) else os.fspath(path)),
         adapter=_adapter(ckpt, source),
     )  # fmt: skip

@@ -79,3 +79,9 @@ def test_an_adapter_without_an_optimizer_is_offered_to_peft_and_not_to_transform
     assert ckpttool.inspect(tmp_path).next == (
         f"Trainer starts the optimizer anew from these weights; for PEFT: ckpttool adapter extract {tmp_path} OUT"
     )
+
+
+def test_only_the_components_that_were_asked_for_are_looked_at() -> None:
+    found = ckpttool.inspect(FIXTURES / "fsdp2_w3" / "ckpt", only=["model"])
+    assert list(found.components) == ["model"] and "only model was looked at" in found.notes
+    assert found.missing == [], "what was left out is not missing"
