@@ -149,7 +149,7 @@ def convert(
         bool, typer.Option("--regroup", help="Give the optimizer the param groups of the checkpoint that --like names.")
     ] = False,
     max_memory: Annotated[
-        str | None, typer.Option("--max-memory", help="Memory budget for Python and the buffers.")
+        str | None, typer.Option("--max-memory", help="Memory budget for Python and the buffers, of each worker.")
     ] = None,
     jobs: Threads = 2,
     workers: Workers = None,
