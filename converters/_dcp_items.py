@@ -25,6 +25,7 @@ __all__ = ["HEAD", "TAIL", "Items", "Template", "template", "windows"]
 HEAD, TAIL = 4096, 2048  # of an item, what is read: its zip's first records, and its directory
 _WINDOW = 64 << 10  # small items are read many at a time
 _WINDOWS = 512  # such reads that are kept, one a file
+_NOTHING = 0, b""
 _VARIANTS = 8  # templates of one kind
 
 _CRC = struct.Struct("<I")
@@ -186,24 +187,26 @@ class Items:
 
     def _ends(self, file: int, offset: int, length: int) -> tuple[bytes, bytes]:
         """The first and the last bytes of an item; of a small one, all of it twice."""
-        name = self.files[file]
-        if length > HEAD:
-            return self.source.read(name, offset, HEAD), self.source.read(name, offset + length - TAIL, TAIL)
-        if not self._plain:
-            head = self.source.read(name, offset, length)
+        if length <= HEAD:
+            head = self._read(file, offset, length, _WINDOW)
             return head, head
-        at, window = self._windows.get(file, (0, b""))
-        if not at <= offset <= offset + length <= at + len(window):
-            at, window = (
-                offset,
-                self.source.read(name, offset, max(length, min(_WINDOW, self.source.size(name) - offset))),
-            )
-            self._windows[file] = at, window
-            self._windows.move_to_end(file)
-            if len(self._windows) > _WINDOWS:
-                self._windows.popitem(last=False)
-        head = window[offset - at : offset - at + length]
-        return head, head
+        return self._read(file, offset, HEAD, 0), self._read(file, offset + length - TAIL, TAIL, HEAD)
+
+    def _read(self, file: int, offset: int, n: int, more: int) -> bytes:
+        """Bytes of a file. Up to `more` behind them, where the next item will be looked for, are read with them and kept."""
+        name = self.files[file]
+        if not self._plain:
+            return self.source.read(name, offset, n)
+        at, window = self._windows.get(file, _NOTHING)
+        if not at <= offset <= offset + n <= at + len(window):
+            more = max(0, min(more, self.source.size(name) - offset - n))
+            at, window = offset, self.source.read(name, offset, n + more)
+            if more:
+                self._windows[file] = at, window
+                self._windows.move_to_end(file)
+                if len(self._windows) > _WINDOWS:
+                    self._windows.popitem(last=False)
+        return window[offset - at : offset - at + n]
 
     def _parsed(
         self,

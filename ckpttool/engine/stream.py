@@ -47,7 +47,7 @@ __all__ = ["Block", "Reader", "StreamJob", "small"]
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 _SMALL = 256 << 10  # below this a read through the page cache is cheaper: neighbours come with it
-_PIECE = 1 << 20  # a block is handed on in pieces that stay in the cache while CRC, digest and copy pass over them
+_PIECE = 512 << 10  # a block is handed on in pieces that stay in the cache while CRC, digest and copy pass over them
 _BATCH = 512
 _GAP, _FAR_GAP = 4096, 256 << 10  # unwanted bytes that are read rather than with another call: local, remote
 
@@ -115,8 +115,10 @@ class Reader:
         self.crcs = CrcVerifier(records)
         self.block_bytes = budget.buffer_bytes - 2 * ALIGN  # an aligned read takes in up to a page before and after
         self._threads = budget.reader_threads(source)
-        self._ahead = 2 + self._threads
-        self._pool = BufferPool(self._ahead + 1 + 2 * self._threads, budget.buffer_bytes)
+        self._ahead = (
+            self._threads
+        )  # blocks that are read or wait; more would have left the cache when their turn comes
+        self._pool = BufferPool(3 + 3 * self._threads, budget.buffer_bytes)
         self._gap = _FAR_GAP if source.is_remote else _GAP
         self._no_direct = False
         self._cold: dict[int, int] = {}  # file -> reads for which the page cache is not asked

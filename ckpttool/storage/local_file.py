@@ -34,7 +34,9 @@ class WriterPool:
         from concurrent.futures import ThreadPoolExecutor
 
         self.pool = ThreadPoolExecutor(budget.threads, "ckpttool-write")
-        self.most_pending = budget.threads + 1  # a longer queue writes no faster, and its buffers have left the cache
+        self.most_pending = max(
+            1, budget.threads - 1
+        )  # a longer queue writes no faster, and its buffers leave the cache
         self.pending: list[Future[None]] = []
         self.lock = threading.Lock()
         self.holders: OrderedDict[LocalFile, None] = OrderedDict()  # files that hold a buffer, idle longest first
