@@ -9,6 +9,7 @@ Under `mpiexec` each rank runs the command. `serve_if_worker` turns all ranks bu
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -25,7 +26,7 @@ from importlib import import_module
 from typing import Any, TextIO, cast
 
 from .._version import __version__
-from ..errors import RemoteError, UsageError, argument
+from ..errors import CkpttoolError, RemoteError, UsageError, argument
 from ..extras import missing, need
 from .cores import cores
 from .local_processes import LocalProcesses
@@ -48,6 +49,9 @@ SMALL = 4_000_000_000
 #: Seconds to wait for a scheduler, and then for a first worker: those of a Slurm job do not start at once.
 WAIT = 60.0
 
+#: Seconds that a cluster may be without a worker before a run gives up.
+GONE = 300.0
+
 
 @dataclass(frozen=True)
 class Workers:
@@ -68,8 +72,17 @@ class Workers:
     recount: Callable[[], int | None] | None = None
 
     def count_now(self) -> int | None:
-        """How many requests they work on at the same time, by now; None if the engine does not say."""
-        return self.recount() if self.recount else self.count
+        """How many requests they work on at the same time, by now; None if the engine does not say.
+
+        Raises:
+            RemoteError: there have been none for `GONE` seconds.
+        """
+        try:
+            return self.recount() if self.recount else self.count
+        except CkpttoolError:
+            raise
+        except Exception:  # a cluster that is gone: the next request fails, and says so
+            return self.count
 
 
 @contextmanager
@@ -135,15 +148,24 @@ def default_count(nbytes: int) -> int:
 
 
 class _Shared(Executor):
-    """An Executor that is not ours: shutdown cancels what was submitted here, and leaves it open."""
+    """An Executor that others may use, too: shutdown cancels what was submitted here, and leaves it open."""
 
-    def __init__(self, inner: Executor) -> None:
-        self._inner = inner
+    def __init__(self, inner: Executor, said: str) -> None:
+        self._inner, self._said = inner, said
         self._futures: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """The future of `fn(text)`."""
-        future = self._inner.submit(fn, *args, **kwargs)
+        """The future of `fn(text)`.
+
+        Raises:
+            RemoteError: the engine is gone.
+        """
+        try:
+            future = self._inner.submit(fn, *args, **kwargs)
+        except Exception as e:
+            raise RemoteError(
+                f"{self._said} takes no more work ({type(e).__name__}: {str(e)[:300]}). Run the same command again: what is done is kept."
+            ) from e
         self._futures.add(future)
         return future
 
@@ -155,7 +177,7 @@ class _Shared(Executor):
 
 @contextmanager
 def _executor(inner: Executor) -> Iterator[Workers]:
-    shared = _Shared(inner)
+    shared = _Shared(inner, argument("workers", type(inner).__name__))
     try:
         yield Workers(shared, _count_of(inner), _may_be_remote(inner), type(inner).__name__)
     finally:
@@ -244,7 +266,7 @@ def _dask(where: str) -> Iterator[Workers]:
         time.sleep(0.1)
     try:
         given = {"scheduler_file" if file else "address": where}
-        client = Client(**given, timeout=WAIT, set_as_default=False, name="ckpttool")
+        client = Client(**given, timeout=min(WAIT, 30), set_as_default=False, name="ckpttool")
     except (OSError, TimeoutError) as e:
         raise RemoteError(
             f"{said}: no scheduler answers ({e}). Start one with `dask scheduler`, or correct the address."
@@ -252,20 +274,34 @@ def _dask(where: str) -> Iterator[Workers]:
     except Exception as e:
         raise UsageError(f"{said}: {type(e).__name__}: {e}. Write dask:tcp://HOST:8786 or dask:FILE.json.") from e
     # pure=False: the same request again is another task; retries=0: whoever submits decides about those
-    executor = client.get_executor(retries=0, pure=False)
+    executor = _Shared(client.get_executor(retries=0, pure=False), said)
+    log = logging.getLogger("distributed.client")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # tracebacks of its own about a scheduler that is gone; we say so
     try:
         _ask(executor, said, str)  # a function that every worker has: dask never answers where one cannot be imported
         versions = client.get_versions(packages=["ckpttool"])
         for who, has in {"the scheduler": versions["scheduler"], **versions["workers"]}.items():
             _refuse_other_version(said, who, has["packages"]["ckpttool"])
 
+        seen = time.monotonic()
+
         def count() -> int | None:
-            return sum(client.ncores().values()) or None
+            nonlocal seen
+            n = sum(worker["nthreads"] for worker in client.scheduler_info(n_workers=-1)["workers"].values())
+            if n:
+                seen = time.monotonic()
+            elif time.monotonic() - seen > GONE:
+                raise RemoteError(
+                    f"{said} has had no worker for {GONE:.0f} seconds. Start workers, then run the same command again: what is done is kept."
+                )
+            return n or None
 
         yield Workers(executor, count(), True, f"dask {client.scheduler.addr}", count)
     finally:
-        executor.shutdown(wait=False)
-        client.close()
+        executor.shutdown()
+        client.close(timeout=5)
+        log.setLevel(level)
 
 
 # ----------------------------------------------------------------------------------------------------------------- Ray
@@ -358,7 +394,7 @@ _mpi_pool: tuple[Executor, int | None] | None = None
 @contextmanager
 def _mpi() -> Iterator[Workers]:
     inner, count = _mpi_executor()
-    shared = _Shared(inner)
+    shared = _Shared(inner, argument("workers", "mpi"))
     try:
         yield Workers(shared, count, True, "MPI" if count is None else f"{count} MPI ranks")
     finally:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -407,6 +407,35 @@ def test_dask_workers_without_ckpttool_are_refused(cluster: Any, monkeypatch: py
         workers_of(f"dask:{cluster.scheduler_address}"),
     ):
         pass
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_dask_cluster_that_loses_its_workers_or_its_scheduler_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    distributed = pytest.importorskip("distributed", reason="the extra [dask] is not installed")
+    monkeypatch.setattr(executors, "WAIT", 3.0)
+    monkeypatch.setattr(executors, "GONE", 0.3)
+    with (
+        distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, silence_logs=50) as lost,
+        workers_of(f"dask:{lost.scheduler_address}") as workers,
+    ):
+        assert workers.count == workers.count_now() == 2
+        lost.scale(1)
+        assert wait_for(lambda: workers.count_now() == 1, 5)
+        lost.scale(0)
+        assert wait_for(lambda: workers.count_now() is None, 5)
+        time.sleep(0.4)
+        with pytest.raises(RemoteError, match=r"has had no worker for 0 seconds\. Start workers, then run the same"):
+            workers.count_now()
+        waiting = workers.executor.submit(functions.pid, "")
+        lost.close()
+        with pytest.raises(CancelledError):
+            waiting.result(8)
+        with pytest.raises(RemoteError, match=r"takes no more work \(.*\)\. Run the same command again"):
+            for _ in range(80):  # until the client no longer tries to connect again
+                time.sleep(0.1)
+                workers.executor.submit(functions.pid, "")
+        assert workers.count_now() == 2  # as far as is known
 
 
 @pytest.mark.slow
