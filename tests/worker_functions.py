@@ -1,4 +1,4 @@
-"""Functions that workers run in tests: text -> text, as `ckpttool.engine.part_worker.run`. Also the programs that start them."""
+"""Functions that workers run in tests: text -> text, as `ckpttool.engine.part_worker.run`."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_executors import TESTS, mpiexec, script
+from programs import TESTS, mpiexec, script
 from test_parts import FSDP2, SUFFIX, TARGETS, contents, convert
 
 import ckpttool

@@ -1,0 +1,182 @@
+"""Worker processes on this machine: what becomes of requests when one dies, and of workers when their parent does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import worker_functions as functions
+from programs import TESTS, alive, announced, script, wait_for
+
+from ckpttool.engine.executors import workers_of
+from ckpttool.engine.local_processes import LocalProcesses, WorkerDied
+from ckpttool.errors import Corrupt
+
+
+@pytest.fixture
+def local() -> Iterator[LocalProcesses]:
+    executor = LocalProcesses(4)
+    yield executor
+    executor.shutdown(cancel_futures=True)
+
+
+def test_four_processes_work_at_the_same_time(tmp_path: Path) -> None:
+    with workers_of("4") as workers:
+        assert (workers.count, workers.remote, workers.name) == (4, False, "4 processes")
+        pids = [workers.executor.submit(functions.meet, f"{tmp_path}:4") for _ in range(4)]
+        found = {int(f.result()) for f in pids}
+    assert len(found) == 4 and os.getpid() not in found
+    assert alive(list(found)) == []
+
+
+def test_processes_are_started_when_there_is_work_and_used_again(local: LocalProcesses) -> None:
+    one = {local.submit(functions.pid, "").result() for _ in range(3)}
+    assert len(one) <= 3
+    assert len({local.submit(functions.pid, "").result() for _ in range(20)} | one) <= 4
+
+
+def test_a_worker_imports_neither_torch_nor_numpy(local: LocalProcesses) -> None:
+    found = set(local.submit(functions.modules, "").result().split())
+    assert "worker_functions" in found  # which it finds as this process does, by sys.path
+    assert not found & {"torch", "transformers", "numpy", "typer", "rich"}
+
+
+def test_workers_have_the_environment_and_the_folder_of_the_parent(
+    local: LocalProcesses, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SOMETHING", "x")
+    monkeypatch.chdir(tmp_path)
+    assert local.submit(functions.environment, "SOMETHING").result() == f"x {tmp_path}"
+
+
+def test_two_hundred_answers_of_a_megabyte(local: LocalProcesses) -> None:
+    futures = [local.submit(functions.big, str(i % 10)) for i in range(200)]
+    assert all(f.result() == str(i % 10) * 1_000_000 for i, f in enumerate(futures))
+    assert local.submit(functions.long_names, "ab\udcff\0é" * 500_000).result() == "é\0\udcffba" * 500_000
+
+
+def test_a_killed_worker_fails_its_own_future_only(local: LocalProcesses, tmp_path: Path) -> None:
+    (tmp_path / "meet").mkdir()
+    others = [local.submit(functions.sleep, "0.7") for _ in range(3)]
+    killed = local.submit(functions.die_once, f"{tmp_path}/died")
+    with pytest.raises(WorkerDied, match=r"was ended by SIGKILL \(out of memory\?\): last words$"):
+        killed.result()
+    assert local.submit(functions.die_once, f"{tmp_path}/died").result() not in {f.result() for f in others}
+    assert len({f.result() for f in others}) == 3
+    assert len({f.result() for f in [local.submit(functions.meet, f"{tmp_path}/meet:4") for _ in range(4)]}) == 4
+
+
+def test_kill_9_from_outside_ends_one_future(local: LocalProcesses, tmp_path: Path) -> None:
+    futures = [local.submit(functions.announce_and_sleep, str(tmp_path)) for _ in range(2)]
+    pids = announced(tmp_path, 2)
+    os.kill(int(pids[0]), signal.SIGKILL)
+    done = wait_for(lambda: [f for f in futures if f.done()], 2)
+    assert len(done) == 1
+    with pytest.raises(WorkerDied, match=f"worker process {pids[0]} was ended by SIGKILL"):
+        done[0].result()
+    assert local.submit(functions.pid, "").result() not in pids
+
+
+def test_a_worker_that_died_without_work_is_replaced_silently(local: LocalProcesses) -> None:
+    pids = {local.submit(functions.pid, "").result() for _ in range(30)}
+    for pid in pids:
+        os.kill(int(pid), signal.SIGKILL)
+    wait_for(lambda: not alive([int(p) for p in pids]), 2)
+    assert local.submit(functions.pid, "").result() not in pids
+
+
+def test_what_a_worker_prints_does_not_disturb(local: LocalProcesses) -> None:
+    assert [local.submit(functions.noise, str(i)).result() for i in range(20)] == [str(i) for i in range(20)]
+
+
+def test_garbage_in_the_socket_is_the_death_of_that_worker(local: LocalProcesses) -> None:
+    other = local.submit(functions.sleep, "0.5")
+    with pytest.raises(WorkerDied, match=r"exited with code 0 after it sent b'garbageg.* instead of a message"):
+        local.submit(functions.garbage, "").result()
+    assert other.result()
+
+
+def test_errors_of_ours_keep_their_class_and_others_their_traceback(local: LocalProcesses) -> None:
+    with pytest.raises(Corrupt, match=r"^x\.pt is damaged\.$"):
+        local.submit(functions.corrupt, "x.pt").result()
+    with pytest.raises(RuntimeError, match=r"^KeyError: 'x'") as e:
+        local.submit(functions.fault, "x").result()
+    assert "in fault" in e.value.__notes__[0]
+    with pytest.raises(RuntimeError, match="No module named 'nonsense'"):
+        functions_of_nobody = type(functions.pid)(functions.pid.__code__, {}, "pid")
+        functions_of_nobody.__module__ = "nonsense"
+        local.submit(functions_of_nobody, "").result()
+
+
+def test_only_functions_of_modules_with_one_text(local: LocalProcesses) -> None:
+    for fn, arguments in ((lambda text: text, ("x",)), (functions.pid, ()), (functions.pid, ("a", "b"))):
+        with pytest.raises(ValueError, match="only functions of modules, with one text"):
+            local.submit(fn, *arguments)
+
+
+def test_cancelling_kills_within_a_second_and_no_process_is_left(tmp_path: Path) -> None:
+    executor = LocalProcesses(3)
+    futures = [executor.submit(functions.announce_and_sleep, str(tmp_path)) for _ in range(8)]
+    pids = [int(p) for p in announced(tmp_path, 3)]
+    began = time.monotonic()
+    executor.shutdown(cancel_futures=True)
+    assert time.monotonic() - began < 1 and alive(pids) == []
+    assert [f.cancelled() for f in futures] == [False] * 3 + [True] * 5
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        executor.submit(functions.pid, "")
+
+
+def test_shutdown_without_cancelling_waits_for_the_work() -> None:
+    executor = LocalProcesses(2)
+    futures = [executor.submit(functions.sleep, "0.2") for _ in range(4)]
+    executor.shutdown()
+    assert all(f.done() and f.result() for f in futures)
+
+
+PARENT = """
+import sys
+import worker_functions as functions
+from ckpttool.engine.executors import workers_of
+try:
+    with workers_of(3) as workers:
+        futures = [workers.executor.submit(functions.announce_and_sleep, sys.argv[1]) for _ in range(5)]
+        futures[0].result()
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_no_worker_outlives_its_parent(signum: int, tmp_path: Path) -> None:
+    parent = script(PARENT, tmp_path)
+    pids = [int(p) for p in announced(tmp_path, 3)]
+    assert alive(pids) == pids
+    parent.send_signal(signum)
+    parent.communicate()
+    assert wait_for(lambda: not alive(pids), 2)
+
+
+def test_a_worker_without_the_help_of_the_kernel_ends_with_its_parent_too(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import ctypes\nclass Without:\n    def __init__(self, name): pass\n    def prctl(self, *args): return -1\nctypes.CDLL = Without\n"
+    )
+    (tmp_path / "pids").mkdir()
+    parent = script(PARENT, tmp_path / "pids", env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{TESTS}"})
+    pids = [int(p) for p in announced(tmp_path / "pids", 3)]
+    parent.kill()
+    parent.communicate()
+    assert wait_for(lambda: not alive(pids), 2)
+
+
+def test_ctrl_c_prints_no_traceback_of_a_worker(tmp_path: Path) -> None:
+    parent = script(PARENT, tmp_path)
+    pids = [int(p) for p in announced(tmp_path, 3)]
+    os.killpg(parent.pid, signal.SIGINT)  # as a terminal does
+    began = time.monotonic()
+    out, err = parent.communicate()
+    assert (parent.returncode, out, err) == (130, "", "")
+    assert time.monotonic() - began < 2 and alive(pids) == []
