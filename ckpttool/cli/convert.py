@@ -230,7 +230,8 @@ def convert(
     if done.workers is not None:
         count = done.workers["parts"]
         note(
-            f"{done.workers['name']} filled {count} parts; {done.workers['again']} were given to a second worker", quiet
+            f"{done.workers['name']} filled {count} part{'s'[: count != 1]}; {done.workers['again']} were given to a second worker",
+            quiet,
         )
     note(
         f"{done.layout_from} -> {done.layout_to}{where}: {done.tensors:,} tensors, {human(done.written_bytes)} in "

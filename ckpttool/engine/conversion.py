@@ -22,7 +22,7 @@ from ..storage.source import Source
 from . import part_worker
 from .destination import normal_destination, open_destination, recovered, refuse_destination, refuse_source
 from .dispatch import InThisProcess
-from .executors import Workers, WorkersSpec, default_count, workers_of
+from .executors import Workers, WorkersSpec, default_count, serve_if_worker, workers_of
 from .fill import Progress, fill, silent
 from .opening import CheckpointPath, OpenOptions
 from .parallel_fill import fill_with_workers
@@ -182,6 +182,7 @@ def convert_with(
     src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOptions, writing: WriteRequest, running: RunOptions
 ) -> ConvertResult:
     """`convert`."""
+    serve_if_worker(running.workers)
     dst = normal_destination(dst)
     reading = absolute(reading)
     refuse_source(src, dst)

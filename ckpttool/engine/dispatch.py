@@ -127,7 +127,7 @@ def _again(flight: _Flight, e: Exception, submit: Any) -> None:
         if isinstance(e, CkpttoolError):
             raise e
         raise CkpttoolError(
-            f"a part was given to {_TRIES} workers, and none of them finished it: {e or type(e).__name__}. What the others did is kept: run "
+            f"a part was given to {_TRIES} workers, and none of them finished it: {str(e) or type(e).__name__}. What the others did is kept: run "
             "the same command again."
         ) from e
     flight.tries += 1

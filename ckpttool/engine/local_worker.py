@@ -7,6 +7,7 @@ Nothing is pickled. Standard input and output are not used, since libraries and 
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import signal
@@ -48,6 +49,7 @@ def read_message(file: BinaryIO, kinds: bytes) -> tuple[bytes, str] | None:
 def main(file: BinaryIO, parent: int) -> None:
     """Serve until the other end of the pair is closed, or `parent`, the process that has it, ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the parent decides
+    gc.disable()  # as in the command: a large index is millions of objects that live until the end
     _end_with(parent)
     os.set_inheritable(file.fileno(), False)
     requests: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
@@ -30,12 +31,14 @@ class _Last(Generic[T]):
         self.make: Callable[[str], T] = make
         self.question = ""
         self.made: T | None = None
+        self.lock = threading.Lock()  # an engine may run several threads in a process
 
     def __call__(self, question: str) -> T:
-        if self.made is None or question != self.question:
-            self.close()
-            self.made, self.question = self.make(question), question
-        return self.made
+        with self.lock:
+            if self.made is None or question != self.question:
+                self.close()
+                self.made, self.question = self.make(question), question
+            return self.made
 
     def close(self) -> None:
         """Forget it."""
