@@ -62,7 +62,7 @@ class Run:
 
     def wait_for(self, parts: int) -> None:
         """Until so many parts are filled."""
-        end = time.monotonic() + 30
+        end = time.monotonic() + 60
         while self.parts() < parts:
             assert self.process.poll() is None, self.process.communicate()
             assert time.monotonic() < end
@@ -87,10 +87,11 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, bytes
 WORDS = ("--to", "dcp", "-n", "3")
 
 
-def test_a_worker_that_is_killed_costs_its_part_only(tmp_path: Path, wanted: dict[str, bytes]) -> None:
-    run = Run(tmp_path, *WORDS, "--workers", "2")
+def test_workers_that_are_killed_cost_their_parts_only(tmp_path: Path, wanted: dict[str, bytes]) -> None:
+    run = Run(tmp_path, *WORDS, "--workers", "2", seconds=0.1)
     run.wait_for(1)
-    os.kill(run.workers()[0], signal.SIGKILL)
+    for pid in run.workers():  # one of them may be between two parts
+        os.kill(pid, signal.SIGKILL)
     found = run.result()
     assert contents(run.out) == wanted and found["workers"]["again"] >= 1 and found["workers"]["count"] == 2
 
@@ -105,7 +106,7 @@ def test_a_coordinator_that_is_killed_leaves_no_worker_and_any_number_go_on(
         assert len(pids) == 2
         run.process.kill()
         run.process.communicate()
-        end = time.monotonic() + 2
+        end = time.monotonic() + 10
         while any(alive(pid) for pid in pids):
             assert time.monotonic() < end, "workers outlive their coordinator"
             time.sleep(0.02)
