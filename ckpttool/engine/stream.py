@@ -49,6 +49,7 @@ _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 _SMALL = 256 << 10  # below this a read through the page cache is cheaper: neighbours come with it
 _PIECE = 512 << 10  # a block is handed on in pieces that stay in the cache while CRC, digest and copy pass over them
 _BATCH = 512
+_TINY, _WINDOW, _WINDOWS = 1024, 32 << 10, 512  # tiny pieces of a file, one after the other, are read many at a time
 _GAP, _FAR_GAP = 4096, 256 << 10  # unwanted bytes that are read rather than with another call: local, remote
 
 
@@ -123,6 +124,11 @@ class Reader:
         self._no_direct = False
         self._cold: dict[int, int] = {}  # file -> reads for which the page cache is not asked
         self._decoders: dict[tuple[str, int], Decoder] = {}
+        self._plain = type(source) is Source
+        self._last_tiny: dict[int, int] = {}  # file -> offset of the last tiny piece
+        self._windows: dict[
+            int, tuple[int, bytes]
+        ] = {}  # file -> offset and bytes, where tiny pieces follow each other
 
     # ---------------------------------------------------------------------------------------------------- planning
 
@@ -254,7 +260,9 @@ class Reader:
                 room -= wanted[j][1] - end
                 end = wanted[j][1] + wanted[j][2]
                 j += 1
-            self._pread_raw(self.files[file], file, offset, end - offset, buffer[at : at + end - offset], large=False)
+            into = buffer[at : at + end - offset]
+            if end - offset > _TINY or not self._from_window(file, offset, into):
+                self._pread_raw(self.files[file], file, offset, end - offset, into, large=False)
             for plan, (_, a, k) in zip(batch[i:j], wanted[i:j], strict=True):
                 data = buffer[at + a - offset : at + a - offset + k]
                 crc = self._check(file, a, data)
@@ -263,6 +271,25 @@ class Reader:
             at += end - offset
             i = j
         return out
+
+    def _from_window(self, file: int, offset: int, into: memoryview) -> bool:
+        """Fill `into` from bytes that were read with an earlier piece, or read them with this one; False where that does not pay."""
+        if not self._plain:
+            return False
+        n = len(into)
+        at, window = self._windows.get(file, (0, b""))
+        if not at <= offset <= offset + n <= at + len(window):
+            last = self._last_tiny.get(file)
+            self._last_tiny[file] = offset
+            if last is None or not 0 <= offset - last < _WINDOW // 4:
+                return False
+            if file not in self._windows and len(self._windows) >= _WINDOWS:
+                return False
+            name = self.files[file]
+            at, window = offset, self.source.read(name, offset, max(n, min(_WINDOW, self.source.size(name) - offset)))
+            self._windows[file] = at, window
+        into[:] = window[offset - at : offset - at + n]
+        return True
 
     def _where(self, plan: _Plan) -> tuple[int, int, int]:
         """(file, offset, bytes) of a plan that is one contiguous part of one chunk."""

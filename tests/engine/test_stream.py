@@ -545,3 +545,60 @@ def test_two_threads_that_read_more_files_than_are_kept_open_get_the_bytes_of_th
                 )
                 == want
             )
+
+
+# ------------------------------------------------------------------------------------------------------ tiny pieces
+
+
+def tiny_pieces(folder: Path, pieces: int, files: int) -> tuple[dict[str, TensorEntry], list[Record], dict[str, bytes]]:
+    """Tensors of a few bytes in some files, with a kilobyte between them, one row of each tensor in each file."""
+    rng = random.Random(5)
+    data = [bytearray(rng.randbytes(100)) for _ in range(files)]
+    tensors, records, expected = {}, [], {}
+    for i in range(pieces):
+        width = rng.choice((1, 8, 100, 255))
+        chunks = Chunks(2)
+        expected[f"t{i}"] = b""
+        for file in range(files):
+            row = rng.randbytes(4 * width)
+            chunks.add((file, 0), (1, width), file, len(data[file]), len(row))
+            records.append(Record(Extent(file, len(data[file]), len(row)), zlib.crc32(row)))
+            data[file] += row + rng.randbytes(rng.choice((900, 1500, 5000)))
+            expected[f"t{i}"] += row
+        tensors[f"t{i}"] = TensorEntry("float32", (files, width), ("model", f"t{i}"), chunks)
+    for file in range(files):
+        (folder / str(file)).write_bytes(data[file][: -500 if file else None])
+    return tensors, records, expected
+
+
+def test_stream_tiny_pieces_one_after_the_other_are_read_many_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, records, expected = tiny_pieces(tmp_path, 400, 5)
+    calls: list[int] = []
+    with Source(tmp_path) as source:
+        plain = source.readinto
+
+        def counted(name: str, offset: int, into: memoryview) -> None:
+            calls.append(len(into))
+            plain(name, offset, into)
+
+        monkeypatch.setattr(source, "readinto", counted)
+        reader = Reader(source, [str(i) for i in range(5)], records)
+        found: dict[str, bytes] = dict.fromkeys(tensors, b"")
+        for block in reader.blocks([StreamJob(n, t) for n, t in tensors.items()]):
+            found[block.name] += bytes(block.data)
+        reader.finish()
+    assert found == expected
+    assert len(calls) < 2000 / 4
+
+
+def test_stream_a_flipped_bit_in_a_tiny_piece_is_found(tmp_path: Path) -> None:
+    tensors, records, _ = tiny_pieces(tmp_path, 60, 2)
+    where = tensors["t40"].chunks[1].extent
+    data = bytearray((tmp_path / "1").read_bytes())
+    data[where.offset + 2] ^= 4
+    (tmp_path / "1").write_bytes(data)
+    with Source(tmp_path) as source, pytest.raises(Corrupt, match="CRC32"):
+        for _ in Reader(source, ["0", "1"], records).blocks([StreamJob(n, t) for n, t in tensors.items()]):
+            pass
