@@ -223,11 +223,11 @@ def test_a_slice_reads_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_only_the_items_that_meet_a_slice_are_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckpttool.converters import dcp as layout
+    from ckpttool.converters._dcp_items import Items
 
     seen: list[str] = []
-    real = layout._item
-    monkeypatch.setattr(layout, "_item", lambda *a: (seen.append(a[2]), real(*a))[1])
+    real = Items._parsed
+    monkeypatch.setattr(Items, "_parsed", lambda self, name, *more: (seen.append(name), real(self, name, *more))[1])
     o = ALL["fsdp2_w3"]
     with ckpttool.open(o.path) as opened:
         assert bits(opened["model.lm_head.weight"][50:88]) == bits(o.truth()["model.lm_head.weight"][50:88])

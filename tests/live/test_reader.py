@@ -424,18 +424,19 @@ def test_a_rank_reads_its_own_bytes_and_no_others(tmp_path: Path, monkeypatch: p
     assert runs_of == [(base + 16384 * i + 4096, 4096) for i in range(512)], "runs far apart are read alone"
 
 
-def test_only_items_that_a_rank_needs_are_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckpttool.converters import dcp as layout
+def parsed_items(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The tensors of the items of DCP that are parsed from now on, one entry an item."""
+    from ckpttool.converters._dcp_items import Items
 
-    it = ckpttool.storage_reader(FIXTURES / "fsdp2_w3" / "ckpt").opened
     seen: list[str] = []
-    real = layout._item
+    real = Items._parsed
+    monkeypatch.setattr(Items, "_parsed", lambda self, name, *more: (seen.append(name), real(self, name, *more))[1])
+    return seen
 
-    def item(source: Any, file: str, name: str, *more: Any) -> Any:
-        seen.append(name)
-        return real(source, file, name, *more)
 
-    monkeypatch.setattr(layout, "_item", item)
+def test_only_items_that_a_rank_needs_are_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = ckpttool.storage_reader(FIXTURES / "fsdp2_w3" / "ckpt").opened
+    seen = parsed_items(monkeypatch)
     t = load_file(FIXTURES / "fsdp2_w3" / "truth.safetensors")["model.lm_head.weight"]  # 131 rows: 44, 44, 43
     for _ in range(2):
         target = torch.empty(40, 36)
@@ -454,11 +455,7 @@ def items(folder: Path, n: int = 4) -> tuple[dict[str, Tensor], Path, list[int]]
 
 
 def test_items_of_one_kind_are_looked_into_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckpttool.converters import dcp as layout
-
-    seen: list[str] = []
-    real = layout._item
-    monkeypatch.setattr(layout, "_item", lambda *a: (seen.append(a[2]), real(*a))[1])
+    seen = parsed_items(monkeypatch)
     tensors, _, _ = items(tmp_path / "a")
     tree = {"model": {n: torch.zeros(64, 8) for n in tensors}}
     load(tree, tmp_path / "a")
@@ -468,18 +465,15 @@ def test_items_of_one_kind_are_looked_into_once(tmp_path: Path, monkeypatch: pyt
 def test_an_item_whose_checksums_disagree_is_looked_into_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckpttool.converters import dcp as layout
-
-    seen: list[str] = []
-    real = layout._item
-    monkeypatch.setattr(layout, "_item", lambda *a: (seen.append(a[2]), real(*a))[1])
+    seen = parsed_items(monkeypatch)
     tensors, file, offsets = items(tmp_path / "a")
     data = file.read_bytes()
     crc = zlib.crc32(tensors["w3"].numpy().tobytes()).to_bytes(4, "little")
     assert data.count(crc) == 2 and data.rindex(crc) > offsets[3], "behind the data, and in the directory"
     file.write_bytes(data[: data.rindex(crc)] + bytes(4) + data[data.rindex(crc) + 4 :])
-    load({"model": {n: torch.zeros(64, 8) for n in tensors}}, tmp_path / "a")
-    assert seen == ["model.w0", "model.w3"]
+    tree = {"model": {n: torch.zeros(64, 8) for n in tensors}}
+    load(tree, tmp_path / "a")
+    assert same_value(tree["model"], tensors) and seen == ["model.w0", "model.w3"]
 
 
 FLAWS = {
