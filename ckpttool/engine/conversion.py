@@ -220,7 +220,7 @@ def _convert(
         said += destination.messages
         destination.messages = said
         try:
-            job = job_of(src, dst, reading, writing, asked)
+            job = job_of(src, dst, reading, writing, asked) if source.has_versions() else None
             with _workers(job, draft, destination, running) as workers:
                 facts: dict[str, Any] | None = None
                 if workers is None or job is None:
@@ -285,7 +285,7 @@ def _workers(
     elif any(f.coded for f in draft.files):
         why = "an archive is written front to back by one process"
     elif job is None:
-        why = "a merged or salvaged checkpoint is written by one process"
+        why = "a merged or salvaged checkpoint, and one whose server tells no versions, is written by one process"
     alone = spec in (1, "1") or (spec is None and default_count(draft.nbytes) == 1)
     if why is not None:
         if not alone and spec is not None:

@@ -323,6 +323,14 @@ def test_digests_by_workers_are_those_of_one_pass(source: Path) -> None:
     assert many == one and len(workers.requests) > 2
 
 
+def test_a_source_without_versions_is_converted_by_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plan id has a salt, so no worker could find the same plan."""
+    monkeypatch.setattr("ckpttool.storage.source.Source.has_versions", lambda self: False)
+    workers = Workers()
+    done = convert(FSDP2, tmp_path / "out", "hf", workers=workers)
+    assert not workers.fills and any("whose server tells no versions" in n for n in done.notes)
+
+
 def test_progress_counts_the_bytes_of_parts(tmp_path: Path) -> None:
     seen: list[tuple[str, int, int]] = []
     lock = threading.Lock()
