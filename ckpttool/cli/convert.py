@@ -230,7 +230,7 @@ def convert(
     if done.workers is not None:
         count = done.workers["parts"]
         note(
-            f"{done.workers['name']} filled {count} part{'s'[: count != 1]}; {done.workers['again']} were given to a second worker",
+            f"{done.workers['name']} filled {count} part{'s'[: count != 1]}; {done.workers['again']} were submitted again",
             quiet,
         )
     note(

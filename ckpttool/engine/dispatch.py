@@ -1,4 +1,4 @@
-"""Have workers do many things, each of which may be done twice: the loop that submits, waits, and submits again.
+"""Hand parts to workers, each of which may be done twice: the loop that submits, waits, and submits again.
 
 What fails because its worker died, or because a system call failed, is submitted again, three times in all. When nothing is left to be
 submitted, what takes three times as long as the others did is given to a second worker; the first answer counts.
@@ -12,24 +12,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import CkpttoolError, RemoteError, Unreadable
 from . import part_worker
 from .executors import Workers
 from .part_requests import answered
+from .parts import Part
 
-__all__ = ["InThisProcess", "Task", "run_all"]
-
-
-class Task(NamedTuple):
-    """Something for a worker to do, and the bytes that it reads."""
-
-    number: int
-    nbytes: int
+__all__ = ["InThisProcess", "run_all"]
 
 
-_AT_ONCE = 64  # tasks that are submitted to an engine that does not say how many workers it has
+_AT_ONCE = 64  # parts that are submitted to an engine that does not say how many workers it has
 _TRIES = 3
 _SLOW = 3.0  # a part is submitted once more when it takes so many times the median
 _SLOW_SECONDS = 5.0
@@ -37,33 +31,33 @@ _SLOW_SECONDS = 5.0
 
 @dataclass
 class _Flight:
-    """A task that a worker has, or two."""
+    """A part that a worker has, or two."""
 
-    task: Task
+    part: Part
     began: float
     tries: int = 1
     futures: set[Future[str]] = field(default_factory=set)
 
 
 def run_all(
-    tasks: Sequence[Task],
+    parts: Sequence[Part],
     results: dict[int, dict[str, Any]],
     request: Callable[[int], str],
     workers: Workers,
     progress: Callable[[int, int], None],
 ) -> int:
-    """Have every task done that `results` {number: answer} has not, and add the answers; how often a task was submitted again.
+    """Have every part done that `results` {number: answer} has not, and add the answers; how often a part was submitted again.
 
     Args:
         request: what to ask of a worker (`part_worker.run`) for a number.
         progress: called with (bytes done, bytes in all).
 
     Raises:
-        CkpttoolError: what a worker raised, or that no worker could do a task.
+        CkpttoolError: what a worker raised, or that no worker could do a part.
     """
-    total = sum(t.nbytes for t in tasks)
-    todo = deque(t for t in tasks if t.number not in results)
-    passed = total - sum(t.nbytes for t in todo)
+    total = sum(p.nbytes for p in parts)
+    todo = deque(p for p in parts if p.number not in results)
+    passed = total - sum(p.nbytes for p in todo)
     flights: dict[int, _Flight] = {}
     of: dict[Future[str], _Flight] = {}
     seconds: list[float] = []
@@ -72,7 +66,7 @@ def run_all(
     def submit(flight: _Flight) -> None:
         nonlocal submitted
         submitted += 1
-        future = workers.executor.submit(part_worker.run, request(flight.task.number))
+        future = workers.executor.submit(part_worker.run, request(flight.part.number))
         flight.futures.add(future)
         of[future] = flight
 
@@ -81,8 +75,8 @@ def run_all(
         while todo or flights:
             at_once = workers.count_now() or _AT_ONCE
             while todo and len(of) < at_once:
-                task = todo.popleft()
-                flights[task.number] = flight = _Flight(task, time.monotonic())
+                part = todo.popleft()
+                flights[part.number] = flight = _Flight(part, time.monotonic())
                 submit(flight)
             for future in wait(list(of), timeout=1.0, return_when=FIRST_COMPLETED).done:
                 if future not in of:
@@ -90,18 +84,18 @@ def run_all(
                 flight = of.pop(future)
                 flight.futures.discard(future)
                 try:
-                    results[flight.task.number] = answered(future.result())
+                    results[flight.part.number] = answered(future.result())
                 except Exception as e:
                     if isinstance(e, CkpttoolError) and type(e) not in _PASSING:
                         raise
                     _again(flight, e, submit)
                     continue
                 seconds.append(time.monotonic() - flight.began)
-                del flights[flight.task.number]
+                del flights[flight.part.number]
                 for other in flight.futures:
                     other.cancel()
                     of.pop(other, None)
-                passed += flight.task.nbytes
+                passed += flight.part.nbytes
                 progress(passed, total)
             if not todo:
                 _hurry(flights, seconds, at_once - len(of), submit)

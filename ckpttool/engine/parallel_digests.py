@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..storage.buffers import DEFAULT_BUDGET, IOBudget
-from .dispatch import Task, run_all
+from .dispatch import run_all
 from .executors import Workers, WorkersSpec, default_count, workers_of
 from .fill import Progress, tensor_digests
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions
@@ -63,8 +63,7 @@ def digests_of(
         return json.dumps({"digest": {**same, "first": parts[number].first, "stop": parts[number].stop}})
 
     results: dict[int, dict[str, Any]] = {}
-    tasks = [Task(p.number, p.nbytes) for p in parts]
-    run_all(tasks, results, request, workers, lambda done, total: progress(what, done, total))
+    run_all(parts, results, request, workers, lambda done, total: progress(what, done, total))
     reader = Reader(opened.source, ckpt.files, ckpt.records, budget)
     out: dict[str, str] = {}
     for part in parts:

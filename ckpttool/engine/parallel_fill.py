@@ -19,7 +19,8 @@ from typing import Any
 from ..index.draft import Draft, Written
 from ..storage.buffers import IOBudget
 from ..storage.destination import Destination, write_error
-from .dispatch import Task, run_all
+from ..storage.local_file import write_at
+from .dispatch import run_all
 from .executors import Workers
 from .fill import Progress
 from .part_fill import framed_alone
@@ -60,9 +61,8 @@ def fill_with_workers(
         part = parts[number]
         return json.dumps({"fill": {**asked, "part": part, "there": part.stop <= destination.earlier.done}})
 
-    tasks = [Task(part.number, part.nbytes) for part in parts]
     before = len(results)
-    again = run_all(tasks, results, request, workers, lambda done, total: progress("copy", done, total))
+    again = run_all(parts, results, request, workers, lambda done, total: progress("copy", done, total))
     ckpt = planned.opened.checkpoint
     reader = Reader(source, ckpt.files, ckpt.records, budget)
     for part in parts:
@@ -107,9 +107,9 @@ def _finish(
     try:
         with open(path, "r+b", buffering=0) as out:
             fd = out.fileno()
-            _put(fd, head, 0)
+            write_at(fd, head, 0)
             for at, data in fringes:
-                _put(fd, b64decode(data), at)
+                write_at(fd, b64decode(data), at)
             alone = framed_alone(draft, i)
             so_far: list[Written] = []
             for k, (name, row, crc) in enumerate(written):
@@ -117,26 +117,20 @@ def _finish(
                 c = entry.chunks
                 if not alone and draft.before:
                     frame = draft.before(name, entry, row, so_far)
-                    _put(fd, frame, c.offset[row] - len(frame))
+                    write_at(fd, frame, c.offset[row] - len(frame))
                 end = c.offset[row] + c.length[row]
                 so_far.append((name, row, crc))
                 if draft.after and (not alone or k == len(written) - 1):
                     frame = draft.after(name, entry, row, so_far)
                     if not alone:
-                        _put(fd, frame, end)
+                        write_at(fd, frame, end)
                     end += len(frame)
             if draft.tail:
                 tail = draft.tail(i, written, digests)
-                _put(fd, tail, end)
+                write_at(fd, tail, end)
                 end += len(tail)
             os.ftruncate(fd, end)
             os.fsync(fd)
     except OSError as e:
         raise write_error(e, path) from e
     f.size = end
-
-
-def _put(fd: int, data: bytes, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(fd, memoryview(data)[done:], offset + done)

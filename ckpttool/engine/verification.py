@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from .. import layouts
-from ..errors import Corrupt, Differs, Unreadable
+from ..errors import Corrupt, Differs, Unreadable, UsageError, argument
 from ..formats import safetensors_header
 from ..index.checkpoint import Checkpoint, TensorEntry
 from ..index.digests import roots
@@ -140,6 +140,11 @@ def verify(
         )  # fmt: skip
         out.salvage = salvaged(opened)
         if not read_data and against is None:
+            if workers is not None:
+                raise UsageError(
+                    f"{argument('workers', workers)}: only the structure was asked for, which one process reads. Give "
+                    f"{argument('read_data', True)} too, or leave it out."
+                )
             return out
         with for_reading(workers, path, opened) as crew:
             found = digests_of(opened, path, options, crew, progress, "read")

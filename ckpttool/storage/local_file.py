@@ -15,12 +15,23 @@ from .partial import keep_ours
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["LocalFile", "WriterPool"]
+__all__ = ["LocalFile", "WriterPool", "write_at"]
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _SMALL = (
     32 << 10
 )  # so many bytes of a file wait without a buffer of the pool, which many files would take from each other
+
+
+def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
+    """All of the data, however many system calls it takes.
+
+    Raises:
+        OSError: one of them failed.
+    """
+    view, done = memoryview(data), 0
+    while done < len(view):
+        done += os.pwrite(fd, view[done:], offset + done)
 
 
 class WriterPool:
@@ -197,15 +208,6 @@ class LocalFile(DestinationFile):
                 if e.errno == errno.EINVAL and self._through_cache(fd):
                     continue
                 raise write_error(e, self.path) from e
-
-    def write_all(self, fd: int, data: memoryview, offset: int) -> None:
-        """All of the data, to a descriptor that is not changed."""
-        done = 0
-        try:
-            while done < len(data):
-                done += os.pwrite(fd, data[done:], offset + done)
-        except OSError as e:
-            raise write_error(e, self.path) from e
 
     def _through_cache(self, fd: int) -> bool:
         """After a direct write that the file system refused: whether there is now another descriptor to write to."""

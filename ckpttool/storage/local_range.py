@@ -11,7 +11,8 @@ import os
 from collections.abc import Callable
 
 from .buffers import ALIGN
-from .local_file import LocalFile, WriterPool
+from .destination import write_error
+from .local_file import LocalFile, WriterPool, write_at
 
 __all__ = ["LocalRange"]
 
@@ -65,7 +66,10 @@ class LocalRange(LocalFile):
             self.fringes.append((offset, bytes(data)))
             return
         self.may_write()
-        self.write_all(self.cached, data, offset)
+        try:
+            write_at(self.cached, data, offset)
+        except OSError as e:
+            raise write_error(e, self.path) from e
 
     def sync(self) -> None:
         super().sync()

@@ -22,7 +22,7 @@ import ckpttool
 from ckpttool.engine import dispatch, executors, fill, part_worker, parts
 from ckpttool.engine.opening import OpenOptions
 from ckpttool.engine.parallel_digests import digests_of
-from ckpttool.errors import CkpttoolError, Corrupt, Interrupted, NoSpace, SourceChanged, Unreadable
+from ckpttool.errors import CkpttoolError, Corrupt, Interrupted, NoSpace, SourceChanged, Unreadable, UsageError
 from ckpttool.layouts import layouts
 from ckpttool.storage import local_destination
 from ckpttool.storage.shared_tree import is_coherent
@@ -329,6 +329,12 @@ def test_a_source_without_versions_is_converted_by_one_process(tmp_path: Path, m
     workers = Workers()
     done = convert(FSDP2, tmp_path / "out", "hf", workers=workers)
     assert not workers.fills and any("whose server tells no versions" in n for n in done.notes)
+
+
+def test_workers_that_would_have_nothing_to_do_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"only the structure was asked for, which one process reads\. Give read_data"):
+        ckpttool.verify(FSDP2, workers=2)
+    assert ckpttool.verify(FSDP2, read_data=True, workers=Workers()).data == "ok"
 
 
 def test_progress_counts_the_bytes_of_parts(tmp_path: Path) -> None:
