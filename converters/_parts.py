@@ -14,7 +14,6 @@ name is listed as unread, as for every layout (engine/unread_files.py).
 from __future__ import annotations
 
 import re
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,10 +25,7 @@ from ckpttool.formats import stored_tensors, torch_zip
 from ckpttool.huggingface import model_files, model_names
 from ckpttool.index.checkpoint import (
     Checkpoint,
-    Chunks,
-    Extent,
     Path,
-    Record,
     Salvage,
     TensorEntry,
     Unread,
@@ -56,7 +52,6 @@ __all__ = [
     "as_saved",
     "live_name",
     "locate",
-    "moved",
     "read",
 ]
 
@@ -428,13 +423,11 @@ def _add(out: Checkpoint, found: Checkpoint, part: Part) -> None:
     out.sizes += found.sizes
     for t in found.tensors.values():
         path = (t.path[0], *part.under, *t.path[1:])
-        out.tensors[joined(path)] = replace(t, path=path, chunks=moved(t.chunks, by))
+        out.tensors[joined(path)] = replace(t, path=path, chunks=t.chunks.moved(by))
     for v in found.values.values():
         path = (v.path[0], *part.under, *v.path[1:])
         out.values[joined(path)] = Value(path, v.data)
-    out.records += [
-        Record(Extent(r.extent.file + by, r.extent.offset, r.extent.length), r.crc32) for r in found.records
-    ]
+    out.records += [r.moved(by) for r in found.records]
     out.ranks |= {file + by: rank for file, rank in found.ranks.items()}
     out.notes += found.notes
     if found.salvage is not None:
@@ -458,17 +451,6 @@ def _free(out: Checkpoint, path: Path, part: Part) -> None:
             f'{out.root}/{part.name} holds "{name}", and another file of the directory does too. Two saves lie in one folder, or '
             "the directory was put together by hand: give the part that counts as the path."
         )
-
-
-def moved(chunks: Chunks, by: int) -> Chunks:
-    """The same chunks in a list of files that has `by` more before theirs."""
-    if not by:
-        return chunks
-    out = Chunks(chunks.ndim)
-    out.start, out.shape, out.offset, out.length = chunks.start, chunks.shape, chunks.offset, chunks.length
-    out.strides, out.zstd = chunks.strides, chunks.zstd
-    out.file = array("q", (f + by for f in chunks.file))
-    return out
 
 
 def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:

@@ -25,7 +25,7 @@ from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions, option
 from ckpttool.storage.source import Source
 
-from ._parts import LEFT_OVER, live_name, moved
+from ._parts import LEFT_OVER, live_name
 
 __all__ = [
     "DirectoryOptions",
@@ -206,7 +206,7 @@ def joined_drafts(
         files += [replace(f, name=folder + f.name) for f in part.files]
         of_file += [(part, i) for i in range(len(part.files))]
         for n, t in part.checkpoint.tensors.items():
-            tensors[n] = replace(t, chunks=moved(t.chunks, by))
+            tensors[n] = replace(t, chunks=t.chunks.moved(by))
             of_name[n] = part
         out.sources |= part.sources
         out.aliases |= part.aliases

@@ -10,7 +10,7 @@ import os
 from dataclasses import replace
 
 from ..errors import Unsupported, argument
-from ..index.checkpoint import Chunks, Extent, Record, Salvage, TensorEntry
+from ..index.checkpoint import Salvage
 from ..index.names import step_count
 from ..storage.joined import JoinedSource, of_other
 from .opening import OpenCheckpoint, OpenOptions, open_with, shown_path
@@ -74,8 +74,8 @@ def filled(opened: OpenCheckpoint, path: str, only: tuple[str, ...] | None) -> N
             f"{len(values):,} values are {how}: {', '.join(list(values)[:8])}{', ...' if len(values) > 8 else ''}"
         )
     origin = {q: p for q, p in theirs.origin.items() if q[0] in new}
-    tensors = {x: _moved(t, n) for x, t in taken.items()}
-    records = [Record(Extent(r.extent.file + n, r.extent.offset, r.extent.length), r.crc32) for r in theirs.records]
+    tensors = {x: replace(t, chunks=t.chunks.moved(n)) for x, t in taken.items()}
+    records = [r.moved(n) for r in theirs.records]
     notes = [x for x in ckpt.notes if not x.startswith(("salvaged: ", "rebuilt: "))]
     notes.append(
         f"{len(taken):,} tensors are {how}, of another step than the rest: they count as rebuilt, and no digests of them are recorded"
@@ -87,11 +87,3 @@ def filled(opened: OpenCheckpoint, path: str, only: tuple[str, ...] | None) -> N
         sizes=[*ckpt.sizes, *theirs.sizes], records=[*ckpt.records, *records], origin=ckpt.origin | origin, salvage=left, notes=notes,
     )  # fmt: skip
     opened.source = JoinedSource(opened.source, other.source)
-
-
-def _moved(t: TensorEntry, n: int) -> TensorEntry:
-    """The same tensor in files whose numbers are `n` more."""
-    chunks = Chunks(t.chunks.ndim)
-    for c in t.chunks:
-        chunks.add(c.start, c.shape, c.extent.file + n, c.extent.offset, c.extent.length, c.strides, c.zstd)
-    return replace(t, chunks=chunks)

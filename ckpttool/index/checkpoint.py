@@ -145,6 +145,16 @@ class Chunks(Sequence[Chunk]):
         out.add((0,) * len(shape), shape, file, offset, length, strides)
         return out
 
+    def moved(self, by: int) -> Chunks:
+        """The same chunks in a list of files that has `by` more before theirs."""
+        if not by:
+            return self
+        out = Chunks(self.ndim)
+        out.start, out.shape, out.offset, out.length = self.start, self.shape, self.offset, self.length
+        out.strides, out.zstd = self.strides, self.zstd
+        out.file = array("q", (f + by for f in self.file))
+        return out
+
     def add(
         self,
         start: Sequence[int],
@@ -254,6 +264,10 @@ class Record(NamedTuple):
 
     extent: Extent
     crc32: int
+
+    def moved(self, by: int) -> Record:
+        """The same bytes in a list of files that has `by` more before theirs."""
+        return Record(self.extent._replace(file=self.extent.file + by), self.crc32)
 
 
 class Unread(NamedTuple):
