@@ -14,7 +14,7 @@ from array import array
 from itertools import chain
 from typing import Any
 
-from ckpttool.errors import Corrupt, Unsafe
+from ckpttool.errors import Corrupt, Unsafe, Unsupported
 from ckpttool.formats import pickles
 from ckpttool.formats.sandbox import in_child
 from ckpttool.index.checkpoint import (
@@ -70,6 +70,10 @@ class _Stored:
         self.starts: list[Any] = []  # torch.Size, or None for a value
         self.file, self.offset, self.length = array("q"), array("q"), array("q")
         self.transforms: dict[int, Any] = {}
+
+
+#: Of torch's _StorageInfo; with the last one where items may be compressed.
+_ITEM_FIELDS = ({"relative_path", "offset", "length"}, {"relative_path", "offset", "length", "transform_descriptors"})
 
 
 class _Collector:
@@ -143,6 +147,10 @@ class _Collector:
             __slots__ = ()
 
             def __setstate__(self, state: Any) -> None:
+                if state.keys() not in _ITEM_FIELDS:
+                    raise Corrupt(
+                        f"a _StorageInfo of .metadata has the fields {', '.join(map(str, state))}, not those of torch"
+                    )
                 found = collect.last
                 path = state["relative_path"]
                 if not isinstance(path, str):
@@ -169,7 +177,7 @@ class _Collector:
             (META, "BytesStorageMetadata"): Bytes,
             (META, "ChunkStorageMetadata"): Box,
             (META, "MetadataIndex"): Place,
-            (STORAGE, "_StorageInfo"): Item,
+            (pickles.ANY_MODULE, "_StorageInfo"): Item,  # OLMo-core has a class of its own, with torch's fields
         }
 
 
@@ -293,6 +301,12 @@ def _columns(tops: list[tuple[Any, _Collector]], what: str) -> Index:
         if not isinstance(top, _Metadata) or not isinstance(top.state, dict):
             raise Corrupt(f"{what}: holds a {type(top).__name__}, not the metadata of a DCP checkpoint.")
         state = top.state
+        items = state.get("storage_data")
+        if other := next((x for x in items.values() if isinstance(x, pickles.Opaque)), None) if items else None:
+            raise Unsupported(
+                f"{what}: storage_data says where items are with objects of {other.cls}, a class that ckpttool does not know. Save the "
+                "checkpoint with torch's own writer."
+            )
         if collector.tensors != len(collector.starts) or collector.places != collector.items:
             raise Corrupt(f"{what}: {len(collector.starts)} chunks, of which {collector.tensors} belong to a tensor.")
         for key, path in (state.get("planner_data") or {}).items():

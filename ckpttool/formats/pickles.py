@@ -30,11 +30,14 @@ from typing import Any, NamedTuple
 from ..errors import Corrupt, Unsafe, Unsupported
 
 __all__ = [
-    "MEMORY_FORMATS", "Global", "Opaque", "SharedStandIn", "StandIn", "Truncated", "enum_members", "load", "load_large", "ordered_dict",
+    "ANY_MODULE", "MEMORY_FORMATS", "Global", "Opaque", "SharedStandIn", "StandIn", "Truncated", "enum_members", "load", "load_large", "ordered_dict",
     "refuse_deep", "short",
 ]  # fmt: skip
 
+#: {(module, name): what stands for that class or function}
 StandIns = Mapping[tuple[str, str], Any]
+#: In the place of a module: a class of this name wherever it is defined, for formats that others copied with their classes.
+ANY_MODULE = "*"
 #: Members of torch's (_)MEM_FORMAT_ENCODING, by number (torch/distributed/checkpoint/metadata.py).
 MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
 
@@ -269,7 +272,7 @@ def _run(
         return take(end + 1 - pos)[:-1]
 
     def find(module: str, name: str) -> Any:
-        found = known.get((module, name))
+        found = known.get((module, name), known.get((ANY_MODULE, name)))
         return Global(module, name) if found is None else found
 
     def call(f: Any, args: Any) -> Any:
@@ -559,10 +562,10 @@ def load_large(data: io.BufferedIOBase, stand_ins: StandIns) -> Any:
 
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
-            try:
-                return stand_ins[module, name]
-            except KeyError:
-                raise Unsafe(f"the pickle names {module}.{name}, which a checkpoint does not need.") from None
+            found = stand_ins.get((module, name), stand_ins.get((ANY_MODULE, name)))
+            if found is None:
+                raise Unsafe(f"the pickle names {module}.{name}, which a checkpoint does not need.")
+            return found
 
         def persistent_load(self, pid: Any) -> Any:
             raise Unsafe("the pickle refers to an object outside of it.")
