@@ -28,6 +28,8 @@ __all__ = ["META", "STORAGE", "Index", "read_index", "read_index_in_child"]
 
 
 META = "torch.distributed.checkpoint.metadata"
+PLANNER = "torch.distributed.checkpoint.planner"
+MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 STORAGE = "torch.distributed.checkpoint.filesystem"
 #: Above this many bytes .metadata is read with the C unpickler in a limited child (pickles.load_large).
 _LARGE_BYTES = 2 << 20
@@ -82,6 +84,12 @@ class _Collector:
     A class that occurs once per chunk has a single instance, whose __setstate__ appends a row: the unpickler
     builds a tensor's chunks right before the tensor, and an item's place right before the item. `_columns` checks
     this by counting.
+
+    Megatron-Core's savers put the plans of all ranks (`all_local_plans`, a list of SavePlan) behind the fields of torch, and they
+    name every chunk and place once more. The first SavePlan ends the collection: from then on each class has another single
+    instance, which forgets its state. So nothing of the plans can be part of what was collected before: an object begun before
+    the plans and set after their beginning is refused, and so is an item among them, and `_columns` looks whether `storage_data`
+    holds the first kind of instance alone.
     """
 
     def __init__(self) -> None:
@@ -92,6 +100,7 @@ class _Collector:
         self.files: dict[str, int] = {}
         self.places = self.items = 0
         self.built: list[int] = [0, 0]  # tensors and values
+        self.ended = False  # whether the plans have begun
         collect, stored, files = self, self.stored, self.files
         add_start, add_size = self.starts.append, self.sizes.append
 
@@ -120,12 +129,23 @@ class _Collector:
             def __new__(cls, *args: Any) -> Single:
                 if args:
                     raise Corrupt(f"a {cls.__name__} with arguments")
-                return instances[cls]
+                return (spent if collect.ended else instances)[cls]
+
+            def forgets(self, state: Any) -> bool:
+                """Whether it is part of a plan."""
+                if not collect.ended:
+                    return False
+                if self is instances.get(type(self)):
+                    raise Corrupt("the plans of Megatron's saver begin inside another field of .metadata")
+                state.clear()
+                return True
 
         class Box(Single):
             __slots__ = ()
 
             def __setstate__(self, state: Any) -> None:
+                if self.forgets(state):
+                    return
                 add_start(state["offsets"])
                 add_size(state["sizes"])
                 state.clear()  # a million of them are 170 MB
@@ -134,6 +154,8 @@ class _Collector:
             __slots__ = ()
 
             def __setstate__(self, state: Any) -> None:
+                if self.forgets(state):
+                    return
                 key = state["fqn"]
                 found = stored.get(key)
                 if found is None:
@@ -151,6 +173,8 @@ class _Collector:
                     raise Corrupt(
                         f"a _StorageInfo of .metadata has the fields {', '.join(map(str, state))}, not those of torch"
                     )
+                if self.forgets(state):
+                    raise Corrupt("storage_data of .metadata goes on behind the plans of Megatron's saver")
                 found = collect.last
                 path = state["relative_path"]
                 if not isinstance(path, str):
@@ -168,7 +192,30 @@ class _Collector:
                     raise Corrupt("storage_data of .metadata is not made of (index, info) pairs")
                 state.clear()
 
+        class Planned(Single):
+            """WriteItem, and what is in it."""
+
+            __slots__ = ()
+
+            def __new__(cls, *args: Any) -> Planned:
+                if not collect.ended:
+                    raise Corrupt("a part of a plan of Megatron's saver is in another field of .metadata")
+                return planned
+
+            def __setstate__(self, state: Any) -> None:
+                state.clear()
+
+        class Plan(Planned):
+            __slots__ = ()
+
+            def __new__(cls, *args: Any) -> Plan:
+                collect.ended = True
+                return plan
+
         instances: dict[type, Single] = {cls: object.__new__(cls) for cls in (Box, Place, Item)}
+        spent: dict[type, Single] = {cls: object.__new__(cls) for cls in (Box, Place, Item)}
+        planned, plan = object.__new__(Planned), object.__new__(Plan)
+        self.single = instances[Place], instances[Item]
         self.last = _Stored()
         self.tensor_class = Tensor
         self.stand_ins: dict[tuple[str, str], Any] = {
@@ -178,11 +225,22 @@ class _Collector:
             (META, "ChunkStorageMetadata"): Box,
             (META, "MetadataIndex"): Place,
             (pickles.ANY_MODULE, "_StorageInfo"): Item,  # OLMo-core has a class of its own, with torch's fields
+            (PLANNER, "SavePlan"): Plan,
+            (MEGATRON, "MCoreSavePlan"): Plan,
+            **{
+                (module, name): Planned
+                for module, names in (
+                    (PLANNER, ("WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")),
+                    (STORAGE, ("_StoragePrefix",)),
+                )
+                for name in names
+            },
         }
 
 
 _STAND_INS: dict[tuple[str, str], Any] = {
     (META, "Metadata"): _Metadata,
+    (MEGATRON, "MCoreMetadata"): _Metadata,
     (META, "TensorProperties"): _Properties,
     (META, "StorageMeta"): _Inert,
     (META, "_MEM_FORMAT_ENCODING"): _MemoryFormat,
@@ -202,6 +260,7 @@ class Index:
     """The content of .metadata, in columns: `tensors` (flat key, dtype, shape, chunks); chunk k of a tensor is item k.
 
     `paths` {flat key: path}; `values` (flat key, file, offset, length, transforms); `zstd` and `files` by index.
+    `whole` {flat key: shape} of tensors that Megatron-Core before 0.14 cut into boxes and those into flat ranges.
     """
 
     def __init__(self) -> None:
@@ -210,6 +269,7 @@ class Index:
         self.values: list[tuple[str, int, int, int, list[str]]] = []
         self.paths: dict[str, list[str | int]] = {}
         self.transforms: dict[int, list[str]] = {}  # file -> what its items went through
+        self.whole: dict[str, list[int]] = {}
 
     def to_bytes(self) -> bytes:
         """The output of the child process: a JSON line with everything small, then the columns."""
@@ -220,6 +280,7 @@ class Index:
             "values": self.values,
             "paths": self.paths,
             "transforms": list(self.transforms.items()),
+            "whole": self.whole,
         }
         return json.dumps(head).encode() + b"\n" + b"".join(memoryview(c).cast("B") for c in columns)
 
@@ -229,7 +290,7 @@ class Index:
         out = cls()
         cut = data.index(b"\n")
         head = json.loads(data[:cut])
-        out.files, out.paths = head["files"], head["paths"]
+        out.files, out.paths, out.whole = head["files"], head["paths"], head["whole"]
         out.values = [tuple(v) for v in head["values"]]
         out.transforms = dict(head["transforms"])
         view, at = memoryview(data), cut + 1
@@ -309,6 +370,13 @@ def _columns(tops: list[tuple[Any, _Collector]], what: str) -> Index:
             )
         if collector.tensors != len(collector.starts) or collector.places != collector.items:
             raise Corrupt(f"{what}: {len(collector.starts)} chunks, of which {collector.tensors} belong to a tensor.")
+        if collector.ended and any(pair != collector.single for pair in state["storage_data"].items()):
+            raise Corrupt(f"{what}: storage_data holds plans of Megatron's saver.")
+        for key, more in (state.get("mcore_data") or {}).items():
+            if (shape := more.get("nd_reformulated_orig_global_shape")) is not None:
+                if not isinstance(shape, (tuple, list)) or not all(type(n) is int for n in shape):
+                    raise Corrupt(f"{what}: mcore_data gives {pickles.short(key)} the shape {pickles.short(shape)}.")
+                out.whole[key] = list(shape)
         for key, path in (state.get("planner_data") or {}).items():
             if not isinstance(path, tuple) or not path or not all(isinstance(p, (str, int)) for p in path):
                 raise Corrupt(f"{what}: the path of {pickles.short(key)} is {pickles.short(path)}.")

@@ -1,0 +1,137 @@
+"""The index of a DCP folder: fields that Megatron-Core's savers put behind those of torch."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ckpttool.converters import _dcp_metadata
+from torch.distributed.checkpoint import metadata as m
+from torch.distributed.checkpoint import planner as p
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from ckpttool.errors import CkpttoolError
+from ckpttool.storage.source import Source
+
+
+def box(start: tuple[int, ...], shape: tuple[int, ...]) -> m.ChunkStorageMetadata:
+    """A chunk of a tensor."""
+    return m.ChunkStorageMetadata(torch.Size(start), torch.Size(shape))
+
+
+def saved() -> m.Metadata:
+    """Two ranks' halves of a tensor and a value."""
+    half = [box((0, 0), (2, 3)), box((2, 0), (2, 3))]
+    places = [m.MetadataIndex("w", torch.Size((0, 0))), m.MetadataIndex("w", torch.Size((2, 0)))]
+    tensor = m.TensorStorageMetadata(m.TensorProperties(torch.float32), torch.Size((4, 3)), half)
+    return m.Metadata(
+        {"w": tensor, "v/shard_0_1": m.BytesStorageMetadata()},
+        None,
+        {
+            **{index: _StorageInfo(f"__{k}_0.distcp", 0, 10 + k) for k, index in enumerate(places)},
+            m.MetadataIndex("v/shard_0_1"): _StorageInfo("__0_0.distcp", 10, 5),
+        },
+    )
+
+
+def plans(fqn: str = "w") -> list[p.SavePlan]:
+    """What the savers of two ranks have planned."""
+    properties = m.TensorProperties(torch.float32)
+    return [
+        p.SavePlan([
+            p.WriteItem(
+                m.MetadataIndex(fqn, torch.Size((2 * rank, 0))),
+                p.WriteItemType.SHARD,
+                tensor_data=p.TensorWriteData(box((2 * rank, 0), (2, 3)), properties, torch.Size((4, 3))),
+            ),
+            p.WriteItem(m.MetadataIndex("v/shard_0_1"), p.WriteItemType.BYTE_IO, p.BytesIOWriteData(5)),
+        ])
+        for rank in range(2)
+    ]  # fmt: skip
+
+
+def read(folder: Path, top: Any, large: bool, monkeypatch: pytest.MonkeyPatch) -> _dcp_metadata.Index:
+    """The index of a folder with this .metadata, by our own unpickler or by the one in a child process."""
+    (folder / ".metadata").write_bytes(top if isinstance(top, bytes) else pickle.dumps(top))
+    monkeypatch.setattr(_dcp_metadata, "_LARGE_BYTES", 0 if large else 1 << 30)
+    return _dcp_metadata.read_index(Source(str(folder)))
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_plans_behind_the_fields_of_torch_change_nothing(
+    tmp_path: Path, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    top = saved()
+    plain = read(tmp_path, top, large, monkeypatch)
+    top.all_local_plans = plans()  # type: ignore[attr-defined]
+    found = read(tmp_path, top, large, monkeypatch)
+    assert found.to_bytes() == plain.to_bytes()
+    (_, dtype, shape, chunks), (value,) = found.tensors[0], found.values
+    assert (dtype, shape) == ("float32", (4, 3))
+    assert chunks.boxes() == [((0, 0), (2, 3)), ((2, 0), (2, 3))] and chunks.length.tolist() == [10, 11]
+    assert value[:4] == ("v/shard_0_1", 0, 10, 5)
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("where", ["key", "value", "item", "index", "first"])
+def test_plans_inside_another_field_are_refused(
+    tmp_path: Path, where: str, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the plans hold is not collected, so nothing that torch would load may hide in them."""
+    top, plan = saved(), plans()[0]
+    storage: dict[Any, Any] = top.storage_data
+    elsewhere = _StorageInfo("__1_0.distcp", 999, 12)
+    if where == "key":
+        storage[p.SavePlan(())] = elsewhere  # type: ignore[arg-type]
+    elif where == "value":
+        storage[m.MetadataIndex("z")] = plan
+    elif where == "item":
+        object.__setattr__(elsewhere, "length", plan)
+        storage[m.MetadataIndex("w", torch.Size((7, 7)))] = elsewhere
+    elif where == "index":
+        index = m.MetadataIndex("w", torch.Size((7, 7)))
+        object.__setattr__(index, "index", plan)
+        storage[index] = elsewhere
+    else:  # the plans come first, so that nothing behind them is collected
+        top.state_dict_metadata = {"plans": plan, **top.state_dict_metadata}  # type: ignore[dict-item]
+    with pytest.raises(CkpttoolError):
+        read(tmp_path, top, large, monkeypatch)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_places_behind_the_plans_are_refused(tmp_path: Path, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    top = saved()
+    top.all_local_plans = plans()  # type: ignore[attr-defined]
+    top.more = _StorageInfo("__0_0.distcp", 0, 10)  # type: ignore[attr-defined]
+    with pytest.raises(CkpttoolError, match="behind the plans"):
+        read(tmp_path, top, large, monkeypatch)
+
+
+class _Named(pickle._Pickler):  # type: ignore[name-defined]
+    """Writes the classes of torch under the names that Megatron-Core 0.12 to 0.15 gave its own."""
+
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        if obj is m.Metadata:
+            self.write(b"cmegatron.core.dist_checkpointing.strategies.torch\nMCoreMetadata\n")
+            self.memoize(obj)
+        else:
+            super().save_global(obj, name)
+
+    dispatch = {**pickle._Pickler.dispatch, type: save_global}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_shapes_of_tensors_that_megatron_cut_into_flat_ranges(
+    tmp_path: Path, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    top = saved()
+    top.mcore_data = {"w": {"nd_reformulated_orig_global_shape": (2, 2, 3)}}  # type: ignore[attr-defined]
+    out = io.BytesIO()
+    _Named(out, 2).dump(top)
+    assert b"MCoreMetadata" in out.getvalue()
+    found = read(tmp_path, out.getvalue(), large, monkeypatch)
+    assert found.whole == {"w": [2, 2, 3]} and len(found.tensors) == 1
