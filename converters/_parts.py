@@ -83,6 +83,9 @@ class Part:
         whole: it holds the other components too.
         optional: it is listed as a file that was not read, where it cannot be read or its parameters cannot be named.
         renamed: what the names of the optimizer's parameters lack of those of the weights.
+        places: {key at the root of a part of DATA: the canonical path of what it holds}, where that is not in the component.
+        rank: whose file it is, where each rank writes one with the same keys. What a later rank repeats is there already, and what
+            it has otherwise is extra.per_rank.<rank>.<key>.
     """
 
     name: str
@@ -93,6 +96,8 @@ class Part:
     whole: bool = False
     renamed: str = ""
     optional: bool = False
+    places: Mapping[str, Path] = field(default_factory=dict)
+    rank: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,12 +374,26 @@ def _data(source: Source, part: Part, whole: Checkpoint) -> Checkpoint:
         leaves, out.origin = named.leaves, named.origin
     for path, leaf in leaves.items():
         if part.layout == DATA:
-            path = (part.component, part.keys.get(str(path[0]), path[0]), *path[1:]) if path else (part.component,)
+            path = _place(part, path)
+            if part.rank and (known := whole.values.get(joined(path))) is not None and known.data == leaf:
+                continue
+            if part.rank and (joined(path) in whole.tensors or joined(path) in whole.values):
+                path = ("extra", "per_rank", part.rank, *path)
         if isinstance(leaf, TensorEntry):
             out.tensors[joined(path)] = replace(leaf, path=path)
         else:
             out.values[joined(path)] = Value(path, leaf)
     return out
+
+
+def _place(part: Part, path: Path) -> Path:
+    """Where a leaf of a part of plain data is in the state."""
+    if not path:
+        return (part.component,)
+    head = str(path[0])
+    if head in part.places:
+        return (*part.places[head], *path[1:])
+    return (part.component, part.keys.get(head, path[0]), *path[1:])
 
 
 def _with_foreign_optimizer(

@@ -34,6 +34,7 @@ torchtune    epoch_{n}/ or step_{n}/, and recipe_state/ next to it: _torchtune.p
 
 automodel    NeMo AutoModel: _two_folders.py
 transformers_sharded    save_pretrained(distributed_checkpoint=True) and save_optimizer_distributed: _two_folders.py
+olmo         OLMo-core's step folders: _olmo.py
 script       model.pt and optimizer.pt of a training script: _scripts.py
 
 Sources: accelerate/checkpointing.py, accelerate/utils/constants.py, accelerate/utils/fsdp_utils.py of 1.15;
@@ -53,6 +54,7 @@ from ckpttool.storage.siblings import parent_of, siblings_in
 from ckpttool.storage.source import Source
 
 from ._deepspeed_files import SAVES
+from ._olmo import OLMO
 from ._parts import DATA, LEFT_OVER, TREE, Dialect, Part, of_one_model
 from ._parts_write import DirectoryOptions
 from ._scripts import SCRIPT
@@ -206,7 +208,7 @@ TORCHTITAN = layouts.Layout(
 LAYOUTS = (
     *(
         dialect.layout()
-        for dialect in (ACCELERATE, TRAINER, LIGHTNING, VERL, TORCHTUNE, AUTOMODEL, TRANSFORMERS, SCRIPT)
+        for dialect in (ACCELERATE, TRAINER, LIGHTNING, VERL, TORCHTUNE, AUTOMODEL, TRANSFORMERS, OLMO, SCRIPT)
     ),
     TORCHTITAN,
 )

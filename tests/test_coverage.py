@@ -30,10 +30,11 @@ def test_every_cell_has_a_test_or_says_why_not(section: str) -> None:
             numbers = set(re.findall(r"\((\d+)\)", cell))
             used |= numbers
             assert numbers <= set(listed), (row, column)
-            if cell.startswith(("yes", "refused")):
+            if cell.startswith("by hand"):  # by a script that is here, with a package that the tests do not have
+                script = re.match(r"by hand: `(fixtures/\w+\.py)[^`]*`: \S", cell)
+                assert script and (ROOT / script[1]).exists(), (row[1], column, cell)
+            elif not re.match(r"no: \S|no test$|none$", cell):
                 assert numbers, (row[1], column, "names no test")
-            else:
-                assert re.match(r"no: \S|no test$|none$", cell), (row[1], column, cell)
     assert used == set(listed), "a test that no cell names"
     for test in listed.values():
         path, _, name = test.partition("::")

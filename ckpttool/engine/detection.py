@@ -151,7 +151,7 @@ _SHARD = re.compile(r"(?P<head>.+)-(?P<number>\d{5})-of-(?P<of>\d{5})(?P<tail>\.
 _SHARD_OF_RANK = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 #: Folders of dcp that are one half of a trainer's directory, and names that those and others have.
 _HALF = re.compile(r"pytorch_model_fsdp_\d+|optimizer_\d+")
-_MAYBE_HALF = re.compile(r"model|weights|optim(izer)?")
+_MAYBE_HALF = re.compile(r"model|weights|optim(izer)?|model_and_optim|train")
 
 
 def _is_piece(source: Source, name: str) -> bool:
@@ -417,6 +417,8 @@ def _lacks(inside: Source, names: list[str], name: str, layout: Layout | None) -
     is_trainer = re.fullmatch(r"checkpoint-\d+", name) and "trainer_state.json" not in names
     if is_trainer and (halves or any((kind_of(n) or ("", ""))[1] in ("optim", "scheduler", "rng") for n in names)):
         yield _NO_TRAINER_STATE
+    if "model_and_optim" in names and ".metadata.json" not in names:
+        yield "no .metadata.json, which OLMo-core writes last"
     if layout is None:
         return
     if _TEMPORARY.fullmatch(name):
