@@ -28,7 +28,7 @@ MODULES = {
 #: What is not in the standard library and may be imported as a module is loaded; numpy, torch, ... only where used.
 OUTSIDE: dict[str, set[str]] = {
     "audit.sidecar": {"blake3"},
-    "audit.verification": {"blake3"},
+    "audit.reading": {"blake3"},
     "cli.adapter.arguments": {"typer"},
     "cli.adapter.extract": {"typer"},
     "cli.adapter.merge": {"typer"},
@@ -282,7 +282,7 @@ def test_the_docstring_of_errors_draws_every_class_with_its_code() -> None:
 #: Who parses JSON besides bounded_json, which bounds what it takes: of text that we ourselves wrote a moment ago, or of children
 #: of ours that answer.
 OWN_JSON = {
-    "audit.ledger", "converters._dcp_metadata", "hub.journal", "hub.screening", "huggingface.hub_names", "huggingface.model_names",
+    "audit.ledger", "audit.parallel_reading", "converters._dcp_metadata", "hub.journal", "hub.screening", "huggingface.hub_names", "huggingface.model_names",
     "engine.part_requests", "engine.part_worker", "resume.recorder", "resume.settings", "resume.torchrun", "resume.trace",
     "storage.partial", "storage.shared_tree",
 }  # fmt: skip

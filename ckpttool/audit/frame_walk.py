@@ -27,7 +27,7 @@ from .frame_format import (
     read_table,
 )
 
-__all__ = ["Walked", "walk"]
+__all__ = ["Walked", "walk", "walk_frames"]
 
 
 _MAGIC = re.compile(rb"\x28\xb5\x2f\xfd|[\x5c\x5e]\x2a\x4d\x18")
@@ -83,7 +83,8 @@ def walk(source: Source, file: str, jobs: int) -> Iterator[Walked]:
     size = source.size(file)
     search: _Search | None = None
     try:
-        pieces = _listed(read_table(source, file))
+        table = read_table(source, file)
+        pieces = _listed(table, 0, len(table.offsets))
     except (SourceChanged, RemoteError):
         raise
     except CkpttoolError as e:
@@ -91,7 +92,30 @@ def walk(source: Source, file: str, jobs: int) -> Iterator[Walked]:
         pieces = search.pieces()
         yield Walked(-1, 0, size, 0, None, str(e))
     crcs = array("I")
-    start = 0
+    yield from _walked(source, file, pieces, jobs, 0, crcs)
+    if search is not None and search.crcs is not None and search.crcs != crcs:
+        k = next(
+            (k for k, (a, b) in enumerate(zip(search.crcs, crcs, strict=False)) if a != b),
+            min(len(crcs), len(search.crcs)),
+        )
+        header = f"the CRC table lists {len(search.crcs)} frames, {len(crcs)} are there; they differ from number {k} on"
+        yield Walked(-1, 0, size, 0, None, header)
+
+
+def walk_frames(source: Source, file: str, table: Table, first: int, stop: int, jobs: int) -> Iterator[Walked]:
+    """The frames [first, stop) of a file whose tables are sound, as `walk`.
+
+    Raises:
+        SourceChanged, RemoteError: the file cannot be read. Damage is never raised.
+    """
+    return _walked(source, file, _listed(table, first, stop), jobs, table.starts[first], array("I"))
+
+
+def _walked(
+    source: Source, file: str, pieces: Iterator[_Piece], jobs: int, start: int, crcs: array[int]
+) -> Iterator[Walked]:
+    """Pieces, checked; the content of the first begins at `start`. The CRC32s of frames are added to `crcs`."""
+    size = source.size(file)
     for piece, seen in _look(source, file, pieces, jobs):
         if seen.crc is not None:
             crcs.append(seen.crc)
@@ -102,17 +126,11 @@ def walk(source: Source, file: str, jobs: int) -> Iterator[Walked]:
             yield Walked(-1, 0, piece.offset, piece.size, None, seen.fault)
         if seen.beside is not None:
             yield Walked(-1, 0, size, 0, None, seen.beside)
-    if search is not None and search.crcs is not None and search.crcs != crcs:
-        k = next(
-            (k for k, (a, b) in enumerate(zip(search.crcs, crcs, strict=False)) if a != b),
-            min(len(crcs), len(search.crcs)),
-        )
-        header = f"the CRC table lists {len(search.crcs)} frames, {len(crcs)} are there; they differ from number {k} on"
-        yield Walked(-1, 0, size, 0, None, header)
 
 
-def _listed(table: Table) -> Iterator[_Piece]:
-    for k, offset in enumerate(table.offsets):
+def _listed(table: Table, first: int, stop: int) -> Iterator[_Piece]:
+    for k in range(first, stop):
+        offset = table.offsets[k]
         yield _Piece(offset, table.sizes[k], None, table.lengths[k], table.crcs[k], table.checksums[k])
 
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ..engine.executors import WorkersSpec, serve_if_worker
 from ..engine.fill import Progress, silent
-from ..errors import CkpttoolError, Corrupt, Differs, Unsafe, UsageError
+from ..errors import CkpttoolError, Corrupt, Differs, Unsafe, UsageError, argument
 from ..layouts import place
 from ..storage import remote, urls
 from ..storage.source import Source
@@ -35,6 +36,7 @@ def verify(
     scratch: str | None = None,
     in_ledger: bool = True,
     jobs: int = 2,
+    workers: WorkersSpec = None,
     progress: Progress = silent,
 ) -> Verdict:
     """Verify an archive. Of an encrypted one without a key, the ciphertext is compared with its sidecar.
@@ -42,10 +44,20 @@ def verify(
     If the store has a ledger, the archive is compared with the one recorded under this name, at any depth, and the result is
     appended if the ledger is writable.
 
+    Args:
+        jobs: threads that decompress and hash; of each worker, where there are some.
+        workers: who reads the archive, as in `ckpttool.convert`. One process reads an encrypted one, or one whose structure is
+            damaged; a warning says so.
+
     Raises:
         Differs: signature, checkpoint or root differ, or it is not the recorded archive.
         UsageError: arguments that contradict each other. Corrupt: the ledger is damaged.
     """
+    serve_if_worker(workers)
+    if quick and workers is not None:
+        raise UsageError(
+            f"{argument('workers', workers)}: only structure and signature were asked for, which one process reads. Leave one of the two out."
+        )
     where = place(path)
     source, file = where.source, where.file
     if file is None:
@@ -73,6 +85,8 @@ def verify(
                 if public_key or certificates or against:
                     raise UsageError(f"{path} is encrypted: give --identity to look inside.")
                 found = _ciphertext(source, file, root, quick, progress)
+                if workers not in (None, 1, "1"):
+                    found.warnings.append("workers were not used: one process hashes the ciphertext")
                 found.ledger = unread
                 _compare(found, store, file, lines, recorded, by_ledger)
                 return _note(found, store, file, in_ledger)
@@ -81,7 +95,7 @@ def verify(
             source = spool
         found = verify_archive(
             source, name, quick=quick, public_key=public_key, certificates=certificates, against=against, root=root,
-            jobs=jobs, progress=progress,
+            jobs=jobs, workers=workers, path_for_workers=path if source is where.source else None, progress=progress,
         )  # fmt: skip
         found.ledger = unread
         _compare(found, store, file, lines, recorded, by_ledger)
@@ -145,7 +159,7 @@ def _compare(
     found.ledger = match.says
     with remote.open_source(store) as beside:
         held = sidecar.holds(beside, file) if beside.exists(sidecar.hold_name(file)) else []
-    found.warnings = disagreements(file, lines, held)
+    found.warnings += disagreements(file, lines, held)
     if by_ledger:
         found.against = "what the ledger recorded at the export"
 

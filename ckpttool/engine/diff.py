@@ -152,7 +152,7 @@ def _unequal(
     """The tensors that have to be compared element by element: all, where there are no workers to compute their digests before."""
     digests = []
     for path, opened in (a, b):
-        with for_reading(spec, path, opened) as workers:
+        with for_reading(spec, path, opened.checkpoint.nbytes) as workers:
             if workers is None:
                 return names
             digests.append(digests_of(opened, path, options, workers, progress, "digest"))

@@ -45,12 +45,14 @@ def run_all(
     request: Callable[[int], str],
     workers: Workers,
     progress: Callable[[int, int], None],
+    run: Callable[[str], str] = part_worker.run,
 ) -> int:
     """Have every part done that `results` {number: answer} has not, and add the answers; how often a part was submitted again.
 
     Args:
-        request: what to ask of a worker (`part_worker.run`) for a number.
+        request: what to ask of a worker for a number.
         progress: called with (bytes done, bytes in all).
+        run: what a worker calls with a request.
 
     Raises:
         CkpttoolError: what a worker raised, or that no worker could do a part.
@@ -66,7 +68,7 @@ def run_all(
     def submit(flight: _Flight) -> None:
         nonlocal submitted
         submitted += 1
-        future = workers.executor.submit(part_worker.run, request(flight.part.number))
+        future = workers.executor.submit(run, request(flight.part.number))
         flight.futures.add(future)
         of[future] = flight
 

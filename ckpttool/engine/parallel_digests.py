@@ -22,9 +22,8 @@ __all__ = ["digests_of", "for_reading"]
 
 
 @contextmanager
-def for_reading(spec: WorkersSpec, path: CheckpointPath, opened: OpenCheckpoint) -> Iterator[Workers | None]:
-    """The workers to read an open checkpoint; None where this process reads it alone."""
-    nbytes = opened.checkpoint.nbytes
+def for_reading(spec: WorkersSpec, path: object, nbytes: int) -> Iterator[Workers | None]:
+    """The workers to read a checkpoint of so many bytes, which they open by its path; None where this process reads it alone."""
     if spec in (1, "1") or (spec is None and default_count(nbytes) == 1) or not isinstance(path, (str, os.PathLike)):
         yield None
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -18,13 +19,13 @@ from .part_requests import encoded_error, index_id, read_job
 from .parts import Part
 from .planning import Plan, plan_id, plan_with
 
-__all__ = ["forget", "run"]
+__all__ = ["Last", "forget", "run"]
 
 
-T = TypeVar("T", Plan, OpenCheckpoint)
+T = TypeVar("T", bound=AbstractContextManager[Any])
 
 
-class _Last(Generic[T]):
+class Last(Generic[T]):
     """What was made for the last question, open: a worker fills many parts of one plan. What was made before is closed."""
 
     def __init__(self, make: Callable[[str], T]) -> None:
@@ -122,4 +123,4 @@ def _plan(job: str) -> Plan:
     return planned
 
 
-_planned, _opened = _Last(_plan), _Last(_open)
+_planned, _opened = Last(_plan), Last(_open)

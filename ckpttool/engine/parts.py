@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ..index.checkpoint import TensorEntry
 from ..index.draft import Draft
 
-__all__ = ["Part", "cut", "cut_tensors"]
+__all__ = ["Part", "cut", "cut_tensors", "least_bytes"]
 
 _MOST_BYTES = 1 << 30
 _LEAST_BYTES = 16 << 20
@@ -24,7 +24,7 @@ _LEAST_BYTES_OF_A_FILE = 8 << 20
 
 
 class Part(NamedTuple):
-    """Tensors [first, stop) of a draft, and the bytes of their chunks."""
+    """Tensors [first, stop) of a draft, or frames of an archive, and their bytes."""
 
     number: int
     first: int
@@ -42,9 +42,13 @@ def cut(draft: Draft) -> list[Part]:
     return _cut(draft.checkpoint.tensors, draft.aliases, _LEAST_BYTES_OF_A_FILE)
 
 
+def least_bytes(whole: int) -> int:
+    """What a part of so many bytes has at least, unless it is the last."""
+    return min(_MOST_BYTES, max(_LEAST_BYTES, whole // _PARTS))
+
+
 def _cut(tensors: Mapping[str, TensorEntry], aliases: Mapping[str, str], of_a_file: int) -> list[Part]:
-    whole = sum(t.nbytes for n, t in tensors.items() if n not in aliases)
-    least = min(_MOST_BYTES, max(_LEAST_BYTES, whole // _PARTS))
+    least = least_bytes(sum(t.nbytes for n, t in tensors.items() if n not in aliases))
     out: list[Part] = []
     first = size = 0
     files: set[int] = set()

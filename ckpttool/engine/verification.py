@@ -64,7 +64,7 @@ def digest(
         source_layout=source_layout, only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
         allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
     )  # fmt: skip
-    with open_with(path, options) as opened, for_reading(workers, path, opened) as crew:
+    with open_with(path, options) as opened, for_reading(workers, path, opened.checkpoint.nbytes) as crew:
         ckpt = opened.locate()
         found = digests_of(opened, path, options, crew, progress, "digest")
         opened.source.assert_unchanged()
@@ -146,7 +146,7 @@ def verify(
                     f"{argument('read_data', True)} too, or leave it out."
                 )
             return out
-        with for_reading(workers, path, opened) as crew:
+        with for_reading(workers, path, opened.checkpoint.nbytes) as crew:
             found = digests_of(opened, path, options, crew, progress, "read")
         opened.source.assert_unchanged()
         out.data = "ok"
@@ -154,7 +154,7 @@ def verify(
         _verify_recorded(opened, found, out)
     if against is not None:
         likewise = OpenOptions(allow_equal_ranks=True, allow_mixed_steps=True)
-        with open_with(against, likewise) as other, for_reading(workers, against, other) as crew:
+        with open_with(against, likewise) as other, for_reading(workers, against, other.checkpoint.nbytes) as crew:
             second = other.locate()
             digests = digests_of(other, against, likewise, crew, progress, "read")
             shared = {str(t.path[0]) for t in ckpt.tensors.values()} & {str(t.path[0]) for t in second.tensors.values()}

@@ -13,6 +13,7 @@ from ..terminal import (  # fmt: skip
     Json,
     Meter,
     Quiet,
+    Workers,
     note,
     peak,
     print_json,
@@ -58,6 +59,7 @@ def verify(
     identity: Identity = None,
     scratch: Scratch = None,
     jobs: Jobs = None,
+    workers: Workers = None,
     no_ledger: NoLedger = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -72,7 +74,7 @@ def verify(
     try:
         found = verify(
             archive, quick=quick, deep=deep, public_key=public_key, certificates=cert or (), against=against, root=root,
-            identities=identity or (), scratch=scratch, in_ledger=not no_ledger, jobs=threads_of(jobs), progress=meter,
+            identities=identity or (), scratch=scratch, in_ledger=not no_ledger, jobs=threads_of(jobs), workers=workers, progress=meter,
         )  # fmt: skip
     finally:
         meter.close()
@@ -83,6 +85,14 @@ def verify(
             note(f"error: {found.trouble()}")
             raise typer.Exit(Corrupt.exit_code)
         return
+    if found.workers is not None:
+        count = found.workers["parts"]
+        note(
+            f"{found.workers['name']} read {count} part{'s'[: count != 1]}; {found.workers['again']} were submitted again",
+            quiet,
+        )
+    for text in found.warnings:
+        note(f"warning: {text}.")
     for f in found.findings[:40]:
         print(f"wrong: {printable(str(f))}")
     if len(found.findings) > 40:
@@ -97,8 +107,6 @@ def verify(
     }  # fmt: skip
     said = f"{found.tensors:,} tensors, {human(found.tensor_bytes)}" if found.merkle_root else human(found.file_bytes)
     note(f"{found.path}: sound ({what[found.depth]}); {said}; {seconds:.1f} s, {peak()}", quiet)
-    for text in found.warnings:
-        note(f"warning: {text}.")
     print(f"signature   {found.signature}")
     print(f"ledger      {printable(found.ledger or 'none beside it to compare with')}")
     if found.merkle_root:

@@ -1,0 +1,110 @@
+"""The frames of an archive, read by any number of workers: the coordinator's side, and what a worker runs.
+
+    {"path", "archive", "first", "stop", "jobs"}              frames [first, stop)
+    what `Reading.run_part` returns, or {"error": ...}
+
+A part is a run of members, since the SHA-256 of a member needs its bytes in order; frames begin and end with members (plan.py). A worker
+opens the archive for itself, and refuses one with another manifest.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from typing import Any
+
+from ..engine.dispatch import run_all
+from ..engine.executors import Workers
+from ..engine.fill import Progress
+from ..engine.part_requests import absolute_path, encoded_error
+from ..engine.part_worker import Last
+from ..engine.parts import Part, least_bytes
+from ..errors import CkpttoolError
+from ..layouts import place
+from .archive import Archive
+from .reading import Reading
+
+__all__ = ["cut_members", "read_with_workers", "run"]
+
+
+def cut_members(archive: Archive) -> list[Part]:
+    """Parts of an archive: runs of frames that begin and end with members."""
+    table = archive.table
+    least = least_bytes(table.logical_size)
+    out: list[Part] = []
+    first = at = 0
+    for member in archive.plan.members:
+        if member.end - at >= least and member.end < table.logical_size:
+            stop = bisect_left(table.starts, member.end)
+            out.append(Part(len(out), first, stop, member.end - at))
+            first, at = stop, member.end
+    out.append(Part(len(out), first, len(table.starts), table.logical_size - at))
+    return out
+
+
+def read_with_workers(reading: Reading, path: str, workers: Workers, jobs: int, progress: Progress) -> dict[str, Any]:
+    """Read every frame of an archive whose structure is sound, as `Reading.run`; returns facts of the run.
+
+    The facts: "name" and "count" of the workers, "parts", and how many of them were submitted "again".
+
+    Args:
+        path: of the archive, for the workers.
+        jobs: threads of each worker.
+
+    Raises:
+        SourceChanged, CkpttoolError: what a worker raised, or that no worker could read a part.
+    """
+    archive = reading.archive
+    assert archive is not None
+    parts = cut_members(archive)
+    same = {"path": absolute_path(path), "archive": _archive_id(archive), "jobs": jobs}
+
+    def request(number: int) -> str:
+        return json.dumps({**same, "first": parts[number].first, "stop": parts[number].stop})
+
+    results: dict[int, dict[str, Any]] = {}
+    again = run_all(parts, results, request, workers, lambda done, total: progress("verify", done, total), run)
+    for part in parts:
+        reading.absorb(results[part.number])
+    return {"name": workers.name, "count": workers.count, "parts": len(parts), "again": again}
+
+
+def run(request: str) -> str:
+    """What a worker calls: read some frames; an error of ours is an answer, too."""
+    asked = json.loads(request)
+    try:
+        archive = _opened(json.dumps([asked["path"], asked["archive"]]))
+        found = Reading(archive.base, archive.file, archive).run_part(asked["first"], asked["stop"], asked["jobs"])
+        archive.assert_unchanged()
+        return json.dumps(found, separators=(",", ":"))
+    except CkpttoolError as e:
+        return encoded_error(e)
+
+
+def _archive_id(archive: Archive) -> list[Any]:
+    """What tells an archive from others, on any machine: its manifest, and the identity of its file without the device."""
+    return [archive.manifest_sha256, *archive.identities()[archive.file][1:]]
+
+
+def _open(asked: str) -> Archive:
+    """An open archive.
+
+    Raises:
+        CkpttoolError: this worker finds another one.
+    """
+    path, wanted = json.loads(asked)
+    where = place(path)
+    try:
+        archive = Archive(where.source, where.file or "")
+        if _archive_id(archive) == wanted:
+            return archive
+    except BaseException:
+        where.source.close()
+        raise
+    archive.close()
+    raise CkpttoolError(
+        f"this worker finds another archive at {path} than the process that asked: all machines must see the same file under this path."
+    )
+
+
+_opened = Last(_open)

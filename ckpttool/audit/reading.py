@@ -1,0 +1,263 @@
+"""Every frame of an archive, hashed by member and by tensor, and what is wrong with it.
+
+`Reading` reads all frames, or a run of them; what it found of a run can be added to another one, which then judges the whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from blake3 import blake3
+
+from ..engine.fill import Progress, silent
+from ..errors import CkpttoolError
+from ..storage.source import Source
+from . import byte_planes, plan, tarball
+from . import manifest as records
+from .archive import Archive
+from .frame_format import FRAME, LOOK, read_table
+from .frame_reader import FrameReader
+from .frame_walk import Walked, walk, walk_frames
+
+__all__ = ["Finding", "Reading"]
+
+_MOST_FINDINGS = 1000
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One piece of damage, or one difference.
+
+    `start`, `end` are bytes of the member; `tensor_start`, `tensor_end` bytes of the tensor; `file_start`, `file_end`
+    bytes of the archive's file.
+    """
+
+    what: str
+    member: str | None = None
+    start: int | None = None
+    end: int | None = None
+    tensor: str | None = None
+    tensor_start: int | None = None
+    tensor_end: int | None = None
+    file_start: int | None = None
+    file_end: int | None = None
+
+    def __str__(self) -> str:
+        where = [] if self.member is None else [self.member]
+        if self.start is not None:
+            where.append(f"bytes {self.start}..{self.end}")
+        if self.tensor is not None:
+            where.append(f'"{self.tensor}"' if self.tensor.isprintable() else ascii(self.tensor))
+        if self.tensor_start is not None:
+            where.append(f"its bytes {self.tensor_start}..{self.tensor_end}")
+        if self.file_start is not None:
+            where.append(f"bytes {self.file_start}..{self.file_end} of the file")
+        return f"{', '.join(where)}: {self.what}" if where else self.what
+
+
+@dataclass
+class _Map:
+    """Members and tensors by their place in the tar."""
+
+    members: list[tuple[int, int, str]]
+    tensors: list[tuple[int, int, str, int]]  # start, end, name, bytes of an element where in planes
+    starts: list[int]
+
+    def of(self, start: int, end: int) -> Iterator[Finding]:
+        """What a range of the tar contains, as findings without text."""
+        for a, b, member in self.members:
+            if a >= end:
+                break
+            if start >= b:
+                continue
+            first = bisect_right(self.starts, max(a, start)) - 1
+            named = False
+            for x, y, name, _ in self.tensors[max(0, first) :]:
+                if x >= min(b, end):
+                    break
+                if y > max(start, a):
+                    named = True
+                    p, q = max(x, start), min(y, end)
+                    yield Finding("", member, p - a, q - a, name, p - x, q - x)
+            if not named:
+                yield Finding("", member, max(a, start) - a, min(b, end) - a)
+
+
+class Reading:
+    """Frames of an archive, hashed by member and by tensor; `findings` is the damage that was met on the way."""
+
+    def __init__(self, source: Source, file: str, archive: Archive | None) -> None:
+        self.source, self.file, self.archive = source, file, archive
+        self.file_bytes = source.size(file)
+        self.found: records.Manifest | None = None
+        planned: plan.Plan | None = None
+        if archive is not None:
+            self.found, planned = archive.manifest, archive.plan
+        else:
+            self.found, planned = _salvaged(source, file)
+        members = [(m.start, m.end, m.name) for m in planned.members] if planned else []
+        if archive is not None:
+            known = {m[2] for m in members}
+            members += [(at, at + n, name) for name, (at, n) in archive.members().items() if name not in known]
+        self.places = planned.places if planned else {}
+        tensors = sorted((p.at, p.at + p.nbytes, n, p.item) for n, p in self.places.items())
+        self.map = _Map(members, tensors, [t[0] for t in tensors])
+        self.findings: list[Finding] = []
+        self.wrong_members: set[str] = set()
+        self.wrong_tensors: set[str] = set()
+        self.frames_end = 0  # of the file, so far
+        self.member = 0  # the first that is not hashed to its end
+        self._sums: dict[str, Any] = {}  # of what is being read
+        self._digests: dict[str, Any] = {}
+        self.sums: dict[str, str] = {}
+        self.digests: dict[str, str] = {}
+
+    def note(self, finding: Finding) -> None:
+        if len(self.findings) < _MOST_FINDINGS:
+            self.findings.append(finding)
+
+    def run(self, jobs: int, progress: Progress) -> None:
+        """Read it all."""
+        self._read(walk(self.source, self.file, jobs), progress)
+
+    def run_part(self, first: int, stop: int, jobs: int) -> dict[str, Any]:
+        """Read frames [first, stop), which begin and end with members, and nothing else; what was found, for `absorb`, as plain data."""
+        assert self.archive is not None
+        table = self.archive.table
+        begin = table.starts[first]
+        self.frames_end = table.offsets[first]
+        self.member = next(
+            (k for k, (a, b, _) in enumerate(self.map.members) if b > begin or a >= begin), len(self.map.members)
+        )
+        self._read(walk_frames(self.source, self.file, table, first, stop, jobs), silent)
+        return {
+            "findings": [asdict(f) for f in self.findings], "wrong_members": sorted(self.wrong_members),
+            "wrong_tensors": sorted(self.wrong_tensors), "sums": self.sums, "digests": self.digests,
+        }  # fmt: skip
+
+    def absorb(self, found: Mapping[str, Any]) -> None:
+        """Add what `run_part` found, part after part in their order."""
+        for f in found["findings"]:
+            self.note(Finding(**f))
+        self.wrong_members.update(found["wrong_members"])
+        self.wrong_tensors.update(found["wrong_tensors"])
+        self.sums |= found["sums"]
+        self.digests |= found["digests"]
+
+    def _read(self, rows: Iterable[Walked], progress: Progress) -> None:
+        total = self.file_bytes
+        waiting: list[Future[None]] = []
+        first_tensor = 0
+        with ThreadPoolExecutor(1, "ckpttool-sha256") as pool:
+            for row in rows:
+                if row.fault is not None:
+                    self._damaged(row)
+                    if row.size and row.length:
+                        self.frames_end = row.offset + row.size
+                    continue
+                data = row.stored
+                if data is None:
+                    continue
+                self.frames_end = row.offset + row.size
+                end = row.start + row.length
+                waiting.append(pool.submit(self._sha256, row.start, end, data))
+                if len(waiting) > 4:
+                    waiting.pop(0).result()
+                first_tensor = self._blake3(row.start, end, data, first_tensor)
+                progress("verify", min(total, row.offset + row.size), total)
+            for h in waiting:
+                h.result()
+        self.sums |= {name: h.hexdigest() for name, h in self._sums.items()}
+        self.digests |= {name: h.hexdigest() for name, h in self._digests.items()}
+        self._sums.clear()
+        self._digests.clear()
+
+    def _damaged(self, row: Walked) -> None:
+        assert row.fault is not None
+        fault = row.fault.removesuffix(LOOK)  # which names this command
+        # a fault of the tables is in them: behind the last frame
+        a, b = (row.offset, row.offset + row.size) if row.size else (self.frames_end, self.file_bytes)
+        named = list(self.map.of(row.start, row.start + row.length)) if row.start >= 0 and row.length else []
+        for f in named:
+            if f.member:
+                self.wrong_members.add(f.member)
+            if f.tensor:
+                self.wrong_tensors.add(f.tensor)
+            self.note(replace(f, what=fault, file_start=a, file_end=b))
+        if not named:
+            self.note(Finding(fault, file_start=a, file_end=b))
+
+    def _sha256(self, start: int, end: int, data: bytes) -> None:
+        view = memoryview(data)
+        for k in range(self.member, len(self.map.members)):
+            a, b, name = self.map.members[k]
+            if a >= end:
+                break
+            p, q = max(a, start), min(b, end)
+            self._sums.setdefault(name, hashlib.sha256()).update(view[p - start : q - start] if p < q else b"")
+            if b <= end:
+                self.member = k + 1
+
+    def _blake3(self, start: int, end: int, data: bytes, k: int) -> int:
+        """Digest the tensors that a frame meets, from the k-th on; returns the first that the next one may meet."""
+        rows = self.map.tensors
+        view = memoryview(data)
+        while k < len(rows) and rows[k][1] <= start:
+            k += 1
+        for x, y, name, item in rows[k:]:
+            if x >= end:
+                break
+            p, q = max(x, start), min(y, end)
+            if p < q:
+                part: Any = view[p - start : q - start]
+                self._digests.setdefault(name, blake3()).update(byte_planes.merge(part, item) if item > 1 else part)
+        return k
+
+    def judge(self) -> list[Finding]:
+        """Compare what was hashed, of the whole archive, with what was recorded; all findings."""
+        if self.found is None:
+            return self.findings
+        for x, y, name, _ in self.map.tensors:
+            have = self.digests.get(name, blake3().hexdigest() if x == y else None)
+            if have != self.found.digests[name] and name not in self.wrong_tensors:
+                self.wrong_tensors.add(name)
+                p = self.places[name]
+                self.wrong_members.add(p.member)
+                what = "the bytes do not have the digest of the manifest"
+                self.note(Finding(what, p.member, p.offset, p.offset + p.nbytes, name, 0, p.nbytes))
+        want = {n: h for n, (_, h) in self.found.hashes.items()} | (self.archive.sums if self.archive else {})
+        for a, b, name in self.map.members:
+            if name in want and name not in self.wrong_members and self.sums.get(name) != want[name]:
+                self.note(Finding("the bytes do not have the SHA-256 that was recorded", name, 0, b - a))
+        return self.findings
+
+
+def _salvaged(source: Source, file: str) -> tuple[records.Manifest | None, plan.Plan | None]:
+    """The manifest of an archive whose structure is damaged, found by the header before it; None where it is lost."""
+    try:
+        table = read_table(source, file)
+        reader = FrameReader(source, file, table, lambda start: 1)
+        tail = b""
+        at = table.logical_size
+        for start in reversed(table.starts):
+            piece = bytearray(at - start)
+            reader.read_into(start, memoryview(piece))
+            tail, at = bytes(piece) + tail, start
+            skip = -at % tarball.BLOCK
+            k = tail.find(plan.MANIFEST.encode() + bytes(8))
+            if k >= 0 and (k - skip) % tarball.BLOCK == 0:
+                found = tarball.entry(tail[k : k + tarball.BLOCK], file)
+                assert found is not None
+                data = tail[k + tarball.BLOCK :][: found.size]
+                decoded = records.decode(data, file)
+                return records.checked(data, found.mtime, bytes(decoded.hashes[plan.README][0]), file)
+            if len(tail) > 64 * FRAME:
+                break
+    except (CkpttoolError, AssertionError, KeyError):
+        pass
+    return None, None
