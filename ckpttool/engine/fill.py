@@ -161,53 +161,68 @@ class Scatter:
         hasher: Any = None
         name = ""
         jobs = [StreamJob(n, sources[n], tensors[n].dtype, boxed=not _flat(tensors[n])) for n in names]
-        for block in reader.blocks(jobs):
+        for block in reader.blocks(jobs, checked=False):
             if block.name != name or hasher is None:
                 name, hasher = block.name, blake3()
                 plan = _rows(tensors[name])
-            hasher.update(block.data)
-            self._scatter(name, tensors[name], plan, block)
+            if block.count and plan[-1].first is not None:
+                self._hand_on(name, tensors[name], plan, block, hasher)
+            else:
+                for piece, _ in block.pieces(0, len(block.data)):
+                    hasher.update(piece)
+                self._scatter(name, tensors[name], plan, block)
             if block.last:
                 self.digests[name] = hasher.hexdigest()
                 hasher = None
                 self.done_with(name)
             yield block
 
+    def _hand_on(self, name: str, entry: TensorEntry, plan: list[ChunkRow], block: Block, hasher: Any) -> None:
+        """Digest a block and append it to the chunks, each of which is a flat range of the tensor, piece by piece.
+
+        `plan` holds the chunks from the last to the first; those that are done are taken out.
+        """
+        item = ITEMSIZE[entry.dtype]
+        at, end = block.first, block.first + block.count
+        while at < end:
+            row = plan[-1]
+            assert row.first is not None
+            if row.first + row.done != at:
+                raise AssertionError(f"{name} row {row.row}: element {row.first + row.done} was due, not {at}")
+            n = min(end - at, row.count - row.done)
+            if row.done == 0:
+                self.begin(name, entry, row)
+            a = (at - block.first) * item
+            for piece, crc in block.pieces(a, a + n * item):
+                hasher.update(piece)
+                self.write(row, piece)
+                if self.needs_crcs:
+                    row.crc = crc32(piece, row.crc) if crc is None else crc32_combine(row.crc, crc, len(piece))
+            at += n
+            row.done += n
+            if row.done == row.count:
+                self._end(name, entry, row)
+                plan.pop()
+
     def _scatter(self, name: str, entry: TensorEntry, plan: list[ChunkRow], block: Block) -> None:
-        """Hand a block's elements on to the chunks that they belong to."""
+        """Append what a slab holds of each chunk, a box of the tensor."""
         item = ITEMSIZE[entry.dtype]
         if block.count == 0:
             for r in reversed(plan):
                 self.begin(name, entry, r)
                 self._end(name, entry, r)
             return
-        first, last = block.first, block.first + block.count
-        while plan and plan[-1].first is not None and plan[-1].done == plan[-1].count:
-            plan.pop()  # those that are done, the earliest of which are last
         for r in reversed(plan):
-            if r.first is not None:  # a flat range
-                if r.first >= last:
-                    break  # so do all that follow
-                a, b = max(first, r.first), min(last, r.first + r.count)
-                if a >= b:
-                    continue
-                part: memoryview = block.data[(a - first) * item : (b - first) * item]
-                n = b - a
-            else:
-                both = boxes.meet((r.start, r.shape), (block.start, block.shape))
-                if both is None:
-                    continue
-                part = _cut(block, both, item)
-                n = prod(both[1])
+            both = boxes.meet((r.start, r.shape), (block.start, block.shape))
+            if both is None:
+                continue
+            part = _cut(block, both, item)
             if r.done == 0:
                 self.begin(name, entry, r)
             self.write(r, part)
             if self.needs_crcs:
-                if block.crc is not None and n == block.count:
-                    r.crc = crc32_combine(r.crc, block.crc, len(part))
-                else:
-                    r.crc = crc32(part, r.crc)
-            r.done += n
+                r.crc = crc32(part, r.crc)
+            r.done += prod(both[1])
             if r.done == r.count:
                 self._end(name, entry, r)
 
@@ -413,6 +428,8 @@ def _rows(entry: TensorEntry) -> list[ChunkRow]:
     """The chunks; in the order of the flattened tensor, the last first, where each is a range of that."""
     flat = _flat(entry)
     rows = [ChunkRow(k, entry, box, flat) for k, box in enumerate(entry.chunks.boxes())]
+    if entry.numel:
+        rows = [r for r in rows if r.count]
     return sorted(rows, key=lambda r: r.first or 0)[::-1] if flat else rows[::-1]
 
 
@@ -472,9 +489,10 @@ def _digested(
     total, passed = sum(t.nbytes for t in tensors.values()), 0
     out: dict[str, str] = {}
     hasher: Any = None
-    for block in reader.blocks(StreamJob(n, t, (dtypes or {}).get(n)) for n, t in tensors.items()):
+    for block in reader.blocks((StreamJob(n, t, (dtypes or {}).get(n)) for n, t in tensors.items()), checked=False):
         hasher = hasher or blake3()
-        hasher.update(block.data)
+        for piece, _ in block.pieces(0, len(block.data)):
+            hasher.update(piece)
         if seen is not None:
             seen(block)
         passed += block.source_bytes

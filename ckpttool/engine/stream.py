@@ -47,7 +47,7 @@ __all__ = ["Block", "Reader", "StreamJob", "small"]
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 _SMALL = 256 << 10  # below this a read through the page cache is cheaper: neighbours come with it
-_PIECE = 512 << 10  # a block is handed on in pieces that stay in the cache while CRC, digest and copy pass over them
+_PIECE = 256 << 10  # stays in the cache while CRC, digest and copy pass over it
 _BATCH = 512
 _TINY, _WINDOW, _WINDOWS = 1024, 32 << 10, 512  # tiny pieces of a file, one after the other, are read many at a time
 _GAP, _FAR_GAP = 4096, 256 << 10  # unwanted bytes that are read rather than with another call: local, remote
@@ -71,7 +71,8 @@ class StreamJob:
 class Block:
     """Elements [first, first + count) of a tensor, row-major; a slab (`start`, `shape`) where the job was boxed.
 
-    `data` is valid until the next block of the stream is asked for, or the stream is closed.
+    `data` is valid until the next block of the stream is asked for, or the stream is closed. Of an unchecked block it may be used
+    as `pieces` hands it out.
     """
 
     name: str
@@ -84,7 +85,22 @@ class Block:
     last: bool
     source_bytes: int
     _lease: Lease
-    _unchecked: tuple[int, int] | None = None  # (file, offset) of bytes whose CRC is still to be taken, at handing over
+    _unchecked: tuple[Reader, int, int] | None = None  # (reader, file, offset) of bytes whose CRC is still to be taken
+
+    def pieces(self, begin: int, end: int) -> Iterator[tuple[memoryview, int | None]]:
+        """data[begin:end] in pieces that stay in the cache, each with its CRC32 where the source carries one to compare.
+
+        Raises:
+            Corrupt: the bytes do not match the CRC32 that the source carries.
+        """
+        if self._unchecked is None:
+            whole = begin == 0 and end == len(self.data)
+            yield (self.data, self.crc) if whole else (self.data[begin:end], None)
+            return
+        reader, file, offset = self._unchecked
+        for at in range(begin, end, _PIECE):
+            piece = self.data[at : min(at + _PIECE, end)]
+            yield piece, reader.check(file, offset + at, piece)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +207,13 @@ class Reader:
 
     # ----------------------------------------------------------------------------------------------------- reading
 
-    def blocks(self, jobs: Iterable[StreamJob], first: int = 0) -> Iterator[Block]:
+    def blocks(self, jobs: Iterable[StreamJob], first: int = 0, *, checked: bool = True) -> Iterator[Block]:
         """Blocks of the tensors, in order.
 
-        Blocks that lie before element `first` of the first tensor are not read, unless its chunks are compressed.
+        Args:
+            first: blocks that lie before this element of the first tensor are not read, unless its chunks are compressed.
+            checked: their bytes have been compared with the source's CRC32s; if False, the caller passes over `Block.pieces` of
+                all of them, which does that while it digests and copies the same piece.
 
         Raises:
             Corrupt: bytes are missing or do not match the CRC32 the source carries.
@@ -218,7 +237,7 @@ class Reader:
                         waiting.append(pool.submit(self._load_batch, batch))
                     if not waiting:
                         return
-                    yield from self._handed_on(waiting.popleft().result())
+                    yield from self._handed_on(waiting.popleft().result(), checked)
             finally:
                 for read in [w for w in waiting if not w.cancel()]:
                     if read.exception() is None:
@@ -265,7 +284,7 @@ class Reader:
                 self._pread_raw(self.files[file], file, offset, end - offset, into, large=False)
             for plan, (_, a, k) in zip(batch[i:j], wanted[i:j], strict=True):
                 data = buffer[at + a - offset : at + a - offset + k]
-                crc = self._check(file, a, data)
+                crc = self.check(file, a, data)
                 where = (plan.first, plan.count, plan.start, plan.shape)
                 out.append(Block(plan.job.name, *where, data, crc, plan.last, k, lease))
             at += end - offset
@@ -311,8 +330,8 @@ class Reader:
             if plan.job.dtype == e.dtype:
                 where = (plan.first, plan.count, plan.start, plan.shape)
                 lease = Lease(self._pool, buffer, 1)
-                return Block(plan.job.name, *where, data, None, plan.last, n, lease, (file, offset))
-            self._check(file, offset, data)
+                return Block(plan.job.name, *where, data, None, plan.last, n, lease, (self, file, offset))
+            self.check(file, offset, data)
         else:
             buffer = self._pool.free.get()
             data = buffer[:n]
@@ -410,20 +429,17 @@ class Reader:
         """Exactly n bytes of a file, somewhere in the buffer, checked against the source's CRC32s; and their own."""
         name = self.files[file]
         data = self._pread_raw(name, file, offset, n, buffer)
-        return data, self._check(file, offset, data)
+        return data, self.check(file, offset, data)
 
-    def _handed_on(self, batch: list[Block]) -> Iterator[Block]:
-        """Blocks whose buffers go back to the pool when the next one is asked for, all of them when the caller stops.
-
-        CRCs are taken here, by the thread that is about to digest and copy the same piece.
-        """
+    def _handed_on(self, batch: list[Block], checked: bool) -> Iterator[Block]:
+        """Blocks whose buffers go back to the pool when the next one is asked for, all of them when the caller stops."""
         left = iter(batch)
         for block in left:
             try:
-                if block._unchecked is None:
-                    yield block
-                else:
-                    yield from self._pieces(block, *block._unchecked)
+                if checked:
+                    for _ in block.pieces(0, len(block.data)):
+                        pass
+                yield block
             except BaseException:
                 for other in left:
                     other._lease.end()
@@ -431,23 +447,12 @@ class Reader:
             finally:
                 block._lease.end()
 
-    def _pieces(self, block: Block, file: int, offset: int) -> Iterator[Block]:
-        """A block piece by piece; one whose shape counts, as one."""
-        total, item = len(block.data), len(block.data) // block.count
-        step = total if block.shape else _PIECE - _PIECE % item
-        for at in range(0, total, step):
-            data = block.data[at : at + step]
-            n = len(data)
-            crc = self._check(file, offset + at, data)
-            if n == total:
-                block.crc = crc
-                yield block
-                return
-            last = block.last and at + n == total
-            first = block.first + at // item
-            yield Block(block.name, first, n // item, block.start, (), data, crc, last, n, block._lease)
+    def check(self, file: int, offset: int, data: memoryview) -> int | None:
+        """Compare bytes of a file with the source's CRC32s; their own, where a record holds them.
 
-    def _check(self, file: int, offset: int, data: memoryview) -> int | None:
+        Raises:
+            Corrupt: a record is complete now and does not have the CRC32 that the source carries.
+        """
         try:
             return self.crcs.update(file, offset, data)
         except Mismatch as e:
