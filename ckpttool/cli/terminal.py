@@ -139,7 +139,13 @@ Cast = Annotated[
     typer.Option("--cast", help="dtype of the tensors whose names match; may be repeated.", metavar="GLOB=DTYPE"),
 ]
 Threads = Annotated[
-    int, typer.Option("--jobs", "-j", min=1, help="Number of threads that read, and of threads that write.")
+    int,
+    typer.Option(
+        "--jobs",
+        "-j",
+        min=1,
+        help="Number of threads that read, and of threads that write. With 1, one thread does everything: less CPU time, more wall time.",
+    ),
 ]
 
 

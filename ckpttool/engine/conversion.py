@@ -19,9 +19,9 @@ from ..storage import urls
 from ..storage.buffers import IOBudget
 from ..storage.destination import Destination, write_error
 from ..storage.source import Source
+from ..storage.threads import InThisThread
 from . import part_worker
 from .destination import normal_destination, open_destination, recovered, refuse_destination, refuse_source
-from .dispatch import InThisProcess
 from .executors import Workers, WorkersSpec, default_count, serve_if_worker, workers_of
 from .fill import Progress, fill, silent
 from .opening import CheckpointPath, OpenOptions
@@ -295,7 +295,7 @@ def _workers(
         yield None
     elif alone:
         try:
-            yield Workers(InThisProcess(), 1, False, "this process")
+            yield Workers(InThisThread(), 1, False, "this process")
         finally:
             part_worker.forget()
     else:
@@ -308,7 +308,7 @@ _PYTHON_BYTES = 64 << 20
 
 
 def _buffers(budget: IOBudget, source: Source) -> int:
-    return 9 + 2 * budget.threads + 3 * budget.reader_threads(source)
+    return 9 + 2 * budget.writer_threads + 3 * budget.reader_threads(source)
 
 
 def most_memory_bytes(budget: IOBudget, source: Source) -> int:

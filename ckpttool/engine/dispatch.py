@@ -10,7 +10,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from .executors import Workers
 from .part_requests import answered
 from .parts import Part
 
-__all__ = ["InThisProcess", "run_all"]
+__all__ = ["run_all"]
 
 
 _AT_ONCE = 64  # parts that are submitted to an engine that does not say how many workers it has
@@ -143,15 +143,3 @@ def _hurry(flights: dict[int, _Flight], seconds: list[float], free: int, submit:
             flight.tries += 1
             submit(flight)
             free -= 1
-
-
-class InThisProcess(Executor):
-    """An executor that does the work when it is submitted: what goes on with parts that workers have left."""
-
-    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        out: Future[Any] = Future()
-        try:
-            out.set_result(fn(*args, **kwargs))
-        except Exception as e:
-            out.set_exception(e)
-        return out

@@ -35,6 +35,7 @@ from ..index import boxes
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Record, TensorEntry
 from ..storage.buffers import ALIGN, DEFAULT_BUDGET, BufferPool, IOBudget, Lease
 from ..storage.source import Source, read_error
+from ..storage.threads import reading_or_writing
 from .dtypes import bits_dtype, cast
 from .record_crcs import CrcVerifier, Mismatch
 from .zstd_frames import Decoder
@@ -132,9 +133,8 @@ class Reader:
         self.crcs = CrcVerifier(records)
         self.block_bytes = budget.buffer_bytes - 2 * ALIGN  # an aligned read takes in up to a page before and after
         self._threads = budget.reader_threads(source)
-        self._ahead = (
-            self._threads
-        )  # blocks that are read or wait; more would have left the cache when their turn comes
+        # blocks that are read or wait; more would have left the cache when their turn comes
+        self._ahead = max(1, self._threads)
         self._pool = BufferPool(3 + 3 * self._threads, budget.buffer_bytes)
         self._gap = _FAR_GAP if source.is_remote else _GAP
         self._no_direct = False
@@ -226,11 +226,9 @@ class Reader:
         batches = self._batches(plans)
         waiting: deque[Future[list[Block]]] = deque()
         threads = (
-            1 if any(job.entry.chunks.zstd for job in listed) else self._threads
+            min(1, self._threads) if any(job.entry.chunks.zstd for job in listed) else self._threads
         )  # a frame is decompressed in order only
-        from concurrent.futures import ThreadPoolExecutor
-
-        with ThreadPoolExecutor(threads, "ckpttool-read") as pool:
+        with reading_or_writing(threads, "ckpttool-read") as pool:
             try:
                 while True:
                     while len(waiting) < self._ahead and (batch := next(batches, None)) is not None:

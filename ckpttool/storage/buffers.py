@@ -16,14 +16,24 @@ ALIGN = 4096
 
 
 class IOBudget(NamedTuple):
-    """How much of the machine a run may take: threads that read and that write, and bytes of one buffer."""
+    """How much of the machine a run may take: threads that read and that write, and bytes of one buffer.
+
+    With one thread, the thread that digests also reads and writes files of this machine.
+    """
 
     threads: int = 2
     buffer_bytes: int = 4 << 20
 
     def reader_threads(self, source: Source) -> int:
-        """Threads that read: more where each waits for a network."""
-        return 1 if source.in_order else self.threads * (4 if source.is_remote else 1)
+        """Threads that read, besides the one that digests: more where each waits for a network; 0 where that one reads."""
+        if source.is_remote:
+            return 1 if source.in_order else 4 * self.threads
+        return 0 if self.threads == 1 else 1 if source.in_order else self.threads
+
+    @property
+    def writer_threads(self) -> int:
+        """Threads that write to this machine's disks, besides the one that digests."""
+        return 0 if self.threads == 1 else self.threads
 
 
 DEFAULT_BUDGET = IOBudget()

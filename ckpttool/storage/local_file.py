@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from .buffers import ALIGN, BufferPool, IOBudget
 from .destination import Altered, DestinationFile, write_error
 from .partial import keep_ours
+from .threads import reading_or_writing
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -38,15 +39,13 @@ class WriterPool:
     """Threads that write, and the buffers that wait for them."""
 
     def __init__(self, budget: IOBudget) -> None:
-        count, size = 6 + 2 * budget.threads, budget.buffer_bytes
+        count, size = 6 + 2 * budget.writer_threads, budget.buffer_bytes
         self.buffers = BufferPool(count, size)
         self.spare = count
         self.size = size
-        from concurrent.futures import ThreadPoolExecutor
-
-        self.pool = ThreadPoolExecutor(budget.threads, "ckpttool-write")
+        self.pool = reading_or_writing(budget.writer_threads, "ckpttool-write")
         self.most_pending = max(
-            1, budget.threads - 1
+            1, budget.writer_threads - 1
         )  # a longer queue writes no faster, and its buffers leave the cache
         self.pending: list[Future[None]] = []
         self.lock = threading.Lock()
