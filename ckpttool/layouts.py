@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from .errors import Corrupt, NotRecognised, Unsupported, UsageError, argument
 from .huggingface import model_names
 from .index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
+from .index.composites import Composite
 from .index.draft import Draft
 from .index.names import COMPONENTS, CanonicalState, own_tree
 from .index.optimizer_names import Orders
@@ -190,6 +191,8 @@ class Layout:
         needs_named_optimizer: an engine or a trainer resumes from it, and finds the optimizer's state by the names or the order of the
             parameters; a state whose optimizer could not be named is refused.
         of_trainer: the directory of one trainer, made of parts in other layouts, which it outranks.
+        keeps_subclasses: it holds objects of tensor subclasses (index/composites.py), as such or as what they are made of; the others
+            are refused where there are any.
         saves: how one folder can contain several saves; None if a folder is one save.
         spreads_tensors: ranks divide all tensors among their files, so a file may hold whole tensors, and the steps of some
             parameters. If False, every rank's file holds its own part of each tensor.
@@ -217,6 +220,7 @@ class Layout:
     keeps_config: bool = False
     needs_named_optimizer: bool = False
     of_trainer: bool = False
+    keeps_subclasses: bool = False
     saves: Saves | None = None
     spreads_tensors: bool = False
     check_replaceable: Callable[[str], None] = lambda path: None
@@ -233,6 +237,12 @@ def checkpoint_of(
             raise Corrupt(f'two entries of the checkpoint are named "{name}".')
         if isinstance(leaf, TensorEntry):
             out.tensors[name] = leaf if leaf.path == path else replace(leaf, path=path)
+        elif isinstance(leaf, Composite):
+            for inner, x in replace(leaf, path=path).leaves().items():
+                if isinstance(x, TensorEntry):
+                    out.tensors[joined(inner)] = replace(x, path=inner)
+                else:
+                    out.values[joined(inner)] = Value(inner, x)
         else:
             out.values[name] = Value(path, leaf.data if isinstance(leaf, Value) else leaf)
     out.origin, out.trainer, out.notes = named.origin, named.trainer, named.notes

@@ -17,10 +17,12 @@ from typing import NamedTuple
 from ckpttool.engine.zstd_frames import decompress_ends
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.formats import stored_tensors, torch_zip, zip_bytes
+from ckpttool.formats.pickles import Opaque
+from ckpttool.formats.subclasses import is_subclass
 from ckpttool.index.checkpoint import ITEMSIZE, Chunks, Extent, Record, TensorEntry
 from ckpttool.storage.source import ReadAt, Source
 
-__all__ = ["HEAD", "TAIL", "Items", "Template", "template", "windows"]
+__all__ = ["HEAD", "TAIL", "Items", "SubclassFound", "Template", "template", "windows"]
 
 HEAD, TAIL = 4096, 2048  # of an item, what is read: its zip's first records, and its directory
 _WINDOW = 64 << 10  # small items are read many at a time
@@ -29,6 +31,10 @@ _NOTHING = 0, b""
 _VARIANTS = 8  # templates of one kind
 
 _CRC = struct.Struct("<I")
+
+
+class SubclassFound(Unsupported):
+    """An item is an object of a tensor subclass."""
 
 
 class Template(NamedTuple):
@@ -44,6 +50,7 @@ class Template(NamedTuple):
     at: int  # the first element of the tensor
     nbytes: int
     strides: tuple[int, ...] | None
+    wrapper: str = ""
 
     def crc_of(self, head: bytes, tail: bytes, tail_at: int) -> int | None:
         """The CRC32 of an item's payload, None where the item differs from this one in anything that counts.
@@ -104,7 +111,9 @@ def template(head: bytes, tail: bytes, length: int, found: stored_tensors.Stored
     strides = None if found.contiguous else found.strides
     first, nbytes = found.extent
     payload = (start, found.storage.length)
-    return Template(head[:start], tuple(f for f in fixed if f[1]), payload, crc_at, first - base, nbytes, strides)
+    return Template(
+        head[:start], tuple(f for f in fixed if f[1]), payload, crc_at, first - base, nbytes, strides, found.wrapper
+    )
 
 
 def windows(head: bytes, tail: bytes, total: int) -> ReadAt:
@@ -124,12 +133,14 @@ def windows(head: bytes, tail: bytes, total: int) -> ReadAt:
 class Items:
     """Looks into the items of a checkpoint.
 
-    `records` are the CRC32s that were found.
+    `records` are the CRC32s that were found, `wrappers` {tensor: class} those that an object held which only accompanies a
+    dense weight.
     """
 
     def __init__(self, source: Source, files: list[str]) -> None:
         self.source, self.files = source, files
         self.records: list[Record] = []
+        self.wrappers: dict[str, str] = {}
         self._templates: dict[tuple[str, tuple[int, ...], int], list[Template]] = {}
         self._windows: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
         self._plain = type(source) is Source
@@ -139,6 +150,7 @@ class Items:
 
         Raises:
             Corrupt: an item is cut off, overwritten, or of another dtype or shape. Unsafe: its pickle would run code.
+            SubclassFound: an item is an object of a tensor subclass.
         """
         old = t.chunks
         out = Chunks(old.ndim)
@@ -167,6 +179,8 @@ class Items:
                     out.length.append(found.nbytes)
                     if found.strides is not None:
                         strided[k] = found.strides
+                    if found.wrapper:
+                        self.wrappers[name] = found.wrapper
                     break
             else:
                 tensor = self._parsed(name, t.dtype, shape, file, offset, length, head, tail)
@@ -178,6 +192,8 @@ class Items:
                 out.length.append(n)
                 if not tensor.contiguous:
                     strided[k] = tensor.strides
+                if tensor.wrapper:
+                    self.wrappers[name] = tensor.wrapper
                 made = template(head, tail, length, tensor, offset) if len(templates) < _VARIANTS else None
                 if made is not None:
                     templates.append(made)
@@ -245,7 +261,13 @@ class Items:
 
 
 def _agreed(found: object, dtype: str, shape: tuple[int, ...], what: str) -> stored_tensors.StoredTensor:
-    """What was found in an item, if it is the tensor that .metadata says."""
+    """What was found in an item, if it is the tensor that .metadata says.
+
+    Raises:
+        SubclassFound: it is an object of a tensor subclass. Corrupt: it is another tensor, or none.
+    """
+    if isinstance(found, Opaque) and is_subclass(found):
+        raise SubclassFound(f"{what}: holds a {found.args[1]}, which ckpttool reads only where it is not compressed.")
     if not isinstance(found, stored_tensors.StoredTensor):
         raise Corrupt(f"{what}: holds a {type(found).__name__}, not a tensor.")
     if found.dtype != dtype or found.shape != shape:

@@ -22,11 +22,13 @@ from ckpttool.index.checkpoint import (
     TensorEntry,
     joined,
 )
+from ckpttool.index.composites import Composite, class_of, collapsed
 from ckpttool.index.draft import Draft, DraftFile, Written
 from ckpttool.layouts import WriteOptions, tree_of
 from ckpttool.storage.source import Source
 
 from ._dcp_metadata import META, STORAGE
+from ._dcp_subclasses import Parts, cut
 
 __all__ = ["write"]
 
@@ -40,13 +42,19 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     world = options.world_size or ckpt.world_size
     if not world or world < 1:
         raise UsageError(f"{argument('world_size')} is needed: the number of ranks of the job that will load this.")
-    tree, notes = tree_of(ckpt.leaves(), _sharded_origin(ckpt), None, options)
+    tree, notes = tree_of(collapsed(ckpt.leaves()), _sharded_origin(ckpt), None, options)
+    parts = Parts()
+    objects: dict[str, Composite] = {}  # by the names of the tensors inside
     paths: dict[str, Path] = {}  # of tensors, by canonical name
     values: list[tuple[Path, int, int]] = []  # path, offset in rank 0's file, length
     head = bytearray()
     for path, leaf in tree.items():
         if isinstance(leaf, TensorEntry):
             paths[joined(leaf.path)] = path
+            continue
+        if isinstance(leaf, Composite):
+            objects |= dict.fromkeys((joined(t.path) for t in leaf.tensors.values()), leaf)
+            paths[joined(next(iter(leaf.tensors.values())).path)] = path
             continue
         item = torch_pickles.small_zip(leaf)
         values.append((path, len(head), len(item)))
@@ -55,17 +63,36 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     at = [len(head)] + [0] * (world - 1)
     tensors: dict[str, TensorEntry] = {}
     for name, stored in ckpt.tensors.items():
+        if name in objects:
+            if name not in parts.inside:
+                tensors |= parts.place(objects[name], cut(objects[name], world) if _sharded(objects[name]) else [], at)
+            continue
         t = replace(stored, dtype=options.cast(name, stored.dtype))
         sizes = boxes.chunk_sizes(t.shape[0], world) if _sharded(t) else []
         tensors[name] = replace(t, chunks=_placed(t, sizes, at), coding="raw")
     out = Checkpoint("dcp", options.target, world, [*files, ".metadata"], [*at, 0], tensors, ckpt.values)
     draft_files = [
-        DraftFile(f, n, bytes(head) if i == 0 else b"", frames_alone=True)
+        DraftFile(f, n, bytes(head) if i == 0 else b"", frames_alone=not objects)
         for i, (f, n) in enumerate(zip(files, at, strict=True))
     ]
     rows = sum(len(t.chunks) for t in tensors.values())
-    draft_files.append(DraftFile(".metadata", 400 * rows + 1000, lambda: _metadata(out, paths, values)))
-    return Draft(out, dict(ckpt.tensors), draft_files, before=_before, after=_after, notes=notes)
+    draft_files.append(DraftFile(".metadata", 400 * rows + 1000, lambda: _metadata(out, paths, values, parts)))
+    sources = {
+        name: ckpt.tensors[name if t.path[0] != "replica" else joined(t.path[2:])] for name, t in tensors.items()
+    }
+    if objects:
+        kinds = ", ".join(dict.fromkeys(class_of(found.about) for found in objects.values()))
+        notes.append(
+            f"{len(set(map(id, objects.values()))):,} tensors are objects again ({kinds}): a job imports torchao before it loads them"
+        )
+
+    def before(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
+        return parts.before(name, t.chunks.file[row]) if name in parts.inside else _before(name, t, row, written)
+
+    def after(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
+        return parts.after(name, t.chunks.file[row], written) if name in parts.inside else _after(name, t, row, written)
+
+    return Draft(out, sources, draft_files, before=before, after=after, notes=notes)
 
 
 def _sharded_origin(ckpt: Checkpoint) -> dict[Path, Path]:
@@ -103,7 +130,7 @@ def _placed(t: TensorEntry, sizes: list[int], at: list[int]) -> Chunks:
     return chunks
 
 
-def _sharded(t: TensorEntry) -> bool:
+def _sharded(t: TensorEntry | Composite) -> bool:
     """Whether FSDP2 shards it: parameters and optimizer slots; not scalars, counters or other components."""
     if t.path[0] not in ("model", "optim") or not t.shape or t.numel == 0:
         return False
@@ -223,14 +250,14 @@ def _text(value: str) -> bytes:
     return b"X" + struct.pack("<I", len(raw)) + raw
 
 
-def _metadata(ckpt: Checkpoint, paths: dict[str, Path], values: list[tuple[Path, int, int]]) -> bytes:
-    """The bytes of .metadata: tensors at `paths`, by canonical name, and values at theirs."""
+def _metadata(ckpt: Checkpoint, paths: dict[str, Path], values: list[tuple[Path, int, int]], parts: Parts) -> bytes:
+    """The bytes of .metadata: tensors at `paths`, by canonical name, objects at that of their first tensor, values at theirs."""
     e = _Emitter()
     m, out = e.memo, e.out
     keys = {name: joined(paths[name]) for name in paths}
     out += m["Metadata"] + b")\x81}(" + m["state_dict_metadata"] + b"}("
     properties: dict[str, bytes] = {}
-    for name, t in ckpt.tensors.items():
+    for name, t, _ in parts.tensors(ckpt.tensors):
         e.text(keys[name])
         if t.dtype not in properties:
             layout = m["_get_layout"] + _text("torch.strided") + b"\x85R"
@@ -253,7 +280,7 @@ def _metadata(ckpt: Checkpoint, paths: dict[str, Path], values: list[tuple[Path,
         e.text(joined(path))
         out += m["BytesStorageMetadata"] + b")\x81"
     out += b"u" + m["planner_data"] + b"}("
-    for path in [*(paths[name] for name in ckpt.tensors), *(path for path, _, _ in values)]:
+    for path in [*(paths[name] for name, _, _ in parts.tensors(ckpt.tensors)), *(path for path, _, _ in values)]:
         e.text(joined(path))
         out += b"("
         for p in path:
@@ -263,9 +290,13 @@ def _metadata(ckpt: Checkpoint, paths: dict[str, Path], values: list[tuple[Path,
                 e.text(p)
         out += b"t"
     out += b"u" + m["storage_data"] + b"}("
-    for name, t in ckpt.tensors.items():
+    for name, t, items in parts.tensors(ckpt.tensors):
         c = t.chunks
         for k, (start, shape) in enumerate(c.boxes()):
+            if items is not None:
+                number, offset, length = items[k]
+                _storage(e, keys[name], e.size(start), k, ckpt.files[number], offset, length)
+                continue
             before, after = _frame_sizes(t.dtype, shape)
             file, offset = ckpt.files[c.file[k]], c.offset[k] - before
             _storage(e, keys[name], e.size(start), k, file, offset, c.length[k] + before + after)

@@ -39,8 +39,8 @@ from ckpttool.index.checkpoint import (
     Record,
     TensorEntry,
     same_bytes,
-    shape_of,
 )
+from ckpttool.index.composites import shape_of
 from ckpttool.index.fqns import strip_wrappers
 from ckpttool.index.names import canonical, with_canonical_keys
 from ckpttool.layouts import Place, ReadOptions, checkpoint_of

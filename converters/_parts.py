@@ -31,8 +31,8 @@ from ckpttool.index.checkpoint import (
     Unread,
     Value,
     joined,
-    shape_of,
 )
+from ckpttool.index.composites import shape_of
 from ckpttool.index.draft import Draft
 from ckpttool.index.names import COMPONENTS, canonical
 from ckpttool.index.optimizer_names import possible_orders
@@ -137,7 +137,7 @@ class Dialect:
         return layouts.Layout(
             name=self.name, title=f"directory of {self.title}", detect=self._detect, mount=self._mount, read=partial(read, self), locate=locate,
             write=self.write, prepare=lambda ckpt, source, options: as_saved(with_whole_scheduler(of_one_model(ckpt))), options=self.options, suffixes=self.suffixes,
-            aliases=self.aliases, of_trainer=True,
+            aliases=self.aliases, of_trainer=True, keeps_subclasses=True,
             reader_uses=("config", "like", "flat_layout", "wrap", "tag"), writer_uses=("config", "like", "world_size"), synthesizes_values=True, needs_named_optimizer=True,
             saves=self.saves,
         )  # fmt: skip

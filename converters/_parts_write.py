@@ -16,10 +16,12 @@ from typing import Any
 
 from ckpttool import layouts
 from ckpttool.errors import Unsupported, UsageError, argument
+from ckpttool.formats.subclasses import put_together
 from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.huggingface import model_names
 from ckpttool.index.checkpoint import Checkpoint, Chunks, Number, Path, TensorEntry, joined
+from ckpttool.index.composites import Composite, collapsed
 from ckpttool.index.draft import Draft, DraftFile, Written
 from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions, option
@@ -176,13 +178,12 @@ def data_files(ckpt: Checkpoint, files: Sequence[SmallFile], options: WriteOptio
         tree: dict[Path, Any] = {}
         storages: dict[str, int] = {}
         entries: list[tuple[str, TensorEntry]] = []
-        for path, leaf in file.leaves.items():
+        for path, leaf in collapsed(file.leaves).items():
             if isinstance(leaf, TensorEntry):
-                leaf = replace(leaf, dtype=options.cast(joined(leaf.path), leaf.dtype))
-                key = str(len(storages))
-                storages[key] = leaf.nbytes
-                entries.append((key, leaf))
-                leaf = TensorRef(leaf.dtype, leaf.shape, key, leaf.numel)
+                leaf = _placed(leaf, options, storages, entries)
+            elif isinstance(leaf, Composite):
+                inside = {n: _placed(t, options, storages, entries) for n, t in leaf.tensors.items()}
+                leaf = put_together(leaf.about, inside)
             tree[path] = leaf
         number = out.add(file.name, tree[()] if () in tree else nest(tree), storages)
         for key, t in entries:
@@ -190,6 +191,17 @@ def data_files(ckpt: Checkpoint, files: Sequence[SmallFile], options: WriteOptio
             tensors[joined(t.path)] = replace(t, chunks=Chunks.whole(t.shape, number, at, t.nbytes), coding="raw")
     index = Checkpoint("data", options.target, None, [], [], tensors, {})
     return out.draft(index, {n: ckpt.tensors[n] for n in tensors})
+
+
+def _placed(
+    t: TensorEntry, options: WriteOptions, storages: dict[str, int], entries: list[tuple[str, TensorEntry]]
+) -> TensorRef:
+    """A storage of its own for a tensor."""
+    t = replace(t, dtype=options.cast(joined(t.path), t.dtype))
+    key = str(len(storages))
+    storages[key] = t.nbytes
+    entries.append((key, t))
+    return TensorRef(t.dtype, t.shape, key, t.numel)
 
 
 def joined_drafts(

@@ -40,16 +40,18 @@ from ckpttool.index.checkpoint import (
     Record,
     Salvage,
     TensorEntry,
+    Value,
     joined,
-    shape_of,
 )
+from ckpttool.index.composites import shape_of
 from ckpttool.index.names import canonical
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_orders
 from ckpttool.storage.patched import Lost
 from ckpttool.storage.source import Source
 
-from ._dcp_items import HEAD, TAIL, Items
+from ._dcp_items import HEAD, TAIL, Items, SubclassFound
 from ._dcp_metadata import Index, read_index
+from ._dcp_subclasses import are_short, joined_parts
 from ._dcp_write import write
 
 __all__ = ["LAYOUTS"]
@@ -82,15 +84,17 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     index = read_index(source)
     leaves: dict[Path, Any] = {}
     keys: dict[Path, str] = {}
+    records: list[Record] = []
+    sizes = [source.size(f) for f in index.files]
     for key, dtype, shape, chunks in index.tensors:
         path = _path(index, key)
         entry = TensorEntry(dtype, shape, path, chunks, "torch.save")
         if index.transforms:
             kinds = {tuple(index.transforms.get(f, ())) for f in chunks.file}
             entry = replace(entry, coding=_coding(kinds, key))
-        _put(leaves, keys, path, key, entry)
+        of_subclass = joined_parts(source, index.files, sizes, entry, records) if are_short(entry) else None
+        _put(leaves, keys, path, key, of_subclass or entry)
     notes: list[str] = []
-    records: list[Record] = []
     seen: dict[str, dict[Path, Any]] = {}
     lost: dict[str, str] = {}
     source.prefetch((index.files[f], at, min(n, _VALUE_HEAD)) for _, f, at, n, _ in index.values)
@@ -191,6 +195,7 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
         Unsafe: its pickle would run code.
     """
     tensors: dict[str, TensorEntry] = {}
+    values = dict(ckpt.values)
     items = Items(source, ckpt.files)
     items.records.extend(ckpt.records)
     headers: dict[int, dict[str, safetensors_header.Slot] | None] = {}
@@ -204,7 +209,16 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
                 name_of = ckpt.files[file]
                 headers[file] = safetensors_header.slots(source, name_of) if _is_safetensors(source, name_of) else None
         if not any(headers[file] is not None for file in set(t.chunks.file)):
-            chunks = items.locate(name, t)
+            try:
+                chunks = items.locate(name, t)
+            except SubclassFound:  # a small one, longer than the tensor that it shows
+                found_object = joined_parts(source, ckpt.files, ckpt.sizes, t, items.records)
+                for path, leaf in found_object.leaves().items() if found_object else ():
+                    if isinstance(leaf, TensorEntry):
+                        tensors[joined(path)] = leaf
+                    else:
+                        values[joined(path)] = Value(path, leaf)
+                continue
         else:
             chunks = Chunks(t.chunks.ndim)
             for k, c in enumerate(t.chunks):
@@ -214,9 +228,9 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
                 else:
                     found = items.locate(name, replace(t, chunks=Chunks.of(t.chunks.ndim, t.chunks[k : k + 1])))[0]
                 chunks.add(*found[:2], *found.extent, strides=found.strides, zstd=found.zstd)
-        tensors[name] = replace(t, chunks=chunks, coding="raw")
+        tensors[name] = replace(t, chunks=chunks, coding="raw", wrapper=items.wrappers.get(name, ""))
     _refuse_shared(ckpt, tensors)
-    return replace(ckpt, tensors=tensors, records=items.records)
+    return replace(ckpt, tensors=tensors, values=values, records=items.records)
 
 
 def _ends_of_items(ckpt: Checkpoint) -> Iterator[tuple[str, int, int]]:
@@ -267,5 +281,6 @@ LAYOUTS = (
     Layout(
         name="dcp", title="torch.distributed.checkpoint folder", detect=detect, read=read, write=write, locate=locate,
         aliases=("distcp", "fsdp", "fsdp2", "torch-dcp"), own_keys=True, reader_uses=("config", "like"), writer_uses=("world_size",), spreads_tensors=True,
+        keeps_subclasses=True,
     ),
 )  # fmt: skip

@@ -37,7 +37,8 @@ from ckpttool.formats.sharded import is_sharded
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.huggingface import model_names
 from ckpttool.huggingface.model_names import ModelNames
-from ckpttool.index.checkpoint import Checkpoint, Path, Salvage, TensorEntry, same_bytes, shape_of, tied_weights
+from ckpttool.index.checkpoint import Checkpoint, Path, Salvage, TensorEntry, same_bytes, tied_weights
+from ckpttool.index.composites import shape_of
 from ckpttool.index.fqns import strip_wrappers
 from ckpttool.index.names import canonical, with_canonical_keys
 from ckpttool.layouts import Layout, ModelHints, Place, ReadOptions, checkpoint_of

@@ -28,6 +28,7 @@ from ckpttool.errors import Corrupt, Unreadable, Unsafe, Unsupported
 from ckpttool.formats import stored_tensors, torch_pickles, torch_zip, zip_bytes
 from ckpttool.formats.numpy_values import as_torch
 from ckpttool.formats.pickles import Global, Opaque, children
+from ckpttool.formats.subclasses import put_together
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.index.checkpoint import (
     Checkpoint,
@@ -38,9 +39,9 @@ from ckpttool.index.checkpoint import (
     Value,
     joined,
     same_bytes,
-    shape_of,
     tied_weights,
 )
+from ckpttool.index.composites import MARK, Composite, collapsed, shape_of
 from ckpttool.index.draft import Draft, Dropped
 from ckpttool.index.names import canonical
 from ckpttool.index.trees import nest
@@ -86,7 +87,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         kind = f"an instance of {tree.cls}" if isinstance(tree, Opaque) else f"a {type(tree).__name__}"
         raise Unsupported(f"{what} holds {kind}, not a state dict. Save model.state_dict() instead.")
     entries, records = stored_tensors.leaves(tree, (), 0, read_at, what)
-    if not any(isinstance(x, TensorEntry) for x in entries.values()):
+    if not any(shape_of(x) is not None for x in entries.values()):
         raise Unsupported(f"{what} holds no tensor at a key of a dict; nothing in it is a state dict.")
     named = canonical(
         entries,
@@ -129,7 +130,11 @@ def _noted(read_at: source.ReadAt, length: int, what: str, record_name: str) -> 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """One zip. The world size has no meaning here."""
     values = {n: Value(v.path, as_torch(v.data)) for n, v in ckpt.values.items()}
-    dropped = [Dropped(n, 0, why) for n, v in values.items() if (why := _not_loadable(v.data)) is not None]
+    dropped = [
+        Dropped(n, 0, why)
+        for n, v in values.items()
+        if v.path[-1] != MARK and (why := _not_loadable(v.data)) is not None
+    ]
     arrays = [n for n, v in values.items() if v.data is not ckpt.values[n].data]
     for d in dropped:
         del values[d.name]
@@ -140,16 +145,22 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     keys = {name: str(i) for i, name in enumerate(n for n in ckpt.tensors if n not in same)}
     leaves: dict[Path, Any] = {t.path: t for t in wanted.values()}
     leaves |= {v.path: v.data for v in values.values()}
-    tree, notes = tree_of(leaves, ckpt.origin, same_bytes, options)
+    tree, notes = tree_of(collapsed(leaves), ckpt.origin, same_bytes, options)
     if arrays:
         notes.append(
             f"{len(arrays)} values hold numpy arrays, first {arrays[0]}; they are torch tensors in this file, since "
             "torch.load(weights_only=True) refuses numpy"
         )
+
+    def ref(t: TensorEntry) -> torch_pickles.TensorRef:
+        name = joined(t.path)
+        return torch_pickles.TensorRef(t.dtype, t.shape, keys[same.get(name, name)], t.numel)
+
     for path, leaf in tree.items():
         if isinstance(leaf, TensorEntry):
-            name = joined(leaf.path)
-            tree[path] = torch_pickles.TensorRef(leaf.dtype, leaf.shape, keys[same.get(name, name)], leaf.numel)
+            tree[path] = ref(leaf)
+        elif isinstance(leaf, Composite):
+            tree[path] = put_together(leaf.about, {n: ref(t) for n, t in leaf.tensors.items()})
     files = TorchFiles()
     files.add(options.target, nest(tree), {key: wanted[n].nbytes for n, key in keys.items()})
     tensors: dict[str, TensorEntry] = {}
@@ -188,6 +199,6 @@ LAYOUTS = (
     Layout(
         name="full", title="one torch.save file (FULL_STATE_DICT)", detect=detect, read=read, write=write, is_file=True,
         suffixes=(".pt", ".pth", ".bin", ".ckpt"), aliases=("torch", "pytorch", "pt", "full_state_dict"), own_keys=True,
-        reader_uses=("config", "like"), writer_uses=(),
+        reader_uses=("config", "like"), writer_uses=(), keeps_subclasses=True,
     ),
 )  # fmt: skip

@@ -276,7 +276,7 @@ def _sharded(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], 
 
 
 _FOLDER = Layout(
-    name="hf", title="Hugging Face safetensors", detect=detect, read=read, write=write, locate=locate, options=HfOptions,
+    name="hf", title="Hugging Face safetensors", detect=detect, read=read, write=write, locate=locate, options=HfOptions, keeps_subclasses=True,
     prepare=prepare, holds=holds, aliases=("huggingface", "safetensors", "transformers"), keeps_config=True,
     reader_uses=("config",), writer_uses=("config",),
 )  # fmt: skip

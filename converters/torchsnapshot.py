@@ -51,8 +51,8 @@ from ckpttool.index.checkpoint import (
     TensorEntry,
     joined,
     same_bytes,
-    shape_of,
 )
+from ckpttool.index.composites import shape_of
 from ckpttool.index.names import ROLES, canonical, with_canonical_keys
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_orders
 from ckpttool.storage.source import Source

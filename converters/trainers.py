@@ -203,7 +203,7 @@ def _of_dcp(what: str) -> Any:
 TORCHTITAN = layouts.Layout(
     name="torchtitan", title="step folder of torchtitan, for its CheckpointManager", read=_of_dcp("read"), locate=_of_dcp("locate"),
     detect=lambda where: (False, "is read as dcp"), write=write_titan, prepare=lambda ckpt, source, options: of_one_model(ckpt), aliases=("titan",), reader_uses=("config", "like"),
-    writer_uses=("world_size",), needs_named_optimizer=True, of_trainer=True,
+    writer_uses=("world_size",), needs_named_optimizer=True, of_trainer=True, keeps_subclasses=True,
 )  # fmt: skip
 LAYOUTS = (
     *(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CkpttoolError
 from ..huggingface import lora, model_files
 from ..index.checkpoint import Checkpoint, TensorEntry, orphaned_optimizer_state, unnamed_optimizer_state
+from ..index.composites import composites, described, unwrapped_note
 from ..index.names import step_count
 from ..index.optimizers import lost_at_save, per_rank_slots, slot_of, states
 from ..storage import urls
@@ -187,10 +188,11 @@ def _optimizer(ckpt: Checkpoint) -> dict[str, Any] | None:
 
 def _notes(ckpt: Checkpoint) -> list[str]:
     """What has to be known about the optimizer, and about the weights because of it."""
+    objects = [*described(composites(ckpt)), *unwrapped_note(ckpt.tensors.values())]
     if lost := per_rank_slots(ckpt):
-        return [lost_at_save(ckpt, lost)]
+        return [*objects, lost_at_save(ckpt, lost)]
     if not any(state.name.startswith("schedule-free") for state in states(ckpt)):
-        return []
+        return objects
     modes = {
         v.data for v in ckpt.values.values() if v.path[:2] == ("optim", "param_groups") and v.path[-1] == "train_mode"
     }
@@ -202,7 +204,7 @@ def _notes(ckpt: Checkpoint) -> list[str]:
     }.get(
         frozenset(modes), "x after optimizer.eval(), and y after optimizer.train(): the param groups do not say which"
     )
-    return [f"schedule-free: the model's weights are {which}"]
+    return [*objects, f"schedule-free: the model's weights are {which}"]
 
 
 def _missing(ckpt: Checkpoint) -> list[str]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator, KeysView
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .. import layouts
-from ..errors import CkpttoolError, Corrupt, Unsupported, UsageError, argument
+from ..errors import Corrupt, Unsupported, UsageError, argument
 from ..index.checkpoint import Checkpoint, Salvage, check, joined, tied_weights
 from ..index.draft import Dropped
 from ..index.param_groups import groups_of
@@ -328,36 +327,11 @@ def open_with(
         ckpt.notes += unused
         if only is not None:
             opened.checkpoint = _only(ckpt, only)
-        try:
-            check(opened.checkpoint)
-        except Corrupt:
-            _refuse_quantised(opened.checkpoint, where.source)
-            raise
+        check(opened.checkpoint)
     except BaseException:
         where.source.close()
         raise
     return opened
-
-
-def _refuse_quantised(ckpt: Checkpoint, source: Source) -> None:
-    """Refuse the quantised tensors of torchao's optimizers by their name: their items are shorter than the index says, but
-    not damaged. The first items tell; the index is not sound, so nothing in it is trusted."""
-    items = [t for t in ckpt.tensors.values() if t.path[0] == "optim" and t.coding == "torch.save" and len(t.path) > 3]
-    for t in items[:8]:
-        for c in list(t.chunks)[:1]:
-            if not 0 <= c.extent.file < len(ckpt.files) or c.extent.offset < 0:
-                return
-            file = ckpt.files[c.extent.file]
-            try:
-                room = source.size(file) - c.extent.offset
-                head = source.read(file, c.extent.offset, max(0, min(c.extent.length, room, 1 << 16)))
-            except CkpttoolError:
-                return
-            if m := re.search(rb"torchao\.optim\.\w+\n(\w+)\n", head):
-                raise Unsupported(
-                    f'{file}: "{joined(t.path)}" is a quantised tensor of torchao ({m[1].decode()}), which ckpttool does not '
-                    f"read. {argument('only', ['model'])} leaves the optimizer out."
-                )
 
 
 def refuse_unused(options: OpenOptions, here: str, used: Iterable[str]) -> list[str]:

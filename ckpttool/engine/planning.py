@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from blake3 import blake3
 
@@ -21,6 +22,7 @@ from ..index.checkpoint import (
     orphaned_optimizer_state,
     unnamed_optimizer_state,
 )
+from ..index.composites import Composite, class_of, composites, unwrapped_note
 from ..index.draft import Draft, Dropped
 from ..index.fqns import wrappers_stripped
 from ..index.names import CANONICAL_KEYS_NOTE, refuse_surrogates
@@ -170,15 +172,22 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
         if writing.vocab_size is not None:
             ckpt, opened.source = resized((ckpt, opened.source), writing.vocab_size)
             opened.checkpoint = ckpt
+        objects = composites(ckpt)
+        cast = caster(
+            writing.dtype,
+            writing.cast or {},
+            {joined(t.path): n for n, c in objects.items() for t in c.tensors.values()},
+        )
         unplaced: list[Dropped] = []
         if writing.regroup:
             ckpt = opened.checkpoint = _regrouped(ckpt, model.like, unplaced)
         options = layouts.WriteOptions(
             config=model.config, like=model.like, flat_layout=model.flat_layout, wrap=model.wrap,
             target=os.path.basename(os.path.abspath(dst)), world_size=writing.world_size,
-            cast=caster(writing.dtype, writing.cast or {}), own=writing.options, vocab_size=writing.vocab_size,
+            cast=cast, own=writing.options, vocab_size=writing.vocab_size,
         )  # fmt: skip
         ckpt = opened.checkpoint = target.prepare(ckpt, opened.source, options)
+        _refuse_subclasses(target, {n: c for n, c in objects.items() if not holds or c.path[0] in holds})
         if target.needs_named_optimizer and not drop and (unnamed := unnamed_optimizer_state(ckpt)):
             raise Unsupported(
                 f"{target.name} needs the optimizer under the names of the weights, and {len(unnamed)} of its tensors have names of its own, "
@@ -190,6 +199,7 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
                 f"the optimizer has state for {len(odd)} parameters that the model does not have, first "
                 f'"{odd[0]}": are the two of one training run?'
             )
+        ckpt.notes += unwrapped_note(ckpt.tensors.values())
         if lost_slots := per_rank_slots(ckpt):
             ckpt.notes.append(lost_at_save(ckpt, lost_slots))
         refuse_surrogates(ckpt.tensors)  # every record lists them by name
@@ -298,6 +308,25 @@ def _refuse_casts(draft: Draft) -> None:
             )
 
 
+def _refuse_subclasses(target: layouts.Layout, objects: Mapping[str, Composite]) -> None:
+    """Refuse objects of tensor subclasses for a layout that has no place for them.
+
+    Raises:
+        Unsupported: with the first, and its class.
+    """
+    if not objects or target.keeps_subclasses:
+        return
+    name, first = next(iter(objects.items()))
+    keep = ", ".join(x.name for x in layouts.layouts().values() if x.keeps_subclasses and x.write is not None)
+    ways = [f"{keep} carry them as they are"]
+    if first.path[0] != "model":
+        ways.insert(0, f"{argument('only', ['model'])} leaves the optimizer out")
+    raise Unsupported(
+        f'"{name}" is a {class_of(first.about)} of {list(first.shape)}, made of {", ".join(first.tensors)}; the checkpoint has {len(objects):,} '
+        f"such tensors, and {target.name} has only plain ones. {'; '.join(ways)}."
+    )
+
+
 def _not_carried(opened: OpenCheckpoint, target: layouts.Layout, rows: list[Unread]) -> str:
     """Why a conversion stops at files that were not read."""
     where = opened.source.root if opened.folder else os.path.join(opened.source.root, opened.checkpoint.files[0])
@@ -308,12 +337,28 @@ def _not_carried(opened: OpenCheckpoint, target: layouts.Layout, rows: list[Unre
     )
 
 
-def caster(dtype: str | None, cast: Mapping[str, str]) -> layouts.Cast:
-    """The dtype that a tensor gets, by its name and its stored dtype: `dtype` for floating-point weights, `cast` for names."""
+def caster(
+    dtype: str | None, cast: Mapping[str, str], inside: Mapping[str, str] = MappingProxyType({})
+) -> layouts.Cast:
+    """The dtype that a tensor gets, by its name and its stored dtype: `dtype` for floating-point weights, `cast` for names.
+
+    Args:
+        inside: {tensor: the object of a subclass that is made of it}; those stay as they are.
+
+    Raises (when it is called):
+        Unsupported: one of those is named by `cast`.
+    """
     whole = None if dtype in (None, "keep") else floating_dtype(str(dtype))
     rules = [(pattern, floating_dtype(to)) for pattern, to in cast.items()]
 
     def choose(name: str, stored: str) -> str:
+        if name in inside:
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern, _ in rules):
+                raise Unsupported(
+                    f'{argument("cast")}: "{name}" is a part of the quantised tensor "{inside[name]}", whose numbers only mean something '
+                    "together. Leave it out of the pattern."
+                )
+            return stored
         if "float" not in stored or stored.startswith("float4"):
             return stored
         out = whole if whole and name.startswith("model.") else stored

@@ -164,6 +164,13 @@ _KEPT = frozenset(
     for name in names
 )
 
+
+def _is_member(f: Global, args: tuple[Any, ...]) -> bool:
+    """Whether a call is how pickle spells a member of one of torchao's enums, KernelPreference("auto")."""
+    one = len(args) == 1 and type(args[0]) in (str, int)
+    return one and f.module.partition(".")[0] == "torchao" and f.name[:1].isupper() and "." not in f.name
+
+
 # Modules whose objects act when they are created, or represent calls: refused, not even kept as Opaque.
 _NEVER = frozenset((
     "os", "posix", "nt", "sys", "subprocess", "builtins", "__builtin__", "importlib", "runpy", "code", "pty", "shutil",
@@ -278,7 +285,7 @@ def _run(
     def call(f: Any, args: Any) -> Any:
         if not isinstance(args, tuple):
             raise Corrupt(f"{what}: arguments of {short(f)} are not a tuple.")
-        if isinstance(f, Global) and (inert or f in _KEPT):
+        if isinstance(f, Global) and (inert or f in _KEPT or _is_member(f, args)):
             return Opaque(f, args, call=True)
         if isinstance(f, Global) or not callable(f):
             raise Unsafe(

@@ -20,10 +20,11 @@ from ..errors import Corrupt, Unsafe, Unsupported
 from ..index import boxes
 from ..index.checkpoint import ITEMSIZE
 from ..storage.source import ReadAt
+from . import torch_zip
 from .pickles import MEMORY_FORMATS, Global, Opaque, enum_members, short
 from .stored_tensors import StoredTensor, inlined
+from .subclasses import is_subclass
 from .torch_pickles import TensorRef
-from .torch_zip import with_attributes
 
 __all__ = ["Shards", "Table", "is_sharded", "sharded_tensor", "shards_of", "stand_ins"]
 
@@ -56,9 +57,7 @@ def stand_ins(what: str) -> dict[tuple[str, str], Any]:
             out = Opaque(cls, args if isinstance(args, tuple) else ())
             out.state = state
             return out
-        if isinstance(func, Global) or not callable(func) or not isinstance(args, tuple):
-            raise Unsafe(f"{what}: the pickle calls {short(func)}.")
-        return with_attributes(func(*args), state, what)
+        return torch_zip.from_type(what, func, cls, args, state)
 
     def get(obj: Any, name: Any) -> Any:
         """ShardedTensor.ProcessGroupState is pickled as getattr(ShardedTensor, "ProcessGroupState"), and by some versions of
@@ -139,6 +138,11 @@ def _dtensor(x: Opaque, read_at: ReadAt, what: str) -> Shards:
     tensor, spec = fields["_local_tensor"], _fields(fields["_spec"])
     meta = spec["tensor_meta"]
     shape = _ints((meta.args or tuple(_fields(meta).values()))[0])
+    if is_subclass(tensor):
+        raise Unsupported(
+            f"{what}: holds a DTensor whose parts are {tensor.args[1]}, which ckpttool joins only where "
+            "torch.distributed.checkpoint saved them. Save with that, or leave this component out."
+        )
     if not isinstance(tensor, StoredTensor):
         raise ValueError("no local tensor")
     sizes, at, rank, world = _mesh(_fields(spec["mesh"]), read_at, what)

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 from ..errors import Corrupt, Unsupported
 from ..index import boxes
 from ..index.checkpoint import ITEMSIZE, Chunks, Extent, Number, Path, Record, TensorEntry, joined
+from ..index.composites import Composite
 from ..storage.source import ReadAt
 from .crc import crc32
 from .pickles import Opaque
+from .subclasses import is_subclass, taken_apart
 
 __all__ = ["Inline", "Storage", "StoredTensor", "inlined", "leaves", "map_tensors", "number_in", "tensors_in"]
 
@@ -27,13 +29,15 @@ class Storage(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a torch file: element 0 is `at` bytes into its storage."""
+    """A tensor of a torch file: element 0 is `at` bytes into its storage. `wrapper` is the class of the object that held it,
+    where that was one that only accompanies a dense weight (subclasses.dense_inside)."""
 
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     storage: Storage
     at: int
+    wrapper: str = ""
 
     @property
     def contiguous(self) -> bool:
@@ -95,19 +99,27 @@ def tensors_in(x: Any) -> Iterator[StoredTensor]:
 def leaves(tree: Any, path: Path, file: int, read_at: ReadAt, what: str) -> tuple[dict[Path, Any], list[Record]]:
     """The leaves of a tree below `path`, {path: TensorEntry or plain value}, and the CRC32s of their storages.
 
-    Dicts with string keys, and lists that hold tensors or dicts, are taken apart, as DCP does; anything else is one
-    value, whose tensors are read (`inlined`).
+    Dicts with string keys, and lists that hold tensors or dicts, are taken apart, as DCP does. An object of a tensor subclass
+    is a `Composite`. Anything else is one value, whose tensors are read (`inlined`).
     """
     found: dict[Path, Any] = {}
     _flatten(path, tree, found)
     records: dict[int, Record] = {}
+
+    def entry(t: StoredTensor, at: Path) -> TensorEntry:
+        chunks = Chunks.whole(t.shape, file, *t.extent, None if t.contiguous else t.strides)
+        s = t.storage
+        if s.crc32 is not None:
+            records[s.offset] = Record(Extent(file, s.offset, s.length), s.crc32)
+        return TensorEntry(t.dtype, t.shape, at, chunks, wrapper=t.wrapper)
+
     for at, leaf in found.items():
         if isinstance(leaf, StoredTensor):
-            chunks = Chunks.whole(leaf.shape, file, *leaf.extent, None if leaf.contiguous else leaf.strides)
-            found[at] = TensorEntry(leaf.dtype, leaf.shape, at, chunks)
-            s = leaf.storage
-            if s.crc32 is not None:
-                records[s.offset] = Record(Extent(file, s.offset, s.length), s.crc32)
+            found[at] = entry(leaf, at)
+        elif is_subclass(leaf):
+            about, inside = taken_apart(leaf, StoredTensor, f"{what}: {joined(at)}")
+            tensors = {n: entry(t, (*at, *n.split("."))) for n, t in inside.items()}
+            found[at] = Composite(at, about, tensors)
         else:
             found[at] = inlined(leaf, read_at, f"{what}: {joined(at)}")
     return found, list(records.values())
@@ -127,8 +139,8 @@ def _flatten(path: Path, x: Any, out: dict[Path, Any]) -> bool:
         for k, v in x.items():
             _flatten((*path, Number(str(k))), v, out)
         return True
-    if isinstance(x, list) and any(isinstance(v, (dict, list, StoredTensor)) for v in x):
-        apart = [_flatten((*path, i), v, out) or isinstance(v, StoredTensor) for i, v in enumerate(x)]
+    if isinstance(x, list) and any(isinstance(v, (dict, list, StoredTensor)) or is_subclass(v) for v in x):
+        apart = [_flatten((*path, i), v, out) or isinstance(v, StoredTensor) or is_subclass(v) for i, v in enumerate(x)]
         if any(apart):
             return True
         for i in range(len(x)):

@@ -23,9 +23,10 @@ from ..storage.source import ReadAt
 from .crc import crc32
 from .pickles import Global, Opaque, Truncated, load, short
 from .stored_tensors import Storage, StoredTensor, map_tensors
+from .subclasses import REBUILD, WRAPPER, dense_inside
 from .zip_bytes import first_name, is_zip, zip_records
 
-__all__ = ["MAX_PICKLE_BYTES", "STORAGE_NAMES", "read", "saved_as", "storages_of", "with_attributes"]
+__all__ = ["MAX_PICKLE_BYTES", "STORAGE_NAMES", "from_type", "read", "saved_as", "storages_of", "with_attributes"]
 
 #: torch's storage classes by dtype (torch/storage.py, _dtype_to_storage_type_map); newer dtypes have none and are
 #: pickled as UntypedStorage with `_rebuild_tensor_v3`.
@@ -183,6 +184,36 @@ def with_attributes(x: Any, state: Any, what: str) -> Any:
     return x
 
 
+def from_type(what: str, func: Any, cls: Any, args: Any, state: Any) -> Any:
+    """A tensor of a subclass: the dense tensor, where it has a storage or is wrapped around one, or the call as it is pickled
+    (formats/subclasses.py). Python attributes of a plain tensor (DeepSpeed's flat groups) are not tensor data.
+
+    Raises:
+        Unsupported: it is one rank's part of a tensor.
+    """
+    if func == WRAPPER and isinstance(cls, Global) and isinstance(args, tuple):
+        if cls.module.startswith("torch.") and cls.name in ("DTensor", "ShardedTensor"):
+            raise Unsupported(
+                f"{what}: holds a {cls.name}, which is one rank's part of a tensor. Save the whole state with "
+                "torch.distributed.checkpoint, or tensor.full_tensor()."
+            )
+        if cls.name == "NestedTensor":
+            raise Unsupported(
+                f"{what}: holds a nested (jagged) tensor; ckpttool moves dense ones. Convert it to dense first."
+            )
+        dense = dense_inside(cls, state)
+        if isinstance(dense, StoredTensor):
+            if args[1:3] != (Global("torch", dense.dtype), dense.shape):
+                raise Corrupt(
+                    f"{what}: a {cls} of {short(args[1:3])} holds a {dense.dtype} tensor of {list(dense.shape)}."
+                )
+            return dense._replace(wrapper=cls.name)
+        return Opaque(REBUILD, (func, cls, args, state), call=True)
+    if isinstance(func, Global) or not callable(func) or not isinstance(args, tuple):
+        raise Unsafe(f"{what}: the pickle calls {short(func)}.")
+    return with_attributes(func(*args), state, what)
+
+
 def _bits(bits: Any) -> str:
     """What the metadata of a tensor means (torch/_utils.py, set_tensor_metadata; a key acts whatever its value)."""
     if not isinstance(bits, dict):
@@ -268,13 +299,6 @@ def _rebuilds(what: str, unread: list[tuple[Any, str]]) -> dict[tuple[str, str],
             unread.append((data, "has backward hooks, which are code"))
         return with_attributes(data, state, what)
 
-    def from_type(_func: Any, _cls: Any, args: Any, _state: Any) -> Any:
-        # a tensor with Python attributes (DeepSpeed's flat groups): the attributes are not tensor data
-        rebuild = _func
-        if isinstance(rebuild, Global) or not callable(rebuild) or not isinstance(args, tuple):
-            raise Unsafe(f"{what}: the pickle calls {short(rebuild)}.")
-        return with_attributes(rebuild(*args), _state, what)
-
     def layout(name: Any) -> Global:
         if not isinstance(name, str):
             raise _malformed(what, f"a tensor has the memory layout {short(name)}")
@@ -291,7 +315,6 @@ def _rebuilds(what: str, unread: list[tuple[Any, str]]) -> dict[tuple[str, str],
         ("torch._utils", "_rebuild_qtensor"): refused("quantized"),
         ("torch._utils", "_rebuild_nested_tensor"): refused("nested"),
         ("torch._utils", "_rebuild_meta_tensor_no_storage"): refused("meta (without data)"),
-        ("torch._utils", "_rebuild_wrapper_subclass"): refused("wrapper subclass"),
         ("torch._utils", "_rebuild_device_tensor_from_numpy"): refused("device (XLA, MTIA)"),
         ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): refused("device (XLA, MTIA)"),
         ("torch._utils", "_rebuild_xla_tensor"): refused("device (XLA)"),
@@ -300,7 +323,7 @@ def _rebuilds(what: str, unread: list[tuple[Any, str]]) -> dict[tuple[str, str],
         ("torch._utils", "_rebuild_tensor_v3"): v3,
         ("torch._utils", "_rebuild_parameter"): parameter,
         ("torch._utils", "_rebuild_parameter_with_state"): parameter,
-        ("torch._tensor", "_rebuild_from_type_v2"): from_type,
+        REBUILD: lambda *call: from_type(what, *call),
         ("torch", "Size"): lambda items=(): _sizes(items, what),
         ("torch.serialization", "_get_layout"): layout,
     }

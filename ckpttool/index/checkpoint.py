@@ -43,7 +43,6 @@ __all__ = [
     "joined",
     "orphaned_optimizer_state",
     "same_bytes",
-    "shape_of",
     "tied_weights",
     "unnamed_optimizer_state",
 ]
@@ -232,7 +231,8 @@ class TensorEntry:
     """A logical tensor and where its chunks are.
 
     `coding` says what an extent holds: "raw" the bytes of the chunk; "torch.save" a zip around them, and
-    "torch.save+zstd" that zip in one zstd frame, as DCP items are until `locate` has looked inside.
+    "torch.save+zstd" that zip in one zstd frame, as DCP items are until `locate` has looked inside. `wrapper` is the class of the
+    object that held the tensor, where that only accompanies a dense weight through training.
     """
 
     dtype: str
@@ -240,6 +240,7 @@ class TensorEntry:
     path: Path
     chunks: Chunks
     coding: str = "raw"
+    wrapper: str = ""
 
     @property
     def numel(self) -> int:
@@ -384,11 +385,6 @@ def tied_weights(tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
             if first.setdefault(place, name) != name:
                 out[name] = first[place]
     return out
-
-
-def shape_of(leaf: Any) -> tuple[int, ...] | None:
-    """The shape of a tensor's leaf, None of a value's."""
-    return leaf.shape if isinstance(leaf, TensorEntry) else None
 
 
 def same_bytes(a: TensorEntry, b: TensorEntry) -> bool:

@@ -29,7 +29,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import CkpttoolError, Corrupt, Unsupported
-from .checkpoint import Checkpoint, Number, Path, joined, same_bytes, shape_of
+from .checkpoint import Checkpoint, Number, Path, joined, same_bytes
+from .composites import shape_of
 from .fqns import strip_wrappers
 from .optimizer_names import FLAT_GROUPS, FLAT_STATE, Orders, canonical_optimizer
 from .trainers import trainer_of

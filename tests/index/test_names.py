@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpttool.errors import CkpttoolError, Corrupt, Unsupported
-from ckpttool.index import checkpoint
+from ckpttool.index import composites
 from ckpttool.index.checkpoint import Chunks, Number, TensorEntry, joined, same_bytes
 from ckpttool.index.fqns import strip_wrappers
 from ckpttool.index.names import COMPONENTS, canonical, original, own_tree
@@ -352,7 +352,7 @@ WRITTEN: dict[str, Any] = {
 @pytest.mark.parametrize("kind", WRITTEN)
 def test_the_tree_that_a_trainer_wrote_comes_back(kind: str) -> None:
     leaves = stored(WRITTEN[kind])
-    found = canonical(leaves, checkpoint.shape_of, None, same_bytes)
+    found = canonical(leaves, composites.shape_of, None, same_bytes)
     tree, notes = own_tree(found.leaves, found.origin, same_bytes)
     assert (tree, notes) == (leaves, [])
     assert nest(tree) == nest(leaves)
@@ -365,14 +365,14 @@ def test_the_tree_that_a_trainer_wrote_comes_back(kind: str) -> None:
 
 def test_where_the_own_keys_do_not_lead_back_the_canonical_ones_stay() -> None:
     leaves = stored(WRITTEN["integer ids"])
-    found = canonical(leaves, checkpoint.shape_of, None, same_bytes)
+    found = canonical(leaves, composites.shape_of, None, same_bytes)
     optimizer = {p: v for p, v in found.leaves.items() if p[0] == "optim"}  # --only optim: nothing names the numbers
     tree, notes = own_tree(optimizer, found.origin, same_bytes)
     assert tree is optimizer and "could not be read again" in notes[0]
     tied = stored(
         {"model": {"a.weight": W, "b.weight": W}, "optim": {"state": {0: ADAM}, "param_groups": [{"params": [0]}]}}
     )
-    found = canonical(tied, checkpoint.shape_of, None, same_bytes)
+    found = canonical(tied, composites.shape_of, None, same_bytes)
     assert own_tree(found.leaves, found.origin, same_bytes)[0] == tied
     tree, notes = own_tree(found.leaves, found.origin, None)  # DCP does not show that they are one
     assert tree is found.leaves and notes
@@ -384,7 +384,7 @@ def test_where_the_own_keys_do_not_lead_back_the_canonical_ones_stay() -> None:
 def test_a_part_of_a_state_has_the_keys_it_had() -> None:
     for kind in ("torchtitan", "Lightning", "compile"):
         leaves = stored(WRITTEN[kind])
-        found = canonical(leaves, checkpoint.shape_of, None, same_bytes)
+        found = canonical(leaves, composites.shape_of, None, same_bytes)
         model = {p: v for p, v in found.leaves.items() if p[0] == "model"}
         tree, notes = own_tree(model, found.origin, same_bytes)
         assert len(tree) == 2 and all(leaves[p] is t for p, t in tree.items()) and not notes

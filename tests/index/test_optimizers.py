@@ -3,18 +3,15 @@ others are those that they wrote in real jobs."""
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import ckpttool
 from ckpttool.engine.opening import open as open_checkpoint
-from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.index.optimizers import states
 
 MATRICES, VECTORS = ("a.weight", "b.weight"), ("a.bias", "b.bias")
@@ -169,28 +166,3 @@ def test_parameters_outside_of_all_groups_are_looked_at_too(tmp_path: Path) -> N
     path = written(tmp_path, {"a": T, "b": T}, {"a": {"exp_avg": T}, "b": {"sum": T}}, [{"lr": 1.0, "params": ["a"]}])
     with open_checkpoint(path) as opened:
         assert [(s.name, list(s.slots)) for s in states(opened.checkpoint)] == [("Lion", ["a"]), ("Adagrad", ["b"])]
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_quantised_states_of_torchao_are_refused_by_name_and_the_weights_are_read(tmp_path: Path) -> None:
-    """torch saves such a tensor as a pickle that is shorter than the index says; the bytes are those of a real one."""
-    folder = tmp_path / "dcp"
-    dcp.save(
-        {"model": {"w": torch.ones(64, 64)}, "optim": {"state": {"w": {"exp_avg": torch.ones(64, 64)}}}},
-        checkpoint_id=folder,
-        no_dist=True,
-    )
-    metadata = dcp.FileSystemReader(folder).read_metadata()
-    index = next(i for i in metadata.storage_data if "optim" in i.fqn)
-    file = folder / metadata.storage_data[index].relative_path
-    item = b"wrapper_subclass\nq\x01ctorchao.optim.subclass_8bit\nOptimState8bit\nq\x02(h\x02ctorch\n" + bytes(900)
-    metadata.storage_data[index].offset, metadata.storage_data[index].length = file.stat().st_size, len(item)
-    file.write_bytes(file.read_bytes() + item)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(Unsupported, match=r"quantised tensor of torchao \(OptimState8bit\)"):
-        ckpttool.inspect(folder)
-    with open_checkpoint(folder, only=["model"]) as opened:
-        assert list(opened) == ["model.w"]
-    file.write_bytes(file.read_bytes().replace(b"torchao", b"another"))
-    with pytest.raises(Corrupt, match="not of the same checkpoint"):
-        ckpttool.inspect(folder)

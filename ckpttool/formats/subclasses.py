@@ -1,0 +1,129 @@
+"""Tensor subclasses in pickles (torchao's optimizer states and quantised weights), taken apart and put together again.
+
+torch pickles an object of a subclass that has no storage of its own as
+
+    torch._tensor._rebuild_from_type_v2(torch._utils._rebuild_wrapper_subclass, cls,
+        (cls, dtype, size, stride, storage_offset, layout, device, requires_grad), state)
+
+where `state` is the object's __dict__, with the tensors that it is made of (torch/_tensor.py, `_reduce_ex_internal`). The call is
+kept as an `Opaque`; `taken_apart` makes of it the value that index/composites.py describes and the tensors inside, and
+`put_together` the call again. `dense_inside` knows the classes that only accompany a dense weight through training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import Corrupt
+from ..index import boxes
+from .pickles import Global, Opaque, short
+
+__all__ = ["REBUILD", "WRAPPER", "dense_inside", "is_subclass", "put_together", "taken_apart"]
+
+REBUILD = Global("torch._tensor", "_rebuild_from_type_v2")
+WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
+_PLACEHOLDER = Global("ckpttool", "tensor")
+
+#: torchao's classes whose object is a dense weight and how to compute with it, and the attribute with the weight
+#: (torchao/float8/fsdp_utils.py, prototype/moe_training/tensor.py, prototype/quantized_training).
+_DENSE = {
+    "WeightWithDynamicFloat8CastTensor": "_tensor",
+    "WeightWithDelayedFloat8CastTensor": "_tensor",
+    "MXFP8TrainingWeightWrapperTensor": "_data",
+    "Float8TrainingWeightWrapperTensor": "_data",
+    "ScaledGroupedMMTensor": "_data",
+    "Int8MixedPrecisionTrainingLinearWeight": "_data",
+    "BitNetTrainingLinearWeight": "_data",
+}
+
+
+def is_subclass(x: Any) -> bool:
+    """Whether something out of a pickle is an object of a tensor subclass."""
+    return isinstance(x, Opaque) and x.call and x.cls == REBUILD and x.args[:1] == (WRAPPER,)
+
+
+def dense_inside(cls: Global, state: Any) -> Any:
+    """The dense tensor that an object of a training wrapper holds; None for all other classes."""
+    name = _DENSE.get(cls.name)
+    if name is None or cls.module.partition(".")[0] != "torchao" or not isinstance(state, dict):
+        return None
+    return state.get(name)
+
+
+def taken_apart(x: Opaque, kind: type, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the value that index/composites.py describes, {name: tensor}) of an object; `kind` is the class of tensors in the tree.
+
+    Raises:
+        Corrupt: it is not pickled as torch does.
+    """
+    _, cls, args, state = x.args
+    if not isinstance(args, tuple) or len(args) != 8 or args[0] != cls:
+        raise Corrupt(f"{what}: a {cls} is put together from {short(args)}; torch does not write that.")
+    _, dtype, shape, stride, offset, *_ = args
+    sizes = all(isinstance(s, tuple) and all(type(k) is int and k >= 0 for k in s) for s in (shape, stride))
+    if not isinstance(dtype, Global) or not sizes or len(shape) != len(stride) or offset != 0:
+        raise Corrupt(f"{what}: a {cls} is put together from {short(args)}; torch does not write that.")
+    if not isinstance(state, dict):
+        raise Corrupt(f"{what}: the state of a {cls} is {short(state)}.")
+    tensors: dict[str, Any] = {}
+    kept = _named(state, (), kind, tensors)
+    about = {"class": cls, "dtype": dtype.name, "shape": list(shape), "tensors": list(tensors), "state": kept}
+    if stride != boxes.strides(shape):
+        about["stride"] = list(stride)
+    if args[7]:
+        about["requires_grad"] = True
+    return about, tensors
+
+
+def _named(x: Any, at: tuple[str, ...], kind: type, tensors: dict[str, Any]) -> Any:
+    """The same tree with a placeholder for every tensor, whose name is where it is."""
+    if isinstance(x, kind):
+        name = ".".join(at)
+        tensors[name] = x
+        return Opaque(_PLACEHOLDER, (name,), call=True)
+    if isinstance(x, dict):
+        return {k: _named(v, (*at, str(k)), kind, tensors) for k, v in x.items()}
+    if type(x) in (list, tuple):
+        return type(x)(_named(v, (*at, str(i)), kind, tensors) for i, v in enumerate(x))
+    if isinstance(x, Opaque):
+        nested = is_subclass(x)
+        args = (
+            (*x.args[:3], _named(x.args[3], at, kind, tensors))
+            if nested
+            else _named(x.args, (*at, "args"), kind, tensors)
+        )
+        out = Opaque(x.cls, args, x.call)
+        out.state = _named(x.state, at, kind, tensors)
+        out.list_items = _named(x.list_items, (*at, "items"), kind, tensors)
+        out.dict_items = _named(x.dict_items, (*at, "items"), kind, tensors)
+        return out
+    return x
+
+
+def put_together(about: Mapping[str, Any], tensors: Mapping[str, Any]) -> Opaque:
+    """The call that makes the object again; `tensors` are what stands for the tensors in the pickle to write."""
+    cls = Global(*about["class"])
+    shape = tuple(about["shape"])
+    strided = Opaque(Global("torch.serialization", "_get_layout"), ("torch.strided",), call=True)
+    device = Opaque(Global("torch", "device"), ("cpu",), call=True)
+    stride = tuple(about.get("stride") or boxes.strides(shape))
+    dtype = Global("torch", about["dtype"])
+    args = (cls, dtype, shape, stride, 0, strided, device, about.get("requires_grad", False))
+    return Opaque(REBUILD, (WRAPPER, cls, args, _filled(about["state"], tensors)), call=True)
+
+
+def _filled(x: Any, tensors: Mapping[str, Any]) -> Any:
+    if isinstance(x, dict):
+        return {k: _filled(v, tensors) for k, v in x.items()}
+    if type(x) in (list, tuple):
+        return type(x)(_filled(v, tensors) for v in x)
+    if isinstance(x, Opaque):
+        if x.cls == _PLACEHOLDER:
+            return tensors[x.args[0]]
+        out = Opaque(x.cls, _filled(x.args, tensors), x.call)
+        out.state, out.list_items, out.dict_items = (
+            _filled(x.state, tensors), _filled(x.list_items, tensors), _filled(x.dict_items, tensors),
+        )  # fmt: skip
+        return out
+    return x

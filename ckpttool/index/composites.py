@@ -1,0 +1,253 @@
+"""Tensor subclasses as composite entries: the tensors inside are entries of their own, the class and the rest is a value.
+
+    optim.state.w.exp_avg.codes      TensorEntry("uint8", (64, 64))
+    optim.state.w.exp_avg.scale      TensorEntry("float32", (16,))
+    optim.state.w.exp_avg.qmap       TensorEntry("float32", (256,))
+    optim.state.w.exp_avg.__class__  Value: {"class": ("torchao.optim.subclass_8bit", "OptimState8bit"), "dtype": "float32",
+                                     "shape": [64, 64], "tensors": ["codes", "scale", "qmap"], "state": {...}}
+
+`dtype` and `shape` are those that the object shows to the outside; "stride" is there if it is not row-major, "requires_grad" if
+it is true. "state" is the object's __dict__ as it was pickled, with a placeholder for each tensor. A tensor of a subclass inside
+the subclass has a dotted name ("tensor_impl.data").
+
+`Composite` is the whole as one leaf of a tree: readers make it of a pickled object, `checkpoint_of` takes it apart; writers of
+pickles get it from `collapsed` and put the object together again (formats/subclasses.py).
+
+Cutting: ranks of a job cut rows (dim 0). What each tensor inside keeps for so many rows is in proportion, so a cut is exact where
+that is a whole number of its rows: blocks are runs of the row-major elements, and none may be divided. `_KINDS` lists the classes of
+which that is known.
+
+Sources: torchao 0.18, optim/subclass_*.py, quantization/quantize_/workflows, prototype/mx_formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+from .checkpoint import Checkpoint, Path, TensorEntry, joined
+
+__all__ = [
+    "MARK", "Composite", "Uncut", "after_cut", "class_of", "collapsed", "composites", "described", "is_whole", "resized", "rows_of", "shape_of", "unwrapped_note",
+]  # fmt: skip
+
+#: Last element of the path of the value that says what the tensors beside it are.
+MARK = "__class__"
+
+
+class Uncut(Exception):
+    """Why a tensor subclass cannot be cut there."""
+
+
+@dataclass(frozen=True)
+class Composite:
+    """A tensor subclass: `about` is the value at `path` + MARK, `tensors` what is inside, by name."""
+
+    path: Path
+    about: Mapping[str, Any]
+    tensors: Mapping[str, TensorEntry]
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that it shows."""
+        return str(self.about["dtype"])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that it shows."""
+        return tuple(self.about["shape"])
+
+    @property
+    def numel(self) -> int:
+        """Elements of that shape."""
+        return prod(self.shape)
+
+    def leaves(self) -> dict[Path, Any]:
+        """{path: tensor, or the value}."""
+        out: dict[Path, Any] = {(*self.path, *name.split(".")): t for name, t in self.tensors.items()}
+        out[*self.path, MARK] = dict(self.about)
+        return out
+
+
+def shape_of(leaf: Any) -> tuple[int, ...] | None:
+    """The shape of the leaf of a tensor, also of a subclass; None of a value's."""
+    return leaf.shape if isinstance(leaf, (TensorEntry, Composite)) else None
+
+
+def class_of(about: Mapping[str, Any]) -> str:
+    """How to name the class to people: "torchao OptimState8bit"."""
+    module, name = about["class"]
+    return f"{module.partition('.')[0]} {name}"
+
+
+def _is_about(path: Path, data: Any) -> bool:
+    return (
+        path[-1:] == (MARK,) and isinstance(data, dict) and {"class", "dtype", "shape", "tensors", "state"} <= data.keys()
+        and isinstance(data["tensors"], list) and isinstance(data["class"], tuple) and len(data["class"]) == 2
+    )  # fmt: skip
+
+
+def collapsed(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
+    """The leaves with every tensor subclass as one `Composite`, where its first leaf was."""
+    whole: dict[Path, Composite] = {}
+    for path, data in leaves.items():
+        if _is_about(path, data):
+            inside = {n: leaves.get((*path[:-1], *n.split("."))) for n in data["tensors"]}
+            if all(isinstance(t, TensorEntry) for t in inside.values()):
+                found = Composite(path[:-1], data, inside)  # type: ignore[arg-type]
+                whole |= dict.fromkeys(found.leaves(), found)
+    if not whole:
+        return dict(leaves)
+    out: dict[Path, Any] = {}
+    for path, leaf in leaves.items():
+        of = whole.get(path)
+        out[path if of is None else of.path] = leaf if of is None else of
+    return out
+
+
+def composites(ckpt: Checkpoint) -> dict[str, Composite]:
+    """{name: tensor subclass} of a checkpoint."""
+    marks = {v.path: v.data for v in ckpt.values.values() if _is_about(v.path, v.data)}
+    if not marks:
+        return {}
+    found = collapsed({**{t.path: t for t in ckpt.tensors.values()}, **marks})
+    return {joined(p): leaf for p, leaf in found.items() if isinstance(leaf, Composite)}
+
+
+def described(objects: Mapping[str, Composite]) -> list[str]:
+    """One sentence for each class."""
+    of: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for name, found in objects.items():
+        of.setdefault((class_of(found.about), tuple(found.tensors)), []).append(name)
+    return [
+        f"{len(names):,} tensor{' is a' if len(names) == 1 else 's are'} {kind}, made of {', '.join(inside)}, each of which is listed as a "
+        f'tensor; first "{names[0]}"'
+        for (kind, inside), names in of.items()
+    ]
+
+
+def unwrapped_note(tensors: Iterable[TensorEntry]) -> list[str]:
+    """What to say of dense tensors that an object of another class held."""
+    of: dict[str, list[str]] = {}
+    for t in tensors:
+        if t.wrapper:
+            of.setdefault(t.wrapper, []).append(joined(t.path))
+    return [
+        f"{len(names):,} tensor{' is' if len(names) == 1 else 's are'} the dense one inside a torchao {kind}, first "
+        f'"{names[0]}": the numbers are those of the training job, and torchao wraps them again when it converts the model'
+        for kind, names in of.items()
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------- cutting
+
+
+class _Kind(NamedTuple):
+    """What is in a class: `rows` are cut with the rows of the whole, `whole` every part has; `shape` is the attribute with the
+    shape, `counts` are attributes in proportion to the rows, and a true `never` means that nothing is in the order of rows."""
+
+    rows: tuple[str, ...]
+    whole: tuple[str, ...] = ()
+    shape: str = ""
+    counts: tuple[str, ...] = ()
+    never: str = ""
+
+
+_KINDS = {
+    "OptimState8bit": _Kind(("codes", "scale"), ("qmap",)),
+    "OptimState4bit": _Kind(("codes", "scale"), ("qmap",), shape="_shape"),
+    "OptimStateFp8": _Kind(("codes", "scale")),
+    "Float8Tensor": _Kind(("qdata", "scale")),
+    "Int8Tensor": _Kind(("qdata", "scale", "zero_point"), ("act_quant_scale", "act_quant_zero_point", "act_pre_scale")),
+    "MXTensor": _Kind(("qdata", "scale"), never="is_swizzled_scales"),
+    "NVFP4Tensor": _Kind(("qdata", "scale"), ("per_tensor_scale", "act_per_tensor_scale"), never="is_swizzled_scales"),
+    "NF4Tensor": _Kind(
+        ("quantized_data", "quantized_scalers", "quantization_factor"), ("scaler_mean", "nf4"), counts=("n_blocks",)
+    ),
+}  # fmt: skip
+
+
+def _kind(about: Mapping[str, Any]) -> _Kind:
+    module, name = about["class"]
+    kind = _KINDS.get(name) if module.partition(".")[0] == "torchao" else None
+    if kind is None or not {*about["tensors"]} <= {*kind.rows, *kind.whole}:
+        raise Uncut(f"ckpttool does not know how a {module}.{name} is divided among ranks")
+    if kind.never and about["state"].get(kind.never):
+        raise Uncut(f"the scales of this {name} are swizzled, which mixes its rows")
+    return kind
+
+
+def is_whole(about: Mapping[str, Any], name: str) -> bool:
+    """Whether every part of an object has all of the tensor `name`.
+
+    Raises:
+        Uncut: it is not known how to cut objects of this class.
+    """
+    return name in _kind(about).whole
+
+
+def rows_of(
+    about: Mapping[str, Any], name: str, shape: tuple[int, ...], first: int, rows: int
+) -> tuple[int, int] | None:
+    """(first row, rows) of the tensor `name` inside, of so many rows of the whole; None where every part has all of it.
+
+    Args:
+        shape: of the tensor `name` of the whole.
+
+    Raises:
+        Uncut: the cut is inside a block, or it is not known how to cut.
+    """
+    total = about["shape"][0] if about["shape"] else 1
+    if (first, rows) == (0, total):
+        return (0, shape[0]) if shape else None
+    kind = _kind(about)
+    if name in kind.whole:
+        return None
+    if not shape:
+        raise Uncut(f'"{name}" is one number for all of its {total} rows')
+    a, left = divmod(first * shape[0], total)
+    n, over = divmod(rows * shape[0], total)
+    if left or over:
+        width = prod(about["shape"][1:])
+        size, rest = divmod(total * width, shape[0])
+        block = f"one row of it is for {size:,} elements" if not rest else f"it has {shape[0]:,} rows for {total:,}"
+        raise Uncut(
+            f"rows {first:,} to {first + rows:,} of {list(about['shape'])} are elements {first * width:,} to "
+            f'{(first + rows) * width:,}, which cuts a block of "{name}" ({block})'
+        )
+    return a, n
+
+
+def resized(about: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """The value of the same object with another number of rows.
+
+    Raises:
+        Uncut: it is not known how.
+    """
+    old = list(about["shape"])
+    if not old or old[0] == rows:
+        return dict(about)
+    kind = _kind(about)
+    shape = [rows, *old[1:]]
+    state = dict(about["state"])
+    if kind.shape:
+        state[kind.shape] = type(state[kind.shape])(shape)
+    for name in kind.counts:
+        state[name] = state[name] * rows // old[0] if old[0] else 0
+    return {**about, "shape": shape, "state": state}
+
+
+def after_cut(found: Composite, sizes: Iterable[int]) -> None:
+    """Prove that parts of so many rows cut no block.
+
+    Raises:
+        Uncut: one does.
+    """
+    first = 0
+    for rows in sizes:
+        for name, t in found.tensors.items():
+            if rows:
+                rows_of(found.about, name, t.shape, first, rows)
+        first += rows

@@ -1,0 +1,307 @@
+"""Objects of tensor subclasses in dcp (torchao's optimizer states and quantised weights): read, cut among ranks, written.
+
+.metadata lists such an object as the dense tensor that it shows (float32, its shape), and every rank's item is a torch.save file
+of the object that the rank had: the call that puts it together, and one storage for each tensor inside. `joined` makes one
+`Composite` of the parts (index/composites.py has the rules); `Parts` are the items that ranks of another number shall read.
+
+Sources: torch/distributed/checkpoint/{filesystem,planner_helpers}.py of torch 2.13; torchao 0.18, optim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import NamedTuple
+
+from ckpttool.errors import Corrupt, Unsupported, argument
+from ckpttool.formats import subclasses, torch_pickles, torch_zip, zip_bytes
+from ckpttool.formats.pickles import Opaque
+from ckpttool.formats.stored_tensors import StoredTensor
+from ckpttool.index import boxes, composites
+from ckpttool.index.checkpoint import ITEMSIZE, Chunks, Extent, Path, Record, TensorEntry, joined
+from ckpttool.index.composites import Composite, Uncut
+from ckpttool.index.draft import Written
+from ckpttool.storage.source import Source
+
+from ._dcp_items import HEAD, TAIL, windows
+
+__all__ = ["Parts", "are_short", "cut", "joined_parts"]
+
+_WORLDS = 64  # world sizes that are tried for a message
+
+
+def are_short(t: TensorEntry) -> bool:
+    """Whether an item is shorter than the dense tensor that .metadata lists: it is of a subclass, or damaged."""
+    item = ITEMSIZE.get(t.dtype, 0)
+    if t.coding != "torch.save" or len(t.chunks.length) != len(t.chunks):
+        return False
+    return any(n < prod(shape) * item for (_, shape), n in zip(t.chunks.boxes(), t.chunks.length, strict=True))
+
+
+class _Part(NamedTuple):
+    """What one rank had: its first row, its rows, the value, and the tensors inside with the file they are in."""
+
+    first: int
+    rows: int
+    about: dict[str, object]
+    tensors: dict[str, StoredTensor]
+    file: int
+
+
+def joined_parts(
+    source: Source, files: Sequence[str], sizes: Sequence[int], t: TensorEntry, records: list[Record]
+) -> Composite | None:
+    """The object whose parts are the items of `t`; None where they hold dense tensors. Their CRC32s go to `records`.
+
+    Raises:
+        Corrupt: an item is damaged. Unsupported: the parts cannot be joined; the message names the class.
+    """
+    name = joined(t.path)
+    parts: list[_Part] = []
+    dense: list[str] = []
+    for start, shape, (file, offset, length) in ((c.start, c.shape, c.extent) for c in t.chunks):
+        if not 0 <= file < len(files) or offset < 0 or offset + length > sizes[file]:
+            return None  # `check` says so
+        what = f'{source.root}/{files[file]} at byte {offset} ("{name}")'
+        found = _item(source, files[file], offset, length, what)
+        if not isinstance(found, Opaque) or not subclasses.is_subclass(found):
+            if prod(shape):
+                dense.append(files[file])
+            continue
+        about, inside = subclasses.taken_apart(found, StoredTensor, what)
+        if (about["dtype"], tuple(about["shape"])) != (t.dtype, shape):
+            raise Corrupt(
+                f"{what}: holds a {composites.class_of(about)} of {about['dtype']} {about['shape']}, .metadata says {t.dtype} "
+                f"{list(shape)}."
+            )
+        if shape[1:] != t.shape[1:]:
+            raise _not_joined(
+                name, about, f"a rank has columns {start[1]} to {start[1] + shape[1]} of it, and blocks run along rows"
+            )
+        parts.append(_Part(start[0] if start else 0, shape[0] if shape else 1, about, inside, file))
+    if not parts:
+        return None
+    about = parts[0].about
+    if dense:
+        raise _not_joined(
+            name, about,
+            f"{files[parts[0].file]} has it as such, and {dense[0]} as a plain tensor, since torchao decides by the size of each "
+            "rank's part",
+        )  # fmt: skip
+    parts.sort(key=lambda p: p.first)
+    try:
+        return _join(t, parts, records)
+    except Uncut as e:
+        raise _not_joined(name, about, str(e)) from None
+
+
+def _item(source: Source, file: str, offset: int, length: int, what: str) -> object:
+    """The object in one item. Of a large one, the ends are read first."""
+    head = source.read(file, offset, min(length, HEAD))
+    tail = source.read(file, offset + length - TAIL, TAIL) if length > HEAD else head
+    here = windows(head, tail, length)
+
+    def read_at(at: int, n: int) -> bytes:
+        try:
+            return here(at - offset, n)
+        except LookupError:
+            return source.read(file, at, n)
+
+    return torch_zip.read(read_at, offset, length, what)
+
+
+def _not_joined(name: str, about: Mapping[str, object], why: str) -> Unsupported:
+    return Unsupported(
+        f'"{name}" is a {composites.class_of(about)}, and its parts cannot be put together: {why}. '
+        f"{argument('only', ['model'])} leaves the optimizer out."
+    )
+
+
+def _join(t: TensorEntry, parts: list[_Part], records: list[Record]) -> Composite:
+    total = t.shape[0] if t.shape else 1
+    about = composites.resized(parts[0].about, total)
+    for p in parts[1:]:
+        if composites.resized(p.about, total) != about:
+            raise Uncut("the ranks do not agree about its attributes")
+    tensors: dict[str, TensorEntry] = {}
+    for name in about["tensors"]:
+        stored = [p.tensors[name] for p in parts]
+        path: Path = (*t.path, *name.split("."))
+        first = stored[0]
+        if len(parts) == 1 or composites.is_whole(about, name):
+            _refuse_unequal(name, stored)
+            stored, whole = stored[:1], first.shape
+        elif not first.shape:
+            raise Uncut(f'"{name}" is one number for all of its {total} rows')
+        else:
+            whole = (sum(s.shape[0] for s in stored), *first.shape[1:])
+        chunks, at = Chunks(len(whole)), 0
+        for s, p in zip(stored, parts, strict=False):
+            if len(stored) > 1:
+                here = composites.rows_of(about, name, whole, p.first, p.rows)
+                if (s.dtype, s.shape[1:], here) != (first.dtype, whole[1:], (at, s.shape[0])):
+                    raise Uncut(f'"{name}" is {s.dtype} {list(s.shape)} in a part of {p.rows} of {total} rows')
+            chunks.add(
+                (at, *(0 for _ in whole[1:]))[: len(whole)],
+                s.shape,
+                p.file,
+                *s.extent,
+                None if s.contiguous else s.strides,
+            )
+            at += s.shape[0] if s.shape else 0
+            if s.storage.crc32 is not None:
+                records.append(Record(Extent(p.file, s.storage.offset, s.storage.length), s.storage.crc32))
+        tensors[name] = TensorEntry(first.dtype, whole, path, chunks)
+    return Composite(t.path, about, tensors)
+
+
+def _refuse_unequal(name: str, stored: list[StoredTensor]) -> None:
+    sums = {(s.dtype, s.shape, s.storage.crc32, s.at) for s in stored}
+    if len(sums) > 1 or (len(stored) > 1 and stored[0].storage.crc32 is None):
+        raise Uncut(f'"{name}", which is one for the whole tensor, differs between ranks')
+
+
+# --------------------------------------------------------------------------------------------------------- writing
+
+
+def cut(found: Composite, world: int) -> list[int]:
+    """Rows of the object for rank 0, 1, ... of so many.
+
+    Raises:
+        Unsupported: a cut is inside a block, with the numbers and the world sizes that cut none.
+    """
+    rows = found.shape[0]
+    sizes = boxes.chunk_sizes(rows, world)
+    try:
+        composites.after_cut(found, sizes)
+    except Uncut as e:
+        fits = [n for n in range(1, _WORLDS + 1) if _fits(found, boxes.chunk_sizes(rows, n))]
+        raise Unsupported(
+            f'"{joined(found.path)}" is a {composites.class_of(found.about)}, which {world} ranks cannot divide: {e}. It fits '
+            f"{argument('world_size')} {', '.join(map(str, fits[:8]))}{', ...' if len(fits) > 8 else ''}. "
+            f"{argument('dequantize', ['optim.*'])} writes plain numbers, which any number of ranks can divide."
+        ) from None
+    return sizes
+
+
+def _fits(found: Composite, sizes: list[int]) -> bool:
+    try:
+        composites.after_cut(found, sizes)
+    except Uncut:
+        return False
+    return True
+
+
+class _Frame(NamedTuple):
+    """An item around its storages: `heads` are the bytes before each, `records` the entries of the small files in the zip."""
+
+    heads: list[bytes]
+    records: list[tuple[str, int, int, int, bool]]  # (name, position, bytes, CRC32, described)
+    sizes: list[int]  # of the storages
+    at: list[int]  # where each begins, in the item
+    length: int
+
+    def end(self, crcs: Sequence[int]) -> bytes:
+        """The directory, with the CRC32 of each storage."""
+        n = len(self.sizes)
+        rows = [(r[0], r[1], r[2], c, True) for r, c in zip(self.records[-n:], crcs, strict=True)]
+        start = self.at[-1] + self.sizes[-1] + zip_bytes.DATA_DESCRIPTOR_BYTES
+        return zip_bytes.central_directory([*self.records[:-n], *rows], start)
+
+
+def _frame(found: Composite, about: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]) -> _Frame:
+    names = list(found.tensors)
+    sizes = [prod(shapes[n]) * ITEMSIZE[found.tensors[n].dtype] for n in names]
+    refs = {
+        n: torch_pickles.TensorRef(found.tensors[n].dtype, shapes[n], str(i), prod(shapes[n]))
+        for i, n in enumerate(names)
+    }
+    head, records = torch_pickles.head_records("archive", torch_pickles.pickled(subclasses.put_together(about, refs)))
+    heads, at = [], len(head)
+    places = []
+    for i, n in enumerate(sizes):
+        header = zip_bytes.local_header(f"archive/data/{i}", n, None, at, 64)
+        records.append((f"archive/data/{i}", at, n, 0, True))
+        heads.append(head + header if i == 0 else header)
+        places.append(at + len(header))
+        at = places[-1] + n + zip_bytes.DATA_DESCRIPTOR_BYTES
+    out = _Frame(heads, records, sizes, places, 0)
+    return out._replace(length=at + len(out.end([0] * len(sizes))))
+
+
+class Parts:
+    """The items of the objects of a draft: which part each rank gets, and the bytes around the tensors inside."""
+
+    def __init__(self) -> None:
+        self.frames: dict[tuple[str, int], tuple[_Frame, int]] = {}  # {(entry, file): its item, which storage of it}
+        self.logical: dict[
+            str, tuple[TensorEntry, list[tuple[int, int, int]]]
+        ] = {}  # first entry: tensor, places of items
+        self.inside: set[str] = set()
+
+    def place(self, found: Composite, sizes: list[int], at: list[int]) -> dict[str, TensorEntry]:
+        """{name: entry to be} of the tensors inside, with the copies that ranks other than the first have of what every part
+        has whole. `sizes` are rows by rank, none where rank 0 has it all; `at` the ends of the ranks' files so far.
+        """
+        total = found.shape[0] if found.shape else 1
+        ranks = [(r, n) for r, n in enumerate(sizes) if n] or [(0, total)]
+        chunks = {n: Chunks(len(t.shape)) for n, t in found.tensors.items()}
+        out: dict[str, TensorEntry] = {}
+        copies: dict[str, list[tuple[str, TensorEntry]]] = {}
+        box = Chunks(len(found.shape))
+        places: list[tuple[int, int, int]] = []
+        first = 0
+        for r, rows in ranks:
+            cuts = {n: composites.rows_of(found.about, n, t.shape, first, rows) for n, t in found.tensors.items()}
+            shapes = {n: t.shape if (c := cuts[n]) is None else (c[1], *t.shape[1:]) for n, t in found.tensors.items()}
+            about = composites.resized(found.about, rows) if found.shape else found.about
+            frame = _frame(found, about, shapes)
+            for i, (n, t) in enumerate(found.tensors.items()):
+                name, where = joined(t.path), at[r] + frame.at[i]
+                row = cuts[n]
+                if row is None and len(places):
+                    copy = replace(t, chunks=Chunks.whole(t.shape, r, where, t.nbytes), path=("replica", r, *t.path))
+                    name = joined(copy.path)
+                    copies.setdefault(n, []).append((name, copy))
+                else:
+                    start = (0,) * len(t.shape) if row is None else (row[0], *(0 for _ in t.shape[1:]))
+                    chunks[n].add(start, shapes[n], r, where, frame.sizes[i])
+                self.frames[name, r] = frame, i
+            box.add(
+                (first, *(0 for _ in found.shape[1:])) if found.shape else (),
+                (rows, *found.shape[1:])[: len(found.shape)],
+                r,
+                0,
+                0,
+            )
+            places.append((r, at[r], frame.length))
+            at[r] += frame.length
+            first += rows
+        for n, t in found.tensors.items():
+            out[joined(t.path)] = replace(t, chunks=chunks[n], coding="raw")
+            out |= dict(copies.get(n, ()))
+        self.inside |= set(out)
+        self.logical[next(iter(out))] = TensorEntry(found.dtype, found.shape, found.path, box), places
+        return out
+
+    def before(self, name: str, file: int) -> bytes:
+        """The bytes before a tensor of an item."""
+        frame, i = self.frames[name, file]
+        return frame.heads[i]
+
+    def after(self, name: str, file: int, written: Sequence[Written]) -> bytes:
+        """The bytes behind it; behind the last one, the directory."""
+        frame, i = self.frames[name, file]
+        out = zip_bytes.data_descriptor(frame.sizes[i], written[-1][2])
+        return out + frame.end([w[2] for w in written[-i - 1 :]]) if i == len(frame.sizes) - 1 else out
+
+    def tensors(
+        self, tensors: Mapping[str, TensorEntry]
+    ) -> Iterator[tuple[str, TensorEntry, list[tuple[int, int, int]] | None]]:
+        """(name, tensor, its items) as .metadata lists them; None where the items follow from the chunks."""
+        for name, t in tensors.items():
+            if name in self.logical:
+                yield name, *self.logical[name]
+            elif name not in self.inside:
+                yield name, t, None
