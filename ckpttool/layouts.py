@@ -36,7 +36,7 @@ __all__ = [
 
 BUILT_IN = tuple(
     f"ckpttool.converters.{name}"
-    for name in ("dcp", "full", "hf", "zero", "universal", "fsdp1", "audit", "trainers", "torchsnapshot")
+    for name in ("dcp", "full", "hf", "zero", "universal", "fsdp1", "audit", "trainers", "torchsnapshot", "megatron")
 )
 _GROUP = "ckpttool.layouts"
 

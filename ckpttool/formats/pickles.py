@@ -195,7 +195,7 @@ def _flat_set(kind: Any, items: Any) -> Any:
 def _bounded(k: Any) -> bool:
     """Whether hashing a key takes bounded work."""
     if isinstance(k, tuple):
-        return all(x is None or isinstance(x, (str, int, float, bytes)) for x in k)
+        return all(x is None or isinstance(x, (str, int, float, bytes, Global)) for x in k)
     return k is None or isinstance(k, (str, int, float, bytes, StandIn))
 
 

@@ -1,0 +1,61 @@
+"""Tensors of Megatron-Core in the shapes of the model: stacked layers taken apart, flat ranges as boxes."""
+
+from __future__ import annotations
+
+from math import prod
+
+from ckpttool.errors import Corrupt
+from ckpttool.index import boxes
+from ckpttool.index.checkpoint import ITEMSIZE, Chunks, TensorEntry
+
+__all__ = ["flat_ranges", "layer", "piece"]
+
+
+def piece(out: Chunks, t: TensorEntry, row: int, start: tuple[int, ...], shape: tuple[int, ...], at: int) -> None:
+    """Add to `out` a box that is contiguous in chunk `row` of a located tensor, from its element `at` on.
+
+    Raises:
+        Corrupt: the chunk is compressed or strided.
+    """
+    c = t.chunks
+    if row in c.zstd or row in c.strides:
+        raise Corrupt("a chunk of Megatron-Core is compressed or not contiguous, which no version of it writes.")
+    item = ITEMSIZE[t.dtype]
+    out.add(start, shape, c.file[row], c.offset[row] + at * item, prod(shape) * item)
+
+
+def layer(t: TensorEntry, i: int) -> TensorEntry:
+    """Layer `i` of a located tensor whose first axis counts the layers; without path."""
+    out = Chunks(len(t.shape) - 1)
+    for row, (start, shape) in enumerate(t.chunks.boxes()):
+        if start[0] <= i < start[0] + shape[0]:
+            piece(out, t, row, start[1:], shape[1:], (i - start[0]) * prod(shape[1:]))
+    return TensorEntry(t.dtype, t.shape[1:], (), out)
+
+
+def flat_ranges(t: TensorEntry, whole: tuple[int, ...], what: str) -> TensorEntry:
+    """A located tensor of shape [X/x, Y/y, .., x*y*..] as one of shape [X, Y, ..], the shape `whole`.
+
+    Megatron-Core before 0.14 cut it into boxes [x, y, ..], one a combination of tensor- and pipeline-parallel ranks, flattened each,
+    and cut that among the data-parallel ranks (strategies/torch.py of 0.12, mcore_to_pyt_state_dict).
+
+    Raises:
+        Corrupt: the two shapes do not go together.
+    """
+    grid, n = t.shape[:-1], t.shape[-1] if t.shape else 0
+    if len(grid) != len(whole) or not all(grid) or any(a % b for a, b in zip(whole, grid, strict=True)):
+        raise Corrupt(f"{what}: {list(whole)} is no grid of {list(grid)} boxes.")
+    box = tuple(a // b for a, b in zip(whole, grid, strict=True))
+    if prod(box) != n:
+        raise Corrupt(f"{what}: boxes of {list(box)} have {prod(box)} elements, and {n} are stored of each.")
+    out = Chunks(len(whole))
+    for row, (start, shape) in enumerate(t.chunks.boxes()):
+        if prod(shape[:-1]) != 1:
+            raise Corrupt(f"{what}: a chunk spans several boxes.")
+        first = start[-1]
+        corner = tuple(k * b for k, b in zip(start[:-1], box, strict=True))
+        at = 0
+        for inner, size in boxes.flat_to_boxes(box, first, first + shape[-1]):
+            piece(out, t, row, tuple(a + b for a, b in zip(corner, inner, strict=True)), size, at)
+            at += prod(size)
+    return TensorEntry(t.dtype, whole, (), out)

@@ -1,0 +1,347 @@
+"""megatron: folders of Megatron-Core's dist_checkpointing in the format torch_dist, and of frameworks that have them inside.
+
+    DIR/.metadata, DIR/__{rank}_{n}.distcp    a folder of dcp; layers may be stacked, and the plans of all ranks follow .metadata's fields
+    DIR/metadata.json                         {"sharded_backend": "torch_dist", "sharded_backend_version": 1, ...}
+    DIR/common.pt                             torch.save of {"args": Namespace, "iteration", "opt_param_scheduler", "optimizer": {"optimizer":
+                                              {"param_groups"}, "param_state_sharding_type"}, "content_metadata", ...}; in newer versions
+                                              the item common_state/shard_0_1 instead
+    DIR/../latest_checkpointed_iteration.txt  names the newest iter_{iteration:07d}
+
+    {weights/, context/}                      NeMo 2: DIR is weights/
+    {model, optimizer, extra}/dist_ckpt/      verl since 0.9: three such folders are one state; before, dist_ckpt/ alone
+
+Keys: a parameter has the name that Megatron's modules give it, with global numbers of layers, whatever the tensor and pipeline
+parallel sizes were; with `non_homogeneous_layers` false, "decoder.layers.mlp.linear_fc1.weight" is all layers of a pipeline, first
+axis. Objects are items {key}/shard_{place}_{shape}, a list of one. The optimizer's tensors, by `distrib_optim_sharding_type`:
+
+    fully_reshardable           optimizer.state.{param, exp_avg, exp_avg_sq}.{key}, in the shape of the parameter
+    fully_sharded_model_space   the same with fp32_param; before 0.14 as flat ranges of boxes (_megatron_boxes.flat_ranges)
+    dp_reshardable              optimizer.distributed.dp_group_idx_{i}.gbuf_idx_{j}.dtype_{..}.bucket_idx_{k}.{param, exp_avg,
+                                exp_avg_sq}: the buckets of DistributedOptimizer, without names
+                                (_megatron_buckets.py)
+
+Canonical names: model.{key}, optim.state.{key}.{slot}, extra.master.{key} for the fp32 copy of a weight, scheduler.*, rng.shard_{place}.*,
+trainer.iteration, extra.args.*, and extra.{key} for any other object. Stacked layers are taken apart: each has its number.
+
+Sources: megatron/core/dist_checkpointing/{serialization,mapping}.py and strategies/torch.py, megatron/core/optimizer/{optimizer,
+distrib_optimizer,__init__}.py of megatron-core 0.16.1; strategies/torch.py of 0.12; the folders in fixtures/, which 0.16.1 wrote.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckpttool import bounded_json, layouts
+from ckpttool.errors import CkpttoolError, Corrupt, Unsupported
+from ckpttool.formats import stored_tensors, torch_zip
+from ckpttool.index.checkpoint import Checkpoint, Path, Record, TensorEntry, Value, joined
+from ckpttool.index.names import COMPONENTS, CanonicalState, original
+from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of
+from ckpttool.storage.source import Source
+
+from ._dcp_metadata import read_index
+from ._megatron_boxes import flat_ranges, layer
+from ._megatron_buckets import BUCKETS, resolve
+from ._megatron_state import ENUMS, Key, common_tree, key_of, name_groups, path_of_object
+
+__all__ = ["LAYOUTS"]
+
+TRAINER = "Megatron-Core"
+_VERL = ("model", "optimizer", "extra")
+_MOST_JSON = 1 << 20
+
+
+def _backend(source: Source, folder: str) -> str | None:
+    """The format that metadata.json of a folder names; None without such a file."""
+    name = f"{folder}/metadata.json" if folder else "metadata.json"
+    if "metadata.json" not in source.list(folder) or source.size(name) > _MOST_JSON:
+        return None
+    try:
+        found = bounded_json.parse(source.read_all(name, _MOST_JSON), name)
+    except CkpttoolError:
+        return None
+    backend = found.get("sharded_backend") if isinstance(found, dict) else None
+    return backend if isinstance(backend, str) else None
+
+
+def _folders(source: Source) -> tuple[list[str], str]:
+    """(the folders of dist_checkpointing that are one state, what they are), no folder where there are none."""
+    names = set(source.list())
+    if _backend(source, "") is not None:
+        return [""], "has metadata.json of Megatron-Core"
+    if {"weights", "context"} <= names and _backend(source, "weights") is not None:
+        return ["weights"], "has weights/ and context/ of NeMo 2"
+    inside = [f"{n}/dist_ckpt" for n in _VERL if n in names and "dist_ckpt" in source.list(n)]
+    if inside := [n for n in inside if _backend(source, n) is not None]:
+        return inside, f"has {inside[0]}/ of verl"
+    if "dist_ckpt" in names and _backend(source, "dist_ckpt") is not None:
+        return ["dist_ckpt"], "has dist_ckpt/ of verl"
+    return [], "no metadata.json with sharded_backend"
+
+
+def detect(where: Place) -> tuple[bool, str]:
+    """A folder of dist_checkpointing, or one that has such folders as its parts."""
+    if where.file is not None:
+        return False, "a folder with metadata.json of Megatron-Core; this is a file"
+    folders, why = _folders(where.source)
+    return bool(folders), why
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+@dataclass
+class _Section:
+    """One folder of dist_checkpointing, as dcp reads it, under Megatron's own keys."""
+
+    folder: str
+    source: Source
+    ckpt: Checkpoint
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    objects: dict[str, dict[Path, Any]] = field(default_factory=dict)  # {key: {path inside: leaf}}
+
+    def located(self, keys: set[str]) -> dict[str, TensorEntry]:
+        """Some tensors as raw byte ranges; records of their CRC32s are added to those of the checkpoint."""
+        wanted = {f"model.{k}": self.tensors[k] for k in keys}
+        dcp = layouts.find("dcp")
+        assert dcp.locate is not None
+        found = dcp.locate(replace(self.ckpt, tensors=wanted, values={}, records=[]), self.source)
+        self.ckpt.records += found.records
+        return {k: found.tensors[f"model.{k}"] for k in keys}
+
+
+def _section(source: Source, folder: str, options: ReadOptions) -> _Section:
+    inner = source.below(folder) if folder else source
+    backend = _backend(source, folder)
+    if backend != "torch_dist":
+        raise Unsupported(
+            f"{inner.root}: metadata.json names the format {backend!r}; ckpttool reads torch_dist. Load the checkpoint in the Megatron-Core "
+            "that wrote it, and save it with torch_dist."
+        )
+    ckpt = layouts.find("dcp").read(Place(inner, None), ReadOptions(salvage=options.salvage))
+    out = _Section(folder, inner, ckpt)
+    for t in ckpt.tensors.values():
+        _put(out, original(t.path, ckpt.origin), t)
+    for v in ckpt.values.values():
+        _put(out, original(v.path, ckpt.origin), v.data)
+    return out
+
+
+def _put(out: _Section, path: Path, leaf: Any) -> None:
+    """A leaf at its key, which is one element of its path where torch's planner has left no other."""
+    if len(path) == 1 and isinstance(leaf, TensorEntry):
+        out.tensors[str(path[0])] = leaf
+    else:
+        out.objects.setdefault(str(path[0]), {})[path[1:]] = leaf
+
+
+def read(where: Place, options: ReadOptions) -> Checkpoint:
+    """The index of a folder; items of stacked layers, flat ranges and buckets are located here, since their shapes are others.
+
+    Raises:
+        Unsupported: its format is not torch_dist, or a part of it has no place in the shapes of the model.
+    """
+    source = where.source
+    folders, why = _folders(source)
+    if not folders:
+        raise Unsupported(f"{source.root}: {why}.")
+    leaves: dict[Path, Any] = {}
+    notes: list[str] = []
+    files: list[str] = []
+    records: list[Record] = []
+    ranks: dict[int, int] = {}
+    lost: dict[str, str] = {}
+    objects: dict[str, dict[Path, Any]] = {}
+    world = 0
+    for folder in folders:
+        section = _section(source, folder, options)
+        by = len(files)
+        for path, t in _entries(section).items():
+            _free(leaves, path, section)
+            leaves[path] = replace(t, path=path, chunks=t.chunks.moved(by))
+        for key, inside in section.objects.items():
+            if key in objects:
+                raise Corrupt(
+                    f'{section.source.root} holds "{key}", and another folder of the same checkpoint does too.'
+                )
+            objects[key] = {
+                p: replace(x, chunks=x.chunks.moved(by)) if isinstance(x, TensorEntry) else x for p, x in inside.items()
+            }
+        files += [f"{folder}/{f}" if folder else f for f in section.ckpt.files]
+        records += [r.moved(by) for r in section.ckpt.records]
+        ranks |= {f + by: r for f, r in section.ckpt.ranks.items()}
+        notes += [n for n in section.ckpt.notes if n not in notes]
+        lost |= section.ckpt.salvage.missing if section.ckpt.salvage else {}
+        world = max(world, section.ckpt.world_size or 0)
+        if "common.pt" in section.source.list():
+            name = f"{folder}/common.pt" if folder else "common.pt"
+            _take_common(leaves, source, name, len(files), records)
+            files.append(name)
+    _take_objects(leaves, objects, notes)
+    name_groups(leaves, notes)
+    out = checkpoint_of(CanonicalState(leaves, {}, TRAINER, notes), "megatron", source.root, world, files, source)
+    out.records, out.ranks = records, ranks
+    return out
+
+
+def _free(leaves: dict[Path, Any], path: Path, section: _Section) -> None:
+    if path in leaves:
+        raise Corrupt(f'{section.source.root}: two keys mean "{joined(path)}".')
+
+
+def _entries(section: _Section) -> dict[Path, TensorEntry]:
+    """{canonical path: tensor} of one folder, in the order of its keys."""
+    keys = {k: key_of(k) for k in section.tensors}
+    whole: dict[str, tuple[int, ...]] = {}
+    if any(_is_cut(section.tensors, k, key) for k, key in keys.items()):
+        whole = {k: tuple(v) for k, v in read_index(section.source).whole.items()}
+    buckets = any(key.bucket for key in keys.values())
+    raw = section.located({k for k, key in keys.items() if buckets or key.stacked or k in whole})
+    out: dict[Path, TensorEntry] = {}
+    for k, key in keys.items():
+        t = raw.get(k, section.tensors[k])
+        if k in whole:
+            t = flat_ranges(t, whole[k], f'{section.source.root}: "{k}"')
+        if not key.stacked:
+            _free(out, key.path, section)
+            out[key.path] = t
+            continue
+        if not t.shape:
+            raise Corrupt(f'{section.source.root}: "{k}" is of all layers by its name, and has no axis for them.')
+        for i in range(t.shape[0]):
+            path = key.of_layer(i)
+            _free(out, path, section)
+            out[path] = layer(t, i)
+    return out
+
+
+def _is_cut(tensors: dict[str, TensorEntry], name: str, key: Key) -> bool:
+    """Whether a tensor of the optimizer may be flat ranges: it has not the shape of its weight."""
+    if key.bucket is not None or key.path[0] == "model":
+        return False
+    of = tensors.get(str(key.path[2]))
+    return of is None or of.shape != tensors[name].shape
+
+
+def _take_common(leaves: dict[Path, Any], source: Source, name: str, file: int, records: list[Record]) -> None:
+    read_at, what = source.reader_of(name), f"{source.root}/{name}"
+    tree = torch_zip.read(read_at, 0, source.size(name), what, dict(ENUMS))
+    found, sums = stored_tensors.leaves(common_tree(tree, what), (), file, read_at, what)
+    leaves |= found
+    records += sums
+
+
+def _take_objects(leaves: dict[Path, Any], objects: dict[str, dict[Path, Any]], notes: list[str]) -> None:
+    """Objects of ranks: the random states, the common state of newer versions, the param groups of `dp_reshardable`."""
+    groups: dict[str, Any] = {}
+    for key, inside in objects.items():
+        path, chained = path_of_object(key)
+        if key.startswith("common_state/"):
+            tree = stored_tensors.leaves(common_tree(_one(inside, key), key), (), 0, _no_bytes, key)[0]
+            leaves |= tree
+            continue
+        if chained is not None:
+            what = str(path[3]).partition(".")[0]
+            if what == "optimizer":
+                groups[key] = _one(inside, key), chained
+            elif what == "grad_scaler":
+                leaves["scaler", "grad_scaler"] = _one(inside, key)
+            elif what not in ("per_bucket_numel", "per_bucket_numel_unpadded"):  # lengths of what lies there
+                raise Unsupported(
+                    f'The optimizer is stored as "{key}", one object for each data-parallel group (dp_zero_gather_scatter), which only '
+                    "the job that wrote it can cut. Save with fully_reshardable, or convert the weights alone."
+                )
+            continue
+        for p, leaf in inside.items():
+            leaves[(*path, *p)] = replace(leaf, path=(*path, *p)) if isinstance(leaf, TensorEntry) else leaf
+    if groups:
+        _take_groups(leaves, groups, notes)
+
+
+def _take_groups(leaves: dict[Path, Any], groups: dict[str, Any], notes: list[str]) -> None:
+    """Param groups that each data-parallel group has saved: those of its chained optimizers, equal but for the experts' own."""
+    of: dict[int, tuple[str, Any]] = {}
+    for key, (data, chained) in groups.items():
+        first = of.setdefault(chained, (key, data))
+        if first[1] != data:
+            raise Unsupported(
+                f'"{first[0]}" and "{key}" hold different param groups, so the ranks did not train with one optimizer.'
+            )
+    tree = common_tree({"optimizer": {i: {"optimizer": data} for i, (_, data) in of.items()}}, "the param groups")
+    leaves |= stored_tensors.leaves(tree, (), 0, _no_bytes, "the param groups")[0]
+
+
+def _one(inside: dict[Path, Any], key: str) -> Any:
+    """The object in an item of dist_checkpointing, which is a list of one."""
+    tree = inside.get(())
+    if isinstance(tree, list) and len(tree) == 1:
+        return tree[0]
+    out: Any = {}
+    for path, leaf in inside.items():
+        if isinstance(leaf, TensorEntry):
+            raise Unsupported(f'"{key}" holds tensors, where Megatron-Core keeps numbers and text.')
+        if path[:1] != (0,):
+            raise Corrupt(f'"{key}" is not a list of one object.')
+        at = out
+        for part in path[1:-1]:
+            at = at.setdefault(part, {})
+        at[path[-1]] = leaf
+    return _lists(out)
+
+
+def _lists(x: Any) -> Any:
+    """A tree of dicts whose integer keys are positions."""
+    if not isinstance(x, dict):
+        return x
+    if x and set(x) == set(range(len(x))):
+        return [_lists(x[i]) for i in range(len(x))]
+    return {k: _lists(v) for k, v in x.items()}
+
+
+def _no_bytes(at: int, n: int) -> bytes:
+    raise Corrupt("an object of a rank refers to bytes outside of it.")
+
+
+# -------------------------------------------------------------------------------------------------------- locating
+
+
+def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
+    """The same index with raw byte ranges: items have been looked into, and segments of buckets have their names.
+
+    Raises:
+        Unsupported: nothing proves of which parameter a segment is.
+    """
+    dcp = layouts.find("dcp")
+    assert dcp.locate is not None
+    own = {i for i, f in enumerate(ckpt.files) if f.endswith("common.pt")}  # whose tensors several names may share
+    items = {n: t for n, t in ckpt.tensors.items() if own.isdisjoint(t.chunks.file)}
+    found = dcp.locate(replace(ckpt, tensors=items), source)
+    out = replace(found, tensors={n: found.tensors.get(n, t) for n, t in ckpt.tensors.items()})
+    asked = {t.path[0] for t in out.tensors.values() if BUCKETS in t.path}
+    if asked:
+        whole = read(Place(source, None), ReadOptions())  # the weights, too, where they were not asked for
+        named, notes = resolve(replace(whole, records=out.records), source)
+        out.tensors = {n: t for n, t in out.tensors.items() if BUCKETS not in t.path}
+        out.tensors |= {joined(p): t for p, t in named.items() if p[0] in asked}
+        out.notes = [*out.notes, *notes]
+        leaves = out.leaves()
+        if "optim" in asked:
+            name_groups(leaves, out.notes)
+        for path in [p for p in leaves if joined(p) not in out.tensors and joined(p) not in out.values]:
+            leaf = leaves[path]
+            if isinstance(leaf, TensorEntry):
+                out.tensors[joined(path)] = leaf
+            else:
+                out.values[joined(path)] = Value(path, leaf)
+        by_component = sorted(out.tensors.items(), key=lambda row: COMPONENTS.index(str(row[1].path[0])))
+        out.tensors = dict(by_component)
+    return out
+
+
+LAYOUTS = (
+    Layout(
+        name="megatron", title="folder of Megatron-Core's dist_checkpointing (torch_dist)", detect=detect, read=read, locate=locate,
+        aliases=("torch_dist", "mcore", "megatron-core", "nemo"), of_trainer=True, reader_uses=(), spreads_tensors=True,
+    ),
+)  # fmt: skip

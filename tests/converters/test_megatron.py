@@ -1,0 +1,190 @@
+"""Folders of Megatron-Core's dist_checkpointing (fixtures/megatron, which megatron-core 0.16.1 and 0.12.0 wrote) against the tensors of
+the live jobs."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from commands import ckpttool_here
+from peers import FIXTURES, difference, load_dcp, load_full
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+import ckpttool
+from ckpttool.errors import Unsupported
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+MEGATRON = FIXTURES / "megatron"
+CASES = sorted(p.parent.name for p in MEGATRON.glob("*/job.json"))
+
+
+def folder(case: str) -> Path:
+    return MEGATRON / case / "ckpt" / "iter_0000003"
+
+
+def job(case: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((MEGATRON / case / "job.json").read_text())
+    return found
+
+
+def truth(case: str) -> dict[str, Tensor]:
+    return load_file(MEGATRON / case / "truth.safetensors")
+
+
+def named(tree: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a converted state, under the names of truth.safetensors."""
+    out = {f"model.{k}": t for k, t in tree["model"].items()}
+    for name, slots in tree["optim"]["state"].items():
+        out |= {f"optim.{name}.{slot}": t for slot, t in slots.items() if slot != "step"}
+    return out | {f"master.{k}": t for k, t in tree["extra"]["master"].items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_state_is_that_of_the_live_job_bit_for_bit(case: str, tmp_path: Path) -> None:
+    done = ckpttool.convert(folder(case), tmp_path / "out", to="dcp", world_size=3)
+    assert done.verified and not done.dropped
+    tree = load_dcp(tmp_path / "out")
+    assert difference(named(tree), truth(case)) == []
+    assert tree["trainer"] == {"iteration": 3} and tree["scheduler"]["num_steps"] == 36
+    assert {float(slots["step"]) for slots in tree["optim"]["state"].values()} == {3.0}
+    args = tree["extra"]["args"]
+    assert args["padded_vocab_size"] >= 131
+    assert args["attention_backend"] == {"class": "megatron.core.transformer.enums.AttnBackend", "value": 5}
+    how = job(case)["how"]
+    assert len(tree["rng"]) == how.get("tp", 1) * how.get("pp", 1)
+
+
+@pytest.mark.parametrize("case", ["tp2_pp2", "flat_ranges", "buckets_tp2"])
+def test_names_shapes_and_groups_are_known_before_a_tensor_is_read(case: str) -> None:
+    with ckpttool.open(folder(case)) as opened:
+        shapes = {n: opened[n].shape for n in opened if n.startswith("model.")}  # buckets are looked into for that
+        assert shapes == {n: tuple(t.shape) for n, t in truth(case).items() if n.startswith("model.")}
+        groups = [opened.checkpoint.value(f"optim.param_groups.{i}.params") for i in range(2)]
+    assert all(n.endswith(("norm.weight", "norm_weight")) for n in groups[1])
+    assert sorted(groups[0] + groups[1]) == sorted(n.removeprefix("model.") for n in shapes)
+
+
+def test_what_the_param_groups_hold_is_a_rule_of_megatron_and_said(tmp_path: Path) -> None:
+    done = ckpttool.convert(folder("moe"), tmp_path / "out.pt", to="full")
+    assert any("saves no parameters of its param groups" in n for n in done.notes)
+    groups = load_full(tmp_path / "out.pt")["optim"]["param_groups"]
+    assert [g["wd_mult"] for g in groups] == [1.0, 0.0] and groups[0]["betas"] == (0.9, 0.999)
+
+
+def test_inspect_names_the_trainer_and_what_to_do_next() -> None:
+    done = ckpttool_here("inspect", str(folder("tp2_pp2")))
+    out = done.stdout
+    assert done.returncode == 0
+    assert "Megatron-Core" in out and "step 3" in out and "--to hf" in out
+    assert "not read" not in out
+
+
+def test_weights_alone_need_no_proof_of_the_optimizer(tmp_path: Path) -> None:
+    ckpttool.convert(folder("buckets_dp3"), tmp_path / "out.pt", to="full", only=["model"])
+    found = {f"model.{k}": t for k, t in load_full(tmp_path / "out.pt")["model"].items()}
+    assert difference(found, {k: t for k, t in truth("buckets_dp3").items() if k.startswith("model.")}) == []
+
+
+def test_the_moments_alone_are_found_by_the_weights(tmp_path: Path) -> None:
+    ckpttool.convert(folder("buckets_tp2"), tmp_path / "out.pt", to="full", only=["optim"])
+    tree = load_full(tmp_path / "out.pt")
+    assert set(tree) == {"optim"}
+    found = {
+        f"optim.{n}.{s}": t for n, slots in tree["optim"]["state"].items() for s, t in slots.items() if s != "step"
+    }
+    assert difference(found, {k: t for k, t in truth("buckets_tp2").items() if k.startswith("optim.")}) == []
+
+
+def altered(case: str, to: Path, changes: dict[str, Callable[[Tensor], Tensor]]) -> Path:
+    """A copy of a checkpoint in which whole tensors are changed: read and written again by torch, item by item."""
+    shutil.copytree(folder(case), to)
+    stored = FileSystemReader(to).read_metadata()
+    whole: dict[str, Tensor] = {}
+    for k in changes:
+        found = stored.state_dict_metadata[k]
+        assert isinstance(found, TensorStorageMetadata)
+        whole[k] = torch.empty(found.size, dtype=found.properties.dtype)
+    dcp.load(whole, checkpoint_id=to, no_dist=True)
+    whole = {k: changes[k](t) for k, t in whole.items()}
+    for index, info in stored.storage_data.items():
+        if index.fqn in changes:
+            path = to / info.relative_path
+            data = bytearray(path.read_bytes())
+            old = torch.load(io.BytesIO(bytes(data[info.offset : info.offset + info.length])))
+            box = tuple(slice(a, a + n) for a, n in zip(index.offset, old.shape, strict=True))
+            new = io.BytesIO()
+            torch.save(whole[index.fqn][box].clone(), new)
+            assert len(new.getvalue()) == info.length
+            data[info.offset : info.offset + info.length] = new.getvalue()
+            path.write_bytes(data)
+    return to
+
+
+PARAM = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.param"
+
+
+def test_a_segment_that_rounds_to_no_weight_is_refused(tmp_path: Path) -> None:
+    def one_more(t: Tensor) -> Tensor:
+        t[5] *= 1.5
+        return t
+
+    source = altered("buckets_dp3", tmp_path / "source", {PARAM: one_more})
+    with pytest.raises(Unsupported, match="is no weight of the model") as e:
+        ckpttool.convert(source, tmp_path / "out.pt", to="full")
+    assert PARAM.removesuffix(".param") in str(e.value) and "fully_reshardable" in str(e.value)
+    ckpttool.convert(source, tmp_path / "out.pt", to="full", only=["model"])
+
+
+def test_norms_that_are_still_ones_are_told_apart_by_their_neighbours(tmp_path: Path) -> None:
+    weights = truth("buckets_ones")
+    ones = [n for n in weights if n.startswith("model.") and weights[n].dim() == 1 and bool((weights[n] == 1).all())]
+    assert len(ones) == 5  # two of each layer and the last
+    done = ckpttool.convert(folder("buckets_ones"), tmp_path / "out.pt", to="full")
+    assert any("order of the model" in n for n in done.notes)
+    assert difference(named(load_full(tmp_path / "out.pt")), weights) == []
+
+
+def test_equal_weights_that_could_be_exchanged_are_refused_by_name(tmp_path: Path) -> None:
+    """All norms are ones, and what lies between the two norms of a layer is equal to that of the other layer: then their order in
+    the buffer would be a guess."""
+    live = truth("buckets_ones")
+    changes: dict[str, Callable[[Tensor], Tensor]] = {}
+    pairs = []
+    for rest in ("self_attention.linear_proj.weight", "self_attention.linear_qkv.weight"):
+        first, second = (f"decoder.layers.{i}.{rest}" for i in range(2))
+        changes[second] = lambda t, x=live[f"model.{first}"]: x.clone()
+        pairs.append((live[f"master.{first}"].flatten(), live[f"master.{second}"].flatten()))
+
+    def segments(t: Tensor) -> Tensor:
+        for first, second in pairs:
+            at = next(k for k in range(0, len(t), 64) if torch.equal(t[k : k + len(second)], second))
+            t[at : at + len(first)] = first
+        return t
+
+    source = altered("buckets_ones", tmp_path / "source", {**changes, PARAM: segments})
+    with pytest.raises(Unsupported, match="fits several weights that are equal") as e:
+        ckpttool.convert(source, tmp_path / "out.pt", to="full")
+    assert "layer_norm_weight" in str(e.value)
+
+
+@pytest.mark.parametrize("to", ["zero3", "fsdp1"])
+def test_engines_with_flat_tensors_take_a_state_by_megatron_s_names(to: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"wrap": ["**.layers.*"]} if to == "fsdp1" else {}
+    ckpttool.convert(folder("stacked_pp2_bf16"), tmp_path / "there", to=to, world_size=3, **options)
+    ckpttool.convert(tmp_path / "there", tmp_path / "back.pt", to="full")
+    wanted = truth("stacked_pp2_bf16")
+    found = named(load_full(tmp_path / "back.pt"))
+    if to == "zero3":  # the engine's weights are fp32
+        wanted = {k: t.float() if k.startswith("model.") else t for k, t in wanted.items()}
+        found = {k: t.float() if k.startswith("model.") else t for k, t in found.items()}
+    assert difference(found, wanted) == []
