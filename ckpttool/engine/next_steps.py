@@ -132,6 +132,9 @@ _OF_TRAINER: dict[str, Callable[[Checkpoint, str, bool], str]] = {
     "transformers_sharded": lambda ckpt, out, optimizer: (
         "resumes at any world size with from_pretrained(distributed_config=...) and load_optimizer_distributed; nothing to convert"
     ),
+    "megatron": lambda ckpt, out, optimizer: (
+        f"resumes in Megatron-Core; for torch's own, under Megatron's names: {out} --to dcp -n RANKS; weights alone: {out} --to dcp --only model -n RANKS"
+    ),
     "olmo": lambda ckpt, out, optimizer: f"resumes at any world size in OLMo-core; nothing to convert (for torch's own: {out} --to dcp -n RANKS)",
     "automodel": lambda ckpt, out, optimizer: f"resumes in NeMo AutoModel at {_ranks(ckpt)}; for torch's own: {out} --to dcp -n RANKS",
     "script": lambda ckpt, out, optimizer: f"for a job of several ranks: {out} --to dcp -n RANKS; for transformers: {out} --to hf",

@@ -85,7 +85,7 @@ def test_inspect_names_the_trainer_and_what_to_do_next() -> None:
     done = ckpttool_here("inspect", str(folder("tp2_pp2")))
     out = done.stdout
     assert done.returncode == 0
-    assert "Megatron-Core" in out and "step 3" in out and "--to hf" in out
+    assert "Megatron-Core" in out and "step 3" in out and "--to dcp -n RANKS" in out
     assert "not read" not in out
 
 
