@@ -319,7 +319,10 @@ def _mismatch(ckpt: Checkpoint, model: dict[str, TensorEntry], found: hub_names.
             "writes the model with the adapter in its weights."
         )
     elif ckpt.trainer == "torchtitan":
-        hint = "These are torchtitan's own names, which its state_dict_adapter maps: export with torchtitan's last_save_in_hf."
+        hint = (
+            "These are torchtitan's own names, and no name map that comes with ckpttool is for this model: write one (docs, Name maps), or "
+            "export with torchtitan's last_save_in_hf."
+        )
     else:
         hint = "Give the config of this very model."
     return (

@@ -48,6 +48,7 @@ OUTSIDE: dict[str, set[str]] = {
     "cli.layout_options": {"typer"},
     "cli.main": {"typer"},
     "cli.man": {"typer"},
+    "cli.maps": {"typer"},
     "cli.pull": {"typer"},
     "cli.push": {"typer"},
     "cli.resume_verify": {"typer"},

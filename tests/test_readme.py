@@ -276,6 +276,18 @@ def test_every_command_of_the_guide_to_damage_runs_on_a_file_that_was_cut_off(
         assert done.exit_code == wanted, f"{line}\n{done.output}"
 
 
+def test_every_command_of_the_guide_to_name_maps_runs(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = FIXTURES / "maps" / "titan-llama3"
+    shutil.copytree(case / "ckpt", desk / "step-3")
+    (desk / "DIR").mkdir()
+    shutil.copy(case / "config.json", desk / "DIR")
+    (desk / "mine.map").write_text("sides mine | theirs\na.{i} [(p h)] = b.{i} [(h p)]\nsize p = 2\n")
+    torch.save({"model": {f"a.{i}": torch.arange(6) for i in range(2)}}, desk / "mine.pt")
+    monkeypatch.chdir(desk)
+    run_here(command_lines(PAGES["how-to/name-maps.md"]), desk)
+    assert torch.load(desk / "theirs.pt")["model"]["b.1"].tolist() == [0, 3, 1, 4, 2, 5]
+
+
 def test_the_python_of_the_reference_runs(desk: Path) -> None:
     run_script(PAGES["reference/python.md"], desk)
 

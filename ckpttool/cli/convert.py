@@ -148,6 +148,14 @@ def convert(
     regroup: Annotated[
         bool, typer.Option("--regroup", help="Give the optimizer the param groups of the checkpoint that --like names.")
     ] = False,
+    name_map: Annotated[
+        str | None,
+        typer.Option(
+            "--map",
+            help="Names and order of another program, for weights and optimizer: a map of `ckpttool maps`, a file, or none.",
+            metavar="NAME|FILE",
+        ),
+    ] = None,
     max_memory: Annotated[
         str | None, typer.Option("--max-memory", help="Memory budget for Python and the buffers, of each worker.")
     ] = None,
@@ -198,7 +206,7 @@ def convert(
     writing = planning.WriteRequest(
         to=target.name, options=options_of(target, given(ctx)), world_size=world_size, dtype=dtype, cast=cast_rules(cast),
         canonical_keys=canonical_keys, drop=drop, ignore_recorded_digests=ignore_recorded_digests,
-        strip_wrappers=strip_wrappers, regroup=regroup, vocab_size=vocab_size,
+        strip_wrappers=strip_wrappers, regroup=regroup, vocab_size=vocab_size, map=name_map,
     )  # fmt: skip
     meter = Meter(quiet)
     running = conversion.RunOptions(

@@ -25,6 +25,7 @@ from .help import App, about, only_what_runs
 from .inspect import inspect
 from .layout_options import HfCommand, LayoutCommand
 from .layouts import layouts
+from .maps import maps
 from .pull import pull
 from .push import push
 from .resume_verify import resume_verify
@@ -54,6 +55,7 @@ app.command(cls=LayoutCommand)(pull)
 app.add_typer(adapter_app)
 app.add_typer(audit_app)
 app.command()(layouts)
+app.command()(maps)
 
 
 def _version(show: bool) -> None:

@@ -100,6 +100,7 @@ def convert(
     strip_wrappers: bool = False,
     vocab_size: int | None = None,
     regroup: bool = False,
+    map: str | os.PathLike[str] | None = None,
     ignore_recorded_digests: bool = False,
     expected: Mapping[str, str] | None = None,
     max_memory_bytes: int | None = None,
@@ -144,6 +145,9 @@ def convert(
         vocab_size: rows of the embedding and the output layer, with their moments: more are zeros, and rows are cut only if nothing was
             learned in them.
         regroup: give the optimizer the param groups of the checkpoint that `like` names.
+        map: a name map: its file, or the name of one that comes with ckpttool ("torchtitan-llama3"), from one program's names and order of
+            weights and optimizer to another's. Where None and `to` is "hf", the one of the trainer that wrote the source, if there is
+            one; "none" for no map.
         ignore_recorded_digests: do not compare the source with the digests in its ckpttool.json, or in itself.
         expected: {tensor: BLAKE3 in hex} that the source must have, instead of those in its ckpttool.json.
         max_memory_bytes: budget of all buffers of a process, in bytes; 150 MB where None, 220 MB where the source is in a store.
@@ -165,7 +169,7 @@ def convert(
     writing = WriteRequest(
         to=to, options=options, world_size=world_size, dtype=dtype, cast=cast, canonical_keys=canonical_keys, drop=drop,
         ignore_recorded_digests=ignore_recorded_digests, expected=expected, strip_wrappers=strip_wrappers, vocab_size=vocab_size,
-        regroup=regroup,
+        regroup=regroup, map=None if map is None else os.fspath(map),
     )  # fmt: skip
     running = RunOptions(
         force=force,

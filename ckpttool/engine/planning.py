@@ -29,9 +29,11 @@ from ..index.names import CANONICAL_KEYS_NOTE, refuse_surrogates
 from ..index.optimizers import lost_at_save, per_rank_slots
 from ..index.param_groups import groups_of, regrouped
 from ..index.schedulers import with_whole_scheduler
+from ..index.vocabulary import vocabulary_of
 from ..storage.source import Source
 from . import unread_files
 from .fill_from import filled
+from .map_choice import kept_text, under_other_names
 from .merging import open_merged
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, model_of, open_with, refuse_unused
 from .vocabulary_size import resized
@@ -55,12 +57,15 @@ class WriteRequest:
     strip_wrappers: bool = False  # leave "_orig_mod." and the like out of the source's own keys
     vocab_size: int | None = None  # rows of the embedding and the output layer
     regroup: bool = False  # give the optimizer the param groups of `like`
+    map: str | None = None  # a name map, as its text or the name of one that comes with ckpttool; "none" applies none
 
     def __post_init__(self) -> None:
         if self.world_size is not None and (type(self.world_size) is not int or self.world_size < 1):
             raise UsageError(f"{argument('world_size', self.world_size)}: it must be an integer of at least 1.")
         if self.vocab_size is not None and (type(self.vocab_size) is not int or self.vocab_size < 1):
             raise UsageError(f"{argument('vocab_size', self.vocab_size)}: it must be an integer of at least 1.")
+        if self.map is not None:  # its text, since workers have no such file, and plan_id compares it
+            object.__setattr__(self, "map", kept_text(self.map))
         if not self.cast:  # one way to say so, since plan_id compares requests
             object.__setattr__(self, "cast", None)
 
@@ -105,6 +110,7 @@ def plan(
     strip_wrappers: bool = False,
     vocab_size: int | None = None,
     regroup: bool = False,
+    map: str | os.PathLike[str] | None = None,
     ignore_recorded_digests: bool = False,
     expected: Mapping[str, str] | None = None,
 ) -> Plan:
@@ -125,7 +131,7 @@ def plan(
     writing = WriteRequest(
         to=to, options=options, world_size=world_size, dtype=dtype, cast=cast, canonical_keys=canonical_keys, drop=drop,
         ignore_recorded_digests=ignore_recorded_digests, expected=expected, strip_wrappers=strip_wrappers, vocab_size=vocab_size,
-        regroup=regroup,
+        regroup=regroup, map=None if map is None else os.fspath(map),
     )  # fmt: skip
     return plan_with(src, dst, reading, writing)
 
@@ -169,7 +175,12 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
             ckpt = with_whole_scheduler(ckpt)
         elif writing.strip_wrappers:
             ckpt = opened.checkpoint = wrappers_stripped(ckpt)
-        if writing.vocab_size is not None:
+        before_map = ckpt
+        ckpt = opened.checkpoint = under_other_names(
+            ckpt, opened.source, writing.map, model.config, vocab_size=writing.vocab_size, to_hub=target.name == "hf"
+        )
+        cut = {t.shape[0] for t in vocabulary_of(ckpt).values()} if ckpt is not before_map else set()
+        if writing.vocab_size is not None and cut != {writing.vocab_size}:
             ckpt, opened.source = resized((ckpt, opened.source), writing.vocab_size)
             opened.checkpoint = ckpt
         objects = composites(ckpt)

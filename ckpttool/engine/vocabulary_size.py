@@ -20,7 +20,7 @@ from ..storage.source import Source
 from .fill import silent, tensor_digests
 from .stream import Reader, StreamJob
 
-__all__ = ["resized"]
+__all__ = ["odd_rows", "resized"]
 
 
 def resized(opened: tuple[Checkpoint, Source], size: int) -> tuple[Checkpoint, Source]:
@@ -144,11 +144,11 @@ def _refuse_learned(ckpt: Checkpoint, source: Source, fqn: str, names: list[str]
         Unsupported: with the number of such rows, and the first.
     """
     weight = ckpt.tensors[names[0]]
-    unlike, _ = _odd_rows(ckpt, source, _tail(weight, size))
+    unlike, _ = odd_rows(ckpt, source, _tail(weight, size))
     if not unlike:
         return
     moments = [n for n in names[1:] if ckpt.tensors[n].shape == weight.shape]
-    moved = [row for n in moments for row in _odd_rows(ckpt, source, _tail(ckpt.tensors[n], size))[1]]
+    moved = [row for n in moments for row in odd_rows(ckpt, source, _tail(ckpt.tensors[n], size))[1]]
     if moments and not moved:
         return
     total = weight.shape[0] - size
@@ -162,7 +162,7 @@ def _refuse_learned(ckpt: Checkpoint, source: Source, fqn: str, names: list[str]
     )
 
 
-def _odd_rows(ckpt: Checkpoint, source: Source, t: TensorEntry) -> tuple[list[int], list[int]]:
+def odd_rows(ckpt: Checkpoint, source: Source, t: TensorEntry) -> tuple[list[int], list[int]]:
     """(rows that are not equal to the first, rows that are not zero)."""
     row = max(1, prod(t.shape[1:])) * ITEMSIZE[t.dtype]
     first: bytes | None = None

@@ -1,0 +1,147 @@
+"""Which name map a conversion goes through: the one that was asked for, or that of the trainer which wrote the source.
+
+Sizes of axes that shapes do not tell (heads) are in config.json. Where there is none, a Hub export of the same weights in the next
+folder, as torchtitan writes at its last step, tells the size of a head: exactly one makes q and k of a layer equal to it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from math import gcd
+from typing import Any
+
+from ..errors import CkpttoolError
+from ..huggingface import maps, model_files
+from ..index.checkpoint import Checkpoint, joined
+from ..index.line_groups import covers
+from ..index.name_maps import NameMap, size_of
+from ..storage.source import Source
+from .fill import silent, tensor_digests
+from .mapping import mapped
+from .opening import OpenOptions, open_with
+
+__all__ = ["NO_MAP", "kept_text", "under_other_names"]
+
+NO_MAP = "none"
+
+
+def kept_text(asked: str) -> str:
+    """A map as a request keeps it: its name if it comes with ckpttool, or "none", else its text."""
+    return asked if asked == NO_MAP or asked in maps.names() else maps.text_of(asked)
+
+
+def under_other_names(
+    ckpt: Checkpoint,
+    source: Source,
+    asked: str | None,
+    config: str | None,
+    *,
+    vocab_size: int | None = None,
+    to_hub: bool = False,
+) -> Checkpoint:
+    """The state mapped as asked; where nothing was asked and it goes to the Hub, by the map of the trainer that wrote it, if one
+    fits; else as it is.
+
+    Args:
+        config: folder or id of the model, as `open` takes it.
+        vocab_size: rows that the vocabulary shall have, instead of those in config.json.
+
+    Raises:
+        UsageError, Unsupported: as `mapping.mapped`.
+    """
+    if asked == NO_MAP or (asked is None and not to_hub):
+        return ckpt
+    known = ckpt.config if config is None else None
+    if known is None:
+        known = model_files.beside(source, config, [])[0]
+    found = _of_trainer(ckpt, known) if asked is None else maps.load(asked)
+    if found is None:
+        return ckpt
+    notes: list[str] = []
+    facts = dict(known or {})
+    if (
+        any(size_of(e, facts) is None for e in found.sizes.values())
+        and (told := _heads(ckpt, source, found)) is not None
+    ):
+        heads, where = told
+        facts = {**heads, **facts}
+        notes.append(f"a head has {heads['head_dim']} rows: so q and k of a layer become those of {where}, bit for bit")
+    if vocab_size is not None:
+        facts["vocab_size"] = vocab_size
+    out = mapped(ckpt, source, found, facts)
+    out.notes += notes
+    return out
+
+
+def _of_trainer(ckpt: Checkpoint, config: Mapping[str, Any] | None) -> NameMap | None:
+    """The map of the trainer that wrote a checkpoint, for the model type of the config where there is one; None where none covers
+    all weights."""
+    names = [joined(t.path[1:]) for t in ckpt.tensors.values() if t.path[0] == "model"]
+    trainer = (ckpt.trainer or "").lower()
+    model = (config or {}).get("model_type")
+    for name in maps.names() if trainer and names else ():
+        found = maps.load(name)
+        of_model = model is None or model in found.models
+        if trainer in found.trainers and of_model and found.fits(names) and not covers(found, names, forward=True):
+            return found
+    return None
+
+
+def _heads(ckpt: Checkpoint, source: Source, found: NameMap) -> tuple[dict[str, int], str] | None:
+    """(what config.json would say of the heads, the export that tells it); None where no folder beside the checkpoint is an
+    export of the same weights."""
+    if not source.local_folder:
+        return None
+    above = os.path.dirname(os.path.abspath(source.root))
+    for folder in sorted(os.listdir(above)):
+        path = os.path.join(above, folder)
+        if (
+            path == os.path.abspath(source.root)
+            or not os.path.isdir(path)
+            or not any(f.endswith(".safetensors") for f in os.listdir(path))
+        ):
+            continue
+        try:
+            with open_with(path, OpenOptions(source_layout="hf", only=("model",))) as export:
+                there = export.locate()
+                wanted = {
+                    n: t
+                    for n in ("q", "k")
+                    if (t := there.tensors.get(f"model.model.layers.0.self_attn.{n}_proj.weight"))
+                }
+                if len(wanted) == 2 and (heads := _fitting(ckpt, source, found, there, export.source)) is not None:
+                    return heads, f"../{folder}"
+        except CkpttoolError:
+            continue
+    return None
+
+
+def _fitting(
+    ckpt: Checkpoint, source: Source, found: NameMap, there: Checkpoint, export: Source
+) -> dict[str, int] | None:
+    """What makes q and k of the first layer those of an export; None where nothing does, or several sizes do."""
+    q, k = (f"model.model.layers.0.self_attn.{n}_proj.weight" for n in ("q", "k"))
+    wanted = {n: there.tensors[n] for n in (q, k)}
+    digests = tensor_digests(wanted, export, there.files, there.records, silent)
+    layer = {
+        n: t for n, t in ckpt.tensors.items()
+        if t.path[0] == "model" and joined(t.path[1:]).startswith("layers.0.") and t.numel and len(t.shape) == 2
+    }  # fmt: skip
+    of_layer = replace(ckpt, tensors=layer, values={}, recorded={}, notes=[])
+    rows = (wanted[q].shape[0], wanted[k].shape[0])
+    fitting = []
+    for size in range(2, gcd(*rows) + 1, 2):
+        if gcd(*rows) % size:
+            continue
+        heads = {"head_dim": size, "num_attention_heads": rows[0] // size, "num_key_value_heads": rows[1] // size}
+        try:
+            one = mapped(of_layer, source, found, heads)
+        except CkpttoolError:
+            return None
+        if {q, k} <= one.tensors.keys() and tensor_digests(
+            {n: one.tensors[n] for n in (q, k)}, source, ckpt.files, ckpt.records, silent
+        ) == digests:
+            fitting.append(heads)
+    return fitting[0] if len(fitting) == 1 else None

@@ -1,0 +1,345 @@
+"""A checkpoint under the names of another program, by a name map (index/name_maps.py): weights, optimizer state, param groups.
+
+Every tensor of the result is chunks of the source, so nothing is computed and nothing is read, but for rows of padding that are
+cut: those are looked at. The state of a parameter goes through the map of its weight where it has the weight's shape; a number of steps is
+copied to the parts of its parameter, or must be the same in all parts that are joined; a slot of another shape, such as the factors of
+Adafactor, only goes along where its parameter is renamed as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..errors import Unsupported, UsageError, argument
+from ..index.axes import PAD, link, placed
+from ..index.checkpoint import Checkpoint, Chunks, Path, TensorEntry, Value, joined
+from ..index.line_groups import Group, Resolved, ignored, matched, resolved, views
+from ..index.name_maps import NameMap, size_of
+from ..storage.source import Source
+from .stream import small
+from .vocabulary_size import odd_rows
+
+__all__ = ["Unmapped", "mapped"]
+
+_SHOWN = 5
+_NAME_LISTS: tuple[Path, ...] = (("params",), ("param_names",))
+
+
+class Unmapped(Unsupported):
+    """Names that no line of a map is about."""
+
+
+def mapped(
+    ckpt: Checkpoint,
+    source: Source,
+    found: NameMap,
+    config: Mapping[str, Any] | None,
+    sizes: Mapping[str, int] | None = None,
+) -> Checkpoint:
+    """The same state under the names of the other side of a map; which side it has, its names tell.
+
+    Args:
+        config: config.json of the model, for the sizes of axes that shapes do not tell.
+        sizes: those that are known otherwise; they come first.
+
+    Raises:
+        Unmapped: names of weights or of the optimizer that the map is not about. Unsupported: a shape is not what it says, a
+            size is not known, or a slot of the optimizer cannot be cut as its parameter is.
+    """
+    return _Mapping(ckpt, source, found, config or {}, sizes or {}).run()
+
+
+class _Mapping:
+    """One state on its way through a map."""
+
+    def __init__(
+        self, ckpt: Checkpoint, source: Source, found: NameMap, config: Mapping[str, Any], sizes: Mapping[str, int]
+    ) -> None:
+        self.ckpt, self.source, self.map = ckpt, source, found
+        self.weights = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
+        text = config.get("text_config")
+        flat = {**config, **text} if isinstance(text, dict) else config
+        self.sizes = {a: n for a, e in found.sizes.items() if (n := size_of(e, flat)) is not None} | dict(sizes)
+        self.notes: list[str] = []
+        self.tensors: dict[str, TensorEntry] = {}
+        self.values: dict[str, Value] = {}
+        self.recorded: dict[str, str] = {}
+        self.forward = self._direction()
+
+    def _state_names(self) -> list[str]:
+        """Names of parameters in the optimizer: with state, or in a group."""
+        out: dict[str, None] = {}
+        leaves: list[TensorEntry | Value] = [*self.ckpt.tensors.values(), *self.ckpt.values.values()]
+        for t in leaves:
+            if t.path[:2] == ("optim", "state") and len(t.path) > 3:
+                out[str(t.path[2])] = None
+        for v in self.ckpt.values.values():
+            if v.path[:2] == ("optim", "param_groups") and v.path[3:] in _NAME_LISTS and isinstance(v.data, list):
+                out |= dict.fromkeys(n for n in v.data if isinstance(n, str))
+        return list(out)
+
+    def _direction(self) -> bool:
+        """Whether the names are those on the left.
+
+        Raises:
+            Unmapped: they are those of neither side.
+        """
+        names = {"model": list(self.weights), "optim": self._state_names()}
+        if not any(names.values()):
+            raise UsageError(
+                f"{argument('map')}: the checkpoint holds no weights and no optimizer that names parameters."
+            )
+        rest: dict[bool, list[str]] = {}
+        for forward in (True, False):
+            rest[forward] = [
+                f"{component}.{n}" if component == "model" else f"optim.state.{n}"
+                for component, rows in names.items()
+                for n in matched(rows, self.map, component, forward)[1]
+                if not (forward and component == "model" and ignored(self.map, n))
+            ]
+            if not rest[forward]:
+                return forward
+        forward = len(rest[True]) <= len(rest[False])
+        side, unmatched = self.map.sides[not forward], rest[forward]
+        more = f" and {len(unmatched) - _SHOWN:,} more" if len(unmatched) > _SHOWN else ""
+        shown = ", ".join(f'"{n}"' for n in unmatched[:_SHOWN])
+        total = sum(map(len, names.values()))
+        raise Unmapped(
+            f"the map {self.map.name} is between {self.map.sides[0]} and {self.map.sides[1]}, and {len(unmatched):,} of {total:,} names are "
+            f"not names of {side}: {shown}{more}. Write a map with lines for them; `ckpttool maps {self.map.name}` prints this one to start "
+            "from."
+        )
+
+    def run(self) -> Checkpoint:
+        """The mapped state."""
+        ckpt = self.ckpt
+        if ckpt.salvage is not None and (ckpt.salvage.missing or ckpt.salvage.rebuilt):
+            raise Unsupported(
+                "what was salvaged of a damaged checkpoint keeps its names. Salvage it first, then map the copy."
+            )
+        self._model()
+        self._optimizer()
+        self._groups()
+        self._rest()
+        kept = len([n for n in ckpt.tensors if joined(ckpt.tensors[n].path) in ckpt.recorded])
+        if kept > len(self.recorded):
+            self.notes.append(
+                f"the recorded digests of {kept - len(self.recorded)} tensors were not compared, since the map cuts, joins or permutes them"
+            )
+        here, there = self.map.sides if self.forward else self.map.sides[::-1]
+        changed = sum(n not in ckpt.tensors for n in self.tensors)
+        said = f"names and order of {here} became those of {there} by the map {self.map.name}: {changed:,} of {len(self.tensors):,} tensors have other names"
+        return replace(
+            ckpt, tensors=self.tensors, values=self.values, recorded=self.recorded, origin={}, trainer=None,
+            notes=[*ckpt.notes, said, *dict.fromkeys(self.notes)],
+        )  # fmt: skip
+
+    def _put(self, new: Mapping[str, TensorEntry], result: Resolved, old: Iterable[str]) -> None:
+        for name, t in new.items():
+            if name in self.tensors:
+                raise Unsupported(f'the map {self.map.name} makes two tensors of the name "{name}".')
+            self.tensors[name] = t
+        if result.renames:
+            for name in old:
+                if name in self.ckpt.recorded:
+                    self.recorded[next(iter(new))] = self.ckpt.recorded[name]
+
+    def _model(self) -> None:
+        groups, unmatched = matched(self.weights, self.map, "model", self.forward)
+        for group in groups:
+            entries = {key: self.weights[n] for key, n in group.names.items()}
+            result = resolved(group, {key: t.shape for key, t in entries.items()}, self.sizes, self.map)
+            self._put(views(result, entries, ("model",), ()), result, [joined(t.path) for t in entries.values()])
+            self.notes += result.notes
+            if result.sizes.get(PAD):
+                self._padding(result, group.first)
+        left: dict[str, list[str]] = {}
+        for n in unmatched:
+            row = ignored(self.map, n)
+            assert row is not None  # `_direction` has refused the others
+            if row.zero and any(
+                small(self.ckpt, self.source, [joined(self.weights[n].path)])[joined(self.weights[n].path)]
+            ):
+                raise Unsupported(f'"{n}" is not 0, and {self.map.sides[1]} has nothing to put it in: {row.why}.')
+            left.setdefault(row.why, []).append(n)
+        self.notes += [f'{len(rows)} tensors were left out, first "{rows[0]}": {why}' for why, rows in left.items()]
+
+    def _padding(self, result: Resolved, fqn: str) -> None:
+        """Say what is in the rows that are cut: nothing that was learned, or how many rows of what."""
+        whole = result.group.line.whole.axes
+        assert whole is not None
+        terms = whole.sums[0]
+        tail = link(whole.term(len(terms) - 1), whole, len(terms) - 1, {}, result.sizes)
+        kept, rows = sum(tail.start), result.sizes[PAD]
+
+        def cut(t: TensorEntry) -> TensorEntry:
+            chunks = Chunks(len(tail.part_shape))
+            placed(tail, t, chunks, to_whole=False)
+            return TensorEntry(t.dtype, tail.part_shape, t.path, chunks)
+
+        weight = self.weights[fqn]
+        unlike, _ = odd_rows(self.ckpt, self.source, cut(weight))
+        moments = [
+            t for t in self.ckpt.tensors.values()
+            if t.path[:3] == ("optim", "state", fqn) and t.shape == weight.shape and str(t.path[-1]).startswith("exp_avg")
+        ]  # fmt: skip
+        moved = {row for t in moments for row in odd_rows(self.ckpt, self.source, cut(t))[1]}
+        if not unlike:
+            what = "all equal, so nothing was learned in them"
+        elif moments and not moved:
+            what = "with moments of 0, so nothing was learned in them"
+        elif moments:
+            what = f"of which {len(moved):,} have moments that are not 0: what was learned in them is not carried"
+        else:
+            what = "which differ from each other; without an optimizer nothing tells whether they were trained"
+        self.notes.append(f'"{fqn}": {rows:,} rows behind the {kept:,} of the vocabulary were cut, {what}')
+
+    def _optimizer(self) -> None:
+        slots: dict[str, dict[Path, TensorEntry | Value]] = {}
+        leaves: list[TensorEntry | Value] = [*self.ckpt.tensors.values(), *self.ckpt.values.values()]
+        for leaf in leaves:
+            if leaf.path[:2] == ("optim", "state") and len(leaf.path) > 3:
+                slots.setdefault(str(leaf.path[2]), {})[leaf.path[3:]] = leaf
+        self.state = matched(self._state_names(), self.map, "optim", self.forward)[0]
+        for group in self.state:
+            have = {key: slots[n] for key, n in group.names.items() if n in slots}
+            if not have:
+                continue
+            if len(have) < len(group.names):
+                none = next(n for n in group.names.values() if n not in slots)
+                raise Unsupported(
+                    f'the optimizer has state for "{group.first}" and none for "{none}", which the map joins to one parameter.'
+                )
+            result = resolved(group, self._shapes(group, have), self.sizes, self.map)
+            for tail in dict.fromkeys(p for found in have.values() for p in found):
+                of_tail = {key: found.get(tail) for key, found in have.items()}
+                if lost := [key for key, leaf in of_tail.items() if leaf is None]:
+                    raise Unsupported(
+                        f'"{group.names[lost[0]]}" has no {joined(tail)}, and the parameters that the map joins it with have.'
+                    )
+                self._slot(result, tail, {key: leaf for key, leaf in of_tail.items() if leaf is not None})
+
+    def _shapes(
+        self, group: Group, have: Mapping[Any, Mapping[Path, TensorEntry | Value]]
+    ) -> dict[Any, tuple[int, ...]]:
+        """The shapes of the weights of a group: those of the model, or of the largest slots where it holds none."""
+        out = {}
+        for key, name in group.names.items():
+            if name in self.weights:
+                out[key] = self.weights[name].shape
+            else:
+                found = [leaf.shape for leaf in have[key].values() if isinstance(leaf, TensorEntry)]
+                out[key] = max(found, key=lambda s: (len(s), s), default=())
+        return out
+
+    def _slot(self, result: Resolved, tail: Path, leaves: Mapping[Any, TensorEntry | Value]) -> None:
+        """One slot of a group: through the map of the weight, copied, or refused."""
+        tensors = {key: leaf for key, leaf in leaves.items() if isinstance(leaf, TensorEntry)}
+        head: Path = ("optim", "state")
+        if len(tensors) == len(leaves):
+            whole = result.renames or all(t.shape == result.source_shape(key) for key, t in tensors.items())
+            if whole:
+                self._put(views(result, tensors, head, tail), result, [joined(t.path) for t in tensors.values()])
+                return
+            odd = (
+                next(t for t in tensors.values() if t.numel != 1)
+                if any(t.numel != 1 for t in tensors.values())
+                else None
+            )
+            if odd is not None:
+                raise Unsupported(
+                    f'"{joined(odd.path)}" is {list(odd.shape)}, and its parameter is not: the map {self.map.name} cuts, joins or permutes '
+                    f"that parameter, and what becomes of this slot is not known. Leave the optimizer out with {argument('only', ['model'])}."
+                )
+            self._same(
+                {
+                    joined(t.path): small(self.ckpt, self.source, [joined(t.path)])[joined(t.path)]
+                    for t in tensors.values()
+                }
+            )
+            first: TensorEntry | Value = next(iter(tensors.values()))
+        elif tensors:
+            raise Unsupported(
+                f'"{joined(tail)}" is a tensor of one and a value of another parameter that the map joins.'
+            )
+        else:
+            self._same({joined(leaf.path): leaf.data for leaf in leaves.values() if isinstance(leaf, Value)})
+            first = next(iter(leaves.values()))
+        for name in result.names.values():
+            path = (*head, name, *tail)
+            if isinstance(first, Value):
+                self.values[joined(path)] = Value(path, first.data)
+            else:
+                self.tensors[joined(path)] = replace(first, path=path)
+
+    def _same(self, found: Mapping[str, Any]) -> None:
+        """Refuse values that the map joins and that differ."""
+        first = next(iter(found))
+        for name, data in found.items():
+            if data != found[first]:
+                raise Unsupported(
+                    f'"{first}" and "{name}" differ, and the map joins their parameters to one, which has one of them.'
+                )
+
+    def _groups(self) -> None:
+        """The lists of names in the param groups.
+
+        Raises:
+            Unsupported: the map joins parameters of several groups.
+        """
+        to: dict[str, tuple[str, ...]] = {}  # {name: what stands at its place}
+        together: dict[str, Group] = {}
+        for group in self.state:
+            names = self._new_names(group)
+            for k, n in enumerate(group.names.values()):
+                to[n] = names if k == 0 else ()
+                together[n] = group
+        for name, v in self.ckpt.values.items():
+            if v.path[:2] == ("optim", "state") and len(v.path) > 3:
+                continue
+            if v.path[:2] == ("optim", "param_groups") and v.path[3:] in _NAME_LISTS and isinstance(v.data, list):
+                here = set(map(str, v.data))
+                for n in v.data:
+                    if isinstance(n, str) and (apart := [o for o in together[n].names.values() if o not in here]):
+                        raise Unsupported(
+                            f'"{n}" and "{apart[0]}" are in different param groups, and the map joins them to one parameter.'
+                        )
+                first = {next(iter(together[n].names.values())) for n in v.data if isinstance(n, str)}
+                done: list[Any] = []
+                for n in v.data:
+                    done += [n] if not isinstance(n, str) else to[n] if n in first else ()
+                v = Value(v.path, done)
+            self.values[name] = v
+
+    def _new_names(self, group: Group) -> tuple[str, ...]:
+        shapes = {key: self.weights[n].shape for key, n in group.names.items() if n in self.weights}
+        if (
+            group.line.whole.axes is None
+            or (not group.from_whole)
+            or (len(group.line.parts) == 1 and not group.line.stacked)
+        ):
+            others = group.line.parts if group.from_whole else (group.line.whole,)
+            return (others[0].named(group.numbers),)
+        if not group.line.stacked:
+            return tuple(t.named(group.numbers) for t in group.line.parts)
+        if not shapes:
+            at = [n for n in self.tensors if n.startswith("optim.state.")]
+            raise Unsupported(
+                f'the number of parts of "{group.first}" is not known: the checkpoint holds no weights (of {len(at)} slots).'
+            )
+        return tuple(resolved(group, shapes, self.sizes, self.map).names.values())
+
+    def _rest(self) -> None:
+        """What is neither a weight nor state of a parameter keeps its name."""
+        kept = []
+        for name, t in self.ckpt.tensors.items():
+            if t.path[0] != "model" and not (t.path[:2] == ("optim", "state") and len(t.path) > 3):
+                self.tensors[name] = t
+                if name in self.ckpt.recorded:
+                    self.recorded[name] = self.ckpt.recorded[name]
+                if t.path[0] == "extra":
+                    kept.append(name)
+        if kept:
+            self.notes.append(f'{len(kept)} tensors besides weights and optimizer keep their names, first "{kept[0]}"')

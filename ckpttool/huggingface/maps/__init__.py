@@ -1,0 +1,49 @@
+"""The name maps that come with ckpttool, NAME.map: texts in the format of index/name_maps.py, for names of transformers on the right."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from importlib import resources
+
+from ...errors import UsageError, argument
+from ...index.name_maps import NameMap, parse
+
+__all__ = ["load", "names", "text_of"]
+
+_SUFFIX = ".map"
+
+
+def names() -> list[str]:
+    """The names of these maps, sorted."""
+    found = (f.name for f in resources.files(__name__).iterdir())
+    return sorted(n.removesuffix(_SUFFIX) for n in found if n.endswith(_SUFFIX))
+
+
+def text_of(asked: str) -> str:
+    """The text of a map: of a file, or of one that comes with ckpttool. A text of several lines is its own.
+
+    Raises:
+        UsageError: there is no such map.
+    """
+    if "\n" in asked:
+        return asked
+    if asked in names():
+        return resources.files(__name__).joinpath(asked + _SUFFIX).read_text("utf-8")
+    if os.path.isfile(asked):
+        try:
+            with open(asked, encoding="utf-8") as f:
+                return f.read(1 << 20) + "\n"
+        except (OSError, UnicodeDecodeError) as e:
+            raise UsageError(f"{argument('map', asked)}: it cannot be read as text ({e}).") from None
+    raise UsageError(f"{argument('map', asked)}: no such file, and no such map. Maps: {', '.join(names())}.")
+
+
+@lru_cache(64)
+def load(asked: str) -> NameMap:
+    """The map that a name, a file or a text stands for.
+
+    Raises:
+        UsageError: there is none, or its text is wrong.
+    """
+    return parse(text_of(asked), "given" if "\n" in asked else os.path.basename(asked), text_of)

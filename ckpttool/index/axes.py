@@ -1,0 +1,383 @@
+"""Axes of tensors, and how one tensor is a view of another: nothing here knows of names, and no byte is read.
+
+    [(g (n+1+1) h) x]    two dimensions: the first is a product of g, of a sum of three terms, and of h; the second is x
+
+`Axes.parse` reads that. A `Link` says where each axis of a part is in the whole, so that the part is a strided box, or many,
+of it, and the whole is made of its parts: `placed` turns chunks of one into chunks of the other, in both directions.
+A permutation (`(h p)` here, `(p h)` there) and a transposition are links like any other.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from ..errors import UsageError
+from . import boxes
+from .checkpoint import ITEMSIZE, Chunk, Chunks, TensorEntry
+
+__all__ = ["PAD", "Axes", "AxesError", "Compressed", "Link", "UnknownSize", "link", "placed"]
+
+#: The term of a sum that is padding: rows that no part holds.
+PAD = "_"
+
+Term = tuple[str, ...]  # atoms whose product is a size; () is 1
+Factor = tuple[Term, ...]  # a sum of terms; an atom is a sum of one term of one atom
+Dim = tuple[Factor, ...]
+
+
+class AxesError(Exception):
+    """A shape does not have these axes; the text says why."""
+
+
+class UnknownSize(Exception):
+    """The shapes do not tell the size of an atom: its name."""
+
+
+class Compressed(Exception):
+    """A chunk is compressed, so that no part of it can be taken."""
+
+
+_TOKEN = re.compile(r"\s*([A-Za-z]\w*|_|1|[()+]|\S)")
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The dimensions of a tensor as products of named sizes.
+
+    >>> Axes.parse("(g (n+1+1) h) x").shape({"g": 2, "n": 2, "h": 10, "x": 40})
+    (80, 40)
+    """
+
+    dims: tuple[Dim, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Axes:
+        """The axes that a text describes, without its square brackets.
+
+        Raises:
+            UsageError: it is not made of names, 1, parentheses and +.
+        """
+        tokens = _TOKEN.findall(text)
+
+        def bad(what: str) -> UsageError:
+            return UsageError(
+                f"[{text}]: {what}. Axes are names, products (a b) and sums (a+b), such as (g (n+1+1) h) x."
+            )
+
+        def atom(token: str) -> Term:
+            if token != PAD and not token[0].isalpha() and token != "1":
+                raise bad(f"{token!r} is not the name of an axis")
+            return () if token == "1" else (token,)
+
+        def group(depth: int) -> Dim:
+            """What is inside parentheses: a product of factors, or a sum of products of atoms."""
+            terms: list[list[Factor]] = [[]]
+            while True:
+                if not tokens:
+                    raise bad("a parenthesis is not closed")
+                token = tokens.pop(0)
+                if token == ")":
+                    break
+                if token == "+":
+                    terms.append([])
+                elif token == "(":
+                    terms[-1].extend(group(depth + 1))
+                else:
+                    terms[-1].append((atom(token),))
+            if len(terms) == 1:
+                return tuple(terms[0])
+            if not all(terms) or any(len(f) > 1 for t in terms for f in t):
+                raise bad("a term of a sum must be a product of names")
+            return (tuple(tuple(a for f in t for a in f[0]) for t in terms),)
+
+        dims: list[Dim] = []
+        while tokens:
+            token = tokens.pop(0)
+            dims.append(group(0) if token == "(" else ((atom(token),),))
+        found = cls(tuple(dims))
+        if len(found.sums) > 1:
+            raise bad("only one sum is possible")
+        for k in range(len(found.sums[0]) if found.sums else 1):
+            names = [a for d in found.term(k).dims for f in d for t in f for a in t]
+            if twice := next((a for a in names if names.count(a) > 1), None):
+                raise bad(f"{twice} stands for two axes")
+        return found
+
+    @property
+    def sums(self) -> list[Factor]:
+        """Its sums of several terms; at most one."""
+        return [f for d in self.dims for f in d if len(f) > 1]
+
+    @property
+    def atoms(self) -> set[str]:
+        """The names of all its axes, without padding."""
+        return {a for d in self.dims for f in d for t in f for a in t} - {PAD}
+
+    def term(self, k: int) -> Axes:
+        """The same axes with the k-th term of the sum in place of the sum."""
+
+        def of(f: Factor) -> Dim:
+            return tuple(((a,),) for a in f[k]) if len(f) > 1 else (f,)
+
+        return Axes(tuple(tuple(g for f in d for g in of(f)) for d in self.dims))
+
+    def without(self, atoms: frozenset[str]) -> Axes:
+        """The same axes without dimensions that are one of these atoms."""
+        return Axes(tuple(d for d in self.dims if not (len(d) == 1 and len(d[0]) == 1 and set(d[0][0]) & atoms)))
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape, in elements.
+
+        Raises:
+            UnknownSize: of an atom that has no size.
+        """
+        return tuple(prod(_size(f, sizes) for f in d) for d in self.dims)
+
+    def solve(self, shape: Sequence[int], sizes: dict[str, int]) -> None:
+        """Add to `sizes` what follows from a shape.
+
+        Raises:
+            AxesError: the shape contradicts the sizes.
+        """
+        if len(shape) != len(self.dims):
+            raise AxesError(f"it has {len(shape)} dimensions, and its axes are {len(self.dims)}")
+        while any([_solve(d, n, sizes) for d, n in zip(self.dims, shape, strict=True)]):
+            pass
+
+    def __str__(self) -> str:
+        def term(t: Term) -> str:
+            return " ".join(t) or "1"
+
+        def dim(d: Dim) -> str:
+            inner = " ".join(term(f[0]) if len(f) == 1 else "(" + "+".join(map(term, f)) + ")" for f in d)
+            return inner if len(d) == 1 else f"({inner})"
+
+        return " ".join(map(dim, self.dims))
+
+
+def _size(f: Factor, sizes: Mapping[str, int]) -> int:
+    for t in f:
+        for a in t:
+            if a not in sizes:
+                raise UnknownSize(a)
+    return sum(prod(sizes[a] for a in t) for t in f)
+
+
+def _solve(d: Dim, n: int, sizes: dict[str, int]) -> bool:
+    """Find the one unknown atom of a dimension of n elements; whether there was one."""
+    unknown = {a for f in d for t in f for a in t if a not in sizes}
+    if not unknown:
+        if (have := prod(_size(f, sizes) for f in d)) != n:
+            raise AxesError(f"an axis is {n} long, and {_told(d, sizes)} is {have}")
+        return False
+    if len(unknown) > 1:
+        return False
+    a = unknown.pop()
+    one, two = (prod(_size(f, {**sizes, a: k}) for f in d) for k in (0, 1))
+    # linear in `a`: one + a * (two - one) == n
+    if two == one or (n - one) % (two - one) or n < one:
+        raise AxesError(f"an axis is {n} long, which {_told(d, sizes)} cannot be")
+    sizes[a] = (n - one) // (two - one)
+    return True
+
+
+def _told(d: Dim, sizes: Mapping[str, int]) -> str:
+    known = {a: sizes[a] for f in d for t in f for a in t if a in sizes}
+    return f"[{Axes((d,))}]" + (f" with {', '.join(f'{a}={n}' for a, n in known.items())}" if known else "")
+
+
+# --------------------------------------------------------------------------------------------------------------- links
+
+
+class _Run(NamedTuple):
+    """An axis of `size` indices, and how many elements one index moves along a dimension of either tensor."""
+
+    size: int
+    dim: int
+    step: int
+    other_dim: int
+    other_step: int
+
+    def turned(self) -> _Run:
+        return _Run(self.size, self.other_dim, self.other_step, self.dim, self.step)
+
+
+@dataclass(frozen=True)
+class Link:
+    """Where a part is in the whole: `runs` are from the part to the whole, in which it begins at `start`."""
+
+    runs: tuple[_Run, ...]
+    part_shape: tuple[int, ...]
+    whole_shape: tuple[int, ...]
+    start: tuple[int, ...]
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether part and whole are the same tensor."""
+        return self.part_shape == self.whole_shape and all(
+            r.dim == r.other_dim and r.step == r.other_step for r in self.runs if r.size > 1
+        )
+
+
+def _places(axes: Axes, sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """{atom: (dimension, elements of it that one index moves)} of axes without sums."""
+    out: dict[str, tuple[int, int]] = {}
+    for i, d in enumerate(axes.dims):
+        step = 1
+        for f in reversed(d):
+            for a in reversed(f[0]):
+                out[a] = i, step
+                step *= sizes[a]
+    return out
+
+
+def link(part: Axes, whole: Axes, term: int, at: Mapping[str, int], sizes: Mapping[str, int]) -> Link:
+    """How a part is in the whole: as the term number `term` of its sum, at index `at[a]` of each axis that it lacks.
+
+    Raises:
+        UnknownSize: of an atom.
+    """
+    start = [0] * len(whole.dims)
+    places: dict[str, tuple[int, int]] = {}
+    for i, d in enumerate(whole.dims):
+        step = 1
+        for f in reversed(d):
+            if len(f) > 1:
+                start[i] += step * _size(f[:term], sizes)
+                chosen = f[term]
+                inner = step
+                for a in reversed(chosen):
+                    places[a] = i, inner
+                    inner *= _size(((a,),), sizes)
+            elif f[0]:
+                places[f[0][0]] = i, step
+                start[i] += step * at.get(f[0][0], 0)
+            step *= _size(f, sizes)
+    mine = _places(part, sizes)
+    runs = tuple(_Run(sizes[a], *mine[a], *places[a]) for a in mine)
+    return Link(runs, part.shape(sizes), whole.shape(sizes), tuple(start))
+
+
+def _merged(runs: list[_Run]) -> list[_Run]:
+    """Runs of one dimension, outer ones first, those that are one run of both tensors joined."""
+    out: list[_Run] = []
+    for r in sorted((r for r in runs if r.size > 1), key=lambda r: -r.step):
+        if out:
+            o = out[-1]
+            if o.other_dim == r.other_dim and o.step == r.step * r.size and o.other_step == r.other_step * r.size:
+                out[-1] = r._replace(size=o.size * r.size)
+                continue
+        out.append(r)
+    return out
+
+
+class _Piece(NamedTuple):
+    """A box of the destination that is a strided box of the source; `along[d]` is the dimension of the source, and the step in
+    it, of dimension d of the box, None where that has length 1."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    source: tuple[int, ...]
+    along: tuple[tuple[int, int] | None, ...]
+
+
+def _pieces(runs: Sequence[_Run], ndim: int, start: Sequence[int], source: Sequence[int]) -> Iterator[_Piece]:
+    """The boxes of a destination of `ndim` dimensions, of runs from it to its source; both begin at a corner."""
+    kept: dict[int, _Run] = {}  # by dimension of the destination
+    rest: list[_Run] = []
+    for d in range(ndim):
+        found = _merged([r for r in runs if r.dim == d])
+        if found and found[-1].step == 1:
+            kept[d] = found.pop()
+        rest += found
+    widest: dict[int, int] = {}  # {dimension of the source: that of the destination which runs along it}
+    for d, r in kept.items():
+        if r.other_dim not in widest or r.size > kept[widest[r.other_dim]].size:
+            widest[r.other_dim] = d
+    rest += [r for d, r in kept.items() if widest[r.other_dim] != d]
+    kept = {d: r for d, r in kept.items() if widest[r.other_dim] == d}
+    shape = tuple(kept[d].size if d in kept else 1 for d in range(ndim))
+    along = tuple((kept[d].other_dim, kept[d].other_step) if d in kept else None for d in range(ndim))
+    for index in product(*(range(r.size) for r in rest)):
+        to, of = list(start), list(source)
+        for i, r in zip(index, rest, strict=True):
+            to[r.dim] += i * r.step
+            of[r.other_dim] += i * r.other_step
+        yield _Piece(tuple(to), shape, tuple(of), along)
+
+
+class _Rows:
+    """Chunks of a tensor, found by their interval of dimension 0."""
+
+    def __init__(self, chunks: Chunks) -> None:
+        self.rows: list[Chunk] = [c for c in chunks if prod(c.shape)]
+        if chunks.ndim:
+            self.rows.sort(key=lambda c: c.start[0])
+            self.starts = [c.start[0] for c in self.rows]
+            self.ends = [c.start[0] + c.shape[0] for c in self.rows]
+            self.tile = all(a <= b for a, b in zip(self.ends, self.ends[1:], strict=False))
+
+    def between(self, first: int, last: int) -> list[Chunk]:
+        """Those that may have rows of [first, last]."""
+        stop = bisect_left(self.starts, last + 1)
+        return self.rows[bisect_left(self.ends, first + 1) : stop] if self.tile else self.rows[:stop]
+
+
+def placed(found: Link, entry: TensorEntry, out: Chunks, to_whole: bool) -> None:
+    """Add to `out` the chunks of the whole that a part (`entry`) is, or those of a part that are in the whole (`entry`).
+
+    Raises:
+        Compressed: a chunk is compressed.
+    """
+    if entry.chunks.zstd:
+        raise Compressed
+    item = ITEMSIZE[entry.dtype]
+    if not entry.shape or not out.ndim:
+        for c in entry.chunks:  # one element
+            out.add((0,) * out.ndim if not to_whole else found.start, (1,) * out.ndim, *c.extent)
+        return
+    rows = _Rows(entry.chunks)
+    if any(r.size == 0 for r in found.runs):
+        return
+    if to_whole:
+        runs, start, source = [r.turned() for r in found.runs], found.start, (0,) * len(found.part_shape)
+    else:
+        runs, start, source = list(found.runs), (0,) * len(found.part_shape), found.start
+    for piece in _pieces(runs, out.ndim, start, source):
+        last = piece.source[0]
+        for n, way in zip(piece.shape, piece.along, strict=True):
+            if way is not None and way[0] == 0:
+                last += (n - 1) * way[1]
+        for c in rows.between(piece.source[0], last):
+            _add(out, piece, c, item)
+
+
+def _add(out: Chunks, piece: _Piece, c: Chunk, item: int) -> None:
+    """The part of a piece that is in one chunk of the source."""
+    inner = c.strides or boxes.strides(c.shape)
+    first, shape, steps = list(piece.start), list(piece.shape), [0] * len(piece.shape)
+    at = list(piece.source)
+    for d, way in enumerate(piece.along):
+        if way is None:
+            continue
+        s, step = way
+        low = max(0, -(-(c.start[s] - at[s]) // step))
+        high = min(shape[d], -(-(c.start[s] + c.shape[s] - at[s]) // step))
+        if high <= low:
+            return
+        first[d] += low
+        shape[d] = high - low
+        at[s] += low * step
+        steps[d] = step * inner[s]
+    if not all(a <= i < a + n for a, n, i in zip(c.start, c.shape, at, strict=True)):
+        return
+    offset = c.extent.offset + item * sum((i - a) * n for i, a, n in zip(at, c.start, inner, strict=True))
+    plain = boxes.is_row_major(shape, steps)
+    length = item * (prod(shape) if plain else boxes.span(shape, steps))
+    out.add(first, shape, c.extent.file, offset, length, None if plain else tuple(steps))

@@ -1,0 +1,230 @@
+"""The lines of a name map, applied to names and tensors of a checkpoint: which tensors a line is about, and what they become.
+
+Names of one component are first put into groups: those of one line that have the same numbers (`matched`). A group is then resolved:
+the sizes of its axes, the names on the other side, and where each part is in the whole (`resolved`); and its tensors become views of
+the tensors that are there (`views`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+from ..errors import Unsupported, argument
+from .axes import PAD, AxesError, Compressed, Link, UnknownSize, link, placed
+from .checkpoint import Chunks, Path, TensorEntry, joined
+from .name_maps import Ignored, Line, NameMap
+
+__all__ = ["Group", "Key", "Resolved", "covers", "ignored", "matched", "resolved", "views"]
+
+#: A tensor of a line: (its part, the numbers of the stacked variables); the whole is part -1.
+Key = tuple[int, tuple[int, ...]]
+
+
+@dataclass
+class Group:
+    """Tensors of one line with the same numbers: {(part, numbers of the stacked variables): name}; the whole is part -1."""
+
+    line: Line
+    numbers: dict[str, int]
+    from_whole: bool
+    names: dict[Key, str] = field(default_factory=dict)
+
+    @property
+    def stacked(self) -> list[str]:
+        return sorted(self.line.stacked)
+
+    @property
+    def first(self) -> str:
+        return next(iter(self.names.values()))
+
+
+@dataclass
+class Resolved:
+    """What a group becomes: {name: the link of that part}, or of the whole; the sizes of its axes."""
+
+    group: Group
+    sizes: dict[str, int]
+    links: dict[Key, Link]
+    names: dict[Key, str]  # of the other side
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def renames(self) -> bool:
+        """Whether a tensor goes on as it is."""
+        return not self.links or (len(self.names) == len(self.group.names) == 1 and self._only_link.is_identity)
+
+    @property
+    def _only_link(self) -> Link:
+        return next(iter(self.links.values()))
+
+    def source_shape(self, key: Key) -> tuple[int, ...]:
+        """The shape that a tensor of the source has as a weight."""
+        return self._only_link.whole_shape if self.group.from_whole else self.links[key].part_shape
+
+
+def matched(names: Iterable[str], found: NameMap, component: str, forward: bool) -> tuple[list[Group], list[str]]:
+    """The groups of some names, and those that no line is about."""
+    groups: dict[Any, Group] = {}
+    unmatched: list[str] = []
+    rows = [
+        (line, k, t, forward == line.flipped)
+        for line in found.lines
+        if line.component in (None, component)
+        for k, t in enumerate(line.tensors(right=not forward))
+    ]
+    for name in names:
+        for line, k, t, from_parts in rows:
+            m = t.pattern.fullmatch(name)
+            if m is None:
+                continue
+            values = {v: int(n) for v, n in m.groupdict().items()}
+            shared = {v: n for v, n in values.items() if v not in line.stacked}
+            group = groups.setdefault((id(line), *sorted(shared.items())), Group(line, shared, not from_parts))
+            at = tuple(values[v] for v in group.stacked) if from_parts else ()
+            group.names[k if from_parts else -1, at] = name
+            break
+        else:
+            unmatched.append(name)
+    return list(groups.values()), unmatched
+
+
+def covers(found: NameMap, names: Iterable[str], forward: bool) -> list[str]:
+    """The names of weights that the map is not about, of those on the left (`forward`) or on the right."""
+    _, unmatched = matched(names, found, "model", forward)
+    return [n for n in unmatched if not (forward and ignored(found, n))]
+
+
+def ignored(found: NameMap, name: str) -> Ignored | None:
+    """What a map says of a left name that it leaves out."""
+    return next((row for row in found.ignored if row.tensor.pattern.fullmatch(name)), None)
+
+
+def _solved(
+    group: Group,
+    shapes: Mapping[Key, Sequence[int]],
+    known: Mapping[str, int],
+    told: Container[str],
+) -> tuple[dict[str, int], list[str]]:
+    """The sizes of the axes of a group whose tensors have these shapes, and notes. `told` are those that config.json can tell.
+
+    Raises:
+        AxesError, UnknownSize.
+    """
+    line, notes = group.line, list[str]()
+    whole = line.whole.axes
+    assert whole is not None
+    sizes = {
+        a: n for a, n in known.items() if a in whole.atoms | {a for t in line.parts if t.axes for a in t.axes.atoms}
+    }
+    if not group.from_whole:
+        for i, v in enumerate(group.stacked):
+            sizes[v] = 1 + max(at[i] for _, at in group.names)
+        sizes.setdefault(PAD, 0)
+    rows = [(line.whole.axes if k < 0 else line.parts[k].axes, shape) for (k, _), shape in shapes.items()]
+    for _ in range(2):
+        for axes, shape in rows:
+            assert axes is not None
+            axes.solve(shape, sizes)
+    if any(t == (PAD,) for f in whole.sums for t in f) and PAD not in sizes:
+        sizes[PAD] = 0
+        for axes, shape in rows:
+            assert axes is not None
+            axes.solve(shape, sizes)
+        notes.append(
+            f"rows of padding, if there are some, are kept: {', '.join(sorted(whole.atoms - known.keys()))} is not known"
+        )
+    if missing := sorted(whole.atoms - sizes.keys()):
+        raise UnknownSize(next((a for a in missing if a in told), missing[0]))
+    return sizes, notes
+
+
+def resolved(
+    group: Group,
+    shapes: Mapping[Key, Sequence[int]],
+    known: Mapping[str, int],
+    found: NameMap,
+) -> Resolved:
+    """What a group becomes.
+
+    Raises:
+        Unsupported: a shape is not what the line says, a part is missing, or a size is not known.
+    """
+    line = group.line
+    others = line.parts if group.from_whole else (line.whole,)
+    if line.whole.axes is None:
+        only: Key = (0, ()) if group.from_whole else (-1, ())
+        return Resolved(group, {}, {}, {only: others[0].named(group.numbers)})
+    try:
+        sizes, notes = _solved(group, shapes, known, found.sizes)
+    except AxesError as e:
+        key, shape = next(iter(shapes.items()))
+        raise Unsupported(
+            f'"{group.names.get(key, group.first)}" is {list(shape)}, and the map {found.name} says {line}: {e}.'
+        ) from None
+    except UnknownSize as e:
+        what = found.sizes.get(str(e))
+        need = f"{e} = {what}, of config.json" if what else f"the size of {e}; add a line size {e} = ..."
+        raise Unsupported(
+            f'the map {found.name} needs {need} for "{group.first}". Give {argument("config")} a folder with the config.json of the model.'
+        ) from None
+    every = [(k, at) for at in product(*(range(sizes[v]) for v in group.stacked)) for k in range(len(line.parts))]
+    if not group.from_whole and (gone := [key for key in every if key not in group.names]):
+        k, at = gone[0]
+        missing = line.parts[k].named({**group.numbers, **dict(zip(group.stacked, at, strict=True))})
+        raise Unsupported(
+            f'"{line.whole.named(group.numbers)}" is made of {len(every)} tensors, and {len(gone)} of them are not here, first "{missing}".'
+        )
+    links = {}
+    for k, at in every:
+        axes = line.parts[k].axes
+        assert axes is not None
+        links[k, at] = link(axes, line.whole.axes, k, dict(zip(group.stacked, at, strict=True)), sizes)
+    if group.from_whole:
+        names = {
+            (k, at): line.parts[k].named({**group.numbers, **dict(zip(group.stacked, at, strict=True))})
+            for k, at in every
+        }
+    else:
+        names = {(-1, ()): line.whole.named(group.numbers)}
+    return Resolved(group, sizes, links, names, notes)
+
+
+def views(result: Resolved, entries: Mapping[Key, TensorEntry], head: Path, tail: Path) -> dict[str, TensorEntry]:
+    """The tensors that the tensors of a group become, below a path.
+
+    Raises:
+        Unsupported: parts have several dtypes, or a chunk is compressed.
+    """
+    out: dict[str, TensorEntry] = {}
+    first = next(iter(entries.values()))
+    if result.renames:
+        path = (*head, next(iter(result.names.values())), *tail)
+        return {joined(path): replace(first, path=path)}
+    if odd := [t for t in entries.values() if t.dtype != first.dtype]:
+        raise Unsupported(
+            f'"{joined(first.path)}" is {first.dtype} and "{joined(odd[0].path)}" is {odd[0].dtype}: the map joins them to one tensor, '
+            f"which has one dtype. Cast them first: {argument('cast')}."
+        )
+    try:
+        if result.group.from_whole:
+            for key, name in result.names.items():
+                shape = result.links[key].part_shape
+                chunks = Chunks(len(shape))
+                placed(result.links[key], first, chunks, to_whole=False)
+                path = (*head, name, *tail)
+                out[joined(path)] = TensorEntry(first.dtype, shape, path, chunks)
+        else:
+            shape = next(iter(result.links.values())).whole_shape
+            chunks = Chunks(len(shape))
+            for key, t in entries.items():
+                placed(result.links[key], t, chunks, to_whole=True)
+            path = (*head, next(iter(result.names.values())), *tail)
+            out[joined(path)] = TensorEntry(first.dtype, shape, path, chunks)
+    except Compressed:
+        raise Unsupported(
+            f'"{joined(first.path)}" is in compressed files, which cannot be cut. Convert to dcp first, then map the names.'
+        ) from None
+    return out

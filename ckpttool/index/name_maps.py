@@ -1,0 +1,322 @@
+"""Name maps: how one program names and lays out the weights that another one has under other names, as a small text.
+
+    sides    torchtitan | transformers
+    trainer  torchtitan
+    models   llama
+    size     h = head_dim | hidden_size / num_attention_heads
+
+    norm.weight                       = model.norm.weight
+    layers.{i}.feed_forward.w1.weight = model.layers.{i}.mlp.gate_proj.weight
+    layers.{i}.wqkv.weight [(g (n+1+1) h) x]
+        = q.{i}.weight [(g n h) x] + k.{i}.weight [(g h) x] + v.{i}.weight [(g h) x]
+    layers.{i}.experts.w1 [e f x]     = model.layers.{i}.experts.{e}.up_proj.weight [f x]
+
+A line is an equation of tensors, so it is read in both directions. `{i}` is a number. Axes in square brackets (axes.py) are needed
+where a tensor is cut, joined, permuted or transposed; without them it is renamed. docs/reference/name-maps.md has the whole format.
+
+`parse` reads it; what a checkpoint becomes is in engine/mapping.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from ..errors import UsageError
+from .axes import Axes
+
+__all__ = ["Ignored", "Line", "NameMap", "Tensor", "parse", "size_of"]
+
+_VARIABLE = re.compile(r"\{(\.?)([A-Za-z]\w*)\}")
+_TENSOR = re.compile(r"\s*([^\s\[\]=+]+)\s*(?:\[([^\]]*)\])?\s*")
+_COMPONENTS = ("model", "optim")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A name with variables, and the axes of its tensor; None where it is only renamed."""
+
+    name: str
+    axes: Axes | None
+
+    @cached_property
+    def variables(self) -> tuple[str, ...]:
+        """The variables in its name."""
+        return tuple(m[2] for m in _VARIABLE.finditer(self.name))
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """What matches the names it stands for."""
+        out, at = "", 0
+        for m in _VARIABLE.finditer(self.name):
+            out += re.escape(self.name[at : m.start()]) + rf"(?P<{m[2]}>0|[1-9]\d*)"
+            at = m.end()
+        return re.compile(out + re.escape(self.name[at:]))
+
+    def named(self, values: Mapping[str, int]) -> str:
+        """The name with these numbers."""
+        return _VARIABLE.sub(lambda m: str(values[m[2]]), self.name)
+
+    def __str__(self) -> str:
+        return self.name + ("" if self.axes is None else f" [{self.axes}]")
+
+
+@dataclass(frozen=True)
+class Line:
+    """An equation: `whole` is made of `parts`, one for each term of its sum, and for each number of `stacked` variables, which
+    are axes of the whole. `flipped` where the whole is on the right. `component` is the only one it is about ("model",
+    "optim"), or None."""
+
+    whole: Tensor
+    parts: tuple[Tensor, ...]
+    stacked: frozenset[str]
+    flipped: bool
+    component: str | None = None
+
+    def tensors(self, right: bool) -> tuple[Tensor, ...]:
+        """Those of one side."""
+        return (self.whole,) if self.flipped == right else self.parts
+
+    def __str__(self) -> str:
+        whole, parts = str(self.whole), " + ".join(map(str, self.parts))
+        return f"{parts} = {whole}" if self.flipped else f"{whole} = {parts}"
+
+
+class Ignored(NamedTuple):
+    """Tensors of the left that the right side has not; with `zero`, only if all of their bytes are 0."""
+
+    tensor: Tensor
+    why: str
+    zero: bool
+
+
+@dataclass(frozen=True)
+class NameMap:
+    """A name map. `sides` are what its left and right are called; `trainers` those whose checkpoints have the left names;
+    `models` the model types of config.json it is for; `sizes` {axis: expression over config.json}; `ignored` what is left out of
+    the left side; `needed` left names without which the weights are of another model."""
+
+    name: str
+    about: str
+    sides: tuple[str, str]
+    trainers: tuple[str, ...]
+    models: tuple[str, ...]
+    sizes: Mapping[str, str]
+    lines: tuple[Line, ...]
+    ignored: tuple[Ignored, ...] = ()
+    needed: tuple[Tensor, ...] = ()
+
+    def fits(self, names: Iterable[str]) -> bool:
+        """Whether all tensors that the map needs on the left are among some names."""
+        rows = list(names)
+        return all(any(t.pattern.fullmatch(n) for n in rows) for t in self.needed)
+
+
+def parse(text: str, name: str, included: Callable[[str], str]) -> NameMap:
+    """A map from its text; `included(name)` is the text of another one.
+
+    Raises:
+        UsageError: with the line that is wrong.
+    """
+    sides: tuple[str, str] | None = None
+    about = ""
+    trainers: list[str] = []
+    models: list[str] = []
+    sizes: dict[str, str] = {}
+    lines: list[Line] = []
+    ignored: list[Ignored] = []
+    needed: list[Tensor] = []
+    for number, row in _rows(text):
+        where = f"name map {name}, line {number}"
+        word, _, rest = row.partition(" ")
+        rest = rest.strip()
+        if word == "sides":
+            left, bar, right = (s.strip() for s in rest.partition("|"))
+            if not (left and bar and right):
+                raise UsageError(f"{where}: write sides LEFT | RIGHT, such as sides torchtitan | transformers.")
+            sides = left, right
+        elif word == "about":
+            about = rest
+        elif word == "trainer":
+            trainers += rest.split()
+        elif word == "models":
+            models += rest.split()
+        elif word == "size":
+            axis, _, expression = (s.strip() for s in rest.partition("="))
+            sizes[axis] = expression
+            _checked(expression, where)
+        elif word == "include":
+            other = parse(included(rest), rest, included)
+            sides = sides or other.sides
+            sizes = {**other.sizes, **sizes}
+            lines += other.lines
+            ignored += other.ignored
+            needed += other.needed
+        elif word in ("ignore", "ignore-zero"):
+            pattern, _, why = (s.strip() for s in rest.partition(":"))
+            ignored.append(Ignored(Tensor(pattern, None), why or "the other side has none", word == "ignore-zero"))
+        elif word == "needs":
+            needed.append(Tensor(rest, None))
+        else:
+            component = word.removesuffix(":") if word.removesuffix(":") in _COMPONENTS and word.endswith(":") else None
+            lines += _equations(rest if component else row, component, where)
+    if sides is None:
+        raise UsageError(f"name map {name}: the line sides LEFT | RIGHT is missing.")
+    if not lines:
+        raise UsageError(f"name map {name}: it has no line NAME = NAME.")
+    return NameMap(
+        name, about, sides, tuple(trainers), tuple(models), sizes, tuple(lines), tuple(ignored), tuple(needed)
+    )
+
+
+def _rows(text: str) -> list[tuple[int, str]]:
+    """(line number, text) of statements: without comments, with the indented lines that continue them."""
+    out: list[tuple[int, str]] = []
+    for number, raw in enumerate(text.splitlines(), 1):
+        line = raw.split("#", 1)[0].rstrip()
+        if not line.strip():
+            continue
+        if line[0].isspace() and out:
+            out[-1] = out[-1][0], f"{out[-1][1]} {line.strip()}"
+        else:
+            out.append((number, line.strip()))
+    return out
+
+
+def _equations(row: str, component: str | None, where: str) -> list[Line]:
+    """The line of a statement; two where a variable is written {.i}: one with it in the name, one with it as the first axis."""
+    left, equals, right = row.partition("=")
+    if not equals or "=" in right:
+        raise UsageError(f"{where}: {row!r} is not NAME = NAME.")
+    sides = [_tensors(left, where), _tensors(right, where)]
+    optional = {m[2] for side in sides for t, _ in side for m in _VARIABLE.finditer(t) if m[1]}
+    if not optional:
+        return [_equation(sides, component, where)]
+    if len(optional) > 1 or any(axes is None for side in sides for _, axes in side):
+        raise UsageError(
+            f"{where}: one variable may be optional, {{.i}}, and then all tensors of the line need their axes."
+        )
+    numbered = [[(_VARIABLE.sub(lambda m: f"{m[1]}{{{m[2]}}}", t), axes) for t, axes in side] for side in sides]
+
+    def as_axis(t: str, axes: str | None) -> tuple[str, str | None]:
+        short = _VARIABLE.sub(lambda m: "" if m[1] else m[0], t)
+        return short, axes if short == t else f"{next(iter(optional))} {axes}"
+
+    stacked = [[as_axis(t, axes) for t, axes in side] for side in sides]
+    return [_equation(numbered, component, where), _equation(stacked, component, where)]
+
+
+def _tensors(text: str, where: str) -> list[tuple[str, str | None]]:
+    out = []
+    at = 0
+    while at < len(text):
+        m = _TENSOR.match(text, at)
+        if m is None or (m.end() < len(text) and text[m.end()] != "+"):
+            raise UsageError(f"{where}: {text[at:].strip()!r} is not NAME or NAME [axes], joined by +.")
+        out.append((m[1], m[2]))
+        at = m.end() + 1
+    if not out:
+        raise UsageError(f"{where}: a side has no name.")
+    return out
+
+
+def _equation(sides: list[list[tuple[str, str | None]]], component: str | None, where: str) -> Line:
+    try:
+        left, right = ([Tensor(n, None if a is None else Axes.parse(a)) for n, a in side] for side in sides)
+    except UsageError as e:
+        raise UsageError(f"{where}: {e}") from None
+    every = [*left, *right]
+    if len({t.axes is None for t in every}) > 1:
+        raise UsageError(f"{where}: either all tensors of a line have axes, or none.")
+    for t in every:
+        if len(set(t.variables)) < len(t.variables):
+            raise UsageError(f"{where}: {t.name} has a variable twice.")
+
+    def is_whole(side: list[Tensor], others: list[Tensor]) -> bool:
+        extra = set(others[0].variables) - set(side[0].variables)
+        return bool(len(others) > 1 or extra or (side[0].axes is not None and side[0].axes.sums))
+
+    flipped = len(left) > 1 or (is_whole(right, left) and not is_whole(left, right))
+    wholes, parts = (right, left) if flipped else (left, right)
+    if len(wholes) > 1:
+        raise UsageError(f"{where}: only one side can be several tensors.")
+    whole = wholes[0]
+    stacked = frozenset(parts[0].variables) - frozenset(whole.variables)
+    for t in parts:
+        if frozenset(t.variables) - stacked != frozenset(whole.variables) or not stacked <= frozenset(t.variables):
+            raise UsageError(f"{where}: {t.name} and {whole.name} do not have the same variables.")
+    line = Line(whole, tuple(parts), stacked, flipped, component)
+    if whole.axes is None:
+        if len(parts) > 1 or stacked:
+            raise UsageError(f"{where}: a tensor that is made of several needs axes.")
+        return line
+    if not stacked <= whole.axes.atoms:
+        raise UsageError(f"{where}: {', '.join(sorted(stacked - whole.axes.atoms))} is no axis of {whole.name}.")
+    sums = whole.axes.sums
+    terms = [t for t in sums[0] if t != ("_",)] if sums else [()]
+    if len(terms) != len(parts) or (sums and sums[0][: len(terms)] != tuple(terms)):
+        raise UsageError(f"{where}: {whole} has {len(terms)} terms (_ comes last), and there are {len(parts)} parts.")
+    for k, t in enumerate(parts):
+        assert t.axes is not None
+        mine = whole.axes.term(k) if sums else whole.axes
+        if t.axes.sums or t.axes.atoms != mine.atoms - stacked:
+            raise UsageError(f"{where}: {t} does not have the axes of its part of {whole}.")
+    return line
+
+
+# --------------------------------------------------------------------------------------------------------------- sizes
+
+
+def _checked(expression: str, where: str) -> ast.expr:
+    """The tree of an expression over whole numbers and keys of a config.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    try:
+        tree = ast.parse(expression, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise UsageError(
+            f"{where}: {expression[:80]!r} is not an expression of numbers and keys of config.json."
+        ) from None
+    for node in ast.walk(tree):
+        plain = isinstance(node, (ast.Name, ast.BinOp, ast.Load, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.BitOr))
+        if not plain and not (isinstance(node, ast.Constant) and type(node.value) is int):
+            raise UsageError(
+                f"{where}: a size is made of numbers, keys of config.json, + - * / and |, not of {expression[:80]!r}."
+            )
+    return tree
+
+
+def size_of(expression: str, config: Mapping[str, Any]) -> int | None:
+    """The value of an expression; None where a key is missing. `a | b` is b where a is missing.
+
+    Raises:
+        UsageError: it divides without an integer result, or by 0.
+    """
+
+    def value(node: ast.expr) -> int | None:
+        if isinstance(node, ast.Constant):
+            assert isinstance(node.value, int)
+            return node.value
+        if isinstance(node, ast.Name):
+            found = config.get(node.id)
+            return found if type(found) is int and found >= 0 else None
+        assert isinstance(node, ast.BinOp)
+        a = value(node.left)
+        if isinstance(node.op, ast.BitOr):
+            return value(node.right) if a is None else a
+        b = value(node.right)
+        if a is None or b is None:
+            return None
+        if isinstance(node.op, ast.Div):
+            if b == 0 or a % b:
+                raise UsageError(f"config.json makes {expression} {a} / {b}, which is not a whole number.")
+            return a // b
+        return a + b if isinstance(node.op, ast.Add) else a - b if isinstance(node.op, ast.Sub) else a * b
+
+    return value(_checked(expression, "size"))

@@ -1,0 +1,323 @@
+"""`--map`: what becomes of weights, moments, step counts and param groups, read by torch; and what is refused, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import ckpttool_here
+
+import ckpttool
+from ckpttool.errors import Unsupported, UsageError
+from ckpttool.huggingface import maps
+from ckpttool.index.name_maps import parse, size_of
+
+HEAD = "sides here | there\n"
+QKV = (
+    HEAD
+    + """
+size h = head_dim
+size n = heads / groups
+layers.{i}.qkv [(g (n+1+1) h) x] = {i}.q [(g n h) x] + {i}.k [(g h) x] + {i}.v [(g h) x]
+norm = norm
+"""
+)
+CONFIG = '{"model_type": "x", "head_dim": 4, "heads": 6, "groups": 2}'
+
+
+def state(model: dict[str, torch.Tensor], groups: list[list[str]] | None = None, **slots: Any) -> dict[str, Any]:
+    """A state with Adam's moments, as get_state_dict names them."""
+    seed = torch.Generator().manual_seed(7)
+    optim = {
+        n: {"step": torch.tensor(3.0), "exp_avg": torch.randn(w.shape, generator=seed), "exp_avg_sq": torch.rand(w.shape, generator=seed)}
+        for n, w in model.items()
+    }  # fmt: skip
+    rows = [{"params": g, "lr": 0.1 * (i + 1)} for i, g in enumerate(groups or [list(model)])]
+    return {"model": model, "optim": {"state": optim, "param_groups": rows}, **slots}
+
+
+def fused(layers: int = 2) -> dict[str, torch.Tensor]:
+    """Weights of the left side of QKV."""
+    seed = torch.Generator().manual_seed(1)
+    return {
+        **{f"layers.{i}.qkv": torch.randn(40, 5, generator=seed) for i in range(layers)},
+        "norm": torch.randn(3, generator=seed),
+    }
+
+
+def written(folder: Path, tree: dict[str, Any], text: str = QKV, config: str = CONFIG) -> tuple[Path, Path]:
+    """(the checkpoint, the map)."""
+    folder.mkdir(exist_ok=True)
+    torch.save(tree, folder / "a.pt")
+    (folder / "a.map").write_text(text)
+    (folder / "config.json").write_text(config)
+    return folder / "a.pt", folder / "a.map"
+
+
+def through(folder: Path, tree: dict[str, Any], text: str = QKV, **more: Any) -> dict[str, Any]:
+    """What torch reads of the mapped checkpoint."""
+    src, name_map = written(folder, tree, text)
+    out = folder / f"{len(list(folder.iterdir()))}.pt"
+    ckpttool.convert(src, out, map=name_map, config=str(folder), canonical_keys=True, **more)
+    found: dict[str, Any] = torch.load(out, weights_only=True)
+    return found
+
+
+def test_moments_are_cut_as_their_weight_is_and_steps_are_copied(tmp_path: Path) -> None:
+    tree = state(fused())
+    got = through(tmp_path, tree)
+    for i in range(2):
+        for mine, theirs in [
+            (tree["model"][f"layers.{i}.qkv"], {k: got["model"][f"{i}.{k}"] for k in "qkv"}),
+            *[
+                (tree["optim"]["state"][f"layers.{i}.qkv"][s], {k: got["optim"]["state"][f"{i}.{k}"][s] for k in "qkv"})
+                for s in ("exp_avg", "exp_avg_sq")
+            ],
+        ]:
+            by_group = mine.view(2, 5, 4, 5)
+            assert torch.equal(theirs["q"], by_group[:, :3].reshape(24, 5))
+            assert torch.equal(theirs["k"], by_group[:, 3].reshape(8, 5)) and torch.equal(
+                theirs["v"], by_group[:, 4].reshape(8, 5)
+            )
+        assert all(got["optim"]["state"][f"{i}.{k}"]["step"] == 3 for k in "qkv")
+    assert got["optim"]["param_groups"][0]["params"] == ["0.q", "0.k", "0.v", "1.q", "1.k", "1.v", "norm"]
+    assert got["optim"]["param_groups"][0]["lr"] == 0.1
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two trees are equal, bit for bit."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(v, b[k]) for k, v in a.items())
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(torch.equal(a, b)) if isinstance(a, torch.Tensor) else a == b
+
+
+@pytest.mark.parametrize("middle", ["full", "dcp"])
+def test_there_and_back_is_the_identity(tmp_path: Path, middle: str) -> None:
+    tree = state(fused(3), [["layers.2.qkv", "norm"], ["layers.0.qkv", "layers.1.qkv"]], trainer={"step": 3})
+    src, name_map = written(tmp_path, tree)
+    there = tmp_path / ("there.pt" if middle == "full" else "there")
+    to = {"to": "dcp", "world_size": 3} if middle == "dcp" else {}
+    ckpttool.convert(src, there, map=name_map, config=str(tmp_path), canonical_keys=True, **to)
+    ckpttool.convert(there, tmp_path / "back.pt", map=name_map, config=str(tmp_path), canonical_keys=True)
+    assert same(torch.load(tmp_path / "back.pt"), tree)
+
+
+def test_names_that_no_line_is_about_stop_it(tmp_path: Path) -> None:
+    tree = state({**fused(), "bias": torch.zeros(2), "scale": torch.zeros(2)})
+    with pytest.raises(
+        Unsupported, match=r'4 of 10 names are not names of here: "model.bias", "model.scale", "optim.state.bias"'
+    ):
+        through(tmp_path, tree)
+    del tree["model"]["bias"], tree["model"]["scale"]
+    with pytest.raises(Unsupported, match=r'"optim.state.bias"'):
+        through(tmp_path, tree)
+
+
+def test_a_factored_slot_is_refused_where_its_parameter_is_cut_and_goes_along_where_it_is_renamed(
+    tmp_path: Path,
+) -> None:
+    tree = state(fused())
+    for n, slots in tree["optim"]["state"].items():
+        slots["exp_avg_sq_row"] = torch.ones(tree["model"][n].shape[0])
+    with pytest.raises(
+        Unsupported, match=r'"optim.state.layers.0.qkv.exp_avg_sq_row" is \[40\].* cuts, joins or permutes'
+    ):
+        through(tmp_path, tree)
+    rename = HEAD + "layers.{i}.qkv = blocks.{i}.attn\nnorm = norm\n"
+    got = through(tmp_path, tree, rename)
+    assert torch.equal(got["optim"]["state"]["blocks.1.attn"]["exp_avg_sq_row"], torch.ones(40))
+
+
+def parted() -> dict[str, torch.Tensor]:
+    """Weights of the right side of QKV."""
+    seed = torch.Generator().manual_seed(2)
+    return {
+        "0.q": torch.randn(24, 5, generator=seed),
+        "0.k": torch.randn(8, 5, generator=seed),
+        "0.v": torch.randn(8, 5, generator=seed),
+    }
+
+
+def test_what_cannot_be_joined_is_refused(tmp_path: Path) -> None:
+    tree = state(parted())
+    tree["optim"]["state"]["0.k"]["step"] = torch.tensor(4.0)
+    with pytest.raises(Unsupported, match=r'"optim.state.0.q.step" and "optim.state.0.k.step" differ'):
+        through(tmp_path, tree)
+    with pytest.raises(Unsupported, match=r'"0.q" and "0.v" are in different param groups'):
+        through(tmp_path, state(parted(), [["0.q", "0.k"], ["0.v"]]))
+    tree = state(parted())
+    del tree["optim"]["state"]["0.v"]
+    with pytest.raises(Unsupported, match=r'state for "0.q" and none for "0.v"'):
+        through(tmp_path, tree)
+    tree = state(parted())
+    tree["model"]["0.k"] = tree["model"]["0.k"].bfloat16()
+    with pytest.raises(Unsupported, match=r'"model.0.q" is float32 and "model.0.k" is bfloat16'):
+        through(tmp_path, tree)
+    with pytest.raises(
+        Unsupported, match=r'"layers.0.qkv" is made of 3 tensors, and 1 of them are not here, first "0.v"'
+    ):
+        through(tmp_path, {"model": {k: v for k, v in parted().items() if k != "0.v"}})
+
+
+def test_a_shape_that_the_map_does_not_allow_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match=r'"layers.0.qkv" is \[41, 5\], and the map given says'):
+        through(tmp_path, {"model": {"layers.0.qkv": torch.zeros(41, 5)}})
+    src, name_map = written(tmp_path, {"model": fused()}, config='{"model_type": "x"}')
+    with pytest.raises(Unsupported, match=r'needs h = head_dim, of config.json for "layers.0.qkv"'):
+        ckpttool.convert(src, tmp_path / "o.pt", map=name_map, config=str(tmp_path))
+
+
+def test_experts_that_are_numbered_become_one_tensor_and_layers_may_be_stacked(tmp_path: Path) -> None:
+    text = (
+        HEAD
+        + """
+layers{.i}.w [f x]    = blocks.{i}.up [f x]
+layers.{i}.e [e x f]  = blocks.{i}.expert.{e} [f x]     # transposed
+"""
+    )
+    model = {"layers.w": torch.randn(3, 4, 5), **{f"layers.{i}.e": torch.randn(2, 5, 4) for i in range(3)}}
+    tree = state(model)
+    got = through(tmp_path, tree, text)
+    assert len(got["model"]) == 3 + 6
+    for i in range(3):
+        assert torch.equal(got["model"][f"blocks.{i}.up"], model["layers.w"][i])
+        for e in range(2):
+            assert torch.equal(got["model"][f"blocks.{i}.expert.{e}"], model[f"layers.{i}.e"][e].T)
+            assert torch.equal(
+                got["optim"]["state"][f"blocks.{i}.expert.{e}"]["exp_avg"],
+                tree["optim"]["state"][f"layers.{i}.e"]["exp_avg"][e].T,
+            )
+    back = through(tmp_path, got, text)  # numbered layers are the first of the two ways to write them
+    assert torch.equal(back["model"]["layers.2.w"], model["layers.w"][2])
+    assert torch.equal(back["model"]["layers.2.e"], model["layers.2.e"])
+    del got["model"]["blocks.1.expert.0"]
+    with pytest.raises(Unsupported, match=r'first "blocks.1.expert.0"'):
+        through(tmp_path, {"model": got["model"]}, text)
+
+
+PADDED = HEAD + "size v = vocab_size\nemb [(v+_) x] = wte.weight [v x]\n"
+
+
+@pytest.mark.parametrize(
+    ("rows", "moments", "said"),
+    [
+        ("equal", "some", "all equal, so nothing was learned"),
+        ("random", "zero", "moments of 0, so nothing was learned"),
+        ("random", "some", "of which 2 have moments that are not 0: what was learned in them is not carried"),
+        ("random", "none", "without an optimizer nothing tells whether they were trained"),
+    ],
+)
+def test_rows_of_padding_are_cut_and_said(tmp_path: Path, rows: str, moments: str, said: str) -> None:
+    weight = torch.randn(10, 3)
+    if rows == "equal":
+        weight[7:] = 0.5
+    tree = state({"emb": weight})
+    for slot in ("exp_avg", "exp_avg_sq"):
+        tree["optim"]["state"]["emb"][slot][7 if moments == "zero" else 9 :] = 0
+    if moments == "none":
+        del tree["optim"]
+    src, name_map = written(tmp_path, tree, PADDED, '{"model_type": "x", "vocab_size": 7}')
+    done = ckpttool.convert(src, tmp_path / "o.pt", map=name_map, config=str(tmp_path), canonical_keys=True)
+    note = next(n for n in done.notes if "rows behind" in n)
+    assert said in note and note.startswith('"emb": 3 rows behind the 7 of the vocabulary were cut')
+    got = torch.load(tmp_path / "o.pt")
+    assert torch.equal(got["model"]["wte.weight"], weight[:7])
+    if moments != "none":
+        assert torch.equal(got["optim"]["state"]["wte.weight"]["exp_avg"], tree["optim"]["state"]["emb"]["exp_avg"][:7])
+
+
+def test_padding_is_kept_where_nothing_tells_the_size_of_the_vocabulary_or_it_was_asked_for(tmp_path: Path) -> None:
+    weight = torch.randn(10, 3)
+    src, name_map = written(tmp_path, {"model": {"emb": weight}}, PADDED, '{"model_type": "x"}')
+    done = ckpttool.convert(src, tmp_path / "o.pt", map=name_map, config=str(tmp_path), canonical_keys=True)
+    assert torch.equal(torch.load(tmp_path / "o.pt")["model"]["wte.weight"], weight)
+    assert any("padding, if there are some, are kept" in n for n in done.notes)
+    (tmp_path / "config.json").write_text('{"model_type": "x", "vocab_size": 7}')
+    ckpttool.convert(src, tmp_path / "p.pt", map=name_map, config=str(tmp_path), canonical_keys=True, vocab_size=10)
+    assert torch.equal(torch.load(tmp_path / "p.pt")["model"]["wte.weight"], weight)
+
+
+def test_what_a_map_leaves_out_is_said_and_refused_where_it_must_be_zero(tmp_path: Path) -> None:
+    text = HEAD + "a = b\nignore-zero bias.{i} : there is no bias there\nignore cache : it is computed\n"
+    model = {"a": torch.ones(2), "bias.0": torch.zeros(3), "cache": torch.ones(1)}
+    src, name_map = written(tmp_path, {"model": model}, text)
+    done = ckpttool.convert(src, tmp_path / "o.pt", map=name_map, canonical_keys=True)
+    assert {
+        '1 tensors were left out, first "bias.0": there is no bias there',
+        '1 tensors were left out, first "cache": it is computed',
+    } <= set(done.notes)
+    assert set(torch.load(tmp_path / "o.pt")["model"]) == {"b"}
+    model["bias.0"][1] = 1
+    with pytest.raises(Unsupported, match=r'"bias.0" is not 0, and there has nothing to put it in'):
+        through(tmp_path, {"model": model}, text)
+
+
+def test_workers_get_the_text_of_a_map_file(tmp_path: Path) -> None:
+    src, name_map = written(tmp_path, state(fused(4)))
+    for out, workers in (("one", "1"), ("two", "2")):
+        done = ckpttool_here(
+            "convert",
+            src,
+            tmp_path / out,
+            "--to",
+            "dcp",
+            "-n",
+            "2",
+            "--map",
+            name_map,
+            "--config",
+            tmp_path,
+            "--workers",
+            workers,
+        )
+        assert done.returncode == 0, done.stderr
+    assert ckpttool.diff(tmp_path / "one", tmp_path / "two").equal
+
+
+def test_recorded_digests_of_renamed_tensors_are_compared(tmp_path: Path) -> None:
+    src, name_map = written(tmp_path, state(fused()))
+    ckpttool.convert(src, tmp_path / "dcp", to="dcp", world_size=2)
+    done = ckpttool.convert(tmp_path / "dcp", tmp_path / "o.pt", map=name_map, config=str(tmp_path))
+    # the norm with its three slots goes on as it is; two layers with two moments do not, and their steps are copied
+    assert done.compared == 4 and any(
+        n.startswith("the recorded digests of 8 tensors were not compared") for n in done.notes
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("a = b\n", "sides LEFT"), (HEAD, "no line NAME"), (HEAD + "a\n", "is not NAME = NAME"), (HEAD + "a = b = c\n", "is not NAME = NAME"),
+        (HEAD + "a = b + c\n", "made of several needs axes"), (HEAD + "a [x] = b\n", "either all tensors"),
+        (HEAD + "a.{i} = b\n", "needs axes"), (HEAD + "a.{i} = b.{j}\n", "same variables"),
+        (HEAD + "a [x y] = b [x z]\n", "axes of its part"), (HEAD + "a [(f+f) x] = b [f x]\n", "2 terms"),
+        (HEAD + "a [(_+f) x] = b [f x]\n", "_ comes last"), (HEAD + "a + b = c + d\n", "only one side"),
+        (HEAD + "size v = __import__('os')\na = b\n", "a size is made of numbers"), (HEAD + "a{.i} = b.{i}\n", "need their axes"),
+        (HEAD + "a.{i}.{i} = b\n", "variable twice"), (HEAD + "include nowhere\n", "no such map"),
+    ],
+)  # fmt: skip
+def test_a_map_that_makes_no_sense_is_refused_with_its_line(text: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        parse(text, "m", maps.text_of)
+
+
+def test_sizes_are_expressions_over_the_config() -> None:
+    assert size_of("head_dim | hidden / heads", {"hidden": 40, "heads": 4}) == 10
+    assert size_of("head_dim | hidden / heads", {"hidden": 40, "heads": 4, "head_dim": 16}) == 16
+    assert (
+        size_of("2 * a + 1", {"a": 3}) == 7 and size_of("a", {"a": None}) is None and size_of("a", {"a": True}) is None
+    )
+    with pytest.raises(UsageError, match="not a whole number"):
+        size_of("a / 3", {"a": 10})
+
+
+def test_no_map_and_no_such_map(tmp_path: Path) -> None:
+    src, _ = written(tmp_path, {"model": fused()})
+    with pytest.raises(UsageError, match="no such file, and no such map"):
+        ckpttool.convert(src, tmp_path / "o.pt", map="nonsense")
+    ckpttool.convert(src, tmp_path / "o.pt", map="none", canonical_keys=True)
+    assert set(torch.load(tmp_path / "o.pt")["model"]) == set(fused())

@@ -1,0 +1,152 @@
+"""The maps that come with ckpttool, on checkpoints that the other programs wrote (fixtures/map_jobs.py): the real transformers model of
+what is converted has the logits of the real other model, goes on with its losses, and the way back is what the other program wrote, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import peers
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckpttool
+from ckpttool.errors import Unsupported
+from ckpttool.huggingface import maps
+from fixtures import map_jobs
+
+FOLDER = peers.FIXTURES / "maps"
+
+
+class Case(NamedTuple):
+    """A fixture, the map from it and the one back to it, and the most that a logit differs where the arithmetic is another."""
+
+    name: str
+    forth: str
+    back: str
+    logits: float
+
+
+CASES = (
+    Case("titan-llama3", "torchtitan-llama3", "torchtitan-llama3", 5e-7),
+    Case("titan-llama3-fused", "torchtitan-llama3", "torchtitan-llama3-fused", 5e-7),
+    Case("titan-qwen3-fused", "torchtitan-qwen3", "torchtitan-qwen3-fused", 0.0),
+    Case("titan-qwen3-moe", "torchtitan-qwen3", "torchtitan-qwen3", 5e-7),
+    Case("titan-deepseek-v3", "torchtitan-deepseek-v3", "torchtitan-deepseek-v3", 5e-7),
+)
+
+
+def test_every_map_has_a_fixture() -> None:
+    assert {c.forth for c in CASES} | {c.back for c in CASES} == set(maps.names())
+    assert {p.name for p in FOLDER.iterdir()} == {c.name for c in CASES}
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda c: c.name)
+def case(request: pytest.FixtureRequest) -> Case:
+    found: Case = request.param
+    return found
+
+
+@cache
+def expected(name: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What the program that wrote a fixture says: tensors, and losses."""
+    return load_file(FOLDER / name / "expected.safetensors"), json.loads((FOLDER / name / "expected.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def mapped(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The whole state under the names of transformers."""
+    out = tmp_path_factory.mktemp("mapped") / "full.pt"
+    ckpttool.convert(FOLDER / case.name / "ckpt", out, map=case.forth, config=str(FOLDER / case.name))
+    return out
+
+
+def test_the_model_of_transformers_has_the_logits_of_the_other(case: Case, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    said, _ = expected(case.name)
+    done = ckpttool.convert(FOLDER / case.name / "ckpt", tmp_path / "hf", to="hf", config=str(FOLDER / case.name))
+    assert any(f"by the map {case.forth}" in n for n in done.notes)  # the trainer tells which
+    got = load_file(tmp_path / "hf" / "model.safetensors")
+    hub = {n.removeprefix("hub."): t for n, t in said.items() if n.startswith("hub.")}
+    assert got.keys() == hub.keys() and all(
+        torch.equal(got[n], t) for n, t in hub.items()
+    )  # as its own export has them
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    with torch.no_grad():
+        assert (model(said["ids"]).logits - said["logits"]).abs().max().item() <= case.logits
+
+
+def test_the_next_steps_have_the_losses_of_the_other(case: Case, mapped: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(FOLDER / case.name))
+    tree = torch.load(mapped, weights_only=True)
+    model.load_state_dict(tree["model"])
+    names = dict(model.named_parameters())
+    optim = tree["optim"]
+    optimizer = torch.optim.AdamW([{**g, "params": [names[n] for n in g["params"]]} for g in optim["param_groups"]])
+    assert set(optim["state"]) == set(names)
+    for n, slots in optim["state"].items():
+        optimizer.state[names[n]] = slots
+    losses = []
+    for number in (map_jobs.STEPS, map_jobs.STEPS + 1):  # the second depends on the moments
+        rows = map_jobs.batch(number)
+        loss = map_jobs.loss_of(model(rows).logits, rows)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses == pytest.approx(expected(case.name)[1]["next"], abs=1e-6, rel=0)
+
+
+def test_the_way_back_is_what_the_other_wrote(case: Case, mapped: Path, tmp_path: Path) -> None:
+    ckpttool.convert(mapped, tmp_path / "back", map=case.back, config=str(FOLDER / case.name), to="dcp", world_size=1)
+    found = ckpttool.diff(FOLDER / case.name / "ckpt", tmp_path / "back")
+    assert found.data == [] and found.shapes == {} and found.dtypes == {} and found.only_in_b == []
+    left = [
+        n for n in found.only_in_a if not n.endswith("expert_bias_E")
+    ]  # zeros, which Qwen 3 of transformers has not
+    assert left == [] and (found.only_in_a == [] or case.name == "titan-qwen3-moe")
+    assert set(found.values) <= {
+        "optim.param_groups.0.params",
+        "optim.param_groups.1.params",
+    }  # w1, w3, w2: in the order of the joined
+
+
+def test_without_a_config_it_says_what_is_missing_and_an_export_beside_it_tells(tmp_path: Path) -> None:
+    import shutil
+
+    from safetensors.torch import save_file
+
+    name = "titan-llama3"
+    step = tmp_path / "checkpoint" / "step-3"
+    shutil.copytree(FOLDER / name / "ckpt", step)
+    with pytest.raises(Unsupported, match=r"needs half = head_dim / 2 .*, of config.json"):
+        ckpttool.convert(step, tmp_path / "hf", to="hf")
+    hub = {n.removeprefix("hub."): t for n, t in expected(name)[0].items() if n.startswith("hub.")}
+    (tmp_path / "checkpoint" / "step-4").mkdir()
+    save_file(hub, tmp_path / "checkpoint" / "step-4" / "model.safetensors")
+    done = ckpttool.convert(step, tmp_path / "hf", to="hf")
+    assert any("a head has 4 rows: so q and k of a layer become those of ../step-4" in n for n in done.notes)
+    got = load_file(tmp_path / "hf" / "model.safetensors")
+    assert all(torch.equal(got[n], t) for n, t in hub.items())
+    hub["model.layers.0.self_attn.q_proj.weight"] += 1  # of another step
+    save_file(hub, tmp_path / "checkpoint" / "step-4" / "model.safetensors")
+    with pytest.raises(Unsupported, match="needs half"):
+        ckpttool.convert(step, tmp_path / "again", to="hf")
+
+
+def test_a_model_of_transformers_goes_into_another_program_without_an_optimizer(case: Case, tmp_path: Path) -> None:
+    """From a folder of the Hub, whose names transformers itself translates."""
+    ckpttool.convert(FOLDER / case.name / "ckpt", tmp_path / "hf", to="hf", config=str(FOLDER / case.name))
+    ckpttool.convert(tmp_path / "hf", tmp_path / "back.pt", map=case.back)
+    got = torch.load(tmp_path / "back.pt", weights_only=True)["model"]
+    with ckpttool.open(FOLDER / case.name / "ckpt", only=["model"]) as opened:
+        names = [n for n in opened if not n.endswith("expert_bias_E")]
+        assert {f"model.{n}" for n in got} >= set(names)
+        assert all(torch.equal(got[n.removeprefix("model.")], opened[n].torch()) for n in names)
