@@ -127,12 +127,17 @@ def test_a_prefix_that_no_weight_has_is_an_error(tmp_path: Path) -> None:
 
 
 def test_names_of_another_architecture_are_refused(tmp_path: Path) -> None:
-    titan = {"tok_embeddings.weight": torch.ones(131, 36), "layers.0.attention.sinks": torch.ones(40, 36)}  # no map has that
+    titan = {
+        "tok_embeddings.weight": torch.ones(131, 36),
+        "layers.0.attention.sinks": torch.ones(40, 36),
+    }  # no map has that
     tree = {**titan, "optimizer": {"state.norm.weight.step": torch.tensor(3.0)}, "train_state": {"step": 3}}
     with pytest.raises(Unsupported, match="torchtitan's own names"):
         ckpttool.convert(saved(tmp_path, tree), tmp_path / "out", to="hf", config=str(LLAMA))
     tree["layers.0.attention.wq.weight"] = tree.pop("layers.0.attention.sinks")
-    with pytest.raises(Unsupported, match=r'"layers.0.attention.wq.weight" is \[40, 36\], and the map torchtitan-llama3 says'):
+    with pytest.raises(
+        Unsupported, match=r'"layers.0.attention.wq.weight" is \[40, 36\], and the map torchtitan-llama3 says'
+    ):
         ckpttool.convert(saved(tmp_path, tree), tmp_path / "out", to="hf", config=str(LLAMA))
     with pytest.raises(Unsupported, match=r"are missing, first .* Give the config of this very model"):
         ckpttool.convert(LLAMA, tmp_path / "out", to="hf", config=str(MOE))
