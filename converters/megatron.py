@@ -29,6 +29,7 @@ distrib_optimizer,__init__}.py of megatron-core 0.16.1; strategies/torch.py of 0
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,6 +38,7 @@ from ckpttool.errors import CkpttoolError, Corrupt, Unsupported
 from ckpttool.formats import stored_tensors, torch_zip
 from ckpttool.index.checkpoint import Checkpoint, Path, Record, TensorEntry, Value, joined
 from ckpttool.index.names import COMPONENTS, CanonicalState, original
+from ckpttool.index.trees import nest
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of
 from ckpttool.storage.source import Source
 
@@ -160,14 +162,12 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         for path, t in _entries(section).items():
             _free(leaves, path, section)
             leaves[path] = replace(t, path=path, chunks=t.chunks.moved(by))
-        for key, inside in section.objects.items():
+        for key, x in _objects(section).items():
             if key in objects:
                 raise Corrupt(
                     f'{section.source.root} holds "{key}", and another folder of the same checkpoint does too.'
                 )
-            objects[key] = {
-                p: replace(x, chunks=x.chunks.moved(by)) if isinstance(x, TensorEntry) else x for p, x in inside.items()
-            }
+            objects[key] = x
         files += [f"{folder}/{f}" if folder else f for f in section.ckpt.files]
         records += [r.moved(by) for r in section.ckpt.records]
         ranks |= {f + by: r for f, r in section.ckpt.ranks.items()}
@@ -178,7 +178,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
             name = f"{folder}/common.pt" if folder else "common.pt"
             _take_common(leaves, source, name, len(files), records)
             files.append(name)
-    _take_objects(leaves, objects, notes)
+    _take_objects(leaves, objects)
     name_groups(leaves, notes)
     out = checkpoint_of(CanonicalState(leaves, {}, TRAINER, notes), "megatron", source.root, world, files, source)
     out.records, out.ranks = records, ranks
@@ -232,34 +232,31 @@ def _take_common(leaves: dict[Path, Any], source: Source, name: str, file: int, 
     records += sums
 
 
-def _take_objects(leaves: dict[Path, Any], objects: dict[str, dict[Path, Any]], notes: list[str]) -> None:
+def _take_objects(leaves: dict[Path, Any], objects: Mapping[str, Mapping[Path, Any]]) -> None:
     """Objects of ranks: the random states, the common state of newer versions, the param groups of `dp_reshardable`."""
-    groups: dict[str, Any] = {}
+    groups: dict[str, tuple[Any, int]] = {}
     for key, inside in objects.items():
         path, chained = path_of_object(key)
         if key.startswith("common_state/"):
-            tree = stored_tensors.leaves(common_tree(_one(inside, key), key), (), 0, _no_bytes, key)[0]
-            leaves |= tree
-            continue
-        if chained is not None:
-            what = str(path[3]).partition(".")[0]
-            if what == "optimizer":
-                groups[key] = _one(inside, key), chained
-            elif what == "grad_scaler":
-                leaves["scaler", "grad_scaler"] = _one(inside, key)
-            elif what not in ("per_bucket_numel", "per_bucket_numel_unpadded"):  # lengths of what lies there
-                raise Unsupported(
-                    f'The optimizer is stored as "{key}", one object for each data-parallel group (dp_zero_gather_scatter), which only '
-                    "the job that wrote it can cut. Save with fully_reshardable, or convert the weights alone."
-                )
-            continue
-        for p, leaf in inside.items():
-            leaves[(*path, *p)] = replace(leaf, path=(*path, *p)) if isinstance(leaf, TensorEntry) else leaf
+            leaves |= stored_tensors.leaves(common_tree(_one(inside, key), key), (), 0, _no_bytes, key)[0]
+        elif chained is None:
+            for p, x in inside.items():
+                at = (*path, *p)
+                leaves[at] = replace(x, path=at) if isinstance(x, TensorEntry) else x
+        elif (what := str(path[3]).partition(".")[0]) == "optimizer":
+            groups[key] = _one(inside, key), chained
+        elif what == "grad_scaler":
+            leaves["scaler", "grad_scaler"] = _one(inside, key)
+        elif what not in ("per_bucket_numel", "per_bucket_numel_unpadded"):  # lengths of what lies there
+            raise Unsupported(
+                f'The optimizer is stored as "{key}", one object for each data-parallel group (dp_zero_gather_scatter), which only '
+                "the job that wrote it can cut. Save with fully_reshardable, or convert the weights alone."
+            )
     if groups:
-        _take_groups(leaves, groups, notes)
+        _take_groups(leaves, groups)
 
 
-def _take_groups(leaves: dict[Path, Any], groups: dict[str, Any], notes: list[str]) -> None:
+def _take_groups(leaves: dict[Path, Any], groups: Mapping[str, tuple[Any, int]]) -> None:
     """Param groups that each data-parallel group has saved: those of its chained optimizers, equal but for the experts' own."""
     of: dict[int, tuple[str, Any]] = {}
     for key, (data, chained) in groups.items():
@@ -272,31 +269,14 @@ def _take_groups(leaves: dict[Path, Any], groups: dict[str, Any], notes: list[st
     leaves |= stored_tensors.leaves(tree, (), 0, _no_bytes, "the param groups")[0]
 
 
-def _one(inside: dict[Path, Any], key: str) -> Any:
-    """The object in an item of dist_checkpointing, which is a list of one."""
-    tree = inside.get(())
-    if isinstance(tree, list) and len(tree) == 1:
-        return tree[0]
-    out: Any = {}
-    for path, leaf in inside.items():
-        if isinstance(leaf, TensorEntry):
-            raise Unsupported(f'"{key}" holds tensors, where Megatron-Core keeps numbers and text.')
-        if path[:1] != (0,):
-            raise Corrupt(f'"{key}" is not a list of one object.')
-        at = out
-        for part in path[1:-1]:
-            at = at.setdefault(part, {})
-        at[path[-1]] = leaf
-    return _lists(out)
-
-
-def _lists(x: Any) -> Any:
-    """A tree of dicts whose integer keys are positions."""
-    if not isinstance(x, dict):
-        return x
-    if x and set(x) == set(range(len(x))):
-        return [_lists(x[i]) for i in range(len(x))]
-    return {k: _lists(v) for k, v in x.items()}
+def _one(inside: Mapping[Path, Any], key: str) -> Any:
+    """The object in an item of dist_checkpointing, which is a list of one; without tensors."""
+    if any(isinstance(x, TensorEntry) for x in inside.values()):
+        raise Unsupported(f'"{key}" holds tensors, where Megatron-Core keeps numbers and text.')
+    tree = inside[()] if () in inside else nest(inside)
+    if not isinstance(tree, list) or len(tree) != 1:
+        raise Corrupt(f'"{key}" is not a list of one object.')
+    return tree[0]
 
 
 def _no_bytes(at: int, n: int) -> bytes:
