@@ -162,12 +162,14 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         for path, t in _entries(section).items():
             _free(leaves, path, section)
             leaves[path] = replace(t, path=path, chunks=t.chunks.moved(by))
-        for key, x in _objects(section).items():
+        for key, inside in section.objects.items():
             if key in objects:
                 raise Corrupt(
                     f'{section.source.root} holds "{key}", and another folder of the same checkpoint does too.'
                 )
-            objects[key] = x
+            objects[key] = {
+                p: replace(x, chunks=x.chunks.moved(by)) if isinstance(x, TensorEntry) else x for p, x in inside.items()
+            }
         files += [f"{folder}/{f}" if folder else f for f in section.ckpt.files]
         records += [r.moved(by) for r in section.ckpt.records]
         ranks |= {f + by: r for f, r in section.ckpt.ranks.items()}
