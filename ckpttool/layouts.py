@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from .errors import Corrupt, NotRecognised, Unsupported, UsageError, argument
 from .huggingface import model_names
 from .index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
-from .index.composites import Composite
+from .index.composites import Composite, place_composite
 from .index.draft import Draft
 from .index.names import COMPONENTS, CanonicalState, own_tree
 from .index.optimizer_names import Orders
@@ -238,11 +238,7 @@ def checkpoint_of(
         if isinstance(leaf, TensorEntry):
             out.tensors[name] = leaf if leaf.path == path else replace(leaf, path=path)
         elif isinstance(leaf, Composite):
-            for inner, x in replace(leaf, path=path).leaves().items():
-                if isinstance(x, TensorEntry):
-                    out.tensors[joined(inner)] = replace(x, path=inner)
-                else:
-                    out.values[joined(inner)] = Value(inner, x)
+            place_composite(out, replace(leaf, path=path))
         else:
             out.values[name] = Value(path, leaf.data if isinstance(leaf, Value) else leaf)
     out.origin, out.trainer, out.notes = named.origin, named.trainer, named.notes

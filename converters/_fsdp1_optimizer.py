@@ -54,7 +54,9 @@ def read_optimizer(
         )
     out: dict[Path, Any] = {}
     for i, group in enumerate(groups):
-        out.update({("optim", "param_groups", i, str(k)): v for k, v in group.items()})
+        for k, v in group.items():
+            raw, path = chosen[0].tree["param_groups"][i][k], ("optim", "param_groups", i, str(k))
+            out.update(_with_tensors(files, chosen[0], path, raw) or {path: v})
     columns = _slots(chosen)
     if named:
         return {**out, **_whole_slots(files, chosen, columns)}
@@ -105,6 +107,16 @@ def _param_groups(files: Files, ranks: list[Rank]) -> list[dict[Any, Any]]:
                 "The files are of different saves; fetch those of one."
             )
     return out
+
+
+def _with_tensors(files: Files, r: Rank, path: Path, x: Any) -> dict[Path, Any]:
+    """The leaves of an option of a param group that holds tensors, such as a learning rate or Prodigy's `d_numerator`; none of
+    another."""
+    if next(stored_tensors.tensors_in(x), None) is None:
+        return {}
+    leaves, records = stored_tensors.leaves(x, path, r.file, files.reader(r.file), files.path(r.file))
+    files.records.update(((r.file, found.extent.offset), found) for found in records)
+    return leaves
 
 
 def _slots(ranks: list[Rank]) -> dict[tuple[Any, Any], list[Any]]:

@@ -32,7 +32,7 @@ from ckpttool.index.checkpoint import (
     Value,
     joined,
 )
-from ckpttool.index.composites import shape_of
+from ckpttool.index.composites import Composite, place_composite, shape_of
 from ckpttool.index.draft import Draft
 from ckpttool.index.names import COMPONENTS, canonical
 from ckpttool.index.optimizer_names import possible_orders
@@ -381,6 +381,8 @@ def _data(source: Source, part: Part, whole: Checkpoint) -> Checkpoint:
                 path = ("extra", "per_rank", part.rank, *path)
         if isinstance(leaf, TensorEntry):
             out.tensors[joined(path)] = replace(leaf, path=path)
+        elif isinstance(leaf, Composite):
+            place_composite(out, replace(leaf, path=path))
         else:
             out.values[joined(path)] = Value(path, leaf)
     return out

@@ -57,6 +57,7 @@ from ._dcp_write import write
 __all__ = ["LAYOUTS"]
 
 _VALUE_BYTES, _VALUE_HEAD = 256 << 20, 1 << 20
+_NAMED = 6  # names in a message
 
 
 def detect(where: Place) -> tuple[bool, str]:
@@ -85,7 +86,11 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     leaves: dict[Path, Any] = {}
     keys: dict[Path, str] = {}
     records: list[Record] = []
-    sizes = [source.size(f) for f in index.files]
+    try:
+        sizes = [source.size(f) for f in index.files]
+    except Corrupt:
+        _refuse_lost(source, index)
+        raise
     for key, dtype, shape, chunks in index.tensors:
         path = _path(index, key)
         entry = TensorEntry(dtype, shape, path, chunks, "torch.save")
@@ -129,6 +134,33 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     out.records, out.ranks = records, ranks
     out.salvage = Salvage(missing=lost) if lost else None
     return out
+
+
+def _refuse_lost(source: Source, index: Index) -> None:
+    """Refuse a folder that lacks files, with what was in them.
+
+    Raises:
+        Corrupt: with the files, and the names of tensors and values.
+    """
+    gone = {i for i, f in enumerate(index.files) if not source.exists(f)}
+    if not gone:
+        return
+    lost = [joined(_path(index, key)) for key, _, _, chunks in index.tensors if gone & set(chunks.file)]
+    values = [joined(_path(index, key)) for key, file, *_ in index.values if file in gone]
+    files = ", ".join(sorted(index.files[i] for i in gone))
+    names = ", ".join(
+        [
+            *lost[:_NAMED],
+            *(["..."] if len(lost) > _NAMED else []),
+            *values[:_NAMED],
+            *(["..."] if len(values) > _NAMED else []),
+        ]
+    )
+    raise Corrupt(
+        f"{source.root}: {files} {'is' if len(gone) == 1 else 'are'} missing. The copy is incomplete; fetch it again. In what is missing are "
+        f"parts of {len(lost):,} of {len(index.tensors):,} tensors, and {len(values):,} of {len(index.values):,} values: {names}. "
+        "`ckpttool doctor` says what is whole."
+    )
 
 
 def _path(index: Index, key: str) -> Path:

@@ -82,7 +82,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     assert name is not None
     what = f"{source.root}/{name}"
     read_at = source.reader_of(name)
-    tree = torch_zip.read(read_at, 0, source.size(name), what)
+    tree = torch_zip.read(read_at, 0, source.size(name), what, later=True)
     if not isinstance(tree, dict):
         kind = f"an instance of {tree.cls}" if isinstance(tree, Opaque) else f"a {type(tree).__name__}"
         raise Unsupported(f"{what} holds {kind}, not a state dict. Save model.state_dict() instead.")

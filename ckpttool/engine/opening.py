@@ -9,6 +9,7 @@ from typing import Any
 
 from .. import layouts
 from ..errors import Corrupt, Unsupported, UsageError, argument
+from ..formats.pickles import Refused, children
 from ..index.checkpoint import Checkpoint, Salvage, check, joined, tied_weights
 from ..index.draft import Dropped
 from ..index.param_groups import groups_of
@@ -327,11 +328,29 @@ def open_with(
         ckpt.notes += unused
         if only is not None:
             opened.checkpoint = _only(ckpt, only)
+        _refuse_unsupported(opened.checkpoint)
         check(opened.checkpoint)
     except BaseException:
         where.source.close()
         raise
     return opened
+
+
+def _refuse_unsupported(ckpt: Checkpoint) -> None:
+    """Refuse what a file holds that the reader left for whoever needs it.
+
+    Raises:
+        Unsupported: with the first such entry.
+    """
+    for name, v in ckpt.values.items():
+        todo = [v.data]
+        while todo:
+            x = todo.pop()
+            if isinstance(x, Refused):
+                others = sorted({ckpt.component(n) for n in ckpt.tensors} - {str(v.path[0])})
+                way = f" {argument('only', others)} leaves it out." if others else ""
+                raise Unsupported(f'"{name}" cannot be read: {x.why}{way}')
+            todo.extend(children(x))
 
 
 def refuse_unused(options: OpenOptions, here: str, used: Iterable[str]) -> list[str]:

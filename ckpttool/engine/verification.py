@@ -352,8 +352,12 @@ def read_back(
     if missing or extra or wrong:
         first = (wrong or missing or extra)[0]
         left = f"Remove {urls.redact_url(path)}." if urls.is_url(path) else "Nothing was left there."
+        cause = (
+            "The disk may be failing; if it is not, please report this."
+            if wrong
+            else "ckpttool does not find in it what it wrote: please report this."
+        )
         raise Differs(
             f"the destination, read back, differs from the source: {len(wrong)} tensors have other bytes, "
-            f'{len(missing)} are missing, {len(extra)} are new; first "{first}". {left} The disk may be failing; if '
-            "it is not, please report this."
+            f'{len(missing)} are missing, {len(extra)} are new; first "{first}". {left} {cause}'
         )

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from ..errors import Corrupt, Unsafe, Unsupported
 
 __all__ = [
-    "ANY_MODULE", "MEMORY_FORMATS", "Global", "Opaque", "SharedStandIn", "StandIn", "Truncated", "enum_members", "load", "load_large", "ordered_dict",
+    "ANY_MODULE", "MEMORY_FORMATS", "Global", "Opaque", "Refused", "SharedStandIn", "StandIn", "Truncated", "enum_members", "load", "load_large", "ordered_dict",
     "refuse_deep", "short",
 ]  # fmt: skip
 
@@ -64,6 +64,15 @@ class StandIn:
     and their `__setstate__`, if they have one, gets the state that the pickle sets."""
 
     __slots__ = ()
+
+
+class Refused(StandIn):
+    """A part of a file that is not supported, and why. Whoever needs it raises that; whoever does not leaves it out."""
+
+    __slots__ = ("why",)
+
+    def __init__(self, why: str) -> None:
+        self.why = why
 
 
 class SharedStandIn(StandIn):

@@ -21,7 +21,7 @@ from ..index.checkpoint import ITEMSIZE, MAX_NUMEL, Path, joined
 from ..storage.patched import Lost
 from ..storage.source import ReadAt
 from .crc import crc32
-from .pickles import Global, Opaque, Truncated, load, short
+from .pickles import Global, Opaque, Refused, Truncated, load, short
 from .stored_tensors import Storage, StoredTensor, map_tensors
 from .subclasses import REBUILD, WRAPPER, dense_inside
 from .zip_bytes import first_name, is_zip, zip_records
@@ -60,18 +60,24 @@ def saved_as(read_at: ReadAt, length: int) -> str | None:
 
 
 def read(
-    read_at: ReadAt, base: int, length: int, what: str, stand_ins: dict[tuple[str, str], Any] | None = None
+    read_at: ReadAt,
+    base: int,
+    length: int,
+    what: str,
+    stand_ins: dict[tuple[str, str], Any] | None = None,
+    later: bool = False,
 ) -> Any:
     """The object in a torch.save file, zip or legacy, with `StoredTensor` for every tensor.
 
-    `read_at(offset, n)` reads the file; the torch file is its bytes [base, base + length).
+    `read_at(offset, n)` reads the file; the torch file is its bytes [base, base + length). With `later`, a tensor of a kind that is
+    not supported is a `Refused`, for the caller to raise who knows whether it is needed.
 
     Raises:
         Corrupt: incomplete or damaged. Unsafe: it would run code. Unsupported: TorchScript.
     """
     head = read_at(base, min(4, length))
     if not is_zip(head):
-        return _read_legacy(read_at, base, length, what, stand_ins or {})
+        return _read_legacy(read_at, base, length, what, stand_ins or {}, later)
     records = zip_records(read_at, base, length, what)
     if "constants.pkl" in records or any(k.startswith("code/") for k in records):
         raise Unsupported(
@@ -115,9 +121,8 @@ def read(
             )
         return Storage(dtype, record.offset, record.length, record.crc32 or None)
 
-    tree = load(data, {**_rebuilds(what, unread), **(stand_ins or {})}, persistent, what=what)[0]
-    _refuse_unread(tree, unread, what)
-    return tree
+    tree = load(data, {**_rebuilds(what, unread, later), **(stand_ins or {})}, persistent, what=what)[0]
+    return _refuse_unread(tree, unread, what, later)
 
 
 def storages_of(
@@ -225,16 +230,20 @@ def _bits(bits: Any) -> str:
     return f"{' and '.join(meanings)}. Save {''.join(f'.{c}()' for c in calls)} of it"
 
 
-def _refuse_unread(tree: Any, unread: list[tuple[Any, str]], what: str) -> None:
-    """Refuse a file with a tensor whose numbers are not those of its storage.
+def _refuse_unread(tree: Any, unread: list[tuple[Any, str]], what: str, later: bool) -> Any:
+    """The tree. A tensor whose numbers are not those of its storage is refused: now, or with `later` where it is needed.
 
     Raises:
         Unsupported: with the tensor's path in dicts and lists.
     """
+    if unread and later:
+        reasons = {id(tensor): f"{what}: a tensor {why}." for tensor, why in unread}
+        return map_tensors(tree, lambda t: Refused(reasons[id(t)]) if id(t) in reasons else t)
     if unread:
         tensor, why = unread[0]
         name = joined(_path_to(tree, tensor) or ())
         raise Unsupported(f'{what}: {f"""tensor "{name}" """ if name else "a tensor "}{why}.')
+    return tree
 
 
 def _path_to(tree: Any, wanted: Any) -> Path | None:
@@ -252,9 +261,9 @@ def _path_to(tree: Any, wanted: Any) -> Path | None:
     return None
 
 
-def _rebuilds(what: str, unread: list[tuple[Any, str]]) -> dict[tuple[str, str], Any]:
+def _rebuilds(what: str, unread: list[tuple[Any, str]], later: bool = False) -> dict[tuple[str, str], Any]:
     """Stand-ins for torch's functions that put a tensor together. Those whose numbers would be others than the bytes of
-    their storage are put into `unread`, with the reason."""
+    their storage are put into `unread`, with the reason. With `later`, those that are refused are a `Refused`."""
 
     def tensor(
         storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False, hooks: Any = None, bits: Any = None,
@@ -310,7 +319,7 @@ def _rebuilds(what: str, unread: list[tuple[Any, str]]) -> dict[tuple[str, str],
 
         return refuse
 
-    return {
+    calls: dict[tuple[str, str], Any] = {
         ("torch._utils", "_rebuild_sparse_tensor"): refused("sparse"),
         ("torch._utils", "_rebuild_qtensor"): refused("quantized"),
         ("torch._utils", "_rebuild_nested_tensor"): refused("nested"),
@@ -327,6 +336,22 @@ def _rebuilds(what: str, unread: list[tuple[Any, str]]) -> dict[tuple[str, str],
         ("torch", "Size"): lambda items=(): _sizes(items, what),
         ("torch.serialization", "_get_layout"): layout,
     }
+    return {name: _later(f) for name, f in calls.items()} if later else calls
+
+
+def _later(f: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, which gives a `Refused` instead of raising Unsupported, and takes one for a tensor."""
+
+    def call(*args: Any) -> Any:
+        for x in args:
+            if isinstance(x, Refused):
+                return x
+        try:
+            return f(*args)
+        except Unsupported as e:
+            return Refused(str(e))
+
+    return call
 
 
 def _sizes(x: Any, what: str) -> tuple[int, ...]:
@@ -335,7 +360,9 @@ def _sizes(x: Any, what: str) -> tuple[int, ...]:
     raise _malformed(what, f"the size of a tensor is {short(x)}, not up to 64 integers")
 
 
-def _read_legacy(read_at: ReadAt, base: int, length: int, what: str, stand_ins: dict[tuple[str, str], Any]) -> Any:
+def _read_legacy(
+    read_at: ReadAt, base: int, length: int, what: str, stand_ins: dict[tuple[str, str], Any], later: bool
+) -> Any:
     """`torch.save(..., _use_new_zipfile_serialization=False)`; torch/serialization.py, _legacy_save."""
     magic = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # LONG1 of 0x1950a86a20f9469cfc6c
     head = read_at(base, min(length, 32))
@@ -349,7 +376,7 @@ def _read_legacy(read_at: ReadAt, base: int, length: int, what: str, stand_ins: 
     for window in (4 << 20, 32 << 20, MAX_PICKLE_BYTES):  # the pickles come first and are small, the storages are not
         try:
             return _parse_legacy(
-                _first_bytes(read_at, base, min(length, window)), read_at, base, length, what, stand_ins
+                _first_bytes(read_at, base, min(length, window)), read_at, base, length, what, stand_ins, later
             )
         except _Cut:
             if window >= length:
@@ -372,7 +399,7 @@ class _Cut(Exception):
 
 
 def _parse_legacy(
-    data: bytes, read_at: ReadAt, base: int, length: int, what: str, stand_ins: dict[tuple[str, str], Any]
+    data: bytes, read_at: ReadAt, base: int, length: int, what: str, stand_ins: dict[tuple[str, str], Any], later: bool
 ) -> Any:
     wanted: dict[str, tuple[str | None, int]] = {}
     numbers: dict[str, int] = {}
@@ -395,8 +422,8 @@ def _parse_legacy(
             raise Unsupported(
                 f"{what}: it was written on a big-endian machine. Load and save it there with torch as little-endian."
             )
-        obj, at = load(data, {**_rebuilds(what, unread), **stand_ins}, persistent, start=at, what=what)
-        _refuse_unread(obj, unread, what)
+        obj, at = load(data, {**_rebuilds(what, unread, later), **stand_ins}, persistent, start=at, what=what)
+        obj = _refuse_unread(obj, unread, what, later)
         keys, at = load(data, start=at, what=what)
     except Truncated as e:
         raise _Cut from e

@@ -23,14 +23,14 @@ Sources: torchao 0.18, optim/subclass_*.py, quantization/quantize_/workflows, pr
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
-from .checkpoint import Checkpoint, Path, TensorEntry, joined
+from .checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 
 __all__ = [
-    "MARK", "Composite", "Uncut", "after_cut", "class_of", "collapsed", "composites", "described", "is_whole", "resized", "rows_of", "shape_of", "unwrapped_note",
+    "MARK", "Composite", "Uncut", "after_cut", "class_of", "collapsed", "composites", "described", "is_whole", "place_composite", "resized", "rows_of", "shape_of", "unwrapped_note",
 ]  # fmt: skip
 
 #: Last element of the path of the value that says what the tensors beside it are.
@@ -105,6 +105,15 @@ def collapsed(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
         of = whole.get(path)
         out[path if of is None else of.path] = leaf if of is None else of
     return out
+
+
+def place_composite(ckpt: Checkpoint, found: Composite) -> None:
+    """Add what an object is made of to a checkpoint."""
+    for path, leaf in found.leaves().items():
+        if isinstance(leaf, TensorEntry):
+            ckpt.tensors[joined(path)] = replace(leaf, path=path)
+        else:
+            ckpt.values[joined(path)] = Value(path, leaf)
 
 
 def composites(ckpt: Checkpoint) -> dict[str, Composite]:

@@ -746,6 +746,25 @@ def test_groups_of_whole_modules_do_without(tmp_path: Path) -> None:
     assert [g["lr"] for g in saved["param_groups"]] == [group["lr"], 0.5]
 
 
+@pytest.mark.parametrize("uop", [False, True])
+def test_tensors_in_param_groups_come_back_as_such(tmp_path: Path, uop: bool) -> None:
+    """A learning rate, Prodigy's `d_numerator`, and one in a list."""
+    path = single(tmp_path)
+    tree = load_full(path)
+    (group,) = tree["optim"]["param_groups"]
+    group |= {"lr": torch.tensor(0.5, dtype=torch.float64), "d_numerator": torch.tensor(0.25), "k": [torch.ones(1), 2]}
+    torch.save(tree, path)
+    done = conversion.convert(
+        path, tmp_path / "out", to="fsdp1", world_size=3, options=ckpttool.Fsdp1Options(use_orig_params=uop)
+    )
+    assert done.verified and not done.dropped
+    (saved,) = torch.load(tmp_path / "out" / "local_optim_rank2.pt", weights_only=False)["param_groups"]
+    assert all(torch.equal(saved[k], group[k]) and saved[k].dtype == group[k].dtype for k in ("lr", "d_numerator"))
+    conversion.convert(tmp_path / "out", tmp_path / "back.pt", to="full", like=path)
+    (back,) = load_full(tmp_path / "back.pt")["optim"]["param_groups"]
+    assert torch.equal(back["d_numerator"], group["d_numerator"]) and torch.equal(back["k"][0], group["k"][0])
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from commands import ckpttool_here
-from peers import FIXTURES
+from peers import FIXTURES, same_value
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -309,3 +309,38 @@ def test_inspect_names_the_classes() -> None:
     shown = ckpttool_here("inspect", W8)
     assert shown.returncode == 0
     assert "OptimState8bit" in shown.stdout and "AdamW" in shown.stdout
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("zipped", [True, False])
+def test_what_lies_in_the_optimizer_does_not_stop_the_weights(zipped: bool, tmp_path: Path) -> None:
+    weights = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2)}
+    odd = {
+        "sparse": torch.eye(3).to_sparse(),
+        "conjugated": torch.tensor([1 + 2j]).conj(),
+        "meta": torch.zeros(3, device="meta"),
+    }
+    for kind, tensor in odd.items():
+        path = tmp_path / f"{kind}.pt"
+        state = {0: {"exp_avg": torch.zeros(2, 3), "odd": tensor}, 1: {"exp_avg": torch.zeros(2), "odd": [(tensor,)]}}
+        optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+        torch.save({"model": weights, "optimizer": optimizer}, path, _use_new_zipfile_serialization=zipped)
+        with pytest.raises(Unsupported, match=rf'"optim.state.w.odd" cannot be read: .*{kind}.* leaves it out'):
+            ckpttool.convert(path, tmp_path / "no.pt", to="full")
+        done = ckpttool.convert(path, tmp_path / f"{kind}-{zipped}-out.pt", to="full", only=["model"])
+        assert done.verified
+        assert same_value(load(tmp_path / f"{kind}-{zipped}-out.pt")["model"], weights)
+
+
+def test_a_folder_that_lacks_a_file_says_what_was_in_it(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "fsdp2_w3" / "ckpt", tmp_path / "c")
+    (tmp_path / "c" / "__1_0.distcp").unlink()
+    shown = ckpttool_here("inspect", tmp_path / "c")
+    assert shown.returncode == 4
+    stored = dcp.FileSystemReader(FIXTURES / "fsdp2_w3" / "ckpt").read_metadata().storage_data
+    lost = {i.fqn for i, x in stored.items() if x.relative_path == "__1_0.distcp" and i.offset is not None}
+    values = {i.fqn for i, x in stored.items() if x.relative_path == "__1_0.distcp" and i.offset is None}
+    assert f"In what is missing are parts of {len(lost)} of" in shown.stderr and f"and {len(values)} of" in shown.stderr
+    assert "__1_0.distcp is missing. The copy is incomplete; fetch it again." in shown.stderr
+    assert "model.model.embed_tokens.weight, " in shown.stderr and "optim.param_groups.0.amsgrad" in shown.stderr
+    assert "`ckpttool doctor`" in shown.stderr
