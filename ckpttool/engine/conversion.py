@@ -21,10 +21,12 @@ from ..storage.destination import Destination, write_error
 from ..storage.source import Source
 from ..storage.threads import InThisThread
 from . import part_worker
+from .cell_fill import why_not
 from .destination import normal_destination, open_destination, recovered, refuse_destination, refuse_source
 from .executors import Workers, WorkersSpec, default_count, serve_if_worker, workers_of
 from .fill import Progress, fill, silent
 from .opening import CheckpointPath, OpenOptions
+from .parallel_digests import for_reading
 from .parallel_fill import fill_with_workers
 from .part_requests import absolute, job_of
 from .planning import WriteRequest, plan_id, plan_with
@@ -244,7 +246,8 @@ def _convert(
             source.assert_unchanged()
             destination.commit()
             if built is None and verify:  # an object can be read when it is there, and not before
-                read_back(dst, target, draft, digests, reading.config, progress, budget)
+                with for_reading(running.workers, dst, draft.nbytes) as workers:
+                    read_back(dst, target, draft, digests, reading.config, progress, budget, workers)
         except KeyboardInterrupt:
             destination.release()
             raise Interrupted(f"interrupted. {destination.again}") from None
@@ -261,7 +264,7 @@ def _convert(
         notes = [*ckpt.notes, *draft.notes, *said]
         if not source.has_versions():
             notes.append("the server tells no version of its files: a change while they were read would not be noticed")
-        read_again = "" if verify else "; the result was read back, as always then"
+        read_again = "" if verify or built is None else "; the result was read back, as always then"
         if again:
             notes.append(f"continued an interrupted run: {again} parts were filled{read_again}")
         elif done:
@@ -271,7 +274,7 @@ def _convert(
             )
         return ConvertResult(
             source.root, where, opened.layout.name, target.name, draft.checkpoint.world_size,
-            len(wanted), ckpt.nbytes, draft.nbytes, root, verify or done > 0 or again > 0,
+            len(wanted), ckpt.nbytes, draft.nbytes, root, verify or (built is not None and (done > 0 or again > 0)),
             [(d.name, d.nbytes, d.why) for d in draft.dropped], notes, draft.summary, len(wanted.keys() & ckpt.recorded.keys()),
             [r.to_json() for r in ckpt.unread], facts,
         )  # fmt: skip
@@ -285,17 +288,19 @@ def _workers(
     spec = running.workers
     why = None
     if not destination.sharable:
-        why = "to a store, one process writes"
+        why = "only S3 takes the parts of an object from several processes"
     elif any(f.coded for f in draft.files):
         why = "an archive is written front to back by one process"
     elif job is None:
         why = "a merged or salvaged checkpoint, and one whose server tells no versions, is written by one process"
+    elif destination.part_bytes:
+        why = why_not(draft)
     alone = spec in (1, "1") or (spec is None and default_count(draft.nbytes) == 1)
     if why is not None:
         if not alone and spec is not None:
             destination.messages.append(f"workers were not used: {why}")
         yield None
-    elif alone and not destination.filled:
+    elif alone and not destination.begun:
         yield None
     elif alone:
         try:

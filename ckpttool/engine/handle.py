@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-__all__ = ["TensorHandle", "UnknownTensor", "handle"]
+__all__ = ["TensorHandle", "UnknownTensor", "cut_to", "handle"]
 
 _Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 _Box = tuple[tuple[int, ...], tuple[int, ...]]  # start, shape
@@ -223,7 +223,7 @@ class TensorHandle:
         if entry.chunks.zstd:
             self._decompress(reader, entry, (start, shape), out)
             return out
-        part = replace(entry, shape=shape, chunks=_cut(entry, (start, shape)))
+        part = replace(entry, shape=shape, chunks=cut_to(entry, (start, shape)))
         at = 0
         for block in reader.blocks([StreamJob(self.name, part)]):
             out[at : at + len(block.data)] = block.data
@@ -274,7 +274,7 @@ def _budget(nbytes: int) -> IOBudget:
     return IOBudget() if nbytes >= _LARGE else IOBudget(1, 256 << 10)
 
 
-def _cut(entry: TensorEntry, box: _Box) -> Chunks:
+def cut_to(entry: TensorEntry, box: _Box) -> Chunks:
     """The chunks of a tensor, cut to a box and at home in it."""
     item = ITEMSIZE[entry.dtype]
     out = Chunks(len(box[1]))

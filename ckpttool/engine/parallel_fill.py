@@ -2,10 +2,11 @@
 
     cut the draft into parts; create the files
     have the parts filled by the workers of an executor (dispatch.py, part_worker.py)
-    write what lies between the chunks of different workers: heads, tails, frames that need several CRCs
+    write what lies between the chunks of different workers: heads, tails, frames that need several CRCs (parallel_cells.py in a store)
 
-A part that is filled twice gets the same bytes twice. What was filled stands in `parts/` of the destination's folder, durably: when the
-coordinator dies, the same command goes on with the parts that are missing, with any engine and any number of workers.
+A part that is filled twice gets the same bytes twice. What was filled stands in `parts/` of the destination's folder, durably; a store
+lists what was sent to it. When the coordinator dies, the same command goes on with what is missing, with any engine and any number of
+workers.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from ..storage.local_file import write_at
 from .dispatch import run_all
 from .executors import Workers
 from .fill import Progress
-from .part_fill import framed_alone
-from .parts import cut
+from .parallel_cells import objects_of, send_rest
+from .part_fill import between, framed_alone
+from .parts import CELLS_OF_A_FILE, Part, cut
 from .planning import Plan
 from .stream import Reader
 
@@ -52,14 +54,20 @@ def fill_with_workers(
         NoSpace, CkpttoolError: the destination could not be written, or no worker could fill a part.
     """
     draft, source = planned.draft, planned.opened.source
-    parts = cut(draft)
-    tree = destination.share({f.name: f.size for f in draft.files})
+    cells = destination.part_bytes
+    parts = cut(draft, cells * CELLS_OF_A_FILE)
+    touched = [_files_of(draft, part) for part in parts]
+    shared = set[str]().union(*touched) if cells else {f.name for f in draft.files}
+    tree = destination.share({f.name: f.size for f in draft.files if f.name in shared})
     results = {k: found for k, found in destination.filled.items() if k < len(parts)}
     asked = {"job": job, "tree": tree, "threads": budget.threads, "buffer_bytes": budget.buffer_bytes}
 
     def request(number: int) -> str:
         part = parts[number]
-        return json.dumps({"fill": {**asked, "part": part, "there": part.stop <= destination.earlier.done}})
+        mine = objects_of(tree, touched[number]) if cells else tree
+        return json.dumps(
+            {"fill": {**asked, "tree": mine, "part": part, "there": part.stop <= destination.earlier.done}}
+        )
 
     before = len(results)
     again = run_all(parts, results, request, workers, lambda done, total: progress("copy", done, total))
@@ -80,8 +88,16 @@ def fill_with_workers(
             crcs[int(file)] += [(name, row, crc) for name, row, crc in rows]
     for name, other in draft.aliases.items():
         digests[name] = digests[other]
-    for i in range(len(draft.files)):
-        _finish(draft, i, crcs[i], fringes.get(i, ()), digests, destination)
+    if cells:
+        sent: dict[str, dict[int, str]] = {name: {} for name in shared}
+        for found in results.values():
+            for name, etags in found["cells"].items():
+                sent[name] |= {int(n): etag for n, etag in etags.items()}
+        before = sum(found["kept"] == sum(map(len, found["cells"].values())) > 0 for found in results.values())
+        again += send_rest(draft, asked, crcs, digests, sent, destination, workers, progress)
+    else:
+        for i in range(len(draft.files)):
+            _finish(draft, i, crcs[i], fringes.get(i, ()), digests, destination)
     nodes: dict[str, int] = {}
     for found in results.values():
         nodes[found["node"]] = nodes.get(found["node"], 0) + found["bytes"]
@@ -89,6 +105,13 @@ def fill_with_workers(
         "name": workers.name, "count": workers.count, "parts": len(parts), "filled_before": before, "again": again, "nodes": nodes,
     }  # fmt: skip
     return digests, facts
+
+
+def _files_of(draft: Draft, part: Part) -> set[str]:
+    """The files that a part writes to."""
+    names = [n for n in list(draft.checkpoint.tensors)[part.first : part.stop] if n not in draft.aliases]
+    numbers = set[int]().union(*(draft.checkpoint.tensors[n].chunks.file for n in names))
+    return {draft.files[i].name for i in numbers}
 
 
 def _finish(
@@ -100,37 +123,18 @@ def _finish(
     destination: Destination,
 ) -> None:
     """Write what no worker has written of a file, cut it to its length and make it durable."""
-    f, tensors = draft.files[i], draft.checkpoint.tensors
+    f = draft.files[i]
     path = destination.path(f.name)
-    head = f.first_bytes()
-    end = len(head)
+    alone = framed_alone(draft, i)
+    pieces, f.size = between(draft, i, written, digests, lambda a, b: not alone)
     try:
         with open(path, "r+b", buffering=0) as out:
             fd = out.fileno()
-            write_at(fd, head, 0)
-            for at, data in fringes:
-                write_at(fd, b64decode(data), at)
-            alone = framed_alone(draft, i)
-            so_far: list[Written] = []
-            for k, (name, row, crc) in enumerate(written):
-                entry = tensors[name]
-                c = entry.chunks
-                if not alone and draft.before:
-                    frame = draft.before(name, entry, row, so_far)
-                    write_at(fd, frame, c.offset[row] - len(frame))
-                end = c.offset[row] + c.length[row]
-                so_far.append((name, row, crc))
-                if draft.after and (not alone or k == len(written) - 1):
-                    frame = draft.after(name, entry, row, so_far)
-                    if not alone:
-                        write_at(fd, frame, end)
-                    end += len(frame)
-            if draft.tail:
-                tail = draft.tail(i, written, digests)
-                write_at(fd, tail, end)
-                end += len(tail)
-            os.ftruncate(fd, end)
+            for at, text in fringes:  # with zeros where frames belong
+                write_at(fd, b64decode(text), at)
+            for at, data in pieces:
+                write_at(fd, data, at)
+            os.ftruncate(fd, f.size)
             os.fsync(fd)
     except OSError as e:
         raise write_error(e, path) from e
-    f.size = end

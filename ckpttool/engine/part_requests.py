@@ -1,7 +1,10 @@
 """What the coordinator of a conversion asks of its workers, and what they answer: JSON, less than a kilobyte a request.
 
     {"fill": {"job": {"src", "dst", "reading", "writing", "plan"}, "part", "there", "tree", "threads", "buffer_bytes"}}
-    {"digests", "crcs", "seen", "bytes", "seconds", "node"}
+    {"digests", "crcs", "seen", "bytes", "seconds", "node"}, of objects also {"cells", "kept"}
+
+    {"cells": {"job", "tree", "cells", "threads", "buffer_bytes"}}        those of objects that no part fills alone
+    {"cells", "kept", "node"}
 
     {"digest": {"open": {"path", "options", "index"}, "first", "stop", "threads", "buffer_bytes"}}
     {"digests", "seen"}

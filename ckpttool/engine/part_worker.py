@@ -11,7 +11,9 @@ from typing import Any, Generic, TypeVar
 
 from ..errors import CkpttoolError
 from ..storage.buffers import IOBudget
+from ..storage.shared_objects import SharedObjects
 from ..storage.shared_tree import SharedTree
+from .cell_fill import send_cells
 from .fill import tensor_digests_and_crcs
 from .opening import OpenCheckpoint, OpenOptions, open_with
 from .part_fill import fill_part
@@ -59,7 +61,7 @@ def run(request: str) -> str:
     """Do what is asked for; an error of ours is an answer, too."""
     ((what, asked),) = json.loads(request).items()
     try:
-        return json.dumps({"fill": _fill, "digest": _digest}[what](asked), separators=(",", ":"))
+        return json.dumps({"fill": _fill, "cells": _cells, "digest": _digest}[what](asked), separators=(",", ":"))
     except CkpttoolError as e:
         return encoded_error(e)
 
@@ -69,8 +71,18 @@ def _fill(asked: dict[str, Any]) -> dict[str, Any]:
     planned = _planned(json.dumps(asked["job"], sort_keys=True))
     ckpt = planned.opened.checkpoint
     return fill_part(
-        planned.draft, planned.opened.source, ckpt.files, ckpt.records, Part(*asked["part"]), SharedTree(asked["tree"]),
+        planned.draft, planned.opened.source, ckpt.files, ckpt.records, Part(*asked["part"]),
+        SharedObjects(asked["tree"]) if "objects" in asked["tree"] else SharedTree(asked["tree"]),
         IOBudget(asked["threads"], asked["buffer_bytes"]), there=asked["there"],
+    )  # fmt: skip
+
+
+def _cells(asked: dict[str, Any]) -> dict[str, Any]:
+    """Some cells of the objects of a conversion."""
+    planned = _planned(json.dumps(asked["job"], sort_keys=True))
+    return send_cells(
+        planned.draft, planned.opened.source, planned.opened.checkpoint.files, asked["cells"], SharedObjects(asked["tree"]),
+        IOBudget(asked["threads"], asked["buffer_bytes"]),
     )  # fmt: skip
 
 

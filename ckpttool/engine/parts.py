@@ -15,12 +15,15 @@ from typing import NamedTuple
 from ..index.checkpoint import TensorEntry
 from ..index.draft import Draft
 
-__all__ = ["Part", "cut", "cut_tensors", "least_bytes"]
+__all__ = ["CELLS_OF_A_FILE", "Part", "cut", "cut_tensors", "least_bytes"]
 
 _MOST_BYTES = 1 << 30
 _LEAST_BYTES = 16 << 20
 _PARTS = 64  # as many at least, where that leaves _LEAST_BYTES for each
 _LEAST_BYTES_OF_A_FILE = 8 << 20
+
+#: Of a file that is sent to a store, a part has so many cells on average: those at its ends are read twice.
+CELLS_OF_A_FILE = 8
 
 
 class Part(NamedTuple):
@@ -37,9 +40,10 @@ def cut_tensors(tensors: Mapping[str, TensorEntry]) -> list[Part]:
     return _cut(tensors, {}, 0)
 
 
-def cut(draft: Draft) -> list[Part]:
-    """The parts of a draft: of about 1 GiB, or a 64th of the whole, and of 8 MiB on average in each file that they touch."""
-    return _cut(draft.checkpoint.tensors, draft.aliases, _LEAST_BYTES_OF_A_FILE)
+def cut(draft: Draft, of_a_file: int = 0) -> list[Part]:
+    """The parts of a draft: of about 1 GiB, or a 64th of the whole, and of 8 MiB, or of `of_a_file` bytes if that is more, on average for
+    each file that the next part goes on with."""
+    return _cut(draft.checkpoint.tensors, draft.aliases, max(_LEAST_BYTES_OF_A_FILE, of_a_file))
 
 
 def least_bytes(whole: int) -> int:
@@ -49,6 +53,10 @@ def least_bytes(whole: int) -> int:
 
 def _cut(tensors: Mapping[str, TensorEntry], aliases: Mapping[str, str], of_a_file: int) -> list[Part]:
     least = least_bytes(sum(t.nbytes for n, t in tensors.items() if n not in aliases))
+    last: dict[int, int] = {}  # the tensor that ends a file
+    for i, (name, t) in enumerate(tensors.items() if of_a_file else ()):
+        if name not in aliases:
+            last.update(dict.fromkeys(t.chunks.file, i))
     out: list[Part] = []
     first = size = 0
     files: set[int] = set()
@@ -58,7 +66,7 @@ def _cut(tensors: Mapping[str, TensorEntry], aliases: Mapping[str, str], of_a_fi
         size += t.nbytes
         if of_a_file:
             files.update(t.chunks.file)
-        if size >= max(least, of_a_file * len(files)):
+        if size >= least and size >= of_a_file * sum(last[f] > i for f in files):
             out.append(Part(len(out), first, i + 1, size))
             first, size, files = i + 1, 0, set()
     if first < len(tensors):

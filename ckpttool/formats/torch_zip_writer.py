@@ -14,9 +14,9 @@ interrupted needs no state but the list of chunks written.
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from ..index.checkpoint import Checkpoint, TensorEntry
@@ -173,7 +173,10 @@ class TorchFiles:
             return out + zip_bytes.central_directory(entries, at)
 
         heads = [f if isinstance(f, bytes) else f.head for f in self.files]
-        files = [DraftFile(n, size, h) for n, size, h in zip(self.names, checkpoint.sizes, heads, strict=True)]
+        files = [
+            DraftFile(n, size, h, record_at=None if isinstance(f, bytes) else partial(self._record_at, f))
+            for n, size, h, f in zip(self.names, checkpoint.sizes, heads, self.files, strict=True)
+        ]
         return Draft(
             checkpoint, sources, files, dropped=dropped or [], aliases=aliases or {}, before=before, tail=tail,
             notes=notes or [], synthesized_tensors=synthesized_tensors or [], synthesized_values=synthesized_values or {},
@@ -199,6 +202,11 @@ class TorchFiles:
         if at != b:
             raise AssertionError(f"bytes {a}..{b} cannot be laid out: at {at}")
         return bytes(out)
+
+    @staticmethod
+    def _record_at(f: _File, offset: int) -> int:
+        """Where the hole that a byte lies in begins."""
+        return f.holes[bisect_right(f.holes, offset, key=lambda hole: hole.offset) - 1].offset
 
     @staticmethod
     def _reached(f: _File, at: int) -> Iterator[_Hole]:

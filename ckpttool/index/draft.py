@@ -59,6 +59,9 @@ class DraftFile:
     `coded(write, jobs, earlier)` makes the sink of a file that is transformed on its way to the disk. With `earlier`, `write`
     compares with the disk until the earlier run's last byte and raises `Altered`.
 
+    `record_at(offset)`: the first byte of the record that a byte of a chunk lies in. What `Draft.before` gives for the next chunk of the
+    file follows from the chunks of that record, so that whoever writes all of them can write the bytes between, too.
+
     `frames_alone`: what `Draft.before` and `Draft.after` give for a chunk of it follows from that chunk and its CRC32 alone, so
     that whoever writes the chunk can write the bytes around it, too.
     """
@@ -68,6 +71,7 @@ class DraftFile:
     head: bytes | Callable[[], bytes] = b""
     coded: Callable[[Callable[[bytes | memoryview], None], int, EarlierFile | None], Sink] | None = None
     frames_alone: bool = False
+    record_at: Callable[[int], int] | None = None
 
     def first_bytes(self) -> bytes:
         """The literal bytes."""

@@ -84,7 +84,9 @@ class Destination(Protocol):
     `place`         path or URL, for messages
     `messages`      what people should know of what was found, put back, removed or left
     `earlier`       what an interrupted run of the same plan left there
-    `sharable`      whether several processes can fill it: `share`, `filled` and `path` are of use then
+    `sharable`      whether several processes can fill it: `share`, `begun` and `filled` are of use then
+    `part_bytes`    of a store, bytes of a part of an object; 0 where workers write at any offset, in files that `path` names
+    `begun`         whether an earlier run of several workers left something to go on from
     `continuable`   whether a run that is interrupted can be continued, so that a journal is of use
     `finish_after`  files whose last byte has come are finished when there are so many
     `readable`      where the result can be read before it is committed; None where that is not possible
@@ -95,13 +97,20 @@ class Destination(Protocol):
     finish_after: int
     continuable: bool
     sharable: bool
+    part_bytes: int
+
+    @property
+    def begun(self) -> bool: ...
 
     @property
     def filled(self) -> dict[int, dict[str, Any]]:
         """{number of a part: what its worker said of it} of the parts of this plan that are filled."""
 
     def share(self, files: Mapping[str, int]) -> dict[str, Any]:
-        """Create files, {name: bytes}, for others to fill; what a `SharedTree` is made of."""
+        """Create files, {name: bytes}, for others to fill; what a `SharedTree` or `SharedObjects` is made of."""
+
+    def confirm(self, sent: Mapping[str, Mapping[int, str]], sizes: Mapping[str, int]) -> list[tuple[str, int]]:
+        """(file, cell) of what a store does not have as it was sent, {file: {cell: ETag}}; where `part_bytes`."""
 
     def path(self, name: str) -> str:
         """Where a file is built."""

@@ -42,6 +42,7 @@ class LocalDestination:
 
     continuable = True
     sharable = True
+    part_bytes = 0
     finish_after = 64  # a layout may have a file for every tensor
 
     def __init__(self, target: str, is_file: bool, plan: str, need_bytes: int, force: bool) -> None:
@@ -206,6 +207,15 @@ class LocalDestination:
         return {
             "folder": self.folder, "fence": [st.st_ino, st.st_size], "plan": self.plan, "coherent": is_coherent(self.folder),
         }  # fmt: skip
+
+    def confirm(self, sent: Mapping[str, Mapping[int, str]], sizes: Mapping[str, int]) -> list[tuple[str, int]]:
+        """Nothing is sent."""
+        return []
+
+    @property
+    def begun(self) -> bool:
+        """Whether an earlier run of several workers left something to go on from."""
+        return bool(self.filled)
 
     @property
     def filled(self) -> dict[int, dict[str, Any]]:

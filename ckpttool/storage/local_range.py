@@ -16,6 +16,8 @@ from .local_file import LocalFile, WriterPool, write_at
 
 __all__ = ["LocalRange"]
 
+_ZEROS = bytes(1 << 20)
+
 
 class LocalRange(LocalFile):
     """Bytes of an existing file from `start` on.
@@ -48,6 +50,11 @@ class LocalRange(LocalFile):
             view = view[k:]
         if len(view):
             super().append(view)
+
+    def leave(self, to: int) -> None:
+        """Go on at a byte further behind; what lies between is for others, who write it later."""
+        while self.at < to:
+            self.append(memoryview(_ZEROS)[: to - self.at])
 
     def settle(self) -> None:
         if self.at <= self.base and self.buffer is None:

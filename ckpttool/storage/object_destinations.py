@@ -1,13 +1,14 @@
 """A destination in an object store, sent while it is made: one object, or all objects below a prefix.
 
 Nothing is on the local disk but, where very many files are written at once, the parts that wait to be sent. An object appears
-whole when its last byte was sent; an interrupted run leaves parts that the next run to the same place removes. The next run
-has nothing to go on from: it begins anew.
+whole when its last byte was sent. In S3, several workers may send parts (shared_objects.py). What an interrupted run of several
+workers, or one that was killed, leaves is gone on from by the next run to the same place; one process that is interrupted removes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ..errors import CkpttoolError
@@ -16,7 +17,7 @@ from . import urls
 from .destination import DestinationFile
 from .local_file import WriterPool
 from .partial import Earlier
-from .upload import Upload
+from .upload import SharedUpload, Upload
 from .upload_folder import UploadFolder
 
 __all__ = ["ObjectDestination", "PrefixDestination"]
@@ -45,6 +46,8 @@ class _Uploaded:
 
     continuable = False
     sharable = False
+    shared: Mapping[str, SharedUpload] = {}
+    part_bytes = 0
     finish_after = 1  # what is complete need not wait
     readable = None  # a store shows an object when it is complete, and not before
     earlier = Earlier()
@@ -69,12 +72,19 @@ class _Uploaded:
         """What is there after an interruption, and what to do."""
         if self.in_place:
             return self.outcome
+        if self.shared:
+            return (
+                f"{self.place} is untouched. Run the same command again to continue: the store keeps the parts that were sent (and bills "
+                "them), until then or until a lifecycle rule of the bucket removes them."
+            )
         return f"{self.place} is untouched. Run the same command again; it begins anew, and removes the parts that were sent."
 
     def explain(self, e: CkpttoolError) -> None:
-        """Say that the new checkpoint is in place although its read-back failed."""
+        """Say that the new checkpoint is in place although its read-back failed, or how to continue."""
         if self.in_place:
             e.add_note(self.outcome)
+        elif self.shared and e.keeps_work:
+            e.add_note(self.again)
 
     def note(self, entry: dict[str, Any]) -> None:
         """There is no journal: it is not `continuable`."""
@@ -85,8 +95,21 @@ class _Uploaded:
         return {}
 
     def share(self, files: Mapping[str, int]) -> dict[str, Any]:
-        """It is not `sharable`."""
+        """Begin the uploads of these files, or go on with those of an earlier run; what `SharedObjects` is made of."""
         raise NotImplementedError
+
+    def confirm(self, sent: Mapping[str, Mapping[int, str]], sizes: Mapping[str, int]) -> list[tuple[str, int]]:
+        """(file, cell) of what the store does not list as it was sent, {file: {cell: ETag}}; all the rest is ready to be completed.
+
+        Raises:
+            RemoteError: the store fails, or another run aborted or completed an upload.
+        """
+        with ThreadPoolExecutor(8, "ckpttool-send") as pool:
+            calls = {
+                name: pool.submit(up.confirm, {n + 1: etag for n, etag in sent[name].items()}, sizes[name])
+                for name, up in self.shared.items()
+            }
+            return [(name, number - 1) for name, call in calls.items() for number in call.result()]
 
     def path(self, name: str) -> str:
         """It is not `sharable`."""
@@ -104,7 +127,10 @@ class _Uploaded:
         """Remove what was sent."""
         self.upload.abort()
 
-    release = abandon
+    def release(self) -> None:
+        """Stop sending. What several workers have sent is kept; what this process has sent alone is removed."""
+        if not self.shared:
+            self.abandon()
 
 
 class ObjectDestination(_Uploaded):
@@ -118,11 +144,29 @@ class ObjectDestination(_Uploaded):
 
     def __init__(self, url: str, need_bytes: int, force: bool, lock: Mapping[str, Any]) -> None:
         super().__init__(url)
-        self.upload = Upload(url, force=force, lock=lock, expect_bytes=need_bytes)
+        self.upload = Upload(url, force=force, lock=lock, expect_bytes=need_bytes, keep_parts=True)
         if lock and not self.upload.locked:
             self.messages.append(
                 "the bucket has no object lock, so retention and legal hold stand in the archive and in the ledger alone"
             )
+
+        self.sharable = self.upload.sharable
+        self.part_bytes = self.upload.part_bytes
+
+    @property
+    def begun(self) -> bool:
+        """Whether an earlier run left parts to go on from."""
+        return self.sharable and self.upload.begun
+
+    def share(self, files: Mapping[str, int]) -> dict[str, Any]:
+        """Begin the upload, or go on with that of an earlier run."""
+        begun = self.begun
+        (name,) = files
+        up = self.upload.share()
+        self.shared = {name: up}
+        return {
+            "part_bytes": up.size, "on_disk": False, "earlier": begun, "objects": {name: [self.upload.url, up.upload_id]},
+        }  # fmt: skip
 
     def open_file(self, name: str, pool: WriterPool, existing: bool) -> ObjectFile:
         """The file."""
@@ -148,6 +192,26 @@ class PrefixDestination(_Uploaded):
         self.upload = UploadFolder(
             url, list(sizes), force=force, open_at_once=_open_at_once(draft), largest=max(sizes.values())
         )
+
+        self.sharable = self.upload.sharable
+        self.part_bytes = self.upload.part_bytes
+
+    @property
+    def begun(self) -> bool:
+        """Whether an earlier run left parts to go on from."""
+        return self.sharable and self.upload.begun
+
+    def share(self, files: Mapping[str, int]) -> dict[str, Any]:
+        """Begin the uploads, or go on with those of an earlier run."""
+        begun = self.begun
+        self.upload.share(files)
+        self.shared = self.upload.shared
+        objects = {name: [f"{self.upload.url}/{name}", up.upload_id] for name, up in self.shared.items()}
+        return {"part_bytes": self.part_bytes, "on_disk": self.upload.on_disk, "earlier": begun, "objects": objects}
+
+    def release(self) -> None:
+        """Stop sending; what several workers have sent is kept."""
+        self.upload.abort(keep_shared=True)
 
     @property
     def again(self) -> str:

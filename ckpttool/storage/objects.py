@@ -3,19 +3,20 @@
 Every write of `put_if_unchanged` carries a condition, If-None-Match or If-Match, so two writers cannot overwrite each other;
 a store that ignores conditions, as old imitations of S3 do, is not safe for a ledger that many write to.
 
-Sources: the API reference of S3 (DeleteObject, PutObjectLegalHold, "Conditional writes").
+Sources: the API reference of S3 (DeleteObject, PutObjectLegalHold, "Conditional writes", AbortMultipartUpload).
 """
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import IO, Any
 
 from ..errors import DestinationExists, RemoteError, Unsupported, UsageError, argument
 from .remote import filesystem_for
-from .retries import Conflict, Denied, NotFound, with_retries
+from .retries import POLICY, Conflict, Denied, NotFound, with_retries
 from .urls import redact_url
 
 __all__ = [
@@ -66,21 +67,65 @@ class S3Object:
 
         return with_retries(self.url, lambda: sync(self.fs.loop, call))
 
-    def sweep(self, prefix: str, ours: Callable[[str], bool]) -> None:
-        """Remove the parts of uploads that were never finished, of keys with that prefix that are `ours`; if the
-        store does not allow listing them, nothing happens."""
+    def unfinished(self, prefix: str, ours: Callable[[str], bool]) -> list[tuple[str, str]]:
+        """(key, id) of uploads that were never finished, of keys with that prefix that are `ours`; none if the store does not
+        allow listing them."""
+        found: list[tuple[str, str]] = []
         more: dict[str, Any] = {}
         try:
             while True:
                 answer = self.request("list_multipart_uploads", Prefix=prefix, **more)
-                for old in answer.get("Uploads", []):
-                    if ours(old["Key"]):
-                        self.request("abort_multipart_upload", Key=old["Key"], UploadId=old["UploadId"])
+                found += [(old["Key"], old["UploadId"]) for old in answer.get("Uploads", []) if ours(old["Key"])]
                 if not answer.get("IsTruncated"):
-                    return
+                    return found
                 more = {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer["NextUploadIdMarker"]}
         except RemoteError:
-            pass
+            return []
+
+    def put_part(self, upload: str, number: int, body: IO[bytes]) -> dict[str, Any]:
+        """Send a part of an upload; what completes it with this part.
+
+        Raises:
+            NotFound: the upload was completed or aborted.
+        """
+        answer = self.request("upload_part", Key=self.key, UploadId=upload, PartNumber=number, Body=body)
+        return _part(number, answer)
+
+    def parts(self, upload: str, key: str | None = None) -> dict[int, dict[str, Any]]:
+        """{number: what completes an upload with this part, and its "Size"} of the parts that the store has.
+
+        Raises:
+            NotFound: the upload was completed or aborted.
+        """
+        out: dict[int, dict[str, Any]] = {}
+        more: dict[str, Any] = {}
+        while True:
+            answer = self.request("list_parts", Key=key or self.key, UploadId=upload, **more)
+            for row in answer.get("Parts", []):
+                out[row["PartNumber"]] = {**_part(row["PartNumber"], row), "Size": row["Size"]}
+            if not answer.get("IsTruncated"):
+                return out
+            more = {"PartNumberMarker": answer["NextPartNumberMarker"]}
+
+    def abort(self, upload: str, key: str | None = None) -> None:
+        """Abort an upload, until the store lists no part of it: a part that was on its way may arrive after the first time.
+
+        Raises:
+            RemoteError: the store still lists parts.
+        """
+        key = key or self.key
+        for k in range(POLICY.tries):
+            try:
+                self.request("abort_multipart_upload", Key=key, UploadId=upload)
+            except NotFound:
+                return
+            try:
+                if not self.parts(upload, key):
+                    return
+            except (NotFound, Denied):  # or nobody may look
+                return
+            time.sleep(POLICY.first_wait_seconds * 2**k)
+        raise RemoteError(f"{self.url}: the store keeps parts of an upload that was aborted {POLICY.tries} times.")
 
     def head(self) -> dict[str, Any] | None:
         """The object's metadata; None if it does not exist."""
@@ -88,6 +133,20 @@ class S3Object:
             return self.request("head_object", Key=self.key)
         except NotFound:
             return None
+
+    def sweep(self, left: Iterable[tuple[str, str]]) -> None:
+        """Abort these uploads (key, id), which an earlier run left; what cannot be aborted stays."""
+        for key, upload in left:
+            try:
+                self.abort(upload, key)
+            except RemoteError:
+                pass
+
+
+def _part(number: int, answer: Mapping[str, Any]) -> dict[str, Any]:
+    """What completes an upload with a part."""
+    sums = {k: v for k, v in answer.items() if k.startswith("Checksum") and k != "ChecksumType"}
+    return {"PartNumber": number, "ETag": answer["ETag"], **sums}
 
 
 def s3_object(url: str) -> S3Object | None:

@@ -59,6 +59,13 @@ class SharedTree:
         fringes = None if self.coherent else list[tuple[int, bytes]]()
         return LocalRange(os.path.join(self.folder, "tree", name), pool, start, self.may_write, fringes)
 
+    def sent(self) -> dict[str, Any]:
+        """Nothing: what is written stands in the files."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing is open."""
+
     def note_part(self, number: int, result: Mapping[str, Any]) -> None:
         """Say durably that a part is filled; its bytes must be durable already."""
         path = os.path.join(self.folder, "parts", f"{number}.json")

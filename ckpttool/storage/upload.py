@@ -9,6 +9,7 @@ Sources: the API reference of S3 (CreateMultipartUpload, CompleteMultipartUpload
 
 from __future__ import annotations
 
+import hashlib
 import io
 import tempfile
 import threading
@@ -26,7 +27,17 @@ from .urls import redact_url
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["SIZES", "FileUpload", "PartsUpload", "Upload", "UploadPool", "UploadSizes", "part_bytes"]
+__all__ = [
+    "SIZES",
+    "FileUpload",
+    "PartsUpload",
+    "SharedUpload",
+    "Upload",
+    "UploadPool",
+    "UploadSizes",
+    "gone",
+    "part_bytes",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,25 +89,36 @@ class Upload:
     """One object, written from its first byte to its last; it is not visible before `commit`.
 
     Parts that a killed run left behind for the same object are removed first, so of two runs at one object the first
-    fails. `lock` holds S3's arguments for an object lock; `locked` is False if the bucket has none. Memory is a few
+    fails; with `keep_parts`, they stay until the first byte, and `share` goes on from them. `lock` holds S3's arguments for an object lock; `locked` is False if the bucket has none. Memory is a few
     parts; parts are so large that 10,000 of them hold `expect_bytes`.
 
     Raises:
         DestinationExists: the object exists, without `force`. RemoteError: the store fails.
     """
 
-    def __init__(self, url: str, *, force: bool, lock: Mapping[str, Any] | None = None, expect_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        force: bool,
+        lock: Mapping[str, Any] | None = None,
+        expect_bytes: int = 0,
+        keep_parts: bool = False,
+    ) -> None:
         self.url, self.force = url, force
         at = s3_object(url)
         if at is None and lock:
             raise Unsupported(f"{redact_url(url)}: only S3 stores have object locks.")
         self._to: PartsUpload | FileUpload
+        self._left: list[tuple[str, str]] = []
         if at is None:
             self._to = FileUpload(url, force=force, block_bytes=SIZES.part_bytes)
         else:
             if not force and at.head() is not None:
                 raise taken(at.url)
-            at.sweep(at.key, lambda key: key == at.key)
+            self._at, self._left = at, at.unfinished(at.key, lambda key: key == at.key)
+            if lock or not keep_parts:
+                self._sweep()
             size = part_bytes(expect_bytes, SIZES.part_bytes)
             self._to = PartsUpload(
                 at,
@@ -107,8 +129,42 @@ class Upload:
             )
         self.locked = isinstance(self._to, PartsUpload) and self._to.locked
 
+    def _sweep(self) -> None:
+        """Remove the parts that an earlier run left."""
+        if self._left:
+            self._at.sweep(self._left)
+            self._left = []
+
+    @property
+    def sharable(self) -> bool:
+        """Whether others can send its parts."""
+        return isinstance(self._to, PartsUpload) and not self.locked
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of a part; 0 where the store has no parts."""
+        return self._to.size if isinstance(self._to, PartsUpload) else 0
+
+    @property
+    def begun(self) -> bool:
+        """Whether an earlier run left parts that `share` goes on from."""
+        return len(self._left) == 1 and bool(self._at.parts(self._left[0][1]))
+
+    def share(self) -> SharedUpload:
+        """From here on, others send the parts.
+
+        Raises:
+            RemoteError: the store fails.
+        """
+        assert isinstance(self._to, PartsUpload) and self._to.id is None
+        keep = self._left.pop()[1] if len(self._left) == 1 else None
+        self._sweep()
+        self._to = SharedUpload(self._at, force=self.force, part_bytes=self._to.size, pool=self._to.pool, upload=keep)
+        return self._to
+
     def append(self, data: bytes | memoryview) -> None:
         """The next bytes; `data` may be reused afterwards."""
+        self._sweep()
         self._to.append(data)
 
     def commit(self) -> None:
@@ -117,6 +173,7 @@ class Upload:
         Raises:
             DestinationExists: it was created meanwhile, without `force`; nothing was replaced.
         """
+        self._sweep()
         self._to.commit()
 
     def abort(self) -> None:
@@ -125,6 +182,14 @@ class Upload:
             self._to.abort()
         except (CkpttoolError, OSError):
             pass
+
+
+def gone(url: str) -> RemoteError:
+    """The error for an upload that the store does not know any more."""
+    return RemoteError(
+        f"{url}: its parts are gone; another run began to write the same object. Nothing was replaced; run the command again when it "
+        "has ended."
+    )
 
 
 def part_bytes(expect_bytes: int, usual: int) -> int:
@@ -201,9 +266,8 @@ class PartsUpload:
         self.part = self._empty()
 
     def _put(self, number: int, body: IO[bytes]) -> None:
-        answer = self.at.request("upload_part", Key=self.at.key, UploadId=self.id, PartNumber=number, Body=body)
-        sums = {k: v for k, v in answer.items() if k.startswith("Checksum") and k != "ChecksumType"}
-        self.done[number] = {"PartNumber": number, "ETag": answer["ETag"], **sums}
+        assert self.id is not None
+        self.done[number] = self.at.put_part(self.id, number, body)
         body.close()
 
     def settle(self) -> None:
@@ -229,16 +293,16 @@ class PartsUpload:
                 )
         except (Conflict, NotFound) as e:
             found = self.at.head()
-            metadata = found.get("Metadata", {}) if found else {}
-            if metadata.get("ckpttool-upload") == self.mark["ckpttool-upload"]:
+            if found and self._is_ours(found):
                 return  # the first try succeeded, only its answer was lost
             if isinstance(e, Conflict):
                 self.abort()
                 raise taken(self.at.url) from None
-            raise RemoteError(
-                f"{self.at.url}: its parts are gone; another run began to write the same object. Nothing was "
-                "replaced; run the command again when it has ended."
-            ) from None
+            raise gone(self.at.url) from None
+
+    def _is_ours(self, found: Mapping[str, Any]) -> bool:
+        """Whether an object (`S3Object.head`) is this upload."""
+        return bool(found.get("Metadata", {}).get("ckpttool-upload") == self.mark["ckpttool-upload"])
 
     def abort(self) -> None:
         for future in self.pending:
@@ -248,12 +312,68 @@ class PartsUpload:
                 future.exception()
         self.pending.clear()
         self.part.close()
-        if self.id is None:
-            return
+        if self.id is not None:
+            self.at.abort(self.id)
+
+
+class SharedUpload(PartsUpload):
+    """An object of S3 whose parts other processes send (shared_objects.py). Each part but the last has `part_bytes`, and bytes
+    [n, n + 1) * part_bytes of the object are part n + 1, so it does not matter who sends a part, nor how often.
+
+    Args:
+        upload: the id of an upload that an earlier run began; where None, one is begun.
+    """
+
+    def __init__(
+        self, at: S3Object, *, force: bool, part_bytes: int, pool: UploadPool, upload: str | None = None
+    ) -> None:
+        super().__init__(at, force=force, part_bytes=part_bytes, pool=pool)
+        self.id = upload
+        if upload is None:
+            self._begin({})
+
+    @property
+    def upload_id(self) -> str:
+        """What a worker needs to send a part."""
+        assert self.id is not None
+        return self.id
+
+    def confirm(self, sent: Mapping[int, str], nbytes: int) -> list[int]:
+        """Compare what was sent with what the store lists, which is what will be completed; the parts that are missing or others.
+
+        Args:
+            sent: {number of a part: its ETag}.
+            nbytes: of the object.
+
+        Raises:
+            RemoteError: another run aborted or completed the upload.
+        """
         try:
-            self.at.request("abort_multipart_upload", Key=self.at.key, UploadId=self.id)
+            there = self.at.parts(self.upload_id)
         except NotFound:
-            pass
+            raise gone(self.at.url) from None
+        wrong = []
+        for number in range(1, max(1, -(-nbytes // self.size)) + 1):
+            size = min(self.size, nbytes - (number - 1) * self.size)
+            found = there.get(number)
+            if found is None or found.pop("Size") != size or found["ETag"] != sent.get(number):
+                wrong.append(number)
+            else:
+                self.done[number] = found
+        return wrong
+
+    def settle(self) -> None:
+        """Others have sent everything."""
+        self.part.close()
+
+    def _is_ours(self, found: Mapping[str, Any]) -> bool:
+        """By the ETag that S3 gives an object of these parts: the upload may be one that an earlier run began."""
+        try:
+            parts = b"".join(bytes.fromhex(self.done[k]["ETag"].strip('"')) for k in sorted(self.done))
+        except ValueError:
+            return super()._is_ours(found)
+        etag = f"{hashlib.md5(parts, usedforsecurity=False).hexdigest()}-{len(self.done)}"
+        return bool(found.get("ETag", "").strip('"') == etag) or super()._is_ours(found)
 
 
 class FileUpload:

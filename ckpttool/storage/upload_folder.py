@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence, Set
 
 from ..bounded_json import parse
 from ..errors import CkpttoolError, Corrupt, DestinationExists, Unsafe, Unsupported, argument
@@ -12,7 +13,7 @@ from . import upload
 from .objects import get_with_token, hide, put_if_unchanged, s3_object
 from .remote import filesystem_for
 from .retries import NotFound, with_retries
-from .upload import FileUpload, PartsUpload, UploadPool, part_bytes
+from .upload import FileUpload, PartsUpload, SharedUpload, UploadPool, part_bytes
 from .urls import redact_url
 
 __all__ = ["NOTE", "UploadFolder"]
@@ -40,18 +41,24 @@ class UploadFolder:
         self.url, self.names, self.force = url.rstrip("/"), list(names), force
         self._fs, self._path, _ = filesystem_for(self.url)
         self._note, self._mine = f"{self.url}/{NOTE}", b""
-        far = s3_object(self._note)
+        self._far = far = s3_object(self._note)
         self._old, self._token = self._look()
+        #: (name, key, id) of uploads that an earlier run left
+        self._left: list[tuple[str, str, str]] = []
         if far:  # objects of the folder itself, and what lies deeper only where this run will write it, too
             prefix = far.key.removesuffix(NOTE)
-            far.sweep(prefix, lambda key: "/" not in key.removeprefix(prefix) or key.removeprefix(prefix) in self.names)
+            left = far.unfinished(
+                prefix, lambda key: "/" not in key.removeprefix(prefix) or key.removeprefix(prefix) in self.names
+            )
+            self._left = [(key.removeprefix(prefix), key, upload) for key, upload in left]
         sizes = upload.SIZES
         share = sizes.buffered_bytes // max(1, open_at_once)
         share -= share % (256 << 10) if share > 256 << 10 else 0  # Google takes multiples of that
         size = part_bytes(largest, max(sizes.smallest_part_bytes, min(sizes.part_bytes, share)))
-        self._size, self._on_disk = size, size * open_at_once > sizes.buffered_bytes
+        self.part_bytes, self.on_disk = size, size * open_at_once > sizes.buffered_bytes
         self._pool = UploadPool(max(2, sizes.in_flight_bytes // size))
         self._uploads: dict[str, PartsUpload | FileUpload] = {}
+        self.shared: dict[str, SharedUpload] = {}
         self.showing = False  # whether some of it may be visible
 
     def _look(self) -> tuple[list[str], str | None]:
@@ -80,8 +87,51 @@ class UploadFolder:
         names = (f.removeprefix(self._path).lstrip("/") for f in found if f.startswith(self._path + "/"))
         return sorted(n for n in names if n)  # none is that of the "folder" that the console of S3 makes
 
+    @property
+    def sharable(self) -> bool:
+        """Whether others can send the parts of its objects."""
+        return self._far is not None
+
+    def _own(self) -> dict[str, tuple[str, str]]:
+        """{name: (key, id)} of those uploads of an earlier run that are the only ones of objects of this run."""
+        many = Counter(name for name, _, _ in self._left)
+        return {name: (key, upload) for name, key, upload in self._left if name in self.names and many[name] == 1}
+
+    @property
+    def begun(self) -> bool:
+        """Whether an earlier run left parts that `share` goes on from."""
+        return self._far is not None and any(self._far.parts(upload, key) for key, upload in self._own().values())
+
+    def share(self, names: Iterable[str]) -> None:
+        """From here on, others send the parts of these objects; what an earlier run left of them is kept.
+
+        Raises:
+            RemoteError: the store fails.
+        """
+        own, wanted = self._own(), list(names)
+        self._sweep(keep={own[name][1] for name in wanted if name in own})
+
+        def begin(name: str) -> SharedUpload:
+            at = s3_object(f"{self.url}/{name}")
+            assert at is not None
+            kept = own[name][1] if name in own else None
+            return SharedUpload(at, force=True, part_bytes=self.part_bytes, pool=self._pool, upload=kept)
+
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(8, "ckpttool-send") as pool:
+            self.shared = dict(zip(wanted, pool.map(begin, wanted), strict=True))
+        self._uploads |= self.shared
+
+    def _sweep(self, keep: Set[str] = frozenset()) -> None:
+        """Remove the parts that an earlier run left."""
+        if self._far is not None and self._left:
+            self._far.sweep((key, upload) for _, key, upload in self._left if upload not in keep)
+        self._left = []
+
     def append(self, name: str, data: bytes | memoryview) -> None:
         """The next bytes of one of the objects."""
+        self._sweep()
         if name not in self._uploads:
             self._uploads[name] = self._begin(name)
         self._uploads[name].append(data)
@@ -89,8 +139,8 @@ class UploadFolder:
     def _begin(self, name: str) -> PartsUpload | FileUpload:
         at = s3_object(f"{self.url}/{name}")
         if at is None:
-            return FileUpload(f"{self.url}/{name}", force=True, block_bytes=self._size)
-        return PartsUpload(at, force=True, part_bytes=self._size, pool=self._pool, on_disk=self._on_disk)
+            return FileUpload(f"{self.url}/{name}", force=True, block_bytes=self.part_bytes)
+        return PartsUpload(at, force=True, part_bytes=self.part_bytes, pool=self._pool, on_disk=self.on_disk)
 
     def settle(self, name: str) -> None:
         """The last byte of this object was appended: send what waits."""
@@ -153,9 +203,11 @@ class UploadFolder:
             "has stopped, run the same command again."
         )
 
-    def abort(self) -> None:
-        """Remove what was sent and is not visible. Never raises."""
-        for one in self._uploads.values():
+    def abort(self, *, keep_shared: bool = False) -> None:
+        """Remove what was sent and is not visible; with `keep_shared`, not what others have sent. Never raises."""
+        for name, one in self._uploads.items():
+            if keep_shared and name in self.shared:
+                continue
             try:
                 one.abort()
             except (CkpttoolError, OSError):

@@ -248,7 +248,7 @@ def test_many_files_at_once_take_no_more_memory(
 
     monkeypatch.setattr(upload_folder.UploadFolder, "__init__", spy)
     convert(DCP, f"{bucket}/a", to="dcp", world_size=8)
-    assert (made[0]._size, made[0]._on_disk) == ((16 << 10, True) if on_disk else (32 << 10, False))
+    assert (made[0].part_bytes, made[0].on_disk) == ((16 << 10, True) if on_disk else (32 << 10, False))
 
 
 def test_how_many_files_are_open_at_once() -> None:
