@@ -51,12 +51,32 @@ def mapped(
     return _Mapping(ckpt, source, found, config or {}, sizes or {}).run()
 
 
+def _with_optimizer(ckpt: Checkpoint) -> Checkpoint:
+    """The same state with the optimizer where others have it, if it is data since its names are not those of the weights
+    (torchtune)."""
+    head = next(
+        (t.path[:3] for t in ckpt.tensors.values() if t.path[0] == "extra" and t.path[2:4] == ("optimizer", "state")),
+        None,
+    )
+    if head is None or any(t.path[0] == "optim" for t in ckpt.tensors.values()):
+        return ckpt
+
+    def moved(path: Path) -> Path:
+        return ("optim", *path[3:]) if path[:3] == head else path
+
+    tensors = {joined(p): replace(t, path=p) for t in ckpt.tensors.values() for p in [moved(t.path)]}
+    values = {joined(p): Value(p, v.data) for v in ckpt.values.values() for p in [moved(v.path)]}
+    recorded = {joined(moved(t.path)): ckpt.recorded[n] for n, t in ckpt.tensors.items() if n in ckpt.recorded}
+    return replace(ckpt, tensors=tensors, values=values, recorded=recorded)
+
+
 class _Mapping:
     """One state on its way through a map."""
 
     def __init__(
         self, ckpt: Checkpoint, source: Source, found: NameMap, config: Mapping[str, Any], sizes: Mapping[str, int]
     ) -> None:
+        ckpt = _with_optimizer(ckpt)
         self.ckpt, self.source, self.map = ckpt, source, found
         self.weights = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
         text = config.get("text_config")
@@ -66,7 +86,8 @@ class _Mapping:
         self.tensors: dict[str, TensorEntry] = {}
         self.values: dict[str, Value] = {}
         self.recorded: dict[str, str] = {}
-        self.forward = self._direction()
+        self.ways = self._ways()
+        self.renamed: dict[str, tuple[str, ...]] = {}  # {first name of a group of the optimizer: its new names}
 
     def _state_names(self) -> list[str]:
         """Names of parameters in the optimizer: with state, or in a group."""
@@ -80,8 +101,9 @@ class _Mapping:
                 out |= dict.fromkeys(n for n in v.data if isinstance(n, str))
         return list(out)
 
-    def _direction(self) -> bool:
-        """Whether the names are those on the left.
+    def _ways(self) -> dict[str, bool | None]:
+        """{component: whether its names are those on the left; None where they are what they shall be}. Weights and optimizer may be on
+        two sides, as torchtune saves them: then both become those on the right.
 
         Raises:
             Unmapped: they are those of neither side.
@@ -91,25 +113,30 @@ class _Mapping:
             raise UsageError(
                 f"{argument('map')}: the checkpoint holds no weights and no optimizer that names parameters."
             )
-        rest: dict[bool, list[str]] = {}
-        for forward in (True, False):
-            rest[forward] = [
-                f"{component}.{n}" if component == "model" else f"optim.state.{n}"
-                for component, rows in names.items()
+        rest = {
+            (component, forward): [
+                n
                 for n in matched(rows, self.map, component, forward)[1]
                 if not (forward and component == "model" and ignored(self.map, n))
             ]
-            if not rest[forward]:
-                return forward
-        forward = len(rest[True]) <= len(rest[False])
-        side, unmatched = self.map.sides[not forward], rest[forward]
+            for component, rows in names.items()
+            for forward in (True, False)
+        }
+        for forward in (True, False):
+            if not any(rest[component, forward] for component in names):
+                return dict.fromkeys(names, forward)
+        if all(not rest[component, True] or not rest[component, False] for component in names):
+            return {component: None if rest[component, True] else True for component in names}
+        forward = sum(len(rest[c, True]) for c in names) <= sum(len(rest[c, False]) for c in names)
+        unmatched = [f"model.{n}" for n in rest["model", forward]]
+        unmatched += [f"optim.state.{n}" for n in rest["optim", forward]]
         more = f" and {len(unmatched) - _SHOWN:,} more" if len(unmatched) > _SHOWN else ""
         shown = ", ".join(f'"{n}"' for n in unmatched[:_SHOWN])
         total = sum(map(len, names.values()))
         raise Unmapped(
             f"the map {self.map.name} is between {self.map.sides[0]} and {self.map.sides[1]}, and {len(unmatched):,} of {total:,} names are "
-            f"not names of {side}: {shown}{more}. Write a map with lines for them; `ckpttool maps {self.map.name}` prints this one to start "
-            "from."
+            f"not names of {self.map.sides[not forward]}: {shown}{more}. Write a map with lines for them; `ckpttool maps {self.map.name}` "
+            "prints this one to start from."
         )
 
     def run(self) -> Checkpoint:
@@ -128,7 +155,7 @@ class _Mapping:
             self.notes.append(
                 f"the recorded digests of {kept - len(self.recorded)} tensors were not compared, since the map cuts, joins or permutes them"
             )
-        here, there = self.map.sides if self.forward else self.map.sides[::-1]
+        here, there = self.map.sides if True in self.ways.values() else self.map.sides[::-1]
         changed = sum(n not in ckpt.tensors for n in self.tensors)
         said = f"names and order of {here} became those of {there} by the map {self.map.name}: {changed:,} of {len(self.tensors):,} tensors have other names"
         return replace(
@@ -147,7 +174,11 @@ class _Mapping:
                     self.recorded[next(iter(new))] = self.ckpt.recorded[name]
 
     def _model(self) -> None:
-        groups, unmatched = matched(self.weights, self.map, "model", self.forward)
+        way = self.ways["model"]
+        if way is None:
+            self._keep("model")
+            return
+        groups, unmatched = matched(self.weights, self.map, "model", way)
         for group in groups:
             entries = {key: self.weights[n] for key, n in group.names.items()}
             result = resolved(group, {key: t.shape for key, t in entries.items()}, self.sizes, self.map)
@@ -165,6 +196,12 @@ class _Mapping:
                 raise Unsupported(f'"{n}" is not 0, and {self.map.sides[1]} has nothing to put it in: {row.why}.')
             left.setdefault(row.why, []).append(n)
         self.notes += [f'{len(rows)} tensors were left out, first "{rows[0]}": {why}' for why, rows in left.items()]
+
+    def _keep(self, component: str) -> None:
+        """A component that has the right names already."""
+        self.tensors |= {n: t for n, t in self.ckpt.tensors.items() if t.path[0] == component}
+        self.values |= {n: v for n, v in self.ckpt.values.items() if v.path[0] == component}
+        self.recorded |= {n: d for n, d in self.ckpt.recorded.items() if n.partition(".")[0] == component}
 
     def _padding(self, result: Resolved, fqn: str) -> None:
         """Say what is in the rows that are cut: nothing that was learned, or how many rows of what."""
@@ -202,7 +239,12 @@ class _Mapping:
         for leaf in leaves:
             if leaf.path[:2] == ("optim", "state") and len(leaf.path) > 3:
                 slots.setdefault(str(leaf.path[2]), {})[leaf.path[3:]] = leaf
-        self.state = matched(self._state_names(), self.map, "optim", self.forward)[0]
+        way = self.ways["optim"]
+        self.state: list[Group] = []
+        if way is None:
+            self._keep("optim")
+            return
+        self.state = matched(self._state_names(), self.map, "optim", way)[0]
         for group in self.state:
             have = {key: slots[n] for key, n in group.names.items() if n in slots}
             if not have:
@@ -213,6 +255,7 @@ class _Mapping:
                     f'the optimizer has state for "{group.first}" and none for "{none}", which the map joins to one parameter.'
                 )
             result = resolved(group, self._shapes(group, have), self.sizes, self.map)
+            self.renamed[group.first] = tuple(result.names.values())
             for tail in dict.fromkeys(p for found in have.values() for p in found):
                 of_tail = {key: found.get(tail) for key, found in have.items()}
                 if lost := [key for key, leaf in of_tail.items() if leaf is None]:
@@ -292,14 +335,15 @@ class _Mapping:
         to: dict[str, tuple[str, ...]] = {}  # {name: what stands at its place}
         together: dict[str, Group] = {}
         for group in self.state:
-            names = self._new_names(group)
+            names = self.renamed.get(group.first) or self._new_names(group)
             for k, n in enumerate(group.names.values()):
                 to[n] = names if k == 0 else ()
                 together[n] = group
         for name, v in self.ckpt.values.items():
             if v.path[:2] == ("optim", "state") and len(v.path) > 3:
                 continue
-            if v.path[:2] == ("optim", "param_groups") and v.path[3:] in _NAME_LISTS and isinstance(v.data, list):
+            lists_names = v.path[:2] == ("optim", "param_groups") and v.path[3:] in _NAME_LISTS
+            if self.state and lists_names and isinstance(v.data, list):
                 here = set(map(str, v.data))
                 for n in v.data:
                     if isinstance(n, str) and (apart := [o for o in together[n].names.values() if o not in here]):
@@ -314,22 +358,15 @@ class _Mapping:
             self.values[name] = v
 
     def _new_names(self, group: Group) -> tuple[str, ...]:
+        """Those of parameters without state."""
         shapes = {key: self.weights[n].shape for key, n in group.names.items() if n in self.weights}
-        if (
-            group.line.whole.axes is None
-            or (not group.from_whole)
-            or (len(group.line.parts) == 1 and not group.line.stacked)
-        ):
-            others = group.line.parts if group.from_whole else (group.line.whole,)
-            return (others[0].named(group.numbers),)
-        if not group.line.stacked:
-            return tuple(t.named(group.numbers) for t in group.line.parts)
-        if not shapes:
-            at = [n for n in self.tensors if n.startswith("optim.state.")]
+        if group.from_whole and group.line.stacked and not shapes:
             raise Unsupported(
-                f'the number of parts of "{group.first}" is not known: the checkpoint holds no weights (of {len(at)} slots).'
+                f'how many parts "{group.first}" has is not known: the checkpoint has no weight of that name.'
             )
-        return tuple(resolved(group, shapes, self.sizes, self.map).names.values())
+        if group.from_whole and group.line.stacked:
+            return tuple(resolved(group, shapes, self.sizes, self.map).names.values())
+        return tuple(t.named(group.numbers) for t in (group.line.parts if group.from_whole else (group.line.whole,)))
 
     def _rest(self) -> None:
         """What is neither a weight nor state of a parameter keeps its name."""

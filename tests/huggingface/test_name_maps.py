@@ -29,6 +29,11 @@ class Case(NamedTuple):
     back: str
     logits: float
 
+    @property
+    def path(self) -> Path:
+        """The checkpoint."""
+        return FOLDER / self.name / ("epoch_0" if self.name.startswith("tune") else "ckpt")
+
 
 CASES = (
     Case("titan-llama3", "torchtitan-llama3", "torchtitan-llama3", 5e-7),
@@ -36,11 +41,13 @@ CASES = (
     Case("titan-qwen3-fused", "torchtitan-qwen3", "torchtitan-qwen3-fused", 0.0),
     Case("titan-qwen3-moe", "torchtitan-qwen3", "torchtitan-qwen3", 5e-7),
     Case("titan-deepseek-v3", "torchtitan-deepseek-v3", "torchtitan-deepseek-v3", 5e-7),
+    Case("tune-llama3", "torchtune-llama3", "torchtune-llama3", 5e-7),
+    Case("tune-qwen2", "torchtune-qwen2", "torchtune-qwen2", 5e-7),
 )
 
 
 def test_every_map_has_a_fixture() -> None:
-    assert {c.forth for c in CASES} | {c.back for c in CASES} == set(maps.names())
+    assert {c.forth for c in CASES} | {c.back for c in CASES} == set(maps.names()) - {"meta-llama"}
     assert {p.name for p in FOLDER.iterdir()} == {c.name for c in CASES}
 
 
@@ -60,7 +67,7 @@ def expected(name: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 def mapped(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The whole state under the names of transformers."""
     out = tmp_path_factory.mktemp("mapped") / "full.pt"
-    ckpttool.convert(FOLDER / case.name / "ckpt", out, map=case.forth, config=str(FOLDER / case.name))
+    ckpttool.convert(case.path, out, map=case.forth, config=str(FOLDER / case.name))
     return out
 
 
@@ -68,7 +75,7 @@ def test_the_model_of_transformers_has_the_logits_of_the_other(case: Case, tmp_p
     from transformers import AutoModelForCausalLM
 
     said, _ = expected(case.name)
-    done = ckpttool.convert(FOLDER / case.name / "ckpt", tmp_path / "hf", to="hf", config=str(FOLDER / case.name))
+    done = ckpttool.convert(case.path, tmp_path / "hf", to="hf", config=str(FOLDER / case.name))
     assert any(f"by the map {case.forth}" in n for n in done.notes)  # the trainer tells which
     got = load_file(tmp_path / "hf" / "model.safetensors")
     hub = {n.removeprefix("hub."): t for n, t in said.items() if n.startswith("hub.")}
@@ -106,7 +113,7 @@ def test_the_next_steps_have_the_losses_of_the_other(case: Case, mapped: Path) -
 
 def test_the_way_back_is_what_the_other_wrote(case: Case, mapped: Path, tmp_path: Path) -> None:
     ckpttool.convert(mapped, tmp_path / "back", map=case.back, config=str(FOLDER / case.name), to="dcp", world_size=1)
-    found = ckpttool.diff(FOLDER / case.name / "ckpt", tmp_path / "back")
+    found = ckpttool.diff(case.path, tmp_path / "back")
     assert found.data == [] and found.shapes == {} and found.dtypes == {} and found.only_in_b == []
     left = [
         n for n in found.only_in_a if not n.endswith("expert_bias_E")
@@ -141,12 +148,47 @@ def test_without_a_config_it_says_what_is_missing_and_an_export_beside_it_tells(
         ckpttool.convert(step, tmp_path / "again", to="hf")
 
 
+def test_llama_of_meta_and_back(tmp_path: Path) -> None:
+    """The weights as torchtune exports them for Meta's code, which has no package here."""
+    said, _ = expected("tune-llama3")
+    meta = {n.removeprefix("meta."): t for n, t in said.items() if n.startswith("meta.")}
+    hub = {n.removeprefix("hub."): t for n, t in said.items() if n.startswith("hub.")}
+    torch.save({**meta, "rope.freqs": torch.ones(2)}, tmp_path / "consolidated.00.pth")
+    config = str(FOLDER / "tune-llama3")
+    ckpttool.convert(tmp_path / "consolidated.00.pth", tmp_path / "hf", to="hf", map="meta-llama", config=config)
+    got = load_file(tmp_path / "hf" / "model.safetensors")
+    assert got.keys() == hub.keys() and all(torch.equal(got[n], t) for n, t in hub.items())
+    ckpttool.convert(tmp_path / "hf", tmp_path / "back.pth", map="meta-llama")
+    back = torch.load(tmp_path / "back.pth")["model"]
+    assert back.keys() == meta.keys() and all(torch.equal(back[n], t) for n, t in meta.items())
+
+
+def test_torchtune_s_optimizer_gets_the_names_and_the_order_of_weights_that_have_those_of_the_hub(
+    tmp_path: Path,
+) -> None:
+    """Its checkpointer for the Hub writes weights for transformers and the recipe's own optimizer."""
+    case = peers.FIXTURES / "trainers" / "torchtune_hf"
+    ckpttool.convert(case / "epoch_0", tmp_path / "step.pt", map="torchtune-llama3")
+    got = torch.load(tmp_path / "step.pt", weights_only=True)
+    weights = load_file(next(iter((case / "epoch_0").glob("*.safetensors"))))
+    assert all(torch.equal(got["model"][n], t) for n, t in weights.items())
+    own = torch.load(case / "recipe_state" / "recipe_state.pt", weights_only=False)["optimizer"]["state"]
+    mine = got["optim"]["state"]
+    assert set(mine) == set(weights)
+    q, k = "model.layers.1.self_attn.q_proj.weight", "layers.1.attn.q_proj.weight"
+    for slot in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(mine[q][slot], own[k][slot].view(4, 5, 2, 40).transpose(1, 2).reshape(40, 40))
+        assert torch.equal(mine["model.norm.weight"][slot], own["norm.scale"][slot])
+    assert mine[q]["step"] == own[k]["step"]
+    assert set(got["optim"]["param_groups"][0]["params"]) == set(weights)
+
+
 def test_a_model_of_transformers_goes_into_another_program_without_an_optimizer(case: Case, tmp_path: Path) -> None:
     """From a folder of the Hub, whose names transformers itself translates."""
-    ckpttool.convert(FOLDER / case.name / "ckpt", tmp_path / "hf", to="hf", config=str(FOLDER / case.name))
+    ckpttool.convert(case.path, tmp_path / "hf", to="hf", config=str(FOLDER / case.name))
     ckpttool.convert(tmp_path / "hf", tmp_path / "back.pt", map=case.back)
     got = torch.load(tmp_path / "back.pt", weights_only=True)["model"]
-    with ckpttool.open(FOLDER / case.name / "ckpt", only=["model"]) as opened:
+    with ckpttool.open(case.path, only=["model"]) as opened:
         names = [n for n in opened if not n.endswith("expert_bias_E")]
         assert {f"model.{n}" for n in got} >= set(names)
         assert all(torch.equal(got[n.removeprefix("model.")], opened[n].torch()) for n in names)
