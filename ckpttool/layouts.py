@@ -36,7 +36,19 @@ __all__ = [
 
 BUILT_IN = tuple(
     f"ckpttool.converters.{name}"
-    for name in ("dcp", "full", "hf", "zero", "universal", "fsdp1", "audit", "trainers", "torchsnapshot", "megatron")
+    for name in (
+        "dcp",
+        "full",
+        "hf",
+        "zero",
+        "universal",
+        "fsdp1",
+        "audit",
+        "trainers",
+        "torchsnapshot",
+        "megatron",
+        "torch_checkpointing",
+    )  # fmt: skip
 )
 _GROUP = "ckpttool.layouts"
 

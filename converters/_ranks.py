@@ -28,7 +28,7 @@ from ckpttool.index.names import COMPONENTS
 from ckpttool.storage.source import ReadAt, Source
 
 __all__ = [
-    "SIDE", "Files", "Group", "Rank", "assembled", "column_of", "groups_of", "parts_of", "replicated", "rest_of", "scalar",
+    "SIDE", "Files", "Group", "Rank", "assembled", "column_of", "compare_replicas", "groups_of", "load", "parts_of", "replicated", "rest_of", "scalar",
     "shown", "slot_of",
 ]  # fmt: skip
 
@@ -125,7 +125,8 @@ def groups_of(names: Iterable[str]) -> list[Group]:
     return [Group(g.pattern, dict(sorted(g.ranks.items()))) for g in found.values()]
 
 
-def _load(files: Files, name: str) -> Any:
+def load(files: Files, name: str) -> Any:
+    """The tree of one file; sharded tensors in it are data (formats/sharded.py)."""
     what = f"{files.source.root}/{name}"
     return torch_zip.read(files.source.reader_of(name), 0, files.source.size(name), what, stand_ins(what))
 
@@ -145,7 +146,7 @@ def parts_of(
     for group in groups:
         by: dict[str, list[Rank]] = {"model": [], "optim": [], "rest": []}
         for rank, name in group.ranks.items():
-            tree, number = _load(files, name), files.number(name)
+            tree, number = load(files, name), files.number(name)
             side = SIDE.match(group.pattern)
             if not isinstance(tree, dict) or not all(isinstance(k, str) for k in tree):
                 tree = {side[1].lower() if side else group.pattern.partition("rank")[0].strip("_-.") or "rank": tree}
@@ -318,7 +319,7 @@ def assembled(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> 
         for start, tensor in s.pieces:
             old = found.setdefault((start, tensor.shape), (r.file, tensor))
             if old[0] != r.file:
-                _compare_replicas(files, name, old, (r.file, tensor))
+                compare_replicas(files, name, old, (r.file, tensor))
     chunks = Chunks(len(shape))
     for (start, size), (file, tensor) in sorted(found.items()):
         files.keep(file, tensor)
@@ -329,7 +330,8 @@ def assembled(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> 
     return TensorEntry(dtype, shape, (name,), chunks)
 
 
-def _compare_replicas(files: Files, name: str, a: tuple[int, StoredTensor], b: tuple[int, StoredTensor]) -> None:
+def compare_replicas(files: Files, name: str, a: tuple[int, StoredTensor], b: tuple[int, StoredTensor]) -> None:
+    """Note two copies of one part of which the CRC32s differ; `a` and `b` are (file, tensor)."""
     one, two = a[1].storage.crc32, b[1].storage.crc32
     whole = all(t.storage.length == t.span for t in (a[1], b[1]))
     if one is not None and two is not None and whole and one != two:
@@ -348,7 +350,7 @@ def replicated(files: Files, ranks: list[Rank], name: str, column: list[Any]) ->
                 f'{files.path(r.file)}: "{name}" is {kind}, in {files.names[ranks[0].file]} it is {first.dtype} {first.shape}. '
                 "The files are of different saves; fetch those of one."
             )
-        _compare_replicas(files, name, (ranks[0].file, first), (r.file, x))
+        compare_replicas(files, name, (ranks[0].file, first), (r.file, x))
     return files.entry(ranks[0].file, first)
 
 

@@ -65,6 +65,8 @@ def detect(where: Place) -> tuple[bool, str]:
     if "latest" in names:
         return False, "has latest, which is of DeepSpeed"
     found = [n for n in names if n.endswith(".safetensors")]
+    if "metadata.pkl" in names and any(re.fullmatch(r"[\w-]+_0\.(pt|safetensors|json)", n) for n in names):
+        return False, "has metadata.pkl and files of ranks, which are of torch_checkpointing"
     if INDEX in names:
         return True, f"has {INDEX}"
     if found:

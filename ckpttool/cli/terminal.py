@@ -79,7 +79,7 @@ To = Annotated[
     str | None,
     typer.Option(
         "--to",
-        help="Layout to write: dcp, full, hf, zero3, zero2, zero1, universal, fsdp1, audit, accelerate, trainer, lightning or torchtitan.",
+        help="Layout to write: dcp, full, hf, zero3, zero2, zero1, universal, fsdp1, torch_checkpointing, audit, accelerate, trainer, lightning or torchtitan.",
         autocompletion=_layout_names,
     ),
 ]

@@ -149,6 +149,8 @@ _RANK = re.compile(
 )
 _SHARD = re.compile(r"(?P<head>.+)-(?P<number>\d{5})-of-(?P<of>\d{5})(?P<tail>\.(?:safetensors|bin))")
 _SHARD_OF_RANK = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+#: The file of an item and a rank of torch_checkpointing.
+_ITEM_OF_RANK = re.compile(r"[A-Za-z0-9_-]+_\d{1,7}\.(pt|safetensors|json)|metadata\.pkl")
 #: Folders of dcp that are one half of a trainer's directory, and names that those and others have.
 _HALF = re.compile(r"pytorch_model_fsdp_\d+|optimizer_\d+")
 _MAYBE_HALF = re.compile(r"model|weights|optim(izer)?|model_and_optim|train")
@@ -160,6 +162,8 @@ def _is_piece(source: Source, name: str) -> bool:
         return True
     if source.root.startswith("http"):  # a server may have no listing of the folder
         return False
+    if _ITEM_OF_RANK.fullmatch(name) and "metadata.pkl" in source.list():
+        return True
     if _SHARD_OF_RANK.fullmatch(name):
         return sum(1 for n in source.list() if _SHARD_OF_RANK.fullmatch(n)) > 1
     if m := _SHARD.fullmatch(name):
@@ -337,7 +341,7 @@ class _Walk:
             return None
         if lacks == _NO_TRAINER_STATE:
             layout = layouts.find("trainer")
-        known = layout.name if layout else "dcp"
+        known = layout.name if layout else "torch_checkpointing" if lacks == _STILL_WRITTEN else "dcp"
         sizes = [size for _, size in _files(inside, names)]
         return self._found(path, known, layout, lacks, len(sizes), sum(sizes))
 
@@ -420,6 +424,8 @@ def _lacks(inside: Source, names: list[str], name: str, layout: Layout | None) -
     if "model_and_optim" in names and ".metadata.json" not in names:
         yield "no .metadata.json, which OLMo-core writes last"
     if layout is None:
+        if _TEMPORARY.fullmatch(name) and any(_ITEM_OF_RANK.fullmatch(n) for n in names):
+            yield _STILL_WRITTEN
         return
     if _TEMPORARY.fullmatch(name):
         yield _STILL_WRITTEN

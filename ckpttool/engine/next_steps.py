@@ -49,6 +49,13 @@ def next_step(ckpt: Checkpoint, path: str) -> str:
         )
     if ckpt.layout == "fsdp1":
         return f"resumes in its job at {_ranks(ckpt)}; at another world size: {out} --to dcp -n RANKS"
+    if ckpt.layout == "torch_checkpointing":
+        if "metadata.pkl" in ckpt.files:
+            return (
+                f"torch_checkpointing's CheckpointManager loads it on up to {_ranks(ckpt)} with DefaultResharder, nothing to convert; on more: "
+                f"{out} --to torch_checkpointing -n RANKS"
+            )
+        return f"resumes in its job at {_ranks(ckpt)}; at another world size: {out} --to torch_checkpointing -n RANKS"
     if ckpt.layout == "universal":
         return f"resumes in DeepSpeed with load_universal; without it: {out} --to zero3 -n RANKS"
     if ckpt.layout == "hf":

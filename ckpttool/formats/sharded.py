@@ -3,10 +3,8 @@
 A ShardedTensor is (local shards, metadata, process group state, sharding spec, init_rrefs): its metadata lists offsets
 and sizes of all shards, the state has the rank that wrote it (torch/distributed/_shard/sharded_tensor/api.py,
 `__getstate__`). A DTensor is a local tensor and a spec, {mesh, placements, tensor_meta}; which box of the whole the
-local tensor is follows from the mesh's size, the rank's coordinates, and the placements: dimension by dimension of the
-mesh each Shard(d) cuts what is left along d as torch.chunk does, from left to right, or as `shard_order` says, or from
-right to left where a _StridedShard says that tensor parallelism, on the right, cut first
-(torch/distributed/tensor/_dtensor_spec.py, placement_types.py).
+local tensor is follows from the mesh's size, the rank's coordinates, and the placements (placements.py), which cut from
+left to right, or as `shard_order` says (torch/distributed/tensor/_dtensor_spec.py).
 
 `stand_ins` keeps both as `Opaque`; `shards_of` says what one rank has of such a tensor; `sharded_tensor` makes one.
 """
@@ -22,11 +20,12 @@ from ..index.checkpoint import ITEMSIZE
 from ..storage.source import ReadAt
 from . import torch_zip
 from .pickles import MEMORY_FORMATS, Global, Opaque, enum_members, short
+from .placements import Cut, Piece, local_pieces
 from .stored_tensors import StoredTensor, inlined
 from .subclasses import is_subclass
 from .torch_pickles import TensorRef
 
-__all__ = ["Shards", "Table", "is_sharded", "sharded_tensor", "shards_of", "stand_ins"]
+__all__ = ["Shards", "Table", "is_sharded", "local_tensor", "sharded_tensor", "shards_of", "stand_ins"]
 
 _SHARDED = "torch.distributed._shard.sharded_tensor"
 
@@ -96,6 +95,11 @@ def is_sharded(x: Any) -> bool:
     return isinstance(x, Opaque) and x.cls.name in ("ShardedTensor", "DTensor")
 
 
+def local_tensor(x: Opaque) -> Any:
+    """What a DTensor has on the rank that pickled it; None of a ShardedTensor, which may have several."""
+    return _fields(x).get("_local_tensor")
+
+
 def shards_of(x: Opaque, key: str, read_at: ReadAt, what: str) -> Shards:
     """What a file says of its part of a tensor.
 
@@ -146,34 +150,35 @@ def _dtensor(x: Opaque, read_at: ReadAt, what: str) -> Shards:
     if not isinstance(tensor, StoredTensor):
         raise ValueError("no local tensor")
     sizes, at, rank, world = _mesh(_fields(spec["mesh"]), read_at, what)
-    kinds = [(p.cls.name, _fields(p).get("dim")) for p in spec["placements"]]
+    kinds = [(p.cls.name, f.get("dim"), f.get("split_factor", 1)) for p in spec["placements"] for f in [_fields(p)]]
     if len(kinds) != len(sizes):
         raise ValueError(f"{len(kinds)} placements on a mesh of {len(sizes)} dimensions")
-    bounds = [(0, n) for n in shape]
     order = list(range(len(kinds)))
-    if any(kind == "_StridedShard" for kind, _ in kinds):
-        order.reverse()  # tensor parallelism, on the right, cut first
-    else:
+    if not any(kind == "_StridedShard" for kind, *_ in kinds):
         for dim, dims in ((e.args[0], e.args[1]) for e in spec.get("shard_order") or () if isinstance(e, Opaque)):
             inside = iter(dims)
             order = [next(inside) if kinds[d][1] == dim else d for d in order]
     slice_at, slices = 0, 1
+    cuts = []
     for d in order:
-        kind, dim = kinds[d]
+        kind, dim, split = kinds[d]
         if kind == "Replicate":
             continue
         if kind not in ("Shard", "_StridedShard") or type(dim) is not int:
             raise Unsupported(f"{what}: holds a DTensor with placement {kind}, which a checkpoint cannot hold.")
-        a, b = bounds[dim]
-        cut = boxes.chunk_sizes(b - a, sizes[d])
-        first = a + sum(cut[: at[d]])
-        bounds[dim] = (first, first + cut[at[d]])
+        cuts.append(Cut(dim, sizes[d], at[d], split if kind == "_StridedShard" else 1))
         slice_at, slices = slice_at * sizes[d] + at[d], slices * sizes[d]
-    box = tuple(b - a for a, b in bounds)
+    pieces, box = local_pieces(shape, cuts)
     if tensor.shape != box and prod(tensor.shape) + prod(box):
         raise ValueError(f"a local tensor of {tensor.shape} where mesh and placements leave {box}")
-    pieces = [(tuple(a for a, _ in bounds), tensor)] if prod(box) else []
-    return Shards(tensor.dtype, shape, pieces, rank, world, (slice_at, slices))
+    held = [(p.start, _part(tensor, p)) for p in pieces if prod(p.shape) or not shape]
+    return Shards(tensor.dtype, shape, held, rank, world, (slice_at, slices))
+
+
+def _part(tensor: StoredTensor, piece: Piece) -> StoredTensor:
+    """A box of a local tensor."""
+    at = sum(a * s for a, s in zip(piece.local, tensor.strides, strict=True)) * ITEMSIZE[tensor.dtype]
+    return tensor._replace(shape=piece.shape, at=tensor.at + at)
 
 
 def _mesh(mesh: dict[str, Any], read_at: ReadAt, what: str) -> tuple[list[int], list[int], int | None, int | None]:

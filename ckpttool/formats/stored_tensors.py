@@ -16,7 +16,17 @@ from .crc import crc32
 from .pickles import Opaque
 from .subclasses import is_subclass, taken_apart
 
-__all__ = ["Inline", "Storage", "StoredTensor", "inlined", "leaves", "map_tensors", "number_in", "tensors_in"]
+__all__ = [
+    "Inline",
+    "Storage",
+    "StoredTensor",
+    "flattened",
+    "inlined",
+    "leaves",
+    "map_tensors",
+    "number_in",
+    "tensors_in",
+]
 
 
 class Storage(NamedTuple):
@@ -102,8 +112,7 @@ def leaves(tree: Any, path: Path, file: int, read_at: ReadAt, what: str) -> tupl
     Dicts with string keys, and lists that hold tensors or dicts, are taken apart, as DCP does. An object of a tensor subclass
     is a `Composite`. Anything else is one value, whose tensors are read (`inlined`).
     """
-    found: dict[Path, Any] = {}
-    _flatten(path, tree, found)
+    found = flattened(tree, path)
     records: dict[int, Record] = {}
 
     def entry(t: StoredTensor, at: Path) -> TensorEntry:
@@ -123,6 +132,13 @@ def leaves(tree: Any, path: Path, file: int, read_at: ReadAt, what: str) -> tupl
         else:
             found[at] = inlined(leaf, read_at, f"{what}: {joined(at)}")
     return found, list(records.values())
+
+
+def flattened(tree: Any, path: Path = ()) -> dict[Path, Any]:
+    """The leaves of a tree as `leaves` takes it apart, as they are."""
+    found: dict[Path, Any] = {}
+    _flatten(path, tree, found)
+    return found
 
 
 def _flatten(path: Path, x: Any, out: dict[Path, Any]) -> bool:

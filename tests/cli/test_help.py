@@ -70,7 +70,7 @@ def test_exit_codes_that_a_command_is_known_to_end_with_are_in_its_help() -> Non
 def test_the_layouts_that_can_be_written_are_in_the_help_of_to(name: str) -> None:
     (option,) = (p for p in COMMANDS[name].params if "--to" in p.opts)
     wanted = {x.name for x in layouts().values() if x.write is not None and x.detect.__module__.startswith("ckpttool.")}
-    assert set(re.findall(r"[a-z0-9]+", option.help.partition(": ")[2])) - {"or"} == wanted
+    assert set(re.findall(r"[a-z0-9_]+", option.help.partition(": ")[2])) - {"or"} == wanted
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,88 @@
+"""Which boxes of a whole tensor one rank's local tensor holds, after the placements of a DTensor.
+
+Placements cut from left to right, dimension by dimension of the mesh. Shard(d) cuts what is left along d as torch.chunk does.
+_StridedShard(d, split_factor) cuts it into split_factor parts, each of them as Shard does, and gives a rank its piece of every
+part; so tensor parallelism, on the right, has in effect cut first, and a local tensor may hold several runs of rows.
+
+Source: _StridedShard._split_tensor in torch/distributed/tensor/placement_types.py, _compute_local_shape_and_global_offset in
+torch/distributed/tensor/_utils.py of 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from ..index import boxes
+
+__all__ = ["Cut", "Piece", "local_pieces"]
+
+_Runs = list[
+    tuple[int, int]
+]  # (first index of the whole, number) of what a rank has along a dimension, in its own order
+
+
+class Cut(NamedTuple):
+    """A placement along tensor dimension `dim`: this rank is number `at` of `parts`; `split` is 1 for a plain Shard."""
+
+    dim: int
+    parts: int
+    at: int
+    split: int = 1
+
+
+class Piece(NamedTuple):
+    """A box of the whole tensor at `start`, which begins at `local` in the rank's tensor."""
+
+    start: tuple[int, ...]
+    local: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def local_pieces(shape: Sequence[int], cuts: Iterable[Cut]) -> tuple[list[Piece], tuple[int, ...]]:
+    """(the boxes of a rank's local tensor, its shape); a rank without elements has no box with any.
+
+    Raises:
+        ValueError: a split factor below 1. IndexError: a dimension that the tensor does not have.
+    """
+    along: list[_Runs] = [[(0, n)] for n in shape]
+    for cut in cuts:
+        if cut.split < 1 or cut.dim < 0:
+            raise ValueError(f"split factor {cut.split} along dimension {cut.dim}")
+        along[cut.dim] = _cut(along[cut.dim], cut)
+    rows: list[list[tuple[int, int, int]]] = []  # (start, local, number) by dimension
+    for runs in along:
+        at, row = 0, []
+        for start, n in runs:
+            row.append((start, at, n))
+            at += n
+        rows.append(row)
+    pieces = [
+        Piece(tuple(x[0] for x in box), tuple(x[1] for x in box), tuple(x[2] for x in box)) for box in product(*rows)
+    ]
+    return pieces, tuple(sum(n for _, n in runs) for runs in along)
+
+
+def _cut(runs: _Runs, cut: Cut) -> _Runs:
+    out: _Runs = []
+    first = 0
+    for n in boxes.chunk_sizes(sum(n for _, n in runs), cut.split):
+        inner = boxes.chunk_sizes(n, cut.parts)
+        a = first + sum(inner[: cut.at])
+        for start, count in _between(runs, a, a + inner[cut.at]):
+            if out and sum(out[-1]) == start:
+                out[-1] = (out[-1][0], out[-1][1] + count)
+            else:
+                out.append((start, count))
+        first += n
+    return out
+
+
+def _between(runs: _Runs, a: int, b: int) -> Iterator[tuple[int, int]]:
+    at = 0
+    for start, n in runs:
+        x, y = max(a, at), min(b, at + n)
+        if x < y:
+            yield start + x - at, y - x
+        at += n

@@ -1,0 +1,164 @@
+"""metadata.pkl of torch_checkpointing: which box of a whole tensor each rank's local tensor is; torch_checkpointing.py has the folder.
+
+    {"version": "2.0", "world_size": 3, "metadata": {item: {
+        "nested_path_to_metadata": {path in the item, as JSON: [{"ranks": (0, 1, 2), "sharding_metadata": {"type", "data"}}]},
+        "rank_to_layout_info": {rank: None, or {"file_path", "serialization_format": {"type": "SafetensorsSerialization"}}}}}}
+
+A pickle of plain values, without a global. Types of sharding metadata:
+
+    DTensorShardingMetadata   {"global_shape", "dtype", "stride", "mesh_spec": {"mesh_shape", "mesh_data", ...}, "placements"}
+                              placements {"type": "Shard", "dim"}, {"type": "StridedShard", "dim", "split_factor"}, {"type": "Replicate"}
+    default_tensor_v1         {"global_shape", "dtype", "global_offsets", "local_offsets", "local_sizes"}, of one rank's local tensor
+
+formats/placements.py says what placements cut. Version 1.0 has one flat dict {[item, *path] as JSON: ...} and rank_to_layout_info_mappings.
+
+Sources: torch_checkpointing/{distributed_metadata,dtensor_metadata,default_metadata,checkpoint_layout}.py of 0.1.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from ckpttool import bounded_json
+from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.formats import pickles
+from ckpttool.formats.placements import Cut, Piece, local_pieces
+from ckpttool.storage.source import Source
+
+__all__ = ["FORMATS", "METADATA", "Item", "Placed", "read_metadata"]
+
+METADATA = "metadata.pkl"
+#: {type of serialization: how its file is read}
+FORMATS = {
+    "TorchSerialization": "pt",
+    "SafetensorsSerialization": "safetensors",
+    "JsonSerialization": "json",
+    "RawSerialization": "raw",
+}
+_MOST_BYTES = 1 << 30
+_MOST_RANKS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What one group of ranks has of a tensor."""
+
+    ranks: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    data: dict[str, Any]
+    is_dtensor: bool
+
+    def pieces(self, rank: int) -> tuple[list[Piece], tuple[int, ...] | None]:
+        """(the boxes that a rank has, the shape of its local tensor or None where that is not said).
+
+        Raises:
+            Unsupported: a placement that a checkpoint cannot hold. ValueError, KeyError, TypeError: not such metadata.
+        """
+        if not self.is_dtensor:
+            rows = zip(self.data["global_offsets"], self.data["local_offsets"], self.data["local_sizes"], strict=True)
+            return [Piece(_ints(a), _ints(b), _ints(n)) for a, b, n in rows], None
+        mesh = self.data["mesh_spec"]
+        sizes, ranks = _ints(mesh["mesh_shape"]), _ints(mesh["mesh_data"])
+        if prod(sizes) != len(ranks):
+            raise ValueError(f"a mesh of {sizes} with {len(ranks)} ranks")
+        place = ranks.index(rank)
+        at: list[int] = []
+        for n in reversed(sizes):
+            place, k = divmod(place, n)
+            at.insert(0, k)
+        cuts = []
+        for placement, n, k in zip(self.data["placements"], sizes, at, strict=True):
+            kind = placement["type"]
+            if kind == "Replicate":
+                continue
+            if kind not in ("Shard", "StridedShard"):
+                raise Unsupported(f"a placement of type {pickles.short(kind)}")
+            cuts.append(Cut(placement["dim"], n, k, placement["split_factor"] if kind == "StridedShard" else 1))
+        return local_pieces(self.shape, cuts)
+
+
+def _ints(x: Any) -> tuple[int, ...]:
+    if isinstance(x, (list, tuple)) and len(x) <= _MOST_RANKS and all(type(n) is int and n >= 0 for n in x):
+        return tuple(x)
+    raise ValueError(f"{pickles.short(x)} are no sizes")
+
+
+@dataclass
+class Item:
+    """An item: {path, each part as text: what the ranks have}; {rank: (file, "pt" or "safetensors" or "json" or "raw")}."""
+
+    tensors: dict[tuple[str, ...], list[Placed]] = field(default_factory=dict)
+    files: dict[int, tuple[str, str]] = field(default_factory=dict)
+
+
+def read_metadata(source: Source) -> tuple[int, dict[str, Item]]:
+    """(world size, {item: Item}) of a folder's metadata.pkl.
+
+    Raises:
+        Corrupt: it is none. Unsupported: a type of metadata or of file that 0.1.1 does not have.
+    """
+    what = f"{source.root}/{METADATA}"
+    data = source.read_all(METADATA, _MOST_BYTES)
+    if not data:
+        raise Corrupt(f"{what} is empty: the save was interrupted. Take an earlier step.")
+    try:
+        found = pickles.load(data, what=what)[0]
+        return _read(found, what)
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise Corrupt(f"{what}: not the metadata of torch_checkpointing ({type(e).__name__}: {e}).") from None
+
+
+def _read(found: Any, what: str) -> tuple[int, dict[str, Item]]:
+    world, version = found["world_size"], found.get("version", "1.0")
+    if type(world) is not int or not 0 < world <= _MOST_RANKS:
+        raise ValueError(f"world_size {pickles.short(world)}")
+    if version not in ("1.0", "2.0"):
+        raise Unsupported(
+            f"{what} has version {pickles.short(version)}; ckpttool reads 1.0 and 2.0. Use a newer ckpttool."
+        )
+    items: dict[str, Item] = {}
+    if version == "1.0":
+        for rank, layouts in found["rank_to_layout_info_mappings"].items():
+            for name, layout in layouts.items():
+                items.setdefault(name, Item()).files[int(rank)] = _file(name, int(rank), layout, what)
+        for text, groups in found["metadata"].items():
+            name, *path = bounded_json.parse(text.encode(), what)
+            items[name].tensors[tuple(map(str, path))] = [_placed(g, what) for g in groups]
+        return world, items
+    for name, data in found["metadata"].items():
+        item = items[name] = Item()
+        for rank, layout in data["rank_to_layout_info"].items():
+            item.files[int(rank)] = _file(name, int(rank), layout, what)
+        for text, groups in data["nested_path_to_metadata"].items():
+            item.tensors[tuple(map(str, bounded_json.parse(text.encode(), what)))] = [_placed(g, what) for g in groups]
+        if missing := sorted(set(range(world)) - set(item.files)):
+            raise ValueError(f'"{name}" has no file for rank {missing[0]}')
+    return world, items
+
+
+def _file(name: str, rank: int, layout: Any, what: str) -> tuple[str, str]:
+    if layout is None:
+        return f"{name}_{rank}.pt", "pt"
+    kind = FORMATS.get(layout["serialization_format"]["type"])
+    if kind is None or not isinstance(layout["file_path"], str):
+        raise Unsupported(
+            f'{what}: "{name}" is stored as {pickles.short(layout["serialization_format"])}, which ckpttool does not know.'
+        )
+    return layout["file_path"], kind
+
+
+def _placed(group: Any, what: str) -> Placed:
+    meta = group["sharding_metadata"]
+    kind, data = meta["type"], meta["data"]
+    if kind not in ("DTensorShardingMetadata", "default_tensor_v1"):
+        raise Unsupported(
+            f"{what}: a tensor is described by {pickles.short(kind)}, a class of the job that saved it; ckpttool reads "
+            "DTensorShardingMetadata and default_tensor_v1. Save with torch_checkpointing's own resharder."
+        )
+    return Placed(
+        _ints(group["ranks"]), _ints(data["global_shape"]), str(data["dtype"]).removeprefix("torch."), data,
+        kind == "DTensorShardingMetadata",
+    )  # fmt: skip
