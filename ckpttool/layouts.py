@@ -34,22 +34,8 @@ __all__ = [
     "flags_of", "known_orders", "layouts", "option", "options_of", "place", "target_of", "tree_of",
 ]  # fmt: skip
 
-BUILT_IN = tuple(
-    f"ckpttool.converters.{name}"
-    for name in (
-        "dcp",
-        "full",
-        "hf",
-        "zero",
-        "universal",
-        "fsdp1",
-        "audit",
-        "trainers",
-        "torchsnapshot",
-        "megatron",
-        "torch_checkpointing",
-    )  # fmt: skip
-)
+_MODULES = "dcp full hf zero universal fsdp1 audit trainers torchsnapshot megatron torch_checkpointing"
+BUILT_IN = tuple(f"ckpttool.converters.{name}" for name in _MODULES.split())
 _GROUP = "ckpttool.layouts"
 
 

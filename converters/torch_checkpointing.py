@@ -31,8 +31,10 @@ from ckpttool.formats import safetensors_header, stored_tensors
 from ckpttool.formats.pickles import short
 from ckpttool.formats.sharded import is_sharded, local_tensor
 from ckpttool.formats.stored_tensors import Storage, StoredTensor
+from ckpttool.formats.subclasses import is_subclass, taken_apart
 from ckpttool.index import boxes
-from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, joined, same_bytes, shape_of
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, joined, same_bytes
+from ckpttool.index.composites import class_of, shape_of
 from ckpttool.index.names import ROLES, canonical
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_orders
 from ckpttool.storage.source import Source
@@ -166,6 +168,16 @@ class _Reading:
             for rank, (file, kind) in sorted(item.files.items())
         ]
         flat = [stored_tensors.flattened(r.tree) for r in ranks]
+        for r, leaves in zip(ranks, flat, strict=True):
+            for path, x in leaves.items():
+                if is_subclass(x) or (is_sharded(x) and is_subclass(local_tensor(x))):
+                    about, _ = taken_apart(
+                        local_tensor(x) if is_sharded(x) else x, StoredTensor, self.files.path(r.file)
+                    )
+                    raise Unsupported(
+                        f'{self.files.path(r.file)}: "{name}.{joined(path)}" is a {class_of(about)}, which ckpttool reads from dcp and full only. '
+                        "Save it with torch.distributed.checkpoint, or leave the item out."
+                    )
         in_one = any(kind == "safetensors" for _, kind in item.files.values())  # paths are joined by dots
         sharded = any(is_sharded(x) for leaves in flat for x in leaves.values())
         if not item.tensors and not sharded and ROLES.get(name) not in ("model", "optim"):

@@ -267,3 +267,12 @@ def test_a_file_of_a_rank_is_answered_with_its_folder() -> None:
             NotRecognised, match=f"{file} is one file of the torch_checkpointing checkpoint .*ckpt; give that"
         ):
             ckpttool.open(JOBS / "fsdp" / "ckpt" / file)
+
+
+def test_a_tensor_subclass_is_refused_by_its_class(tmp_path: Path) -> None:
+    shutil.copy(JOBS / "one" / "ckpt" / "model_0.pt", tmp_path)
+    shutil.copy(FIXTURES / "torchao" / "adamw4bit_w1" / "ckpt.pt", tmp_path / "optimizer_0.pt")
+    with pytest.raises(
+        Unsupported, match=r"exp_avg\" is a torchao OptimState4bit, which ckpttool reads from dcp and full only"
+    ):
+        ckpttool.open(tmp_path)
