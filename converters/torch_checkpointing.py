@@ -168,16 +168,7 @@ class _Reading:
             for rank, (file, kind) in sorted(item.files.items())
         ]
         flat = [stored_tensors.flattened(r.tree) for r in ranks]
-        for r, leaves in zip(ranks, flat, strict=True):
-            for path, x in leaves.items():
-                if is_subclass(x) or (is_sharded(x) and is_subclass(local_tensor(x))):
-                    about, _ = taken_apart(
-                        local_tensor(x) if is_sharded(x) else x, StoredTensor, self.files.path(r.file)
-                    )
-                    raise Unsupported(
-                        f'{self.files.path(r.file)}: "{name}.{joined(path)}" is a {class_of(about)}, which ckpttool reads from dcp and full only. '
-                        "Save it with torch.distributed.checkpoint, or leave the item out."
-                    )
+        self._refuse_subclasses(name, ranks, flat)
         in_one = any(kind == "safetensors" for _, kind in item.files.values())  # paths are joined by dots
         sharded = any(is_sharded(x) for leaves in flat for x in leaves.values())
         if not item.tensors and not sharded and ROLES.get(name) not in ("model", "optim"):
@@ -196,6 +187,17 @@ class _Reading:
             else:
                 out |= self._values(path, [(r, x) for r, _, x in column])
         return out
+
+    def _refuse_subclasses(self, item: str, ranks: list[Rank], flat: list[dict[Path, Any]]) -> None:
+        for r, leaves in zip(ranks, flat, strict=True):
+            for path, x in leaves.items():
+                inside = local_tensor(x) if is_sharded(x) else x
+                if is_subclass(inside):
+                    about, _ = taken_apart(inside, StoredTensor, self.files.path(r.file))
+                    raise Unsupported(
+                        f'{self.files.path(r.file)}: "{item}.{joined(path)}" is a {class_of(about)}, which ckpttool reads from dcp and full '
+                        "only. Save it with torch.distributed.checkpoint, or leave the item out."
+                    )
 
     def _tree(self, file: str, kind: str) -> Any:
         """What a file holds; tensors of safetensors as those of torch."""
