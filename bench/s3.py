@@ -70,8 +70,14 @@ class Handler(BaseHTTPRequestHandler):
             part = path.parent / f".part-{upload}-{query['partNumber']}"
             self.receive(part)
             with LOCK:
-                UPLOADS[upload][int(query["partNumber"])] = part
-            self.answer(200, ETag=f'"{part.name}"')
+                known = UPLOADS.get(upload)
+                if known is not None:
+                    known[int(query["partNumber"])] = part
+            if known is None:
+                part.unlink()
+                self.answer(404, _NO_UPLOAD)
+            else:
+                self.answer(200, ETag=tag_of_part(part))
         elif self.command == "PUT" and path.parent == ROOT:
             path.mkdir(exist_ok=True)
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -94,6 +100,18 @@ class Handler(BaseHTTPRequestHandler):
                     p.unlink()
             parts[0].rename(path)
             self.answer(200, b"<CompleteMultipartUploadResult><ETag>x</ETag></CompleteMultipartUploadResult>")
+        elif upload and upload not in UPLOADS:
+            self.answer(404, _NO_UPLOAD)
+        elif upload and self.command == "DELETE":
+            for part in UPLOADS.pop(upload).values():
+                part.unlink()
+            self.answer(204)
+        elif upload:
+            rows = [f"<Part><PartNumber>{n}</PartNumber><ETag>{escape(tag_of_part(p))}</ETag><Size>{p.stat().st_size}</Size></Part>"
+                    for n, p in sorted(UPLOADS[upload].items())]  # fmt: skip
+            self.answer(
+                200, f"<ListPartsResult><IsTruncated>false</IsTruncated>{''.join(rows)}</ListPartsResult>".encode()
+            )
         elif self.command == "DELETE":
             path.unlink(missing_ok=True)
             self.answer(204)
@@ -142,6 +160,14 @@ class Handler(BaseHTTPRequestHandler):
                 first += os.sendfile(self.connection.fileno(), f.fileno(), first, end - first)
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = serve
+
+
+_NO_UPLOAD = b"<Error><Code>NoSuchUpload</Code><Message>none</Message></Error>"
+
+
+def tag_of_part(path: Path) -> str:
+    """The ETag of a part: its name, which holds the upload and the number. It is no MD5, as with SSE-KMS."""
+    return f'"{path.name}"'
 
 
 def tag(path: Path) -> str:

@@ -5,6 +5,7 @@ A sitecustomize.py makes parts small and reading slow in all of them, so that th
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -39,11 +40,11 @@ stream.Reader._load_batch = slowly
 class Run:
     """`ckpttool convert SOURCE OUT --workers N --json`, while it runs."""
 
-    def __init__(self, tmp_path: Path, *words: str, seconds: float = 0.05) -> None:
+    def __init__(self, tmp_path: Path, *words: str, seconds: float = 0.05, disk: Path | None = None) -> None:
         (tmp_path / "site").mkdir(exist_ok=True)
         (tmp_path / "site" / "sitecustomize.py").write_text(SITE)
         env = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "SECONDS_A_BLOCK": str(seconds)}
-        self.out = tmp_path / "out"
+        self.out = (disk or tmp_path) / "out"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "ckpttool", "convert", str(SOURCE), str(self.out), "--json", "--jobs", "1", *words],
             env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -154,3 +155,81 @@ def test_an_interrupted_run_leaves_no_worker_and_what_was_filled(tmp_path: Path,
     assert not any(alive(pid) for pid in pids)
     assert Run(tmp_path, *WORDS, seconds=0.0).result()["workers"]["filled_before"] >= 2
     assert contents(run.out) == wanted
+
+
+# ------------------------------------------------------------------------------------------------------- a full disk
+
+
+def mounted(tmp_path: Path, kind: str) -> Path:
+    """A file system of 8 MB; skips where nothing can be mounted."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if kind == "tmpfs":
+        commands = [["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(disk)]]
+    else:
+        image = tmp_path / "image"
+        with image.open("wb") as f:
+            f.truncate(8 << 20)
+        commands = [["mkfs.ext4", "-q", "-m", "0", str(image)], ["mount", "-o", "loop", str(image), str(disk)]]
+    for command in commands:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except FileNotFoundError:
+            pytest.skip(f"no {command[0]} on this machine")
+        if done.returncode:
+            pytest.skip(f"mount is not allowed here: {done.stderr.strip()}")
+    return disk
+
+
+@pytest.fixture(params=["tmpfs", "ext4"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A small file system, on which a full disk is a real one. On ext4, blocks may be missed only when a file is synced."""
+    made = mounted(tmp_path, request.param)
+    yield made
+    subprocess.run(["umount", str(made)], check=True)
+
+
+def fill_up(disk: Path) -> Path:
+    """A file that takes every free block."""
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as f:
+        for size in (1 << 16, 1 << 12, 1):
+            try:
+                while True:
+                    f.write(bytes(size))
+                    os.fsync(f.fileno())
+            except OSError as e:
+                assert e.errno == errno.ENOSPC
+    return filler
+
+
+def test_a_disk_that_fills_up_under_workers_keeps_what_is_filled(
+    tmp_path: Path, disk: Path, wanted: dict[str, bytes]
+) -> None:
+    run = Run(tmp_path, *WORDS, "--workers", "2", seconds=0.1, disk=disk)
+    run.wait_for(2)
+    filler = fill_up(disk)
+    pids = run.workers()
+    out, err = run.process.communicate(timeout=60)
+    assert run.process.returncode == 8, err
+    error = json.loads(out)["error"]
+    assert error["kind"] == "NoSpace" and error["exit_code"] == 8
+    assert (
+        "No space left on device. The destination is untouched. Free some space and run the same command again" in err
+    )
+    assert "Traceback" not in err and not any(alive(pid) for pid in pids)
+    left = sorted(os.listdir(disk))
+    assert not run.out.exists() and len([n for n in left if n.startswith(".out.partial-")]) == 1
+    done = run.parts()
+    assert done >= 2
+
+    full = Run(tmp_path, *WORDS, "--workers", "2", seconds=0.0, disk=disk)  # the disk is still full
+    out, err = full.process.communicate(timeout=60)
+    assert full.process.returncode == 8 and "Traceback" not in err, err
+    assert full.parts() >= done
+
+    filler.unlink()
+    again = Run(tmp_path, *WORDS, "--workers", "3", seconds=0.0, disk=disk).result()
+    assert again["workers"]["filled_before"] >= done and again["verified"]
+    assert contents(run.out) == wanted
+    assert sorted(n for n in os.listdir(disk) if n != "lost+found") == ["out"]
