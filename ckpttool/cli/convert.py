@@ -148,6 +148,15 @@ def convert(
     regroup: Annotated[
         bool, typer.Option("--regroup", help="Give the optimizer the param groups of the checkpoint that --like names.")
     ] = False,
+    dequantize: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--dequantize",
+            help="Write quantised tensors (torchao's 8-bit, 4-bit and fp8 optimizers) with such names as float32, the exact value of "
+            "each code; repeatable. For those who move to plain AdamW: 'optim.*'.",
+            metavar="GLOB",
+        ),
+    ] = None,
     name_map: Annotated[
         str | None,
         typer.Option(
@@ -206,7 +215,7 @@ def convert(
     writing = planning.WriteRequest(
         to=target.name, options=options_of(target, given(ctx)), world_size=world_size, dtype=dtype, cast=cast_rules(cast),
         canonical_keys=canonical_keys, drop=drop, ignore_recorded_digests=ignore_recorded_digests,
-        strip_wrappers=strip_wrappers, regroup=regroup, vocab_size=vocab_size, map=name_map,
+        strip_wrappers=strip_wrappers, regroup=regroup, vocab_size=vocab_size, dequantize=dequantize, map=name_map,
     )  # fmt: skip
     meter = Meter(quiet)
     running = conversion.RunOptions(

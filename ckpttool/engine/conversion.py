@@ -102,6 +102,7 @@ def convert(
     strip_wrappers: bool = False,
     vocab_size: int | None = None,
     regroup: bool = False,
+    dequantize: Iterable[str] | None = None,
     map: str | os.PathLike[str] | None = None,
     ignore_recorded_digests: bool = False,
     expected: Mapping[str, str] | None = None,
@@ -147,6 +148,7 @@ def convert(
         vocab_size: rows of the embedding and the output layer, with their moments: more are zeros, and rows are cut only if nothing was
             learned in them.
         regroup: give the optimizer the param groups of the checkpoint that `like` names.
+        dequantize: globs of names of quantised tensors (["optim.*"]) to write as float32, the exact value of each code.
         map: a name map: its file, or the name of one that comes with ckpttool ("torchtitan-llama3"), from one program's names and order of
             weights and optimizer to another's. Where None and `to` is "hf", the one of the trainer that wrote the source, if there is
             one; "none" for no map.
@@ -171,7 +173,7 @@ def convert(
     writing = WriteRequest(
         to=to, options=options, world_size=world_size, dtype=dtype, cast=cast, canonical_keys=canonical_keys, drop=drop,
         ignore_recorded_digests=ignore_recorded_digests, expected=expected, strip_wrappers=strip_wrappers, vocab_size=vocab_size,
-        regroup=regroup, map=None if map is None else os.fspath(map),
+        regroup=regroup, dequantize=dequantize, map=None if map is None else os.fspath(map),
     )  # fmt: skip
     running = RunOptions(
         force=force,

@@ -32,6 +32,7 @@ from ..index.schedulers import with_whole_scheduler
 from ..index.vocabulary import vocabulary_of
 from ..storage.source import Source
 from . import unread_files
+from .dequantizing import dequantized
 from .fill_from import filled
 from .map_choice import kept_text, under_other_names
 from .merging import open_merged
@@ -57,6 +58,7 @@ class WriteRequest:
     strip_wrappers: bool = False  # leave "_orig_mod." and the like out of the source's own keys
     vocab_size: int | None = None  # rows of the embedding and the output layer
     regroup: bool = False  # give the optimizer the param groups of `like`
+    dequantize: Iterable[str] | None = None  # globs of quantised tensors to write as float32
     map: str | None = None  # a name map, as its text or the name of one that comes with ckpttool; "none" applies none
 
     def __post_init__(self) -> None:
@@ -66,6 +68,9 @@ class WriteRequest:
             raise UsageError(f"{argument('vocab_size', self.vocab_size)}: it must be an integer of at least 1.")
         if self.map is not None:  # its text, since workers have no such file, and plan_id compares it
             object.__setattr__(self, "map", kept_text(self.map))
+        if isinstance(self.dequantize, str):
+            raise UsageError(f"dequantize={self.dequantize!r} is a string; give a list, such as [{self.dequantize!r}].")
+        object.__setattr__(self, "dequantize", tuple(self.dequantize) if self.dequantize else None)
         if not self.cast:  # one way to say so, since plan_id compares requests
             object.__setattr__(self, "cast", None)
 
@@ -110,6 +115,7 @@ def plan(
     strip_wrappers: bool = False,
     vocab_size: int | None = None,
     regroup: bool = False,
+    dequantize: Iterable[str] | None = None,
     map: str | os.PathLike[str] | None = None,
     ignore_recorded_digests: bool = False,
     expected: Mapping[str, str] | None = None,
@@ -131,7 +137,7 @@ def plan(
     writing = WriteRequest(
         to=to, options=options, world_size=world_size, dtype=dtype, cast=cast, canonical_keys=canonical_keys, drop=drop,
         ignore_recorded_digests=ignore_recorded_digests, expected=expected, strip_wrappers=strip_wrappers, vocab_size=vocab_size,
-        regroup=regroup, map=None if map is None else os.fspath(map),
+        regroup=regroup, dequantize=dequantize, map=None if map is None else os.fspath(map),
     )  # fmt: skip
     return plan_with(src, dst, reading, writing)
 
@@ -170,6 +176,13 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
             opened.expect_recorded(writing.ignore_recorded_digests)
         else:
             ckpt.recorded = {**ckpt.recorded, **writing.expected}
+        if writing.dequantize:
+            inside = {n: t for n, t in ckpt.tensors.items() if n in ckpt.recorded}
+            plain, computed = dequantized((ckpt, opened.source), writing.dequantize)
+            inputs = replace(ckpt, tensors={n: t for n, t in inside.items() if n not in plain.tensors})
+            opened.inputs = (*opened.inputs, replace(opened, checkpoint=inputs))
+            ckpt = opened.checkpoint = plain
+            opened.source = computed
         if writing.canonical_keys:
             ckpt.origin = {}
             ckpt = with_whole_scheduler(ckpt)

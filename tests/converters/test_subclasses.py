@@ -6,6 +6,7 @@ torch itself reads what we write; torchao's classes are stand-ins without behavi
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import shutil
 import sys
@@ -18,12 +19,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from commands import ckpttool_here
-from peers import FIXTURES, same_value
+from peers import FIXTURES, load_dcp, same_value
 from safetensors.torch import load_file
 from torch import Tensor
 
 import ckpttool
-from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.errors import Corrupt, Unsupported, UsageError
 
 TORCHAO = FIXTURES / "torchao"
 W8, W4, FP8 = TORCHAO / "adamw8bit_w2" / "ckpt", TORCHAO / "adamw4bit_w1" / "ckpt.pt", TORCHAO / "adamwfp8_w2" / "ckpt"
@@ -344,3 +345,69 @@ def test_a_folder_that_lacks_a_file_says_what_was_in_it(tmp_path: Path) -> None:
     assert "__1_0.distcp is missing. The copy is incomplete; fetch it again." in shown.stderr
     assert "model.model.embed_tokens.weight, " in shown.stderr and "optim.param_groups.0.amsgrad" in shown.stderr
     assert "`ckpttool doctor`" in shown.stderr
+
+
+# --------------------------------------------------------------------------------------------------------------- as plain numbers
+
+
+@pytest.mark.parametrize("source", [W8, W4, FP8], ids=["8bit", "4bit", "fp8"])
+@pytest.mark.parametrize("to", ["full", "dcp", "zero3"])
+def test_dequantized_state_has_the_numbers_of_torchao_bit_for_bit(source: Path, to: str, tmp_path: Path) -> None:
+    out = tmp_path / ("out.pt" if to == "full" else "out")
+    done = ckpttool.convert(source, out, to=to, world_size=None if to == "full" else 3, dequantize=["optim.*"])
+    assert done.verified and any("are float32 now, the exact value of each code" in note for note in done.notes)
+    if to == "zero3":  # DeepSpeed's flat tensors, read back
+        ckpttool.convert(out, tmp_path / "out.pt", to="full")
+        out = tmp_path / "out.pt"
+    truth = load_file(source.parent / "truth.safetensors")
+    tree = load_dcp(out) if to == "dcp" else torch.load(out, weights_only=True)
+    state = tree["optim"]["state"]
+    expected = {n: t for n, t in truth.items() if n.startswith("optim.") and not n.endswith(".step")}
+    assert expected
+    for name, t in expected.items():
+        fqn, _, slot = name.removeprefix("optim.").rpartition(".")
+        assert same(state[fqn][slot], t), name
+
+
+def test_plain_adamw_goes_on_from_it(tmp_path: Path) -> None:
+    ckpttool.convert(W8, tmp_path / "out.pt", to="full", dequantize=["optim.*"])
+    tree = torch.load(tmp_path / "out.pt", weights_only=True)
+    model = torch.nn.ParameterList(torch.nn.Parameter(t) for t in tree["model"].values())
+    optimizer = torch.optim.AdamW(model.parameters())
+    (group,) = tree["optim"]["param_groups"]
+    numbers = {n: i for i, n in enumerate(tree["model"])}
+    ids = {numbers[n]: slots for n, slots in tree["optim"]["state"].items()}
+    optimizer.load_state_dict({"state": ids, "param_groups": [{**group, "params": sorted(ids)}]})
+    for p in model:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert all(torch.isfinite(p).all() for p in model)
+
+
+def test_what_is_not_quantised_or_not_known_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"'model\.\*': no quantised tensor has such a name\. The first is optim\.state"
+    ):
+        ckpttool.convert(W8, tmp_path / "no.pt", to="full", dequantize=["model.*"])
+    with pytest.raises(
+        Unsupported, match=r"is a torchao \w+, whose numbers ckpttool does not compute. It knows OptimState8bit"
+    ):
+        ckpttool.convert(WEIGHTS, tmp_path / "no.pt", to="full", dequantize=["model.*"])
+    with pytest.raises(UsageError, match="give a list"):
+        ckpttool.convert(W8, tmp_path / "no.pt", to="full", dequantize="optim.*")
+    shown = ckpttool_here("convert", W8, tmp_path / "some.pt", "--dequantize", "*.exp_avg", "--dry-run")
+    assert shown.returncode == 0
+    ckpttool.convert(W8, tmp_path / "some.pt", to="full", dequantize=["*.exp_avg"])
+    slots = load(tmp_path / "some.pt")["optim"]["state"]["embed.weight"]
+    assert type(slots["exp_avg"]) is Tensor and isinstance(slots["exp_avg_sq"], Inert)
+
+
+def test_digests_that_were_recorded_of_the_codes_are_compared(tmp_path: Path) -> None:
+    ckpttool.convert(W8, tmp_path / "c", to="dcp", world_size=2)
+    file = tmp_path / "c" / "ckpttool.json"
+    record = json.loads(file.read_text())
+    text = file.read_text()
+    digest = next(row[2] for n, row in record["tensors"].items() if n.endswith("exp_avg.codes"))
+    file.write_text(text.replace(digest, digest[:-2] + ("00" if digest[-2:] != "00" else "11")))
+    with pytest.raises(Corrupt, match=r"exp_avg\.codes"):
+        ckpttool.convert(tmp_path / "c", tmp_path / "no.pt", to="full", dequantize=["optim.*"])
