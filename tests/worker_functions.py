@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -89,3 +90,21 @@ def environment(text: str) -> str:
 
 def long_names(text: str) -> str:
     return text[::-1]
+
+
+REMEMBERED: list[str] = []
+
+
+def remember(text: str) -> str:
+    """What a template does for its workers."""
+    REMEMBERED.append(text)
+    return ""
+
+
+def recall(text: str) -> str:
+    return " ".join((str(os.getpid()), str(os.getppid()), *REMEMBERED))
+
+
+def leave_a_thread(text: str) -> str:
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    return remember(text)

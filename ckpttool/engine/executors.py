@@ -71,6 +71,11 @@ class Workers:
     name: str
     recount: Callable[[], int | None] | None = None
 
+    def prepare(self, fn: Callable[[str], str], text: str) -> None:
+        """Call `fn(text)` once for all workers, where they are several processes of this machine. Otherwise each begins by itself."""
+        if isinstance(self.executor, LocalProcesses) and (self.count or 0) > 1:
+            self.executor.prepare(fn, text)
+
     def count_now(self) -> int | None:
         """How many requests they work on at the same time, by now; None if the engine does not say.
 

@@ -4,12 +4,15 @@
 dies fails all futures, and workers outlive a parent that was killed. Here each worker is a new interpreter that runs
 `local_worker`, and a thread waits for its answers. When the worker dies, that thread fails the one future that the worker had
 with WorkerDied, and starts another process for the next request.
+
+After `prepare`, workers are copies of one process that has done what all of them need, such as reading a large index.
 """
 
 from __future__ import annotations
 
 import os
 import queue
+import select
 import signal
 import socket
 import subprocess
@@ -18,10 +21,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Executor, Future
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, BinaryIO, Protocol
 
 from .. import errors
-from .local_worker import RAISED, REQUEST, RETURNED, message, read_message
+from .local_worker import FORK, RAISED, REQUEST, RETURNED, WAIT, header, main, message, read_message, template
 
 __all__ = ["LocalProcesses", "WorkerDied"]
 
@@ -30,8 +34,8 @@ _CODE = """
 import sys
 file = open(int(sys.argv[1]), "rb")
 sys.path[:] = file.read(int(sys.argv[2])).decode("utf-8", "surrogateescape").split("\\0")
-from ckpttool.engine.local_worker import main
-main(file, int(sys.argv[3]))
+from ckpttool.engine import local_worker
+getattr(local_worker, sys.argv[3])(file, int(sys.argv[4]))
 """
 
 #: Seconds that a worker may take to end by itself once its socket is closed.
@@ -52,6 +56,24 @@ class LocalProcesses(Executor):
         self._workers: set[_Worker] = set()
         self._lock = threading.Lock()
         self._closed = self._cancelled = False
+        self._template: _Template | None = None
+        self._serving = 0
+
+    def prepare(self, fn: Callable[[str], str], text: str) -> None:
+        """Call `fn(text)` once, for all workers that are started from now on; where it fails, each of them begins with nothing.
+
+        The thread that calls this must not end before the workers do. After it, `fn` has left no thread and no connection.
+        """
+        made = _Template()
+        try:
+            kind, threads = made.call(f"{fn.__module__}:{fn.__name__}", text)
+            os.close(os.pidfd_open(os.getpid()))
+        except (WorkerDied, OSError):  # OSError: a kernel before 5.3
+            kind, threads = RAISED, ""
+        if (kind, threads) == (RETURNED, "1"):
+            self._template = made
+        else:
+            made.close()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """The future of `fn(text)`, where `fn` is a function of a module and both texts are str.
@@ -67,6 +89,7 @@ class LocalProcesses(Executor):
                 raise RuntimeError("submit after shutdown")
             self._tasks.put((future, f"{fn.__module__}:{fn.__name__}", args[0]))
             if len(self._threads) < self._count:
+                self._serving += 1
                 self._threads.append(threading.Thread(target=self._serve, daemon=True, name="ckpttool-worker"))
                 self._threads[-1].start()
         return future
@@ -80,6 +103,8 @@ class LocalProcesses(Executor):
                 self._tasks.put(None)
             for worker in self._workers if cancel_futures else ():
                 worker.process.kill()
+            if not self._serving:
+                self._end_template()
         for thread in self._threads if wait else ():
             thread.join()
 
@@ -108,14 +133,32 @@ class LocalProcesses(Executor):
                 else:
                     future.set_exception(_raised(answer))
         self._end(worker)
+        with self._lock:
+            self._serving -= 1
+            if self._closed and not self._serving:
+                self._end_template()
 
     def _start(self) -> _Worker:
         with self._lock:
             if self._cancelled:
                 raise WorkerDied("the workers were stopped")
-            worker = _Worker()
+            worker = _Worker(self._spawned_or_copied)
             self._workers.add(worker)
         return worker
+
+    def _spawned_or_copied(self, theirs: socket.socket, stderr: BinaryIO) -> tuple[_Process, bytes]:
+        """A process that serves at a socket, and what it is to be sent first. Called with the lock."""
+        if self._template is not None:
+            try:
+                return self._template.copy(theirs, stderr), b""
+            except (WorkerDied, OSError):
+                self._end_template()
+        return _spawned(main, theirs, stderr)
+
+    def _end_template(self) -> None:
+        made, self._template = self._template, None
+        if made is not None:
+            made.close()
 
     def _end(self, worker: _Worker | None) -> None:
         if worker is not None:
@@ -124,21 +167,36 @@ class LocalProcesses(Executor):
             worker.close()
 
 
+class _Process(Protocol):
+    """What we use of a process: of subprocess.Popen, or of `_Copy`."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
+
+
+def _spawned(serve: Callable[..., None], theirs: socket.socket, stderr: BinaryIO) -> tuple[_Process, bytes]:
+    """A new interpreter that runs a function of `local_worker`, and what it is to be sent first."""
+    path = "\0".join(map(str, sys.path)).encode("utf-8", "surrogateescape")
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-X", "faulthandler", "-c", _CODE,
+         str(theirs.fileno()), str(len(path)), serve.__name__, str(os.getpid()), "ckpttool-worker"],
+        stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr, pass_fds=[theirs.fileno()],
+    )  # fmt: skip
+    return process, path
+
+
 class _Worker:
     """One process, and our end of its socket pair."""
 
-    def __init__(self) -> None:
-        path = "\0".join(map(str, sys.path)).encode("utf-8", "surrogateescape")
+    def __init__(self, made: Callable[[socket.socket, BinaryIO], tuple[_Process, bytes]]) -> None:
         self.stderr = os.fdopen(os.memfd_create("stderr-of-worker"), "r+b")  # in memory: a full disk loses no message
         self.socket, theirs = socket.socketpair()
         with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-X", "faulthandler", "-c", _CODE,
-                 str(theirs.fileno()), str(len(path)), str(os.getpid()), "ckpttool-worker"],
-                stdin=subprocess.DEVNULL, stdout=self.stderr, stderr=self.stderr, pass_fds=[theirs.fileno()],
-            )  # fmt: skip
+            self.process, self._first = made(theirs, self.stderr)
         self.file = self.socket.makefile("rb")
-        self._first = path
 
     def call(self, name: str, text: str) -> tuple[bytes, str]:
         """(RETURNED or RAISED, text) of one request.
@@ -186,6 +244,74 @@ class _Worker:
         size = os.fstat(self.stderr.fileno()).st_size
         text = os.pread(self.stderr.fileno(), 4000, max(0, size - 4000)).decode(errors="replace").strip()
         return f": {text}" if text else ""
+
+
+class _Template(_Worker):
+    """A process that has prepared what workers need, and makes them."""
+
+    def __init__(self) -> None:
+        super().__init__(partial(_spawned, template))
+        self._lock = threading.Lock()
+
+    def copy(self, theirs: socket.socket, stderr: BinaryIO) -> _Copy:
+        """A worker that serves at a socket.
+
+        Raises:
+            WorkerDied, OSError: the template has ended, or could not make one.
+        """
+        with self._lock:
+            socket.send_fds(self.socket, [header(FORK, 0)], [theirs.fileno(), stderr.fileno()])
+            return _Copy(self, int(self._answer()))
+
+    def exit_code(self, pid: int) -> int:
+        """How a worker that has ended did so, as Popen.returncode."""
+        with self._lock:
+            try:
+                self.socket.sendall(header(WAIT, pid))
+                return int(self._answer())
+            except (WorkerDied, OSError):
+                return -signal.SIGKILL  # what the kernel does to the workers of a template that has ended
+
+    def _answer(self) -> str:
+        answer = read_message(self.file, RETURNED)
+        if answer is None:
+            raise WorkerDied("the process that makes workers has ended")
+        return answer[1]
+
+
+class _Copy:
+    """A worker that a template has made: its child, not ours."""
+
+    def __init__(self, made_by: _Template, pid: int) -> None:
+        self.pid, self._template = pid, made_by
+        self._code: int | None = None
+        self._fd = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """Its exit code, or None while it runs."""
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs.
+        """
+        if self._code is None:
+            if not select.select([self._fd], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("worker", timeout or 0)
+            self._code = self._template.exit_code(self.pid)
+            os.close(self._fd)
+        return self._code
+
+    def kill(self) -> None:
+        """End it now."""
+        if self._code is None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._fd, signal.SIGKILL)
 
 
 def _raised(answer: str) -> Exception:

@@ -3,6 +3,9 @@
 A message is a kind (one byte), a length (eight bytes, little-endian) and that many bytes of UTF-8. A request is two messages: the
 name of a function, `module:name`, and its argument. The answer is one: R and what the function returned, or E and what it raised.
 Nothing is pickled. Standard input and output are not used, since libraries and child processes may use them.
+
+A template is such a process that answers one request, which prepares what all workers need, and then makes workers by fork: they
+have it at once, and share its memory. It never has a second thread, so a fork finds no lock that another thread holds.
 """
 
 from __future__ import annotations
@@ -11,14 +14,16 @@ import gc
 import os
 import queue
 import signal
+import socket
 import struct
 import threading
 from importlib import import_module
 from typing import BinaryIO
 
-__all__ = ["RAISED", "REQUEST", "RETURNED", "main", "message", "read_message"]
+__all__ = ["FORK", "RAISED", "REQUEST", "RETURNED", "WAIT", "header", "main", "message", "read_message", "template"]
 
 REQUEST, RETURNED, RAISED = b"Q", b"R", b"E"
+FORK, WAIT = b"F", b"W"  # to a template: with two descriptors, make a worker; say how the worker of this number ended
 
 _HEADER = struct.Struct("<cQ")
 _LONGEST = 1 << 32  # a longer message is not one of ours
@@ -30,28 +35,83 @@ def message(kind: bytes, text: str) -> bytes:
     return _HEADER.pack(kind, len(data)) + data
 
 
+def header(kind: bytes, number: int) -> bytes:
+    """A message to a template that has no text."""
+    return _HEADER.pack(kind, number)
+
+
 def read_message(file: BinaryIO, kinds: bytes) -> tuple[bytes, str] | None:
     """The next (kind, text); None where the file ends, also in the middle of a message.
 
     Raises:
         ValueError: what came is not a message of one of these kinds.
     """
-    header = file.read(_HEADER.size)
-    if len(header) < _HEADER.size:
+    head = file.read(_HEADER.size)
+    if len(head) < _HEADER.size:
         return None
-    kind, length = _HEADER.unpack(header)
+    kind, length = _HEADER.unpack(head)
     if kind not in kinds or length > _LONGEST:
-        raise ValueError(f"{header!r} instead of a message")
+        raise ValueError(f"{head!r} instead of a message")
     data = file.read(length)
     return None if len(data) < length else (kind, data.decode("utf-8", "surrogatepass"))
 
 
 def main(file: BinaryIO, parent: int) -> None:
     """Serve until the other end of the pair is closed, or `parent`, the process that has it, ends."""
+    _begin(file, parent)
+    _serve(file)
+
+
+def template(file: BinaryIO, parent: int) -> None:
+    """Answer one request, then make workers, until the other end of the pair is closed or `parent` ends.
+
+    The answer says how many threads there are: with more than one, nobody may ask for workers.
+    """
+    _begin(file, parent)
+    name, argument = read_message(file, REQUEST), read_message(file, REQUEST)
+    if name is None or argument is None:
+        os._exit(0)
+    answer = _answer(name[1], argument[1])
+    if answer.startswith(RETURNED):
+        answer = message(RETURNED, str(len(os.listdir("/proc/self/task"))))
+    gc.freeze()  # a worker that collects garbage would copy the pages of all that it shares
+    control = socket.socket(fileno=os.dup(file.fileno()))
+    control.sendall(answer)
+    me = os.getpid()
+    while True:
+        head, descriptors, _, _ = socket.recv_fds(control, _HEADER.size, 2, socket.MSG_WAITALL)
+        if len(head) < _HEADER.size:
+            os._exit(0)
+        kind, number = _HEADER.unpack(head)
+        if kind == WAIT:
+            answer = message(RETURNED, str(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])))
+        elif (pid := os.fork()) == 0:
+            theirs, stderr = descriptors
+            os.dup2(stderr, 1)
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            control.close()
+            file.close()
+            made = open(theirs, "rb")  # noqa: SIM115
+            _begin(made, me)
+            _serve(made)
+        else:
+            answer = message(RETURNED, str(pid))
+            for fd in descriptors:
+                os.close(fd)
+        control.sendall(answer)
+
+
+def _begin(file: BinaryIO, parent: int) -> None:
+    """What every process here does first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the parent decides
     gc.disable()  # as in the command: a large index is millions of objects that live until the end
     _end_with(parent)
     os.set_inheritable(file.fileno(), False)
+
+
+def _serve(file: BinaryIO) -> None:
+    """Answer requests until there are no more."""
     requests: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(file, requests), daemon=True).start()
     while True:

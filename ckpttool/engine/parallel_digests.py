@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..storage.buffers import DEFAULT_BUDGET, IOBudget
+from . import part_worker
 from .dispatch import run_all
 from .executors import Workers, WorkersSpec, default_count, workers_of
 from .fill import Progress, tensor_digests
@@ -62,6 +63,8 @@ def digests_of(
         return json.dumps({"digest": {**same, "first": parts[number].first, "stop": parts[number].stop}})
 
     results: dict[int, dict[str, Any]] = {}
+    if not opened.source.is_remote and len(parts) > 1:
+        workers.prepare(part_worker.prepare, request(0))
     run_all(parts, results, request, workers, lambda done, total: progress(what, done, total))
     reader = Reader(opened.source, ckpt.files, ckpt.records, budget)
     out: dict[str, str] = {}

@@ -21,6 +21,7 @@ from ..index.draft import Draft, Written
 from ..storage.buffers import IOBudget
 from ..storage.destination import Destination, write_error
 from ..storage.local_file import write_at
+from . import part_worker
 from .dispatch import run_all
 from .executors import Workers
 from .fill import Progress
@@ -70,6 +71,8 @@ def fill_with_workers(
         )
 
     before = len(results)
+    if not source.is_remote and (todo := [p.number for p in parts if p.number not in results])[1:]:
+        workers.prepare(part_worker.prepare, request(todo[0]))
     again = run_all(parts, results, request, workers, lambda done, total: progress("copy", done, total))
     ckpt = planned.opened.checkpoint
     reader = Reader(source, ckpt.files, ckpt.records, budget)

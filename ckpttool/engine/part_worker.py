@@ -57,6 +57,16 @@ def forget() -> None:
     _opened.close()
 
 
+def prepare(request: str) -> str:
+    """Plan or open what a request is about, for all workers that are made as copies of this process."""
+    ((what, asked),) = json.loads(request).items()
+    if what == "fill":
+        _planned(json.dumps(asked["job"], sort_keys=True))
+    else:
+        _opened(json.dumps(asked["open"], sort_keys=True))
+    return ""
+
+
 def run(request: str) -> str:
     """Do what is asked for; an error of ours is an answer, too."""
     ((what, asked),) = json.loads(request).items()

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import worker_functions as functions
@@ -22,6 +23,15 @@ def local() -> Iterator[LocalProcesses]:
     executor = LocalProcesses(4)
     yield executor
     executor.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(params=["spawned", "copied"])
+def either(request: pytest.FixtureRequest, local: LocalProcesses) -> LocalProcesses:
+    """Workers that begin by themselves, and copies of a template."""
+    if request.param == "copied":
+        local.prepare(functions.remember, "x")
+        assert local._template is not None
+    return local
 
 
 def test_four_processes_work_at_the_same_time(tmp_path: Path) -> None:
@@ -53,63 +63,93 @@ def test_workers_have_the_environment_and_the_folder_of_the_parent(
     assert local.submit(functions.environment, "SOMETHING").result() == f"x {tmp_path}"
 
 
-def test_two_hundred_answers_of_a_megabyte(local: LocalProcesses) -> None:
-    futures = [local.submit(functions.big, str(i % 10)) for i in range(200)]
+def test_two_hundred_answers_of_a_megabyte(either: LocalProcesses) -> None:
+    futures = [either.submit(functions.big, str(i % 10)) for i in range(200)]
     assert all(f.result() == str(i % 10) * 1_000_000 for i, f in enumerate(futures))
-    assert local.submit(functions.long_names, "ab\udcff\0é" * 500_000).result() == "é\0\udcffba" * 500_000
+    assert either.submit(functions.long_names, "ab\udcff\0é" * 500_000).result() == "é\0\udcffba" * 500_000
 
 
-def test_a_killed_worker_fails_its_own_future_only(local: LocalProcesses, tmp_path: Path) -> None:
+def test_a_killed_worker_fails_its_own_future_only(either: LocalProcesses, tmp_path: Path) -> None:
     (tmp_path / "meet").mkdir()
-    others = [local.submit(functions.sleep, "0.7") for _ in range(3)]
-    killed = local.submit(functions.die_once, f"{tmp_path}/died")
+    others = [either.submit(functions.sleep, "0.7") for _ in range(3)]
+    killed = either.submit(functions.die_once, f"{tmp_path}/died")
     with pytest.raises(WorkerDied, match=r"was ended by SIGKILL \(out of memory\?\): last words$"):
         killed.result()
-    assert local.submit(functions.die_once, f"{tmp_path}/died").result() not in {f.result() for f in others}
+    assert either.submit(functions.die_once, f"{tmp_path}/died").result() not in {f.result() for f in others}
     assert len({f.result() for f in others}) == 3
-    assert len({f.result() for f in [local.submit(functions.meet, f"{tmp_path}/meet:4") for _ in range(4)]}) == 4
+    assert len({f.result() for f in [either.submit(functions.meet, f"{tmp_path}/meet:4") for _ in range(4)]}) == 4
 
 
-def test_kill_9_from_outside_ends_one_future(local: LocalProcesses, tmp_path: Path) -> None:
-    futures = [local.submit(functions.announce_and_sleep, str(tmp_path)) for _ in range(2)]
+def test_kill_9_from_outside_ends_one_future(either: LocalProcesses, tmp_path: Path) -> None:
+    futures = [either.submit(functions.announce_and_sleep, str(tmp_path)) for _ in range(2)]
     pids = announced(tmp_path, 2)
     os.kill(int(pids[0]), signal.SIGKILL)
     done = wait_for(lambda: [f for f in futures if f.done()], 2)
     assert len(done) == 1
     with pytest.raises(WorkerDied, match=f"worker process {pids[0]} was ended by SIGKILL"):
         done[0].result()
-    assert local.submit(functions.pid, "").result() not in pids
+    assert either.submit(functions.pid, "").result() not in pids
 
 
-def test_a_worker_that_died_without_work_is_replaced_silently(local: LocalProcesses) -> None:
-    pids = {local.submit(functions.pid, "").result() for _ in range(30)}
+def test_a_worker_that_died_without_work_is_replaced_silently(either: LocalProcesses) -> None:
+    pids = {either.submit(functions.pid, "").result() for _ in range(30)}
     for pid in pids:
         os.kill(int(pid), signal.SIGKILL)
     wait_for(lambda: not alive([int(p) for p in pids]), 2)
-    assert local.submit(functions.pid, "").result() not in pids
+    assert either.submit(functions.pid, "").result() not in pids
 
 
-def test_what_a_worker_prints_does_not_disturb(local: LocalProcesses) -> None:
-    assert [local.submit(functions.noise, str(i)).result() for i in range(20)] == [str(i) for i in range(20)]
+def test_what_a_worker_prints_does_not_disturb(either: LocalProcesses) -> None:
+    assert [either.submit(functions.noise, str(i)).result() for i in range(20)] == [str(i) for i in range(20)]
 
 
-def test_garbage_in_the_socket_is_the_death_of_that_worker(local: LocalProcesses) -> None:
-    other = local.submit(functions.sleep, "0.5")
+def test_garbage_in_the_socket_is_the_death_of_that_worker(either: LocalProcesses) -> None:
+    other = either.submit(functions.sleep, "0.5")
     with pytest.raises(WorkerDied, match=r"exited with code 0 after it sent b'garbageg.* instead of a message"):
-        local.submit(functions.garbage, "").result()
+        either.submit(functions.garbage, "").result()
     assert other.result()
 
 
-def test_errors_of_ours_keep_their_class_and_others_their_traceback(local: LocalProcesses) -> None:
+def test_errors_of_ours_keep_their_class_and_others_their_traceback(either: LocalProcesses) -> None:
     with pytest.raises(Corrupt, match=r"^x\.pt is damaged\.$"):
-        local.submit(functions.corrupt, "x.pt").result()
+        either.submit(functions.corrupt, "x.pt").result()
     with pytest.raises(RuntimeError, match=r"^KeyError: 'x'") as e:
-        local.submit(functions.fault, "x").result()
+        either.submit(functions.fault, "x").result()
     assert "in fault" in e.value.__notes__[0]
     with pytest.raises(RuntimeError, match="No module named 'nonsense'"):
         functions_of_nobody = type(functions.pid)(functions.pid.__code__, {}, "pid")
         functions_of_nobody.__module__ = "nonsense"
-        local.submit(functions_of_nobody, "").result()
+        either.submit(functions_of_nobody, "").result()
+
+
+def test_copies_have_what_the_template_prepared(local: LocalProcesses, tmp_path: Path) -> None:
+    local.prepare(functions.remember, "index")
+    assert len({f.result() for f in [local.submit(functions.meet, f"{tmp_path}:4") for _ in range(4)]}) == 4
+    found = [f.result().split() for f in [local.submit(functions.recall, "") for _ in range(20)]]
+    assert len({parent for _, parent, _ in found}) == 1 and {what for *_, what in found} == {"index"}
+    assert os.getpid() not in {int(parent) for _, parent, _ in found}
+
+
+def test_a_template_that_is_killed_is_not_missed(local: LocalProcesses) -> None:
+    local.prepare(functions.remember, "index")
+    _, template, what = local.submit(functions.recall, "").result().split()
+    assert what == "index"
+    os.kill(int(template), signal.SIGKILL)
+    assert wait_for(lambda: not alive([int(template)]), 2)
+    found = []
+    for _ in range(20):  # requests fail while the kernel has not ended all of its workers
+        try:
+            found.append(local.submit(functions.recall, "").result().split())
+        except WorkerDied:
+            pass
+    assert found[-1][1:] == [str(os.getpid())]
+
+
+@pytest.mark.parametrize("fn", [functions.fault, functions.die_once, functions.leave_a_thread])
+def test_without_a_template_workers_begin_by_themselves(local: LocalProcesses, fn: Any, tmp_path: Path) -> None:
+    local.prepare(fn, f"{tmp_path}/x")
+    assert local._template is None
+    assert local.submit(functions.recall, "").result().split()[1:] == [str(os.getpid())]
 
 
 def test_only_functions_of_modules_with_one_text(local: LocalProcesses) -> None:
@@ -143,6 +183,9 @@ import worker_functions as functions
 from ckpttool.engine.executors import workers_of
 try:
     with workers_of(3) as workers:
+        if sys.argv[2] == "copied":
+            workers.prepare(functions.remember, "x")
+            assert workers.executor._template is not None
         futures = [workers.executor.submit(functions.announce_and_sleep, sys.argv[1]) for _ in range(5)]
         futures[0].result()
 except KeyboardInterrupt:
@@ -150,9 +193,10 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.parametrize("how", ["spawned", "copied"])
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
-def test_no_worker_outlives_its_parent(signum: int, tmp_path: Path) -> None:
-    parent = script(PARENT, tmp_path)
+def test_no_worker_outlives_its_parent(signum: int, how: str, tmp_path: Path) -> None:
+    parent = script(PARENT, tmp_path, how)
     pids = [int(p) for p in announced(tmp_path, 3)]
     assert alive(pids) == pids
     parent.send_signal(signum)
@@ -160,20 +204,22 @@ def test_no_worker_outlives_its_parent(signum: int, tmp_path: Path) -> None:
     assert wait_for(lambda: not alive(pids), 2)
 
 
-def test_a_worker_without_the_help_of_the_kernel_ends_with_its_parent_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["spawned", "copied"])
+def test_a_worker_without_the_help_of_the_kernel_ends_with_its_parent_too(how: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import ctypes\nclass Without:\n    def __init__(self, name): pass\n    def prctl(self, *args): return -1\nctypes.CDLL = Without\n"
     )
     (tmp_path / "pids").mkdir()
-    parent = script(PARENT, tmp_path / "pids", env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{TESTS}"})
+    parent = script(PARENT, tmp_path / "pids", how, env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{TESTS}"})
     pids = [int(p) for p in announced(tmp_path / "pids", 3)]
     parent.kill()
     parent.communicate()
     assert wait_for(lambda: not alive(pids), 2)
 
 
-def test_ctrl_c_prints_no_traceback_of_a_worker(tmp_path: Path) -> None:
-    parent = script(PARENT, tmp_path)
+@pytest.mark.parametrize("how", ["spawned", "copied"])
+def test_ctrl_c_prints_no_traceback_of_a_worker(how: str, tmp_path: Path) -> None:
+    parent = script(PARENT, tmp_path, how)
     pids = [int(p) for p in announced(tmp_path, 3)]
     os.killpg(parent.pid, signal.SIGINT)  # as a terminal does
     began = time.monotonic()

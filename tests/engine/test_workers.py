@@ -54,12 +54,10 @@ class Run:
         """How many parts are filled by now."""
         return len(list(self.out.parent.glob(".out.partial-*/parts/*.json")))
 
-    def workers(self) -> list[int]:
-        """The processes that work for it."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        threads = Path(f"/proc/{self.process.pid}/task")
-        pids = [int(p) for t in threads.iterdir() for p in (t / "children").read_text().split()]
-        return pids or [int(p) for p in children.read_text().split()]
+    def processes(self) -> tuple[int, list[int]]:
+        """The template, and the workers that it has made."""
+        (template,) = children(self.process.pid)
+        return template, children(template)
 
     def wait_for(self, parts: int) -> None:
         """Until so many parts are filled."""
@@ -77,6 +75,11 @@ class Run:
         return found
 
 
+def children(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    return [int(p) for t in Path(f"/proc/{pid}/task").iterdir() for p in (t / "children").read_text().split()]
+
+
 @pytest.fixture(scope="module")
 def wanted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, bytes]]:
     """The bytes that one process writes."""
@@ -91,10 +94,23 @@ WORDS = ("--to", "dcp", "-n", "3")
 def test_workers_that_are_killed_cost_their_parts_only(tmp_path: Path, wanted: dict[str, bytes]) -> None:
     run = Run(tmp_path, *WORDS, "--workers", "2", seconds=0.1)
     run.wait_for(1)
-    for pid in run.workers():  # one of them may be between two parts
+    for pid in run.processes()[1]:  # one of them may be between two parts
         os.kill(pid, signal.SIGKILL)
     found = run.result()
     assert contents(run.out) == wanted and found["workers"]["again"] >= 1 and found["workers"]["count"] == 2
+
+
+def test_a_template_that_is_killed_takes_its_workers_along_and_others_go_on(
+    tmp_path: Path, wanted: dict[str, bytes]
+) -> None:
+    run = Run(tmp_path, *WORDS, "--workers", "2", seconds=0.1)
+    run.wait_for(1)
+    template, workers = run.processes()
+    assert len(workers) == 2
+    os.kill(template, signal.SIGKILL)
+    found = run.result()
+    assert contents(run.out) == wanted and found["workers"]["again"] >= 1
+    assert not any(alive(pid) for pid in workers)
 
 
 def test_a_coordinator_that_is_killed_leaves_no_worker_and_any_number_go_on(
@@ -103,8 +119,9 @@ def test_a_coordinator_that_is_killed_leaves_no_worker_and_any_number_go_on(
     for number, workers in enumerate(("3", "1")):
         run = Run(tmp_path, *WORDS, "--workers", "2")
         run.wait_for(2)
-        pids = run.workers()
+        template, pids = run.processes()
         assert len(pids) == 2
+        pids.append(template)
         run.process.kill()
         run.process.communicate()
         end = time.monotonic() + 10
@@ -132,7 +149,7 @@ def test_a_worker_that_was_stopped_and_wakes_after_the_commit_does_no_harm(
 ) -> None:
     run = Run(tmp_path, *WORDS, "--workers", "2", "--no-verify")
     run.wait_for(2)
-    (stopped, *_) = run.workers()
+    (stopped, *_) = run.processes()[1]
     os.kill(stopped, signal.SIGSTOP)
     try:
         found = run.result()  # the other worker does its part, and it is killed at the end
@@ -147,7 +164,8 @@ def test_a_worker_that_was_stopped_and_wakes_after_the_commit_does_no_harm(
 def test_an_interrupted_run_leaves_no_worker_and_what_was_filled(tmp_path: Path, wanted: dict[str, bytes]) -> None:
     run = Run(tmp_path, *WORDS, "--workers", "2")
     run.wait_for(2)
-    pids = run.workers()
+    template, pids = run.processes()
+    pids.append(template)
     run.process.send_signal(signal.SIGINT)
     out, err = run.process.communicate(timeout=20)
     assert run.process.returncode == 130 and "Run the same command again to continue" in out + err
