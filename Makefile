@@ -21,6 +21,16 @@ $(VENV)/.engines: $(VENV)/.done
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps torchtitan torch_checkpointing
 	touch $@
 
+# torchao has a venv of its own, with the packages of the other one: wherever it is installed transformers imports it, which takes
+# time and prints warnings.
+TORCHAO := $(VENV)-torchao
+SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+$(TORCHAO)/.done: $(VENV)/.done
+	test -x $(TORCHAO)/bin/python || $(PYTHON) -m venv $(TORCHAO)
+	$(BIN)/python $(SITE) > "$$($(TORCHAO)/bin/python $(SITE))/beside.pth"
+	$(TORCHAO)/bin/pip install --quiet --constraint constraints.txt --no-deps torchao
+	touch $@
+
 demo: $(VENV)/.done
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python fixtures/demo.py
 
@@ -29,7 +39,7 @@ demo: $(VENV)/.done
 tools: $(VENV)/.done
 	sh tests/tools.sh "$(CURDIR)/$(BIN)"
 
-test: $(VENV)/.engines tools lint
+test: $(VENV)/.engines $(TORCHAO)/.done tools lint
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -q -n 2 --durations=20
 
 UNIT := -m "not live and not slow" tests/index tests/formats tests/engine tests/huggingface tests/resume \

@@ -42,6 +42,7 @@ LAUNCHING = (
     "test_trainers.py",
     "test_per_rank_state.py",
     "test_two_folders.py",
+    "test_torchao.py",
     "test_torch_checkpointing.py",
 )
 
