@@ -140,6 +140,7 @@ def _state(slots: Mapping[str, frozenset[str]], options: Iterable[str]) -> State
     return State(found.name if found else "unknown", dict(slots), missing)
 
 
+_SHOWN = 6  # slots in a message
 _RANK_FILE = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
 
 
@@ -181,6 +182,20 @@ def _fits(slot: tuple[int, ...], part: tuple[int, ...], whole: tuple[int, ...]) 
     return flat or square
 
 
+def _kept(ckpt: Checkpoint, names: Iterable[str]) -> str:
+    """Which rank's tensors were kept, slot by slot: "GG.0: 2 of rank 0, 1 of rank 1; Q.0: 3 of rank 1"."""
+    of: dict[str, dict[str, int]] = {}
+    for n in names:
+        t = ckpt.tensors[n]
+        rank = next((m[1] for f in t.chunks.file if (m := _RANK_FILE.fullmatch(ckpt.files[f]))), "?")
+        counts = of.setdefault(".".join(str(p) for p in t.path[3:] if p != _WRAPPED), {})
+        counts[rank] = counts.get(rank, 0) + 1
+    rows = [
+        f"{slot}: {', '.join(f'{n:,} of rank {r}' for r, n in sorted(counts.items()))}" for slot, counts in of.items()
+    ]
+    return "; ".join([*rows[:_SHOWN], *([f"{len(rows) - _SHOWN} more slots"] if len(rows) > _SHOWN else [])])
+
+
 def lost_at_save(ckpt: Checkpoint, found: Mapping[str, list[str]]) -> str:
     """What to say of `per_rank_slots`."""
     names = [n for slots in found.values() for n in slots]
@@ -193,8 +208,8 @@ def lost_at_save(ckpt: Checkpoint, found: Mapping[str, list[str]]) -> str:
         else f", that of rank {next(iter(ranks), '?')}"
     )
     return (
-        f"the optimizer state of {len(found):,} parameters was lost when it was saved: every rank had a part of its own under one name, "
-        f'and DCP has kept one of them{mixed}. "{names[0]}" is {list(t.shape)}, the parameter {list(whole)}. A job that resumes from it '
+        f"the optimizer state of {len(found):,} parameter{'s' if len(found) != 1 else ''} was lost when it was saved: every rank had a part of its own under one name, "
+        f'and DCP has kept one of them{mixed} ({_kept(ckpt, names)}). "{names[0]}" is {list(t.shape)}, the parameter {list(whole)}. A job that resumes from it '
         "continues with wrong moments. Leave the optimizer out, so that it starts anew; to save it, use an optimizer whose state is "
         "DTensors (torch.optim, torchao), or write one file for each rank with torch.save"
     )

@@ -23,6 +23,7 @@ def test_state_of_which_dcp_has_kept_one_rank_is_said_to_be_lost(tmp_path: Path)
     found = doctor(local)
     (one,) = found.findings
     assert (one.kind, one.severity, found.sound) == ("per-rank-state", "damage", False)
+    assert re.search(r"DCP has kept one of them, .*rank.* \(\w+.*: \d of rank [01]", one.text)
     assert "lost when it was saved" in one.text and re.search(r"\[[67], 8\], the parameter \[13, 8\]", one.text)
     assert {n.split(".state.")[1].rpartition(".")[0] for n in one.tensors} >= {"0.weight", "1.weight"}
     for words in (("inspect", local, "--json"), ("convert", local, tmp_path / "x.pt", "--json")):
