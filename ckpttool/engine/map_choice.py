@@ -60,7 +60,11 @@ def under_other_names(
     if found is None:
         return ckpt
     notes: list[str] = []
-    facts = dict(known or {})
+    args = {p[2]: v.data for v in ckpt.values.values() for p in [v.path] if p[:2] == ("extra", "args") and len(p) == 3}
+    facts: dict[str, Any] = {
+        **{str(k): v for k, v in args.items()},
+        **(known or {}),
+    }  # Megatron's own arguments tell as much
     if (
         any(size_of(e, facts) is None for e in found.sizes.values())
         and (told := _heads(ckpt, source, found)) is not None

@@ -24,6 +24,7 @@ from .vocabulary_size import odd_rows
 __all__ = ["Unmapped", "mapped"]
 
 _SHOWN = 5
+_MASTER: Path = ("extra", "master")
 _NAME_LISTS: tuple[Path, ...] = (("params",), ("param_names",))
 
 
@@ -147,6 +148,7 @@ class _Mapping:
                 "what was salvaged of a damaged checkpoint keeps its names. Salvage it first, then map the copy."
             )
         self._model()
+        self._masters()
         self._optimizer()
         self._groups()
         self._rest()
@@ -196,6 +198,20 @@ class _Mapping:
                 raise Unsupported(f'"{n}" is not 0, and {self.map.sides[1]} has nothing to put it in: {row.why}.')
             left.setdefault(row.why, []).append(n)
         self.notes += [f'{len(rows)} tensors were left out, first "{rows[0]}": {why}' for why, rows in left.items()]
+
+    def _masters(self) -> None:
+        """The fp32 copies of weights that Megatron-Core's reader has under extra.master."""
+        copies = {joined(t.path[2:]): t for t in self.ckpt.tensors.values() if t.path[:2] == _MASTER}
+        way = self.ways["model"]
+        if way is None or not copies:
+            return
+        groups, unmatched = matched(copies, self.map, "model", way)
+        for name in unmatched:
+            self.tensors[joined((*_MASTER, name))] = copies[name]
+        for group in groups:
+            entries = {key: copies[n] for key, n in group.names.items()}
+            result = resolved(group, {key: t.shape for key, t in entries.items()}, self.sizes, self.map)
+            self._put(views(result, entries, _MASTER, ()), result, [joined(t.path) for t in entries.values()])
 
     def _keep(self, component: str) -> None:
         """A component that has the right names already."""
@@ -372,7 +388,12 @@ class _Mapping:
         """What is neither a weight nor state of a parameter keeps its name."""
         kept = []
         for name, t in self.ckpt.tensors.items():
-            if t.path[0] != "model" and not (t.path[:2] == ("optim", "state") and len(t.path) > 3):
+            mapped_master = t.path[:2] == _MASTER and self.ways["model"] is not None
+            if (
+                t.path[0] != "model"
+                and not mapped_master
+                and not (t.path[:2] == ("optim", "state") and len(t.path) > 3)
+            ):
                 self.tensors[name] = t
                 if name in self.ckpt.recorded:
                     self.recorded[name] = self.ckpt.recorded[name]

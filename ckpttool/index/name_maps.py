@@ -20,6 +20,7 @@ where a tensor is cut, joined, permuted or transposed; without them it is rename
 from __future__ import annotations
 
 import ast
+import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ class Ignored(NamedTuple):
 class NameMap:
     """A name map. `sides` are what its left and right are called; `trainers` those whose checkpoints have the left names;
     `models` the model types of config.json it is for; `sizes` {axis: expression over config.json}; `ignored` what is left out of
-    the left side; `needed` left names without which the weights are of another model."""
+    the left side; `needed` globs of left names without which the weights are of another model."""
 
     name: str
     about: str
@@ -108,12 +109,12 @@ class NameMap:
     sizes: Mapping[str, str]
     lines: tuple[Line, ...]
     ignored: tuple[Ignored, ...] = ()
-    needed: tuple[Tensor, ...] = ()
+    needed: tuple[str, ...] = ()
 
     def fits(self, names: Iterable[str]) -> bool:
         """Whether all tensors that the map needs on the left are among some names."""
         rows = list(names)
-        return all(any(t.pattern.fullmatch(n) for n in rows) for t in self.needed)
+        return all(fnmatch.filter(rows, pattern) for pattern in self.needed)
 
 
 def parse(text: str, name: str, included: Callable[[str], str]) -> NameMap:
@@ -129,7 +130,7 @@ def parse(text: str, name: str, included: Callable[[str], str]) -> NameMap:
     sizes: dict[str, str] = {}
     lines: list[Line] = []
     ignored: list[Ignored] = []
-    needed: list[Tensor] = []
+    needed: list[str] = []
     for number, row in _rows(text):
         where = f"name map {name}, line {number}"
         word, _, rest = row.partition(" ")
@@ -160,7 +161,7 @@ def parse(text: str, name: str, included: Callable[[str], str]) -> NameMap:
             pattern, _, why = (s.strip() for s in rest.partition(":"))
             ignored.append(Ignored(Tensor(pattern, None), why or "the other side has none", word == "ignore-zero"))
         elif word == "needs":
-            needed.append(Tensor(rest, None))
+            needed.append(rest)
         else:
             component = word.removesuffix(":") if word.removesuffix(":") in _COMPONENTS and word.endswith(":") else None
             lines += _equations(rest if component else row, component, where)

@@ -15,7 +15,11 @@ _SUFFIX = ".map"
 
 
 def names() -> list[str]:
-    """The names of these maps, sorted."""
+    """The names of these maps, sorted; without those that are only parts of others, which begin with _."""
+    return [n for n in _every() if not n.startswith("_")]
+
+
+def _every() -> list[str]:
     found = (f.name for f in resources.files(__name__).iterdir())
     return sorted(n.removesuffix(_SUFFIX) for n in found if n.endswith(_SUFFIX))
 
@@ -28,7 +32,7 @@ def text_of(asked: str) -> str:
     """
     if "\n" in asked:
         return asked
-    if asked in names():
+    if asked in _every():
         return resources.files(__name__).joinpath(asked + _SUFFIX).read_text("utf-8")
     if os.path.isfile(asked):
         try:
