@@ -218,6 +218,8 @@ class Chunks(Sequence[Chunk]):
         n = self.ndim
         if n == 0 or not len(self):
             return list(range(len(self)))
+        if len(self.file) == 1:
+            return None if any(self.start[1:]) else [0] if self.shape[0] else []
         for d in range(1, n):
             column = self.shape[d::n]
             if any(self.start[d::n]) or column.count(column[0]) != len(column):

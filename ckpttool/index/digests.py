@@ -17,15 +17,23 @@ from .checkpoint import TensorEntry
 __all__ = ["merkle_root", "roots"]
 
 
+#: What json.dumps(..., separators=(",", ":")) does, without making an encoder for each leaf.
+_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True).encode
+
+
 def merkle_root(leaves: Iterable[tuple[str, str, Sequence[int], str]]) -> str:
     """Root of (name, dtype, shape, digest) leaves, sorted by name; hex.
 
     A leaf is BLAKE3(0x00 | JSON of the four), a node BLAKE3(0x01 | left | right); an odd one moves up as it is.
     """
-    level = [
-        blake3(b"\x00" + json.dumps([n, d, list(s), h], separators=(",", ":"), ensure_ascii=True).encode()).digest()
-        for n, d, s, h in sorted(leaves)
-    ]
+    return _root([_leaf(*leaf) for leaf in sorted(leaves)])
+
+
+def _leaf(name: str, dtype: str, shape: Sequence[int], digest: str) -> bytes:
+    return blake3(b"\x00" + _json([name, dtype, list(shape), digest]).encode()).digest()
+
+
+def _root(level: list[bytes]) -> str:
     if not level:
         return blake3(b"").hexdigest()
     while len(level) > 1:
@@ -36,8 +44,10 @@ def merkle_root(leaves: Iterable[tuple[str, str, Sequence[int], str]]) -> str:
 
 def roots(tensors: Mapping[str, TensorEntry], digests: Mapping[str, str]) -> dict[str, str]:
     """{"all": root, "model": root, "optim": root, ...}."""
-    leaves = {n: (n, t.dtype, t.shape, digests[n]) for n, t in tensors.items()}
-    parts: dict[str, list[tuple[str, str, Sequence[int], str]]] = {}
-    for n, t in tensors.items():
-        parts.setdefault(str(t.path[0]), []).append(leaves[n])
-    return {"all": merkle_root(leaves.values()), **{k: merkle_root(v) for k, v in sorted(parts.items())}}
+    leaves: list[bytes] = []
+    parts: dict[str, list[bytes]] = {}
+    for n, t in sorted(tensors.items()):
+        leaf = _leaf(n, t.dtype, t.shape, digests[n])
+        leaves.append(leaf)
+        parts.setdefault(str(t.path[0]), []).append(leaf)
+    return {"all": _root(leaves), **{k: _root(v) for k, v in sorted(parts.items())}}
