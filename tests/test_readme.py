@@ -213,7 +213,7 @@ def test_every_command_of_a_trainer_s_page_runs(page: str, desk: Path, monkeypat
     for name, source in {
         "accelerate-3": "jobs/accelerate", "lightning-3.ckpt": "jobs/lightning", "step-3": "jobs/torchtitan",
         "deepspeed-3": "jobs/deepspeed", "verl/actor": "verl_fsdp2_w3/ckpt", "torchtune": "torchtune_hf",
-        "snapshot": "torchsnapshot_w1/ckpt/snap", "automodel": "automodel_w2", "olmo": "olmo_core_w3", "megatron": "../megatron/buckets_tp2/ckpt", "transformers-3": "transformers_w2/ckpt",
+        "snapshot": "torchsnapshot_w1/ckpt/snap", "automodel": "automodel_w2", "olmo": "olmo_core_w3", "nanotron": "../nanotron/zero1", "megatron": "../megatron/buckets_tp2/ckpt", "transformers-3": "transformers_w2/ckpt",
     }.items():  # fmt: skip
         shutil.copytree(jobs / source, desk / name)
     monkeypatch.chdir(desk)
@@ -227,7 +227,7 @@ OF_TRAINERS = {
     "deepspeed": ("trainers/jobs/deepspeed", "zero3"), "torch": ("fsdp2_w2_groups/ckpt", "dcp"),
     "automodel": ("trainers/automodel_w2/epoch_0_step_3", "automodel"),
     "megatron": ("megatron/tp2_pp2/ckpt/iter_0000003", "megatron"),
-    "olmo": ("trainers/olmo_core_w3/step3", "olmo"),
+    "olmo": ("trainers/olmo_core_w3/step3", "olmo"), "nanotron": ("nanotron/zero1/3", "nanotron"),
     "transformers": ("trainers/transformers_w2/ckpt", "transformers_sharded"),
     "verl": ("trainers/verl_fsdp2_w3/ckpt", "verl"), "torchtune": ("trainers/torchtune_hf/epoch_0", "torchtune"),
     "torchsnapshot": ("trainers/torchsnapshot_w1/ckpt/snap", "torchsnapshot"),

@@ -370,6 +370,8 @@ class _Walk:
             step, epoch = _numbers(part)
             if step is not None or epoch is not None:
                 break
+        if step is None and layout == "nanotron" and (name := path.rpartition("/")[2]).isdigit():
+            step = int(name)
         trainer = None
         if of is not None:
             trainer = of.title.removeprefix("directory of ") if of.of_trainer else "DeepSpeed" if of.saves else None
@@ -421,6 +423,8 @@ def _lacks(inside: Source, names: list[str], name: str, layout: Layout | None) -
     is_trainer = re.fullmatch(r"checkpoint-\d+", name) and "trainer_state.json" not in names
     if is_trainer and (halves or any((kind_of(n) or ("", ""))[1] in ("optim", "scheduler", "rng") for n in names)):
         yield _NO_TRAINER_STATE
+    if layout is None and "optimizer" in names and "optimizer_config.json" in inside.list("optimizer"):
+        yield "no checkpoint_metadata.json, which nanotron writes last"
     if "model_and_optim" in names and ".metadata.json" not in names:
         yield "no .metadata.json, which OLMo-core writes last"
     if layout is None:

@@ -142,6 +142,7 @@ _OF_TRAINER: dict[str, Callable[[Checkpoint, str, bool], str]] = {
     "megatron": lambda ckpt, out, optimizer: (
         f"resumes in Megatron-Core; for torch's own, under Megatron's names: {out} --to dcp -n RANKS; weights alone: {out} --to dcp --only model -n RANKS"
     ),
+    "nanotron": lambda ckpt, out, optimizer: f"resumes in nanotron; for a job of torch's own: {out} --to dcp -n RANKS",
     "olmo": lambda ckpt, out, optimizer: f"resumes at any world size in OLMo-core; nothing to convert (for torch's own: {out} --to dcp -n RANKS)",
     "automodel": lambda ckpt, out, optimizer: f"resumes in NeMo AutoModel at {_ranks(ckpt)}; for torch's own: {out} --to dcp -n RANKS",
     "script": lambda ckpt, out, optimizer: f"for a job of several ranks: {out} --to dcp -n RANKS; for transformers: {out} --to hf",

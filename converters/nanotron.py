@@ -1,0 +1,418 @@
+"""nanotron: a step folder in which every tensor of the model is a file of its own that says which boxes it holds.
+
+    10/model/<path of the module>/model_<name>_pp-rank-{p}-of-{P}_tp-rank-{t}-of-{T}.safetensors    a rank's part, one tensor "data"
+    10/model/<path of the module>/model_<name>.safetensors       a tensor that is not cut
+    10/optimizer/optimizer_config.json                           type, sizes; with ZeRO-1 each rank's flat ranges and local shapes
+    10/optimizer/optimizer_pp-{p}-of-{P}[_dp-{d}-of-{D}]_tp-{t}-of-{T}_exp-0-of-1.pt   {"state", "param_groups", "names", "gradient_accumulator"}
+    10/lr_scheduler/lr_scheduler.pt, 10/random/tp-{t}-of-{T}_dp-{d}-of-{D}_pp-{p}-of-{P}.pt
+    10/checkpoint_metadata.json                                  {"version", "tp", "dp", "metas": {"last_train_step", ...}}
+
+The header of a part has "unsharded_shape" and "local_global_slices_pairs": "local#global;local#global", each a slice a dimension,
+"start,stop,step|...". With numpy 2, nanotron writes "(np.int64(16), 6)" for a shape, which it cannot read itself. The optimizer has the
+parts of the model; with ZeRO-1 a data-parallel rank has a flat range of its part. The fp32 copies of bf16 weights are in
+"gradient_accumulator" and become extra.master.<name>. Experts on ranks of their own are refused.
+
+Sources: nanotron/serialize/{weights,optimizer,metadata,utils,random}.py, optim/zero.py, parallel/parameters.py of 0.4; fixtures/nanotron,
+which those wrote (fixtures/nanotron_jobs.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpttool import bounded_json
+from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.formats import safetensors_header, stored_tensors, torch_zip
+from ckpttool.formats.pickles import Opaque
+from ckpttool.formats.stored_tensors import StoredTensor
+from ckpttool.index import boxes
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Extent, Path, Record, TensorEntry, Value, joined
+from ckpttool.layouts import Layout, Place, ReadOptions
+from ckpttool.storage.source import Source
+
+__all__ = ["LAYOUTS"]
+
+_META = "checkpoint_metadata.json"
+_WEIGHT = re.compile(r"model_(?P<name>.+?)(?:_pp-rank-(?P<pp>\d+)-of-\d+_tp-rank-(?P<tp>\d+)-of-\d+)?\.safetensors")
+_OPTIMIZER = re.compile(
+    r"optimizer_pp-(?P<pp>\d+)-of-\d+(?:_dp-(?P<dp>\d+)-of-\d+)?_tp-(?P<tp>\d+)-of-\d+(?:_exp-\d+-of-(?P<experts>\d+))?\.pt"
+)
+_RANDOM = re.compile(r"tp-(?P<tp>\d+)-of-(?P<T>\d+)_dp-(?P<dp>\d+)-of-(?P<D>\d+)_pp-(?P<pp>\d+)-of-(?P<P>\d+)\.pt")
+_MOST_JSON, _MOST_DEPTH = 256 << 20, 64
+
+
+class _Box(NamedTuple):
+    """Elements at `local` of a rank's tensor that are at `start` of the whole."""
+
+    local: tuple[int, ...]
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class _Held(NamedTuple):
+    """A box of a tensor that begins at a byte of a file, with its strides in elements; the box's `local` counts from there."""
+
+    file: int
+    offset: int
+    strides: tuple[int, ...]
+    box: _Box
+
+
+class _Part(NamedTuple):
+    """What one rank has of a parameter."""
+
+    shape: tuple[int, ...]  # of the whole
+    local: tuple[int, ...]
+    held: tuple[_Box, ...]
+
+
+def detect(where: Place) -> tuple[bool, str]:
+    """A folder with checkpoint_metadata.json and model/."""
+    if where.file is not None:
+        return False, "a folder; this is a file"
+    names = where.source.list()
+    if _META not in names:
+        return False, f"no {_META}"
+    return "model" in names, f"has {_META} and model/" if "model" in names else f"{_META}, but no model/"
+
+
+def read(where: Place, options: ReadOptions) -> Checkpoint:
+    """The index of a step folder.
+
+    Raises:
+        Corrupt: a part is missing, or parts overlap. Unsupported: experts on ranks of their own.
+    """
+    reading = _Reading(where.source)
+    reading.model()
+    if options.only is None or options.only - {"model"}:
+        reading.rest()
+    if options.only is None or "optim" in options.only:
+        reading.optimizer()
+    return reading.checkpoint()
+
+
+def _walk(source: Source, folder: str, depth: int = 0) -> Iterator[str]:
+    if depth > _MOST_DEPTH:
+        raise Corrupt(f"{source.root}/{folder}: folders in folders, more than {_MOST_DEPTH}.")
+    for name in source.list(folder):
+        path = f"{folder}/{name}"
+        if source.glance(path)[0]:
+            yield from _walk(source, path, depth + 1)
+        else:
+            yield path
+
+
+@dataclass
+class _Reading:
+    source: Source
+    files: list[str] = field(default_factory=list)
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    values: dict[str, Value] = field(default_factory=dict)
+    records: list[Record] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    parts: dict[tuple[str, int, int], _Part] = field(default_factory=dict)  # (name, pp, tp) of parameters that are cut
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    world: int | None = None
+
+    def number(self, name: str) -> int:
+        """The number of a file in the index."""
+        self.files.append(name)
+        return len(self.files) - 1
+
+    def checkpoint(self) -> Checkpoint:
+        """What was read."""
+        out = Checkpoint(
+            "nanotron", self.source.root, self.world, self.files, [self.source.size(f) for f in self.files], self.tensors,
+            self.values, trainer="nanotron",
+        )  # fmt: skip
+        out.records, out.notes = self.records, self.notes
+        return out
+
+    def model(self) -> None:
+        """The weights, each of one or several files."""
+        found: dict[str, list[tuple[int, safetensors_header.Slot, _Part]]] = {}
+        for path in sorted(_walk(self.source, "model")):
+            folder, _, file = path.partition("/")[2].rpartition("/")
+            m = _WEIGHT.fullmatch(file)
+            if m is None:
+                continue
+            name = ".".join([*(folder.split("/") if folder else []), m["name"]])
+            slots, about = safetensors_header.read_header(self.source, path)
+            if "data" not in slots:
+                raise Corrupt(f'{self.source.root}/{path} has no tensor "data", which nanotron writes.')
+            number, slot = self.number(path), slots["data"]
+            part = self._part(path, slot.shape, about)
+            if m["pp"] is not None:
+                self.parts[name, int(m["pp"]), int(m["tp"])] = part
+            found.setdefault(name, []).append((number, slot, part))
+            for other, extra in slots.items():  # "_no_weight_decay" of Mamba
+                if other != "data":
+                    at: Path = ("extra", "parameters", name, other)
+                    self.tensors.setdefault(
+                        joined(at),
+                        TensorEntry(
+                            extra.dtype, extra.shape, at, Chunks.whole(extra.shape, number, extra.offset, extra.length)
+                        ),
+                    )
+        if not found:
+            raise Corrupt(
+                f"{self.source.root}/model has no model_*.safetensors. The copy is incomplete; fetch the folder again."
+            )
+        for name, rows in found.items():
+            shape, dtype = rows[0][2].shape, rows[0][1].dtype
+            if any((part.shape, slot.dtype) != (shape, dtype) for _, slot, part in rows):
+                raise Corrupt(
+                    f'{self.source.root}: the parts of "{name}" are of different shapes or dtypes. They are of different saves.'
+                )
+            self.shapes[name] = shape
+            self._put(("model", name), dtype, shape, [
+                _Held(n, slot.offset, boxes.strides(part.local), b) for n, slot, part in rows for b in part.held
+            ])  # fmt: skip
+
+    def _part(self, path: str, local: tuple[int, ...], about: Mapping[str, str]) -> _Part:
+        """The boxes of a file, by its header."""
+        if "local_global_slices_pairs" not in about:
+            return _Part(local, local, (_Box((0,) * len(local), (0,) * len(local), local),))
+        try:
+            shape = tuple(int(n) for n in re.findall(r"\d+", about["unsharded_shape"].replace("np.int64", "")))
+            held = []
+            for pair in about["local_global_slices_pairs"].split(";"):
+                ours, theirs = (
+                    [_slice(s, n) for s, n in zip(side.split("|"), sizes, strict=True)]
+                    for side, sizes in zip(pair.split("#"), (local, shape), strict=True)
+                )
+                if any(b - a != d - c for (a, b), (c, d) in zip(ours, theirs, strict=True)):
+                    raise ValueError(f"slices of different sizes in {pair}")
+                held.append(_Box(tuple(a for a, _ in ours), tuple(c for c, _ in theirs), tuple(b - a for a, b in ours)))
+        except (KeyError, ValueError) as e:
+            raise Corrupt(
+                f"{self.source.root}/{path}: its header does not say which part of a tensor it is ({e})."
+            ) from None
+        return _Part(shape, local, tuple(held))
+
+    def _put(self, path: Path, dtype: str, shape: tuple[int, ...], held: list[_Held]) -> None:
+        """A tensor of what ranks have of it."""
+        chunks = Chunks(len(shape))
+        seen = set()
+        for file, offset, strides, box in held:
+            if (box.start, box.shape) in seen or not prod(box.shape):
+                continue  # a copy: of another tensor-parallel rank
+            seen.add((box.start, box.shape))
+            at = offset + ITEMSIZE[dtype] * sum(a * s for a, s in zip(box.local, strides, strict=True))
+            row_major = boxes.is_row_major(box.shape, strides)
+            chunks.add(
+                box.start,
+                box.shape,
+                file,
+                at,
+                boxes.span(box.shape, strides) * ITEMSIZE[dtype],
+                None if row_major else strides,
+            )
+        why = boxes.cover(shape, chunks.boxes())
+        if why is not None:
+            raise Corrupt(
+                f'{self.source.root}: "{joined(path)}" {shape}: {why}. Files of ranks are missing or of other saves.'
+            )
+        self.tensors[joined(path)] = TensorEntry(dtype, shape, path, chunks)
+
+    # ------------------------------------------------------------------------------------------------- the optimizer
+
+    def optimizer(self) -> None:
+        """The state of the optimizer, of all ranks."""
+        names = sorted(n for n in self.source.list("optimizer") if _OPTIMIZER.fullmatch(n))
+        if not names:
+            return
+        config = self._json("optimizer/optimizer_config.json")
+        sizes = config.get("parallelism", {})
+        if sizes.get("expert_parallel_size", "1") != "1":
+            raise Unsupported(
+                f"{self.source.root}: experts on {sizes['expert_parallel_size']} ranks of their own, of whose weights nanotron's files do not tell "
+                "the expert. Save with expert_parallel_size=1."
+            )
+        ranges = config.get("configs", {}).get("param_name_to_dp_rank_offsets", {})
+        self._complete(names, sizes, bool(ranges))
+        state: dict[tuple[str, str], list[_Held]] = {}
+        dtypes: dict[tuple[str, str], str] = {}
+        steps: dict[tuple[str, str], tuple[Any, Any]] = {}
+        groups: list[tuple[dict[str, Any], dict[str, None]]] = []
+        self.source.prefetch_ends(f"optimizer/{n}" for n in names)
+        for file in names:
+            m = _OPTIMIZER.fullmatch(file)
+            assert m is not None
+            number, tree = self._tree(f"optimizer/{file}")
+            try:
+                called = {k: self._called(str(n)) for k, n in tree["names"].items()}
+                rows = [(called[k], slot, x) for k, slots in tree["state"].items() for slot, x in slots.items()]
+                rows += [(self._called(str(n)), "", x) for n, x in (tree.get("gradient_accumulator") or {}).items()]
+                for name, slot, x in rows:
+                    if not isinstance(x, StoredTensor) or not x.shape:
+                        self._once(steps, name, slot, number, x)
+                        continue
+                    flat = ranges.get(name, ranges.get(f"module.{name}"))
+                    bounds = (int(flat[m["dp"]][0]), int(flat[m["dp"]][1])) if flat is not None else None
+                    if dtypes.setdefault((name, slot), x.dtype) != x.dtype:
+                        raise ValueError(f"{name} {slot} is {x.dtype}, elsewhere {dtypes[name, slot]}")
+                    state.setdefault((name, slot), []).extend(
+                        self._of_rank(name, int(m["pp"]), int(m["tp"]), number, x, bounds)
+                    )
+                    if x.storage.crc32 is not None:
+                        self.records.append(Record(Extent(number, x.storage.offset, x.storage.length), x.storage.crc32))
+                for i, group in enumerate(tree["param_groups"]):
+                    hyper = {k: v for k, v in group.items() if k != "params"}
+                    if i == len(groups):
+                        groups.append((hyper, {}))
+                    elif groups[i][0] != hyper:
+                        self.notes.append(
+                            f"ranks differ in param group {i}; that of the first file is kept, not that of {file}"
+                        )
+                    groups[i][1].update(dict.fromkeys(called[k] for k in group["params"] if k in called))
+            except (KeyError, TypeError, AttributeError, ValueError, IndexError) as e:
+                raise Corrupt(
+                    f"{self.source.root}/optimizer/{file}: not what nanotron saves ({type(e).__name__}: {e})."
+                ) from None
+        for (name, slot), held in state.items():
+            path: Path = ("optim", "state", name, slot) if slot else ("extra", "master", name)
+            self._put(path, dtypes[name, slot], self.shapes[name], held)
+        for (name, slot), (_, leaf) in steps.items():
+            self._leaf(("optim", "state", name, slot), leaf)
+        for i, (hyper, members) in enumerate(groups):
+            for key, data in {**hyper, "params": list(members)}.items():
+                self._leaf(("optim", "param_groups", i, key), data)
+
+    def _of_rank(
+        self, name: str, pp: int, tp: int, number: int, x: StoredTensor, bounds: tuple[int, int] | None
+    ) -> Iterator[_Held]:
+        """What one file has of a slot: the rank's part of the parameter, or a flat range of that."""
+        shape = self.shapes[name]
+        whole = _Part(shape, shape, (_Box((0,) * len(shape), (0,) * len(shape), shape),))
+        part = self.parts.get((name, pp, tp), whole)
+        if bounds is None:
+            if x.shape != part.local:
+                raise ValueError(f"{name} is {x.shape} here, and {part.local} in the model")
+            for box in part.held:
+                yield _Held(number, x.extent[0], x.strides, box)
+            return
+        if x.shape != (bounds[1] - bounds[0],) or not x.contiguous or bounds[1] > prod(part.local):
+            raise ValueError(
+                f"{name} has {x.shape} elements here, and optimizer_config.json says {bounds} of {part.local}"
+            )
+        for start, size in boxes.flat_to_boxes(part.local, *bounds):
+            at = x.extent[0] + ITEMSIZE[x.dtype] * (boxes.flat_start(part.local, start) - bounds[0])
+            for box in part.held:
+                if (met := boxes.meet((start, size), (box.local, box.shape))) is not None:
+                    inside = tuple(a - b for a, b in zip(met[0], start, strict=True))
+                    there = tuple(g + a - b for g, a, b in zip(box.start, met[0], box.local, strict=True))
+                    yield _Held(number, at, boxes.strides(size), _Box(inside, there, met[1]))
+
+    def _called(self, name: str) -> str:
+        """What the model calls a parameter of the optimizer."""
+        for found in (name, name.removeprefix("module.")):
+            if found in self.shapes:
+                return found
+        raise ValueError(f"the optimizer has {name}, which the model has not")
+
+    def _complete(self, names: list[str], sizes: Mapping[str, str], zero: bool) -> None:
+        """All ranks have a file.
+
+        Raises:
+            Corrupt: one is missing.
+        """
+        there = {(m["pp"], m["dp"], m["tp"]) for n in names if (m := _OPTIMIZER.fullmatch(n))}
+        many = [int(sizes.get(f"{k}_size", "1")) for k in ("pp", "dp", "tp")]
+        self.world = prod(many)
+        for pp, dp, tp in product(*map(range, many)):
+            if (str(pp), str(dp) if zero else None, str(tp)) not in there and (zero or not dp):
+                raise Corrupt(
+                    f"{self.source.root}/optimizer has no file of pp {pp}, dp {dp}, tp {tp}, and optimizer_config.json says that the job had "
+                    f"{many[0]}, {many[1]} and {many[2]} of them. The copy is incomplete; fetch the folder again."
+                )
+
+    def _once(self, steps: dict[tuple[str, str], tuple[Any, Any]], name: str, slot: str, number: int, x: Any) -> None:
+        """A number that all ranks have: the step.
+
+        Raises:
+            Corrupt: they have different ones.
+        """
+        what = f"{self.source.root}/{self.files[number]}"
+        found = stored_tensors.inlined(x, self.source.reader_of(self.files[number]), what)
+        leaf = found
+        if isinstance(x, StoredTensor):
+            leaf = TensorEntry(x.dtype, (), ("optim", "state", name, slot), Chunks.whole((), number, *x.extent))
+            if x.storage.crc32 is not None:
+                self.records.append(Record(Extent(number, x.storage.offset, x.storage.length), x.storage.crc32))
+        first, _ = steps.setdefault((name, slot), (found, leaf))
+        if first != found:
+            raise Corrupt(
+                f'{what}: "{name}" has another {slot} than in the files of other ranks. They are of different steps; fetch those of one save.'
+            )
+
+    # -------------------------------------------------------------------------------------------------------- the rest
+
+    def rest(self) -> None:
+        """Counters, scheduler, random states."""
+        found = self._json(_META)
+        for key, data in (found.get("metas") or {}).items():
+            self._leaf(("trainer", "step" if key == "last_train_step" else key), data)
+        for key in ("version", "tp", "dp"):
+            if key in found:
+                self._leaf(("extra", "nanotron", key), found[key])
+        if self.source.exists("lr_scheduler/lr_scheduler.pt"):
+            number, tree = self._tree("lr_scheduler/lr_scheduler.pt")
+            self._leaves(("scheduler",), number, tree)
+        for file in sorted(self.source.list("random")):
+            if m := _RANDOM.fullmatch(file):
+                number, tree = self._tree(f"random/{file}")
+                rank = (int(m["pp"]) * int(m["D"]) + int(m["dp"])) * int(m["T"]) + int(m["tp"])
+                self._leaves(("rng", str(rank)), number, _as_dicts(tree))
+
+    def _tree(self, file: str) -> tuple[int, Any]:
+        what = f"{self.source.root}/{file}"
+        return self.number(file), torch_zip.read(self.source.reader_of(file), 0, self.source.size(file), what)
+
+    def _json(self, file: str) -> dict[str, Any]:
+        found = bounded_json.parse(self.source.read_all(file, _MOST_JSON), f"{self.source.root}/{file}")
+        self.number(file)
+        if not isinstance(found, dict):
+            raise Corrupt(f"{self.source.root}/{file} is not what nanotron writes.")
+        return found
+
+    def _leaves(self, path: Path, number: int, tree: Any) -> None:
+        what = f"{self.source.root}/{self.files[number]}"
+        found, records = stored_tensors.leaves(tree, path, number, self.source.reader_of(self.files[number]), what)
+        self.records += records
+        for at, leaf in found.items():
+            self._leaf(at, leaf)
+
+    def _leaf(self, path: Path, leaf: Any) -> None:
+        if isinstance(leaf, TensorEntry):
+            self.tensors[joined(path)] = leaf
+        else:
+            self.values[joined(path)] = Value(path, leaf)
+
+
+def _slice(text: str, n: int) -> tuple[int, int]:
+    """(start, stop) of "4,8,None" or "None,None,None" along a dimension of n."""
+    start, stop, step = (None if x == "None" else int(x) for x in text.split(","))
+    a, b = start or 0, n if stop is None else stop
+    if step not in (None, 1) or not 0 <= a <= b <= n:
+        raise ValueError(f"the slice {text} of {n}")
+    return a, b
+
+
+def _as_dicts(x: Any) -> Any:
+    """nanotron's RandomStates and RandomState as the dicts that they are made of."""
+    if isinstance(x, Opaque) and x.cls.module == "nanotron.random" and isinstance(x.state, dict):
+        return _as_dicts(x.state.get("_dict", x.state))
+    return {k: _as_dicts(v) for k, v in x.items()} if isinstance(x, dict) else x
+
+
+LAYOUTS = (
+    Layout(
+        name="nanotron", title="directory of nanotron", detect=detect, read=read, reader_uses=(), writer_uses=(), of_trainer=True,
+    ),
+)  # fmt: skip
