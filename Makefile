@@ -18,7 +18,7 @@ $(VENV)/.done: pyproject.toml constraints.txt
 $(VENV)/.engines: $(VENV)/.done
 	PYTHONWARNINGS=ignore DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/pip install --quiet --constraint constraints.txt \
 		--no-build-isolation --editable '.[engines]'
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps torchtitan torch_checkpointing
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps torchtitan torch_checkpointing megatron-core
 	touch $@
 
 # torchao has a venv of its own, with the packages of the other one: wherever it is installed transformers imports it, which takes

@@ -9,7 +9,7 @@ Sources: torch/distributed/checkpoint/{filesystem,planner_helpers}.py of torch 2
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from ckpttool.errors import Corrupt, Unsupported, argument
 from ckpttool.formats import subclasses, torch_pickles, torch_zip, zip_bytes
 from ckpttool.formats.pickles import Opaque
 from ckpttool.formats.stored_tensors import StoredTensor
+from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.index import boxes, composites
 from ckpttool.index.checkpoint import ITEMSIZE, Chunks, Extent, Path, Record, TensorEntry, joined
 from ckpttool.index.composites import Composite, Uncut
@@ -26,7 +27,7 @@ from ckpttool.storage.source import Source
 
 from ._dcp_items import HEAD, TAIL, windows
 
-__all__ = ["Parts", "are_short", "cut", "joined_parts"]
+__all__ = ["Parts", "Whole", "are_short", "cut", "joined_parts"]
 
 _WORLDS = 64  # world sizes that are tried for a message
 
@@ -213,11 +214,13 @@ class _Frame(NamedTuple):
 def _frame(found: Composite, about: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]) -> _Frame:
     names = list(found.tensors)
     sizes = [prod(shapes[n]) * ITEMSIZE[found.tensors[n].dtype] for n in names]
-    refs = {
-        n: torch_pickles.TensorRef(found.tensors[n].dtype, shapes[n], str(i), prod(shapes[n]))
-        for i, n in enumerate(names)
-    }
-    head, records = torch_pickles.head_records("archive", torch_pickles.pickled(subclasses.put_together(about, refs)))
+    refs = {n: TensorRef(found.tensors[n].dtype, shapes[n], str(i), prod(shapes[n])) for i, n in enumerate(names)}
+    return _around(subclasses.put_together(about, refs), sizes)
+
+
+def _around(tree: object, sizes: list[int]) -> _Frame:
+    """The item of a tree whose tensors are `TensorRef`s, the storage of number i of `sizes[i]` bytes."""
+    head, records = torch_pickles.head_records("archive", torch_pickles.pickled(tree))
     heads, at = [], len(head)
     places = []
     for i, n in enumerate(sizes):
@@ -228,6 +231,31 @@ def _frame(found: Composite, about: Mapping[str, object], shapes: Mapping[str, t
         at = places[-1] + n + zip_bytes.DATA_DESCRIPTOR_BYTES
     out = _Frame(heads, records, sizes, places, 0)
     return out._replace(length=at + len(out.end([0] * len(sizes))))
+
+
+class Whole:
+    """An object that is one item, although it has tensors inside: a tree of dicts and lists whose tensors are `TensorEntry`."""
+
+    def __init__(self, tree: object) -> None:
+        self.tree = tree
+
+    def mapped(self, f: Callable[[TensorEntry], object]) -> object:
+        """The tree with every tensor replaced, in order."""
+
+        def one(x: object) -> object:
+            if isinstance(x, TensorEntry):
+                return f(x)
+            if isinstance(x, dict):
+                return {k: one(v) for k, v in x.items()}
+            return [one(v) for v in x] if isinstance(x, list) else x
+
+        return one(self.tree)
+
+    def tensors(self) -> list[TensorEntry]:
+        """Those inside."""
+        out: list[TensorEntry] = []
+        self.mapped(out.append)
+        return out
 
 
 class Parts:
@@ -284,6 +312,20 @@ class Parts:
         self.inside |= set(out)
         self.logical[next(iter(out))] = TensorEntry(found.dtype, found.shape, found.path, box), places
         return out
+
+    def place_whole(self, whole: Whole, at: list[int]) -> tuple[dict[str, TensorEntry], int, int]:
+        """({name: entry to be} of the tensors inside, where its item begins, its bytes) of an object, in rank 0's file."""
+        inside = whole.tensors()
+        refs = iter(TensorRef(t.dtype, t.shape, str(i), t.numel) for i, t in enumerate(inside))
+        frame = _around(whole.mapped(lambda t: next(refs)), [t.nbytes for t in inside])
+        out = {}
+        for i, t in enumerate(inside):
+            name = joined(t.path)
+            out[name] = replace(t, chunks=Chunks.whole(t.shape, 0, at[0] + frame.at[i], t.nbytes), coding="raw")
+            self.frames[name, 0] = frame, i
+        self.inside |= set(out)
+        at[0] += frame.length
+        return out, at[0] - frame.length, frame.length
 
     def before(self, name: str, file: int) -> bytes:
         """The bytes before a tensor of an item."""

@@ -28,7 +28,7 @@ from ckpttool.layouts import WriteOptions, tree_of
 from ckpttool.storage.source import Source
 
 from ._dcp_metadata import META, STORAGE
-from ._dcp_subclasses import Parts, cut
+from ._dcp_subclasses import Parts, Whole, cut
 
 __all__ = ["write"]
 
@@ -45,6 +45,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     tree, notes = tree_of(collapsed(ckpt.leaves()), _sharded_origin(ckpt), None, options)
     parts = Parts()
     objects: dict[str, Composite] = {}  # by the names of the tensors inside
+    wholes: dict[str, tuple[Path, Whole]] = {}  # the same
     paths: dict[str, Path] = {}  # of tensors, by canonical name
     values: list[tuple[Path, int, int]] = []  # path, offset in rank 0's file, length
     head = bytearray()
@@ -55,6 +56,9 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         if isinstance(leaf, Composite):
             objects |= dict.fromkeys((joined(t.path) for t in leaf.tensors.values()), leaf)
             paths[joined(next(iter(leaf.tensors.values())).path)] = path
+            continue
+        if isinstance(leaf, Whole):
+            wholes |= dict.fromkeys((joined(t.path) for t in leaf.tensors()), (path, leaf))
             continue
         item = torch_pickles.small_zip(leaf)
         values.append((path, len(head), len(item)))
@@ -67,12 +71,19 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
             if name not in parts.inside:
                 tensors |= parts.place(objects[name], cut(objects[name], world) if _sharded(objects[name]) else [], at)
             continue
+        if name in wholes:
+            if name not in parts.inside:
+                path, whole = wholes[name]
+                inside, begins, length = parts.place_whole(whole, at)
+                tensors |= inside
+                values.append((path, begins, length))
+            continue
         t = replace(stored, dtype=options.cast(name, stored.dtype))
         sizes = boxes.chunk_sizes(t.shape[0], world) if _sharded(t) else []
         tensors[name] = replace(t, chunks=_placed(t, sizes, at), coding="raw")
     out = Checkpoint("dcp", options.target, world, [*files, ".metadata"], [*at, 0], tensors, ckpt.values)
     draft_files = [
-        DraftFile(f, n, bytes(head) if i == 0 else b"", frames_alone=not objects)
+        DraftFile(f, n, bytes(head) if i == 0 else b"", frames_alone=not objects and not wholes)
         for i, (f, n) in enumerate(zip(files, at, strict=True))
     ]
     rows = sum(len(t.chunks) for t in tensors.values())
@@ -132,7 +143,8 @@ def _placed(t: TensorEntry, sizes: list[int], at: list[int]) -> Chunks:
 
 def _sharded(t: TensorEntry | Composite) -> bool:
     """Whether FSDP2 shards it: parameters and optimizer slots; not scalars, counters or other components."""
-    if t.path[0] not in ("model", "optim") or not t.shape or t.numel == 0:
+    of_parameter = t.path[0] in ("model", "optim", "replica") or t.path[:2] == ("extra", "master")
+    if not of_parameter or not t.shape or t.numel == 0:
         return False
     return len(t.shape) > 1 or "float" in t.dtype or "complex" in t.dtype
 

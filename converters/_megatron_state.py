@@ -11,8 +11,20 @@ from ckpttool.errors import Corrupt
 from ckpttool.formats.pickles import Global, Opaque, short
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index.checkpoint import Path, TensorEntry
+from ckpttool.index.names import COMPONENTS
 
-__all__ = ["ENUMS", "Key", "common_tree", "data_of_args", "key_of", "name_groups", "path_of_object", "unstacked_name"]
+__all__ = [
+    "ENUMS",
+    "Key",
+    "args_of_data",
+    "common_tree",
+    "data_of_args",
+    "is_bare",
+    "key_of",
+    "name_groups",
+    "path_of_object",
+    "unstacked_name",
+]
 
 #: The slots in which Megatron's optimizers keep the fp32 copies of the weights (distrib_optimizer.py, optimizer.py).
 MASTERS = frozenset(("param", "fp32_param", "master_param"))
@@ -86,6 +98,12 @@ def path_of_object(key: str) -> tuple[Path, int | None]:
     m = _OBJECT.fullmatch(key)
     if m is None:
         return ("extra", key), None
+    if stacked := _STACKED.fullmatch(m["key"]):  # the first number of the place is the layer's
+        at, _, of = m["place"].partition("_")
+        layer, *at = at.split(".")
+        of = of.split(".")[1:]
+        key = f"{stacked['head']}.{layer}.{stacked['rest']}/shard_{'.'.join(at) or 0}_{'.'.join(of) or 1}"
+        return ("extra", key), None
     if m["key"] == "rng_state":
         return ("rng", f"shard_{m['place']}"), None
     if of := _OF_GROUP.fullmatch(m["key"]):
@@ -106,6 +124,24 @@ def data_of_args(x: Any) -> Any:
     return x
 
 
+def args_of_data(x: Any) -> Any:
+    """What `data_of_args` was made of."""
+    out = Opaque(Global("argparse", "Namespace"), ())
+    out.state = _members_again(x)
+    return out
+
+
+def _members_again(x: Any) -> Any:
+    if isinstance(x, dict) and x.keys() == {"class", "value"} and tuple(str(x["class"]).rpartition(".")[::2]) in ENUMS:
+        module, _, name = x["class"].rpartition(".")
+        return ENUMS[module, name](x["value"])
+    if isinstance(x, dict):
+        return {k: _members_again(v) for k, v in x.items()}
+    if isinstance(x, (list, tuple)) and not isinstance(x, (Global, StoredTensor)):
+        return type(x)(_members_again(v) for v in x)
+    return x
+
+
 def common_tree(tree: Any, what: str) -> dict[str, Any]:
     """The tree of common.pt under canonical keys.
 
@@ -118,6 +154,7 @@ def common_tree(tree: Any, what: str) -> dict[str, Any]:
         raise Corrupt(f"{what}: holds {short(tree)}, not the common state of a Megatron-Core checkpoint.")
     out: dict[str, Any] = {}
     extra: dict[str, Any] = {}
+    ours: dict[str, dict[str, Any]] = {}
     for key, x in tree.items():
         if key == "opt_param_scheduler":
             out["scheduler"] = x
@@ -129,10 +166,17 @@ def common_tree(tree: Any, what: str) -> dict[str, Any]:
             extra["args"] = data_of_args(x)
         elif key == "rng_state":
             out["rng"] = x
+        elif key == "ckpttool" and isinstance(x, dict):  # what Megatron-Core has no place for (_megatron_write.py)
+            for component, more in x.items():
+                if component not in COMPONENTS or not isinstance(more, dict):
+                    raise Corrupt(f"{what}: its entry ckpttool is not what ckpttool writes.")
+                ours[component] = more
         elif key != "content_metadata":
             extra[key] = x
     if extra:
         out["extra"] = extra
+    for component, more in ours.items():
+        out[component] = {**out.get(component, {}), **more}
     return out
 
 
@@ -223,6 +267,11 @@ def _same(a: Any, b: Any) -> bool:
     return isinstance(a, (int, float)) and isinstance(b, (int, float)) and float(a) == float(b)
 
 
+def is_bare(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether Megatron-Core's own rule gives a parameter no weight decay."""
+    return len(shape) == 1 or name.endswith(".bias")
+
+
 def _members(groups: Mapping[int, Mapping[Any, Any]], dims: Mapping[str, int]) -> dict[int, list[str]] | None:
     """{group: its parameters}; None where the groups do not follow from the rule."""
     of: dict[tuple[bool, bool], int] = {}
@@ -240,7 +289,7 @@ def _members(groups: Mapping[int, Mapping[Any, Any]], dims: Mapping[str, int]) -
     out: dict[int, list[str]] = {i: [] for i in groups}
     experts = any(expert for _, expert in of)
     for name, n in dims.items():
-        bare = n == 1 or name.endswith(".bias")
+        bare = is_bare(name, (0,) * n)
         expert = experts and re.search(r"\bexperts\b", name) is not None and "shared_experts" not in name
         group = of.get((bare, expert))
         if group is None:

@@ -36,7 +36,7 @@ from typing import Any
 from ckpttool import bounded_json, layouts
 from ckpttool.errors import CkpttoolError, Corrupt, Unsupported
 from ckpttool.formats import stored_tensors, torch_zip
-from ckpttool.index.checkpoint import Checkpoint, Path, Record, TensorEntry, Value, joined
+from ckpttool.index.checkpoint import Checkpoint, Path, Record, Salvage, TensorEntry, Value, joined
 from ckpttool.index.names import COMPONENTS, CanonicalState, original
 from ckpttool.index.trees import nest
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of
@@ -46,6 +46,7 @@ from ._dcp_metadata import read_index
 from ._megatron_boxes import flat_ranges, layer
 from ._megatron_buckets import BUCKETS, resolve
 from ._megatron_state import ENUMS, Key, common_tree, key_of, name_groups, path_of_object
+from ._megatron_write import prepare, write
 
 __all__ = ["LAYOUTS"]
 
@@ -184,6 +185,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     name_groups(leaves, notes)
     out = checkpoint_of(CanonicalState(leaves, {}, TRAINER, notes), "megatron", source.root, world, files, source)
     out.records, out.ranks = records, ranks
+    out.salvage = Salvage(missing=lost) if lost else None
     return out
 
 
@@ -325,5 +327,6 @@ LAYOUTS = (
     Layout(
         name="megatron", title="folder of Megatron-Core's dist_checkpointing (torch_dist)", detect=detect, read=read, locate=locate,
         aliases=("torch_dist", "mcore", "megatron-core", "nemo"), of_trainer=True, reader_uses=(), spreads_tensors=True,
+        write=write, prepare=prepare, writer_uses=("world_size",), synthesizes_values=True, needs_named_optimizer=True,
     ),
 )  # fmt: skip

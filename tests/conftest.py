@@ -44,6 +44,7 @@ LAUNCHING = (
     "test_two_folders.py",
     "test_torchao.py",
     "test_torch_checkpointing.py",
+    "test_megatron_load.py",
 )
 
 

@@ -140,6 +140,7 @@ def test_every_layout_says_which_arguments_it_uses() -> None:
         "trainer",
         "lightning",
         "torchtitan",
+        "megatron",
     }
 
 

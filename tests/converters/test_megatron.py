@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -188,3 +189,88 @@ def test_engines_with_flat_tensors_take_a_state_by_megatron_s_names(to: str, tmp
         wanted = {k: t.float() if k.startswith("model.") else t for k, t in wanted.items()}
         found = {k: t.float() if k.startswith("model.") else t for k, t in found.items()}
     assert difference(found, wanted) == []
+
+
+# ---------------------------------------------------------------------------------------------------------- writing
+
+
+def common_of(path: Path) -> dict[str, Any]:
+    """common.pt, as Megatron-Core loads it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("megatron.core", exc_type=ImportError)  # whose enumerations the arguments hold
+        found: dict[str, Any] = torch.load(path / "common.pt", weights_only=False)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("through", ["", "full", "dcp"])
+def test_what_is_written_is_read_as_the_same_state(case: str, through: str, tmp_path: Path) -> None:
+    source: Path = folder(case)
+    if through:
+        source = tmp_path / ("there.pt" if through == "full" else "there")
+        ckpttool.convert(folder(case), source, to=through, world_size=2 if through == "dcp" else None)
+    done = ckpttool.convert(source, tmp_path / "out", to="megatron", world_size=3)
+    assert done.verified and not done.dropped
+    found = ckpttool.diff(folder(case), tmp_path / "out")
+    if case == "plain_optimizer":  # which has its step as a tensor
+        assert all(n.endswith(".step") for n in [*found.only_in_a, *found.only_in_b, *found.values])
+        assert not found.data and not found.shapes
+    else:
+        assert found.equal, found
+    assert json.loads((tmp_path / "out" / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+    common = common_of(tmp_path / "out")
+    assert common["args"].num_layers == 2 and common["iteration"] == 3 and common["checkpoint_version"] == 3.0
+    assert common["content_metadata"]["distrib_optim_sharding_type"] == "fully_reshardable"
+    assert [g["wd_mult"] for g in common["optimizer"]["optimizer"]["param_groups"]] == [1.0, 0.0]
+    assert {g["step"] for g in common["optimizer"]["optimizer"]["param_groups"]} == {3.0}
+
+
+def other_trainer(path: Path, groups: list[dict[str, Any]], steps: tuple[float, float] = (3.0, 3.0)) -> Path:
+    """A state of torch's AdamW without fp32 copies, under names of Megatron-Core."""
+    names = ("decoder.layers.0.mlp.linear_fc2.weight", "decoder.final_layernorm.weight")
+    model = {names[0]: torch.randn(4, 6), names[1]: torch.randn(4)}
+    state = {
+        n: {"step": torch.tensor(s), "exp_avg": torch.randn_like(model[n])} for n, s in zip(names, steps, strict=True)
+    }
+    torch.save(
+        {"model": model, "optim": {"state": state, "param_groups": groups}, "step": 3, "rng": {"torch": torch.ones(3)}},
+        path,
+    )
+    return path
+
+
+FC2, NORM = "decoder.layers.0.mlp.linear_fc2.weight", "decoder.final_layernorm.weight"
+
+
+def test_a_state_of_another_trainer_gets_what_megatron_needs(tmp_path: Path) -> None:
+    source = other_trainer(tmp_path / "a.pt", [{"lr": 0.5, "weight_decay": 0.1, "params": [FC2, NORM]}])
+    with pytest.raises(Unsupported, match="no place for such a tensor"):
+        ckpttool.convert(source, tmp_path / "out", to="megatron", world_size=2)
+    done = ckpttool.convert(source, tmp_path / "out", to="megatron", world_size=2, drop=True)
+    assert [name for name, *_ in done.dropped] == ["rng.torch"]
+    assert any("written twice" in n for n in done.notes)
+    common = common_of(tmp_path / "out")
+    assert common["iteration"] == 3 and common["checkpoint_version"] == 3.0
+    first, second = common["optimizer"]["optimizer"]["param_groups"]
+    assert (first["weight_decay"], first["wd_mult"], first["lr"], first["step"]) == (0.1, 1.0, 0.5, 3.0)
+    assert (second["weight_decay"], second["wd_mult"], second["is_expert_parallel"]) == (0.0, 0.0, False)
+    with ckpttool.open(tmp_path / "out") as opened:
+        assert torch.equal(torch.from_numpy(opened[f"extra.master.{FC2}"][:]), torch.load(source)["model"][FC2])
+        assert opened.checkpoint.value("trainer.step") == 3
+
+
+@pytest.mark.parametrize(
+    ("groups", "steps", "why"),
+    [
+        ([{"lr": 0.5, "params": [FC2]}, {"lr": 0.1, "params": [NORM]}], (3.0, 3.0), "differ in 'lr'"),
+        ([{"lr": 0.5, "params": [FC2, NORM]}], (3.0, 4.0), "at different steps"),
+        ([{"lr": 0.5, "wd_mult": 0.0, "params": [FC2, NORM]}], (3.0, 3.0), "is in a param group without weight decay"),
+    ],
+)
+def test_an_optimizer_that_megatron_would_load_otherwise_is_refused(
+    groups: list[dict[str, Any]], steps: tuple[float, float], why: str, tmp_path: Path
+) -> None:
+    source = other_trainer(tmp_path / "a.pt", groups, steps)
+    with pytest.raises(Unsupported, match=why):
+        ckpttool.convert(source, tmp_path / "out", to="megatron", world_size=2, drop=True)
