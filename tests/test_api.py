@@ -141,6 +141,7 @@ def test_every_layout_says_which_arguments_it_uses() -> None:
         "lightning",
         "torchtitan",
         "megatron",
+        "torch_checkpointing",
     }
 
 

@@ -140,7 +140,7 @@ _OF_TRAINER: dict[str, Callable[[Checkpoint, str, bool], str]] = {
         "resumes at any world size with from_pretrained(distributed_config=...) and load_optimizer_distributed; nothing to convert"
     ),
     "megatron": lambda ckpt, out, optimizer: (
-        f"resumes in Megatron-Core; for torch's own, under Megatron's names: {out} --to dcp -n RANKS; weights alone: {out} --to dcp --only model -n RANKS"
+        f"resumes in Megatron-Core; at any other TP and PP size: {out} --to megatron -n FILES; for torch's own, under Megatron's names: {out} --to dcp -n RANKS"
     ),
     "nanotron": lambda ckpt, out, optimizer: f"resumes in nanotron; for a job of torch's own: {out} --to dcp -n RANKS",
     "olmo": lambda ckpt, out, optimizer: f"resumes at any world size in OLMo-core; nothing to convert (for torch's own: {out} --to dcp -n RANKS)",
