@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 
 from ..formats.crc import crc32, crc32_combine
 from ..index.checkpoint import Record
@@ -25,7 +26,9 @@ class CrcVerifier:
             by_file.setdefault(r.extent.file, []).append(r)
         self._records = {f: sorted(rs, key=lambda r: r.extent.offset) for f, rs in by_file.items()}
         self._starts = {f: [r.extent.offset for r in rs] for f, rs in self._records.items()}
-        self._seen: dict[tuple[int, int], list[tuple[int, int, int]]] = {}  # (file, index) -> [(start, end, crc)]
+        self._seen: dict[
+            tuple[int, int], list[tuple[int, int, int]]
+        ] = {}  # (file, index) -> [(start, end, crc)], sorted
         self._done: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
 
@@ -47,26 +50,27 @@ class CrcVerifier:
             return None
         crc = crc32(data)
         with self._lock:
-            seen = self._seen.setdefault(key, [])
-            if len(seen) == 1 and seen[0][1] == offset:
-                pass  # read from front to back, as usual
-            elif any(a < end and offset < b for a, b, _ in seen):
-                return crc  # read before, for another tensor that shares these bytes
-            if seen and seen[-1][1] == offset:
-                start, _, before = seen[-1]
-                seen[-1] = (start, end, crc32_combine(before, crc, len(data)))
-            else:
-                seen.append((offset, end, crc))
-            self._finish_record(key, record)
+            self._add(key, record, offset, end, crc)
         return crc
 
-    def _finish_record(self, key: tuple[int, int], record: Record) -> None:
-        seen = self._seen[key]
-        if sum(b - a for a, b, _ in seen) < record.extent.length:
+    def _add(self, key: tuple[int, int], record: Record, start: int, end: int, crc: int) -> None:
+        """Add a part of a record, joined with its neighbours, so that rows that are read in any order stay few parts; one that
+        was read before, for another tensor that shares these bytes, is left out."""
+        seen = self._seen.setdefault(key, [])
+        k = bisect_right(seen, start, key=itemgetter(0))
+        if (k and seen[k - 1][1] > start) or (k < len(seen) and seen[k][0] < end):
             return
-        crc = 0
-        for a, b, c in sorted(seen):
-            crc = crc32_combine(crc, c, b - a)
+        if k < len(seen) and seen[k][0] == end:
+            _, last, after = seen.pop(k)
+            crc, end = crc32_combine(crc, after, last - end), last
+        if k and seen[k - 1][1] == start:
+            first, _, before = seen[k - 1]
+            seen[k - 1] = (first, end, crc32_combine(before, crc, end - start))
+        else:
+            seen.insert(k, (start, end, crc))
+        if len(seen) > 1 or seen[0][1] - seen[0][0] < record.extent.length:
+            return
+        (_, _, crc) = seen[0]
         del self._seen[key]
         self._done.add(key)
         if crc != record.crc32:
@@ -74,7 +78,7 @@ class CrcVerifier:
 
     def seen(self) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
         """(file, number of a record in it, (first byte, end, CRC32) of what was read) of records that were read in part."""
-        return [(file, i, sorted(parts)) for (file, i), parts in self._seen.items()]
+        return [(file, i, list(parts)) for (file, i), parts in self._seen.items()]
 
     def absorb(self, seen: Iterable[tuple[int, int, Iterable[Sequence[int]]]]) -> None:
         """Add what another verifier of the same records has seen of those that it has not finished.
@@ -87,17 +91,14 @@ class CrcVerifier:
             for start, end, crc in parts:
                 if key in self._done:
                     break
-                mine = self._seen.setdefault(key, [])
-                if not any(a < end and start < b for a, b, _ in mine):
-                    mine.append((start, end, crc))
-                    self._finish_record(key, self._records[file][i])
+                self._add(key, self._records[file][i], start, end, crc)
 
     def unfinished(self) -> Iterator[tuple[int, int, int]]:
         """(file, offset, length) of the missing parts of records that were read in part."""
         for (file, i), seen in list(self._seen.items()):
             record = self._records[file][i]
             at = record.extent.offset
-            for a, b, _ in sorted(seen):
+            for a, b, _ in list(seen):
                 if at < a:
                     yield file, at, a - at
                 at = b
