@@ -27,6 +27,7 @@ from .terminal import (  # fmt: skip
     Latest,
     Like,
     Meter,
+    NameMap,
     Only,
     Quiet,
     Src,
@@ -157,14 +158,7 @@ def convert(
             metavar="GLOB",
         ),
     ] = None,
-    name_map: Annotated[
-        str | None,
-        typer.Option(
-            "--map",
-            help="Names and order of another program, for weights and optimizer: a map of `ckpttool maps`, a file, or none.",
-            metavar="NAME|FILE",
-        ),
-    ] = None,
+    name_map: NameMap = None,
     max_memory: Annotated[
         str | None, typer.Option("--max-memory", help="Memory budget for Python and the buffers, of each worker.")
     ] = None,

@@ -14,6 +14,7 @@ from .terminal import (  # fmt: skip
     Latest,
     Like,
     Meter,
+    NameMap,
     Only,
     Quiet,
     Src,
@@ -32,6 +33,7 @@ __all__ = ["diff"]
 @about(
     ("Bit for bit, whatever the layouts", "ckpttool diff run/ckpt step3.pt"),
     ("Weights only, with a tolerance", "ckpttool diff run/ckpt hf --only model --rtol 0.01 --atol 1e-6"),
+    ("Names of torchtitan on one side", "ckpttool diff step-3 hf --map torchtitan-llama3 --config DIR"),
     ("For a script", "ckpttool diff run/ckpt dcp3 --json --quiet"),
     exits=(*READING, 5),
     meaning={0: "equal", 5: "they differ"},
@@ -46,6 +48,7 @@ def diff(
     like: Like = None,
     flat_layout: FlatLayout = None,
     wrap: Wrap = None,
+    name_map: NameMap = None,
     latest: Latest = False,
     workers: Workers = None,
     as_json: Json = False,
@@ -59,7 +62,7 @@ def diff(
     try:
         found = compare(
             a, b, rtol=rtol, atol=atol, only=comma(only), config=config, like=like, flat_layout=flat_layout,
-            wrap=comma(wrap), workers=workers, progress=meter,
+            wrap=comma(wrap), map=name_map, workers=workers, progress=meter,
         )  # fmt: skip
     finally:
         meter.close()

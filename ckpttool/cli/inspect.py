@@ -16,6 +16,7 @@ from .terminal import (  # fmt: skip
     Json,
     Latest,
     Like,
+    NameMap,
     Only,
     Src,
     Tag,
@@ -56,6 +57,7 @@ def inspect(
     flat_layout: FlatLayout = None,
     wrap: Wrap = None,
     tag: Tag = None,
+    name_map: NameMap = None,
     latest: Latest = False,
     as_json: Json = False,
 ) -> None:
@@ -64,14 +66,15 @@ def inspect(
 
     from ..engine import inspect as look
     from ..engine.detection import Checkpoints
-    from ..engine.opening import open as open_checkpoint
+    from ..engine.opening import OpenOptions, open_with
 
     path = newest_of(path, latest, as_json)
     try:
-        found = open_checkpoint(
-            path, source_layout=from_, only=comma(only), config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
+        options = OpenOptions(
+            source_layout=from_, only=comma(only), config=config, like=like, flat_layout=flat_layout, wrap=comma(wrap), tag=tag,
             allow_equal_ranks=True, allow_mixed_steps=True,
         )  # fmt: skip
+        found = open_with(path, options, check_hints=name_map is None)  # a map looks at the config, whatever the layout
     except NotRecognised as e:
         if not isinstance(e.below, Checkpoints) or show_tree or tensor is not None:
             raise
@@ -81,6 +84,10 @@ def inspect(
             print(_folder(e.below))
         return
     with found as opened:
+        if name_map is not None:
+            from ..engine.map_choice import kept_text, under_other_names
+
+            opened.checkpoint = under_other_names(opened.locate(), opened.source, kept_text(name_map), config)
         if tensor is not None:
             ckpt = opened.locate()
             names = [n for n in ckpt.tensors if fnmatch.fnmatchcase(n, tensor)]

@@ -32,6 +32,7 @@ __all__ = [
     "Latest",
     "Like",
     "Meter",
+    "NameMap",
     "Only",
     "OutputLost",
     "Quiet",
@@ -121,6 +122,14 @@ Wrap = Annotated[
     str | None,
     typer.Option(
         "--wrap", help="Modules that FSDP1 wrapped; * matches one name, ** any number.", metavar="PATTERN,..."
+    ),
+]
+NameMap = Annotated[
+    str | None,
+    typer.Option(
+        "--map",
+        help="Names and order of another program, for weights and optimizer: a map of `ckpttool maps`, a file, or none.",
+        metavar="NAME|FILE",
     ),
 ]
 Tag = Annotated[str | None, typer.Option("--tag", help="DeepSpeed save to read, if a folder holds several.")]

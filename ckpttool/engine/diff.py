@@ -18,6 +18,7 @@ from ..index.checkpoint import ITEMSIZE, TensorEntry
 from .dtypes import numpy_dtype
 from .executors import WorkersSpec
 from .fill import Progress, silent
+from .map_choice import kept_text, under_other_names
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, refuse_unused
 from .parallel_digests import digests_of, for_reading
 from .stream import Block, Reader, StreamJob
@@ -78,6 +79,7 @@ def diff(
     like: str | os.PathLike[str] | None = None,
     flat_layout: str | os.PathLike[str] | None = None,
     wrap: Iterable[str] | None = None,
+    map: str | os.PathLike[str] | None = None,
     workers: WorkersSpec = None,
     progress: Progress = silent,
 ) -> Difference:
@@ -91,6 +93,7 @@ def diff(
         rtol, atol: relative and absolute tolerance; 0 where not given.
         only: components to compare (["model"]); all where None.
         config, like, flat_layout, wrap: as `open`, for those of the two whose layout uses them.
+        map: a name map, as `convert` takes it, that `a` goes through first. One process compares then.
         workers: who computes digests of both first, as in `convert`; only tensors with other digests are compared then.
         progress: called with ("diff", bytes done, bytes in all).
 
@@ -102,8 +105,11 @@ def diff(
         allow_equal_ranks=True, allow_mixed_steps=True,  # to look at them is what diff is for
     )  # fmt: skip
     with open_with(a, options, check_hints=False) as x, open_with(b, options, check_hints=False) as y:
-        refuse_unused(options, f"{x.layout.name} | {y.layout.name}", {*x.layout.reader_uses, *y.layout.reader_uses})
+        used = {*x.layout.reader_uses, *y.layout.reader_uses, *(["config"] if map is not None else [])}
+        refuse_unused(options, f"{x.layout.name} | {y.layout.name}", used)
         left, right = x.locate(), y.locate()
+        if map is not None:
+            left = x.checkpoint = under_other_names(left, x.source, kept_text(os.fspath(map)), config)
         aside = [[r.to_json() for r in ckpt.unread] for ckpt in (left, right)]
         out = Difference(
             tensors=len(left.tensors.keys() & right.tensors.keys()), not_read_a=aside[0], not_read_b=aside[1]
@@ -126,7 +132,8 @@ def diff(
                 common.append(n)
             if s.dtype != t.dtype:
                 out.dtypes[n] = (s.dtype, t.dtype)
-        common = _unequal((a, x), (b, y), options, common, workers, progress)
+        if map is None:
+            common = _unequal((a, x), (b, y), options, common, workers, progress)
         for found, close in _data(x, y, common, rtol, atol, progress):
             if close:
                 out.within_tolerance += 1

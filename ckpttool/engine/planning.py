@@ -162,8 +162,8 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
         used = {
             *opened.layout.reader_uses,
             *target.writer_uses,
-            *(["config"] if reading.merge else []),
-        }  # for what is tied
+            *(["config"] if reading.merge or writing.map else []),  # for what is tied; for sizes of heads
+        }
         opened.checkpoint.notes += refuse_unused(reading, f"{opened.layout.name} -> {target.name}", used)
         aside = unread_files.lost(opened.checkpoint, holds, opened.only)
         if aside and not drop:

@@ -278,6 +278,23 @@ def test_workers_get_the_text_of_a_map_file(tmp_path: Path) -> None:
     assert ckpttool.diff(tmp_path / "one", tmp_path / "two").equal
 
 
+def test_diff_and_inspect_look_through_a_map(tmp_path: Path) -> None:
+    tree = state(fused())
+    src, name_map = written(tmp_path, tree)
+    ckpttool.convert(src, tmp_path / "there", to="dcp", world_size=2, map=name_map, config=str(tmp_path))
+    found = ckpttool.diff(src, tmp_path / "there", map=name_map, config=str(tmp_path))
+    assert found.equal and found.tensors == 28
+    back = ckpttool_here("diff", tmp_path / "there", src, "--map", name_map, "--config", tmp_path)
+    assert back.returncode == 0, back.stdout + back.stderr
+    tree["optim"]["state"]["layers.1.qkv"]["exp_avg"][39, 4] += 1
+    torch.save(tree, src)
+    found = ckpttool.diff(src, tmp_path / "there", map=name_map, config=str(tmp_path))
+    assert [t.name for t in found.data] == ["optim.state.1.v.exp_avg"] and found.data[0].first == (7, 4)
+    shown = ckpttool_here("inspect", src, "--tensor", "model.1.k", "--map", name_map, "--config", tmp_path)
+    assert "not looked at" not in shown.stdout + back.stdout
+    assert shown.returncode == 0 and "model.1.k  float32 [8, 5]" in shown.stdout and "2 chunks" in shown.stdout
+
+
 def test_recorded_digests_of_renamed_tensors_are_compared(tmp_path: Path) -> None:
     src, name_map = written(tmp_path, state(fused()))
     ckpttool.convert(src, tmp_path / "dcp", to="dcp", world_size=2)
