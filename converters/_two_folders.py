@@ -5,8 +5,11 @@ automodel        NeMo AutoModel: epoch_{e}_step_{s}/
     model/                       shards of torch's HuggingFaceStorageWriter, a folder of dcp, or PEFT's adapter_model.safetensors
     model/consolidated/          the same weights once more, as save_pretrained writes them: for its config.json only
     optim/                       a folder of dcp: {"optim": flattened by parameter, "sched"}
-    {name}/{name}_dp_rank_{r}.pt each data-parallel rank's state of the data loader, the RNG, ...; one {name}.pt in older releases
+    {name}/{name}_dp_rank_{r}.pt each data-parallel rank's state of the data loader, ...; one {name}.pt in older releases
+    rng/rng_global_rank_{r}.pt   the RNG of every rank, since 0.7; rng_dp_rank_{r}.pt before
+    {name}/                      a folder of dcp: state with shards, such as an EMA
     step_scheduler.pt            {"step", "epoch"}
+    .incomplete                  while the save has not ended, since 0.7
 
 transformers     a model that transformers sharded itself, with any names of folders
 
@@ -31,9 +34,10 @@ __all__ = ["AUTOMODEL", "TRANSFORMERS"]
 
 _SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _STEP = re.compile(r"epoch_\d+_step_\d+")
-_RANK = re.compile(r"(?P<name>\w+?)(?:_dp)?(?:_rank_(?P<rank>\d{1,6}))?\.pt")
+_RANK = re.compile(r"(?P<name>\w+?)(?:(?:_dp|_global)?_rank_(?P<rank>\d{1,6}))?\.pt")
 _COMPONENTS = {"rng": "rng", "dataloader": "dataloader", "step_scheduler": "trainer"}
 _MOST_FOLDERS = 8
+_MARKER = ".incomplete"
 
 
 def _weights(source: Source, folder: str) -> str | None:
@@ -67,6 +71,9 @@ def _automodel_parts(source: Source) -> list[Part]:
     ]
     for name in source.list():
         is_folder, _ = source.glance(name)
+        if is_folder and name not in ("model", "optim") and ".metadata" in source.list(name):
+            out.append(Part(name, "dcp", "extra", (name,)))
+            continue
         files = [f"{name}/{f}" for f in source.list(name)] if is_folder and name not in ("model", "optim") else [name]
         for file in files:
             m = _RANK.fullmatch(file.rpartition("/")[2])
@@ -79,12 +86,20 @@ def _automodel_parts(source: Source) -> list[Part]:
     return out
 
 
+def _automodel_notes(source: Source) -> Sequence[str]:
+    if not source.exists(_MARKER):
+        return ()
+    return (
+        f"has {_MARKER}, which NeMo AutoModel removes at the end of a save: it had not ended, and AutoModel does not resume from it",
+    )
+
+
 def _automodel_ranks(source: Source) -> int | None:
     return sum(1 for n in source.list("rng") if _RANK.fullmatch(n)) or None
 
 
 AUTOMODEL = Dialect(
-    name="automodel", title="NeMo AutoModel", detect=_is_automodel, parts=_automodel_parts, world_size=_automodel_ranks,
+    name="automodel", title="NeMo AutoModel", detect=_is_automodel, parts=_automodel_parts, world_size=_automodel_ranks, notes=_automodel_notes,
     aliases=("nemo-automodel",),
 )  # fmt: skip
 

@@ -35,6 +35,7 @@ torchtune    epoch_{n}/ or step_{n}/, and recipe_state/ next to it: _torchtune.p
 automodel    NeMo AutoModel: _two_folders.py
 transformers_sharded    save_pretrained(distributed_checkpoint=True) and save_optimizer_distributed: _two_folders.py
 olmo         OLMo-core's step folders: _olmo.py
+veomni       VeOmni's global_step_{n}/: _veomni.py
 script       model.pt and optimizer.pt of a training script: _scripts.py
 
 Sources: accelerate/checkpointing.py, accelerate/utils/constants.py, accelerate/utils/fsdp_utils.py of 1.15;
@@ -71,6 +72,7 @@ from ._trainer_files import (
 )
 from ._trainers_write import write_accelerate, write_lightning, write_titan, write_trainer
 from ._two_folders import AUTOMODEL, TRANSFORMERS
+from ._veomni import VEOMNI
 
 __all__ = ["LAYOUTS"]
 
@@ -208,7 +210,7 @@ TORCHTITAN = layouts.Layout(
 LAYOUTS = (
     *(
         dialect.layout()
-        for dialect in (ACCELERATE, TRAINER, LIGHTNING, VERL, TORCHTUNE, AUTOMODEL, TRANSFORMERS, OLMO, SCRIPT)
+        for dialect in (ACCELERATE, TRAINER, LIGHTNING, VERL, TORCHTUNE, AUTOMODEL, TRANSFORMERS, OLMO, VEOMNI, SCRIPT)
     ),
     TORCHTITAN,
 )

@@ -431,8 +431,10 @@ def _lacks(inside: Source, names: list[str], name: str, layout: Layout | None) -
         if _TEMPORARY.fullmatch(name) and any(_ITEM_OF_RANK.fullmatch(n) for n in names):
             yield _STILL_WRITTEN
         return
-    if _TEMPORARY.fullmatch(name):
-        yield _STILL_WRITTEN
+    if _TEMPORARY.fullmatch(name) or ".incomplete" in names:  # the latter of NeMo AutoModel
+        yield _STILL_WRITTEN if _TEMPORARY.fullmatch(name) else "has .incomplete: the save has not ended"
+    if layout.name == "veomni" and "model" in names and "checkpoint_manifest.json" not in names:
+        yield "no checkpoint_manifest.json, which VeOmni writes last"
     pointers = layout.saves.pointers if layout.saves else frozenset[str]()
     tags = [""]
     if pointers and not any(_OF_DEEPSPEED.fullmatch(n) for n in names):

@@ -143,6 +143,7 @@ _OF_TRAINER: dict[str, Callable[[Checkpoint, str, bool], str]] = {
         f"resumes in Megatron-Core; at any other TP and PP size: {out} --to megatron -n FILES; for torch's own, under Megatron's names: {out} --to dcp -n RANKS"
     ),
     "nanotron": lambda ckpt, out, optimizer: f"resumes in nanotron; for a job of torch's own: {out} --to dcp -n RANKS",
+    "veomni": lambda ckpt, out, optimizer: f"resumes in VeOmni at {_ranks(ckpt)}; for torch's own: {out} --to dcp -n RANKS",
     "olmo": lambda ckpt, out, optimizer: f"resumes at any world size in OLMo-core; nothing to convert (for torch's own: {out} --to dcp -n RANKS)",
     "automodel": lambda ckpt, out, optimizer: f"resumes in NeMo AutoModel at {_ranks(ckpt)}; for torch's own: {out} --to dcp -n RANKS",
     "script": lambda ckpt, out, optimizer: f"for a job of several ranks: {out} --to dcp -n RANKS; for transformers: {out} --to hf",

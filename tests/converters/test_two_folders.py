@@ -54,6 +54,27 @@ def test_the_folder_of_automodel_has_rng_loader_scheduler_and_step(tmp_path: Pat
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_automodel_0_7_names_rng_by_global_rank_and_keeps_an_ema_in_dcp(tmp_path: Path) -> None:
+    """save_on_global_ranks, save_distributed_state and lifecycle.py of 0.7.0."""
+    source = tmp_path / "epoch_0_step_3"
+    shutil.copytree(AUTOMODEL, source)
+    for rank in "01":
+        (source / "rng" / f"rng_dp_rank_{rank}.pt").rename(source / "rng" / f"rng_global_rank_{rank}.pt")
+    dcp.save({"shadow": {"w": torch.arange(5.0)}}, checkpoint_id=str(source / "ema"), no_dist=True)
+    (source / ".incomplete").touch()
+    ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=2)
+    tree = load_dcp(tmp_path / "out")
+    assert set(tree["rng"]) == {"0", "1"}
+    assert [float(x) for x in tree["extra"]["ema"]["shadow"]["w"]] == [0, 1, 2, 3, 4]
+    with ckpttool.open(source) as opened:
+        assert opened.checkpoint.world_size == 2
+        assert any("AutoModel does not resume from it" in n for n in opened.checkpoint.notes)
+    shutil.copytree(AUTOMODEL, tmp_path / "epoch_0_step_1")
+    found = json.loads(ckpttool_here("inspect", tmp_path, "--json").stdout)
+    assert found["newest"] == str(tmp_path / "epoch_0_step_1")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_automodel_with_dcp_weights_and_files_of_older_releases(tmp_path: Path) -> None:
     source = tmp_path / "epoch_0_step_3"
     shutil.copytree(AUTOMODEL, source)
