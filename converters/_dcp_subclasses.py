@@ -177,11 +177,16 @@ def cut(found: Composite, world: int) -> list[int]:
     try:
         composites.after_cut(found, sizes)
     except Uncut as e:
+        of_optimizer = found.path[0] == "optim"
         fits = [n for n in range(1, _WORLDS + 1) if _fits(found, boxes.chunk_sizes(rows, n))]
         raise Unsupported(
             f'"{joined(found.path)}" is a {composites.class_of(found.about)}, which {world} ranks cannot divide: {e}. It fits '
-            f"{argument('world_size')} {', '.join(map(str, fits[:8]))}{', ...' if len(fits) > 8 else ''}. "
-            f"{argument('dequantize', ['optim.*'])} writes plain numbers, which any number of ranks can divide."
+            f"{argument('world_size')} {', '.join(map(str, fits[:8]))}{', ...' if len(fits) > 8 else ''}."
+            + (
+                f" {argument('dequantize', ['optim.*'])} writes plain numbers, which any number of ranks can divide."
+                if of_optimizer
+                else ""
+            )
         ) from None
     return sizes
 

@@ -12,6 +12,7 @@ from ckpttool.engine.fill import tensor_digests
 from ckpttool.errors import MissingPackage, Unsupported, UsageError, argument
 from ckpttool.huggingface import adapters, hub_names, lora, model_files
 from ckpttool.index.checkpoint import Checkpoint, TensorEntry, joined, tied_weights
+from ckpttool.index.composites import MARK, Composite, class_of, composites
 from ckpttool.index.draft import Draft, DraftFile, Dropped
 from ckpttool.index.fqns import without_prefix
 from ckpttool.layouts import WriteOptions
@@ -22,6 +23,7 @@ from ._hf_adapter import adapter_config, refuse_adapter, write_adapter
 from ._hf_names import asks_transformers, crop, ties
 from ._hf_options import HfOptions
 from ._hf_shards import refuse_dtypes, shard, split
+from ._hf_subclasses import flat_names, metadata
 
 __all__ = ["INDEX", "SALVAGE", "WHOLE", "holds", "prepare", "write", "write_file"]
 
@@ -109,7 +111,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     n = len(groups)
     files = [WHOLE] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
     tensors: dict[str, TensorEntry] = {}
-    draft_files = [shard(files[i], i, names, model, tensors) for i, names in enumerate(groups)]
+    draft_files = [shard(files[i], i, names, model, tensors, weights.metadata) for i, names in enumerate(groups)]
     sources = {"model." + k: weights.stored[k] for names in groups for k in names}
     dropped = weights.dropped
     records: list[DraftFile] = []
@@ -121,7 +123,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         draft_files += shards
         dropped = []
     for name, data in extra.items():
-        data = _with_dtype(name, data, model)
+        data = _with_dtype(name, data, weights.shown)
         draft_files.append(DraftFile(name, len(data), data))
     draft_files += records
     if n > 1:
@@ -203,7 +205,7 @@ def write_file(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft
     tensors: dict[str, TensorEntry] = {}
     kept = [n for n, t in ckpt.tensors.items() if t.path[0] == "model"]
     states = ckpt.salvage.states(kept) if ckpt.salvage is not None else {}
-    metadata = {SALVAGE: json.dumps(states, separators=(",", ":"))} if states else {}
+    metadata = weights.metadata | ({SALVAGE: json.dumps(states, separators=(",", ":"))} if states else {})
     file = shard(options.target, 0, list(weights.model), weights.model, tensors, metadata)
     sources = {"model." + k: t for k, t in weights.stored.items()}
     out = Checkpoint("hf", options.target, None, [file.name], [file.size], tensors, {})
@@ -229,6 +231,8 @@ class _Weights(NamedTuple):
     together: dict[str, str]
     added: list[str]
     dropped: list[Dropped]
+    shown: dict[str, TensorEntry]  # the model with quantised weights as the tensors that they show
+    metadata: dict[str, str]  # of every file
 
 
 def _weights(
@@ -239,19 +243,85 @@ def _weights(
     Raises:
         Unsupported: as `write`.
     """
-    model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
+    objects = {joined(c.path[1:]): c for c in composites(ckpt).values() if c.path[0] == "model"}
+    model = _shown(ckpt, objects)
     if not model:
         raise Unsupported("the checkpoint holds no model weights, and hf holds nothing else.")
+    if objects and options.of(HfOptions).include_optimizer:
+        raise Unsupported(
+            f'"{next(iter(objects))}" is a {class_of(next(iter(objects.values())).about)}: hf holds quantised weights without the optimizer. Leave '
+            f"out {argument('include_optimizer', True, 'HfOptions')}, or choose dcp."
+        )
     rest = {n: replace(t, dtype=options.cast(n, t.dtype)) for n, t in ckpt.tensors.items() if t.path[0] != "model"}
     dropped = [Dropped(n, t.nbytes, "hf holds weights only") for n, t in rest.items()]
-    dropped += [Dropped(n, 0, "hf holds weights only") for n in ckpt.values]
+    dropped += [
+        Dropped(n, 0, "hf holds weights only")
+        for n, v in ckpt.values.items()
+        if v.path[:1] + v.path[-1:] != ("model", MARK)
+    ]
     relation = None if config is None else _judged(ckpt, config, model, options, notes)
     untie = options.of(HfOptions).untie
     stored, tied, together = _hub_tensors(ckpt, model, config, relation, source, notes, untie)
     added = [f"model.{n}" for n, kept in ties(config, model, relation).items() if n not in model and kept in stored]
-    model = {k: replace(t, dtype=options.cast("model." + k, t.dtype)) for k, t in stored.items()}
+    shown = {k: t if k in objects else replace(t, dtype=options.cast("model." + k, t.dtype)) for k, t in stored.items()}
+    stored, model = _made_of(stored, shown, objects, relation, notes, config)
     refuse_dtypes(model)
-    return _Weights(stored, model, rest, tied, together, added, dropped)
+    listed = {n: c for n, c in objects.items() if n in shown}
+    return _Weights(stored, model, rest, tied, together, added, dropped, shown, metadata(listed, shown))
+
+
+def _shown(ckpt: Checkpoint, objects: dict[str, Composite]) -> dict[str, TensorEntry]:
+    """The weights, {name: tensor}; a quantised one as the tensor that it shows, at the bytes of the first tensor inside."""
+    of = {joined(t.path): n for n, c in objects.items() for t in c.tensors.values()}
+    out: dict[str, TensorEntry] = {}
+    for full, t in ckpt.tensors.items():
+        if t.path[0] != "model":
+            continue
+        name = of.get(full)
+        if name is None:
+            out[joined(t.path[1:])] = t
+        elif name not in out:
+            out[name] = replace(t, dtype=objects[name].dtype, shape=objects[name].shape, path=objects[name].path)
+    return out
+
+
+def _made_of(
+    stored: dict[str, TensorEntry],
+    shown: dict[str, TensorEntry],
+    objects: dict[str, Composite],
+    relation: hub_names.Relation | None,
+    notes: list[str],
+    config: dict[str, Any] | None,
+) -> tuple[dict[str, TensorEntry], dict[str, TensorEntry]]:
+    """(tensors of the source, the same with the dtypes to write) of a model; instead of quantised weights what they are made of.
+
+    Raises:
+        Unsupported: such a weight has another name or is several tensors on the Hub.
+    """
+    if not objects:
+        return stored, shown
+    old: dict[str, TensorEntry] = {}
+    new: dict[str, TensorEntry] = {}
+    for name, t in shown.items():
+        view = None if relation is None else relation.views.get(name)
+        whole = view is None or (view.of == name and view.shape == t.shape and not view.offset)
+        if (view is not None and view.of in objects and not whole) or (name in objects and not whole):
+            raise Unsupported(
+                f'"{view.of if view else name}" is quantised, and on the Hub it is "{name}", or a part of it. Choose dcp or full.'
+            )
+        if name in objects:
+            inside = flat_names(name, objects[name])
+            old |= inside
+            new |= inside
+        else:
+            old[name], new[name] = stored[name], t
+    kinds = ", ".join(dict.fromkeys(class_of(c.about) for c in objects.values()))
+    notes.append(f"{len(objects):,} weights ({kinds}) are written as torchao names them in safetensors")
+    if config is not None and "quantization_config" not in config:
+        notes.append(
+            "config.json has no quantization_config: from_pretrained needs one of torchao to put those weights together"
+        )
+    return old, new
 
 
 def _relation(

@@ -45,6 +45,7 @@ from . import _training_state as training_state
 from ._hf_adapter import ADAPTER
 from ._hf_names import in_memory
 from ._hf_options import HfOptions
+from ._hf_subclasses import put_together
 from ._hf_write import INDEX, SALVAGE, WHOLE, holds, prepare, write, write_file
 
 __all__ = ["LAYOUTS"]
@@ -102,8 +103,10 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         raise Corrupt(f"{source.root}: its safetensors files hold no tensor.")
     if shards and config is not None:
         _refuse_cut_vocabulary(source, tensors, config)
+    objects = put_together(source, files, tensors, notes)
     clean = strip_wrappers(tensors)
     leaves: dict[Path, Any] = {("model", clean[n]): t for n, t in tensors.items()}
+    leaves |= {found.path: found for found in objects.values()}
     if state is not None:
         leaves |= {t.path: t for t in state.tensors.values()} | {v.path: v for v in state.values.values()}
         files += state.files
@@ -154,11 +157,11 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
     Raises:
         Corrupt: the training state belongs to other weights.
     """
-    model = {str(t.path[1]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
+    model = {str(t.path[1]): t for t in ckpt.tensors.values() if t.path[0] == "model" and len(t.path) == 2}
     if ckpt.config is not None and model:
         notes = list(ckpt.notes)
         tensors = {joined(t.path): t for t in in_memory(model, ckpt.config, notes).values()}
-        tensors.update((n, t) for n, t in ckpt.tensors.items() if t.path[0] != "model")
+        tensors.update((n, t) for n, t in ckpt.tensors.items() if t.path[0] != "model" or len(t.path) > 2)
         ckpt = replace(ckpt, tensors=tensors, notes=notes)
     if training_state.INDEX not in ckpt.files:
         return ckpt

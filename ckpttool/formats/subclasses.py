@@ -19,7 +19,7 @@ from ..errors import Corrupt
 from ..index import boxes
 from .pickles import Global, Opaque, short
 
-__all__ = ["REBUILD", "WRAPPER", "dense_inside", "is_subclass", "put_together", "taken_apart"]
+__all__ = ["REBUILD", "WRAPPER", "dense_inside", "is_subclass", "placeholder", "put_together", "taken_apart"]
 
 REBUILD = Global("torch._tensor", "_rebuild_from_type_v2")
 WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
@@ -49,6 +49,11 @@ def dense_inside(cls: Global, state: Any) -> Any:
     if name is None or cls.module.partition(".")[0] != "torchao" or not isinstance(state, dict):
         return None
     return state.get(name)
+
+
+def placeholder(name: str) -> Opaque:
+    """What stands in the value for a tensor inside."""
+    return Opaque(_PLACEHOLDER, (name,), call=True)
 
 
 def taken_apart(x: Opaque, kind: type, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -81,7 +86,7 @@ def _named(x: Any, at: tuple[str, ...], kind: type, tensors: dict[str, Any]) -> 
     if isinstance(x, kind):
         name = ".".join(at)
         tensors[name] = x
-        return Opaque(_PLACEHOLDER, (name,), call=True)
+        return placeholder(name)
     if isinstance(x, dict):
         return {k: _named(v, (*at, str(k)), kind, tensors) for k, v in x.items()}
     if type(x) in (list, tuple):

@@ -20,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from commands import ckpttool_here
 from peers import FIXTURES, load_dcp, same_value
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from ckpttool.errors import Corrupt, Unsupported, UsageError
 TORCHAO = FIXTURES / "torchao"
 W8, W4, FP8 = TORCHAO / "adamw8bit_w2" / "ckpt", TORCHAO / "adamw4bit_w1" / "ckpt.pt", TORCHAO / "adamwfp8_w2" / "ckpt"
 WEIGHTS = TORCHAO / "weights" / "weights.pt"
+WRITABLE = TORCHAO / "weights" / "writable.pt"
 CLASSES = {
     "torchao.optim.subclass_8bit": ["OptimState8bit"],
     "torchao.optim.subclass_4bit": ["OptimState4bit"],
@@ -61,6 +63,10 @@ class Anything:
         return type(self) is type(other) and self.__dict__ == other.__dict__
 
     __hash__ = None  # type: ignore[assignment]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As a member of an enum is pickled where it was made by a call."""
+        return (type(self), self.args) if "args" in self.__dict__ else super().__reduce_ex__(2)
 
 
 class _Module(ModuleType):
@@ -345,6 +351,76 @@ def test_a_folder_that_lacks_a_file_says_what_was_in_it(tmp_path: Path) -> None:
     assert "__1_0.distcp is missing. The copy is incomplete; fetch it again." in shown.stderr
     assert "model.model.embed_tokens.weight, " in shown.stderr and "optim.param_groups.0.amsgrad" in shown.stderr
     assert "`ckpttool doctor`" in shown.stderr
+
+
+# ------------------------------------------------------------------------------------------------------------- as safetensors
+
+
+@pytest.mark.parametrize("shards", [10**9, 9000], ids=["one file", "shards"])
+def test_hf_has_torchaos_own_names_and_gives_the_same_objects_back(shards: int, tmp_path: Path) -> None:
+    original = load(WRITABLE)
+    done = ckpttool.convert(WRITABLE, tmp_path / "hf", to="hf", options=ckpttool.HfOptions(max_shard_bytes=shards))
+    assert done.verified and not done.dropped
+    files = sorted((tmp_path / "hf").glob("*.safetensors"))
+    assert (len(files) > 1) == (shards < 10**9)
+    tensors = {n: t for f in files for n, t in load_file(f).items()}
+    assert same(tensors["layer.float8._weight_qdata"], original["layer.float8.weight"].__dict__["qdata"])
+    assert same(
+        tensors["layer.nvfp4._weight_per_tensor_scale"], original["layer.nvfp4.weight"].__dict__["per_tensor_scale"]
+    )
+    for file in files:
+        with safe_open(file, "pt") as f:
+            meta = f.metadata()
+        assert json.loads(meta["tensor_names"]) == list(original) and json.loads(meta["layer.norm.bias"]) == {
+            "_type": "Tensor"
+        }
+        assert json.loads(meta["layer.int8.weight"]) == {
+            "_type": "Int8Tensor",
+            "_data": {
+                "act_quant_kwargs": {
+                    "_type": "QuantizeTensorToInt8Kwargs",
+                    "_data": {
+                        "granularity": {"_type": "PerRow", "_data": {"dim": -1}},
+                        "mapping_type": {"_type": "MappingType", "_data": "SYMMETRIC"},
+                        "reduce_range": False,
+                    },
+                },
+                "reduce_range": False,
+                "block_size": [1, 64],
+                "dtype": {"_type": "torch.dtype", "_data": "bfloat16"},
+            },
+            "_tensor_data_names": ["zero_point", "qdata", "scale"],
+        }
+    ckpttool.convert(tmp_path / "hf", tmp_path / "back.pt", to="full")
+    back = load(tmp_path / "back.pt")["model"]
+    assert all(same(back[n], t) for n, t in original.items())
+
+
+def test_hf_of_a_quantised_model_says_what_it_is(tmp_path: Path) -> None:
+    llama = TORCHAO / "llama_int8"
+    done = ckpttool.convert(llama / "model.pt", tmp_path / "hf", to="hf", config=str(llama / "config"))
+    assert done.verified and any("are written as torchao names them" in note for note in done.notes)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16" and config["quantization_config"]["quant_method"] == "torchao"
+    with pytest.raises(Unsupported, match="is a torchao NF4Tensor, which torchao does not write to safetensors"):
+        ckpttool.convert(WEIGHTS, tmp_path / "no", to="hf")
+
+
+def test_the_state_of_a_quantised_optimizer_in_an_hf_folder(tmp_path: Path) -> None:
+    ckpttool.convert(W8, tmp_path / "hf", to="hf", options=ckpttool.HfOptions(include_optimizer=True))
+    ckpttool.convert(tmp_path / "hf", tmp_path / "back", to="dcp", world_size=2)
+    before, after = items(W8), items(tmp_path / "back")
+    assert all(p == q and same(a, b) for k, v in before.items() for (p, a), (q, b) in zip(v, after[k], strict=True))
+
+
+def test_metadata_that_does_not_fit_is_damage(tmp_path: Path) -> None:
+    ckpttool.convert(WRITABLE, tmp_path / "a.safetensors", to="hf")
+    raw = (tmp_path / "a.safetensors").read_bytes()
+    for old, new in ((b'\\"KernelPreference\\"', b'\\"KernelPreferencf\\"'), (b'\\"scale\\"]', b'\\"scalf\\"]')):
+        assert old in raw
+        (tmp_path / "b.safetensors").write_bytes(raw.replace(old, new))
+        with pytest.raises(Corrupt, match=r"described otherwise than torchao does|is missing, a part of the"):
+            ckpttool.inspect(tmp_path / "b.safetensors")
 
 
 # --------------------------------------------------------------------------------------------------------------- as plain numbers

@@ -99,3 +99,19 @@ def test_objects_of_every_class_of_weights_have_their_numbers(tmp_path: Path) ->
         difference(load_file(tmp_path / "numbers.safetensors"), load_file(TORCHAO / "weights" / "truth.safetensors"))
         == []
     )
+
+
+def test_transformers_loads_the_quantised_model_and_computes_the_same(tmp_path: Path) -> None:
+    llama = TORCHAO / "llama_int8"
+    ckpttool.convert(llama / "model.pt", tmp_path / "hf", to="hf", config=str(llama / "config"))
+    run(1, "logits", tmp_path / "hf", tmp_path / "logits.safetensors")
+    assert difference(load_file(tmp_path / "logits.safetensors"), load_file(llama / "logits.safetensors")) == []
+
+
+def test_torchao_puts_the_weights_in_safetensors_together(tmp_path: Path) -> None:
+    ckpttool.convert(TORCHAO / "weights" / "writable.pt", tmp_path / "a.safetensors", to="hf")
+    run(1, "unflatten", tmp_path / "a.safetensors", tmp_path / "numbers.safetensors")
+    truth = load_file(TORCHAO / "weights" / "truth.safetensors")
+    found = load_file(tmp_path / "numbers.safetensors")
+    assert torch.equal(found.pop("model.layer.norm.bias"), torch.ones(3))
+    assert len(found) == 6 and difference(found, {n: truth[n] for n in found}) == []

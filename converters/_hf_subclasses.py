@@ -1,0 +1,236 @@
+"""Quantised weights of torchao in safetensors files, as torchao and transformers name them.
+
+    layer._weight_qdata  layer._weight_scale      the tensors inside of `layer.weight`
+    __metadata__["layer.weight"]                  JSON {"_type": "Float8Tensor", "_data": {attribute: value}, "_tensor_data_names": [...]}
+    __metadata__["layer.bias"]                    JSON {"_type": "Tensor"}
+    __metadata__["tensor_names"]                  JSON [all names]
+
+In `_data` a dtype is {"_type": "torch.dtype", "_data": "bfloat16"}, a member of an enum {"_type": class, "_data": its name}, and a
+dataclass {"_type": class, "_data": {field: value}}. Every shard has all of it.
+
+Sources: torchao/prototype/safetensors/{safetensors_support,safetensors_utils}.py of 0.18; the attributes of the classes in
+torchao/quantization/quantize_/workflows and torchao/prototype/mx_formats; transformers/quantizers/quantizer_torchao.py of 5.23.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ckpttool import bounded_json
+from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.formats import safetensors_header
+from ckpttool.formats.pickles import Global, Opaque
+from ckpttool.formats.subclasses import placeholder
+from ckpttool.index import boxes
+from ckpttool.index.checkpoint import TensorEntry
+from ckpttool.index.composites import Composite, class_of
+from ckpttool.storage.source import Source
+
+__all__ = ["flat_names", "metadata", "put_together"]
+
+_NAMES = "tensor_names"
+_QUANT, _MX = "torchao.quantization.", "torchao.prototype.mx_formats."
+
+
+class _Class(NamedTuple):
+    """A class of weights: its module as pickles name it, tensors that it always and may have, attributes as `_data` has them, and as __dict__ has."""
+
+    module: str
+    may: tuple[str, ...]
+    data: tuple[str, ...]
+    state: tuple[str, ...]
+
+
+_CLASSES = {
+    "Float8Tensor": _Class(
+        "torchao.quantization", (), ("block_size", "mm_config", "act_quant_kwargs", "kernel_preference", "dtype"),
+        ("qdata", "scale", "block_size", "mm_config", "act_quant_kwargs", "kernel_preference"),
+    ),
+    "Int8Tensor": _Class(
+        "torchao.quantization", ("zero_point", "act_quant_scale", "act_quant_zero_point", "act_pre_scale"),
+        ("act_quant_kwargs", "reduce_range", "block_size", "dtype"),
+        ("qdata", "scale", "block_size", "zero_point", "act_quant_kwargs", "act_quant_scale", "act_quant_zero_point", "act_pre_scale",
+         "reduce_range"),
+    ),
+    "MXTensor": _Class(
+        _MX + "mx_tensor", (), ("elem_dtype", "block_size", "orig_dtype", "kernel_preference", "act_quant_kwargs", "is_swizzled_scales"),
+        ("qdata", "scale", "elem_dtype", "block_size", "orig_dtype", "kernel_preference", "act_quant_kwargs", "is_swizzled_scales"),
+    ),
+    "NVFP4Tensor": _Class(
+        _MX + "nvfp4_tensor", ("per_tensor_scale", "act_per_tensor_scale"),
+        ("is_swizzled_scales", "use_triton_kernel", "act_quant_kwargs", "block_size", "orig_dtype"),
+        ("qdata", "scale", "block_size", "orig_dtype", "per_tensor_scale", "act_per_tensor_scale", "is_swizzled_scales",
+         "use_triton_kernel", "act_quant_kwargs"),
+    ),
+}  # fmt: skip
+#: Enums: their values are the names in small letters, or numbers.
+_ENUMS = {
+    "KernelPreference": (_QUANT + "quantize_.common.kernel_preference", None),
+    "ScaleCalculationMode": (_MX + "config", None),
+    "MappingType": (_QUANT + "quant_primitives", ("SYMMETRIC", "SYMMETRIC_NO_CLIPPING_ERR", "ASYMMETRIC")),
+}
+#: Dataclasses, by the modules that pickles name.
+_DATACLASSES = {
+    "PerRow": _QUANT + "granularity",
+    "PerTensor": _QUANT + "granularity",
+    "QuantizeTensorToFloat8Kwargs": _QUANT + "quantize_.workflows.float8.float8_tensor",
+    "QuantizeTensorToInt8Kwargs": _QUANT + "quantize_.workflows.int8.int8_tensor",
+    "QuantizeTensorToMXKwargs": _CLASSES["MXTensor"].module,
+    "QuantizeTensorToNVFP4Kwargs": _CLASSES["NVFP4Tensor"].module,
+}
+
+
+def _flat(name: str, inside: str) -> str:
+    module, dot, last = name.rpartition(".")
+    return f"{module}{dot}_{last}_{inside}"
+
+
+# --------------------------------------------------------------------------------------------------------- writing
+
+
+def flat_names(name: str, found: Composite) -> dict[str, TensorEntry]:
+    """{name in the file: tensor} of a weight.
+
+    Raises:
+        Unsupported: torchao has no names for its class.
+    """
+    if found.about["class"][1] not in _CLASSES or "." not in name:
+        raise Unsupported(
+            f'"{name}" is a {class_of(found.about)}, which torchao does not write to safetensors; it writes {", ".join(_CLASSES)} in modules. '
+            "dcp and full carry it as it is."
+        )
+    return {_flat(name, inside): t for inside, t in found.tensors.items()}
+
+
+def metadata(objects: Mapping[str, Composite], names: Iterable[str]) -> dict[str, str]:
+    """`__metadata__` of the files, where there are quantised weights; `names` are those of all weights, in memory.
+
+    Raises:
+        Unsupported: an attribute is of a class that is not known.
+    """
+    if not objects:
+        return {}
+    listed = list(names)
+    out = {n: json.dumps(_described(n, objects[n]) if n in objects else {"_type": "Tensor"}) for n in listed}
+    return {**out, _NAMES: json.dumps(listed)}
+
+
+def _described(name: str, found: Composite) -> dict[str, Any]:
+    kind = _CLASSES[found.about["class"][1]]
+    given = {**found.about["state"], "dtype": Global("torch", found.dtype)}
+    inside = [n for n in (*kind.may, "qdata", "scale") if n in found.tensors]
+    if {*inside} != {*found.tensors} or not {*kind.data} <= given.keys():
+        raise Unsupported(f'"{name}" is a {class_of(found.about)} of another version of torchao: {", ".join(given)}.')
+    data = {k: _encoded(given[k], name) for k in kind.data}
+    return {"_type": found.about["class"][1], "_data": data, "_tensor_data_names": inside}
+
+
+def _encoded(x: Any, name: str) -> Any:
+    if isinstance(x, Global) and x.module == "torch":
+        return {"_type": "torch.dtype", "_data": x.name}
+    if isinstance(x, Opaque) and x.call and x.cls.name in _ENUMS:
+        members = _ENUMS[x.cls.name][1]
+        return {
+            "_type": x.cls.name,
+            "_data": str(x.args[0]).upper() if members is None else members[int(x.args[0]) - 1],
+        }
+    if isinstance(x, Opaque) and x.cls.name in _DATACLASSES and not x.call and isinstance(x.state, dict):
+        return {"_type": x.cls.name, "_data": {k: _encoded(v, name) for k, v in x.state.items()}}
+    if isinstance(x, (list, tuple)) and not isinstance(x, Global):
+        return [_encoded(v, name) for v in x]
+    if x is None or isinstance(x, (bool, int, float, str)):
+        return x
+    raise Unsupported(
+        f'"{name}": ckpttool does not know how torchao writes {x!r} to safetensors. dcp and full carry it as it is.'
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+def put_together(
+    source: Source, files: list[str], tensors: dict[str, TensorEntry], notes: list[str]
+) -> dict[str, Composite]:
+    """{name in memory: quantised weight} of what the files say; takes the tensors inside out of `tensors`.
+
+    Raises:
+        Corrupt: a tensor that the metadata names is not there.
+    """
+    if not any(re.search(r"(^|\.)_\w+_qdata$", n) for n in tensors):
+        return {}
+    meta = safetensors_header.read_header(source, files[0])[1]
+    what = f"{source.root}/{files[0]}: __metadata__"
+    names = _parsed(meta.get(_NAMES, "[]"), what)
+    out: dict[str, Composite] = {}
+    unknown = []
+    for name in names if isinstance(names, list) else ():
+        row = _parsed(meta[name], what) if isinstance(name, str) and name in meta else None
+        if not isinstance(row, dict) or row.get("_type") in (None, "Tensor"):
+            continue
+        inside = row.get("_tensor_data_names")
+        kind = _CLASSES.get(str(row["_type"]))
+        if kind is None or not isinstance(row.get("_data"), dict) or not isinstance(inside, list):
+            unknown.append(str(row["_type"]))
+            continue
+        if gone := [n for n in inside if _flat(name, str(n)) not in tensors]:
+            raise Corrupt(
+                f'{source.root}: "{_flat(name, str(gone[0]))}" is missing, a part of the {row["_type"]} "{name}". Fetch the files again.'
+            )
+        out[name] = _composite(
+            name,
+            str(row["_type"]),
+            kind,
+            row["_data"],
+            {str(n): tensors.pop(_flat(name, str(n))) for n in inside},
+            what,
+        )
+    if unknown:
+        notes.append(
+            f"{len(unknown)} quantised weights ({', '.join(dict.fromkeys(unknown))}) are read as the tensors that they are made of"
+        )
+    return out
+
+
+def _parsed(text: str, what: str) -> Any:
+    return bounded_json.parse(text.encode("utf-8", "surrogatepass"), what)
+
+
+def _composite(
+    name: str, cls: str, kind: _Class, data: dict[str, Any], inside: dict[str, TensorEntry], what: str
+) -> Composite:
+    try:
+        given = {k: _decoded(v) for k, v in data.items()}
+        dtype = given.get("dtype") or given["orig_dtype"]
+        qdata = inside["qdata"]
+        packed = cls == "NVFP4Tensor" or (cls == "MXTensor" and given["elem_dtype"].name == "float4_e2m1fn_x2")
+        shape = [*qdata.shape[:-1], qdata.shape[-1] * 2] if packed else list(qdata.shape)
+        state = {k: placeholder(k) if k in inside else given.get(k) for k in kind.state}
+        ordered = {k: inside[k] for k in kind.state if k in inside}
+        about: dict[str, Any] = {
+            "class": Global(kind.module, cls), "dtype": dtype.name, "shape": shape, "tensors": list(ordered), "state": state,
+        }  # fmt: skip
+        if cls == "MXTensor" and packed:
+            about["stride"] = list(boxes.strides(qdata.shape))
+    except (KeyError, AttributeError, TypeError, ValueError, IndexError) as e:
+        raise Corrupt(f'{what}: "{name}" is described otherwise than torchao does ({type(e).__name__}: {e}).') from None
+    return Composite(("model", name), about, {k: replace(t, path=("model", name, k)) for k, t in ordered.items()})
+
+
+def _decoded(x: Any) -> Any:
+    if isinstance(x, list):
+        return [_decoded(v) for v in x]
+    if not isinstance(x, dict):
+        return x
+    cls, data = x["_type"], x["_data"]
+    if cls == "torch.dtype":
+        return Global("torch", str(data))
+    if cls in _ENUMS:
+        module, members = _ENUMS[cls]
+        return Opaque(Global(module, cls), (data.lower() if members is None else members.index(data) + 1,), call=True)
+    out = Opaque(Global(_DATACLASSES[cls], cls), ())
+    out.state = {k: _decoded(v) for k, v in data.items()}
+    return out
