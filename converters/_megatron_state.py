@@ -156,7 +156,7 @@ def common_tree(tree: Any, what: str) -> dict[str, Any]:
     extra: dict[str, Any] = {}
     ours: dict[str, dict[str, Any]] = {}
     for key, x in tree.items():
-        if key == "opt_param_scheduler":
+        if key in ("opt_param_scheduler", "lr_scheduler"):  # verl's
             out["scheduler"] = x
         elif key == "optimizer":
             _take_optimizer(x, out, extra, what)

@@ -36,10 +36,12 @@ from typing import Any
 from ckpttool import bounded_json, layouts
 from ckpttool.errors import CkpttoolError, Corrupt, Unsupported
 from ckpttool.formats import stored_tensors, torch_zip
+from ckpttool.formats.pickles import short
 from ckpttool.index.checkpoint import Checkpoint, Path, Record, Salvage, TensorEntry, Value, joined
 from ckpttool.index.names import COMPONENTS, CanonicalState, original
 from ckpttool.index.trees import nest
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of
+from ckpttool.storage.patched import Lost
 from ckpttool.storage.source import Source
 
 from ._dcp_metadata import read_index
@@ -103,9 +105,25 @@ class _Section:
     ckpt: Checkpoint
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     objects: dict[str, dict[Path, Any]] = field(default_factory=dict)  # {key: {path inside: leaf}}
+    lost: dict[str, str] = field(default_factory=dict)  # {key: why}, of a damaged checkpoint
 
     def located(self, keys: set[str]) -> dict[str, TensorEntry]:
-        """Some tensors as raw byte ranges; records of their CRC32s are added to those of the checkpoint."""
+        """Some tensors as raw byte ranges; records of their CRC32s are added to those of the checkpoint.
+
+        Of a damaged checkpoint that is salvaged, those that are there; `lost` has the others.
+        """
+        try:
+            return self._located(keys)
+        except Lost:
+            out: dict[str, TensorEntry] = {}
+            for k in sorted(keys):
+                try:
+                    out |= self._located({k})
+                except Lost as e:
+                    self.lost[k] = str(e)
+            return out
+
+    def _located(self, keys: set[str]) -> dict[str, TensorEntry]:
         wanted = {f"model.{k}": self.tensors[k] for k in keys}
         dcp = layouts.find("dcp")
         assert dcp.locate is not None
@@ -157,10 +175,13 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     lost: dict[str, str] = {}
     objects: dict[str, dict[Path, Any]] = {}
     world = 0
-    for folder in folders:
-        section = _section(source, folder, options)
+    sections = [_section(source, folder, options) for folder in folders]
+    buckets = any(
+        key_of(k).bucket for section in sections for k in section.tensors
+    )  # their segments are compared with weights
+    for folder, section in zip(folders, sections, strict=True):
         by = len(files)
-        for path, t in _entries(section).items():
+        for path, t in _entries(section, buckets).items():
             _free(leaves, path, section)
             leaves[path] = replace(t, path=path, chunks=t.chunks.moved(by))
         for key, inside in section.objects.items():
@@ -176,6 +197,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         ranks |= {f + by: r for f, r in section.ckpt.ranks.items()}
         notes += [n for n in section.ckpt.notes if n not in notes]
         lost |= section.ckpt.salvage.missing if section.ckpt.salvage else {}
+        lost |= {joined(p): why for k, why in section.lost.items() for p in _paths_of(section, k)}
         world = max(world, section.ckpt.world_size or 0)
         if "common.pt" in section.source.list():
             name = f"{folder}/common.pt" if folder else "common.pt"
@@ -194,16 +216,19 @@ def _free(leaves: dict[Path, Any], path: Path, section: _Section) -> None:
         raise Corrupt(f'{section.source.root}: two keys mean "{joined(path)}".')
 
 
-def _entries(section: _Section) -> dict[Path, TensorEntry]:
-    """{canonical path: tensor} of one folder, in the order of its keys."""
+def _entries(section: _Section, located: bool) -> dict[Path, TensorEntry]:
+    """{canonical path: tensor} of one folder, in the order of its keys; with `located`, all as raw byte ranges."""
     keys = {k: key_of(k) for k in section.tensors}
     whole: dict[str, tuple[int, ...]] = {}
     if any(_is_cut(section.tensors, k, key) for k, key in keys.items()):
         whole = {k: tuple(v) for k, v in read_index(section.source).whole.items()}
-    buckets = any(key.bucket for key in keys.values())
-    raw = section.located({k for k, key in keys.items() if buckets or key.stacked or k in whole})
+    raw = section.located({k for k, key in keys.items() if located or key.stacked or k in whole})
     out: dict[Path, TensorEntry] = {}
+    if any(keys[k].bucket for k in section.lost):  # segments are found in whole buckets only
+        section.lost |= {k: "the optimizer's buckets are not whole" for k, key in keys.items() if key.bucket}
     for k, key in keys.items():
+        if k in section.lost:
+            continue
         t = raw.get(k, section.tensors[k])
         if k in whole:
             t = flat_ranges(t, whole[k], f'{section.source.root}: "{k}"')
@@ -220,6 +245,12 @@ def _entries(section: _Section) -> dict[Path, TensorEntry]:
     return out
 
 
+def _paths_of(section: _Section, key: str) -> list[Path]:
+    """The canonical paths of what is stored under a key."""
+    of, t = key_of(key), section.tensors[key]
+    return [of.of_layer(i) for i in range(t.shape[0])] if of.stacked else [of.path]
+
+
 def _is_cut(tensors: dict[str, TensorEntry], name: str, key: Key) -> bool:
     """Whether a tensor of the optimizer may be flat ranges: it has not the shape of its weight."""
     if key.bucket is not None or key.path[0] == "model":
@@ -232,7 +263,13 @@ def _take_common(leaves: dict[Path, Any], source: Source, name: str, file: int, 
     read_at, what = source.reader_of(name), f"{source.root}/{name}"
     tree = torch_zip.read(read_at, 0, source.size(name), what, dict(ENUMS))
     found, sums = stored_tensors.leaves(common_tree(tree, what), (), file, read_at, what)
-    leaves |= found
+    found.pop((), None)  # there is nothing in it
+    for path, leaf in found.items():
+        if path in leaves and leaves[path] != leaf:
+            raise Corrupt(
+                f'{what}: "{joined(path)}" is {short(leaf)}, and another folder of the same checkpoint says {short(leaves[path])}.'
+            )
+        leaves[path] = leaf
     records += sums
 
 
@@ -325,7 +362,7 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
 
 LAYOUTS = (
     Layout(
-        name="megatron", title="folder of Megatron-Core's dist_checkpointing (torch_dist)", detect=detect, read=read, locate=locate,
+        name="megatron", title="directory of Megatron-Core", detect=detect, read=read, locate=locate,
         aliases=("torch_dist", "mcore", "megatron-core", "nemo"), of_trainer=True, reader_uses=(), spreads_tensors=True,
         write=write, prepare=prepare, writer_uses=("world_size",), synthesizes_values=True, needs_named_optimizer=True,
     ),

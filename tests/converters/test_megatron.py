@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import ckpttool
-from ckpttool.errors import Unsupported
+from ckpttool.errors import Corrupt, Unsupported
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 MEGATRON = FIXTURES / "megatron"
@@ -58,11 +58,13 @@ def test_a_state_is_that_of_the_live_job_bit_for_bit(case: str, tmp_path: Path) 
     assert difference(named(tree), truth(case)) == []
     assert tree["trainer"] == {"iteration": 3} and tree["scheduler"]["num_steps"] == 36
     assert {float(slots["step"]) for slots in tree["optim"]["state"].values()} == {3.0}
+    how = job(case)["how"]
+    assert len(tree["rng"]) == how.get("tp", 1) * how.get("pp", 1)
+    if case == "verl":  # which does not save them
+        return
     args = tree["extra"]["args"]
     assert args["padded_vocab_size"] >= 131
     assert args["attention_backend"] == {"class": "megatron.core.transformer.enums.AttnBackend", "value": 5}
-    how = job(case)["how"]
-    assert len(tree["rng"]) == how.get("tp", 1) * how.get("pp", 1)
 
 
 @pytest.mark.parametrize("case", ["tp2_pp2", "flat_ranges", "buckets_tp2"])
@@ -220,7 +222,8 @@ def test_what_is_written_is_read_as_the_same_state(case: str, through: str, tmp_
         assert found.equal, found
     assert json.loads((tmp_path / "out" / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
     common = common_of(tmp_path / "out")
-    assert common["args"].num_layers == 2 and common["iteration"] == 3 and common["checkpoint_version"] == 3.0
+    assert case == "verl" or common["args"].num_layers == 2
+    assert common["iteration"] == 3 and common["checkpoint_version"] == 3.0
     assert common["content_metadata"]["distrib_optim_sharding_type"] == "fully_reshardable"
     assert [g["wd_mult"] for g in common["optimizer"]["optimizer"]["param_groups"]] == [1.0, 0.0]
     assert {g["step"] for g in common["optimizer"]["optimizer"]["param_groups"]} == {3.0}
@@ -274,3 +277,48 @@ def test_an_optimizer_that_megatron_would_load_otherwise_is_refused(
     source = other_trainer(tmp_path / "a.pt", groups, steps)
     with pytest.raises(Unsupported, match=why):
         ckpttool.convert(source, tmp_path / "out", to="megatron", world_size=2, drop=True)
+
+
+# ------------------------------------------------------------------------------------------------- folders of folders
+
+
+def test_nemo_s_weights_and_context_are_the_same_state(tmp_path: Path) -> None:
+    shutil.copytree(folder("tp2_pp2"), tmp_path / "step" / "weights")
+    (tmp_path / "step" / "context").mkdir()
+    (tmp_path / "step" / "context" / "model.yaml").write_text("_target_: nemo")
+    assert ckpttool.diff(folder("tp2_pp2"), tmp_path / "step").equal
+
+
+def test_verl_s_older_folder_is_the_same_state(tmp_path: Path) -> None:
+    shutil.copytree(folder("tp2_pp2"), tmp_path / "actor" / "dist_ckpt")
+    (tmp_path / "actor" / "huggingface").mkdir()
+    assert ckpttool.diff(folder("tp2_pp2"), tmp_path / "actor").equal
+
+
+def test_a_folder_of_verl_that_is_of_another_save_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(folder("verl"), tmp_path / "actor")
+    shutil.copytree(tmp_path / "actor" / "model" / "dist_ckpt", tmp_path / "other")
+    shutil.rmtree(tmp_path / "actor" / "extra" / "dist_ckpt")
+    shutil.move(tmp_path / "other", tmp_path / "actor" / "extra" / "dist_ckpt")
+    with pytest.raises(Corrupt, match="two keys mean"):
+        ckpttool.convert(tmp_path / "actor", tmp_path / "out.pt", to="full")
+
+
+def test_another_format_is_refused_by_its_name(tmp_path: Path) -> None:
+    shutil.copytree(folder("tp2_pp2"), tmp_path / "a")
+    (tmp_path / "a" / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    with pytest.raises(Unsupported, match="zarr"):
+        ckpttool.open(tmp_path / "a")
+
+
+@pytest.mark.parametrize("case", ["tp2_pp2", "stacked_pp2_bf16", "buckets_tp2", "flat_ranges"])
+def test_what_a_lost_file_leaves_is_exact(case: str, tmp_path: Path) -> None:
+    shutil.copytree(folder(case), tmp_path / "a")
+    lost = sorted((tmp_path / "a").glob("__*.distcp"))[-1]
+    lost.unlink()
+    ckpttool.convert(tmp_path / "a", tmp_path / "out.pt", to="full", salvage=True)
+    tree = {"optim": {"state": {}}, "extra": {"master": {}}, **load_full(tmp_path / "out.pt")}
+    tree["extra"] = {"master": {}, **tree["extra"]}
+    found, live = named(tree), truth(case)
+    assert 0 < len(found) < len(live)
+    assert difference(found, {k: t for k, t in live.items() if k in found}) == []
