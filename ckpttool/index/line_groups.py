@@ -7,9 +7,9 @@ the tensors that are there (`views`).
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from math import prod
 from typing import Any
 
 from ..errors import Unsupported, argument
@@ -18,6 +18,9 @@ from .checkpoint import Chunks, Path, TensorEntry, joined
 from .name_maps import Ignored, Line, NameMap
 
 __all__ = ["Group", "Key", "Resolved", "covers", "ignored", "matched", "resolved", "views"]
+
+#: No map makes more tensors of one: a model of 1,000 layers with 1,000 experts each in one tensor.
+_MOST_PARTS = 1 << 20
 
 #: A tensor of a line: (its part, the numbers of the stacked variables); the whole is part -1.
 Key = tuple[int, tuple[int, ...]]
@@ -170,26 +173,41 @@ def resolved(
         raise Unsupported(
             f'the map {found.name} needs {need} for "{group.first}". Give {argument("config")} a folder with the config.json of the model.'
         ) from None
-    every = [(k, at) for at in product(*(range(sizes[v]) for v in group.stacked)) for k in range(len(line.parts))]
-    if not group.from_whole and (gone := [key for key in every if key not in group.names]):
-        k, at = gone[0]
-        missing = line.parts[k].named({**group.numbers, **dict(zip(group.stacked, at, strict=True))})
+    count = len(line.parts) * prod(sizes[v] for v in group.stacked)
+    if group.from_whole and count > _MOST_PARTS:
         raise Unsupported(
-            f'"{line.whole.named(group.numbers)}" is made of {len(every)} tensors, and {len(gone)} of them are not here, first "{missing}".'
+            f'"{group.first}" would become {count:,} tensors by the line {line}, more than any model has.'
         )
+    every = ((k, at) for at in _numbers([sizes[v] for v in group.stacked]) for k in range(len(line.parts)))
+    if not group.from_whole and (missing := next((key for key in every if key not in group.names), None)):
+        raise Unsupported(
+            f'"{line.whole.named(group.numbers)}" is made of {count:,} tensors, and {count - len(group.names):,} of them are not here, '
+            f'first "{_part_name(group, *missing)}".'
+        )
+    keys = list(group.names) if not group.from_whole else list(every)
     links = {}
-    for k, at in every:
+    for k, at in keys:
         axes = line.parts[k].axes
         assert axes is not None
         links[k, at] = link(axes, line.whole.axes, k, dict(zip(group.stacked, at, strict=True)), sizes)
     if group.from_whole:
-        names = {
-            (k, at): line.parts[k].named({**group.numbers, **dict(zip(group.stacked, at, strict=True))})
-            for k, at in every
-        }
-    else:
-        names = {(-1, ()): line.whole.named(group.numbers)}
-    return Resolved(group, sizes, links, names, notes)
+        return Resolved(group, sizes, links, {key: _part_name(group, *key) for key in keys}, notes)
+    return Resolved(group, sizes, links, {(-1, ()): line.whole.named(group.numbers)}, notes)
+
+
+def _numbers(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """The numbers of all parts, in order, one after the other: a name in a file may make them a billion."""
+    if not sizes:
+        yield ()
+        return
+    for i in range(sizes[0]):
+        for rest in _numbers(sizes[1:]):
+            yield (i, *rest)
+
+
+def _part_name(group: Group, k: int, at: tuple[int, ...]) -> str:
+    """The name of a part."""
+    return group.line.parts[k].named({**group.numbers, **dict(zip(group.stacked, at, strict=True))})
 
 
 def views(result: Resolved, entries: Mapping[Key, TensorEntry], head: Path, tail: Path) -> dict[str, TensorEntry]:

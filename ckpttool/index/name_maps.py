@@ -54,7 +54,7 @@ class Tensor:
         """What matches the names it stands for."""
         out, at = "", 0
         for m in _VARIABLE.finditer(self.name):
-            out += re.escape(self.name[at : m.start()]) + rf"(?P<{m[2]}>0|[1-9]\d*)"
+            out += re.escape(self.name[at : m.start()]) + rf"(?P<{m[2]}>0|[1-9]\d{{0,8}})"
             at = m.end()
         return re.compile(out + re.escape(self.name[at:]))
 

@@ -199,6 +199,20 @@ layers.{i}.e [e x f]  = blocks.{i}.expert.{e} [f x]     # transposed
         through(tmp_path, {"model": got["model"]}, text)
 
 
+def test_numbers_in_names_and_sizes_of_files_do_not_make_it_hang(tmp_path: Path) -> None:
+    text = HEAD + "e [n x] = expert.{n} [x]\n"
+    with pytest.raises(
+        Unsupported, match=r'"e" is made of 900,000,000 tensors, and 899,999,999 of them are not here, first "expert.0"'
+    ):
+        through(tmp_path, {"model": {"expert.899999999": torch.zeros(2)}}, text)
+    with pytest.raises(Unsupported, match="not names of here"):
+        through(tmp_path, {"model": {f"expert.{'9' * 5000}": torch.zeros(2)}}, text)
+    with pytest.raises(Unsupported, match=r'"e" would become 1,000,000,000,000 tensors'):
+        through(tmp_path, {"model": {"e": torch.zeros(10**12, 0)}}, text)
+    with pytest.raises(Unsupported, match=r'first "expert.1"'):
+        through(tmp_path, {"model": {"expert.0": torch.zeros(2), "expert.2": torch.zeros(2)}}, text)
+
+
 PADDED = HEAD + "size v = vocab_size\nemb [(v+_) x] = wte.weight [v x]\n"
 
 
