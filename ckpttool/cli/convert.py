@@ -266,7 +266,7 @@ def _print_plan(found: DryRun, verbose: bool) -> None:
     )
     print(
         f"reads {human(found.read_bytes)}, writes {human(found.written_bytes)}: about {_duration(found.seconds)} if the disks do "
-        f"{human(found.bytes_per_second)}/s; memory: at most {human(found.memory_bytes)}"
+        f"{human(found.bytes_per_second)}/s; memory: at most {human(found.memory_bytes)}{_of_workers(found)}"
     )
     for file in found.files[:40]:
         print(f"  {file['name']:44s} {human(file['bytes']):>12s}")
@@ -276,6 +276,17 @@ def _print_plan(found: DryRun, verbose: bool) -> None:
         print(f"note: {text}")
     sys.stdout.flush()
     left_behind([(d["name"], d["bytes"], d["why"]) for d in found.dropped], False, verbose)
+
+
+def _of_workers(found: DryRun) -> str:
+    from ..engine.inspect import human
+
+    if found.workers is None:
+        return ""
+    each = human(found.workers["memory_bytes"])
+    if found.workers["count"] is None:
+        return f" here, and {each} in each worker of {found.workers['name']}"
+    return f" in all, {each} in each of {found.workers['name']}"
 
 
 def _duration(seconds: float) -> str:

@@ -21,19 +21,18 @@ from ..storage.destination import Destination, write_error
 from ..storage.source import Source
 from ..storage.threads import InThisThread
 from . import part_worker
-from .cell_fill import why_not
 from .destination import normal_destination, open_destination, recovered, refuse_destination, refuse_source
 from .executors import Workers, WorkersSpec, default_count, serve_if_worker, workers_of
 from .fill import Progress, fill, silent
 from .opening import CheckpointPath, OpenOptions
 from .parallel_digests import for_reading
-from .parallel_fill import fill_with_workers
+from .parallel_fill import fill_with_workers, why_one_process
 from .part_requests import absolute, job_of
 from .planning import WriteRequest, plan_id, plan_with
 from .recorded import RECORD, encoded, record
 from .verification import read_back, settled
 
-__all__ = ["ConvertResult", "RunOptions", "convert", "convert_with", "io_budget", "most_memory_bytes"]
+__all__ = ["PYTHON_BYTES", "ConvertResult", "RunOptions", "convert", "convert_with", "io_budget", "most_memory_bytes"]
 
 
 @dataclass
@@ -288,15 +287,7 @@ def _workers(
 ) -> Iterator[Workers | None]:
     """The workers that fill a draft; None where this process does it alone, and a note says why if it was asked for others."""
     spec = running.workers
-    why = None
-    if not destination.sharable:
-        why = "only S3 takes the parts of an object from several processes"
-    elif any(f.coded for f in draft.files):
-        why = "an archive is written front to back by one process"
-    elif job is None:
-        why = "a merged or salvaged checkpoint, and one whose server tells no versions, is written by one process"
-    elif destination.part_bytes:
-        why = why_not(draft)
+    why = why_one_process(draft, job, destination.sharable, destination.part_bytes > 0)
     alone = spec in (1, "1") or (spec is None and default_count(draft.nbytes) == 1)
     if why is not None:
         if not alone and spec is not None:
@@ -315,7 +306,7 @@ def _workers(
 
 
 #: What Python and numpy take.
-_PYTHON_BYTES = 64 << 20
+PYTHON_BYTES = 64 << 20
 
 
 def _buffers(budget: IOBudget, source: Source) -> int:
@@ -324,7 +315,7 @@ def _buffers(budget: IOBudget, source: Source) -> int:
 
 def most_memory_bytes(budget: IOBudget, source: Source) -> int:
     """The most memory that a run takes besides the index."""
-    return _PYTHON_BYTES + source.working_bytes + _buffers(budget, source) * budget.buffer_bytes
+    return PYTHON_BYTES + source.working_bytes + _buffers(budget, source) * budget.buffer_bytes
 
 
 def io_budget(max_memory_bytes: int | None, threads: int, source: Source) -> IOBudget:
@@ -334,7 +325,7 @@ def io_budget(max_memory_bytes: int | None, threads: int, source: Source) -> IOB
     if max_memory_bytes is None:
         return IOBudget(threads)
     buffers = _buffers(IOBudget(threads), source)
-    fixed = _PYTHON_BYTES + source.working_bytes
+    fixed = PYTHON_BYTES + source.working_bytes
     buffer = (max_memory_bytes - fixed) // buffers
     if buffer < 256 << 10:
         need = fixed + buffers * (256 << 10)

@@ -15,6 +15,7 @@ from ..storage import partial, urls
 from ..storage.destination import Destination, write_error
 from ..storage.local_destination import LocalDestination, refuse_full, refuse_target
 from ..storage.object_destinations import ObjectDestination, PrefixDestination
+from ..storage.objects import s3_object
 from ..storage.upload_folder import NOTE
 from .opening import CheckpointPath, shown_path
 from .planning import Plan
@@ -27,6 +28,7 @@ __all__ = [
     "recovered",
     "refuse_destination",
     "refuse_source",
+    "sharable",
 ]
 
 
@@ -67,6 +69,13 @@ def check_destination(src: CheckpointPath, dst: str | os.PathLike[str], planned:
         return None
     refuse_target(where, planned.target.is_file, force)
     return refuse_full(os.path.dirname(where), _room(planned.draft))
+
+
+def sharable(dst: str, is_file: bool, draft: Draft) -> bool:
+    """Whether several processes can fill a destination (`Destination.sharable`), which is not opened."""
+    return not urls.is_url(dst) or (
+        not draft.object_lock and s3_object(dst if is_file else f"{dst}/{NOTE}") is not None
+    )
 
 
 def refuse_source(src: CheckpointPath, dst: str | os.PathLike[str]) -> None:

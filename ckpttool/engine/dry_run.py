@@ -6,10 +6,14 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .conversion import RunOptions, io_budget, most_memory_bytes
-from .destination import check_destination
+from ..storage import upload, urls
+from .conversion import PYTHON_BYTES, RunOptions, io_budget, most_memory_bytes
+from .destination import check_destination, normal_destination, sharable
+from .executors import named
 from .opening import CheckpointPath, OpenOptions
-from .planning import WriteRequest, plan_with
+from .parallel_fill import why_one_process
+from .part_requests import job_of
+from .planning import Plan, WriteRequest, plan_with
 
 __all__ = ["ASSUMED_BYTES_PER_SECOND", "DryRun", "dry_run_with"]
 
@@ -23,7 +27,8 @@ class DryRun:
     """What `convert` would do. Sizes are in bytes; words that `ConvertResult` has too mean the same there.
 
     `read_bytes` counts the source once and, where the result is read back, the result too. `memory_bytes` is the most for
-    buffers and Python; the index comes on top. `seconds` is reading and writing at `bytes_per_second`, which is assumed.
+    buffers and Python of all processes on this machine together; the index comes on top, in each. `workers` is None where one process does
+    the work, else {"name", "count": None if the engine was not asked, "memory_bytes": of each}. `seconds` is reading and writing at `bytes_per_second`, which is assumed.
     `free_bytes` is None for an object store. `files` {"name", "bytes"}, `dropped` {"name", "bytes", "why"}.
     """
 
@@ -38,6 +43,7 @@ class DryRun:
     written_bytes: int
     free_bytes: int | None
     memory_bytes: int
+    workers: dict[str, Any] | None
     seconds: float
     bytes_per_second: int
     files: list[dict[str, Any]]
@@ -65,12 +71,39 @@ def dry_run_with(
         free = check_destination(src, dst, planned, running.force)
         budget = io_budget(running.max_memory_bytes, running.threads, opened.source)
         read = sum(t.nbytes for t in draft.sources.values()) + (draft.nbytes if running.verify else 0)
+        each = most_memory_bytes(budget, opened.source)
+        if urls.is_url(os.fspath(dst)):
+            each += upload.SIZES.in_flight_bytes + upload.SIZES.buffered_bytes
+        workers, memory, notes = _workers(src, os.fspath(dst), reading, writing, running, planned, each)
         return DryRun(
             source=opened.source.root, destination=os.fspath(dst), layout_from=opened.layout.name, layout_to=planned.target.name,
             world_size=draft.checkpoint.world_size, tensors=len(draft.checkpoint.tensors), source_bytes=opened.checkpoint.nbytes,
             read_bytes=read, written_bytes=draft.nbytes, free_bytes=free,
-            memory_bytes=most_memory_bytes(budget, opened.source), seconds=round((read + draft.nbytes) / ASSUMED_BYTES_PER_SECOND, 3),
+            memory_bytes=memory, workers=workers, seconds=round((read + draft.nbytes) / ASSUMED_BYTES_PER_SECOND, 3),
             bytes_per_second=ASSUMED_BYTES_PER_SECOND, files=[{"name": f.name, "bytes": f.size} for f in draft.files],
             dropped=[{"name": d.name, "bytes": d.nbytes, "why": d.why} for d in draft.dropped],
-            notes=[*opened.checkpoint.notes, *draft.notes], not_read=[r.to_json() for r in opened.checkpoint.unread],
+            notes=[*opened.checkpoint.notes, *draft.notes, *notes], not_read=[r.to_json() for r in opened.checkpoint.unread],
         )  # fmt: skip
+
+
+def _workers(
+    src: CheckpointPath,
+    dst: str,
+    reading: OpenOptions,
+    writing: WriteRequest,
+    running: RunOptions,
+    planned: Plan,
+    each: int,
+) -> tuple[dict[str, Any] | None, int, list[str]]:
+    """(who would fill the destination, memory of all processes on this machine, notes); `each` is that of one of them."""
+    draft, source, spec = planned.draft, planned.opened.source, running.workers
+    name, count, elsewhere = named(spec, draft.nbytes)
+    if count == 1 and not elsewhere:
+        return None, each, []
+    job = job_of(src, dst, reading, writing, "") if source.has_versions() else None
+    dst = normal_destination(dst)
+    why = why_one_process(draft, job, sharable(dst, planned.target.is_file, draft), urls.is_url(dst))
+    if why is not None:
+        return None, each, [] if spec is None else [f"workers would not be used: {why}"]
+    here = 0 if elsewhere or count is None else count * each
+    return {"name": name, "count": count, "memory_bytes": each}, PYTHON_BYTES + here, []

@@ -28,7 +28,7 @@ from typing import Any, TextIO, cast
 from .._version import __version__
 from ..errors import CkpttoolError, RemoteError, UsageError, argument
 from ..extras import missing, need
-from .cores import cores
+from .cores import cores, memory
 from .local_processes import LocalProcesses
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "Workers",
     "WorkersSpec",
     "default_count",
+    "named",
     "serve_if_worker",
     "version_of_worker",
     "workers_of",
@@ -45,6 +46,9 @@ WorkersSpec = Executor | int | str | None
 
 #: Bytes below which a second process costs more than it saves.
 SMALL = 4_000_000_000
+
+#: What a worker may take besides what others of its machine need: its buffers, Python, and an index.
+_WORKER_BYTES = 512 << 20
 
 #: Seconds to wait for a scheduler, and then for a first worker: those of a Slurm job do not start at once.
 WAIT = 60.0
@@ -135,18 +139,41 @@ def _engine(spec: WorkersSpec, nbytes: int) -> AbstractContextManager[Workers]:
 def _local(count: int) -> Iterator[Workers]:
     executor = LocalProcesses(count)
     try:
-        yield Workers(executor, count, False, "1 process" if count == 1 else f"{count} processes")
+        yield Workers(executor, count, False, _processes(count))
     finally:
         executor.shutdown(cancel_futures=True)
 
 
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"
+
+
 def default_count(nbytes: int) -> int:
-    """How many local processes copy `nbytes`: half of the cores and at most 8; one for less than 4 GB, or on fewer than 4 cores.
+    """How many local processes copy `nbytes`: half of the cores, at most 8, and at most one for each 512 MiB of memory; one for less
+    than 4 GB, or on fewer than 4 cores.
 
     Half, since each process also has threads that read and write. More than 8 wait for most disks.
     """
     n = cores()
-    return 1 if nbytes < SMALL or n < 4 else min(n // 2, 8)
+    if nbytes < SMALL or n < 4:
+        return 1
+    room = memory()
+    return max(1, min(n // 2, 8, 8 if room is None else room // _WORKER_BYTES))
+
+
+def named(spec: WorkersSpec, nbytes: int) -> tuple[str, int | None, bool]:
+    """(name, number, whether they may be on other machines) of the workers that `spec` names, as `Workers` has them; none is started.
+
+    Raises:
+        UsageError: it names nothing that can be used.
+    """
+    if isinstance(spec, Executor):
+        return type(spec).__name__, _count_of(spec), _may_be_remote(spec)
+    _engine(spec, nbytes)
+    text = str(default_count(nbytes) if spec is None else spec).strip()
+    if not text.isdecimal():
+        return text, None, True
+    return _processes(int(text)), int(text), False
 
 
 # ------------------------------------------------------------------------------------------- an Executor of the caller

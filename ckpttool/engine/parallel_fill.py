@@ -22,6 +22,7 @@ from ..storage.buffers import IOBudget
 from ..storage.destination import Destination, write_error
 from ..storage.local_file import write_at
 from . import part_worker
+from .cell_fill import why_not
 from .dispatch import run_all
 from .executors import Workers
 from .fill import Progress
@@ -31,7 +32,7 @@ from .parts import CELLS_OF_A_FILE, Part, cut
 from .planning import Plan
 from .stream import Reader
 
-__all__ = ["fill_with_workers"]
+__all__ = ["fill_with_workers", "why_one_process"]
 
 
 def fill_with_workers(
@@ -74,6 +75,7 @@ def fill_with_workers(
     if not source.is_remote and (todo := [p.number for p in parts if p.number not in results])[1:]:
         workers.prepare(part_worker.prepare, request(todo[0]))
     again = run_all(parts, results, request, workers, lambda done, total: progress("copy", done, total))
+    destination.unshare()
     ckpt = planned.opened.checkpoint
     reader = Reader(source, ckpt.files, ckpt.records, budget)
     for part in parts:
@@ -108,6 +110,22 @@ def fill_with_workers(
         "name": workers.name, "count": workers.count, "parts": len(parts), "filled_before": before, "again": again, "nodes": nodes,
     }  # fmt: skip
     return digests, facts
+
+
+def why_one_process(draft: Draft, job: dict[str, Any] | None, sharable: bool, in_store: bool) -> str | None:
+    """Why one process has to fill a draft; None if several can.
+
+    Args:
+        job: `part_requests.job_of` the conversion.
+        sharable, in_store: whether its destination can be filled by several, and whether that is a store.
+    """
+    if not sharable:
+        return "only S3 takes the parts of an object from several processes"
+    if any(f.coded for f in draft.files):
+        return "an archive is written front to back by one process"
+    if job is None:
+        return "a merged or salvaged checkpoint, and one whose server tells no versions, is written by one process"
+    return why_not(draft) if in_store else None
 
 
 def _files_of(draft: Draft, part: Part) -> set[str]:

@@ -109,6 +109,9 @@ class Destination(Protocol):
     def share(self, files: Mapping[str, int]) -> dict[str, Any]:
         """Create files, {name: bytes}, for others to fill; what a `SharedTree` or `SharedObjects` is made of."""
 
+    def unshare(self) -> None:
+        """All is filled: what others write from here on is refused."""
+
     def confirm(self, sent: Mapping[str, Mapping[int, str]], sizes: Mapping[str, int]) -> list[tuple[str, int]]:
         """(file, cell) of what a store does not have as it was sent, {file: {cell: ETag}}; where `part_bytes`."""
 

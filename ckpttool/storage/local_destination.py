@@ -208,6 +208,11 @@ class LocalDestination:
             "folder": self.folder, "fence": [st.st_ino, st.st_size], "plan": self.plan, "coherent": is_coherent(self.folder),
         }  # fmt: skip
 
+    def unshare(self) -> None:
+        """All is filled: what others write from here on is refused. A slow worker whose part another one has filled would change files
+        that are read back."""
+        self.note({"done": self.earlier.done})  # the journal is another one than in their requests
+
     def confirm(self, sent: Mapping[str, Mapping[int, str]], sizes: Mapping[str, int]) -> list[tuple[str, int]]:
         """Nothing is sent."""
         return []

@@ -98,6 +98,9 @@ class _Uploaded:
         """Begin the uploads of these files, or go on with those of an earlier run; what `SharedObjects` is made of."""
         raise NotImplementedError
 
+    def unshare(self) -> None:
+        """What is sent too late is noticed by `confirm`, or refused by the store."""
+
     def confirm(self, sent: Mapping[str, Mapping[int, str]], sizes: Mapping[str, int]) -> list[tuple[str, int]]:
         """(file, cell) of what the store does not list as it was sent, {file: {cell: ETag}}; all the rest is ready to be completed.
 

@@ -4,8 +4,9 @@ Workers write bytes into files that are there already, at offsets of the plan, a
 `parts/<number>.json`, which appears when those bytes are durable. Everything else is the coordinator's: it creates the files, writes
 what lies between the parts, and renames.
 
-A worker that was stopped for a while must not write into a destination that was committed meanwhile. The journal tells: a commit
-begins with a line in it, so a worker writes only while the journal is the same file with the same size as when its request was made.
+A worker that was stopped for a while, or is slow, must not write into a destination that is read back or was committed meanwhile. The
+journal tells: it gets a line when all parts are filled, and one more before the commit, so a worker writes only while the journal is the
+same file with the same size as when its request was made.
 Bytes that it had read before were read from a source that the commit found unchanged.
 """
 

@@ -364,6 +364,26 @@ def test_what_is_no_size_is_refused(size: str, tmp_path: Path) -> None:
     assert "is not a size" in fails(2, "convert", W3, tmp_path / "out", "--to", "hf", f"--max-shard-size={size}")
 
 
+def test_a_dry_run_counts_the_memory_of_every_worker(tmp_path: Path) -> None:
+    def planned(*words: object, to: str = "dcp", out: str = "out") -> dict[str, Any]:
+        return says("convert", GROUPS, tmp_path / out, "--to", to, "--dry-run", *words)
+
+    one, four = planned("--workers", 1), planned("--workers", 4)
+    each = one["memory_bytes"]
+    assert one["workers"] is None and planned()["workers"] is None, "few bytes"
+    assert four["workers"] == {"name": "4 processes", "count": 4, "memory_bytes": each}
+    assert 4 * each < four["memory_bytes"] < 5 * each
+    assert planned("--workers", 4, "--max-memory", "100MB")["workers"]["memory_bytes"] <= 100_000_000
+    there = planned("--workers", "dask:tcp://10.0.0.1:8786")  # which is not asked
+    assert there["workers"] == {"name": "dask:tcp://10.0.0.1:8786", "count": None, "memory_bytes": each}
+    assert there["memory_bytes"] < each
+    archive = planned("--workers", 4, to="audit", out="a.tar.zst")
+    assert archive["workers"] is None and "workers would not be used: an archive" in archive["notes"][-1]
+    fails(2, "convert", GROUPS, tmp_path / "out", "--to", "dcp", "--dry-run", "--workers", "many")
+    shown = run("convert", GROUPS, tmp_path / "out", "--to", "dcp", "--dry-run", "--workers", 4).stdout
+    assert re.search(r"memory: at most \d+\.\d MB in all, \d+\.\d MB in each of 4 processes", shown)
+
+
 def test_dry_run_writes_nothing_and_names_the_files(tmp_path: Path) -> None:
     done = run("convert", GROUPS, tmp_path / "out", "--to", "hf", "--dry-run")
     assert done.returncode == 0

@@ -126,9 +126,39 @@ def test_the_default_follows_from_the_machine_and_the_work(
     cores: int, nbytes: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(executors, "cores", lambda: cores)
+    monkeypatch.setattr(executors, "memory", lambda: None)
     assert default_count(nbytes) == count
     with workers_of(None, nbytes) as workers:
         assert workers.count == count and not workers.remote
+
+
+@pytest.mark.parametrize(("room", "count"), [(1 << 40, 8), (3 << 30, 6), (600 << 20, 1), (1 << 20, 1), (None, 8)])
+def test_the_default_leaves_memory_for_each_worker(
+    room: int | None, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executors, "cores", lambda: 64)
+    monkeypatch.setattr(executors, "memory", lambda: room)
+    assert default_count(10**12) == count
+
+
+def test_memory_is_that_of_the_machine_or_of_the_cgroup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def limits(root: Path, text: str) -> list[int]:
+        (tmp_path / "membership").write_text(text)
+        return list(cores_module._memory_limits(str(root), str(tmp_path / "membership")))
+
+    v2 = tmp_path / "v2"
+    (v2 / "pod" / "job").mkdir(parents=True)
+    (v2 / "pod" / "memory.max").write_text("2147483648\n")
+    (v2 / "pod" / "job" / "memory.max").write_text("max\n")
+    assert limits(v2, "0::/pod/job\n") == [2 << 30] and limits(v2, "0::/other\n") == []
+    v1 = tmp_path / "v1" / "memory" / "a"
+    v1.mkdir(parents=True)
+    (v1 / "memory.limit_in_bytes").write_text("1073741824\n")
+    assert limits(tmp_path / "v1", "5:memory:/a\n4:cpu,cpuacct:/a\n") == [1 << 30]
+    machine = cores_module.memory()
+    assert machine is not None and machine > 1 << 20
+    monkeypatch.setattr(cores_module, "_memory_limits", lambda: iter([1 << 20]))
+    assert cores_module.memory() == 1 << 20
 
 
 def test_cores_are_those_of_the_affinity_mask_and_the_cgroup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -246,6 +246,19 @@ def test_a_worker_that_wakes_after_the_commit_writes_nothing(tmp_path: Path) -> 
         assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
 
 
+def test_a_worker_that_is_late_does_not_disturb_the_read_back(tmp_path: Path) -> None:
+    """Its part was given to another one, which was faster; it still writes the same bytes."""
+    workers, late = Workers(), list[str]()
+
+    def progress(what: str, done: int, total: int) -> None:
+        if what == "verify" and len(late) < 2:
+            answer = json.loads(part_worker.run(json.dumps({"fill": workers.fills[0]})))
+            late.append(answer["error"]["message"])
+
+    convert(FSDP2, tmp_path / "out", "dcp", workers=workers, progress=progress)
+    assert len(late) == 2 and all("no longer being filled" in text for text in late)
+
+
 def test_a_slow_part_is_given_to_a_second_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_SLOW_SECONDS", 0.1)
     convert(FSDP2, tmp_path / "one", "dcp")

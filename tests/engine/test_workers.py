@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -178,14 +179,14 @@ def test_an_interrupted_run_leaves_no_worker_and_what_was_filled(tmp_path: Path,
 # ------------------------------------------------------------------------------------------------------- a full disk
 
 
-def mounted(tmp_path: Path, kind: str) -> Path:
+def mount(folder: Path, kind: str) -> Path:
     """A file system of 8 MB; skips where nothing can be mounted."""
-    disk = tmp_path / "disk"
+    disk = folder / "disk"
     disk.mkdir()
     if kind == "tmpfs":
         commands = [["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(disk)]]
     else:
-        image = tmp_path / "image"
+        image = folder / "image"
         with image.open("wb") as f:
             f.truncate(8 << 20)
         commands = [["mkfs.ext4", "-q", "-m", "0", str(image)], ["mount", "-o", "loop", str(image), str(disk)]]
@@ -200,11 +201,15 @@ def mounted(tmp_path: Path, kind: str) -> Path:
 
 
 @pytest.fixture(params=["tmpfs", "ext4"])
-def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+def disk(request: pytest.FixtureRequest) -> Iterator[Path]:
     """A small file system, on which a full disk is a real one. On ext4, blocks may be missed only when a file is synced."""
-    made = mounted(tmp_path, request.param)
-    yield made
-    subprocess.run(["umount", str(made)], check=True)
+    # not below tmp_path, which another run of pytest may move away, and then could not remove
+    with tempfile.TemporaryDirectory(prefix="ckpttool-disk-") as folder:
+        made = mount(Path(folder), request.param)
+        try:
+            yield made
+        finally:
+            subprocess.run(["umount", "--lazy", str(made)], check=True)
 
 
 def fill_up(disk: Path) -> Path:
@@ -226,8 +231,8 @@ def test_a_disk_that_fills_up_under_workers_keeps_what_is_filled(
 ) -> None:
     run = Run(tmp_path, *WORDS, "--workers", "2", seconds=0.1, disk=disk)
     run.wait_for(2)
-    filler = fill_up(disk)
     pids = run.workers()
+    filler = fill_up(disk)
     out, err = run.process.communicate(timeout=60)
     assert run.process.returncode == 8, err
     error = json.loads(out)["error"]
