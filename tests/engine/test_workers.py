@@ -231,7 +231,7 @@ def test_a_disk_that_fills_up_under_workers_keeps_what_is_filled(
 ) -> None:
     run = Run(tmp_path, *WORDS, "--workers", "2", seconds=0.1, disk=disk)
     run.wait_for(2)
-    pids = run.workers()
+    template, workers = run.processes()
     filler = fill_up(disk)
     out, err = run.process.communicate(timeout=60)
     assert run.process.returncode == 8, err
@@ -240,7 +240,7 @@ def test_a_disk_that_fills_up_under_workers_keeps_what_is_filled(
     assert (
         "No space left on device. The destination is untouched. Free some space and run the same command again" in err
     )
-    assert "Traceback" not in err and not any(alive(pid) for pid in pids)
+    assert "Traceback" not in err and not any(map(alive, [template, *workers]))
     left = sorted(os.listdir(disk))
     assert not run.out.exists() and len([n for n in left if n.startswith(".out.partial-")]) == 1
     done = run.parts()
