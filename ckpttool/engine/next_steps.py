@@ -15,6 +15,7 @@ from ..index.checkpoint import Checkpoint
 
 __all__ = ["next_step"]
 
+_SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _OF_DEEPSPEED = re.compile(r"(.*/)?(bf16_)?(zero_pp_rank_\d+_)?mp_rank_\d+.*_states\.pt")
 
 
@@ -23,6 +24,8 @@ def next_step(ckpt: Checkpoint, path: str) -> str:
     out = f"ckpttool convert {shlex.quote(path)} OUT"
     parts = {str(t.path[0]) for t in ckpt.tensors.values()}
     if "model" not in parts:
+        if ckpt.layout == "dcp" and "optim" in parts:
+            return "holds an optimizer without weights: move it and the folder of the weights into one folder, and give that"
         return "holds no weights: give the directory of the trainer that they lie in, if there is one"
     if ckpt.layout in _OF_TRAINER:
         return _OF_TRAINER[ckpt.layout](ckpt, out, "optim" in parts)
@@ -58,6 +61,11 @@ def next_step(ckpt: Checkpoint, path: str) -> str:
         return f"resumes in its job at {_ranks(ckpt)}; at another world size: {out} --to torch_checkpointing -n RANKS"
     if ckpt.layout == "universal":
         return f"resumes in DeepSpeed with load_universal; without it: {out} --to zero3 -n RANKS"
+    if ckpt.layout == "hf" and any(_SHARD.fullmatch(f.rpartition("/")[2]) for f in ckpt.files) and "optim" not in parts:
+        return (
+            "from_pretrained reads it; if save_optimizer_distributed wrote an optimizer, move both folders into one and give that; weights alone "
+            f"for a training job: {out} --to dcp -n RANKS"
+        )
     if ckpt.layout == "hf":
         return f"from_pretrained reads it; for a training job: {out} --to dcp -n RANKS"
     if ckpt.layout == "audit":

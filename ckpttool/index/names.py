@@ -18,7 +18,7 @@ with `origin`, the paths that were changed, by which `own_tree` gives the tree b
 The names are those of torch.distributed.checkpoint.state_dict.get_state_dict, flattened, so a live FSDP2 job's own
 checkpoint needs no mapping. Shapes known: {"model", "optim"}; {"model_state_dict", "optimizer_state_dict"};
 {"state_dict", "optimizer_states": [..]} (Lightning); {"app": {"model", "optim"}}; a bare state dict; an optimizer's own
-{"state", "param_groups"}; model keys at the root beside the optimizer (torchtitan); an optimizer flattened to "state.<fqn>.<slot>" and
+{"state", "param_groups"}; Composer's {"state": {"model", "optimizers", ...}, "rng"}; model keys at the root beside the optimizer (torchtitan); an optimizer flattened to "state.<fqn>.<slot>" and
 "param_groups.<fqn>.<key>" (StateDictOptions(flatten_optimizer_state_dict=True)); integer optimizer ids
 (`optimizer.state_dict()`), whose names are found by `name_order`.
 """
@@ -33,7 +33,7 @@ from .checkpoint import Checkpoint, Number, Path, joined, same_bytes
 from .composites import shape_of
 from .fqns import strip_wrappers
 from .optimizer_names import FLAT_GROUPS, FLAT_STATE, Orders, canonical_optimizer
-from .trainers import trainer_of
+from .trainers import of_composer, trainer_of
 from .trees import nest
 
 __all__ = [
@@ -115,6 +115,10 @@ def canonical(
     Raises:
         Corrupt: two leaves get one name. Unsupported: integer optimizer ids that cannot be named with certainty.
     """
+    if (usual := of_composer(leaves)) is not None:
+        named = canonical(usual, shape_of, like, same, only, orders)
+        note = "Composer's tree is read under the usual keys, and written with those: Composer itself does not find its own again"
+        return CanonicalState(named.leaves, {}, "Composer", [*named.notes, note])
     found = dict(leaves)
     origin: dict[Path, Path] = {}
     outer: Path = ()  # a key around everything

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-__all__ = ["TRAINERS", "Trainer", "fuses_parameters", "schedules_by_epoch", "trainer_of"]
+if TYPE_CHECKING:
+    from .checkpoint import Path
+
+__all__ = ["TRAINERS", "Trainer", "fuses_parameters", "of_composer", "schedules_by_epoch", "trainer_of"]
 
 
 class Trainer(NamedTuple):
@@ -44,6 +48,32 @@ def trainer_of(keys: set[Any], *, model_at_root: bool) -> str | None:
         if trainer.keys <= found and (model_at_root or not trainer.model_at_root):
             return trainer.name
     return None
+
+
+def of_composer(leaves: Mapping[Path, Any]) -> dict[Path, Any] | None:
+    """The leaves of a tree of Composer under the usual keys; None of any other tree.
+
+    {"state": {"model", "optimizers": {class: state}, "schedulers": {class: state}, "timestamp", "callbacks", ...}, "rng": [...]}
+
+    Source: State.state_dict in composer/core/state.py, utils/checkpoint.py of 0.32.1.
+    """
+    inner = {p[1] for p in leaves if p[0] == "state" and len(p) > 2}
+    if not {"model", "timestamp"} <= inner or not {p[0] for p in leaves} <= {"state", "rng"}:
+        return None
+    several = {
+        k
+        for k in ("optimizers", "schedulers")
+        if len({p[2] for p in leaves if p[:2] == ("state", k) and len(p) > 3}) > 1
+    }
+    out: dict[Path, Any] = {}
+    for p, leaf in leaves.items():
+        if p[:2] in (("state", "optimizers"), ("state", "schedulers")) and len(p) > 3 and p[1] not in several:
+            out["optim" if p[1] == "optimizers" else "scheduler", *p[3:]] = leaf
+        elif p[0] == "state":
+            out[("trainer", *p[1:]) if p[1] == "timestamp" else p[1:]] = leaf
+        else:
+            out[p] = leaf
+    return out
 
 
 def fuses_parameters(name: str | None) -> bool:

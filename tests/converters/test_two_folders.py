@@ -142,6 +142,19 @@ def test_weights_alone_name_the_optimizer_beside_them(tmp_path: Path) -> None:
     ckpttool.convert(PAIR / "weights", tmp_path / "hf", to="hf")
 
 
+def test_each_folder_alone_says_how_to_give_both(tmp_path: Path) -> None:
+    shutil.copytree(PAIR / "weights", tmp_path / "here" / "w")
+    shutil.copytree(PAIR / "optimizer", tmp_path / "there" / "state")
+    for folder, says in (
+        ("here/w", "if save_optimizer_distributed wrote an optimizer, move both folders into one"),
+        ("there/state", "holds an optimizer without weights: move it and the folder of the weights into one"),
+    ):
+        assert says in json.loads(ckpttool_here("inspect", tmp_path / folder, "--json").stdout)["next"]
+    shutil.copytree(tmp_path / "there" / "state", tmp_path / "here" / "optimizer")
+    with ckpttool.open(tmp_path / "here") as opened:
+        assert opened.checkpoint.layout == "transformers_sharded"
+
+
 def test_a_shard_of_the_weights_that_is_missing_is_missed_by_the_moments(tmp_path: Path) -> None:
     source = tmp_path / "save"
     shutil.copytree(PAIR, source)

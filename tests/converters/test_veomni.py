@@ -1,5 +1,5 @@
-"""Folders of VeOmni and AReaL: torch's own dcp.save and torch.save under the names and keys of their published code (VeOmni 0.1.12 and
-layout.py after it, AReaL 1.0.4). The packages themselves were not run: they want GPUs."""
+"""Folders of VeOmni, AReaL and Composer: torch's own dcp.save and torch.save under the names and keys of their published code (VeOmni 0.1.12 and
+layout.py after it, AReaL 1.0.4, Composer 0.32.1). The packages themselves were not run: they want GPUs, or an older torch."""
 
 from __future__ import annotations
 
@@ -122,3 +122,27 @@ def test_areal_keeps_everything_under_one_key(tmp_path: Path) -> None:
     assert difference(found, truth) == []
     ckpttool.convert(tmp_path / "areal", tmp_path / "own", to="dcp", world_size=2)  # for AReaL itself: its own key
     assert load_dcp(tmp_path / "own").keys() == {"dcp"}
+
+
+@pytest.mark.parametrize("as_file", [False, True], ids=["sharded", "one file"])
+def test_composer_keeps_model_and_optimizers_under_state(as_file: bool, tmp_path: Path) -> None:
+    weights, moments, truth = job()
+    state = {
+        "model": weights, "optimizers": {"DecoupledAdamW": moments}, "schedulers": {"LambdaLR": {"last_epoch": 3}},
+        "timestamp": {"Timestamp": {"epoch": 0, "batch": 3}}, "run_name": "llm",
+    }  # fmt: skip
+    tree = {"state": state, "rng": [{"python": (3, (1, 2), None), "torch": torch.arange(8, dtype=torch.uint8)}]}
+    source = tmp_path / ("ep0-ba3-rank0.pt" if as_file else "ep0-ba3")
+    if as_file:
+        torch.save(tree, source)
+    else:
+        dcp.save(tree, checkpoint_id=str(source), no_dist=True)
+    done = ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=3)
+    assert done.verified and not done.dropped
+    tree = load_dcp(tmp_path / "out")
+    found = {n: t for n, t in tensors_of(tree).items() if n.startswith(("model.", "optim."))}
+    assert difference(found, truth) == []
+    assert tree["scheduler"] == {"last_epoch": 3} and tree["extra"]["run_name"] == "llm"
+    assert tree["trainer"]["timestamp"]["Timestamp"]["batch"] == 3
+    with ckpttool.open(source) as opened:
+        assert opened.checkpoint.trainer == "Composer"
