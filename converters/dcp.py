@@ -85,6 +85,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     index = read_index(source)
     leaves: dict[Path, Any] = {}
     keys: dict[Path, str] = {}
+    lost: dict[str, str] = {}
     records: list[Record] = []
     try:
         sizes = [source.size(f) for f in index.files]
@@ -97,11 +98,16 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         if index.transforms:
             kinds = {tuple(index.transforms.get(f, ())) for f in chunks.file}
             entry = replace(entry, coding=_coding(kinds, key))
-        of_subclass = joined_parts(source, index.files, sizes, entry, records) if are_short(entry) else None
+        try:
+            of_subclass = joined_parts(source, index.files, sizes, entry, records) if are_short(entry) else None
+        except Lost:  # only of a damaged checkpoint that is salvaged
+            lost[joined(path)] = (
+                f"a part of it is in the lost bytes of {', '.join(sorted({index.files[f] for f in chunks.file}))}"
+            )
+            continue
         _put(leaves, keys, path, key, of_subclass or entry)
     notes: list[str] = []
     seen: dict[str, dict[Path, Any]] = {}
-    lost: dict[str, str] = {}
     source.prefetch((index.files[f], at, min(n, _VALUE_HEAD)) for _, f, at, n, _ in index.values)
     for key, file, offset, length, transforms in index.values:
         _coding({tuple(transforms)}, key)

@@ -339,6 +339,17 @@ def test_what_lies_in_the_optimizer_does_not_stop_the_weights(zipped: bool, tmp_
         assert same_value(load(tmp_path / f"{kind}-{zipped}-out.pt")["model"], weights)
 
 
+def test_what_is_left_without_one_ranks_file_is_salvaged(tmp_path: Path) -> None:
+    shutil.copytree(W8, tmp_path / "c")
+    (tmp_path / "c" / "__0_0.distcp").unlink()
+    done = ckpttool.convert(tmp_path / "c", tmp_path / "out.pt", to="full", salvage=True)
+    assert done.verified
+    with ckpttool.open(tmp_path / "out.pt") as opened:
+        ckpt = opened.checkpoint
+        assert ckpt.salvage is not None and "optim.state.embed.weight.exp_avg" in ckpt.salvage.missing
+        assert not any("exp_avg." in n for n in ckpt.tensors) and not any("__class__" in n for n in ckpt.values)
+
+
 def test_a_folder_that_lacks_a_file_says_what_was_in_it(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "fsdp2_w3" / "ckpt", tmp_path / "c")
     (tmp_path / "c" / "__1_0.distcp").unlink()
