@@ -60,17 +60,18 @@ class LocalProcesses(Executor):
         self._serving = 0
 
     def prepare(self, fn: Callable[[str], str], text: str) -> None:
-        """Call `fn(text)` once, for all workers that are started from now on; where it fails, each of them begins with nothing.
+        """Call `fn(text)` once, for all workers that are started from now on.
 
-        The thread that calls this must not end before the workers do. After it, `fn` has left no thread and no connection.
+        Where it fails, or leaves a thread or a connection, each worker begins with nothing. The thread that calls this must not end
+        before the workers do.
         """
         made = _Template()
         try:
-            kind, threads = made.call(f"{fn.__module__}:{fn.__name__}", text)
+            answer = made.call(f"{fn.__module__}:{fn.__name__}", text)
             os.close(os.pidfd_open(os.getpid()))
         except (WorkerDied, OSError):  # OSError: a kernel before 5.3
-            kind, threads = RAISED, ""
-        if (kind, threads) == (RETURNED, "1"):
+            answer = RAISED, ""
+        if answer == (RETURNED, "ready"):
             self._template = made
         else:
             made.close()

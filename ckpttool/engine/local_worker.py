@@ -65,7 +65,7 @@ def main(file: BinaryIO, parent: int) -> None:
 def template(file: BinaryIO, parent: int) -> None:
     """Answer one request, then make workers, until the other end of the pair is closed or `parent` ends.
 
-    The answer says how many threads there are: with more than one, nobody may ask for workers.
+    The answer is empty if workers cannot be copies, because there is another thread or a connection that all of them would use.
     """
     _begin(file, parent)
     name, argument = read_message(file, REQUEST), read_message(file, REQUEST)
@@ -73,7 +73,7 @@ def template(file: BinaryIO, parent: int) -> None:
         os._exit(0)
     answer = _answer(name[1], argument[1])
     if answer.startswith(RETURNED):
-        answer = message(RETURNED, str(len(os.listdir("/proc/self/task"))))
+        answer = message(RETURNED, "ready" if _alone(file.fileno()) else "")
     gc.freeze()  # a worker that collects garbage would copy the pages of all that it shares
     control = socket.socket(fileno=os.dup(file.fileno()))
     control.sendall(answer)
@@ -100,6 +100,13 @@ def template(file: BinaryIO, parent: int) -> None:
             for fd in descriptors:
                 os.close(fd)
         control.sendall(answer)
+
+
+def _alone(served: int) -> bool:
+    """Whether this process has one thread, and no socket but the one that it serves."""
+    with os.scandir("/proc/self/fd") as open_files:
+        sockets = [e.name for e in open_files if os.readlink(e.path).startswith("socket:")]
+    return sockets == [str(served)] and len(os.listdir("/proc/self/task")) == 1
 
 
 def _begin(file: BinaryIO, parent: int) -> None:

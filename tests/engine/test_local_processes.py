@@ -145,7 +145,9 @@ def test_a_template_that_is_killed_is_not_missed(local: LocalProcesses) -> None:
     assert found[-1][1:] == [str(os.getpid())]
 
 
-@pytest.mark.parametrize("fn", [functions.fault, functions.die_once, functions.leave_a_thread])
+@pytest.mark.parametrize(
+    "fn", [functions.fault, functions.die_once, functions.leave_a_thread, functions.leave_a_connection]
+)
 def test_without_a_template_workers_begin_by_themselves(local: LocalProcesses, fn: Any, tmp_path: Path) -> None:
     local.prepare(fn, f"{tmp_path}/x")
     assert local._template is None
