@@ -22,7 +22,7 @@ from .fill import Progress
 from .part_fill import between
 from .parts import Part, least_bytes
 
-__all__ = ["objects_of", "send_rest"]
+__all__ = ["note_sent", "objects_of", "send_rest"]
 
 _ROUNDS = 3
 _Cell = tuple[int, int, int, list[tuple[int, int]], list[tuple[int, str]]]  # of cell_fill.send_cells
@@ -31,6 +31,13 @@ _Cell = tuple[int, int, int, list[tuple[int, int]], list[tuple[int, str]]]  # of
 def objects_of(tree: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
     """What `Destination.share` gave, for those of the objects that a worker needs."""
     return {**tree, "objects": {name: found for name, found in tree["objects"].items() if name in names}}
+
+
+def note_sent(sent: Mapping[str, dict[int, str]], results: Mapping[int, Mapping[str, Any]]) -> None:
+    """Add what workers have sent to {file: {cell: ETag}}."""
+    for found in results.values():
+        for name, etags in found["cells"].items():
+            sent[name].update((int(n), etag) for n, etag in etags.items())
 
 
 def send_rest(
@@ -90,9 +97,7 @@ def _send(
 
     results: dict[int, dict[str, Any]] = {}
     again = run_all(parts, results, request, workers, lambda done, total: progress("send", done, total))
-    for found in results.values():
-        for name, etags in found["cells"].items():
-            sent[name].update((int(n), etag) for n, etag in etags.items())
+    note_sent(sent, results)
     return again
 
 

@@ -26,7 +26,7 @@ from .cell_fill import why_not
 from .dispatch import run_all
 from .executors import Workers
 from .fill import Progress
-from .parallel_cells import objects_of, send_rest
+from .parallel_cells import note_sent, objects_of, send_rest
 from .part_fill import between, framed_alone
 from .parts import CELLS_OF_A_FILE, Part, cut
 from .planning import Plan
@@ -95,9 +95,7 @@ def fill_with_workers(
         digests[name] = digests[other]
     if cells:
         sent: dict[str, dict[int, str]] = {name: {} for name in shared}
-        for found in results.values():
-            for name, etags in found["cells"].items():
-                sent[name] |= {int(n): etag for n, etag in etags.items()}
+        note_sent(sent, results)
         before = sum(found["kept"] == sum(map(len, found["cells"].values())) > 0 for found in results.values())
         again += send_rest(draft, asked, crcs, digests, sent, destination, workers, progress)
     else:

@@ -92,9 +92,10 @@ def index_id(ckpt: Checkpoint, source: Source) -> str:
 
 
 def encoded_error(e: CkpttoolError) -> str:
-    """An answer that says why there is none."""
+    """An answer that says why there is none; of a class that `errors` does not have, the nearest one above it."""
     notes = list(getattr(e, "__notes__", ()))
-    return json.dumps({"error": {"kind": type(e).__name__, "message": str(e), "notes": notes}})
+    kind = next(c.__name__ for c in type(e).__mro__ if c.__name__ in errors.__all__)
+    return json.dumps({"error": {"kind": kind, "message": str(e), "notes": notes}})
 
 
 def answered(text: str) -> dict[str, Any]:

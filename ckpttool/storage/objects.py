@@ -107,6 +107,13 @@ class S3Object:
                 return out
             more = {"PartNumberMarker": answer["NextPartNumberMarker"]}
 
+    def begun(self, upload: str, key: str | None = None) -> bool:
+        """Whether the store has parts of an upload, as far as it says so."""
+        try:
+            return bool(self.parts(upload, key))
+        except (NotFound, Denied):
+            return False
+
     def abort(self, upload: str, key: str | None = None) -> None:
         """Abort an upload, until the store lists no part of it: a part that was on its way may arrive after the first time.
 

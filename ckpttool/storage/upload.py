@@ -148,7 +148,7 @@ class Upload:
     @property
     def begun(self) -> bool:
         """Whether an earlier run left parts that `share` goes on from."""
-        return len(self._left) == 1 and bool(self._at.parts(self._left[0][1]))
+        return len(self._left) == 1 and self._at.begun(self._left[0][1])
 
     def share(self) -> SharedUpload:
         """From here on, others send the parts.

@@ -100,7 +100,7 @@ class UploadFolder:
     @property
     def begun(self) -> bool:
         """Whether an earlier run left parts that `share` goes on from."""
-        return self._far is not None and any(self._far.parts(upload, key) for key, upload in self._own().values())
+        return self._far is not None and any(self._far.begun(upload, key) for key, upload in self._own().values())
 
     def share(self, names: Iterable[str]) -> None:
         """From here on, others send the parts of these objects; what an earlier run left of them is kept.

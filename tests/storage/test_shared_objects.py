@@ -21,7 +21,7 @@ from stores import Flaky, Moto, What, moto
 import ckpttool
 from ckpttool.engine import parallel_fill, part_worker, parts
 from ckpttool.engine.planning import plan
-from ckpttool.errors import Corrupt, Interrupted, RemoteError
+from ckpttool.errors import Corrupt, DestinationExists, Interrupted, RemoteError
 from ckpttool.storage import retries, upload, upload_folder
 from ckpttool.storage.objects import S3Object, s3_object
 from ckpttool.storage.upload import UploadSizes
@@ -247,6 +247,35 @@ def test_a_run_whose_parts_are_always_replaced_gives_up(s3: Moto, bucket: str, m
     with pytest.raises(RemoteError, match="Another run sends to the same place"):
         convert(DCP, f"{bucket}/a", "dcp", workers=Workers())
     assert objects(s3, bucket, "a") == {}
+
+
+def test_what_is_replaced_by_workers_loses_its_marker_first(s3: Moto, bucket: str, proxied: Flaky) -> None:
+    convert(DCP, f"{bucket}/one", "dcp", workers=1)
+    convert(DCP, f"{bucket}/many", "dcp", world_size=5, workers=Workers(), verify=False)
+    with pytest.raises(DestinationExists):
+        convert(DCP, f"{bucket}/many", "dcp", workers=Workers())
+    proxied.seen.clear()
+    convert(DCP, f"{bucket}/many", "dcp", workers=Workers(), force=True)
+    assert objects(s3, bucket, "one") == objects(s3, bucket, "many") and not unfinished(s3, bucket)
+    seen = [
+        (m, p.rpartition("/")[2].partition("?")[0])
+        for m, p, _ in proxied.seen
+        if m in ("POST", "DELETE", "PUT") and "partNumber" not in p
+    ]
+    gone, back = (
+        seen.index(("DELETE", ".metadata")),
+        max(i for i, (m, n) in enumerate(seen) if m != "DELETE" and n == ".metadata"),
+    )
+    completed = [i for i, (m, n) in enumerate(seen) if m == "POST" and n == "__0_0.distcp"]
+    assert completed[0] < gone < completed[-1] < back, "begun, hidden, completed, and the marker last"
+
+
+def test_a_store_that_refuses_a_worker_is_the_error(bucket: str, proxied: Flaky) -> None:
+    denied = 403, b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+    proxied.rule = lambda method, path: denied if method == "PUT" and "partNumber" in path else None
+    with pytest.raises(RemoteError, match="does not allow it") as e:
+        convert(DCP, f"{bucket}/a", "dcp", workers=Workers())
+    assert e.value.exit_code == 9 and any("to continue" in n for n in e.value.__notes__)
 
 
 def test_a_worker_that_dies_costs_its_part(s3: Moto, bucket: str) -> None:
