@@ -7,6 +7,9 @@
                                               the item common_state/shard_0_1 instead
     DIR/../latest_checkpointed_iteration.txt  names the newest iter_{iteration:07d}
 
+    iter_N/ without metadata.json             Megatron-FSDP's fsdp_dtensor: _megatron_fsdp.py
+    mp_rank_XX[_YYY]/model_optim_rng.pt       the format before dist_checkpointing; refused
+
     {weights/, context/}                      NeMo 2: DIR is weights/
     {model, optimizer, extra}/dist_ckpt/      verl since 0.9: three such folders are one state; before, dist_ckpt/ alone
 
@@ -29,6 +32,7 @@ distrib_optimizer,__init__}.py of megatron-core 0.16.1; strategies/torch.py of 0
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -41,12 +45,15 @@ from ckpttool.index.checkpoint import Checkpoint, Path, Record, Salvage, TensorE
 from ckpttool.index.names import COMPONENTS, CanonicalState, original
 from ckpttool.index.trees import nest
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of
+from ckpttool.storage import remote
 from ckpttool.storage.patched import Lost
+from ckpttool.storage.siblings import parent_of
 from ckpttool.storage.source import Source
 
 from ._dcp_metadata import read_index
 from ._megatron_boxes import flat_ranges, layer
 from ._megatron_buckets import BUCKETS, resolve
+from ._megatron_fsdp import canonical_fsdp
 from ._megatron_state import ENUMS, Key, common_tree, key_of, name_groups, path_of_object
 from ._megatron_write import prepare, write
 
@@ -55,6 +62,9 @@ __all__ = ["LAYOUTS"]
 TRAINER = "Megatron-Core"
 _VERL = ("model", "optimizer", "extra")
 _MOST_JSON = 1 << 20
+_TRACKER = "latest_checkpointed_iteration.txt"
+_ITERATION = re.compile(r"iter_\d{7}|release")
+_RANK = re.compile(r"mp_rank_\d{2}(_\d{3}){0,2}")
 
 
 def _backend(source: Source, folder: str) -> str | None:
@@ -68,6 +78,30 @@ def _backend(source: Source, folder: str) -> str | None:
         return None
     backend = found.get("sharded_backend") if isinstance(found, dict) else None
     return backend if isinstance(backend, str) else None
+
+
+def _is_fsdp(source: Source) -> bool:
+    """Whether a folder is one that Megatron-LM saved with torch's own DCP: by its name, and by the tracker file above."""
+    parent, name = parent_of(source)
+    if not _ITERATION.fullmatch(name) or not parent:
+        return False
+    names = source.list()
+    if ".metadata" not in names or "metadata.json" in names:
+        return False
+    with remote.open_source(parent) as above:
+        return above.exists(_TRACKER)
+
+
+def _legacy(source: Source) -> str | None:
+    """A folder of a model-parallel rank in the format that Megatron-LM had before dist_checkpointing."""
+    return next(
+        (
+            n
+            for n in source.list()
+            if _RANK.fullmatch(n) and source.glance(n)[0] and "model_optim_rng.pt" in source.list(n)
+        ),
+        None,
+    )
 
 
 def _folders(source: Source) -> tuple[list[str], str]:
@@ -90,7 +124,13 @@ def detect(where: Place) -> tuple[bool, str]:
     if where.file is not None:
         return False, "a folder with metadata.json of Megatron-Core; this is a file"
     folders, why = _folders(where.source)
-    return bool(folders), why
+    if folders:
+        return True, why
+    if _is_fsdp(where.source):
+        return True, "is an iter_N folder of DCP: fsdp_dtensor"
+    if found := _legacy(where.source):
+        return True, f"has {found}/model_optim_rng.pt of Megatron-LM"
+    return False, why
 
 
 # --------------------------------------------------------------------------------------------------------- reading
@@ -165,6 +205,14 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     """
     source = where.source
     folders, why = _folders(source)
+    if not folders and _is_fsdp(source):
+        return _read_fsdp(where, options)
+    if not folders and (found := _legacy(source)):
+        raise Unsupported(
+            f"{source.root}: {found}/model_optim_rng.pt is of Megatron-LM's older format (torch), in which every tensor- and pipeline-parallel rank "
+            "has a file of its own parts, and nothing says how they go together. Load it in Megatron-LM and save it again: "
+            "--ckpt-convert-format torch_dist --ckpt-convert-save DIR. Of a job of one rank, give the file itself."
+        )
     if not folders:
         raise Unsupported(f"{source.root}: {why}.")
     leaves: dict[Path, Any] = {}
@@ -208,6 +256,21 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     out = checkpoint_of(CanonicalState(leaves, {}, TRAINER, notes), "megatron", source.root, world, files, source)
     out.records, out.ranks = records, ranks
     out.salvage = Salvage(missing=lost) if lost else None
+    return out
+
+
+def _read_fsdp(where: Place, options: ReadOptions) -> Checkpoint:
+    """The index of a folder of Megatron-FSDP."""
+    found = layouts.find("dcp").read(where, ReadOptions(salvage=options.salvage))
+    leaves = found.leaves()
+    prefixed = {str(original(p, found.origin)[-1]): str(p[1]) for p in leaves if p[0] == "model" and len(p) == 2}
+    named = CanonicalState(canonical_fsdp(leaves, prefixed), {}, TRAINER, found.notes)
+    if len(named.leaves) != len(leaves):
+        found.notes.append(
+            "linear_fc1 is stored as two tensors, _w and _v, and is one tensor here, as in Megatron-Core's other formats"
+        )
+    out = checkpoint_of(named, "megatron", found.root, found.world_size, found.files, where.source)
+    out.records, out.ranks, out.salvage = found.records, found.ranks, found.salvage
     return out
 
 

@@ -3,6 +3,7 @@ the live jobs."""
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import shutil
@@ -322,3 +323,72 @@ def test_what_a_lost_file_leaves_is_exact(case: str, tmp_path: Path) -> None:
     found, live = named(tree), truth(case)
     assert 0 < len(found) < len(live)
     assert difference(found, {k: t for k, t in live.items() if k in found}) == []
+
+
+def fsdp_folder(run: Path) -> tuple[Path, dict[str, Tensor]]:
+    """(a folder of Megatron-FSDP, the weights and moments that it stands for). Put together by hand and saved by torch: such a job needs
+    a GPU, so that nothing here shows that its own saves look so."""
+    gate, up, norm = torch.randn(5, 4), torch.randn(5, 4), torch.randn(4)
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    model = {f"module.{name}_w": gate, f"module.{name}_v": up, "module.decoder.final_layernorm.weight": norm}
+    state = {k: {"exp_avg": torch.randn_like(t)} for k, t in model.items()}
+    meta = {k: {"lr": 0.1, "wd_mult": float(t.dim() > 1), "lr_mult": 1.0, "step": 7} for k, t in model.items()}
+    optimizer = {"state": state, "param_to_group_meta": meta}
+    tree = {
+        "model": model,
+        "optimizer": optimizer,
+        "opt_param_scheduler": {"num_steps": 36},
+        "iteration": 3,
+        "checkpoint_version": 3.0,
+    }
+    dcp.save({**tree, "args": argparse.Namespace(num_layers=1)}, checkpoint_id=run / "iter_0000003", no_dist=True)
+    (run / "latest_checkpointed_iteration.txt").write_text("3")
+    first, second = (state[f"module.{name}_{half}"]["exp_avg"] for half in "wv")
+    wanted = {
+        f"model.{name}": torch.cat([gate, up]), "model.decoder.final_layernorm.weight": norm,
+        f"optim.{name}.exp_avg": torch.cat([first, second]),
+        "optim.decoder.final_layernorm.weight.exp_avg": state["module.decoder.final_layernorm.weight"]["exp_avg"],
+    }  # fmt: skip
+    return run / "iter_0000003", wanted
+
+
+@pytest.mark.parametrize("to", ["full", "dcp", "megatron"])
+def test_halves_of_megatron_fsdp_are_one_tensor_again(to: str, tmp_path: Path) -> None:
+    source, wanted = fsdp_folder(tmp_path / "run")
+    done = ckpttool.convert(
+        source, tmp_path / ("a.pt" if to == "full" else "a"), to=to, world_size=None if to == "full" else 2
+    )
+    assert done.verified and not done.dropped and any("_w and _v" in n for n in done.notes)
+    out = tmp_path / "out.pt"
+    ckpttool.convert(tmp_path / ("a.pt" if to == "full" else "a"), out, to="full")
+    tree = load_full(out)
+    tree["extra"].setdefault("master", {})
+    found = named(tree)
+    assert difference({k: t for k, t in found.items() if not k.startswith("master.")}, wanted) == []
+    assert tree["scheduler"] == {"num_steps": 36} and tree["extra"]["args"] == {"num_layers": 1}
+    groups = {g["wd_mult"]: g["params"] for g in tree["optim"]["param_groups"]}
+    assert groups == {1.0: ["decoder.layers.0.mlp.linear_fc1.weight"], 0.0: ["decoder.final_layernorm.weight"]}
+    assert {s["step"] for s in tree["optim"]["state"].values()} == {7}
+
+
+def test_half_of_a_gated_matrix_is_refused(tmp_path: Path) -> None:
+    name = "module.decoder.layers.0.mlp.linear_fc1.weight_w"
+    dcp.save({"model": {name: torch.ones(2, 3)}, "iteration": 3}, checkpoint_id=tmp_path / "iter_0000003", no_dist=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    with pytest.raises(Corrupt, match="one is missing"):
+        ckpttool.open(tmp_path / "iter_0000003")
+
+
+def test_a_dcp_folder_of_that_name_without_megatron_s_tracker_is_plain_dcp(tmp_path: Path) -> None:
+    dcp.save({"model": {"w": torch.ones(2, 3)}}, checkpoint_id=tmp_path / "iter_0000003", no_dist=True)
+    with ckpttool.open(tmp_path / "iter_0000003") as opened:
+        assert opened.layout.name == "dcp"
+
+
+def test_files_of_model_parallel_ranks_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    for rank in ("mp_rank_00_000", "mp_rank_01_000"):
+        (tmp_path / "iter_0000003" / rank).mkdir(parents=True)
+        torch.save({"model": {}}, tmp_path / "iter_0000003" / rank / "model_optim_rng.pt")
+    with pytest.raises(Unsupported, match="--ckpt-convert-format torch_dist") as e:
+        ckpttool.open(tmp_path / "iter_0000003")
+    assert "mp_rank_00_000/model_optim_rng.pt" in str(e.value)
