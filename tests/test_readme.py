@@ -216,6 +216,11 @@ def test_every_command_of_a_trainer_s_page_runs(page: str, desk: Path, monkeypat
         "snapshot": "torchsnapshot_w1/ckpt/snap", "automodel": "automodel_w2", "olmo": "olmo_core_w3", "nanotron": "../nanotron/zero1", "megatron": "../megatron/buckets_tp2/ckpt", "transformers-3": "transformers_w2/ckpt",
     }.items():  # fmt: skip
         shutil.copytree(jobs / source, desk / name)
+    if page.endswith("torchtune.md"):
+        tune = FIXTURES / "maps" / "tune-llama3"
+        ckpttool.convert(tune / "epoch_0", desk / "from.pt", map="torchtune-llama3", config=str(tune))
+        (desk / "DIR").mkdir()
+        shutil.copy(tune / "config.json", desk / "DIR")
     (desk / "llama-16").mkdir()  # of the job in megatron/
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "num_attention_heads": 4, "head_dim": 6,
               "num_key_value_heads": 2, "intermediate_size": 20, "vocab_size": 131, "num_hidden_layers": 2, "tie_word_embeddings": False}  # fmt: skip

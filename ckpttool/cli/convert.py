@@ -65,8 +65,8 @@ TRAINERS = {
 _NOT_WRITTEN = {
     "verl": "it resumes from pickled DTensors, which are bound to one version of torch and to the ranks that wrote them. Write the "
     "weights with --to hf, and give that folder as the path of the model.",
-    "torchtune": "its optimizer state is named and permuted after torchtune's own model definitions. Write the weights with --to hf, "
-    "and give that folder as checkpoint_dir.",
+    "torchtune": "a recipe resumes from its own recipe_state.pt. Write the weights with --to hf, and give that folder as checkpoint_dir; or weights and "
+    "optimizer under its names with --map torchtune-llama3, and put them into its two files (docs, torchtune).",
 }  # fmt: skip
 
 
