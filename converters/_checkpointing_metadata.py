@@ -18,6 +18,7 @@ Sources: torch_checkpointing/{distributed_metadata,dtensor_metadata,default_meta
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -64,7 +65,7 @@ class Placed:
         sizes, ranks = _ints(mesh["mesh_shape"]), _ints(mesh["mesh_data"])
         if prod(sizes) != len(ranks):
             raise ValueError(f"a mesh of {sizes} with {len(ranks)} ranks")
-        place = ranks.index(rank)
+        place = _places(ranks)[rank]
         at: list[int] = []
         for n in reversed(sizes):
             place, k = divmod(place, n)
@@ -78,6 +79,12 @@ class Placed:
                 raise Unsupported(f"a placement of type {pickles.short(kind)}")
             cuts.append(Cut(placement["dim"], n, k, placement["split_factor"] if kind == "StridedShard" else 1))
         return local_pieces(self.shape, cuts)
+
+
+@lru_cache(64)
+def _places(ranks: tuple[int, ...]) -> dict[int, int]:
+    """{rank: where it is in the flattened mesh}; tensors share their meshes."""
+    return {rank: k for k, rank in enumerate(ranks)}
 
 
 def _ints(x: Any) -> tuple[int, ...]:

@@ -24,9 +24,12 @@ def next_step(ckpt: Checkpoint, path: str) -> str:
     out = f"ckpttool convert {shlex.quote(path)} OUT"
     parts = {str(t.path[0]) for t in ckpt.tensors.values()}
     if "model" not in parts:
-        if ckpt.layout == "dcp" and "optim" in parts:
-            return "holds an optimizer without weights: move it and the folder of the weights into one folder, and give that"
-        return "holds no weights: give the directory of the trainer that they lie in, if there is one"
+        both = (
+            ", or move this folder and that of the weights into one"
+            if ckpt.layout == "dcp" and "optim" in parts
+            else ""
+        )
+        return f"holds no weights: give the directory of the trainer that they lie in, if there is one{both}"
     if ckpt.layout in _OF_TRAINER:
         return _OF_TRAINER[ckpt.layout](ckpt, out, "optim" in parts)
     found = lora.seen(ckpt)

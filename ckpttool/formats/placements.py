@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
+from math import prod
 from typing import NamedTuple
-
-from ..index import boxes
 
 __all__ = ["Cut", "Piece", "local_pieces"]
 
+_MOST_RUNS = 1 << 20
 _Runs = list[
     tuple[int, int]
 ]  # (first index of the whole, number) of what a rank has along a dimension, in its own order
@@ -44,12 +44,12 @@ def local_pieces(shape: Sequence[int], cuts: Iterable[Cut]) -> tuple[list[Piece]
     """(the boxes of a rank's local tensor, its shape); a rank without elements has no box with any.
 
     Raises:
-        ValueError: a split factor below 1. IndexError: a dimension that the tensor does not have.
+        ValueError: a split factor below 1, or more boxes than any job has. IndexError: a dimension that the tensor does not have.
     """
     along: list[_Runs] = [[(0, n)] for n in shape]
     for cut in cuts:
-        if cut.split < 1 or cut.dim < 0:
-            raise ValueError(f"split factor {cut.split} along dimension {cut.dim}")
+        if cut.split < 1 or cut.dim < 0 or not 0 <= cut.at < cut.parts:
+            raise ValueError(f"split factor {cut.split} along dimension {cut.dim}, part {cut.at} of {cut.parts}")
         along[cut.dim] = _cut(along[cut.dim], cut)
     rows: list[list[tuple[int, int, int]]] = []  # (start, local, number) by dimension
     for runs in along:
@@ -58,6 +58,8 @@ def local_pieces(shape: Sequence[int], cuts: Iterable[Cut]) -> tuple[list[Piece]
             row.append((start, at, n))
             at += n
         rows.append(row)
+    if prod(map(len, rows)) > _MOST_RUNS:
+        raise ValueError(f"more than {_MOST_RUNS} boxes of one tensor on one rank")
     pieces = [
         Piece(tuple(x[0] for x in box), tuple(x[1] for x in box), tuple(x[2] for x in box)) for box in product(*rows)
     ]
@@ -65,17 +67,21 @@ def local_pieces(shape: Sequence[int], cuts: Iterable[Cut]) -> tuple[list[Piece]
 
 
 def _cut(runs: _Runs, cut: Cut) -> _Runs:
+    """What a cut leaves of some runs. Sizes come out of files, so nothing here takes more work than there are runs."""
+    total = sum(n for _, n in runs)
+    outer = -(-total // cut.split)
+    if outer and total // outer * len(runs) > _MOST_RUNS:
+        raise ValueError(f"a split factor of {cut.split} makes more than {_MOST_RUNS} runs")
     out: _Runs = []
-    first = 0
-    for n in boxes.chunk_sizes(sum(n for _, n in runs), cut.split):
-        inner = boxes.chunk_sizes(n, cut.parts)
-        a = first + sum(inner[: cut.at])
-        for start, count in _between(runs, a, a + inner[cut.at]):
+    for first in range(0, total, outer) if outer else ():
+        n = min(outer, total - first)
+        inner = -(-n // cut.parts)
+        a = first + min(n, cut.at * inner)
+        for start, count in _between(runs, a, min(a + inner, first + n)):
             if out and sum(out[-1]) == start:
                 out[-1] = (out[-1][0], out[-1][1] + count)
             else:
                 out.append((start, count))
-        first += n
     return out
 
 

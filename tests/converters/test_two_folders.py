@@ -147,7 +147,7 @@ def test_each_folder_alone_says_how_to_give_both(tmp_path: Path) -> None:
     shutil.copytree(PAIR / "optimizer", tmp_path / "there" / "state")
     for folder, says in (
         ("here/w", "if save_optimizer_distributed wrote an optimizer, move both folders into one"),
-        ("there/state", "holds an optimizer without weights: move it and the folder of the weights into one"),
+        ("there/state", "or move this folder and that of the weights into one"),
     ):
         assert says in json.loads(ckpttool_here("inspect", tmp_path / folder, "--json").stdout)["next"]
     shutil.copytree(tmp_path / "there" / "state", tmp_path / "here" / "optimizer")

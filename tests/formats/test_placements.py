@@ -51,7 +51,16 @@ def test_all_ranks_of_a_mesh_have_every_row_once(rows: int) -> None:
     assert sorted(seen) == list(range(rows))
 
 
-@pytest.mark.parametrize("cut", [Cut(0, 2, 0, 0), Cut(-1, 2, 0), Cut(0, 2, 0, -1)])
+def test_sizes_out_of_a_file_take_no_more_work_than_the_tensor_has_rows() -> None:
+    pieces, local = local_pieces((7, 2), [Cut(0, 10**12, 3, 10**12), Cut(1, 10**15, 1)])
+    assert local == (0, 1) and not any(p.shape[0] for p in pieces)
+    with pytest.raises(ValueError, match="more than 1048576"):
+        local_pieces((1 << 40,), [Cut(0, 2, 0, 1 << 39)])
+    with pytest.raises(ValueError, match="more than 1048576 boxes"):
+        local_pieces((5000, 5000), [Cut(0, 2, 0, 2500), Cut(1, 2, 0, 2500)])
+
+
+@pytest.mark.parametrize("cut", [Cut(0, 2, 0, 0), Cut(-1, 2, 0), Cut(0, 2, 0, -1), Cut(0, 2, 2), Cut(0, 2, -1)])
 def test_nonsense_is_refused(cut: Cut) -> None:
     with pytest.raises(ValueError, match="split factor"):
         local_pieces((4, 4), [cut])
