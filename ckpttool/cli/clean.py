@@ -37,14 +37,14 @@ def clean(
     """Remove what interrupted runs left next to a destination, and put back an old destination that they moved away.
 
     Removes what belongs to you and is not in use; anything else is named. In an object store the next run at the same URL
-    removes what was left.
+    uses or removes what was left.
     """
     from ..engine.inspect import human
     from ..storage import urls
     from ..storage.partial import clean as remove
 
     if urls.is_url(path):
-        raise UsageError(f"{path}: in an object store, the next run at the same URL removes what was left.")
+        raise UsageError(f"{path}: in an object store, the next run at the same URL uses or removes what was left.")
     done = remove(path, dry_run=dry_run)
     if as_json:
         print_json({**done.to_json(), "dry_run": dry_run})

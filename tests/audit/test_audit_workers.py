@@ -17,6 +17,7 @@ from commands import ckpttool_here
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from peers import FIXTURES
+from programs import mpiexec, script
 
 from ckpttool.audit import parallel_reading
 from ckpttool.audit.archive import Archive
@@ -122,6 +123,29 @@ def test_any_number_of_processes_and_any_executor_agree(made: Path) -> None:
             found = verify(str(made), workers=workers)
             assert said(found) == said(one)
             assert found.workers is not None and found.workers["count"] == count and found.workers["parts"] > 5
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("engine", ["mpi", "dask"])
+def test_clusters_agree(store: Path, engine: str) -> None:
+    damages(store)
+    code = "from ckpttool.engine import parts; parts._LEAST_BYTES = 1 << 18; from ckpttool.cli.main import main; main()"
+    words = ["audit", "verify", str(store), "--no-ledger", "--json", "--workers"]
+    if engine == "mpi":
+        program = script(code, *words, "mpi", before=mpiexec(3))
+        out, err = program.communicate(timeout=60)
+    else:
+        distributed = pytest.importorskip("distributed", reason="the extra [dask] is not installed")
+        with distributed.LocalCluster(
+            n_workers=2, threads_per_worker=2, processes=True, dashboard_address=None, silence_logs=50
+        ) as cluster:
+            program = script(code, *words, f"dask:{cluster.scheduler_address}")
+            out, err = program.communicate(timeout=60)
+    assert program.returncode == 4, err
+    found = json.loads(out)
+    assert found["workers"]["parts"] > 5 and found["workers"]["count"] == (2 if engine == "mpi" else 4)
+    assert found["findings"] == verify(str(store)).to_json()["findings"] != []
 
 
 def damages(path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from peers import FIXTURES
+from programs import mpiexec, script
 from stores import Flaky, Moto, What, moto
 
 import ckpttool
@@ -498,6 +499,19 @@ def test_four_processes_three_of_which_are_killed(s3: Moto, bucket: str, tmp_pat
         os.kill(pid, signal.SIGKILL)
     found = run.result()
     assert found["workers"]["count"] == 4 and found["workers"]["again"] >= 1 and found["verified"]
+    assert objects(s3, bucket, "one") == objects(s3, bucket, "many") and not unfinished(s3, bucket)
+
+
+@pytest.mark.slow
+def test_ranks_of_mpi(s3: Moto, bucket: str) -> None:
+    """Which share nothing but the store."""
+    convert(DCP, f"{bucket}/one", "dcp", workers=1)
+    code = SITE.partition("load =")[0] + "from ckpttool.cli.main import main; main()"
+    words = ["convert", str(DCP), f"{bucket}/many", "--to", "dcp", "-n", "3", "--json", "--workers", "mpi"]
+    program = script(code, *words, before=mpiexec(4))
+    out, err = program.communicate(timeout=60)
+    assert program.returncode == 0, err
+    assert json.loads(out)["workers"]["count"] == 3
     assert objects(s3, bucket, "one") == objects(s3, bucket, "many") and not unfinished(s3, bucket)
 
 
