@@ -101,6 +101,11 @@ def _buckets(ckpt: Checkpoint) -> list[_Bucket]:
     for b in of.values():
         if "param" not in b.slots or any(len(t.shape) != 1 or t.shape != b.param.shape for t in b.slots.values()):
             raise Corrupt(f'"{b.name}" has not one flat tensor of each kind, of equal lengths.')
+        if "float" not in b.param.dtype:
+            raise Unsupported(
+                f'"{b.name}.param" is {b.param.dtype}: the remainders of the weights (store_param_remainders), which name no parameter. Save '
+                "with fully_reshardable, or convert the weights alone."
+            )
     return sorted(of.values(), key=lambda b: [int(n) for n in re.findall(r"_idx_(\d+)", b.name)])
 
 

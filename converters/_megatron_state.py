@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpttool.errors import Corrupt
-from ckpttool.formats.pickles import Global, Opaque, short
+from ckpttool.formats.pickles import MEGATRON_ENUMS, Global, Opaque, short
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index.checkpoint import Path, TensorEntry
 from ckpttool.index.names import COMPONENTS
 
 __all__ = [
-    "ENUMS",
     "Key",
     "args_of_data",
     "common_tree",
@@ -39,21 +38,6 @@ _OBJECT = re.compile(r"(?P<key>.+)/shard_(?P<place>[\d.]*_[\d.]*)", re.DOTALL)
 _OF_GROUP = re.compile(
     r"(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.(?P<what>.+)"
 )
-
-
-def _kept(module: str, name: str) -> Callable[..., Opaque]:
-    return lambda *args: Opaque(Global(module, name), args, call=True)
-
-
-#: Enumerations of Megatron-Core that the arguments of a job may hold, in the modules that have had them.
-ENUMS = {
-    (module, name): _kept(module, name)
-    for module in ("megatron.core.transformer.enums", "megatron.core.enums", "megatron.training.enums")
-    for name in (
-        "AttnBackend", "AttnMaskType", "AttnType", "CudaGraphScope", "Fp4Recipe", "Fp8Recipe", "LayerType", "ModelType",
-        "InferenceCudaGraphScope", "CudaGraphModule",
-    )
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -115,7 +99,7 @@ def data_of_args(x: Any) -> Any:
     """The arguments of a job as plain data: Namespace is a dict, and a member of an enumeration {"class", "value"}."""
     if isinstance(x, Opaque) and x.cls == Global("argparse", "Namespace") and isinstance(x.state, dict):
         return data_of_args(x.state)
-    if isinstance(x, Opaque) and (x.cls.module, x.cls.name) in ENUMS and len(x.args) == 1:
+    if isinstance(x, Opaque) and x.cls in MEGATRON_ENUMS and len(x.args) == 1:
         return {"class": str(x.cls), "value": x.args[0]}
     if isinstance(x, dict):
         return {k: data_of_args(v) for k, v in x.items()}
@@ -132,9 +116,10 @@ def args_of_data(x: Any) -> Any:
 
 
 def _members_again(x: Any) -> Any:
-    if isinstance(x, dict) and x.keys() == {"class", "value"} and tuple(str(x["class"]).rpartition(".")[::2]) in ENUMS:
-        module, _, name = x["class"].rpartition(".")
-        return ENUMS[module, name](x["value"])
+    if isinstance(x, dict) and x.keys() == {"class", "value"}:
+        of = Global(*str(x["class"]).rpartition(".")[::2])
+        if of in MEGATRON_ENUMS:
+            return Opaque(of, (x["value"],), call=True)
     if isinstance(x, dict):
         return {k: _members_again(v) for k, v in x.items()}
     if isinstance(x, (list, tuple)) and not isinstance(x, (Global, StoredTensor)):

@@ -54,7 +54,7 @@ from ._dcp_metadata import read_index
 from ._megatron_boxes import flat_ranges, layer
 from ._megatron_buckets import BUCKETS, resolve
 from ._megatron_fsdp import canonical_fsdp
-from ._megatron_state import ENUMS, Key, common_tree, key_of, name_groups, path_of_object
+from ._megatron_state import Key, common_tree, key_of, name_groups, path_of_object
 from ._megatron_write import prepare, write
 
 __all__ = ["LAYOUTS"]
@@ -324,7 +324,7 @@ def _is_cut(tensors: dict[str, TensorEntry], name: str, key: Key) -> bool:
 
 def _take_common(leaves: dict[Path, Any], source: Source, name: str, file: int, records: list[Record]) -> None:
     read_at, what = source.reader_of(name), f"{source.root}/{name}"
-    tree = torch_zip.read(read_at, 0, source.size(name), what, dict(ENUMS))
+    tree = torch_zip.read(read_at, 0, source.size(name), what)
     found, sums = stored_tensors.leaves(common_tree(tree, what), (), file, read_at, what)
     found.pop((), None)  # there is nothing in it
     for path, leaf in found.items():
@@ -342,7 +342,7 @@ def _take_objects(leaves: dict[Path, Any], objects: Mapping[str, Mapping[Path, A
     for key, inside in objects.items():
         path, chained = path_of_object(key)
         if key.startswith("common_state/"):
-            leaves |= stored_tensors.leaves(common_tree(_one(inside, key), key), (), 0, _no_bytes, key)[0]
+            leaves |= stored_tensors.leaves(common_tree(_one(inside, key, True), key), (), 0, _no_bytes, key)[0]
         elif chained is None:
             for p, x in inside.items():
                 at = (*path, *p)
@@ -373,9 +373,9 @@ def _take_groups(leaves: dict[Path, Any], groups: Mapping[str, tuple[Any, int]])
     leaves |= stored_tensors.leaves(tree, (), 0, _no_bytes, "the param groups")[0]
 
 
-def _one(inside: Mapping[Path, Any], key: str) -> Any:
-    """The object in an item of dist_checkpointing, which is a list of one; without tensors."""
-    if any(isinstance(x, TensorEntry) for x in inside.values()):
+def _one(inside: Mapping[Path, Any], key: str, tensors: bool = False) -> Any:
+    """The object in an item of dist_checkpointing, which is a list of one; without tensors, unless it may have some."""
+    if not tensors and any(isinstance(x, TensorEntry) for x in inside.values()):
         raise Unsupported(f'"{key}" holds tensors, where Megatron-Core keeps numbers and text.')
     tree = inside[()] if () in inside else nest(inside)
     if not isinstance(tree, list) or len(tree) != 1:
@@ -398,8 +398,7 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
     """
     dcp = layouts.find("dcp")
     assert dcp.locate is not None
-    own = {i for i, f in enumerate(ckpt.files) if f.endswith("common.pt")}  # whose tensors several names may share
-    items = {n: t for n, t in ckpt.tensors.items() if own.isdisjoint(t.chunks.file)}
+    items = {n: t for n, t in ckpt.tensors.items() if t.path[3:] != ("step",)}  # which all parameters share
     found = dcp.locate(replace(ckpt, tensors=items), source)
     out = replace(found, tensors={n: found.tensors.get(n, t) for n, t in ckpt.tensors.items()})
     asked = {t.path[0] for t in out.tensors.values() if BUCKETS in t.path}

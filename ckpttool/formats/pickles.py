@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from ..errors import Corrupt, Unsafe, Unsupported
 
 __all__ = [
-    "ANY_MODULE", "MEMORY_FORMATS", "Global", "Opaque", "Refused", "SharedStandIn", "StandIn", "Truncated", "enum_members", "load", "load_large", "ordered_dict",
+    "ANY_MODULE", "MEGATRON_ENUMS", "MEMORY_FORMATS", "Global", "Opaque", "Refused", "SharedStandIn", "StandIn", "Truncated", "enum_members", "load", "load_large", "ordered_dict",
     "refuse_deep", "short",
 ]  # fmt: skip
 
@@ -151,8 +151,17 @@ PLAIN: dict[tuple[str, str], Any] = {
     ("__builtin__", "bytes"): lambda: b"",
     ("_codecs", "encode"): _encode,
 }
+#: Enumerations of Megatron-Core that the arguments of a job hold; a member is pickled as a call of its class with its value.
+MEGATRON_ENUMS = frozenset(
+    Global(module, name)
+    for module in ("megatron.core.transformer.enums", "megatron.core.enums", "megatron.training.enums")
+    for name in (
+        "AttnBackend", "AttnMaskType", "AttnType", "CudaGraphModule", "CudaGraphScope", "Fp4Recipe", "Fp8Recipe", "InferenceCudaGraphScope",
+        "LayerType", "ModelType",
+    )
+)  # fmt: skip
 # and the others are kept as Opaque and written out by name again.
-_KEPT = frozenset(
+_KEPT = MEGATRON_ENUMS | frozenset(
     Global(module, name)
     for module, names in {
         "pathlib": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"),

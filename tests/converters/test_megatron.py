@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import pickle
 import shutil
 import warnings
 from collections.abc import Callable
@@ -20,7 +21,8 @@ from peers import FIXTURES, difference, load_dcp, load_full
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 import ckpttool
 from ckpttool.errors import Corrupt, Unsupported
@@ -392,3 +394,21 @@ def test_files_of_model_parallel_ranks_are_refused_with_the_way_out(tmp_path: Pa
     with pytest.raises(Unsupported, match="--ckpt-convert-format torch_dist") as e:
         ckpttool.open(tmp_path / "iter_0000003")
     assert "mp_rank_00_000/model_optim_rng.pt" in str(e.value)
+
+
+@pytest.mark.parametrize("case", ["tp2_pp2", "plain_optimizer"])
+def test_a_common_state_that_is_an_item_is_that_of_common_pt(case: str, tmp_path: Path) -> None:
+    """As versions behind 0.16.1 store it; put together by hand from what 0.16.1 wrote."""
+    shutil.copytree(folder(case), tmp_path / "a")
+    item = io.BytesIO()
+    torch.save([common_of(tmp_path / "a")], item)
+    (tmp_path / "a" / "common.pt").unlink()
+    (tmp_path / "a" / "__0_9.distcp").write_bytes(item.getvalue())
+    stored = FileSystemReader(tmp_path / "a").read_metadata()
+    stored.state_dict_metadata["common_state/shard_0_1"] = BytesStorageMetadata()
+    index = MetadataIndex("common_state/shard_0_1")
+    stored.storage_data[index] = _StorageInfo("__0_9.distcp", 0, len(item.getvalue()))
+    with (tmp_path / "a" / ".metadata").open("wb") as f:
+        pickle.dump(stored, f)
+    found = ckpttool.diff(folder(case), tmp_path / "a")
+    assert found.equal, found
