@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckpttool.errors import Corrupt, Unsupported, argument
 from ckpttool.formats import subclasses, torch_pickles, torch_zip, zip_bytes
@@ -21,7 +21,7 @@ from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.index import boxes, composites
 from ckpttool.index.checkpoint import ITEMSIZE, Chunks, Extent, Path, Record, TensorEntry, joined
-from ckpttool.index.composites import Composite, Uncut
+from ckpttool.index.composites import PLAIN, Composite, Uncut
 from ckpttool.index.draft import Written
 from ckpttool.storage.source import Source
 
@@ -60,15 +60,15 @@ def joined_parts(
     """
     name = joined(t.path)
     parts: list[_Part] = []
-    dense: list[str] = []
+    dense: list[tuple[int, int, StoredTensor, int]] = []
     for start, shape, (file, offset, length) in ((c.start, c.shape, c.extent) for c in t.chunks):
         if not 0 <= file < len(files) or offset < 0 or offset + length > sizes[file]:
             return None  # `check` says so
         what = f'{source.root}/{files[file]} at byte {offset} ("{name}")'
-        found = _item(source, files[file], offset, length, what)
+        found: Any = _item(source, files[file], offset, length, what)
         if not isinstance(found, Opaque) or not subclasses.is_subclass(found):
-            if prod(shape):
-                dense.append(files[file])
+            if isinstance(found, StoredTensor) and found.shape == shape and found.numel:
+                dense.append((start[0] if start else 0, shape[0] if shape else 1, found, file))
             continue
         about, inside = subclasses.taken_apart(found, StoredTensor, what)
         if (about["dtype"], tuple(about["shape"])) != (t.dtype, shape):
@@ -84,15 +84,9 @@ def joined_parts(
     if not parts:
         return None
     about = parts[0].about
-    if dense:
-        raise _not_joined(
-            name, about,
-            f"{files[parts[0].file]} has it as such, and {dense[0]} as a plain tensor, since torchao decides by the size of each "
-            "rank's part",
-        )  # fmt: skip
     parts.sort(key=lambda p: p.first)
     try:
-        return _join(t, parts, records)
+        return _join_mixed(t, parts, sorted(dense, key=lambda d: d[0]), records) if dense else _join(t, parts, records)
     except Uncut as e:
         raise _not_joined(name, about, str(e)) from None
 
@@ -155,6 +149,30 @@ def _join(t: TensorEntry, parts: list[_Part], records: list[Record]) -> Composit
                 records.append(Record(Extent(p.file, s.storage.offset, s.storage.length), s.storage.crc32))
         tensors[name] = TensorEntry(first.dtype, whole, path, chunks)
     return Composite(t.path, about, tensors)
+
+
+def _join_mixed(
+    t: TensorEntry, parts: list[_Part], dense: list[tuple[int, int, StoredTensor, int]], records: list[Record]
+) -> Composite:
+    """The object, where some ranks have plain tensors."""
+    rows, moved = 0, []
+    for p in parts:
+        moved.append(p._replace(first=rows))
+        rows += p.rows
+    of_objects = _join(replace(t, shape=(rows, *t.shape[1:])), moved, records)
+    plain = sum(n for _, n, _, _ in dense)
+    chunks, at = Chunks(len(t.shape)), 0
+    for _, n, s, file in dense:
+        if (s.dtype, s.shape[1:]) != (dense[0][2].dtype, t.shape[1:]):
+            raise Uncut(f"its plain parts are {dense[0][2].dtype} and {s.dtype} {list(s.shape)}")
+        chunks.add((at, *(0 for _ in t.shape[1:])), s.shape, file, *s.extent, None if s.contiguous else s.strides)
+        at += n
+        if s.storage.crc32 is not None:
+            records.append(Record(Extent(file, s.storage.offset, s.storage.length), s.storage.crc32))
+    entry = TensorEntry(dense[0][2].dtype, (plain, *t.shape[1:]), (*t.path, PLAIN), chunks)
+    order = sorted([[p.first, p.rows, True] for p in parts] + [[first, n, False] for first, n, _, _ in dense])
+    about = {**of_objects.about, "shape": list(t.shape), "tensors": [*of_objects.tensors, PLAIN], "parts": order}
+    return Composite(t.path, about, {**of_objects.tensors, PLAIN: entry})
 
 
 def _refuse_unequal(name: str, stored: list[StoredTensor]) -> None:
@@ -220,7 +238,7 @@ def _frame(found: Composite, about: Mapping[str, object], shapes: Mapping[str, t
     names = list(found.tensors)
     sizes = [prod(shapes[n]) * ITEMSIZE[found.tensors[n].dtype] for n in names]
     refs = {n: TensorRef(found.tensors[n].dtype, shapes[n], str(i), prod(shapes[n])) for i, n in enumerate(names)}
-    return _around(subclasses.put_together(about, refs), sizes)
+    return _around(subclasses.call_of(about, refs), sizes)
 
 
 def _around(tree: object, sizes: list[int]) -> _Frame:
@@ -266,57 +284,78 @@ class Whole:
 class Parts:
     """The items of the objects of a draft: which part each rank gets, and the bytes around the tensors inside."""
 
-    def __init__(self) -> None:
+    def __init__(self, plain_frame: Callable[[str, tuple[int, ...]], tuple[int, int]]) -> None:
+        self.plain_frame = plain_frame  # (dtype, shape) -> bytes before and behind a plain tensor
         self.frames: dict[tuple[str, int], tuple[_Frame, int]] = {}  # {(entry, file): its item, which storage of it}
         self.logical: dict[
             str, tuple[TensorEntry, list[tuple[int, int, int]]]
         ] = {}  # first entry: tensor, places of items
-        self.inside: set[str] = set()
+        self.inside: set[str] = set()  # entries in items that are framed here
+        self.placed: set[str] = set()  # all entries of objects
 
     def place(self, found: Composite, sizes: list[int], at: list[int]) -> dict[str, TensorEntry]:
         """{name: entry to be} of the tensors inside, with the copies that ranks other than the first have of what every part
         has whole. `sizes` are rows by rank, none where rank 0 has it all; `at` the ends of the ranks' files so far.
         """
-        total = found.shape[0] if found.shape else 1
-        ranks = [(r, n) for r, n in enumerate(sizes) if n] or [(0, total)]
+        whole = composites.object_of(found)
+        ranks = [(r, n) for r, n in enumerate(sizes) if n] or [(0, found.shape[0] if found.shape else 1)]
+        plain = {first for first, _, quantised in found.about.get("parts", ()) if not quantised}
         chunks = {n: Chunks(len(t.shape)) for n, t in found.tensors.items()}
-        out: dict[str, TensorEntry] = {}
-        copies: dict[str, list[tuple[str, TensorEntry]]] = {}
+        copies: dict[str, dict[str, TensorEntry]] = {}
         box = Chunks(len(found.shape))
         places: list[tuple[int, int, int]] = []
-        first = 0
+        first = of_objects = of_plain = 0  # rows so far
         for r, rows in ranks:
-            cuts = {n: composites.rows_of(found.about, n, t.shape, first, rows) for n, t in found.tensors.items()}
-            shapes = {n: t.shape if (c := cuts[n]) is None else (c[1], *t.shape[1:]) for n, t in found.tensors.items()}
-            about = composites.resized(found.about, rows) if found.shape else found.about
-            frame = _frame(found, about, shapes)
-            for i, (n, t) in enumerate(found.tensors.items()):
-                name, where = joined(t.path), at[r] + frame.at[i]
-                row = cuts[n]
-                if row is None and len(places):
-                    copy = replace(t, chunks=Chunks.whole(t.shape, r, where, t.nbytes), path=("replica", r, *t.path))
-                    name = joined(copy.path)
-                    copies.setdefault(n, []).append((name, copy))
-                else:
-                    start = (0,) * len(t.shape) if row is None else (row[0], *(0 for _ in t.shape[1:]))
-                    chunks[n].add(start, shapes[n], r, where, frame.sizes[i])
-                self.frames[name, r] = frame, i
-            box.add(
-                (first, *(0 for _ in found.shape[1:])) if found.shape else (),
-                (rows, *found.shape[1:])[: len(found.shape)],
-                r,
-                0,
-                0,
-            )
-            places.append((r, at[r], frame.length))
-            at[r] += frame.length
+            if first in plain:
+                t = found.tensors[PLAIN]
+                shape = (rows, *t.shape[1:])
+                before, after = self.plain_frame(t.dtype, shape)
+                nbytes = prod(shape) * ITEMSIZE[t.dtype]
+                chunks[PLAIN].add((of_plain, *(0 for _ in shape[1:])), shape, r, at[r] + before, nbytes)
+                length = before + nbytes + after
+                of_plain += rows
+            else:
+                length = self._place_object(whole, (of_objects, rows), r, at[r], chunks, copies)
+                of_objects += rows
+            start: tuple[int, ...] = (first, *(0 for _ in found.shape[1:]))
+            box.add(start[: len(found.shape)], (rows, *found.shape[1:])[: len(found.shape)], r, 0, 0)
+            places.append((r, at[r], length))
+            at[r] += length
             first += rows
+        out: dict[str, TensorEntry] = {}
         for n, t in found.tensors.items():
             out[joined(t.path)] = replace(t, chunks=chunks[n], coding="raw")
-            out |= dict(copies.get(n, ()))
-        self.inside |= set(out)
+            out |= copies.get(n, {})
+        self.placed |= set(out)
+        self.inside |= {name for name in out if name != joined((*found.path, PLAIN)) or PLAIN in whole.tensors}
         self.logical[next(iter(out))] = TensorEntry(found.dtype, found.shape, found.path, box), places
         return out
+
+    def _place_object(
+        self,
+        whole: Composite,
+        part: tuple[int, int],
+        r: int,
+        at: int,
+        chunks: dict[str, Chunks],
+        copies: dict[str, dict[str, TensorEntry]],
+    ) -> int:
+        """Place the object of rank `r` at byte `at` of its file; `part` is (first row, rows). Gives the length of its item."""
+        cuts = {n: composites.rows_of(whole.about, n, t.shape, *part) for n, t in whole.tensors.items()}
+        shapes = {n: t.shape if (c := cuts[n]) is None else (c[1], *t.shape[1:]) for n, t in whole.tensors.items()}
+        about = composites.resized(whole.about, part[1]) if whole.shape else whole.about
+        frame = _frame(whole, about, shapes)
+        for i, (n, t) in enumerate(whole.tensors.items()):
+            name, where, row = joined(t.path), at + frame.at[i], cuts[n]
+            if row is None and len(chunks[n]):
+                copy = replace(t, chunks=Chunks.whole(t.shape, r, where, t.nbytes), path=("replica", r, *t.path))
+                name = joined(copy.path)
+                copies.setdefault(n, {})[name] = copy
+            else:
+                start = (0,) * len(t.shape) if row is None else (row[0], *(0 for _ in t.shape[1:]))
+                chunks[n].add(start, shapes[n], r, where, frame.sizes[i])
+            self.frames[name, r] = frame, i
+        return frame.length
 
     def place_whole(self, whole: Whole, at: list[int]) -> tuple[dict[str, TensorEntry], int, int]:
         """({name: entry to be} of the tensors inside, where its item begins, its bytes) of an object, in rank 0's file."""
@@ -329,6 +368,7 @@ class Parts:
             out[name] = replace(t, chunks=Chunks.whole(t.shape, 0, at[0] + frame.at[i], t.nbytes), coding="raw")
             self.frames[name, 0] = frame, i
         self.inside |= set(out)
+        self.placed |= set(out)
         at[0] += frame.length
         return out, at[0] - frame.length, frame.length
 
@@ -350,5 +390,5 @@ class Parts:
         for name, t in tensors.items():
             if name in self.logical:
                 yield name, *self.logical[name]
-            elif name not in self.inside:
+            elif name not in self.placed:
                 yield name, t, None

@@ -43,7 +43,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     if not world or world < 1:
         raise UsageError(f"{argument('world_size')} is needed: the number of ranks of the job that will load this.")
     tree, notes = tree_of(collapsed(ckpt.leaves()), _sharded_origin(ckpt), None, options)
-    parts = Parts()
+    parts = Parts(_frame_sizes)
     objects: dict[str, Composite] = {}  # by the names of the tensors inside
     wholes: dict[str, tuple[Path, Whole]] = {}  # the same
     paths: dict[str, Path] = {}  # of tensors, by canonical name
@@ -68,7 +68,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     tensors: dict[str, TensorEntry] = {}
     for name, stored in ckpt.tensors.items():
         if name in objects:
-            if name not in parts.inside:
+            if name not in parts.placed:
                 tensors |= parts.place(objects[name], cut(objects[name], world) if _sharded(objects[name]) else [], at)
             continue
         if name in wholes:

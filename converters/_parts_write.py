@@ -183,7 +183,7 @@ def data_files(ckpt: Checkpoint, files: Sequence[SmallFile], options: WriteOptio
                 leaf = _placed(leaf, options, storages, entries)
             elif isinstance(leaf, Composite):
                 inside = {n: _placed(t, options, storages, entries) for n, t in leaf.tensors.items()}
-                leaf = put_together(leaf.about, inside)
+                leaf = put_together(leaf, inside)
             tree[path] = leaf
         number = out.add(file.name, tree[()] if () in tree else nest(tree), storages)
         for key, t in entries:

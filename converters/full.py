@@ -160,7 +160,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         if isinstance(leaf, TensorEntry):
             tree[path] = ref(leaf)
         elif isinstance(leaf, Composite):
-            tree[path] = put_together(leaf.about, {n: ref(t) for n, t in leaf.tensors.items()})
+            tree[path] = put_together(leaf, {n: ref(t) for n, t in leaf.tensors.items()})
     files = TorchFiles()
     files.add(options.target, nest(tree), {key: wanted[n].nbytes for n, key in keys.items()})
     tensors: dict[str, TensorEntry] = {}

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..errors import Unsupported, UsageError, argument
 from ..index.checkpoint import Checkpoint, Chunk, Chunks, Extent, TensorEntry, joined
-from ..index.composites import MARK, Composite, Uncut, class_of, composites, rows_of
+from ..index.composites import MARK, PLAIN, Composite, Uncut, class_of, composites, object_of, rows_of
 from ..storage.computed import ComputedSource
 from ..storage.source import Source
 from .dtypes import numpy_dtype
@@ -79,6 +79,8 @@ def dequantized(opened: tuple[Checkpoint, Source], patterns: Iterable[str]) -> t
 
 def _parts(found: Composite) -> list[tuple[int, tuple[int, ...], dict[str, TensorEntry]]]:
     """(first row, shape, the tensors inside) of the parts in which an object is stored; of one part where they do not fit."""
+    if "parts" in found.about:
+        return _parts_of_mixed(found)
     main = next(iter(found.tensors.values()))
     whole = [(0, found.shape, dict(found.tensors))]
     if len(main.chunks) < 2 or not found.shape:
@@ -99,6 +101,25 @@ def _parts(found: Composite) -> list[tuple[int, tuple[int, ...], dict[str, Tenso
                 return whole
             inside[name] = part
         out.append((first, (rows, *found.shape[1:]), inside))
+    return out
+
+
+def _parts_of_mixed(found: Composite) -> list[tuple[int, tuple[int, ...], dict[str, TensorEntry]]]:
+    """The parts of a tensor that some ranks have quantised and others have not."""
+    whole, out = object_of(found), []
+    of_objects = of_plain = 0
+    for first, rows, quantised in found.about["parts"]:
+        inside: dict[str, TensorEntry | None] = {PLAIN: _rows(found.tensors[PLAIN], of_plain, rows)}
+        if quantised:
+            cuts = {n: rows_of(whole.about, n, t.shape, of_objects, rows) for n, t in whole.tensors.items()}
+            inside = {n: t if (c := cuts[n]) is None else _rows(t, *c) for n, t in whole.tensors.items()}
+        of_objects, of_plain = (of_objects + rows, of_plain) if quantised else (of_objects, of_plain + rows)
+        parts = {n: t for n, t in inside.items() if t is not None}
+        if len(parts) < len(inside):
+            raise Unsupported(
+                f'"{joined(found.path)}" is not stored in the parts in which it was saved. Convert the original checkpoint.'
+            )
+        out.append((first, (rows, *found.shape[1:]), parts))
     return out
 
 
@@ -125,7 +146,8 @@ def _maker(
 
         data = small(replace(ckpt, tensors=dict(parts)), source, parts)
         arrays = {n: np.frombuffer(data[n], numpy_dtype(t.dtype)) for n, t in parts.items()}
-        return memoryview(np.ascontiguousarray(compute(**arrays)).view("u1").data)
+        numbers = arrays[PLAIN].astype("f4") if PLAIN in arrays else compute(**arrays)
+        return memoryview(np.ascontiguousarray(numbers).view("u1").data)
 
     return make
 

@@ -15,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import Corrupt
+from ..errors import Corrupt, Unsupported, argument
 from ..index import boxes
+from ..index.checkpoint import joined
+from ..index.composites import Composite, class_of
 from .pickles import Global, Opaque, short
 
-__all__ = ["REBUILD", "WRAPPER", "dense_inside", "is_subclass", "placeholder", "put_together", "taken_apart"]
+__all__ = ["REBUILD", "WRAPPER", "call_of", "dense_inside", "is_subclass", "placeholder", "put_together", "taken_apart"]
 
 REBUILD = Global("torch._tensor", "_rebuild_from_type_v2")
 WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
@@ -106,8 +108,22 @@ def _named(x: Any, at: tuple[str, ...], kind: type, tensors: dict[str, Any]) -> 
     return x
 
 
-def put_together(about: Mapping[str, Any], tensors: Mapping[str, Any]) -> Opaque:
-    """The call that makes the object again; `tensors` are what stands for the tensors in the pickle to write."""
+def put_together(found: Composite, tensors: Mapping[str, Any]) -> Opaque:
+    """The call that makes the object again; `tensors` are what stands for the tensors in the pickle to write.
+
+    Raises:
+        Unsupported: only a part of it is an object.
+    """
+    if "parts" in found.about:
+        raise Unsupported(
+            f'"{joined(found.path)}" is a {class_of(found.about)} on some ranks and a plain tensor on others, which one object cannot be. dcp carries '
+            f"it at the world size of the save; {argument('dequantize', ['optim.*'])} writes plain numbers."
+        )
+    return call_of(found.about, tensors)
+
+
+def call_of(about: Mapping[str, Any], tensors: Mapping[str, Any]) -> Opaque:
+    """`put_together` of an object, by its value."""
     cls = Global(*about["class"])
     shape = tuple(about["shape"])
     strided = Opaque(Global("torch.serialization", "_get_layout"), ("torch.strided",), call=True)

@@ -13,6 +13,10 @@ the subclass has a dotted name ("tensor_impl.data").
 `Composite` is the whole as one leaf of a tree: readers make it of a pickled object, `checkpoint_of` takes it apart; writers of
 pickles get it from `collapsed` and put the object together again (formats/subclasses.py).
 
+torchao decides by the size of each rank's part whether to quantise it, so that some parts of one tensor may be objects and others
+plain. Then "parts" is [[first row, rows, whether it is an object], ...] and the tensor `plain` holds the rows of the plain ones; the other
+tensors and "state" are those of the objects' rows, one after the other (`object_of`). Such a tensor is written as it was cut.
+
 Cutting: ranks of a job cut rows (dim 0). What each tensor inside keeps for so many rows is in proportion, so a cut is exact where
 that is a whole number of its rows: blocks are runs of the row-major elements, and none may be divided. `_KINDS` lists the classes of
 which that is known.
@@ -30,11 +34,13 @@ from typing import Any, NamedTuple
 from .checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 
 __all__ = [
-    "MARK", "Composite", "Uncut", "after_cut", "class_of", "collapsed", "composites", "described", "is_whole", "place_composite", "resized", "rows_of", "shape_of", "unwrapped_note",
+    "MARK", "PLAIN", "Composite", "Uncut", "after_cut", "class_of", "collapsed", "composites", "described", "is_whole", "object_of", "place_composite", "resized", "rows_of", "shape_of", "unwrapped_note",
 ]  # fmt: skip
 
 #: Last element of the path of the value that says what the tensors beside it are.
 MARK = "__class__"
+#: The tensor with the rows that are no objects.
+PLAIN = "plain"
 
 
 class Uncut(Exception):
@@ -248,12 +254,31 @@ def resized(about: Mapping[str, Any], rows: int) -> dict[str, Any]:
     return {**about, "shape": shape, "state": state}
 
 
+def object_of(found: Composite) -> Composite:
+    """The rows that are objects, where some are not; else the same."""
+    if "parts" not in found.about:
+        return found
+    rows = sum(n for _, n, quantised in found.about["parts"] if quantised)
+    inside = {n: t for n, t in found.tensors.items() if n != PLAIN}
+    about = {k: v for k, v in found.about.items() if k != "parts"}
+    about |= {"shape": [rows, *found.shape[1:]], "tensors": list(inside)}
+    return Composite(found.path, about, inside)
+
+
 def after_cut(found: Composite, sizes: Iterable[int]) -> None:
     """Prove that parts of so many rows cut no block.
 
     Raises:
         Uncut: one does.
     """
+    if "parts" in found.about:
+        cuts = [n for _, n, _ in found.about["parts"]]
+        if [n for n in sizes if n] != cuts:
+            plain = sum(not quantised for *_, quantised in found.about["parts"])
+            raise Uncut(
+                f"it was saved in parts of {', '.join(map(str, cuts))} rows, {plain} of them plain, and fits only those"
+            )
+        return
     first = 0
     for rows in sizes:
         for name, t in found.tensors.items():

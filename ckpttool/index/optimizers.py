@@ -15,7 +15,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from .checkpoint import Checkpoint, TensorEntry
+from .checkpoint import Checkpoint, TensorEntry, joined
+from .composites import composites
 
 __all__ = ["OPTIMIZERS", "Optimizer", "State", "lost_at_save", "per_rank_slots", "slot_of", "states"]
 
@@ -154,8 +155,9 @@ def per_rank_slots(ckpt: Checkpoint) -> dict[str, list[str]]:
     if not any(_RANK_FILE.fullmatch(f) for f in ckpt.files):
         return {}
     slots: dict[str, dict[str, TensorEntry]] = {}
+    inside = {joined(t.path) for found in composites(ckpt).values() for t in found.tensors.values()}
     for name, t in ckpt.tensors.items():
-        if slot_of(t.path) is not None and t.numel > 1:
+        if slot_of(t.path) is not None and t.numel > 1 and name not in inside:
             slots.setdefault(str(t.path[2]), {})[name] = t
     out: dict[str, list[str]] = {}
     for fqn, of in slots.items():

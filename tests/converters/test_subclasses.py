@@ -29,6 +29,7 @@ from ckpttool.errors import Corrupt, Unsupported, UsageError
 
 TORCHAO = FIXTURES / "torchao"
 W8, W4, FP8 = TORCHAO / "adamw8bit_w2" / "ckpt", TORCHAO / "adamw4bit_w1" / "ckpt.pt", TORCHAO / "adamwfp8_w2" / "ckpt"
+MIXED = TORCHAO / "adamw8bit_mixed_w2" / "ckpt"
 WEIGHTS = TORCHAO / "weights" / "weights.pt"
 WRITABLE = TORCHAO / "weights" / "writable.pt"
 CLASSES = {
@@ -235,6 +236,29 @@ def test_one_file_of_two_ranks_and_two_ranks_of_one_file(tmp_path: Path) -> None
     assert same(part.__dict__["scale"], original.__dict__["scale"][66:])
 
 
+def test_a_tensor_that_one_rank_quantised_and_another_did_not_stays_as_it_was_cut(tmp_path: Path) -> None:
+    before = items(MIXED)
+    first, second = before["optim.state.up.weight.exp_avg"]
+    assert isinstance(first[1], Inert) and type(second[1]) is Tensor
+    ckpttool.convert(MIXED, tmp_path / "out", to="dcp", world_size=2)
+    ckpttool.convert(tmp_path / "out", tmp_path / "a.tar.zst", to="audit")
+    ckpttool.convert(tmp_path / "a.tar.zst", tmp_path / "again", to="dcp", world_size=2)
+    for folder in ("out", "again"):
+        after = items(tmp_path / folder)
+        assert before.keys() == after.keys()
+        for key, parts in before.items():
+            assert all(p == q and same(a, b) for (p, a), (q, b) in zip(parts, after[key], strict=True)), key
+    with pytest.raises(
+        Unsupported,
+        match=r"which 3 ranks cannot divide: it was saved in parts of 64, 63 rows, 1 of them plain.* world_size 2\.",
+    ):
+        ckpttool.convert(MIXED, tmp_path / "no", to="dcp", world_size=3)
+    with pytest.raises(Unsupported, match=r"is a torchao OptimState8bit on some ranks and a plain tensor on others"):
+        ckpttool.convert(MIXED, tmp_path / "no.pt", to="full")
+    shown = json.loads(ckpttool_here("inspect", MIXED, "--json").stdout)
+    assert not any("lost when it was saved" in note for note in shown["notes"])
+
+
 def test_what_is_inside_are_entries_of_their_own(tmp_path: Path) -> None:
     with ckpttool.open(W8) as opened:
         ckpt = opened.checkpoint
@@ -437,7 +461,7 @@ def test_metadata_that_does_not_fit_is_damage(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------------- as plain numbers
 
 
-@pytest.mark.parametrize("source", [W8, W4, FP8], ids=["8bit", "4bit", "fp8"])
+@pytest.mark.parametrize("source", [W8, W4, FP8, MIXED], ids=["8bit", "4bit", "fp8", "mixed"])
 @pytest.mark.parametrize("to", ["full", "dcp", "zero3"])
 def test_dequantized_state_has_the_numbers_of_torchao_bit_for_bit(source: Path, to: str, tmp_path: Path) -> None:
     out = tmp_path / ("out.pt" if to == "full" else "out")
