@@ -12,9 +12,9 @@ from dataclasses import replace
 from math import gcd
 from typing import Any
 
-from ..errors import CkpttoolError
+from ..errors import CkpttoolError, Unsupported, argument
 from ..huggingface import maps, model_files
-from ..index.checkpoint import Checkpoint, joined
+from ..index.checkpoint import Checkpoint, check, joined
 from ..index.line_groups import covers
 from ..index.name_maps import NameMap, size_of
 from ..storage.source import Source
@@ -74,22 +74,33 @@ def under_other_names(
         notes.append(f"a head has {heads['head_dim']} rows: so q and k of a layer become those of {where}, bit for bit")
     if vocab_size is not None:
         facts["vocab_size"] = vocab_size
-    out = mapped(ckpt, source, found, facts)
+    try:
+        out = mapped(ckpt, source, found, facts)
+    except Unsupported as e:
+        if asked is None:
+            raise Unsupported(f"{e} {argument('map', NO_MAP)} writes the names as they are.") from None
+        raise
+    check(out)
     out.notes += notes
     return out
 
 
 def _of_trainer(ckpt: Checkpoint, config: Mapping[str, Any] | None) -> NameMap | None:
     """The map of the trainer that wrote a checkpoint, for the model type of the config where there is one; None where none covers
-    all weights."""
+    all weights, which a note says."""
     names = [joined(t.path[1:]) for t in ckpt.tensors.values() if t.path[0] == "model"]
-    trainer = (ckpt.trainer or "").lower()
     model = (config or {}).get("model_type")
-    for name in maps.names() if trainer and names else ():
-        found = maps.load(name)
+    every = [maps.load(name) for name in maps.names()]
+    own = [found for found in every if names and (ckpt.trainer or "").lower() in found.trainers]
+    for found in own:
         of_model = model is None or model in found.models
-        if trainer in found.trainers and of_model and found.fits(names) and not covers(found, names, forward=True):
+        if of_model and found.fits(names) and not covers(found, names, forward=True):
             return found
+    if own and all(covers(found, names, forward=False) for found in own):
+        of = "" if model is None else f" to model_type {model}"
+        ckpt.notes.append(
+            f"no name map that comes with ckpttool is from these weights of {ckpt.trainer}{of}: names are kept"
+        )
     return None
 
 

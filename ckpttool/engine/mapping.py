@@ -21,35 +21,24 @@ from ..storage.source import Source
 from .stream import small
 from .vocabulary_size import odd_rows
 
-__all__ = ["Unmapped", "mapped"]
+__all__ = ["mapped"]
 
 _SHOWN = 5
 _MASTER: Path = ("extra", "master")
 _NAME_LISTS: tuple[Path, ...] = (("params",), ("param_names",))
 
 
-class Unmapped(Unsupported):
-    """Names that no line of a map is about."""
-
-
-def mapped(
-    ckpt: Checkpoint,
-    source: Source,
-    found: NameMap,
-    config: Mapping[str, Any] | None,
-    sizes: Mapping[str, int] | None = None,
-) -> Checkpoint:
+def mapped(ckpt: Checkpoint, source: Source, found: NameMap, config: Mapping[str, Any]) -> Checkpoint:
     """The same state under the names of the other side of a map; which side it has, its names tell.
 
     Args:
         config: config.json of the model, for the sizes of axes that shapes do not tell.
-        sizes: those that are known otherwise; they come first.
 
     Raises:
-        Unmapped: names of weights or of the optimizer that the map is not about. Unsupported: a shape is not what it says, a
-            size is not known, or a slot of the optimizer cannot be cut as its parameter is.
+        Unsupported: names of weights or of the optimizer that the map is not about, a shape is not what it says, a size is not
+            known, or a slot of the optimizer cannot be cut as its parameter is.
     """
-    return _Mapping(ckpt, source, found, config or {}, sizes or {}).run()
+    return _Mapping(ckpt, source, found, config).run()
 
 
 def _with_optimizer(ckpt: Checkpoint) -> Checkpoint:
@@ -74,20 +63,21 @@ def _with_optimizer(ckpt: Checkpoint) -> Checkpoint:
 class _Mapping:
     """One state on its way through a map."""
 
-    def __init__(
-        self, ckpt: Checkpoint, source: Source, found: NameMap, config: Mapping[str, Any], sizes: Mapping[str, int]
-    ) -> None:
+    def __init__(self, ckpt: Checkpoint, source: Source, found: NameMap, config: Mapping[str, Any]) -> None:
         ckpt = _with_optimizer(ckpt)
         self.ckpt, self.source, self.map = ckpt, source, found
         self.weights = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
+        # what is no tensor, such as _extra_state
+        self.plain = {joined(v.path[1:]): v for v in ckpt.values.values() if v.path[0] == "model"}
         text = config.get("text_config")
         flat = {**config, **text} if isinstance(text, dict) else config
-        self.sizes = {a: n for a, e in found.sizes.items() if (n := size_of(e, flat)) is not None} | dict(sizes)
+        self.sizes = {a: n for a, e in found.sizes.items() if (n := size_of(e, flat)) is not None}
         self.notes: list[str] = []
         self.tensors: dict[str, TensorEntry] = {}
         self.values: dict[str, Value] = {}
         self.recorded: dict[str, str] = {}
         self.ways = self._ways()
+        self.of_weight: dict[str, list[str]] = {}  # {a weight: what it becomes, or becomes part of}
         self.renamed: dict[str, tuple[str, ...]] = {}  # {first name of a group of the optimizer: its new names}
 
     def _state_names(self) -> list[str]:
@@ -107,9 +97,9 @@ class _Mapping:
         two sides, as torchtune saves them: then both become those on the right.
 
         Raises:
-            Unmapped: they are those of neither side.
+            Unsupported: they are those of neither side.
         """
-        names = {"model": list(self.weights), "optim": self._state_names()}
+        names = {"model": [*self.weights, *self.plain], "optim": self._state_names()}
         if not any(names.values()):
             raise UsageError(
                 f"{argument('map')}: the checkpoint holds no weights and no optimizer that names parameters."
@@ -134,7 +124,7 @@ class _Mapping:
         more = f" and {len(unmatched) - _SHOWN:,} more" if len(unmatched) > _SHOWN else ""
         shown = ", ".join(f'"{n}"' for n in unmatched[:_SHOWN])
         total = sum(map(len, names.values()))
-        raise Unmapped(
+        raise Unsupported(
             f"the map {self.map.name} is between {self.map.sides[0]} and {self.map.sides[1]}, and {len(unmatched):,} of {total:,} names are "
             f"not names of {self.map.sides[not forward]}: {shown}{more}. Write a map with lines for them; `ckpttool maps {self.map.name}` "
             "prints this one to start from."
@@ -185,19 +175,28 @@ class _Mapping:
             entries = {key: self.weights[n] for key, n in group.names.items()}
             result = resolved(group, {key: t.shape for key, t in entries.items()}, self.sizes, self.map)
             self._put(views(result, entries, ("model",), ()), result, [joined(t.path) for t in entries.values()])
+            self.of_weight |= {n: list(result.names.values()) for n in group.names.values()}
             self.notes += result.notes
             if result.sizes.get(PAD):
                 self._padding(result, group.first)
+        groups, others = matched(self.plain, self.map, "model", way)
+        for group in groups:
+            if group.line.whole.axes is not None:
+                raise Unsupported(f'"{group.first}" is no tensor, and the map {self.map.name} says {group.line}.')
+            path = ("model", next(iter(resolved(group, {}, self.sizes, self.map).names.values())))
+            self.values[joined(path)] = Value(path, self.plain[group.first].data)
         left: dict[str, list[str]] = {}
-        for n in unmatched:
+        for n in [*unmatched, *others]:
             row = ignored(self.map, n)
-            assert row is not None  # `_direction` has refused the others
-            if row.zero and any(
-                small(self.ckpt, self.source, [joined(self.weights[n].path)])[joined(self.weights[n].path)]
+            assert row is not None  # `_ways` has refused the others
+            if (
+                row.zero
+                and n in self.weights
+                and any(small(self.ckpt, self.source, [joined(self.weights[n].path)])[joined(self.weights[n].path)])
             ):
                 raise Unsupported(f'"{n}" is not 0, and {self.map.sides[1]} has nothing to put it in: {row.why}.')
             left.setdefault(row.why, []).append(n)
-        self.notes += [f'{len(rows)} tensors were left out, first "{rows[0]}": {why}' for why, rows in left.items()]
+        self.notes += [f'{len(rows)} entries were left out, first "{rows[0]}": {why}' for why, rows in left.items()]
 
     def _masters(self) -> None:
         """The fp32 copies of weights that Megatron-Core's reader has under extra.master."""
@@ -302,22 +301,12 @@ class _Mapping:
             if whole:
                 self._put(views(result, tensors, head, tail), result, [joined(t.path) for t in tensors.values()])
                 return
-            odd = (
-                next(t for t in tensors.values() if t.numel != 1)
-                if any(t.numel != 1 for t in tensors.values())
-                else None
-            )
-            if odd is not None:
+            if odd := [t for t in tensors.values() if t.numel != 1]:
                 raise Unsupported(
-                    f'"{joined(odd.path)}" is {list(odd.shape)}, and its parameter is not: the map {self.map.name} cuts, joins or permutes '
+                    f'"{joined(odd[0].path)}" is {list(odd[0].shape)}, and its parameter is not: the map {self.map.name} cuts, joins or permutes '
                     f"that parameter, and what becomes of this slot is not known. Leave the optimizer out with {argument('only', ['model'])}."
                 )
-            self._same(
-                {
-                    joined(t.path): small(self.ckpt, self.source, [joined(t.path)])[joined(t.path)]
-                    for t in tensors.values()
-                }
-            )
+            self._same(small(self.ckpt, self.source, [joined(t.path) for t in tensors.values()]))
             first: TensorEntry | Value = next(iter(tensors.values()))
         elif tensors:
             raise Unsupported(
@@ -356,7 +345,7 @@ class _Mapping:
                 to[n] = names if k == 0 else ()
                 together[n] = group
         for name, v in self.ckpt.values.items():
-            if v.path[:2] == ("optim", "state") and len(v.path) > 3:
+            if v.path[0] == "model" or (v.path[:2] == ("optim", "state") and len(v.path) > 3):
                 continue
             lists_names = v.path[:2] == ("optim", "param_groups") and v.path[3:] in _NAME_LISTS
             if self.state and lists_names and isinstance(v.data, list):
@@ -366,11 +355,12 @@ class _Mapping:
                         raise Unsupported(
                             f'"{n}" and "{apart[0]}" are in different param groups, and the map joins them to one parameter.'
                         )
-                first = {next(iter(together[n].names.values())) for n in v.data if isinstance(n, str)}
                 done: list[Any] = []
                 for n in v.data:
-                    done += [n] if not isinstance(n, str) else to[n] if n in first else ()
+                    done += to[n] if isinstance(n, str) else [n]
                 v = Value(v.path, done)
+            elif v.path == ("extra", "buffer_names") and isinstance(v.data, list):  # DeepSpeed's
+                v = Value(v.path, [m for n in v.data for m in self.of_weight.get(n, [n])])
             self.values[name] = v
 
     def _new_names(self, group: Group) -> tuple[str, ...]:

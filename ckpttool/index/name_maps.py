@@ -261,6 +261,8 @@ def _equation(sides: list[list[tuple[str, str | None]]], component: str | None, 
     terms = [t for t in sums[0] if t != ("_",)] if sums else [()]
     if len(terms) != len(parts) or (sums and sums[0][: len(terms)] != tuple(terms)):
         raise UsageError(f"{where}: {whole} has {len(terms)} terms (_ comes last), and there are {len(parts)} parts.")
+    if sums and ("_",) in sums[0] and whole.axes.dims[0] != (sums[0],):
+        raise UsageError(f"{where}: only rows can be padding: (a+_) is the first axis, alone, or there is no _.")
     for k, t in enumerate(parts):
         assert t.axes is not None
         mine = whole.axes.term(k) if sums else whole.axes

@@ -12,7 +12,7 @@ from commands import ckpttool_here
 import ckpttool
 from ckpttool.errors import Unsupported, UsageError
 from ckpttool.huggingface import maps
-from ckpttool.index.name_maps import parse, size_of
+from ckpttool.index.name_maps import size_of
 
 HEAD = "sides here | there\n"
 QKV = (
@@ -255,14 +255,23 @@ def test_padding_is_kept_where_nothing_tells_the_size_of_the_vocabulary_or_it_wa
     assert torch.equal(torch.load(tmp_path / "p.pt")["model"]["wte.weight"], weight)
 
 
+def test_what_is_no_tensor_in_the_model_is_renamed_or_stops_it(tmp_path: Path) -> None:
+    text = HEAD + "a = b\na._extra_state = b._extra_state\n"
+    tree = {"model": {"a": torch.ones(2), "a._extra_state": [1, 2]}}
+    assert through(tmp_path, tree, text)["model"]["b._extra_state"] == [1, 2]
+    tree["model"]["c._extra_state"] = [3]
+    with pytest.raises(Unsupported, match=r'1 of 3 names are not names of here: "model.c._extra_state"'):
+        through(tmp_path, tree, text)
+
+
 def test_what_a_map_leaves_out_is_said_and_refused_where_it_must_be_zero(tmp_path: Path) -> None:
     text = HEAD + "a = b\nignore-zero bias.{i} : there is no bias there\nignore cache : it is computed\n"
     model = {"a": torch.ones(2), "bias.0": torch.zeros(3), "cache": torch.ones(1)}
     src, name_map = written(tmp_path, {"model": model}, text)
     done = ckpttool.convert(src, tmp_path / "o.pt", map=name_map, canonical_keys=True)
     assert {
-        '1 tensors were left out, first "bias.0": there is no bias there',
-        '1 tensors were left out, first "cache": it is computed',
+        '1 entries were left out, first "bias.0": there is no bias there',
+        '1 entries were left out, first "cache": it is computed',
     } <= set(done.notes)
     assert set(torch.load(tmp_path / "o.pt")["model"]) == {"b"}
     model["bias.0"][1] = 1
@@ -328,12 +337,13 @@ def test_recorded_digests_of_renamed_tensors_are_compared(tmp_path: Path) -> Non
         (HEAD + "a [x y] = b [x z]\n", "axes of its part"), (HEAD + "a [(f+f) x] = b [f x]\n", "2 terms"),
         (HEAD + "a [(_+f) x] = b [f x]\n", "_ comes last"), (HEAD + "a + b = c + d\n", "only one side"),
         (HEAD + "size v = __import__('os')\na = b\n", "a size is made of numbers"), (HEAD + "a{.i} = b.{i}\n", "need their axes"),
-        (HEAD + "a.{i}.{i} = b\n", "variable twice"), (HEAD + "include nowhere\n", "no such map"),
+        (HEAD + "a.{i}.{i} = b\n", "variable twice"), (HEAD + "include nowhere\n", "include nowhere: no such map"),
+        (HEAD + "a [x (v+_)] = b [x v]\n", "only rows can be padding"),
     ],
 )  # fmt: skip
 def test_a_map_that_makes_no_sense_is_refused_with_its_line(text: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        parse(text, "m", maps.text_of)
+        maps.load(text)
 
 
 def test_sizes_are_expressions_over_the_config() -> None:

@@ -50,4 +50,11 @@ def load(asked: str) -> NameMap:
     Raises:
         UsageError: there is none, or its text is wrong.
     """
-    return parse(text_of(asked), "given" if "\n" in asked else os.path.basename(asked), text_of)
+    return parse(text_of(asked), "given" if "\n" in asked else os.path.basename(asked), _included)
+
+
+def _included(name: str) -> str:
+    """The text that a line `include` stands for; never that of a file, which a worker on another machine would not have."""
+    if name not in _every():
+        raise UsageError(f"include {name}: no such map comes with ckpttool. Maps: {', '.join(names())}.")
+    return text_of(name)
