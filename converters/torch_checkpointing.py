@@ -255,7 +255,7 @@ class _Reading:
                         )
                     continue
                 r, x = found[rank]
-                tensor = self._local(name, r, x, shape)
+                tensor = self._local(name, r, x, shape, [p.start for p in pieces if all(p.shape)])
                 if tensor.dtype != dtype or (
                     local is not None and tensor.shape != local and any(all(p.shape) for p in pieces)
                 ):
@@ -272,14 +272,19 @@ class _Reading:
             raise Corrupt(f'{self.source.root}: "{name}" {shape}: {why}. Files of ranks are missing or of other saves.')
         return TensorEntry(dtype, shape, path, chunks)
 
-    def _local(self, name: str, r: Rank, x: Any, shape: tuple[int, ...]) -> StoredTensor:
-        """A rank's own tensor: plain, or inside a DTensor, which must be of the same whole."""
+    def _local(self, name: str, r: Rank, x: Any, shape: tuple[int, ...], starts: list[tuple[int, ...]]) -> StoredTensor:
+        """A rank's own tensor: plain, or inside a DTensor, which must be of the same whole and have its boxes in the same places."""
         if is_sharded(x):
             stated = self.files.shards(r.file, name, x)
             if stated.shape != shape or (stated.rank is not None and stated.rank != r.rank):
                 raise Corrupt(
                     f'{self.files.path(r.file)}: "{name}" is of rank {stated.rank} and of shape {stated.shape}; {METADATA} says {r.rank} and '
                     f"{shape}. Files of ranks were exchanged, or are of different saves."
+                )
+            if [start for start, _ in stated.pieces] != starts:
+                raise Corrupt(
+                    f'{self.files.path(r.file)}: "{name}" begins at {[list(s) for s, _ in stated.pieces]} there, and {METADATA} says '
+                    f"{[list(s) for s in starts]}. The file and its metadata are of different saves."
                 )
             x = local_tensor(x)
         if not isinstance(x, StoredTensor):

@@ -202,6 +202,7 @@ def first(found: Any, item: str = "model") -> Any:
         (lambda f: first(f)["data"].update(placements=[{"type": "Partial"}]), Unsupported, "a placement of type 'Partial'"),
         (lambda f: first(f)["data"].update(placements=[]), Corrupt, "does not hold together"),
         (lambda f: first(f)["data"]["mesh_spec"].update(mesh_shape=(2,)), Corrupt, "does not hold together"),
+        (lambda f: first(f)["data"]["mesh_spec"].update(mesh_data=(1, 0, 2)), Corrupt, r"begins at \[\[0, 0\]\] there, and metadata.pkl says \[\[44, 0\]\]"),
         (lambda f: f.update(version="3.0"), Unsupported, "has version '3.0'; ckpttool reads 1.0 and 2.0"),
         (lambda f: f.update(world_size=0), Corrupt, "world_size 0"),
         (lambda f: f.update(world_size=1 << 40), Corrupt, "world_size"),

@@ -246,6 +246,8 @@ SEEDS: dict[str, Seed] = {
     "fsdp1-local": Seed("seed", fixture("fsdp1_w3_uop0", "flat_layout.json"), weight=2),
     "fsdp1-sharded": Seed("seed", fixture("fsdp1_w2_sharded"), weight=1),
     "fsdp1-ours": Seed("seed", without_record(ours("fsdp1", tree=trainable, world_size=2, wrap=["fc"])), weight=3),
+    "checkpointing": Seed("seed", fixture("checkpointing/fsdp"), weight=2),
+    "checkpointing-ours": Seed("seed", ours("torch_checkpointing", tree=trainable, world_size=3), weight=2),
     "audit": Seed("seed", ours("audit", "a.tar.zst"), "a.tar.zst", weight=3),
 }  # fmt: skip
 
