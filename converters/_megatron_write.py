@@ -74,7 +74,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         if key is not None:
             tree[(key,)] = tensors[name] = t
         elif (of := _object(t.path)) is not None:
-            objects.setdefault(of, {})[_inside(t.path)] = tensors[name] = t
+            objects.setdefault(of, {})[t.path[2:]] = tensors[name] = t
         else:
             dropped.append(Dropped(name, t.nbytes, _NO_PLACE))
         if (
@@ -85,7 +85,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
             copy = replace(t, dtype="float32", path=("replica", "param", *t.path))
             tree[(f"optimizer.state.param.{t.path[1]}",)] = tensors[joined(copy.path)] = copy
             copies.append(f"extra.master.{t.path[1]}")
-    common, made = _common(ckpt, trained, objects, dropped)
+    notes: list[str] = []
+    common, made = _common(ckpt, trained, objects, dropped, notes)
     for key, leaves in objects.items():
         x = leaves[()] if () in leaves else nest(leaves)
         tree[(key,)] = Whole(x) if any(isinstance(leaf, TensorEntry) for leaf in leaves.values()) else x
@@ -100,6 +101,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     out.checkpoint.sizes[-1:-1] = [len(data), len(_METADATA)]
     out.files[-1:-1] = [DraftFile("common.pt", len(data), data), DraftFile("metadata.json", len(_METADATA), _METADATA)]
     out.dropped += dropped
+    out.notes += notes
     out.synthesized_tensors += copies
     out.synthesized_values |= made
     if not any(n.startswith(("model.decoder.", "model.embedding.", "model.encoder.")) for n in ckpt.tensors):
@@ -132,12 +134,9 @@ def _object(path: Path) -> str | None:
     return str(path[1]) if path[0] == "extra" and len(path) > 1 and "/shard_" in str(path[1]) else None
 
 
-def _inside(path: Path) -> Path:
-    return path[2:]
-
-
 def _common(
     ckpt: Checkpoint, trained: Mapping[str, None], objects: dict[str, dict[Path, Any]], dropped: list[Dropped],
+    notes: list[str],
 ) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
     """(common.pt, the values in it that are not of the source). Values of objects go to `objects`."""
     scheduler: dict[Path, Any] = {}
@@ -149,7 +148,7 @@ def _common(
     for v in ckpt.values.values():
         path, data = v.path, v.data
         if (of := _object(path)) is not None:
-            objects.setdefault(of, {})[_inside(path)] = data
+            objects.setdefault(of, {})[path[2:]] = data
         elif path[:2] == ("optim", "param_groups") and len(path) > 3:
             groups.setdefault(int(path[2]), {})[path[3:]] = data
         elif path[:2] == ("optim", "state") and path[3:] == ("step",):
@@ -176,9 +175,7 @@ def _common(
     out: dict[str, Any] = nest(extra) if extra else {}
     if "args" in out:
         out["args"] = args_of_data(out["args"])
-    if (
-        "checkpoint_version" not in out
-    ):  # without it Megatron-LM takes the weights for those of an age when qkv was ordered otherwise
+    if "checkpoint_version" not in out:  # Megatron-LM takes weights without it for some whose qkv is ordered otherwise
         out["checkpoint_version"] = made["extra.checkpoint_version"] = 3.0
     iteration = ckpt.value("trainer.iteration")
     if iteration is None:
@@ -187,9 +184,8 @@ def _common(
     if scheduler:
         out["opt_param_scheduler"] = scheduler[()] if () in scheduler else nest(scheduler)
     if groups or trained:
-        out["optimizer"] = _optimizer(ckpt, groups, scalars, list(trained), made)
-        if scaler:
-            out["optimizer"]["grad_scaler"] = scaler[()] if () in scaler else nest(scaler)
+        whole = None if not scaler else scaler[()] if () in scaler else nest(scaler)
+        out["optimizer"] = _optimizer(ckpt, groups, scalars, whole, notes)
     elif scaler:
         ours |= {("scaler", *p): x for p, x in scaler.items()}
     if ours:
@@ -202,8 +198,8 @@ def _optimizer(
     ckpt: Checkpoint,
     groups: Mapping[int, Mapping[Path, Any]],
     scalars: Mapping[str, Any],
-    trained: list[str],
-    made: dict[str, Any],
+    scaler: Any,
+    notes: list[str],
 ) -> dict[Any, Any]:
     """The part of common.pt that is the optimizer's."""
     steps = dict.fromkeys(float(x) for x in scalars.values() if isinstance(x, (int, float)))
@@ -212,8 +208,8 @@ def _optimizer(
         raise Unsupported(f"Parameters are at different steps ({several}); Megatron-Core has one step for all of them.")
     found = [{k: x for k, x in nest(g).items() if k != "params"} for _, g in sorted(groups.items())]
     members = [list(g.get(("params",), ())) for _, g in sorted(groups.items())]
-    if not all("wd_mult" in g or "pre_wd_mult" in g for g in found) or not found:
-        found, members = _as_megatron_s(ckpt, found, trained, made)
+    if not found or not all("wd_mult" in g or "pre_wd_mult" in g for g in found):
+        found, members = _as_megatron_s(ckpt, found, members, notes)
     for g, names in zip(found, members, strict=True):
         odd = [
             n
@@ -237,6 +233,7 @@ def _optimizer(
                 ]
             },
             "param_state_sharding_type": "fully_reshardable",
+            **({} if scaler is None else {"grad_scaler": scaler}),
         }
         for c in chains
     ]
@@ -244,24 +241,53 @@ def _optimizer(
 
 
 def _as_megatron_s(
-    ckpt: Checkpoint, found: list[dict[str, Any]], trained: list[str], made: dict[str, Any]
+    ckpt: Checkpoint, groups: list[dict[str, Any]], members: list[list[str]], notes: list[str]
 ) -> tuple[list[dict[str, Any]], list[list[str]]]:
-    """Param groups of another trainer as those of Megatron-Core: with weight decay and without.
+    """(hyperparameters, parameters) of param groups of another trainer as those of Megatron-Core: with weight decay and without.
 
     Raises:
-        Unsupported: they differ in more than weight decay.
+        Unsupported: they differ in more than that, or there are none.
     """
-    alike = [{k: x for k, x in g.items() if k not in ("weight_decay", "initial_lr", "param_names")} for g in found]
-    if any(g != alike[0] for g in alike[1:]):
-        differ = next(k for g in alike[1:] for k in {**alike[0], **g} if g.get(k) != alike[0].get(k))
+    alike = [{k: x for k, x in g.items() if k not in ("weight_decay", "param_names")} for g in groups]
+    if not alike:
         raise Unsupported(
-            f"The param groups differ in {differ!r}; Megatron-Core's two differ in weight decay alone. Leave the optimizer out, or give all groups the same."
+            "The optimizer has no param groups, and Megatron-Core loads its hyperparameters from there. Leave the optimizer out."
         )
-    base = {**(alike[0] if alike else {}), **_IDENTIFIERS}
-    decay = max((g.get("weight_decay", 0.0) for g in found), default=0.0)
-    groups = [{**base, "wd_mult": 1.0, "weight_decay": decay}, {**base, "wd_mult": 0.0, "weight_decay": 0.0}]
-    members: list[list[str]] = [[], []]
-    for n in trained:
-        t = ckpt.tensors.get(f"model.{n}")
-        members[int(t is not None and is_bare(n, t.shape))].append(n)
-    return groups, members
+    decays = {g.get("weight_decay", 0.0) for g in groups} - {0.0}
+    odd = next((k for g in alike[1:] for k in {**alike[0], **g} if g.get(k) != alike[0].get(k)), None)
+    if odd or len(decays) > 1:
+        raise Unsupported(
+            f"The param groups differ in {odd or 'weight_decay'!r}; Megatron-Core has one group with weight decay and one without, which are "
+            "alike otherwise. Leave the optimizer out, or give all groups the same."
+        )
+    bare = [
+        n
+        for names in members
+        for n in names
+        if (t := ckpt.tensors.get(f"model.{n}")) is not None and is_bare(n, t.shape)
+    ]
+    lighter = [
+        n
+        for g, names in zip(groups, members, strict=True)
+        if decays and not g.get("weight_decay")
+        for n in names
+        if n not in bare
+    ]
+    if lighter:
+        raise Unsupported(
+            f'"{lighter[0]}" has no weight decay, and Megatron-Core would give it some: it spares biases and parameters of one dimension alone. '
+            "Leave the optimizer out."
+        )
+    if bare and any(
+        n in bare for g, names in zip(groups, members, strict=True) if g.get("weight_decay") for n in names
+    ):
+        notes.append(
+            "biases and parameters of one dimension have weight decay in the source; they are in Megatron-Core's group without, since it puts "
+            "them there"
+        )
+    base = {**alike[0], **_IDENTIFIERS}
+    both = [
+        {**base, "wd_mult": 1.0, "weight_decay": max(decays, default=0.0)},
+        {**base, "wd_mult": 0.0, "weight_decay": 0.0},
+    ]
+    return both, [[n for names in members for n in names if n not in bare], bare]

@@ -256,6 +256,7 @@ def test_a_state_of_another_trainer_gets_what_megatron_needs(tmp_path: Path) -> 
     done = ckpttool.convert(source, tmp_path / "out", to="megatron", world_size=2, drop=True)
     assert [name for name, *_ in done.dropped] == ["rng.torch"]
     assert any("written twice" in n for n in done.notes)
+    assert any("have weight decay in the source" in n for n in done.notes)
     common = common_of(tmp_path / "out")
     assert common["iteration"] == 3 and common["checkpoint_version"] == 3.0
     first, second = common["optimizer"]["optimizer"]["param_groups"]
@@ -271,6 +272,16 @@ def test_a_state_of_another_trainer_gets_what_megatron_needs(tmp_path: Path) -> 
     [
         ([{"lr": 0.5, "params": [FC2]}, {"lr": 0.1, "params": [NORM]}], (3.0, 3.0), "differ in 'lr'"),
         ([{"lr": 0.5, "params": [FC2, NORM]}], (3.0, 4.0), "at different steps"),
+        (
+            [{"lr": 0.5, "weight_decay": 0.1, "params": [FC2]}, {"lr": 0.5, "weight_decay": 0.2, "params": [NORM]}],
+            (3.0, 3.0),
+            "differ in 'weight_decay'",
+        ),
+        (
+            [{"lr": 0.5, "weight_decay": 0.1, "params": [NORM]}, {"lr": 0.5, "weight_decay": 0.0, "params": [FC2]}],
+            (3.0, 3.0),
+            "would give it some",
+        ),
         ([{"lr": 0.5, "wd_mult": 0.0, "params": [FC2, NORM]}], (3.0, 3.0), "is in a param group without weight decay"),
     ],
 )
