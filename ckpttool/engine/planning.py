@@ -344,7 +344,10 @@ def _refuse_subclasses(target: layouts.Layout, objects: Mapping[str, Composite])
     keep = ", ".join(x.name for x in layouts.layouts().values() if x.keeps_subclasses and x.write is not None)
     ways = [f"{keep} carry them as they are"]
     if first.path[0] != "model":
-        ways.insert(0, f"{argument('only', ['model'])} leaves the optimizer out")
+        ways[:0] = [
+            f"{argument('dequantize', ['optim.*'])} writes the exact float32 value of each code",
+            f"{argument('only', ['model'])} leaves the optimizer out",
+        ]
     raise Unsupported(
         f'"{name}" is a {class_of(first.about)} of {list(first.shape)}, made of {", ".join(first.tensors)}; the checkpoint has {len(objects):,} '
         f"such tensors, and {target.name} has only plain ones. {'; '.join(ways)}."
