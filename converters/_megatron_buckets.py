@@ -23,7 +23,8 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-from ckpttool.engine.fill import silent, tensor_digests
+from ckpttool.engine.fill import silent
+from ckpttool.engine.tensor_digests import tensor_digests
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry

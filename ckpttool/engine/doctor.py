@@ -18,9 +18,10 @@ from ..storage import urls
 from ..storage.patched import PatchedSource
 from ..storage.source import Source
 from . import checks_names, checks_numbers, checks_optimizer, detection, salvage
-from .fill import Progress, silent, tensor_digests
+from .fill import Progress, silent
 from .findings import DAMAGE, MISMATCH, NOTE, Examined, Finding, copy_command
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, shown_path
+from .tensor_digests import tensor_digests
 from .verification import salvaged
 
 #: What is looked at in every checkpoint that opens.

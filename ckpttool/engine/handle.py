@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..errors import Unsupported, UsageError
 from ..extras import need
 from ..index import boxes
-from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, TensorEntry, check_chunk
+from ..index.check import check_chunk
+from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, TensorEntry
 from ..layouts import Layout
 from ..storage.buffers import IOBudget
 from ..storage.source import Source

@@ -14,13 +14,15 @@ from typing import Any
 
 from ..errors import CkpttoolError, Unsupported, argument
 from ..huggingface import maps, model_files
-from ..index.checkpoint import Checkpoint, check, joined
+from ..index.check import check
+from ..index.checkpoint import Checkpoint, joined
 from ..index.line_groups import covers
 from ..index.name_maps import NameMap, size_of
 from ..storage.source import Source
-from .fill import silent, tensor_digests
+from .fill import silent
 from .mapping import mapped
 from .opening import OpenOptions, open_with
+from .tensor_digests import tensor_digests
 
 __all__ = ["NO_MAP", "kept_text", "under_other_names"]
 

@@ -10,7 +10,8 @@ from typing import Any
 from .. import layouts
 from ..errors import Corrupt, Unsupported, UsageError, argument
 from ..formats.pickles import Refused, children
-from ..index.checkpoint import Checkpoint, Salvage, check, joined, tied_weights
+from ..index.check import check
+from ..index.checkpoint import Checkpoint, Salvage, joined, tied_weights
 from ..index.draft import Dropped
 from ..index.param_groups import groups_of
 from ..storage.patched import PatchedSource

@@ -13,11 +13,12 @@ from ..storage.buffers import DEFAULT_BUDGET, IOBudget
 from . import part_worker
 from .dispatch import run_all
 from .executors import Workers, WorkersSpec, default_count, workers_of
-from .fill import Progress, tensor_digests
+from .fill import Progress
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions
 from .part_requests import absolute, absolute_path, index_id
 from .parts import cut_tensors
 from .stream import Reader
+from .tensor_digests import tensor_digests
 
 __all__ = ["digests_of", "for_reading"]
 

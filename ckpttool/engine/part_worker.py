@@ -14,12 +14,12 @@ from ..storage.buffers import IOBudget
 from ..storage.shared_objects import SharedObjects
 from ..storage.shared_tree import SharedTree
 from .cell_fill import send_cells
-from .fill import tensor_digests_and_crcs
 from .opening import OpenCheckpoint, OpenOptions, open_with
 from .part_fill import fill_part
 from .part_requests import encoded_error, index_id, read_job
 from .parts import Part
 from .planning import Plan, plan_id, plan_with
+from .tensor_digests import tensor_digests_and_crcs
 
 __all__ = ["Last", "forget", "run"]
 

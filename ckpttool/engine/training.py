@@ -31,8 +31,8 @@ from ..index.names import original
 from ..index.trees import nest
 from ..storage.buffers import IOBudget
 from ..storage.source import Source
-from .fill import tensor_digests
 from .stream import Reader, StreamJob, small
+from .tensor_digests import tensor_digests
 
 __all__ = ["Group", "Training", "shared_scalars", "split_training_state"]
 

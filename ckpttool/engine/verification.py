@@ -19,11 +19,12 @@ from ..index.draft import Draft
 from ..storage import urls
 from ..storage.buffers import IOBudget
 from .executors import Workers, WorkersSpec
-from .fill import Progress, silent, tensor_digests
+from .fill import Progress, silent
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, shown_path
 from .parallel_digests import digests_of, for_reading
 from .planning import WriteRequest, caster
 from .recorded import RECORD, other_digests
+from .tensor_digests import tensor_digests
 
 __all__ = ["DigestResult", "VerifyResult", "digest", "read_back", "salvaged", "settled", "verify"]
 

@@ -17,8 +17,9 @@ from ..storage.buffers import IOBudget
 from ..storage.joined import ZEROS, JoinedSource
 from ..storage.patched import ENDLESS
 from ..storage.source import Source
-from .fill import silent, tensor_digests
+from .fill import silent
 from .stream import Reader, StreamJob
+from .tensor_digests import tensor_digests
 
 __all__ = ["odd_rows", "resized"]
 

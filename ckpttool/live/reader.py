@@ -13,12 +13,14 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..engine import mixups, opening
-from ..engine.fill import Progress, silent, tensor_digests
+from ..engine.fill import Progress, silent
 from ..engine.recorded import other_digests
+from ..engine.tensor_digests import tensor_digests
 from ..engine.zstd_frames import Decoder
 from ..errors import CkpttoolError, Unsupported
 from ..index import boxes
-from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, TensorEntry, Value, check_chunk
+from ..index.check import check_chunk
+from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, TensorEntry, Value
 from ..layouts import Layout
 from ..storage.source import Source
 from .frames import Frame

@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckpttool
 from ckpttool.engine.doctor import Diagnosis, doctor
-from ckpttool.engine.fill import silent, tensor_digests
+from ckpttool.engine.fill import silent
 from ckpttool.engine.opening import OpenOptions, open_with
+from ckpttool.engine.tensor_digests import tensor_digests
 
 Tensors = dict[str, torch.Tensor]
 

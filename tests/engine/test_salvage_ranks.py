@@ -19,8 +19,9 @@ from test_doctor import digests, train
 
 import ckpttool
 from ckpttool.engine.doctor import doctor
-from ckpttool.engine.fill import silent, tensor_digests
+from ckpttool.engine.fill import silent
 from ckpttool.engine.opening import OpenOptions, open_with
+from ckpttool.engine.tensor_digests import tensor_digests
 
 
 def damaged(case: str, to: Path, *lost: str) -> Path:

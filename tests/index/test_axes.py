@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from ckpttool.errors import UsageError
 from ckpttool.index import boxes
 from ckpttool.index.axes import Axes, AxesError, Compressed, UnknownSize, link, placed
-from ckpttool.index.checkpoint import Checkpoint, Chunks, TensorEntry, check
+from ckpttool.index.check import check
+from ckpttool.index.checkpoint import Checkpoint, Chunks, TensorEntry
 
 Array = np.ndarray[Any, np.dtype[np.int32]]
 

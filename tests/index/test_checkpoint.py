@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import ckpttool
 from ckpttool.errors import Corrupt
-from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, TensorEntry, Value, check, joined
+from ckpttool.index.check import check
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, TensorEntry, Value, joined
 
 
 def checkpoint(entry: TensorEntry, sizes: tuple[int, ...] = (1000, 1000)) -> Checkpoint:

@@ -34,7 +34,8 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 import ckpttool
 from ckpttool.errors import CkpttoolError, Corrupt, SourceChanged, Unsafe, Unsupported
 from ckpttool.index import boxes
-from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, Value, check, joined
+from ckpttool.index.check import check
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, Value, joined
 from ckpttool.layouts import detect, find, place
 from ckpttool.live import torch_reader
 from ckpttool.live.names import Names

@@ -1,0 +1,102 @@
+"""What must be true of an index before a byte is copied."""
+
+from __future__ import annotations
+
+from math import prod
+
+from ..errors import Corrupt
+from . import boxes
+from .checkpoint import ITEMSIZE, MAX_NUMEL, Checkpoint, Chunk, Chunks, TensorEntry
+
+__all__ = ["check", "check_chunk"]
+
+
+def check(ckpt: Checkpoint) -> None:
+    """Prove, before a byte is copied, that the index is sound.
+
+    Every element of every tensor is covered exactly once, every extent lies inside its file, dtype x shape equals the
+    length of every raw extent, no number overflows.
+
+    Raises:
+        Corrupt: with the tensor, the file and the numbers, for the first problem.
+    """
+    ends = [0] * len(ckpt.files)
+    for name, t in ckpt.tensors.items():
+        _check_tensor(ckpt, name, t)
+        for file, offset, length in zip(t.chunks.file, t.chunks.offset, t.chunks.length, strict=True):
+            if offset + length > ends[file]:
+                ends[file] = offset + length
+                if ends[file] > ckpt.sizes[file]:
+                    raise Corrupt(
+                        f'{ckpt.files[file]}: "{name}" needs bytes {offset}..{offset + length} but the file ends at '
+                        f"{ckpt.sizes[file]}. The copy is incomplete; fetch the file again."
+                    )
+
+
+def check_chunk(name: str, dtype: str, chunk: Chunk, file: str, file_bytes: int) -> None:
+    """Prove one raw chunk sound that was located after `check` had run: its bytes are inside the file, and as many as its
+    box needs.
+
+    Raises:
+        Corrupt: they are not.
+    """
+    _, offset, length = chunk.extent
+    if offset < 0 or offset + length > file_bytes:
+        raise Corrupt(
+            f'{file}: "{name}" needs bytes {offset}..{offset + length}, but the file ends at {file_bytes}. The copy is '
+            "incomplete; fetch the file again."
+        )
+    needed = (boxes.span(chunk.shape, chunk.strides) if chunk.strides else prod(chunk.shape)) * ITEMSIZE[dtype]
+    if chunk.zstd is None and length != needed:
+        raise Corrupt(
+            f'{file}: a chunk of "{name}" is {length} bytes long, but {dtype} {list(chunk.shape)} needs {needed}. The file '
+            "and its index are not of the same checkpoint."
+        )
+
+
+def _check_tensor(ckpt: Checkpoint, name: str, t: TensorEntry) -> None:
+    item = ITEMSIZE.get(t.dtype)
+    if item is None:
+        raise Corrupt(f'"{name}" has dtype {t.dtype!r}, which torch does not have.')
+    numel = t.numel
+    if numel > MAX_NUMEL or (t.shape and min(t.shape) < 0):
+        raise Corrupt(f'"{name}" has shape {t.shape}: {numel} elements, which no file holds.')
+    c = t.chunks
+    if c.ndim != len(t.shape):
+        raise Corrupt(f'"{name}": chunks have {c.ndim} dimensions, the tensor has {len(t.shape)}.')
+    if len(c.file) == 1 and c.shape.tolist() == list(t.shape) and not any(c.start):
+        want = [numel * item]  # most tensors of most layouts: one chunk, all of it
+    elif _rows_tile(c, t.shape):
+        row = prod(t.shape[1:]) * item
+        want = [n * row for n in c.shape[0 :: c.ndim]]
+    else:
+        reason = boxes.cover(t.shape, c.boxes())
+        if reason:
+            raise Corrupt(f'"{name}" {t.shape}: {reason}.')
+        want = [prod(k) * item for _, k in c.boxes()]
+    for k, (n, offset, length) in enumerate(zip(want, c.offset, c.length, strict=True)):
+        if not 0 <= offset < 1 << 62 or not 0 <= length < 1 << 62:
+            raise Corrupt(f'"{name}" has a chunk at bytes {offset}..+{length}; the index is damaged.')
+        if t.coding == "raw" and k in c.strides:
+            n = boxes.span(c[k].shape, c.strides[k]) * item
+        if (length != n and k not in c.zstd) if t.coding == "raw" else (length < n and t.coding == "torch.save"):
+            raise Corrupt(
+                f'{ckpt.files[c.file[k]]}: a chunk of "{name}" is {length} bytes long, but {t.dtype} '
+                f"{c[k].shape} needs {n}. The file and its index are not of the same checkpoint."
+            )
+
+
+def _rows_tile(c: Chunks, shape: tuple[int, ...]) -> bool:
+    """Whether the chunks are whole rows of dim 0 without gaps or overlaps; compares columns only."""
+    order = c.rows_in_order() if len(c) and c.ndim else None
+    if order is None or c.shape[1 : c.ndim].tolist() != list(shape[1:]):
+        return False
+    first, size = c.start[0 :: c.ndim], c.shape[0 :: c.ndim]
+    if min(size) < 0 or min(first) < 0 or max(first) > shape[0]:
+        return False
+    at = 0
+    for k in order:
+        if first[k] != at:
+            return False
+        at += size[k]
+    return at == shape[0]
