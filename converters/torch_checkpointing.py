@@ -86,9 +86,9 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     """
     source = where.source
     world, described = read_metadata(source) if source.exists(METADATA) else (None, {})
-    items = _items(source, world, described)
+    items = _items(source, world, described, options.only)
     if world is None:
-        world = max(len(item.files) for item in items.values())
+        world = max((len(item.files) for item in items.values()), default=1)
     reading = _Reading(source, world, options, Files(source))
     source.prefetch_ends(f for item in items.values() for f, kind in item.files.values() if kind == "pt")
     leaves: dict[Path, Any] = {}
@@ -112,8 +112,16 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     return out
 
 
-def _items(source: Source, world: int | None, described: Mapping[str, Item]) -> dict[str, Item]:
-    """The items of a folder: those of metadata.pkl, and those that have none, by the names of files.
+def _asked_for(item: str, only: frozenset[str] | None) -> bool:
+    """Whether some components need an item; the weights are what parameters of an optimizer are named by."""
+    role = ROLES.get(item)
+    return only is None or role == "model" or (role in only if role else bool(only - {"model", "optim"}))
+
+
+def _items(
+    source: Source, world: int | None, described: Mapping[str, Item], only: frozenset[str] | None
+) -> dict[str, Item]:
+    """The items of a folder that are asked for: those of metadata.pkl, and those that have none, by the names of files.
 
     Raises:
         Corrupt: a file of a rank is missing.
@@ -132,6 +140,9 @@ def _items(source: Source, world: int | None, described: Mapping[str, Item]) -> 
                 f"{source.root}: {other[0]} and {name} are both of rank {m['rank']}. Remove the one that is not of this save."
             )
     for name, item in list(out.items()):
+        if not _asked_for(name, only):
+            del out[name]
+            continue
         ranks = set(item.files)
         if {kind for _, kind in item.files.values()} == {"raw"} and ranks != set(range(world or len(ranks))):
             del out[name]  # a file that somebody else put there
@@ -146,7 +157,7 @@ def _items(source: Source, world: int | None, described: Mapping[str, Item]) -> 
                 )
             if source.size(file) == 0:
                 raise Corrupt(f"{source.root}/{file} is empty: the save was interrupted. Take an earlier step.")
-    if not out:
+    if not out and only is None:
         raise Corrupt(
             f"{source.root} has {METADATA}, which lists no items, and no <item>_<rank>.pt. The copy is incomplete."
         )
@@ -314,6 +325,8 @@ class _Reading:
         """A plain tensor of an item that metadata.pkl does not have: one rank's, or the same on all."""
         name = joined(path)
         (r, first), *others = column
+        if not isinstance(first, StoredTensor):
+            raise Corrupt(f'{self.files.path(r.file)}: "{name}" is {short(first)} there, and a tensor on other ranks.')
         whole = first.storage.length == first.span
         for other, x in others:
             same = (

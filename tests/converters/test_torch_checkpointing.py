@@ -277,3 +277,23 @@ def test_a_tensor_subclass_is_refused_by_its_class(tmp_path: Path) -> None:
         Unsupported, match=r"exp_avg\" is a torchao OptimState4bit, which ckpttool reads from dcp and full only"
     ):
         ckpttool.open(tmp_path)
+
+
+def test_only_the_model_does_not_fail_over_what_lies_in_other_items(tmp_path: Path) -> None:
+    source = copied("fsdp", tmp_path)
+    (source / "optimizer_1.pt").write_bytes(b"PK")
+    (source / "rng_2.pt").unlink()
+    with pytest.raises(Corrupt):
+        ckpttool.open(source)
+    ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=2, only={"model"})
+    assert (
+        difference(state_of(tmp_path / "out"), {n: t for n, t in truth_of("fsdp").items() if n[:6] == "model."}) == []
+    )
+
+
+def test_a_tensor_on_one_rank_and_a_number_on_another_is_refused(tmp_path: Path) -> None:
+    for rank, w in enumerate((1, torch.ones(2))):
+        torch.save({"w": w}, tmp_path / f"model_{rank}.pt")
+        torch.save({"step": 3}, tmp_path / f"train_state_{rank}.pt")
+    with pytest.raises(Corrupt, match="is 1 there, and a tensor on other ranks"):
+        ckpttool.open(tmp_path)
