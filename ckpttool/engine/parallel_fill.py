@@ -28,7 +28,7 @@ from .executors import Workers
 from .fill import Progress
 from .parallel_cells import note_sent, objects_of, send_rest
 from .part_fill import between, framed_alone
-from .parts import CELLS_OF_A_FILE, Part, cut
+from .parts import Part, cut
 from .planning import Plan
 from .stream import Reader
 
@@ -57,7 +57,7 @@ def fill_with_workers(
     """
     draft, source = planned.draft, planned.opened.source
     cells = destination.part_bytes
-    parts = cut(draft, cells * CELLS_OF_A_FILE)
+    parts = cut(draft, cells)
     touched = [_files_of(draft, part) for part in parts]
     shared = set[str]().union(*touched) if cells else {f.name for f in draft.files}
     tree = destination.share({f.name: f.size for f in draft.files if f.name in shared})

@@ -15,15 +15,15 @@ from typing import NamedTuple
 from ..index.checkpoint import TensorEntry
 from ..index.draft import Draft
 
-__all__ = ["CELLS_OF_A_FILE", "Part", "cut", "cut_tensors", "least_bytes"]
+__all__ = ["Part", "cut", "cut_tensors", "least_bytes"]
 
 _MOST_BYTES = 1 << 30
 _LEAST_BYTES = 16 << 20
 _PARTS = 64  # as many at least, where that leaves _LEAST_BYTES for each
 _LEAST_BYTES_OF_A_FILE = 8 << 20
 
-#: Of a file that is sent to a store, a part has so many cells on average: those at its ends are read twice.
-CELLS_OF_A_FILE = 8
+#: Of a file that is sent to a store, a part has so many cells on average, at least and at most: those at its ends are read twice.
+_CELLS_OF_A_FILE = 2, 8
 
 
 class Part(NamedTuple):
@@ -40,10 +40,14 @@ def cut_tensors(tensors: Mapping[str, TensorEntry]) -> list[Part]:
     return _cut(tensors, {}, 0)
 
 
-def cut(draft: Draft, of_a_file: int = 0) -> list[Part]:
-    """The parts of a draft: of about 1 GiB, or a 64th of the whole, and of 8 MiB, or of `of_a_file` bytes if that is more, on average for
-    each file that the next part goes on with."""
-    return _cut(draft.checkpoint.tensors, draft.aliases, max(_LEAST_BYTES_OF_A_FILE, of_a_file))
+def cut(draft: Draft, cell_bytes: int = 0) -> list[Part]:
+    """The parts of a draft: of about 1 GiB, or a 64th of the whole, and of 8 MiB on average for each file that the next part goes on with;
+    for a store, whose objects have cells, of 2 to 8 cells there."""
+    of_a_file = _LEAST_BYTES_OF_A_FILE
+    if cell_bytes:
+        fewest, most = (n * cell_bytes for n in _CELLS_OF_A_FILE)
+        of_a_file = max(fewest, min(most, draft.nbytes // _PARTS // len(draft.files)))
+    return _cut(draft.checkpoint.tensors, draft.aliases, of_a_file)
 
 
 def least_bytes(whole: int) -> int:

@@ -20,7 +20,7 @@ from programs import mpiexec, script
 from stores import Flaky, Moto, What, moto
 
 import ckpttool
-from ckpttool.engine import parallel_fill, part_worker, parts
+from ckpttool.engine import part_worker, parts
 from ckpttool.engine.planning import plan
 from ckpttool.errors import Corrupt, DestinationExists, Interrupted, RemoteError
 from ckpttool.storage import retries, upload, upload_folder
@@ -50,7 +50,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("ckpttool.storage.shared_objects.SIZES", sizes)
     monkeypatch.setattr(parts, "_LEAST_BYTES", 8 * KIB)
     monkeypatch.setattr(parts, "_LEAST_BYTES_OF_A_FILE", KIB)
-    monkeypatch.setattr(parallel_fill, "CELLS_OF_A_FILE", 2)
     yield
     part_worker.forget()
 
@@ -171,7 +170,7 @@ def listed_keys(bucket: str) -> list[str]:
 
 def test_the_cut_has_cells_in_every_part(bucket: str) -> None:
     with plan(DCP, f"{bucket}/a", to="dcp", world_size=3) as planned:
-        found = parts.cut(planned.draft, 2 * CELL)
+        found = parts.cut(planned.draft, CELL)
         assert all(p.nbytes >= 2 * CELL for p in found[:-1])
         assert len(found) < len(parts.cut(planned.draft))
 
@@ -440,10 +439,9 @@ def test_stores_without_parts_say_that_one_process_writes(bucket: str, monkeypat
 
 SITE = """
 import os, time
-from ckpttool.engine import dispatch, parallel_fill, parts, stream
+from ckpttool.engine import dispatch, parts, stream
 from ckpttool.storage import upload
 parts._LEAST_BYTES, parts._LEAST_BYTES_OF_A_FILE, dispatch._SLOW_SECONDS = 8 << 10, 1 << 10, 1.0
-parallel_fill.CELLS_OF_A_FILE = 2
 upload.SIZES = upload.UploadSizes(part_bytes=8 << 10, smallest_part_bytes=8 << 10)
 load = stream.Reader._load_batch
 def slowly(self, batch):
