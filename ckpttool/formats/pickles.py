@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from ..errors import Corrupt, Unsafe, Unsupported
 
 __all__ = [
-    "ANY_MODULE", "MEGATRON_ENUMS", "MEMORY_FORMATS", "Global", "Opaque", "Refused", "SharedStandIn", "StandIn", "Truncated", "enum_members", "load", "load_large", "ordered_dict",
+    "ANY_MODULE", "MEGATRON_ENUMS", "MEMORY_FORMATS", "Global", "Opaque", "Refused", "SharedStandIn", "StandIn", "Truncated", "acts", "enum_members", "load", "load_large", "ordered_dict",
     "refuse_deep", "short",
 ]  # fmt: skip
 
@@ -196,6 +196,11 @@ _NEVER = frozenset((
     "commands", "copy_reg", "copyreg", "_pickle", "_posixsubprocess", "_socket", "_ctypes", "_thread", "_io",
     "functools", "operator", "tempfile", "urllib", "http", "signal", "gc", "inspect", "pdb", "timeit", "cProfile",
 ))  # fmt: skip
+
+
+def acts(cls: Global) -> bool:
+    """Whether objects of a class act when they are created, or represent calls."""
+    return cls.module.partition(".")[0] in _NEVER
 
 
 def _bytearray(raw: Any) -> bytearray:
@@ -368,7 +373,7 @@ def _run(
             if kwargs:
                 raise Unsafe(f"{what}: the pickle builds a {short(cls)} with keyword arguments.")
             if isinstance(cls, Global):
-                if cls.module.partition(".")[0] in _NEVER:
+                if acts(cls):
                     raise Unsafe(f"{what}: the pickle holds an instance of {cls}, which is not training state.")
                 if not isinstance(args, tuple):
                     raise Corrupt(f"{what}: arguments of {cls} are not a tuple.")

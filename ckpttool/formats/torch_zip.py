@@ -21,7 +21,7 @@ from ..index.checkpoint import ITEMSIZE, MAX_NUMEL, Path, joined
 from ..storage.patched import Lost
 from ..storage.source import ReadAt
 from .crc import crc32
-from .pickles import Global, Opaque, Refused, Truncated, load, short
+from .pickles import Global, Opaque, Refused, Truncated, acts, load, short
 from .stored_tensors import Storage, StoredTensor, map_tensors
 from .subclasses import REBUILD, WRAPPER, dense_inside
 from .zip_bytes import first_name, is_zip, zip_records
@@ -194,9 +194,11 @@ def from_type(what: str, func: Any, cls: Any, args: Any, state: Any) -> Any:
     (formats/subclasses.py). Python attributes of a plain tensor (DeepSpeed's flat groups) are not tensor data.
 
     Raises:
-        Unsupported: it is one rank's part of a tensor.
+        Unsupported: it is one rank's part of a tensor. Unsafe: its class is none of tensors.
     """
     if func == WRAPPER and isinstance(cls, Global) and isinstance(args, tuple):
+        if acts(cls):
+            raise Unsafe(f"{what}: the pickle makes a tensor of class {cls}, which is not training state.")
         if cls.module.startswith("torch.") and cls.name in ("DTensor", "ShardedTensor"):
             raise Unsupported(
                 f"{what}: holds a {cls.name}, which is one rank's part of a tensor. Save the whole state with "

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import ckpttool
-from ckpttool.errors import Corrupt, Unsupported, UsageError
+from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError
 
 TORCHAO = FIXTURES / "torchao"
 W8, W4, FP8 = TORCHAO / "adamw8bit_w2" / "ckpt", TORCHAO / "adamw4bit_w1" / "ckpt.pt", TORCHAO / "adamwfp8_w2" / "ckpt"
@@ -327,6 +329,27 @@ def test_only_the_model_is_read_whatever_the_optimizer_holds(tmp_path: Path) -> 
         weights = load_file(source.parent / "truth.safetensors")
         assert done.verified
         assert all(same(t, weights[f"model.{n}"]) for n, t in load(out)["model"].items())
+
+
+class Runs:
+    """Pickled as a call of the function that puts objects of subclasses together."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return torch._tensor._rebuild_from_type_v2, self.call
+
+
+@pytest.mark.parametrize("cls", [os.system, subprocess.Popen, eval])
+def test_classes_that_act_are_refused(cls: Any, tmp_path: Path) -> None:
+    size = (cls, torch.float32, (2,), (1,), 0, torch.strided, torch.device("cpu"), False)
+    odd = Runs(torch._utils._rebuild_wrapper_subclass, cls, size, {"codes": torch.ones(2)})
+    torch.save({"model": {"w": torch.ones(2)}, "optimizer": {"odd": odd}}, tmp_path / "a.pt")
+    with pytest.raises(Unsafe, match="makes a tensor of class"):
+        ckpttool.inspect(tmp_path / "a.pt")
+    with pytest.raises(Unsafe, match="makes a tensor of class"):
+        ckpttool.convert(tmp_path / "a.pt", tmp_path / "no.pt", to="full", only=["model"])
 
 
 def test_an_item_that_is_short_and_no_object_is_damage(tmp_path: Path) -> None:
