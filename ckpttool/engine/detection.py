@@ -6,6 +6,8 @@
 
 Folders are judged by the names in them, as `Layout.detect` does, so that a bucket is only listed; of local files the first bytes
 are read too. `Checkpoints` prints itself as the list that `inspect` shows.
+
+One module, since the answer for one path and the list below it judge by the same evidence.
 """
 
 from __future__ import annotations

@@ -5,13 +5,8 @@
 
 A block's data is valid until the next block is asked for.
 
-What drives it: a generator of block plans, in the order the caller wants the tensors. One thread runs ahead and reads;
+What drives it: a generator of block plans (block_plans.py), in the order the caller wants the tensors. One thread runs ahead and reads;
 the caller hashes, compares or copies. What bounds memory: a fixed pool of buffers, allocated once; reading waits for a free one.
-
-Two ways to cut a tensor. When its chunks are flat ranges of it (dim-0 shards, whole tensors) and the caller does not
-ask for boxes, a block is a part of one chunk: one read, no copy. Else blocks are slabs (boxes.py) and each chunk's part
-of a slab, which is contiguous in the chunk, is read and put in its place. Either way a chunk is consumed from its first
-byte to its last, so compressed chunks are decompressed as streams.
 
 Reads of 256 KiB and more bypass the page cache (O_DIRECT, into 2 MiB-aligned huge pages: a sixth of the CPU time of
 buffered reads on the machines of the README's table) unless the pages are there already (RWF_NOWAIT asks without
@@ -36,6 +31,7 @@ from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Record, TensorEntry
 from ..storage.buffers import ALIGN, DEFAULT_BUDGET, BufferPool, IOBudget, Lease
 from ..storage.source import Source, read_error
 from ..storage.threads import reading_or_writing
+from .block_plans import BlockPlan, StreamJob, plans
 from .dtypes import bits_dtype, cast
 from .record_crcs import CrcVerifier, Mismatch
 from .zstd_frames import Decoder
@@ -52,20 +48,6 @@ _PIECE = 256 << 10  # stays in the cache while CRC, digest and copy pass over it
 _BATCH = 512
 _TINY, _WINDOW, _WINDOWS = 1024, 32 << 10, 512  # tiny pieces of a file, one after the other, are read many at a time
 _GAP, _FAR_GAP = 4096, 256 << 10  # unwanted bytes that are read rather than with another call: local, remote
-
-
-class StreamJob:
-    """One tensor to stream.
-
-    Args:
-        dtype: what the blocks hold; the tensor's own where None.
-        boxed: blocks are slabs, with `start` and `shape`.
-    """
-
-    __slots__ = ("boxed", "dtype", "entry", "name")
-
-    def __init__(self, name: str, entry: TensorEntry, dtype: str | None = None, *, boxed: bool = False) -> None:
-        self.name, self.entry, self.dtype, self.boxed = name, entry, dtype or entry.dtype, boxed
 
 
 @dataclass(slots=True)
@@ -104,18 +86,6 @@ class Block:
             yield piece, reader.check(file, offset + at, piece)
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    job: StreamJob
-    first: int
-    count: int
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-    parts: list[tuple[int, tuple[int, ...], tuple[int, ...]]]  # chunk row, start in tensor, shape
-    one: bool  # the block is one contiguous part of one chunk
-    last: bool
-
-
 class Reader:
     """Streams tensors of one source.
 
@@ -146,67 +116,6 @@ class Reader:
             int, tuple[int, bytes]
         ] = {}  # file -> offset and bytes, where tiny pieces follow each other
 
-    # ---------------------------------------------------------------------------------------------------- planning
-
-    def _plans(self, jobs: Iterable[StreamJob]) -> Iterator[_Plan]:
-        for job in jobs:
-            e = job.entry
-            item = ITEMSIZE[e.dtype]
-            most = max(1, self.block_bytes // max(item, ITEMSIZE[job.dtype]))
-            if e.numel == 0:
-                yield _Plan(job, 0, 0, (0,) * len(e.shape), e.shape, [], False, True)
-                continue
-            rows = self._flat_rows(e)
-            if rows is not None and (not job.boxed or len(rows) == 1):
-                if job.boxed:
-                    for start, shape in boxes.slabs(e.shape, most):
-                        first = boxes.flat_start(e.shape, start)
-                        n = prod(shape)
-                        yield _Plan(
-                            job, first, n, start, shape, [(rows[0][0], start, shape)], True, first + n == e.numel
-                        )
-                    continue
-                for row, first, count in rows:
-                    for a in range(first, first + count, most):
-                        n = min(most, first + count - a)
-                        yield _Plan(job, a, n, (a - first,), (), [(row, (), ())], True, a + n == e.numel)
-                continue
-            yield from self._assembled(job, most)
-
-    def _flat_rows(self, e: TensorEntry) -> list[tuple[int, int, int]] | None:
-        """(row, first element, count) in order, when every chunk is a flat, uncompressed, row-major range."""
-        c = e.chunks
-        if c.strides or c.zstd:
-            return None
-        order = c.rows_in_order()
-        if order is not None and c.ndim and c.shape[1 : c.ndim].tolist() == list(e.shape[1:]):
-            row = prod(e.shape[1:])
-            return [(k, c.start[k * c.ndim] * row, c.shape[k * c.ndim] * row) for k in order]
-        if c.ndim == 0:
-            return [(0, 0, 1)]
-        out = []
-        for k, chunk in enumerate(c):
-            if prod(chunk.shape):
-                if not boxes.box_is_flat(e.shape, chunk.start, chunk.shape):
-                    return None
-                out.append((k, boxes.flat_start(e.shape, chunk.start), prod(chunk.shape)))
-        return sorted(out, key=lambda r: r[1])
-
-    def _assembled(self, job: StreamJob, most: int) -> Iterator[_Plan]:
-        e = job.entry
-        chunks = [(k, c.start, c.shape) for k, c in enumerate(e.chunks) if prod(c.shape)]
-        for start, shape in boxes.slabs(e.shape, most):
-            parts = []
-            for k, s, n in chunks:
-                both = boxes.meet((s, n), (start, shape))
-                if both:
-                    parts.append((k, *both))
-            first = boxes.flat_start(e.shape, start)
-            n_elements = prod(shape)
-            yield _Plan(job, first, n_elements, start, shape, parts, False, first + n_elements == e.numel)
-
-    # ----------------------------------------------------------------------------------------------------- reading
-
     def blocks(self, jobs: Iterable[StreamJob], first: int = 0, *, checked: bool = True) -> Iterator[Block]:
         """Blocks of the tensors, in order.
 
@@ -220,10 +129,10 @@ class Reader:
             SourceChanged: a file became shorter while it was read.
         """
         listed = list(jobs)
-        plans = self._plans(listed)
+        to_read = plans(listed, self.block_bytes)
         if first and not listed[0].entry.chunks.zstd:
-            plans = (p for p in plans if p.job is not listed[0] or p.first + p.count > first)
-        batches = self._batches(plans)
+            to_read = (p for p in to_read if p.job is not listed[0] or p.first + p.count > first)
+        batches = self._batches(to_read)
         waiting: deque[Future[list[Block]]] = deque()
         threads = (
             min(1, self._threads) if any(job.entry.chunks.zstd for job in listed) else self._threads
@@ -242,9 +151,9 @@ class Reader:
                         for block in read.result():
                             block._lease.end()
 
-    def _batches(self, plans: Iterator[_Plan]) -> Iterator[list[_Plan]]:
+    def _batches(self, plans: Iterator[BlockPlan]) -> Iterator[list[BlockPlan]]:
         """Plans one by one; small ones in groups that fit a buffer, since handing over a block costs more than they do."""
-        batch: list[_Plan] = []
+        batch: list[BlockPlan] = []
         total = 0
         for plan in plans:
             n = plan.count * ITEMSIZE[plan.job.entry.dtype]
@@ -260,7 +169,7 @@ class Reader:
         if batch:
             yield batch
 
-    def _load_batch(self, batch: list[_Plan]) -> list[Block]:
+    def _load_batch(self, batch: list[BlockPlan]) -> list[Block]:
         """Blocks of one buffer. Neighbours in one file are read together, with the bytes between them (item headers)."""
         if len(batch) == 1:
             return [self._load(batch[0])]
@@ -308,7 +217,7 @@ class Reader:
         into[:] = window[offset - at : offset - at + n]
         return True
 
-    def _where(self, plan: _Plan) -> tuple[int, int, int]:
+    def _where(self, plan: BlockPlan) -> tuple[int, int, int]:
         """(file, offset, bytes) of a plan that is one contiguous part of one chunk."""
         e = plan.job.entry
         item = ITEMSIZE[e.dtype]
@@ -316,7 +225,7 @@ class Reader:
         inside = plan.first if plan.job.boxed else plan.start[0]
         return e.chunks.file[row], e.chunks.offset[row] + inside * item, plan.count * item
 
-    def _load(self, plan: _Plan) -> Block:
+    def _load(self, plan: BlockPlan) -> Block:
         e = plan.job.entry
         item = ITEMSIZE[e.dtype]
         n = plan.count * item
@@ -350,7 +259,7 @@ class Reader:
         row: int,
         start: tuple[int, ...],
         shape: tuple[int, ...],
-        plan: _Plan,
+        plan: BlockPlan,
         data: memoryview,
         item: int,
     ) -> None:
