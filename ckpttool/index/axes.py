@@ -13,7 +13,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from typing import NamedTuple
 
@@ -277,6 +277,10 @@ def _merged(runs: list[_Run]) -> list[_Run]:
     return out
 
 
+#: So few rows that are apart in the source are boxes of their own: each is read as it lies there, and not with what is between.
+_SHORT = 8
+
+
 class _Piece(NamedTuple):
     """A box of the destination that is a strided box of the source; `along[d]` is the dimension of the source, and the step in
     it, of dimension d of the box, None where that has length 1."""
@@ -293,7 +297,7 @@ def _pieces(runs: Sequence[_Run], ndim: int, start: Sequence[int], source: Seque
     rest: list[_Run] = []
     for d in range(ndim):
         found = _merged([r for r in runs if r.dim == d])
-        if found and found[-1].step == 1:
+        if found and found[-1].step == 1 and (found[-1].other_step == 1 or found[-1].size > _SHORT):
             kept[d] = found.pop()
         rest += found
     widest: dict[int, int] = {}  # {dimension of the source: that of the destination which runs along it}
@@ -313,17 +317,16 @@ def _pieces(runs: Sequence[_Run], ndim: int, start: Sequence[int], source: Seque
 
 
 class _Rows:
-    """Chunks of a tensor, found by their interval of dimension 0."""
+    """Chunks of a tensor with the strides inside them, found by their interval of dimension 0."""
 
     def __init__(self, chunks: Chunks) -> None:
-        self.rows: list[Chunk] = [c for c in chunks if prod(c.shape)]
-        if chunks.ndim:
-            self.rows.sort(key=lambda c: c.start[0])
-            self.starts = [c.start[0] for c in self.rows]
-            self.ends = [c.start[0] + c.shape[0] for c in self.rows]
-            self.tile = all(a <= b for a, b in zip(self.ends, self.ends[1:], strict=False))
+        found = sorted((c for c in chunks if prod(c.shape)), key=lambda c: c.start[0])
+        self.rows = [(c, c.strides or boxes.strides(c.shape)) for c in found]
+        self.starts = [c.start[0] for c in found]
+        self.ends = [c.start[0] + c.shape[0] for c in found]
+        self.tile = all(a <= b for a, b in pairwise(self.ends))
 
-    def between(self, first: int, last: int) -> list[Chunk]:
+    def between(self, first: int, last: int) -> list[tuple[Chunk, tuple[int, ...]]]:
         """Those that may have rows of [first, last]."""
         stop = bisect_left(self.starts, last + 1)
         return self.rows[bisect_left(self.ends, first + 1) : stop] if self.tile else self.rows[:stop]
@@ -354,13 +357,12 @@ def placed(found: Link, entry: TensorEntry, out: Chunks, to_whole: bool) -> None
         for n, way in zip(piece.shape, piece.along, strict=True):
             if way is not None and way[0] == 0:
                 last += (n - 1) * way[1]
-        for c in rows.between(piece.source[0], last):
-            _add(out, piece, c, item)
+        for c, inner in rows.between(piece.source[0], last):
+            _add(out, piece, c, inner, item)
 
 
-def _add(out: Chunks, piece: _Piece, c: Chunk, item: int) -> None:
+def _add(out: Chunks, piece: _Piece, c: Chunk, inner: tuple[int, ...], item: int) -> None:
     """The part of a piece that is in one chunk of the source."""
-    inner = c.strides or boxes.strides(c.shape)
     first, shape, steps = list(piece.start), list(piece.shape), [0] * len(piece.shape)
     at = list(piece.source)
     for d, way in enumerate(piece.along):
@@ -375,9 +377,11 @@ def _add(out: Chunks, piece: _Piece, c: Chunk, item: int) -> None:
         shape[d] = high - low
         at[s] += low * step
         steps[d] = step * inner[s]
-    if not all(a <= i < a + n for a, n, i in zip(c.start, c.shape, at, strict=True)):
-        return
-    offset = c.extent.offset + item * sum((i - a) * n for i, a, n in zip(at, c.start, inner, strict=True))
+    offset = c.extent.offset
+    for a, n, i, width in zip(c.start, c.shape, at, inner, strict=True):
+        if not a <= i < a + n:
+            return
+        offset += item * (i - a) * width
     plain = boxes.is_row_major(shape, steps)
     length = item * (prod(shape) if plain else boxes.span(shape, steps))
     out.add(first, shape, c.extent.file, offset, length, None if plain else tuple(steps))

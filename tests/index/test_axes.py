@@ -122,7 +122,7 @@ def test_parts_of_a_sum_are_cut_out_and_joined_again(data: st.DataObject) -> Non
 
 def test_the_rotation_of_a_head_is_that_of_llama() -> None:
     """Meta's rope turns neighbours, transformers' turns halves: q is permuted as its conversion script does."""
-    heads, half, x = 4, 5, 8
+    heads, half, x = 4, 12, 8
     q = np.arange(heads * half * 2 * x, dtype=np.int32).reshape(-1, x)
     hub = q.reshape(heads, half, 2, x).swapaxes(1, 2).reshape(-1, x)
     found = link(Axes.parse("(a h p) x"), Axes.parse("(a p h) x"), 0, {}, {"a": heads, "h": half, "p": 2, "x": x})
@@ -131,6 +131,10 @@ def test_the_rotation_of_a_head_is_that_of_llama() -> None:
     placed(found, entry, chunks, to_whole=True)
     assert np.array_equal(read(TensorEntry("int32", hub.shape, ("model", "q"), chunks), file), hub)
     assert len(chunks) == 2 * heads + 2  # a head is two strided boxes; the cut through one makes two more
+    back = Chunks(2)
+    placed(found, stored(hub, [[], []], transposed=False)[0], back, to_whole=False)
+    assert np.array_equal(read(TensorEntry("int32", q.shape, ("model", "q"), back), hub.reshape(-1)), q)
+    assert len(back) == len(q) and not back.strides  # row by row, each as it lies in the file
 
 
 def test_sizes_follow_from_shapes() -> None:
