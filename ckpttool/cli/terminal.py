@@ -80,7 +80,7 @@ To = Annotated[
     str | None,
     typer.Option(
         "--to",
-        help="Layout to write: dcp, full, hf, zero3, zero2, zero1, universal, fsdp1, torch_checkpointing, audit, accelerate, trainer, lightning or torchtitan.",
+        help="Layout to write: dcp, full, hf, zero3, zero2, zero1, universal, fsdp1, torch_checkpointing, audit, accelerate, trainer, lightning, torchtitan or megatron.",
         autocompletion=_layout_names,
     ),
 ]
