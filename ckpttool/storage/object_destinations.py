@@ -91,7 +91,7 @@ class _Uploaded:
 
     @property
     def filled(self) -> dict[int, dict[str, Any]]:
-        """Nothing, since it is not `sharable`."""
+        """Nothing: the store lists what it has."""
         return {}
 
     def share(self, files: Mapping[str, int]) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class _Uploaded:
             return [(name, number - 1) for name, call in calls.items() for number in call.result()]
 
     def path(self, name: str) -> str:
-        """It is not `sharable`."""
+        """Nothing is built on this machine."""
         raise NotImplementedError
 
     def begin_anew(self) -> None:
@@ -195,7 +195,6 @@ class PrefixDestination(_Uploaded):
         self.upload = UploadFolder(
             url, list(sizes), force=force, open_at_once=_open_at_once(draft), largest=max(sizes.values())
         )
-
         self.sharable = self.upload.sharable
         self.part_bytes = self.upload.part_bytes
 

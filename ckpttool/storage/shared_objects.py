@@ -19,11 +19,11 @@ import tempfile
 from collections.abc import Mapping
 from typing import IO, TYPE_CHECKING, Any
 
-from ..errors import NoSpace, RemoteError
+from ..errors import RemoteError
 from .destination import DestinationFile
 from .objects import S3Object, s3_object
 from .retries import NotFound
-from .upload import SIZES, UploadPool, gone
+from .upload import SIZES, UploadPool, gone, no_room
 from .urls import redact_url
 
 if TYPE_CHECKING:
@@ -128,10 +128,7 @@ class Cells:
             self.body.seek(offset - self.number * self.size)
             self.body.write(data)
         except OSError as e:
-            raise NoSpace(
-                f"{tempfile.gettempdir()}: {e.strerror}. So many objects are sent at once that their parts wait there; free some space, or "
-                "set TMPDIR to a roomier folder, and run the same command again."
-            ) from None
+            raise no_room(e) from None
 
     def end(self) -> None:
         """Send the cell, which has all its bytes."""

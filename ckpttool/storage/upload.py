@@ -36,6 +36,7 @@ __all__ = [
     "UploadPool",
     "UploadSizes",
     "gone",
+    "no_room",
     "part_bytes",
 ]
 
@@ -192,6 +193,14 @@ def gone(url: str) -> RemoteError:
     )
 
 
+def no_room(e: OSError) -> NoSpace:
+    """The error for parts that cannot wait on the disk."""
+    return NoSpace(
+        f"{tempfile.gettempdir()}: {e.strerror}. So many files are written at once that their parts wait there to be sent; free some space, or "
+        "set TMPDIR to a roomier folder, and run the same command again."
+    )
+
+
 def part_bytes(expect_bytes: int, usual: int) -> int:
     """Bytes of a part, so that 10,000 of them are enough."""
     need = -(-expect_bytes // SIZES.parts)
@@ -246,10 +255,7 @@ class PartsUpload:
             try:
                 self.part.write(view[:n])
             except OSError as e:
-                raise NoSpace(
-                    f"{tempfile.gettempdir()}: {e.strerror}. So many files are written at once that their parts wait there to "
-                    "be sent; free some space, or set TMPDIR to a roomier folder, and run the same command again."
-                ) from None
+                raise no_room(e) from None
             view = view[n:]
 
     def _send(self) -> None:
