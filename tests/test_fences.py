@@ -57,6 +57,7 @@ OUTSIDE: dict[str, set[str]] = {
     "engine.part_requests": {"blake3"},
     "engine.planning": {"blake3"},
     "engine.fill": {"blake3"},
+    "engine.tensor_digests": {"blake3"},
     "formats.crc": {"isal"},
     "hub.hashing": {"blake3"},
     "index.digests": {"blake3"},
