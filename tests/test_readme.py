@@ -213,7 +213,7 @@ def test_every_command_of_a_trainer_s_page_runs(page: str, desk: Path, monkeypat
     for name, source in {
         "accelerate-3": "jobs/accelerate", "lightning-3.ckpt": "jobs/lightning", "step-3": "jobs/torchtitan",
         "deepspeed-3": "jobs/deepspeed", "verl/actor": "verl_fsdp2_w3/ckpt", "torchtune": "torchtune_hf",
-        "snapshot": "torchsnapshot_w1/ckpt/snap", "automodel": "automodel_w2", "olmo": "olmo_core_w3", "nanotron": "../nanotron/zero1", "megatron": "../megatron/buckets_tp2/ckpt", "transformers-3": "transformers_w2/ckpt",
+        "snapshot": "torchsnapshot_w1/ckpt/snap", "automodel": "automodel_w2", "olmo": "olmo_core_w3", "nanotron": "../nanotron/zero1", "tc/step-3": "../checkpointing/fsdp/ckpt", "megatron": "../megatron/buckets_tp2/ckpt", "transformers-3": "transformers_w2/ckpt",
     }.items():  # fmt: skip
         shutil.copytree(jobs / source, desk / name)
     if page.endswith("torchtune.md"):
