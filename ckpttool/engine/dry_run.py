@@ -105,5 +105,7 @@ def _workers(
     why = why_one_process(draft, job, sharable(dst, planned.target.is_file, draft), urls.is_url(dst))
     if why is not None:
         return None, each, [] if spec is None else [f"workers would not be used: {why}"]
-    here = 0 if elsewhere or count is None else count * each
+    here = 0
+    if count is not None and not elsewhere:
+        here = PYTHON_BYTES + count * each  # the first is the process that the others are copies of
     return {"name": name, "count": count, "memory_bytes": each}, PYTHON_BYTES + here, []
