@@ -9,9 +9,10 @@ Sources: torch/distributed/checkpoint/{filesystem,planner_helpers}.py of torch 2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from operator import lt
 from typing import Any, NamedTuple
 
 from ckpttool.errors import Corrupt, Unsupported, argument
@@ -27,17 +28,31 @@ from ckpttool.storage.source import Source
 
 from ._dcp_items import HEAD, TAIL, windows
 
-__all__ = ["Parts", "Whole", "are_short", "cut", "joined_parts"]
+__all__ = ["Parts", "Whole", "are_short", "cut", "ends", "joined_parts"]
 
 _WORLDS = 64  # world sizes that are tried for a message
 
 
 def are_short(t: TensorEntry) -> bool:
     """Whether an item is shorter than the dense tensor that .metadata lists: it is of a subclass, or damaged."""
-    item = ITEMSIZE.get(t.dtype, 0)
-    if t.coding != "torch.save" or len(t.chunks.length) != len(t.chunks):
+    c, item = t.chunks, ITEMSIZE.get(t.dtype, 0)
+    row = prod(t.shape[1:]) * item
+    if t.coding != "torch.save" or (
+        c.ndim and c.ndim == len(t.shape) and not any(map(lt, c.length, map(row.__mul__, c.shape[0 :: c.ndim])))
+    ):  # by columns, since there may be a million; no chunk is more than its rows
         return False
-    return any(n < prod(shape) * item for (_, shape), n in zip(t.chunks.boxes(), t.chunks.length, strict=True))
+    return any(n < prod(shape) * item for (_, shape), n in zip(c.boxes(), c.length, strict=True))
+
+
+def ends(tensors: Iterable[TensorEntry], files: Sequence[str]) -> Iterator[tuple[str, int, int]]:
+    """The ranges that looking into the items of these tensors reads, to be fetched together."""
+    for t in tensors:
+        for file, offset, length in zip(t.chunks.file, t.chunks.offset, t.chunks.length, strict=True):
+            if offset < 0 or length < 0:
+                continue  # `check` says so
+            yield files[file], offset, min(length, HEAD)
+            if length > HEAD:
+                yield files[file], offset + length - TAIL, TAIL
 
 
 class _Part(NamedTuple):

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -49,9 +48,9 @@ from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_or
 from ckpttool.storage.patched import Lost
 from ckpttool.storage.source import Source
 
-from ._dcp_items import HEAD, TAIL, Items, SubclassFound
+from ._dcp_items import Items, SubclassFound
 from ._dcp_metadata import Index, read_index
-from ._dcp_subclasses import are_short, joined_parts
+from ._dcp_subclasses import are_short, ends, joined_parts
 from ._dcp_write import write
 
 __all__ = ["LAYOUTS"]
@@ -92,18 +91,22 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     except Corrupt:
         _refuse_lost(source, index)
         raise
+    entries: list[tuple[str, Path, TensorEntry]] = []
     for key, dtype, shape, chunks in index.tensors:
         path = _path(index, key)
         entry = TensorEntry(dtype, shape, path, chunks, "torch.save")
         if index.transforms:
             kinds = {tuple(index.transforms.get(f, ())) for f in chunks.file}
             entry = replace(entry, coding=_coding(kinds, key))
+        entries.append((key, path, entry))
+    short = {path for _, path, entry in entries if are_short(entry)}
+    source.prefetch(ends((entry for _, path, entry in entries if path in short), index.files))
+    for key, path, entry in entries:
         try:
-            of_subclass = joined_parts(source, index.files, sizes, entry, records) if are_short(entry) else None
+            of_subclass = joined_parts(source, index.files, sizes, entry, records) if path in short else None
         except Lost:  # only of a damaged checkpoint that is salvaged
-            lost[joined(path)] = (
-                f"a part of it is in the lost bytes of {', '.join(sorted({index.files[f] for f in chunks.file}))}"
-            )
+            of = ", ".join(sorted({index.files[f] for f in entry.chunks.file}))
+            lost[joined(path)] = f"a part of it is in the lost bytes of {of}"
             continue
         _put(leaves, keys, path, key, of_subclass or entry)
     notes: list[str] = []
@@ -237,7 +240,7 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
     items = Items(source, ckpt.files)
     items.records.extend(ckpt.records)
     headers: dict[int, dict[str, safetensors_header.Slot] | None] = {}
-    source.prefetch(_ends_of_items(ckpt))
+    source.prefetch(ends((t for t in ckpt.tensors.values() if t.coding == "torch.save"), ckpt.files))
     for name, t in ckpt.tensors.items():
         if t.coding == "raw":
             tensors[name] = t
@@ -269,16 +272,6 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
         tensors[name] = replace(t, chunks=chunks, coding="raw", wrapper=items.wrappers.get(name, ""))
     _refuse_shared(ckpt, tensors)
     return replace(ckpt, tensors=tensors, values=values, records=items.records)
-
-
-def _ends_of_items(ckpt: Checkpoint) -> Iterator[tuple[str, int, int]]:
-    """What `_item` reads, in its order."""
-    for t in ckpt.tensors.values():
-        if t.coding == "torch.save":
-            for file, offset, length in zip(t.chunks.file, t.chunks.offset, t.chunks.length, strict=True):
-                yield ckpt.files[file], offset, min(length, HEAD)
-                if length > HEAD:
-                    yield ckpt.files[file], offset + length - TAIL, TAIL
 
 
 def _is_safetensors(source: Source, file: str) -> bool:
