@@ -56,13 +56,14 @@ def resized(opened: tuple[Checkpoint, Source], size: int) -> tuple[Checkpoint, S
                 _refuse_learned(ckpt, source, fqn, rows, size)
             tails.add(tail)
             cut.append(fqn)
-        for name in rows:
+        copy = f"extra.master.{fqn}"  # Megatron-Core's, in fp32
+        for name in (*rows, *([copy] if copy in ckpt.tensors else [])):
             changed[name] = _with_rows(ckpt.tensors[name], size, zeros)
     verb = "cut" if cut else "padded with zeros"
     old = ", ".join(dict.fromkeys(f"{t.shape[0]:,}" for t in weights.values() if t.shape[0] != size))
     note = (
         f"{verb} from {old} to {size:,} rows: {', '.join(n for n, t in weights.items() if t.shape[0] != size)}, and "
-        f"{len(changed) - sum(t.shape[0] != size for t in weights.values())} slots of the optimizer"
+        f"{len(changed) - sum(t.shape[0] != size for t in weights.values())} tensors of the optimizer"
     )
     new = replace(
         ckpt, tensors={n: changed.get(n, t) for n, t in ckpt.tensors.items()}, files=[*ckpt.files, ZEROS], sizes=[*ckpt.sizes, ENDLESS],

@@ -125,7 +125,9 @@ def _solved(
     if not group.from_whole:
         for i, v in enumerate(group.stacked):
             sizes[v] = 1 + max(at[i] for _, at in group.names)
-        sizes.setdefault(PAD, 0)
+        for a in {a for f in whole.sums if (PAD,) in f for t in f for a in t}:
+            sizes.pop(a, None)  # the rows that are there, however many are asked for
+        sizes[PAD] = 0
     rows = [(line.whole.axes if k < 0 else line.parts[k].axes, shape) for (k, _), shape in shapes.items()]
     for _ in range(2):
         for axes, shape in rows:

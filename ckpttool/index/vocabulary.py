@@ -11,7 +11,7 @@ from .checkpoint import Checkpoint, TensorEntry
 __all__ = ["embedding_and_head", "is_vocabulary", "vocabulary_of"]
 
 _EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|wte|word_embeddings|tok_embeddings|embed_in)\.weight")
-_HEAD = re.compile(r"(?:(?:.*\.)?(?:lm_head|embed_out)|output)\.(?:weight|bias)")
+_HEAD = re.compile(r"(?:(?:.*\.)?(?:lm_head|embed_out|output_layer)|output)\.(?:weight|bias)")
 
 
 def is_vocabulary(fqn: str) -> bool:

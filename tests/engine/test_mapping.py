@@ -253,6 +253,12 @@ def test_padding_is_kept_where_nothing_tells_the_size_of_the_vocabulary_or_it_wa
     (tmp_path / "config.json").write_text('{"model_type": "x", "vocab_size": 7}')
     ckpttool.convert(src, tmp_path / "p.pt", map=name_map, config=str(tmp_path), canonical_keys=True, vocab_size=10)
     assert torch.equal(torch.load(tmp_path / "p.pt")["model"]["wte.weight"], weight)
+    # and back, with more rows: zeros, since the embedding has that many rows in the end
+    text = PADDED.replace("emb [", "word_embeddings.weight [")
+    src, name_map = written(tmp_path, {"model": {"wte.weight": weight}}, text, '{"model_type": "x", "vocab_size": 10}')
+    ckpttool.convert(src, tmp_path / "q.pt", map=name_map, config=str(tmp_path), canonical_keys=True, vocab_size=12)
+    got = torch.load(tmp_path / "q.pt")["model"]["word_embeddings.weight"]
+    assert torch.equal(got[:10], weight) and got.shape == (12, 3) and not got[10:].any()
 
 
 def test_what_is_no_tensor_in_the_model_is_renamed_or_stops_it(tmp_path: Path) -> None:
