@@ -80,6 +80,8 @@ def joined_parts(
         if not 0 <= file < len(files) or offset < 0 or offset + length > sizes[file]:
             return None  # `check` says so
         what = f'{source.root}/{files[file]} at byte {offset} ("{name}")'
+        if not zip_bytes.is_zip(source.read(files[file], offset, min(length, 4))):
+            return None  # overwritten, or something else: `check` says that it is too short
         found: Any = _item(source, files[file], offset, length, what)
         if not isinstance(found, Opaque) or not subclasses.is_subclass(found):
             if isinstance(found, StoredTensor) and found.shape == shape and found.numel:

@@ -232,6 +232,9 @@ def _bits(bits: Any) -> str:
     return f"{' and '.join(meanings)}. Save {''.join(f'.{c}()' for c in calls)} of it"
 
 
+_NAMED = 16  # tensors whose place in the tree is looked for
+
+
 def _refuse_unread(tree: Any, unread: list[tuple[Any, str]], what: str, later: bool) -> Any:
     """The tree. A tensor whose numbers are not those of its storage is refused: now, or with `later` where it is needed.
 
@@ -239,13 +242,19 @@ def _refuse_unread(tree: Any, unread: list[tuple[Any, str]], what: str, later: b
         Unsupported: with the tensor's path in dicts and lists.
     """
     if unread and later:
-        reasons = {id(tensor): f"{what}: a tensor {why}." for tensor, why in unread}
+        reasons = {
+            id(tensor): _unread_text(tree if i < _NAMED else None, tensor, why, what)
+            for i, (tensor, why) in enumerate(unread)
+        }
         return map_tensors(tree, lambda t: Refused(reasons[id(t)]) if id(t) in reasons else t)
     if unread:
-        tensor, why = unread[0]
-        name = joined(_path_to(tree, tensor) or ())
-        raise Unsupported(f'{what}: {f"""tensor "{name}" """ if name else "a tensor "}{why}.')
+        raise Unsupported(_unread_text(tree, *unread[0], what))
     return tree
+
+
+def _unread_text(tree: Any, tensor: Any, why: str, what: str) -> str:
+    name = joined(_path_to(tree, tensor) or ())
+    return f'{what}: {f"""tensor "{name}" """ if name else "a tensor "}{why}.'
 
 
 def _path_to(tree: Any, wanted: Any) -> Path | None:
