@@ -210,8 +210,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     if not folders and (found := _legacy(source)):
         raise Unsupported(
             f"{source.root}: {found}/model_optim_rng.pt is of Megatron-LM's older format (torch), in which every tensor- and pipeline-parallel rank "
-            "has a file of its own parts, and nothing says how they go together. Load it in Megatron-LM and save it again: "
-            "--ckpt-convert-format torch_dist --ckpt-convert-save DIR. Of a job of one rank, give the file itself."
+            "has a file of its own parts, and nothing says how they go together. Load it in Megatron-LM and save it again, with its "
+            "options ckpt-convert-format torch_dist and ckpt-convert-save DIR. Of a job of one rank, give the file itself."
         )
     if not folders:
         raise Unsupported(f"{source.root}: {why}.")

@@ -19,7 +19,6 @@ where a tensor is cut, joined, permuted or transposed; without them it is rename
 
 from __future__ import annotations
 
-import ast
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -274,25 +273,47 @@ def _equation(sides: list[list[tuple[str, str | None]]], component: str | None, 
 # --------------------------------------------------------------------------------------------------------------- sizes
 
 
-def _checked(expression: str, where: str) -> ast.expr:
+#: A number, the name of a key, or a tuple (operator, left, right).
+_Tree = int | str | tuple[str, Any, Any]
+
+_LEVELS = ("|", "+-", "*/")  # operators, those that bind least first
+
+
+def _checked(expression: str, where: str) -> _Tree:
     """The tree of an expression over whole numbers and keys of a config.
 
     Raises:
         UsageError: it is something else.
     """
-    try:
-        tree = ast.parse(expression, mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    tokens = re.findall(r"\d+|[^\W\d]\w*|\S", expression)
+    if len(expression) > 300 or any(not re.fullmatch(r"\d+|[^\W\d]\w*|[-+*/|()]", t) for t in tokens):
         raise UsageError(
-            f"{where}: {expression[:80]!r} is not an expression of numbers and keys of config.json."
-        ) from None
-    for node in ast.walk(tree):
-        plain = isinstance(node, (ast.Name, ast.BinOp, ast.Load, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.BitOr))
-        if not plain and not (isinstance(node, ast.Constant) and type(node.value) is int):
-            raise UsageError(
-                f"{where}: a size is made of numbers, keys of config.json, + - * / and |, not of {expression[:80]!r}."
-            )
-    return tree
+            f"{where}: a size is made of numbers, keys of config.json, + - * / and |, not of {expression[:80]!r}."
+        )
+    tokens.append("")
+
+    def level(k: int) -> _Tree:
+        if k == len(_LEVELS):
+            token = tokens.pop(0)
+            if token == "(":
+                inside = level(0)
+                if tokens.pop(0) == ")":
+                    return inside
+            elif token and token not in "+-*/|)":
+                return int(token) if token.isdigit() else token
+            raise IndexError
+        tree = level(k + 1)
+        while tokens[0] and tokens[0] in _LEVELS[k]:
+            tree = (tokens.pop(0), tree, level(k + 1))
+        return tree
+
+    try:
+        tree = level(0)
+        if tokens == [""]:
+            return tree
+    except (IndexError, RecursionError):
+        pass
+    raise UsageError(f"{where}: {expression[:80]!r} is not an expression of numbers and keys of config.json.")
 
 
 def size_of(expression: str, config: Mapping[str, Any]) -> int | None:
@@ -302,24 +323,23 @@ def size_of(expression: str, config: Mapping[str, Any]) -> int | None:
         UsageError: it divides without an integer result, or by 0.
     """
 
-    def value(node: ast.expr) -> int | None:
-        if isinstance(node, ast.Constant):
-            assert isinstance(node.value, int)
-            return node.value
-        if isinstance(node, ast.Name):
-            found = config.get(node.id)
+    def value(tree: _Tree) -> int | None:
+        if isinstance(tree, int):
+            return tree
+        if isinstance(tree, str):
+            found = config.get(tree)
             return found if type(found) is int and found >= 0 else None
-        assert isinstance(node, ast.BinOp)
-        a = value(node.left)
-        if isinstance(node.op, ast.BitOr):
-            return value(node.right) if a is None else a
-        b = value(node.right)
+        operator, left, right = tree
+        a = value(left)
+        if operator == "|":
+            return value(right) if a is None else a
+        b = value(right)
         if a is None or b is None:
             return None
-        if isinstance(node.op, ast.Div):
+        if operator == "/":
             if b == 0 or a % b:
                 raise UsageError(f"config.json makes {expression} {a} / {b}, which is not a whole number.")
             return a // b
-        return a + b if isinstance(node.op, ast.Add) else a - b if isinstance(node.op, ast.Sub) else a * b
+        return a + b if operator == "+" else a - b if operator == "-" else a * b
 
     return value(_checked(expression, "size"))

@@ -402,7 +402,7 @@ def test_files_of_model_parallel_ranks_are_refused_with_the_way_out(tmp_path: Pa
     for rank in ("mp_rank_00_000", "mp_rank_01_000"):
         (tmp_path / "iter_0000003" / rank).mkdir(parents=True)
         torch.save({"model": {}}, tmp_path / "iter_0000003" / rank / "model_optim_rng.pt")
-    with pytest.raises(Unsupported, match="--ckpt-convert-format torch_dist") as e:
+    with pytest.raises(Unsupported, match="ckpt-convert-format torch_dist") as e:
         ckpttool.open(tmp_path / "iter_0000003")
     assert "mp_rank_00_000/model_optim_rng.pt" in str(e.value)
 

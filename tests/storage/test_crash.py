@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -320,15 +321,16 @@ def test_what_an_interrupted_run_left_is_not_used_for_a_source_that_changed_sinc
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
+def small_disk() -> Iterator[Path]:
+    """A file system of 4 MB; not below tmp_path, where another run of pytest cleans up."""
+    disk = Path(tempfile.mkdtemp(prefix="ckpttool-small-disk-"))
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(disk)], capture_output=True)
     if mounted.returncode:
+        disk.rmdir()
         pytest.skip("mount is not allowed here")
     yield disk
     subprocess.run(["umount", str(disk)], check=True)
+    disk.rmdir()
 
 
 def test_a_disk_that_is_too_small_is_refused_before_a_byte_is_written(big: Path, small_disk: Path) -> None:
