@@ -384,7 +384,7 @@ def test_sizes_are_expressions_of_the_config(expression: str, value: int | None)
     ["", "a b", "a +", "(a", "a)", "a ** 2", "a.b", "-a", "1.5", "'a'", "(" * 300, "a" * 400, "()", "a || b"],
 )
 def test_what_is_no_expression_is_refused(expression: str) -> None:
-    with pytest.raises(UsageError, match="not of|not an expression"):
+    with pytest.raises(UsageError, match=r"not of|not an expression"):
         size_of(expression, {"a": 6})
 
 
