@@ -52,8 +52,6 @@ from ckpttool.storage.source import Source
 
 from ._dcp_metadata import read_index
 from ._megatron_boxes import flat_ranges, layer
-from ._megatron_buckets import BUCKETS, resolve
-from ._megatron_fsdp import canonical_fsdp
 from ._megatron_state import Key, common_tree, key_of, name_groups, path_of_object
 from ._megatron_write import prepare, write
 
@@ -264,6 +262,8 @@ def _read_fsdp(where: Place, options: ReadOptions) -> Checkpoint:
     found = layouts.find("dcp").read(where, ReadOptions(salvage=options.salvage))
     leaves = found.leaves()
     prefixed = {str(original(p, found.origin)[-1]): str(p[1]) for p in leaves if p[0] == "model" and len(p) == 2}
+    from ._megatron_fsdp import canonical_fsdp
+
     named = CanonicalState(canonical_fsdp(leaves, prefixed), {}, TRAINER, found.notes)
     if len(named.leaves) != len(leaves):
         found.notes.append(
@@ -401,6 +401,8 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
     items = {n: t for n, t in ckpt.tensors.items() if t.path[3:] != ("step",)}  # which all parameters share
     found = dcp.locate(replace(ckpt, tensors=items), source)
     out = replace(found, tensors={n: found.tensors.get(n, t) for n, t in ckpt.tensors.items()})
+    from ._megatron_buckets import BUCKETS, resolve
+
     asked = {t.path[0] for t in out.tensors.values() if BUCKETS in t.path}
     if asked:
         whole = read(Place(source, None), ReadOptions())  # the weights, too, where they were not asked for

@@ -19,7 +19,6 @@ from ..storage import urls
 from ..storage.buffers import IOBudget
 from ..storage.destination import Destination, write_error
 from ..storage.source import Source
-from ..storage.threads import InThisThread
 from . import part_worker
 from .destination import normal_destination, open_destination, recovered, refuse_destination, refuse_source
 from .executors import Workers, WorkersSpec, default_count, serve_if_worker, workers_of
@@ -296,6 +295,8 @@ def _workers(
     elif alone and not destination.begun:
         yield None
     elif alone:
+        from ..storage.threads import InThisThread
+
         try:
             yield Workers(InThisThread(), 1, False, "this process")
         finally:

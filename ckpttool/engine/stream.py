@@ -30,7 +30,6 @@ from ..index import boxes
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Record, TensorEntry
 from ..storage.buffers import ALIGN, DEFAULT_BUDGET, BufferPool, IOBudget, Lease
 from ..storage.source import Source, read_error
-from ..storage.threads import reading_or_writing
 from .block_plans import BlockPlan, StreamJob, plans
 from .dtypes import bits_dtype, cast
 from .record_crcs import CrcVerifier, Mismatch
@@ -137,6 +136,8 @@ class Reader:
         threads = (
             min(1, self._threads) if any(job.entry.chunks.zstd for job in listed) else self._threads
         )  # a frame is decompressed in order only
+        from ..storage.threads import reading_or_writing
+
         with reading_or_writing(threads, "ckpttool-read") as pool:
             try:
                 while True:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from .buffers import ALIGN, BufferPool, IOBudget
 from .destination import Altered, DestinationFile, write_error
 from .partial import keep_ours
-from .threads import reading_or_writing
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -43,6 +42,8 @@ class WriterPool:
         self.buffers = BufferPool(count, size)
         self.spare = count
         self.size = size
+        from .threads import reading_or_writing
+
         self.pool = reading_or_writing(budget.writer_threads, "ckpttool-write")
         self.most_pending = max(
             1, budget.writer_threads - 1

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Mapping
@@ -195,6 +194,8 @@ def gone(url: str) -> RemoteError:
 
 def no_room(e: OSError) -> NoSpace:
     """The error for parts that cannot wait on the disk."""
+    import tempfile
+
     return NoSpace(
         f"{tempfile.gettempdir()}: {e.strerror}. So many files are written at once that their parts wait there to be sent; free some space, or "
         "set TMPDIR to a roomier folder, and run the same command again."
@@ -233,6 +234,8 @@ class PartsUpload:
         self.pending: list[Future[None]] = []
 
     def _empty(self) -> IO[bytes]:
+        import tempfile
+
         return tempfile.TemporaryFile() if self.on_disk else io.BytesIO()
 
     def _begin(self, lock: dict[str, Any]) -> None:
