@@ -225,7 +225,7 @@ def test_no_room_for_parts_that_wait(bucket: str, monkeypatch: pytest.MonkeyPatc
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(upload, "SIZES", UploadSizes(buffered_bytes=1))
-    monkeypatch.setattr(upload.tempfile, "TemporaryFile", Full)
+    monkeypatch.setattr(tempfile, "TemporaryFile", Full)
     with pytest.raises(NoSpace, match=f"{tempfile.gettempdir()}: No space left on device.*TMPDIR"):
         convert(DCP, f"{bucket}/a", to="dcp", world_size=3)
 
