@@ -53,7 +53,7 @@ def under_other_names(
     Raises:
         UsageError, Unsupported: as `mapping.mapped`.
     """
-    if asked == NO_MAP or (asked is None and not to_hub):
+    if asked == NO_MAP or (asked is None and not (to_hub and ckpt.trainer)):  # maps of trainers are found by its name
         return ckpt
     known = ckpt.config if config is None else None
     if known is None:
