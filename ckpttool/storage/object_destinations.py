@@ -94,6 +94,11 @@ class _Uploaded:
         """Nothing: the store lists what it has."""
         return {}
 
+    @property
+    def begun(self) -> bool:
+        """Whether an earlier run left parts to go on from."""
+        return self.sharable and self.upload.begun
+
     def share(self, files: Mapping[str, int]) -> dict[str, Any]:
         """Begin the uploads of these files, or go on with those of an earlier run; what `SharedObjects` is made of."""
         raise NotImplementedError
@@ -156,11 +161,6 @@ class ObjectDestination(_Uploaded):
         self.sharable = self.upload.sharable
         self.part_bytes = self.upload.part_bytes
 
-    @property
-    def begun(self) -> bool:
-        """Whether an earlier run left parts to go on from."""
-        return self.sharable and self.upload.begun
-
     def share(self, files: Mapping[str, int]) -> dict[str, Any]:
         """Begin the upload, or go on with that of an earlier run."""
         begun = self.begun
@@ -197,11 +197,6 @@ class PrefixDestination(_Uploaded):
         )
         self.sharable = self.upload.sharable
         self.part_bytes = self.upload.part_bytes
-
-    @property
-    def begun(self) -> bool:
-        """Whether an earlier run left parts to go on from."""
-        return self.sharable and self.upload.begun
 
     def share(self, files: Mapping[str, int]) -> dict[str, Any]:
         """Begin the uploads, or go on with those of an earlier run."""
