@@ -123,6 +123,17 @@ class WriteOptions(ModelHints):
         """The layout's own options, or the defaults of `kind`."""
         return self.own if isinstance(self.own, kind) else kind()
 
+    def ranks(self, ckpt: Checkpoint) -> int:
+        """Ranks of the job that will load what is written.
+
+        Raises:
+            UsageError: no world size was given and the source has none.
+        """
+        world = self.world_size or ckpt.world_size
+        if not world or world < 1:
+            raise UsageError(f"{argument('world_size')} is needed: the number of ranks of the job that will load this.")
+        return world
+
 
 def tree_of(
     leaves: dict[Path, Any], origin: Mapping[Path, Path], same: Any, options: WriteOptions

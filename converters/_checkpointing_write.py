@@ -10,7 +10,6 @@ from math import prod
 from typing import Any
 
 from ckpttool.engine.stream import small
-from ckpttool.errors import UsageError, argument
 from ckpttool.formats.pickle_writer import dump
 from ckpttool.formats.stored_tensors import Inline
 from ckpttool.formats.torch_pickles import TensorRef
@@ -50,9 +49,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     Raises:
         UsageError: no world size was given and the source has none.
     """
-    world = options.world_size or ckpt.world_size
-    if not world or world < 1:
-        raise UsageError(f"{argument('world_size')} is needed: the number of ranks of the job that will load this.")
+    world = options.ranks(ckpt)
     tree, notes = tree_of(ckpt.leaves(), ckpt.origin, same_bytes, options)
     if not ckpt.origin or not all(isinstance(p[0], str) and _ITEM.fullmatch(p[0]) for p in tree):
         if ckpt.origin:

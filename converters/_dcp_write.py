@@ -11,7 +11,6 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
-from ckpttool.errors import UsageError, argument
 from ckpttool.formats import torch_pickles, zip_bytes
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import (
@@ -39,9 +38,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     Raises:
         UsageError: no world size was given and the source has none.
     """
-    world = options.world_size or ckpt.world_size
-    if not world or world < 1:
-        raise UsageError(f"{argument('world_size')} is needed: the number of ranks of the job that will load this.")
+    world = options.ranks(ckpt)
     tree, notes = tree_of(collapsed(ckpt.leaves()), _sharded_origin(ckpt), None, options)
     parts = Parts(_frame_sizes)
     objects: dict[str, Composite] = {}  # by the names of the tensors inside

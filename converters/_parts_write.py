@@ -36,7 +36,6 @@ __all__ = [
     "joined_drafts",
     "left_over",
     "state_drafts",
-    "world_size_of",
 ]
 
 
@@ -60,18 +59,6 @@ class SmallFile:
 
     name: str
     leaves: Mapping[Path, TensorEntry | Any]
-
-
-def world_size_of(ckpt: Checkpoint, options: WriteOptions) -> int:
-    """Ranks of the job that will load it.
-
-    Raises:
-        UsageError: nobody says.
-    """
-    world = options.world_size or ckpt.world_size
-    if not world:
-        raise UsageError(f"{argument('world_size')} is needed: the number of ranks of the job that will load this.")
-    return world
 
 
 def state_drafts(

@@ -17,7 +17,7 @@ from ckpttool.index.names import step_count
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
-from ._parts_write import SmallFile, data_files, joined_drafts, left_over, state_drafts, world_size_of
+from ._parts_write import SmallFile, data_files, joined_drafts, left_over, state_drafts
 
 __all__ = ["RNG_KEYS", "write_accelerate", "write_lightning", "write_titan", "write_trainer"]
 
@@ -104,7 +104,7 @@ def _written(
 
 def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """What `accelerator.load_state` of a job with FSDP reads."""
-    world = world_size_of(ckpt, options)
+    world = options.ranks(ckpt)
     placed: set[Path] = set()
     small = []
     for i, (paths, state) in enumerate(_schedulers(ckpt)):
@@ -132,7 +132,7 @@ def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) ->
 
 def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """What `Trainer.train(resume_from_checkpoint=...)` of a job with FSDP reads."""
-    world = world_size_of(ckpt, options)
+    world = options.ranks(ckpt)
     placed: set[Path] = set()
     small, notes = [], []
     for paths, state in _schedulers(ckpt)[:1]:
@@ -204,7 +204,7 @@ _LIGHTNING_VERSION = "2.6.0"
 
 def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """What `trainer.fit(ckpt_path=...)` of a job with FSDPStrategy or ModelParallelStrategy reads."""
-    world = world_size_of(ckpt, options)
+    world = options.ranks(ckpt)
     placed: set[Path] = set()
     notes: list[str] = []
     step = _step_of(ckpt, source)
@@ -300,7 +300,7 @@ def _titan_tree(leaves: dict[Path, Any]) -> dict[Path, Any]:
 
 def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """What torchtitan's CheckpointManager asks for."""
-    world = world_size_of(ckpt, options)
+    world = options.ranks(ckpt)
     step = _step_of(ckpt, source)
     made: dict[Path, Any] = {}
     if ckpt.value("trainer.step") is None:

@@ -7,7 +7,6 @@ from math import prod
 from typing import Any
 
 from ckpttool.engine.training import shared_scalars, split_training_state
-from ckpttool.errors import UsageError, argument
 from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, joined
@@ -29,9 +28,7 @@ def write_stage(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: 
     Raises:
         UsageError: no world size was given and the source has none. Unsupported: see training.split_training_state.
     """
-    world = options.world_size or ckpt.world_size
-    if not world:
-        raise UsageError(f"{argument('world_size')} is needed: the number of ranks of the job that will load this.")
+    world = options.ranks(ckpt)
     state = split_training_state(ckpt, source, options.like and options.like.optimizer)
     tensors = {n: replace(t, dtype=options.cast(f"model.{n}", t.dtype)) for n, t in state.tensors.items()}
     plan = dw.Plan(state, tensors, stage, options, options.of(dw.ZeroOptions), ckpt)
