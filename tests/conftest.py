@@ -10,6 +10,7 @@ from typing import Any
 
 import answers
 import pytest
+import stores
 from hypothesis import HealthCheck, settings
 
 from ckpttool.huggingface import hub_names, model_names
@@ -88,3 +89,23 @@ def _answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def canary(tmp_path: Path) -> Path:
     """A file that no run may create: malicious content tries to."""
     return tmp_path / "canary"
+
+
+@pytest.fixture
+def s3() -> stores.Moto:
+    """The S3 server of this test process."""
+    return stores.moto()
+
+
+@pytest.fixture
+def bucket(s3: stores.Moto, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of a new bucket of it."""
+    return s3.bucket(monkeypatch)
+
+
+@pytest.fixture
+def proxied(s3: stores.Moto, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[stores.Flaky]:
+    """The same server behind a proxy that does harm when it is told to."""
+    with stores.Flaky(s3.endpoint, lambda *_: None) as proxy:
+        s3.environment(monkeypatch, proxy.endpoint)
+        yield proxy

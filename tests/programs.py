@@ -2,16 +2,69 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 TESTS = Path(__file__).parent
+
+
+#: Parts are small and reading is slow, so that there is time to do harm.
+_SITE = """
+import os, time
+from ckpttool.engine import dispatch, parts, stream
+parts._LEAST_BYTES, parts._LEAST_BYTES_OF_A_FILE, dispatch._SLOW_SECONDS = 8 << 10, 1 << 10, 1.0
+load = stream.Reader._load_batch
+def slowly(self, batch):
+    time.sleep(float(os.environ["SECONDS_A_BLOCK"]))
+    return load(self, batch)
+stream.Reader._load_batch = slowly
+"""
+
+
+class SlowConversion:
+    """`ckpttool convert WORDS --json --jobs 1`, while it runs, with a sitecustomize.py in `tmp_path` for all of its processes."""
+
+    def __init__(self, tmp_path: Path, *words: object, seconds: float, more: str = "") -> None:
+        (tmp_path / "site").mkdir(exist_ok=True)
+        (tmp_path / "site" / "sitecustomize.py").write_text(_SITE + more)
+        env = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "SECONDS_A_BLOCK": str(seconds)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "ckpttool", "convert", *map(str, words), "--json", "--jobs", "1"],
+            env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def processes(self) -> tuple[int, list[int]]:
+        """The template, and the workers that it has made."""
+        (template,) = children(self.process.pid)
+        return template, children(template)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Until a condition is met, while it runs."""
+        end = time.monotonic() + 60
+        while not condition():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    def result(self) -> dict[str, Any]:
+        """What it prints at its end."""
+        out, err = self.process.communicate(timeout=60)
+        assert self.process.returncode == 0, err
+        found: dict[str, Any] = json.loads(out)
+        return found
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    return [int(p) for t in Path(f"/proc/{pid}/task").iterdir() for p in (t / "children").read_text().split()]
 
 
 def script(code: str, *arguments: object, before: tuple[str, ...] = (), **more: Any) -> subprocess.Popen[str]:

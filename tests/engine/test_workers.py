@@ -1,7 +1,4 @@
-"""Worker processes that are killed, stopped and woken; a coordinator that is killed. Real processes, `ckpttool convert --workers`.
-
-A sitecustomize.py makes parts small and reading slow in all of them, so that there is time to do harm.
-"""
+"""Worker processes that are killed, stopped and woken; a coordinator that is killed. Real processes, `ckpttool convert --workers`."""
 
 from __future__ import annotations
 
@@ -10,15 +7,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from peers import FIXTURES
+from programs import SlowConversion
 from test_parts import contents
 
 import ckpttool
@@ -26,59 +22,22 @@ import ckpttool
 pytestmark = pytest.mark.slow
 
 SOURCE = FIXTURES / "fsdp2_w3" / "ckpt"
-SITE = """
-import os, time
-from ckpttool.engine import dispatch, parts, stream
-parts._LEAST_BYTES, parts._LEAST_BYTES_OF_A_FILE, dispatch._SLOW_SECONDS = 8 << 10, 1 << 10, 1.0
-load = stream.Reader._load_batch
-def slowly(self, batch):
-    time.sleep(float(os.environ["SECONDS_A_BLOCK"]))
-    return load(self, batch)
-stream.Reader._load_batch = slowly
-"""
 
 
-class Run:
-    """`ckpttool convert SOURCE OUT --workers N --json`, while it runs."""
+class Run(SlowConversion):
+    """`ckpttool convert SOURCE OUT --workers N`, while it runs."""
 
     def __init__(self, tmp_path: Path, *words: str, seconds: float = 0.05, disk: Path | None = None) -> None:
-        (tmp_path / "site").mkdir(exist_ok=True)
-        (tmp_path / "site" / "sitecustomize.py").write_text(SITE)
-        env = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "SECONDS_A_BLOCK": str(seconds)}
         self.out = (disk or tmp_path) / "out"
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "ckpttool", "convert", str(SOURCE), str(self.out), "--json", "--jobs", "1", *words],
-            env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        super().__init__(tmp_path, SOURCE, self.out, *words, seconds=seconds)
 
     def parts(self) -> int:
         """How many parts are filled by now."""
         return len(list(self.out.parent.glob(".out.partial-*/parts/*.json")))
 
-    def processes(self) -> tuple[int, list[int]]:
-        """The template, and the workers that it has made."""
-        (template,) = children(self.process.pid)
-        return template, children(template)
-
     def wait_for(self, parts: int) -> None:
         """Until so many parts are filled."""
-        end = time.monotonic() + 60
-        while self.parts() < parts:
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < end
-            time.sleep(0.01)
-
-    def result(self) -> dict[str, Any]:
-        """What it prints at its end."""
-        out, err = self.process.communicate(timeout=60)
-        assert self.process.returncode == 0, err
-        found: dict[str, Any] = json.loads(out)
-        return found
-
-
-def children(pid: int) -> list[int]:
-    """The processes that a process has started."""
-    return [int(p) for t in Path(f"/proc/{pid}/task").iterdir() for p in (t / "children").read_text().split()]
+        self.wait_until(lambda: self.parts() >= parts)
 
 
 @pytest.fixture(scope="module")

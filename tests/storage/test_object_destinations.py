@@ -7,12 +7,11 @@ import io
 import json
 import signal
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stores import Cutting, Flaky, Moto, moto
+from stores import Cutting, Flaky, Moto
 
 from ckpttool import HfOptions
 from ckpttool.engine import fill
@@ -35,23 +34,6 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retries, "POLICY", retries.RetryPolicy(first_wait_seconds=0.001))
-
-
-@pytest.fixture
-def s3() -> Moto:
-    return moto()
-
-
-@pytest.fixture
-def bucket(s3: Moto, monkeypatch: pytest.MonkeyPatch) -> str:
-    return s3.bucket(monkeypatch)
-
-
-@pytest.fixture
-def proxied(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Flaky]:
-    with Flaky(s3.endpoint, lambda *_: None) as proxy:
-        s3.environment(monkeypatch, proxy.endpoint)
-        yield proxy
 
 
 def keys(s3: Moto, bucket: str) -> list[str]:

@@ -52,16 +52,6 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retries, "POLICY", retries.RetryPolicy(first_wait_seconds=0.001))
 
 
-@pytest.fixture
-def s3() -> Moto:
-    return stores.moto()
-
-
-@pytest.fixture
-def bucket(s3: Moto, monkeypatch: pytest.MonkeyPatch) -> str:
-    return s3.bucket(monkeypatch)
-
-
 def put(s3: Moto, url: str, data: bytes, **how: Any) -> None:
     name, _, key = url.removeprefix("s3://").partition("/")
     s3.client().put_object(Bucket=name, Key=key, Body=data, **how)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from pathlib import Path
@@ -16,7 +13,7 @@ from typing import Any
 
 import pytest
 from peers import FIXTURES
-from programs import mpiexec, script
+from programs import SlowConversion, mpiexec, script
 from stores import Flaky, Moto, What, moto
 
 import ckpttool
@@ -52,23 +49,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(parts, "_LEAST_BYTES_OF_A_FILE", KIB)
     yield
     part_worker.forget()
-
-
-@pytest.fixture
-def s3() -> Moto:
-    return moto()
-
-
-@pytest.fixture
-def bucket(s3: Moto, monkeypatch: pytest.MonkeyPatch) -> str:
-    return s3.bucket(monkeypatch)
-
-
-@pytest.fixture
-def proxied(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Flaky]:
-    with Flaky(s3.endpoint, lambda *_: None) as proxy:
-        s3.environment(monkeypatch, proxy.endpoint)
-        yield proxy
 
 
 class Workers(Executor):
@@ -438,54 +418,20 @@ def test_stores_without_parts_say_that_one_process_writes(bucket: str, monkeypat
 # ----------------------------------------------------------------------------------------------------- real processes
 
 SITE = """
-import os, time
-from ckpttool.engine import dispatch, parts, stream
 from ckpttool.storage import upload
-parts._LEAST_BYTES, parts._LEAST_BYTES_OF_A_FILE, dispatch._SLOW_SECONDS = 8 << 10, 1 << 10, 1.0
 upload.SIZES = upload.UploadSizes(part_bytes=8 << 10, smallest_part_bytes=8 << 10)
-load = stream.Reader._load_batch
-def slowly(self, batch):
-    time.sleep(float(os.environ["SECONDS_A_BLOCK"]))
-    return load(self, batch)
-stream.Reader._load_batch = slowly
 """
 
 
-class Run:
-    """`ckpttool convert DCP URL --to dcp -n 3 --workers N --json`, while it runs."""
+class Run(SlowConversion):
+    """`ckpttool convert DCP URL --to dcp -n 3 --workers N`, while it runs."""
 
     def __init__(self, tmp_path: Path, url: str, workers: int, seconds: float = 0.05) -> None:
-        (tmp_path / "site").mkdir(exist_ok=True)
-        (tmp_path / "site" / "sitecustomize.py").write_text(SITE)
-        env = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "SECONDS_A_BLOCK": str(seconds)}
-        words = [str(DCP), url, "--to", "dcp", "-n", "3", "--json", "--jobs", "1", "--workers", str(workers)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "ckpttool", "convert", *words],
-            env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-
-    def workers(self) -> list[int]:
-        """The processes that work for it: the children of its template."""
-        (template,) = _children(self.process.pid)
-        return _children(template)
+        super().__init__(tmp_path, DCP, url, "--to", "dcp", "-n", "3", "--workers", workers, seconds=seconds, more=SITE)
 
     def wait_for(self, s3: Moto, bucket: str, many: int) -> None:
         """Until the store has so many parts."""
-        end = time.monotonic() + 60
-        while listed(s3, bucket) < many:
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < end
-            time.sleep(0.02)
-
-    def result(self) -> dict[str, Any]:
-        out, err = self.process.communicate(timeout=60)
-        assert self.process.returncode == 0, err
-        found: dict[str, Any] = json.loads(out)
-        return found
-
-
-def _children(pid: int) -> list[int]:
-    return [int(p) for t in Path(f"/proc/{pid}/task").iterdir() for p in (t / "children").read_text().split()]
+        self.wait_until(lambda: listed(s3, bucket) >= many)
 
 
 @pytest.mark.slow
@@ -493,7 +439,7 @@ def test_four_processes_three_of_which_are_killed(s3: Moto, bucket: str, tmp_pat
     convert(DCP, f"{bucket}/one", "dcp", workers=1)
     run = Run(tmp_path, f"{bucket}/many", 4, seconds=0.1)
     run.wait_for(s3, bucket, 3)
-    for pid in run.workers()[:3]:  # one of them may be between two parts
+    for pid in run.processes()[1][:3]:  # one of them may be between two parts
         os.kill(pid, signal.SIGKILL)
     found = run.result()
     assert found["workers"]["count"] == 4 and found["workers"]["again"] >= 1 and found["verified"]
