@@ -153,7 +153,7 @@ def convert(
         ignore_recorded_digests: do not compare the source with the digests in its ckpttool.json, or in itself.
         expected: {tensor: BLAKE3 in hex} that the source must have, instead of those in its ckpttool.json.
         max_memory_bytes: budget of all buffers of a process, in bytes; 150 MB where None, 220 MB where the source is in a store.
-        threads: threads that read, and as many that write; of each worker, where there are some.
+        threads: threads that read, and as many that write; of each worker, where there are some. With 1, one thread does everything.
         workers: who fills the parts of the destination at the same time: a number of processes on this machine, "dask:ADDRESS",
             "ray:ADDRESS", "mpi", "package.module:factory", or a `concurrent.futures.Executor`. Where None, as many processes as
             the machine and the bytes deserve: one for less than 4 GB or on fewer than 4 cores.
