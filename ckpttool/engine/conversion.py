@@ -122,8 +122,8 @@ def convert(
     Args:
         src: a folder, a file, or the URL of one; never changed.
         dst: path or URL of the new checkpoint.
-        to: layout to write ("dcp", "full", "hf", "zero3", "zero2", "zero1", "universal", "fsdp1", "torch_checkpointing", "audit",
-            "accelerate", "trainer", "lightning", "torchtitan"); where None, the name of the destination tells (".pt", ".pth", ".bin" and
+        to: layout to write ("dcp", "full", "hf", "zero3", "zero2", "zero1", "universal", "fsdp1", "torch_checkpointing", "megatron",
+            "audit", "accelerate", "trainer", "lightning", "torchtitan"); where None, the name of the destination tells (".pt", ".pth", ".bin" and
             ".ckpt" are full).
         options: what only that layout understands: an `HfOptions`, `ZeroOptions` (zero1 to zero3), `UniversalOptions`,
             `Fsdp1Options`, `ArchiveOptions` or `DirectoryOptions` (trainer, accelerate); `help` of these shows units and
