@@ -123,7 +123,12 @@ def tools(task: str) -> list[Tool]:
 
 def floor(task: str) -> list[Tool]:
     """The bare loop, where it does the work of the task."""
-    return [Tool("floor", lambda s, d: [PYTHON, str(ROOT / "bench/floor.py"), s, d])] if task in FLOOR else []
+    command = [PYTHON, str(ROOT / "bench/floor.py")]
+    loops = [
+        Tool("floor", lambda s, d: [*command, s, d]),
+        Tool("floor, O_DIRECT", lambda s, d: [*command, s, d, "--direct"]),
+    ]
+    return loops if task in FLOOR else []
 
 
 def size_of(path: Path) -> int:
