@@ -62,9 +62,12 @@ class Trace:
     `failed` says why the checkpoint could not be loaded into the job; then only `start` and the names in `state` are set,
     without fingerprints.
     `state` {canonical name: (dtype, shape, fingerprint)} of the tensors in the job after loading, at step `start`;
-    `others` the same for tensors that no job holds (scaler, averages of weights, counters), from the files.
+    `others` the same for tensors and arrays that no job holds (scaler, dataloader, random states, averages of weights), from
+    the files, and for what else is no plain value (`beside`).
     `stored` the fingerprints of the same tensors in the files, if these were read a second time and have the same dtype.
-    `scalars` are the values of tensors with one element, `values` the other plain data of the checkpoint.
+    `scalars` are the values of tensors with one element, `values` the other plain data of the checkpoint (`beside`).
+    `variants` {name: [...]}: of values and others that the ranks of a recorded job held differently, those of the ranks.
+    `unrecorded` {what: why} is what a `Recorder` did not record.
     `groups` are the optimizer's param groups as the job holds them: options, and "params": [FQN, ...].
     `tied` lists the names of each parameter that has more than one. `config` is the model's configuration.
     `probe` {"file": npy of logits (rows, vocabulary) float32, "agree": whether every rank has the same, "batch": digest
@@ -95,6 +98,8 @@ class Trace:
     stored: dict[str, str] = field(default_factory=dict)
     scalars: dict[str, float] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
+    variants: dict[str, list[Any]] = field(default_factory=dict)
+    unrecorded: dict[str, str] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     tied: list[list[str]] = field(default_factory=list)
     config: dict[str, Any] | None = None

@@ -27,6 +27,7 @@ from ..live.collectives import gathered
 from ..live.load import load
 from ..live.values import lossless
 from . import batches, fingerprint
+from .beside import taken
 from .job import Job, start
 from .recorder import (  # fmt: skip
     config_of,
@@ -45,6 +46,9 @@ from .trace import Trace, to_json
 from .training import measure_memory, probe, train_step
 
 __all__ = ["joined_job", "run"]
+
+#: The components of a checkpoint that are loaded into the job; what else it holds is compared as it is in the files.
+_IN_JOB = ("model", "optim")
 
 
 @contextmanager
@@ -97,8 +101,11 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
             dropout=has_dropout(job.model), parameters=sum(p.numel() for p in job.model.parameters()),
             tied=tied_names(job.model), config=config_of(job.model), notes=[*ckpt.notes, *job.notes],
             environment=environment() | {"deterministic": settings.deterministic, "compile": settings.compile},
-            values={n: v.data for n, v in ckpt.values.items() if _is_plain(v.data)},
+            values={n: v.data for n, v in ckpt.values.items() if v.path[0] in _IN_JOB and _is_plain(v.data)},
         )  # fmt: skip
+        rest = taken({v.path: v.data for v in ckpt.values.values() if v.path[0] not in _IN_JOB})
+        out.values |= rest.values
+        out.others = rest.others
         rows, out.sequence = _data(settings, job)
         entries = [t.path for t in ckpt.tensors.values()] + [v.path for v in ckpt.values.values()]
         trained = job.optimizer is not None and any(path[0] == "optim" for path in entries)
@@ -215,10 +222,10 @@ def _state(job: Job, trained: bool, opened: OpenCheckpoint, settings: Settings, 
     if apart:
         out.notes.append(f"{len(apart)} tensors have copies on several ranks that are not equal, first {apart[0]}")
         out.environment["copies_differ"] = apart
-    rest = [n for n, t in opened.locate().tensors.items() if t.path[0] in ("scheduler", "scaler", "trainer", "extra")]
+    rest = [n for n, t in opened.locate().tensors.items() if t.path[0] not in _IN_JOB]
     ranks = dist.get_rank(), dist.get_world_size()
     marks = fingerprint.in_files(opened, rest, *ranks, device)
-    out.others = {n: (opened.checkpoint.tensors[n].dtype, opened.checkpoint.tensors[n].shape, marks[n]) for n in rest}
+    out.others |= {n: (opened.checkpoint.tensors[n].dtype, opened.checkpoint.tensors[n].shape, marks[n]) for n in rest}
     if settings.reread:
         entries = opened.locate().tensors
         other = [n for n, t in entries.items() if n in tensors and t.dtype != dtype_of(tensors[n])]
