@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from peers import FIXTURES
-from programs import SlowConversion
+from programs import SlowConversion, alive
 from test_parts import contents
 
 import ckpttool
@@ -70,7 +70,7 @@ def test_a_template_that_is_killed_takes_its_workers_along_and_others_go_on(
     os.kill(template, signal.SIGKILL)
     found = run.result()
     assert contents(run.out) == wanted and found["workers"]["again"] >= 1
-    assert not any(alive(pid) for pid in workers)
+    assert not alive(workers)
 
 
 def test_a_coordinator_that_is_killed_leaves_no_worker_and_any_number_go_on(
@@ -85,7 +85,7 @@ def test_a_coordinator_that_is_killed_leaves_no_worker_and_any_number_go_on(
         run.process.kill()
         run.process.communicate()
         end = time.monotonic() + 10
-        while any(alive(pid) for pid in pids):
+        while alive(pids):
             assert time.monotonic() < end, "workers outlive their coordinator"
             time.sleep(0.02)
         assert not run.out.exists()
@@ -94,14 +94,6 @@ def test_a_coordinator_that_is_killed_leaves_no_worker_and_any_number_go_on(
         assert again["workers"]["filled_before"] == done >= 2 and again["verified"]
         assert contents(run.out) == wanted
         run.out.rename(tmp_path / f"done_{number}")
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; not one that has ended and waits to be noticed."""
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
 
 
 def test_a_worker_that_was_stopped_and_wakes_after_the_commit_does_no_harm(
@@ -114,11 +106,11 @@ def test_a_worker_that_was_stopped_and_wakes_after_the_commit_does_no_harm(
     try:
         found = run.result()  # the other worker does its part, and it is killed at the end
     finally:
-        if alive(stopped):
+        if alive([stopped]):
             os.kill(stopped, signal.SIGCONT)
     assert found["workers"]["again"] >= 1
     time.sleep(0.3)
-    assert contents(run.out) == wanted and not alive(stopped)
+    assert contents(run.out) == wanted and not alive([stopped])
 
 
 def test_an_interrupted_run_leaves_no_worker_and_what_was_filled(tmp_path: Path, wanted: dict[str, bytes]) -> None:
@@ -130,7 +122,7 @@ def test_an_interrupted_run_leaves_no_worker_and_what_was_filled(tmp_path: Path,
     out, err = run.process.communicate(timeout=20)
     assert run.process.returncode == 130 and "Run the same command again to continue" in out + err
     assert "Traceback" not in err
-    assert not any(alive(pid) for pid in pids)
+    assert not alive(pids)
     assert Run(tmp_path, *WORDS, seconds=0.0).result()["workers"]["filled_before"] >= 2
     assert contents(run.out) == wanted
 
@@ -199,7 +191,7 @@ def test_a_disk_that_fills_up_under_workers_keeps_what_is_filled(
     assert (
         "No space left on device. The destination is untouched. Free some space and run the same command again" in err
     )
-    assert "Traceback" not in err and not any(map(alive, [template, *workers]))
+    assert "Traceback" not in err and not alive([template, *workers])
     left = sorted(os.listdir(disk))
     assert not run.out.exists() and len([n for n in left if n.startswith(".out.partial-")]) == 1
     done = run.parts()
