@@ -42,7 +42,8 @@ class Job:
     """What is trained. `loss(model, batch)` returns (sum over the tokens that count, their number, logits or None).
 
     `rank` and `world` are those of the data: ranks of one tensor-parallel group read the same rows. `scale` is what the
-    sum of gradients must be multiplied with: 1, or the world size where a wrapper averages them.
+    sum of gradients must be multiplied with: 1, or the world size where a wrapper averages them. `dropout_off` is the
+    largest probability of a dropout that was switched off.
     """
 
     model: Any
@@ -55,6 +56,7 @@ class Job:
     scale: float
     vocabulary: int | None
     notes: list[str]
+    dropout_off: float = 0.0
 
 
 def start(settings: Settings, ckpt: Checkpoint) -> Job:
@@ -70,11 +72,12 @@ def start(settings: Settings, ckpt: Checkpoint) -> Job:
     notes: list[str] = []
     optimizer: Any
     scheduler = data = loss = None
+    dropout_off = 0.0
     if settings.job is not None:
         model, optimizer, scheduler, data, loss = _built(settings, mesh)
         vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     else:
-        model = _from_config(settings)
+        model, dropout_off = _from_config(settings)
         _like_checkpoint(model, ckpt, notes)
         optimizer = None
         vocabulary = model.config.vocab_size
@@ -82,6 +85,7 @@ def start(settings: Settings, ckpt: Checkpoint) -> Job:
         for module, name, p in dropouts(model):
             if p > 0:
                 setattr(module, name, 0.0)
+                dropout_off = max(dropout_off, p)
     names = {id(p): n for n, p in model.named_parameters()}
     if not _is_sharded(model):
         _shard(model, mesh, settings)
@@ -101,14 +105,15 @@ def start(settings: Settings, ckpt: Checkpoint) -> Job:
 
     return Job(
         model, optimizer, scheduler, data, _loss(loss, settings.job is None), dist.get_rank() // tp,
-        dist.get_world_size() // tp, scale, vocabulary, notes,
+        dist.get_world_size() // tp, scale, vocabulary, notes, dropout_off,
     )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ where models come from
 
 
-def _from_config(settings: Settings) -> Any:
+def _from_config(settings: Settings) -> tuple[Any, float]:
+    """(the model, the largest probability of a dropout that was switched off)"""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -120,10 +125,12 @@ def _from_config(settings: Settings) -> Any:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as e:
         raise UsageError(f"--config {folder}: no model configuration ({str(e).splitlines()[0]}).") from None
+    dropout_off = 0.0
     if not settings.keep_dropout:
         for key, value in config.to_dict().items():
             if "drop" in key and isinstance(value, float) and value > 0:
                 setattr(config, key, 0.0)
+                dropout_off = max(dropout_off, value)
     try:
         with _parameters_on_meta(), no_init_weights():
             build: Any = AutoModelForCausalLM.from_config
@@ -134,7 +141,7 @@ def _from_config(settings: Settings) -> Any:
             f"({str(e).splitlines()[0]}). Give the job with --job."
         ) from None
     model.tie_weights()  # no_init_weights leaves it out
-    return model
+    return model, dropout_off
 
 
 @contextmanager

@@ -10,7 +10,8 @@ compared as files.
 Recorded lines (JSONL), one object each:
 
     {"ckpttool": 1, "kind": "start", ...}    fields of Trace, as far as known; a later one replaces an earlier one
-    {"kind": "state", "step": 300, "state": {...}, "scalars": {...}, "groups": [...]}    what the job held at a step
+    {"kind": "state", "step": 300, "state": {...}, "scalars": {...}, "groups": [...],
+     "values": {...}, "others": {...}}                                                   what the job held at a step
     {"kind": "step", "step": 301, "loss": 2.25, ...}                                     fields of Step
 """
 
@@ -70,6 +71,9 @@ class Trace:
     `unrecorded` {what: why} is what a `Recorder` did not record.
     `groups` are the optimizer's param groups as the job holds them: options, and "params": [FQN, ...].
     `tied` lists the names of each parameter that has more than one. `config` is the model's configuration.
+    `recipe` is what the job was built from: module.py:build, or the folder of a configuration. `scheduler` is the class of
+    the scheduler that ran. `dropout_off` is the largest probability of a dropout that was switched off.
+    `unread` lists state beside the checkpoint that its layout does not read: (file, component).
     `probe` {"file": npy of logits (rows, vocabulary) float32, "agree": whether every rank has the same, "batch": digest
     of the rows that were given}, or {"skipped": why}.
     `roundtrip` {"save_seconds", "load_seconds", "bytes", "differing": [names]} of the save after the first step, or
@@ -92,6 +96,10 @@ class Trace:
     sequence: int | None = None
     clip: float | None = None
     dropout: bool = False
+    dropout_off: float = 0.0
+    recipe: str | None = None
+    scheduler: str | None = None
+    unread: list[tuple[str, str]] = field(default_factory=list)
     parameters: int | None = None
     state: dict[str, tuple[str, tuple[int, ...], str]] = field(default_factory=dict)
     others: dict[str, tuple[str, tuple[int, ...], str]] = field(default_factory=dict)
@@ -155,10 +163,11 @@ def read_reference(path: str | os.PathLike[str], at: int | None = None) -> Trace
                     setattr(out, key, None if record[key] is None else kind(record[key]))
             elif kind == "state":
                 states[int(record["step"])] = {
-                    "state": {n: (str(d), tuple(map(int, s)), str(h)) for n, (d, s, h) in record["state"].items()},
+                    "state": _marks(record["state"]), "others": _marks(record.get("others", {})),
                     "scalars": _numbers(record.get("scalars", {})),
                     "groups": [dict(g) for g in record.get("groups", [])],
-                }
+                    **({"values": dict(record["values"])} if "values" in record else {}),
+                }  # fmt: skip
             elif kind == "step":
                 step = _step(record)
                 steps[step.step] = step
@@ -174,6 +183,10 @@ def read_reference(path: str | os.PathLike[str], at: int | None = None) -> Trace
     return out
 
 
+def _marks(x: Any) -> dict[str, tuple[str, tuple[int, ...], str]]:
+    return {str(n): (str(d), tuple(map(int, s)), str(h)) for n, (d, s, h) in x.items()}
+
+
 def _numbers(x: Any) -> dict[str, float]:
     return {str(k): float(v) for k, v in x.items()}
 
@@ -181,7 +194,8 @@ def _numbers(x: Any) -> dict[str, float]:
 #: The types of the recorded fields that are compared.
 _KINDS: dict[str, Any] = {
     "world_size": int, "global_batch": int, "micro_batch": int, "sequence": int, "parameters": int, "seed": int,
-    "clip": float, "environment": dict, "config": dict, "values": dict, "mesh": dict, "dtype": str, "data": str,
+    "clip": float, "environment": dict, "config": dict, "values": dict, "mesh": dict, "dtype": str, "data": str, "dropout": bool,
+    "recipe": str, "scheduler": str, "dropout_off": float,
     "tied": lambda x: [[str(n) for n in g] for g in x], "notes": list,
 }  # fmt: skip
 
@@ -206,8 +220,8 @@ def _trace(data: dict[str, Any]) -> Trace:
     known = {f.name for f in fields(Trace)}
     out = Trace(**{k: v for k, v in data.items() if k in known})
     out.steps = [_step(s) for s in data.get("steps", [])]
-    out.state = {n: (d, tuple(s), h) for n, (d, s, h) in out.state.items()}
-    out.others = {n: (d, tuple(s), h) for n, (d, s, h) in out.others.items()}
+    out.state, out.others = _marks(out.state), _marks(out.others)
+    out.unread = [(name, component) for name, component in out.unread]
     return out
 
 

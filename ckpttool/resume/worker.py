@@ -101,11 +101,13 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
             dropout=has_dropout(job.model), parameters=sum(p.numel() for p in job.model.parameters()),
             tied=tied_names(job.model), config=config_of(job.model), notes=[*ckpt.notes, *job.notes],
             environment=environment() | {"deterministic": settings.deterministic, "compile": settings.compile},
-            values={n: v.data for n, v in ckpt.values.items() if v.path[0] in _IN_JOB and _is_plain(v.data)},
+            dropout_off=job.dropout_off, recipe=settings.job or settings.config,
+            scheduler=None if job.scheduler is None else type(job.scheduler).__name__,
+            unread=[(u.name, u.component) for u in ckpt.unread if u.component],
         )  # fmt: skip
-        rest = taken({v.path: v.data for v in ckpt.values.values() if v.path[0] not in _IN_JOB})
-        out.values |= rest.values
-        out.others = rest.others
+        # extra states of modules, too, since they are not loaded
+        rest = taken({v.path: v.data for v in ckpt.values.values() if v.path[0] != "optim"})
+        out.values, out.others = rest.values, rest.others
         rows, out.sequence = _data(settings, job)
         entries = [t.path for t in ckpt.tensors.values()] + [v.path for v in ckpt.values.values()]
         trained = job.optimizer is not None and any(path[0] == "optim" for path in entries)
@@ -136,14 +138,6 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
     if settings.device == "cuda":
         torch.cuda.empty_cache()
     return out if dist.get_rank() == 0 else None
-
-
-def _is_plain(x: Any) -> bool:
-    if isinstance(x, dict):
-        return all(isinstance(k, str) and _is_plain(v) for k, v in x.items())
-    if isinstance(x, (list, tuple)):
-        return len(x) <= 4096 and all(map(_is_plain, x))
-    return x is None or isinstance(x, (bool, int, float, str))
 
 
 def _data(settings: Settings, job: Job) -> tuple[batches.Rows, int | None]:
