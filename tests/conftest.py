@@ -36,6 +36,7 @@ settings.load_profile("default")
 #: nursery for each rank. They begin first, since they take longest.
 LAUNCHING = (
     "test_faults.py",
+    "test_zoo.py",
     "test_reader.py",
     "test_live.py",
     "test_resume.py",

@@ -7,13 +7,29 @@ on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
-
-State = dict[str, Any]
+from spoiling import (
+    Fault,
+    State,
+    every_slot,
+    every_weight,
+    exchange,
+    flip,
+    in_turn,
+    model,
+    moment,
+    option,
+    put,
+    rounded,
+    shift,
+    slot,
+    weight,
+    without,
+    zero,
+)  # fmt: skip
 
 LAYER1, LAYER2 = "model.layers.1.", "model.layers.2."
 Q, K = LAYER1 + "self_attn.q_proj.weight", LAYER1 + "self_attn.k_proj.weight"
@@ -25,110 +41,7 @@ BOTH = ("exp_avg", "exp_avg_sq")
 RANK1, RANK2 = slice(12, 24), slice(24, 36)
 
 
-def model(fqn: str) -> str:
-    return f"model.{fqn}"
-
-
-def moment(fqn: str, slot: str) -> str:
-    return f"optim.state.{fqn}.{slot}"
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One fault, and its verdict.
-
-    `spoil` changes the state, `job` is a function of tests/live/faults.py, "" for --config, and `settings` replaces some
-    of the run's; `reference` replaces fields of the reference's trace. `tied` is a fault of the tied model.
-
-    `check` is the first check that fails with everything known, `dynamic` the first with numbers of the run alone, None
-    where those see nothing, and `recorded` says whether a recorded trajectory shows it. `kind` is that of the first cause, `tensors` the first of its tensors. `rank` is whose shard
-    the first difference lies in.
-    """
-
-    check: str
-    kind: str
-    dynamic: str | None
-    tensors: tuple[str, ...] = ()
-    spoil: Callable[[State, State], Any] | None = None
-    rank: int | None = None
-    job: str = "build"
-    settings: dict[str, Any] = field(default_factory=dict)
-    reference: dict[str, Any] = field(default_factory=dict)
-    tied: bool = False
-    recorded: bool = True
-
-
 # -------------------------------------------------------------------------------------------------- what is done to it
-
-
-def weight(fqn: str, act: Callable[[Any], Any]) -> Callable[[State, State], Any]:
-    """Act on a weight; what is given back, if anything, takes its place."""
-
-    def spoil(state: State, old: State) -> None:
-        found = act(state["model"][fqn])
-        if isinstance(found, torch.Tensor):
-            state["model"][fqn] = found.contiguous()
-
-    return spoil
-
-
-def slot(fqn: str, name: str, act: Callable[[Any], Any]) -> Callable[[State, State], Any]:
-    """Act on a slot of the optimizer's state."""
-
-    def spoil(state: State, old: State) -> None:
-        found = act(state["optim"]["state"][fqn][name])
-        if isinstance(found, torch.Tensor):
-            state["optim"]["state"][fqn][name] = found.contiguous()
-
-    return spoil
-
-
-def every_slot(name: str, act: Callable[[Any], Any]) -> Callable[[State, State], Any]:
-    """Act on a slot of every parameter."""
-
-    def spoil(state: State, old: State) -> None:
-        for fqn in state["optim"]["state"]:
-            slot(fqn, name, act)(state, old)
-
-    return spoil
-
-
-def every_weight(act: Callable[[Any], Any]) -> Callable[[State, State], Any]:
-    """Act on every weight."""
-
-    def spoil(state: State, old: State) -> None:
-        for fqn in state["model"]:
-            weight(fqn, act)(state, old)
-
-    return spoil
-
-
-def option(key: str, value: Any, group: int | None = None) -> Callable[[State, State], Any]:
-    """An option of one param group, or of all."""
-
-    def spoil(state: State, old: State) -> None:
-        for i, g in enumerate(state["optim"]["param_groups"]):
-            if group in (None, i):
-                g[key] = value
-
-    return spoil
-
-
-def in_turn(*acts: Callable[[State, State], Any]) -> Callable[[State, State], Any]:
-    """One after the other."""
-
-    def spoil(state: State, old: State) -> None:
-        for act in acts:
-            act(state, old)
-
-    return spoil
-
-
-def zero(rows: slice) -> Callable[[Any], Any]:
-    def act(t: Any) -> None:
-        t[rows] = 0
-
-    return act
 
 
 def swap_rows(t: Any) -> None:
@@ -139,24 +52,6 @@ def swap_rows(t: Any) -> None:
 def copy_rows(t: Any) -> None:
     """The shard of rank 1 is that of rank 2 as well."""
     t[RANK2] = t[RANK1].clone()
-
-
-def shift(t: Any) -> Any:
-    """Everything one element on, as a wrong offset into a flat buffer gives it."""
-    return t.reshape(-1).roll(1).reshape(t.shape)
-
-
-def rounded(dtype: torch.dtype) -> Callable[[Any], Any]:
-    return lambda t: t.to(dtype).to(t.dtype) if t.ndim else None
-
-
-def flip(bit: int, index: tuple[int, ...]) -> Callable[[Any], Any]:
-    """One bit of one element."""
-
-    def act(t: Any) -> None:
-        t.view(torch.int32)[index] ^= 1 << bit if bit < 31 else -(1 << 31)
-
-    return act
 
 
 def to_bf16(t: Any) -> Any:
@@ -170,18 +65,6 @@ def nan(t: Any) -> None:
 def rope(t: Any) -> Any:
     """From halves to interleaved pairs, in each head of 12."""
     return t.reshape(4, 2, 6, t.shape[1]).transpose(1, 2).reshape(t.shape)
-
-
-def exchange(parts: Iterable[str], pairs: Iterable[tuple[str, str]]) -> Callable[[State, State], Any]:
-    """Parameters under each other's names: their weights ("model"), their optimizer state ("optim")."""
-    parts, pairs = tuple(parts), tuple(pairs)
-
-    def spoil(state: State, old: State) -> None:
-        for tree in [state["model"]] * ("model" in parts) + [state["optim"]["state"]] * ("optim" in parts):
-            for a, b in pairs:
-                tree[a], tree[b] = tree[b], tree[a]
-
-    return spoil
 
 
 def stale(which: Callable[[str], bool], weights: bool, optimizer: bool) -> Callable[[State, State], Any]:
@@ -217,30 +100,6 @@ def renamed_layers(state: State) -> list[tuple[str, str]]:
 
 def layers_exchanged(*parts: str) -> Callable[[State, State], Any]:
     return lambda state, old: exchange(parts, renamed_layers(state))(state, old)
-
-
-def without(*path: str) -> Callable[[State, State], Any]:
-    """An entry is not there."""
-
-    def spoil(state: State, old: State) -> None:
-        at: Any = state
-        for key in path[:-1]:
-            at = at[key]
-        del at[path[-1]]
-
-    return spoil
-
-
-def put(value: Any, *path: str) -> Callable[[State, State], Any]:
-    """An entry is another."""
-
-    def spoil(state: State, old: State) -> None:
-        at: Any = state
-        for key in path[:-1]:
-            at = at[key]
-        at[path[-1]] = value() if callable(value) else value
-
-    return spoil
 
 
 def schedule(steps: int) -> Callable[[State, State], Any]:

@@ -15,7 +15,7 @@ import shutil
 import struct
 import subprocess
 import zipfile
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,57 +23,30 @@ import numpy as np
 import pytest
 import torch
 from commands import ckpttool_here
-from faulty import FAULTS, IN_BF16, Fault
+from faulty import FAULTS, IN_BF16
+from judged import STEPS, Original, Runs, Verdict, bare, first, name_of, verdict
 from live.faults import GLOBAL, MICRO, SAVED, SEQUENCE, TIED
 from peers import REPOSITORY
 from ranks import forked, one_at_a_time, torchrun
+from spoiling import Fault
 
 import ckpttool
 from ckpttool.resume import batches
 from ckpttool.resume.bounds import column
-from ckpttool.resume.diagnosis import causes
 from ckpttool.resume.judge import judge, noise
 from ckpttool.resume.launch import resume_verify
 from ckpttool.resume.settings import Settings
-from ckpttool.resume.torchrun import launch_runs
 from ckpttool.resume.trace import Trace, read_reference
-from ckpttool.resume.verdict import Cause, Check, Report
+from ckpttool.resume.verdict import Report
 from fixtures import jobs
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
 
 JOB = str(REPOSITORY / "tests" / "live" / "faults.py")
-STEPS = 2  # the first, and one after an update
 
 
-@dataclass
-class Original:
-    """What tests/live/faults.py left."""
-
-    folder: Path
-
-    def state(self, name: str) -> dict[str, Any]:
-        """The tree of one of its checkpoints, anew each time."""
-        path = self.folder / f"{name}.pt"
-        if not path.exists():
-            ckpttool.convert(self.folder / name, path, to="full")
-        tree: dict[str, Any] = torch.load(path, weights_only=True)
-        return tree
-
-    def recorded(self, name: str) -> Trace:
-        """What its recorder wrote."""
-        return read_reference(self.folder / f"{name}.jsonl")
-
-    def by_job(self, world: int, build: str = "build", **more: Any) -> Settings:
-        """A run with a scheduler, by --job."""
-        mesh = {"dp_shard": world}
-        return replace(
-            Settings(
-                source=str(self.folder / "ckpt"), mesh=mesh, job=f"{JOB}:{build}", steps=STEPS, start=SAVED,
-                sequence=SEQUENCE, global_batch=GLOBAL, micro_batch=MICRO,
-            ),
-            **more,
-        )  # fmt: skip
+class Llama(Original):
+    """With a configuration of transformers."""
 
     def by_config(self, world: int, config: str = "config", **more: Any) -> Settings:
         """A run by --config; the learning rates are those of the recorded reference, as `launch` gives them."""
@@ -85,28 +58,12 @@ class Original:
         )  # fmt: skip
 
 
-@dataclass
-class Runs:
-    """Traces by name, and what was run."""
-
-    plan: dict[str, Settings]
-    traces: dict[str, Trace] = field(default_factory=dict)
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
-
-    def launch(self, folder: Path) -> Runs:
-        """Run everything; one launch for each world size."""
-        folder.mkdir()
-        with one_at_a_time(), forked():
-            self.traces = launch_runs(self.plan, str(folder), lambda text: None)
-        return self
-
-
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Original:
+def original(tmp_path_factory: pytest.TempPathFactory) -> Llama:
     folder = tmp_path_factory.mktemp("original")
     said = torchrun(4, "faults.py", "--out", str(folder))
     assert (folder / "tokens.npy").exists(), said[-4000:]
-    return Original(folder)
+    return Llama(folder, JOB, "ckpt", SAVED)
 
 
 # -------------------------------------------------------------------------------------------------------------- faults
@@ -115,7 +72,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Original:
 ABOUT_RANKS = ("gradients summed", "half the global batch", "data one batch ahead", "untied, with equal values")
 
 
-def spoiled(fault: Fault, original: Original, place: Path) -> Path:
+def spoiled(fault: Fault, original: Llama, place: Path) -> Path:
     """The checkpoint with the fault; in the shards of 4 ranks where one of them is to blame."""
     name = "tied" if fault.tied else "ckpt"
     if fault.spoil is None:
@@ -130,7 +87,7 @@ def spoiled(fault: Fault, original: Original, place: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def faulty(original: Original, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def faulty(original: Llama, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """The references of --against on 2 ranks, faults of shards and of ranks on 2, all other faults on 1."""
     folder = tmp_path_factory.mktemp("faulty")
     tied = {"source": str(original.folder / "tied"), "start": TIED}
@@ -150,65 +107,19 @@ def faulty(original: Original, tmp_path_factory: pytest.TempPathFactory) -> Runs
     return Runs(dict(by_world)).launch(folder / "launch")
 
 
-@dataclass
-class Verdict:
-    """What is said about a fault."""
-
-    known: list[Check]
-    causes: list[Cause]
-    dynamic: list[Check]
-    recorded: list[Check]
-    recorded_causes: list[Cause]
-
-    def row(self, name: str) -> str:
-        """Its line of the table."""
-        seen = first(self.dynamic)
-        number = f" ({seen.number:.1e})" if seen is not None and seen.number and seen.name != "step1.batch" else ""
-        dynamic = "nothing" if seen is None else f"{seen.name}{number}"
-        known = first(self.known)
-        return f"| {name} | {'nothing' if known is None else known.name} | {dynamic} | {self.causes[0].text.split(': /')[0]} |"
-
-
-def first(checks: list[Check]) -> Check | None:
-    """The first that fails."""
-    return next((c for c in checks if c.verdict == "fail"), None)
-
-
-def name_of(check: Check | None) -> str | None:
-    return None if check is None else check.name
-
-
-def bare(trace: Trace) -> Trace:
-    """What numbers of a run alone tell: the state that the job holds and its configuration are left out."""
-    return replace(
-        trace, state={}, stored={}, scalars={}, values={}, groups=[], config=None, tied=[], parameters=None, clip=None,
-        environment={k: v for k, v in trace.environment.items() if k == "deterministic"},
-    )  # fmt: skip
-
-
-def verdict_on(name: str, runs: Runs, original: Original) -> Verdict:
+def verdict_on(name: str, runs: Runs, original: Llama) -> Verdict:
     """What is said about a fault, each way; asked once."""
     if name not in runs.verdicts:
-        runs.verdicts[name] = _verdict_on(FAULTS[name], name, runs, original)
+        fault = FAULTS[name]
+        known = "tied" if fault.tied else "job" if fault.job else "config"
+        recorded = original.recorded("tied" if fault.tied else "reference")
+        runs.verdicts[name] = verdict(runs, name, known, recorded, fault.reference)
     return runs.verdicts[name]
-
-
-def _verdict_on(fault: Fault, name: str, runs: Runs, original: Original) -> Verdict:
-    of = "tied" if fault.tied else "job" if fault.job else "config"
-    reference, got = replace(runs.traces[of], **fault.reference), runs.traces[name]
-    checks, _ = judge(reference, got)
-    sources = runs.plan[of].source, runs.plan[name].source
-    with ckpttool.open(sources[0]) as left, ckpttool.open(sources[1]) as right:
-        found = causes(reference, got, checks, (left, right))
-    dynamic, _ = judge(bare(reference), bare(got))
-    trajectory = replace(original.recorded("tied" if fault.tied else "reference"), **fault.reference)
-    recorded, _ = judge(trajectory, got)
-    return Verdict(checks, found, dynamic, recorded, causes(trajectory, got, recorded))
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_seen_first_where_it_should_be_and_called_by_its_name(
-    name: str, faulty: Runs, original: Original
+    name: str, faulty: Runs, original: Llama
 ) -> None:
     fault = FAULTS[name]
     found = verdict_on(name, faulty, original)
@@ -231,7 +142,7 @@ def test_in_bf16_with_the_micro_batch_held_numbers_show_what_they_show_in_fp32(n
     assert name_of(first(checks)) == IN_BF16[name]
 
 
-def test_the_bytes_that_are_blamed_are_the_bytes_that_were_changed(faulty: Runs, original: Original) -> None:
+def test_the_bytes_that_are_blamed_are_the_bytes_that_were_changed(faulty: Runs, original: Llama) -> None:
     name = "shard of a weight zeroed"
     cause = verdict_on(name, faulty, original).causes[0]
     assert cause.place is not None
@@ -243,7 +154,7 @@ def test_the_bytes_that_are_blamed_are_the_bytes_that_were_changed(faulty: Runs,
 
 
 def test_a_trajectory_that_was_recorded_from_its_beginning_tells_where_the_data_is(
-    faulty: Runs, original: Original
+    faulty: Runs, original: Llama
 ) -> None:
     said = {
         name: verdict_on(name, faulty, original).recorded_causes[0].kind
@@ -252,7 +163,7 @@ def test_a_trajectory_that_was_recorded_from_its_beginning_tells_where_the_data_
     assert list(said.values()) == ["data-offset", "data-restart", "data-other"]
 
 
-def test_the_table_of_faults_has_at_least_forty_that_are_caught(faulty: Runs, original: Original) -> None:
+def test_the_table_of_faults_has_at_least_forty_that_are_caught(faulty: Runs, original: Llama) -> None:
     print("\n| fault | first check that fails | first one without the state | what is said |\n|---|---|---|---|")
     caught = 0
     for name in FAULTS:
@@ -266,7 +177,7 @@ def test_the_table_of_faults_has_at_least_forty_that_are_caught(faulty: Runs, or
 # -------------------------------------------------------------------------------------------------------------- benign
 
 
-def layouts(original: Original, folder: Path) -> dict[str, Path]:
+def layouts(original: Llama, folder: Path) -> dict[str, Path]:
     """The checkpoint in other layouts, and for other numbers of ranks."""
     ways: dict[str, tuple[str, dict[str, Any]]] = {
         "dcp of 3 ranks": ("dcp", {"world_size": 3}), "full": ("full", {}), "zero3": ("zero3", {"world_size": 3}),
@@ -281,7 +192,7 @@ def layouts(original: Original, folder: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def benign(original: Original, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def benign(original: Llama, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Runs in which nothing is wrong."""
     folder = tmp_path_factory.mktemp("benign")
     plan: dict[str, Settings] = {}
@@ -323,7 +234,7 @@ BENIGN = [
 
 @pytest.mark.parametrize("name", BENIGN)
 def test_a_run_with_nothing_wrong_passes_against_the_recorded_trajectory(
-    name: str, benign: Runs, original: Original
+    name: str, benign: Runs, original: Llama
 ) -> None:
     reference = original.recorded("tied" if "tied" in name else "bf16" if "bf16" in name else "reference")
     checks, _ = judge(reference, benign.traces[name])
@@ -384,7 +295,7 @@ def command(*words: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_the_command_passes_a_converted_checkpoint_at_another_world_size(
-    world: int, original: Original, tmp_path: Path
+    world: int, original: Llama, tmp_path: Path
 ) -> None:
     made = tmp_path / "made"
     ckpttool.convert(original.folder / "ckpt", made, to="dcp", world_size=world)
@@ -420,7 +331,7 @@ def test_the_command_passes_a_converted_checkpoint_at_another_world_size(
     ],
 )
 def test_the_command_fails_a_spoiled_checkpoint_and_says_why(
-    name: str, said: str, original: Original, tmp_path: Path
+    name: str, said: str, original: Llama, tmp_path: Path
 ) -> None:
     made = spoiled(FAULTS[name], original, tmp_path / "made")
     done = command(

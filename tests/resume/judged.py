@@ -1,0 +1,124 @@
+"""A job and its checkpoints, runs that resume them, and the three verdicts on each: what the tests of faults share.
+
+A fault is judged with everything known (--against the original), with the numbers of the run alone, and against the
+recorded trajectory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from live.faults import GLOBAL, MICRO, SEQUENCE
+from ranks import forked, one_at_a_time
+
+import ckpttool
+from ckpttool.resume.diagnosis import causes
+from ckpttool.resume.judge import judge
+from ckpttool.resume.settings import Settings
+from ckpttool.resume.torchrun import launch_runs
+from ckpttool.resume.trace import Trace, read_reference
+from ckpttool.resume.verdict import Cause, Check
+
+STEPS = 2  # the first, and one after an update
+
+
+@dataclass
+class Original:
+    """What a job left in `folder`: its checkpoint `saved`, of step `step`, among others. `job` is the file of the job."""
+
+    folder: Path
+    job: str
+    saved: str
+    step: int
+
+    def state(self, name: str) -> dict[str, Any]:
+        """The tree of one of its checkpoints, anew each time."""
+        path = self.folder / f"{name}.pt"
+        if not path.exists():
+            ckpttool.convert(self.folder / name, path, to="full")
+        tree: dict[str, Any] = torch.load(path, weights_only=True)
+        return tree
+
+    def recorded(self, name: str) -> Trace:
+        """What its recorder wrote."""
+        return read_reference(self.folder / f"{name}.jsonl")
+
+    def by_job(self, world: int, build: str = "build", **more: Any) -> Settings:
+        """A run by --job."""
+        mesh = {"dp_shard": world}
+        return replace(
+            Settings(
+                source=str(self.folder / self.saved), mesh=mesh, job=f"{self.job}:{build}", steps=STEPS,
+                start=self.step, sequence=SEQUENCE, global_batch=GLOBAL, micro_batch=MICRO,
+            ),
+            **more,
+        )  # fmt: skip
+
+
+@dataclass
+class Verdict:
+    """What is said about a fault."""
+
+    known: list[Check]
+    causes: list[Cause]
+    dynamic: list[Check]
+    recorded: list[Check]
+    recorded_causes: list[Cause]
+
+    def row(self, name: str) -> str:
+        """Its line of the table."""
+        seen = first(self.dynamic)
+        number = f" ({seen.number:.1e})" if seen is not None and seen.number and seen.name != "step1.batch" else ""
+        dynamic = "nothing" if seen is None else f"{seen.name}{number}"
+        known = first(self.known)
+        said = self.causes[0].text.split(": /")[0] if self.causes else "nothing"
+        return f"| {name} | {'nothing' if known is None else known.name} | {dynamic} | {said} |"
+
+
+@dataclass
+class Runs:
+    """Traces by name, and what was run."""
+
+    plan: dict[str, Settings]
+    traces: dict[str, Trace] = field(default_factory=dict)
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+
+    def launch(self, folder: Path) -> Runs:
+        """Run everything; one launch for each world size."""
+        folder.mkdir()
+        with one_at_a_time(), forked():
+            self.traces = launch_runs(self.plan, str(folder), lambda text: None)
+        return self
+
+
+def first(checks: list[Check]) -> Check | None:
+    """The first that fails."""
+    return next((c for c in checks if c.verdict == "fail"), None)
+
+
+def name_of(check: Check | None) -> str | None:
+    return None if check is None else check.name
+
+
+def bare(trace: Trace) -> Trace:
+    """What numbers of a run alone tell: the state that the job holds and its configuration are left out."""
+    return replace(
+        trace, state={}, others={}, stored={}, scalars={}, values={}, groups=[], config=None, tied=[], parameters=None,
+        clip=None, environment={k: v for k, v in trace.environment.items() if k == "deterministic"},
+    )  # fmt: skip
+
+
+def verdict(runs: Runs, name: str, known: str, recorded: Trace, changed: Mapping[str, Any]) -> Verdict:
+    """On the run `name`, against the run `known` and a recording; `changed` replaces fields of both references."""
+    reference, got = replace(runs.traces[known], **changed), runs.traces[name]
+    checks, _ = judge(reference, got)
+    with ckpttool.open(runs.plan[known].source) as left, ckpttool.open(runs.plan[name].source) as right:
+        found = causes(reference, got, checks, (left, right))
+    dynamic, _ = judge(bare(reference), bare(got))
+    trajectory = replace(recorded, **changed)
+    judged, _ = judge(trajectory, got)
+    return Verdict(checks, found, dynamic, judged, causes(trajectory, got, judged))
