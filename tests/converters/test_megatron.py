@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from commands import ckpttool_here
-from peers import FIXTURES, difference, load_dcp, load_full
+from peers import FIXTURES, difference, load_dcp, load_full, load_hf
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
@@ -68,6 +68,57 @@ def test_a_state_is_that_of_the_live_job_bit_for_bit(case: str, tmp_path: Path) 
     args = tree["extra"]["args"]
     assert args["padded_vocab_size"] >= 131
     assert args["attention_backend"] == {"class": "megatron.core.transformer.enums.AttnBackend", "value": 5}
+
+
+def hub_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a Llama or Mixtral with 4 heads in 2 groups, cut as Megatron joins them: [q, q, k, v] of each group, [gate, up]."""
+    out = {"model.norm.weight": state["decoder.final_layernorm.weight"]}
+    out["model.embed_tokens.weight"] = state["embedding.word_embeddings.weight"][:131]
+    out["lm_head.weight"] = state["output_layer.weight"][:131]
+    norms = {"self_attention.linear_qkv.": "input_layernorm", "mlp.linear_fc1.": "post_attention_layernorm"}
+    for i in range(2):
+        ours, theirs = f"decoder.layers.{i}.", f"model.layers.{i}."
+        for name, norm in norms.items():
+            out[f"{theirs}{norm}.weight"] = state[f"{ours}{name}layer_norm_weight"]
+        groups = state[f"{ours}self_attention.linear_qkv.weight"].reshape(2, 4, 6, 16)
+        out[f"{theirs}self_attn.q_proj.weight"] = groups[:, :2].reshape(24, 16)
+        out[f"{theirs}self_attn.k_proj.weight"] = groups[:, 2].reshape(12, 16)
+        out[f"{theirs}self_attn.v_proj.weight"] = groups[:, 3].reshape(12, 16)
+        out[f"{theirs}self_attn.o_proj.weight"] = state[f"{ours}self_attention.linear_proj.weight"]
+        if f"{ours}mlp.router.weight" not in state:
+            gate, up = state[f"{ours}mlp.linear_fc1.weight"].chunk(2)
+            parts = {"gate_proj": gate, "up_proj": up, "down_proj": state[f"{ours}mlp.linear_fc2.weight"]}
+            out |= {f"{theirs}mlp.{n}.weight": t for n, t in parts.items()}
+            continue
+        moe = f"{theirs}block_sparse_moe."
+        out[f"{moe}gate.weight"] = state[f"{ours}mlp.router.weight"]
+        both, downs = (state[f"{ours}mlp.experts.experts.linear_{n}.weight"] for n in ("fc1", "fc2"))
+        for e in range(4):
+            gate, up = both[e].chunk(2)
+            out |= {
+                f"{moe}experts.{e}.{n}.weight": t for n, t in zip(("w1", "w3", "w2"), (gate, up, downs[e]), strict=True)
+            }
+    return out
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_to_hf_has_the_weights_of_every_variant(case: str, tmp_path: Path) -> None:
+    state = {n.removeprefix("model."): t for n, t in truth(case).items() if n.startswith("model.")}
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 6, "intermediate_size": 20, "vocab_size": 131, "tie_word_embeddings": False,
+    }  # fmt: skip
+    if "decoder.layers.0.mlp.router.weight" in state:
+        config |= {
+            "model_type": "mixtral",
+            "architectures": ["MixtralForCausalLM"],
+            "intermediate_size": 8,
+            "num_local_experts": 4,
+        }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ckpttool.convert(folder(case), tmp_path / "hf", to="hf", config=str(tmp_path))
+    found = load_hf(tmp_path / "hf")
+    assert difference(found, {n: t.contiguous() for n, t in hub_names(state).items()}) == []
 
 
 @pytest.mark.parametrize("case", ["tp2_pp2", "flat_ranges", "buckets_tp2"])
@@ -381,6 +432,13 @@ def test_halves_of_megatron_fsdp_are_one_tensor_again(to: str, tmp_path: Path) -
     assert tree["scheduler"] == {"num_steps": 36} and tree["extra"]["args"] == {"num_layers": 1}
     groups = {g["wd_mult"]: g["params"] for g in tree["optim"]["param_groups"]}
     assert groups == {1.0: ["decoder.layers.0.mlp.linear_fc1.weight"], 0.0: ["decoder.final_layernorm.weight"]}
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 4, "num_attention_heads": 1}')
+    two_tensors = ckpttool.HfOptions(allow_name_mismatch=True)  # are no whole model, which transformers would want
+    ckpttool.convert(source, tmp_path / "hf", to="hf", config=str(tmp_path), map="megatron", options=two_tensors)
+    gate, up = wanted["model.decoder.layers.0.mlp.linear_fc1.weight"].chunk(2)
+    halves = {f"model.layers.0.mlp.{n}_proj.weight": t.contiguous() for n, t in (("gate", gate), ("up", up))}
+    norm = {"model.norm.weight": wanted["model.decoder.final_layernorm.weight"]}
+    assert difference(load_hf(tmp_path / "hf"), halves | norm) == []
     assert {s["step"] for s in tree["optim"]["state"].values()} == {7}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peers import FIXTURES, difference, load_dcp, load_full, tensors_of
+from peers import FIXTURES, difference, load_dcp, load_full, load_hf, tensors_of
 from safetensors.torch import load_file
 
 import ckpttool
@@ -33,7 +33,16 @@ def test_convert_is_the_way_back_to_an_older_torch(world: int, tmp_path: Path) -
     assert difference(found, load_file(SAVED / "truth.safetensors")) == []
 
 
-def test_dtensors_that_ranks_pickled_with_torch_2_15_are_read(tmp_path: Path) -> None:
-    ckpttool.convert(SAVED / "ranks", tmp_path / "out.pt", to="full")
-    found = tensors_of(load_full(tmp_path / "out.pt"))
+@pytest.mark.parametrize("case", ["ckpt", "ranks"])
+def test_to_hf_has_the_weights(case: str, tmp_path: Path) -> None:
+    ckpttool.convert(SAVED / case, tmp_path / "out", to="hf")
+    truth = {n: t for n, t in load_file(SAVED / "truth.safetensors").items() if n.startswith("model.")}
+    assert difference({f"model.{n}": t for n, t in load_hf(tmp_path / "out").items()}, truth) == []
+
+
+@pytest.mark.parametrize("world", [None, 1, 3])
+def test_dtensors_that_ranks_pickled_with_torch_2_15_are_read(world: int | None, tmp_path: Path) -> None:
+    out = tmp_path / ("out" if world else "out.pt")
+    ckpttool.convert(SAVED / "ranks", out, to="dcp" if world else "full", world_size=world)
+    found = tensors_of(load_dcp(out) if world else load_full(out))
     assert difference(found, load_file(SAVED / "truth.safetensors")) == []

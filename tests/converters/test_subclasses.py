@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from commands import ckpttool_here
-from peers import FIXTURES, load_dcp, same_value
+from peers import FIXTURES, load_dcp, load_hf, same_value
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -180,6 +180,18 @@ def test_objects_around_a_dense_weight_are_unwrapped_and_said(name: str, to: str
         "training_moe_mxfp8": "MXFP8TrainingWeightWrapperTensor",
     }
     assert any(kind.get(name, "Float8TrainingWeightWrapperTensor") in note and key in note for note in done.notes)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_unwrapped_weights_are_cut_and_published_as_any_other(world: int, tmp_path: Path) -> None:
+    truth = load_file(TORCHAO / "weights" / "truth.safetensors")
+    names = [f"layer.training_{kind}.weight" for kind in ("float8", "moe_mxfp8", "moe_float8")]
+    ckpttool.convert(WEIGHTS, tmp_path / "alone.pt", to="full")
+    torch.save({n: t for n, t in load(tmp_path / "alone.pt").items() if n in names}, tmp_path / "dense.pt")
+    ckpttool.convert(tmp_path / "dense.pt", tmp_path / "dcp", to="dcp", world_size=world)
+    ckpttool.convert(tmp_path / "dcp", tmp_path / "hf", to="hf")
+    found = load_hf(tmp_path / "hf")
+    assert sorted(found) == sorted(names) and all(same(found[n], truth[f"model.{n}"]) for n in names)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -465,10 +477,11 @@ def test_hf_of_a_quantised_model_says_what_it_is(tmp_path: Path) -> None:
         ckpttool.convert(WEIGHTS, tmp_path / "no", to="hf")
 
 
-def test_the_state_of_a_quantised_optimizer_in_an_hf_folder(tmp_path: Path) -> None:
-    ckpttool.convert(W8, tmp_path / "hf", to="hf", options=ckpttool.HfOptions(include_optimizer=True))
+@pytest.mark.parametrize("source", [W8, MIXED], ids=["8bit", "mixed"])
+def test_the_state_of_a_quantised_optimizer_in_an_hf_folder(source: Path, tmp_path: Path) -> None:
+    ckpttool.convert(source, tmp_path / "hf", to="hf", options=ckpttool.HfOptions(include_optimizer=True))
     ckpttool.convert(tmp_path / "hf", tmp_path / "back", to="dcp", world_size=2)
-    before, after = items(W8), items(tmp_path / "back")
+    before, after = items(source), items(tmp_path / "back")
     assert all(p == q and same(a, b) for k, v in before.items() for (p, a), (q, b) in zip(v, after[k], strict=True))
 
 
@@ -486,12 +499,19 @@ def test_metadata_that_does_not_fit_is_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", [W8, W4, FP8, MIXED], ids=["8bit", "4bit", "fp8", "mixed"])
-@pytest.mark.parametrize("to", ["full", "dcp", "zero3"])
+@pytest.mark.parametrize("to", ["full", "dcp", "zero3", "hf"])
 def test_dequantized_state_has_the_numbers_of_torchao_bit_for_bit(source: Path, to: str, tmp_path: Path) -> None:
     out = tmp_path / ("out.pt" if to == "full" else "out")
-    done = ckpttool.convert(source, out, to=to, world_size=None if to == "full" else 3, dequantize=["optim.*"])
+    how = (
+        {"options": ckpttool.HfOptions(include_optimizer=True)}
+        if to == "hf"
+        else {}
+        if to == "full"
+        else {"world_size": 3}
+    )
+    done = ckpttool.convert(source, out, to=to, dequantize=["optim.*"], **how)
     assert done.verified and any("are float32 now, the exact value of each code" in note for note in done.notes)
-    if to == "zero3":  # DeepSpeed's flat tensors, read back
+    if to in ("zero3", "hf"):  # read back
         ckpttool.convert(out, tmp_path / "out.pt", to="full")
         out = tmp_path / "out.pt"
     truth = load_file(source.parent / "truth.safetensors")

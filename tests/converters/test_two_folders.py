@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from commands import ckpttool_here
-from peers import FIXTURES, REPOSITORY, difference, load_dcp, load_full, same_value, tensors_of
+from peers import FIXTURES, REPOSITORY, difference, load_dcp, load_full, load_hf, same_value, tensors_of
 from ranks import ENVIRONMENT, NURSERIES, one_at_a_time
 from safetensors.torch import load_file, save_file
 
@@ -28,6 +28,13 @@ UNINTERRUPTED = [4.122189521789551, 4.138580322265625, 4.121163368225098]
 def state_of(path: Path) -> dict[str, torch.Tensor]:
     tree = (load_full if path.suffix else load_dcp)(path)
     return {k: t for k, t in tensors_of(tree).items() if k.startswith(("model.", "optim."))}
+
+
+def weights_in_hf(source: Path, out: Path) -> bool:
+    """Whether `--to hf` has the weights bit for bit."""
+    ckpttool.convert(source, out, to="hf")
+    found = {f"model.{n}": t for n, t in load_hf(out).items()}
+    return difference(found, {n: t for n, t in load_file(TRUTH).items() if n.startswith("model.")}) == []
 
 
 @pytest.mark.parametrize("source", [PAIR, AUTOMODEL], ids=["transformers", "automodel"])
@@ -69,6 +76,7 @@ def test_automodel_0_7_names_rng_by_global_rank_and_keeps_an_ema_in_dcp(tmp_path
     with ckpttool.open(source) as opened:
         assert opened.checkpoint.world_size == 2
         assert any("AutoModel does not resume from it" in n for n in opened.checkpoint.notes)
+    assert weights_in_hf(source, tmp_path / "hf")
     shutil.copytree(AUTOMODEL, tmp_path / "epoch_0_step_1")
     found = json.loads(ckpttool_here("inspect", tmp_path, "--json").stdout)
     assert found["newest"] == str(tmp_path / "epoch_0_step_1")
@@ -90,6 +98,7 @@ def test_automodel_with_dcp_weights_and_files_of_older_releases(tmp_path: Path) 
     tree = load_dcp(tmp_path / "out")
     assert tree["dataloader"] == {"_num_yielded": 3} and tree["extra"]["sampler"] == {"seen": 5}
     assert set(tree["rng"]) == {"0"}
+    assert weights_in_hf(source, tmp_path / "hf")
 
 
 def test_automodel_s_adapter_has_other_names_in_its_optimizer(tmp_path: Path) -> None:
@@ -107,6 +116,37 @@ def test_automodel_s_adapter_has_other_names_in_its_optimizer(tmp_path: Path) ->
     for n in weights:
         assert torch.equal(tree["optim"]["state"][f"base_model.model.{n}"]["exp_avg"], truth[f"optim.{n}.exp_avg"])
     assert {n for g in tree["optim"]["param_groups"] for n in g["params"]} == set(tree["model"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_automodel_s_adapter_becomes_one_of_peft(tmp_path: Path) -> None:
+    source = tmp_path / "epoch_0_step_3"
+    shutil.copytree(AUTOMODEL, source)
+    for name in ("model", "optim"):
+        shutil.rmtree(source / name)
+    (source / "model").mkdir()
+    q = "model.layers.0.self_attn.q_proj.lora_"
+    weights = {f"{q}A.weight": torch.randn(2, 16), f"{q}B.weight": torch.randn(16, 2)}
+    prefixed = {f"base_model.model.{n}": t for n, t in weights.items()}
+    save_file(prefixed, source / "model" / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 4,
+        "target_modules": ["q_proj"],
+        "base_model_name_or_path": "x",
+    }
+    (source / "model" / "adapter_config.json").write_text(json.dumps(config))
+    state = {n: {"exp_avg": t * 2} for n, t in weights.items()}
+    optim = {"state": state, "param_groups": [{"lr": 0.1, "params": list(weights)}]}
+    dcp.save({"optim": optim}, checkpoint_id=str(source / "optim"), no_dist=True)
+    with pytest.raises(
+        Unsupported, match=r"holds an adapter only \(r=2, 1 module\), which is no model for from_pretrained"
+    ):
+        ckpttool.convert(source, tmp_path / "hf", to="hf")
+    ckpttool.convert(source, tmp_path / "peft", to="hf", options=ckpttool.HfOptions(adapter=True))
+    assert difference(load_file(tmp_path / "peft" / "adapter_model.safetensors"), prefixed) == []
+    assert json.loads((tmp_path / "peft" / "adapter_config.json").read_text())["r"] == 2
 
 
 def test_consolidated_weights_are_the_same_again(tmp_path: Path) -> None:
@@ -132,6 +172,7 @@ def test_the_user_of_transformers_names_the_folders(where: str, tmp_path: Path) 
     ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=2)
     assert difference(state_of(tmp_path / "out"), load_file(TRUTH)) == []
     assert load_dcp(tmp_path / "out")["scheduler"] == {"last_epoch": 3}
+    assert weights_in_hf(source, tmp_path / "hf")
 
 
 def test_weights_alone_name_the_optimizer_beside_them(tmp_path: Path) -> None:
@@ -139,7 +180,7 @@ def test_weights_alone_name_the_optimizer_beside_them(tmp_path: Path) -> None:
         assert [(r.name, r.component) for r in opened.checkpoint.unread] == [("../optimizer/", "optim")]
     with pytest.raises(Unsupported, match=r"\.\./optimizer/ \(\d+\.\d kB, optimizer\)"):
         ckpttool.convert(PAIR / "weights", tmp_path / "out", to="dcp", world_size=2)
-    ckpttool.convert(PAIR / "weights", tmp_path / "hf", to="hf")
+    assert weights_in_hf(PAIR / "weights", tmp_path / "hf")
 
 
 def test_each_folder_alone_says_how_to_give_both(tmp_path: Path) -> None:
@@ -150,6 +191,12 @@ def test_each_folder_alone_says_how_to_give_both(tmp_path: Path) -> None:
         ("there/state", "or move this folder and that of the weights into one"),
     ):
         assert says in json.loads(ckpttool_here("inspect", tmp_path / folder, "--json").stdout)["next"]
+    truth = load_file(TRUTH)
+    for folder, kind in (("here/w", "model."), ("there/state", "optim.")):
+        ckpttool.convert(tmp_path / folder, tmp_path / f"{kind}pt", to="full")
+        assert (
+            difference(state_of(tmp_path / f"{kind}pt"), {n: t for n, t in truth.items() if n.startswith(kind)}) == []
+        )
     shutil.copytree(tmp_path / "there" / "state", tmp_path / "here" / "optimizer")
     with ckpttool.open(tmp_path / "here") as opened:
         assert opened.checkpoint.layout == "transformers_sharded"

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from commands import ckpttool_here
-from peers import difference, load_dcp, same_value, tensors_of
+from peers import difference, load_dcp, load_hf, same_value, tensors_of
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckpttool
@@ -66,6 +66,13 @@ def new(folder: Path) -> dict[str, torch.Tensor]:
     return truth
 
 
+def weights_in_hf(source: Path, out: Path, truth: dict[str, torch.Tensor]) -> bool:
+    """Whether `--to hf` has the weights bit for bit."""
+    ckpttool.convert(source, out, to="hf")
+    found = {f"model.{n}": t for n, t in load_hf(out).items()}
+    return difference(found, {n: t for n, t in truth.items() if n.startswith("model.")}) == []
+
+
 @pytest.mark.parametrize("save", [old, new], ids=["0.1.12", "later"])
 def test_a_step_is_one_state(save: Any, tmp_path: Path) -> None:
     truth = save(tmp_path / "global_step_3")
@@ -79,6 +86,7 @@ def test_a_step_is_one_state(save: Any, tmp_path: Path) -> None:
     for rank in range(2):
         assert same_value(tree["rng"][str(rank)]["cpu"], extra(rank)["torch_rng_state"])
         assert tree["dataloader"][str(rank)] == {"at": 10 + rank}
+    assert weights_in_hf(tmp_path / "global_step_3", tmp_path / "hf", truth)
 
 
 @pytest.mark.parametrize("save", [old, new], ids=["0.1.12", "later"])
@@ -122,6 +130,7 @@ def test_areal_keeps_everything_under_one_key(tmp_path: Path) -> None:
     assert difference(found, truth) == []
     ckpttool.convert(tmp_path / "areal", tmp_path / "own", to="dcp", world_size=2)  # for AReaL itself: its own key
     assert load_dcp(tmp_path / "own").keys() == {"dcp"}
+    assert weights_in_hf(tmp_path / "areal", tmp_path / "hf", truth)
 
 
 @pytest.mark.parametrize("as_file", [False, True], ids=["sharded", "one file"])
@@ -146,3 +155,4 @@ def test_composer_keeps_model_and_optimizers_under_state(as_file: bool, tmp_path
     assert tree["trainer"]["timestamp"]["Timestamp"]["batch"] == 3
     with ckpttool.open(source) as opened:
         assert opened.checkpoint.trainer == "Composer"
+    assert weights_in_hf(source, tmp_path / "hf", truth)
