@@ -31,7 +31,7 @@ from typing import Any
 from ..errors import Unsupported, UsageError
 from ..index.checkpoint import Checkpoint
 from ..live.live_job import OWN_FLAGS
-from .recorder import dropouts
+from .live_facts import dropouts
 from .settings import Settings
 
 __all__ = ["Job", "start"]

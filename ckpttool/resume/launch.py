@@ -175,7 +175,7 @@ def resume_verify(
             )  # fmt: skip
         if recorded is not None:
             rates = {s.step: s.learning_rates for s in recorded.steps if s.learning_rates}
-            settings = replace(settings, rates=rates)
+            settings = replace(settings, rates=rates, probe=recorded.probe.get("rows", {}))
         if calibrate:
             base = plan.get("reference", settings)
             plan["noise"] = replace(base, micro_batch=_other_micro_batch(base), scratch=None, reread=False)

@@ -1,6 +1,6 @@
 """Recorder: a few lines in any training loop that record the reference for a later resume-verify.
 
-    recorder = ckpttool.Recorder("reference.jsonl", model, optimizer)      # on every rank, after the job is built
+    recorder = ckpttool.Recorder("reference.jsonl", model, optimizer, scheduler=scheduler)    # on every rank
     recorder.state(step)                                                    # where the checkpoint is saved
     for step, batch in ...:
         ...
@@ -8,23 +8,47 @@
 
 Rank 0 writes one line per record (`trace` describes the format); the other ranks take part in the sums. Learning rates and the
 norms of every tensor's gradient and update are measured in the optimizer's own step hooks. Numbers are never rounded.
+
+A recorder never changes a training, and never ends one: once it is made, whatever fails in it (a state_dict that raises, a full disk) is a
+RuntimeWarning, and the recording says what it lacks and why. What one rank cannot measure is left out on all, so that no
+rank waits for another.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from ..errors import UsageError, argument
 from ..live.collectives import gathered
-from ..live.live_job import OWN_FLAGS
+from .batches import digest_and_marks
+from .fingerprint import in_memory
+from .live_facts import (
+    Measure,
+    config_of,
+    device_of,
+    dtype_of,
+    environment,
+    has_dropout,
+    named_state,
+    number,
+    plain_groups,
+    root_of_squares,
+    same_everywhere,
+    scalars_of,
+    tied_names,
+)
+from .probing import batch_of, kept, logits_of, refused, sketch, undisturbed
+from .recorded_state import of_ranks, sources
 from .trace import Step, line
 
-__all__ = [
-    "Measure", "Recorder", "config_of", "device_of", "dropouts", "dtype_of", "environment", "has_dropout", "named_state",
-    "plain_groups", "root_of_squares", "scalars_of", "tied_names",
-]  # fmt: skip
+__all__ = ["Recorder"]
+
+#: Why something is not recorded.
+_NOT_GIVEN = "the Recorder was not given it"
 
 
 class Recorder:
@@ -36,10 +60,21 @@ class Recorder:
             engine has its own), pass None, and pass the learning rates to `step`.
         norms: whether to record the norms of every parameter's gradient and update in each step. This costs a copy of this
             rank's shards and two passes over them.
+        scheduler, scaler, dataloader: whose state the checkpoint stores, too: objects with `state_dict()` (a list of them, if
+            the checkpoint has a list), or functions that return that state. Every rank may have a dataloader of its own.
+        extra: whatever else the checkpoint stores, by its keys at the root: {"ema": ema, "epoch": lambda: epoch, "rng":
+            random_states}, where a value is an object with `state_dict()`, a function or data; or a function that returns
+            such a dict. Tensors and arrays are recorded as fingerprints.
+        probe: token ids (rows, sequence), the same on every rank, or a dict of them: `state` also records a sketch of the
+            logits of model(input_ids=probe), of the model in evaluation mode. In bfloat16 with autocast, call `state` within it.
         group: the data-parallel group, if some ranks get the same data (tensor parallelism).
+        rows: whether to record 8 characters for each row of a batch, which name the rows if a later job reads others.
         about: known fields of `trace.Trace`: global_batch, micro_batch (rows of one forward pass), sequence, dtype
             ("bf16": computed in bfloat16), clip (the bound of gradient clipping), seed, data. In bfloat16, step 1 is
             compared more strictly if micro_batch and sequence are known and equal to those of the next job.
+
+    Raises:
+        UsageError: an argument is none of these. OSError: the file cannot be written.
     """
 
     def __init__(
@@ -48,13 +83,23 @@ class Recorder:
         model: Any = None,
         optimizer: Any = None,
         *,
+        scheduler: Any = None,
+        scaler: Any = None,
+        dataloader: Any = None,
+        extra: Any = None,
+        probe: Any = None,
         norms: bool = True,
+        rows: bool = True,
         group: Any = None,
         **about: Any,
     ) -> None:
         optimizer = _unwrapped(optimizer)
-        self._path, self._model, self._optimizer, self._group = path, model, optimizer, group
-        self._measure = Measure(model) if norms and model is not None and optimizer is not None else None
+        self._path, self._model, self._optimizer, self._group, self._rows = path, model, optimizer, group, rows
+        self._sources = sources(scheduler=scheduler, scaler=scaler, dataloader=dataloader, extra=extra)
+        if probe is not None and model is None:
+            raise UsageError(f"{argument('probe')} needs the model whose logits are recorded.")
+        self._probe = None if probe is None else _token_rows(probe)
+        self._measure = Measure(model, True) if norms and model is not None and optimizer is not None else None
         self._rates: list[float] | None = None
         self._hooks: list[Any] = []
         if optimizer is not None:
@@ -68,27 +113,69 @@ class Recorder:
             known.setdefault("parameters", sum(p.numel() for p in model.parameters()))
             known.setdefault("tied", tied_names(model))
             known.setdefault("config", config_of(model))
+        if hasattr(scheduler, "state_dict"):
+            known.setdefault("scheduler", type(scheduler).__name__)
         if _rank() == 0:
             _cut_half_line(path)
-        self._write("start", **known)
+            _append(path, line("start", **known))
 
     def state(self, step: int) -> None:
-        """Record fingerprints of what the job holds after `step` optimizer steps. A collective.
+        """Record what the job holds after `step` optimizer steps: fingerprints of model and optimizer, the state of scheduler,
+        scaler, dataloader and `extra`, marks of every rank's random states, and the probe. A collective.
 
-        A later job is compared with them tensor by tensor. It costs one pass over this rank's shards.
+        Call it right before or after the checkpoint is saved. A later job is compared with it, tensor by tensor and value by
+        value. It costs one pass over this rank's shards, and one forward pass if there is a probe.
         """
-        from .fingerprint import in_memory
+        with self._harmless(f"state of step {step}"):
+            model, optimizer = self._model, self._optimizer
+            device = "cpu" if model is None else device_of(model)
+            found = of_ranks(self._sources, device)
+            lacks: dict[str, str] = {
+                k: _NOT_GIVEN for k in ("scheduler", "scaler", "dataloader") if k not in self._sources
+            }
+            if "" not in self._sources:
+                lacks["extra"] = _NOT_GIVEN
+            lacks |= found.pop("unrecorded")
+            tensors: dict[str, Any] = {}
+            if model is None:
+                lacks["model"] = _NOT_GIVEN
+            else:
+                tensors = named_state(model, optimizer)
+                if same_everywhere(list(tensors)):
+                    prints, _ = in_memory(tensors, device)
+                else:
+                    tensors, lacks["model"] = {}, "ranks hold different tensors, as with pipeline parallelism"
+            if optimizer is None:
+                lacks["optimizer"] = _NOT_GIVEN
+            probe, why = self._probed(device)
+            if why is not None:
+                lacks["probe"] = why
+            self._write(
+                "state", step=step,
+                state={n: (dtype_of(t), tuple(t.shape), prints[n]) for n, t in tensors.items()},
+                scalars=scalars_of(tensors), **found, probe=probe, unrecorded=lacks,
+                groups=[] if model is None or optimizer is None else plain_groups(model, optimizer),
+            )  # fmt: skip
 
-        if self._model is None:
-            raise ValueError("Recorder.state needs the model: Recorder(path, model, optimizer)")
-        tensors = named_state(self._model, self._optimizer)
-        prints, _ = in_memory(tensors, device_of(self._model))
-        self._write(
-            "state", step=step,
-            state={n: (dtype_of(t), tuple(t.shape), prints[n]) for n, t in tensors.items()},
-            scalars=scalars_of(tensors),
-            groups=[] if self._optimizer is None else plain_groups(self._model, self._optimizer),
-        )  # fmt: skip
+    def _probed(self, device: Any) -> tuple[dict[str, Any], str | None]:
+        """(the probe as a trace has it, why there is none). A collective."""
+        if self._probe is None:
+            return {}, _NOT_GIVEN
+        if not same_everywhere(self._probe):
+            return {}, "ranks were given different rows"
+        out: dict[str, Any] = {}
+        try:
+            batch = batch_of(self._probe, device)
+            why = refused(self._model, batch)
+            if why is None:
+                with undisturbed(self._model):
+                    logits = kept(logits_of(self._model, batch))
+                out = {"rows": self._probe, **sketch(logits.cpu().numpy())}
+        except Exception as e:
+            why = f"{type(e).__name__}: {e}"
+        every = gathered(why)
+        wrong = [f"rank {rank}: {text}" for rank, text in enumerate(every) if text is not None]
+        return ({}, wrong[0]) if wrong else (out, None)
 
     def step(
         self,
@@ -114,10 +201,30 @@ class Recorder:
             learning_rates: of each param group, if the recorder has no optimizer.
             seconds: time of the step.
         """
+        with self._harmless(f"step {step}"):
+            self._step(step, loss, batch, tokens, grad_norm, learning_rates, seconds)
+
+    def _step(
+        self,
+        step: int,
+        loss: Any,
+        batch: Any,
+        tokens: int | None,
+        grad_norm: Any,
+        learning_rates: Sequence[float] | None,
+        seconds: float | None,
+    ) -> None:
+        found = self._together(loss, tokens, batch)
+        if found is None:
+            return
+        value, count, rows, marks = found
         measured = self._measure
-        total = None if grad_norm is None else _number(grad_norm)
+        total = None if grad_norm is None else number(grad_norm)
         grads: dict[str, float] = {}
         updates: dict[str, float] = {}
+        if measured is not None and measured.trouble is not None:
+            self._lost("norms", measured.trouble)
+            measured.trouble = None
         if measured is not None and measured.grads:
             grads, updates = measured.grads, measured.updates
             applied = root_of_squares(grads)
@@ -125,13 +232,12 @@ class Recorder:
                 total = applied
             elif applied > 0:
                 grads = {n: v * (total / applied) for n, v in grads.items()}  # as they were before clipping
-        value, count, rows = self._together(_number(loss), tokens, _rows(batch))
         out = Step(
             step, value, total, root_of_squares(updates) if updates else None,
             self._rates if learning_rates is None else [float(r) for r in learning_rates], rows, count, seconds,
-            None, grads, updates,
+            None, grads, updates, marks,
         )  # fmt: skip
-        self._write("step", **{k: v for k, v in vars(out).items() if v is not None and v != {}})
+        self._write("step", **{k: v for k, v in vars(out).items() if v is not None and v not in ({}, [])})
 
     def close(self) -> None:
         """Remove the hooks from the optimizer."""
@@ -146,7 +252,7 @@ class Recorder:
         self.close()
 
     def _before(self, optimizer: Any, args: tuple[Any, ...], how: dict[str, Any]) -> Any:
-        self._rates = [float(g["lr"]) for g in optimizer.param_groups]
+        self._rates = [float(g["lr"]) for g in optimizer.param_groups]  # a tensor, too
         measure = self._measure
         if measure is None:
             return None
@@ -171,26 +277,89 @@ class Recorder:
             self._measure.after()
 
     def _together(
-        self, loss: float, tokens: int | None, rows: Iterable[Any] | None
-    ) -> tuple[float, int | None, str | None]:
-        """(loss, tokens, digest of the batch) over all ranks."""
-        from .batches import digest
-
-        mine = (loss, tokens, None if rows is None else digest(rows))
-        parts = gathered(mine, self._group)
-        losses, counts, digests = zip(*parts, strict=True)
+        self, loss: Any, tokens: int | None, batch: Any
+    ) -> tuple[float, int | None, str | None, list[str]] | None:
+        """(loss, tokens, digest of the batch, marks of the rows of each rank) over all ranks; None if a rank has no loss."""
+        mine: float | None = None
+        seen: tuple[int, str] | None = None
+        try:
+            mine = number(loss)
+        except Exception as e:
+            self._lost("loss", f"loss={loss!r} is not a number ({type(e).__name__}: {e})")
+        try:
+            rows = _rows(batch)
+            seen = None if rows is None else digest_and_marks(rows)
+        except Exception as e:
+            self._lost("batch", f"batch, a {type(batch).__name__}, is not rows of token ids ({type(e).__name__}: {e})")
+        parts = gathered((mine, tokens, seen), self._group)
+        losses, counts, rows_seen = zip(*parts, strict=True)
+        if None in losses:
+            return None
         known = all(c is not None for c in counts)
         weights = counts if known and sum(counts) else [1] * len(parts)
         value = sum(w * x for w, x in zip(weights, losses, strict=True) if w) / sum(weights)
         if len(set(losses)) == 1:
-            value = loss  # already the global one; no rounding of ours
-        together = f"{sum(digests) % (1 << 128):032x}" if all(d is not None for d in digests) else None
-        return value, sum(counts) if known else None, together
+            value = losses[0]  # already the global one; no rounding of ours
+        count = sum(counts) if known else None
+        if any(d is None for d in rows_seen):
+            return value, count, None, []
+        together = f"{sum(d for d, _ in rows_seen) % (1 << 128):032x}"
+        return value, count, together, [m for _, m in rows_seen] if self._rows else []
+
+    @contextmanager
+    def _harmless(self, what: str) -> Iterator[None]:
+        """Turn whatever goes wrong into a warning, and a line in the recording."""
+        try:
+            yield
+        except Exception as e:
+            self._lost(what, f"{type(e).__name__}: {e}")
+
+    def _lost(self, what: str, why: str) -> None:
+        _warn(f"{what} not recorded: {why}")
+        self._write("lost", what=what, why=why)
 
     def _write(self, kind: str, **record: Any) -> None:
         if _rank() == 0:
-            with open(self._path, "a", encoding="utf-8") as f:
-                f.write(line(kind, **record))
+            try:
+                _append(self._path, line(kind, **record))
+            except (OSError, TypeError, ValueError) as e:
+                _warn(f"{os.fspath(self._path)} could not be written, and a line is lost: {e}")
+
+
+def _warn(text: str) -> None:
+    import warnings
+
+    try:
+        warnings.warn(f"ckpttool.Recorder: {text}", RuntimeWarning, stacklevel=5)
+    except RuntimeWarning:  # the job has made errors of warnings
+        print(f"ckpttool.Recorder: {text}", file=sys.stderr)
+
+
+def _append(path: str | os.PathLike[str], text: str) -> None:
+    with open(path, "a", encoding="utf-8") as f:
+        f.write(text)
+
+
+def _token_rows(probe: Any) -> dict[str, list[list[int]]]:
+    """Rows of token ids as plain data.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    out = {}
+    for key, x in (probe if isinstance(probe, Mapping) else {"input_ids": probe}).items():
+        plain = x.tolist() if hasattr(x, "tolist") else x
+        rows = (
+            [list(r) if isinstance(r, (list, tuple)) else r for r in plain] if isinstance(plain, (list, tuple)) else []
+        )
+        if not rows or not all(isinstance(r, list) and r and all(type(t) is int for t in r) for r in rows):
+            raise UsageError(
+                f"{argument('probe')}: {key} is not rows of token ids, integers of shape (rows, sequence)."
+            )
+        out[str(key)] = rows
+    if "input_ids" not in out:
+        raise UsageError(f"{argument('probe')}: a dict needs input_ids; this one has {', '.join(out) or 'nothing'}.")
+    return out
 
 
 def _cut_half_line(path: str | os.PathLike[str]) -> None:
@@ -209,168 +378,6 @@ def _unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-class Measure:
-    """Norms of the gradient and of the update of every trained parameter; `before` and `after` the optimizer's step."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.grads: dict[str, float] = {}
-        self.updates: dict[str, float] = {}
-        self._old: dict[str, Any] = {}
-
-    def parameters(self) -> dict[str, Any]:
-        """{FQN: parameter} of the trained parameters, tied ones once."""
-        return {n: p for n, p in _first_names(self.model).items() if p.requires_grad}
-
-    def before(self) -> None:
-        """Copy the parameters."""
-        from .fingerprint import local
-
-        self._old = {n: local(p).clone() for n, p in self.parameters().items()}
-
-    def gradients(self) -> None:
-        """Measure the gradients as they are now. A collective."""
-        from .fingerprint import norms
-
-        found = {n: p.grad for n, p in self.parameters().items() if p.grad is not None}
-        self.grads = norms(found, device_of(self.model))
-
-    def after(self) -> None:
-        """Measure the difference to the copy. A collective."""
-        import torch
-
-        from .fingerprint import combine, local, owned
-
-        params = self.parameters()
-        squares = []
-        for n, p in params.items():
-            new, old = local(p), self._old.pop(n)
-            moved = new.double() - old.double() if new.element_size() == 8 else new.float() - old.float()
-            squares.append(float(torch.linalg.vector_norm(moved, dtype=torch.float64).item()) ** 2 if owned(p) else 0.0)
-        total = combine(squares, integers=False, device=device_of(self.model))
-        self.updates = {n: v**0.5 for n, v in zip(params, total, strict=True)}
-
-
-def root_of_squares(norms: Mapping[str, float]) -> float:
-    """The norm of the whole from the norms of its parts."""
-    return float(sum(v * v for v in norms.values()) ** 0.5)
-
-
-def named_state(model: Any, optimizer: Any = None) -> dict[str, Any]:
-    """{canonical name: tensor} of a live job: parameters, persistent buffers, the optimizer's tensors."""
-    from ..index.fqns import strip_wrappers
-
-    found = {n: t for n, t in model.state_dict().items() if hasattr(t, "element_size")}
-    clean = strip_wrappers(found)
-    out = {f"model.{clean[n]}": t for n, t in found.items()}
-    if optimizer is not None:
-        for fqn, p in _first_names(model).items():
-            for slot, t in optimizer.state.get(p, {}).items():
-                if hasattr(t, "element_size"):
-                    out[f"optim.state.{fqn}.{slot}"] = t
-    return out
-
-
-def _first_names(model: Any) -> dict[str, Any]:
-    from ..index.fqns import strip_wrappers
-
-    found = dict(model.named_parameters())
-    clean = strip_wrappers(found)
-    return {clean[n]: p for n, p in found.items()}
-
-
-def plain_groups(model: Any, optimizer: Any) -> list[dict[str, Any]]:
-    """Param groups as plain data: options, and FQNs for parameters."""
-    names = {id(p): n for n, p in _first_names(model).items()}
-    out = []
-    for group in optimizer.param_groups:
-        options = {k: _plain(v) for k, v in group.items() if k not in OWN_FLAGS and k != "params"}
-        out.append({**options, "params": [names.get(id(p), "?") for p in group["params"]]})
-    return out
-
-
-def _plain(x: Any) -> Any:
-    if hasattr(x, "element_size"):
-        return _number(x) if x.numel() == 1 else "tensor"
-    if isinstance(x, (list, tuple)):
-        return [_plain(v) for v in x]
-    return x if isinstance(x, (int, float, str, bool, type(None))) else type(x).__name__
-
-
-def tied_names(model: Any) -> list[list[str]]:
-    """The names of each parameter that has several."""
-    from ..index.fqns import strip_wrappers
-
-    names: dict[int, list[str]] = {}
-    every = dict(model.named_parameters(remove_duplicate=False))
-    clean = strip_wrappers(every)
-    for n, p in every.items():
-        names.setdefault(id(p), []).append(clean[n])
-    return sorted(sorted(n) for n in names.values() if len(n) > 1)
-
-
-def config_of(model: Any) -> dict[str, Any] | None:
-    """The configuration of a transformers model, as plain data; None if it has none."""
-    inner = getattr(model, "module", model)
-    config: Any = getattr(inner, "config", None)
-    if not hasattr(config, "to_dict"):
-        return None
-    plain: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
-    return plain
-
-
-def scalars_of(tensors: Mapping[str, Any]) -> dict[str, float]:
-    """The values of tensors with one element that are not sharded."""
-    return {
-        n: float(t.item())
-        for n, t in tensors.items()
-        if t.numel() == 1 and not hasattr(t, "_local_tensor") and not t.is_complex()
-    }
-
-
-def has_dropout(model: Any) -> bool:
-    """Whether any dropout probability of the model is above zero."""
-    return any(p > 0 for _, _, p in dropouts(model))
-
-
-def dropouts(model: Any) -> list[tuple[Any, str, float]]:
-    """(module, attribute, probability) of every dropout."""
-    from torch.nn.modules.dropout import _DropoutNd
-
-    out = []
-    for module in model.modules():
-        if isinstance(module, _DropoutNd):
-            out.append((module, "p", float(module.p)))
-        else:
-            for name, value in vars(module).items():
-                if "drop" in name and isinstance(value, float):
-                    out.append((module, name, value))
-    return out
-
-
-def dtype_of(tensor: Any) -> str:
-    """torch's name of a dtype: "bfloat16"."""
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def environment() -> dict[str, Any]:
-    """Versions and devices: causes of differences that no checkpoint records."""
-    import platform
-
-    import torch
-
-    from .._version import __version__
-
-    out: dict[str, Any] = {"ckpttool": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    if torch.cuda.is_available():
-        out["gpu"] = torch.cuda.get_device_name()
-        out["cuda"] = torch.version.cuda
-        if torch.distributed.is_nccl_available():
-            version: Any = torch.cuda.nccl.version
-            out["nccl"] = ".".join(map(str, version()))
-    return out
-
-
 def _rows(batch: Any) -> Iterable[Any] | None:
     if batch is None:
         return None
@@ -378,22 +385,6 @@ def _rows(batch: Any) -> Iterable[Any] | None:
         return (row for part in batch for row in _rows(part) or ())
     array = batch.detach().cpu().numpy() if hasattr(batch, "detach") else batch
     return iter(array if getattr(array, "ndim", 2) > 1 else [array])
-
-
-def _number(x: Any) -> float:
-    if hasattr(x, "full_tensor"):
-        x = x.full_tensor()
-    return float(x.detach().item() if hasattr(x, "detach") else x)
-
-
-def device_of(model: Any) -> Any:
-    """The device for collectives: NCCL needs the GPU, even if parameters are offloaded."""
-    import torch
-
-    on = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if torch.distributed.is_initialized() and "nccl" in str(torch.distributed.get_backend()) and on.type == "cpu":
-        return torch.device("cuda", torch.cuda.current_device())
-    return on
 
 
 def _world() -> int:

@@ -11,7 +11,7 @@ from typing import Any
 from ..live.load import load
 from . import fingerprint
 from .job import Job
-from .recorder import (  # fmt: skip
+from .live_facts import (  # fmt: skip
     device_of,
     named_state,
 )

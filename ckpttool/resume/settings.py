@@ -24,6 +24,7 @@ class Settings:
     world size. `job` is module.py:function, `config` a Hugging Face folder; one of the two is given. `start` is the step
     of the checkpoint. `rates` {step: learning rate of each group} come from the reference, for jobs without a
     scheduler. `micro_batch` is rows of one forward pass, `sequence` tokens of a row (None: what the data has).
+    `probe` are the rows of a recorded reference's probe, {"input_ids": rows of token ids}; {} without one.
     `scratch` is a folder for the save of the round trip, None for none.
     """
 
@@ -43,6 +44,7 @@ class Settings:
     device: str = "cpu"
     clip: float | None = None
     rates: dict[int, list[float]] = field(default_factory=dict)
+    probe: dict[str, list[list[int]]] = field(default_factory=dict)
     keep_dropout: bool = False
     activation_checkpointing: bool = False
     compile: bool = False

@@ -11,8 +11,12 @@ Recorded lines (JSONL), one object each:
 
     {"ckpttool": 1, "kind": "start", ...}    fields of Trace, as far as known; a later one replaces an earlier one
     {"kind": "state", "step": 300, "state": {...}, "scalars": {...}, "groups": [...],
-     "values": {...}, "others": {...}}                                                   what the job held at a step
+     "values": {...}, "others": {...}, "variants": {...}, "generators": [...], "probe": {...}, "unrecorded": {...}}
+                                                                                          what the job held at a step
     {"kind": "step", "step": 301, "loss": 2.25, ...}                                     fields of Step
+    {"kind": "lost", "what": "norms", "why": "..."}                                      what could not be recorded
+
+Recordings of earlier versions have fewer fields; whatever a recording lacks is in `Trace.unrecorded`.
 """
 
 from __future__ import annotations
@@ -39,8 +43,9 @@ class Step:
     `step` counts from 1 over the whole training, so that the one after a checkpoint of step n is n + 1. `loss` is the
     mean over the tokens of the global batch. `grad_norm` and `grads` {FQN: norm} are before clipping, `updates` {FQN:
     norm} and `update_norm` of what the optimizer added to the parameters. `learning_rates` has the one used in this
-    step for each param group. `batch` is the digest of the global batch (`batches.digest`). `losses` is the global
-    loss as each rank has it. `seconds` is forward, backward, clipping and the optimizer, without the measurements.
+    step for each param group. `batch` is the digest of the global batch (`batches.digest`), `rows` the marks of the rows of each
+    data-parallel rank (`batches.marks_of`). `losses` is the global loss as each rank has it. `seconds` is forward, backward,
+    clipping and the optimizer, without the measurements.
     """
 
     step: int
@@ -54,6 +59,7 @@ class Step:
     losses: list[float] | None = None
     grads: dict[str, float] = field(default_factory=dict)
     updates: dict[str, float] = field(default_factory=dict)
+    rows: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -68,14 +74,16 @@ class Trace:
     `stored` the fingerprints of the same tensors in the files, if these were read a second time and have the same dtype.
     `scalars` are the values of tensors with one element, `values` the other plain data of the checkpoint (`beside`).
     `variants` {name: [...]}: of values and others that the ranks of a recorded job held differently, those of the ranks.
-    `unrecorded` {what: why} is what a `Recorder` did not record.
+    `generators` are marks of the random states of each rank of a recorded job, {"torch": mark, "cuda", "numpy", "python"}, and
+    "numpy_position". `unrecorded` {what: why} is what a `Recorder` did not record.
     `groups` are the optimizer's param groups as the job holds them: options, and "params": [FQN, ...].
     `tied` lists the names of each parameter that has more than one. `config` is the model's configuration.
     `recipe` is what the job was built from: module.py:build, or the folder of a configuration. `scheduler` is the class of
     the scheduler that ran. `dropout_off` is the largest probability of a dropout that was switched off.
     `unread` lists state beside the checkpoint that its layout does not read: (file, component).
     `probe` {"file": npy of logits (rows, vocabulary) float32, "agree": whether every rank has the same, "batch": digest
-    of the rows that were given}, or {"skipped": why}.
+    of the rows that were given}, or {"skipped": why}; of a recording {"rows": {"input_ids": [...]}, "sketch", "shape",
+    "not_finite"} (`probing.sketch`), and of a run that had such a reference the sketch for the recorded rows as "recorded".
     `roundtrip` {"save_seconds", "load_seconds", "bytes", "differing": [names]} of the save after the first step, or
     {"skipped": why}.
     `memory` has {"rank", "allocated_bytes", "reserved_bytes", "total_bytes"} peaks, of the device.
@@ -107,6 +115,7 @@ class Trace:
     scalars: dict[str, float] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     variants: dict[str, list[Any]] = field(default_factory=dict)
+    generators: list[dict[str, Any]] = field(default_factory=list)
     unrecorded: dict[str, str] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     tied: list[list[str]] = field(default_factory=list)
@@ -149,6 +158,7 @@ def read_reference(path: str | os.PathLike[str], at: int | None = None) -> Trace
     out = Trace(source=os.fspath(path))
     steps: dict[int, Step] = {}
     states: dict[int, dict[str, Any]] = {}
+    lost: dict[str, str] = {}
     try:
         lines = list(_lines(path))
     except OSError as e:
@@ -164,10 +174,16 @@ def read_reference(path: str | os.PathLike[str], at: int | None = None) -> Trace
             elif kind == "state":
                 states[int(record["step"])] = {
                     "state": _marks(record["state"]), "others": _marks(record.get("others", {})),
+                    "variants": {str(n): list(v) for n, v in record.get("variants", {}).items()},
+                    "generators": [dict(g) for g in record.get("generators", [])],
+                    "probe": _probe(record.get("probe", {})),
+                    "unrecorded": {str(k): str(v) for k, v in record.get("unrecorded", _EARLIER).items()},
                     "scalars": _numbers(record.get("scalars", {})),
                     "groups": [dict(g) for g in record.get("groups", [])],
                     **({"values": dict(record["values"])} if "values" in record else {}),
                 }  # fmt: skip
+            elif kind == "lost":
+                lost[str(record["what"])] = str(record["why"])
             elif kind == "step":
                 step = _step(record)
                 steps[step.step] = step
@@ -180,7 +196,24 @@ def read_reference(path: str | os.PathLike[str], at: int | None = None) -> Trace
         out.start = at if at in states else list(states)[-1]
         for key, value in states[out.start].items():
             setattr(out, key, value)
+    else:
+        out.unrecorded = dict.fromkeys(("model", "optimizer", *_EARLIER), "Recorder.state was not called")
+    out.unrecorded |= lost
     return out
+
+
+#: What a recording lacks that an earlier version wrote.
+_EARLIER = dict.fromkeys(
+    ("scheduler", "scaler", "dataloader", "extra", "probe"), "a version of ckpttool recorded it that could not"
+)
+
+
+def _probe(x: Any) -> dict[str, Any]:
+    if not x:
+        return {}
+    rows = {str(k): [[int(t) for t in row] for row in v] for k, v in x["rows"].items()}
+    numbers = [[float(v) for v in row] for row in x["sketch"]]
+    return {"rows": rows, "sketch": numbers, "shape": [int(n) for n in x["shape"]], "not_finite": int(x["not_finite"])}
 
 
 def _marks(x: Any) -> dict[str, tuple[str, tuple[int, ...], str]]:
@@ -236,6 +269,7 @@ def _step(data: dict[str, Any]) -> Step:
         value = getattr(out, key)
         setattr(out, key, None if value is None else [float(v) for v in value])
     out.grads, out.updates = _numbers(out.grads), _numbers(out.updates)
+    out.rows = [str(r) for r in out.rows]
     return out
 
 

@@ -11,19 +11,16 @@ from typing import Any
 
 from ..errors import UsageError
 from ..live.collectives import gathered
-from . import batches, fingerprint
+from . import batches, fingerprint, probing
 from .job import Job
-from .recorder import (  # fmt: skip
+from .live_facts import (  # fmt: skip
     Measure,
     root_of_squares,
 )
 from .settings import Settings
 from .trace import Step, Trace
 
-__all__ = ["measure_memory", "probe", "train_step"]
-
-
-_PROBE_ROWS = 64  # rows of logits that are kept
+__all__ = ["measure_memory", "probe", "probe_as_recorded", "train_step"]
 
 
 def _batch(rows: batches.Rows, first: int, last: int, device: Any) -> dict[str, Any]:
@@ -55,18 +52,34 @@ def probe(job: Job, rows: batches.Rows, settings: Settings, file: str, out: Trac
     if logits is None:
         out.probe = {"skipped": "the job gives no logits"}
         return
-    flat = logits.reshape(-1, logits.shape[-1])
-    keep = torch.linspace(0, flat.shape[0] - 1, min(_PROBE_ROWS, flat.shape[0])).round().long().to(flat.device)
-    kept = flat[keep].float().contiguous()
-    each = torch.tensor([fingerprint.flat(kept.reshape(-1), 0) >> 1], dtype=torch.int64, device=kept.device)
+    found = probing.kept(logits)
+    each = torch.tensor([fingerprint.flat(found.reshape(-1), 0) >> 1], dtype=torch.int64, device=found.device)
     every = [torch.empty_like(each) for _ in range(dist.get_world_size())]
     dist.all_gather(every, each)
-    out.probe = {"agree": all(bool((e == each).all()) for e in every), "rows": len(keep)}
+    out.probe = {"agree": all(bool((e == each).all()) for e in every)}
     if "input_ids" in batch:
         out.probe["batch"] = f"{batches.digest(batch['input_ids'].cpu().numpy()):032x}"
     if dist.get_rank() == 0:
-        np.save(file, kept.cpu().numpy(), allow_pickle=False)
+        np.save(file, found.cpu().numpy(), allow_pickle=False)
         out.probe["file"] = file
+
+
+def probe_as_recorded(job: Job, settings: Settings, out: Trace) -> None:
+    """A sketch of the logits of the rows that a `Recorder` probed its job with. A collective."""
+    if not settings.probe:
+        return
+    batch = probing.batch_of(settings.probe, _on(settings))
+    why = probing.refused(job.model, batch)
+    found: dict[str, Any] = {}
+    if why is None:
+        try:
+            with probing.undisturbed(job.model):
+                logits = probing.kept(probing.logits_of(job.model, batch))
+            found = probing.sketch(logits.cpu().numpy())
+        except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as e:
+            why = f"{type(e).__name__}: {e}"
+    wrong = [text for text in gathered(why) if text is not None]
+    out.probe["recorded"] = {"skipped": wrong[0]} if wrong else found
 
 
 def train_step(job: Job, rows: batches.Rows, step: int, settings: Settings) -> Step:
@@ -77,7 +90,7 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: Settings) -> S
     device = _on(settings)
     parts = batches.micro_batches(step, settings.global_batch, settings.micro_batch, job.rank, job.world)
     data = [(_batch(rows, first, last, device), counts) for first, last, counts in parts]
-    tokens, seen = _count(data, settings)
+    tokens, seen, marks = _count(data, settings)
     rates = _rates(job, step, settings)
     measure = Measure(job.model)
     _wait(settings)
@@ -119,17 +132,19 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: Settings) -> S
     dist.all_gather(every, mine)
     return Step(
         step, float(mine.item()), norm, root_of_squares(measure.updates), rates, seen, round(counted), seconds,
-        [float(e.item()) for e in every], measure.grads, measure.updates,
+        [float(e.item()) for e in every], measure.grads, measure.updates, marks,
     )  # fmt: skip
 
 
-def _count(data: list[tuple[dict[str, Any], bool]], settings: Settings) -> tuple[int, str | None]:
-    """(tokens of the global batch that count in the loss, its digest). A collective."""
+def _count(data: list[tuple[dict[str, Any], bool]], settings: Settings) -> tuple[int, str | None, list[str]]:
+    """(tokens of the global batch that count in the loss, its digest, the marks of the rows of each rank). A collective."""
     import torch.distributed as dist
 
-    tokens, sums, known = 0, 0, True
+    tokens, known = 0, True
+    mine: list[Any] = []
+    copy = bool(dist.get_rank() % settings.mesh.get("tp", 1))
     for batch, counts in data:
-        if not counts or dist.get_rank() % settings.mesh.get("tp", 1):
+        if not counts or copy:
             continue
         labels = batch.get("labels", batch.get("input_ids"))
         if labels is None or labels.dim() < 2:
@@ -137,10 +152,12 @@ def _count(data: list[tuple[dict[str, Any], bool]], settings: Settings) -> tuple
             tokens += len(next(iter(batch.values())))
             continue
         tokens += int((labels[:, 1:] != batches.IGNORED).sum().item())
-        sums += batches.digest(batch["input_ids"].cpu().numpy())
-    parts = gathered((tokens, sums, known))
-    digest = f"{sum(s for _, s, _ in parts) % (1 << 128):032x}" if all(k for _, _, k in parts) else None
-    return max(1, sum(t for t, _, _ in parts)), digest
+        mine.extend(batch["input_ids"].cpu().numpy())
+    parts = [p for p in gathered((tokens, *batches.digest_and_marks(mine), known, copy)) if not p[4]]
+    total = max(1, sum(p[0] for p in parts))
+    if not all(p[3] for p in parts):
+        return total, None, []
+    return total, f"{sum(p[1] for p in parts) % (1 << 128):032x}", [p[2] for p in parts]
 
 
 def _rates(job: Job, step: int, settings: Settings) -> list[float]:

@@ -29,7 +29,7 @@ from ..live.values import lossless
 from . import batches, fingerprint
 from .beside import taken
 from .job import Job, start
-from .recorder import (  # fmt: skip
+from .live_facts import (  # fmt: skip
     config_of,
     device_of,
     dtype_of,
@@ -43,7 +43,7 @@ from .recorder import (  # fmt: skip
 from .round_trip import round_trip
 from .settings import Settings, Status, read_settings
 from .trace import Trace, to_json
-from .training import measure_memory, probe, train_step
+from .training import measure_memory, probe, probe_as_recorded, train_step
 
 __all__ = ["joined_job", "run"]
 
@@ -126,6 +126,7 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
         _restore_rng(settings, opened, out)
     status("probing")
     probe(job, rows, settings, probe_file, out)
+    probe_as_recorded(job, settings, out)
     for k in range(settings.steps):
         step = settings.start + 1 + k
         out.steps.append(train_step(job, rows, step, settings))

@@ -1,0 +1,181 @@
+"""What a Recorder records beside the steps, that it changes nothing, and that what fails in it ends no training."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from live.recorded_job import PROBE
+from ranks import torchrun
+
+import ckpttool
+from ckpttool.errors import UsageError
+from ckpttool.resume import live_facts, probing, run_checks
+from ckpttool.resume.bounds import Bound
+from ckpttool.resume.trace import Trace, line, read_reference
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("jobs")
+    said = torchrun(2, "recorded_job.py", "--out", str(out))
+    assert (out / "report.json").exists(), said[-4000:]
+    return out, json.loads((out / "report.json").read_text())
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("kind", ["fsdp", "ddp", "broken"])
+def test_a_job_with_a_recorder_has_the_losses_and_buffers_of_one_without(jobs: Any, kind: str) -> None:
+    for rank in jobs[1][kind]:
+        assert rank["recorded"] == rank["without"]
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_a_recording_has_the_state_of_every_rank_and_nothing_is_lost(jobs: Any, kind: str) -> None:
+    trace = read_reference(jobs[0] / f"{kind}.jsonl")
+    assert not any(rank["warned"] for rank in jobs[1][kind])
+    assert trace.unrecorded == {} and trace.start == 3 and trace.scheduler == "StepLR"
+    assert trace.values["scheduler.last_epoch"] == 3 and trace.values["scaler.scale"] == 2.0
+    assert trace.values["dataloader.rank_0.at"] == 10 and trace.values["dataloader.rank_1.at"] == 11
+    assert trace.variants["dataloader.position"] == [0, 1] and "dataloader.epoch" not in trace.variants
+    assert len(trace.variants["dataloader.order"]) == 2
+    assert trace.values["trainer.epoch"] == 2 and trace.others["extra.ema.w"][:2] == ("float32", (31, 8))
+    one, two = trace.generators
+    assert one.keys() >= {"torch", "numpy", "python", "numpy_position"} and all(
+        one[k] != two[k] for k in ("torch", "numpy", "python")
+    )
+    assert trace.probe["rows"] == {"input_ids": PROBE} and trace.probe["shape"] == [12, 31]
+    for step in trace.steps:
+        assert [len(rows) for rows in step.rows] == [16, 16] and step.rows[0] != step.rows[1]
+
+
+@pytest.mark.live
+def test_ddp_and_fsdp_have_one_probe_and_an_average_that_is_sharded_one_fingerprint(jobs: Any) -> None:
+    a, b = (read_reference(jobs[0] / f"{kind}.jsonl") for kind in ("fsdp", "ddp"))
+    assert (
+        np.allclose(a.probe["sketch"], b.probe["sketch"], rtol=1e-5)
+        and a.others["extra.ema.w"] == b.others["extra.ema.w"]
+    )
+
+
+@pytest.mark.live
+def test_what_fails_on_one_rank_is_left_out_on_all_and_the_recording_says_why(jobs: Any) -> None:
+    trace = read_reference(jobs[0] / "broken.jsonl")
+    assert trace.unrecorded["dataloader"] == "its state could not be read on rank 1 (RuntimeError: the loader has gone)"
+    assert not any(n.startswith("dataloader") for n in (*trace.values, *trace.others, *trace.variants))
+    assert "is not a number" in trace.unrecorded["loss"] and [s.step for s in trace.steps] == [1, 3]
+    assert trace.values["scheduler.last_epoch"] == 3
+
+
+def little() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [({"scheduler": 3}, "scheduler is a int, which has no state_dict"), ({"dataloader": [1]}, "dataloader is a int"), ({"extra": 3}, "extra is a int"),
+     ({"extra": {"model": {}}}, "the key 'model'"), ({"extra": {3: 1}}, "the key 3"), ({"extra": {"scaler": 1}, "scaler": dict}, "the key 'scaler'"),
+     ({"probe": [1, 2]}, "rows of token ids"), ({"probe": {"ids": [[1]]}}, "needs input_ids"), ({"probe": [[0.5]]}, "rows of token ids")],
+)  # fmt: skip
+def test_what_a_recorder_cannot_use_is_refused_before_the_training_starts(
+    tmp_path: Path, given: Any, said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        ckpttool.Recorder(tmp_path / "r.jsonl", *little(), **given)
+    assert not (tmp_path / "r.jsonl").exists()
+
+
+def test_what_fails_later_is_a_warning_and_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = little()
+
+    def gone() -> Any:
+        raise OSError("the store has gone")
+
+    recorder = ckpttool.Recorder(tmp_path / "r.jsonl", model, optimizer, extra=gone, scheduler=gone, probe=[[1, 2]])
+    recorder.state(0)
+    monkeypatch.setattr(live_facts, "local", gone)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    with pytest.warns(RuntimeWarning) as seen:
+        recorder.step(1, loss=1.0, batch=3)
+    assert [str(w.message).split(":")[1] for w in seen] == [" batch not recorded", " norms not recorded"]
+    trace = read_reference(tmp_path / "r.jsonl")
+    assert trace.steps[0].grads == {} and "gone() takes 0 positional" in trace.unrecorded["norms"]
+    assert trace.unrecorded["scheduler"].endswith("(OSError: the store has gone)")
+    assert trace.unrecorded["extra"].endswith("(OSError: the store has gone)")
+    assert "forward(input_ids=...), but Sequential has forward(input)" in trace.unrecorded["probe"]
+    assert trace.state.keys() == {f"model.{n}" for n in model.state_dict()}
+
+
+def test_a_disk_that_is_full_ends_no_training_even_where_warnings_are_errors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = ckpttool.Recorder(tmp_path / "r.jsonl", *little())
+    (tmp_path / "r.jsonl").unlink()
+    (tmp_path / "r.jsonl").mkdir()
+    with pytest.warns(RuntimeWarning, match=r"r\.jsonl could not be written"):
+        recorder.step(1, loss=1.0)
+    assert not capsys.readouterr().err
+    recorder.step(2, loss=1.0)  # here, they are
+    assert "r.jsonl could not be written" in capsys.readouterr().err
+
+
+def test_an_earlier_recording_is_read_and_what_it_lacks_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "r.jsonl"
+    state = line("state", step=1, state={"model.w": ["float32", [2], "ab"]}, scalars={}, groups=[])
+    file.write_text(state + line("step", step=2, loss=1.0, batch="00"))
+    trace = read_reference(file)
+    assert (
+        set(trace.unrecorded) == {"scheduler", "scaler", "dataloader", "extra", "probe"} and trace.steps[0].rows == []
+    )
+    file.write_text(line("step", step=2, loss=1.0))
+    assert "Recorder.state was not called" in read_reference(file).unrecorded["model"]
+
+
+# ----------------------------------------------------------------------------------------------------------- sketches
+
+
+def sketched(reference: Any, got: Any) -> Any:
+    recorded = Trace(probe={"rows": {}, **probing.sketch(reference)})
+    return run_checks.logits(recorded, Trace(probe={"recorded": probing.sketch(got)}))
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e-3, 0.5])
+def test_the_distance_of_two_sketches_is_that_of_the_logits(size: float) -> None:
+    draw = np.random.default_rng(2)
+    x = draw.standard_normal((64, 5003)).astype("f4")
+    y = (x + size * draw.standard_normal(x.shape)).astype("f4")
+    exact = float(np.linalg.norm(y.astype("f8") - x) / np.linalg.norm(x.astype("f8")))
+    assert sketched(x, y)[0] == pytest.approx(exact, rel=0.15)
+    one = x.copy()
+    one[40, 7] += 30 * size  # one logit of 320,000
+    assert sketched(x, one)[0] == pytest.approx(30 * size / np.linalg.norm(x.astype("f8")), rel=0.05)
+    assert sketched(x, x) == (0.0, None, None)
+
+
+def test_infinite_logits_of_a_padded_vocabulary_are_no_difference_and_new_ones_are() -> None:
+    x = np.ones((4, 8), "f4")
+    x[:, 6:] = -np.inf
+    assert sketched(x, x)[0] == 0.0
+    y = x.copy()
+    y[1, 1] = np.nan
+    check = run_checks.probe(Trace(probe=probing.sketch(x)), Trace(probe={"recorded": probing.sketch(y)}), Bound(1e-6))
+    assert check.verdict == "fail" and math.isinf(sketched(x, y)[0])
+
+
+def test_a_probe_that_one_side_could_not_make_is_not_comparable() -> None:
+    reference = Trace(probe={"rows": {}, **probing.sketch(np.ones((2, 3)))})
+    assert "did not compute" in str(run_checks.logits(reference, Trace()))
+    assert "why not" in str(run_checks.logits(reference, Trace(probe={"recorded": {"skipped": "why not"}})))
+    assert "shape [2, 4]" in str(sketched(np.ones((2, 3)), np.ones((2, 4))))
+    other = replace(Trace(probe={"recorded": probing.sketch(np.ones((2, 3)))}), dtype="bf16")
+    assert "computes in bf16" in str(run_checks.logits(replace(reference, dtype="fp32"), other))
