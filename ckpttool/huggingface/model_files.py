@@ -139,8 +139,8 @@ def beside(source: Source, given: str | None, notes: list[str]) -> tuple[dict[st
 def adapter(
     source: Source, given: str | None, notes: list[str], name: str | None = None, *, one_of_several: bool = False
 ) -> tuple[dict[str, Any], dict[str, bytes]] | None:
-    """(adapter_config.json, files to copy, that one among them) of an adapter: of the folder given, of the source's own, or
-    of the one above it, and first of the folder in it that has the adapter's name, if that is known. The config of the base model is not
+    """(adapter_config.json, files to copy, that one among them) of an adapter: of the folder given, of the source's own, of model/
+    in it, where NeMo AutoModel saves an adapter, or of the one above it, and first of the folder in it that has the adapter's name, if that is known. The config of the base model is not
     among them. None where there is no adapter_config.json.
 
     Of several adapters, one that is not called default has its file in a folder of its own, as PEFT saves them; only a folder that was
@@ -151,7 +151,7 @@ def adapter(
         own = os.path.join(given, name or "")
         files = of_model(own if name and os.path.isdir(own) else given, notes)[1]
     else:
-        for below in ("", "..") if source.local_folder else ("",):
+        for below in ("", "model", "..") if source.local_folder else ("", "model"):
             folders = [os.path.join(below, name)] if name else []
             folders += [] if one_of_several and name not in (None, "default") else [below]
             for folder in folders:
