@@ -11,6 +11,7 @@ from collections import Counter
 
 from .context import Context
 from .differences import config_differences, option_differences, options, pairs, rates_by_group, value_differences
+from .row_differences import explained
 from .text import changed, listed, plural
 from .trace import Trace
 
@@ -199,6 +200,9 @@ def data(context: Context, reference: Trace) -> None:
         if s.batch is not None:
             of.setdefault(s.batch, s.step)
     gaps = Counter(of[y.batch] - y.step for _, y in wrong if y.batch in of)
+    if not gaps and (found := explained(a, b, wrong)) is not None:
+        context.add(*found, evidence, explains=("data",))
+        return
     if not gaps:
         first = wrong[0][1].step if wrong else b.start + 1
         text = f"the data differs from step {first} on: none of these batches is in the reference"

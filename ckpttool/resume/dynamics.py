@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from . import bounds as table
 from .bounds import SIGNALS, Bound
 from .differences import deviation, other_job, pairs, rates_by_group, tensor_deviations
+from .row_differences import overlap
 from .text import plural
 from .trace import Step, Trace
 from .verdict import Check
@@ -225,6 +226,8 @@ class Dynamics:
         if not wrong:
             return Check.of(name, True, f"the same batch in {plural(len(known), 'step')}", 0, 0, "exact")
         text = f"batches that differ from the reference's in {len(wrong)} of {plural(len(known), 'step')}"
+        if (rows := next((overlap(a, b) for a, b in known if a.batch != b.batch), None)) is not None:
+            text += f"; {rows[0]} of the {plural(rows[1], 'row')} of step {wrong[0]} are the reference's"
         return Check.of(name, False, text, len(wrong), 0, "exact", f"step {wrong[0]}")
 
     def _rates(self, stage: str) -> Check:
