@@ -87,7 +87,8 @@ def inspect(
         if name_map is not None:
             from ..engine.map_choice import kept_text, under_other_names
 
-            opened.checkpoint = under_other_names(opened.locate(), opened.source, kept_text(name_map), config)
+            mapped = under_other_names(opened.locate(), opened.source, kept_text(name_map), config)
+            opened.checkpoint, opened.source = mapped
         if tensor is not None:
             ckpt = opened.locate()
             names = [n for n in ckpt.tensors if fnmatch.fnmatchcase(n, tensor)]

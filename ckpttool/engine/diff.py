@@ -109,7 +109,8 @@ def diff(
         refuse_unused(options, f"{x.layout.name} | {y.layout.name}", used)
         left, right = x.locate(), y.locate()
         if map is not None:
-            left = x.checkpoint = under_other_names(left, x.source, kept_text(os.fspath(map)), config)
+            left, x.source = under_other_names(left, x.source, kept_text(os.fspath(map)), config)
+            x.checkpoint = left
         aside = [[r.to_json() for r in ckpt.unread] for ckpt in (left, right)]
         out = Difference(
             tensors=len(left.tensors.keys() & right.tensors.keys()), not_read_a=aside[0], not_read_b=aside[1]

@@ -18,6 +18,7 @@ from ..index.check import check
 from ..index.checkpoint import Checkpoint, joined
 from ..index.line_groups import covers
 from ..index.name_maps import NameMap, size_of
+from ..storage.joined import ZEROS, JoinedSource
 from ..storage.source import Source
 from .fill import silent
 from .mapping import mapped
@@ -42,8 +43,8 @@ def under_other_names(
     *,
     vocab_size: int | None = None,
     to_hub: bool = False,
-) -> Checkpoint:
-    """The state mapped as asked; where nothing was asked and it goes to the Hub, by the map of the trainer that wrote it, if one
+) -> tuple[Checkpoint, Source]:
+    """The state mapped as asked, and its files; where nothing was asked and it goes to the Hub, by the map of the trainer that wrote it, if one
     fits; else as it is.
 
     Args:
@@ -54,13 +55,13 @@ def under_other_names(
         UsageError, Unsupported: as `mapping.mapped`.
     """
     if asked == NO_MAP or (asked is None and not (to_hub and ckpt.trainer)):  # maps of trainers are found by its name
-        return ckpt
+        return ckpt, source
     known = ckpt.config if config is None else None
     if known is None:
         known = model_files.beside(source, config, [])[0]
     found = _of_trainer(ckpt, known) if asked is None else maps.load(asked)
     if found is None:
-        return ckpt
+        return ckpt, source
     notes: list[str] = []
     args = {p[2]: v.data for v in ckpt.values.values() for p in [v.path] if p[:2] == ("extra", "args") and len(p) == 3}
     facts: dict[str, Any] = {
@@ -84,7 +85,7 @@ def under_other_names(
         raise
     check(out)
     out.notes += notes
-    return out
+    return out, JoinedSource(source) if ZEROS in out.files[len(ckpt.files) :] else source
 
 
 def _of_trainer(ckpt: Checkpoint, config: Mapping[str, Any] | None) -> NameMap | None:

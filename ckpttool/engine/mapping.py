@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from ..errors import Unsupported, UsageError, argument
-from ..index.axes import PAD, link, placed
-from ..index.checkpoint import Checkpoint, Chunks, Path, TensorEntry, Value, joined
+from ..index.axes import PAD, AxesError, UnknownSize, link, placed
+from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, Value, joined
 from ..index.line_groups import Group, Resolved, ignored, matched, resolved, views
 from ..index.name_maps import NameMap, size_of
+from ..storage.joined import ZEROS
+from ..storage.patched import ENDLESS
 from ..storage.source import Source
 from .stream import small
 from .vocabulary_size import odd_rows
@@ -29,7 +32,8 @@ _NAME_LISTS: tuple[Path, ...] = (("params",), ("param_names",))
 
 
 def mapped(ckpt: Checkpoint, source: Source, found: NameMap, config: Mapping[str, Any]) -> Checkpoint:
-    """The same state under the names of the other side of a map; which side it has, its names tell.
+    """The same state under the names of the other side of a map; which side it has, its names tell. Its tensors may lie in the file
+    `ZEROS`, too.
 
     Args:
         config: config.json of the model, for the sizes of axes that shapes do not tell.
@@ -132,16 +136,17 @@ class _Mapping:
 
     def run(self) -> Checkpoint:
         """The mapped state."""
-        ckpt = self.ckpt
-        if ckpt.salvage is not None and (ckpt.salvage.missing or ckpt.salvage.rebuilt):
+        if (ckpt := self.ckpt).salvage is not None and (ckpt.salvage.missing or ckpt.salvage.rebuilt):
             raise Unsupported(
                 "what was salvaged of a damaged checkpoint keeps its names. Salvage it first, then map the copy."
             )
         self._model()
+        self._zeros()
         self._masters()
         self._optimizer()
         self._groups()
         self._rest()
+        ckpt = self.ckpt
         kept = len([n for n in ckpt.tensors if joined(ckpt.tensors[n].path) in ckpt.recorded])
         if kept > len(self.recorded):
             self.notes.append(
@@ -197,6 +202,37 @@ class _Mapping:
                 raise Unsupported(f'"{n}" is not 0, and {self.map.sides[1]} has nothing to put it in: {row.why}.')
             left.setdefault(row.why, []).append(n)
         self.notes += [f'{len(rows)} entries were left out, first "{rows[0]}": {why}' for why, rows in left.items()]
+
+    def _zeros(self) -> None:
+        """What the left side has and the right one has not, where the map says that it is zeros."""
+        if self.ways["model"] is not False:
+            return
+        made: dict[str, TensorEntry] = {}
+        for row in self.map.ignored:
+            if row.along is None or row.dtype is None:
+                continue
+            for t in list(self.tensors.values()):
+                m = row.along.pattern.fullmatch(joined(t.path[1:])) if t.path[0] == "model" else None
+                if m is None:
+                    continue
+                sizes: dict[str, int] = {}
+                assert row.tensor.axes is not None and row.along.axes is not None
+                try:
+                    row.along.axes.solve(t.shape, sizes)
+                    shape = row.tensor.axes.shape(sizes)
+                except (AxesError, UnknownSize) as e:
+                    raise Unsupported(
+                        f'"{joined(t.path[1:])}" is {list(t.shape)}, and the map {self.map.name} says {row.along}: {e}.'
+                    ) from None
+                path = ("model", row.tensor.named({v: int(n) for v, n in m.groupdict().items()}))
+                chunks = Chunks(len(shape))
+                chunks.add((0,) * len(shape), shape, len(self.ckpt.files), 0, prod(shape) * ITEMSIZE[row.dtype])
+                made[joined(path)] = TensorEntry(row.dtype, shape, path, chunks)
+            if made:
+                self.notes.append(f'{len(made)} tensors of zeros were added, first "{next(iter(made))}": {row.why}')
+        if made:
+            self.tensors |= made
+            self.ckpt = replace(self.ckpt, files=[*self.ckpt.files, ZEROS], sizes=[*self.ckpt.sizes, ENDLESS])
 
     def _masters(self) -> None:
         """The fp32 copies of weights that Megatron-Core's reader has under extra.master."""

@@ -189,9 +189,10 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
         elif writing.strip_wrappers:
             ckpt = opened.checkpoint = wrappers_stripped(ckpt)
         before_map = ckpt
-        ckpt = opened.checkpoint = under_other_names(
+        ckpt, opened.source = under_other_names(
             ckpt, opened.source, writing.map, model.config, vocab_size=writing.vocab_size, to_hub=target.name == "hf"
         )
+        opened.checkpoint = ckpt
         cut = {t.shape[0] for t in vocabulary_of(ckpt).values()} if ckpt is not before_map else set()
         if writing.vocab_size is not None and cut != {writing.vocab_size}:
             ckpt, opened.source = resized((ckpt, opened.source), writing.vocab_size)

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from ..errors import UsageError
 from .axes import Axes
+from .checkpoint import ITEMSIZE
 
 __all__ = ["Ignored", "Line", "NameMap", "Tensor", "parse", "size_of"]
 
@@ -87,11 +88,16 @@ class Line:
 
 
 class Ignored(NamedTuple):
-    """Tensors of the left that the right side has not; with `zero`, only if all of their bytes are 0."""
+    """Tensors of the left that the right side has not; with `zero`, only if all of their bytes are 0.
+
+    With `dtype` the way to the left makes them again, of zeros: one for each tensor `along`, which tells the sizes of their axes.
+    """
 
     tensor: Tensor
     why: str
     zero: bool
+    dtype: str | None = None
+    along: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -157,8 +163,7 @@ def parse(text: str, name: str, included: Callable[[str], str]) -> NameMap:
             ignored += other.ignored
             needed += other.needed
         elif word in ("ignore", "ignore-zero"):
-            pattern, _, why = (s.strip() for s in rest.partition(":"))
-            ignored.append(Ignored(Tensor(pattern, None), why or "the other side has none", word == "ignore-zero"))
+            ignored.append(_ignored(rest, word == "ignore-zero", where))
         elif word == "needs":
             needed.append(rest)
         else:
@@ -185,6 +190,31 @@ def _rows(text: str) -> list[tuple[int, str]]:
         else:
             out.append((number, line.strip()))
     return out
+
+
+def _ignored(rest: str, zero: bool, where: str) -> Ignored:
+    """NAME : WHY, or NAME [axes] DTYPE with OTHER [axes] : WHY."""
+    what, _, why = (s.strip() for s in rest.partition(":"))
+    why = why or "the other side has none"
+    name, wanted, other = what.partition(" with ")
+    if not wanted:
+        return Ignored(Tensor(what, None), why, zero)
+    name, _, dtype = name.strip().rpartition(" ")
+    problem = UsageError(
+        f"{where}: {what!r} is not NAME [axes] DTYPE with OTHER [axes], of ignore-zero, with the same variables and no axis that OTHER has not."
+    )
+    if not zero or dtype not in ITEMSIZE:
+        raise problem
+    tensors = [t for text in (name, other) for t in _tensors(text, where)]
+    if len(tensors) != 2 or any(axes is None for _, axes in tensors):
+        raise problem
+    made, along = (Tensor(n, Axes.parse(axes or "")) for n, axes in tensors)
+    assert made.axes is not None and along.axes is not None
+    if made.axes.sums or along.axes.sums or not made.axes.atoms <= along.axes.atoms:
+        raise problem
+    if sorted(made.variables) != sorted(along.variables):
+        raise problem
+    return Ignored(made, why, zero, dtype, along)
 
 
 def _equations(row: str, component: str | None, where: str) -> list[Line]:

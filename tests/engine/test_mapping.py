@@ -285,6 +285,27 @@ def test_what_a_map_leaves_out_is_said_and_refused_where_it_must_be_zero(tmp_pat
         through(tmp_path, {"model": model}, text)
 
 
+def test_zeros_that_the_other_side_has_not_are_made_again(tmp_path: Path) -> None:
+    text = HEAD + "gate.{i} = g.{i}\nignore-zero bias.{i} [e] float32 with gate.{i} [e x] : there is no bias there\n"
+    model = {f"gate.{i}": torch.randn(3 + i, 2) for i in range(2)} | {f"bias.{i}": torch.zeros(3 + i) for i in range(2)}
+    src, name_map = written(tmp_path, {"model": model}, text)
+    ckpttool.convert(src, tmp_path / "there.pt", map=name_map, canonical_keys=True)
+    assert set(torch.load(tmp_path / "there.pt")["model"]) == {"g.0", "g.1"}
+    for out, how in (("back.pt", {}), ("back", {"to": "dcp", "world_size": 3})):
+        done = ckpttool.convert(tmp_path / "there.pt", tmp_path / out, map=name_map, canonical_keys=True, **how)
+        assert '2 tensors of zeros were added, first "model.bias.0": there is no bias there' in done.notes
+        assert ckpttool.diff(src, tmp_path / out, only=["model"]).equal
+    assert ckpttool.diff(tmp_path / "there.pt", src, map=name_map, only=["model"]).equal
+    for line in (
+        "[e] float3 with gate.{i} [e x]",
+        "[k] float32 with gate.{i} [e x]",
+        "[e] float32 with gate [e x]",
+        "with gate.{i} [e x]",
+    ):
+        with pytest.raises(UsageError, match=r"is not NAME \[axes\] DTYPE with OTHER \[axes\]"):
+            through(tmp_path, {"model": model}, HEAD + f"gate.{{i}} = g.{{i}}\nignore-zero bias.{{i}} {line} : why\n")
+
+
 def test_workers_get_the_text_of_a_map_file(tmp_path: Path) -> None:
     src, name_map = written(tmp_path, state(fused(4)))
     for out, workers in (("one", "1"), ("two", "2")):
