@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 
+from .beside_differences import beside_differences, holds
 from .context import Context
-from .differences import config_differences, option_differences, options, pairs, rates_by_group, value_differences
+from .differences import config_differences, option_differences, options, pairs, rates_by_group
 from .row_differences import explained
 from .text import changed, listed, plural
 from .trace import Trace
@@ -76,8 +77,9 @@ def scheduler(context: Context, reference: Trace) -> None:
     """Its state, or what the learning rates show of it."""
     evidence = context.seen("config.scheduler", "step1.learning_rates", "steps.learning_rates")
     if "config.scheduler" in context.failed:
-        found, missing, extra, compared = value_differences(reference, context.got, "scheduler")
-        if missing and not compared and not extra:
+        apart = beside_differences(reference, context.got, "scheduler")
+        found, missing = apart.found, apart.missing
+        if missing and not holds(context.got, "scheduler"):
             context.add(
                 "scheduler-missing",
                 "the checkpoint has no scheduler state",
@@ -108,29 +110,26 @@ def scheduler(context: Context, reference: Trace) -> None:
 
 
 def values(context: Context, reference: Trace) -> None:
-    """Clipping, counters and other values."""
-    if "config.values" not in context.failed:
-        return
-    if reference.clip is not None and context.got.clip != reference.clip:
+    """Clipping, counters, random states, dataloader, scaler and other values."""
+    seen = context.seen("config.values")
+    if seen and reference.clip is not None and context.got.clip != reference.clip:
         now = "off" if context.got.clip is None else f"at {context.got.clip!r}"
         text = f"gradient clipping is {now} and was at {reference.clip!r}; it matters once the grad norm exceeds that"
-        context.add("clipping", text, context.seen("config.values"), explains=("optimizer",))
-    found, missing, _, _ = value_differences(reference, context.got, "trainer")
-    changes = changed(found)
-    changes += [f"{n} is missing" for n in missing]
-    if changes:
-        context.add("counters", f"the trainer's counters differ: {listed(changes)}", context.seen("config.values"))
-    changes = []
-    for component in ("scaler", "dataloader", "extra"):
-        found, _, _, _ = value_differences(reference, context.got, component)
-        changes += changed(found)
-    changes += [f"{n} differs" for n, x in reference.others.items() if context.got.others.get(n, x) != x]
-    if reference.layout is not None:
-        changes += [f"{n} is missing" for n in reference.others if n not in context.got.others]
-    if changes:
-        context.add(
-            "values", f"other values of the checkpoint differ: {listed(changes)}", context.seen("config.values")
-        )
+        context.add("clipping", text, seen, explains=("optimizer",))
+    for component, kind, what in (
+        ("trainer", "counters", "the trainer's counters"), ("rng", "rng", "random states"),
+        ("dataloader", "dataloader", "the dataloader's state"), ("scaler", "scaler", "the grad scaler's state"),
+        ("extra", "values", "other values of the checkpoint"), ("model", "values", "extra states of the model's modules"),
+    ):  # fmt: skip
+        check = f"config.{component}" if component in ("rng", "dataloader", "scaler") else "config.values"
+        found = beside_differences(reference, context.got, component)
+        if check not in context.failed or not found.problems:
+            continue
+        if found.missing and not found.found and not holds(context.got, component):
+            text = f"the checkpoint has lost {what}: {listed(found.missing)}"
+        else:
+            text = f"{what} differ: {listed(found.problems)}"
+        context.add(kind, text, context.seen(check))
 
 
 def _undecayed(name: str) -> bool:

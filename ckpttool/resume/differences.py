@@ -14,14 +14,19 @@ from .text import fqn_of, is_step
 from .trace import Step, Trace
 
 __all__ = [
-    "alike", "config_differences", "copies_differ", "deviation", "differing", "first_pair", "judged",
-    "missing_and_extra", "not_as_stored", "not_finite", "option_differences", "options", "other_job", "pairs",
-    "rates_by_group", "shape_differences", "state_obstacle", "steps_of", "tensor_deviations", "ties", "told",
-    "value_differences",
+    "MISSING", "alike", "config_aside", "config_differences", "copies_differ", "deviation", "differing", "first_pair",
+    "judged", "missing_and_extra", "not_as_stored", "not_finite", "option_differences", "options", "options_aside",
+    "other_job", "pairs", "rates_by_group", "shape_differences", "state_obstacle", "steps_of", "tensor_deviations", "ties",
 ]  # fmt: skip
 
 #: Options that change how the optimizer computes, but not the result.
 _HOW = frozenset(("foreach", "fused", "capturable", "differentiable", "params", "param_names"))
+
+#: Options that torch's own optimizers write, some versions of them.
+_TORCHS = frozenset((
+    "lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay", "momentum", "dampening", "nesterov",
+    "rho", "alpha", "centered", "lambd", "t0", "lr_decay", "initial_accumulator_value", "momentum_decay", "etas", "step_sizes",
+))  # fmt: skip
 
 #: Keys of a model's configuration about its file, its use or its writer, which do not affect the computation.
 _SILENT = frozenset((
@@ -32,8 +37,15 @@ _SILENT = frozenset((
     "bos_token_id", "eos_token_id", "chunk_size_feed_forward",
 ))  # fmt: skip
 
-#: Values of a scheduler that change while it computes and mean nothing afterwards.
-_TRANSIENT = frozenset(("_get_lr_called_within_step", "_is_initial", "verbose"))
+
+class _Missing:
+    """Stands for an option or a key that one side lacks."""
+
+    def __repr__(self) -> str:
+        return "missing"
+
+
+MISSING = _Missing()
 
 
 def deviation(got: float, expected: float) -> float:
@@ -162,46 +174,58 @@ def options(trace: Trace) -> dict[str, dict[str, Any]]:
 def option_differences(
     reference: Trace, got: Trace
 ) -> tuple[dict[str, dict[str, tuple[Any, Any]]], list[str], list[str]]:
-    """({option: {FQN: (expected, found)}}, FQNs only in the reference's optimizer, FQNs only in this one)."""
+    """({option: {FQN: (expected, found)}}, FQNs only in the reference's optimizer, FQNs only in this one).
+
+    An option that one side lacks is MISSING there; of those that torch itself writes, only if both ran the same torch.
+    """
     theirs, ours = options(reference), options(got)
     out: dict[str, dict[str, tuple[Any, Any]]] = {}
     for name, expected in theirs.items():
-        for key, value in expected.items():
-            if name in ours and key in ours[name] and not alike(value, ours[name][key]):
-                out.setdefault(key, {})[name] = (value, ours[name][key])
+        for key in dict.fromkeys((*expected, *ours.get(name, ()))) if name in ours else ():
+            a, b = expected.get(key, MISSING), ours[name].get(key, MISSING)
+            aside = (a is MISSING or b is MISSING) and key in _TORCHS and not _same_version(reference, got, "torch")
+            if not aside and not alike(a, b):
+                out.setdefault(key, {})[name] = (a, b)
     tied = [*reference.tied, *got.tied]
     missing = [n for n in theirs if n not in ours and not any(a in ours for a in _other_names(n, tied))]
     extra = [n for n in ours if n not in theirs and not any(a in theirs for a in _other_names(n, tied))]
     return out, missing, extra
 
 
-def told(value: Any) -> bool:
-    """Whether a value is plain data that can be compared."""
-    if isinstance(value, (list, tuple)):
-        return all(told(v) for v in value)
-    return isinstance(value, (bool, int, float, str)) and not (isinstance(value, str) and value.startswith("<"))
+def options_aside(reference: Trace, got: Trace) -> list[str]:
+    """Options of torch's optimizers that one side lacks and that were not compared, since it ran another torch."""
+    if _same_version(reference, got, "torch"):
+        return []
+    theirs, ours = options(reference), options(got)
+    both = [(theirs[n], ours[n]) for n in theirs if n in ours]
+    return sorted({k for a, b in both for k in a.keys() ^ b.keys() if k in _TORCHS})
 
 
-def value_differences(
-    reference: Trace, got: Trace, component: str
-) -> tuple[dict[str, tuple[Any, Any]], list[str], list[str], int]:
-    """({name: (expected, found)}, names only in the reference, names only here, number compared) of one component."""
-    theirs = {n: v for n, v in reference.values.items() if n.partition(".")[0] == component}
-    ours = {n: v for n, v in got.values.items() if n.partition(".")[0] == component}
-    skip = _TRANSIENT if component == "scheduler" else frozenset[str]()
-    both = [n for n in theirs if n in ours and n.rpartition(".")[2] not in skip and told(theirs[n]) and told(ours[n])]
-    out = {n: (theirs[n], ours[n]) for n in both if not alike(theirs[n], ours[n])}
-    return out, [n for n in theirs if n not in ours], [n for n in ours if n not in theirs], len(both)
+def _same_version(reference: Trace, got: Trace, package: str) -> bool:
+    return reference.environment.get(package) == got.environment.get(package)
 
 
 def config_differences(reference: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """{key: (expected, found)} of two configurations of a model, with dots where they are nested.
 
-    Keys that do not affect the computation are left out, and keys that one side lacks, since versions of transformers
-    differ in which defaults they write. rope_theta is the same at the top and in rope_parameters, where version 5 has it.
+    Keys that do not affect the computation are left out. A key that one side lacks is MISSING there, unless its value is
+    None, False or empty, or `config_aside` has it. rope_theta is the same at the top and in rope_parameters, where
+    transformers 5 has it.
     """
+    a, b, aside = _leaves(reference), _leaves(got), set(config_aside(reference, got))
+    return {
+        k: (a.get(k, MISSING), b.get(k, MISSING))
+        for k in dict.fromkeys((*a, *b))
+        if k not in aside and not alike(a.get(k), b.get(k)) and (k in a or b[k]) and (k in b or a[k])
+    }
+
+
+def config_aside(reference: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
+    """Keys that one side lacks and that are not compared: versions of transformers differ in which defaults they write."""
+    if reference.get("transformers_version") == got.get("transformers_version"):
+        return []
     a, b = _leaves(reference), _leaves(got)
-    return {k: (a[k], b[k]) for k in a if k in b and not alike(a[k], b[k])}
+    return sorted(k for k in a.keys() ^ b.keys() if a.get(k) or b.get(k))
 
 
 def _leaves(config: Mapping[str, Any], at: str = "") -> dict[str, Any]:

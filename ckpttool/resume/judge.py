@@ -27,7 +27,8 @@ __all__ = ["ORDER", "judge", "noise"]
 #: The names of all checks.
 ORDER = (
     "state.loaded", "state.plausible", "state.names", "state.shapes", "state.digests", "state.scalars",
-    "config.groups", "config.scheduler", "config.values", "config.tied", "config.model",
+    "config.groups", "config.scheduler", "config.rng", "config.dataloader", "config.scaler", "config.values", "config.tied",
+    "config.model",
     "probe.logits", "probe.ranks",
     "step1.batch", "step1.learning_rates", *(f"step1.{s}" for s in SIGNALS),
     "steps.batch", "steps.learning_rates", *(f"steps.{s}" for s in SIGNALS),

@@ -7,9 +7,10 @@ difference by name. `loaded`, `plausible` and `own_tied` need no reference.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from ..index.names import step_count
+from .beside_differences import Beside, beside_differences, holds, is_recording
 from .differences import (
     alike,
     config_differences,
@@ -24,8 +25,6 @@ from .differences import (
     state_obstacle,
     steps_of,
     ties,
-    told,
-    value_differences,
 )
 from .text import changed, fqn_of, listed, plural, slot_of
 from .trace import Trace
@@ -177,10 +176,15 @@ def state(reference: Trace, got: Trace, profile: str) -> list[Check]:
 def configuration(reference: Trace, got: Trace) -> list[Check]:
     """Param groups, scheduler, other values, ties and the model's configuration, compared with the reference."""
     if got.failed is not None:
-        names = ("groups", "scheduler", "values", "tied", "model")
+        names = ("groups", "scheduler", *_WORDS, "values", "tied", "model")
         return [Check.unknown(f"config.{n}", "the checkpoint could not be loaded") for n in names]
-    rules = (_groups, _scheduler, _values, _tied, _model)
-    return [rule(reference, got) for rule in rules]
+    out = [_groups(reference, got), _scheduler(reference, got)]
+    out += [_component(reference, got, n) for n in _WORDS]
+    return [*out, _values(reference, got), _tied(reference, got), _model(reference, got)]
+
+
+#: Components that have a check of their own, in words.
+_WORDS = {"rng": "random states", "dataloader": "the dataloader's state", "scaler": "the grad scaler's state"}
 
 
 def _groups(reference: Trace, got: Trace) -> Check:
@@ -209,53 +213,68 @@ def _groups(reference: Trace, got: Trace) -> Check:
 
 def _scheduler(reference: Trace, got: Trace) -> Check:
     name = "config.scheduler"
-    found, missing, extra, compared = value_differences(reference, got, "scheduler")
-    if missing and not compared and not extra:
+    found = beside_differences(reference, got, "scheduler")
+    if found.missing and not holds(got, "scheduler"):
         return Check.of(name, False, "the checkpoint has no scheduler state, but the reference has", 1, 0, "exact")
-    if not compared:
-        return Check.unknown(name, "the scheduler state is not known on both sides")
-    out = Check.exact(name, changed(found), "the same scheduler state", "the scheduler state differs")
-    gone = [n for n in missing if told(reference.values[n])]
-    if gone and out.verdict == "pass":
-        return Check.of(name, False, f"the scheduler's {listed(gone)} is missing", len(gone), 0, "exact")
-    return _with_rest(out, missing, extra)
+    if not found.compared and not found.missing:
+        return Check.unknown(name, _absent(reference, got, "scheduler", "a scheduler's state"))
+    problems = changed(found.found)
+    if problems or not found.missing:
+        return _with_rest(Check.exact(name, problems, "the same scheduler state", "the scheduler state differs"), found)
+    text = f"the scheduler's {listed(found.missing)} is missing"
+    return Check.of(name, False, text, len(found.missing), 0, "exact")
 
 
-def _with_rest(check: Check, missing: Sequence[str], extra: Sequence[str]) -> Check:
-    if missing:
-        check.text += f"; only in the reference: {listed(missing)}"
-    if extra:
-        check.text += f"; only here: {listed(extra)}"
+def _component(reference: Trace, got: Trace, component: str) -> Check:
+    name, what = f"config.{component}", _WORDS[component]
+    found = beside_differences(reference, got, component)
+    if found.missing and not holds(got, component):
+        if files := [n for n, what in got.unread if what == component]:
+            return Check.unknown(name, f"{what} may be in {listed(files)}, which was not read")
+        text = f"the checkpoint has lost {what}: {listed(found.missing)}"
+        return Check.of(name, False, text, len(found.missing), 0, "exact")
+    if not found.compared and not found.missing:
+        return Check.unknown(name, _absent(reference, got, component, what))
+    good = f"{what}: the same {plural(found.compared, 'value')}"
+    return _with_rest(Check.exact(name, found.problems, good, f"{what} differ"), found)
+
+
+def _absent(reference: Trace, got: Trace, component: str, what: str) -> str:
+    """Why nothing of a component was compared."""
+    if is_recording(reference):
+        if reference.start != got.start:
+            return f"the reference recorded {what} at step {reference.start}"
+        why = reference.unrecorded.get(component)
+        return f"the reference did not record {what}" + (f" ({why})" if why else "")
+    theirs, ours = holds(reference, component), holds(got, component)
+    if not theirs:
+        return f"the original checkpoint does not hold {what}" + ("" if ours else ", and neither does this one")
+    return f"{what} cannot be compared: {listed(theirs)} are objects of other classes"
+
+
+def _with_rest(check: Check, found: Beside) -> Check:
+    if found.extra:
+        check.text += f"; only here: {listed(found.extra)}"
     return check
 
 
 def _values(reference: Trace, got: Trace) -> Check:
     name = "config.values"
-    problems, missing, extra, compared = [], list[str](), list[str](), 0
-    for component in ("trainer", "scaler", "dataloader", "extra"):
-        found, gone, new, n = value_differences(reference, got, component)
-        problems += changed(found)
-        if component == "trainer":
-            problems += [f"{k} is missing and was {reference.values[k]!r}" for k in gone if told(reference.values[k])]
-        else:
-            missing += gone
-        extra += new
-        compared += n
-    if reference.others or got.others:
-        compared += len(reference.others.keys() & got.others.keys())
-        if reference.layout is not None:  # not a recording, which knows of none
-            problems += [f"{n} is missing" for n in reference.others if n not in got.others]
-        problems += [f"{n} differs" for n, x in reference.others.items() if got.others.get(n, x) != x]
+    problems, extra, compared = list[str](), list[str](), 0
+    for component in ("trainer", "extra", "model"):
+        found = beside_differences(reference, got, component)
+        problems += found.problems
+        extra += found.extra
+        compared += found.compared
     if reference.clip is not None:
         compared += 1
         if got.clip != reference.clip:
             problems.append(f"clip is {got.clip!r} and was {reference.clip!r}")
     if not compared and not problems:
         return Check.unknown(name, "no counter or other value is known on both sides")
-    out = Check.exact(
-        name, problems, f"the same {plural(compared, 'value')}", f"{plural(len(problems), 'value')} differing"
-    )
-    return _with_rest(out, missing, extra)
+    bad = f"{plural(len(problems), 'value')} differing"
+    out = Check.exact(name, problems, f"the same {plural(compared, 'value')}", bad)
+    return _with_rest(out, Beside(extra=extra))
 
 
 def own_tied(got: Trace) -> Check | None:

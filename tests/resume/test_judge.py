@@ -18,8 +18,16 @@ from hypothesis import strategies as st
 
 from ckpttool.errors import UsageError
 from ckpttool.resume.bounds import COLUMNS, PROFILES, bounds, column
-from ckpttool.resume.differences import alike, config_differences, deviation, rates_by_group
+from ckpttool.resume.differences import (
+    alike,
+    config_aside,
+    config_differences,
+    deviation,
+    options_aside,
+    rates_by_group,
+)
 from ckpttool.resume.judge import ORDER, judge, noise
+from ckpttool.resume.text import changed
 from ckpttool.resume.trace import Step, Trace, to_json
 from ckpttool.resume.verdict import Check, Report
 
@@ -76,6 +84,13 @@ def job(start: int = 300, steps: int = 10, *, first: int | None = None, **fields
             "trainer.step": start, "trainer.epoch": 1, "scheduler.last_epoch": start,
             "scheduler._step_count": start + 1,
             "scheduler.base_lrs": [3e-3, 3e-3], "scheduler.lr_lambdas": [None, None], "extra.args.name": "a",
+            "rng.0.python.0": 3, "rng.0.python.2": None, "dataloader.position": start, "dataloader.order": [2, 0, 1],
+            "scaler.scale": 65536.0, "scaler._growth_tracker": 7, "extra.best": None,
+        },
+        others={
+            "rng.0.torch": ("uint8", (5056,), mark("rng 0")), "rng.1.torch": ("uint8", (5056,), mark("rng 1")),
+            "rng.0.python.1": ("list", (625,), mark("python")), "rng.0.numpy.1": ("uint32", (624,), mark("numpy")),
+            "dataloader.shuffle": ("int64", (9,), mark("shuffle")), "extra.losses": ("float64", (4,), mark("losses")),
         },
         config={"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "hidden_size": HIDDEN, "transformers_version": "5.0"},
         roundtrip={"save_seconds": 1.0, "load_seconds": 1.0, "bytes": 1, "differing": []},
@@ -572,12 +587,80 @@ def test_the_state_of_the_scheduler_is_compared_and_functions_in_it_are_not() ->
 
 def test_counters_must_be_there_and_other_values_that_one_side_has_are_listed() -> None:
     a, b = job(), job()
-    b.values["extra.note"], b.values["dataloader.position"] = "x", 3
+    b.values["extra.note"], b.values["dataloader.more"] = "x", 3
     found = one("config.values", a, b)
-    assert found.verdict == "pass"
-    assert found.text.endswith("only here: dataloader.position, extra.note")
+    assert found.verdict == "pass" and found.text.endswith("only here: extra.note")
+    assert one("config.dataloader", a, b).text.endswith("only here: dataloader.more")
     del b.values["trainer.step"]
     assert one("config.values", a, b).verdict == "fail"
+
+
+#: {what is done to the values and marks of the checkpoint: (the check that fails, and it alone; a part of its text)}
+BESIDE: dict[str, tuple[Any, str, str]] = {
+    "all random states lost": (lambda v, o: drop(v, o, "rng."), "config.rng", "the checkpoint has lost random states"),
+    "those of one rank lost": (lambda v, o: drop(v, o, "rng.1."), "config.rng", "rng.1.torch is missing"),
+    "the generator of torch of another step": (lambda v, o: o.update({"rng.0.torch": ("uint8", (5056,), mark("x"))}), "config.rng", "rng.0.torch (uint8 [5056]) has other contents"),
+    "that of python": (lambda v, o: o.update({"rng.0.python.1": ("list", (625,), mark("x"))}), "config.rng", "rng.0.python.1"),
+    "that of numpy": (lambda v, o: o.update({"rng.0.numpy.1": ("uint32", (624,), mark("x"))}), "config.rng", "rng.0.numpy.1"),
+    "dataloader lost": (lambda v, o: drop(v, o, "dataloader."), "config.dataloader", "has lost the dataloader's state"),
+    "its position": (lambda v, o: v.update({"dataloader.position": 299}), "config.dataloader", "is 299 and was 300"),
+    "its tensor": (lambda v, o: o.update({"dataloader.shuffle": ("int64", (9,), mark("x"))}), "config.dataloader", "dataloader.shuffle"),
+    "its tensor of another length": (lambda v, o: o.update({"dataloader.shuffle": ("int64", (8,), mark("x"))}), "config.dataloader", "is int64 [8] and was int64 [9]"),
+    "its tensor lost": (lambda v, o: drop(v, o, "dataloader.shuffle"), "config.dataloader", "dataloader.shuffle is missing"),
+    "scaler lost": (lambda v, o: drop(v, o, "scaler."), "config.scaler", "has lost the grad scaler's state"),
+    "scaler's scale": (lambda v, o: v.update({"scaler.scale": 1.0}), "config.scaler", "is 1.0 and was 65536.0"),
+    "None is a number now": (lambda v, o: v.update({"extra.best": 3.0}), "config.values", "extra.best is 3.0 and was None"),
+    "None lost": (lambda v, o: drop(v, o, "extra.best"), "config.values", "extra.best is missing"),
+    "a value of the user lost": (lambda v, o: drop(v, o, "extra.args.name"), "config.values", "extra.args.name is missing"),
+    "an array of the user": (lambda v, o: o.update({"extra.losses": ("float64", (4,), mark("x"))}), "config.values", "extra.losses"),
+    "counter lost": (lambda v, o: drop(v, o, "trainer.epoch"), "config.values", "trainer.epoch is missing"),
+}  # fmt: skip
+
+
+def drop(values: dict[str, Any], others: dict[str, Any], start: str) -> None:
+    for held in (values, others):
+        for n in [n for n in held if n.startswith(start)]:
+            del held[n]
+
+
+@pytest.mark.parametrize("fault", BESIDE)
+def test_state_beside_model_and_optimizer_that_is_lost_or_other_fails_its_check_alone(fault: str) -> None:
+    spoil, check, text = BESIDE[fault]
+    a, b = job(), job()
+    spoil(b.values, b.others)
+    assert failing(a, b) == {check}
+    assert text in one(check, a, b).text
+    a.layout = None  # a recording that knows as much sees as much
+    assert failing(a, b) == {check}
+
+
+def test_a_recording_that_knows_nothing_beside_the_optimizer_compares_nothing_there() -> None:
+    a, b = job(layout=None, values={}, others={}, unrecorded={"rng": "the ranks of this job have none"}), job()
+    names = ("config.scheduler", "config.rng", "config.dataloader", "config.scaler")
+    assert {one(n, a, b).verdict for n in names} == {"not comparable"} and failing(a, b) == set()
+    assert one("config.rng", a, b).text.endswith("did not record random states (the ranks of this job have none)")
+
+
+def test_a_number_that_another_layout_holds_as_a_tensor_is_the_same_number() -> None:
+    import torch
+
+    from ckpttool.resume import beside
+
+    a, b = job(), job()
+    del b.values["scaler.scale"]
+    b.others["scaler.scale"] = beside.mark(torch.tensor(65536.0))
+    assert one("config.scaler", a, b).verdict == "pass"
+    b.others["scaler.scale"] = beside.mark(torch.tensor(32768.0))
+    assert "scaler.scale is float32 [] and was 65536.0" in one("config.scaler", a, b).text
+
+
+def test_objects_of_unknown_classes_are_neither_equal_nor_different() -> None:
+    a, b = job(), job()
+    for t in (a, b):
+        t.values |= {"extra.callback": "<user.Callback>", "rng.0.extra": "<user.Generator>"}
+    assert failing(a, b) == set()
+    only = {"values": {"rng.x": "<user.Generator>"}, "others": {}}
+    assert one("config.rng", job(**only), job(**only)).verdict == "not comparable"
 
 
 def test_values_are_alike_whatever_holds_them_but_true_is_not_one() -> None:
@@ -590,10 +673,31 @@ def test_values_are_alike_whatever_holds_them_but_true_is_not_one() -> None:
 
 def test_keys_of_a_configuration_that_say_nothing_about_the_computation_are_ignored() -> None:
     a = {"rope_theta": 1e4, "torch_dtype": "float32", "use_cache": True, "text": {"eps": 1e-6, "dtype": "x"}, "new": 1}
+    a["transformers_version"] = "4.57"
     b = {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}, "torch_dtype": "bfloat16", "use_cache": False}
     assert config_differences(a, {**b, "text": {"eps": 1e-6, "dtype": "y"}}) == {}
     assert config_differences(a, {**b, "text": {"eps": 1e-5}}) == {"text.eps": (1e-6, 1e-5)}
     assert config_differences(a, {"rope_parameters": {"rope_theta": 5e5}}) == {"rope_theta": (1e4, 5e5)}
+    assert config_aside(a, b) == ["new", "rope_parameters.rope_type", "text.eps"]
+
+
+def test_a_key_that_one_configuration_lacks_differs_where_the_same_transformers_wrote_both() -> None:
+    a: dict[str, Any] = {"hidden_size": 8, "sliding_window": 4096, "pad_token_id": None, "transformers_version": "5.0"}
+    b = {k: a[k] for k in ("hidden_size", "transformers_version")}
+    assert changed(config_differences(a, b)) == ["sliding_window is missing and was 4096"]
+    assert changed(config_differences(b, a)) == ["sliding_window is 4096 and was missing"]
+    assert config_differences(a, {**b, "transformers_version": "4.57"}) == {}
+
+
+def test_an_option_that_one_param_group_lacks_differs_but_for_those_that_another_torch_writes() -> None:
+    a, b = job(environment={"torch": "2.13.0"}), job(environment={"torch": "2.13.0"})
+    for g in a.groups:
+        g |= {"lr_mult": 0.5, "decoupled_weight_decay": True}
+    assert "decoupled_weight_decay is missing and was True" in one("config.groups", a, b).text
+    b.environment = {"torch": "2.10.0"}
+    assert one("config.groups", a, b).text.startswith("param groups differ: lr_mult is missing and was 0.5 for")
+    assert options_aside(a, b) == ["decoupled_weight_decay"]
+    assert "lr_mult is 0.5 and was missing" in one("config.groups", b, a).text
 
 
 def test_a_head_that_the_configuration_ties_must_be_tied_even_without_a_reference() -> None:

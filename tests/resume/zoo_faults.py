@@ -297,6 +297,7 @@ def lora(act: Callable[[Any], Any]) -> Spoil:
 
 LOADED, NAMES, DIGESTS, GROUPS = "state.loaded", "state.names", "state.digests", "config.groups"
 SCHEDULER, VALUES, RANDOM = "config.scheduler", "config.values", "config.rng"
+LOADER, SCALER = "config.dataloader", "config.scaler"
 PROBE, UPDATE, WORST, BATCH = "probe.logits", "step1.update_norm", "step1.worst_update", "step1.batch"
 RATES, LATER_RATES, LOSS = "step1.learning_rates", "steps.learning_rates", "step1.loss"
 
@@ -363,15 +364,15 @@ FAULTS: dict[str, Fault] = {
     "scheduler: milestones changed": Fault(SCHEDULER, "scheduler-state", None, (), put(lambda: [5], "scheduler", "_milestones")),
     "scheduler: T_max of the inner one": Fault(SCHEDULER, "scheduler-state", LATER_RATES, (), inner(1, T_max=24)),
     # what is beside model and optimizer
-    "grad scaler lost": Fault(VALUES, "values", None, (), without("scaler")),
-    "grad scaler's scale other": Fault(VALUES, "values", None, (), put(65536.0, "scaler", "scale")),
-    "grad scaler's growth tracker reset": Fault(VALUES, "values", None, (), put(0, "scaler", "_growth_tracker")),
+    "grad scaler lost": Fault(SCALER, "scaler", None, (), without("scaler")),
+    "grad scaler's scale other": Fault(SCALER, "scaler", None, (), put(65536.0, "scaler", "scale")),
+    "grad scaler's growth tracker reset": Fault(SCALER, "scaler", None, (), put(0, "scaler", "_growth_tracker")),
     "RNG states lost": Fault(RANDOM, "rng", None, (), without("rng")),
     "RNG states of another step": Fault(RANDOM, "rng", None, (), of_old("rng"), oldest=True),
-    "dataloader position one batch back": Fault(VALUES, "values", None, (), put((SAVED - 1) * GLOBAL, "dataloader", "position")),
-    "dataloader state lost": Fault(VALUES, "values", None, (), without("dataloader")),
-    "dataloader tensor (shuffle state) other": Fault(VALUES, "values", None, (), of_old("dataloader", "shuffle"), oldest=True),
-    "dataloader order list other": Fault(VALUES, "values", None, (), of_old("dataloader", "order")),
+    "dataloader position one batch back": Fault(LOADER, "dataloader", None, (), put((SAVED - 1) * GLOBAL, "dataloader", "position")),
+    "dataloader state lost": Fault(LOADER, "dataloader", None, (), without("dataloader")),
+    "dataloader tensor (shuffle state) other": Fault(LOADER, "dataloader", None, (), of_old("dataloader", "shuffle"), oldest=True),
+    "dataloader order list other": Fault(LOADER, "dataloader", None, (), of_old("dataloader", "order")),
     "EMA weights lost": Fault(VALUES, "values", None, (), without("ema")),
     "EMA weights one step old": Fault(VALUES, "values", None, (), of_old("ema")),
     "numpy array in extra other": Fault(VALUES, "values", None, (), put(lambda: np.arange(12) / 5, "curve")),
@@ -414,7 +415,6 @@ FAULTS: dict[str, Fault] = {
 }  # fmt: skip
 
 _EXTRA = {"kind": "tensor-extra"}
-_UNSEEN = {"check": None, "kind": None, "recorded": False}
 _UNRECORDED = {"recorded": False}
 
 #: {fault: what is said today in place of what should be}. Whoever improves a verdict takes its entry out of here.
@@ -436,19 +436,19 @@ MISSED: dict[str, dict[str, Any]] = {
     "a param lost from its group (ckpt), state kept": _EXTRA,
     "scheduler: base_lrs of the inner one wrong": _UNRECORDED,
     "scheduler: milestones changed": _UNRECORDED,
-    "grad scaler lost": _UNSEEN,
+    "grad scaler lost": _UNRECORDED,
     "grad scaler's scale other": _UNRECORDED,
     "grad scaler's growth tracker reset": _UNRECORDED,
-    "RNG states lost": _UNSEEN,
-    "RNG states of another step": _UNSEEN,
+    "RNG states lost": _UNRECORDED,
+    "RNG states of another step": _UNRECORDED,
     "dataloader position one batch back": _UNRECORDED,
-    "dataloader state lost": _UNSEEN,
-    "dataloader tensor (shuffle state) other": _UNSEEN,
+    "dataloader state lost": _UNRECORDED,
+    "dataloader tensor (shuffle state) other": _UNRECORDED,
     "dataloader order list other": _UNRECORDED,
     "EMA weights lost": _UNRECORDED,
     "EMA weights one step old": _UNRECORDED,
-    "numpy array in extra other": _UNSEEN,
-    "a value None instead of... (best None -> 3.0)": _UNSEEN,
+    "numpy array in extra other": _UNRECORDED,
+    "a value None instead of... (best None -> 3.0)": _UNRECORDED,
     "epoch lost": _UNRECORDED,
     "EMA loaded as weights (block 0)": {"kind": "close", "said": ""},
     "byte-swapped tensor (endianness)": {"kind": "not-finite"},
@@ -457,6 +457,4 @@ MISSED: dict[str, dict[str, Any]] = {
     "tied: file has a stale copy under the head's name": _EXTRA,
     "tied: embedding stale, head right": _EXTRA,
     "job: frozen base thawed": _EXTRA,
-    "job: rank 1 reads rank 0's rows": {"kind": "data-other"},
-    "job: data one sample on": {"kind": "data-other"},
 }

@@ -1,0 +1,115 @@
+"""How state beside model and optimizer differs: random states, dataloader, scaler, scheduler, counters, what a user added.
+
+Compared are the checkpoints' entries, not live objects: a conversion to another world size keeps the random states of the
+ranks that saved, and so must its result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .differences import alike
+from .trace import Trace
+
+__all__ = ["Beside", "Marked", "beside_differences", "holds", "is_recording", "told"]
+
+#: Values of a scheduler that change while it computes and mean nothing afterwards.
+_TRANSIENT = frozenset(("_get_lr_called_within_step", "_is_initial", "verbose"))
+
+
+def told(value: Any) -> bool:
+    """Whether a value is plain data that can be compared; "<module.Class>" stands for an object that is not."""
+    if isinstance(value, (list, tuple)):
+        return all(map(told, value))
+    return not (isinstance(value, str) and value.startswith("<"))
+
+
+@dataclass
+class Beside:
+    """The differences of one component beside model and optimizer: values, and marks of arrays and tensors.
+
+    `found` {name: (expected, found)}, `missing` names only in the reference, `extra` names only here, `unknown` names
+    whose objects cannot be compared, `compared` how many names were.
+    """
+
+    found: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    compared: int = 0
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong, by name; the missing ones last."""
+        return [*(_changed(n, *two) for n, two in self.found.items()), *(f"{n} is missing" for n in self.missing)]
+
+
+def _changed(name: str, expected: Any, found: Any) -> str:
+    if not isinstance(expected, Marked) and not isinstance(found, Marked):
+        return f"{name} is {found!r} and was {expected!r}"
+    if isinstance(expected, Marked) and isinstance(found, Marked) and expected[:2] == found[:2]:
+        return f"{name} ({expected}) has other contents"
+    return f"{name} is {found} and was {expected}"
+
+
+class Marked(NamedTuple):
+    """What a mark says of a tensor, an array, bytes or a long list (`beside.Mark`)."""
+
+    kind: str
+    shape: tuple[int, ...]
+    digest: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {list(self.shape)}"
+
+
+def holds(trace: Trace, component: str) -> dict[str, Any]:
+    """{name: value, or Marked} of a component beside model and optimizer."""
+    out: dict[str, Any] = {n: v for n, v in trace.values.items() if n.partition(".")[0] == component}
+    out.update((n, Marked(*m)) for n, m in trace.others.items() if n.partition(".")[0] == component)
+    skip = _TRANSIENT if component == "scheduler" else frozenset[str]()
+    return {n: v for n, v in out.items() if n.rpartition(".")[2] not in skip}
+
+
+def beside_differences(reference: Trace, got: Trace, component: str) -> Beside:
+    """What differs in a component beside model and optimizer; nothing is compared if a recording has none of it."""
+    theirs, ours = holds(reference, component), holds(got, component)
+    out = Beside()
+    if is_recording(reference) and not theirs:
+        return out
+    for n, expected in theirs.items():
+        if n not in ours:
+            # a recording may hold functions that no checkpoint does
+            (out.missing if told(expected) or not is_recording(reference) else out.unknown).append(n)
+        elif not told(expected) or not told(ours[n]) or "" in (_digest(expected), _digest(ours[n])):
+            out.unknown.append(n)
+        else:
+            out.compared += 1
+            if not alike(expected, ours[n]) and not _one_number(expected, ours[n]):
+                out.found[n] = (expected, ours[n])
+    out.extra = [n for n in ours if n not in theirs]
+    return out
+
+
+def is_recording(trace: Trace) -> bool:
+    """Whether a trace comes from a Recorder, and not from a run of ours on a checkpoint."""
+    return trace.layout is None
+
+
+def _digest(x: Any) -> str | None:
+    return x.digest if isinstance(x, Marked) else None
+
+
+def _one_number(a: Any, b: Any) -> bool:
+    """Whether one is a number and the other a tensor of that number alone, as which some layouts keep it."""
+    number, marked = (b, a) if isinstance(a, Marked) else (a, b)
+    if not isinstance(marked, Marked) or isinstance(number, Marked) or marked.shape not in ((), (1,)):
+        return False
+    if not isinstance(number, (bool, int, float)):
+        return False
+    import torch
+
+    from .beside import mark
+
+    return mark(torch.tensor(number, dtype=getattr(torch, marked.kind, None)).reshape(marked.shape))[2] == marked.digest
