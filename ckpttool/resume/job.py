@@ -19,10 +19,7 @@ global batch, so that no number depends on how many ranks there are.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +29,7 @@ from ..errors import Unsupported, UsageError
 from ..index.checkpoint import Checkpoint
 from ..live.live_job import OWN_FLAGS
 from .live_facts import dropouts
+from .recipe import built
 from .settings import Settings
 
 __all__ = ["Job", "start"]
@@ -43,7 +41,7 @@ class Job:
 
     `rank` and `world` are those of the data: ranks of one tensor-parallel group read the same rows. `scale` is what the
     sum of gradients must be multiplied with: 1, or the world size where a wrapper averages them. `dropout_off` is the
-    largest probability of a dropout that was switched off.
+    largest probability of a dropout that was switched off. `own_loss` is the loss of build(), None where there is none.
     """
 
     model: Any
@@ -57,6 +55,7 @@ class Job:
     vocabulary: int | None
     notes: list[str]
     dropout_off: float = 0.0
+    own_loss: Any = None
 
 
 def start(settings: Settings, ckpt: Checkpoint) -> Job:
@@ -74,7 +73,7 @@ def start(settings: Settings, ckpt: Checkpoint) -> Job:
     scheduler = data = loss = None
     dropout_off = 0.0
     if settings.job is not None:
-        model, optimizer, scheduler, data, loss = _built(settings, mesh)
+        model, optimizer, scheduler, data, loss = built(settings, mesh)
         vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     else:
         model, dropout_off = _from_config(settings)
@@ -105,7 +104,7 @@ def start(settings: Settings, ckpt: Checkpoint) -> Job:
 
     return Job(
         model, optimizer, scheduler, data, _loss(loss, settings.job is None), dist.get_rank() // tp,
-        dist.get_world_size() // tp, scale, vocabulary, notes, dropout_off,
+        dist.get_world_size() // tp, scale, vocabulary, notes, dropout_off, loss,
     )  # fmt: skip
 
 
@@ -189,59 +188,6 @@ def _like_checkpoint(model: Any, ckpt: Checkpoint, notes: list[str]) -> None:
                 module._buffers[name] = buffer.to(getattr(torch, entry.dtype))
     if idle:
         notes.append(f"{idle} parameters do not train: no param group of the checkpoint lists them")
-
-
-def _built(settings: Settings, mesh: Any) -> tuple[Any, Any, Any, Any, Any]:
-    where, _, name = str(settings.job).rpartition(":")
-    if not where:
-        where, name = name, "build"
-    if where.endswith(".py"):
-        if not os.path.isfile(where):
-            raise UsageError(f"--job {settings.job}: the file {where} does not exist.")
-        folder = os.path.dirname(os.path.abspath(where))
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
-        spec = importlib.util.spec_from_file_location(os.path.basename(where)[:-3], where)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    else:
-        try:
-            module = importlib.import_module(where)
-        except ImportError as e:
-            raise UsageError(f"--job {settings.job}: {e}.") from None
-    build = getattr(module, name, None)
-    if not callable(build):
-        raise UsageError(f"--job {settings.job}: {where} has no function {name}.")
-    offers = {"mesh": mesh, "device": settings.device}
-    asked = inspect.signature(build).parameters
-    unknown = [
-        p.name
-        for p in asked.values()
-        if p.name not in offers and p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    if unknown:
-        raise UsageError(
-            f"--job {settings.job}: {name}() requires {', '.join(unknown)}, but ckpttool passes only mesh and device."
-        )
-    given = build(**{k: v for k, v in offers.items() if k in asked})
-    parts = ("model", "optimizer", "scheduler", "data", "loss")
-    if isinstance(given, Mapping):
-        odd = set(given) - set(parts)
-        if odd or "model" not in given:
-            raise UsageError(
-                f"--job {settings.job}: returned {sorted(given)}; expected a dict with {', '.join(parts)}."
-            )
-        out = [given.get(k) for k in parts]
-    else:
-        out = [*(given if isinstance(given, tuple) else (given,))]
-        if not 1 <= len(out) <= 5:
-            raise UsageError(f"--job {settings.job}: returned {len(out)} values; expected {', '.join(parts)}.")
-        out += [None] * (5 - len(out))
-    if not hasattr(out[0], "named_parameters"):
-        raise UsageError(f"--job {settings.job}: the model is a {type(out[0]).__name__}, not a torch.nn.Module.")
-    return out[0], out[1], out[2], out[3], out[4]
 
 
 # ------------------------------------------------------------------------------------------------------------ sharding

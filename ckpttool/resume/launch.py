@@ -24,6 +24,7 @@ from ..errors import UsageError, argument
 from ..extras import need
 from ..index.names import step_count
 from .bounds import PROFILES
+from .recipe import looked_over
 from .settings import Settings, Status, mesh_of
 from .torchrun import launch_runs
 from .trace import Trace, read_reference
@@ -133,6 +134,8 @@ def resume_verify(
         raise UsageError(f"{argument('steps', steps)}: must be at least 1.")
     if scratch is not None and not os.path.isdir(scratch):
         raise UsageError(f"{argument('scratch', os.fspath(scratch))}: this folder does not exist.")
+    if job is not None:
+        looked_over(job)
     in_job = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     device, gpus = _device(device)
     dims = _mesh(world_size, mesh, in_job, device, gpus)

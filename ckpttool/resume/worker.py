@@ -40,6 +40,7 @@ from .live_facts import (  # fmt: skip
     scalars_of,
     tied_names,
 )
+from .recipe import fitting
 from .round_trip import round_trip
 from .settings import Settings, Status, read_settings
 from .trace import Trace, to_json
@@ -142,17 +143,26 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
 
 
 def _data(settings: Settings, job: Job) -> tuple[batches.Rows, int | None]:
+    """(rows, their length)
+
+    Raises:
+        UsageError: they are not what the model of build() takes.
+    """
     if job.data is not None:
         rows = batches.of_user(job.data)
         ids = rows(0).get("input_ids")
-        return rows, None if ids is None else len(ids)
-    return batches.open_data(
-        settings.data,
-        seed=settings.seed,
-        sequence=settings.sequence,
-        vocabulary=job.vocabulary,
-        tokenizer=settings.config,
-    )
+        length = None if ids is None else ids.size
+    else:
+        rows, length = batches.open_data(
+            settings.data,
+            seed=settings.seed,
+            sequence=settings.sequence,
+            vocabulary=job.vocabulary,
+            tokenizer=settings.config,
+        )
+    if settings.job is not None:
+        fitting(job.model, job.own_loss, rows, job.vocabulary)
+    return rows, length
 
 
 # ------------------------------------------------------------------------------------------------------- the checkpoint
