@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from .bounds import QUANTA
 from .text import fqn_of, is_step
 from .trace import Step, Trace
 
@@ -289,7 +290,8 @@ def tensor_deviations(
 ) -> tuple[dict[str, tuple[float, float, float]], int]:
     """({FQN: (deviation, expected, found)}, number left out) of the gradients or updates of single tensors.
 
-    Deviations are relative to the tensor's norm in the reference, or to `floor` times the norm of all, if that is larger.
+    Deviations are relative to the tensor's norm in the reference, or to `floor` times the norm of all, if that is larger;
+    of updates to some quanta of the parameter (`bounds.QUANTA`), if that is.
     Gradients below that on both sides are rounding noise; they are left out, and so are the updates of such tensors, which
     Adam makes from the noise. A tensor that one side lacks counts as zero there, unless it is tied and has another name.
     """
@@ -318,7 +320,8 @@ def tensor_deviations(
         elif math.isnan(x) or math.isnan(y):
             out[n] = (math.nan, x, y)
         else:
-            scale = max(x, least)
+            quanta = max(reference.quanta.get(n, 0.0), got.quanta.get(n, 0.0)) if updates else 0.0
+            scale = max(x, least, QUANTA * quanta)
             out[n] = (abs(y - x) / scale if scale and math.isfinite(x) else math.inf, x, y)
     return out, left_out
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..index.boxes import box_is_flat, flat_start, strides
 
-__all__ = ["combine", "flat", "in_files", "in_memory", "local", "norms", "owned"]
+__all__ = ["combine", "flat", "in_files", "in_memory", "local", "norms", "owned", "quantum"]
 
 _BLOCK = 1 << 20
 _A, _B, _C = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of splitmix64 (Steele, Lea, Flood 2014)
@@ -169,12 +169,20 @@ def _distinct(tensor: Any) -> int:
     return prod(n for n, placement in zip(sizes, tensor.placements, strict=True) if not placement.is_replicate())
 
 
-def norms(tensors: Mapping[str, Any], device: Any) -> dict[str, float]:
-    """{name: L2 norm over all ranks}, summed in float64. A collective."""
+def quantum(tensor: Any) -> Any:
+    """The distance of each element, of 16 bits, to the next larger number; 0 for 0. In float32."""
+    import torch
+
+    exponent = tensor.float().frexp().exponent
+    return torch.where(tensor == 0, 0.0, exponent.float().exp2() * (torch.finfo(tensor.dtype).eps / 2))
+
+
+def norms(tensors: Mapping[str, Any], device: Any, of: Callable[[Any], Any] = lambda t: t) -> dict[str, float]:
+    """{name: L2 norm over all ranks} of what `of` makes of a shard, summed in float64. A collective."""
     import torch
 
     mine = [
-        float(torch.linalg.vector_norm(local(t), dtype=torch.float64).item()) ** 2
+        float(torch.linalg.vector_norm(of(local(t)), dtype=torch.float64).item()) ** 2
         if owned(t) and local(t).numel()
         else 0.0
         for t in tensors.values()

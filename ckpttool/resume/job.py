@@ -28,7 +28,7 @@ from typing import Any
 from ..errors import Unsupported, UsageError
 from ..index.checkpoint import Checkpoint
 from ..live.live_job import OWN_FLAGS
-from .live_facts import dropouts
+from .live_facts import dropouts, named_parameters
 from .recipe import built
 from .settings import Settings
 
@@ -85,17 +85,16 @@ def start(settings: Settings, ckpt: Checkpoint) -> Job:
             if p > 0:
                 setattr(module, name, 0.0)
                 dropout_off = max(dropout_off, p)
-    names = {id(p): n for n, p in model.named_parameters()}
+    names = {id(p): n for n, p in named_parameters(model).items()}
     if not _is_sharded(model):
         _shard(model, mesh, settings)
     _materialise(model, settings)
-    new = dict(model.named_parameters())
     if settings.job is None:
         optimizer = _optimizer(model, ckpt, notes)
     elif callable(optimizer) and not hasattr(optimizer, "param_groups"):
         optimizer = optimizer(model)
     elif optimizer is not None:
-        _follow(optimizer, names, new)
+        _follow(optimizer, names, named_parameters(model))
     if callable(scheduler) and not hasattr(scheduler, "state_dict"):
         scheduler = scheduler(optimizer)
     scale = _sum_gradients(model, settings.world_size // settings.mesh.get("tp", 1))

@@ -15,8 +15,8 @@ from ..live.live_job import OWN_FLAGS
 from .fingerprint import combine, local, owned
 
 __all__ = [
-    "Measure", "config_of", "device_of", "dropouts", "dtype_of", "environment", "has_dropout", "named_state", "number",
-    "plain_groups", "root_of_squares", "same_everywhere", "scalars_of", "tied_names",
+    "Measure", "config_of", "device_of", "dropouts", "dtype_of", "environment", "has_dropout", "named_parameters",
+    "named_state", "number", "plain_groups", "root_of_squares", "same_everywhere", "scalars_of", "tied_names",
 ]  # fmt: skip
 
 
@@ -37,7 +37,7 @@ class Measure:
 
     def parameters(self) -> dict[str, Any]:
         """{FQN: parameter} of the trained parameters, tied ones once."""
-        return {n: p for n, p in _first_names(self.model).items() if p.requires_grad}
+        return {n: p for n, p in named_parameters(self.model).items() if p.requires_grad}
 
     def before(self) -> None:
         """Copy the parameters."""
@@ -112,14 +112,15 @@ def named_state(model: Any, optimizer: Any = None) -> dict[str, Any]:
     clean = strip_wrappers(found)
     out = {f"model.{clean[n]}": t for n, t in found.items()}
     if optimizer is not None:
-        for fqn, p in _first_names(model).items():
+        for fqn, p in named_parameters(model).items():
             for slot, t in optimizer.state.get(p, {}).items():
                 if hasattr(t, "element_size"):
                     out[f"optim.state.{fqn}.{slot}"] = t
     return out
 
 
-def _first_names(model: Any) -> dict[str, Any]:
+def named_parameters(model: Any) -> dict[str, Any]:
+    """{FQN: parameter}, tied ones once, without what wrappers add to names."""
     from ..index.fqns import strip_wrappers
 
     found = dict(model.named_parameters())
@@ -129,7 +130,7 @@ def _first_names(model: Any) -> dict[str, Any]:
 
 def plain_groups(model: Any, optimizer: Any) -> list[dict[str, Any]]:
     """Param groups as plain data: options, and FQNs for parameters."""
-    names = {id(p): n for n, p in _first_names(model).items()}
+    names = {id(p): n for n, p in named_parameters(model).items()}
     out = []
     for group in optimizer.param_groups:
         options = {k: _plain(v) for k, v in group.items() if k not in OWN_FLAGS and k != "params"}

@@ -76,6 +76,7 @@ class Trace:
     `variants` {name: [...]}: of values and others that the ranks of a recorded job held differently, those of the ranks.
     `generators` are marks of the random states of each rank of a recorded job, {"torch": mark, "cuda", "numpy", "python"}, and
     "numpy_position". `unrecorded` {what: why} is what a `Recorder` did not record.
+    `quanta` {FQN: L2 norm} of the distance from each element of a parameter of 16 bits to the next number.
     `groups` are the optimizer's param groups as the job holds them: options, and "params": [FQN, ...].
     `tied` lists the names of each parameter that has more than one. `config` is the model's configuration.
     `recipe` is what the job was built from: module.py:build, or the folder of a configuration. `scheduler` is the class of
@@ -117,6 +118,7 @@ class Trace:
     variants: dict[str, list[Any]] = field(default_factory=dict)
     generators: list[dict[str, Any]] = field(default_factory=list)
     unrecorded: dict[str, str] = field(default_factory=dict)
+    quanta: dict[str, float] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     tied: list[list[str]] = field(default_factory=list)
     config: dict[str, Any] | None = None

@@ -35,6 +35,7 @@ from .live_facts import (  # fmt: skip
     dtype_of,
     environment,
     has_dropout,
+    named_parameters,
     named_state,
     plain_groups,
     scalars_of,
@@ -223,6 +224,8 @@ def _state(job: Job, trained: bool, opened: OpenCheckpoint, settings: Settings, 
     prints, apart = fingerprint.in_memory(tensors, device)
     out.state = {n: (dtype_of(t), tuple(t.shape), prints[n]) for n, t in tensors.items()}
     out.scalars = scalars_of(tensors)
+    low = {n: p for n, p in named_parameters(job.model).items() if p.is_floating_point() and p.element_size() == 2}
+    out.quanta = fingerprint.norms(low, device, fingerprint.quantum)
     out.groups = [] if job.optimizer is None else plain_groups(job.model, job.optimizer)
     if apart:
         out.notes.append(f"{len(apart)} tensors have copies on several ranks that are not equal, first {apart[0]}")

@@ -51,7 +51,7 @@ class Rope(nn.Module):
         """Of q or k, (rows, heads, tokens, size of a head)."""
         angle = torch.arange(x.shape[2])[:, None] * self.inv_freq
         a, b = x.chunk(2, -1)
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1).to(x.dtype)
 
 
 class Attention(nn.Module):

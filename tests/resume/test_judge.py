@@ -861,6 +861,8 @@ def test_profiles_widen_bounds_from_strict_to_relaxed_and_others_do_not_exist() 
         "bf16, micro-batch held",
         "bf16",
         "bf16, other kernels",
+        "bf16 parameters",
+        "bf16 parameters, other kernels",
         "relaxed",
     }
     assert each[2]["steps.loss"].at(2.0) == pytest.approx(7.5e-3 + 5e-3)
@@ -955,4 +957,21 @@ def test_parameters_of_16_bits_are_judged_as_such_and_are_not_held_at_another_wo
 
     assert bounds.column("strict", trace(1, "float32"), trace(2, "float32")) == "fp32"
     assert bounds.column("strict", trace(2, "bfloat16"), trace(2, "bfloat16")) == "bf16, micro-batch held"
-    assert bounds.column("strict", trace(1, "bfloat16"), trace(2, "bfloat16")) == "bf16"
+    assert bounds.column("strict", trace(1, "bfloat16"), trace(2, "bfloat16")) == "bf16 parameters"
+    assert bounds.column("standard", trace(1, "bfloat16"), trace(2, "bfloat16")) == "bf16 parameters, other kernels"
+
+
+def test_an_update_of_16_bits_is_judged_by_its_quanta() -> None:
+    """That of a norm's weight, near half a quantum, is made by some elements and not by others; a whole one is seen."""
+
+    def trace(world: int, update: float, quanta: float = 0.5) -> Trace:
+        steps = [Step(1, 2.0, 1.0, update, [1e-3], "ab", 8, grads={"w": 1.0}, updates={"w": update})]
+        return Trace(world_size=world, dtype="fp32", steps=steps, state={"model.w": ("bfloat16", (64,), "ab")}, quanta={"w": quanta})  # fmt: skip
+
+    def found(reference: Trace, got: Trace) -> Check:
+        return next(c for c in judge(reference, got)[0] if c.name == "step1.worst_update")
+
+    assert found(trace(1, 0.02), trace(2, 0.1)).verdict == "pass"
+    assert found(trace(1, 0.02, 0.05), trace(2, 0.1, 0.05)).verdict == "fail"
+    assert found(trace(1, 2.0), trace(2, 1.5)).verdict == "fail"
+    assert found(trace(1, 2.0), trace(2, 0.0)).number == 1.0
