@@ -17,6 +17,7 @@
     ├── RemoteError               9     a remote store or its authentication
     ├── ContinuityFailed         10     training does not go on as before
     ├── GateFailed               11     a threshold given by the user was not met
+    ├── RankLost                 13     a rank of a job was killed, or makes no progress
     └── Interrupted             130     stopped by a signal; the next run continues
 
 x: what a run has written so far is of no use after such an error and is removed (`keeps_work` is False). After any other
@@ -33,7 +34,7 @@ from contextlib import contextmanager
 
 __all__ = [
     "EXIT_CODES", "CkpttoolError", "ContinuityFailed", "Corrupt", "DestinationExists", "Differs", "GateFailed",
-    "IncompleteWeights", "Interrupted", "Locked", "MissingPackage", "NoSpace", "NotRecognised", "RemoteError", "SourceChanged", "Unreadable", "Unsafe",
+    "IncompleteWeights", "Interrupted", "Locked", "MissingPackage", "NoSpace", "NotRecognised", "RankLost", "RemoteError", "SourceChanged", "Unreadable", "Unsafe",
     "Unsupported", "UsageError", "argument", "as_flags",
 ]  # fmt: skip
 
@@ -146,6 +147,12 @@ class GateFailed(CkpttoolError):
     exit_code = 11
 
 
+class RankLost(CkpttoolError):
+    """A rank of a job was killed, or makes no progress. The job says nothing about the checkpoint; it can be run again."""
+
+    exit_code = 13
+
+
 class Interrupted(CkpttoolError):
     """Stopped by a signal; the next run continues."""
 
@@ -166,6 +173,7 @@ EXIT_CODES: tuple[tuple[int, str], ...] = (
     (9, "remote or authentication"),
     (10, "loss continuity failed"),
     (11, "gate failed"),
+    (13, "rank lost or hung"),
     (130, "interrupted (resumable)"),
 )
 

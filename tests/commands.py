@@ -22,7 +22,7 @@ def ckpttool_here(*words: object) -> subprocess.CompletedProcess[str]:
     """What `ckpttool WORDS` prints, and its exit status."""
     args = ["ckpttool", *map(str, words)]
     streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)]
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     status = 0
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")

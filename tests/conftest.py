@@ -40,6 +40,7 @@ LAUNCHING = (
     "test_reader.py",
     "test_live.py",
     "test_resume.py",
+    "test_operations.py",
     "test_readme.py",
     "test_trainers.py",
     "test_per_rank_state.py",

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import pytest
 import torch.distributed as dist
 from peers import REPOSITORY
 
-from ckpttool.resume import torchrun as resume_torchrun
+from ckpttool.resume import ranks as resume_ranks
 from ckpttool.resume.settings import Settings, Status
 
 LIVE = REPOSITORY / "tests" / "live"
@@ -44,19 +44,19 @@ class Nurseries:
         self._children: list[subprocess.Popen[bytes]] = []
         atexit.register(self.close)
 
+    def begin(self, arguments: Sequence[str], log: Path, folder: Path, **more: str) -> tuple[int, Callable[[], int]]:
+        """A process that works in this folder: (its id, a function that waits for its exit status)."""
+        self._open(1)
+        child = self._children[0]
+        self._tell(child, arguments=arguments, environment={**os.environ, **more}, folder=str(folder), log=str(log))
+        return int(self._said(child)), lambda: int(self._said(child))
+
     def launch(self, world: int, arguments: Sequence[str], log: Path, patience: float = 30, **more: str) -> list[int]:
         """The exit statuses of so many ranks, which are told what torchrun tells them; `more` is environment.
 
         Where a rank has failed, the others have `patience` seconds to end as well.
         """
-        while len(self._children) < world:
-            command = [sys.executable, str(LIVE / "nursery.py")]
-            self._children.append(
-                # without buffers, so that `select` knows of every line that has not been read
-                subprocess.Popen(
-                    command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **ENVIRONMENT}
-                )
-            )
+        self._open(world)
         store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
         common = {
             **os.environ, **more, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "GROUP_RANK": "0",
@@ -98,6 +98,16 @@ class Nurseries:
             child.stdout.close()
         self._children = []
 
+    def _open(self, world: int) -> None:
+        while len(self._children) < world:
+            command = [sys.executable, str(LIVE / "nursery.py")]
+            self._children.append(
+                # without buffers, so that `select` knows of every line that has not been read
+                subprocess.Popen(
+                    command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **ENVIRONMENT}
+                )
+            )
+
     @staticmethod
     def _tell(child: subprocess.Popen[bytes], **launch: Any) -> None:
         assert child.stdin is not None
@@ -126,16 +136,16 @@ def torchrun(world: int, script: str, *arguments: str) -> str:
 
 @contextmanager
 def forked() -> Iterator[None]:
-    """resume_verify of this process has its ranks from here instead of from torchrun."""
+    """resume_verify of this process has its ranks from here instead of starting them."""
 
     def instead(folder: str, world: int, settings: Settings, status: Status) -> None:
         statuses = NURSERIES.launch(
             world, ["-m", "ckpttool.resume.worker", folder], Path(folder) / "log", **{**ENVIRONMENT, "TOKENIZERS_PARALLELISM": "false"}
         )  # fmt: skip
-        resume_torchrun.pass_on_status(folder, 0, status)
+        resume_ranks.pass_on_status(folder, 0, status)
         if any(statuses):
-            resume_torchrun.raise_error_of(folder, max(statuses, key=abs))
+            resume_ranks.raise_error_of(folder, dict(enumerate(statuses)))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resume_torchrun, "run_torchrun", instead)
+        patch.setattr(resume_ranks, "run_ranks", instead)
         yield

@@ -88,6 +88,8 @@ def _stop(signum: int, frame: Any) -> None:
 def main() -> None:
     """Entry point: runs a command and turns what it raises into a line on stderr and an exit code."""
     signal.signal(signal.SIGTERM, _stop)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        signal.signal(signal.SIGHUP, _stop)
     streams()
     warnings.showwarning = _show
     gc.disable()  # a large index is millions of objects that live until the end; looking for cycles is half of the time

@@ -44,7 +44,7 @@ __all__ = ["resume_verify"]
         "ckpttool resume-verify zero3 --reference reference.jsonl --config llama --data tokens.npy",
     ),
     ("Your own job, and a report", "ckpttool resume-verify dcp3 --against run/ckpt --job job.py:build --report report"),
-    exits=(*READING, 10, 11),
+    exits=(*READING, 10, 11, 13),
     meaning={10: "training does not continue as before, or that could not be judged", 11: "a gate is not met"},
 )
 def resume_verify(
@@ -201,6 +201,16 @@ def resume_verify(
             rich_help_panel="Judgement",
         ),
     ] = None,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            "--timeout",
+            min=1,
+            help="Seconds without progress after which the job ends and the silent rank is named.",
+            metavar="SECONDS",
+            rich_help_panel="Job",
+        ),
+    ] = 600.0,
     min_mfu: Annotated[
         float | None, typer.Option("--min-mfu", min=0, max=1, help="Gate: minimum MFU.", rich_help_panel="Gates")
     ] = None,
@@ -261,6 +271,10 @@ def resume_verify(
             f"--metrics {metrics}: this folder does not exist: {os.path.dirname(os.path.abspath(metrics))}."
         )
     gc.enable()  # a training job makes cycles
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from ..engine.local_worker import end_with
+
+        end_with(os.getppid())  # however torchrun ends
     src = newest_of(src, latest, quiet or as_json)
     telling = _Telling(quiet)
     try:
@@ -271,7 +285,7 @@ def resume_verify(
             sequence=sequence, global_batch=global_batch, micro_batch=micro_batch, dtype=dtype, device=device, clip=clip,
             profile=profile, calibrate=calibrate, keep_dropout=keep_dropout,
             activation_checkpointing=activation_checkpointing, compile=compile_, cpu_offload=cpu_offload,
-            deterministic=deterministic, reread=reread, round_trip=round_trip, scratch=scratch, peak_tflops=peak_tflops,
+            deterministic=deterministic, reread=reread, round_trip=round_trip, scratch=scratch, timeout=timeout, peak_tflops=peak_tflops,
             min_mfu=min_mfu, max_reserved_gib=max_reserved_gib, max_step_seconds=max_step_seconds,
             max_load_seconds=max_load_seconds, source_layout=from_, like=like, flat_layout=flat_layout, wrap=comma(wrap),
             tag=tag, allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps, status=telling,

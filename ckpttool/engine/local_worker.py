@@ -20,7 +20,9 @@ import threading
 from importlib import import_module
 from typing import BinaryIO
 
-__all__ = ["FORK", "RAISED", "REQUEST", "RETURNED", "WAIT", "header", "main", "message", "read_message", "template"]
+__all__ = [
+    "FORK", "RAISED", "REQUEST", "RETURNED", "WAIT", "end_with", "header", "main", "message", "read_message", "template",
+]  # fmt: skip
 
 REQUEST, RETURNED, RAISED = b"Q", b"R", b"E"
 FORK, WAIT = b"F", b"W"  # to a template: with two descriptors, make a worker; say how the worker of this number ended
@@ -113,7 +115,7 @@ def _begin(file: BinaryIO, parent: int) -> None:
     """What every process here does first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the parent decides
     gc.disable()  # as in the command: a large index is millions of objects that live until the end
-    _end_with(parent)
+    end_with(parent)
     os.set_inheritable(file.fileno(), False)
 
 
@@ -150,7 +152,7 @@ def _answer(name: str, argument: str) -> bytes:
         return message(RAISED, "\0".join((type(e).__name__, str(e), "".join(traceback.format_exception(e)))))
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """Have the kernel kill this process when the thread that started it ends."""
     import ctypes
 

@@ -1,7 +1,7 @@
 """resume_verify: from a checkpoint and a reference to a Report.
 
-On one node it starts torchrun itself, once for each world size, and judges the traces that the ranks leave in a folder
-(`torchrun`). Where RANK and WORLD_SIZE are set, by torchrun or srun, every rank calls it, the runs happen in the job that
+On one node it starts the ranks itself, once for each world size, and judges the traces that they leave in a folder
+(`ranks`). Where RANK and WORLD_SIZE are set, by torchrun or srun, every rank calls it, the runs happen in the job that
 already exists, and rank 0 judges.
 
 The reference (`against`) runs first, since the candidate may need its learning rates; then the run that measures the noise
@@ -14,21 +14,22 @@ import glob
 import math
 import os
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 
 from ..engine.opening import OpenCheckpoint, OpenOptions, open_with, usable
-from ..errors import UsageError, argument
+from ..errors import CkpttoolError, UsageError, argument
 from ..extras import need
 from ..index.names import step_count
 from .bounds import PROFILES
+from .ranks import launch_runs
 from .recipe import looked_over
 from .settings import Settings, Status, mesh_of
-from .torchrun import launch_runs
 from .trace import Trace, read_reference
 from .verdict import Report
+from .workspace import workspace
 
 __all__ = ["resume_verify", "step_of"]
 
@@ -67,6 +68,7 @@ def resume_verify(
     reread: bool = True,
     round_trip: bool = True,
     scratch: str | os.PathLike[str] | None = None,
+    timeout: float = 600.0,
     peak_tflops: float | None = None,
     min_mfu: float | None = None,
     max_reserved_gib: float | None = None,
@@ -113,6 +115,9 @@ def resume_verify(
         reread: read the files a second time and compare them with what the job holds.
         round_trip: save after the first step, load again and compare.
         scratch: a folder that all ranks share, for that save; a temporary one if all ranks are on this machine.
+        timeout: seconds without any progress of a rank, after which the job ends, with the name of the silent rank and its
+            stack. A rank makes progress when it begins a stage or a micro-batch, or reads or writes 1 MiB. Collectives wait for
+            a minute longer. Where torchrun or srun started this process, it ends with exit code 13.
         peak_tflops: peak of one device, for MFU; by default that of dense bf16, if the device is known.
         min_mfu, max_reserved_gib, max_step_seconds, max_load_seconds: gates, which fail the report.
         source_layout, like, flat_layout, wrap, tag, allow_equal_ranks, allow_mixed_steps: as for `open`. All but
@@ -123,7 +128,7 @@ def resume_verify(
         The report; None on ranks other than the first, in a job that torchrun or srun started.
 
     Raises:
-        CkpttoolError: nothing could be judged. A training that does not go on as before is not an error: the report says so.
+        RankLost: a rank was killed, or made no progress for `timeout` seconds. CkpttoolError: nothing could be judged. A training that does not go on as before is not an error: the report says so.
     """
     need("resume-verify", "torch", *(() if job else ("transformers",)), "jinja2")
     if against is not None and reference is not None:
@@ -132,6 +137,8 @@ def resume_verify(
         raise UsageError(f"{argument('profile', profile)}: choose one of {', '.join(PROFILES)}.")
     if steps < 1:
         raise UsageError(f"{argument('steps', steps)}: must be at least 1.")
+    if timeout < 1:
+        raise UsageError(f"{argument('timeout', timeout)}: must be at least 1 second.")
     if scratch is not None and not os.path.isdir(scratch):
         raise UsageError(f"{argument('scratch', os.fspath(scratch))}: this folder does not exist.")
     if job is not None:
@@ -157,8 +164,11 @@ def resume_verify(
         begin = _begin_of(recorded, begin, reference)
     known = recorded or Trace()
     model_config = found_config if config is None and job is None else config
-    with tempfile.TemporaryDirectory(prefix="ckpttool-resume-") as folder:
-        shared = os.fspath(scratch) if scratch is not None else None if in_job else folder
+    with ExitStack() as stack:
+        folder = stack.enter_context(workspace())
+        shared = None if in_job else folder
+        if scratch is not None and round_trip and (not in_job or os.environ["RANK"] == "0"):
+            shared = stack.enter_context(workspace(os.fspath(scratch)))
         settings = Settings(
             source=os.fspath(source), reading=reading, mesh=dims, config=model_config, job=job, steps=steps, start=begin,
             data=data, seed=seed, sequence=sequence or known.sequence,
@@ -166,14 +176,14 @@ def resume_verify(
             dtype=dtype or known.dtype or ("bf16" if device == "cuda" else "fp32"), device=device,
             clip=known.clip if clip is None else clip, keep_dropout=keep_dropout,
             activation_checkpointing=activation_checkpointing, compile=compile, cpu_offload=cpu_offload,
-            deterministic=deterministic, reread=reread, scratch=shared if round_trip else None,
+            deterministic=deterministic, reread=reread, round_trip=round_trip, scratch=shared, timeout=timeout,
         )  # fmt: skip
         plan: dict[str, Settings] = {}
         if against is not None:
             plan["reference"] = replace(
                 settings, source=os.fspath(against), reading=reference_reading,
                 mesh=mesh_of(None, against_world_size) if against_world_size else dims,
-                config=original_config or model_config if config is None and job is None else config, scratch=None,
+                config=original_config or model_config if config is None and job is None else config, round_trip=False,
                 reread=False,
             )  # fmt: skip
         if recorded is not None:
@@ -181,8 +191,13 @@ def resume_verify(
             settings = replace(settings, rates=rates, probe=recorded.probe.get("rows", {}))
         if calibrate:
             base = plan.get("reference", settings)
-            plan["noise"] = replace(base, micro_batch=_other_micro_batch(base), scratch=None, reread=False)
+            plan["noise"] = replace(base, micro_batch=_other_micro_batch(base), round_trip=False, reread=False)
         plan["candidate"] = settings
+        if model_config is None and job is None:
+            raise UsageError(
+                f"there is no config.json beside {os.fspath(source)} that describes the model. Pass {argument('config')}, the folder "
+                f"of a Hugging Face model, or {argument('job')}, module.py:build, a function that returns your own."
+            )
         traces = _run_here(plan, folder, status) if in_job else launch_runs(plan, folder, status)
         if traces is None:
             return None
@@ -352,11 +367,31 @@ def _number(dtype: str, data: bytes) -> int:
 
 
 def _run_here(plan: Mapping[str, Settings], folder: str, status: Status) -> dict[str, Trace] | None:
-    """The traces of these runs in the job that this process is a rank of; None on other ranks than 0."""
+    """The traces of these runs in the job that this process is a rank of; None on other ranks than 0.
+
+    Raises:
+        CkpttoolError: anything that the job raised; its traceback is printed.
+    """
+    try:
+        return _run_as_rank(plan, folder, status)
+    except CkpttoolError:
+        raise
+    except Exception as e:
+        import traceback
+
+        from .watch import stage
+
+        traceback.print_exc()
+        text = " ".join(str(e).split()).rstrip(".")
+        raise CkpttoolError(f"rank {os.environ['RANK']} failed in {stage()!r}: {type(e).__name__}: {text}.") from None
+
+
+def _run_as_rank(plan: Mapping[str, Settings], folder: str, status: Status) -> dict[str, Trace] | None:
     from . import worker
+    from .joined import joined_job, watched_job
 
     first = next(iter(plan.values()))
-    with worker.joined_job(first.device, first.deterministic):
+    with joined_job(first.device, first.deterministic, first.timeout), watched_job(first.timeout, status):
         import torch.distributed as dist
 
         out = {}

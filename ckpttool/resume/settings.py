@@ -25,7 +25,8 @@ class Settings:
     of the checkpoint. `rates` {step: learning rate of each group} come from the reference, for jobs without a
     scheduler. `micro_batch` is rows of one forward pass, `sequence` tokens of a row (None: what the data has).
     `probe` are the rows of a recorded reference's probe, {"input_ids": rows of token ids}; {} without one.
-    `scratch` is a folder for the save of the round trip, None for none.
+    `scratch` is a folder for the save of the round trip, that of rank 0 where they differ; None for none. `timeout` is for how
+    many seconds a rank may make no progress.
     """
 
     source: str
@@ -51,7 +52,9 @@ class Settings:
     cpu_offload: bool = False
     deterministic: bool = True
     reread: bool = True
+    round_trip: bool = True
     scratch: str | None = None
+    timeout: float = 600.0
 
     def __post_init__(self) -> None:
         if self.dtype not in ("fp32", "bf16"):

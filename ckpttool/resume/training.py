@@ -19,6 +19,7 @@ from .live_facts import (  # fmt: skip
 )
 from .settings import Settings
 from .trace import Step, Trace
+from .watch import at
 
 __all__ = ["measure_memory", "probe", "probe_as_recorded", "train_step"]
 
@@ -87,6 +88,8 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: Settings) -> S
     import torch
     import torch.distributed as dist
 
+    where = f"step {step - settings.start} of {settings.steps}"
+    at(f"{where}, reading its rows")
     device = _on(settings)
     parts = batches.micro_batches(step, settings.global_batch, settings.micro_batch, job.rank, job.world)
     data = [(_batch(rows, first, last, device), counts) for first, last, counts in parts]
@@ -96,7 +99,8 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: Settings) -> S
     _wait(settings)
     began = time.perf_counter()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
-    for batch, counts in data:
+    for i, (batch, counts) in enumerate(data):
+        at(f"{where}, micro-batch {i + 1} of {len(data)}")
         loss, count, _ = job.loss(job.model, batch)
         if counts:
             total += torch.stack([loss.detach().double(), count.detach().double().to(device)])
@@ -118,6 +122,7 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: Settings) -> S
     measure.gradients()
     norm = root_of_squares(measure.grads)
     began = time.perf_counter()
+    at(f"{where}, optimizer")
     if settings.clip is not None:
         _clip(job.model, settings.clip, norm)
     job.optimizer.step()

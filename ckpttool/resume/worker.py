@@ -5,22 +5,22 @@
 The state is fingerprinted before the first forward pass, and the probe comes before the first update. After the first step,
 the job is saved, overwritten with garbage and loaded again (`round_trip`), and training continues.
 
-`python -m ckpttool.resume.worker FOLDER` is what torchrun starts: it reads the settings of all runs from
-FOLDER/runs.json and leaves trace-<i>.json, or error-<rank>.json.
+`python -m ckpttool.resume.worker FOLDER PARENT` is what the command starts: it reads the settings of all runs from
+FOLDER/runs.json and leaves trace-<i>.json, or error-<rank>.json, and beat-<rank>.json while it runs. It ends with PARENT.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
+from ..engine.local_worker import end_with
 from ..engine.opening import OpenCheckpoint, open_with
 from ..errors import CkpttoolError
 from ..live.collectives import gathered
@@ -29,6 +29,7 @@ from ..live.values import lossless
 from . import batches, fingerprint
 from .beside import taken
 from .job import Job, start
+from .joined import joined_job
 from .live_facts import (  # fmt: skip
     config_of,
     device_of,
@@ -46,39 +47,12 @@ from .round_trip import round_trip
 from .settings import Settings, Status, read_settings
 from .trace import Trace, to_json
 from .training import measure_memory, probe, probe_as_recorded, train_step
+from .watch import Beat, at, beating, moved, write_stages_to, written
 
-__all__ = ["joined_job", "run"]
+__all__ = ["run"]
 
 #: The components of a checkpoint that are loaded into the job; what else it holds is compared as it is in the files.
 _IN_JOB = ("model", "optim")
-
-
-@contextmanager
-def joined_job(device: str, deterministic: bool) -> Any:
-    """torch.distributed of this job: NCCL on CUDA, gloo on CPU; begun here unless the caller's own is running."""
-    if deterministic:
-        # before CUDA starts; the collectives' algorithm is fixed too, so that sums have one order at one world size
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        os.environ.setdefault("NCCL_ALGO", "Ring")
-    import torch
-    import torch.distributed as dist
-
-    ours = not dist.is_initialized()
-    if ours:
-        if device == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=timedelta(minutes=30))
-    if deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    try:
-        yield
-    finally:
-        if ours:
-            dist.destroy_process_group()
 
 
 def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
@@ -95,6 +69,7 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
     with open_with(settings.source, settings.reading) as opened:
         ckpt = opened.checkpoint
         status("building the model")
+        at("building the model")
         job = start(settings, ckpt)
         out = Trace(
             source=settings.source, layout=opened.layout.name, start=settings.start, world_size=dist.get_world_size(),
@@ -118,15 +93,18 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
             lacks = "what was read has no optimizer state" if aside else "the checkpoint has no optimizer state"
             out.notes.append(f"{lacks}; the optimizer of the job starts from zero")
         status(f"loading {settings.source}")
+        at(f"loading {settings.source}")
         failed = _load(settings, job, trained, out, status)
         if failed is not None:
             out.failed = failed
             out.state = {n: (t.dtype, t.shape, "") for n, t in ckpt.tensors.items()}
             return out if dist.get_rank() == 0 else None
         status("comparing what the job holds with the files")
+        at("comparing what the job holds with the files")
         _state(job, trained, opened, settings, out, status)
         _restore_rng(settings, opened, out)
     status("probing")
+    at("probing")
     probe(job, rows, settings, probe_file, out)
     probe_as_recorded(job, settings, out)
     for k in range(settings.steps):
@@ -176,6 +154,7 @@ class _Rate:
         self.status, self.began, self.said = status, time.monotonic(), time.monotonic()
 
     def __call__(self, what: str, done: int, total: int) -> None:
+        moved()
         now = time.monotonic()
         if now - self.said < 2 or not done:
             return
@@ -268,12 +247,13 @@ def _restore_rng(settings: Settings, opened: OpenCheckpoint, out: Trace) -> None
             torch.cuda.set_rng_state(state)
 
 
-# ------------------------------------------------------------------------------------------------------------- torchrun
+# ---------------------------------------------------------------------------------------------------------- a launch
 
 
 def main(folder: str) -> None:
-    """One rank of a launch."""
-    rank = int(os.environ.get("RANK", "0"))
+    """One rank of a launch. It ends the process."""
+    faulthandler.enable()
+    rank = int(os.environ["RANK"])
     runs = read_settings(os.path.join(folder, "runs.json"))
 
     def status(text: str) -> None:
@@ -281,33 +261,56 @@ def main(folder: str) -> None:
             with open(os.path.join(folder, "events"), "a", encoding="utf-8") as f:
                 f.write(text.replace("\n", " ") + "\n")
 
-    try:
-        with joined_job(runs[0].device, runs[0].deterministic):
-            for i, settings in enumerate(runs):
-                trace = run(settings, os.path.join(folder, f"probe-{i}.npy"), status)
-                if trace is not None:
-                    with open(os.path.join(folder, f"trace-{i}.json"), "w", encoding="utf-8") as f:
-                        json.dump(to_json(trace), f, default=str)
-    except BaseException as e:
-        _leave_word(folder, rank, e)
-        raise
+    write_stages_to(os.path.join(folder, f"stage-{rank}"))
+
+    def publish(beat: Beat) -> None:
+        _write(folder, f"beat-{rank}.json", written(beat))
+
+    with (
+        open(os.path.join(folder, f"stack-{rank}"), "a", encoding="utf-8") as stacks,
+        beating(rank, runs[0].timeout, publish, stacks),
+    ):
+        try:
+            with joined_job(runs[0].device, runs[0].deterministic, runs[0].timeout, os.path.join(folder, "meeting")):
+                try:
+                    for i, settings in enumerate(runs):
+                        trace = run(settings, os.path.join(folder, f"probe-{i}.npy"), status)
+                        if trace is not None:
+                            _write(folder, f"trace-{i}.json", json.dumps(to_json(trace), default=str))
+                except BaseException as e:
+                    _fail(folder, rank, e)  # before the job is left, which may wait for a rank that is gone
+        except BaseException as e:
+            _fail(folder, rank, e)
+    _end(0)
 
 
-def _leave_word(folder: str, rank: int, e: BaseException) -> None:
+def _fail(folder: str, rank: int, e: BaseException) -> NoReturn:
     import traceback
 
     word: Mapping[str, Any] = {
-        "known": isinstance(e, CkpttoolError), "exit_code": getattr(e, "exit_code", 1), "kind": type(e).__name__,
-        "text": str(e) or type(e).__name__, "time": time.time(), "traceback": traceback.format_exc(),
+        "rank": rank, "known": isinstance(e, CkpttoolError), "kind": type(e).__name__, "text": str(e) or type(e).__name__,
+        "time": time.time(), "traceback": traceback.format_exc(),
     }  # fmt: skip
-    temporary = os.path.join(folder, f".error-{rank}")
+    _write(folder, f"error-{rank}.json", json.dumps(word))
+    _end(1)
+
+
+def _end(status: int) -> NoReturn:
+    """End this process. On the usual way out, threads of gloo now and then outlive what owns them, and the process aborts."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _write(folder: str, name: str, text: str) -> None:
+    """Write a file that is never there in part."""
+    temporary = os.path.join(folder, f".{name}")
     with open(temporary, "w", encoding="utf-8") as f:
-        json.dump(word, f)
-    os.replace(temporary, os.path.join(folder, f"error-{rank}.json"))
+        f.write(text)
+    os.replace(temporary, os.path.join(folder, name))
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        end_with(int(sys.argv[2]))
     main(sys.argv[1])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # now and then threads of gloo outlive what owns them on the usual way out, and the process aborts

@@ -18,8 +18,8 @@ from ranks import forked, one_at_a_time
 import ckpttool
 from ckpttool.resume.diagnosis import causes
 from ckpttool.resume.judge import judge
+from ckpttool.resume.ranks import launch_runs
 from ckpttool.resume.settings import Settings
-from ckpttool.resume.torchrun import launch_runs
 from ckpttool.resume.trace import Trace, read_reference
 from ckpttool.resume.verdict import Cause, Check
 

@@ -5,7 +5,7 @@ of `faulty.FAULTS`, and each is resumed and judged three times: with everything 
 numbers of the run alone, and against the recorded trajectory. `pytest tests/resume/test_faults.py -s` prints the table.
 
 Starting torch takes most of the time, so all runs of one world size share a launch. A run costs 0.5 s of CPU at world
-size 1 and 1.8 s at 2: a fault that is about ranks runs at 2, any other at 1. The real torchrun is in test_resume.py.
+size 1 and 1.8 s at 2: a fault that is about ranks runs at 2, any other at 1. The real command is in test_resume.py.
 """
 
 from __future__ import annotations

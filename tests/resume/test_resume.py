@@ -1,8 +1,7 @@
 """`ckpttool resume-verify` as a user meets it: jobs of one's own, other launchers, dropout, gates, signals, refusals.
 
-Ranks come from the nurseries of ranks.py, except in the tests that need the real program and the real torchrun: one where
-torchrun starts the program, one where the program starts torchrun and its job fails, one that is stopped by a signal, and
-one of a Python caller.
+Ranks come from the nurseries of ranks.py, except in the tests that need the real program: one where torchrun starts it, one where the
+job of its ranks fails, one that is stopped by a signal, and one of a Python caller.
 """
 
 from __future__ import annotations

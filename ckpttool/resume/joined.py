@@ -1,0 +1,157 @@
+"""torch.distributed of the job that this process is a rank of, and the watch over a job that torchrun or srun started.
+
+There no process sees all ranks, so they publish their beats in the store of the job, through a connection of its own. Rank 0 looks
+at them, and rank 1 where rank 0 is silent. The one that finds a stall prints it, and every rank ends its process: what waits in a
+collective cannot be interrupted, and NCCL's own watchdog does the same.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from ..errors import CkpttoolError, RankLost, UsageError, argument
+from .settings import Status
+from .watch import Beat, Watch, at, beating, parsed, period_of, written
+
+__all__ = ["joined_job", "watched_job"]
+
+#: Seconds that collectives wait longer than the watch, which says more about what is wrong.
+_LONGER = 60.0
+
+
+@contextmanager
+def joined_job(device: str, deterministic: bool, timeout: float, meeting: str | None = None) -> Iterator[None]:
+    """torch.distributed of this job: NCCL on CUDA, gloo on CPU; begun here unless the caller's own is running.
+
+    Args:
+        timeout: seconds that a rank may make no progress, see `watch`.
+        meeting: a file, where the ranks of one machine meet; without it they meet at MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        UsageError: MASTER_PORT is in use. CkpttoolError: this rank cannot reach rank 0.
+    """
+    at("joining the job")
+    if deterministic:
+        # before CUDA starts; the collectives' algorithm is fixed too, so that sums have one order at one world size
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NCCL_ALGO", "Ring")
+    import torch
+    import torch.distributed as dist
+
+    ours = not dist.is_initialized()
+    if ours:
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        patience = timedelta(seconds=timeout + _LONGER)
+        if meeting is not None:
+            rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            store = dist.FileStore(meeting, world)  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
+        else:
+            try:
+                dist.init_process_group(backend, timeout=patience)
+            except dist.DistError as e:
+                raise _not_joined(e) from None
+    if deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        if ours:
+            dist.destroy_process_group()
+
+
+def _not_joined(e: Exception) -> CkpttoolError:
+    host, port, rank = (os.environ.get(k, "") for k in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
+    if "EADDRINUSE" in str(e):
+        return UsageError(
+            f"MASTER_PORT {port} is in use: another process of this machine listens on it, perhaps a job that has not ended. "
+            f"`ss -ltnp 'sport = :{port}'` shows which. Set MASTER_PORT to a free port on every rank; or, for a job on one machine, unset "
+            f"RANK and WORLD_SIZE and pass {argument('world_size')}, and ckpttool starts the ranks without a port."
+        )
+    said = " ".join(str(e).split())[:300]
+    return CkpttoolError(
+        f"rank {rank} could not join the job at MASTER_ADDR {host}, MASTER_PORT {port} ({said}). Check that rank 0 runs there, that "
+        "this machine can reach it, and that every rank has the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE."
+    )
+
+
+@contextmanager
+def watched_job(timeout: float, status: Status) -> Iterator[None]:
+    """Watch the ranks of the job that torchrun or srun started, while the block runs.
+
+    A silent job ends: its ranks print which one holds it up, and end with the exit code of `RankLost`.
+    """
+    import torch.distributed as dist
+
+    period = period_of(timeout)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        patience = timedelta(seconds=max(5.0, 2 * period))
+        store: Any = dist.TCPStore(host, port, is_master=False, timeout=patience)  # type: ignore[attr-defined]
+    except dist.DistError as e:
+        # the caller began the job by another way, or its store is gone
+        status(
+            f"nobody watches for silent ranks: no store at MASTER_ADDR {host}, MASTER_PORT {port} ({str(e).splitlines()[0]})"
+        )
+        yield
+        return
+    with beating(dist.get_rank(), timeout, _Observer(store, timeout), 2):
+        yield
+
+
+class _Observer:
+    """Publishes the beats of this rank in the store, and looks at those of the others."""
+
+    def __init__(self, store: Any, timeout: float) -> None:
+        import torch.distributed as dist
+
+        self.store, self.timeout, self.period = store, timeout, period_of(timeout)
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.watch = Watch(dict.fromkeys(range(self.world), 0), timeout)
+
+    def __call__(self, beat: Beat) -> None:
+        try:
+            self.store.set(f"ckpttool-beat-{self.rank}", written(beat))
+            if self.store.check(["ckpttool-stalled"]):
+                time.sleep(3 * self.period)  # the rank that prints it goes first, since torchrun then ends the rest
+                os._exit(RankLost.exit_code)
+            if self.rank > 1:
+                return
+            keys = [f"ckpttool-beat-{rank}" for rank in range(self.world)]
+            there = [key for key in keys if self.store.check([key])]
+            beats = {b.rank: b for b in (parsed(text.decode()) for text in self.store.multi_get(there))}
+        except RuntimeError as e:  # torch's errors of stores are of this class
+            if beat.quiet >= self.timeout:
+                where = f"MASTER_ADDR {os.environ['MASTER_ADDR']}, MASTER_PORT {os.environ['MASTER_PORT']}"
+                self._end(
+                    RankLost(
+                        f"rank {self.rank} has made no progress for {beat.quiet:.0f} s in {beat.what!r}, and the store of the job at "
+                        f"{where} does not answer: the process or the machine that serves it (rank 0, or torchrun) has stopped "
+                        f"({str(e).splitlines()[0]})."
+                    )
+                )
+            return
+        stall = self.watch.stalled(beats, self.period)
+        if stall is None or (self.rank == 1 and 0 not in self.watch.frozen()):
+            return
+        self.store.set("ckpttool-stalled", "1")
+        self._end(stall.error())
+
+    def _end(self, e: RankLost) -> None:
+        print(f"error: rank {self.rank} of {self.world} says: {e}", file=sys.stderr)
+        for note in getattr(e, "__notes__", ()):
+            print(f"note: {note}", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(e.exit_code)

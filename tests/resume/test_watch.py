@@ -1,0 +1,161 @@
+"""Which rank is named when a job does not go on, from beats alone; test_operations.py has it with real ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ckpttool.errors import RankLost
+from ckpttool.resume import watch
+from ckpttool.resume.watch import Beat, Stall, Watch
+
+TIMEOUT = 100.0
+PERIOD = watch.period_of(TIMEOUT)
+
+
+def after(beats: dict[int, Beat], seconds: float, dead: tuple[int, ...] = ()) -> Stall | None:
+    """What a watch says after ranks have been silent for so long; the threads of `dead` ones do not run."""
+    guard = Watch(dict.fromkeys(beats, 0), TIMEOUT)
+    found = None
+    for k in range(int(seconds / PERIOD) + 1):
+        now = {r: b if r in dead else replace(b, count=k, quiet=k * PERIOD) for r, b in beats.items()}
+        found = found or guard.stalled(now, PERIOD)
+    return found
+
+
+def of(rank: int, position: int = 5, waits: str = "all_reduce", where: str = "training.py:1 in train_step") -> Beat:
+    return Beat(rank, 0, "elsewhere", 0, position, f"step {position}", 0.0, waits, [where])
+
+
+def text(found: Stall | None) -> str:
+    assert found is not None
+    error = found.error()
+    assert isinstance(error, RankLost) and error.exit_code == 13
+    return str(error)
+
+
+def test_nothing_is_said_before_the_timeout() -> None:
+    assert after({0: of(0), 1: of(1, waits="")}, TIMEOUT - 2 * PERIOD) is None
+    assert after({0: of(0), 1: of(1, waits="")}, TIMEOUT + PERIOD) is not None
+
+
+def test_the_rank_whose_threads_do_not_run_is_named_wherever_the_others_wait() -> None:
+    found = after({0: of(0), 1: of(1, position=6), 2: of(2)}, 2 * TIMEOUT, dead=(1,))
+    assert found is not None and found.culprits == [1]
+    assert "Of the others, rank 0 and 1 more are waiting in all_reduce" in text(found)
+
+
+def test_of_ranks_that_all_run_the_one_that_is_behind_is_named_even_if_it_waits() -> None:
+    found = after({0: of(0), 1: of(1, position=4, waits="barrier"), 2: of(2)}, 2 * TIMEOUT)
+    assert found is not None and found.culprits == [1]
+    assert "rank 1 has made no progress for 100 s in 'step 4'" in text(found)
+
+
+def test_of_ranks_in_one_stage_the_one_that_is_in_no_collective_is_named() -> None:
+    found = after(
+        {r: of(r, waits="" if r == 2 else "all_reduce", where=f"user.py:{r} in f") for r in range(4)}, 2 * TIMEOUT
+    )
+    assert found is not None and found.culprits == [2]
+    assert "user.py:2 in f" in text(found) and "rank 0 and 2 more are waiting" in text(found)
+
+
+def test_ranks_that_wait_in_different_collectives_are_all_named() -> None:
+    found = after({0: of(0), 1: of(1, waits="all_gather_object")}, 2 * TIMEOUT)
+    assert found is not None and found.culprits == [0, 1]
+    said = text(found)
+    assert said.startswith("no rank has made progress for 100 s")
+    assert "rank 0 is waiting in all_reduce" in said and "rank 1 is waiting in all_gather_object" in said
+
+
+def test_a_rank_that_waits_for_one_that_moves_is_not_silent() -> None:
+    guard = Watch({0: 0, 1: 0}, TIMEOUT)
+    for k in range(200):  # rank 1 loads for a long time
+        beats = {0: replace(of(0), count=k, quiet=k * PERIOD), 1: replace(of(1, waits=""), count=k)}
+        assert guard.stalled(beats, PERIOD) is None
+
+
+def test_a_job_that_was_suspended_as_a_whole_goes_on() -> None:
+    guard = Watch({0: 0, 1: 0}, TIMEOUT)
+    beats = {0: of(0), 1: of(1)}
+    guard.stalled(beats, PERIOD)
+    assert guard.stalled(beats, 3600.0) is None, "an hour in which this process did not run either"
+
+
+def test_a_rank_that_never_began_is_named() -> None:
+    found = after({0: Beat(0), 1: of(1)}, 2 * TIMEOUT, dead=(0,))
+    assert found is not None and found.culprits == [0]
+    assert "rank 0 has made no progress" in text(found) and "'starting Python'" in text(found)
+
+
+def test_a_process_of_this_machine_is_looked_at() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"])
+    os.waitpid(child.pid, os.WUNTRACED)
+    try:
+        beat = replace(of(1), pid=child.pid, host="")
+        assert f"process {child.pid} is stopped (state T; `kill -CONT {child.pid}`" in text(
+            after({0: of(0), 1: beat}, 2 * TIMEOUT, dead=(1,))
+        )
+    finally:
+        child.kill()
+        child.wait()
+    assert f"process {child.pid} is dead" in text(after({0: of(0), 1: beat}, 2 * TIMEOUT, dead=(1,)))
+
+
+def test_beats_say_the_stage_the_stack_and_how_long_nothing_moved(tmp_path: Path) -> None:
+    published: list[Beat] = []
+    watch.write_stages_to(str(tmp_path / "stage"))
+    with (tmp_path / "stack").open("a") as stacks, watch.beating(3, 1.0, published.append, stacks):
+        watch.at("a stage")
+        time.sleep(0.55)
+        watch.moved()
+        time.sleep(0.25)
+        with (tmp_path / "much").open("wb") as f:
+            f.write(bytes(2 << 20))
+        time.sleep(0.25)
+    assert watch.stage() == "a stage"
+    assert [b.count for b in published] == list(range(1, len(published) + 1)) and len(published) >= 6
+    last = published[-1]
+    assert (last.rank, last.pid, last.what, last.waits) == (3, os.getpid(), "a stage", "")
+    assert any("in test_beats_say" in frame for frame in last.stack)
+    falls = sum(b.quiet < a.quiet for a, b in pairwise(published))
+    assert falls >= 2, [b.quiet for b in published]
+    assert watch.with_stage(Beat(3), str(tmp_path / "stage")).what == "a stage"
+    assert watch.parsed(watch.written(last)) == last
+    assert "ckpttool-pulse" not in {t.name for t in threading.enumerate()}
+
+
+def test_a_stack_says_which_collective_it_waits_in() -> None:
+    def frames(*names: tuple[str, str]) -> Any:
+        frame = None
+        for file, function in reversed(names):
+            code = type("Code", (), {"co_filename": file, "co_name": function})
+            frame = type("Frame", (), {"f_code": code, "f_lineno": 7, "f_back": frame})
+        return frame
+
+    torch = "/site-packages/torch"
+    gather = (f"{torch}/distributed/distributed_c10d.py", "all_gather")
+    wrapper = (f"{torch}/distributed/c10d_logger.py", "wrapper")
+    objects = (f"{torch}/distributed/distributed_c10d.py", "all_gather_object")
+    fsdp = (f"{torch}/distributed/fsdp/_fully_shard/_fsdp_param_group.py", "unshard")
+    user = ("/home/me/job.py", "loss")
+    assert watch._stack_of(frames(gather, wrapper, objects, user))[0] == "all_gather_object"
+    assert watch._stack_of(frames(gather, wrapper, fsdp, user, fsdp)) == (
+        "all_gather",
+        [
+            "distributed_c10d.py:7 in all_gather",
+            "c10d_logger.py:7 in wrapper",
+            "_fsdp_param_group.py:7 in unshard",
+            "job.py:7 in loss",
+            "_fsdp_param_group.py:7 in unshard",
+        ],
+    )
+    assert watch._stack_of(frames(user, fsdp))[0] == "", "its own code, called by FSDP"
+    saving = (f"{torch}/distributed/checkpoint/filesystem.py", "write_data")
+    assert watch._stack_of(frames(saving, user))[0] == "", "it writes files"
