@@ -1,9 +1,9 @@
 """Rules about the state in the job, from fingerprints, names, shapes and optimizer steps.
 
 Each rule gets a `Context`. Every tensor is explained once: by the load, by its name or shape, by another tensor's bytes (a
-fingerprint recognises them anywhere: moments, layers or parameters of a module exchanged, or single tensors), or by the
-optimizer's step, if the state is from another step. Any other tensor has values of its own, and if both checkpoints are open,
-`inspection` says how they differ.
+fingerprint recognises them anywhere: moments, layers or parameters of a module exchanged, single tensors, averages loaded as
+weights), by the one file that has all differences, or by the optimizer's step, if the state is from another step. Any other
+tensor has values of its own (`diagnosis_values`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
+from . import diagnosis_values
+from .companions import outside
 from .context import Context
 from .differences import (
     copies_differ,
@@ -25,7 +27,7 @@ from .differences import (
     shape_differences,
     steps_of,
 )
-from .inspection import inspect, place_of
+from .inspection import inspect
 from .text import LAYER, component_of, fqn_of, is_step, kinds, layer_of, listed, plural, scope, slot_of, spoken
 from .trace import Trace
 
@@ -148,10 +150,13 @@ def values(context: Context, reference: Trace) -> None:
     theirs, ours = steps_of(reference), steps_of(context.got)
     steps = {n: (theirs[n], ours[n]) for n in theirs if n in ours and theirs[n] != ours[n]}
     rest = [n for n in wrong if not (is_step(n) and (fqn_of(n) in steps or prod(reference.state[n][1]) == 1))]
-    rest = _moved(context, reference, rest)
+    rest = _outside(context, reference, _moved(context, reference, rest))
+    looked = {} if context.opened is None else inspect(context.opened, rest)
+    if diagnosis_values.in_one_file(context, looked, rest, wrong):
+        return
     rest = _steps(context, reference, steps, rest)
     strange = [n for n in wrong if is_step(n) and fqn_of(n) in marked - set(steps) and n not in rest]
-    _values_differ(context, reference, rest + strange)
+    diagnosis_values.differ(context, reference, rest + strange, looked)
 
 
 def _moved(context: Context, reference: Trace, wrong: list[str]) -> list[str]:
@@ -180,6 +185,24 @@ def _moved(context: Context, reference: Trace, wrong: list[str]) -> list[str]:
         evidence = [f"{a} has the fingerprint that {b} has in the reference"]
         context.add("exchanged" if both else "copied", text, evidence, [a, b], explains=(component_of(a),))
     return [n for n in wrong if n not in moves]
+
+
+def _outside(context: Context, reference: Trace, wrong: list[str]) -> list[str]:
+    """Weights that hold what the checkpoint has outside model and optimizer, such as averages; the others are given back."""
+    marks = {n: mark for t in (context.got, reference) for n, (_, shape, mark) in t.others.items() if prod(shape) > 1}
+    by: dict[str, list[str]] = {}
+    for n in wrong:
+        for other, at in outside(iter(marks), fqn_of(n)) if component_of(n) == "weights" else ():
+            if marks[other] == context.got.state[n][2]:
+                by.setdefault(at, []).append(n)
+                break
+    for at, names in by.items():
+        every = [n for n in reference.state if component_of(n) == "weights"]
+        text = f"{scope(names, every, 'weights')} hold{'s' if len(names) == 1 else ''} the values of {at}"
+        evidence = [f"{names[0]} has the fingerprint of {at}.{fqn_of(names[0])}"]
+        context.add("copied", f"{text}, loaded in their place", evidence, names, explains=("weights",))
+    found = {n for names in by.values() for n in names}
+    return [n for n in wrong if n not in found]
 
 
 def _slots(context: Context, left: dict[str, str]) -> None:
@@ -304,68 +327,3 @@ def _steps(context: Context, reference: Trace, steps: Mapping[str, tuple[float, 
     text = f"the optimizer's state{part} is from another step, {far}"
     context.add("optimizer-stale", text, evidence, old, explains=("optimizer",))
     return [n for n in rest if n not in set(old)]
-
-
-def _values_differ(context: Context, reference: Trace, rest: list[str]) -> None:
-    """What differs and is not the bytes of another tensor; looked into where both checkpoints are open."""
-    if not rest:
-        return
-    looked = inspect(context.opened, rest) if context.opened is not None else {}
-    seen = {n: found for n, found in looked.items() if found is not None}
-    by: dict[str, list[str]] = {}
-    for n, found in seen.items():
-        by.setdefault(found.kind, []).append(n)
-    left = [n for n in rest if n not in looked]
-    for kind, names in by.items():
-        first = seen[names[0]]
-        # others of the same slot that were not read are most likely of the kind, where all that were read are
-        slots = {slot_of(n) for n in names}
-        alone = all(n in names for n in looked if slot_of(n) in slots)
-        more = [n for n in left if slot_of(n) in slots] if alone else []
-        left = [n for n in left if n not in set(more)]
-        every = [n for n in reference.state if slot_of(n) in slots]
-        what = "tensors" if len(slots) > 1 else "weights" if slots == {"weights"} else f"{next(iter(slots))} tensors"
-        description = first.text if len({seen[n].text for n in names}) == 1 else _general(kind, first.text)
-        if len(names) + len(more) > 1:
-            verb, _, rest_of_it = description.partition(" ")
-            description = f"{_VERBS.get(verb, verb)} {rest_of_it}"
-        evidence = [f"{n}: {seen[n].text}" for n in names]
-        if more:
-            evidence.append(f"{plural(len(more), 'tensor')} of the same kind differ and were not read")
-        place = None if context.opened is None else place_of(context.opened[1].locate(), names[0], first.first)
-        text = f"{scope(names + more, every, what)} {description}"
-        context.add(kind, text, evidence, names + more, place, {component_of(n) for n in names})
-    equal = [n for n in looked if n not in seen]
-    if equal:
-        text = f"{scope(equal, rest, 'tensors')}: equal in both checkpoints' files, not in the jobs: loading did it"
-        context.add("loading", text, context.seen("state.digests"), equal, explains={component_of(n) for n in equal})
-    for component, kind in (("weights", "weights-differ"), ("optimizer", "moments-differ")):
-        names = [n for n in left if component_of(n) == component]
-        if not names:
-            continue
-        every = [n for n in reference.state if component_of(n) == component and not is_step(n)]
-        what = "weights" if component == "weights" else "tensors of the optimizer"
-        slots = {slot_of(n) for n in names}
-        if component == "optimizer" and len(slots) == 1:
-            what = f"{next(iter(slots))} tensors of the optimizer"
-            every = [n for n in every if slot_of(n) in slots]
-        text = f"{scope(names, every, what)} hold{'s' if len(names) == 1 else ''} other values than the reference's"
-        context.add(kind, text, context.seen("state.digests"), names, explains=(component,))
-
-
-_VERBS = {"holds": "hold", "is": "are", "has": "have", "differs": "differ"}
-
-
-def _general(kind: str, text: str) -> str:
-    """What is true of several tensors of one kind whose texts are not the same."""
-    return {
-        "close": "is close to the reference's: from another step, or computed differently",
-        "unrelated": "has values unrelated to the reference's", "scaled": "holds the reference's values times a factor",
-        "zero-rows": "has zeros in some rows", "zero-range": "has zeros in a range",
-        "constant": "is one value throughout",
-        "elements": "differs in a few elements", "not-finite": "has elements that are NaN or infinite",
-        "shifted": "holds the reference's elements some places on",
-        "permuted-rows": "has the reference's rows in another order",
-        "exchanged-rows": "has two ranges of rows exchanged", "copied-rows": "has some rows twice",
-        "rope": "has its rows reordered as between the two ways to compute rope",
-    }.get(kind, text)  # fmt: skip

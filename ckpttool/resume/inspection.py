@@ -1,15 +1,15 @@
 """How differing tensors differ in the files of two open checkpoints, and where.
 
-A few tensors are read, one at a time, and compared with those of the reference (`tensor_diff`). Moments that resemble nothing
-in their own reference are also compared with the other moments of their parameter. The place of an element follows from the
-index; the rank that wrote it, from the file names that engines use.
+Some tensors are read, one at a time, and compared with those of the reference (`tensor_diff`), and where that says little with
+other tensors of it (`companions`). The place of an element follows from the index; the rank that wrote it, from the file names
+that engines use.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..engine.dtypes import numpy_dtype
@@ -18,45 +18,78 @@ from ..engine.stream import Reader, StreamJob
 from ..errors import CkpttoolError
 from ..index import boxes
 from ..index.checkpoint import ITEMSIZE, Checkpoint
-from .tensor_diff import TensorDiff, tensor_diff
-from .text import fqn_of, slot_of
+from .companions import companion
+from .tensor_diff import VAGUE, TensorDiff, differs_in, tensor_diff
+from .text import slot_of
 
-__all__ = ["inspect", "place_of"]
+__all__ = ["Inspected", "OneFile", "inspect", "one_file", "place_of"]
 
-#: How many differing tensors are read, and the most bytes of one.
+#: How many differing tensors are read in any case, the most bytes of one, and of all that are read besides.
 _LOOK = 8
 _MOST = 1 << 30
+_MORE = 1 << 26
 
-#: Kinds of difference that say little, and those that only equal values can have.
-_VAGUE = frozenset(("close", "unrelated"))
-_TELLING = frozenset(("absolute", "negated", "rounded-bfloat16", "rounded-float16"))
+#: A file is blamed for differences in this many tensors, and in this part of those that it holds.
+_FEWEST = 3
+_PART = 2 / 3
 
 
-def inspect(opened: tuple[OpenCheckpoint, OpenCheckpoint], names: Sequence[str]) -> dict[str, TensorDiff | None]:
-    """How some of these tensors differ in the files: the first of every slot, then the first ones; None: they do not."""
+@dataclass(frozen=True)
+class Inspected:
+    """How one tensor differs, None if the files are equal, and in which files: indices of the reference's, of the other's."""
+
+    diff: TensorDiff | None
+    files: tuple[frozenset[int], frozenset[int]]
+
+
+@dataclass(frozen=True)
+class OneFile:
+    """The one file that has every difference; `rank` wrote it, if its name tells, and `theirs` says that it is the reference's."""
+
+    file: str
+    rank: int | None
+    theirs: bool
+
+
+def inspect(opened: tuple[OpenCheckpoint, OpenCheckpoint], names: Sequence[str]) -> dict[str, Inspected]:
+    """How these tensors differ in the files: the first of every slot, then the first ones, then as many as are soon read."""
     left, right = (o.locate() for o in opened)
 
     def readable(n: str, m: str) -> bool:
         a, b = left.tensors.get(n), right.tensors.get(m)
         return a is not None and b is not None and a.shape == b.shape and 0 < max(a.nbytes, b.nbytes) <= _MOST
 
-    def look(n: str) -> TensorDiff | None:
-        got = _read(opened[1], right, n)
-        found = tensor_diff(_read(opened[0], left, n), got)
-        if found is None or found.kind not in _VAGUE or slot_of(n) == "weights":
-            return found
-        for m in left.tensors:
-            if m != n and slot_of(m) != "weights" and fqn_of(m) == fqn_of(n) and readable(m, n):
-                other = tensor_diff(_read(opened[0], left, m), got)
-                if other is not None and other.kind in _TELLING:
-                    text = other.text.replace("the reference's values", f"the values of {slot_of(m)}")
-                    return replace(found, kind="moments-copied", text=text)
-        return found
+    def read(n: str) -> Any:
+        return _read(opened[0], left, n) if 0 < left.tensors[n].nbytes <= _MOST else None
+
+    def look(n: str) -> Inspected:
+        expected, got = _read(opened[0], left, n), _read(opened[1], right, n)
+        found = tensor_diff(expected, got)
+        if found is None:
+            return Inspected(None, (frozenset(), frozenset()))
+        if found.kind in VAGUE:
+            found = companion(left, read, n, found, got) or found
+        files = tuple(
+            frozenset(
+                chunk.extent.file
+                for chunk in ckpt.tensors[n].chunks
+                if differs_in(
+                    expected, got, tuple(slice(s, s + k) for s, k in zip(chunk.start, chunk.shape, strict=True))
+                )
+            )
+            for ckpt in (left, right)
+        )
+        return Inspected(found, (files[0], files[1]))
 
     fit = [n for n in names if readable(n, n)]
     heads = list({slot_of(n): n for n in reversed(fit)}.values())
-    chosen = set(list(dict.fromkeys([*heads, *fit]))[:_LOOK])
-    out: dict[str, TensorDiff | None] = {}
+    chosen: set[str] = set()
+    total = 0
+    for n in dict.fromkeys([*heads, *fit]):
+        total += right.tensors[n].nbytes
+        if len(chosen) < _LOOK or total <= _MORE:
+            chosen.add(n)
+    out: dict[str, Inspected] = {}
     for n in names:
         if n in chosen:
             try:
@@ -64,6 +97,35 @@ def inspect(opened: tuple[OpenCheckpoint, OpenCheckpoint], names: Sequence[str])
             except (CkpttoolError, TypeError):
                 continue  # damaged, which was reported before; or a dtype that numpy does not have
     return out
+
+
+def one_file(
+    opened: tuple[OpenCheckpoint, OpenCheckpoint], looked: Mapping[str, Inspected], wrong: Sequence[str]
+) -> OneFile | None:
+    """The file that has every difference, if most of what it holds differs and nothing that other files hold does.
+
+    `looked` is what `inspect` gave, and `wrong` are all tensors that differ.
+    """
+    names = [n for n, found in looked.items() if found.diff is not None]
+    if len(names) < _FEWEST:
+        return None
+    slots = {slot_of(n) for n in wrong}
+    for side in (1, 0):
+        ckpt = opened[side].locate()
+        files = set().union(*(looked[n].files[side] for n in names))
+        of = {
+            n: set(t.chunks.file)
+            for n, t in ckpt.tensors.items()
+            if t.path[0] in ("model", "optim") and t.numel > 1 and slot_of(n) in slots
+        }
+        if len(files) != 1 or len(set().union(*of.values())) < 2:
+            continue
+        file = files.pop()
+        inside = [n for n in of if file in of[n]]
+        here = [n for n in wrong if n in of]
+        if all(file in of[n] for n in here) and len(here) >= _PART * len(inside):
+            return OneFile(ckpt.files[file], _rank(ckpt.files[file]), side == 0)
+    return None
 
 
 def _read(opened: OpenCheckpoint, ckpt: Checkpoint, name: str) -> Any:

@@ -1,0 +1,84 @@
+"""Arrays of any dtype, compared by their bits in blocks of 2^20 elements: what the modules of `tensor_diff` share.
+
+Bits, so that NaN equals NaN of the same bits and 0.0 is not -0.0. Values are compared only between different dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["LIMIT", "Found", "Pair", "bits", "blocks", "epsilon", "floating", "same", "unequal", "wide"]
+
+#: Of a larger tensor the kind is inferred from this many elements.
+LIMIT = 1 << 24
+_BLOCK = 1 << 20
+
+#: (kind, text, detail) of a `TensorDiff`
+Found = tuple[str, str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two contiguous arrays of one shape that differ.
+
+    `first` and `last` are flat indices of differing elements, `count` is their number. `x` and `y` are the elements of
+    `a` and `b` that the kind is inferred from: flat, the whole rows that differ, or the first LIMIT elements of them.
+    """
+
+    a: Any
+    b: Any
+    first: int
+    last: int
+    count: int
+    x: Any
+    y: Any
+    sampled: bool = False
+
+
+def bits(x: Any) -> Any:
+    """The elements as integers, or as raw bytes if there is no integer of that size."""
+    size = x.dtype.itemsize
+    return x.view(f"u{size}") if size in (1, 2, 4, 8) else x.view(f"V{size}")
+
+
+def unequal(a: Any, b: Any) -> Any:
+    """Where elements differ: by their bits, or by value if the dtypes differ."""
+    import numpy as np
+
+    if a.dtype == b.dtype:
+        return bits(a) != bits(b)
+    with np.errstate(all="ignore"):
+        x, y = wide(a), wide(b)
+        return (x != y) & ~(np.isnan(x) & np.isnan(y))
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two arrays have one shape and no differing element."""
+    return a.shape == b.shape and not unequal(a, b).any()
+
+
+def wide(x: Any) -> Any:
+    """As float64, or complex128."""
+    import numpy as np
+
+    return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
+
+
+def blocks(n: int) -> Iterator[slice]:
+    """Slices of at most 2^20 that cover range(n)."""
+    for k in range(0, n, _BLOCK):
+        yield slice(k, min(n, k + _BLOCK))
+
+
+def floating(x: Any) -> bool:
+    """Whether elements are floating-point or complex, ml_dtypes' included."""
+    return x.dtype.kind in "fc" or (x.dtype.kind == "V" and "float" in x.dtype.name)
+
+
+def epsilon(x: Any) -> float:
+    """The relative distance of neighbouring numbers of the dtype; 0 for integers."""
+    import ml_dtypes
+
+    return float(ml_dtypes.finfo(x.dtype).eps) if floating(x) else 0.0  # type: ignore[no-untyped-call]

@@ -1,0 +1,213 @@
+"""Values of a tensor that follow from the reference's, element by element: a factor, an offset, a root, 8 bits; or do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .tensor_bits import Found, Pair, blocks, epsilon, floating, same, wide
+
+__all__ = ["distance", "formula", "not_finite", "signs"]
+
+#: How many values decide which factor, offset or levels are tried.
+_SAMPLE = 1 << 16
+#: Fewer different values than this prove no formula.
+_LEAST = 8
+#: The most different values of 8 bits.
+_EIGHT = 256
+
+
+def not_finite(pair: Pair) -> Found | None:
+    """NaN or infinity where the reference has numbers."""
+    import numpy as np
+
+    x, y = pair.x, pair.y
+    if not floating(y):
+        return None
+    bad = sum(int(np.count_nonzero(~np.isfinite(wide(y[p])) & np.isfinite(wide(x[p])))) for p in blocks(len(y)))
+    if not bad:
+        return None
+    return (
+        "not-finite",
+        f"has {bad} elements that are NaN or infinite where the reference's are numbers",
+        {"count": bad},
+    )
+
+
+def signs(pair: Pair) -> Found | None:
+    """The opposite signs, or none."""
+    x, y = pair.x, pair.y
+    if x.dtype != y.dtype or x.dtype.kind in "ub" or x.dtype.kind == "c":
+        return None
+    if all(bool((wide(y[p]) == -wide(x[p])).all()) for p in blocks(len(x))):
+        return "negated", "holds the reference's values with the opposite sign", {}
+    if all(bool((wide(y[p]) == abs(wide(x[p]))).all()) for p in blocks(len(x))):
+        return "absolute", "holds the reference's values without their signs", {}
+    return None
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Sums over the elements that are finite on both sides."""
+
+    x: float
+    y: float
+    xy: float
+    apart: float
+    largest: float
+    count: int
+
+
+def _sums(pair: Pair) -> _Sums:
+    import numpy as np
+
+    sum_x = sum_y = sum_xy = apart = largest = 0.0
+    count = 0
+    for p in blocks(len(pair.x)):
+        u, v = wide(pair.x[p]), wide(pair.y[p])
+        fine = np.isfinite(u) & np.isfinite(v)
+        u, v = u[fine], v[fine]
+        count += len(u)
+        sum_x += float(np.vdot(u, u).real)
+        sum_y += float(np.vdot(v, v).real)
+        sum_xy += float(np.vdot(u, v).real)
+        apart += float(np.square(np.abs(v - u)).sum())
+        largest = max(largest, float(np.abs(v - u).max(initial=0.0)))
+    return _Sums(sum_x, sum_y, sum_xy, apart, largest, count)
+
+
+def _everywhere(pair: Pair, formula: Callable[[Any], Any], fine: float, apart: Callable[[Any], Any] = abs) -> bool:
+    """Whether formula(reference) is found in every element, up to `fine` times the size of what is rounded."""
+    import numpy as np
+
+    tiny = float(np.finfo(np.float32).tiny)  # of smaller numbers a few bits are left
+    for p in blocks(len(pair.x)):
+        u, v = wide(pair.x[p]), wide(pair.y[p])
+        if not (abs(v - formula(u)) <= fine * apart(formula(u)) + tiny * fine).all():
+            return False
+    return True
+
+
+def _tolerance(x: Any) -> float:
+    """How far rounding takes a product from itself, in its dtype."""
+    two = 1e-2 if "bfloat16" in x.dtype.name else 2e-3
+    return {1: 0.15, 2: two, 4: 1e-5}.get(x.dtype.itemsize, 1e-12)
+
+
+def formula(pair: Pair) -> Found | None:
+    """What the values follow from, if a formula is true of every element."""
+    import numpy as np
+
+    u, v = wide(pair.x[:_SAMPLE]), wide(pair.y[:_SAMPLE])
+    if pair.x.dtype.kind == "c" or not (np.isfinite(u).all() and np.isfinite(v).all()):
+        return None
+    for rule in (_scaled, _offset, _power, _quantised):
+        if found := rule(pair, u, v):
+            return found
+    return None
+
+
+def _scaled(pair: Pair, u: Any, v: Any) -> Found | None:
+    sums, fine = _sums(pair), _tolerance(pair.x)
+    if not sums.x:
+        return None
+    factor = sums.xy / sums.x
+    floor = float(abs(u).max()) * abs(factor) * 1e-12 / fine
+    if abs(factor - 1.0) <= 4 * fine or abs(factor) < 1e-12:
+        return None
+    if not _everywhere(pair, lambda u: factor * u, fine, lambda v: abs(v) + floor):
+        return None
+    return "scaled", f"holds the reference's values times {factor:.6g}", {"factor": factor}
+
+
+def _offset(pair: Pair, u: Any, v: Any) -> Found | None:
+    import numpy as np
+
+    x, y = pair.x, pair.y
+    if not floating(x) or x.dtype != y.dtype:
+        return None
+    offset, fine, largest = float(np.median(v - u)), 4 * epsilon(x), float(abs(u).max())
+    one = x.dtype.type(round(offset))
+    if abs(one) == 1 and len(np.unique(u)) > 1 and all(same(x[p] + one, y[p]) for p in blocks(len(x))):
+        text = (
+            f"holds the reference's values {'plus' if one > 0 else 'minus'} 1, as between norms that multiply by w and "
+        )
+        return "offset", f"{text}those that multiply by 1 + w (Megatron's zero-centered gamma)", {"offset": float(one)}
+    certain = 25 * fine * largest
+    if not abs(offset) > certain or not u.max() - u.min() > certain or len(np.unique(u)) < _LEAST:
+        return None
+    if not _everywhere(pair, lambda u: u + offset, fine, lambda v: abs(v) + 2 * abs(offset)):
+        return None
+    text = f"holds the reference's values {'plus' if offset > 0 else 'minus'} {abs(offset):g}"
+    return "offset", text, {"offset": offset}
+
+
+def _power(pair: Pair, u: Any, v: Any) -> Found | None:
+    """The square root of the reference, or its square."""
+    import numpy as np
+
+    if not floating(pair.x) or (v < 0).any() or len(np.unique(u)) < _LEAST:
+        return None
+    fine = 4 * _tolerance(pair.x)
+    if not (u < 0).any() and _everywhere(pair, np.sqrt, fine):
+        return "root", "holds the square root of the reference's values", {}
+    if _everywhere(pair, np.square, fine):
+        return "square", "holds the square of the reference's values", {}
+    return None
+
+
+def _quantised(pair: Pair, u: Any, v: Any) -> Found | None:
+    """Few different values in each block, relative to its largest: what linear and dynamic 8-bit quantisation leave."""
+    if not floating(pair.x) or not 0 < float(((v - u) ** 2).sum()) <= 0.25 * float((u * u).sum()):
+        return None
+    best: tuple[int, int] | None = None
+    for block in (len(v), *(1 << k for k in range(5, 13))):
+        if block > len(v) or (best is not None and best[1] == len(v)):
+            break
+        levels = _levels(v, block)
+        if (
+            levels <= _EIGHT
+            and 4 * levels <= len(v)
+            and (best is None or levels < best[0])
+            and _levels(u, block) > 2 * levels
+        ):
+            best = levels, block
+    if best is None:
+        return None
+    levels, block = best
+    whole = block == len(v)
+    text = f"holds the reference's values quantised to {'4' if levels <= 16 else '8'} bits ({levels} values, relative to the "
+    text += "largest of the tensor)" if whole else f"largest of each block of {block})"
+    return "quantised", text, {"levels": levels, "block": None if whole else block}
+
+
+def _levels(x: Any, block: int) -> int:
+    """How many different values there are, each relative to the largest of its block."""
+    import numpy as np
+
+    rows = abs(x[: len(x) // block * block].reshape(-1, block))
+    scale = rows.max(axis=1, keepdims=True)
+    found = np.sort((x[: rows.size].reshape(rows.shape) / np.where(scale > 0, scale, 1)).reshape(-1))
+    return 1 + int(np.count_nonzero(np.diff(found) > 1e-5 * abs(found[1:]) + 1e-12))
+
+
+def distance(pair: Pair) -> Found:
+    """How far apart the values are, where no formula fits."""
+    sums = _sums(pair)
+    if not sums.count:
+        return "unrelated", "has values that are not numbers", {}
+    relative = (sums.apart / sums.x) ** 0.5 if sums.x else float("inf")
+    detail = {"relative": relative, "largest": sums.largest}
+    if relative <= 0.5:
+        text = (
+            f"is close to the reference (relative distance {relative:.2g}): from another step, or computed differently"
+        )
+        return "close", text, detail
+    cosine = sums.xy / (sums.x * sums.y) ** 0.5 if sums.x and sums.y else 0.0
+    if cosine > 0.7:
+        text = f"is similar to the reference (cosine {cosine:.2f}): from another step, or computed differently"
+        return "close", text, {**detail, "cosine": cosine}
+    ratio = (sums.y / sums.x) ** 0.5 if sums.x else float("inf")
+    text = f"has values unrelated to the reference's (cosine {cosine:.2f}, {ratio:.3g} times its norm)"
+    return "unrelated", text, {**detail, "cosine": cosine, "norm": ratio}

@@ -1,0 +1,300 @@
+"""diagnosis of values: which fault left a factor, a root, an average, a merged adapter, or one stale file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from resume.test_diagnosis import blamed, files
+from resume.test_judge import FQNS, edit_state, job
+
+import ckpttool
+from ckpttool.resume.verdict import Cause
+
+Tree = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with files(tmp_path_factory.mktemp("original"), "a") as opened:
+        yield opened
+
+
+@pytest.fixture
+def both(original: Any, tmp_path: Path) -> Callable[..., list[Cause]]:
+    """What is blamed where files were changed so, and these names have other fingerprints."""
+
+    def found(change: Callable[[Tree], Any], names: Callable[[str], bool]) -> list[Cause]:
+        with files(tmp_path, "b", change) as spoiled:
+            return blamed(job(), edit_state(job(), names), opened=(original, spoiled))
+
+    return found
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+def moments(n: str) -> bool:
+    return n.startswith("optim.") and not n.endswith(".step")
+
+
+def times(first: float, second: float) -> Callable[[Tree], None]:
+    def change(tree: Tree) -> None:
+        for s in tree["optim"]["state"].values():
+            s["exp_avg"] *= first
+            s["exp_avg_sq"] *= second
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        (
+            32768.0, 32768.0**2,
+            "(exp_avg x32768, exp_avg_sq x1.07374e+09): their gradients were multiplied by a loss scale of 32768",
+        ),
+        (4.0, 16.0, "(exp_avg x4, exp_avg_sq x16): their gradients were summed over 4 ranks instead of averaged"),
+        (3.0, 9.0, "(exp_avg x3, exp_avg_sq x9): their gradients were summed over 3 ranks or accumulation steps instead "
+         "of averaged"),
+        (0.25, 1 / 16, "(exp_avg x0.25, exp_avg_sq x0.0625): their gradients were divided by 4 once too often (the "
+         "number of ranks, or of accumulation steps)"),
+        (3.0, 5.0, "(exp_avg x3, exp_avg_sq x5)"),
+        (1.37, 1.37**2, "(exp_avg x1.37, exp_avg_sq x1.8769)"),
+        (-4.0, 16.0, "(exp_avg x-4, exp_avg_sq x16)"),
+    ],
+)  # fmt: skip
+def test_factors_of_moments_tell_what_left_them(first: float, second: float, text: str, both: Any) -> None:
+    (found,) = both(times(first, second), moments)
+    assert (found.kind, found.text) == ("scaled", f"all 78 moments are multiplied {text}")
+
+
+def test_a_scale_that_the_scaler_has_is_named_though_it_is_small(original: Any, tmp_path: Path) -> None:
+    with files(tmp_path, "b", times(16.0, 256.0)) as b:
+        a = original
+        reference, got = job(), edit_state(job(), moments)
+        assert "summed over 16 ranks or accumulation" in blamed(reference, got, opened=(a, b))[0].text
+        reference.values["scaler.scale"] = 16.0
+        assert "multiplied by the loss scale, 16" in blamed(reference, got, opened=(a, b))[0].text
+
+
+def test_bias_correction_is_that_of_each_group_and_step(original: Any, tmp_path: Path) -> None:
+    slow = set(FQNS[10:])
+
+    def corrected(tree: Tree, swapped: bool = False) -> None:
+        for n, s in tree["optim"]["state"].items():
+            betas = (0.8, 0.99) if (n in slow) != swapped else (0.9, 0.95)
+            s["exp_avg"] /= 1 - betas[0] ** 12
+            s["exp_avg_sq"] /= 1 - betas[1] ** 12
+
+    def young(trace: Any) -> Any:
+        trace.scalars = dict.fromkeys(trace.scalars, 12.0)
+        trace.groups = [
+            {"betas": (0.9, 0.95), "params": [n for n in FQNS if n not in slow]},
+            {"betas": (0.8, 0.99), "params": [n for n in FQNS if n in slow]},
+        ]
+        return trace
+
+    with files(tmp_path, "b", corrected) as b:
+        (found,) = blamed(young(job()), young(edit_state(job(), moments)), opened=(original, b))
+        assert found.kind == "scaled"
+        assert found.text.endswith(
+            "): they were divided by 1 - beta^step, so that the bias correction is applied twice"
+        )
+        assert "exp_avg x1.07379 to x1.39359" in found.text
+    with files(tmp_path, "c", lambda tree: corrected(tree, True)) as b:
+        (found,) = blamed(young(job()), young(edit_state(job(), moments)), opened=(original, b))
+        assert "bias correction" not in found.text
+
+
+def test_one_scaled_tensor_says_only_its_factor(both: Any) -> None:
+    def change(tree: Tree) -> None:
+        tree["model"][Q] *= 2
+
+    (found,) = both(change, lambda n: n == f"model.{Q}")
+    assert found.text == "layer 1, self_attn.q_proj holds the reference's values times 2"
+
+
+def test_roots_in_a_slot_are_one_cause(both: Any) -> None:
+    def change(tree: Tree) -> None:
+        for s in tree["optim"]["state"].values():
+            s["exp_avg_sq"].sqrt_()
+
+    (found,) = both(change, lambda n: n.endswith(".exp_avg_sq"))
+    assert (found.kind, found.text) == (
+        "root", "all 39 exp_avg_sq tensors hold the square root of the reference's values",
+    )  # fmt: skip
+
+
+def close(t: Any) -> None:
+    t += 0.01 * torch.randn(t.shape, generator=torch.Generator().manual_seed(1))
+
+
+def test_moments_of_another_step_are_called_moments(both: Any) -> None:
+    def change(tree: Tree) -> None:
+        for s in tree["optim"]["state"].values():
+            close(s["exp_avg"])
+            close(s["exp_avg_sq"])
+
+    (found,) = both(change, moments)
+    assert (found.kind, found.text) == (
+        "close", "all 78 moments are close to the reference's: from another step, or computed differently; weights and the "
+        "optimizer's steps are the reference's",
+    )  # fmt: skip
+
+
+def test_rows_of_the_first_tensor_are_not_said_of_the_others(both: Any) -> None:
+    def change(tree: Tree) -> None:
+        for n in ("model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"):
+            rows = slice(16, 32) if "q_proj" in n else slice(0, 16)
+            tree["model"][n][rows] = tree["model"][n][rows].bfloat16().float()
+
+    (found,) = both(
+        change,
+        lambda n: n.startswith(("model.model.layers.1.self_attn.q", "model.model.layers.1.self_attn.k")),
+    )
+    assert found.text == "2 weights of layer 1 hold exactly the reference's values rounded to bfloat16"
+    assert found.evidence[0].endswith("rounded to bfloat16, in rows 16:32 of 64")
+
+
+# ------------------------------------------------------------------------------------------- tensors from elsewhere
+
+
+def averages(act: Callable[[Any], Any]) -> Callable[[Tree], None]:
+    """A tree that has averages, and weights made of them."""
+
+    def change(tree: Tree) -> None:
+        tree["ema"] = {n: t * 0.99 + 0.001 for n, t in tree["model"].items()}
+        for n in tree["model"]:
+            if ".layers.0." in n:
+                tree["model"][n] = act(tree["ema"][n].clone())
+
+    return change
+
+
+def with_averages(tree: Tree) -> None:
+    tree["ema"] = {n: t * 0.99 + 0.001 for n, t in tree["model"].items()}
+
+
+def layer0(n: str) -> bool:
+    return n.startswith("model.model.layers.0.")
+
+
+def test_averages_that_were_loaded_as_weights_have_a_fingerprint() -> None:
+    a, b = job(), edit_state(job(), layer0)
+    for t in (a, b):
+        t.others = {f"extra.ema.{n}": b.state[f"model.{n}"] for n in FQNS}
+    (found,) = blamed(a, b)
+    assert (found.kind, found.text) == (
+        "copied", "9 weights of layer 0 hold the values of extra.ema, loaded in their place",
+    )  # fmt: skip
+    assert len(found.tensors) == 9
+    for t in (a, b):
+        t.others = {f"extra.ema.{n}": ("float32", (4,), "11") for n in FQNS}
+    assert [c.kind for c in blamed(a, b)] == ["weights-differ"]
+
+
+def test_averages_that_were_rounded_are_recognised_by_their_values(tmp_path: Path) -> None:
+    with (
+        files(tmp_path, "a", with_averages) as a,
+        files(tmp_path, "b", averages(lambda t: t.bfloat16().float())) as b,
+        files(tmp_path, "c", averages(lambda t: t + 0.001 * torch.rand_like(t))) as c,
+    ):
+        (found,) = blamed(job(), edit_state(job(), layer0), opened=(a, b))
+        assert (found.kind, found.text) == (
+            "copied", "9 weights of layer 0 hold exactly the values that the reference has in extra.ema rounded to bfloat16",
+        )  # fmt: skip
+        assert [x.kind for x in blamed(job(), edit_state(job(), layer0), opened=(a, c))] == ["close"]
+
+
+def with_adapter(change: Callable[[Tree], None] | None = None) -> Callable[[Tree], None]:
+    def act(tree: Tree) -> None:
+        g = torch.Generator().manual_seed(5)
+        module = Q.removesuffix(".weight")
+        tree["model"][f"{module}.lora_A.default.weight"] = torch.randn((4, 64), generator=g)
+        tree["model"][f"{module}.lora_B.default.weight"] = torch.randn((64, 4), generator=g)
+        if change is not None:
+            change(tree)
+
+    return act
+
+
+@pytest.mark.parametrize(("wrong", "kind"), [(False, "lora-merged"), (True, "unrelated")])
+def test_an_adapter_that_was_merged_and_kept_is_recognised(wrong: bool, kind: str, tmp_path: Path) -> None:
+    def merged(tree: Tree) -> None:
+        a, b = (tree["model"][Q.replace("weight", f"lora_{x}.default.weight")] for x in "AB")
+        tree["model"][Q] += 2 * b @ (a.flip(1) if wrong else a)
+
+    with files(tmp_path, "a", with_adapter()) as a, files(tmp_path, "b", with_adapter(merged)) as b:
+        (found,) = blamed(job(), edit_state(job(), lambda n: n == f"model.{Q}"), opened=(a, b))
+    assert found.kind == kind
+    assert ("plus 2 times the product of its adapter (lora_b x lora_a)" in found.text) is not wrong
+
+
+# ---------------------------------------------------------------------------------------------------------- one file
+
+
+def rank1(tree: Tree, which: Callable[[str], bool] = lambda n: True) -> None:
+    """What rank 1 of 4 has is of another step."""
+    state = tree["optim"]["state"]
+    for n, t in tree["model"].items():
+        for x in (t, state[n]["exp_avg"], state[n]["exp_avg_sq"]):
+            part = -(-x.shape[0] // 4)
+            if which(n):
+                close(x[part : 2 * part])
+
+
+def tensors(n: str) -> bool:
+    return not n.endswith(".step")
+
+
+def test_a_stale_file_is_named_with_its_rank(both: Any) -> None:
+    (found,) = both(rank1, tensors)
+    assert (found.kind, found.text) == (
+        "one-file", "every difference lies in __1_0.distcp, the file of rank 1: its parts of 117 tensors (weights and "
+        "optimizer state) are from another step, or were computed differently",
+    )  # fmt: skip
+    assert found.place is not None and found.place.startswith("__1_0.distcp, bytes ")
+    assert len(found.tensors) == 117
+
+
+def test_a_stale_file_is_named_though_only_some_tensors_were_read(both: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpttool.resume.inspection._MORE", 0)
+    (found,) = both(rank1, tensors)
+    assert found.kind == "one-file"
+    assert "109 tensors were not read; all have a part in this file" in found.evidence
+
+
+def test_a_copy_in_one_file_shows_which_file_of_the_reference_was_read_wrongly(original: Any, tmp_path: Path) -> None:
+    with files(tmp_path, "a") as a, files(tmp_path, "b", rank1), ckpttool.open(tmp_path / "b.pt") as b:
+        (found,) = blamed(job(), edit_state(job(), tensors), opened=(a, b))
+    assert found.kind == "one-file"
+    assert found.text.startswith(
+        "every difference lies in what the reference has in __1_0.distcp, the file of rank 1: "
+    )
+
+
+def test_few_tensors_of_a_file_do_not_make_it_the_cause(both: Any) -> None:
+    def last_rows(tree: Tree) -> None:
+        state = tree["optim"]["state"]["lm_head.weight"]
+        for t in (tree["model"]["lm_head.weight"], state["exp_avg"], state["exp_avg_sq"]):
+            t[-4:] = 0
+
+    (found,) = both(last_rows, lambda n: "lm_head" in n and tensors(n))
+    assert found.kind == "zero-rows"
+
+
+def test_half_of_the_tensors_of_a_file_do_not_make_it_the_cause(both: Any) -> None:
+    half = set(FQNS[::2])
+    found = both(lambda tree: rank1(tree, half.__contains__), lambda n: tensors(n) and any(f in n for f in half))
+    assert "one-file" not in [c.kind for c in found]
+
+
+def test_a_file_with_everything_in_it_is_no_cause(tmp_path: Path) -> None:
+    for name, change in (("a", None), ("b", rank1)):
+        files(tmp_path, name, change)
+    with ckpttool.open(tmp_path / "a.pt") as a, ckpttool.open(tmp_path / "b.pt") as b:
+        assert [c.kind for c in blamed(job(), edit_state(job(), tensors), opened=(a, b))] == ["close"]

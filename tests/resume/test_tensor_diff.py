@@ -1,0 +1,316 @@
+"""tensor_diff: how two tensors differ, in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpttool.resume import tensor_diff as tensor_diff_module
+from ckpttool.resume.tensor_diff import TensorDiff, tensor_diff
+
+RNG = np.random.default_rng(7)
+W = RNG.normal(size=(32, 12)).astype(np.float32)
+
+
+def like(got: Any, reference: Any = W) -> TensorDiff:
+    found = tensor_diff(reference, got)
+    assert found is not None
+    return found
+
+
+def changed(region: Any, value: Any) -> Any:
+    out = W.copy()
+    out[region] = value
+    return out
+
+
+def bit(k: int) -> Any:
+    out = W.copy()
+    out.view("u4")[3, 4] ^= np.uint32(1 << k)
+    return out
+
+
+PAIRS = [k // 2 + 4 * (k % 2) for k in range(8)]
+ROPE = [8 * h + k for h in range(4) for k in PAIRS]
+
+
+@pytest.mark.parametrize(
+    ("got", "kind", "text"),
+    [
+        (W.astype(ml_dtypes.bfloat16).astype("f4"), "rounded-bfloat16", "exactly the reference's values rounded"),
+        (W.astype(ml_dtypes.bfloat16), "rounded-bfloat16", "holds exactly the reference's values rounded to bfloat16"),
+        (W.astype("f2").astype("f4"), "rounded-float16", "holds exactly the reference's values rounded to float16"),
+        (W * 0, "zero", "is all zeros"),
+        (changed(slice(8, 16), 0), "zero-rows", "has zeros in rows 8:16 of 32"),
+        (changed(slice(28, 32), 0), "zero-rows", "has zeros in its last 4 rows (28:32)"),
+        (W * 0 + 1, "constant", "is 1 in every element, as if newly initialised"),
+        (bit(31), "elements", "(the sign bit flipped)"),
+        (bit(30), "elements", "(exponent bit 7 flipped)"),
+        (bit(23), "elements", "(exponent bit 0 flipped)"),
+        (bit(22), "elements", "(mantissa bit 22 flipped)"),
+        (bit(0), "elements", "(mantissa bit 0 flipped)"),
+        (changed((slice(2, 4), slice(0, 9)), np.nan), "not-finite", "has 18 elements that are NaN or infinite"),
+        (-W, "negated", "holds the reference's values with the opposite sign"),
+        (abs(W), "absolute", "holds the reference's values without their signs"),
+        (W.reshape(12, 32).T, "unrelated", "has values unrelated to the reference's"),
+        (W.T.reshape(32, 12), "transposed", "holds the reference transposed"),
+        (np.roll(W.reshape(-1), 1).reshape(32, 12), "shifted", "shifted by 1 element toward the end"),
+        (np.roll(W.reshape(-1), -5).reshape(32, 12), "shifted", "shifted by 5 elements toward the beginning"),
+        (W[ROPE], "rope", "within heads of 8: from halves to interleaved pairs"),
+        (W[np.argsort(ROPE)], "rope", "within heads of 8: from interleaved pairs to halves"),
+        (W[[*range(8), *range(16, 24), *range(8, 16), *range(24, 32)]], "exchanged-rows",
+         "has rows 8:16 and 16:24 exchanged"),
+        (W[[*range(16), *range(8, 16), *range(24, 32)]], "copied-rows",
+         "has rows 16:24 that are the reference's rows 8:16"),
+        (W[RNG.permutation(32)], "permuted-rows", "has the reference's rows in another order"),
+        (W * np.float32(0.25), "scaled", "holds the reference's values times 0.25"),
+        (changed(slice(4, 8), W[4:8] * np.float32(3)), "scaled", "times 3, in rows 4:8 of 32"),
+        (W + RNG.normal(size=W.shape).astype("f4") * 1e-3, "close", "(relative distance 0.001)"),
+        (RNG.normal(size=W.shape).astype("f4"), "unrelated", "has values unrelated to the reference's"),
+        (changed(slice(8, 16), RNG.normal(size=(8, 12))), "unrelated", "in rows 8:16 of 32"),
+    ],
+)  # fmt: skip
+def test_tensor_diff_names_what_was_done(got: Any, kind: str, text: str) -> None:
+    found = like(got)
+    assert (found.kind, text in found.text) == (kind, True), found
+
+
+def test_equal_tensors_have_no_difference_and_bits_count() -> None:
+    assert tensor_diff(W, W.copy()) is None
+    assert tensor_diff(np.array([np.nan, 1.0]), np.array([np.nan, 1.0])) is None
+    assert like(np.array([-0.0, 1.0]), np.array([0.0, 1.0])).count == 1
+    assert like(W.astype("f8"), W).kind == "dtype"
+    with pytest.raises(ValueError):
+        tensor_diff(W, W[:4])
+
+
+def test_where_it_differs_is_told_exactly() -> None:
+    got = W.copy()
+    got[5, 3:7] *= -2
+    got[9, 1] = 7
+    found = like(got)
+    assert (found.first, found.last, found.count, found.elements, found.rows) == (63, 109, 5, 384, (5, 10))
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, "f2", "f8", "u1", "i8", "?", ml_dtypes.float8_e4m3fn, "c8"])
+def test_every_dtype_is_compared(dtype: Any) -> None:
+    a = (np.arange(48) % 2).reshape(8, 6).astype(dtype)
+    b = a.copy()
+    assert tensor_diff(a, b) is None
+    b[2, 1] = not a[2, 1]
+    found = like(b, a)
+    assert (found.kind, found.first, found.count) == ("elements", 13, 1)
+    assert like(np.zeros_like(a), a).kind == "zero"
+
+
+def test_scalars_and_single_elements() -> None:
+    assert like(np.array(0.0, "f4"), np.array(300.0, "f4")).kind == "zero"
+    found = like(np.array(299.0, "f4"), np.array(300.0, "f4"))
+    assert (found.kind, "299.0 instead of 300.0" in found.text) == ("elements", True)
+    assert tensor_diff(np.empty((0, 3)), np.empty((0, 3))) is None
+
+
+def test_two_flipped_bits_are_not_one_and_values_that_vanish_are_zeros() -> None:
+    got = W.copy()
+    got.view("u4")[3, 4] ^= np.uint32(3)
+    assert "flipped" not in like(got).text
+    tiny = W * np.float32(1e-30)
+    assert like(tiny.astype("f2").astype("f4"), tiny).kind == "zero"
+
+
+def test_vectors_that_were_exchanged_or_reset() -> None:
+    a = RNG.normal(size=64).astype("f4")
+    assert like(np.ones_like(a), a).kind == "constant"
+    assert like(np.concatenate([a[16:32], a[:16], a[32:]]), a).text == "has elements 0:16 and 16:32 exchanged"
+
+
+def test_a_large_tensor_is_sampled_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_diff_module, "LIMIT", 1000)
+    a = RNG.normal(size=(400, 10)).astype("f4")
+    found = like(a * np.float32(2), a)
+    assert (found.kind, found.count, found.sampled) == ("scaled", 4000, True)
+    assert found.text == "holds the reference's values times 2 (inferred from 1000 of 4000 elements)"
+    one = RNG.normal(size=(1, 4000)).astype("f4")
+    assert (
+        like(-one, one).text
+        == "holds the reference's values with the opposite sign (inferred from 1000 of 4000 elements)"
+    )
+    assert like(a[::-1], a).kind == "permuted-rows"
+
+
+@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 12), st.sampled_from(["f4", "f2", "u1"]))
+@settings(max_examples=60, deadline=None)
+def test_the_range_of_a_difference_is_that_of_numpy(seed: int, rows: int, columns: int, dtype: str) -> None:
+    rng = np.random.default_rng(seed)
+    a = (rng.normal(size=(rows, columns)) * 10).astype(dtype)
+    b = np.where(rng.random(a.shape) < 0.1, (rng.normal(size=a.shape) * 10).astype(dtype), a)
+    where = np.flatnonzero(a.view(f"u{a.itemsize}") != b.view(f"u{a.itemsize}"))
+    found = tensor_diff(a, b)
+    assert (found is None) == (len(where) == 0)
+    if found is not None:
+        assert (found.first, found.last, found.count) == (where[0], where[-1], len(where))
+        assert found.text
+
+
+# -------------------------------------------------------------------------------------- columns, parts of fused weights
+
+WIDE = RNG.normal(size=(12, 96)).astype("f4")
+EXPERTS = RNG.normal(size=(4, 12, 16)).astype("f4")
+
+
+def columns(order: Any, of: Any = WIDE) -> Any:
+    return of[..., order]
+
+
+def parts(qkv: tuple[int, int, int], pieces: int) -> list[int]:
+    """Rows of q, k and v, piece by piece, of a weight that has them part by part."""
+    q, k, v = qkv
+    starts = {0: q, pieces * q: k, pieces * (q + k): v}
+    return [start + t * n + i for t in range(pieces) for start, n in starts.items() for i in range(n)]
+
+
+FUSED = RNG.normal(size=(96, 8)).astype("f4")
+HEADS = [8 * h + k for h in range(8) for k in PAIRS]  # of q and k: 64 rows; v is as it was
+
+
+@pytest.mark.parametrize(
+    ("reference", "got", "kind", "text"),
+    [
+        (WIDE, columns([*range(24), *range(48, 72), *range(24, 48), *range(72, 96)]), "exchanged-columns",
+         "has columns 24:48 and 48:72 exchanged"),
+        (WIDE, columns([*range(48), *range(24, 48), *range(72, 96)]), "copied-columns",
+         "has columns 48:72 that are the reference's columns 24:48"),
+        (WIDE, columns(np.random.default_rng(1).permutation(96)), "permuted-columns",
+         "has the reference's columns in another order"),
+        (EXPERTS, EXPERTS[:, [*range(4), 8, 9, 10, 11, 4, 5, 6, 7]], "exchanged-columns",
+         "has indices of dimension 1 4:8 and 8:12 exchanged"),
+        (EXPERTS, EXPERTS[..., [*range(8, 16), *range(8)]], "exchanged-columns", "has columns 0:8 and 8:16 exchanged"),
+        (FUSED, FUSED[[*HEADS, *range(64, 96)]], "rope",
+         "within heads of 8 in rows 0:64 of 96: from halves to interleaved pairs"),
+        (FUSED, FUSED[parts((16, 8, 8), 3)], "interleaved-rows",
+         "holds parts of 48 and 24 and 24 rows in 3 pieces each, piece by piece"),
+        (FUSED, FUSED[np.argsort(parts((24, 8, 0), 3)[:96])], "interleaved-rows",
+         "holds parts of 72 and 24 rows part by part, where the reference has them in 3 pieces"),
+        (FUSED[:, 0].copy(), FUSED[parts((16, 8, 8), 3), 0], "interleaved-rows", "48 and 24 and 24 elements"),
+    ],
+)  # fmt: skip
+def test_columns_and_the_parts_of_fused_weights(reference: Any, got: Any, kind: str, text: str) -> None:
+    found = like(got, reference)
+    assert (found.kind, text in found.text) == (kind, True), found
+
+
+def test_two_neighbouring_rows_that_were_exchanged_are_no_rope() -> None:
+    order = list(range(32))
+    order[5], order[6] = 6, 5
+    assert like(W[order]).text == "has rows 5:6 and 6:7 exchanged"
+
+
+def test_columns_of_which_one_differs_besides_are_no_order() -> None:
+    got = columns([*range(24), *range(48, 72), *range(24, 48), *range(72, 96)]).copy()
+    got[7, 30] += 1
+    assert like(got, WIDE).kind in ("close", "unrelated")
+
+
+# ------------------------------------------------------------------------------------------- formulas of the values
+
+POSITIVE = (W**2).astype("f4")
+ONES = (1 + RNG.normal(size=48) * 0.01).astype("f4")
+BIG = RNG.normal(size=(64, 96)).astype("f4")
+
+
+def in_8_bits(x: Any, block: int) -> Any:
+    rows = x.reshape(-1, block)
+    scale = (abs(rows).max(axis=1, keepdims=True) / 127).astype("f4")
+    return (np.round(rows / scale) * scale).reshape(x.shape).astype("f4")
+
+
+@pytest.mark.parametrize(
+    ("reference", "got", "kind", "text"),
+    [
+        (W, W.byteswap(), "byte-order", "bytes in reverse order within each element"),
+        (W.astype(ml_dtypes.bfloat16), W.astype(ml_dtypes.bfloat16).view("u2").byteswap().view(ml_dtypes.bfloat16),
+         "byte-order", "bytes in reverse order"),
+        (ONES, ONES - 1, "offset", "holds the reference's values minus 1, as between norms that multiply by w"),
+        (ONES - 1, ONES, "offset", "holds the reference's values plus 1, as between norms"),
+        (ONES.astype(ml_dtypes.bfloat16), (ONES.astype(ml_dtypes.bfloat16) - ml_dtypes.bfloat16(1)), "offset", "minus 1"),
+        (W, W + np.float32(2.5), "offset", "holds the reference's values plus 2.5"),
+        (POSITIVE, np.sqrt(POSITIVE), "root", "holds the square root of the reference's values"),
+        (POSITIVE * np.float32(1e-12), np.sqrt(POSITIVE * np.float32(1e-12)), "root", "square root"),
+        (np.sqrt(POSITIVE), POSITIVE, "square", "holds the square of the reference's values"),
+        (BIG, in_8_bits(BIG, 256), "quantised", "quantised to 8 bits"),
+        (BIG, in_8_bits(BIG, 6144), "quantised", "relative to the largest of the tensor)"),
+    ],
+)  # fmt: skip
+def test_formulas_of_the_values(reference: Any, got: Any, kind: str, text: str) -> None:
+    found = like(got, reference)
+    assert (found.kind, text in found.text) == (kind, True), found
+
+
+def test_the_block_of_quantised_values_is_the_one_they_were_quantised_in() -> None:
+    assert like(in_8_bits(BIG, 256), BIG).detail["block"] == 256
+    assert like(in_8_bits(BIG, 64), BIG).detail["block"] == 64
+
+
+@pytest.mark.parametrize(
+    "got",
+    [
+        W + RNG.normal(size=W.shape).astype("f4") * 0.1,
+        POSITIVE**np.float32(0.45),
+        (W + 1) * np.float32(1.01),
+        W * (1 + np.arange(12, dtype="f4") / 100),
+    ],
+)  # fmt: skip
+def test_what_only_resembles_a_formula_is_none(got: Any) -> None:
+    assert like(got.astype("f4"), POSITIVE if got.min() >= 0 else W).kind in ("close", "unrelated")
+
+
+def test_a_coarse_reference_is_not_called_quantised() -> None:
+    coarse = np.round(BIG * 4) / 4
+    assert like((coarse * (1 + RNG.normal(size=BIG.shape) * 0.01)).astype("f4"), coarse.astype("f4")).kind == "close"
+    halves = BIG.astype("f2").astype("f4")
+    assert like(halves + np.float32(0.125) * np.sign(halves), halves).kind == "close"
+
+
+# ------------------------------------------------------------------------------------------- a fault on top of a cast
+
+
+@pytest.mark.parametrize("stored", [ml_dtypes.bfloat16, "f4"])
+def test_what_was_done_besides_rounding_is_recognised(stored: Any) -> None:
+    def rounded(x: Any) -> Any:
+        return x.astype(ml_dtypes.bfloat16).astype(stored)
+
+    exchanged = rounded(W)[[*range(8), *range(16, 24), *range(8, 16), *range(24, 32)]]
+    found = like(exchanged)
+    assert found.kind == "exchanged-rows"
+    assert found.text == "has rows 8:16 and 16:24 exchanged; the rest is the reference's rounded to bfloat16"
+    assert found.rows == (8, 24)
+    assert like(np.concatenate([rounded(W)[:8], rounded(W)[8:16] * 0, rounded(W)[16:]])).kind == "zero-rows"
+    one = rounded(W).copy()
+    one[3, 4] *= 2
+    assert (like(one).kind, like(one).count) == ("elements", 1)
+    assert like(rounded(W)).kind == "rounded-bfloat16"
+
+
+def test_a_wider_dtype_of_other_values_is_described_in_that_dtype() -> None:
+    coarse = W.astype(ml_dtypes.bfloat16)
+    assert like(coarse.astype("f4").T.reshape(32, 12), coarse).kind == "transposed"
+
+
+def test_rows_that_are_zero_on_both_sides_need_no_place() -> None:
+    padded = np.concatenate([W, np.zeros((4, 12), "f4")])
+    found = like(padded.astype("f2").astype("f4"), padded)
+    assert found.text == found.plain == "holds exactly the reference's values rounded to float16"
+    found = like(np.concatenate([W[:8] * np.float32(3), W[8:]]))
+    assert (found.text, found.plain) == (
+        "holds the reference's values times 3, in rows 0:8 of 32", "holds the reference's values times 3",
+    )  # fmt: skip
+
+
+def test_three_elements_with_one_factor_are_scaled_and_two_are_elements() -> None:
+    assert like(np.array([2.0, 4.0, 6.0], "f4"), np.array([1.0, 2.0, 3.0], "f4")).kind == "scaled"
+    assert like(np.array([2.0, 4.0], "f4"), np.array([1.0, 2.0], "f4")).kind == "elements"
