@@ -17,7 +17,7 @@ from ..engine.opening import OpenCheckpoint
 from . import diagnosis_config, diagnosis_numbers, diagnosis_state
 from .context import Context
 from .differences import state_obstacle
-from .text import listed
+from .text import fqn_of, listed
 from .trace import Trace
 from .verdict import Cause, Check
 
@@ -45,8 +45,10 @@ def causes(
             diagnosis_state.absent(context, reference)
             diagnosis_state.shapes(context, reference)
             diagnosis_state.values(context, reference)
-        if got.failed is not None and context.out:
-            context.out.append(context.out.pop(0))  # what is missing or has another shape says more
+        if got.failed is not None:  # what is missing says more than the load's error, but only if that is about it
+            failure, *others = context.out
+            about = [c for c in others if any(fqn_of(n) in got.failed for n in c.tensors)]
+            context.out[:] = [*about, failure, *(c for c in others if c not in about)]
         diagnosis_config.tied(context)
         diagnosis_config.model(context, reference)
         rules = [diagnosis_config.groups, diagnosis_config.scheduler]

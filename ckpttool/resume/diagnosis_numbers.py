@@ -20,6 +20,10 @@ from .trace import Step, Trace
 __all__ = ["finite", "gradients_summed", "plausible", "ranks", "round_trip", "run", "steps"]
 
 
+#: A deviation of the loss up to so many times that of the logits follows from it.
+_ALIKE = 10.0
+
+
 def plausible(context: Context) -> None:
     """What no training leaves."""
     if "state.plausible" not in context.failed or "optimizer" in context.explained:
@@ -106,7 +110,15 @@ def steps(context: Context, reference: Trace) -> None:
         context.explained.add("weights")
     elif "step1.loss" in context.failed and not weights and not data:
         evidence = context.seen("step1.loss", "step1.grad_norm")
-        if context.passed("probe.logits") and context.passed("step1.batch"):
+        if reference.dropout or context.got.dropout:
+            _dropout(context, reference, evidence)
+        elif same and context.passed("step1.batch") and (apart := _small(context)):
+            text = (
+                f"weights and batch are equal, the logits deviate by {apart:.2g}, which is within their bound, and the loss "
+                "deviates about as much: the model's configuration (eps of the norms, rope theta), or other kernels"
+            )
+            context.add("model-configuration", text, [*evidence, *_environment(context, reference)])
+        elif context.passed("probe.logits") and context.passed("step1.batch"):
             text = "logits and batch are equal and the loss is not: labels, masks, or how ranks weight their tokens"
             context.add("loss-computation", text, evidence)
         elif context.passed("probe.logits"):
@@ -145,6 +157,32 @@ def steps(context: Context, reference: Trace) -> None:
                     "the optimizer's state or its options (the reference has no norms of updates)",
                 )
             context.add(kind, f"the first step agrees and later ones do not: {text}", evidence)
+
+
+def _small(context: Context) -> float | None:
+    """By how much the logits deviate if they pass and the loss deviates about as much; None if not."""
+    logits, loss = context.checks.get("probe.logits"), context.failed["step1.loss"].number
+    if logits is None or logits.verdict != "pass" or not logits.number or loss is None:
+        return None
+    return logits.number if loss <= _ALIKE * logits.number else None
+
+
+def _dropout(context: Context, reference: Trace, evidence: list[str]) -> None:
+    """Dropout or its random numbers, where it is on in one of the runs; differing random states were named before."""
+    a, b = (t.environment.get("dropout_probabilities") for t in (reference, context.got))
+    if reference.dropout != context.got.dropout:
+        now, was = ("on", "off") if context.got.dropout else ("off", "on")
+        text = f"dropout is {now} in this job and was {was} in the reference"
+    elif a is not None and b is not None and a != b:
+        text = f"dropout is {listed(map(str, b))} and was {listed(map(str, a))}"
+    elif "config.rng" in context.failed:
+        return
+    else:
+        text = (
+            "dropout is on, and its random numbers are not the reference's: random states of another step, another order "
+            "of calls, or another probability"
+        )
+    context.add("dropout", text, evidence)
 
 
 def _environment(context: Context, reference: Trace) -> list[str]:

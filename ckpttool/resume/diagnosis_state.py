@@ -78,6 +78,8 @@ def absent(context: Context, reference: Trace) -> None:
         return
     missing, extra = missing_and_extra(reference, context.got)
     evidence = context.seen("state.names")
+    if context.got.failed is not None:
+        evidence.append(f"the checkpoint could not be loaded: {context.got.failed}")
     theirs = {n for n in reference.state if n.startswith("optim.state.")}
     ours = {n for n in context.got.state if n.startswith("optim.state.")}
     members, known = options(context.got), options(reference)
@@ -90,6 +92,13 @@ def absent(context: Context, reference: Trace) -> None:
             evidence, gone, explains=("optimizer",),
         )  # fmt: skip
         gone = []
+    weights = [n for n in missing if not n.startswith("optim.")]
+    if weights:
+        every = [n for n in reference.state if not n.startswith("optim.")]
+        text = f"{scope(weights, every, 'weights')} not in the checkpoint: a new job would start with random values"
+        context.add("tensor-missing", text, evidence, weights, explains=("weights",))
+    lost = {fqn_of(n) for n in weights}
+    gone = [n for n in gone if fqn_of(n) not in lost]
     if gone:
         params = list(dict.fromkeys(fqn_of(n) for n in gone))
         whole = [p for p in params if not any(fqn_of(n) == p for n in ours)]
@@ -99,11 +108,6 @@ def absent(context: Context, reference: Trace) -> None:
         else:
             text = f"{' and '.join(slots)} of {plural(len(params), 'parameter')} missing, first {spoken(params[0])}"
         context.add("moments-missing", text, evidence, gone, explains=("optimizer",))
-    weights = [n for n in missing if not n.startswith("optim.")]
-    if weights:
-        every = [n for n in reference.state if not n.startswith("optim.")]
-        text = f"{scope(weights, every, 'weights')} not in the checkpoint: a new job would start with random values"
-        context.add("tensor-missing", text, evidence, weights, explains=("weights",))
     strange = [n for n in extra if not n.startswith("optim.state.")] or extra
     if extra and not missing:
         context.add(
@@ -309,8 +313,10 @@ def _steps(context: Context, reference: Trace, steps: Mapping[str, tuple[float, 
             "moments are those of the reference", evidence, names, explains=("optimizer",),
         )  # fmt: skip
         return rest
-    weights = [n for n in rest if component_of(n) == "weights"]
-    universe = [n for n in reference.state if component_of(n) == "weights"]
+    # a frozen weight, or a buffer, is the same in every step
+    trained = steps_of(reference)
+    universe = [n for n in reference.state if component_of(n) == "weights" and fqn_of(n) in trained]
+    weights = [n for n in universe if n in rest]
     old = [n for n in rest if n.startswith("optim.state.") and fqn_of(n) in steps]
     if len(weights) * 10 >= len(universe) * 9:
         text = f"weights and optimizer state are from another checkpoint, {far}"

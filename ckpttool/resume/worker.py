@@ -33,6 +33,7 @@ from .joined import joined_job
 from .live_facts import (  # fmt: skip
     config_of,
     device_of,
+    dropouts,
     dtype_of,
     environment,
     has_dropout,
@@ -77,7 +78,10 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
             global_batch=settings.global_batch, micro_batch=settings.micro_batch, clip=settings.clip,
             dropout=has_dropout(job.model), parameters=sum(p.numel() for p in job.model.parameters()),
             tied=tied_names(job.model), config=config_of(job.model), notes=[*ckpt.notes, *job.notes],
-            environment=environment() | {"deterministic": settings.deterministic, "compile": settings.compile},
+            environment=environment() | {
+                "deterministic": settings.deterministic, "compile": settings.compile,
+                "dropout_probabilities": sorted({p for _, _, p in dropouts(job.model) if p > 0}),
+            },
             dropout_off=job.dropout_off, recipe=settings.job or settings.config,
             scheduler=None if job.scheduler is None else type(job.scheduler).__name__,
             unread=[(u.name, u.component) for u in ckpt.unread if u.component],
@@ -97,7 +101,7 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
         failed = _load(settings, job, trained, out, status)
         if failed is not None:
             out.failed = failed
-            out.state = {n: (t.dtype, t.shape, "") for n, t in ckpt.tensors.items()}
+            out.state = {n: (t.dtype, t.shape, "") for n, t in ckpt.tensors.items() if t.path[0] in _IN_JOB}
             return out if dist.get_rank() == 0 else None
         status("comparing what the job holds with the files")
         at("comparing what the job holds with the files")

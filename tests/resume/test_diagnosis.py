@@ -559,3 +559,108 @@ def test_names_of_files_tell_ranks_where_they_do(case: str, rank: bool) -> None:
         places = [place_of(ckpt, n, 0) for n in names]
     assert all(places)
     assert ("rank " in "".join(map(str, places))) is rank
+
+
+# -------------------------------------------------------------------------------------------------------- failed loads
+
+
+def not_loaded(text: str, gone: Callable[[str], bool] = lambda n: False, more: tuple[str, ...] = ()) -> Trace:
+    """What a run leaves whose load failed: names in the files, without fingerprints."""
+    out = Trace(start=300, failed=text)
+    out.state = {n: (d, s, "") for n, (d, s, _) in job().state.items() if not gone(n)}
+    out.state |= {n: ("float32", (64,), "") for n in more}
+    return out
+
+
+def test_the_error_of_the_load_is_the_first_cause_if_names_and_shapes_do_not_explain_it() -> None:
+    text = "lm_head.weight and model.embed_tokens.weight are one parameter of the job, but differ in the checkpoint"
+    found = blamed(job(), not_loaded(text))
+    assert [(c.kind, c.text) for c in found] == [("load-failed", f"the checkpoint could not be loaded: {text}")]
+    found = blamed(job(), not_loaded(text, more=("model.model.layers.1.input_layernorm.bias",)))
+    assert [c.kind for c in found] == ["load-failed", "tensor-extra"]
+
+
+def test_what_is_missing_comes_before_the_error_of_the_load_that_is_about_it() -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    found = blamed(job(), not_loaded(f"the checkpoint does not have {name}", lambda n: name in n))
+    assert [c.kind for c in found] == ["tensor-missing", "load-failed"]
+    assert f"the checkpoint could not be loaded: the checkpoint does not have {name}" in found[0].evidence
+    found = blamed(job(), not_loaded("no scheduler", lambda n: name in n))
+    assert [c.kind for c in found] == ["load-failed", "tensor-missing"]
+
+
+def test_moments_of_a_weight_that_is_missing_are_not_a_second_cause() -> None:
+    b = job()
+    for n in [n for n in b.state if ".layers.2." in n]:
+        del b.state[n], b.stored[n]
+    b.scalars = {n: v for n, v in b.scalars.items() if ".layers.2." not in n}
+    assert kinds(job(), b)[0] == "tensor-missing"
+    assert "moments-missing" not in kinds(job(), b)
+
+
+def test_a_checkpoint_of_another_step_is_one_though_frozen_weights_are_the_same() -> None:
+    frozen = {n for n in FQNS if ".layers.0." in n or ".layers.1." in n}
+
+    def lora(trace: Trace) -> Trace:
+        trace.state = {
+            n: x for n, x in trace.state.items() if not any(n.startswith(f"optim.state.{f}.") for f in frozen)
+        }
+        trace.scalars = {n: v for n, v in trace.scalars.items() if n in trace.state}
+        trace.stored = {}
+        return trace
+
+    b = edit_state(lora(job()), lambda n: not n.endswith(".step") and not any(f in n for f in frozen))
+    b.scalars = dict.fromkeys(b.scalars, 299.0)
+    assert first(lora(job()), b).text == "weights and optimizer state are from another checkpoint, 1 step earlier"
+
+
+# ------------------------------------------------------------------------------------------- losses with equal weights
+
+
+def test_a_loss_that_follows_from_logits_within_their_bound_is_a_matter_of_configuration(tmp_path: Path) -> None:
+    logits = np.random.default_rng(0).normal(size=(40, 8))
+    a = with_probe(job(dtype="bf16"), tmp_path / "a.npy", logits)
+    b = with_probe(scaled(job(dtype="bf16"), loss=2e-6), tmp_path / "b.npy", logits * (1 + 8e-7))
+    found = first(a, b)
+    assert found.kind == "model-configuration"
+    assert "eps of the norms" in found.text
+    b = with_probe(scaled(job(dtype="bf16"), loss=1e-3), tmp_path / "b.npy", logits * (1 + 8e-7))
+    assert first(a, b).kind == "loss-computation", "no such logits make such a loss"
+    b = with_probe(scaled(job(dtype="bf16"), loss=2e-6), tmp_path / "b.npy", logits)
+    assert first(a, b).kind == "loss-computation", "equal logits"
+
+
+@pytest.mark.parametrize(
+    ("reference", "got", "text"),
+    [
+        ((True, [0.1]), (False, []), "dropout is off in this job and was on in the reference"),
+        ((True, [0.1]), (True, [0.2]), "dropout is 0.2 and was 0.1"),
+        (
+            (True, [0.1]),
+            (True, [0.1]),
+            "dropout is on, and its random numbers are not the reference's: random states of",
+        ),
+    ],
+)
+def test_dropout_is_blamed_where_it_is_on(
+    reference: tuple[bool, list[float]], got: tuple[bool, list[float]], text: str, tmp_path: Path
+) -> None:
+    logits = np.random.default_rng(0).normal(size=(4, 8))
+    a, b = (
+        with_probe(
+            job(dropout=on, environment={"rng_restored": True, "dropout_probabilities": p}), tmp_path / "a.npy", logits
+        )
+        for on, p in (reference, got)
+    )
+    assert blamed(a, b) == []
+    (found,) = blamed(a, scaled(b, loss=1e-2, later=1e-2, grad=1e-2))
+    assert (found.kind, found.text.startswith(text)) == ("dropout", True)
+
+
+def test_dropout_is_not_blamed_for_other_weights(tmp_path: Path) -> None:
+    logits = np.random.default_rng(0).normal(size=(4, 8))
+    how = {"dropout": True, "environment": {"rng_restored": True}}
+    a = with_probe(job(**how), tmp_path / "a.npy", logits)
+    b = with_probe(scaled(job(**how), loss=1e-2), tmp_path / "b.npy", logits * 1.1)
+    edit_state(b, lambda n: n == "model.lm_head.weight")
+    assert kinds(a, b) == ["weights-differ"]
