@@ -103,8 +103,8 @@ def _merged(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Any
                     and rest < 0.1 * float(np.linalg.norm(change))
                 ):
                     text = (
-                        f"holds the reference's values plus {scale:.4g} times the product of its adapter ({b} x {a}): the "
-                        "adapter was merged into it, and is still beside it"
+                        f"holds the reference's values plus {scale:.4g} times {b} x {a}: its adapter was merged, though the "
+                        "adapter is kept"
                     )
                     return replace(found, kind="lora-merged", text=text, plain=text)
     return None

@@ -181,6 +181,7 @@ def _moved(context: Context, reference: Trace, wrong: list[str]) -> list[str]:
     _slots(context, left)
     _layers(context, reference, left)
     _leaves(context, left)
+    _parts(context, left)
     for a, b in left.items():
         both = left.get(b) == a
         if both and a > b:
@@ -279,6 +280,28 @@ def _leaves(context: Context, left: dict[str, str]) -> None:
         evidence = [f"{names[0]} has the fingerprint that {left[names[0]]} has in the reference"]
         context.add("exchanged", text, evidence, names, explains={component_of(n) for n in names})
     for n in {n for names in by.values() for n in names}:
+        left.pop(n)
+
+
+def _parts(context: Context, left: dict[str, str]) -> None:
+    """A part of a layer in others: the same names but for the number, of at least two tensors for each layer."""
+    by: dict[tuple[int, int], list[str]] = {}
+    for a, b in left.items():
+        i, j = layer_of(a), layer_of(b)
+        if i is not None and j is not None and i != j and LAYER.sub(".#.", a, 1) == LAYER.sub(".#.", b, 1):
+            by.setdefault((i, j), []).append(a)
+    by = {two: names for two, names in by.items() if len(names) > 1}
+    if not by or len({i for i, _ in by}) < len(by):
+        return
+    names = [n for group in by.values() for n in group]
+    parts = [fqn_of(n)[m.end() :].split(".") for n in names if (m := LAYER.search(fqn_of(n)))]
+    common = [x for x, *others in zip(*parts, strict=False) if all(x == y for y in others)]
+    what = ".".join(common).removesuffix(".weight") or plural(len(names), "tensor")
+    moves = ", ".join(f"that of layer {i} is layer {j}'s" for i, j in sorted(by))
+    evidence = [f"{names[0]} has the fingerprint that {left[names[0]]} has in the reference"]
+    text = f"{what} is that of another layer ({kinds(names)}): {moves}"
+    context.add("copied", text, evidence, names, explains={component_of(n) for n in names})
+    for n in names:
         left.pop(n)
 
 

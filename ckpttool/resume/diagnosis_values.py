@@ -30,9 +30,9 @@ def in_one_file(context: Context, looked: Mapping[str, Inspected], rest: Sequenc
     if context.opened is None or (found := one_file(context.opened, looked, wrong)) is None:
         return False
     seen = {n: x.diff for n, x in looked.items() if x.diff is not None}
-    every = {d.kind for d in seen.values()}
+    every = set(_groups(seen))
     first = next(n for n in wrong if n in seen)
-    if every <= VAGUE:
+    if every - {"elements"} <= VAGUE:
         how = "are from another step, or were computed differently"
     elif len(every) == 1:
         how = _plural(_general(seen[first].kind, seen[first].plain))
@@ -96,15 +96,27 @@ def differ(context: Context, reference: Trace, rest: Sequence[str], looked: Mapp
 
 
 def _groups(seen: Mapping[str, TensorDiff]) -> dict[str, list[str]]:
-    """{kind: names} in the order of the causes; what is unrelated is put to what is close, if that is most of it."""
+    """{kind: names} in the order of the causes.
+
+    What is unrelated is put to what is close, if that is most of it, and so are tensors of so few elements that a
+    distance says nothing of them.
+    """
+    tiny = [n for n, found in seen.items() if found.kind == "elements" and found.count * 2 > found.elements]
     by: dict[str, list[str]] = {}
     for n, found in seen.items():
-        by.setdefault(found.kind, []).append(n)
+        by.setdefault("tiny" if n in tiny else found.kind, []).append(n)
     close, unrelated = by.get("close", []), by.get("unrelated", [])
-    if unrelated and len(close) >= 2 * len(unrelated):
-        by["close"] = [n for n in seen if seen[n].kind in VAGUE]
-        del by["unrelated"]
-    return dict(sorted(by.items(), key=lambda item: (item[0] in VAGUE, item[0] == "elements")))
+    if len(close) >= 2 * len(unrelated) > 0:
+        by["close"] += by.pop("unrelated")
+    vague = next((k for k in ("close", "unrelated") if len(by.get(k, ())) > len(tiny)), "elements")
+    if tiny:
+        by[vague] = [*by.get(vague, ()), *by.pop("tiny")]
+    order = {"elements": 1, "close": 2, "unrelated": 3}
+    in_order = {n: k for k, n in enumerate(seen)}
+    return {
+        kind: sorted(names, key=in_order.__getitem__)
+        for kind, names in sorted(by.items(), key=lambda item: order.get(item[0], 0))
+    }
 
 
 def _text(
@@ -137,7 +149,7 @@ def _text(
 
 def _plural(description: str) -> str:
     verb, _, rest = description.partition(" ")
-    return f"{_VERBS.get(verb, verb)} {rest}"
+    return f"{_VERBS.get(verb, verb)} {rest}".replace(" its ", " their ")
 
 
 def _general(kind: str, text: str) -> str:
@@ -157,8 +169,7 @@ def _general(kind: str, text: str) -> str:
         "interleaved-columns": "has the columns of a fused weight's parts in another order",
         "rope": "has its rows reordered as between the two ways to compute rope",
         "quantised": "holds the reference's values quantised to 8 bits",
-        "lora-merged": "holds the reference's values plus the product of its adapter: the adapter was merged into it, and "
-        "is still beside it",
+        "lora-merged": "holds the reference's values plus the product of its adapter: merged, though the adapter is kept",
     }.get(kind, text)  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from .tensor_bits import LIMIT, Found, Pair, bits, same, unequal
+from .text import plural
 
 __all__ = ["RULES"]
 
@@ -47,8 +48,10 @@ def _shifted(pair: Pair) -> Found | None:
                 # a constant stretch is equal to itself at any distance
                 if unequal(y[s + 1 : s + size], y[s : s + size - 1]).any():
                     toward = "end" if sign > 0 else "beginning"
-                    what = f"holds the reference shifted by {k} element{'s' if k > 1 else ''} toward the {toward}"
-                    if (first, last + 1) != (0, a.size) and last + 1 - first < a.size - 2 * k:
+                    row = a.size // a.shape[0]
+                    by, unit = (k // row, "row") if row > 1 and k % row == 0 else (k, "element")
+                    what = f"holds the reference shifted by {plural(by, unit)} toward the {toward}"
+                    if (first % row or (last + 1) % row) and last + 1 - first < a.size - 2 * k:
                         what += f", in elements {first}:{last + 1} of {a.size}"
                     return "shifted", what, {"shift": sign * k}
     return None

@@ -12,8 +12,8 @@ __all__ = ["distance", "formula", "not_finite", "signs"]
 
 #: How many values decide which factor, offset or levels are tried.
 _SAMPLE = 1 << 16
-#: Fewer different values than this prove no formula.
-_LEAST = 8
+#: Fewer different values than this prove no formula with a number of its own, or without one.
+_LEAST, _LEAST_PLAIN = 8, 3
 #: The most different values of 8 bits.
 _EIGHT = 256
 
@@ -147,7 +147,7 @@ def _power(pair: Pair, u: Any, v: Any) -> Found | None:
     """The square root of the reference, or its square."""
     import numpy as np
 
-    if not floating(pair.x) or (v < 0).any() or len(np.unique(u)) < _LEAST:
+    if not floating(pair.x) or (v < 0).any() or len(np.unique(u)) < _LEAST_PLAIN:
         return None
     fine = 4 * _tolerance(pair.x)
     if not (u < 0).any() and _everywhere(pair, np.sqrt, fine):
@@ -158,38 +158,47 @@ def _power(pair: Pair, u: Any, v: Any) -> Found | None:
 
 
 def _quantised(pair: Pair, u: Any, v: Any) -> Found | None:
-    """Few different values in each block, relative to its largest: what linear and dynamic 8-bit quantisation leave."""
+    """Relative to the largest of each block: whole parts of it (linear quantisation), or few different values (any other)."""
+    u, v = (wide(t.reshape(-1)[:_SAMPLE]) for t in (pair.a, pair.b))  # blocks begin where the tensor does
     if not floating(pair.x) or not 0 < float(((v - u) ** 2).sum()) <= 0.25 * float((u * u).sum()):
         return None
-    best: tuple[int, int] | None = None
-    for block in (len(v), *(1 << k for k in range(5, 13))):
-        if block > len(v) or (best is not None and best[1] == len(v)):
-            break
-        levels = _levels(v, block)
-        if (
-            levels <= _EIGHT
-            and 4 * levels <= len(v)
-            and (best is None or levels < best[0])
-            and _levels(u, block) > 2 * levels
-        ):
-            best = levels, block
-    if best is None:
-        return None
-    levels, block = best
-    whole = block == len(v)
-    text = f"holds the reference's values quantised to {'4' if levels <= 16 else '8'} bits ({levels} values, relative to the "
-    text += "largest of the tensor)" if whole else f"largest of each block of {block})"
-    return "quantised", text, {"levels": levels, "block": None if whole else block}
+    for block in (len(v), *(1 << k for k in range(12, 4, -1))):
+        if block > len(v):
+            continue
+        x, y = _relative(u, block), _relative(v, block)
+        levels = _different(y)
+        few = levels <= _EIGHT and 4 * levels <= len(v) and _different(x) > 2 * levels
+        if few or any(_whole(y, most) and not _whole(x, most) for most in (7, 127)):
+            width = 4 if levels <= 16 and few else 8
+            whose = "the tensor" if block == len(v) else f"each block of {block}"
+            text = f"holds the reference's values quantised to {width} bits, relative to the largest of {whose}"
+            return "quantised", text, {"block": None if block == len(v) else block}
+    return None
 
 
-def _levels(x: Any, block: int) -> int:
-    """How many different values there are, each relative to the largest of its block."""
+def _relative(x: Any, block: int) -> Any:
+    """Every size relative to the largest of its block; the last block may be shorter."""
     import numpy as np
 
-    rows = abs(x[: len(x) // block * block].reshape(-1, block))
+    rows = abs(np.pad(x, (0, -len(x) % block))).reshape(-1, block)
     scale = rows.max(axis=1, keepdims=True)
-    found = np.sort((x[: rows.size].reshape(rows.shape) / np.where(scale > 0, scale, 1)).reshape(-1))
-    return 1 + int(np.count_nonzero(np.diff(found) > 1e-5 * abs(found[1:]) + 1e-12))
+    return (rows / np.where(scale > 0, scale, 1)).reshape(-1)[: len(x)]
+
+
+def _whole(x: Any, most: int) -> bool:
+    """Whether these are whole numbers of parts, 1 being `most` of them; two that are neither 0 nor 1 are needed."""
+    import numpy as np
+
+    inner = x[(x > 0) & (x < 1)] * most
+    return len(inner) > 1 and bool((abs(inner - np.round(inner)) < 1e-3).all())
+
+
+def _different(x: Any) -> int:
+    """How many different values there are, up to rounding."""
+    import numpy as np
+
+    found = np.sort(x)
+    return 1 + int(np.count_nonzero(np.diff(found) > 1e-5 * found[1:] + 1e-12))
 
 
 def distance(pair: Pair) -> Found:

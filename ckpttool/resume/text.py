@@ -126,4 +126,4 @@ def scope(names: Sequence[str], every: Sequence[str], what: str) -> str:
     layers = {layer_of(n) for n in names}
     if len(layers) == 1 and None not in layers:
         return f"{len(names)} {what} of layer {layers.pop()}"
-    return f"{len(names)} of {len(every)} {what}, first {spoken(names[0])}"
+    return f"{len(names)} of {len(every)} {what} (first: {spoken(names[0])})"

@@ -189,6 +189,22 @@ def test_a_tensor_that_holds_the_bytes_of_another_is_named_with_it(got: Trace, k
     assert found.tensors and "fingerprint" in found.evidence[0]
 
 
+def test_a_part_of_layers_in_other_layers_is_one_cause() -> None:
+    order = {0: 3, 2: 0, 3: 2}
+
+    def moved(n: str) -> str:
+        i = int(n.split(".layers.")[1].split(".")[0])
+        return n.replace(f".layers.{i}.", f".layers.{order[i]}.")
+
+    b = edit_state(job(), lambda n: "self_attn" in n and ".layers.1." not in n and not n.endswith(".step"), moved)
+    (found,) = blamed(job(), b)
+    assert (found.kind, found.text) == (
+        "copied", "self_attn is that of another layer (weights and optimizer state): that of layer 0 is layer 3's, that of "
+        "layer 2 is layer 0's, that of layer 3 is layer 2's",
+    )  # fmt: skip
+    assert len(found.tensors) == 3 * 12
+
+
 def test_layers_sorted_as_words_are_recognised() -> None:
     a, b = Trace(start=300), Trace(start=300)
     order = sorted(range(12), key=str)  # 0, 1, 10, 11, 2, ...

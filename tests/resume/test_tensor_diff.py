@@ -243,7 +243,7 @@ def in_8_bits(x: Any, block: int) -> Any:
         (POSITIVE * np.float32(1e-12), np.sqrt(POSITIVE * np.float32(1e-12)), "root", "square root"),
         (np.sqrt(POSITIVE), POSITIVE, "square", "holds the square of the reference's values"),
         (BIG, in_8_bits(BIG, 256), "quantised", "quantised to 8 bits"),
-        (BIG, in_8_bits(BIG, 6144), "quantised", "relative to the largest of the tensor)"),
+        (BIG, in_8_bits(BIG, 6144), "quantised", "to 8 bits, relative to the largest of the tensor"),
     ],
 )  # fmt: skip
 def test_formulas_of_the_values(reference: Any, got: Any, kind: str, text: str) -> None:
@@ -267,6 +267,28 @@ def test_the_block_of_quantised_values_is_the_one_they_were_quantised_in() -> No
 )  # fmt: skip
 def test_what_only_resembles_a_formula_is_none(got: Any) -> None:
     assert like(got.astype("f4"), POSITIVE if got.min() >= 0 else W).kind in ("close", "unrelated")
+
+
+def in_few_values(x: Any, block: int) -> Any:
+    """Levels that are not the same distance apart, as in dynamic quantisation."""
+    levels = np.sort(np.concatenate([sign * 10 ** np.linspace(-4, 0, 120) for sign in (1, -1)]))
+    rows = x.reshape(-1, block)
+    scale = abs(rows).max(axis=1, keepdims=True)
+    nearest = levels[abs((rows / scale)[..., None] - levels).argmin(-1)]
+    return (nearest * scale).astype("f4").reshape(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("got", "reference", "block"),
+    [
+        (in_few_values(BIG, 256), BIG, 256),
+        (in_8_bits(BIG[0, :5], 5), BIG[0, :5], None),
+        (in_8_bits(np.append(BIG[0], np.zeros(32, "f4")), 64)[:96], BIG[0], 64),
+    ],
+)
+def test_quantised_values_of_other_levels_and_of_small_tensors(got: Any, reference: Any, block: int | None) -> None:
+    found = like(got.astype("f4"), reference)
+    assert (found.kind, found.detail["block"]) == ("quantised", block)
 
 
 def test_a_coarse_reference_is_not_called_quantised() -> None:
@@ -314,3 +336,8 @@ def test_rows_that_are_zero_on_both_sides_need_no_place() -> None:
 def test_three_elements_with_one_factor_are_scaled_and_two_are_elements() -> None:
     assert like(np.array([2.0, 4.0, 6.0], "f4"), np.array([1.0, 2.0, 3.0], "f4")).kind == "scaled"
     assert like(np.array([2.0, 4.0], "f4"), np.array([1.0, 2.0], "f4")).kind == "elements"
+
+
+def test_blocks_of_quantised_values_begin_where_the_tensor_does() -> None:
+    reference = np.concatenate([[4.0], BIG[0]]).astype("f4")  # whose largest value is kept as it is
+    assert like(in_8_bits(reference, 97), reference).kind == "quantised"
