@@ -414,7 +414,6 @@ FAULTS: dict[str, Fault] = {
     "job: clip 0.25 instead of 1.0": Fault(VALUES, "clipping", UPDATE, (), settings={"clip": 0.25}),
 }  # fmt: skip
 
-_EXTRA = {"kind": "tensor-extra"}
 _UNRECORDED = {"recorded": False}
 
 #: {fault: what is said today in place of what should be}. Whoever improves a verdict takes its entry out of here.
