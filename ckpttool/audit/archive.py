@@ -12,7 +12,7 @@ SHA256SUMS. verification.py checks the data.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
@@ -249,6 +249,10 @@ class Archive(Source):
     def identities(self) -> dict[str, Identity]:
         """Of the archive."""
         return self.base.identities()
+
+    def expect(self, identities: Mapping[str, Identity]) -> None:
+        """Let the archive be the one that another process has opened."""
+        self.base.expect(identities)
 
     def assert_unchanged(self) -> None:
         """Prove that the archive was not written to meanwhile."""

@@ -7,13 +7,22 @@ from typing import Any
 
 from ..errors import CkpttoolError
 
-__all__ = ["gathered", "of_all_ranks", "together"]
+__all__ = ["broadcast", "gathered", "of_all_ranks", "rank_and_world", "together"]
 
 
 def _joined() -> bool:
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()
+
+
+def rank_and_world() -> tuple[int, int]:
+    """(this rank, number of ranks); (0, 1) without a job."""
+    if not _joined():
+        return 0, 1
+    import torch.distributed as dist
+
+    return dist.get_rank(), dist.get_world_size()
 
 
 def of_all_ranks(names: set[str]) -> set[str]:
@@ -32,7 +41,20 @@ def gathered(mine: Any, group: Any = None) -> list[Any]:
     return every
 
 
-def together(act: Callable[[], None]) -> None:
+def broadcast(data: bytes | None, source: int) -> bytes:
+    """The bytes that one rank has, on all of them."""
+    if not _joined():
+        assert data is not None
+        return data
+    import torch.distributed as dist
+
+    box = [data]
+    dist.broadcast_object_list(box, src=source)
+    assert box[0] is not None
+    return box[0]
+
+
+def together(act: Callable[[], object]) -> None:
     """Call it on every rank. If it fails on one, all raise, so that no rank waits for the others forever."""
     error: Exception | None = None
     try:

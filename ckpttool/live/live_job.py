@@ -12,6 +12,7 @@ several of the checkpoint lets the last of them win.
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..formats.pickles import short
 from ..index.checkpoint import TensorEntry, Value, joined, same_bytes
 from ..index.fqns import strip_wrappers
 from ..index.trees import nest
+from .collectives import broadcast, rank_and_world, together
 from .reader import LiveReader, Wanted
 from .values import torch_dtype
 
@@ -64,6 +66,33 @@ class LiveJob:
         self._scheduler_state: Any = None
         self._trained: list[tuple[Any, str]] = []  # (parameter, FQN that has its state)
         self._undo: list[Callable[[], None]] = []
+
+    def share_small(self) -> None:
+        """Read the small tensors that every rank needs whole (options, counters, random states) on rank 0. A collective.
+
+        What is in one small file of each of 512 ranks would otherwise be read 512 times.
+        """
+        rank, world = rank_and_world()
+        if world == 1:
+            return
+        packed = b""
+
+        def read() -> None:
+            nonlocal packed
+            if rank == 0:
+                named = {n: e for n, e in self.entries.items() if isinstance(e, TensorEntry) and self._is_small(e)}
+                found = self._read(named)
+                packed = pickle.dumps({n: t.reshape(-1).view(_uint8()).numpy().tobytes() for n, t in found.items()})
+
+        together(read)
+        self.opened.small = pickle.loads(broadcast(packed if rank == 0 else None, 0))
+
+    def _is_small(self, e: TensorEntry) -> bool:
+        if e.path[:2] == ("optim", "state"):
+            return "trainer.step" not in self.entries and e.path[-1] == "step" and self.opened.is_scalar_state(e)
+        if e.path[0] in ("model", "optim"):
+            return self.optimizer is not None and e.path[:2] == ("optim", "param_groups")
+        return e.nbytes <= _SMALL_TENSOR
 
     # ------------------------------------------------------------------------------------------------------- matching
 
@@ -252,8 +281,11 @@ class LiveJob:
         wanted: list[Wanted] = []
         for name, e in entries.items():
             if isinstance(e, TensorEntry):
+                data = bytearray(self.opened.small.get(name, b""))
                 out[name] = torch.empty(e.shape, dtype=torch_dtype(e.dtype))
-                if e.numel:
+                if data:
+                    out[name] = torch.frombuffer(data, dtype=out[name].dtype).reshape(e.shape)
+                elif e.numel:
                     wanted.append(Wanted(name, (0,) * len(e.shape), e.shape, out[name]))
                 continue
             try:
@@ -433,6 +465,12 @@ class LiveJob:
         homes = {_address(t) for t in (*self.model.parameters(), *self.model.buffers())}
         if any(_address(t) not in homes for t in self.wanted["model"].values() if t.numel()):
             set_model_state_dict(self.model, dict(self.wanted["model"]), options=StateDictOptions(strict=False))
+
+
+def _uint8() -> Any:
+    import torch
+
+    return torch.uint8
 
 
 def _address(t: Any) -> int:

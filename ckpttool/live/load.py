@@ -21,7 +21,7 @@ from .collectives import of_all_ranks, together
 from .live_job import LiveJob
 from .storage_reader import storage_reader
 
-__all__ = ["Loaded", "load", "storage_reader"]
+__all__ = ["Loaded", "load", "load_from", "storage_reader"]
 
 
 @dataclass(frozen=True)
@@ -81,16 +81,23 @@ def load(
     """
     need("loading into a live job", "torch")
     started = time.monotonic()
-    reader: Any = None
+    reader = storage_reader(
+        path, source_layout=source_layout, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
+        allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
+        ignore_recorded_digests=ignore_recorded_digests, progress=progress, shared=True,
+    )  # fmt: skip
+    try:
+        return load_from(reader, model, optimizer, scheduler, started)
+    finally:
+        reader.opened.source.close()
+
+
+def load_from(reader: Any, model: Any, optimizer: Any, scheduler: Any, started: float) -> Loaded:
+    """`load`, of a checkpoint that is open on every rank. A collective."""
     job: LiveJob | None = None
 
     def prepare() -> None:
-        nonlocal reader, job
-        reader = storage_reader(
-            path, source_layout=source_layout, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
-            allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
-            ignore_recorded_digests=ignore_recorded_digests, progress=progress,
-        )  # fmt: skip
+        nonlocal job
         job = LiveJob(model, optimizer, scheduler, reader.opened)
 
     def match() -> None:
@@ -100,6 +107,7 @@ def load(
     try:
         together(prepare)
         assert job is not None
+        job.share_small()
         anywhere = of_all_ranks(set(job.live))
         together(match)
         _dcp_load(job.wanted, reader)
@@ -109,9 +117,6 @@ def load(
         if job is not None:
             job.undo()
         raise
-    finally:
-        if reader is not None:
-            reader.opened.source.close()
 
 
 def _dcp_load(state_dict: dict[str, Any], reader: Any) -> None:

@@ -1,6 +1,6 @@
 """`LiveReader`: a checkpoint that is open for a live job, with its names, its values and any box of its tensors.
 
-DCP items are parsed (`Layout.locate`) only where this rank needs them, since parsing costs more than reading.
+DCP items are parsed (`Layout.locate`) only where this rank needs them.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..engine import mixups, opening
 from ..engine.fill import Progress, silent
+from ..engine.opening import OpenCheckpoint
 from ..engine.recorded import other_digests
 from ..engine.tensor_digests import tensor_digests
 from ..engine.zstd_frames import Decoder
-from ..errors import CkpttoolError, Unsupported
+from ..errors import Unsupported
 from ..index import boxes
 from ..index.check import check_chunk
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, TensorEntry, Value
 from ..layouts import Layout
 from ..storage.source import Source
-from .frames import Frame
 from .names import Names
 from .scatter import Cutter, Filler, Piece, Tuning, is_plain_memory, memory_of, part_of
 from .values import lossless, plain, torch_dtype
@@ -49,50 +48,18 @@ class LiveReader:
     progress: Progress | None = None
     tuning = Tuning()
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        options: opening.OpenOptions,
-        progress: Progress | None = None,
-        ignore_recorded_digests: bool = False,
-    ) -> None:
-        opened = opening.open_with(path, options)
+    def __init__(self, path: str | os.PathLike[str], opened: OpenCheckpoint, progress: Progress | None = None) -> None:
         self.progress = progress
         self.path = os.fspath(path)
         self.source: Source = opened.source
         self.layout: Layout = opened.layout
-        try:
-            framed = any(t.coding != "raw" for t in opened.checkpoint.tensors.values())
-            if not framed and self.layout.locate is not None:
-                opened.locate()  # such a layout finds the names in `locate`
-            before = len(opened.checkpoint.notes)
-            opened.expect_recorded(ignore_recorded_digests)
-            if not ignore_recorded_digests:
-                for text in opened.checkpoint.notes[before:]:
-                    warnings.warn(f"{os.fspath(path)}: {text}", stacklevel=2)
-            self.ckpt: Checkpoint = opened.checkpoint
-            self._refuse_mixups(opened, framed)
-            self.names = Names(self.ckpt)
-        except BaseException:
-            self.source.close()
-            raise
+        self.ckpt: Checkpoint = opened.checkpoint
+        self.names = Names(self.ckpt)
         self.bytes_read = self.bytes_checked = 0
+        self.small: dict[str, bytes] = {}  # tensors that another rank has read
         self._compared: set[str] = set()  # tensors that have the digest that was recorded of them
         self._located: dict[tuple[str, int], Chunk] = {}
         self._rows: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
-
-    def _refuse_mixups(self, opened: opening.OpenCheckpoint, framed: bool) -> None:
-        """Refuse mixed-up files of ranks, as `OpenCheckpoint.locate` does. Of framed items, which are not all parsed, only the
-        optimizer's steps are compared."""
-        if not framed and not opened.allow_equal_ranks:
-            mixups.refuse_equal_ranks(self.ckpt, self.source, self.layout)
-        if framed and not opened.allow_mixed_steps:
-            some = {
-                n: t for n, t in self.ckpt.tensors.items() if t.path[:2] == ("optim", "state") and t.path[-1] == "step"
-            }
-            assert self.layout.locate is not None  # only such a layout frames its items
-            located = self.layout.locate(replace(self.ckpt, tensors=some), self.source)
-            mixups.refuse_mixed_steps(located, self.source, self.layout)
 
     # -------------------------------------------------------------------------------------------------- what is there
 
@@ -126,65 +93,38 @@ class LiveReader:
         return known
 
     def prepare(self, wanted: Iterable[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> None:
-        """Locate the raw bytes of all chunks that boxes (canonical name, start, shape) need.
+        """Locate the raw bytes of all chunks that boxes (canonical name, start, shape) need, and open their files.
 
-        The layout parses the first item of each dtype, shape and length. Others are compared with it (frames.py), and
-        parsed only if they differ.
+        Raises:
+            SourceChanged: a file is not the one that was there when the index was read.
         """
-        alike: dict[tuple[Any, ...], list[tuple[str, int]]] = {}
+        places: dict[str, set[int]] = {}
+        files: set[int] = set()
         for name, start, shape in wanted:
             entry = self.ckpt.tensors[name]
-            if entry.coding == "raw":
-                continue
-            for k in self.rows(name, start, shape):
-                if (name, k) not in self._located:
-                    chunk = entry.chunks[k]
-                    kind = (entry.coding, entry.dtype, chunk.shape, chunk.extent.length)
-                    alike.setdefault(kind, []).append((name, k))
-        self._look([same[0] for same in alike.values()])
-        others: list[tuple[str, int]] = []
-        for (coding, *_), same in alike.items():
-            rest = [at for at in dict.fromkeys(same) if at not in self._located]
-            frame = self._frame(*same[0]) if rest and coding == "torch.save" else None
-            for name, k in rest:
-                chunk = self.ckpt.tensors[name].chunks[k]
-                if frame is None or not frame.fits(self.source, self.ckpt.files[chunk.extent.file], chunk.extent):
-                    others.append((name, k))
-                    continue
-                found = chunk._replace(
-                    extent=chunk.extent._replace(offset=chunk.extent.offset + frame.at, length=frame.length),
-                    strides=frame.strides,
-                )
-                self._sound(name, self.ckpt.tensors[name].dtype, found)
-                self._located[name, k] = found
-        self._look(others)
+            rows = self.rows(name, start, shape)
+            files.update(entry.chunks.file[k] for k in rows)
+            if entry.coding != "raw" and (new := {k for k in rows if (name, k) not in self._located}):
+                places.setdefault(name, set()).update(new)
+        for file in files:
+            self.source.size(self.ckpt.files[file])
+        self._look(places)
 
-    def _look(self, places: Iterable[tuple[str, int]]) -> None:
+    def _look(self, places: Mapping[str, set[int]]) -> None:
         """Let the layout parse the framing of some chunks."""
-        rows: dict[str, set[int]] = {}
-        for name, k in places:
-            rows.setdefault(name, set()).add(k)
-        if not rows:
+        if not places:
             return
         some: dict[str, TensorEntry] = {}
-        for name, ks in rows.items():
+        for name in (n for n in self.ckpt.tensors if n in places):  # as they lie in the files
             entry = self.ckpt.tensors[name]
-            some[name] = replace(entry, chunks=Chunks.of(len(entry.shape), (entry.chunks[k] for k in sorted(ks))))
+            rows = (entry.chunks[k] for k in sorted(places[name]))
+            some[name] = replace(entry, chunks=Chunks.of(len(entry.shape), rows))
         assert self.layout.locate is not None  # only such a layout frames its items
         found = self.layout.locate(replace(self.ckpt, tensors=some, records=[]), self.source)
-        for name, ks in rows.items():
-            for k, chunk in zip(sorted(ks), found.tensors[name].chunks, strict=True):
+        for name in some:
+            for k, chunk in zip(sorted(places[name]), found.tensors[name].chunks, strict=True):
                 self._sound(name, found.tensors[name].dtype, chunk)
                 self._located[name, k] = chunk
-
-    def _frame(self, name: str, k: int) -> Frame | None:
-        """The framing of an item that was parsed; None if it is not a zip."""
-        item, found = self.ckpt.tensors[name].chunks[k].extent, self._located[name, k]
-        file = self.ckpt.files[item.file]
-        try:
-            return Frame(self.source, file, item, found)
-        except CkpttoolError:
-            return None  # a safetensors file, say
 
     def _sound(self, name: str, dtype: str, chunk: Chunk) -> None:
         file = self.ckpt.files[chunk.extent.file]

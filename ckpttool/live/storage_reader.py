@@ -8,7 +8,7 @@ reads what it needs and little more (scatter.py).
 
     names.py         the names that a job may use for entries of the checkpoint
     values.py        values as plain Python objects; dtypes
-    frames.py        the framing of torch.save items, recognised without parsing each one
+    shared_index.py  one rank reads the index, the others get it
     scatter.py       byte ranges of files -> boxes of tensors
     reader.py        an open checkpoint: names, values and boxes of tensors
     torch_reader.py  torch's StorageReader on top of it; the only module here that imports torch when it is loaded
@@ -50,6 +50,7 @@ def storage_reader(
     allow_mixed_steps: bool = False,
     ignore_recorded_digests: bool = False,
     progress: Progress | None = None,
+    shared: bool = False,
 ) -> Any:
     """A StorageReader of torch.distributed.checkpoint for a checkpoint in any layout.
 
@@ -63,7 +64,8 @@ def storage_reader(
 
     >>> dcp.load(state_dict, storage_reader=ckpttool.storage_reader("runs/step-1000"))             # doctest: +SKIP
 
-    The index is read here, on every rank; each rank then reads the bytes of its own shards. Names are understood as
+    The index is read here: on every rank or, with `shared`, on one, which sends it to the others; this call is then a
+    collective of all ranks of the job. Each rank then reads the bytes of its own shards. Names are understood as
     `Names` says; one that is not in the checkpoint is missing in torch's eyes too (allow_partial_load, or its error).
 
     Raises:
@@ -75,6 +77,10 @@ def storage_reader(
         source_layout=source_layout, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
         allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
     )  # fmt: skip
+    from .shared_index import open_alone, open_together
     from .torch_reader import AnyLayoutReader
 
-    return AnyLayoutReader(path, options, progress, ignore_recorded_digests)
+    def open_path(at: Any) -> opening.OpenCheckpoint:
+        return (open_together if shared else open_alone)(at, options, ignore_recorded_digests)
+
+    return AnyLayoutReader(path, open_path, progress)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ..engine import opening
 from ..engine.fill import Progress
+from ..engine.opening import OpenCheckpoint
 from ..errors import Unsupported
 from ..index.checkpoint import TensorEntry, Value
 from .names import Names
@@ -71,11 +71,11 @@ class AnyLayoutReader(StorageReader):
     """Reads a checkpoint that is not DCP, or is, for torch.distributed.checkpoint.load."""
 
     def __init__(
-        self, path: str | os.PathLike[str], options: opening.OpenOptions, progress: Progress | None, ignore: bool
+        self, path: str | os.PathLike[str], open_path: Callable[[Any], OpenCheckpoint], progress: Progress | None
     ) -> None:
         super().__init__()
-        self._options, self._progress, self._ignore = options, progress, ignore
-        self._open = LiveReader(path, options, progress, ignore)
+        self._open_path, self._progress = open_path, progress
+        self._open = LiveReader(path, open_path(path), progress)
 
     @property
     def checkpoint_id(self) -> str:
@@ -100,7 +100,7 @@ class AnyLayoutReader(StorageReader):
     def reset(self, checkpoint_id: Any = None, *args: Any, **kwargs: Any) -> None:
         if checkpoint_id is not None and os.fspath(checkpoint_id) != self._open.path:
             self._open.source.close()
-            self._open = LiveReader(checkpoint_id, self._options, self._progress, self._ignore)
+            self._open = LiveReader(checkpoint_id, self._open_path(checkpoint_id), self._progress)
 
     # No parameter is called kwargs: torch would take an error here for a missing .metadata and ask again.
     def read_metadata(self, *_: Any, **__: Any) -> Any:

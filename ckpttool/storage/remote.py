@@ -209,6 +209,7 @@ class RemoteSource(Source):
             except NotFound:
                 raise Corrupt(f"{self._url(name)} is missing. The copy is incomplete; fetch the file again.") from None
             self._identity.setdefault(name, now)
+            self._compare(name)
         return self._identity[name][2]
 
     def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from .source import Identity, Source
@@ -68,6 +68,14 @@ class SeveralSources(Source):
         return {
             self.shown(i, n): found for i, source in enumerate(self.sources) for n, found in source.identities().items()
         }
+
+    def expect(self, identities: Mapping[str, Identity]) -> None:
+        of: dict[int, dict[str, Identity]] = {id(source): {} for source in self.sources}
+        for name, identity in identities.items():
+            source, own = self.where(name)
+            of[id(source)][own] = identity
+        for source in self.sources:
+            source.expect(of[id(source)])
 
     def has_versions(self) -> bool:
         return all(source.has_versions() for source in self.sources)

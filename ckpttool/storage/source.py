@@ -13,7 +13,7 @@ import os
 import stat
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -76,6 +76,7 @@ class Source:
         False  # whether its bytes are made when they are read, so that one thread should read them from front to back
     )
     working_bytes = 0  # memory that making them takes
+    _expected: Mapping[str, Identity] = {}
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = os.path.abspath(root)
@@ -202,6 +203,27 @@ class Source:
         now = (st.st_dev, st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns)
         if self._identity.setdefault(name, now) != now:
             raise SourceChanged(f"{path} changed while it was read. Wait until the trainer has finished writing.")
+        self._compare(name)
+
+    def expect(self, identities: Mapping[str, Identity]) -> None:
+        """Let only files be read that are those of another process, which has read the index: as long, and written at the
+        same time. Device and inode of one file may differ between machines.
+
+        Raises:
+            SourceChanged: a file that was opened before is another one.
+        """
+        self._expected = identities
+        for name in self._identity:
+            self._compare(name)
+
+    def _compare(self, name: str) -> None:
+        there, here = self._expected.get(name), self._identity[name]
+        if there is not None and (there[2:4] != here[2:4] or (self.is_remote and there[1] != here[1])):
+            raise SourceChanged(
+                f"{os.path.join(self.root, name)} is not the file that the rank had which read the index: {here[2]} bytes "
+                f"and {there[2]}, written at {here[3]} and {there[3]} ns. All ranks must see one checkpoint, and nobody may "
+                "write to it."
+            )
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         """Exactly `length` bytes.

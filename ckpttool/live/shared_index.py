@@ -1,0 +1,282 @@
+"""One rank reads the index of a checkpoint, and gives it to the others.
+
+    open_alone(path, options) -> OpenCheckpoint       in one process
+    open_together(path, options) -> OpenCheckpoint    a collective
+    locate_together(opened)                           a collective: every item's framing, each file read by one rank
+
+Detecting the layout, listing folders, parsing pickles and headers, asking transformers in a child process, comparing files of
+ranks: all of it is done by the first rank of those to which the path is the same place (same time of the last change). Ranks
+whose path leads elsewhere, as to a copy on a node's own disk, have a first rank of their own, and must find the same state.
+
+What travels is pickled here, made of classes of ours and of plain data. `dcp.load` sends its plans in the same way; no pickle
+of a checkpoint gets there. The ranks that did not read the index open only files that are as long and as old as those which
+the reading rank had (`Source.expect`).
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+import zlib
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .. import layouts
+from ..engine import mixups, opening
+from ..errors import Corrupt
+from ..index.checkpoint import Checkpoint, Chunks, TensorEntry
+from ..storage import urls
+from ..storage.source import Source
+from .collectives import broadcast, gathered, rank_and_world, together
+
+__all__ = ["locate_together", "open_alone", "open_together"]
+
+_COLUMNS = ("start", "shape", "file", "offset", "length")
+
+
+def open_alone(
+    path: str | os.PathLike[str], options: opening.OpenOptions, ignore_recorded_digests: bool = False
+) -> opening.OpenCheckpoint:
+    """A checkpoint that is ready to be read from: its names and recorded digests are known, its ranks' files are no mixture.
+
+    Framed items are not parsed, except for the optimizer's steps.
+    """
+    opened = opening.open_with(path, options)
+    try:
+        framed = is_framed(opened.checkpoint)
+        if not framed:
+            opened.locate()  # such a layout finds the names there, and has nothing to parse
+        before = len(opened.checkpoint.notes)
+        opened.expect_recorded(ignore_recorded_digests)
+        if not ignore_recorded_digests:
+            for text in opened.checkpoint.notes[before:]:
+                warnings.warn(f"{os.fspath(path)}: {text}", stacklevel=2)
+        if framed and not opened.allow_mixed_steps:
+            ckpt = opened.checkpoint
+            some = {n: t for n, t in ckpt.tensors.items() if t.path[:2] == ("optim", "state") and t.path[-1] == "step"}
+            mixups.refuse_mixed_steps(located(opened, some), opened.source, opened.layout)
+    except BaseException:
+        opened.source.close()
+        raise
+    return opened
+
+
+def is_framed(ckpt: Checkpoint) -> bool:
+    """Whether some tensors are inside items that were not parsed."""
+    return any(t.coding != "raw" for t in ckpt.tensors.values())
+
+
+def located(opened: opening.OpenCheckpoint, some: dict[str, TensorEntry]) -> Checkpoint:
+    """The checkpoint with these tensors alone, and their raw byte ranges; not checked."""
+    assert opened.layout.locate is not None  # only such a layout frames its items
+    return opened.layout.locate(replace(opened.checkpoint, tensors=some, records=[]), opened.source)
+
+
+# -------------------------------------------------------------------------------------------------------- the index
+
+
+@dataclass
+class _Shared:
+    """What the reading rank gives to another."""
+
+    opened: dict[str, Any]  # fields of OpenCheckpoint
+    layout: str
+    tensors: bytes
+    identities: dict[str, tuple[int, int, int, int, int]]
+
+
+def open_together(
+    path: str | os.PathLike[str], options: opening.OpenOptions, ignore_recorded_digests: bool = False
+) -> opening.OpenCheckpoint:
+    """`open_alone`, once for all ranks that see one place under the path. A collective.
+
+    Raises:
+        CkpttoolError: on all ranks, where one of them cannot open it. Corrupt: two ranks see two checkpoints.
+    """
+    rank, world = rank_and_world()
+    if world == 1:
+        return open_alone(path, options, ignore_recorded_digests)
+    places = gathered(_place(path))
+    first = places.index(places[rank])
+    out: opening.OpenCheckpoint | None = None
+    packed = b""
+
+    def read() -> None:
+        nonlocal out, packed
+        if rank == first:
+            out = open_alone(path, options, ignore_recorded_digests)
+            packed = _packed(out)
+
+    def follow() -> None:
+        nonlocal out
+        if out is None:
+            out = _followed(path, packed)
+
+    try:
+        together(read)
+        for leader in sorted({places.index(p) for p in places}):
+            sent = broadcast(packed if rank == leader else None, leader)
+            packed = sent if leader == first else packed
+        together(follow)
+        assert out is not None
+        _refuse_others(path, gathered(_state_of(out.checkpoint)))
+    except BaseException:
+        if out is not None:
+            out.source.close()
+        raise
+    return out
+
+
+def _place(path: str | os.PathLike[str]) -> tuple[Any, ...]:
+    """Equal for ranks to which the path is the same folder or file."""
+    text = os.fspath(path)
+    if urls.is_url(text):
+        return (text,)
+    try:
+        found = os.stat(text)
+    except OSError as e:
+        return (text, e.errno)
+    return os.path.realpath(text), found.st_mtime_ns
+
+
+def _packed(opened: opening.OpenCheckpoint) -> bytes:
+    ckpt = opened.checkpoint
+    fields = {
+        "checkpoint": replace(ckpt, tensors={}), "folder": opened.folder, "located": opened.located, "only": opened.only,
+        "allow_equal_ranks": opened.allow_equal_ranks, "allow_mixed_steps": opened.allow_mixed_steps,
+        "left_behind": opened.left_behind, "_record": opened._record,
+    }  # fmt: skip
+    shared = _Shared(fields, opened.layout.name, _columns(ckpt.tensors), opened.source.identities())
+    return zlib.compress(pickle.dumps(shared, protocol=5), 1)
+
+
+def _followed(path: str | os.PathLike[str], packed: bytes) -> opening.OpenCheckpoint:
+    """The checkpoint that another rank has opened."""
+    shared: _Shared = pickle.loads(zlib.decompress(packed))
+    layout = layouts.find(shared.layout)
+    source: Source = layouts.place(path).source
+    try:
+        source = layout.mount(layouts.place(path)).source
+        source.expect(shared.identities)
+    except BaseException:
+        source.close()
+        raise
+    out = opening.OpenCheckpoint(source=source, layout=layout, **shared.opened)
+    out.checkpoint.tensors = dict(_entries(shared.tensors))
+    return out
+
+
+def _columns(tensors: Mapping[str, TensorEntry]) -> bytes:
+    """Entries as a pickle of few objects: all chunks in five columns."""
+    rows: list[tuple[Any, ...]] = []
+    columns = {k: array("q") for k in _COLUMNS}
+    for name, t in tensors.items():
+        c = t.chunks
+        rows.append((name, t.dtype, t.shape, t.path, t.coding, t.wrapper, len(c), c.strides or None, c.zstd or None))
+        for k, column in columns.items():
+            column.extend(getattr(c, k))
+    return pickle.dumps((rows, columns), protocol=5)
+
+
+def _entries(packed: bytes) -> Iterable[tuple[str, TensorEntry]]:
+    """What `_columns` packed."""
+    rows, columns = pickle.loads(packed)
+    row = cell = 0
+    for name, dtype, shape, path, coding, wrapper, n, strides, zstd in rows:
+        chunks = Chunks(len(shape))
+        cells = n * len(shape)
+        chunks.start, chunks.shape = columns["start"][cell : cell + cells], columns["shape"][cell : cell + cells]
+        chunks.file, chunks.offset, chunks.length = (columns[k][row : row + n] for k in _COLUMNS[2:])
+        chunks.strides, chunks.zstd = strides or chunks.strides, zstd or chunks.zstd
+        row, cell = row + n, cell + cells
+        yield name, TensorEntry(dtype, shape, path, chunks, coding, wrapper)
+
+
+def _state_of(ckpt: Checkpoint) -> tuple[str, ...]:
+    """Digests of what two copies of one checkpoint have in common."""
+    from blake3 import blake3
+
+    tensors = [(n, t.dtype, t.shape) for n, t in ckpt.tensors.items()]
+    values = [(n, v.data) for n, v in ckpt.values.items() if v.data is None or isinstance(v.data, (int, float, str))]
+    return tuple(blake3(repr(sorted(rows)).encode("utf-8", "surrogatepass")).hexdigest() for rows in (tensors, values))
+
+
+def _refuse_others(path: str | os.PathLike[str], found: list[tuple[str, ...]]) -> None:
+    for rank, states in enumerate(found):
+        for what, mine, its in zip(("tensors", "values"), found[0], states, strict=True):
+            if mine != its:
+                raise Corrupt(
+                    f"rank {rank} sees another checkpoint under {os.fspath(path)} than rank 0: its {what} are others. Let "
+                    "all ranks see one folder, or copies of it."
+                )
+
+
+# ------------------------------------------------------------------------------------------------------- the framing
+
+
+def locate_together(opened: opening.OpenCheckpoint) -> None:
+    """`OpenCheckpoint.locate` on every rank, where every file is looked into by one of them. A collective.
+
+    The chunks are checked on rank 0, against each other and for files of ranks that do not belong together.
+    """
+    rank, world = rank_and_world()
+    ckpt = opened.checkpoint
+    if opened.located or world == 1 or not is_framed(ckpt):
+        together(opened.locate)
+        return
+    part: Checkpoint | None = None
+
+    def look() -> None:
+        nonlocal part
+        part = located(opened, _in_files(ckpt.tensors, rank, world))
+
+    together(look)
+    assert part is not None
+    odd = part.tensors.keys() != _in_files(ckpt.tensors, rank, world).keys() or part.values != ckpt.values
+    if any(gathered(odd)):  # an item turned out to be an object that is several entries
+        together(opened.locate)
+        return
+    mine = zlib.compress(pickle.dumps((_columns(part.tensors), part.records), protocol=5), 1)
+    parts = [pickle.loads(zlib.decompress(p)) for p in gathered(mine)]
+    tensors = _joined(ckpt.tensors, [dict(_entries(columns)) for columns, _ in parts], world)
+    records = [*ckpt.records, *(r for _, rows in parts for r in rows)]
+    opened.checkpoint = replace(ckpt, tensors=tensors, records=records)
+
+    def judge() -> None:
+        if rank == 0:
+            opened.locate()
+
+    together(judge)
+    opened.located = True
+
+
+def _in_files(tensors: Mapping[str, TensorEntry], rank: int, world: int) -> dict[str, TensorEntry]:
+    """The entries with those of their chunks that are in files which fall to a rank."""
+    out: dict[str, TensorEntry] = {}
+    for name, t in tensors.items():
+        rows = [k for k, file in enumerate(t.chunks.file) if file % world == rank]
+        if len(rows) == len(t.chunks.file) and rows:
+            out[name] = t
+        elif rows:
+            out[name] = replace(t, chunks=Chunks.of(t.chunks.ndim, (t.chunks[k] for k in rows)))
+    return out
+
+
+def _joined(
+    tensors: Mapping[str, TensorEntry], parts: list[dict[str, TensorEntry]], world: int
+) -> dict[str, TensorEntry]:
+    """The entries with all their chunks, in the order that they had."""
+    out: dict[str, TensorEntry] = {}
+    for name, t in tensors.items():
+        ranks = [file % world for file in t.chunks.file]
+        if len(set(ranks)) < 2:
+            out[name] = parts[ranks[0]][name] if ranks else t
+            continue
+        rows = {r: iter(parts[r][name].chunks) for r in set(ranks)}
+        wrapper = next(filter(None, (parts[r][name].wrapper for r in rows)), "")
+        chunks = Chunks.of(t.chunks.ndim, (next(rows[r]) for r in ranks))
+        out[name] = replace(t, chunks=chunks, coding="raw", wrapper=wrapper)
+    return out
