@@ -61,9 +61,11 @@ def together(act: Callable[[], object]) -> None:
         act()
     except Exception as e:
         error = e
-    errors = gathered(str(error) if error else None)
+    mine = None if error is None else (type(error) if isinstance(error, CkpttoolError) else CkpttoolError, str(error))
+    errors = gathered(mine)
     if error is not None:
         raise error
-    for rank, text in enumerate(errors):
-        if text is not None:
-            raise CkpttoolError(f"rank {rank} cannot load the checkpoint, so no rank does: {text}")
+    for rank, other in enumerate(errors):
+        if other is not None:
+            kind, text = other
+            raise kind(f"rank {rank} cannot load the checkpoint, so no rank does: {text}")

@@ -15,13 +15,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..engine.fill import Progress
+from ..engine.opening import OpenCheckpoint, OpenOptions
 from ..errors import CkpttoolError
 from ..extras import need
 from .collectives import of_all_ranks, together
 from .live_job import LiveJob
+from .shared_index import open_together
 from .storage_reader import storage_reader
 
-__all__ = ["Loaded", "load", "load_from", "storage_reader"]
+__all__ = ["Loaded", "load", "load_opened", "storage_reader"]
 
 
 @dataclass(frozen=True)
@@ -81,19 +83,27 @@ def load(
     """
     need("loading into a live job", "torch")
     started = time.monotonic()
-    reader = storage_reader(
-        path, source_layout=source_layout, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
+    options = OpenOptions(
+        source_layout=source_layout, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
         allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
-        ignore_recorded_digests=ignore_recorded_digests, progress=progress, shared=True,
     )  # fmt: skip
-    try:
-        return load_from(reader, model, optimizer, scheduler, started)
-    finally:
-        reader.opened.source.close()
+    with open_together(path, options, ignore_recorded_digests) as opened:
+        return load_opened(opened, path, model, optimizer, scheduler, progress, started)
 
 
-def load_from(reader: Any, model: Any, optimizer: Any, scheduler: Any, started: float) -> Loaded:
-    """`load`, of a checkpoint that is open on every rank. A collective."""
+def load_opened(
+    opened: OpenCheckpoint,
+    path: str | os.PathLike[str],
+    model: Any,
+    optimizer: Any,
+    scheduler: Any,
+    progress: Progress | None,
+    started: float,
+) -> Loaded:
+    """`load`, of a checkpoint that is open on every rank (shared_index.py). A collective."""
+    from .torch_reader import AnyLayoutReader
+
+    reader = AnyLayoutReader(path, opened, progress)
     job: LiveJob | None = None
 
     def prepare() -> None:

@@ -2,6 +2,7 @@
 
     open_alone(path, options) -> OpenCheckpoint       in one process
     open_together(path, options) -> OpenCheckpoint    a collective
+    look_together(path, options) -> (OpenCheckpoint, why it must not be loaded)    a collective
     locate_together(opened)                           a collective: every item's framing, each file read by one rank
 
 Detecting the layout, listing folders, parsing pickles and headers, asking transformers in a child process, comparing files of
@@ -21,18 +22,18 @@ import warnings
 import zlib
 from array import array
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .. import layouts
 from ..engine import mixups, opening
-from ..errors import Corrupt
-from ..index.checkpoint import Checkpoint, Chunks, TensorEntry
+from ..errors import CkpttoolError, Corrupt
+from ..index.checkpoint import Checkpoint, Chunks, Extent, Record, TensorEntry
 from ..storage import urls
 from ..storage.source import Source
 from .collectives import broadcast, gathered, rank_and_world, together
 
-__all__ = ["locate_together", "open_alone", "open_together"]
+__all__ = ["locate_together", "look_together", "open_alone", "open_together"]
 
 _COLUMNS = ("start", "shape", "file", "offset", "length")
 
@@ -44,6 +45,13 @@ def open_alone(
 
     Framed items are not parsed, except for the optimizer's steps.
     """
+    return _sound(*_looked_at(path, options, ignore_recorded_digests))
+
+
+def _looked_at(
+    path: str | os.PathLike[str], options: opening.OpenOptions, ignore_recorded_digests: bool
+) -> tuple[opening.OpenCheckpoint, CkpttoolError | None]:
+    """The checkpoint, and why it must not be loaded."""
     opened = opening.open_with(path, options)
     try:
         framed = is_framed(opened.checkpoint)
@@ -58,9 +66,18 @@ def open_alone(
             ckpt = opened.checkpoint
             some = {n: t for n, t in ckpt.tensors.items() if t.path[:2] == ("optim", "state") and t.path[-1] == "step"}
             mixups.refuse_mixed_steps(located(opened, some), opened.source, opened.layout)
+    except CkpttoolError as e:
+        return opened, e
     except BaseException:
         opened.source.close()
         raise
+    return opened, None
+
+
+def _sound(opened: opening.OpenCheckpoint, problem: CkpttoolError | None) -> opening.OpenCheckpoint:
+    if problem is not None:
+        opened.source.close()
+        raise problem
     return opened
 
 
@@ -86,6 +103,7 @@ class _Shared:
     layout: str
     tensors: bytes
     identities: dict[str, tuple[int, int, int, int, int]]
+    problem: tuple[type[CkpttoolError], str] | None
 
 
 def open_together(
@@ -96,24 +114,36 @@ def open_together(
     Raises:
         CkpttoolError: on all ranks, where one of them cannot open it. Corrupt: two ranks see two checkpoints.
     """
+    return _sound(*look_together(path, options, ignore_recorded_digests))
+
+
+def look_together(
+    path: str | os.PathLike[str], options: opening.OpenOptions, ignore_recorded_digests: bool = False
+) -> tuple[opening.OpenCheckpoint, CkpttoolError | None]:
+    """(the checkpoint, why it must not be loaded although it can be opened). A collective.
+
+    Raises:
+        CkpttoolError: on all ranks, where one of them cannot open it. Corrupt: two ranks see two checkpoints.
+    """
     rank, world = rank_and_world()
     if world == 1:
-        return open_alone(path, options, ignore_recorded_digests)
+        return _looked_at(path, options, ignore_recorded_digests)
     places = gathered(_place(path))
     first = places.index(places[rank])
     out: opening.OpenCheckpoint | None = None
+    problem: CkpttoolError | None = None
     packed = b""
 
     def read() -> None:
-        nonlocal out, packed
+        nonlocal out, problem, packed
         if rank == first:
-            out = open_alone(path, options, ignore_recorded_digests)
-            packed = _packed(out)
+            out, problem = _looked_at(path, options, ignore_recorded_digests)
+            packed = _packed(out, problem)
 
     def follow() -> None:
-        nonlocal out
+        nonlocal out, problem
         if out is None:
-            out = _followed(path, packed)
+            out, problem = _followed(path, packed)
 
     try:
         together(read)
@@ -127,7 +157,8 @@ def open_together(
         if out is not None:
             out.source.close()
         raise
-    return out
+    problems = gathered(None if problem is None else (type(problem), str(problem)))
+    return out, next((kind(text) for kind, text in filter(None, problems)), None)
 
 
 def _place(path: str | os.PathLike[str]) -> tuple[Any, ...]:
@@ -142,18 +173,19 @@ def _place(path: str | os.PathLike[str]) -> tuple[Any, ...]:
     return os.path.realpath(text), found.st_mtime_ns
 
 
-def _packed(opened: opening.OpenCheckpoint) -> bytes:
+def _packed(opened: opening.OpenCheckpoint, problem: CkpttoolError | None) -> bytes:
     ckpt = opened.checkpoint
     fields = {
         "checkpoint": replace(ckpt, tensors={}), "folder": opened.folder, "located": opened.located, "only": opened.only,
         "allow_equal_ranks": opened.allow_equal_ranks, "allow_mixed_steps": opened.allow_mixed_steps,
         "left_behind": opened.left_behind, "_record": opened._record,
     }  # fmt: skip
-    shared = _Shared(fields, opened.layout.name, _columns(ckpt.tensors), opened.source.identities())
+    why = None if problem is None else (type(problem), str(problem))
+    shared = _Shared(fields, opened.layout.name, _columns(ckpt.tensors), opened.source.identities(), why)
     return zlib.compress(pickle.dumps(shared, protocol=5), 1)
 
 
-def _followed(path: str | os.PathLike[str], packed: bytes) -> opening.OpenCheckpoint:
+def _followed(path: str | os.PathLike[str], packed: bytes) -> tuple[opening.OpenCheckpoint, CkpttoolError | None]:
     """The checkpoint that another rank has opened."""
     shared: _Shared = pickle.loads(zlib.decompress(packed))
     layout = layouts.find(shared.layout)
@@ -166,7 +198,7 @@ def _followed(path: str | os.PathLike[str], packed: bytes) -> opening.OpenCheckp
         raise
     out = opening.OpenCheckpoint(source=source, layout=layout, **shared.opened)
     out.checkpoint.tensors = dict(_entries(shared.tensors))
-    return out
+    return out, None if shared.problem is None else shared.problem[0](shared.problem[1])
 
 
 def _columns(tensors: Mapping[str, TensorEntry]) -> bytes:
@@ -217,6 +249,33 @@ def _refuse_others(path: str | os.PathLike[str], found: list[tuple[str, ...]]) -
 # ------------------------------------------------------------------------------------------------------- the framing
 
 
+@dataclass
+class _Part:
+    """What one rank found out about the chunks in its files, in the order of the index: columns, and the rare rest by row."""
+
+    offset: array[int] = field(default_factory=lambda: array("q"))
+    length: array[int] = field(default_factory=lambda: array("q"))
+    strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    zstd: dict[int, tuple[int, int | None]] = field(default_factory=dict)
+    wrappers: dict[str, str] = field(default_factory=dict)
+    records: array[int] = field(default_factory=lambda: array("q"))  # file, offset, length, CRC32 of each
+
+    @classmethod
+    def of(cls, found: Checkpoint) -> _Part:
+        out = cls()
+        for name, t in found.tensors.items():
+            first = len(out.offset)
+            out.strides.update((first + k, s) for k, s in t.chunks.strides.items())
+            out.zstd.update((first + k, z) for k, z in t.chunks.zstd.items())
+            out.offset.extend(t.chunks.offset)
+            out.length.extend(t.chunks.length)
+            if t.wrapper:
+                out.wrappers[name] = t.wrapper
+        for r in found.records:
+            out.records.extend((*r.extent, r.crc32))
+        return out
+
+
 def locate_together(opened: opening.OpenCheckpoint) -> None:
     """`OpenCheckpoint.locate` on every rank, where every file is looked into by one of them. A collective.
 
@@ -227,23 +286,21 @@ def locate_together(opened: opening.OpenCheckpoint) -> None:
     if opened.located or world == 1 or not is_framed(ckpt):
         together(opened.locate)
         return
-    part: Checkpoint | None = None
+    mine = _in_files(ckpt.tensors, rank, world)
+    found: Checkpoint | None = None
 
     def look() -> None:
-        nonlocal part
-        part = located(opened, _in_files(ckpt.tensors, rank, world))
+        nonlocal found
+        found = located(opened, mine)
 
     together(look)
-    assert part is not None
-    odd = part.tensors.keys() != _in_files(ckpt.tensors, rank, world).keys() or part.values != ckpt.values
+    assert found is not None
+    odd = found.tensors.keys() != mine.keys() or found.values != ckpt.values
     if any(gathered(odd)):  # an item turned out to be an object that is several entries
         together(opened.locate)
         return
-    mine = zlib.compress(pickle.dumps((_columns(part.tensors), part.records), protocol=5), 1)
-    parts = [pickle.loads(zlib.decompress(p)) for p in gathered(mine)]
-    tensors = _joined(ckpt.tensors, [dict(_entries(columns)) for columns, _ in parts], world)
-    records = [*ckpt.records, *(r for _, rows in parts for r in rows)]
-    opened.checkpoint = replace(ckpt, tensors=tensors, records=records)
+    packed = zlib.compress(pickle.dumps(_Part.of(found), protocol=5), 1)
+    opened.checkpoint = _joined(ckpt, [pickle.loads(zlib.decompress(p)) for p in gathered(packed)])
 
     def judge() -> None:
         if rank == 0:
@@ -265,18 +322,35 @@ def _in_files(tensors: Mapping[str, TensorEntry], rank: int, world: int) -> dict
     return out
 
 
-def _joined(
-    tensors: Mapping[str, TensorEntry], parts: list[dict[str, TensorEntry]], world: int
-) -> dict[str, TensorEntry]:
-    """The entries with all their chunks, in the order that they had."""
-    out: dict[str, TensorEntry] = {}
-    for name, t in tensors.items():
-        ranks = [file % world for file in t.chunks.file]
-        if len(set(ranks)) < 2:
-            out[name] = parts[ranks[0]][name] if ranks else t
-            continue
-        rows = {r: iter(parts[r][name].chunks) for r in set(ranks)}
-        wrapper = next(filter(None, (parts[r][name].wrapper for r in rows)), "")
-        chunks = Chunks.of(t.chunks.ndim, (next(rows[r]) for r in ranks))
-        out[name] = replace(t, chunks=chunks, coding="raw", wrapper=wrapper)
-    return out
+def _joined(ckpt: Checkpoint, parts: list[_Part]) -> Checkpoint:
+    """The index with what the ranks found out about their parts."""
+    import numpy as np
+
+    owner = np.concatenate([np.frombuffer(t.chunks.file, "i8") for t in ckpt.tensors.values()]) % len(parts)
+    offset, length = np.empty(len(owner), "i8"), np.empty(len(owner), "i8")
+    strides: dict[int, tuple[int, ...]] = {}
+    zstd: dict[int, tuple[int, int | None]] = {}
+    wrappers: dict[str, str] = {}
+    records = list(ckpt.records)
+    for rank, part in enumerate(parts):
+        rows = np.flatnonzero(owner == rank)
+        offset[rows], length[rows] = part.offset, part.length
+        strides.update((int(rows[k]), s) for k, s in part.strides.items())
+        zstd.update((int(rows[k]), z) for k, z in part.zstd.items())
+        wrappers.update(part.wrappers)
+        numbers = iter(part.records)
+        records += [Record(Extent(*r[:3]), r[3]) for r in zip(*[numbers] * 4, strict=True)]
+    tensors: dict[str, TensorEntry] = {}
+    first = 0
+    for name, t in ckpt.tensors.items():
+        old, chunks = t.chunks, Chunks(t.chunks.ndim)
+        end = first + len(old)
+        chunks.start, chunks.shape, chunks.file = old.start, old.shape, old.file
+        chunks.offset, chunks.length = array("q", offset[first:end].tobytes()), array("q", length[first:end].tobytes())
+        if strides:
+            chunks.strides = {k - first: strides[k] for k in range(first, end) if k in strides}
+        if zstd:
+            chunks.zstd = {k - first: zstd[k] for k in range(first, end) if k in zstd}
+        tensors[name] = replace(t, chunks=chunks, coding="raw", wrapper=wrappers.get(name, t.wrapper))
+        first = end
+    return replace(ckpt, tensors=tensors, records=records)

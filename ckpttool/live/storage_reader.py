@@ -83,4 +83,4 @@ def storage_reader(
     def open_path(at: Any) -> opening.OpenCheckpoint:
         return (open_together if shared else open_alone)(at, options, ignore_recorded_digests)
 
-    return AnyLayoutReader(path, open_path, progress)
+    return AnyLayoutReader(path, open_path(path), progress, open_path)

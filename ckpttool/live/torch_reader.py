@@ -71,11 +71,15 @@ class AnyLayoutReader(StorageReader):
     """Reads a checkpoint that is not DCP, or is, for torch.distributed.checkpoint.load."""
 
     def __init__(
-        self, path: str | os.PathLike[str], open_path: Callable[[Any], OpenCheckpoint], progress: Progress | None
+        self,
+        path: str | os.PathLike[str],
+        opened: OpenCheckpoint,
+        progress: Progress | None,
+        open_other: Callable[[Any], OpenCheckpoint] | None = None,
     ) -> None:
         super().__init__()
-        self._open_path, self._progress = open_path, progress
-        self._open = LiveReader(path, open_path(path), progress)
+        self._open_other, self._progress = open_other, progress
+        self._open = LiveReader(path, opened, progress)
 
     @property
     def checkpoint_id(self) -> str:
@@ -98,9 +102,9 @@ class AnyLayoutReader(StorageReader):
         return self._open
 
     def reset(self, checkpoint_id: Any = None, *args: Any, **kwargs: Any) -> None:
-        if checkpoint_id is not None and os.fspath(checkpoint_id) != self._open.path:
+        if self._open_other is not None and checkpoint_id is not None and os.fspath(checkpoint_id) != self._open.path:
             self._open.source.close()
-            self._open = LiveReader(checkpoint_id, self._open_path(checkpoint_id), self._progress)
+            self._open = LiveReader(checkpoint_id, self._open_other(checkpoint_id), self._progress)
 
     # No parameter is called kwargs: torch would take an error here for a missing .metadata and ask again.
     def read_metadata(self, *_: Any, **__: Any) -> Any:

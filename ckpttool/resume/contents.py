@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .differences import deviation
+from .load_cost import spread
 from .text import clean, number
 from .trace import Step, Trace
 from .verdict import Check, Report
@@ -174,7 +175,7 @@ def speed(report: Report) -> list[tuple[str, str]]:
     ):
         if value is not None:
             out.append((what, text.format(value)))
-    return out
+    return [*out, *spread(report.candidate.loads)]
 
 
 def known(report: Report, key: str) -> float | None:

@@ -87,6 +87,8 @@ class Trace:
     "not_finite"} (`probing.sketch`), and of a run that had such a reference the sketch for the recorded rows as "recorded".
     `roundtrip` {"save_seconds", "load_seconds", "bytes", "differing": [names]} of the save after the first step, or
     {"skipped": why}.
+    `load_seconds` is that of the slowest rank, `load_bytes` of all ranks. `loads` has {"rank", "seconds", "bytes",
+    "host_bytes", "device_bytes"}: peaks of resident memory, and of the device's, which is None on CPU.
     `memory` has {"rank", "allocated_bytes", "reserved_bytes", "total_bytes"} peaks, of the device.
     """
 
@@ -127,6 +129,7 @@ class Trace:
     roundtrip: dict[str, Any] = field(default_factory=dict)
     load_seconds: float | None = None
     load_bytes: int | None = None
+    loads: list[dict[str, Any]] = field(default_factory=list)
     memory: list[dict[str, int]] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

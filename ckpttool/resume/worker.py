@@ -21,10 +21,11 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from ..engine.local_worker import end_with
-from ..engine.opening import OpenCheckpoint, open_with
+from ..engine.opening import OpenCheckpoint
 from ..errors import CkpttoolError
 from ..live.collectives import gathered
-from ..live.load import load
+from ..live.load import load_opened
+from ..live.shared_index import locate_together, look_together
 from ..live.values import lossless
 from . import batches, fingerprint
 from .beside import taken
@@ -43,6 +44,7 @@ from .live_facts import (  # fmt: skip
     scalars_of,
     tied_names,
 )
+from .load_cost import LoadCost
 from .recipe import fitting
 from .round_trip import round_trip
 from .settings import Settings, Status, read_settings
@@ -67,7 +69,9 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
     import torch.distributed as dist
 
     torch.manual_seed(settings.seed)
-    with open_with(settings.source, settings.reading) as opened:
+    at(f"reading the index of {settings.source}")
+    opened, problem = look_together(settings.source, settings.reading)
+    with opened:
         ckpt = opened.checkpoint
         status("building the model")
         at("building the model")
@@ -98,7 +102,7 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
             out.notes.append(f"{lacks}; the optimizer of the job starts from zero")
         status(f"loading {settings.source}")
         at(f"loading {settings.source}")
-        failed = _load(settings, job, trained, out, status)
+        failed = _load(settings, job, opened, problem, trained, out, status)
         if failed is not None:
             out.failed = failed
             out.state = {n: (t.dtype, t.shape, "") for n, t in ckpt.tensors.items() if t.path[0] in _IN_JOB}
@@ -170,26 +174,35 @@ class _Rate:
         )
 
 
-def _load(settings: Settings, job: Job, trained: bool, out: Trace, status: Status) -> str | None:
+def _load(
+    settings: Settings,
+    job: Job,
+    opened: OpenCheckpoint,
+    refused: CkpttoolError | None,
+    trained: bool,
+    out: Trace,
+    status: Status,
+) -> str | None:
     """Load; why it cannot be done, on every rank alike, where it cannot. A collective."""
-    began, reading = time.monotonic(), settings.reading
-    problem: str | None = None
-    try:
-        loaded = load(
-            job.model, job.optimizer if trained else None, settings.source, scheduler=job.scheduler if trained else None,
-            progress=_Rate(status), source_layout=reading.source_layout, config=reading.config, like=reading.like,
-            flat_layout=reading.flat_layout, wrap=reading.wrap, tag=reading.tag,
-            allow_equal_ranks=reading.allow_equal_ranks, allow_mixed_steps=reading.allow_mixed_steps,
-        )  # fmt: skip
-        out.notes.extend(loaded.notes)
-        out.load_bytes = loaded.bytes
-    except CkpttoolError as e:
-        problem = str(e)
-    except (RuntimeError, ValueError, KeyError) as e:  # torch's own, where it sets the state of a live job
-        problem = f"{type(e).__name__}: {e}"
-    problems = gathered((problem, out.load_bytes))
-    out.load_seconds = time.monotonic() - began
-    out.load_bytes = sum(b or 0 for _, b in problems)
+    problem = None if refused is None else str(refused)
+    cost = LoadCost(settings.device)
+    if problem is None:
+        try:
+            locate_together(opened)
+            optimizer, scheduler = (job.optimizer, job.scheduler) if trained else (None, None)
+            loaded = load_opened(
+                opened, settings.source, job.model, optimizer, scheduler, _Rate(status), time.monotonic()
+            )
+            out.notes.extend(loaded.notes)
+            cost.bytes = loaded.bytes
+        except CkpttoolError as e:
+            problem = str(e)
+        except (RuntimeError, ValueError, KeyError) as e:  # torch's own, where it sets the state of a live job
+            problem = f"{type(e).__name__}: {e}"
+    problems = gathered((problem, cost.measured()))
+    out.loads = [{"rank": rank, **measured} for rank, (_, measured) in enumerate(problems)]
+    out.load_seconds = max(m["seconds"] for m in out.loads)
+    out.load_bytes = sum(m["bytes"] for m in out.loads)
     errors = {p: r for r, (p, _) in reversed(list(enumerate(problems))) if p is not None}
     if not errors:
         return None

@@ -95,8 +95,8 @@ def test_all_ranks_hold_one_state_and_only_the_first_reads_what_is_small(found: 
     ("case", "rank", "its", "others"),
     [
         ("other on rank 1", None, "rank 1 sees another checkpoint under .*: its values are others", ""),
-        ("nothing on rank 1", 1, "nothing.*", "CkpttoolError: rank 1 cannot load the checkpoint, so no rank does: .*nothing"),
-        ("damaged", 0, r"Truncated: .*\.metadata", r"CkpttoolError: rank 0 cannot load the checkpoint, so no rank does: .*\.metadata"),
+        ("nothing on rank 1", 1, "nothing.*", r"^\w+: rank 1 cannot load the checkpoint, so no rank does: .*nothing"),
+        ("damaged", 0, r"Truncated: .*\.metadata", r"^Truncated: rank 0 cannot load the checkpoint, so no rank does: .*\.metadata"),
     ],
 )  # fmt: skip
 def test_what_one_rank_cannot_open_none_loads(found: Any, case: str, rank: int | None, its: str, others: str) -> None:

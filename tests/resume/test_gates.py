@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpttool.resume.gates import PEAKS, gates, metrics, peak_flops
+from ckpttool.resume.load_cost import spread
 from ckpttool.resume.trace import Step, Trace
 from ckpttool.resume.verdict import Report
 
@@ -121,3 +122,21 @@ def test_a_limit_whose_number_cannot_be_known_fails_and_says_what_to_give() -> N
     assert "did not time the load" in text(run(load_seconds=None), max_load_seconds=1.0)
     assert "--global-batch" in text(run(global_batch=None), min_mfu=0.4)
     assert "how many parameters" in text(run(parameters=None), min_mfu=0.4)
+
+
+def test_the_cost_of_a_load_is_told_over_all_ranks_with_the_worst_one() -> None:
+    loads = [
+        {"rank": 0, "seconds": 1.0, "bytes": 3_000_000_000, "host_bytes": 2 << 30, "device_bytes": None},
+        {"rank": 1, "seconds": 9.5, "bytes": 1_000_000_000, "host_bytes": 1 << 30, "device_bytes": None},
+        {"rank": 2, "seconds": 2.0, "bytes": 2_000_000_000, "host_bytes": 3 << 30, "device_bytes": None},
+    ]
+    assert dict(spread(loads)) == {
+        "load time of a rank": "1 s, 2 s, 9.5 s (least, median, most: rank 1)",
+        "bytes read by a rank": "1 GB, 2 GB, 3 GB (least, median, most: rank 0)",
+        "peak host memory of a load": "1 GiB, 2 GiB, 3 GiB (least, median, most: rank 2)",
+    }
+    assert dict(spread([{**loads[0], "bytes": 5_000_000, "device_bytes": 1 << 29}])) == {
+        "load time of a rank": "1 s", "bytes read by a rank": "5 MB", "peak host memory of a load": "2 GiB",
+        "peak device memory of a load": "0.5 GiB",
+    }  # fmt: skip
+    assert spread([]) == []
