@@ -19,7 +19,7 @@ from ..errors import CkpttoolError, RankLost, UsageError, argument
 from .settings import Status
 from .watch import Beat, Watch, at, beating, parsed, period_of, written
 
-__all__ = ["joined_job", "watched_job"]
+__all__ = ["joined_job", "lost_peer", "watched_job"]
 
 #: Seconds that collectives wait longer than the watch, which says more about what is wrong.
 _LONGER = 60.0
@@ -87,6 +87,13 @@ def _not_joined(e: Exception) -> CkpttoolError:
     )
 
 
+def lost_peer(e: BaseException) -> bool:
+    """Whether a rank raised this because another one is gone, as gloo and NCCL say it."""
+    import torch.distributed as dist
+
+    return isinstance(e, dist.DistError) or "by peer" in str(e)
+
+
 @contextmanager
 def watched_job(timeout: float, status: Status) -> Iterator[None]:
     """Watch the ranks of the job that torchrun or srun started, while the block runs.
@@ -119,7 +126,7 @@ class _Observer:
 
         self.store, self.timeout, self.period = store, timeout, period_of(timeout)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.watch = Watch(dict.fromkeys(range(self.world), 0), timeout)
+        self.watch, self.looked = Watch(dict.fromkeys(range(self.world), 0), timeout), time.monotonic()
 
     def __call__(self, beat: Beat) -> None:
         try:
@@ -143,7 +150,9 @@ class _Observer:
                     )
                 )
             return
-        stall = self.watch.stalled(beats, self.period)
+        now = time.monotonic()
+        stall = self.watch.stalled(beats, now - self.looked)
+        self.looked = now
         if stall is None or (self.rank == 1 and 0 not in self.watch.frozen()):
             return
         self.store.set("ckpttool-stalled", "1")

@@ -20,7 +20,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from ..engine.opening import OpenCheckpoint, OpenOptions, open_with, usable
-from ..errors import CkpttoolError, UsageError, argument
+from ..errors import CkpttoolError, RankLost, UsageError, argument
 from ..extras import need
 from ..index.names import step_count
 from .bounds import PROFILES
@@ -370,7 +370,7 @@ def _run_here(plan: Mapping[str, Settings], folder: str, status: Status) -> dict
     """The traces of these runs in the job that this process is a rank of; None on other ranks than 0.
 
     Raises:
-        CkpttoolError: anything that the job raised; its traceback is printed.
+        RankLost: another rank is gone. CkpttoolError: anything else that the job raised. The traceback is printed.
     """
     try:
         return _run_as_rank(plan, folder, status)
@@ -379,10 +379,16 @@ def _run_here(plan: Mapping[str, Settings], folder: str, status: Status) -> dict
     except Exception as e:
         import traceback
 
+        from .joined import lost_peer
         from .watch import stage
 
         traceback.print_exc()
         text = " ".join(str(e).split()).rstrip(".")
+        if lost_peer(e):
+            raise RankLost(
+                f"rank {os.environ['RANK']} lost another rank in {stage()!r} ({text}). The rank that ended first is the cause: torchrun "
+                "lists it with its exit code, and srun prints it."
+            ) from None
         raise CkpttoolError(f"rank {os.environ['RANK']} failed in {stage()!r}: {type(e).__name__}: {text}.") from None
 
 

@@ -173,16 +173,13 @@ def raise_error_of(folder: str, statuses: Mapping[int, int]) -> None:
     for path in _error_files(folder):
         with open(path, encoding="utf-8") as f:
             found.append(json.load(f))
-    found.sort(key=lambda error: (not error["known"], error["time"]))
+    found.sort(key=lambda error: (not error["known"], error["lost_peer"], error["time"]))
     silent = {r: s for r, s in statuses.items() if s and r not in {error["rank"] for error in found}}
-    killed = sorted((r for r, s in silent.items() if s < 0), key=lambda r: (silent[r] == -signal.SIGABRT, r))
-    where = {rank: beat.what for rank, beat in _beats(folder).items()}
-    if killed and (not found or silent[killed[0]] != -signal.SIGABRT):
-        raise _with_log(_killed(killed[0], -silent[killed[0]], where), folder)
-    if not found:
-        rank, status = next(iter(silent.items()))
-        text = f"rank {rank} ended with status {status} in {where.get(rank, Beat.what)!r}, without an error message."
-        raise _with_log(CkpttoolError(text), folder)
+    killed = [r for r, s in silent.items() if s < 0 and s != -signal.SIGABRT]
+    if killed or (silent and (not found or found[0]["lost_peer"])):
+        rank = min(killed or silent)
+        where = _beats(folder).get(rank, Beat(rank)).what
+        raise _with_log(_ended(rank, silent[rank], where), folder)
     first = found[0]
     text = first["text"] if first["kind"] == "NotRecognised" else " ".join(first["text"].split())
     if first["known"]:
@@ -192,7 +189,11 @@ def raise_error_of(folder: str, statuses: Mapping[int, int]) -> None:
     raise _with_log(CkpttoolError(f"rank {first['rank']} failed: {first['kind']}: {text.rstrip('.')}."), folder, full)
 
 
-def _killed(rank: int, number: int, where: Mapping[int, str]) -> RankLost:
+def _ended(rank: int, status: int, where: str) -> CkpttoolError:
+    """What a rank is said to have died of that left no error."""
+    if status > 0:
+        return CkpttoolError(f"rank {rank} ended with status {status} in {where!r}, without an error message.")
+    number = -status
     causes: dict[int, str] = {
         signal.SIGKILL: "The kernel's out-of-memory killer does that; `dmesg -T`, or `kubectl describe pod`, shows it. If memory "
         "ran out, use a smaller micro-batch, or fewer ranks on this machine.",
@@ -201,7 +202,7 @@ def _killed(rank: int, number: int, where: Mapping[int, str]) -> RankLost:
     }
     name = signal.Signals(number).name if number in set(signal.Signals) else "real-time signal"
     cause = causes.get(number, "Native code crashed; its Python stack is in the log.")
-    return RankLost(f"rank {rank} was killed by signal {number} ({name}) in {where.get(rank, Beat.what)!r}. {cause}")
+    return RankLost(f"rank {rank} was killed by signal {number} ({name}) in {where!r}. {cause}")
 
 
 def _with_log(e: CkpttoolError, folder: str, more: str = "") -> CkpttoolError:

@@ -82,6 +82,7 @@ class _Here:
     def __init__(self) -> None:
         self.position, self.moves, self.what = 0, 0, Beat.what
         self.file: int | None = None
+        self.wake = threading.Event()
 
 
 _here = _Here()
@@ -93,6 +94,8 @@ def at(what: str) -> None:
     _here.position += 1
     if _here.file is not None:
         os.pwrite(_here.file, f"{_here.position} {what}".encode()[:_LINE].ljust(_LINE), 0)
+    else:
+        _here.wake.set()
 
 
 def moved() -> None:
@@ -148,7 +151,10 @@ class _Pulse(threading.Thread):
             with suppress(OSError):
                 host = socket.gethostname()
                 self.publish(Beat(self.rank, os.getpid(), host, count, _here.position, _here.what, quiet, waits, stack))
-            if self.over.wait(self.period):
+            self.over.wait(self.period / 10)  # as often as that, if stages are short
+            _here.wake.wait(self.period * 0.9)
+            _here.wake.clear()
+            if self.over.is_set():
                 break
         faulthandler.cancel_dump_traceback_later()
 
@@ -162,6 +168,7 @@ def beating(rank: int, timeout: float, publish: Callable[[Beat], None], stacks: 
         yield
     finally:
         pulse.over.set()
+        _here.wake.set()
         pulse.join(2 * pulse.period)
 
 

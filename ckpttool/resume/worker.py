@@ -30,7 +30,7 @@ from ..live.values import lossless
 from . import batches, fingerprint
 from .beside import taken
 from .job import Job, start
-from .joined import joined_job
+from .joined import joined_job, lost_peer
 from .live_facts import (  # fmt: skip
     config_of,
     device_of,
@@ -305,8 +305,8 @@ def _fail(folder: str, rank: int, e: BaseException) -> NoReturn:
     import traceback
 
     word: Mapping[str, Any] = {
-        "rank": rank, "known": isinstance(e, CkpttoolError), "kind": type(e).__name__, "text": str(e) or type(e).__name__,
-        "time": time.time(), "traceback": traceback.format_exc(),
+        "rank": rank, "known": isinstance(e, CkpttoolError), "lost_peer": lost_peer(e), "kind": type(e).__name__,
+        "text": str(e) or type(e).__name__, "time": time.time(), "traceback": traceback.format_exc(),
     }  # fmt: skip
     _write(folder, f"error-{rank}.json", json.dumps(word))
     _end(1)

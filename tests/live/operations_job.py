@@ -79,6 +79,16 @@ def fails() -> Any:
     return job(act)
 
 
+def crashes() -> Any:
+    """Rank 1 aborts in native code."""
+    return job(os.abort)
+
+
+def ends() -> Any:
+    """Rank 1 ends in the middle of a step, and leaves no error."""
+    return job(lambda: os._exit(7), training=True)
+
+
 def leaves() -> Any:
     """Whoever builds the job ends the process."""
     sys.exit(3)

@@ -121,6 +121,14 @@ OUTCOMES = {
     "killed": (13, "rank 1 was killed by signal 9 (SIGKILL) in 'probing'. The kernel's out-of-memory killer"),
     "fails": (1, "rank 1 failed: ValueError: the labels are of another vocabulary. The log is "),
     "leaves": (1, " failed: SystemExit: 3. The log is "),
+    "crashes": (
+        13,
+        "rank 1 was killed by signal 6 (SIGABRT) in 'probing'. Native code crashed; its Python stack is in the log.",
+    ),
+    "ends": (
+        1,
+        "rank 1 ended with status 7 in 'step 1 of 1000000, micro-batch 1 of 1', without an error message. The log is ",
+    ),
     "loader": (2, "DataLoader"),
 }
 
@@ -135,9 +143,9 @@ def test_the_rank_that_failed_is_named_with_what_ended_it(job: str, begin: Calla
     assert text in error and "\\n" not in error, command.said()
     assert none_left(command.folder) and not command.left()
     if kept := re.search(r"The log is (\S+)\.$", error):
-        assert {"fails": "another vocabulary", "leaves": "sys.exit(3)"}.get(job, "rank 1 in 'probing'") in Path(
-            kept[1]
-        ).read_text()
+        assert {"fails": "another vocabulary", "leaves": "sys.exit(3)", "crashes": "Fatal Python error: Aborted"}.get(
+            job, "rank 1 in '"
+        ) in Path(kept[1]).read_text()
 
 
 SILENT = {
