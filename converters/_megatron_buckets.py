@@ -30,11 +30,12 @@ from ckpttool.index import boxes
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry
 from ckpttool.storage.source import Source
 
-__all__ = ["BUCKETS", "resolve"]
+from ._megatron_state import BUCKETS
 
-#: The element of a canonical path behind which a bucket has its name.
-BUCKETS = "buckets"
-_ALIGNED = 64
+__all__ = ["ALIGNED", "Bucket", "Local", "Run", "entries", "place", "resolve"]
+
+#: Parameters begin at multiples of this in a bucket.
+ALIGNED = 64
 _LAYER = re.compile(r"(?P<head>(?:.*\.)?layers)\.(?P<i>\d+)\.(?P<rest>.+)", re.DOTALL)
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -47,7 +48,7 @@ class Local(NamedTuple):
 
 
 @dataclass
-class _Run:
+class Run:
     """Elements [first, last) of a bucket that are one parameter, and who that can be."""
 
     first: int
@@ -57,13 +58,13 @@ class _Run:
 
 
 @dataclass
-class _Bucket:
+class Bucket:
     """One bucket; `slots` {slot: its 1-D tensor}."""
 
     name: str
     group: str
     slots: dict[str, TensorEntry]
-    runs: list[_Run] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
 
     @property
     def param(self) -> TensorEntry:
@@ -86,19 +87,19 @@ def resolve(ckpt: Checkpoint, source: Source) -> tuple[dict[Path, TensorEntry], 
         "value, the fp32 copy of a weight that rounds to it bit for bit"
     ]
     _choose(found, list(weights), notes)
-    return _entries(found, weights, source, ckpt, notes), notes
+    return entries(found, weights, source, ckpt, notes), notes
 
 
-def _buckets(ckpt: Checkpoint) -> list[_Bucket]:
+def _buckets(ckpt: Checkpoint) -> list[Bucket]:
     """The buckets by group, buffer and number."""
-    of: dict[str, _Bucket] = {}
+    of: dict[str, Bucket] = {}
     for t in ckpt.tensors.values():
         if BUCKETS not in t.path:
             continue
         at = t.path.index(BUCKETS)
         name, slot = str(t.path[at + 1]), str(t.path[at + 2])
         group = name.partition(".gbuf_idx_")[0]
-        of.setdefault(name, _Bucket(name, group, {})).slots[slot] = t
+        of.setdefault(name, Bucket(name, group, {})).slots[slot] = t
     for b in of.values():
         if "param" not in b.slots or any(len(t.shape) != 1 or t.shape != b.param.shape for t in b.slots.values()):
             raise Corrupt(f'"{b.name}" has not one flat tensor of each kind, of equal lengths.')
@@ -136,7 +137,7 @@ def _size(local: Local) -> int:
 
 
 def _find_runs(
-    found: list[_Bucket], weights: Mapping[str, TensorEntry], locals_of: Mapping[str, list[Local]], source: Source, ckpt: Checkpoint
+    found: list[Bucket], weights: Mapping[str, TensorEntry], locals_of: Mapping[str, list[Local]], source: Source, ckpt: Checkpoint
 ) -> None:  # fmt: skip
     """Find the runs of every bucket by value."""
     sizes: dict[int, list[Local]] = {}
@@ -149,7 +150,7 @@ def _find_runs(
     kinds = {n: {weights[x.weight].dtype for x in some} for n, some in sizes.items()}
     for number, b in enumerate(found):
         ends = sorted(s[0] + n[0] for s, n in b.param.chunks.boxes() if n[0])
-        for first in sorted(s[0] for s, n in b.param.chunks.boxes() if n[0] and s[0] % _ALIGNED == 0):
+        for first in sorted(s[0] for s, n in b.param.chunks.boxes() if n[0] and s[0] % ALIGNED == 0):
             for last in ends[bisect_right(ends, first) :]:
                 for dtype in kinds.get(last - first, ()):
                     name = f"{number}:{first}:{last}:{dtype}"
@@ -172,7 +173,7 @@ def _find_runs(
                 for dtype in kinds.get(last - at, ()):
                     digest = digests.get(f"{number}:{at}:{last}:{dtype}", "")
                     if fits := by_digest.get((dtype, digest)):
-                        runs.append(_Run(at, last, fits))
+                        runs.append(Run(at, last, fits))
             if len(runs) != 1:
                 why = (
                     "is no weight of the model: its fp32 values do not round to those of any"
@@ -184,7 +185,7 @@ def _find_runs(
                     "fully_reshardable, or convert the weights alone."
                 )
             b.runs.append(runs[0])
-            at = -(-runs[0].last // _ALIGNED) * _ALIGNED
+            at = -(-runs[0].last // ALIGNED) * ALIGNED
 
 
 def _called(local: Local) -> str:
@@ -242,7 +243,7 @@ def _positions(names: list[str]) -> dict[str, tuple[int, int, int]]:
     return out
 
 
-def _choose(found: list[_Bucket], names: list[str], notes: list[str]) -> None:
+def _choose(found: list[Bucket], names: list[str], notes: list[str]) -> None:
     """Give every run its parameter."""
     at = _positions(names)
     owners: dict[str, set[str]] = {}  # {weight: groups that certainly have a part of it}
@@ -251,7 +252,7 @@ def _choose(found: list[_Bucket], names: list[str], notes: list[str]) -> None:
             if len(run.fits) == 1:
                 run.chosen = run.fits[0]
                 owners.setdefault(run.chosen.weight, set()).add(b.group)
-    lines: dict[str, list[tuple[_Run, _Bucket]]] = {}
+    lines: dict[str, list[tuple[Run, Bucket]]] = {}
     for b in found:
         lines.setdefault(b.name.partition(".bucket_idx_")[0], []).extend((run, b) for run in b.runs)
     told = 0
@@ -270,10 +271,10 @@ def _choose(found: list[_Bucket], names: list[str], notes: list[str]) -> None:
     _refuse_twice(found)
 
 
-def _gaps(line: list[tuple[_Run, _Bucket]]) -> Iterable[tuple[list[tuple[_Run, _Bucket]], Local | None, Local | None]]:
+def _gaps(line: list[tuple[Run, Bucket]]) -> Iterable[tuple[list[tuple[Run, Bucket]], Local | None, Local | None]]:
     """Runs that values do not tell apart, with the parameter before and behind them."""
     before: Local | None = None
-    gap: list[tuple[_Run, _Bucket]] = []
+    gap: list[tuple[Run, Bucket]] = []
     for run, b in line:
         if run.chosen is None:
             gap.append((run, b))
@@ -286,7 +287,7 @@ def _gaps(line: list[tuple[_Run, _Bucket]]) -> Iterable[tuple[list[tuple[_Run, _
 
 
 def _fill_gap(
-    gap: list[tuple[_Run, _Bucket]], high: tuple[int, int, int] | None, low: tuple[int, int, int] | None,
+    gap: list[tuple[Run, Bucket]], high: tuple[int, int, int] | None, low: tuple[int, int, int] | None,
     at: Mapping[str, tuple[int, int, int]], owners: Mapping[str, set[str]],
 ) -> int:  # fmt: skip
     """Choose for the runs of a gap, whose weights lie between two positions, the higher one first."""
@@ -307,7 +308,7 @@ def _fill_gap(
     return len(gap)
 
 
-def _untold(gap: list[tuple[_Run, _Bucket]]) -> Unsupported:
+def _untold(gap: list[tuple[Run, Bucket]]) -> Unsupported:
     run, b = gap[0]
     names = list(dict.fromkeys(x.weight for x in run.fits))
     shown = ", ".join(f'"{n}"' for n in names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
@@ -317,9 +318,9 @@ def _untold(gap: list[tuple[_Run, _Bucket]]) -> Unsupported:
     )
 
 
-def _refuse_twice(found: list[_Bucket]) -> None:
+def _refuse_twice(found: list[Bucket]) -> None:
     """Refuse two segments of one group that were found to be the same parameter."""
-    seen: dict[tuple[str, Local], _Run] = {}
+    seen: dict[tuple[str, Local], Run] = {}
     for b in found:
         for run in b.runs:
             assert run.chosen is not None
@@ -330,8 +331,8 @@ def _refuse_twice(found: list[_Bucket]) -> None:
 # -------------------------------------------------------------------------------------------------------- entries
 
 
-def _entries(
-    found: list[_Bucket], weights: Mapping[str, TensorEntry], source: Source, ckpt: Checkpoint, notes: list[str]
+def entries(
+    found: list[Bucket], weights: Mapping[str, TensorEntry], source: Source, ckpt: Checkpoint, notes: list[str]
 ) -> dict[Path, TensorEntry]:  # fmt: skip
     """The state of every parameter in its shape. Of a parameter that several groups have, such as the norms of tensor-parallel
     ranks, that of the first is taken, as Megatron-Core does in its other formats; whether the others are equal is looked at."""
@@ -348,7 +349,7 @@ def _entries(
                 name, whole = run.chosen.weight, weights[run.chosen.weight].shape
                 path: Path = ("extra", "master", name) if slot == "param" else ("optim", "state", name, slot)
                 entry = out.get(path) or TensorEntry(t.dtype, whole, path, Chunks(len(whole)))
-                _place(entry.chunks, run.chosen, t, run)
+                place(entry.chunks, run.chosen, t, run)
                 out[path] = entry
     several = {f"{k}:{i}": t for k, some in enumerate(copies.values()) if len(some) > 1 for i, t in enumerate(some)}
     digests = tensor_digests(several, source, ckpt.files, ckpt.records, silent)
@@ -360,7 +361,7 @@ def _entries(
     return out
 
 
-def _place(out: Chunks, local: Local, t: TensorEntry, run: _Run) -> None:
+def place(out: Chunks, local: Local, t: TensorEntry, run: Run) -> None:
     """Add a run of a bucket to the chunks of its parameter."""
     item = ITEMSIZE[t.dtype]
     for row, ((start,), (n,)) in enumerate(t.chunks.boxes()):

@@ -12,19 +12,30 @@ from ckpttool.formats.pickles import MEGATRON_ENUMS, Global, Opaque, short
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index.checkpoint import Path, TensorEntry
 from ckpttool.index.names import COMPONENTS
+from ckpttool.storage.source import Source
 
 __all__ = [
+    "BUCKETS",
+    "MODEL_OF_2023",
+    "RANK",
     "Key",
     "args_of_data",
     "common_tree",
     "data_of_args",
+    "group_members",
     "is_bare",
     "key_of",
+    "model_file",
     "name_groups",
     "path_of_object",
     "unstacked_name",
 ]
 
+#: The element of a canonical path behind which a bucket of the optimizer has its name.
+BUCKETS = "buckets"
+#: In the place of model_optim_rng.pt in jobs whose optimizer is in files of data-parallel ranks.
+MODEL_OF_2023 = "model_rng.pt"
+RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 #: The slots in which Megatron's optimizers keep the fp32 copies of the weights (distrib_optimizer.py, optimizer.py).
 MASTERS = frozenset(("param", "fp32_param", "master_param"))
 _SLOT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<slot>[^.]+)\.(?P<name>.+)", re.DOTALL)
@@ -58,6 +69,14 @@ class Key:
         return tuple(unstacked_name(p, i) if isinstance(p, str) else p for p in self.path)
 
 
+def model_file(source: Source, folder: str) -> str | None:
+    """The file of the model in a folder of a model-parallel rank, of the format before dist_checkpointing; None where it is none."""
+    if not RANK.fullmatch(folder) or not source.glance(folder)[0]:
+        return None
+    inside = source.list(folder)
+    return next((n for n in ("model_optim_rng.pt", MODEL_OF_2023) if n in inside), None)
+
+
 def unstacked_name(name: str, i: int) -> str:
     """The name of a layer's parameter, of the name that all layers share: "decoder.layers.mlp.x" is "decoder.layers.3.mlp.x"."""
     m = _STACKED.fullmatch(name)
@@ -68,7 +87,7 @@ def key_of(key: str) -> Key:
     """What the key of a tensor says."""
     if m := _BUCKET.fullmatch(key):
         part = ("extra", "master") if m["slot"] in MASTERS else ("optim",)
-        return Key((*part, "buckets", m["bucket"], m["slot"]), False, m["bucket"], m["group"])
+        return Key((*part, BUCKETS, m["bucket"], m["slot"]), False, m["bucket"], m["group"])
     if m := _SLOT.fullmatch(key):
         name, slot = m["name"], m["slot"]
         path: Path = ("extra", "master", name) if slot in MASTERS else ("optim", "state", name, slot)
@@ -223,7 +242,7 @@ def name_groups(leaves: dict[Path, Any], notes: list[str]) -> None:
     names = [n for n in order if n in trained] or list(trained)
     if not found or not names:
         return
-    members = _members(found, {n: len(trained[n].shape) for n in names})
+    members = group_members(found, {n: len(trained[n].shape) for n in names})
     if members is None:
         notes.append(
             "Megatron-Core saves no parameters of its param groups, and these are not told apart by weight decay and experts alone, so "
@@ -257,7 +276,7 @@ def is_bare(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) == 1 or name.endswith(".bias")
 
 
-def _members(groups: Mapping[int, Mapping[Any, Any]], dims: Mapping[str, int]) -> dict[int, list[str]] | None:
+def group_members(groups: Mapping[int, Mapping[Any, Any]], dims: Mapping[str, int]) -> dict[int, list[str]] | None:
     """{group: its parameters}; None where the groups do not follow from the rule."""
     of: dict[tuple[bool, bool], int] = {}
     for i, g in groups.items():

@@ -8,7 +8,7 @@
     DIR/../latest_checkpointed_iteration.txt  names the newest iter_{iteration:07d}
 
     iter_N/ without metadata.json             Megatron-FSDP's fsdp_dtensor: _megatron_fsdp.py
-    mp_rank_XX[_YYY]/model_optim_rng.pt       the format before dist_checkpointing; refused
+    mp_rank_XX[_YYY]/model_optim_rng.pt       the format before dist_checkpointing: _megatron_ranks.py
 
     {weights/, context/}                      NeMo 2: DIR is weights/
     {model, optimizer, extra}/dist_ckpt/      verl since 0.9: three such folders are one state; before, dist_ckpt/ alone
@@ -52,7 +52,7 @@ from ckpttool.storage.source import Source
 
 from ._dcp_metadata import read_index
 from ._megatron_boxes import flat_ranges, layer
-from ._megatron_state import Key, common_tree, key_of, name_groups, path_of_object
+from ._megatron_state import BUCKETS, Key, common_tree, key_of, model_file, name_groups, path_of_object
 from ._megatron_write import prepare, write
 
 __all__ = ["LAYOUTS"]
@@ -62,7 +62,6 @@ _VERL = ("model", "optimizer", "extra")
 _MOST_JSON = 1 << 20
 _TRACKER = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_\d{7}|release")
-_RANK = re.compile(r"mp_rank_\d{2}(_\d{3}){0,2}")
 
 
 def _backend(source: Source, folder: str) -> str | None:
@@ -90,16 +89,9 @@ def _is_fsdp(source: Source) -> bool:
         return above.exists(_TRACKER)
 
 
-def _legacy(source: Source) -> str | None:
-    """A folder of a model-parallel rank in the format that Megatron-LM had before dist_checkpointing."""
-    return next(
-        (
-            n
-            for n in source.list()
-            if _RANK.fullmatch(n) and source.glance(n)[0] and "model_optim_rng.pt" in source.list(n)
-        ),
-        None,
-    )
+def _of_ranks(source: Source) -> str | None:
+    """A file of a model-parallel rank in the format that Megatron-LM had before dist_checkpointing."""
+    return next((f"{n}/{name}" for n in source.list() if (name := model_file(source, n))), None)
 
 
 def _folders(source: Source) -> tuple[list[str], str]:
@@ -126,8 +118,8 @@ def detect(where: Place) -> tuple[bool, str]:
         return True, why
     if _is_fsdp(where.source):
         return True, "is an iter_N folder of DCP: fsdp_dtensor"
-    if found := _legacy(where.source):
-        return True, f"has {found}/model_optim_rng.pt of Megatron-LM"
+    if found := _of_ranks(where.source):
+        return True, f"has {found} of Megatron-LM"
     return False, why
 
 
@@ -205,12 +197,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     folders, why = _folders(source)
     if not folders and _is_fsdp(source):
         return _read_fsdp(where, options)
-    if not folders and (found := _legacy(source)):
-        raise Unsupported(
-            f"{source.root}: {found}/model_optim_rng.pt is of Megatron-LM's older format (torch), in which every tensor- and pipeline-parallel rank "
-            "has a file of its own parts, and nothing says how they go together. Load it in Megatron-LM and save it again, with its "
-            "options ckpt-convert-format torch_dist and ckpt-convert-save DIR. Of a job of one rank, give the file itself."
-        )
+    if not folders and _of_ranks(source):
+        return _read_ranks(where, options)
     if not folders:
         raise Unsupported(f"{source.root}: {why}.")
     leaves: dict[Path, Any] = {}
@@ -271,6 +259,31 @@ def _read_fsdp(where: Place, options: ReadOptions) -> Checkpoint:
         )
     out = checkpoint_of(named, "megatron", found.root, found.world_size, found.files, where.source)
     out.records, out.ranks, out.salvage = found.records, found.ranks, found.salvage
+    return out
+
+
+def _read_ranks(where: Place, options: ReadOptions) -> Checkpoint:
+    """The index of files of model-parallel ranks; what the optimizer holds has no names yet (`locate`)."""
+    from ._megatron_rank_optimizer import unnamed
+    from ._megatron_ranks import ranks_of
+
+    optimizer = options.only is None or bool(options.only & {"optim", "extra"})
+    found = ranks_of(where.source, optimizer)
+    leaves: dict[Path, Any] = {("model", n): t for n, t in found.weights().items()}
+    if optimizer:
+        leaves |= unnamed(found)
+    leaves |= found.leaves()
+    notes = []
+    if found.older_names:
+        notes.append(
+            "the names are those of Megatron-LM before Megatron-Core; parameters have their names in Megatron-Core here"
+        )
+    world = found.geometry.args.get("world_size")
+    out = checkpoint_of(
+        CanonicalState(leaves, {}, TRAINER, notes), "megatron", where.source.root,
+        world if isinstance(world, int) else len(found.ranks), found.files.names, where.source,
+    )  # fmt: skip
+    out.records, out.ranks = found.records, {r.number: k for k, r in enumerate(found.ranks)}
     return out
 
 
@@ -396,32 +409,52 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
     Raises:
         Unsupported: nothing proves of which parameter a segment is.
     """
+    asked = {t.path[0] for t in ckpt.tensors.values() if BUCKETS in t.path}
+    if _backend(source, "") is None and not _folders(source)[0] and not _is_fsdp(source):
+        return _located_ranks(ckpt, source, asked)
     dcp = layouts.find("dcp")
     assert dcp.locate is not None
     items = {n: t for n, t in ckpt.tensors.items() if t.path[3:] != ("step",)}  # which all parameters share
     found = dcp.locate(replace(ckpt, tensors=items), source)
     out = replace(found, tensors={n: found.tensors.get(n, t) for n, t in ckpt.tensors.items()})
-    from ._megatron_buckets import BUCKETS, resolve
-
-    asked = {t.path[0] for t in out.tensors.values() if BUCKETS in t.path}
     if asked:
         whole = read(Place(source, None), ReadOptions())  # the weights, too, where they were not asked for
+        from ._megatron_buckets import resolve
+
         named, notes = resolve(replace(whole, records=out.records), source)
-        out.tensors = {n: t for n, t in out.tensors.items() if BUCKETS not in t.path}
-        out.tensors |= {joined(p): t for p, t in named.items() if p[0] in asked}
-        out.notes = [*out.notes, *notes]
-        leaves = out.leaves()
-        if "optim" in asked:
-            name_groups(leaves, out.notes)
-        for path in [p for p in leaves if joined(p) not in out.tensors and joined(p) not in out.values]:
-            leaf = leaves[path]
-            if isinstance(leaf, TensorEntry):
-                out.tensors[joined(path)] = leaf
-            else:
-                out.values[joined(path)] = Value(path, leaf)
-        by_component = sorted(out.tensors.items(), key=lambda row: COMPONENTS.index(str(row[1].path[0])))
-        out.tensors = dict(by_component)
+        _put_named(out, named, notes, asked)
     return out
+
+
+def _located_ranks(ckpt: Checkpoint, source: Source, asked: set[Any]) -> Checkpoint:
+    """The same for files of model-parallel ranks, where copies that several have are compared."""
+    from ._megatron_ranks import proved, ranks_of
+
+    found = ranks_of(source, bool(asked))
+    proved(found, (str(t.path[1]) for t in ckpt.tensors.values() if t.path[0] == "model"), ckpt)
+    out = replace(ckpt, tensors=dict(ckpt.tensors))
+    if asked:
+        from ._megatron_rank_optimizer import named
+
+        leaves, notes = named(found, ckpt)
+        _put_named(out, leaves, notes, asked)
+    return out
+
+
+def _put_named(out: Checkpoint, named: Mapping[Path, Any], notes: list[str], asked: set[Any]) -> None:
+    """Put the optimizer's state under its names in the place of what had none."""
+    out.tensors = {n: t for n, t in out.tensors.items() if BUCKETS not in t.path}
+    out.values = dict(out.values)
+    out.notes = [*out.notes, *notes]
+    leaves = {**out.leaves(), **{p: leaf for p, leaf in named.items() if p[0] in asked}}
+    if "optim" in asked:
+        name_groups(leaves, out.notes)
+    for path, leaf in leaves.items():
+        if isinstance(leaf, TensorEntry):
+            out.tensors[joined(path)] = leaf
+        else:
+            out.values.setdefault(joined(path), Value(path, leaf))
+    out.tensors = dict(sorted(out.tensors.items(), key=lambda row: COMPONENTS.index(str(row[1].path[0]))))
 
 
 LAYOUTS = (

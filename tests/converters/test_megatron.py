@@ -456,15 +456,6 @@ def test_a_dcp_folder_of_that_name_without_megatron_s_tracker_is_plain_dcp(tmp_p
         assert opened.layout.name == "dcp"
 
 
-def test_files_of_model_parallel_ranks_are_refused_with_the_way_out(tmp_path: Path) -> None:
-    for rank in ("mp_rank_00_000", "mp_rank_01_000"):
-        (tmp_path / "iter_0000003" / rank).mkdir(parents=True)
-        torch.save({"model": {}}, tmp_path / "iter_0000003" / rank / "model_optim_rng.pt")
-    with pytest.raises(Unsupported, match="ckpt-convert-format torch_dist") as e:
-        ckpttool.open(tmp_path / "iter_0000003")
-    assert "mp_rank_00_000/model_optim_rng.pt" in str(e.value)
-
-
 @pytest.mark.parametrize("case", ["tp2_pp2", "plain_optimizer"])
 def test_a_common_state_that_is_an_item_is_that_of_common_pt(case: str, tmp_path: Path) -> None:
     """As versions behind 0.16.1 store it; put together by hand from what 0.16.1 wrote."""
