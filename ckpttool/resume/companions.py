@@ -6,14 +6,14 @@ adapters (LoRA) that were added to the weight they belong to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from ..index.checkpoint import Checkpoint
-from .tensor_bits import epsilon, floating, wide
+from .tensor_bits import epsilon, floating
 from .tensor_diff import TensorDiff, tensor_diff
-from .text import component_of, fqn_of, slot_of
+from .text import fqn_of, slot_of
 
 __all__ = ["companion", "outside"]
 
@@ -48,7 +48,7 @@ def _moments(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: An
     return None
 
 
-def outside(names: Iterator[str], fqn: str) -> Iterator[tuple[str, str]]:
+def outside(names: Iterable[str], fqn: str) -> Iterator[tuple[str, str]]:
     """(name, what is before the FQN in it) of the tensors outside model and optimizer that belong to a parameter."""
     for n in names:
         if n.endswith("." + fqn) and n.partition(".")[0] not in ("model", "optim", "rng", "dataloader"):
@@ -56,7 +56,7 @@ def outside(names: Iterator[str], fqn: str) -> Iterator[tuple[str, str]]:
 
 
 def _outside(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Any) -> TensorDiff | None:
-    for other, at in outside(iter(ckpt.tensors), fqn_of(name)):
+    for other, at in outside(ckpt.tensors, fqn_of(name)):
         text = _same(read(other), got, f"the values that the reference has in {at}")
         if text is not None:
             return replace(found, kind="copied", text=text, plain=text)
@@ -77,37 +77,34 @@ def _merged(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Any
     """The reference plus a multiple of the product of its adapter's two factors."""
     import numpy as np
 
-    if got.ndim != 2 or not floating(got):
-        return None
-    of = fqn_of(name).removesuffix(".weight").removesuffix("base_layer").removesuffix("base").rstrip(".")
+    for names, words in _adapters(ckpt, name) if got.ndim == 2 and floating(got) else ():
+        base, down, up = (read(n) for n in (name, *names))
+        if base is None or down is None or up is None or down.ndim != 2 or up.ndim != 2:
+            continue
+        change = got.astype(np.float32) - base.astype(np.float32)
+        rounding = 2 * epsilon(got) * float(np.linalg.norm(got.astype(np.float32)))
+        for product in _products(down.astype(np.float32), up.astype(np.float32), got.shape):
+            size = float(np.linalg.norm(product))
+            scale = float(np.vdot(product, change)) / size**2 if size else 0.0
+            rest = float(np.linalg.norm(change - scale * product))
+            if rest <= 1e-3 * abs(scale) * size + rounding and rest < 0.1 * float(np.linalg.norm(change)):
+                text = f"holds the reference's values plus {scale:.4g} times {words}: its adapter was merged, though it is kept"
+                return replace(found, kind="lora-merged", text=text, plain=text)
+    return None
+
+
+def _adapters(ckpt: Checkpoint, name: str) -> Iterator[tuple[tuple[str, str], str]]:
+    """((name of the factor that is applied first, of the other), their product in words) of the adapters of a weight."""
+    of = fqn_of(name).removesuffix(".weight").removesuffix(".base_layer").removesuffix(".base") + "."
     for one in ckpt.tensors:
+        if not one.startswith("model." + of):
+            continue
         for a, b in _FACTORS:
             at = one.lower().find(a)
-            if at < 0 or component_of(one) != "weights" or not fqn_of(one).startswith(of + "."):
-                continue
-            if one[:at].removeprefix("model.").rstrip("._") != of:
-                continue
-            two = next((n for n in ckpt.tensors if n.lower() == one.lower().replace(a, b)), None)
-            down, up, base = read(one), None if two is None else read(two), read(name)
-            if down is None or up is None or base is None or down.ndim != 2 or up.ndim != 2:
-                continue
-            change = wide(got) - wide(base)
-            for product in _products(wide(down), wide(up), got.shape):
-                size = float(np.vdot(product, product))
-                scale = float(np.vdot(product, change)) / size if size else 0.0
-                rest = float(np.linalg.norm(change - scale * product))
-                rounding = 2 * epsilon(got) * float(np.linalg.norm(wide(got)))
-                if (
-                    scale
-                    and rest <= 1e-3 * abs(scale) * size**0.5 + rounding
-                    and rest < 0.1 * float(np.linalg.norm(change))
-                ):
-                    text = (
-                        f"holds the reference's values plus {scale:.4g} times {b} x {a}: its adapter was merged, though the "
-                        "adapter is kept"
-                    )
-                    return replace(found, kind="lora-merged", text=text, plain=text)
-    return None
+            if at >= 0 and one[:at].removeprefix("model.") == of:
+                yield from (
+                    ((one, two), f"{b} x {a}") for two in ckpt.tensors if two.lower() == one.lower().replace(a, b)
+                )
 
 
 def _products(down: Any, up: Any, shape: tuple[int, ...]) -> Iterator[Any]:

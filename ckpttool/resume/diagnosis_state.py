@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -194,13 +195,16 @@ def _moved(context: Context, reference: Trace, wrong: list[str]) -> list[str]:
 
 def _outside(context: Context, reference: Trace, wrong: list[str]) -> list[str]:
     """Weights that hold what the checkpoint has outside model and optimizer, such as averages; the others are given back."""
-    marks = {n: mark for t in (context.got, reference) for n, (_, shape, mark) in t.others.items() if prod(shape) > 1}
+    holders: dict[str, dict[str, None]] = {}
+    for trace in (reference, context.got):
+        for n, (_, shape, mark) in trace.others.items():
+            if prod(shape) > 1:
+                holders.setdefault(mark, {})[n] = None
     by: dict[str, list[str]] = {}
     for n in wrong:
-        for other, at in outside(iter(marks), fqn_of(n)) if component_of(n) == "weights" else ():
-            if marks[other] == context.got.state[n][2]:
+        if component_of(n) == "weights":
+            for _, at in islice(outside(holders.get(context.got.state[n][2], ()), fqn_of(n)), 1):
                 by.setdefault(at, []).append(n)
-                break
     for at, names in by.items():
         every = [n for n in reference.state if component_of(n) == "weights"]
         text = f"{scope(names, every, 'weights')} hold{'s' if len(names) == 1 else ''} the values of {at}"
@@ -339,7 +343,8 @@ def _steps(context: Context, reference: Trace, steps: Mapping[str, tuple[float, 
     # a frozen weight, or a buffer, is the same in every step
     trained = steps_of(reference)
     universe = [n for n in reference.state if component_of(n) == "weights" and fqn_of(n) in trained]
-    weights = [n for n in universe if n in rest]
+    others = set(rest)
+    weights = [n for n in universe if n in others]
     old = [n for n in rest if n.startswith("optim.state.") and fqn_of(n) in steps]
     if len(weights) * 10 >= len(universe) * 9:
         text = f"weights and optimizer state are from another checkpoint, {far}"

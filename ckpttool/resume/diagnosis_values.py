@@ -169,7 +169,7 @@ def _general(kind: str, text: str) -> str:
         "interleaved-columns": "has the columns of a fused weight's parts in another order",
         "rope": "has its rows reordered as between the two ways to compute rope",
         "quantised": "holds the reference's values quantised to 8 bits",
-        "lora-merged": "holds the reference's values plus the product of its adapter: merged, though the adapter is kept",
+        "lora-merged": "holds the reference's values plus the product of its adapter: merged, though it is kept",
     }.get(kind, text)  # fmt: skip
 
 

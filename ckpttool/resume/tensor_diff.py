@@ -4,7 +4,7 @@
 
 The most specific kind that is true of every differing element is the one that is given:
 
-    dtype, rounded-bfloat16, rounded-float16, zero, zero-rows, zero-range, constant, elements, byte-order, not-finite,
+    dtype, rounded-bfloat16 (or another dtype), zero, zero-rows, zero-range, constant, elements, byte-order, not-finite,
     negated, absolute, transposed, shifted,
     rope, exchanged-rows, copied-rows, interleaved-rows, permuted-rows, and the last four of columns (`tensor_order`),
     scaled, offset, root, square, quantised, close, unrelated (`tensor_values`)
@@ -71,7 +71,7 @@ def tensor_diff(reference: Any, got: Any) -> TensorDiff | None:
         if a.dtype == b.dtype:
             return None
         return TensorDiff("dtype", f"holds the reference's values as {b.dtype}", 0, max(0, a.size - 1), a.size, a.size)
-    if a.dtype != b.dtype and floating(a) and floating(b):
+    if a.dtype != b.dtype and _real(a) and _real(b):
         rounded = _cast(a, b.dtype)
         if (apart := _extent(rounded, b)) is not None:
             return _described(rounded, b, apart, f"; the rest is the reference's rounded to {b.dtype}")
@@ -88,7 +88,11 @@ def tensor_diff(reference: Any, got: Any) -> TensorDiff | None:
 def differs_in(a: Any, b: Any, box: tuple[slice, ...]) -> bool:
     """Whether two arrays of one shape differ in a box of them, dtypes aside."""
     x, y = a[box], b[box]
-    return bool(unequal(_cast(x, y.dtype) if floating(x) and floating(y) else x, y).any())
+    return bool(unequal(_cast(x, y.dtype) if _real(x) and _real(y) else x, y).any())
+
+
+def _real(x: Any) -> bool:
+    return floating(x) and x.dtype.kind != "c"
 
 
 def _cast(x: Any, dtype: Any) -> Any:
@@ -173,10 +177,10 @@ def _dtypes() -> dict[str, Any]:
 
 def _rounded(pair: Pair) -> Found | None:
     x, y = pair.x, pair.y
-    if not floating(x) or not floating(y) or x.dtype.kind == "c" or x.dtype.itemsize < y.dtype.itemsize:
+    if not _real(x) or not _real(y) or x.dtype.itemsize < y.dtype.itemsize:
         return None
-    for name, dtype in _dtypes().items():
-        if dtype == x.dtype or (x.dtype != y.dtype and y.dtype != dtype):
+    for name, dtype in (_dtypes() if x.dtype == y.dtype else {y.dtype.name: y.dtype}).items():
+        if dtype == x.dtype:
             continue
         if all(same(x[p].astype(dtype).astype(y.dtype), y[p]) for p in blocks(len(x))):
             if not (y != 0).any():
@@ -187,7 +191,7 @@ def _rounded(pair: Pair) -> Found | None:
 
 def _rounded_to(a: Any, b: Any) -> Any:
     """The narrower dtype that all values of `b` have been rounded to, and those of `a` have not; or None."""
-    if not floating(a) or a.dtype.kind == "c":
+    if not _real(a):
         return None
     x, y = a.reshape(-1), b.reshape(-1)
     for dtype in _dtypes().values():

@@ -100,7 +100,7 @@ def formula(pair: Pair) -> Found | None:
     import numpy as np
 
     u, v = wide(pair.x[:_SAMPLE]), wide(pair.y[:_SAMPLE])
-    if pair.x.dtype.kind == "c" or not (np.isfinite(u).all() and np.isfinite(v).all()):
+    if "c" in (pair.x.dtype.kind, pair.y.dtype.kind) or not (np.isfinite(u).all() and np.isfinite(v).all()):
         return None
     for rule in (_scaled, _offset, _power, _quantised):
         if found := rule(pair, u, v):
@@ -128,7 +128,7 @@ def _offset(pair: Pair, u: Any, v: Any) -> Found | None:
     if not floating(x) or x.dtype != y.dtype:
         return None
     offset, fine, largest = float(np.median(v - u)), 4 * epsilon(x), float(abs(u).max())
-    one = x.dtype.type(round(offset))
+    one = x.dtype.type(float(np.round(offset)))
     if abs(one) == 1 and len(np.unique(u)) > 1 and all(same(x[p] + one, y[p]) for p in blocks(len(x))):
         text = (
             f"holds the reference's values {'plus' if one > 0 else 'minus'} 1, as between norms that multiply by w and "

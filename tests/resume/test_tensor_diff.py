@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import ml_dtypes
@@ -43,6 +44,7 @@ ROPE = [8 * h + k for h in range(4) for k in PAIRS]
     ("got", "kind", "text"),
     [
         (W.astype(ml_dtypes.bfloat16).astype("f4"), "rounded-bfloat16", "exactly the reference's values rounded"),
+        (W.astype(ml_dtypes.float8_e4m3fn), "rounded-float8_e4m3fn", "rounded to float8_e4m3fn"),
         (W.astype(ml_dtypes.bfloat16), "rounded-bfloat16", "holds exactly the reference's values rounded to bfloat16"),
         (W.astype("f2").astype("f4"), "rounded-float16", "holds exactly the reference's values rounded to float16"),
         (W * 0, "zero", "is all zeros"),
@@ -341,3 +343,38 @@ def test_three_elements_with_one_factor_are_scaled_and_two_are_elements() -> Non
 def test_blocks_of_quantised_values_begin_where_the_tensor_does() -> None:
     reference = np.concatenate([[4.0], BIG[0]]).astype("f4")  # whose largest value is kept as it is
     assert like(in_8_bits(reference, 97), reference).kind == "quantised"
+
+
+DTYPES = ["f4", "f2", "f8", ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, "i4", "u1", "?", "c8"]
+SHAPES = [(), (1,), (3,), (16,), (1, 9), (9, 1), (12, 8), (33, 17), (4, 6, 8)]
+
+
+@given(
+    st.integers(0, 10**6), st.sampled_from(SHAPES), st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.integers(0, 6)
+)
+@settings(max_examples=150, deadline=None)
+@pytest.mark.filterwarnings("error")
+def test_no_two_arrays_of_one_shape_are_too_strange(seed: int, shape: Any, dtype: Any, other: Any, way: int) -> None:
+    rng = np.random.default_rng(seed)
+
+    def array(dtype: Any) -> Any:
+        x = rng.normal(size=shape) * rng.choice([1e-30, 1.0, 1e30])
+        odd = rng.choice([np.nan, np.inf, -np.inf, 0.0, 1.0])
+        return cast(np.where(rng.random(shape) < rng.choice([0.0, 0.3]), odd, x), dtype)
+
+    def cast(x: Any, dtype: Any) -> Any:
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return np.asarray(x).astype(dtype)
+
+    a = array(dtype)
+    flat = a.reshape(-1)
+    b = {
+        0: lambda: array(other), 1: lambda: cast(a, other), 2: lambda: cast(cast(a, "f8") * 3, dtype),
+        3: lambda: cast(cast(a, "f8") + 1, dtype), 4: lambda: flat[rng.permutation(a.size)].reshape(shape),
+        5: lambda: cast(cast(a, ml_dtypes.bfloat16), dtype), 6: lambda: a[..., ::-1] if a.ndim else a,
+    }[way]()  # fmt: skip
+    found = tensor_diff(a, b)
+    if found is not None:
+        assert 0 <= found.first <= found.last < max(1, a.size)
+        assert found.text.startswith(found.plain.split(";")[0].split(", in ")[0])
