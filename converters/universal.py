@@ -8,7 +8,7 @@
 
 What is not trained is only in the model files, so they are needed for buffers and frozen parameters, which
 DeepSpeed's own loader does not restore from here; nor does it, at stage 3, restore the hyperparameters of other param
-groups than the first. zero3 has neither problem: write that if the number of ranks is known.
+groups than the first, or slots other than exp_avg and exp_avg_sq. zero3 has none of these problems: write that if the number of ranks is known.
 
 Written: for --zero-stage 1, 2 or 3, the model file of one rank.
 
@@ -43,6 +43,8 @@ from ._deepspeed_files import Cut
 __all__ = ["LAYOUTS"]
 
 _STATE = "zero/optimizer_state.pt"
+_BY_GROUP = "max_exp_avg_sq"
+_RESTORED = {"exp_avg", "exp_avg_sq"}  # by DeepSpeed at stage 3
 
 
 def detect(where: Place) -> tuple[bool, str]:
@@ -95,13 +97,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     reading.take_module(models)
     reading.rest.update(ds.scaler(state.tree))
     members = [list(g) for g in shapes]
-    for n in slots:
-        first = next(iter(slots))
-        if missing := slots[first].keys() ^ slots[n].keys():
-            raise Corrupt(
-                f'{reading.where}zero/{n}: {sorted(missing)[0]}.pt is there for only one of "{first}" and "{n}". The copy is '
-                "incomplete; fetch it again."
-            )
+    _refuse_missing(reading, members, slots)
     base = state.tree.get("optimizer_state_dict")
     steps = base.get("state") if isinstance(base, dict) else None
     for g, names in enumerate(members):
@@ -119,6 +115,25 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
                 reading.optim[path] = reading.whole(state, x, path) if isinstance(x, StoredTensor) else Value(path, x)
     reading.take_groups(state, state.get("param_groups", list), members)
     return reading.done("universal", None)
+
+
+def _refuse_missing(reading: Reading, members: list[list[str]], slots: dict[str, dict[str, Any]]) -> None:
+    """Refuse parameters that lack what others have. Only the maximum of AMSGrad, an option of a param group, may differ
+    between groups.
+
+    Raises:
+        Corrupt: with two parameters and the file.
+    """
+    first = next(iter(slots), "")
+    for group in members:
+        for n in group:
+            odd = {s for s in slots[group[0]].keys() ^ slots[n].keys() if s == _BY_GROUP}
+            other = group[0] if odd else first
+            if missing := odd | {s for s in slots[first].keys() ^ slots[n].keys() if s != _BY_GROUP}:
+                raise Corrupt(
+                    f'{reading.where}zero/{n}: {min(missing)}.pt is there for only one of "{other}" and "{n}". The copy is '
+                    "incomplete; fetch it again."
+                )
 
 
 def _refuse_others(reading: Reading, model: ds.File, params: Iterable[str]) -> None:
@@ -278,10 +293,13 @@ def _lost(plan: dw.Plan) -> list[str]:
         out.append(
             "DeepSpeed gives all param groups the hyperparameters of the first; set them after loading, or write zero3"
         )
-    slots = {s for g in state.groups for n in g.params for s in state.slots.get(n, {})}
-    if slots != {"exp_avg", "exp_avg_sq"}:
+    slots = {n: set(state.slots.get(n, {})) for g in state.groups for n in g.params}
+    others = [n for n, found in slots.items() if found - _RESTORED]
+    if stage == 3 and others:
         out.append(
-            f"DeepSpeed loads exp_avg and exp_avg_sq from a universal checkpoint; this one has {', '.join(sorted(slots)) or 'none'}"
+            f"a DeepSpeed engine of stage 3 restores only exp_avg and exp_avg_sq from a universal checkpoint; {len(others)} of "
+            f"{len(slots)} parameters, first {others[0]}, also have {', '.join(sorted(slots[others[0]] - _RESTORED))}, without which "
+            "its first step fails or is another. Write zero3, or for an engine of stage 1 or 2"
         )
     return out
 

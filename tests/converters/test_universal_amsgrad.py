@@ -1,0 +1,80 @@
+"""AMSGrad in one of several param groups, as a universal checkpoint: its own slot, which other groups do not have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peers import same_value
+from ranks import torchrun
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import ckpttool
+from ckpttool.errors import Corrupt
+
+
+def saved(folder: Path, where: str) -> Path:
+    """The state of a job whose first or last group has AMSGrad, in one file."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 3))
+    groups = [
+        {"params": [model[0].weight, model[1].weight], "weight_decay": 0.1, "amsgrad": where == "first"},
+        {"params": [model[0].bias, model[1].bias], "weight_decay": 0.0, "amsgrad": where == "last"},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    for _ in range(3):
+        model(torch.randn(4, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights, moments = get_state_dict(model, optimizer)
+    torch.save({"model": weights, "optim": moments}, folder / f"{where}.pt")
+    return folder / f"{where}.pt"
+
+
+def universal(source: Path, stage: int) -> Any:
+    """Its conversion."""
+    target = source.with_name(f"{source.stem}-{stage}")
+    return ckpttool.convert(source, target, to="universal", options=ckpttool.UniversalOptions(stage=stage))
+
+
+@pytest.mark.parametrize("where", ["first", "last"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_there_and_back(where: str, stage: int, tmp_path: Path) -> None:
+    source = saved(tmp_path, where)
+    done = universal(source, stage)
+    ckpttool.convert(tmp_path / f"{where}-{stage}", tmp_path / "back.pt", to="full")
+    a, b = (torch.load(p, weights_only=False) for p in (source, tmp_path / "back.pt"))
+    assert same_value(dict(a["model"]), b["model"]) and same_value(a["optim"]["state"], b["optim"]["state"])
+    odd = "0.weight" if where == "first" else "0.bias"
+    said = [n for n in done.notes if f"2 of 4 parameters, first {odd}, also have max_exp_avg_sq" in n]
+    assert len(said) == (stage == 3), done.notes
+
+
+def test_a_file_that_is_gone_is_still_missed(tmp_path: Path) -> None:
+    universal(saved(tmp_path, "last"), 2)
+    (folder,) = (p.parent for p in (tmp_path / "last-2").glob("*/zero"))
+    (folder / "zero" / "1.bias" / "max_exp_avg_sq.pt").rename(tmp_path / "away")
+    with pytest.raises(Corrupt, match=r'max_exp_avg_sq\.pt is there for only one of "0.bias" and "1.bias"'):
+        ckpttool.open(tmp_path / "last-2")
+    (tmp_path / "away").rename(folder / "zero" / "1.bias" / "max_exp_avg_sq.pt")
+    (folder / "zero" / "1.bias" / "exp_avg.pt").unlink()
+    with pytest.raises(Corrupt, match=r"exp_avg\.pt is there for only one of"):
+        ckpttool.open(tmp_path / "last-2")
+
+
+@pytest.mark.live
+@pytest.mark.slow
+def test_deepspeed_itself_restores_it_at_stages_1_and_2(tmp_path: Path) -> None:
+    for where in ("first", "last"):
+        source = saved(tmp_path, where)
+        for stage in (1, 2):
+            universal(source, stage)
+    said = torchrun(2, "amsgrad_universal.py", str(tmp_path))
+    assert (tmp_path / "found.json").exists(), said[-4000:]
+    assert json.loads((tmp_path / "found.json").read_text()) == {
+        "first-1": [], "first-2": [], "last-1": [], "last-2": [],
+    }  # fmt: skip
