@@ -5,6 +5,7 @@
     │   └── MissingPackage        2  x  a package that only some installs have is needed
     ├── NotRecognised             3  x  no layout knows this path
     ├── Unsupported               3  x  known, but this layout or pair cannot do that
+    │   └── DoesNotFit           12  x  a live job has other names, shapes or another kind of optimizer
     ├── Corrupt                   4  x  incomplete, inconsistent or damaged
     │   ├── IncompleteWeights     4  x  weights end too early, so that they cannot be read alone either
     │   ├── SourceChanged         4  x  the source was written to while it was read
@@ -33,7 +34,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 __all__ = [
-    "EXIT_CODES", "CkpttoolError", "ContinuityFailed", "Corrupt", "DestinationExists", "Differs", "GateFailed",
+    "EXIT_CODES", "CkpttoolError", "ContinuityFailed", "Corrupt", "DestinationExists", "Differs", "DoesNotFit", "GateFailed",
     "IncompleteWeights", "Interrupted", "Locked", "MissingPackage", "NoSpace", "NotRecognised", "RankLost", "RemoteError", "SourceChanged", "Unreadable", "Unsafe",
     "Unsupported", "UsageError", "argument", "as_flags",
 ]  # fmt: skip
@@ -76,6 +77,12 @@ class Unsupported(CkpttoolError):
 
     exit_code = 3
     keeps_work = False
+
+
+class DoesNotFit(Unsupported):
+    """A live job has other names, shapes or another kind of optimizer than the checkpoint."""
+
+    exit_code = 12
 
 
 class Corrupt(CkpttoolError):
@@ -173,6 +180,7 @@ EXIT_CODES: tuple[tuple[int, str], ...] = (
     (9, "remote or authentication"),
     (10, "loss continuity failed"),
     (11, "gate failed"),
+    (12, "checkpoint does not fit the job"),
     (13, "rank lost or hung"),
     (130, "interrupted (resumable)"),
 )

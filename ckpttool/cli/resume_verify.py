@@ -44,8 +44,12 @@ __all__ = ["resume_verify"]
         "ckpttool resume-verify zero3 --reference reference.jsonl --config llama --data tokens.npy",
     ),
     ("Your own job, and a report", "ckpttool resume-verify dcp3 --against run/ckpt --job job.py:build --report report"),
-    exits=(*READING, 10, 11, 13),
-    meaning={10: "training does not continue as before, or that could not be judged", 11: "a gate is not met"},
+    exits=(*READING, 10, 11, 12, 13),
+    meaning={
+        10: "training does not continue as before, or that could not be judged",
+        11: "a gate is not met",
+        12: "the checkpoint does not fit the job",
+    },
 )
 def resume_verify(
     src: Src,
@@ -180,6 +184,15 @@ def resume_verify(
         bool,
         typer.Option("--cpu-offload", help="Parameters and optimizer state in host memory.", rich_help_panel="Job"),
     ] = False,
+    module_prefix: Annotated[
+        str | None,
+        typer.Option(
+            "--module-prefix",
+            help="What names of the checkpoint begin with and those of the job's model do not, such as net. of a LightningModule.",
+            metavar="NAME.",
+            rich_help_panel="Job",
+        ),
+    ] = None,
     deterministic: Annotated[
         bool, typer.Option(help="Use deterministic kernels and collectives if torch has them.", rich_help_panel="Job")
     ] = True,
@@ -256,7 +269,7 @@ def resume_verify(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Load a checkpoint into a live FSDP2 job and check that training continues as before; exit 10 if not."""
+    """Load a checkpoint into a live FSDP2 job and check that training continues as before; exit 10 if not, 12 if it does not fit."""
     from ..resume import report as reports
     from ..resume.launch import resume_verify as run
     from ..resume.terminal import screen
@@ -284,7 +297,7 @@ def resume_verify(
             against_world_size=against_world_size, steps=steps, start_step=start_step, data=data, seed=seed,
             sequence=sequence, global_batch=global_batch, micro_batch=micro_batch, dtype=dtype, device=device, clip=clip,
             profile=profile, calibrate=calibrate, keep_dropout=keep_dropout,
-            activation_checkpointing=activation_checkpointing, compile=compile_, cpu_offload=cpu_offload,
+            activation_checkpointing=activation_checkpointing, compile=compile_, cpu_offload=cpu_offload, module_prefix=module_prefix,
             deterministic=deterministic, reread=reread, round_trip=round_trip, scratch=scratch, timeout=timeout, peak_tflops=peak_tflops,
             min_mfu=min_mfu, max_reserved_gib=max_reserved_gib, max_step_seconds=max_step_seconds,
             max_load_seconds=max_load_seconds, source_layout=from_, like=like, flat_layout=flat_layout, wrap=comma(wrap),

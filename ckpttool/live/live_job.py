@@ -16,7 +16,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..errors import Unsupported, UsageError, argument
+from ..errors import DoesNotFit, Unsupported, UsageError, argument
 from ..formats.pickles import short
 from ..index.checkpoint import TensorEntry, Value, joined, same_bytes
 from ..index.fqns import strip_wrappers
@@ -102,12 +102,14 @@ class LiveJob:
         `anywhere` are the FQNs that some rank has.
         """
         problems = self._model(anywhere)
+        contents = [] if problems else self._ties(self._tied())
         if self.optimizer is not None:
             problems += self._optimizer()
         if self.scheduler is not None:
             problems += self._schedule()
-        if problems:
-            raise Unsupported(f"{self.opened.path} does not fit the job:\n  " + "\n  ".join(problems))
+        if problems or contents:
+            kind = Unsupported if contents else DoesNotFit
+            raise kind(f"{self.opened.path} does not fit the job:\n  " + "\n  ".join([*contents, *problems]))
         self._values()
         for name in self._asked(self.wanted, ()):
             if self.opened.names.find(name) != name:
@@ -146,7 +148,7 @@ class LiveJob:
                 + (f", though the checkpoint has {_listed(held)}" if held else "")
             )
         self.wanted["model"] = model
-        return problems or self._ties(tied)
+        return problems
 
     def _ties(self, tied: Mapping[str, Sequence[str]]) -> list[str]:
         """Tied parameters of the job that the checkpoint has more than once must be equal there, in the part of this rank.
@@ -401,9 +403,9 @@ class LiveJob:
     def _schedule(self) -> list[str]:
         entries = {n: e for n, e in self.entries.items() if e.path[0] == "scheduler"}
         if not entries:
-            raise Unsupported(
-                f"{self.opened.path} has no scheduler state. Call load without it, and set it up from the step "
-                "that load returns."
+            raise DoesNotFit(
+                f"{self.opened.path} has no scheduler state, and the job has a scheduler. Leave the scheduler out, and set it up "
+                "from the step that is loaded."
             )
         tree = nest({entries[n].path[1:]: x for n, x in self._read(entries).items()})
         if isinstance(tree, list) and len(tree) == 1:  # Lightning's list of schedulers, of one

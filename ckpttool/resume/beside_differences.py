@@ -16,6 +16,8 @@ __all__ = ["Beside", "Marked", "beside_differences", "holds", "is_recording", "t
 
 #: Values of a scheduler that change while it computes and mean nothing afterwards.
 _TRANSIENT = frozenset(("_get_lr_called_within_step", "_is_initial", "verbose"))
+#: How DeepSpeed cut the state, in its own configuration: a conversion to another stage changes it.
+_CUTS = "extra.ds_config.zero_optimization."
 
 
 def told(value: Any) -> bool:
@@ -69,7 +71,7 @@ def holds(trace: Trace, component: str) -> dict[str, Any]:
     out: dict[str, Any] = {n: v for n, v in trace.values.items() if n.partition(".")[0] == component}
     out.update((n, Marked(*m)) for n, m in trace.others.items() if n.partition(".")[0] == component)
     skip = _TRANSIENT if component == "scheduler" else frozenset[str]()
-    return {n: v for n, v in out.items() if n.rpartition(".")[2] not in skip}
+    return {n: v for n, v in out.items() if n.rpartition(".")[2] not in skip and not n.startswith(_CUTS)}
 
 
 def beside_differences(reference: Trace, got: Trace, component: str) -> Beside:

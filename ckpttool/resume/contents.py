@@ -16,8 +16,9 @@ from typing import Any
 
 from .differences import deviation
 from .load_cost import spread
+from .misfit import advice
 from .text import clean, number
-from .trace import Step, Trace
+from .trace import OF_BUILD, Step, Trace
 from .verdict import Check, Report
 
 __all__ = [
@@ -34,6 +35,8 @@ def sentence(report: Report) -> str:
     continuity = [c for c in failed if c.stage != "gate"]
     total, aside = len(report.checks), count(report, "not comparable")
     left = f" {aside} could not be compared." if aside else ""
+    if report.word == "does not fit":
+        return f"The checkpoint does not fit the job, so nothing was judged. {_said(advice(report.candidate), capital=True)}"
     if report.word == "fail":
         if report.causes:
             return f"{len(failed)} of {total} checks failed. Likely cause: {_said(report.causes[0].text)}"
@@ -100,9 +103,10 @@ def _facts(trace: Trace) -> dict[str, str]:
         "source": clean(trace.source, 120), "layout": clean(trace.layout or ""), "step": f"{trace.start:,}",
         "ranks": ranks, "dtype": clean(trace.dtype or ""), "device": clean(device_of(trace), 60),
         "parameters": "" if trace.parameters is None else f"{trace.parameters:,}", "batch": batch,
-        "data": clean(trace.data or "", 80) + ("" if trace.seed is None else f", seed {trace.seed}"),
+        "data": clean(trace.data or "", 80) + ("" if trace.seed is None or trace.data == OF_BUILD else f", seed {trace.seed}"),
+        "job": clean(trace.recipe or "", 80), "scheduler": clean(trace.scheduler or "", 40),
         "clipping": "" if trace.clip is None else f"grad norm {number(trace.clip)}",
-        "dropout": "on" if trace.dropout else "",
+        "dropout": "on" if trace.dropout else "switched off" if trace.dropout_off else "",
     }  # fmt: skip
 
 

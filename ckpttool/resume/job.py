@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import Unsupported, UsageError
+from ..errors import Unsupported, UsageError, argument
 from ..index.checkpoint import Checkpoint
 from ..live.live_job import OWN_FLAGS
 from .live_facts import dropouts, named_parameters
@@ -74,9 +74,11 @@ def start(settings: Settings, ckpt: Checkpoint) -> Job:
     dropout_off = 0.0
     if settings.job is not None:
         model, optimizer, scheduler, data, loss = built(settings, mesh)
+        model = _below(model, settings)
         vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     else:
         model, dropout_off = _from_config(settings)
+        model = _below(model, settings)
         _like_checkpoint(model, ckpt, notes)
         optimizer = None
         vocabulary = model.config.vocab_size
@@ -108,6 +110,45 @@ def start(settings: Settings, ckpt: Checkpoint) -> Job:
 
 
 # ------------------------------------------------------------------------------------------------ where models come from
+
+
+def _below(model: Any, settings: Settings) -> Any:
+    """The model with names that begin with `module_prefix`: it becomes the module of that name in empty ones.
+
+    Raises:
+        Unsupported: with tensor parallelism, whose plan has the model's own names.
+    """
+    from torch import nn
+
+    if settings.module_prefix and settings.mesh.get("tp", 1) > 1:
+        raise Unsupported(
+            f"{argument('module_prefix', settings.module_prefix)} does not go with tensor parallelism, whose plan has the "
+            "model's own names; apply both in build()."
+        )
+
+    class Below(nn.Module):
+        def __init__(self, name: str, inner: Any) -> None:
+            super().__init__()
+            self.add_module(name, inner)
+            self.__dict__["inner"] = inner
+
+            def forward(*args: Any, **more: Any) -> Any:
+                return inner(*args, **more)
+
+            forward.__signature__ = inspect.signature(inner.forward)  # type: ignore[attr-defined]
+            self.forward = forward
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                if "inner" not in self.__dict__:
+                    raise
+                return getattr(self.__dict__["inner"], name)
+
+    for name in reversed([part for part in settings.module_prefix.split(".") if part]):
+        model = Below(name, model)
+    return model
 
 
 def _from_config(settings: Settings) -> tuple[Any, float]:

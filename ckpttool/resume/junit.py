@@ -37,7 +37,9 @@ def junit(report: Report) -> str:
         given[what] = ours
         if theirs:
             given[f"reference {what}"] = theirs
-    given |= dict(speed(report)) | report.versions | report.candidate.environment
+    given |= {"step time" if what == "step" else what: value for what, value in speed(report)}
+    given |= report.versions | report.candidate.environment
+    given |= {f"not verified {i}": line for i, line in enumerate(report.not_verified, 1)}
     for key, value in given.items():
         text = value if isinstance(value, str) else json.dumps(value, default=str)
         Xml.SubElement(properties, "property", {"name": clean(key, 200), "value": clean(text, 1000)})

@@ -28,7 +28,7 @@ from .ranks import launch_runs
 from .recipe import looked_over
 from .settings import Settings, Status, mesh_of
 from .trace import Trace, read_reference
-from .verdict import Report
+from .verdict import Cause, Report
 from .workspace import workspace
 
 __all__ = ["resume_verify", "step_of"]
@@ -64,6 +64,7 @@ def resume_verify(
     activation_checkpointing: bool = False,
     compile: bool = False,
     cpu_offload: bool = False,
+    module_prefix: str | None = None,
     deterministic: bool = True,
     reread: bool = True,
     round_trip: bool = True,
@@ -111,6 +112,8 @@ def resume_verify(
             micro-batches, and widen bounds accordingly.
         keep_dropout: leave dropout on, and restore the random states of the ranks.
         activation_checkpointing, compile, cpu_offload: how the job computes.
+        module_prefix: what the names of the checkpoint begin with and those of the job's model do not: "net." of a Lightning
+            module that keeps its model in self.net.
         deterministic: use deterministic algorithms.
         reread: read the files a second time and compare them with what the job holds.
         round_trip: save after the first step, load again and compare.
@@ -176,7 +179,7 @@ def resume_verify(
             dtype=dtype or known.dtype or ("bf16" if device == "cuda" else "fp32"), device=device,
             clip=known.clip if clip is None else clip, keep_dropout=keep_dropout,
             activation_checkpointing=activation_checkpointing, compile=compile, cpu_offload=cpu_offload,
-            deterministic=deterministic, reread=reread, round_trip=round_trip, scratch=shared, timeout=timeout,
+            module_prefix=module_prefix or "", deterministic=deterministic, reread=reread, round_trip=round_trip, scratch=shared, timeout=timeout,
         )  # fmt: skip
         plan: dict[str, Settings] = {}
         if against is not None:
@@ -221,6 +224,8 @@ def _judge(
     from .diagnosis import causes
     from .gates import gates, metrics
     from .judge import judge, noise
+    from .misfit import advice, does_not_fit
+    from .unverified import unverified
 
     got, reference = traces["candidate"], traces.get("reference") or recorded
     calibration: dict[str, float] | None = None
@@ -237,11 +242,14 @@ def _judge(
     finally:
         for one in opened:
             one.source.close()
+    if does_not_fit(reference, got):
+        found = [Cause("does-not-fit", advice(got), [str(got.failed)])]
+    unseen = unverified(reference, got, checks)
     numbers = metrics(got, peak_tflops)
     checks.extend(gates(got, numbers, **limits))
     return Report(
         got, reference, profile, checks, found, envelope, calibration is not None, numbers,
-        {"ckpttool": __version__, "python": sys.version.split()[0]}, datetime.now(UTC).isoformat(timespec="seconds"),
+        {"ckpttool": __version__, "python": sys.version.split()[0]}, unseen, datetime.now(UTC).isoformat(timespec="seconds"),
     )  # fmt: skip
 
 

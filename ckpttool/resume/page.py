@@ -29,6 +29,8 @@ __all__ = ["page"]
 
 #: What a page shows at most; report.json has everything.
 _STEPS, _TABLE, _CHECKS, _RANKS, _TENSORS, _NAMES = 400, 200, 2000, 64, 10, 100
+#: What the first screen shows of what was not verified; the rest unfolds.
+_UNSEEN = 5
 #: A longer table of checks gets its own scroll bar.
 _TALL = 60
 
@@ -36,7 +38,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 #: The class of each verdict in the style sheet.
 _KINDS = {
-    "pass": "pass", "fail": "fail", "gate failed": "fail", "not comparable": "aside", "no reference": "aside",
+    "pass": "pass", "fail": "fail", "gate failed": "fail", "not comparable": "aside", "no reference": "aside", "does not fit": "aside",
 }  # fmt: skip
 #: A mark for each class, so that colour is not the only sign: a check mark, a cross, a dash.
 _MARKS = {"pass": "M4 10.5l4 4 8-9", "fail": "M5 5l10 10M15 5L5 15", "aside": "M4 10h12"}
@@ -49,7 +51,7 @@ def page(report: Report) -> str:
         policy=_POLICY, style=_text_of("report.css"), script=_text_of("report.js"), newline=_markup("\n"),
         title=f"{report.word}: {clean(report.candidate.source, 80)} at step {report.candidate.start}",
         report=report, kind=_KINDS[report.word], kinds=_KINDS, marks=_MARKS, sentence=sentence(report), facts=facts(report),
-        tiles=_tiles(report, every), most_names=_NAMES, tall=_TALL, **_curves(report, every), **_checks(report),
+        tiles=_tiles(report, every), most_names=_NAMES, most_unseen=_UNSEEN, tall=_TALL, **_curves(report, every), **_checks(report),
         **_worst(every), **_steps(every), memory=_memory(report), notes=_notes(report), groups=_groups(report),
     ) + "\n"  # fmt: skip
 

@@ -24,6 +24,7 @@ METRICS = {
     "check": "Whether a check passed (1) or failed (0); absent where it could not be judged.",
     "checks_failed": "How many checks failed.",
     "checks_not_comparable": "How many checks could not be judged.",
+    "not_verified": "How many things the run did not verify; report.json lists them.",
     "timestamp_seconds": "When the run was judged, in seconds since 1970.",
     "checkpoint_step": "The step of the checkpoint that was loaded.",
     "steps": "How many steps were run after loading.",
@@ -44,7 +45,7 @@ METRICS = {
     "device_memory_bytes": "Memory of the device of a rank.",
     "info": "What was run, as labels; always 1.",
 }
-_WORDS = ("pass", "fail", "gate failed", "not comparable", "no reference")
+_WORDS = ("pass", "fail", "does not fit", "gate failed", "not comparable", "no reference")
 #: Labels of info that two runs must share for their times to be compared.
 _SAME_JOB = ("world_size", "device", "dtype", "parameters", "global_batch", "micro_batch", "sequence")
 
@@ -70,6 +71,7 @@ def prometheus(report: Report, *, training: str = "", now: float | None = None, 
             add("check", c.verdict == "pass", stage=c.stage, name=c.name)
     add("checks_failed", count(report, "fail"))
     add("checks_not_comparable", count(report, "not comparable"))
+    add("not_verified", len(report.not_verified))
     add("timestamp_seconds", round(time.time() if now is None else now, 3))
     add("checkpoint_step", trace.start)
     add("steps", len(every))

@@ -25,6 +25,7 @@ class Settings:
     of the checkpoint. `rates` {step: learning rate of each group} come from the reference, for jobs without a
     scheduler. `micro_batch` is rows of one forward pass, `sequence` tokens of a row (None: what the data has).
     `probe` are the rows of a recorded reference's probe, {"input_ids": rows of token ids}; {} without one.
+    `module_prefix` is what the names of the checkpoint begin with and those of the job's model do not.
     `scratch` is a folder for the save of the round trip, that of rank 0 where they differ; None for none. `timeout` is for how
     many seconds a rank may make no progress.
     """
@@ -50,6 +51,7 @@ class Settings:
     activation_checkpointing: bool = False
     compile: bool = False
     cpu_offload: bool = False
+    module_prefix: str = ""
     deterministic: bool = True
     reread: bool = True
     round_trip: bool = True

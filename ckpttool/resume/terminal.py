@@ -22,7 +22,7 @@ __all__ = ["screen"]
 
 _STYLE = {
     "pass": "bold green", "fail": "bold white on red", "gate failed": "bold white on red",
-    "not comparable": "bold black on yellow", "no reference": "bold black on yellow",
+    "not comparable": "bold black on yellow", "does not fit": "bold black on yellow", "no reference": "bold black on yellow",
 }  # fmt: skip
 #: More checks than this, and those that passed are counted; more steps than this, and some are left out.
 _MANY_CHECKS, _MANY_STEPS = 60, 24
@@ -38,6 +38,7 @@ class _Screen:
         self.report = report
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        from rich.padding import Padding
         from rich.text import Text
 
         report, width = self.report, options.max_width
@@ -58,6 +59,11 @@ class _Screen:
         if report.causes and report.exit_code:
             yield Text()
             yield from self._causes(width)
+        if report.not_verified:
+            yield Text()
+            yield Text("not verified by this run:", "bold yellow")
+            for line in report.not_verified:
+                yield Padding(Text(f"- {clean(line, max(20, width - 6))}", overflow="fold"), (0, 0, 0, 2))
         yield Text()
         yield Text(f"{sentence(report)}", overflow="fold") if report.exit_code else Text(sentence(report))
         yield Text(report.word, style=_STYLE[report.word])

@@ -31,9 +31,11 @@ from typing import Any
 from ..bounded_json import parse
 from ..errors import Corrupt, Unsafe, UsageError
 
-__all__ = ["SCHEMA", "Step", "Trace", "line", "read_reference", "read_trace", "spelled", "to_json"]
+__all__ = ["OF_BUILD", "SCHEMA", "Step", "Trace", "line", "read_reference", "read_trace", "spelled", "to_json"]
 
 SCHEMA = 1
+#: `Trace.data` of a run whose rows came from the user's build().
+OF_BUILD = "given by build()"
 
 
 @dataclass
@@ -68,6 +70,7 @@ class Trace:
 
     `failed` says why the checkpoint could not be loaded into the job; then only `start` and the names in `state` are set,
     without fingerprints.
+    `misfit` is how the names and shapes of checkpoint and job differ, if that is why (`misfit.compared`).
     `state` {canonical name: (dtype, shape, fingerprint)} of the tensors in the job after loading, at step `start`;
     `others` the same for tensors and arrays that no job holds (scaler, dataloader, random states, averages of weights), from
     the files, and for what else is no plain value (`beside`).
@@ -95,6 +98,7 @@ class Trace:
     source: str = ""
     layout: str | None = None
     failed: str | None = None
+    misfit: dict[str, Any] | None = None
     start: int = 0
     world_size: int | None = None
     mesh: dict[str, int] = field(default_factory=dict)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from .misfit import does_not_fit
 from .text import listed
 from .trace import SCHEMA, Trace, spelled, to_json
 
@@ -106,11 +107,15 @@ class Report:
     calibrated: bool = False
     metrics: dict[str, float] = field(default_factory=dict)  # gates.metrics: mfu, tokens_per_second, step_seconds, ...
     versions: dict[str, str] = field(default_factory=dict)  # of the launching process
+    not_verified: list[str] = field(default_factory=list)  # unverified.unverified: what no check could see
     time: str = ""  # when it was judged, UTC, ISO 8601
 
     @property
     def word(self) -> str:
-        """ "pass", "fail", "gate failed", "not comparable", or "no reference" if only the checks without one were run."""
+        """ "pass", "fail", "does not fit", "gate failed", "not comparable", or "no reference" if only the checks without one
+        were run."""
+        if does_not_fit(self.reference, self.candidate):
+            return "does not fit"
         if any(c.verdict == "fail" and c.stage != "gate" for c in self.checks):
             return "fail"
         passed = {c.name for c in self.checks if c.verdict == "pass"}
@@ -125,15 +130,16 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0; 10 if continuity failed, or could not be judged despite a reference; 11 if a gate failed."""
-        return {"fail": 10, "not comparable": 10, "gate failed": 11}.get(self.word, 0)
+        """0; 10 if continuity failed, or could not be judged despite a reference; 11 if a gate failed; 12 if the checkpoint does
+        not fit the job."""
+        return {"fail": 10, "not comparable": 10, "gate failed": 11, "does not fit": 12}.get(self.word, 0)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, as in --json and report.json; NaN and infinities are strings, as in a trace."""
         data = {
             "ckpttool": SCHEMA, "verdict": self.word, "exit_code": self.exit_code, "profile": self.profile,
             "calibrated": self.calibrated, "checks": [asdict(c) for c in self.checks],
-            "causes": [asdict(c) for c in self.causes], "envelope": self.envelope, "metrics": self.metrics,
+            "causes": [asdict(c) for c in self.causes], "not_verified": self.not_verified, "envelope": self.envelope, "metrics": self.metrics,
             "versions": self.versions, "time": self.time, "candidate": to_json(self.candidate),
             "reference": None if self.reference is None else to_json(self.reference),
         }  # fmt: skip

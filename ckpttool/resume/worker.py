@@ -22,12 +22,13 @@ from typing import Any, NoReturn
 
 from ..engine.local_worker import end_with
 from ..engine.opening import OpenCheckpoint
-from ..errors import CkpttoolError
+from ..errors import CkpttoolError, DoesNotFit
+from ..index.checkpoint import joined
 from ..live.collectives import gathered
 from ..live.load import load_opened
 from ..live.shared_index import locate_together, look_together
 from ..live.values import lossless
-from . import batches, fingerprint
+from . import batches, fingerprint, misfit
 from .beside import taken
 from .job import Job, start
 from .joined import joined_job, lost_peer
@@ -48,7 +49,7 @@ from .load_cost import LoadCost
 from .recipe import fitting
 from .round_trip import round_trip
 from .settings import Settings, Status, read_settings
-from .trace import Trace, to_json
+from .trace import OF_BUILD, Trace, to_json
 from .training import measure_memory, probe, probe_as_recorded, train_step
 from .watch import Beat, at, beating, moved, write_stages_to, written
 
@@ -94,6 +95,8 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
         rest = taken({v.path: v.data for v in ckpt.values.values() if v.path[0] != "optim"})
         out.values, out.others = rest.values, rest.others
         rows, out.sequence = _data(settings, job)
+        if job.data is not None:
+            out.data = OF_BUILD
         entries = [t.path for t in ckpt.tensors.values()] + [v.path for v in ckpt.values.values()]
         trained = job.optimizer is not None and any(path[0] == "optim" for path in entries)
         if not trained:
@@ -185,6 +188,7 @@ def _load(
 ) -> str | None:
     """Load; why it cannot be done, on every rank alike, where it cannot. A collective."""
     problem = None if refused is None else str(refused)
+    fits = not isinstance(refused, DoesNotFit)
     cost = LoadCost(settings.device)
     if problem is None:
         try:
@@ -196,13 +200,17 @@ def _load(
             out.notes.extend(loaded.notes)
             cost.bytes = loaded.bytes
         except CkpttoolError as e:
-            problem = str(e)
+            problem, fits = str(e), not isinstance(e, DoesNotFit)
         except (RuntimeError, ValueError, KeyError) as e:  # torch's own, where it sets the state of a live job
             problem = f"{type(e).__name__}: {e}"
     problems = gathered((problem, cost.measured()))
     out.loads = [{"rank": rank, **measured} for rank, (_, measured) in enumerate(problems)]
     out.load_seconds = max(m["seconds"] for m in out.loads)
     out.load_bytes = sum(m["bytes"] for m in out.loads)
+    if not all(gathered(fits)):
+        stored = {joined(t.path[1:]): t.shape for t in opened.checkpoint.tensors.values() if t.path[0] == "model"}
+        live = {n.removeprefix("model."): tuple(t.shape) for n, t in named_state(job.model).items()}
+        out.misfit = misfit.compared(stored, live, out.tied)
     errors = {p: r for r, (p, _) in reversed(list(enumerate(problems))) if p is not None}
     if not errors:
         return None

@@ -11,6 +11,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as Xml
@@ -27,12 +28,13 @@ from rich.console import Console
 from ckpttool.errors import NoSpace, UsageError
 from ckpttool.resume.contents import relative, rows, sentence
 from ckpttool.resume.junit import junit
+from ckpttool.resume.misfit import advice
 from ckpttool.resume.page import page
 from ckpttool.resume.prometheus import METRICS as ALL_METRICS
 from ckpttool.resume.prometheus import prometheus
 from ckpttool.resume.report import write
 from ckpttool.resume.terminal import screen
-from ckpttool.resume.trace import Step, Trace
+from ckpttool.resume.trace import OF_BUILD, Step, Trace
 from ckpttool.resume.verdict import Cause, Check, Report
 
 ALERTS = REPOSITORY / "ckpttool" / "resume" / "alerts.yml"
@@ -156,6 +158,15 @@ def failing(steps: int = 5) -> Report:
         Cause("step-reset", "The optimizer counts its steps from 1 again, so its bias correction is that of a fresh start.",
               ["optim.state.step is 0, and the checkpoint has 300"]),
     ]  # fmt: skip
+    report.not_verified = [
+        "faults of job, data, loss or model configuration: both runs were built from /models/llama-3-8b",
+        "dropout (probability up to 0.1): it was switched off",
+        "the scheduler at work: the job has none, so learning rates after the first step are those of the reference",
+        "compared as stored, but not used by this job: random states, dataloader, grad scaler, other values",
+        "only in this checkpoint, so compared with nothing: trainer.global_step, extra.callbacks and 12 more",
+        "roundtrip.tensors: There was no room on the disk to save.",
+        "probe.logits, probe.ranks: the reference has no probe",
+    ]
     report.candidate.notes = [
         "The checkpoint has no state of the random generators; dropout is off, so none is needed."
     ]
@@ -178,6 +189,21 @@ def unlike() -> Report:
             report.checks[i] = Check(c.stage, c.name, "not comparable", "The batches are others.")
     for s in report.candidate.steps:
         s.batch = "other"
+    return report
+
+
+def unfit() -> Report:
+    """Every name begins with a module that the job does not have."""
+    misfit = {"missing": [name(0)], "surplus": [f"net.{name(0)}"], "shapes": {}, "prefix": "net.", "job_prefix": ""}
+    ours = trace(
+        0,
+        failed='/ckpt/llama/step-300 does not fit the job: the model has "w", which the checkpoint lacks.',
+        misfit=misfit,
+    )
+    checks = [Check("state", "state.loaded", "fail", "the checkpoint could not be loaded into the job", source="exact")]
+    report = Report(ours, trace(5), "standard", checks)
+    report.causes = [Cause("does-not-fit", advice(ours), [str(ours.failed)])]
+    report.not_verified = ["everything after loading: the checkpoint could not be loaded"]
     return report
 
 
@@ -212,6 +238,7 @@ def hostile() -> Report:
     ]
     report.causes = [Cause("shard", f"The shard of {n} is wrong.", list(HOSTILE), list(HOSTILE), n) for n in HOSTILE]
     report.versions = dict(zip(HOSTILE, HOSTILE, strict=True)) | {"torch": HOSTILE[1]}
+    report.not_verified = [f"{n}: {n}" for n in HOSTILE]
     report.profile = HOSTILE[0]
     return report
 
@@ -228,6 +255,7 @@ def large() -> Report:
 
 REPORTS = {
     "pass": passing, "fail": failing, "no reference": alone, "not comparable": unlike, "gate failed": gated,
+    "does not fit": unfit,
     "hostile": hostile, "large": large, "one step": lambda: passing(1), "no step": lambda: passing(0),
     "empty": lambda: Report(Trace(), None, "standard", []),
 }  # fmt: skip
@@ -276,6 +304,36 @@ def test_a_reference_that_is_not_there_is_said() -> None:
     lines = shown(alone(), 80)
     assert "Without a reference" in lines[0]
     assert not any("diff" in line.split() for line in lines)
+
+
+def test_what_was_not_verified_is_in_every_form_of_the_report() -> None:
+    report = failing()
+    text = " ".join(" ".join(shown(report, 80)).split())
+    words = " ".join(" ".join(Outline(page(report)).words).split())
+    (suite,) = Xml.fromstring(junit(report))
+    properties = [p.get("value") for p in suite.findall("properties/property") if "not verified" in str(p.get("name"))]
+    assert text.index("not verified by this run:") > text.index("likely cause")
+    for line in report.not_verified:
+        assert f"- {line}" in text and line in words
+    assert properties == report.not_verified == report.to_json()["not_verified"]
+    assert samples(prometheus(report))["not_verified"] == {"": "7"}
+    assert not any("not verified" in line for line in shown(passing()))
+
+
+def test_a_checkpoint_that_does_not_fit_is_no_failure_and_says_what_would_make_it_fit() -> None:
+    report = unfit()
+    assert (report.word, report.exit_code) == ("does not fit", 12)
+    assert "module_prefix='net.'" in sentence(report)
+    assert samples(prometheus(report))["verdict"]['verdict="fail"'] == "0"
+
+
+def test_data_of_build_has_no_seed_and_the_step_is_not_overwritten_by_the_time_of_a_step() -> None:
+    report = passing()
+    report.candidate.data = OF_BUILD
+    (suite,) = Xml.fromstring(junit(report))
+    properties = {p.get("name"): p.get("value") for p in suite.findall("properties/property")}
+    assert properties["data"] == "given by build()" and properties["reference data"] == "tokens.bin, seed 7"
+    assert (properties["step"], properties["reference step"], properties["step time"]) == ("300", "300", "0.52 s")
 
 
 def test_many_checks_and_steps_are_counted() -> None:
@@ -373,7 +431,7 @@ def test_metrics_say_what_the_report_says() -> None:
     found = samples(prometheus(failing(), now=1_500_000_000.25))
     assert found["verdict"] == {
         'verdict="pass"': "0", 'verdict="fail"': "1", 'verdict="gate failed"': "0", 'verdict="not comparable"': "0",
-        'verdict="no reference"': "0",
+        'verdict="no reference"': "0", 'verdict="does not fit"': "0",
     }  # fmt: skip
     assert found["check"]['stage="step 1",name="step1.update_norm"'] == "0"
     assert found["check"]['stage="step 1",name="step1.loss"'] == "1"
@@ -391,7 +449,7 @@ def test_metrics_say_what_the_report_says() -> None:
 def test_metrics_leave_out_what_is_not_known() -> None:
     found = samples(prometheus(REPORTS["empty"]()))
     assert set(found) == {
-        "verdict", "checks_failed", "checks_not_comparable", "timestamp_seconds", "checkpoint_step", "steps", "info",
+        "verdict", "checks_failed", "checks_not_comparable", "not_verified", "timestamp_seconds", "checkpoint_step", "steps", "info",
     }  # fmt: skip
     found = samples(prometheus(hostile()))
     assert found["loss_difference_ratio"] == {"": "NaN"} and found["steps_not_finite"] == {"": "3"}
@@ -444,7 +502,7 @@ def test_promtool_accepts_the_alerts() -> None:
 def test_every_alert_is_documented_tested_and_about_metrics_that_are_there() -> None:
     rules, docs = ALERTS.read_text(), (REPOSITORY / "docs" / "how-to" / "metrics.md").read_text()
     severities = dict(re.findall(r"- alert: (\w+)\n.*?severity: (\w+)", rules, re.DOTALL))
-    assert len(severities) == 9
+    assert len(severities) == 10
     assert dict(re.findall(r"^\| `(Resume\w+)` \| (\w+) \|", docs, re.MULTILINE)) == severities
     assert set(re.findall(r"ckpttool_resume_(\w+)", rules)) <= set(ALL_METRICS)
     tests = (REPOSITORY / "tests" / "resume" / "alerts_test.yml").read_text()
@@ -613,6 +671,31 @@ def test_a_browser_shows_the_page(make: Callable[[], Report], chromium: Browser,
     assert colours == {"rgb(245, 246, 248)", "rgb(16, 19, 23)"}
     assert chromium.ask("[window.hacked, document.title.length > 0]") == [None, True]
     assert chromium.console() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [failing, unfit], ids=["fail", "does not fit"])
+def test_verdict_cause_and_what_was_not_verified_are_on_the_first_screen(
+    make: Callable[[], Report], chromium: Browser, tmp_path: Path
+) -> None:
+    """Whole and in this order, in a window of 1280x800."""
+    report = make()
+    path = tmp_path / "report.html"
+    path.write_text(page(report))
+    chromium.open(path, width=1280, height=800)
+    boxes = [
+        chromium.ask(f"document.querySelector('{at}').getBoundingClientRect().toJSON()")
+        for at in ("#verdict", ".sentence", "#not-verified", ".cause.first h3")
+    ]
+    assert all(b["height"] >= 15 and b["width"] > 100 and b["left"] >= 0 and b["right"] <= 1280 for b in boxes)
+    assert all(a["bottom"] <= b["top"] for a, b in pairwise(boxes)) and boxes[-1]["bottom"] <= 800
+    lines = "[...document.querySelectorAll('#not-verified li')].map(x => x.innerText).filter(x => x)"
+    assert chromium.ask(lines) == report.not_verified[:5]
+    chromium.ask("document.querySelectorAll('#not-verified details').forEach(x => x.open = true)")
+    assert chromium.ask(lines) == report.not_verified
+    path.write_text(page(passing()))
+    chromium.open(path, width=1280, height=800)
+    assert chromium.ask("document.querySelector('#not-verified')") is None
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ import torch
 from commands import ckpttool_here
 from ranks import forked, one_at_a_time
 
+import ckpttool
 from ckpttool.resume.trace import line
 from fixtures import jobs
 
@@ -176,12 +177,37 @@ def test_a_job_that_cannot_be_built_ends_with_a_sentence(job: str, code: int, sa
         assert "Traceback" in log.read_text() and "not mounted" in log.read_text()
 
 
-def test_a_checkpoint_of_another_model_is_a_failed_verdict_that_names_what_is_missing(config: Path) -> None:
+def test_a_checkpoint_of_another_model_does_not_fit_and_what_is_missing_is_named(config: Path) -> None:
     code, report, _ = verify(FIXTURES / "awkward_w3" / "ckpt", "--config", config, *SMALL)
-    assert code == 10 and report["verdict"] == "fail"
-    assert (
-        "model.embed_tokens.weight" in report["candidate"]["failed"]
-        and "embedding.weight" in report["causes"][0]["text"]
+    assert code == 12 and report["verdict"] == "does not fit"
+    assert "model.embed_tokens.weight" in report["candidate"]["failed"]
+    assert "lacks 12 tensors of the job, first model.embed_tokens.weight" in report["causes"][0]["text"]
+    assert report["not_verified"] == ["everything after loading: the checkpoint could not be loaded"]
+
+
+def test_names_below_a_module_that_the_job_lacks_do_not_fit_until_the_option_that_is_named_is_given(
+    config: Path, tmp_path: Path
+) -> None:
+    ckpttool.convert(FIXTURES / "fsdp2_w2_groups" / "ckpt", tmp_path / "plain.pt", to="full")
+    tree = torch.load(tmp_path / "plain.pt", weights_only=True)
+    tree["model"] = {f"a.net.{n}": t for n, t in tree["model"].items()}
+    tree["optim"]["state"] = {f"a.net.{n}": s for n, s in tree["optim"]["state"].items()}
+    for group in tree["optim"]["param_groups"]:
+        group["params"] = [f"a.net.{n}" for n in group["params"]]
+    torch.save(tree, tmp_path / "prefixed.pt")
+    how = [tmp_path / "prefixed.pt", "--config", config, *SMALL]
+    code, report, _ = verify(*how)
+    assert code == 12 and report["verdict"] == "does not fit"
+    assert "Pass --module-prefix a.net.," in report["causes"][0]["text"]
+    code, report, _ = verify(*how, "--against", how[0], "--module-prefix", "a.net.", "--world-size", 2)
+    assert code == 0 and report["verdict"] == "pass", failures(report)
+    assert "model.a.net.model.embed_tokens.weight" in report["candidate"]["state"]
+    assert report["candidate"]["roundtrip"]["differing"] == []
+    assert report["not_verified"][0].startswith(
+        "faults of job, data, loss or model configuration: both runs were built from"
+    )
+    assert any(
+        x.startswith("compared as stored, but not used by this job: random states") for x in report["not_verified"]
     )
 
 
@@ -206,8 +232,6 @@ def test_a_signal_ends_all_ranks_and_leaves_nothing(config: Path, tmp_path: Path
 
 
 def test_a_python_caller_gets_the_report(config: Path) -> None:
-    import ckpttool
-
     source = FIXTURES / "fsdp2_w2_groups" / "ckpt"
     told: list[str] = []
     with one_at_a_time():

@@ -1,0 +1,170 @@
+"""What a run did not verify is listed; a checkpoint that does not fit the job is no failure, and one that lost something is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckpttool.resume.judge import judge
+from ckpttool.resume.misfit import advice, compared, does_not_fit
+from ckpttool.resume.trace import Trace
+from ckpttool.resume.unverified import unverified
+from ckpttool.resume.verdict import Report
+
+MARK = ("float32", (2,), "ab")
+
+
+def run(**more: Any) -> Trace:
+    """A run of ours on a checkpoint."""
+    known: dict[str, Any] = {
+        "layout": "dcp", "recipe": "job.py:build", "scheduler": "LambdaLR", "state": {"model.w": MARK}, "stored": {"model.w": "ab"},
+        "environment": {"torch": "2.13.0"},
+    }  # fmt: skip
+    return Trace(**{**known, **more})
+
+
+def lines(reference: Trace | None, got: Trace) -> list[str]:
+    """What was not verified, but for checks that could not be made."""
+    return [x for x in unverified(reference, got, []) if x]
+
+
+def test_two_runs_of_one_recipe_see_no_fault_of_it() -> None:
+    assert lines(run(), run()) == [
+        "faults of job, data, loss or model configuration: both runs were built from job.py:build"
+    ]
+    assert lines(run(recipe="a/config"), run(recipe="b/config")) == ["faults of data or loss: both runs have the same"]
+    assert lines(Trace(), run()) == [], "a recorded job is another job"
+    assert lines(None, run()) == ["whether training goes on as before: there is no reference"]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"dropout_off": 0.1}, "dropout (probability up to 0.1): it was switched off"),
+        (
+            {"scheduler": None, "values": {"scheduler.last_epoch": 3}},
+            "the scheduler at work: the job has none, so learning rates after the first step are those of the reference",
+        ),
+        ({"others": {"rng.0.torch": MARK}}, "not used by this job, and compared with nothing: random states"),
+        ({"unread": [("optimizer_0/", "optim")]}, "files beside the checkpoint that were not read: optimizer_0/ (optim)"),
+        (
+            {"state": {"model.w": MARK, "model.b": MARK}},
+            "1 tensor of another dtype in the files, so not compared with them: model.b",
+        ),
+    ],
+)  # fmt: skip
+def test_what_no_check_can_see_is_listed(more: dict[str, Any], said: str) -> None:
+    assert lines(Trace(), run(**more)) == [said]
+
+
+def test_what_is_stored_and_not_used_is_listed_and_random_states_that_were_restored_are_not() -> None:
+    held: dict[str, Any] = {
+        "others": {"rng.0.torch": MARK}, "values": {"dataloader.at": 3, "scaler.scale": 2.0, "extra.best": None, "trainer.step": 1}
+    }  # fmt: skip
+    found = lines(run(**held), run(**held))[1:]
+    assert found == [
+        "compared as stored, but not used by this job: random states, dataloader, grad scaler, other values"
+    ]
+    found = lines(run(**held), run(**held, environment={"rng_restored": True}))[1:]
+    assert found == ["compared as stored, but not used by this job: dataloader, grad scaler, other values"]
+
+
+def test_what_one_side_alone_has_and_objects_of_unknown_classes_are_listed() -> None:
+    a = run(values={"extra.a": 1, "extra.hook": "<user.Hook>"})
+    b = run(values={"extra.a": 1, "extra.hook": "<user.Hook>", "extra.new": 2})
+    found = lines(a, b)
+    assert "only in this checkpoint, so compared with nothing: extra.new" in found
+    assert "objects of classes that ckpttool does not build: extra.hook" in found
+
+
+def test_keys_that_only_one_version_writes_are_listed() -> None:
+    a = run(config={"transformers_version": "4.57", "new": 1}, groups=[{"params": ["w"], "maximize": False}])
+    b = run(config={"transformers_version": "5.0"}, groups=[{"params": ["w"]}], environment={"torch": "2.10.0"})
+    found = lines(a, b)
+    assert "keys of the model's configuration that only one version of transformers writes: new" in found
+    assert "options of param groups that only one version of torch writes: maximize" in found
+
+
+def test_checks_that_could_not_be_made_are_listed_by_their_reason() -> None:
+    a, b = Trace(unrecorded={"scaler": "it was not given", "extra": "nothing was given"}), run()
+    checks = judge(a, b)[0]
+    found = unverified(a, b, checks)
+    aside = [c for c in checks if c.verdict == "not comparable"]
+    assert len(aside) > 10
+    assert sum(any(c.name in x or "more:" in x for x in found) for c in aside) == len(aside)
+    assert "config.scaler: the reference did not record the grad scaler's state (it was not given)" in found
+    assert "extra: nothing was given" in found and not any(x.startswith("scaler:") for x in found)
+    assert "roundtrip.state: no save and load: it was not requested" in found
+
+
+def test_of_a_load_that_failed_nothing_else_is_listed() -> None:
+    b = run(failed="no", dropout_off=0.1)
+    assert unverified(run(), b, judge(run(), b)[0]) == ["everything after loading: the checkpoint could not be loaded"]
+
+
+# ------------------------------------------------------------------------------------------------------- does not fit
+
+JOB = {"block.w": (8, 4), "block.b": (8,), "head.w": (16, 4)}
+PREFIXED = {f"a.net.{n}": shape for n, shape in JOB.items()}
+
+
+def test_a_module_that_all_names_begin_with_is_found_on_either_side() -> None:
+    assert compared(PREFIXED, JOB, [])["prefix"] == "a.net."
+    assert compared(PREFIXED, {f"net.{n}": s for n, s in JOB.items()}, [])["prefix"] == "a."
+    assert compared(JOB, PREFIXED, [])["job_prefix"] == "a.net."
+    other = {**PREFIXED, "a.net.head.w": (17, 4)}
+    assert compared(other, JOB, [])["prefix"] == "", "a shape differs besides"
+    assert compared({**PREFIXED, "a.more": (1,)}, JOB, [])["prefix"] == ""
+
+
+def test_one_name_of_a_tied_parameter_is_enough() -> None:
+    tied = [["block.w", "head.w"]]
+    job = {**JOB, "head.w": (8, 4)}
+    stored = {f"net.{n}": s for n, s in job.items() if n != "head.w"}
+    assert compared(stored, job, tied)["prefix"] == "net." and compared(stored, job, [])["prefix"] == ""
+
+
+def test_the_advice_names_what_makes_it_fit() -> None:
+    assert "module_prefix='a.net.'" in advice(Trace(misfit=compared(PREFIXED, JOB, [])))
+    assert 'Let the job be the module below "a.net"' in advice(Trace(misfit=compared(JOB, PREFIXED, [])))
+    rows = compared({**JOB, "head.w": (17, 4)}, JOB, [])
+    assert rows["rows"] == [17, 16] and "convert it with vocab_size=16" in advice(Trace(misfit=rows))
+    assert "rows" not in compared({**JOB, "head.w": (17, 5)}, JOB, [])
+    text = advice(Trace(misfit=compared({"x": (1,), "head.w": (3,)}, JOB, [])))
+    assert text.startswith(
+        "the checkpoint lacks 2 tensors of the job, first block.w; it has 1 tensor that the job lacks, first x; 1 tensor"
+    )
+    assert "the optimizer or the scheduler does not" in advice(Trace(misfit=compared(JOB, JOB, [])))
+
+
+def state(names: dict[str, Any]) -> dict[str, Any]:
+    return {f"model.{n}": ("float32", shape, "") for n, shape in names.items()}
+
+
+def test_it_does_not_fit_where_nothing_says_that_something_was_lost() -> None:
+    part = {n: s for n, s in JOB.items() if n != "head.w"}
+    got = run(failed="no", misfit=compared(part, JOB, []), state=state(part))
+    fits, fails = run(state=state(JOB)), run(failed="no", misfit=compared(part, JOB, []))
+    recorded, other = Trace(state=state(JOB)), Trace(state=state(part))
+    cases = {
+        "none": None,
+        "original fits": fits,
+        "original does not fit": fails,
+        "recorded had it": recorded,
+        "nor had it": other,
+    }
+    found = {n: Report(got, r, "strict", judge(r, got)[0]).word for n, r in cases.items()}
+    assert found == {
+        "none": "does not fit", "original fits": "fail", "original does not fit": "does not fit", "recorded had it": "fail",
+        "nor had it": "does not fit",
+    }  # fmt: skip
+
+
+def test_names_that_only_begin_otherwise_are_no_loss_and_other_errors_are_no_misfit() -> None:
+    got = run(failed="no", misfit=compared(PREFIXED, JOB, []), state=state(PREFIXED))
+    assert does_not_fit(run(state=state(JOB)), got)
+    damaged = run(failed="a file is damaged", state=state(JOB))
+    assert not does_not_fit(None, damaged) and Report(damaged, None, "strict", judge(None, damaged)[0]).exit_code == 10
+    lost = run(failed="no scheduler", misfit=compared(JOB, JOB, []), state=state(JOB))
+    assert not does_not_fit(Trace(state=state(JOB), values={"scheduler.last_epoch": 3}), lost)
