@@ -1,7 +1,12 @@
-"""Which rank is named when a job does not go on, from beats alone; test_operations.py has it with real ranks."""
+"""Which rank is named when a job does not go on, from beats alone; and folders where no lock says who is alive.
+
+test_operations.py has both with real ranks.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -12,9 +17,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ckpttool.errors import RankLost
 from ckpttool.resume import watch
 from ckpttool.resume.watch import Beat, Stall, Watch
+from ckpttool.resume.workspace import workspace
 
 TIMEOUT = 100.0
 PERIOD = watch.period_of(TIMEOUT)
@@ -159,3 +167,17 @@ def test_a_stack_says_which_collective_it_waits_in() -> None:
     assert watch._stack_of(frames(user, fsdp))[0] == "", "its own code, called by FSDP"
     saving = (f"{torch}/distributed/checkpoint/filesystem.py", "write_data")
     assert watch._stack_of(frames(saving, user))[0] == "", "it writes files"
+
+
+def test_on_a_file_system_without_locks_a_run_works_and_removes_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with workspace(str(tmp_path)) as one:
+        os.utime(one, (0, 0))
+        with workspace(str(tmp_path)) as two:
+            assert sorted(os.listdir(tmp_path)) == sorted(map(os.path.basename, (one, two)))
+    assert not os.listdir(tmp_path)
