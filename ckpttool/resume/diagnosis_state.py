@@ -157,7 +157,7 @@ def values(context: Context, reference: Trace) -> None:
     rest = [n for n in wrong if not (is_step(n) and (fqn_of(n) in steps or prod(reference.state[n][1]) == 1))]
     rest = _outside(context, reference, _moved(context, reference, rest))
     looked = {} if context.opened is None else inspect(context.opened, rest)
-    if diagnosis_values.in_one_file(context, looked, rest, wrong):
+    if diagnosis_values.in_files(context, looked, wrong):
         return
     rest = _steps(context, reference, steps, rest)
     strange = [n for n in wrong if is_step(n) and fqn_of(n) in marked - set(steps) and n not in rest]
@@ -183,13 +183,24 @@ def _moved(context: Context, reference: Trace, wrong: list[str]) -> list[str]:
     _layers(context, reference, left)
     _leaves(context, left)
     _parts(context, left)
-    for a, b in left.items():
-        both = left.get(b) == a
-        if both and a > b:
-            continue
-        text = f"{spoken(a)} and {spoken(b)} are exchanged" if both else f"{spoken(a)} holds the bytes of {spoken(b)}"
-        evidence = [f"{a} has the fingerprint that {b} has in the reference"]
-        context.add("exchanged" if both else "copied", text, evidence, [a, b], explains=(component_of(a),))
+    for component in ("weights", "optimizer"):
+        some = {a: b for a, b in left.items() if component_of(a) == component}
+        pairs = {a: b for a, b in some.items() if some.get(b) == a}
+        several = {a: b for a, b in some.items() if a not in pairs} if len(some) > 3 else {}
+        for a, b in some.items():
+            both = a in pairs
+            if a in several or (both and a > b):
+                continue
+            text = (
+                f"{spoken(a)} and {spoken(b)} are exchanged" if both else f"{spoken(a)} holds the bytes of {spoken(b)}"
+            )
+            evidence = [f"{a} has the fingerprint that {b} has in the reference"]
+            context.add("exchanged" if both else "copied", text, evidence, [a, b], explains=(component,))
+        if several:
+            what = listed(f"{spoken(a)} holds {spoken(b)}" for a, b in several.items())
+            text = f"{plural(len(several), 'tensor')} ({kinds(several)}) hold the bytes of others: {what}"
+            evidence = [f"{a} has the fingerprint that {b} has in the reference" for a, b in list(several.items())[:8]]
+            context.add("copied", text, evidence, list(several), explains=(component,))
     return [n for n in wrong if n not in moves]
 
 

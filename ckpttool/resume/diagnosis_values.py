@@ -12,12 +12,12 @@ from typing import Any
 
 from .context import Context
 from .differences import options, steps_of
-from .inspection import Inspected, OneFile, one_file, place_of
+from .inspection import Apart, Inspected, apart, file_of, place_of
 from .tensor_diff import VAGUE, TensorDiff
 from .text import component_of, fqn_of, is_step, kinds, listed, plural, scope, slot_of
 from .trace import Trace
 
-__all__ = ["differ", "in_one_file"]
+__all__ = ["differ", "in_files"]
 
 #: How far a factor may be from another, relatively.
 _CLOSE = 1e-3
@@ -25,38 +25,46 @@ _CLOSE = 1e-3
 _VERBS = {"holds": "hold", "is": "are", "has": "have", "differs": "differ"}
 
 
-def in_one_file(context: Context, looked: Mapping[str, Inspected], rest: Sequence[str], wrong: Sequence[str]) -> bool:
-    """Whether one file has every difference; then that is a cause."""
-    if context.opened is None or (found := one_file(context.opened, looked, wrong)) is None:
+def in_files(context: Context, looked: Mapping[str, Inspected], wrong: Sequence[str]) -> bool:
+    """Whether one file has every difference, or two that are exchanged; then that is a cause."""
+    if context.opened is None or (found := apart(context.opened, looked, wrong)) is None:
         return False
     seen = {n: x.diff for n, x in looked.items() if x.diff is not None}
-    every = set(_groups(seen))
+    groups = _groups(seen)
     first = next(n for n in wrong if n in seen)
-    if every - {"elements"} <= VAGUE:
-        how = "are from another step, or were computed differently"
-    elif len(every) == 1:
-        how = _plural(_general(seen[first].kind, seen[first].plain))
-    else:
-        how = "differ from the reference's"
-    text = f"{_whose(found)}: its parts of {plural(len(wrong), 'tensor')} ({kinds(wrong)}) {how}"
+    most = max(groups, key=lambda kind: len(groups[kind]))
+    parts = f"{plural(len(wrong), 'tensor')} ({kinds(wrong)})"
     evidence = [*context.seen("state.digests"), *(f"{n}: {d.text}" for n, d in list(seen.items())[:4])]
+    kind, text = "one-file", f"every difference lies in {found}: its parts of {parts}"
+    if len(found.files) > 1:
+        if most != "exchanged-rows" or len(groups[most]) * 3 < len(seen) * 2:
+            return False
+        kind, text = "exchanged", f"{found} are exchanged: every difference lies in their parts of {parts}"
+    elif set(groups) - {"elements"} <= VAGUE:
+        text += " are from another step, or were computed differently"
+    elif most == "copied-rows" and len(sources := _sources(context, found, groups[most], seen)) == 1:
+        text += f" are those of {sources.pop()}"
+    elif len(groups) == 1:
+        text += f" {_plural(_general(seen[first].kind, seen[first].plain))}"
+    else:
+        text += " differ from the reference's"
     steps = [n for n in wrong if is_step(n)]
     if steps:
-        evidence.append(f"optimizer steps of {plural(len(steps), 'parameter')} in this file differ as well")
-    if len(seen) < len(wrong) - len(steps):
-        evidence.append(
-            f"{plural(len(wrong) - len(steps) - len(seen), 'tensor')} were not read; all have a part in this file"
-        )
+        evidence.append(f"optimizer steps of {plural(len(steps), 'parameter')} in it differ as well")
+    unread = len(wrong) - len(steps) - len(seen)
+    if unread:
+        evidence.append(f"{plural(unread, 'tensor')} were not read; all have a part in it")
     place = None if found.theirs else place_of(context.opened[1].locate(), first, seen[first].first)
-    context.add("one-file", text, evidence, list(wrong), place, {component_of(n) for n in wrong})
+    context.add(kind, text, evidence, list(wrong), place, {component_of(n) for n in wrong})
     return True
 
 
-def _whose(found: OneFile) -> str:
-    rank = "" if found.rank is None else f", the file of rank {found.rank}"
-    if found.theirs:
-        return f"every difference lies in what the reference has in {found.file}{rank}"
-    return f"every difference lies in {found.file}{rank}"
+def _sources(context: Context, found: Apart, names: Sequence[str], seen: Mapping[str, TensorDiff]) -> set[str | None]:
+    """The files that have the rows that tensors hold twice."""
+    assert context.opened is not None
+    ckpt = context.opened[0 if found.theirs else 1].locate()
+    rows = {n: ckpt.tensors[n].numel // ckpt.tensors[n].shape[0] for n in names}
+    return {file_of(ckpt, n, seen[n].detail["from"][0] * rows[n]) for n in names}
 
 
 def differ(context: Context, reference: Trace, rest: Sequence[str], looked: Mapping[str, Inspected]) -> None:

@@ -17,12 +17,12 @@ from ..engine.opening import OpenCheckpoint
 from ..engine.stream import Reader, StreamJob
 from ..errors import CkpttoolError
 from ..index import boxes
-from ..index.checkpoint import ITEMSIZE, Checkpoint
+from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk
 from .companions import companion
 from .tensor_diff import VAGUE, TensorDiff, differs_in, tensor_diff
 from .text import slot_of
 
-__all__ = ["Inspected", "OneFile", "inspect", "one_file", "place_of"]
+__all__ = ["Apart", "Inspected", "apart", "file_of", "inspect", "place_of"]
 
 #: How many differing tensors are read in any case, the most bytes of one, and of all that are read besides.
 _LOOK = 8
@@ -43,12 +43,15 @@ class Inspected:
 
 
 @dataclass(frozen=True)
-class OneFile:
-    """The one file that has every difference; `rank` wrote it, if its name tells, and `theirs` says that it is the reference's."""
+class Apart:
+    """The one or two files that have every difference; `theirs` says that they are the reference's."""
 
-    file: str
-    rank: int | None
+    files: tuple[str, ...]
     theirs: bool
+
+    def __str__(self) -> str:
+        names = [name if (rank := _rank(name)) is None else f"{name} (rank {rank})" for name in self.files]
+        return " and ".join(names) + (" of the reference" if self.theirs else "")
 
 
 def inspect(opened: tuple[OpenCheckpoint, OpenCheckpoint], names: Sequence[str]) -> dict[str, Inspected]:
@@ -99,10 +102,10 @@ def inspect(opened: tuple[OpenCheckpoint, OpenCheckpoint], names: Sequence[str])
     return out
 
 
-def one_file(
+def apart(
     opened: tuple[OpenCheckpoint, OpenCheckpoint], looked: Mapping[str, Inspected], wrong: Sequence[str]
-) -> OneFile | None:
-    """The file that has every difference, if most of what it holds differs and nothing that other files hold does.
+) -> Apart | None:
+    """The one or two files that have every difference, if most of what they hold differs and nothing of any other file does.
 
     `looked` is what `inspect` gave, and `wrong` are all tensors that differ.
     """
@@ -118,13 +121,12 @@ def one_file(
             for n, t in ckpt.tensors.items()
             if t.path[0] in ("model", "optim") and t.numel > 1 and slot_of(n) in slots
         }
-        if len(files) != 1 or len(set().union(*of.values())) < 2:
+        if len(files) > 2 or not set().union(*of.values()) > files:
             continue
-        file = files.pop()
-        inside = [n for n in of if file in of[n]]
+        inside = [n for n in of if files & of[n]]
         here = [n for n in wrong if n in of]
-        if all(file in of[n] for n in here) and len(here) >= _PART * len(inside):
-            return OneFile(ckpt.files[file], _rank(ckpt.files[file]), side == 0)
+        if all(files & of[n] for n in here) and len(here) >= _PART * len(inside):
+            return Apart(tuple(ckpt.files[f] for f in sorted(files)), side == 0)
     return None
 
 
@@ -141,32 +143,46 @@ def _read(opened: OpenCheckpoint, ckpt: Checkpoint, name: str) -> Any:
     return out.reshape(entry.shape)
 
 
+def file_of(ckpt: Checkpoint, name: str, flat: int) -> str | None:
+    """The file with an element of a tensor; `flat` is its row-major index."""
+    chunk, _ = _chunk(ckpt, name, flat)
+    return None if chunk is None else ckpt.files[chunk.extent.file]
+
+
 def place_of(ckpt: Checkpoint, name: str, flat: int) -> str | None:
     """Where an element of a tensor is: file, bytes of its chunk, and the rank of the shard if file names tell it.
 
     `flat` is its row-major index; None if no chunk contains it.
     """
+    chunk, at = _chunk(ckpt, name, flat)
+    if chunk is None:
+        return None
+    entry = ckpt.tensors[name]
+    file, offset, length = ckpt.files[chunk.extent.file], chunk.extent.offset, chunk.extent.length
+    text = f"{file}, bytes {offset}..{offset + length}"
+    if chunk.zstd is None:
+        steps = chunk.strides or boxes.strides(chunk.shape)
+        inside = sum((i - s) * k for i, s, k in zip(at, chunk.start, steps, strict=True))
+        text += f", first difference at byte {offset + inside * ITEMSIZE[entry.dtype]}"
+    box = ", ".join(f"{s}:{s + n}" for s, n in zip(chunk.start, chunk.shape, strict=True))
+    rank = _rank(file)
+    whose = "" if rank is None else f"rank {rank}'s shard, "
+    return f"{text} ({whose}[{box}] of {list(entry.shape)})" if box else text
+
+
+def _chunk(ckpt: Checkpoint, name: str, flat: int) -> tuple[Chunk | None, list[int]]:
+    """The chunk with an element, and the element's index in each dimension."""
+    at: list[int] = []
     entry = ckpt.tensors.get(name)
     if entry is None or not entry.numel:
-        return None
-    at = []
+        return None, at
     for step in boxes.strides(entry.shape):
         at.append(flat // step)
         flat -= at[-1] * step
     for chunk in entry.chunks:
         if all(s <= i < s + n for i, s, n in zip(at, chunk.start, chunk.shape, strict=True)):
-            file, offset, length = ckpt.files[chunk.extent.file], chunk.extent.offset, chunk.extent.length
-            text = f"{file}, bytes {offset}..{offset + length}"
-            if chunk.zstd is None:
-                steps = chunk.strides or boxes.strides(chunk.shape)
-                inside = sum((i - s) * k for i, s, k in zip(at, chunk.start, steps, strict=True))
-                byte = offset + inside * ITEMSIZE[entry.dtype]
-                text += f", first difference at byte {byte}"
-            box = ", ".join(f"{s}:{s + n}" for s, n in zip(chunk.start, chunk.shape, strict=True))
-            rank = _rank(file)
-            whose = "" if rank is None else f"rank {rank}'s shard, "
-            return f"{text} ({whose}[{box}] of {list(entry.shape)})" if box else text
-    return None
+            return chunk, at
+    return None, at
 
 
 def _rank(file: str) -> int | None:

@@ -150,7 +150,21 @@ def _order(order: list[int], wrong: list[int], what: str, kind: str, again: bool
         text += f": the {what} of a fused weight merged or split without regard to its parts"
         return f"interleaved-{kind}", text, {"parts": lengths, "pieces": pieces}
     text = f"has the reference's {what} in another order, {len(wrong)} of {len(order)} elsewhere"
+    if size := _blocks(order):
+        text += f", in blocks of {size}"
     return f"permuted-{kind}", text, {"order": order[:64]}
+
+
+def _blocks(order: list[int]) -> int:
+    """The size of blocks, such as heads, that are in another order as a whole; 0 if single rows are."""
+    n = len(order)
+    for size in (k for k in range(n // 2, 1, -1) if n % k == 0):
+        if all(
+            order[h] % size == 0 and order[h : h + size] == list(range(order[h], order[h] + size))
+            for h in range(0, n, size)
+        ):
+            return size
+    return 0
 
 
 def _runs(wrong: list[int], order: list[int]) -> list[tuple[int, int, int, int]]:

@@ -205,6 +205,23 @@ def test_a_part_of_layers_in_other_layers_is_one_cause() -> None:
     assert len(found.tensors) == 3 * 12
 
 
+def test_moments_that_went_to_the_next_parameter_are_one_cause() -> None:
+    norms = [n for n in FQNS if n.endswith("layernorm.weight")]
+    after = dict(zip(norms, norms[1:] + norms[:1], strict=True))
+
+    def moved(n: str) -> str:
+        fqn, _, slot = n.removeprefix("optim.state.").rpartition(".")
+        return f"optim.state.{after[fqn]}.{slot}"
+
+    b = edit_state(job(), lambda n: n.startswith("optim.") and "layernorm" in n and not n.endswith(".step"), moved)
+    (found,) = blamed(job(), b)
+    assert found.kind == "copied"
+    assert found.text.startswith(
+        "16 tensors (optimizer state) hold the bytes of others: layer 0, input_layernorm, exp_avg holds "
+    )
+    assert len(found.tensors) == 16
+
+
 def test_layers_sorted_as_words_are_recognised() -> None:
     a, b = Trace(start=300), Trace(start=300)
     order = sorted(range(12), key=str)  # 0, 1, 10, 11, 2, ...

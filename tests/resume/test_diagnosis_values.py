@@ -254,7 +254,7 @@ def tensors(n: str) -> bool:
 def test_a_stale_file_is_named_with_its_rank(both: Any) -> None:
     (found,) = both(rank1, tensors)
     assert (found.kind, found.text) == (
-        "one-file", "every difference lies in __1_0.distcp, the file of rank 1: its parts of 117 tensors (weights and "
+        "one-file", "every difference lies in __1_0.distcp (rank 1): its parts of 117 tensors (weights and "
         "optimizer state) are from another step, or were computed differently",
     )  # fmt: skip
     assert found.place is not None and found.place.startswith("__1_0.distcp, bytes ")
@@ -265,16 +265,61 @@ def test_a_stale_file_is_named_though_only_some_tensors_were_read(both: Any, mon
     monkeypatch.setattr("ckpttool.resume.inspection._MORE", 0)
     (found,) = both(rank1, tensors)
     assert found.kind == "one-file"
-    assert "109 tensors were not read; all have a part in this file" in found.evidence
+    assert "109 tensors were not read; all have a part in it" in found.evidence
 
 
 def test_a_copy_in_one_file_shows_which_file_of_the_reference_was_read_wrongly(original: Any, tmp_path: Path) -> None:
     with files(tmp_path, "a") as a, files(tmp_path, "b", rank1), ckpttool.open(tmp_path / "b.pt") as b:
         (found,) = blamed(job(), edit_state(job(), tensors), opened=(a, b))
     assert found.kind == "one-file"
-    assert found.text.startswith(
-        "every difference lies in what the reference has in __1_0.distcp, the file of rank 1: "
-    )
+    assert found.text.startswith("every difference lies in __1_0.distcp (rank 1) of the reference: its parts")
+
+
+def of_ranks(act: Callable[[Any, Any, Any], None]) -> Callable[[Tree], None]:
+    """Act on what ranks 1 and 2 of 4 have of each tensor, given the tensor as it was."""
+
+    def change(tree: Tree) -> None:
+        state = tree["optim"]["state"]
+        for n, t in tree["model"].items():
+            for x in (t, state[n]["exp_avg"], state[n]["exp_avg_sq"]):
+                part = -(-x.shape[0] // 4)
+                old = x.clone()
+                act(x[part : 2 * part], x[2 * part : 3 * part], (old[part : 2 * part], old[2 * part : 3 * part]))
+
+    return change
+
+
+def test_a_copy_in_which_a_rank_has_the_parts_of_another_is_named_with_both(original: Any, tmp_path: Path) -> None:
+    # in files of ranks, this is refused before anything is loaded
+    tree = torch.load(original.source.root.replace("/a", "/a.pt"), weights_only=True)
+    of_ranks(lambda one, two, old: two.copy_(old[0]))(tree)
+    torch.save(tree, tmp_path / "b.pt")
+    with ckpttool.open(tmp_path / "b.pt") as b:
+        (found,) = blamed(job(), edit_state(job(), tensors), opened=(original, b))
+    assert (found.kind, found.text) == (
+        "one-file", "every difference lies in __2_0.distcp (rank 2) of the reference: its parts of 117 tensors (weights and "
+        "optimizer state) are those of __1_0.distcp",
+    )  # fmt: skip
+
+
+def test_two_files_that_are_exchanged_are_named(both: Any) -> None:
+    def swap(one: Any, two: Any, old: Any) -> None:
+        one.copy_(old[1])
+        two.copy_(old[0])
+
+    (found,) = both(of_ranks(swap), tensors)
+    assert (found.kind, found.text) == (
+        "exchanged", "__1_0.distcp (rank 1) and __2_0.distcp (rank 2) are exchanged: every difference lies in their parts of "
+        "117 tensors (weights and optimizer state)",
+    )  # fmt: skip
+
+
+def test_two_files_of_another_step_are_not_called_exchanged(both: Any) -> None:
+    def stale(one: Any, two: Any, old: Any) -> None:
+        close(one)
+        close(two)
+
+    assert [c.kind for c in both(of_ranks(stale), tensors)] == ["close"]
 
 
 def test_few_tensors_of_a_file_do_not_make_it_the_cause(both: Any) -> None:

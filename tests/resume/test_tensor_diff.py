@@ -194,6 +194,8 @@ HEADS = [8 * h + k for h in range(8) for k in PAIRS]  # of q and k: 64 rows; v i
         (EXPERTS, EXPERTS[..., [*range(8, 16), *range(8)]], "exchanged-columns", "has columns 0:8 and 8:16 exchanged"),
         (FUSED, FUSED[[*HEADS, *range(64, 96)]], "rope",
          "within heads of 8 in rows 0:64 of 96: from halves to interleaved pairs"),
+        (FUSED, FUSED[[8 * h + k for h in (3, 0, 2, 1, 4, 7, 6, 5, 8, 9, 11, 10) for k in range(8)]], "permuted-rows",
+         "rows in another order, 56 of 96 elsewhere, in blocks of 8"),
         (FUSED, FUSED[parts((16, 8, 8), 3)], "interleaved-rows",
          "holds parts of 48 and 24 and 24 rows in 3 pieces each, piece by piece"),
         (FUSED, FUSED[np.argsort(parts((24, 8, 0), 3)[:96])], "interleaved-rows",
