@@ -188,8 +188,8 @@ class LiveReader:
         if changed:
             first, (a, b) = next(iter(changed.items()))
             warnings.warn(
-                f'{len(changed)} tensors of {self.path} were rounded to the dtype of the job: "{first}" is {a} '
-                f"in the checkpoint and {b} in the job.",
+                f"{len(changed)} tensor{'s were' if len(changed) > 1 else ' was'} rounded to the dtype of the job, of {self.path}: "
+                f'"{first}" is {a} in the checkpoint and {b} in the job.',
                 stacklevel=2,
             )
 

@@ -31,6 +31,7 @@ from ..live.live_job import OWN_FLAGS
 from .live_facts import dropouts, named_parameters
 from .recipe import built
 from .settings import Settings
+from .text import plural
 
 __all__ = ["Job", "start"]
 
@@ -227,7 +228,7 @@ def _like_checkpoint(model: Any, ckpt: Checkpoint, notes: list[str]) -> None:
             if buffer is not None and entry is not None and name not in module._non_persistent_buffers_set:
                 module._buffers[name] = buffer.to(getattr(torch, entry.dtype))
     if idle:
-        notes.append(f"{idle} parameters do not train: no param group of the checkpoint lists them")
+        notes.append(f"not trained: {plural(idle, 'parameter')} that no param group of the checkpoint lists")
 
 
 # ------------------------------------------------------------------------------------------------------------ sharding

@@ -49,6 +49,7 @@ from .load_cost import LoadCost
 from .recipe import fitting
 from .round_trip import round_trip
 from .settings import Settings, Status, read_settings
+from .text import plural
 from .trace import OF_BUILD, Trace, to_json
 from .training import measure_memory, probe, probe_as_recorded, train_step
 from .watch import Beat, at, beating, moved, write_stages_to, written
@@ -232,7 +233,7 @@ def _state(job: Job, trained: bool, opened: OpenCheckpoint, settings: Settings, 
     out.quanta = fingerprint.norms(low, device, fingerprint.quantum)
     out.groups = [] if job.optimizer is None else plain_groups(job.model, job.optimizer)
     if apart:
-        out.notes.append(f"{len(apart)} tensors have copies on several ranks that are not equal, first {apart[0]}")
+        out.notes.append(f"copies on several ranks are not equal, of {plural(len(apart), 'tensor')}, first {apart[0]}")
         out.environment["copies_differ"] = apart
     rest = [n for n, t in opened.locate().tensors.items() if t.path[0] not in _IN_JOB]
     ranks = dist.get_rank(), dist.get_world_size()
@@ -244,7 +245,7 @@ def _state(job: Job, trained: bool, opened: OpenCheckpoint, settings: Settings, 
         out.environment["rounded"] = [n for n in other if not lossless(entries[n].dtype, dtype_of(tensors[n]))]
         if other:
             kinds = f"{entries[other[0]].dtype} in the files and {dtype_of(tensors[other[0]])} in the job"
-            out.notes.append(f"{len(other)} tensors are of another dtype, first {other[0]}: {kinds}")
+            out.notes.append(f"of another dtype: {plural(len(other), 'tensor')}, first {other[0]}: {kinds}")
         common = [n for n in entries if n in tensors and n not in set(other)]
         out.stored = fingerprint.in_files(opened, common, *ranks, device, _Rate(status))
 

@@ -224,7 +224,7 @@ def empty() -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.filterwarnings("ignore:.* were rounded")
+@pytest.mark.filterwarnings("ignore:.* rounded to the dtype")
 def test_a_job_that_loads_compares_what_it_reads(copy: Callable[[str], Path]) -> None:
     for layout in ("dcp", "hf"):
         src = copy(layout)

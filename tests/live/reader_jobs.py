@@ -105,7 +105,7 @@ def resume(folder: Path, checkpoint: Path, told: str) -> dict[str, Any]:
     job = jobs.start({**case, "scheduler": scheduled}, said.get("mesh", {"dp": dist.get_world_size()}))
     jobs.spoil(job.model, job.optimizer)
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*were rounded")
+        warnings.filterwarnings("error", message=".*rounded to the dtype")
         if way == "load":
             with_optimizer = by_us(job, checkpoint, how)
         elif way == "bare":
