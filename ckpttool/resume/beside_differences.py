@@ -6,6 +6,7 @@ ranks that saved, and so must its result.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -75,11 +76,15 @@ def holds(trace: Trace, component: str) -> dict[str, Any]:
 
 
 def beside_differences(reference: Trace, got: Trace, component: str) -> Beside:
-    """What differs in a component beside model and optimizer; nothing is compared if a recording has none of it."""
+    """What differs in a component beside model and optimizer.
+
+    Nothing is compared if a recording has none of it, or has it of another step. Random states are compared with those of the recorded
+    ranks, under whatever names the checkpoint has them, unless the recording has them by name.
+    """
     theirs, ours = holds(reference, component), holds(got, component)
     out = Beside()
-    if is_recording(reference) and not theirs:
-        return out
+    if is_recording(reference) and (not theirs or reference.start != got.start):
+        return _random_states(reference, ours) if component == "rng" and reference.start == got.start else out
     for n, expected in theirs.items():
         if n not in ours:
             # a recording may hold functions that no checkpoint does
@@ -88,10 +93,54 @@ def beside_differences(reference: Trace, got: Trace, component: str) -> Beside:
             out.unknown.append(n)
         else:
             out.compared += 1
-            if not alike(expected, ours[n]) and not _one_number(expected, ours[n]):
+            if not any(alike(x, ours[n]) or _one_number(x, ours[n]) for x in (expected, *_of_ranks(reference, n))):
                 out.found[n] = (expected, ours[n])
     out.extra = [n for n in ours if n not in theirs]
     return out
+
+
+def _of_ranks(reference: Trace, name: str) -> list[Any]:
+    """What ranks of a recorded job held under one name, if they did not agree; a checkpoint has what one of them saved."""
+    found = reference.variants.get(name, [])
+    return [Marked(*x) for x in found] if name in reference.others else found
+
+
+def _random_states(reference: Trace, ours: dict[str, Any]) -> Beside:
+    """The random states of a checkpoint against those of the recorded ranks.
+
+    A state is known by its kind and size. One in the name of a rank must be that rank's; others must be some rank's. More
+    than the recorded generators (one of the data, say) may be there.
+    """
+    out = Beside()
+    for kind in ("torch", "cuda", "numpy", "python"):
+        ranks = [Marked(str(g[kind][0]), tuple(g[kind][1]), str(g[kind][2])) for g in reference.generators if kind in g]
+        if len(ranks) != len(reference.generators):
+            continue
+        named = {n: x for n, x in ours.items() if isinstance(x, Marked) and (x.kind, tuple(x.shape)) == ranks[0][:2]}
+        by_rank: dict[int | None, list[str]] = {}
+        for n in named:
+            rank = _rank_in(n)
+            by_rank.setdefault(rank if rank is not None and rank < len(ranks) else None, []).append(n)
+        for rank, names in by_rank.items():
+            right = [n for n in names if named[n] in (ranks if rank is None else [ranks[rank]])]
+            if not right:
+                out.found[names[0]] = (ranks[rank or 0], named[names[0]])
+            out.compared += len(right)
+            for n in right if kind == "numpy" else []:
+                at = n.removesuffix("1") + "2" if n.endswith(".1") else n.removesuffix("key") + "pos"
+                drawn = reference.generators[ranks.index(named[n])].get("numpy_position")
+                if ours.get(at, drawn) != drawn:
+                    out.found[at] = (drawn, ours[at])
+        several = {r for r in by_rank if r is not None}
+        if len(several) > 1:
+            out.missing += [f"{kind}'s of rank {r}" for r in range(len(ranks)) if r not in several]
+    return out
+
+
+def _rank_in(name: str) -> int | None:
+    """The first number in a name, but for the place of an array within the tuple that is a state of numpy's or Python's."""
+    numbers = re.findall(r"\d+", name.removesuffix(".1"))
+    return int(numbers[0]) if numbers else None
 
 
 def is_recording(trace: Trace) -> bool:

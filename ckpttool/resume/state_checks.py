@@ -244,6 +244,8 @@ def _absent(reference: Trace, got: Trace, component: str, what: str) -> str:
     if is_recording(reference):
         if reference.start != got.start:
             return f"the reference recorded {what} at step {reference.start}"
+        if component == "rng" and reference.generators:
+            return "the checkpoint holds no random states, so that a job resumed from it draws other numbers than the recorded one"
         why = reference.unrecorded.get(component)
         return f"the reference did not record {what}" + (f" ({why})" if why else "")
     theirs, ours = holds(reference, component), holds(got, component)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from ranks import torchrun
 
 import ckpttool
 from ckpttool.errors import UsageError
-from ckpttool.resume import live_facts, probing, run_checks
+from ckpttool.resume import live_facts, probing, recorded_state, run_checks, state_checks
+from ckpttool.resume.beside import named, taken
+from ckpttool.resume.beside_differences import beside_differences
 from ckpttool.resume.bounds import Bound
 from ckpttool.resume.trace import Trace, line, read_reference
 
@@ -179,3 +182,73 @@ def test_a_probe_that_one_side_could_not_make_is_not_comparable() -> None:
     assert "shape [2, 4]" in str(sketched(np.ones((2, 3)), np.ones((2, 4))))
     other = replace(Trace(probe={"recorded": probing.sketch(np.ones((2, 3)))}), dtype="bf16")
     assert "computes in bf16" in str(run_checks.logits(replace(reference, dtype="fp32"), other))
+
+
+# --------------------------------------------------------------------------------- recordings compared with checkpoints
+
+
+def recorded_rng(ranks: int = 3) -> tuple[Trace, dict[int, dict[str, Any]]]:
+    """A recording's generators, and the states by rank."""
+    states: dict[int, dict[str, Any]] = {}
+    generators = []
+    with probing.generators_kept():
+        for rank in range(ranks):
+            torch.manual_seed(rank), np.random.seed(rank), random.seed(rank)
+            np.random.rand(rank + 1)
+            states[rank] = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
+            generators.append(recorded_state.of_ranks({}, "cpu")["generators"][0])
+    return Trace(start=3, generators=generators), states
+
+
+def rng_of(tree: dict[str, Any], reference: Trace) -> Any:
+    """The differences of random states in a checkpoint with this tree."""
+    found = taken(named(tree))
+    got = Trace(start=3, layout="dcp", values=found.values, others=found.others)
+    return beside_differences(reference, got, "rng")
+
+
+def test_random_states_are_found_under_any_name_and_must_be_those_of_their_rank() -> None:
+    reference, states = recorded_rng()
+    same = rng_of({"rng": {str(r): s for r, s in states.items()}}, reference)
+    assert not same.problems and same.compared == 9
+    assert not rng_of({"random_states": {f"rank_{r}": s for r, s in states.items()}}, reference).problems
+    assert not rng_of({"rng_state": states[0]}, reference).problems, "of one rank, without its number"
+    legacy = {k: np.random.RandomState(0).get_state(legacy=False) for k in ("numpy",)}
+    legacy["numpy"]["state"] |= {"key": states[1]["numpy"][1], "pos": states[1]["numpy"][2]}
+    assert not rng_of({"rng": {"1": {"numpy": legacy["numpy"]}}}, reference).problems
+    exchanged = {"rng": {"0": states[0], "1": states[2], "2": states[1]}}
+    assert {p.partition(" ")[0] for p in rng_of(exchanged, reference).problems} >= {"rng.1.torch", "rng.2.python.1"}
+    two = {"rng": {"0": states[0], "1": states[1]}}
+    assert rng_of(two, reference).missing == ["torch's of rank 2", "numpy's of rank 2", "python's of rank 2"]
+    other = torch.Generator().manual_seed(9).get_state()
+    assert not rng_of({"rng": {str(r): {**s, "loader": other} for r, s in states.items()}}, reference).problems
+
+
+def test_random_states_of_another_step_fail_and_a_checkpoint_without_any_is_not_comparable() -> None:
+    reference, states = recorded_rng()
+    for rank, state in states.items():
+        torch.set_rng_state(state["torch"])
+        torch.rand(1)
+        later = {**state, "torch": torch.get_rng_state()}
+        assert list(rng_of({"rng": {str(rank): later}}, reference).found) == [f"rng.{rank}.torch"]
+        numbers = list(state["numpy"])
+        numbers[2] += 2
+        assert list(rng_of({"rng": {str(rank): {"numpy": tuple(numbers)}}}, reference).found) == [f"rng.{rank}.numpy.2"]
+    checks = {c.name: c for c in state_checks.configuration(reference, Trace(start=3, layout="dcp"))}
+    assert checks["config.rng"].verdict == "not comparable" and "no random states" in checks["config.rng"].text
+
+
+def test_a_value_that_ranks_held_differently_may_be_that_of_any_of_them() -> None:
+    reference = Trace(
+        start=3, values={"dataloader.at": 5}, others={"dataloader.order": ("int64", (3,), "aa")},
+        variants={"dataloader.at": [5, 6], "dataloader.order": [["int64", [3], "aa"], ["int64", [3], "bb"]]},
+    )  # fmt: skip
+
+    def problems(at: int, digest: str, start: int = 3) -> list[str]:
+        others = {"dataloader.order": ("int64", (3,), digest)}
+        got = Trace(start=start, layout="dcp", values={"dataloader.at": at}, others=others)
+        return beside_differences(reference, got, "dataloader").problems
+
+    assert not problems(5, "aa") and not problems(6, "bb")
+    assert problems(7, "bb") == ["dataloader.at is 7 and was 5"] and len(problems(6, "cc")) == 1
+    assert not problems(7, "cc", start=4), "the recording is of another step"
