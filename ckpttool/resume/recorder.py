@@ -110,7 +110,7 @@ class Recorder:
         known: dict[str, Any] = {"world_size": _world(), "environment": environment(), **about}
         if model is not None:
             known.setdefault("dropout", has_dropout(model))
-            known.setdefault("parameters", sum(p.numel() for p in model.parameters()))
+            known.setdefault("parameters", sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()))
             known.setdefault("tied", tied_names(model))
             known.setdefault("config", config_of(model))
         if hasattr(scheduler, "state_dict"):
@@ -139,6 +139,8 @@ class Recorder:
             tensors: dict[str, Any] = {}
             if model is None:
                 lacks["model"] = _NOT_GIVEN
+            elif any(hasattr(p, "ds_tensor") for p in model.parameters()):
+                lacks["model"] = "DeepSpeed's ZeRO-3 keeps the parameters apart from the model"
             else:
                 tensors = named_state(model, optimizer)
                 if same_everywhere(list(tensors)):

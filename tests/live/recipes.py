@@ -25,6 +25,7 @@ import ckpttool  # noqa: E402
 from fixtures import jobs  # noqa: E402
 
 STEPS = 4
+PROBE = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]]
 
 
 def block(title: str) -> str:
@@ -64,7 +65,7 @@ def accelerate() -> list[float]:
             return getattr(model, name)
 
     loader = [{"input_ids": r, "labels": r} for r in rows()]
-    exec(block("A loop of your own, or Accelerate's:"), {"ckpttool": ckpttool, "loader": loader, "model": Counted(), "optimizer": optimizer, "scheduler": scheduler, "accelerator": accelerator})  # fmt: skip
+    exec(block("A loop of your own, or Accelerate's:"), {"ckpttool": ckpttool, "loader": loader, "model": Counted(), "optimizer": optimizer, "scheduler": scheduler, "accelerator": accelerator, "save_every": 2})  # fmt: skip
     return losses
 
 
@@ -81,7 +82,7 @@ def trainer() -> list[float]:
 
     args = TrainingArguments(
         "out", max_steps=STEPS, per_device_train_batch_size=12, gradient_accumulation_steps=2, logging_steps=1,
-        use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", learning_rate=1e-2, seed=0,
+        use_cpu=True, report_to=[], disable_tqdm=True, save_steps=2, save_total_limit=1, learning_rate=1e-2, seed=0,
     )  # fmt: skip
     samples = [{"input_ids": r, "labels": r} for batch in rows() for r in batch]
     names = {"ckpttool": ckpttool, "model": jobs.build("llama"), "args": args, "dataset": samples, "Trainer": Trainer, "TrainerCallback": TrainerCallback}  # fmt: skip
@@ -113,7 +114,7 @@ def lightning() -> list[float]:
     halves = [{"input_ids": half} for batch in rows() for half in batch.chunk(2)]
     loader: Any = torch.utils.data.DataLoader(halves, batch_size=None)  # type: ignore[arg-type]
     settings = {
-        "accelerator": "cpu", "max_steps": STEPS, "accumulate_grad_batches": 2, "logger": False, "enable_checkpointing": False,
+        "accelerator": "cpu", "max_steps": STEPS, "accumulate_grad_batches": 2, "logger": False,
         "enable_progress_bar": False, "enable_model_summary": False, "devices": 1,
     }  # fmt: skip
     exec(block("Lightning:"), {"ckpttool": ckpttool, "L": L, "Callback": Callback, "module": Module(), "loader": loader, "settings": settings})  # fmt: skip
@@ -144,13 +145,14 @@ def deepspeed() -> list[float]:
     class Counted:
         def __call__(self, **batch: Any) -> Any:
             out = engine(**batch)
-            losses.append(out.loss.item())
+            if out.loss is not None:  # it is None of the probe
+                losses.append(out.loss.item())
             return out
 
         def __getattr__(self, name: str) -> Any:
             return getattr(engine, name)
 
-    exec(block("DeepSpeed:"), {"ckpttool": ckpttool, "engine": Counted(), "loader": rows(6, 3)})
+    exec(block("DeepSpeed:"), {"ckpttool": ckpttool, "engine": Counted(), "loader": rows(6, 3), "probe": PROBE})
     together: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(together, losses)
     return [sum(x) / len(x) for x in zip(*together, strict=True)]

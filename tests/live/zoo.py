@@ -339,9 +339,11 @@ class Training:
         self.scheduler = scheduler_of(self.optimizer)
         self.ema = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
         self.curve: list[float] = []
+        self.rest: dict[str, Any] = {}
         self.recorder = ckpttool.Recorder(
-            recorded, model, self.optimizer, dtype="fp32", clip=CLIP, global_batch=GLOBAL, micro_batch=MICRO,
-            sequence=SEQUENCE,
+            recorded, model, self.optimizer, scheduler=self.scheduler, scaler=lambda: self.rest["scaler"],
+            dataloader=lambda: self.rest["dataloader"], extra=self.others, probe=np.stack([row(i) for i in range(MICRO)]),
+            dtype="fp32", clip=CLIP, global_batch=GLOBAL, micro_batch=MICRO, sequence=SEQUENCE,
         )  # fmt: skip
         torch.manual_seed(dist.get_rank())
         np.random.seed(dist.get_rank())
@@ -364,6 +366,10 @@ class Training:
             torch.rand(3), np.random.rand(3), random.random()
             self._count(step)
             self.curve.append(step / 7)
+
+    def others(self) -> dict[str, Any]:
+        """What is saved beside model, optimizer, scheduler, scaler and dataloader."""
+        return {k: v for k, v in self.rest.items() if k not in ("scheduler", "scaler", "dataloader")}
 
     @torch.no_grad()
     def _count(self, step: int) -> None:
@@ -392,8 +398,8 @@ class Training:
         dist.all_gather_object(every, mine)
         shuffle = torch.Generator().manual_seed(step)
         order = torch.randperm(40, generator=shuffle).tolist()
-        tree = {
-            "model": weights, "optim": optim, "scheduler": self.scheduler.state_dict(),
+        self.rest = {
+            "scheduler": self.scheduler.state_dict(),
             "scaler": {
                 "scale": SCALE, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": step,
             },
@@ -401,7 +407,7 @@ class Training:
             "dataloader": {"position": step * GLOBAL, "order": order, "shuffle": shuffle.get_state()},
             "ema": self.ema, "best": None, "curve": np.array(self.curve), "step": step, "epoch": 3,
         }  # fmt: skip
-        save(tree, checkpoint_id=folder)
+        save({"model": weights, "optim": optim, **self.rest}, checkpoint_id=folder)
         self.recorder.state(step)
 
 

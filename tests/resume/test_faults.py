@@ -368,6 +368,7 @@ def test_a_zero3_folder_of_deepspeed_goes_on_in_fsdp2_as_deepspeed_did(world: in
         "step1.loss",
         "step1.grad_norm",
         "steps.loss",
+        "probe.logits",
     } <= judged
 
 
@@ -407,7 +408,7 @@ def verified(checkpoint: Path, job: Path, world: int) -> Report:
 
 
 def test_the_recipes_of_the_documentation_record_what_the_trainers_themselves_say(tmp_path: Path) -> None:
-    names = ("accelerate", "trainer", "lightning")
+    names = {"accelerate": 4, "trainer": 4, "lightning": 4}  # the step of the last save
     said = torchrun(1, "recipes.py", *names, "--out", str(tmp_path))
     for name in names:
         losses = tmp_path / name / "losses.json"
@@ -415,6 +416,9 @@ def test_the_recipes_of_the_documentation_record_what_the_trainers_themselves_sa
         reference = read_reference(tmp_path / name / "reference.jsonl")
         assert [s.loss for s in reference.steps] == pytest.approx(json.loads(losses.read_text()), rel=1e-4)
         assert [s.step for s in reference.steps] == [1, 2, 3, 4]
+        assert reference.start == names[name] and reference.generators and reference.state
+        scheduled = [n for n in reference.values if n.startswith("scheduler.")]
+        assert bool(scheduled) == (name != "lightning"), "the module of that recipe has none"
         for step in reference.steps:
             assert step.learning_rates and step.batch, name
             assert step.grad_norm is not None and step.grad_norm > 0

@@ -24,9 +24,10 @@ from ranks import torchrun
 from spoiling import Fault
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_saver import save
-from zoo_faults import FAULTS, MISSED
+from zoo_faults import BATCH, DIGESTS, FAULTS, LOADER, MISSED, PROBE, RANDOM, SCALER, SCHEDULER, VALUES
 
 import ckpttool
+from ckpttool.resume.judge import judge
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
 
@@ -121,6 +122,14 @@ def test_each_fault_of_the_second_suite_has_its_verdict(name: str, zoo: Runs, or
         assert place.startswith(f"__{fault.rank}_0.distcp, bytes "), place
 
 
+def test_the_checkpoint_itself_passes_against_the_recording_of_its_own_job(zoo: Runs, original: Zoo) -> None:
+    for name, recording in (("job", "reference"), ("tied", "tied")):
+        checks, _ = judge(original.recorded(recording), zoo.traces[name])
+        assert not [(c.name, c.text) for c in checks if c.verdict == "fail"]
+        passed = {c.name for c in checks if c.verdict == "pass"}
+        assert {SCHEDULER, SCALER, LOADER, RANDOM, VALUES, PROBE, BATCH, DIGESTS} <= passed
+
+
 def test_the_second_table(zoo: Runs, original: Zoo) -> None:
     print("\n| fault | first check that fails | first one without the state | what is said |\n|---|---|---|---|")
     caught = numbers = recorded = right = 0
@@ -135,3 +144,4 @@ def test_the_second_table(zoo: Runs, original: Zoo) -> None:
     print(f"caught of {len(FAULTS)}: {caught}, {numbers} by numbers, {recorded} by the recording; {right} causes right")
     assert len(FAULTS) == 102
     assert caught >= 95
+    assert recorded >= 100

@@ -414,24 +414,5 @@ FAULTS: dict[str, Fault] = {
     "job: clip 0.25 instead of 1.0": Fault(VALUES, "clipping", UPDATE, (), settings={"clip": 0.25}),
 }  # fmt: skip
 
-_UNRECORDED = {"recorded": False}
-
 #: {fault: what is said today in place of what should be}. Whoever improves a verdict takes its entry out of here.
-MISSED: dict[str, dict[str, Any]] = {
-    "scheduler: base_lrs of the inner one wrong": _UNRECORDED,
-    "scheduler: milestones changed": _UNRECORDED,
-    "grad scaler lost": _UNRECORDED,
-    "grad scaler's scale other": _UNRECORDED,
-    "grad scaler's growth tracker reset": _UNRECORDED,
-    "RNG states lost": _UNRECORDED,
-    "RNG states of another step": _UNRECORDED,
-    "dataloader position one batch back": _UNRECORDED,
-    "dataloader state lost": _UNRECORDED,
-    "dataloader tensor (shuffle state) other": _UNRECORDED,
-    "dataloader order list other": _UNRECORDED,
-    "EMA weights lost": _UNRECORDED,
-    "EMA weights one step old": _UNRECORDED,
-    "numpy array in extra other": _UNRECORDED,
-    "a value None instead of... (best None -> 3.0)": _UNRECORDED,
-    "epoch lost": _UNRECORDED,
-}
+MISSED: dict[str, dict[str, Any]] = {}
