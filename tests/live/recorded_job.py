@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 VOCABULARY, SEQUENCE, ROWS = 31, 6, 2
 PROBE = [[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]]
