@@ -216,7 +216,7 @@ def _load(
     if not errors:
         return None
     text, rank = next(iter(errors.items()))
-    text = "; ".join(" ".join(line.split()) for line in text.replace(":\n", ": ").splitlines())
+    text = "; ".join(" ".join(line.split()).rstrip(".") for line in text.replace(":\n", ": ").splitlines())
     return text if len(errors) == 1 and all(p is not None for p, _ in problems) else f"rank {rank}: {text}"
 
 
