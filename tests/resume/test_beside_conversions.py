@@ -51,6 +51,7 @@ def trained() -> dict[str, Any]:
             "position": 17, "order": (3, 1, 2), "long": list(range(5000)), "shuffle": torch.arange(6), "one": torch.tensor(5), "epoch": None,
             "nested": {"a": (1, 2), "b": [], "c": {}}, "flag": True, "rate": 0.1, "word": "x", "workers": [{"at": 1}, {"at": None}],
         },
+        "curve": np.arange(4.0), "half": np.float32(0.5), "history": [np.arange(3), {"loss": np.ones(2, np.float32)}, 7],
         "ema": {"0.weight": torch.ones(7, 5), "decay": 0.999},
     }  # fmt: skip
 
