@@ -27,7 +27,7 @@ from ckpttool.engine.fill import silent
 from ckpttool.engine.tensor_digests import tensor_digests
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.index import boxes
-from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, joined
 from ckpttool.storage.source import Source
 
 from ._megatron_state import BUCKETS
@@ -349,6 +349,8 @@ def entries(
                 name, whole = run.chosen.weight, weights[run.chosen.weight].shape
                 path: Path = ("extra", "master", name) if slot == "param" else ("optim", "state", name, slot)
                 entry = out.get(path) or TensorEntry(t.dtype, whole, path, Chunks(len(whole)))
+                if entry.dtype != t.dtype:
+                    raise Corrupt(f'"{joined(path)}" is {t.dtype} on some ranks, and {entry.dtype} on others.')
                 place(entry.chunks, run.chosen, t, run)
                 out[path] = entry
     several = {f"{k}:{i}": t for k, some in enumerate(copies.values()) if len(some) > 1 for i, t in enumerate(some)}

@@ -28,10 +28,11 @@ from ckpttool.engine.tensor_digests import tensor_digests
 from ckpttool.errors import Corrupt, Unsupported, argument
 from ckpttool.formats.pickles import Global, short
 from ckpttool.formats.stored_tensors import StoredTensor
-from ckpttool.index.checkpoint import Checkpoint, Chunks, Path, TensorEntry
+from ckpttool.index import boxes
+from ckpttool.index.checkpoint import Checkpoint, Chunks, Path, TensorEntry, joined
 
 from ._megatron_buckets import ALIGNED, Bucket, Run, entries
-from ._megatron_ranks import OPTIMIZER_FILE, Parameter, RankFile, Ranks
+from ._megatron_ranks import OPTIMIZER_FILE, Parameter, RankFile, Ranks, optimizers
 from ._megatron_state import BUCKETS, MASTERS, MODEL_OF_2023, group_members
 
 __all__ = ["named", "unnamed"]
@@ -99,8 +100,13 @@ def named(ranks: Ranks, ckpt: Checkpoint) -> tuple[dict[Path, Any], list[str]]:
             for state, p in zip(states, of, strict=True):
                 state.bucket.runs = [Run(0, prod(state.shape), [p.local], p.local)]
                 found.append(state.bucket)
-                if state.step is not None:
-                    steps.setdefault(p.local.weight, state.step)
+                name = p.local.weight
+                if state.step is not None and _number(steps.setdefault(name, state.step), ranks) != _number(
+                    state.step, ranks
+                ):
+                    raise Corrupt(
+                        f'{ranks.files.path(r.number)}: "{name}" is at another step than on other ranks. The files are of different saves.'
+                    )
     there = {run.chosen for b in found for run in b.runs}
     without = next((p for r in ranks.ranks if r.distributed for p in r.parameters if p.local not in there), None)
     if without is not None:
@@ -109,6 +115,11 @@ def named(ranks: Ranks, ckpt: Checkpoint) -> tuple[dict[Path, Any], list[str]]:
         )
     whole = {name: TensorEntry("float32", shape, (), Chunks(len(shape))) for name, shape in ranks.shapes.items()}
     out: dict[Path, Any] = dict(entries(found, whole, source, ckpt, notes))
+    for path, t in out.items():
+        if (why := boxes.cover(t.shape, t.chunks.boxes())) is not None:
+            raise Corrupt(
+                f'{source.root}: "{joined(path)}" {list(t.shape)}: {why}. A rank lacks its part; fetch the files of one save.'
+            )
     if any("param" in b.slots for b in found):
         notes.append(
             "the optimizer's state has no names in files of ranks; each part was found by the order of the model, and its fp32 copy rounds to the "
@@ -120,9 +131,19 @@ def named(ranks: Ranks, ckpt: Checkpoint) -> tuple[dict[Path, Any], list[str]]:
             "for param groups, and numbers and shapes fit"
         )
     for name, t in steps.items():
-        path: Path = ("optim", "state", name, "step")
-        out[path] = replace(t, path=path) if isinstance(t, TensorEntry) else t
+        at: Path = ("optim", "state", name, "step")
+        out[at] = replace(t, path=at) if isinstance(t, TensorEntry) else t
     return out, notes
+
+
+def _number(step: Any, ranks: Ranks) -> Any:
+    """What tells two steps apart: a number, or the CRC32 of a tensor of one, which is as good for so few bytes."""
+    if not isinstance(step, TensorEntry):
+        return step
+    record = (
+        ranks.files.records.get((step.chunks[0].extent.file, step.chunks[0].extent.offset)) if step.numel == 1 else None
+    )
+    return record.crc32 if record is not None else None
 
 
 def _called(r: RankFile, p: Parameter) -> str:
@@ -148,22 +169,12 @@ def _refuse_missing(ranks: Ranks) -> None:
                 f"{_way_out()}"
             )
     for r in ranks.ranks:
-        chain = list(_chain(r))
+        chain = optimizers(r.tree, ranks.files.path(r.number))
         if chain and r.distributed is None and not any("state" in inner for _, inner in chain):
             raise Corrupt(
                 f"{source.root}/{r.folder}: {OPTIMIZER_FILE}, which has the state of its optimizer, is missing. Fetch it, or convert the "
                 f"weights alone ({argument('only', ['model'])})."
             )
-
-
-def _chain(r: RankFile) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """(an optimizer, torch's inside it) of the chained ones of a rank."""
-    x = r.tree.get("optimizer")
-    for one in x if isinstance(x, list) else [] if x is None else [x]:
-        inner = one.get("optimizer", one) if isinstance(one, dict) else None
-        if not isinstance(inner, dict):
-            raise Corrupt(f"{r.folder}: its optimizer is {short(one)}.")
-        yield one, inner
 
 
 # --------------------------------------------------------------------------------------------- DistributedOptimizer
@@ -284,7 +295,7 @@ def _segment(t: TensorEntry, first: int, last: int) -> TensorEntry:
 def _states(ranks: Ranks, r: RankFile) -> Iterator[_State]:
     """What the optimizers of a rank hold by number, in the order of the param groups; "param" is the fp32 copy."""
     groups = 0
-    for k, (one, inner) in enumerate(_chain(r)):
+    for k, (one, inner) in enumerate(optimizers(r.tree, ranks.files.path(r.number))):
         state, copies = inner.get("state"), one.get("fp32_from_fp16_params", one.get("fp32_from_fp16"))
         if not isinstance(state, dict) or not state:
             groups += len(inner.get("param_groups", ()))
@@ -299,6 +310,10 @@ def _states(ranks: Ranks, r: RankFile) -> Iterator[_State]:
                 )
             for j, n in enumerate(numbers):
                 slots = state.get(n, {})
+                if not isinstance(slots, dict):
+                    raise Corrupt(
+                        f"{ranks.files.path(r.number)}: the optimizer's state of parameter {n} is {short(slots)}."
+                    )
                 tensors = {s: x for s, x in slots.items() if isinstance(x, StoredTensor) and s != "step"}
                 if of is not None:
                     tensors = {"param": of[j], **tensors}
@@ -360,7 +375,11 @@ def _by_value(
 
 def _by_rule(states: list[_State], r: RankFile, ranks: Ranks) -> list[Parameter]:
     """The parameter of each state by the rule of Megatron-Core's param groups and the order of the model."""
-    groups = dict(enumerate(g for _, inner in _chain(r) for g in inner.get("param_groups", ())))
+    groups = dict(
+        enumerate(
+            g for _, inner in optimizers(r.tree, ranks.files.path(r.number)) for g in inner.get("param_groups", ())
+        )
+    )
     parameters = {f"{p.chunk}.{p.name}": p for p in r.parameters}
     members = group_members(groups, {n: len(p.entry.shape) for n, p in parameters.items()})
     out: list[Parameter] = []

@@ -38,7 +38,7 @@ from ._megatron_cuts import LAYER, Geometry, classic, is_classic, is_expert, loc
 from ._megatron_state import RANK, common_tree, data_of_args, model_file
 from ._ranks import Files, load
 
-__all__ = ["OPTIMIZER_FILE", "Parameter", "RankFile", "Ranks", "proved", "ranks_of"]
+__all__ = ["OPTIMIZER_FILE", "Parameter", "RankFile", "Ranks", "optimizers", "proved", "ranks_of"]
 
 OPTIMIZER_FILE = "distrib_optim.pt"
 _CHUNK = re.compile(r"model\d*")
@@ -197,7 +197,7 @@ def ranks_of(source: Source, optimizer: bool = True) -> Ranks:
         for what, a, b in (
             ("iteration", r.tree.get("iteration"), ranks[0].tree.get("iteration")),
             ("parallel sizes", _geometry(theirs)[:4] if isinstance(theirs, dict) else None, geometry[:4] if args else None),
-            ("param groups", _hyperparameters(r.tree), _hyperparameters(ranks[0].tree)),
+            ("param groups", *(_hyperparameters(x.tree, files.path(x.number)) for x in (r, ranks[0]))),
         ):  # fmt: skip
             if a != b:
                 raise Corrupt(
@@ -215,20 +215,37 @@ def ranks_of(source: Source, optimizer: bool = True) -> Ranks:
 
 def _tree(files: Files, name: str) -> tuple[int, dict[str, Any]]:
     tree, number = load(files, name), files.number(name)
-    if not isinstance(tree, dict) or not any(isinstance(k, str) and _CHUNK.fullmatch(k) for k in tree):
+    if not isinstance(tree, dict) or not all(isinstance(k, str) for k in tree) or not any(map(_CHUNK.fullmatch, tree)):
         raise Corrupt(f'{files.path(number)}: holds {short(tree)}, not a dict with "model" as Megatron-LM writes it.')
     return number, tree
 
 
-def _hyperparameters(tree: Mapping[str, Any]) -> Any:
+def optimizers(tree: Mapping[str, Any], what: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(an optimizer, torch's inside it) of each of the chained ones in a file.
+
+    Raises:
+        Corrupt: they are not of the form that Megatron-Core gives them.
+    """
+    x = tree.get("optimizer")
+    out = []
+    for one in x if isinstance(x, list) else [] if x is None else [x]:
+        inner = one.get("optimizer", one) if isinstance(one, dict) else None
+        groups = inner.get("param_groups", []) if isinstance(inner, dict) else None
+        if inner is None or not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
+            raise Corrupt(f"{what}: its optimizer is {short(one)}, not what Megatron-Core saves.")
+        for g in groups:
+            numbers = g.get("params", [])
+            if not isinstance(numbers, list) or not all(isinstance(n, int) for n in numbers):
+                raise Corrupt(f"{what}: the parameters of a param group are {short(numbers)}, not numbers.")
+        out.append((one, inner))
+    return out
+
+
+def _hyperparameters(tree: Mapping[str, Any], what: str) -> Any:
     """The param groups of a rank without the numbers of their parameters, of which pipeline stages have different ones."""
-    optimizer = tree.get("optimizer")
-    chain = optimizer if isinstance(optimizer, list) else [optimizer]
-    inner = [x.get("optimizer", x) if isinstance(x, dict) else {} for x in chain]
     return [
-        [{k: v for k, v in g.items() if k != "params"} for g in x.get("param_groups", ()) if isinstance(g, dict)]
-        for x in inner
-        if isinstance(x, dict)
+        [{k: v for k, v in g.items() if k != "params"} for g in inner.get("param_groups", [])]
+        for _, inner in optimizers(tree, what)
     ]
 
 

@@ -307,6 +307,48 @@ def test_fp32_states_that_do_not_fit_the_rule_are_refused(unpacked: Callable[[st
         ckpttool.convert(source, tmp_path / "out.pt", to="full")
 
 
+def odd(where: list[Any], x: Any) -> Callable[[Any], None]:
+    """Puts `x`, or what it makes of the old value, at a place in the optimizer of a file."""
+
+    def change(tree: Any) -> None:
+        at = tree["optimizer"]
+        for key in where[:-1]:
+            at = at[key]
+        at[where[-1]] = x(at[where[-1]]) if callable(x) else x
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (odd(["optimizer", "param_groups"], 5), "its optimizer is"),
+        (odd(["optimizer", "param_groups", 0, "params", 1], [7]), "the parameters of a param group are"),
+        (odd(["optimizer", "param_groups", 0, "lr"], 0.5), "the param groups here"),
+        (odd(["optimizer", "state", 2], [1]), "state of parameter 2 is"),
+        (odd(["optimizer", "state", 2, "exp_avg"], "x"), "not tensors of one shape"),
+        (odd(["optimizer", "state", 2, "exp_avg"], lambda t: t[:3]), "not tensors of one shape"),
+        (
+            odd(["optimizer", "state", 2, "exp_avg"], lambda t: t.half()),
+            "is float16 on some ranks, and float32 on others",
+        ),
+        (odd(["optimizer", "state", 2, "step"], torch.tensor(4.0)), "is at another step than on other ranks"),
+        (
+            odd(["optimizer", "state"], lambda state: {k: v for k, v in state.items() if k != 2}),
+            "A rank lacks its part",
+        ),
+        (odd(["fp32_from_fp16_params", 0], lambda copies: copies[1:]), "have fp32 copies"),
+    ],
+)
+def test_what_megatron_does_not_write_so_is_refused(
+    change: Callable[[Any], None], why: str, unpacked: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = changed(unpacked, "tp2_plain", tmp_path)
+    rewrite(source / "mp_rank_01" / MODEL, change)
+    with pytest.raises((Corrupt, Unsupported), match=why):
+        ckpttool.convert(source, tmp_path / "out.pt", to="full")
+
+
 def test_a_missing_file_of_the_optimizer_is_named(unpacked: Callable[[str], Path], tmp_path: Path) -> None:
     source = changed(unpacked, "tp2_pp2", tmp_path)
     (source / "mp_rank_01_000" / OPTIMIZER).unlink()
