@@ -114,7 +114,7 @@ def _random_states(reference: Trace, ours: dict[str, Any]) -> Beside:
     out = Beside()
     for kind in ("torch", "cuda", "numpy", "python"):
         ranks = [Marked(str(g[kind][0]), tuple(g[kind][1]), str(g[kind][2])) for g in reference.generators if kind in g]
-        if len(ranks) != len(reference.generators):
+        if not ranks or len(ranks) != len(reference.generators):
             continue
         named = {n: x for n, x in ours.items() if isinstance(x, Marked) and (x.kind, tuple(x.shape)) == ranks[0][:2]}
         by_rank: dict[int | None, list[str]] = {}

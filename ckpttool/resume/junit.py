@@ -53,6 +53,9 @@ def junit(report: Report) -> str:
     if unjudged:
         case = Xml.SubElement(suite, "testcase", {"classname": "resume", "name": "verdict"})
         Xml.SubElement(case, "error", {"message": sentence(report), "type": "not comparable"})
+    if report.not_verified:
+        lines = ["not verified by this run:", *(f"- {clean(line)}" for line in report.not_verified)]
+        Xml.SubElement(suite, "system-out").text = "\n".join(lines)
     Xml.indent(root)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + Xml.tostring(root, encoding="unicode") + "\n"
 

@@ -316,6 +316,10 @@ def test_what_was_not_verified_is_in_every_form_of_the_report() -> None:
     for line in report.not_verified:
         assert f"- {line}" in text and line in words
     assert properties == report.not_verified == report.to_json()["not_verified"]
+    assert (suite.findtext("system-out") or "").splitlines() == [
+        "not verified by this run:",
+        *(f"- {x}" for x in report.not_verified),
+    ]
     assert samples(prometheus(report))["not_verified"] == {"": "7"}
     assert not any("not verified" in line for line in shown(passing()))
 
