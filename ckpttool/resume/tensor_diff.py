@@ -119,7 +119,7 @@ def _described(a: Any, b: Any, extent: tuple[int, int, int], note: str = "") -> 
     plain = text + note
     if a.ndim > 1 and kind not in _PLACED and ((x[: low * row] != 0).any() or (x[high * row :] != 0).any()):
         text += f", in rows {low}:{high} of {a.shape[0]}"
-    if sampled:
+    if sampled and kind not in _PLACED:
         text += f" (inferred from {end - low * row} of {a.size} elements)"
     return TensorDiff(kind, text + note, first, last, count, a.size, rows, detail, sampled, plain)
 

@@ -6,6 +6,7 @@ weight (o_proj, down_proj) are columns.
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ from .text import plural
 __all__ = ["RULES"]
 
 _SHIFTS = 256
+_BLOCK = 1 << 20
 
 #: The most elements of a tensor with one element a row: each is hashed.
 _MOST = 1 << 22
@@ -60,14 +62,26 @@ def _shifted(pair: Pair) -> Found | None:
 # ----------------------------------------------------------------------------------------------------------------- rows
 
 
-def _marks(x: Any) -> list[bytes | int]:
-    """A hash of each row; rows with the same hash count as equal."""
+def _marks(x: Any, axis: int) -> list[bytes | int]:
+    """A hash of each row, or of what has one index of another dimension; what has the same hash counts as equal."""
+    import numpy as np
     from blake3 import blake3
 
     if x.ndim == 1:
         return [int(v) for v in bits(x)]
-    raw = x.reshape(x.shape[0], -1)
-    return [blake3(raw[i].tobytes()).digest(16) for i in range(len(raw))]
+    if axis == 0:
+        raw = x.reshape(x.shape[0], -1)
+        return [blake3(raw[i].tobytes()).digest(16) for i in range(len(raw))]
+    # sums of the bits times random numbers, since columns do not lie together
+    parts = bits(x).reshape(-1, x.shape[axis], math.prod(x.shape[axis + 1 :]))
+    rng = np.random.default_rng(0)
+    out = np.zeros(x.shape[axis], np.uint64)
+    step = max(1, _BLOCK // max(1, parts[0].size))
+    for k in range(0, len(parts), step):
+        part = parts[k : k + step].astype(np.uint64)
+        factors = rng.integers(0, 1 << 64, (len(part), 1, part.shape[2]), np.uint64, endpoint=False) | np.uint64(1)
+        out += (part * factors).sum(axis=(0, 2), dtype=np.uint64)
+    return [int(v) for v in out]
 
 
 def _rows(pair: Pair) -> Found | None:
@@ -96,8 +110,7 @@ def _along(pair: Pair, axis: int) -> Found | None:
         x, y = (bits(t[(*line[:axis], slice(None), *line[axis + 1 :])]) for t in (a, b))
         if x.dtype.kind == "V" or not np.isin(y, x).all():
             return None
-        a, b = (np.ascontiguousarray(np.moveaxis(t, axis, 0)) for t in (a, b))
-    theirs, ours = _marks(a), _marks(b)
+    theirs, ours = _marks(a, axis), _marks(b, axis)
     wrong = [i for i, (m, n) in enumerate(zip(theirs, ours, strict=True)) if m != n]
     source: dict[bytes | int, int] = {}
     for i, m in enumerate(theirs):
