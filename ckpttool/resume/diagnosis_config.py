@@ -128,7 +128,7 @@ def values(context: Context, reference: Trace) -> None:
         if found.missing and not found.found and not holds(context.got, component):
             text = f"the checkpoint has lost {what}: {listed(found.missing)}"
         else:
-            text = f"{what} differ: {listed(found.problems)}"
+            text = f"{what} differ{'s' if what.endswith(' state') else ''}: {listed(found.problems)}"
         context.add(kind, text, context.seen(check))
 
 

@@ -119,7 +119,10 @@ def steps(context: Context, reference: Trace) -> None:
             )
             context.add("model-configuration", text, [*evidence, *_environment(context, reference)])
         elif context.passed("probe.logits") and context.passed("step1.batch"):
-            text = "logits and batch are equal and the loss is not: labels, masks, or how ranks weight their tokens"
+            text = (
+                "logits and batch are equal and the loss is not: its labels or masks, a term such as label smoothing or "
+                "z-loss, or how tokens are counted over ranks"
+            )
             context.add("loss-computation", text, evidence)
         elif context.passed("probe.logits"):
             context.add(

@@ -116,7 +116,8 @@ def _described(a: Any, b: Any, extent: tuple[int, int, int], note: str = "") -> 
     x, y = a.reshape(-1), b.reshape(-1)
     with np.errstate(all="ignore"):
         kind, text, detail = _kind(Pair(a, b, first, last, count, x[low * row : end], y[low * row : end], sampled))
-    plain = text + note
+    # a bias goes the way of the rows of its weight
+    plain = (text.replace("elements", "rows") if a.ndim == 1 and kind.endswith(("-rows", "rope")) else text) + note
     if a.ndim > 1 and kind not in _PLACED and ((x[: low * row] != 0).any() or (x[high * row :] != 0).any()):
         text += f", in rows {low}:{high} of {a.shape[0]}"
     if sampled and kind not in _PLACED:

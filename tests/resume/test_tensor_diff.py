@@ -380,3 +380,10 @@ def test_no_two_arrays_of_one_shape_are_too_strange(seed: int, shape: Any, dtype
     if found is not None:
         assert 0 <= found.first <= found.last < max(1, a.size)
         assert found.text.startswith(found.plain.split(";")[0].split(", in ")[0])
+
+
+def test_a_bias_in_another_order_differs_plainly_as_its_weight_does() -> None:
+    order = parts((16, 8, 8), 3)
+    weight, bias = like(FUSED[order], FUSED), like(FUSED[order, 0], FUSED[:, 0].copy())
+    assert "24 elements in 3 pieces" in bias.text
+    assert bias.plain == weight.plain
