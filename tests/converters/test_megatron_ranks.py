@@ -22,7 +22,8 @@ from ckpttool.errors import Corrupt, Unsafe, Unsupported
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 ARCHIVES = peers.FIXTURES / "megatron" / "legacy"
-CASES = sorted(p.name.removesuffix(".tar.xz") for p in ARCHIVES.glob("*.tar.xz"))
+MODELS = ["biases", "latent"]  # without optimizer
+CASES = sorted({p.name.removesuffix(".tar.xz") for p in ARCHIVES.glob("*.tar.xz")} - set(MODELS))
 ITERATION = "iter_0000003"
 MODEL, OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"
 
@@ -76,6 +77,31 @@ def test_a_state_is_that_of_the_other_format_bit_for_bit(
         ckpttool.convert(source, tmp_path / f"{len(groups)}.pt", to="full", only=["optim"])
         groups.append([set(g["params"]) for g in load_full(tmp_path / f"{len(groups)}.pt")["optim"]["param_groups"]])
     assert groups[0] == groups[1] and all(groups[0])
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_every_kind_of_parameter_is_cut_as_the_other_format_says(case: str, unpacked: Callable[[str], Path]) -> None:
+    source = unpacked(case) / "legacy" / ITERATION
+    found = ckpttool.diff(unpacked(case) / "ckpt" / ITERATION, source)
+    assert found.equal, found
+    with ckpttool.open(source) as opened:
+        names = {n.split("layers.1.")[-1].removeprefix("model.") for n in opened}
+    assert names >= {
+        "biases": {"embedding.position_embeddings.weight", "self_attention.linear_qkv.bias", "self_attention.linear_proj.bias", "mlp.linear_fc1.bias"},
+        "latent": {"self_attention.linear_q_down_proj.weight", "self_attention.linear_kv_up_proj.weight", "mlp.shared_experts.linear_fc1.weight",
+                   "mlp.router.expert_bias", "mlp.experts.experts.linear_fc2.weight", "pre_mlp_layernorm.weight"},
+    }[case]  # fmt: skip
+
+
+def test_a_matrix_that_is_cut_by_some_layers_alone_needs_the_arguments(
+    unpacked: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Megatron-Core's own layers cut the down projections of latent attention, those of Transformer Engine do not."""
+    source = changed(unpacked, "latent", tmp_path)
+    for rank in range(2):
+        rewrite(source / f"mp_rank_{rank:02d}" / MODEL, lambda tree: delattr(tree["args"], "kv_lora_rank"))
+    with pytest.raises(Unsupported, match=r'linear_kv_down_proj\.weight" has 7 rows .* not among the arguments'):
+        ckpttool.open(source)
 
 
 def test_the_jobs_are_of_every_kind(unpacked: Callable[[str], Path]) -> None:
