@@ -10,7 +10,7 @@ another that has gone.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..errors import UsageError, argument
@@ -49,11 +49,11 @@ def sources(*, scheduler: Any, scaler: Any, dataloader: Any, extra: Any) -> dict
             )
         _checked(extra, out)
     if extra is not None:
-        out[""] = extra
+        out["extra"] = extra
     return out
 
 
-def _checked(extra: Mapping[Any, Any], others: Mapping[str, Any]) -> Mapping[Any, Any]:
+def _checked(extra: Mapping[Any, Any], others: Collection[str]) -> Mapping[Any, Any]:
     odd = [k for k in extra if not isinstance(k, str) or k in _MODEL_KEYS or k in others]
     if odd:
         raise UsageError(
@@ -81,14 +81,14 @@ def of_ranks(given: Mapping[str, Any], device: Any) -> dict[str, Any]:
     mine = taken({})
     for key, source in given.items():
         try:
-            if key:
-                found = {key: _state_of(source)}
-            else:
+            if key == "extra":
                 extra = source() if callable(source) else source
-                found = {k: _state_of(v) for k, v in _checked(extra, given).items()}
+                found = {k: _state_of(v) for k, v in _checked(extra, given.keys() - {"extra"}).items()}
+            else:
+                found = {key: _state_of(source)}
             part = taken(named(found))
         except Exception as e:
-            wrong[key or "extra"] = f"{type(e).__name__}: {e}"
+            wrong[key] = f"{type(e).__name__}: {e}"
             continue
         for ours, new in zip(mine, part, strict=True):
             ours.update(new)
@@ -110,7 +110,7 @@ def of_ranks(given: Mapping[str, Any], device: Any) -> dict[str, Any]:
         unrecorded["extra"] = (
             f"ranks hold different sharded tensors, of {plural(len(names), 'tensor')}: {listed(names)}"
         )
-    for key in [k.partition(".")[0] for k in unrecorded if k in given]:  # what the other ranks have is not the whole
+    for key in unrecorded.keys() & given.keys() - {"extra"}:  # what the other ranks have is not the whole
         for found_ in (values, others, variants):
             for n in [n for n in found_ if n.partition(".")[0] == key]:
                 del found_[n]

@@ -47,8 +47,9 @@ from .trace import Step, line
 
 __all__ = ["Recorder"]
 
-#: Why something is not recorded.
-_NOT_GIVEN = "the Recorder was not given it"
+
+def _not_given(what: str) -> dict[str, str]:
+    return {what: f"{what} was not passed to Recorder"}
 
 
 class Recorder:
@@ -130,15 +131,14 @@ class Recorder:
             model, optimizer = self._model, self._optimizer
             device = "cpu" if model is None else device_of(model)
             found = of_ranks(self._sources, device)
-            lacks: dict[str, str] = {
-                k: _NOT_GIVEN for k in ("scheduler", "scaler", "dataloader") if k not in self._sources
-            }
-            if "" not in self._sources:
-                lacks["extra"] = _NOT_GIVEN
+            lacks: dict[str, str] = {}
+            for key in ("scheduler", "scaler", "dataloader", "extra"):
+                if key not in self._sources:
+                    lacks |= _not_given(key)
             lacks |= found.pop("unrecorded")
             tensors: dict[str, Any] = {}
             if model is None:
-                lacks["model"] = _NOT_GIVEN
+                lacks |= _not_given("model")
             elif any(hasattr(p, "ds_tensor") for p in model.parameters()):
                 lacks["model"] = "DeepSpeed's ZeRO-3 keeps the parameters apart from the model"
             else:
@@ -148,7 +148,7 @@ class Recorder:
                 else:
                     tensors, lacks["model"] = {}, "ranks hold different tensors, as with pipeline parallelism"
             if optimizer is None:
-                lacks["optimizer"] = _NOT_GIVEN
+                lacks |= _not_given("optimizer")
             probe, why = self._probed(device)
             if why is not None:
                 lacks["probe"] = why
@@ -162,7 +162,7 @@ class Recorder:
     def _probed(self, device: Any) -> tuple[dict[str, Any], str | None]:
         """(the probe as a trace has it, why there is none). A collective."""
         if self._probe is None:
-            return {}, _NOT_GIVEN
+            return {}, _not_given("probe")["probe"]
         if not same_everywhere(self._probe):
             return {}, "ranks were given different rows"
         out: dict[str, Any] = {}

@@ -36,7 +36,8 @@ def logits(reference: Trace, got: Trace) -> tuple[float, float | None, float | N
         return _sketched(reference, got)
     files = [str(t.probe.get("file") or "") for t in (reference, got)]
     if not all(files):
-        return f"{'the run' if files[0] else 'the reference'} has no probe"
+        why = reference.unrecorded.get("probe") if not files[0] else None
+        return f"{'the run' if files[0] else 'the reference'} has no probe" + (f" ({why})" if why else "")
     batches = [t.probe.get("batch") for t in (reference, got)]
     if None not in batches and batches[0] != batches[1]:
         return "the probes were made with different batches"

@@ -206,15 +206,18 @@ def read_reference(path: str | os.PathLike[str], at: int | None = None) -> Trace
         for key, value in states[out.start].items():
             setattr(out, key, value)
     else:
-        out.unrecorded = dict.fromkeys(("model", "optimizer", *_EARLIER), "Recorder.state was not called")
+        out.unrecorded = {
+            k: f"Recorder.state was not called, which records {k}" for k in ("model", "optimizer", *_EARLIER)
+        }
     out.unrecorded |= lost
     return out
 
 
 #: What a recording lacks that an earlier version wrote.
-_EARLIER = dict.fromkeys(
-    ("scheduler", "scaler", "dataloader", "extra", "probe"), "a version of ckpttool recorded it that could not"
-)
+_EARLIER = {
+    k: f"the ckpttool that made the recording could not record {k}"
+    for k in ("scheduler", "scaler", "dataloader", "extra", "probe")
+}
 
 
 def _probe(x: Any) -> dict[str, Any]:

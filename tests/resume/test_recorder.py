@@ -21,7 +21,9 @@ from ckpttool.resume import live_facts, probing, recorded_state, run_checks, sta
 from ckpttool.resume.beside import named, taken
 from ckpttool.resume.beside_differences import beside_differences
 from ckpttool.resume.bounds import Bound
-from ckpttool.resume.trace import Trace, line, read_reference
+from ckpttool.resume.judge import judge
+from ckpttool.resume.trace import Step, Trace, line, read_reference
+from ckpttool.resume.unverified import unverified
 
 
 @pytest.fixture(scope="module")
@@ -252,3 +254,17 @@ def test_a_value_that_ranks_held_differently_may_be_that_of_any_of_them() -> Non
     assert not problems(5, "aa") and not problems(6, "bb")
     assert problems(7, "bb") == ["dataloader.at is 7 and was 5"] and len(problems(6, "cc")) == 1
     assert not problems(7, "cc", start=4), "the recording is of another step"
+
+
+def test_what_was_not_passed_to_a_recorder_is_listed_each_by_its_name(tmp_path: Path) -> None:
+    model, optimizer = little()
+    recorder = ckpttool.Recorder(tmp_path / "r.jsonl", model, optimizer, clip=1.0, scaler=lambda: {"scale": 2.0})
+    recorder.state(0)
+    recorder.step(1, loss=1.0)
+    reference = read_reference(tmp_path / "r.jsonl", 0)
+    got = Trace(layout="dcp", clip=1.0, state=reference.state, values={"scaler.scale": 2.0}, steps=[Step(1, 1.0)])
+    checks, _ = judge(reference, got)
+    lines = "\n".join(unverified(reference, got, checks))
+    for what in ("scheduler", "dataloader", "extra", "probe"):
+        assert f"{what} was not passed to Recorder" in lines
+    assert "scaler" not in lines.replace("grad scaler", "") and "no random states" in lines
