@@ -59,10 +59,11 @@ def _switched_off(got: Trace) -> Iterator[str]:
 
 def _scheduler(reference: Trace | None, got: Trace) -> Iterator[str]:
     if got.scheduler is None and any(holds(t, "scheduler") for t in (got, reference) if t is not None):
+        recorded = reference is not None and is_recording(reference)
         rates = (
-            "those of the reference" if reference is not None and is_recording(reference) else "that of the checkpoint"
+            "the later learning rates are the reference's" if recorded else "the learning rate stays the checkpoint's"
         )
-        yield f"the scheduler at work: the job has none, so learning rates after the first step are {rates}"
+        yield f"the scheduler at work: the job has none, so {rates}"
 
 
 def _not_used(reference: Trace | None, got: Trace) -> Iterator[str]:

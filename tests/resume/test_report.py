@@ -161,7 +161,7 @@ def failing(steps: int = 5) -> Report:
     report.not_verified = [
         "faults of job, data, loss or model configuration: both runs were built from /models/llama-3-8b",
         "dropout (probability up to 0.1): it was switched off",
-        "the scheduler at work: the job has none, so learning rates after the first step are those of the reference",
+        "the scheduler at work: the job has none, so the later learning rates are the reference's",
         "compared as stored, but not used by this job: random states, dataloader, grad scaler, other values",
         "only in this checkpoint, so compared with nothing: trainer.global_step, extra.callbacks and 12 more",
         "roundtrip.tensors: There was no room on the disk to save.",
@@ -697,6 +697,12 @@ def test_verdict_cause_and_what_was_not_verified_are_on_the_first_screen(
     assert chromium.ask(lines) == report.not_verified[:5]
     chromium.ask("document.querySelectorAll('#not-verified details').forEach(x => x.open = true)")
     assert chromium.ask(lines) == report.not_verified
+    report.causes[0].text = "the checkpoint could not be loaded: " + "a long name, " * 120
+    report.not_verified = [f"{i}: " + "one more reason, " * 18 for i in range(9)]
+    path.write_text(page(report))
+    chromium.open(path, width=1280, height=800)
+    tops = "['#not-verified', '.cause.first h3'].map(x => document.querySelector(x).getBoundingClientRect().top)"
+    assert max(chromium.ask(tops)) < 760
     path.write_text(page(passing()))
     chromium.open(path, width=1280, height=800)
     assert chromium.ask("document.querySelector('#not-verified')") is None

@@ -44,7 +44,7 @@ def test_two_runs_of_one_recipe_see_no_fault_of_it() -> None:
         ({"dropout_off": 0.1}, "dropout (probability up to 0.1): it was switched off"),
         (
             {"scheduler": None, "values": {"scheduler.last_epoch": 3}},
-            "the scheduler at work: the job has none, so learning rates after the first step are those of the reference",
+            "the scheduler at work: the job has none, so the later learning rates are the reference's",
         ),
         ({"others": {"rng.0.torch": MARK}}, "not used by this job, and compared with nothing: random states"),
         ({"unread": [("optimizer_0/", "optim")]}, "files beside the checkpoint that were not read: optimizer_0/ (optim)"),
