@@ -176,10 +176,10 @@ def ranks_of(source: Source, optimizer: bool = True) -> Ranks:
         Corrupt: ranks are missing, or their files are of different saves.
         Unsupported: names and arguments do not tell how a parameter is cut.
     """
-    names = [n for n in source.list() if model_file(source, n)]
+    names = {n: f"{n}/{file}" for n in sorted(source.list()) if (file := model_file(source, n))}
     files = Files(source)
-    source.prefetch_ends(f"{n}/{model_file(source, n)}" for n in names)
-    trees = {n: _tree(files, f"{n}/{model_file(source, n)}") for n in sorted(names)}
+    source.prefetch_ends(names.values())
+    trees = {n: _tree(files, name) for n, name in names.items()}
     first = next(iter(trees))
     args = data_of_args(trees[first][1].get("args"))
     if not isinstance(args, dict):

@@ -151,6 +151,8 @@ _RANK = re.compile(
 )
 _SHARD = re.compile(r"(?P<head>.+)-(?P<number>\d{5})-of-(?P<of>\d{5})(?P<tail>\.(?:safetensors|bin))")
 _SHARD_OF_RANK = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+#: The folder of a model-parallel rank of Megatron-LM.
+_OF_MEGATRON = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 #: The file of an item and a rank of torch_checkpointing.
 _ITEM_OF_RANK = re.compile(r"[A-Za-z0-9_-]+_\d{1,7}\.(pt|safetensors|json)|metadata\.pkl")
 #: Folders of dcp that are one half of a trainer's directory, and names that those and others have.
@@ -437,6 +439,8 @@ def _lacks(inside: Source, names: list[str], name: str, layout: Layout | None) -
         yield _STILL_WRITTEN if _TEMPORARY.fullmatch(name) else "has .incomplete: the save has not ended"
     if layout.name == "veomni" and "model" in names and "checkpoint_manifest.json" not in names:
         yield "no checkpoint_manifest.json, which VeOmni writes last"
+    if layout.name == "megatron":
+        yield from _megatron_gaps(inside, names)
     pointers = layout.saves.pointers if layout.saves else frozenset[str]()
     tags = [""]
     if pointers and not any(_OF_DEEPSPEED.fullmatch(n) for n in names):
@@ -451,6 +455,24 @@ def _lacks(inside: Source, names: list[str], name: str, layout: Layout | None) -
             is_folder, size = inside.glance(f"{tag}/{n}" if tag else n)
             if not is_folder and size == 0 and (n.endswith((".safetensors", ".pt", ".bin", ".metadata"))):
                 yield f"{n} is empty"
+
+
+def _megatron_gaps(inside: Source, names: Iterable[str]) -> Iterator[str]:
+    """Folders of model-parallel ranks that should be there by the numbers of the others, and files that the others have."""
+    folders = {n: set(inside.list(n)) - {"optim.pt"} for n in names if _OF_MEGATRON.fullmatch(n)}
+    files: set[str] = set().union(*folders.values())
+    of: dict[int, set[tuple[int, ...]]] = {}  # {tensor-parallel rank: the other numbers}
+    for name, has in folders.items():
+        if has:
+            m = _OF_MEGATRON.fullmatch(name)
+            assert m is not None
+            of.setdefault(int(m[1]), set()).add(tuple(int(n) for n in m.groups()[1:] if n is not None))
+            yield from (f"no {name}/{file}" for file in sorted(files - has))
+    most = max(map(len, of.values()), default=0)  # experts may be on some tensor-parallel ranks alone, on each as many
+    for first in range(max(of, default=-1) + 1):
+        here = of.get(first, set())
+        for rest in sorted(set().union(*of.values()) - here) if len(here) < most else ():
+            yield "no " + "_".join((f"mp_rank_{first:02d}", *(f"{n:03d}" for n in rest)))
 
 
 def _gaps(names: Iterable[str]) -> Iterator[str]:

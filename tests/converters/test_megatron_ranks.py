@@ -18,7 +18,9 @@ from peers import difference, load_full
 from torch import Tensor
 
 import ckpttool
+from ckpttool.engine.detection import below
 from ckpttool.errors import Corrupt, Unsafe, Unsupported
+from ckpttool.storage.source import Source
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 ARCHIVES = peers.FIXTURES / "megatron" / "legacy"
@@ -171,6 +173,19 @@ def test_missing_ranks_are_named(unpacked: Callable[[str], Path], tmp_path: Path
     shutil.rmtree(source / "mp_rank_00_001")
     with pytest.raises(Corrupt, match="2 of its folders are missing: mp_rank_01_000, mp_rank_00_001"):
         ckpttool.open(source)
+
+
+@pytest.mark.parametrize("lost", ["mp_rank_01_000", f"mp_rank_00_001/{OPTIMIZER}", f"mp_rank_00_001/{MODEL}"])
+def test_the_list_of_a_run_says_what_a_step_lacks(lost: str, unpacked: Callable[[str], Path], tmp_path: Path) -> None:
+    source = changed(unpacked, "tp2_pp2", tmp_path)
+    shutil.copytree(source, tmp_path / "iter_0000006")
+    shutil.copytree(unpacked("tp2_ep2_etp1") / "legacy" / ITERATION, tmp_path / "iter_0000009")
+    gone = tmp_path / "iter_0000006" / lost
+    shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("9")
+    found = {Path(c.path).name: c for c in below(Source(str(tmp_path))).checkpoints}
+    assert {n: c.complete for n, c in found.items()} == {ITERATION: True, "iter_0000006": False, "iter_0000009": True}
+    assert found["iter_0000006"].lacks == f"no {lost}" and found["iter_0000009"].newest
 
 
 def test_a_folder_of_another_job_is_refused(unpacked: Callable[[str], Path], tmp_path: Path) -> None:
