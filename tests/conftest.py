@@ -37,6 +37,7 @@ settings.load_profile("default")
 LAUNCHING = (
     "test_faults.py",
     "test_zoo.py",
+    "test_benign.py",
     "test_reader.py",
     "test_live.py",
     "test_resume.py",

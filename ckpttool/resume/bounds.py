@@ -65,11 +65,11 @@ COLUMNS: dict[str, dict[str, tuple[float, float]]] = {
         "worst_grad": (5e-2, 2.5e-1), "worst_update": (5e-2, 1.5e-1),
     },
     # NeMo AutoModel's relaxed profile (tests/functional_tests/checkpoint_robustness, resume_trajectory.py): 7.5e-3
-    # relative and 1e-4 absolute in step 1, 7.5e-3 and 1e-2 after it, of the loss. It has none of a single tensor: those
-    # are five times what bf16 with other kernels is allowed, as is the probe.
+    # relative and 1e-4 absolute in step 1, 7.5e-3 and 1e-2 after it, of the loss. The others were measured with weights, and
+    # weights and moments, rounded to bf16, in jobs of fp32 and of bf16 parameters: three to five times the largest deviation.
     "relaxed": {
-        "probe": (1e-1, 1e-1), "loss": (7.5e-3, 7.5e-3), "grad_norm": (7.5e-3, 1.75e-2),
-        "update_norm": (7.5e-3, 1.75e-2), "worst_grad": (1e-1, 2.5e-1), "worst_update": (5e-2, 1e-1),
+        "probe": (1e-1, 1e-1), "loss": (7.5e-3, 7.5e-3), "grad_norm": (1.5e-2, 4e-2),
+        "update_norm": (1e-2, 5e-2), "worst_grad": (2.5e-1, 2.5e-1), "worst_update": (4e-1, 8e-1),
     },
 }  # fmt: skip
 

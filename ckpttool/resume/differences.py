@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from .bounds import QUANTA
@@ -16,7 +17,7 @@ from .trace import Step, Trace
 
 __all__ = [
     "MISSING", "alike", "config_aside", "config_differences", "copies_differ", "deviation", "differing", "first_pair",
-    "judged", "missing_and_extra", "not_as_stored", "not_finite", "option_differences", "options", "options_aside",
+    "in_stored_dtypes", "judged", "missing_and_extra", "not_as_stored", "not_finite", "option_differences", "options", "options_aside",
     "other_job", "pairs", "rates_by_group", "shape_differences", "state_obstacle", "steps_of", "tensor_deviations", "ties",
 ]  # fmt: skip
 
@@ -123,6 +124,32 @@ def copies_differ(got: Trace) -> list[str]:
 def not_as_stored(got: Trace) -> list[str]:
     """Tensors whose fingerprint in the job is not that of the files, if these were read a second time."""
     return [n for n, mark in got.stored.items() if n not in got.state or (got.state[n][2] and got.state[n][2] != mark)]
+
+
+def in_stored_dtypes(reference: Trace, got: Trace) -> tuple[Trace, Trace]:
+    """Both traces as a comparison sees them that allows rounding: a tensor that the files of `got` have in another dtype than
+    the reference is on both sides what it is in that dtype, and those that the reference has no rounded fingerprint of
+    have none. `environment["as_stored"]` and `["not_rounded"]` of the second list them.
+    """
+    theirs, ours, files = dict(reference.state), dict(got.state), dict(got.stored)
+    as_stored: list[str] = []
+    unknown: list[str] = []
+    for n, (dtype, shape, mark) in got.state.items():
+        if n not in theirs:
+            continue
+        held, (stored, found) = theirs[n], got.stored_as.get(n, (dtype, mark))
+        if stored == held[0]:
+            ours[n] = (stored, shape, found)  # the job may have rounded it, as it did with the reference's
+        elif n in (rounded := reference.rounded.get(stored, {})):
+            theirs[n], ours[n] = (stored, held[1], rounded[n]), (stored, shape, found)
+            as_stored.append(n)
+        else:
+            theirs[n], ours[n] = (stored, held[1], ""), (stored, shape, "")
+            unknown.append(n)
+        if files.get(n) == mark:
+            files[n] = ours[n][2]  # it was loaded as it is in the files, in whatever dtype
+    environment = {**got.environment, "as_stored": as_stored, "not_rounded": unknown}
+    return replace(reference, state=theirs), replace(got, state=ours, stored=files, environment=environment)
 
 
 def shape_differences(

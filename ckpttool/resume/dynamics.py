@@ -96,7 +96,8 @@ class Dynamics:
         self.pairs = pairs(self.reference, self.got)
         column = table.column(self.profile, self.reference, self.got)
         tight = column.startswith("fp32") or column.endswith("held")
-        loose = "bf16 parameters" if table.low(self.got) else table.precision(self.reference, self.got)
+        rounded = table.low(self.got) or self.profile == "relaxed"
+        loose = "bf16 parameters" if rounded else table.precision(self.reference, self.got)
         self.floor = table.NOISE_FLOOR["fp32" if tight else loose]
 
     def _part(self, stage: str) -> list[tuple[int, Step, Step]]:

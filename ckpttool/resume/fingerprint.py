@@ -141,8 +141,9 @@ def combine(values: Sequence[float], *, integers: bool, device: Any) -> list[Any
     return [v % (1 << 64) for v in together.tolist()] if integers else list(together.tolist())
 
 
-def in_memory(tensors: Mapping[str, Any], device: Any) -> tuple[dict[str, str], list[str]]:
-    """({name: fingerprint}, names whose copies on several ranks differ) of live tensors. A collective.
+def in_memory(tensors: Mapping[str, Any], device: Any, dtype: Any = None) -> tuple[dict[str, str], list[str]]:
+    """({name: fingerprint}, names whose copies on several ranks differ) of live tensors, or of what they are in `dtype`. A
+    collective.
 
     Copies are compared without sending them anywhere: the sum over all ranks must be that over the owners, times the
     number of copies.
@@ -150,7 +151,7 @@ def in_memory(tensors: Mapping[str, Any], device: Any) -> tuple[dict[str, str], 
     import torch.distributed as dist
 
     world = dist.get_world_size() if dist.is_initialized() else 1
-    mine = [_piece(local(t), _offset(t), tuple(t.shape)) for t in tensors.values()]
+    mine = [_piece(local(t).to(dtype or t.dtype), _offset(t), tuple(t.shape)) for t in tensors.values()]
     owner = [v if owned(t) else 0 for v, t in zip(mine, tensors.values(), strict=True)]
     total = combine([*owner, *mine], integers=True, device=device)
     out, apart = {}, []
@@ -198,10 +199,12 @@ def in_files(
     world: int,
     device: Any,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    dtypes: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
     """{name: fingerprint} of tensors of a checkpoint, read a second time, in row-major order and by other code than the load.
 
-    Every rank reads its share, largest tensors first. A collective.
+    Every rank reads its share, largest tensors first. `dtypes` {name: dtype} gives fingerprints of what tensors are in
+    another dtype than the files'. A collective.
     """
     import torch
 
@@ -223,7 +226,7 @@ def in_files(
         if block.count:
             dtype = getattr(torch, ckpt.tensors[block.name].dtype)
             data = torch.frombuffer(bytearray(block.data), dtype=dtype)
-            sums[block.name] += flat(data.to(device), block.first)
+            sums[block.name] += flat(data.to(device, (dtypes or {}).get(block.name, dtype)), block.first)
         done += block.source_bytes
         progress("compare", done, total)
     reader.finish()

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from . import bounds as table
 from . import run_checks, state_checks
 from .bounds import SIGNALS
+from .differences import in_stored_dtypes
 from .dynamics import Dynamics
 from .trace import Trace
 from .verdict import Check
@@ -53,6 +54,8 @@ def judge(
     made = [state_checks.loaded(got, profile), state_checks.plausible(got)]
     envelope: dict[str, list[float]] = {}
     if reference is not None:
+        if profile == "relaxed":
+            reference, got = in_stored_dtypes(reference, got)
         limits = table.bounds(profile, reference, got, noise)
         dynamics = Dynamics(reference, got, profile, limits)
         made += state_checks.state(reference, got, profile)

@@ -201,6 +201,10 @@ def resume_verify(
                 f"there is no config.json beside {os.fspath(source)} that describes the model. Pass {argument('config')}, the folder "
                 f"of a Hugging Face model, or {argument('job')}, module.py:build, a function that returns your own."
             )
+        if profile == "relaxed" and "reference" in plan:
+            dtypes = _dtypes(source, reading)
+            plan["reference"] = replace(plan["reference"], dtypes=dtypes)
+            plan["candidate"] = replace(settings, dtypes=[] if reread else dtypes)
         traces = _run_here(plan, folder, status) if in_job else launch_runs(plan, folder, status)
         if traces is None:
             return None
@@ -222,6 +226,7 @@ def _judge(
     """The report on these traces; opens both checkpoints if a check failed."""
     from .._version import __version__
     from .diagnosis import causes
+    from .differences import in_stored_dtypes
     from .gates import gates, metrics
     from .judge import judge, noise
     from .misfit import advice, does_not_fit
@@ -232,13 +237,14 @@ def _judge(
     if "noise" in traces:
         calibration = noise(got if recorded is not None else traces.get("reference", got), traces["noise"])
     checks, envelope = judge(reference, got, profile, calibration)
+    sides = (reference, got) if reference is None or profile != "relaxed" else in_stored_dtypes(reference, got)
     failed = any(c.verdict == "fail" for c in checks)
     opened: list[OpenCheckpoint] = []
     try:
         if failed and "reference" in plan:
             for settings in (plan["reference"], plan["candidate"]):
                 opened.append(open_with(settings.source, settings.reading))
-        found = causes(reference, got, checks, (opened[0], opened[1]) if opened else None) if failed else []
+        found = causes(*sides, checks, (opened[0], opened[1]) if opened else None) if failed else []
     finally:
         for one in opened:
             one.source.close()
@@ -343,6 +349,13 @@ def _look(path: str | os.PathLike[str], reading: OpenOptions, start: int | None)
         step = start if start is not None else step_of(opened)
         folder = opened.source.root
     return step, folder if os.path.isfile(os.path.join(folder, "config.json")) else None
+
+
+def _dtypes(path: str | os.PathLike[str], reading: OpenOptions) -> list[str]:
+    """The floating dtypes of weights and optimizer in a checkpoint."""
+    with open_with(path, reading) as opened:
+        found = {t.dtype for t in opened.checkpoint.tensors.values() if t.path[0] in ("model", "optim")}
+    return sorted(d for d in found if "float" in d)
 
 
 def step_of(opened: OpenCheckpoint) -> int:

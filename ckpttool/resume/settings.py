@@ -27,7 +27,8 @@ class Settings:
     `probe` are the rows of a recorded reference's probe, {"input_ids": rows of token ids}; {} without one.
     `module_prefix` is what the names of the checkpoint begin with and those of the job's model do not.
     `scratch` is a folder for the save of the round trip, that of rank 0 where they differ; None for none. `timeout` is for how
-    many seconds a rank may make no progress.
+    many seconds a rank may make no progress. `dtypes` are those in which every tensor gets a fingerprint as well, since the
+    other side may have rounded it.
     """
 
     source: str
@@ -57,6 +58,7 @@ class Settings:
     round_trip: bool = True
     scratch: str | None = None
     timeout: float = 600.0
+    dtypes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.dtype not in ("fp32", "bf16"):

@@ -136,29 +136,32 @@ def state(reference: Trace, got: Trace, profile: str) -> list[Check]:
     common = [n for n in reference.state if n in got.state and judged(n)]
     other_shapes, other_dtypes = shape_differences(reference, got)
     shapes, dtypes = changed(other_shapes, lambda shape: str(list(shape))), changed(other_dtypes, str)
-    relaxed = profile == "relaxed"
+    rounded: list[str] = got.environment.get("as_stored") or []
+    unknown: list[str] = got.environment.get("not_rounded") or []
     good = f"the same shapes and dtypes in all {len(common)} tensors"
-    if dtypes and relaxed:
-        what = plural(len(dtypes), "tensor")
-        good = f"the same shapes; {what} of another dtype, as the profile allows: {listed(dtypes)}"
+    if rounded or unknown:
+        what = plural(len(rounded) + len(unknown), "tensor")
+        good = f"the same shapes; {what} of another dtype in the files, as the profile allows: {listed([*rounded, *unknown])}"
     if not common:
         out.append(Check.unknown(names[1], "run and reference have no tensor in common"))
     else:
         parts = [f"{plural(len(shapes), 'tensor')} with another shape"] if shapes else []
         parts += [f"{plural(len(dtypes), 'tensor')} with another dtype"] if dtypes else []
-        out.append(Check.exact(names[1], shapes + ([] if relaxed else dtypes), good, ", ".join(parts)))
+        out.append(Check.exact(names[1], shapes + dtypes, good, ", ".join(parts)))
     same = [n for n in common if n not in other_shapes and n not in other_dtypes]
     compared = [n for n in same if reference.state[n][2] and got.state[n][2]]
     if compared:
         wrong = differing(reference, got)
-        good = f"equal bytes in all {len(compared)} tensors" + (
-            f"; {len(dtypes)} of another dtype are not counted" if dtypes and relaxed else ""
-        )
+        good = f"equal bytes in all {len(compared)} tensors"
+        if rounded:
+            good += f"; {len(rounded)} of them are exactly the reference's rounded to {got.state[rounded[0]][0]}"
+        if unknown:
+            good += f"; {len(unknown)} of another dtype are not compared, since a recording has no rounded ones"
         bad = f"{len(wrong)} of {plural(len(compared), 'tensor')} have different bytes"
         out.append(Check.exact(names[2], wrong, good, bad))
     else:
         out.append(Check.unknown(names[2], "no tensor has a fingerprint on both sides"))
-    both = [n for n in reference.scalars if n in got.scalars and judged(n)]
+    both = [n for n in reference.scalars if n in got.scalars and judged(n) and n not in {*rounded, *unknown}]
     two = {n: (reference.scalars[n], got.scalars[n]) for n in both}
     wrong = changed({n: (a, b) for n, (a, b) in two.items() if not alike(float(a), float(b))})
     if both:

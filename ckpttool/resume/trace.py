@@ -74,7 +74,9 @@ class Trace:
     `state` {canonical name: (dtype, shape, fingerprint)} of the tensors in the job after loading, at step `start`;
     `others` the same for tensors and arrays that no job holds (scaler, dataloader, random states, averages of weights), from
     the files, and for what else is no plain value (`beside`).
-    `stored` the fingerprints of the same tensors in the files, if these were read a second time and have the same dtype.
+    `stored` the fingerprints of the same tensors in the files, in the dtype of the job, if these were read a second time.
+    `stored_as` {name: (dtype, fingerprint)} of those that the files have in another dtype than the job, as they are there;
+    `rounded` {dtype: {name: fingerprint}} of what the job holds, rounded to a dtype.
     `scalars` are the values of tensors with one element, `values` the other plain data of the checkpoint (`beside`).
     `variants` {name: [...]}: of values and others that the ranks of a recorded job held differently, those of the ranks.
     `generators` are marks of the random states of each rank of a recorded job, {"torch": mark, "cuda", "numpy", "python"}, and
@@ -119,6 +121,8 @@ class Trace:
     state: dict[str, tuple[str, tuple[int, ...], str]] = field(default_factory=dict)
     others: dict[str, tuple[str, tuple[int, ...], str]] = field(default_factory=dict)
     stored: dict[str, str] = field(default_factory=dict)
+    stored_as: dict[str, tuple[str, str]] = field(default_factory=dict)
+    rounded: dict[str, dict[str, str]] = field(default_factory=dict)
     scalars: dict[str, float] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     variants: dict[str, list[Any]] = field(default_factory=dict)
@@ -266,6 +270,7 @@ def _trace(data: dict[str, Any]) -> Trace:
     out = Trace(**{k: v for k, v in data.items() if k in known})
     out.steps = [_step(s) for s in data.get("steps", [])]
     out.state, out.others = _marks(out.state), _marks(out.others)
+    out.stored_as = {n: (dtype, mark) for n, (dtype, mark) in out.stored_as.items()}
     out.unread = [(name, component) for name, component in out.unread]
     return out
 

@@ -222,6 +222,7 @@ def _load(
 
 def _state(job: Job, trained: bool, opened: OpenCheckpoint, settings: Settings, out: Trace, status: Status) -> None:
     """Fingerprints of what the job holds, and of the files. A collective."""
+    import torch
     import torch.distributed as dist
 
     device = device_of(job.model)
@@ -239,15 +240,22 @@ def _state(job: Job, trained: bool, opened: OpenCheckpoint, settings: Settings, 
     ranks = dist.get_rank(), dist.get_world_size()
     marks = fingerprint.in_files(opened, rest, *ranks, device)
     out.others |= {n: (opened.checkpoint.tensors[n].dtype, opened.checkpoint.tensors[n].shape, marks[n]) for n in rest}
+    for dtype in settings.dtypes:
+        others = {n: t for n, t in tensors.items() if t.is_floating_point() and dtype_of(t) != dtype}
+        out.rounded[dtype], _ = fingerprint.in_memory(others, device, getattr(torch, dtype))
+    entries = opened.locate().tensors
+    other = [n for n, t in entries.items() if n in tensors and t.dtype != dtype_of(tensors[n])]
+    if settings.reread or settings.dtypes:
+        marks = fingerprint.in_files(opened, other, *ranks, device)
+        out.stored_as = {n: (entries[n].dtype, marks[n]) for n in other}
     if settings.reread:
-        entries = opened.locate().tensors
-        other = [n for n, t in entries.items() if n in tensors and t.dtype != dtype_of(tensors[n])]
         out.environment["rounded"] = [n for n in other if not lossless(entries[n].dtype, dtype_of(tensors[n]))]
         if other:
             kinds = f"{entries[other[0]].dtype} in the files and {dtype_of(tensors[other[0]])} in the job"
             out.notes.append(f"of another dtype: {plural(len(other), 'tensor')}, first {other[0]}: {kinds}")
-        common = [n for n in entries if n in tensors and n not in set(other)]
-        out.stored = fingerprint.in_files(opened, common, *ranks, device, _Rate(status))
+        common = [n for n in entries if n in tensors]
+        in_job = {n: tensors[n].dtype for n in other}
+        out.stored = fingerprint.in_files(opened, common, *ranks, device, _Rate(status), in_job)
 
 
 def _restore_rng(settings: Settings, opened: OpenCheckpoint, out: Trace) -> None:

@@ -15,6 +15,7 @@ tied to the embedding, saved after 3 steps, and `tied.jsonl`.
 import argparse
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from live.faults import GLOBAL, MICRO, SEQUENCE  # noqa: E402
 from live.faults import row as words_of  # noqa: E402
 
 OLDEST, STALE, SAVED, RECORDED, TIED = 6, 11, 12, 4, 3
-BALANCED = 10  # steps after which the bias of the experts' choice stays, so that a resumed job needs no loop of its own
 ROWS, WORDS = 131, 125
 WIDTH, HEADS, FEED, EXPERTS, RANK, LAYERS = 32, 4, 24, 4, 4, 4
 RATE, CLIP, SCALE = 3e-3, 1.0, 32768.0
@@ -224,6 +224,46 @@ def tied() -> dict[str, Any]:
     return build(tied=True)
 
 
+def backwards() -> dict[str, Any]:
+    """The rows of each batch come in the opposite order."""
+    return {**build(), "data": lambda i: row(i if i < GLOBAL else i // GLOBAL * GLOBAL + GLOBAL - 1 - i % GLOBAL)}
+
+
+def _with(change: Callable[[list[dict[str, Any]]], Any], **how: Any) -> dict[str, Any]:
+    model = model_of()
+    groups = optimizer_of(model).param_groups
+    change(groups)
+    own = [{k: g[k] for k in ("params", "lr", "weight_decay", "betas", "amsgrad")} for g in groups]
+    optimizer = torch.optim.AdamW(own, **how)
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler_of(optimizer), "data": row}
+
+
+def loop() -> dict[str, Any]:
+    """The optimizer goes over its parameters one by one."""
+    return _with(lambda groups: None, foreach=False)
+
+
+def fused() -> dict[str, Any]:
+    """The optimizer is one kernel."""
+    return _with(lambda groups: None, fused=True)
+
+
+def regrouped() -> dict[str, Any]:
+    """The param groups come in another order."""
+    return _with(lambda groups: groups.reverse())
+
+
+def other_rate() -> dict[str, Any]:
+    """The recipe has another learning rate, which the checkpoint's overrides."""
+    return _with(lambda groups: [g.update(lr=0.1) for g in groups])
+
+
+def two_threads() -> dict[str, Any]:
+    """As with OMP_NUM_THREADS=2; for the last run of a launch, since it stays so."""
+    torch.set_num_threads(2)
+    return build()
+
+
 def alpha() -> dict[str, Any]:
     """LoRA counts half."""
     return build(alpha=4.0)
@@ -332,9 +372,11 @@ def sharded(model: Zoo) -> Zoo:
 class Training:
     """The loop, and all that it saves."""
 
-    def __init__(self, model: Zoo, recorded: Path) -> None:
+    def __init__(self, model: Zoo, recorded: Path, balanced: int) -> None:
+        """The bias of the experts' choice stays after `balanced` steps, so that a resumed job needs no loop of its own."""
         import ckpttool
 
+        self.balanced = balanced
         self.model, self.optimizer = model, optimizer_of(model)
         self.scheduler = scheduler_of(self.optimizer)
         self.ema = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
@@ -380,7 +422,7 @@ class Training:
                 counts = module.chosen.clone()
                 dist.all_reduce(counts)
                 module.tokens_per_expert += counts
-                if step <= BALANCED:
+                if step <= self.balanced:
                     module.select_bias += 0.01 * torch.sign(counts.float().mean() - counts)
         for n, p in self.model.named_parameters():
             if n in self.ema:
@@ -419,14 +461,14 @@ def main() -> None:
     from fixtures import jobs
 
     jobs.join()
-    zoo = Training(sharded(model_of()), out / "reference.jsonl")
+    zoo = Training(sharded(model_of()), out / "reference.jsonl", SAVED - 2)
     done = 0
     for step in (OLDEST, STALE, SAVED):
         zoo.steps(done + 1, step)
         zoo.save(step, out / str(step))
         done = step
     zoo.steps(SAVED + 1, SAVED + RECORDED)
-    second = Training(sharded(model_of(tied=True)), out / "tied.jsonl")
+    second = Training(sharded(model_of(tied=True)), out / "tied.jsonl", TIED)
     second.steps(1, TIED)
     second.save(TIED, out / "tied")
     second.steps(TIED + 1, TIED + RECORDED)

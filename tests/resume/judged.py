@@ -6,6 +6,7 @@ recorded trajectory.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +14,11 @@ from typing import Any
 
 import torch
 from live.faults import GLOBAL, MICRO, SEQUENCE
-from ranks import forked, one_at_a_time
+from live.zoo import SAVED
+from peers import REPOSITORY
+from ranks import forked, one_at_a_time, torchrun
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import ckpttool
 from ckpttool.resume.diagnosis import causes
@@ -57,6 +62,37 @@ class Original:
             ),
             **more,
         )  # fmt: skip
+
+
+class Zoo(Original):
+    """Its state is read by torch itself, since no other layout has all of it."""
+
+    def state(self, name: str) -> dict[str, Any]:
+        """The tree of one of its checkpoints, anew each time."""
+        return tree_of(self.folder / name)
+
+
+def tree_of(folder: Path) -> dict[str, Any]:
+    """The tree that torch reads from a folder of its own, anew each time."""
+    path = folder.with_name(f"{folder.name}.pt")
+    if not path.exists():
+        dcp_to_torch_save(folder, path)
+    tree: dict[str, Any] = torch.load(path, weights_only=False)  # numpy arrays, and from our own job
+    return tree
+
+
+def save_tree(tree: dict[str, Any], folder: Path) -> None:
+    """Write a tree as torch's DCP does on one rank."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
+        save(tree, checkpoint_id=folder, no_dist=True)
+
+
+def zoo_in(folder: Path) -> Zoo:
+    """What the job of tests/live/zoo.py leaves in a folder."""
+    said = torchrun(4, "zoo.py", "--out", str(folder))
+    assert (folder / "done").exists(), said[-4000:]
+    return Zoo(folder, str(REPOSITORY / "tests" / "live" / "zoo.py"), str(SAVED), SAVED)
 
 
 @dataclass

@@ -10,20 +10,14 @@ gets better or worse without that table being changed fails here.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from judged import Original, Runs, Verdict, first, name_of, verdict
+from judged import Runs, Verdict, Zoo, first, name_of, save_tree, verdict
 from live.zoo import CLIP, OLDEST, SAVED, STALE, TIED
-from peers import REPOSITORY
-from ranks import torchrun
 from spoiling import Fault
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict_saver import save
 from zoo_faults import BATCH, DIGESTS, FAULTS, LOADER, MISSED, PROBE, RANDOM, SCALER, SCHEDULER, VALUES
 
 import ckpttool
@@ -35,35 +29,14 @@ pytestmark = [pytest.mark.live, pytest.mark.slow]
 ABOUT_RANKS = ("job: rank 1 reads rank 0's rows",)
 
 
-class Zoo(Original):
-    """Its state is read by torch itself, since no other layout has all of it."""
-
-    def state(self, name: str) -> dict[str, Any]:
-        path = self.folder / f"{name}.pt"
-        if not path.exists():
-            dcp_to_torch_save(self.folder / name, path)
-        tree: dict[str, Any] = torch.load(path, weights_only=False)  # numpy arrays, and from our own job
-        return tree
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
-    folder = tmp_path_factory.mktemp("zoo")
-    said = torchrun(4, "zoo.py", "--out", str(folder))
-    assert (folder / "done").exists(), said[-4000:]
-    return Zoo(folder, str(REPOSITORY / "tests" / "live" / "zoo.py"), str(SAVED), SAVED)
-
-
-def spoiled(fault: Fault, original: Zoo, place: Path) -> Path:
+def spoiled(fault: Fault, zoo_original: Zoo, place: Path) -> Path:
     """The checkpoint with the fault; in the shards of 4 ranks where one of them is to blame."""
     name = "tied" if fault.tied else str(SAVED)
     if fault.spoil is None:
-        return original.folder / name
-    tree = original.state(name)
-    fault.spoil(tree, original.state(str(OLDEST if fault.oldest else STALE)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process
-        save(tree, checkpoint_id=place, no_dist=True)
+        return zoo_original.folder / name
+    tree = zoo_original.state(name)
+    fault.spoil(tree, zoo_original.state(str(OLDEST if fault.oldest else STALE)))
+    save_tree(tree, place)
     if fault.rank is None:
         return place
     ckpttool.convert(place, place.with_suffix(".4"), to="dcp", world_size=4)
@@ -71,28 +44,28 @@ def spoiled(fault: Fault, original: Zoo, place: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def zoo(original: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def zoo(zoo_original: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """The references of --against on 2 ranks, faults of shards and of ranks on 2, all other faults on 1."""
     folder = tmp_path_factory.mktemp("faulty")
-    tied = {"source": str(original.folder / "tied"), "start": TIED}
+    tied = {"source": str(zoo_original.folder / "tied"), "start": TIED}
     plan = {
-        "job": original.by_job(2, reread=False, clip=CLIP, probe=original.recorded("reference").probe["rows"]),
-        "tied": original.by_job(2, "tied", reread=False, clip=CLIP, **tied),
+        "job": zoo_original.by_job(2, reread=False, clip=CLIP, probe=zoo_original.recorded("reference").probe["rows"]),
+        "tied": zoo_original.by_job(2, "tied", reread=False, clip=CLIP, **tied),
     }
     for i, (name, fault) in enumerate(FAULTS.items()):
         world = 2 if fault.rank is not None or name in ABOUT_RANKS else 1
-        run = original.by_job(world, fault.job, clip=CLIP)
-        source = str(spoiled(fault, original, folder / f"{i}"))
+        run = zoo_original.by_job(world, fault.job, clip=CLIP)
+        source = str(spoiled(fault, zoo_original, folder / f"{i}"))
         plan[name] = replace(run, **{**(tied if fault.tied else {}), **fault.settings, "source": source})
     by_world = sorted(plan.items(), key=lambda item: item[1].world_size)  # neighbours share a launch
     return Runs(dict(by_world)).launch(folder / "launch")
 
 
-def verdict_on(name: str, runs: Runs, original: Zoo) -> Verdict:
+def verdict_on(name: str, runs: Runs, zoo_original: Zoo) -> Verdict:
     """What is said about a fault, each way; asked once."""
     if name not in runs.verdicts:
         fault = FAULTS[name]
-        recorded = original.recorded("tied" if fault.tied else "reference")
+        recorded = zoo_original.recorded("tied" if fault.tied else "reference")
         runs.verdicts[name] = verdict(runs, name, "tied" if fault.tied else "job", recorded, fault.reference)
     return runs.verdicts[name]
 
@@ -109,9 +82,9 @@ def said_of(fault: Fault, found: Verdict) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_each_fault_of_the_second_suite_has_its_verdict(name: str, zoo: Runs, original: Zoo) -> None:
+def test_each_fault_of_the_second_suite_has_its_verdict(name: str, zoo: Runs, zoo_original: Zoo) -> None:
     fault = FAULTS[name]
-    found = verdict_on(name, zoo, original)
+    found = verdict_on(name, zoo, zoo_original)
     wanted = {key: getattr(fault, key) for key in ("check", "kind", "tensors", "said", "dynamic", "recorded")}
     missed = MISSED.get(name, {})
     assert not {k: v for k, v in missed.items() if wanted[k] == v}, "MISSED has what is wanted"
@@ -122,18 +95,18 @@ def test_each_fault_of_the_second_suite_has_its_verdict(name: str, zoo: Runs, or
         assert place.startswith(f"__{fault.rank}_0.distcp, bytes "), place
 
 
-def test_the_checkpoint_itself_passes_against_the_recording_of_its_own_job(zoo: Runs, original: Zoo) -> None:
-    checks, _ = judge(original.recorded("reference"), zoo.traces["job"])
+def test_the_checkpoint_itself_passes_against_the_recording_of_its_own_job(zoo: Runs, zoo_original: Zoo) -> None:
+    checks, _ = judge(zoo_original.recorded("reference"), zoo.traces["job"])
     assert not [(c.name, c.text) for c in checks if c.verdict == "fail"]
     passed = {c.name for c in checks if c.verdict == "pass"}
     assert {SCHEDULER, SCALER, LOADER, RANDOM, VALUES, PROBE, BATCH, DIGESTS} <= passed
 
 
-def test_the_second_table(zoo: Runs, original: Zoo) -> None:
+def test_the_second_table(zoo: Runs, zoo_original: Zoo) -> None:
     print("\n| fault | first check that fails | first one without the state | what is said |\n|---|---|---|---|")
     caught = numbers = recorded = right = 0
     for name, fault in FAULTS.items():
-        found = verdict_on(name, zoo, original)
+        found = verdict_on(name, zoo, zoo_original)
         said = said_of(fault, found)
         caught += said["check"] is not None
         numbers += said["dynamic"] is not None

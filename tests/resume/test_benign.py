@@ -1,0 +1,345 @@
+"""resume-verify says nothing of a run in which nothing is wrong: other world sizes, layouts, kernels, models and dtypes.
+
+    BENIGN=all pytest tests/resume/test_benign.py -s        all of them (10 minutes), and the largest deviations by column
+
+Without the variable those of `OF_CI` run. The jobs are tests/live/zoo.py and the models of tests/live/herd.py, trained and
+saved by real FSDP2 at 2, 3 and 4 ranks. Each run is judged against the recording of its job, and against a run of the same
+checkpoint on 2 ranks. The bounds for parameters of bf16 and for rounded weights (`ckpttool.resume.bounds`) come from what
+`-s` prints here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from judged import Runs, Zoo, bare, first, name_of, save_tree, tree_of
+from live.faults import GLOBAL, MICRO, SEQUENCE, row
+from live.herd import HERD, RECORDED
+from live.herd import SAVED as HERD_SAVED
+from live.zoo import CLIP, TIED
+from peers import REPOSITORY
+from ranks import torchrun
+from spoiling import Spoil, slot, weight, zero
+
+import ckpttool
+from ckpttool.resume.bounds import SIGNALS, column
+from ckpttool.resume.diagnosis import causes
+from ckpttool.resume.differences import in_stored_dtypes
+from ckpttool.resume.judge import judge
+from ckpttool.resume.settings import Settings
+from ckpttool.resume.trace import Trace, read_reference
+
+pytestmark = [pytest.mark.live, pytest.mark.slow]
+
+EVERY = os.environ.get("BENIGN") == "all"
+STEPS = 4
+LOW = "qwen2, bf16 parameters"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of a job, with its world size; `how` replaces some of its settings, `layout` is what the checkpoint is converted
+    to, "a, b" first to a. `build` is a function of the job's file. `standard` is judged under that profile."""
+
+    job: str
+    world: int = 1
+    layout: str = ""
+    build: str = ""
+    standard: bool = False
+    how: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """As in a report of the test."""
+        how = ", ".join(f"{k} {v}" for k, v in self.how)
+        parts = [f"W={self.world}", *filter(None, (self.layout and f"as {self.layout}", self.build, how))]
+        return f"{self.job}: {', '.join(parts)}"
+
+
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dcp of 3": ("dcp", {"world_size": 3}), "dcp of 7": ("dcp", {"world_size": 7}), "full": ("full", {}),
+    "zero3": ("zero3", {"world_size": 3}), "zero2": ("zero2", {"world_size": 2}), "zero1": ("zero1", {"world_size": 3}),
+    "universal": ("universal", {}), "fsdp1": ("fsdp1", {"world_size": 2, "wrap": ["**.blocks.*", "**.layers.*"]}),
+    "audit": ("audit", {}),
+}  # fmt: skip
+BF16, CHECKPOINTING = ("dtype", "bf16"), ("activation_checkpointing", True)
+
+
+def runs() -> Iterator[Run]:
+    """All of them."""
+    for world in (1, 2, 3, 4):
+        yield from (Run("zoo", world), Run("zoo", world, how=(BF16,)), Run("zoo tied", world))
+    for shape in ({"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 4, "dp_shard": 1}):
+        yield Run("zoo", 4, how=(("mesh", shape),))
+    yield Run("zoo", 4, how=(("mesh", {"dp_replicate": 2, "dp_shard": 2}), BF16))
+    yield from (Run("zoo", 1, how=(("micro_batch", n),)) for n in (3, 12, 24))
+    yield Run("zoo", 1, how=(("micro_batch", 2), BF16))
+    yield from (Run("zoo", 1, build=b) for b in ("backwards", "loop", "fused", "regrouped", "other_rate"))
+    yield Run("zoo", 2, build="backwards")
+    yield Run("zoo", 1, how=(("deterministic", False),))
+    yield from (Run("zoo", 1, how=(("compile", True),)), Run("zoo", 2, how=(("compile", True), BF16)))
+    for layout in (
+        "dcp of 3",
+        "dcp of 7",
+        "zero3",
+        "zero2",
+        "zero1",
+        "fsdp1",
+        "audit",
+        "zero3, dcp of 3",
+        "audit, dcp of 3",
+    ):
+        yield Run("zoo", 1, layout)
+    yield from (Run("zoo", w, how=(CHECKPOINTING, *more)) for w in (1, 3) for more in ((), (BF16,)))
+    for job, animal in HERD.items():
+        worlds = (1, 2, 3, 4)
+        if animal.lora:
+            yield from (Run(job, w, build="lora") for w in worlds)
+            continue
+        yield from (Run(job, w) for w in worlds)
+        if job != "llama bf16 held":
+            yield from (Run(job, 1, layout) for layout in ("zero3", "full", "universal"))
+        yield Run(job, 1, how=(("micro_batch", 2),))
+    yield from (Run("llama amsgrad", w, build=b, standard=True) for w, b in ((1, "eager"), (3, "eager"), (1, "sdpa")))
+    yield from (Run("llama amsgrad", 1, how=(CHECKPOINTING,)), Run("gpt2", 3, how=(CHECKPOINTING,)))
+    yield Run("zoo", 2, build="two_threads")  # the last of its launch
+
+
+#: Those that every CI run has, of as few jobs as possible.
+OF_CI = {
+    *(f"zoo: W={w}" for w in (1, 3, 4)), "zoo: W=3, dtype bf16", "zoo tied: W=3", "zoo: W=1, micro_batch 12",
+    *(f"zoo: W=1, {b}" for b in ("backwards", "fused", "regrouped")), "zoo: W=1, as zero3", "zoo: W=1, as dcp of 7",
+    "zoo: W=1, activation_checkpointing True", "zoo: W=3, activation_checkpointing True, dtype bf16",
+    *(f"{LOW}: W={w}" for w in (1, 2)), f"{LOW}: W=1, as zero3", f"{LOW}: W=1, micro_batch 2", "llama groups: W=1",
+    "llama groups: W=1, as universal",
+}  # fmt: skip
+CHOSEN = {r.name: r for r in runs() if EVERY or r.name in OF_CI}
+
+# ------------------------------------------------------------------------------------------------------ what is run
+
+
+@dataclass
+class Herd:
+    """The jobs of tests/live/herd.py that are needed, each with its folder in `folder`."""
+
+    folder: Path
+
+    def source(self, job: str) -> Path:
+        """Its checkpoint."""
+        return self.folder / job / "ckpt"
+
+    def settings(self, job: str, world: int) -> Settings:
+        """A run of it, by --config."""
+        known = read_reference(self.folder / job / "reference.jsonl")
+        rates = {s.step: s.learning_rates for s in known.steps if s.learning_rates}
+        return Settings(
+            source=str(self.source(job)), mesh={"dp_shard": world}, config=str(self.folder / job / "config"), steps=STEPS,
+            data=str(self.folder / "tokens.npy"), start=HERD_SAVED, sequence=SEQUENCE, global_batch=GLOBAL,
+            micro_batch=known.micro_batch or MICRO, dtype=known.dtype or "fp32", rates=rates,
+        )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def herd(tmp_path_factory: pytest.TempPathFactory) -> Herd:
+    folder = tmp_path_factory.mktemp("herd")
+    jobs = {r.job for r in CHOSEN.values()} & HERD.keys()
+    for world in sorted({HERD[job].world for job in jobs}):
+        names = sorted(job for job in jobs if HERD[job].world == world)
+        said = torchrun(world, "herd.py", "--out", str(folder), *names)
+        assert (folder / f"done-{world}").exists(), said[-4000:]
+    np.save(folder / "tokens.npy", np.stack([row(i) for i in range((HERD_SAVED + RECORDED) * GLOBAL)]))
+    return Herd(folder)
+
+
+def settings_of(run: Run, zoo: Zoo, herd: Herd) -> Settings:
+    """Those of a run, on the checkpoint as it was saved."""
+    how = dict(run.how)
+    if run.job.startswith("zoo"):
+        tied = {"source": str(zoo.folder / "tied"), "start": TIED} if run.job == "zoo tied" else {}
+        build = run.build or ("tied" if tied else "build")
+        return replace(zoo.by_job(run.world, build, clip=CLIP, steps=STEPS), **{**tied, **how})
+    out = herd.settings(run.job, run.world)
+    if run.build:
+        script = REPOSITORY / "tests" / "live" / "herd.py"
+        out = replace(out, config=None, job=f"{script}:{run.build}", data="synthetic")
+    return replace(out, **how)
+
+
+def converted(source: Path, layout: str, folder: Path) -> Path:
+    """A checkpoint in another layout, perhaps by way of a third."""
+    for number, name in enumerate(layout.split(", ")):
+        to, options = LAYOUTS[name]
+        made = folder / f"{number}{ {'full': '.pt', 'audit': '.tar.zst'}.get(to, '') }"
+        folder.mkdir(exist_ok=True)
+        ckpttool.convert(source, made, to=to, **options)
+        source = made
+    return source
+
+
+def reference_of(run: Run) -> str:
+    """The name of the run on 2 ranks that it is compared with."""
+    return f"{run.job}, {run.build if run.build in ('lora', 'eager', 'sdpa') else ''}, {dict(run.how).get('dtype', '')}"
+
+
+def low_faults() -> dict[str, tuple[Spoil, str]]:
+    """Faults of moments where parameters are of bf16: {name: (what is done, the first check that must see it)}"""
+    q, bias = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.v_proj.bias"
+    norm = "model.layers.0.input_layernorm.weight"
+    return {
+        "exp_avg of a tensor zero": (slot(q, "exp_avg", torch.zeros_like), "step1.update_norm"),
+        "exp_avg_sq of a tensor zero in rows": (slot(q, "exp_avg_sq", zero(slice(10, 20))), "step1.update_norm"),
+        "exp_avg of a bias zero": (slot(bias, "exp_avg", torch.zeros_like), "step1.worst_update"),
+        "exp_avg_sq of a norm a hundredth": (slot(norm, "exp_avg_sq", lambda t: t * 0.01), "step1.update_norm"),
+    }
+
+
+def relaxed_faults(attention: str, norm: str) -> dict[str, tuple[Spoil, str]]:
+    """Faults on top of rounding to bf16: {name: (what is done, the kind of the first cause)}"""
+
+    def shards(t: Any) -> Any:
+        a, b, *rest = t.split(8)
+        return torch.cat([b, a, *rest])
+
+    return {
+        "nothing": (lambda s, o: None, ""),
+        "shards exchanged": (weight(attention, shards), "exchanged-rows"),
+        "rows one on": (weight(attention, lambda t: t.roll(1, 0)), "shifted"),
+        "norm reset": (weight(norm, torch.ones_like), "constant"),
+        "an exponent bit": (weight(attention, lambda t: exponent(t)), "elements"),
+    }  # fmt: skip
+
+
+def exponent(t: Any) -> None:
+    """Flip one of a tensor of bf16."""
+    t.view(torch.int16)[3, 5] ^= 1 << 11
+
+
+def rounded(source: Path, to: Path, spoil: Spoil) -> Path:
+    """The weights rounded to bf16, and then spoiled."""
+    tree = tree_of(source)
+    tree["model"] = {n: t.bfloat16() if t.is_floating_point() else t for n, t in tree["model"].items()}
+    spoil(tree, tree)
+    save_tree(tree, to)
+    return to
+
+
+RELAXED = {
+    "llama groups": ("model.layers.1.self_attn.q_proj.weight", "model.norm.weight"),
+    "zoo": ("blocks.1.attn.wqkv.weight", "norm.weight"),
+}
+
+
+@pytest.fixture(scope="module")
+def done(zoo_original: Zoo, herd: Herd, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("benign")
+    plan: dict[str, Settings] = {}
+    for i, (name, run) in enumerate(CHOSEN.items()):
+        settings = settings_of(run, zoo_original, herd)
+        if (label := reference_of(run)) not in plan:
+            known = replace(run, world=2, how=tuple(x for x in run.how if x == BF16))
+            known = replace(known, build=run.build if run.build in ("lora", "eager") else "")
+            base = settings_of(
+                replace(known, build="sdpa" if run.build == "eager" else known.build), zoo_original, herd
+            )
+            plan[label] = replace(base, reread=False, dtypes=["bfloat16"] if run.job in RELAXED else [])
+        if run.layout:
+            settings = replace(settings, source=str(converted(Path(settings.source), run.layout, folder / str(i))))
+        plan[name] = settings
+    for name, (spoil, _) in low_faults().items():
+        tree = tree_of(herd.source(LOW))
+        spoil(tree, tree)
+        save_tree(tree, folder / name)
+        plan[name] = replace(herd.settings(LOW, 1), source=str(folder / name), steps=2)
+    for job, names in RELAXED.items():
+        settings = settings_of(Run(job), zoo_original, herd)
+        for name, (spoil, _) in relaxed_faults(*names).items():
+            place = rounded(Path(settings.source), folder / f"{job}, {name}", spoil)
+            plan[f"{job}, rounded: {name}"] = replace(settings, source=str(place))
+    last = {n for n in plan if "two_threads" in n}
+    by_world = sorted(plan.items(), key=lambda item: (item[1].world_size, item[0] in last))
+    return Runs(dict(by_world)).launch(folder / "launch")
+
+
+def recording_of(run: Run, zoo: Zoo, herd: Herd) -> Trace:
+    if run.job.startswith("zoo"):
+        return zoo.recorded("tied" if run.job == "zoo tied" else "reference")
+    return read_reference(herd.folder / run.job / "reference.jsonl")
+
+
+# ------------------------------------------------------------------------------------------------------ what is said
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_nothing_is_said_of_a_run_in_which_nothing_is_wrong(
+    name: str, done: Runs, zoo_original: Zoo, herd: Herd
+) -> None:
+    run, got = CHOSEN[name], done.traces[name]
+    profile = "standard" if run.standard else "strict"
+    recording = recording_of(run, zoo_original, herd)
+    for reference in (recording, done.traces[reference_of(run)]):
+        if reference is recording and "dtype" in dict(run.how):
+            continue  # which was recorded in fp32
+        checks, _ = judge(reference, got, profile)
+        assert [f"{c.name}: {c.text}" for c in checks if c.verdict == "fail"] == []
+        judged = {c.name for c in checks if c.verdict == "pass"}
+        assert {"state.loaded", "state.digests", "step1.loss", "step1.worst_update", "steps.loss"} <= judged
+
+
+def numbers_of(trace: Trace) -> Trace:
+    """What numbers alone tell, and the dtypes of the parameters."""
+    return replace(bare(trace), state={n: (dtype, shape, "") for n, (dtype, shape, _) in trace.state.items()})
+
+
+@pytest.mark.parametrize("name", low_faults())
+def test_updates_of_bf16_parameters_still_show_what_is_wrong_with_moments(name: str, done: Runs) -> None:
+    reference = done.traces[reference_of(Run(LOW))]
+    checks, _ = judge(numbers_of(reference), numbers_of(done.traces[name]))
+    by_name = {c.name: c for c in checks}
+    assert column("strict", reference, done.traces[name]) == "bf16 parameters"
+    assert name_of(first(checks)) == low_faults()[name][1], [f"{c.name} {c.number}" for c in checks]
+    assert by_name["step1.worst_update"].verdict == "fail"
+
+
+@pytest.mark.parametrize("job", RELAXED)
+@pytest.mark.parametrize("name", relaxed_faults("", ""))
+def test_rounded_weights_pass_where_that_is_allowed_and_a_fault_on_top_has_its_name(
+    job: str, name: str, done: Runs
+) -> None:
+    label = f"{job}, rounded: {name}"
+    reference, got = done.traces[reference_of(Run(job))], done.traces[label]
+    checks, _ = judge(reference, got, "relaxed")
+    kind = relaxed_faults(*RELAXED[job])[name][1]
+    by_name = {c.name: c for c in checks}
+    if not kind:
+        assert [f"{c.name}: {c.text}" for c in checks if c.verdict == "fail"] == []
+        assert "exactly the reference's rounded to bfloat16" in by_name["state.digests"].text
+        return
+    assert name_of(first(checks)) == "state.digests"
+    sources = done.plan[reference_of(Run(job))].source, done.plan[label].source
+    with ckpttool.open(sources[0]) as left, ckpttool.open(sources[1]) as right:
+        found = causes(*in_stored_dtypes(reference, got), checks, (left, right))
+    assert found[0].kind == kind, [c.text for c in found]
+    assert found[0].tensors == [f"model.{RELAXED[job][name == 'norm reset']}"]
+
+
+def test_the_largest_deviations(done: Runs, zoo_original: Zoo, herd: Herd) -> None:
+    """By column, of runs with nothing wrong: a bound is five to ten times the largest, or was when it was measured."""
+    most: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for name, run in CHOSEN.items():
+        for reference in (recording_of(run, zoo_original, herd), done.traces[reference_of(run)]):
+            of = column("standard" if run.standard else "strict", reference, done.traces[name])
+            for check in judge(reference, done.traces[name])[0]:
+                if check.number is not None and check.name.partition(".")[2] in (*SIGNALS, "logits"):
+                    most[of][check.name] = max(most[of][check.name], check.number)
+    print(f"\n{len(CHOSEN)} runs")
+    for of, found in sorted(most.items()):
+        print(f"{of}: " + ", ".join(f"{n} {x:.1e}" for n, x in sorted(found.items())))
+    assert not EVERY or len(CHOSEN) >= 100
