@@ -1,5 +1,6 @@
 #!/bin/sh
-# Programs that tests drive: a browser for report.html, promtool for metrics and alert rules, age and zstd for archives.
+# Programs that tests drive: a browser for report.html, promtool for metrics and alert rules, age and zstd for archives,
+# shellcheck for the examples.
 # Usage: tools.sh BIN
 #
 # Missing ones are installed only where CI=true or TOOLS=1, and where we may: Debian or Ubuntu, as root or with a sudo that
@@ -9,7 +10,7 @@ bin=$1
 PATH=$bin:$PATH
 
 missing() {
-    for program in chromium chromedriver promtool age zstd; do
+    for program in chromium chromedriver promtool age zstd shellcheck; do
         command -v "$program" >/dev/null 2>&1 || printf ' %s' "$program"
     done
 }
@@ -19,6 +20,7 @@ give_up() {
     case $(missing) in *chrom*) tests="$tests, report.html in a browser"; esac
     case $(missing) in *promtool*) tests="$tests, metrics and alert rules"; esac
     case $(missing) in *age*|*zstd*) tests="$tests, archives opened with age and zstd"; esac
+    case $(missing) in *shellcheck*) tests="$tests, the examples' scripts"; esac
     becomes=skipped
     [ "$CI" != true ] || becomes="run and fail, since CI=true"
     echo "not installed:$(missing) ($1). Tests of these are $becomes: ${tests#, }." >&2
@@ -45,7 +47,7 @@ case $(missing) in *chrom*)
     $as_root env DEBIAN_FRONTEND=noninteractive apt-get $quiet install -y --no-install-recommends \
         chromium chromium-driver fonts-dejavu-core >>"$scratch/log" 2>&1
 esac
-for program in age zstd; do
+for program in age zstd shellcheck; do
     case $(missing) in *$program*)
         $as_root env DEBIAN_FRONTEND=noninteractive apt-get $quiet install -y --no-install-recommends \
             $program >>"$scratch/log" 2>&1
