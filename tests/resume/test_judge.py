@@ -542,7 +542,9 @@ def test_rounded_tensors_are_a_failure_but_for_the_relaxed_profile() -> None:
     assert failing(a, b, "standard") > {"state.shapes"}
     assert failing(a, b, "relaxed") == set()
     assert one("state.digests", a, b).number == 0
-    assert "39 tensors of another dtype in the files, as the profile allows" in one("state.shapes", a, b, "relaxed").text
+    assert (
+        "39 tensors of another dtype in the files, as the profile allows" in one("state.shapes", a, b, "relaxed").text
+    )
     assert "39 of another dtype are not compared" in one("state.digests", a, b, "relaxed").text
     a.rounded = {"bfloat16": {n: mark(("rounded", n)) for n in b.state}}
     assert "39 of them are exactly the reference's rounded to bfloat16" in one("state.digests", a, b, "relaxed").text
