@@ -64,7 +64,7 @@ $(OLDEST)/.done: pyproject.toml $(VENV)/.done
 	touch $@
 
 check-oldest: $(OLDEST)/.done
-	PATH="$(CURDIR)/$(OLDEST)/bin:$$PATH" python -m pytest -q -n 2 $(UNIT)
+	PATH="$(CURDIR)/$(OLDEST)/bin:$$PATH" python -m pytest -q -n 2 $(UNIT) tests/live/test_reader.py
 
 lint: $(VENV)/.done
 	$(BIN)/ruff check .
