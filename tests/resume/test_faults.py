@@ -32,6 +32,8 @@ from spoiling import Fault
 
 import ckpttool
 from ckpttool.resume import batches
+from ckpttool.resume.beside import taken
+from ckpttool.resume.beside_differences import beside_differences
 from ckpttool.resume.bounds import column
 from ckpttool.resume.judge import judge, noise
 from ckpttool.resume.launch import resume_verify
@@ -407,6 +409,17 @@ def verified(checkpoint: Path, job: Path, world: int) -> Report:
     return found
 
 
+def beside_the_model(saved: Path, config: str) -> Trace:
+    """What a trainer's own checkpoint holds beside model and optimizer, of step 4."""
+    with ckpttool.open(saved, config=config) as opened:
+        ckpt = opened.checkpoint
+        found = taken({v.path: v.data for v in ckpt.values.values() if v.path[0] != "optim"})
+        arrays = taken(
+            {t.path: opened[n].torch() for n, t in ckpt.tensors.items() if t.path[0] not in ("model", "optim")}
+        )
+    return Trace(layout="full", start=4, values=found.values, others=found.others | arrays.others)
+
+
 def test_the_recipes_of_the_documentation_record_what_the_trainers_themselves_say(tmp_path: Path) -> None:
     names = {"accelerate": 4, "trainer": 4, "lightning": 4}  # the step of the last save
     said = torchrun(1, "recipes.py", *names, "--out", str(tmp_path))
@@ -424,6 +437,12 @@ def test_the_recipes_of_the_documentation_record_what_the_trainers_themselves_sa
             assert step.grad_norm is not None and step.grad_norm > 0
             assert step.update_norm is not None and step.update_norm > 0
             assert len(step.grads) == len(step.updates) == 21
+        if name != "lightning":
+            saved = tmp_path / name / ("step-4" if name == "accelerate" else "out/checkpoint-4")
+            got = beside_the_model(saved, str(tmp_path / "trainer" / "out" / "checkpoint-4"))
+            for component, least in (("scheduler", 4), ("rng", 3)):
+                found = beside_differences(reference, got, component)
+                assert not found.problems and found.compared >= least, (name, component)
         if name != "trainer":  # which shuffles
             digests = [f"{batches.digest(jobs.batch(s).numpy()):032x}" for s in range(4)]
             assert [s.batch for s in reference.steps] == digests
