@@ -115,6 +115,8 @@ def detect(where: Place) -> Layout:
     """
     if where.file is not None:
         _refuse_piece(where.source, where.file)
+    elif _OF_MEGATRON.fullmatch(_name(where.source)) and (whole := _folder_of(where.source)) is not None:
+        raise _piece(where, *whole)
     try:
         return layouts.detect(where)
     except NotRecognised as e:
@@ -153,6 +155,7 @@ _SHARD = re.compile(r"(?P<head>.+)-(?P<number>\d{5})-of-(?P<of>\d{5})(?P<tail>\.
 _SHARD_OF_RANK = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 #: The folder of a model-parallel rank of Megatron-LM.
 _OF_MEGATRON = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
+_MEGATRON_FILES = frozenset(("model_optim_rng.pt", "model_rng.pt", "distrib_optim.pt", "optim.pt"))
 #: The file of an item and a rank of torch_checkpointing.
 _ITEM_OF_RANK = re.compile(r"[A-Za-z0-9_-]+_\d{1,7}\.(pt|safetensors|json)|metadata\.pkl")
 #: Folders of dcp that are one half of a trainer's directory, and names that those and others have.
@@ -163,6 +166,8 @@ _MAYBE_HALF = re.compile(r"model|weights|optim(izer)?|model_and_optim|train")
 def _is_piece(source: Source, name: str) -> bool:
     """Whether a file holds a part of a checkpoint, and by itself is none, although a layout may take it for one."""
     if _OF_DCP.fullmatch(name) or _OF_DEEPSPEED.fullmatch(name):
+        return True
+    if name in _MEGATRON_FILES and _OF_MEGATRON.fullmatch(_name(source)):
         return True
     if source.root.startswith("http"):  # a server may have no listing of the folder
         return False
@@ -179,6 +184,10 @@ def _is_piece(source: Source, name: str) -> bool:
         return True
     m = _RANK.fullmatch(name)
     return m is not None and any(n != name and _same(_RANK, n, m) for n in source.list())
+
+
+def _name(source: Source) -> str:
+    return source.root.rstrip("/").rpartition("/")[2]
 
 
 def _same(pattern: re.Pattern[str], name: str, m: re.Match[str], *more: str) -> bool:
@@ -202,7 +211,7 @@ def _refuse_piece(source: Source, name: str) -> None:
 def _folder_of(source: Source) -> tuple[str, Layout] | None:
     """(path, layout) of the checkpoint whose folder this is: the folder, or that of the trainer that it is a half of."""
     parent, _, name = source.root.rpartition("/")
-    if _HALF.fullmatch(name) or _MAYBE_HALF.fullmatch(name):
+    if _HALF.fullmatch(name) or _MAYBE_HALF.fullmatch(name) or _OF_MEGATRON.fullmatch(name):
         try:
             with remote.open_source(parent) as above:
                 layout = layouts.detect(Place(above, None))
@@ -218,7 +227,8 @@ def _folder_of(source: Source) -> tuple[str, Layout] | None:
 
 def _piece(where: Place, folder: str, layout: Layout) -> NotRecognised:
     path = _shown(where.source, where.file or "")
-    return NotRecognised(f"{path} is one file of the {layout.name} checkpoint {folder}; give that folder.")
+    kind = "file" if where.file else "folder"
+    return NotRecognised(f"{path} is one {kind} of the {layout.name} checkpoint {folder}; give that folder.")
 
 
 def _shown(source: Source, name: str) -> str:

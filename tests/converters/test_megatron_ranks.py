@@ -19,7 +19,7 @@ from torch import Tensor
 
 import ckpttool
 from ckpttool.engine.detection import below
-from ckpttool.errors import Corrupt, Unsafe, Unsupported
+from ckpttool.errors import Corrupt, NotRecognised, Unsafe, Unsupported
 from ckpttool.storage.source import Source
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -186,6 +186,17 @@ def test_the_list_of_a_run_says_what_a_step_lacks(lost: str, unpacked: Callable[
     found = {Path(c.path).name: c for c in below(Source(str(tmp_path))).checkpoints}
     assert {n: c.complete for n, c in found.items()} == {ITERATION: True, "iter_0000006": False, "iter_0000009": True}
     assert found["iter_0000006"].lacks == f"no {lost}" and found["iter_0000009"].newest
+
+
+@pytest.mark.parametrize("part", ["", f"/{MODEL}", f"/{OPTIMIZER}"])
+def test_one_rank_s_files_are_no_checkpoint(part: str, unpacked: Callable[[str], Path]) -> None:
+    source = unpacked("tp2_pp2") / "legacy" / ITERATION
+    kind = "file" if part else "folder"
+    with pytest.raises(
+        NotRecognised,
+        match=rf"mp_rank_01_000{part} is one {kind} of the megatron checkpoint {source}; give that folder",
+    ):
+        ckpttool.open(f"{source}/mp_rank_01_000{part}")
 
 
 def test_a_folder_of_another_job_is_refused(unpacked: Callable[[str], Path], tmp_path: Path) -> None:
