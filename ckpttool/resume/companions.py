@@ -12,7 +12,7 @@ from typing import Any
 
 from ..index.checkpoint import Checkpoint
 from .tensor_bits import epsilon, floating
-from .tensor_diff import TensorDiff, tensor_diff
+from .tensor_diff import TensorDiff, rounded_to, tensor_diff
 from .text import fqn_of, slot_of
 
 __all__ = ["companion", "outside"]
@@ -82,7 +82,10 @@ def _merged(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Any
         if base is None or down is None or up is None or down.ndim != 2 or up.ndim != 2:
             continue
         change = got.astype(np.float32) - base.astype(np.float32)
-        rounding = 2 * epsilon(got) * float(np.linalg.norm(got.astype(np.float32)))
+        coarse = rounded_to(base, got)
+        rounding = (
+            2 * epsilon(got if coarse is None else np.empty(0, coarse)) * float(np.linalg.norm(got.astype(np.float32)))
+        )
         for product in _products(down.astype(np.float32), up.astype(np.float32), got.shape):
             size = float(np.linalg.norm(product))
             scale = float(np.vdot(product, change)) / size**2 if size else 0.0

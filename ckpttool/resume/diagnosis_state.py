@@ -197,7 +197,7 @@ def _moved(context: Context, reference: Trace, wrong: list[str]) -> list[str]:
             evidence = [f"{a} has the fingerprint that {b} has in the reference"]
             context.add("exchanged" if both else "copied", text, evidence, [a, b], explains=(component,))
         if several:
-            what = listed(f"{spoken(a)} holds {spoken(b)}" for a, b in several.items())
+            what = "; ".join(f"{spoken(a)} holds {spoken(b)}" for a, b in list(several.items())[:3])
             text = f"{plural(len(several), 'tensor')} ({kinds(several)}) hold the bytes of others: {what}"
             evidence = [f"{a} has the fingerprint that {b} has in the reference" for a, b in list(several.items())[:8]]
             context.add("copied", text, evidence, list(several), explains=(component,))
@@ -236,9 +236,11 @@ def _slots(context: Context, left: dict[str, str]) -> None:
         if both:
             text = f"{two[0]} and {two[1]} are exchanged, {of}"
         else:
-            text = f"{slot_of(names[0])} holds {slot_of(pairs_[names[0]])}, {of}"
+            held = slot_of(names[0])
+            text = f"{'the weight' if held == 'weights' else held} holds {slot_of(pairs_[names[0]])}, {of}"
         evidence = [f"{names[0]} has the fingerprint that {pairs_[names[0]]} has in the reference"]
-        context.add("moments-exchanged" if both else "moments-copied", text, evidence, names, explains=("optimizer",))
+        kind = "moments-exchanged" if both else "moments-copied"
+        context.add(kind, text, evidence, names, explains={component_of(n) for n in names})
     for a in pairs_:
         del left[a]
 

@@ -44,6 +44,8 @@ def in_files(context: Context, looked: Mapping[str, Inspected], wrong: Sequence[
         text += " are from another step, or were computed differently"
     elif most == "copied-rows" and len(sources := _sources(context, found, groups[most], seen)) == 1:
         text += f" are those of {sources.pop()}"
+    elif all(k.startswith("zero") or k == "elements" for k in groups):
+        text += " are zeros"
     elif len(groups) == 1:
         text += f" {_plural(_general(seen[first].kind, seen[first].plain))}"
     else:

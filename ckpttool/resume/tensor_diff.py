@@ -4,7 +4,7 @@
 
 The most specific kind that is true of every differing element is the one that is given:
 
-    dtype, rounded-bfloat16 (or another dtype), zero, zero-rows, zero-range, constant, elements, byte-order, not-finite,
+    dtype, rounded-bfloat16 (or another dtype), truncated-bfloat16, stochastic-bfloat16, zero, zero-rows, zero-range, constant, elements, byte-order, not-finite,
     negated, absolute, transposed, shifted,
     rope, exchanged-rows, copied-rows, interleaved-rows, permuted-rows, and the last four of columns (`tensor_order`),
     scaled, offset, root, square, quantised, close, unrelated (`tensor_values`)
@@ -24,7 +24,7 @@ from typing import Any
 from . import tensor_order, tensor_values
 from .tensor_bits import LIMIT, Found, Pair, bits, blocks, floating, same, unequal
 
-__all__ = ["LIMIT", "VAGUE", "TensorDiff", "differs_in", "tensor_diff"]
+__all__ = ["LIMIT", "VAGUE", "TensorDiff", "differs_in", "rounded_to", "tensor_diff"]
 
 _FEW = 4
 
@@ -73,10 +73,10 @@ def tensor_diff(reference: Any, got: Any) -> TensorDiff | None:
         return TensorDiff("dtype", f"holds the reference's values as {b.dtype}", 0, max(0, a.size - 1), a.size, a.size)
     if a.dtype != b.dtype and _real(a) and _real(b):
         rounded = _cast(a, b.dtype)
-        if (apart := _extent(rounded, b)) is not None:
+        if (apart := _extent(rounded, b)) is not None and _stepped(a.reshape(-1), b.reshape(-1)) is None:
             return _described(rounded, b, apart, f"; the rest is the reference's rounded to {b.dtype}")
     found = _described(a, b, extent)
-    if found.kind in VAGUE and a.dtype == b.dtype and (dtype := _rounded_to(a, b)) is not None:
+    if found.kind in VAGUE and a.dtype == b.dtype and (dtype := rounded_to(a, b)) is not None:
         rounded = _cast(_cast(a, dtype), b.dtype)
         if (apart := _extent(rounded, b)) is not None:
             more = _described(rounded, b, apart, f"; the rest is the reference's rounded to {dtype}")
@@ -159,6 +159,8 @@ def _kind(pair: Pair) -> Found:
     for rule in (_rounded, _zeros, _constant):
         if found := rule(pair):
             return found
+    if found := _stepped(pair.x, pair.y):
+        return found
     if pair.count <= _FEW and pair.a.size > 4 * _FEW:
         return _elements(pair)
     for rule in (_byte_order, tensor_values.not_finite, tensor_values.signs, *tensor_order.RULES):
@@ -190,7 +192,27 @@ def _rounded(pair: Pair) -> Found | None:
     return None
 
 
-def _rounded_to(a: Any, b: Any) -> Any:
+def _stepped(x: Any, y: Any) -> Found | None:
+    """Each value is one of the two bfloat16 numbers next to the reference's."""
+    import numpy as np
+
+    if x.dtype != np.float32 or y.dtype not in (x.dtype, _dtypes()["bfloat16"]):
+        return None
+    up = False
+    for p in blocks(len(x)):
+        exact, found = bits(x[p]), bits(y[p].astype(x.dtype))
+        low = exact & np.uint32(0xFFFF0000)
+        above = (found == low + np.uint32(0x10000)) & (exact != low)
+        if not (above | (found == low)).all():
+            return None
+        up = up or bool(above.any())
+    if not up:
+        text = "holds the reference's values cut off to bfloat16, not rounded"
+        return "truncated-bfloat16", text, {}
+    return "stochastic-bfloat16", "holds the reference's values rounded to bfloat16 at random, up or down", {}
+
+
+def rounded_to(a: Any, b: Any) -> Any:
     """The narrower dtype that all values of `b` have been rounded to, and those of `a` have not; or None."""
     if not _real(a):
         return None

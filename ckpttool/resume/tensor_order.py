@@ -23,10 +23,13 @@ _MOST = 1 << 22
 
 
 def _transposed(pair: Pair) -> Found | None:
+    """The last two dimensions exchanged; also in the shape of the reference, where only the elements tell."""
     a, b = pair.a, pair.b
-    if pair.sampled or a.ndim != 2 or min(a.shape) < 2 or a.dtype != b.dtype:
+    if pair.sampled or a.ndim < 2 or min(a.shape[-2:]) < 2 or a.dtype != b.dtype:
         return None
-    return ("transposed", "holds the reference transposed", {}) if same(a.T.reshape(-1), b.reshape(-1)) else None
+    which = "" if a.ndim == 2 else " in its last two dimensions"
+    turned = a.swapaxes(-1, -2).reshape(-1)
+    return ("transposed", f"holds the reference transposed{which}", {}) if same(turned, b.reshape(-1)) else None
 
 
 def _shifted(pair: Pair) -> Found | None:

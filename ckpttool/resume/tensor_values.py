@@ -14,8 +14,8 @@ __all__ = ["distance", "formula", "not_finite", "signs"]
 _SAMPLE = 1 << 16
 #: Fewer different values than this prove no formula with a number of its own, or without one.
 _LEAST, _LEAST_PLAIN = 8, 3
-#: The most different values of 8 bits.
-_EIGHT = 256
+#: The most different values of 8 bits, and how many elements show that there are no others.
+_EIGHT, _MANY = 256, 1024
 
 
 def not_finite(pair: Pair) -> Found | None:
@@ -109,12 +109,14 @@ def formula(pair: Pair) -> Found | None:
 
 
 def _scaled(pair: Pair, u: Any, v: Any) -> Found | None:
+    import numpy as np
+
     sums, fine = _sums(pair), _tolerance(pair.x)
     if not sums.x:
         return None
     factor = sums.xy / sums.x
     floor = float(abs(u).max()) * abs(factor) * 1e-12 / fine
-    if abs(factor - 1.0) <= 4 * fine or abs(factor) < 1e-12:
+    if abs(factor - 1.0) <= 4 * fine or abs(factor) < 1e-12 or len(np.unique(abs(u))) < 2:
         return None
     if not _everywhere(pair, lambda u: factor * u, fine, lambda v: abs(v) + floor):
         return None
@@ -162,12 +164,13 @@ def _quantised(pair: Pair, u: Any, v: Any) -> Found | None:
     u, v = (wide(t.reshape(-1)[:_SAMPLE]) for t in (pair.a, pair.b))  # blocks begin where the tensor does
     if not floating(pair.x) or not 0 < float(((v - u) ** 2).sum()) <= 0.25 * float((u * u).sum()):
         return None
-    for block in (len(v), *(1 << k for k in range(12, 4, -1))):
-        if block > len(v):
+    rows = {pair.a.shape[-1], pair.a.size // pair.a.shape[0]} if pair.a.ndim > 1 else set[int]()
+    for block in (len(v), *sorted(rows | {1 << k for k in range(5, 13)}, reverse=True)):
+        if block > len(v) or block < 3:
             continue
         x, y = _relative(u, block), _relative(v, block)
         levels = _different(y)
-        few = levels <= _EIGHT and 4 * levels <= len(v) and _different(x) > 2 * levels
+        few = levels <= _EIGHT and len(v) >= _MANY and _different(x) > 2 * levels
         if few or any(_whole(y, most) and not _whole(x, most) for most in (7, 127)):
             width = 4 if levels <= 16 and few else 8
             whose = "the tensor" if block == len(v) else f"each block of {block}"

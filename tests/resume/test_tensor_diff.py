@@ -387,3 +387,46 @@ def test_a_bias_in_another_order_differs_plainly_as_its_weight_does() -> None:
     weight, bias = like(FUSED[order], FUSED), like(FUSED[order, 0], FUSED[:, 0].copy())
     assert "24 elements in 3 pieces" in bias.text
     assert bias.plain == weight.plain
+
+
+def cut(x: Any, add: Any = 0) -> Any:
+    """The upper half of the bits, after `add` was added."""
+    return ((x.view("u4") + np.asarray(add, "u4")) & np.uint32(0xFFFF0000)).view("f4")
+
+
+@pytest.mark.parametrize("stored", ["f4", ml_dtypes.bfloat16])
+def test_bfloat16_that_was_cut_off_or_rounded_at_random(stored: Any) -> None:
+    assert like(cut(W).astype(stored)).kind == "truncated-bfloat16"
+    dice = np.random.default_rng(3).integers(0, 1 << 16, W.shape)
+    assert like(cut(W, dice).astype(stored)).kind == "stochastic-bfloat16"
+
+
+def test_a_number_of_bfloat16_that_became_the_next_was_not_rounded() -> None:
+    coarse = cut(W)
+    got = coarse.copy()
+    got.view("u4")[3, 4] += np.uint32(1 << 16)
+    assert like(got, coarse).kind == "elements"
+    got[:8] = cut(W, 1 << 16)[:8]
+    assert like(got, coarse).kind == "close"
+
+
+def test_stacked_matrices_that_were_transposed() -> None:
+    assert like(EXPERTS.swapaxes(1, 2).reshape(EXPERTS.shape).copy(), EXPERTS).text == (
+        "holds the reference transposed in its last two dimensions"
+    )
+
+
+def test_a_scale_for_each_row_is_found_at_any_length() -> None:
+    reference = RNG.normal(size=(10, 21)).astype("f4")
+    found = like(in_8_bits(reference, 21), reference)
+    assert (found.kind, found.detail["block"]) == ("quantised", 21)
+
+
+def test_few_values_of_a_small_tensor_are_not_called_quantised() -> None:
+    norm = (1 + RNG.normal(size=64) * 0.01).astype("f4")
+    assert like(norm.astype(ml_dtypes.bfloat16).astype("f4") + np.float32(2**-7), norm).kind != "quantised"
+
+
+def test_one_size_of_all_elements_is_no_factor() -> None:
+    signs = np.array([1, -1, -1, 1], "f4")
+    assert like(signs * np.float32(0.3), signs * np.float32(0.2)).kind != "scaled"
