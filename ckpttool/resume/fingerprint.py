@@ -19,7 +19,7 @@ from typing import Any
 
 from ..index.boxes import box_is_flat, flat_start, strides
 
-__all__ = ["combine", "flat", "in_files", "in_memory", "local", "norms", "owned", "quantum"]
+__all__ = ["combine", "flat", "has_bits", "in_files", "in_memory", "local", "norms", "owned", "quantum"]
 
 _BLOCK = 1 << 20
 _A, _B, _C = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of splitmix64 (Steele, Lea, Flood 2014)
@@ -46,6 +46,15 @@ def _bits(tensor: Any) -> Any:
 
     of = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
     return tensor.view(of[tensor.element_size()])
+
+
+def has_bits(tensor: Any) -> bool:
+    """Whether a tensor has elements to take a fingerprint of; sparse, quantised and many subclasses of tensors do not."""
+    try:
+        _bits(local(tensor).new_empty(0))
+    except (RuntimeError, TypeError, NotImplementedError, KeyError, AttributeError):
+        return False
+    return True
 
 
 def flat(tensor: Any, first: int) -> int:

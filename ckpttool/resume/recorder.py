@@ -25,7 +25,7 @@ from typing import Any
 from ..errors import UsageError, argument
 from ..live.collectives import gathered
 from .batches import digest_and_marks
-from .fingerprint import in_memory
+from .fingerprint import has_bits, in_memory
 from .live_facts import (
     Measure,
     config_of,
@@ -43,6 +43,7 @@ from .live_facts import (
 )
 from .probing import batch_of, kept, logits_of, refused, sketch, undisturbed
 from .recorded_state import of_ranks, sources
+from .text import listed, plural
 from .trace import Step, line
 
 __all__ = ["Recorder"]
@@ -142,11 +143,10 @@ class Recorder:
             elif any(hasattr(p, "ds_tensor") for p in model.parameters()):
                 lacks["model"] = "DeepSpeed's ZeRO-3 keeps the parameters apart from the model"
             else:
-                tensors = named_state(model, optimizer)
-                if same_everywhere(list(tensors)):
-                    prints, _ = in_memory(tensors, device)
-                else:
-                    tensors, lacks["model"] = {}, "ranks hold different tensors, as with pipeline parallelism"
+                tensors, why = self._tensors(lacks)
+                if why is not None:
+                    lacks["model"] = why
+                prints, _ = in_memory(tensors, device)
             if optimizer is None:
                 lacks |= _not_given("optimizer")
             probe, why = self._probed(device)
@@ -158,6 +158,25 @@ class Recorder:
                 scalars=scalars_of(tensors), **found, probe=probe, unrecorded=lacks,
                 groups=[] if model is None or optimizer is None else plain_groups(model, optimizer),
             )  # fmt: skip
+
+    def _tensors(self, lacks: dict[str, str]) -> tuple[dict[str, Any], str | None]:
+        """(the tensors of model and optimizer, none of them where a rank differs, why then). A collective."""
+        tensors: dict[str, Any] = {}
+        failed: str | None = None
+        try:
+            tensors = named_state(self._model, self._optimizer)
+            odd = [n for n, t in tensors.items() if not has_bits(t)]
+            tensors = {n: t for n, t in tensors.items() if n not in set(odd)}
+            if odd:
+                lacks["tensors"] = f"no fingerprint of {plural(len(odd), 'tensor')} of another class: {listed(odd)}"
+        except Exception as e:
+            failed = f"{type(e).__name__}: {e}"
+        for rank, text in enumerate(gathered(failed)):
+            if text is not None:
+                return {}, f"its state could not be read on rank {rank} ({text})"
+        if not same_everywhere(list(tensors)):
+            return {}, "ranks hold different tensors, as with pipeline parallelism"
+        return tensors, None
 
     def _probed(self, device: Any) -> tuple[dict[str, Any], str | None]:
         """(the probe as a trace has it, why there is none). A collective."""

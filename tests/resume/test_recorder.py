@@ -121,6 +121,31 @@ def test_what_fails_later_is_a_warning_and_a_line(tmp_path: Path, monkeypatch: p
     assert trace.state.keys() == {f"model.{n}" for n in model.state_dict()}
 
 
+def test_a_model_whose_state_cannot_be_read_leaves_the_rest_recorded(tmp_path: Path) -> None:
+    model, optimizer = little()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    odd = torch.ones(4).to_sparse()
+    optimizer.state[model[0].weight]["exp_avg"] = odd
+    recorder = ckpttool.Recorder(tmp_path / "r.jsonl", model, optimizer, scaler=lambda: {"scale": 2.0})
+    recorder.state(1)
+    trace = read_reference_of_state(tmp_path / "r.jsonl")
+    assert trace.unrecorded["tensors"] == "no fingerprint of 1 tensor of another class: optim.state.0.weight.exp_avg"
+    assert "optim.state.0.weight.exp_avg_sq" in trace.state
+    model.state_dict = lambda: 1 / 0  # type: ignore[method-assign,assignment]
+    recorder.state(2)
+    trace = read_reference_of_state(tmp_path / "r.jsonl")
+    assert trace.unrecorded["model"] == "its state could not be read on rank 0 (ZeroDivisionError: division by zero)"
+    assert not trace.state and trace.values["scaler.scale"] == 2.0 and trace.groups
+
+
+def read_reference_of_state(path: Path) -> Trace:
+    """A recording that has no step yet."""
+    with open(path, "a", encoding="utf-8") as f:
+        f.write(line("step", step=9, loss=1.0))
+    return read_reference(path)
+
+
 def test_a_disk_that_is_full_ends_no_training_even_where_warnings_are_errors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
