@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from blake3 import blake3
 
-from ..index.checkpoint import TensorEntry
+from ..formats.stored_tensors import Inline
+from ..index.checkpoint import TensorEntry, Value, joined
 from ..storage.buffers import DEFAULT_BUDGET, IOBudget
 from ..storage.source import Source
 from .fill import Progress, silent
 from .stream import Block, Reader, StreamJob
 
-__all__ = ["tensor_digests", "tensor_digests_and_crcs"]
+__all__ = ["digests_in_values", "tensor_digests", "tensor_digests_and_crcs"]
 
 
 def tensor_digests(
@@ -70,3 +71,16 @@ def _digested(
             hasher = None
         progress(what, passed, total)
     return out
+
+
+def digests_in_values(values: Mapping[str, Value]) -> dict[str, str]:
+    """{name: digest} of arrays in values, which become tensors of these names where a layout writes them so."""
+    return {n: d for v in values.values() for n, d in _tensors_in(joined(v.path), v.data)}
+
+
+def _tensors_in(name: str, x: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(x, Inline):
+        yield name, blake3(x.data).hexdigest()
+    elif type(x) in (list, dict):
+        for key, inner in x.items() if type(x) is dict else enumerate(x):
+            yield from _tensors_in(f"{name}.{key}", inner)

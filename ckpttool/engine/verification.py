@@ -6,17 +6,14 @@ What a digest is, digests.py says.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
-
-from blake3 import blake3
 
 from .. import layouts
 from ..errors import Corrupt, Differs, Unreadable, UsageError, argument
 from ..formats import safetensors_header
-from ..formats.stored_tensors import Inline
-from ..index.checkpoint import Checkpoint, TensorEntry, joined
+from ..index.checkpoint import Checkpoint, TensorEntry
 from ..index.digests import roots
 from ..index.draft import Draft
 from ..storage import urls
@@ -27,7 +24,7 @@ from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, sho
 from .parallel_digests import digests_of, for_reading
 from .planning import WriteRequest, caster
 from .recorded import RECORD, other_digests
-from .tensor_digests import tensor_digests
+from .tensor_digests import digests_in_values, tensor_digests
 
 __all__ = ["DigestResult", "VerifyResult", "digest", "read_back", "salvaged", "settled", "verify"]
 
@@ -321,15 +318,6 @@ def _compare_recorded(
         raise other_digests(ckpt, wrong, len(named))
 
 
-def _tensors_in(name: str, x: Any) -> Iterator[tuple[str, str]]:
-    """(name, digest) of each array in a value that was perhaps written as a tensor, as readers take values apart."""
-    if isinstance(x, Inline):
-        yield name, blake3(x.data).hexdigest()
-    elif type(x) in (list, dict):
-        for key, inner in x.items() if type(x) is dict else enumerate(x):
-            yield from _tensors_in(f"{name}.{key}", inner)
-
-
 def read_back(
     path: str,
     target: layouts.Layout,
@@ -359,7 +347,7 @@ def read_back(
             found = digests_of(back, path, options, workers, progress, "verify", budget)
     except Unreadable as e:  # what was written there would fail the next run too
         raise Corrupt(f"the destination cannot be read back: {e}") from e
-    inside = {n: d for v in draft.checkpoint.values.values() for n, d in _tensors_in(joined(v.path), v.data)}
+    inside = digests_in_values(draft.checkpoint.values)
     digests = digests | {n: d for n, d in inside.items() if n in found}
     missing = sorted(set(digests) - set(found) - set(draft.aliases))
     extra = sorted(set(found) - set(digests) - {d.name for d in draft.dropped} - set(draft.synthesized_tensors))

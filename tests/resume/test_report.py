@@ -340,6 +340,13 @@ def test_data_of_build_has_no_seed_and_the_step_is_not_overwritten_by_the_time_o
     assert (properties["step"], properties["reference step"], properties["step time"]) == ("300", "300", "0.52 s")
 
 
+def test_the_keys_of_report_json_are_those_in_the_documentation() -> None:
+    (keys,) = re.findall(
+        r"^\| `resume-verify` \| (.+) \| `", (REPOSITORY / "docs/reference/json.md").read_text(), re.MULTILINE
+    )
+    assert re.findall(r"`(\w+)`", keys) == list(passing().to_json())
+
+
 def test_many_checks_and_steps_are_counted() -> None:
     lines = shown(large())
     assert len(lines) < 90
