@@ -1,7 +1,7 @@
 """Rules about tensors that have values of their own: what `inspection` found in the files, put into as few causes as are true.
 
-Tensors that differ in the same way are one cause. Ways that only one thing explains come before single elements, and these before
-values of which nothing is known but a distance. Factors of moments tell what left them there: a loss scale, a sum over ranks, bias correction.
+Tensors that differ in the same way are one cause. Ways that only one thing explains come before rounding, then single elements, and
+last values of which nothing is known but a distance. Factors of moments tell what left them there: a loss scale, a sum over ranks, bias correction.
 """
 
 from __future__ import annotations
@@ -121,11 +121,11 @@ def _groups(seen: Mapping[str, TensorDiff]) -> dict[str, list[str]]:
     vague = next((k for k in ("close", "unrelated") if len(by.get(k, ())) > len(tiny)), "elements")
     if tiny:
         by[vague] = [*by.get(vague, ()), *by.pop("tiny")]
-    order = {"elements": 1, "close": 2, "unrelated": 3}
+    order = {"rounded": 1, "truncated": 1, "stochastic": 1, "quantised": 1, "elements": 2, "close": 3, "unrelated": 4}
     in_order = {n: k for k, n in enumerate(seen)}
     return {
         kind: sorted(names, key=in_order.__getitem__)
-        for kind, names in sorted(by.items(), key=lambda item: order.get(item[0], 0))
+        for kind, names in sorted(by.items(), key=lambda item: order.get(item[0].partition("-")[0], 0))
     }
 
 

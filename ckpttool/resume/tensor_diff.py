@@ -71,17 +71,15 @@ def tensor_diff(reference: Any, got: Any) -> TensorDiff | None:
         if a.dtype == b.dtype:
             return None
         return TensorDiff("dtype", f"holds the reference's values as {b.dtype}", 0, max(0, a.size - 1), a.size, a.size)
+    found = _described(a, b, extent)
     if a.dtype != b.dtype and _real(a) and _real(b):
         rounded = _cast(a, b.dtype)
-        if (apart := _extent(rounded, b)) is not None and _stepped(a.reshape(-1), b.reshape(-1)) is None:
+        if found.kind in VAGUE and (apart := _extent(rounded, b)) is not None:
             return _described(rounded, b, apart, f"; the rest is the reference's rounded to {b.dtype}")
-    found = _described(a, b, extent)
-    if found.kind in VAGUE and a.dtype == b.dtype and (dtype := rounded_to(a, b)) is not None:
-        rounded = _cast(_cast(a, dtype), b.dtype)
-        if (apart := _extent(rounded, b)) is not None:
-            more = _described(rounded, b, apart, f"; the rest is the reference's rounded to {dtype}")
-            if more.kind not in VAGUE or more.count * 2 <= found.count:
-                return more
+    elif a.dtype == b.dtype and found.kind in VAGUE and (dtype := rounded_to(a, b)) is not None:
+        more = tensor_diff(a, _cast(b, dtype))
+        if more is not None and (more.kind not in VAGUE or more.count * 2 <= found.count):
+            return more
     return found
 
 
@@ -214,7 +212,7 @@ def _stepped(x: Any, y: Any) -> Found | None:
 
 def rounded_to(a: Any, b: Any) -> Any:
     """The narrower dtype that all values of `b` have been rounded to, and those of `a` have not; or None."""
-    if not _real(a):
+    if not _real(a) or not _real(b):
         return None
     x, y = a.reshape(-1), b.reshape(-1)
     for dtype in _dtypes().values():

@@ -89,10 +89,10 @@ def _everywhere(pair: Pair, formula: Callable[[Any], Any], fine: float, apart: C
     return True
 
 
-def _tolerance(x: Any) -> float:
-    """How far rounding takes a product from itself, in its dtype."""
-    two = 1e-2 if "bfloat16" in x.dtype.name else 2e-3
-    return {1: 0.15, 2: two, 4: 1e-5}.get(x.dtype.itemsize, 1e-12)
+def _tolerance(pair: Pair) -> float:
+    """How far rounding takes a product from itself, in the coarser dtype of the two."""
+    size, name = min((x.dtype.itemsize, x.dtype.name) for x in (pair.x, pair.y))
+    return {1: 0.15, 2: 1e-2 if name == "bfloat16" else 2e-3, 4: 1e-5}.get(size, 1e-12)
 
 
 def formula(pair: Pair) -> Found | None:
@@ -111,7 +111,7 @@ def formula(pair: Pair) -> Found | None:
 def _scaled(pair: Pair, u: Any, v: Any) -> Found | None:
     import numpy as np
 
-    sums, fine = _sums(pair), _tolerance(pair.x)
+    sums, fine = _sums(pair), _tolerance(pair)
     if not sums.x:
         return None
     factor = sums.xy / sums.x
@@ -120,18 +120,24 @@ def _scaled(pair: Pair, u: Any, v: Any) -> Found | None:
         return None
     if not _everywhere(pair, lambda u: factor * u, fine, lambda v: abs(v) + floor):
         return None
-    return "scaled", f"holds the reference's values times {factor:.6g}", {"factor": factor}
+    if abs(factor - round(factor)) <= fine:
+        factor = float(round(factor))
+    return "scaled", f"holds the reference's values times {factor:.{6 if fine < 1e-3 else 3}g}", {"factor": factor}
 
 
 def _offset(pair: Pair, u: Any, v: Any) -> Found | None:
     import numpy as np
 
     x, y = pair.x, pair.y
-    if not floating(x) or x.dtype != y.dtype:
+    if not floating(x) or not floating(y):
         return None
-    offset, fine, largest = float(np.median(v - u)), 4 * epsilon(x), float(abs(u).max())
+    offset, fine, largest = float(np.median(v - u)), 4 * max(epsilon(x), epsilon(y)), float(abs(u).max())
     one = x.dtype.type(float(np.round(offset)))
-    if abs(one) == 1 and len(np.unique(u)) > 1 and all(same(x[p] + one, y[p]) for p in blocks(len(x))):
+    if (
+        abs(one) == 1
+        and len(np.unique(u)) > 1
+        and all(same((x[p] + one).astype(y.dtype), y[p]) for p in blocks(len(x)))
+    ):
         text = (
             f"holds the reference's values {'plus' if one > 0 else 'minus'} 1, as between norms that multiply by w and "
         )
@@ -151,10 +157,15 @@ def _power(pair: Pair, u: Any, v: Any) -> Found | None:
 
     if not floating(pair.x) or (v < 0).any() or len(np.unique(u)) < _LEAST_PLAIN:
         return None
-    fine = 4 * _tolerance(pair.x)
-    if not (u < 0).any() and _everywhere(pair, np.sqrt, fine):
+    fine = 4 * _tolerance(pair)
+
+    def fits(formula: Callable[[Any], Any]) -> bool:
+        # near 1, rounding hides which power it is
+        return bool((abs(formula(u) - u) > 4 * fine * abs(u)).mean() > 0.5) and _everywhere(pair, formula, fine)
+
+    if not (u < 0).any() and fits(np.sqrt):
         return "root", "holds the square root of the reference's values", {}
-    if _everywhere(pair, np.square, fine):
+    if fits(np.square):
         return "square", "holds the square of the reference's values", {}
     return None
 

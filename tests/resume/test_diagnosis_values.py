@@ -160,6 +160,15 @@ def test_rows_of_the_first_tensor_are_not_said_of_the_others(both: Any) -> None:
     assert found.evidence[0].endswith("rounded to bfloat16, in rows 16:32 of 64")
 
 
+def test_what_was_done_besides_rounding_comes_before_the_rounding(both: Any) -> None:
+    def change(tree: Tree) -> None:
+        tree["model"] = {n: t.bfloat16().float() for n, t in tree["model"].items()}
+        tree["model"][Q] = tree["model"][Q][:, [*range(16, 32), *range(16), *range(32, 64)]].contiguous()
+
+    found = both(change, lambda n: n.startswith("model."))
+    assert [(c.kind, len(c.tensors)) for c in found] == [("exchanged-columns", 1), ("rounded-bfloat16", 38)]
+
+
 # ------------------------------------------------------------------------------------------- tensors from elsewhere
 
 

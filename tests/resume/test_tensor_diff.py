@@ -430,3 +430,20 @@ def test_few_values_of_a_small_tensor_are_not_called_quantised() -> None:
 def test_one_size_of_all_elements_is_no_factor() -> None:
     signs = np.array([1, -1, -1, 1], "f4")
     assert like(signs * np.float32(0.3), signs * np.float32(0.2)).kind != "scaled"
+
+
+@pytest.mark.parametrize("stored", [ml_dtypes.bfloat16, "f4"])
+@pytest.mark.parametrize(
+    ("reference", "change", "kind", "text"),
+    [
+        (W, lambda x: x * np.float32(3), "scaled", "holds the reference's values times 3"),
+        (ONES, lambda x: x - 1, "offset", "holds the reference's values minus 1, as between norms"),
+        (POSITIVE, np.sqrt, "root", "holds the square root of the reference's values"),
+        (ONES, np.sqrt, "close", "is close to the reference"),  # sqrt(1 + x) is 1 + x / 2, up to rounding
+    ],
+)  # fmt: skip
+def test_formulas_are_those_of_the_values_before_they_were_rounded(
+    reference: Any, change: Any, kind: str, text: str, stored: Any
+) -> None:
+    found = like(change(reference).astype(ml_dtypes.bfloat16).astype(stored), reference)
+    assert (found.kind, text in found.text) == (kind, True), found
