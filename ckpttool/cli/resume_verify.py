@@ -150,7 +150,7 @@ def resume_verify(
             "--max-grad-norm",
             "--clip",
             min=0,
-            help="Largest gradient norm; larger ones are scaled down.",
+            help="Largest gradient norm; larger ones are scaled down. 0 is no limit.",
             rich_help_panel="Job",
         ),
     ] = None,

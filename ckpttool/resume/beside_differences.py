@@ -119,7 +119,7 @@ def _random_states(reference: Trace, ours: dict[str, Any]) -> Beside:
         named = {n: x for n, x in ours.items() if isinstance(x, Marked) and (x.kind, tuple(x.shape)) == ranks[0][:2]}
         by_rank: dict[int | None, list[str]] = {}
         for n in named:
-            rank = _rank_in(n)
+            rank = _rank_in(n, kind)
             by_rank.setdefault(rank if rank is not None and rank < len(ranks) else None, []).append(n)
         for rank, names in by_rank.items():
             right = [n for n in names if named[n] in (ranks if rank is None else [ranks[rank]])]
@@ -137,9 +137,9 @@ def _random_states(reference: Trace, ours: dict[str, Any]) -> Beside:
     return out
 
 
-def _rank_in(name: str) -> int | None:
+def _rank_in(name: str, kind: str) -> int | None:
     """The first number in a name, but for the place of an array within the tuple that is a state of numpy's or Python's."""
-    numbers = re.findall(r"\d+", name.removesuffix(".1"))
+    numbers = re.findall(r"\d+", name.removesuffix(".1") if kind in ("numpy", "python") else name)
     return int(numbers[0]) if numbers else None
 
 

@@ -46,8 +46,11 @@ def causes(
             diagnosis_state.shapes(context, reference)
             diagnosis_state.values(context, reference)
         if got.failed is not None:  # what is missing says more than the load's error, but only if that is about it
+            diagnosis_config.scheduler_gone(context, reference)
             failure, *others = context.out
-            about = [c for c in others if any(fqn_of(n) in got.failed for n in c.tensors)]
+            about = [
+                c for c in others if c.kind == "scheduler-missing" or any(fqn_of(n) in got.failed for n in c.tensors)
+            ]
             context.out[:] = [*about, failure, *(c for c in others if c not in about)]
         diagnosis_config.tied(context)
         diagnosis_config.model(context, reference)

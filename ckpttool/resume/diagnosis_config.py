@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
+from ..errors import argument
 from .beside_differences import beside_differences, holds
 from .context import Context
 from .differences import config_differences, option_differences, options, pairs, rates_by_group
@@ -16,7 +17,13 @@ from .row_differences import explained
 from .text import changed, listed, plural
 from .trace import Trace
 
-__all__ = ["data", "groups", "model", "scheduler", "tied", "values"]
+#: Checks that fail if one of the two runs clips gradients.
+_TRAINED = (
+    "step1.grad_norm", "step1.update_norm", "step1.worst_update", "steps.loss", "steps.grad_norm", "steps.worst_grad",
+    "steps.update_norm", "steps.worst_update",
+)  # fmt: skip
+
+__all__ = ["data", "groups", "model", "scheduler", "scheduler_gone", "tied", "values"]
 
 
 def tied(context: Context) -> None:
@@ -73,6 +80,19 @@ def groups(context: Context, reference: Trace) -> None:
         context.add("optimizer-members", text, context.seen("config.groups"), extra, explains=("optimizer",))
 
 
+def scheduler_gone(context: Context, reference: Trace) -> None:
+    """The load failed since a scheduler has nothing to begin from, and the reference has that."""
+    if (
+        "scheduler" in (context.got.failed or "")
+        and holds(reference, "scheduler")
+        and not holds(context.got, "scheduler")
+    ):
+        context.add(
+            "scheduler-missing", "the checkpoint has lost the scheduler's state, which the reference holds",
+            context.seen("state.loaded"), explains=("rates",),
+        )  # fmt: skip
+
+
 def scheduler(context: Context, reference: Trace) -> None:
     """Its state, or what the learning rates show of it."""
     evidence = context.seen("config.scheduler", "step1.learning_rates", "steps.learning_rates")
@@ -112,6 +132,9 @@ def scheduler(context: Context, reference: Trace) -> None:
 def values(context: Context, reference: Trace) -> None:
     """Clipping, counters, random states, dataloader, scaler and other values."""
     seen = context.seen("config.values")
+    if (why := reference.unrecorded.get("clip")) and context.got.clip is None and context.seen(*_TRAINED):
+        text = f"the recorded job seems to clip gradients, and this run does not: {why}, here, too"
+        context.add("clipping", text, context.seen(*_TRAINED), explains=("optimizer", "rates"))
     if seen and reference.clip is not None and context.got.clip != reference.clip:
         now = "off" if context.got.clip is None else f"at {context.got.clip!r}"
         text = f"gradient clipping is {now} and was at {reference.clip!r}; it matters once the grad norm exceeds that"
@@ -119,7 +142,7 @@ def values(context: Context, reference: Trace) -> None:
     for component, kind, what in (
         ("trainer", "counters", "the trainer's counters"), ("rng", "rng", "random states"),
         ("dataloader", "dataloader", "the dataloader's state"), ("scaler", "scaler", "the grad scaler's state"),
-        ("extra", "values", "other values of the checkpoint"), ("model", "values", "extra states of the model's modules"),
+        ("extra", "values", "other values"), ("model", "values", "extra states of the model's modules"),
     ):  # fmt: skip
         check = f"config.{component}" if component in ("rng", "dataloader", "scaler") else "config.values"
         found = beside_differences(reference, context.got, component)
@@ -205,6 +228,8 @@ def data(context: Context, reference: Trace) -> None:
     if not gaps:
         first = wrong[0][1].step if wrong else b.start + 1
         text = f"the data differs from step {first} on: none of these batches is in the reference"
+        if b.data == "synthetic" != a.data:
+            text += f". This run made its rows itself; pass {argument('data')} with the rows of the recorded job, in their order"
         context.add("data-other", text, evidence, explains=("data",))
         return
     gap, times = gaps.most_common(1)[0]

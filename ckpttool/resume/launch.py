@@ -177,7 +177,7 @@ def resume_verify(
             data=data, seed=seed, sequence=sequence or known.sequence,
             global_batch=global_batch or known.global_batch or 8, micro_batch=micro_batch or known.micro_batch or 1,
             dtype=dtype or known.dtype or ("bf16" if device == "cuda" else "fp32"), device=device,
-            clip=known.clip if clip is None else clip, keep_dropout=keep_dropout,
+            clip=(known.clip if clip is None else clip) or None, keep_dropout=keep_dropout,
             activation_checkpointing=activation_checkpointing, compile=compile, cpu_offload=cpu_offload,
             module_prefix=module_prefix or "", deterministic=deterministic, reread=reread, round_trip=round_trip, scratch=shared, timeout=timeout,
         )  # fmt: skip

@@ -72,7 +72,7 @@ class Recorder:
         group: the data-parallel group, if some ranks get the same data (tensor parallelism).
         rows: whether to record 8 characters for each row of a batch, which name the rows if a later job reads others.
         about: known fields of `trace.Trace`: global_batch, micro_batch (rows of one forward pass), sequence, dtype
-            ("bf16": computed in bfloat16), clip (the bound of gradient clipping), seed, data. In bfloat16, step 1 is
+            ("bf16": computed in bfloat16), clip (the bound of gradient clipping; 0 is none), seed, data. In bfloat16, step 1 is
             compared more strictly if micro_batch and sequence are known and equal to those of the next job.
 
     Raises:
@@ -117,6 +117,7 @@ class Recorder:
             known.setdefault("config", config_of(model))
         if hasattr(scheduler, "state_dict"):
             known.setdefault("scheduler", type(scheduler).__name__)
+        self._clip = known.get("clip")
         if _rank() == 0:
             _cut_half_line(path)
             _append(path, line("start", **known))
@@ -152,6 +153,8 @@ class Recorder:
             probe, why = self._probed(device)
             if why is not None:
                 lacks["probe"] = why
+                if self._probe is not None:
+                    _warn(f"probe not recorded: {why}")
             self._write(
                 "state", step=step,
                 state={n: (dtype_of(t), tuple(t.shape), prints[n]) for n, t in tensors.items()},
@@ -252,6 +255,12 @@ class Recorder:
             if total is None:
                 total = applied
             elif applied > 0:
+                if applied < total * (1 - 1e-4) and not self._clip:
+                    self._lost(
+                        "clip",
+                        f"the grad norm of step {step} is {total:.6g}, but the optimizer got gradients of norm {applied:.6g}. If the job clips, pass {argument('clip')}",
+                    )
+                    self._clip = applied
                 grads = {n: v * (total / applied) for n, v in grads.items()}  # as they were before clipping
         out = Step(
             step, value, total, root_of_squares(updates) if updates else None,

@@ -30,6 +30,7 @@ from typing import Any
 
 from ..bounded_json import parse
 from ..errors import Corrupt, Unsafe, UsageError
+from .batches import marks_of
 
 __all__ = ["OF_BUILD", "SCHEMA", "Step", "Trace", "line", "read_reference", "read_trace", "spelled", "to_json"]
 
@@ -205,6 +206,9 @@ def read_reference(path: str | os.PathLike[str], at: int | None = None) -> Trace
     if not steps:
         raise Corrupt(f"{os.fspath(path)}: it records no step.")
     out.steps = [steps[k] for k in sorted(steps)]
+    out.clip = out.clip or None  # 0 is how trainers turn clipping off
+    if out.global_batch is None:
+        out.global_batch = sum(len(marks_of([rank])[0]) for rank in out.steps[0].rows) or None
     if states:
         out.start = at if at in states else list(states)[-1]
         for key, value in states[out.start].items():

@@ -618,8 +618,39 @@ def test_what_is_missing_comes_before_the_error_of_the_load_that_is_about_it() -
     found = blamed(job(), not_loaded(f"the checkpoint does not have {name}", lambda n: name in n))
     assert [c.kind for c in found] == ["tensor-missing", "load-failed"]
     assert f"the checkpoint could not be loaded: the checkpoint does not have {name}" in found[0].evidence
-    found = blamed(job(), not_loaded("no scheduler", lambda n: name in n))
+    found = blamed(job(), not_loaded("another cause", lambda n: name in n))
     assert [c.kind for c in found] == ["load-failed", "tensor-missing"]
+
+
+def test_a_lost_scheduler_is_named_as_such_where_the_job_has_one() -> None:
+    text = "ckpt has no scheduler state, and the job has a scheduler. Leave the scheduler out, and set it up"
+    reference = job()
+    reference.values["scheduler.last_epoch"] = 300
+    found = blamed(reference, not_loaded(text))
+    assert [c.kind for c in found] == ["scheduler-missing", "load-failed"]
+    assert found[0].text == "the checkpoint has lost the scheduler's state, which the reference holds"
+    reference.values = {}
+    assert [c.kind for c in blamed(reference, not_loaded(text))] == ["load-failed"], "it never had one"
+
+
+def test_clipping_that_only_the_recorded_job_did_is_the_first_cause() -> None:
+    a, b = job(), job()
+    a.clip = b.clip = None
+    b.steps[3].update_norm = 1.5 * (a.steps[3].update_norm or 0)
+    assert "clipping" not in kinds(a, b)
+    a.unrecorded["clip"] = "the grad norm of step 303 is 1.02, but the optimizer got gradients of norm 1"
+    found = blamed(a, b)
+    assert found[0].kind == "clipping" and "step 303" in found[0].text
+    b.clip = 1.0
+    assert "clipping" not in kinds(a, b)
+
+
+def test_rows_that_the_run_made_itself_are_said_to_be() -> None:
+    a, b = job(), job()
+    a.data, b.data = None, "synthetic"
+    for step in b.steps:
+        step.batch = f"{step.step:032x}"
+    assert "pass data with the rows of the recorded job" in blamed(a, b)[0].text
 
 
 def test_moments_of_a_weight_that_is_missing_are_not_a_second_cause() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -243,6 +244,10 @@ def test_random_states_are_found_under_any_name_and_must_be_those_of_their_rank(
     legacy = {k: np.random.RandomState(0).get_state(legacy=False) for k in ("numpy",)}
     legacy["numpy"]["state"] |= {"key": states[1]["numpy"][1], "pos": states[1]["numpy"][2]}
     assert not rng_of({"rng": {"1": {"numpy": legacy["numpy"]}}}, reference).problems
+    bare = {"rng": {str(r): s["torch"] for r, s in states.items()}}
+    assert not rng_of(bare, reference).problems
+    bare["rng"]["1"] = bare["rng"]["0"]
+    assert list(rng_of(bare, reference).found) == ["rng.1"], "a number at the end is a rank, too"
     exchanged = {"rng": {"0": states[0], "1": states[2], "2": states[1]}}
     assert {p.partition(" ")[0] for p in rng_of(exchanged, reference).problems} >= {"rng.1.torch", "rng.2.python.1"}
     two = {"rng": {"0": states[0], "1": states[1]}}
@@ -293,3 +298,31 @@ def test_what_was_not_passed_to_a_recorder_is_listed_each_by_its_name(tmp_path: 
     for what in ("scheduler", "dataloader", "extra", "probe"):
         assert f"{what} was not passed to Recorder" in lines
     assert "scaler" not in lines.replace("grad scaler", "") and "no random states" in lines
+
+
+def test_a_recorder_that_is_not_given_the_bound_of_clipping_notices_it(tmp_path: Path) -> None:
+    model, optimizer = little()
+    for name, about in (("unknown", {}), ("known", {"clip": 1e-3}), ("off", {"clip": 0.0})):
+        with ckpttool.Recorder(tmp_path / name, model, optimizer, **about) as recorder, warnings.catch_warnings():
+            warnings.simplefilter("error" if name == "known" else "ignore")
+            for step in (1, 2):
+                model(torch.ones(1, 3)).sum().backward()
+                bound = 1e9 if name == "off" and step == 1 else 1e-3
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), bound)
+                optimizer.step(), optimizer.zero_grad()
+                recorder.step(step, loss=1.0, grad_norm=norm)
+    unknown, known, off = (read_reference(tmp_path / name) for name in ("unknown", "known", "off"))
+    assert (
+        "the grad norm of step 1 is" in unknown.unrecorded["clip"]
+        and "the optimizer got gradients of norm 0.00" in unknown.unrecorded["clip"]
+    )
+    assert "clip" not in known.unrecorded and known.clip == 1e-3
+    assert off.clip is None and "step 2" in off.unrecorded["clip"]
+
+
+def test_the_global_batch_follows_from_the_rows_if_it_was_not_passed(tmp_path: Path) -> None:
+    recorder = ckpttool.Recorder(tmp_path / "r.jsonl")
+    recorder.step(1, loss=1.0, batch=[torch.ones(2, 4, dtype=torch.int64), torch.ones(4, 4, dtype=torch.int64)])
+    assert read_reference(tmp_path / "r.jsonl").global_batch == 6
+    ckpttool.Recorder(tmp_path / "r.jsonl", global_batch=12)
+    assert read_reference(tmp_path / "r.jsonl").global_batch == 12
