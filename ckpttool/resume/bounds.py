@@ -115,7 +115,8 @@ class Bound(NamedTuple):
             return None
         return (
             f"two runs of this very job differ by {self.relative / _CALIBRATION:.2g}, and a bound of five times that "
-            "would prove nothing: turn off what is random, or compute deterministically"
+            "would prove nothing: turn off what is random, or compute deterministically; what amplifies every rounding has its first "
+            "step to be judged by"
         )
 
 

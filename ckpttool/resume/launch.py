@@ -5,7 +5,7 @@ On one node it starts the ranks itself, once for each world size, and judges the
 already exists, and rank 0 judges.
 
 The reference (`against`) runs first, since the candidate may need its learning rates; then the run that measures the noise
-(`calibrate`), then the candidate.
+(`calibrate`), then the candidate. Where nothing but numbers of later steps fails, the noise is measured unasked.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import glob
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -192,9 +192,17 @@ def resume_verify(
         if recorded is not None:
             rates = {s.step: s.learning_rates for s in recorded.steps if s.learning_rates}
             settings = replace(settings, rates=rates, probe=recorded.probe.get("rows", {}))
+        base = plan.get("reference", settings)
+        other = _other_micro_batch(base)
+        again = {} if other is None else {"noise": replace(base, micro_batch=other, round_trip=False, reread=False)}
+        if calibrate and not again:
+            raise UsageError(
+                f"{argument('calibrate', True)} runs the job a second time with other micro-batches, but a global batch of {base.global_batch} in "
+                f"micro-batches of {base.micro_batch} rows can be cut into neither half nor double ones. Change "
+                f"{argument('micro_batch')} or {argument('global_batch')}."
+            )
         if calibrate:
-            base = plan.get("reference", settings)
-            plan["noise"] = replace(base, micro_batch=_other_micro_batch(base), round_trip=False, reread=False)
+            plan |= again
         plan["candidate"] = settings
         if model_config is None and job is None:
             raise UsageError(
@@ -205,14 +213,39 @@ def resume_verify(
             dtypes = _dtypes(source, reading)
             plan["reference"] = replace(plan["reference"], dtypes=dtypes)
             plan["candidate"] = replace(settings, dtypes=[] if reread else dtypes)
-        traces = _run_here(plan, folder, status) if in_job else launch_runs(plan, folder, status)
-        if traces is None:
-            return None
+
+        def unsure(traces: Mapping[str, Trace]) -> bool:
+            return not calibrate and bool(again) and _later_numbers_alone(traces, recorded, profile)
+
+        if in_job:
+            of_rank = _run_here(plan, again, unsure, folder, status)
+            if of_rank is None:
+                return None
+            traces = of_rank
+        else:
+            traces = launch_runs(plan, folder, status)
+            if unsure(traces):
+                status(_MEASURING)
+                os.mkdir(second := os.path.join(folder, "again"))
+                traces |= launch_runs(again, second, status)
         limits = {
             "min_mfu": min_mfu, "max_reserved_gib": max_reserved_gib, "max_step_seconds": max_step_seconds,
             "max_load_seconds": max_load_seconds,
         }  # fmt: skip
         return _judge(plan, traces, recorded, profile, peak_tflops, limits)
+
+
+#: Said before a run that nobody asked for.
+_MEASURING = "nothing but numbers of later steps fails, so the noise of this job is measured"
+
+
+def _later_numbers_alone(traces: Mapping[str, Trace], recorded: Trace | None, profile: str) -> bool:
+    """Whether nothing fails but numbers of later steps, as they also do in a job that amplifies every rounding."""
+    from .judge import judge
+
+    checks, _ = judge(traces.get("reference") or recorded, traces["candidate"], profile)
+    failed = [c for c in checks if c.verdict == "fail"]
+    return bool(failed) and all(c.stage == "steps" and c.source in ("measured", "given") for c in failed)
 
 
 def _judge(
@@ -330,17 +363,11 @@ def _begin_of(recorded: Trace, begin: int, reference: str | os.PathLike[str] | N
     return begin
 
 
-def _other_micro_batch(settings: Settings) -> int:
-    """A micro-batch with half the rows, or twice as many."""
+def _other_micro_batch(settings: Settings) -> int | None:
+    """A micro-batch with half the rows, or twice as many; None if the global batch can be cut into neither."""
     if settings.micro_batch % 2 == 0:
         return settings.micro_batch // 2
-    if settings.global_batch % (2 * settings.micro_batch) == 0:
-        return 2 * settings.micro_batch
-    raise UsageError(
-        f"{argument('calibrate', True)} runs the job a second time with other micro-batches, but a global batch of {settings.global_batch} in "
-        f"micro-batches of {settings.micro_batch} rows can be cut into neither half nor double ones. Change "
-        f"{argument('micro_batch')} or {argument('global_batch')}."
-    )
+    return 2 * settings.micro_batch if settings.global_batch % (2 * settings.micro_batch) == 0 else None
 
 
 def _look(path: str | os.PathLike[str], reading: OpenOptions, start: int | None) -> tuple[int, str | None]:
@@ -387,14 +414,21 @@ def _number(dtype: str, data: bytes) -> int:
     return int(value) if math.isfinite(value) else 0
 
 
-def _run_here(plan: Mapping[str, Settings], folder: str, status: Status) -> dict[str, Trace] | None:
-    """The traces of these runs in the job that this process is a rank of; None on other ranks than 0.
+def _run_here(
+    plan: Mapping[str, Settings],
+    again: Mapping[str, Settings],
+    unsure: Callable[[Mapping[str, Trace]], bool],
+    folder: str,
+    status: Status,
+) -> dict[str, Trace] | None:
+    """The traces of these runs in the job that this process is a rank of, and of those of `again` if the others leave rank 0
+    `unsure`; None on other ranks than 0.
 
     Raises:
         RankLost: another rank is gone. CkpttoolError: anything else that the job raised. The traceback is printed.
     """
     try:
-        return _run_as_rank(plan, folder, status)
+        return _run_as_rank(plan, again, unsure, folder, status)
     except CkpttoolError:
         raise
     except Exception as e:
@@ -413,7 +447,14 @@ def _run_here(plan: Mapping[str, Settings], folder: str, status: Status) -> dict
         raise CkpttoolError(f"rank {os.environ['RANK']} failed in {stage()!r}: {type(e).__name__}: {text}.") from None
 
 
-def _run_as_rank(plan: Mapping[str, Settings], folder: str, status: Status) -> dict[str, Trace] | None:
+def _run_as_rank(
+    plan: Mapping[str, Settings],
+    again: Mapping[str, Settings],
+    unsure: Callable[[Mapping[str, Trace]], bool],
+    folder: str,
+    status: Status,
+) -> dict[str, Trace] | None:
+    from ..live.collectives import gathered
     from . import worker
     from .joined import joined_job, watched_job
 
@@ -421,14 +462,23 @@ def _run_as_rank(plan: Mapping[str, Settings], folder: str, status: Status) -> d
     with joined_job(first.device, first.deterministic, first.timeout), watched_job(first.timeout, status):
         import torch.distributed as dist
 
-        out = {}
-        for i, (label, settings) in enumerate(plan.items()):
+        out: dict[str, Trace] = {}
+        mine = status if dist.get_rank() == 0 else _silent
+
+        def run(label: str, settings: Settings) -> None:
             if settings.world_size != dist.get_world_size():
                 raise UsageError(
                     f"the {label} has a mesh of {settings.world_size} ranks, but this job has {dist.get_world_size()}; to run "
                     "at another world size, start ckpttool without torchrun on one machine."
                 )
-            out[label] = worker.run(
-                settings, os.path.join(folder, f"probe-{i}.npy"), status if dist.get_rank() == 0 else _silent
-            )
-        return None if dist.get_rank() else {k: v for k, v in out.items() if v is not None}
+            trace = worker.run(settings, os.path.join(folder, f"probe-{label}.npy"), mine)
+            if trace is not None:
+                out[label] = trace
+
+        for label, settings in plan.items():
+            run(label, settings)
+        if gathered(dist.get_rank() == 0 and unsure(out))[0]:
+            mine(_MEASURING)
+            for label, settings in again.items():
+                run(label, settings)
+        return None if dist.get_rank() else out

@@ -33,7 +33,7 @@ EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "experts_implementation": "
 class Animal:
     """A job: `model` is a type of transformers, `changed` its configuration. `sgd` is SGD with momentum instead of AdamW;
     `groups` takes out of decay what is no matrix, and makes a scheduler. `dtype` is that of the parameters, `mixed` that
-    of the computation. `frozen` begins the names of what does not train."""
+    of the computation. `frozen` begins the names of what does not train. With `narrow` half of the words of the data are one."""
 
     model: str
     world: int
@@ -46,6 +46,7 @@ class Animal:
     frozen: str = "-"
     tp: int = 1
     lora: bool = False
+    narrow: bool = False
     rate: float = 3e-3
 
 
@@ -67,6 +68,7 @@ HERD: dict[str, Animal] = {
     "mixtral, bf16 parameters": Animal("mixtral", 2, {**EXPERTS, "num_local_experts": 4, "intermediate_size": 32, "hidden_size": 32, "head_dim": 8, "sliding_window": None}, dtype="bfloat16"),
     "llama fast, bf16 parameters": Animal("llama", 4, dtype="bfloat16", rate=1e-2),
     "qwen2 fast, bf16 parameters": Animal("qwen2", 3, {"tie_word_embeddings": True, "hidden_size": 24, "head_dim": 6}, dtype="bfloat16", rate=1e-2),
+    "qwen2 narrow, bf16 parameters": Animal("qwen2", 3, {"tie_word_embeddings": True, "hidden_size": 24, "head_dim": 6}, dtype="bfloat16", rate=1e-2, narrow=True),
     "llama slow, bf16 parameters": Animal("llama", 4, dtype="bfloat16", rate=3e-4, groups=True),
 }  # fmt: skip
 
@@ -172,6 +174,8 @@ def live(animal: Animal, folder: Path) -> None:
     for step in range(1, SAVED + RECORDED + 1):
         first = (step - 1) * GLOBAL + rank * mine
         ids = torch.as_tensor(np.stack([row(i) for i in range(first, first + mine)]))
+        if animal.narrow:
+            ids[ids % 2 == 0] = 5
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         optimizer.step()
