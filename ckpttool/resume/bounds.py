@@ -50,11 +50,11 @@ COLUMNS: dict[str, dict[str, tuple[float, float]]] = {
     },
     "bf16": {
         "probe": (1e-6, 1e-6), "loss": (2e-6, 1e-3), "grad_norm": (2e-3, 4e-3), "update_norm": (4e-4, 2e-3),
-        "worst_grad": (2e-2, 5e-2), "worst_update": (1e-2, 2e-2),
+        "worst_grad": (2e-2, 5e-2), "worst_update": (1e-2, 1e-1),
     },
     "bf16, other kernels": {
         "probe": (2e-2, 2e-2), "loss": (2e-4, 1e-3), "grad_norm": (2e-3, 4e-3), "update_norm": (4e-4, 2e-3),
-        "worst_grad": (2e-2, 5e-2), "worst_update": (1e-2, 2e-2),
+        "worst_grad": (2e-2, 5e-2), "worst_update": (1e-2, 1e-1),
     },
     "bf16 parameters": {
         "probe": (1e-6, 1e-6), "loss": (5e-5, 1e-3), "grad_norm": (4e-3, 4e-2), "update_norm": (2e-3, 5e-3),
@@ -147,10 +147,10 @@ def held(reference: Trace, got: Trace) -> bool:
         return False
     if not got.micro_batch or got.micro_batch != reference.micro_batch:
         return False
-    if low(got) and got.world_size != reference.world_size:
+    recorded = "deterministic" not in reference.environment  # what every trace of the runner says
+    if low(got) and (recorded or got.world_size != reference.world_size):
         return False
     passes = (reference.global_batch or got.global_batch or got.micro_batch) // got.micro_batch
-    recorded = "deterministic" not in reference.environment  # what every trace of the runner says
     return not recorded or passes & (passes - 1) == 0
 
 

@@ -8,6 +8,7 @@ import math
 import random
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -968,6 +969,8 @@ def test_parameters_of_16_bits_are_judged_as_such_and_are_not_held_at_another_wo
     assert bounds.column("strict", trace(1, "float32"), trace(2, "float32")) == "fp32"
     assert bounds.column("strict", trace(2, "bfloat16"), trace(2, "bfloat16")) == "bf16, micro-batch held"
     assert bounds.column("strict", trace(1, "bfloat16"), trace(2, "bfloat16")) == "bf16 parameters"
+    recorded = replace(trace(2, "bfloat16"), environment={})
+    assert bounds.column("strict", recorded, trace(2, "bfloat16")) == "bf16 parameters"
     assert bounds.column("standard", trace(1, "bfloat16"), trace(2, "bfloat16")) == "bf16 parameters, other kernels"
 
 
