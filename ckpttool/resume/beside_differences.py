@@ -17,6 +17,8 @@ __all__ = ["Beside", "Marked", "beside_differences", "holds", "is_recording", "t
 
 #: Values of a scheduler that change while it computes and mean nothing afterwards.
 _TRANSIENT = frozenset(("_get_lr_called_within_step", "_is_initial", "verbose"))
+#: Layouts of trainers that save the random states of every rank.
+_EVERY_RANK = frozenset(("trainer", "accelerate"))
 #: How DeepSpeed cut the state, in its own configuration: a conversion to another stage changes it.
 _CUTS = "extra.ds_config.zero_optimization."
 
@@ -84,7 +86,7 @@ def beside_differences(reference: Trace, got: Trace, component: str) -> Beside:
     theirs, ours = holds(reference, component), holds(got, component)
     out = Beside()
     if is_recording(reference) and (not theirs or reference.start != got.start):
-        return _random_states(reference, ours) if component == "rng" and reference.start == got.start else out
+        return _random_states(reference, ours, got.layout in _EVERY_RANK) if component == "rng" and reference.start == got.start else out
     for n, expected in theirs.items():
         if n not in ours:
             # a recording may hold functions that no checkpoint does
@@ -105,11 +107,12 @@ def _of_ranks(reference: Trace, name: str) -> list[Any]:
     return [Marked(*x) for x in found] if name in reference.others else found
 
 
-def _random_states(reference: Trace, ours: dict[str, Any]) -> Beside:
+def _random_states(reference: Trace, ours: dict[str, Any], every: bool) -> Beside:
     """The random states of a checkpoint against those of the recorded ranks.
 
     A state is known by its kind and size. One in the name of a rank must be that rank's; others must be some rank's. More
-    than the recorded generators (one of the data, say) may be there.
+    than the recorded generators (one of the data, say) may be there. `every`: the trainer saves those of all ranks, so one that is
+    there alone is what was left.
     """
     out = Beside()
     for kind in ("torch", "cuda", "numpy", "python"):
@@ -132,7 +135,7 @@ def _random_states(reference: Trace, ours: dict[str, Any]) -> Beside:
                 if ours.get(at, drawn) != drawn:
                     out.found[at] = (drawn, ours[at])
         several = {r for r in by_rank if r is not None}
-        if len(several) > 1:
+        if len(several) > 1 or (every and several):
             out.missing += [f"{kind}'s of rank {r}" for r in range(len(ranks)) if r not in several]
     return out
 

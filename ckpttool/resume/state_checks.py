@@ -166,7 +166,7 @@ def state(reference: Trace, got: Trace, profile: str) -> list[Check]:
     wrong = changed({n: (a, b) for n, (a, b) in two.items() if not alike(float(a), float(b))})
     if both:
         good = f"equal values of all {plural(len(both), 'tensor')} with one element"
-        bad = f"{plural(len(wrong), 'tensor')} with one element differ"
+        bad = f"{plural(len(wrong), 'tensor')} with one element {'differs' if len(wrong) == 1 else 'differ'}"
         out.append(Check.exact(names[3], wrong, good, bad))
     else:
         out.append(Check.unknown(names[3], "no tensor with one element is known on both sides"))

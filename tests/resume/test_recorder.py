@@ -252,6 +252,10 @@ def test_random_states_are_found_under_any_name_and_must_be_those_of_their_rank(
     assert {p.partition(" ")[0] for p in rng_of(exchanged, reference).problems} >= {"rng.1.torch", "rng.2.python.1"}
     two = {"rng": {"0": states[0], "1": states[1]}}
     assert rng_of(two, reference).missing == ["torch's of rank 2", "numpy's of rank 2", "python's of rank 2"]
+    one = taken(named({"rng": {"0": states[0]}}))
+    for layout, lost in (("dcp", 0), ("trainer", 6), ("accelerate", 6)):
+        got = Trace(start=3, layout=layout, values=one.values, others=one.others)
+        assert len(beside_differences(reference, got, "rng").missing) == lost, "a script may save those of rank 0 alone"
     other = torch.Generator().manual_seed(9).get_state()
     assert not rng_of({"rng": {str(r): {**s, "loader": other} for r, s in states.items()}}, reference).problems
 
