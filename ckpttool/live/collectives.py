@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import CkpttoolError
 
-__all__ = ["broadcast", "gathered", "of_all_ranks", "rank_and_world", "together"]
+__all__ = ["broadcast", "gathered", "of_all_ranks", "of_first_rank", "rank_and_world", "together"]
+
+T = TypeVar("T")
 
 
 def _joined() -> bool:
@@ -54,8 +57,26 @@ def broadcast(data: bytes | None, source: int) -> bytes:
     return box[0]
 
 
-def together(act: Callable[[], object]) -> None:
-    """Call it on every rank. If it fails on one, all raise, so that no rank waits for the others forever."""
+def of_first_rank(make: Callable[[], T]) -> T:
+    """What it returns on rank 0, on every rank; plain data. A collective."""
+    made: T | None = None
+
+    def act() -> None:
+        nonlocal made
+        if rank == 0:
+            made = make()
+
+    rank, _ = rank_and_world()
+    together(act, "failed, so no rank goes on")
+    found: T = pickle.loads(broadcast(pickle.dumps(made) if rank == 0 else None, 0))
+    return found
+
+
+def together(act: Callable[[], object], then: str = "cannot load the checkpoint, so no rank does") -> None:
+    """Call it on every rank. If it fails on one, all raise, so that no rank waits for the others forever.
+
+    `then` is what the others say of that rank.
+    """
     error: Exception | None = None
     try:
         act()
@@ -68,4 +89,4 @@ def together(act: Callable[[], object]) -> None:
     for rank, other in enumerate(errors):
         if other is not None:
             kind, text = other
-            raise kind(f"rank {rank} cannot load the checkpoint, so no rank does: {text}")
+            raise kind(f"rank {rank} {then}: {text}")

@@ -154,77 +154,85 @@ def resume_verify(
         allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
     )  # fmt: skip
     # `config` also builds the model, whether or not the layout needs it; `source_layout` is that of the candidate
-    reference_reading = reading if against is None else usable(against, replace(reading, source_layout=None))
-    reading = usable(source, reading)
-    begin, found_config = _look(source, reading, start_step)
-    original_config = None
-    if against is not None:
-        # the same batches for both, even if the candidate has lost its step
-        begin, original_config = _look(against, reference_reading, start_step)
-        found_config = found_config or original_config
-    recorded = None if reference is None else read_reference(reference, begin)
-    if recorded is not None and start_step is None:
-        begin = _begin_of(recorded, begin, reference)
-    known = recorded or Trace()
-    model_config = found_config if config is None and job is None else config
+    recorded: Trace | None = None
     with ExitStack() as stack:
         folder = stack.enter_context(workspace())
-        shared = None if in_job else folder
-        if scratch is not None and round_trip and (not in_job or os.environ["RANK"] == "0"):
-            shared = stack.enter_context(workspace(os.fspath(scratch)))
-        settings = Settings(
-            source=os.fspath(source), reading=reading, mesh=dims, config=model_config, job=job, steps=steps, start=begin,
-            data=data, seed=seed, sequence=sequence or known.sequence,
-            global_batch=global_batch or known.global_batch or 8, micro_batch=micro_batch or known.micro_batch or 1,
-            dtype=dtype or known.dtype or ("bf16" if device == "cuda" else "fp32"), device=device,
-            clip=(known.clip if clip is None else clip) or None, keep_dropout=keep_dropout,
-            activation_checkpointing=activation_checkpointing, compile=compile, cpu_offload=cpu_offload,
-            module_prefix=module_prefix or "", deterministic=deterministic, reread=reread, round_trip=round_trip, scratch=shared, timeout=timeout,
-        )  # fmt: skip
-        plan: dict[str, Settings] = {}
-        if against is not None:
-            plan["reference"] = replace(
-                settings, source=os.fspath(against), reading=reference_reading,
-                mesh=mesh_of(None, against_world_size) if against_world_size else dims,
-                config=original_config or model_config if config is None and job is None else config, round_trip=False,
-                reread=False,
+
+        def planned() -> Plans:
+            """The runs, and those that are made if these leave it unsure. Called on one rank alone, since it reads the index of
+            each checkpoint."""
+            nonlocal recorded
+            reference_reading = reading if against is None else usable(against, replace(reading, source_layout=None))
+            candidate_reading = usable(source, reading)
+            begin, found_config = _look(source, candidate_reading, start_step)
+            original_config = None
+            if against is not None:
+                # the same batches for both, even if the candidate has lost its step
+                begin, original_config = _look(against, reference_reading, start_step)
+                found_config = found_config or original_config
+            recorded = None if reference is None else read_reference(reference, begin)
+            if recorded is not None and start_step is None:
+                begin = _begin_of(recorded, begin, reference)
+            known = recorded or Trace()
+            model_config = found_config if config is None and job is None else config
+            shared = None if in_job else folder
+            if scratch is not None and round_trip:
+                shared = stack.enter_context(workspace(os.fspath(scratch)))
+            settings = Settings(
+                source=os.fspath(source), reading=candidate_reading, mesh=dims, config=model_config, job=job, steps=steps, start=begin,
+                data=data, seed=seed, sequence=sequence or known.sequence,
+                global_batch=global_batch or known.global_batch or 8, micro_batch=micro_batch or known.micro_batch or 1,
+                dtype=dtype or known.dtype or ("bf16" if device == "cuda" else "fp32"), device=device,
+                clip=(known.clip if clip is None else clip) or None, keep_dropout=keep_dropout,
+                activation_checkpointing=activation_checkpointing, compile=compile, cpu_offload=cpu_offload,
+                module_prefix=module_prefix or "", deterministic=deterministic, reread=reread, round_trip=round_trip, scratch=shared, timeout=timeout,
             )  # fmt: skip
-        if recorded is not None:
-            rates = {s.step: s.learning_rates for s in recorded.steps if s.learning_rates}
-            settings = replace(settings, rates=rates, probe=recorded.probe.get("rows", {}))
-        base = plan.get("reference", settings)
-        other = _other_micro_batch(base)
-        again = {} if other is None else {"noise": replace(base, micro_batch=other, round_trip=False, reread=False)}
-        if calibrate and not again:
-            raise UsageError(
-                f"{argument('calibrate', True)} runs the job a second time with other micro-batches, but a global batch of {base.global_batch} in "
-                f"micro-batches of {base.micro_batch} rows can be cut into neither half nor double ones. Change "
-                f"{argument('micro_batch')} or {argument('global_batch')}."
-            )
-        if calibrate:
-            plan |= again
-        plan["candidate"] = settings
-        if model_config is None and job is None:
-            raise UsageError(
-                f"there is no config.json beside {os.fspath(source)} that describes the model. Pass {argument('config')}, the folder "
-                f"of a Hugging Face model, or {argument('job')}, module.py:build, a function that returns your own."
-            )
-        if profile == "relaxed" and "reference" in plan:
-            dtypes = _dtypes(source, reading)
-            plan["reference"] = replace(plan["reference"], dtypes=dtypes)
-            plan["candidate"] = replace(settings, dtypes=[] if reread else dtypes)
+            plan: dict[str, Settings] = {}
+            if against is not None:
+                plan["reference"] = replace(
+                    settings, source=os.fspath(against), reading=reference_reading,
+                    mesh=mesh_of(None, against_world_size) if against_world_size else dims,
+                    config=original_config or model_config if config is None and job is None else config, round_trip=False,
+                    reread=False,
+                )  # fmt: skip
+            if recorded is not None:
+                rates = {s.step: s.learning_rates for s in recorded.steps if s.learning_rates}
+                settings = replace(settings, rates=rates, probe=recorded.probe.get("rows", {}))
+            base = plan.get("reference", settings)
+            other = _other_micro_batch(base)
+            again = {} if other is None else {"noise": replace(base, micro_batch=other, round_trip=False, reread=False)}
+            if calibrate and not again:
+                raise UsageError(
+                    f"{argument('calibrate', True)} runs the job a second time with other micro-batches, but a global batch of {base.global_batch} in "
+                    f"micro-batches of {base.micro_batch} rows can be cut into neither half nor double ones. Change "
+                    f"{argument('micro_batch')} or {argument('global_batch')}."
+                )
+            if calibrate:
+                plan |= again
+            plan["candidate"] = settings
+            if model_config is None and job is None:
+                raise UsageError(
+                    f"there is no config.json beside {os.fspath(source)} that describes the model. Pass {argument('config')}, the folder "
+                    f"of a Hugging Face model, or {argument('job')}, module.py:build, a function that returns your own."
+                )
+            if profile == "relaxed" and "reference" in plan:
+                dtypes = _dtypes(source, candidate_reading)
+                plan["reference"] = replace(plan["reference"], dtypes=dtypes)
+                plan["candidate"] = replace(settings, dtypes=[] if reread else dtypes)
+            return plan, again
 
         def unsure(traces: Mapping[str, Trace]) -> bool:
-            return not calibrate and bool(again) and _later_numbers_alone(traces, recorded, profile)
+            return not calibrate and _later_numbers_alone(traces, recorded, profile)
 
         if in_job:
-            of_rank = _run_here(plan, again, unsure, folder, status)
+            of_rank = _run_here(planned, (device, deterministic, timeout), unsure, folder, status)
             if of_rank is None:
                 return None
-            traces = of_rank
+            plan, traces = of_rank
         else:
+            plan, again = planned()
             traces = launch_runs(plan, folder, status)
-            if unsure(traces):
+            if again and unsure(traces):
                 status(_MEASURING)
                 os.mkdir(second := os.path.join(folder, "again"))
                 traces |= launch_runs(again, second, status)
@@ -414,21 +422,25 @@ def _number(dtype: str, data: bytes) -> int:
     return int(value) if math.isfinite(value) else 0
 
 
+#: The runs, and those that are made if these leave it unsure what their numbers mean.
+Plans = tuple[dict[str, Settings], dict[str, Settings]]
+
+
 def _run_here(
-    plan: Mapping[str, Settings],
-    again: Mapping[str, Settings],
+    planned: Callable[[], Plans],
+    joining: tuple[str, bool, float],
     unsure: Callable[[Mapping[str, Trace]], bool],
     folder: str,
     status: Status,
-) -> dict[str, Trace] | None:
-    """The traces of these runs in the job that this process is a rank of, and of those of `again` if the others leave rank 0
-    `unsure`; None on other ranks than 0.
+) -> tuple[dict[str, Settings], dict[str, Trace]] | None:
+    """(the runs that rank 0 has `planned`, their traces and perhaps those of the second plan) in the job that this process is
+    a rank of, which it enters with these arguments of `joined_job`; None on other ranks than 0.
 
     Raises:
         RankLost: another rank is gone. CkpttoolError: anything else that the job raised. The traceback is printed.
     """
     try:
-        return _run_as_rank(plan, again, unsure, folder, status)
+        return _run_as_rank(planned, joining, unsure, folder, status)
     except CkpttoolError:
         raise
     except Exception as e:
@@ -448,20 +460,22 @@ def _run_here(
 
 
 def _run_as_rank(
-    plan: Mapping[str, Settings],
-    again: Mapping[str, Settings],
+    planned: Callable[[], Plans],
+    joining: tuple[str, bool, float],
     unsure: Callable[[Mapping[str, Trace]], bool],
     folder: str,
     status: Status,
-) -> dict[str, Trace] | None:
-    from ..live.collectives import gathered
+) -> tuple[dict[str, Settings], dict[str, Trace]] | None:
+    from ..live.collectives import gathered, of_first_rank
     from . import worker
     from .joined import joined_job, watched_job
+    from .watch import at
 
-    first = next(iter(plan.values()))
-    with joined_job(first.device, first.deterministic, first.timeout), watched_job(first.timeout, status):
+    with joined_job(*joining), watched_job(joining[2], status):
         import torch.distributed as dist
 
+        at("reading the indices")
+        plan, again = of_first_rank(planned)
         out: dict[str, Trace] = {}
         mine = status if dist.get_rank() == 0 else _silent
 
@@ -477,8 +491,8 @@ def _run_as_rank(
 
         for label, settings in plan.items():
             run(label, settings)
-        if gathered(dist.get_rank() == 0 and unsure(out))[0]:
+        if gathered(dist.get_rank() == 0 and bool(again) and unsure(out))[0]:
             mine(_MEASURING)
             for label, settings in again.items():
                 run(label, settings)
-        return None if dist.get_rank() else out
+        return None if dist.get_rank() else (plan, out)
