@@ -1,7 +1,8 @@
 """Rules about tensors that have values of their own: what `inspection` found in the files, put into as few causes as are true.
 
-Tensors that differ in the same way are one cause. Ways that only one thing explains come before rounding, then single elements, and
-last values of which nothing is known but a distance. Factors of moments tell what left them there: a loss scale, a sum over ranks, bias correction.
+Tensors that differ in the same way are one cause. Ways that only one thing explains come before rounding, then come single
+elements, and last values of which nothing is known but a distance. Factors of moments tell what left them there: a loss scale,
+a sum over ranks, bias correction.
 """
 
 from __future__ import annotations
