@@ -401,7 +401,7 @@ class LiveJob:
     # ------------------------------------------------------------------------------------------------------- the rest
 
     def _schedule(self) -> list[str]:
-        entries = {n: e for n, e in self.entries.items() if e.path[0] == "scheduler"}
+        entries = {n: e for n, e in self.entries.items() if e.path[0] == "scheduler" and e.path[1:]}
         if not entries:
             raise DoesNotFit(
                 f"{self.opened.path} has no scheduler state, and the job has a scheduler. Leave the scheduler out, and set it up "
@@ -414,7 +414,7 @@ class LiveJob:
         if lacks:
             return [
                 f"the state of the job's {type(self.scheduler).__name__} has {_listed(lacks)}, that of the scheduler "
-                f"in the checkpoint has {_listed(sorted(map(str, tree)))}: they are of different kinds. Call load without a scheduler."
+                f"in the checkpoint has {_listed(sorted(map(str, tree)))}: they are of different kinds. Leave the scheduler out, and set it up from the step that is loaded."
             ]
         self._scheduler_state = tree
         return []

@@ -73,6 +73,8 @@ def holds(trace: Trace, component: str) -> dict[str, Any]:
     """{name: value, or Marked} of a component beside model and optimizer."""
     out: dict[str, Any] = {n: v for n, v in trace.values.items() if n.partition(".")[0] == component}
     out.update((n, Marked(*m)) for n, m in trace.others.items() if n.partition(".")[0] == component)
+    if out.get(component) in ([], (), {}):
+        del out[component]  # an empty list of schedulers holds none
     skip = _TRANSIENT if component == "scheduler" else frozenset[str]()
     return {n: v for n, v in out.items() if n.rpartition(".")[2] not in skip and not n.startswith(_CUTS)}
 
@@ -86,7 +88,11 @@ def beside_differences(reference: Trace, got: Trace, component: str) -> Beside:
     theirs, ours = holds(reference, component), holds(got, component)
     out = Beside()
     if is_recording(reference) and (not theirs or reference.start != got.start):
-        return _random_states(reference, ours, got.layout in _EVERY_RANK) if component == "rng" and reference.start == got.start else out
+        return (
+            _random_states(reference, ours, got.layout in _EVERY_RANK)
+            if component == "rng" and reference.start == got.start
+            else out
+        )
     for n, expected in theirs.items():
         if n not in ours:
             # a recording may hold functions that no checkpoint does

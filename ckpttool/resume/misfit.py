@@ -106,5 +106,10 @@ def advice(got: Trace) -> str:
     ]  # fmt: skip
     found = "; ".join(p for p in parts if p)
     if not found:
-        return "the model fits, the optimizer or the scheduler does not. Give the job that saved the checkpoint"
+        why = (got.failed or "").partition("does not fit the job: ")[2].rstrip(".")
+        return (
+            f"the model fits, the optimizer or the scheduler does not: {why}"
+            if why
+            else "the model fits, the optimizer or the scheduler does not"
+        )
     return f"{found}. Give the job that saved the checkpoint"

@@ -629,6 +629,9 @@ def test_a_lost_scheduler_is_named_as_such_where_the_job_has_one() -> None:
     found = blamed(reference, not_loaded(text))
     assert [c.kind for c in found] == ["scheduler-missing", "load-failed"]
     assert found[0].text == "the checkpoint has lost the scheduler's state, which the reference holds"
+    empty = not_loaded(text)
+    empty.values["scheduler"] = []  # as Lightning's meta.pt has it
+    assert [c.kind for c in blamed(reference, empty)] == ["scheduler-missing", "load-failed"]
     reference.values = {}
     assert [c.kind for c in blamed(reference, not_loaded(text))] == ["load-failed"], "it never had one"
 

@@ -136,6 +136,10 @@ def test_the_advice_names_what_makes_it_fit() -> None:
         "the checkpoint lacks 2 tensors of the job, first block.w; it has 1 tensor that the job lacks, first x; 1 tensor"
     )
     assert "the optimizer or the scheduler does not" in advice(Trace(misfit=compared(JOB, JOB, [])))
+    why = "c does not fit the job: the state of the job's LambdaLR has base_lrs. Leave the scheduler out."
+    assert advice(Trace(failed=why, misfit=compared(JOB, JOB, []))).endswith(
+        "LambdaLR has base_lrs. Leave the scheduler out"
+    )
 
 
 def state(names: dict[str, Any]) -> dict[str, Any]:
