@@ -413,6 +413,3 @@ FAULTS: dict[str, Fault] = {
     "job: no scheduler object": Fault(LATER_RATES, "scheduler-lost", LATER_RATES, (), job="unscheduled"),
     "job: clip 0.25 instead of 1.0": Fault(VALUES, "clipping", UPDATE, (), settings={"clip": 0.25}),
 }  # fmt: skip
-
-#: {fault: what is said today in place of what should be}. Whoever improves a verdict takes its entry out of here.
-MISSED: dict[str, dict[str, Any]] = {}
