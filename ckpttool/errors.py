@@ -36,7 +36,7 @@ from contextlib import contextmanager
 __all__ = [
     "EXIT_CODES", "CkpttoolError", "ContinuityFailed", "Corrupt", "DestinationExists", "Differs", "DoesNotFit", "GateFailed",
     "IncompleteWeights", "Interrupted", "Locked", "MissingPackage", "NoSpace", "NotRecognised", "RankLost", "RemoteError", "SourceChanged", "Unreadable", "Unsafe",
-    "Unsupported", "UsageError", "argument", "as_flags",
+    "Unsupported", "UsageError", "argument", "as_flags", "kind_of",
 ]  # fmt: skip
 
 
@@ -184,6 +184,12 @@ EXIT_CODES: tuple[tuple[int, str], ...] = (
     (13, "rank lost or hung"),
     (130, "interrupted (resumable)"),
 )
+
+
+def kind_of(e: CkpttoolError) -> str:
+    """The name of an error's class; if it is not one of this module, that of the nearest one above it."""
+    return next(c.__name__ for c in type(e).__mro__ if c.__name__ in __all__)
+
 
 #: Arguments whose option is not their name with dashes.
 _FLAGS = {

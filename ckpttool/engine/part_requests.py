@@ -92,10 +92,9 @@ def index_id(ckpt: Checkpoint, source: Source) -> str:
 
 
 def encoded_error(e: CkpttoolError) -> str:
-    """An answer that says why there is none; of a class that `errors` does not have, the nearest one above it."""
+    """An answer that says why there is none."""
     notes = list(getattr(e, "__notes__", ()))
-    kind = next(c.__name__ for c in type(e).__mro__ if c.__name__ in errors.__all__)
-    return json.dumps({"error": {"kind": kind, "message": str(e), "notes": notes}})
+    return json.dumps({"error": {"kind": errors.kind_of(e), "message": str(e), "notes": notes}})
 
 
 def answered(text: str) -> dict[str, Any]:

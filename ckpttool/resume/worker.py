@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from ..engine.local_worker import end_with
 from ..engine.opening import OpenCheckpoint
-from ..errors import CkpttoolError, DoesNotFit
+from ..errors import CkpttoolError, DoesNotFit, kind_of
 from ..index.checkpoint import joined
 from ..live.collectives import gathered
 from ..live.load import load_opened
@@ -322,8 +322,9 @@ def _fail(folder: str, rank: int, e: BaseException) -> NoReturn:
     import traceback
 
     word: Mapping[str, Any] = {
-        "rank": rank, "known": isinstance(e, CkpttoolError), "lost_peer": lost_peer(e), "kind": type(e).__name__,
-        "text": str(e) or type(e).__name__, "time": time.time(), "traceback": traceback.format_exc(),
+        "rank": rank, "known": isinstance(e, CkpttoolError), "lost_peer": lost_peer(e),
+        "kind": kind_of(e) if isinstance(e, CkpttoolError) else type(e).__name__, "text": str(e) or type(e).__name__,
+        "time": time.time(), "traceback": traceback.format_exc(),
     }  # fmt: skip
     _write(folder, f"error-{rank}.json", json.dumps(word))
     _end(1)

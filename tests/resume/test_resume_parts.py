@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 import ckpttool
 from ckpttool.engine.opening import OpenOptions
 from ckpttool.errors import Corrupt, MissingPackage, UsageError
-from ckpttool.resume import batches, fingerprint, launch, live_facts
+from ckpttool.formats.pickles import Truncated
+from ckpttool.resume import batches, fingerprint, launch, live_facts, ranks, worker
 from ckpttool.resume.settings import Settings, mesh_of, read_settings, write_settings
 from ckpttool.resume.trace import Step, Trace, line, read_reference, read_trace, to_json
 
@@ -389,6 +390,14 @@ def test_an_environment_that_makes_no_sense_is_refused(tmp_path: Path, words: di
     torch.save({"model": {"w": torch.ones(2)}, "step": 3}, tmp_path / "x.pt")
     with pytest.raises(UsageError, match="make no sense"):
         launch.resume_verify(tmp_path / "x.pt", device="cpu")
+
+
+def test_an_error_of_a_rank_keeps_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_end", lambda status: None)
+    worker._fail(str(tmp_path), 1, Truncated("__1_0.distcp ends early."))
+    with pytest.raises(Corrupt, match=r"__1_0\.distcp ends early") as raised:
+        ranks.raise_error_of(str(tmp_path), {1: 1})
+    assert raised.value.exit_code == 4
 
 
 def test_a_reference_that_says_nothing_of_the_optimizer_proves_nothing() -> None:
