@@ -22,8 +22,8 @@ from datetime import UTC, datetime
 from ..engine.opening import OpenCheckpoint, OpenOptions, open_with, usable
 from ..errors import CkpttoolError, RankLost, UsageError, argument
 from ..extras import need
-from ..index.names import step_count
 from .bounds import PROFILES
+from .first_step import step_of
 from .ranks import launch_runs
 from .recipe import looked_over
 from .settings import Settings, Status, mesh_of
@@ -31,7 +31,7 @@ from .trace import Trace, read_reference
 from .verdict import Cause, Report
 from .workspace import workspace
 
-__all__ = ["resume_verify", "step_of"]
+__all__ = ["resume_verify"]
 
 
 def _silent(text: str) -> None:
@@ -391,35 +391,6 @@ def _dtypes(path: str | os.PathLike[str], reading: OpenOptions) -> list[str]:
     with open_with(path, reading) as opened:
         found = {t.dtype for t in opened.checkpoint.tensors.values() if t.path[0] in ("model", "optim")}
     return sorted(d for d in found if "float" in d)
-
-
-def step_of(opened: OpenCheckpoint) -> int:
-    """How many optimizer steps were taken before a checkpoint; 0 if nothing says so."""
-    ckpt = opened.checkpoint
-    if (step := step_count(ckpt.value)) is not None:
-        return step
-    most = 0
-    for v in ckpt.values.values():
-        if v.path[:2] == ("optim", "state") and v.path[-1] == "step" and isinstance(v.data, (int, float)):
-            most = max(most, int(v.data))
-    names = [
-        n
-        for n, t in ckpt.tensors.items()
-        if t.path[-1] == "step" and t.path[0] in ("optim", "trainer") and t.numel == 1
-    ]
-    if not most and names:
-        for n in names[:4]:
-            most = max(most, _number(ckpt.tensors[n].dtype, opened.read(n)))
-    return most
-
-
-def _number(dtype: str, data: bytes) -> int:
-    import numpy as np
-
-    from ..engine.dtypes import numpy_dtype
-
-    value = float(np.frombuffer(data, dtype=numpy_dtype(dtype))[0])
-    return int(value) if math.isfinite(value) else 0
 
 
 #: The runs, and those that are made if these leave it unsure what their numbers mean.

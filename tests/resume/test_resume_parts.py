@@ -18,6 +18,7 @@ from ckpttool.engine.opening import OpenOptions
 from ckpttool.errors import Corrupt, MissingPackage, UsageError
 from ckpttool.formats.pickles import Truncated
 from ckpttool.resume import batches, fingerprint, launch, live_facts, ranks, worker
+from ckpttool.resume.first_step import step_of
 from ckpttool.resume.settings import Settings, mesh_of, read_settings, write_settings
 from ckpttool.resume.trace import Step, Trace, line, read_reference, read_trace, to_json
 
@@ -347,7 +348,20 @@ def test_the_step_of_a_checkpoint_is_its_counter_or_that_of_its_optimizer(
     state["model"].setdefault("w", torch.ones(2))
     torch.save(state, tmp_path / "x.pt")
     with ckpttool.open(tmp_path / "x.pt") as opened:
-        assert launch.step_of(opened) == step
+        assert step_of(opened) == step
+
+
+@pytest.mark.parametrize(("folder", "step"), [("step-4", 4), ("ckpt", 8), ("step-5", 8)])
+def test_the_step_of_a_checkpoint_with_a_file_of_a_later_one_is_that_of_its_folder(
+    tmp_path: Path, folder: str, step: int
+) -> None:
+    weights = {n: torch.ones(2) for n in "ab"}
+    slots = {i: {"step": torch.tensor(s), "exp_avg": torch.ones(2)} for i, s in enumerate((4.0, 8.0))}
+    tree = {"model": weights, "optimizer": {"state": slots, "param_groups": [{"lr": 1, "params": [0, 1]}]}}
+    torch.save(tree, tmp_path / "x.pt")
+    ckpttool.convert(tmp_path / "x.pt", tmp_path / folder, to="dcp", world_size=2)
+    with ckpttool.open(tmp_path / folder) as opened:
+        assert step_of(opened) == step
 
 
 # ------------------------------------------------------------------------------------------- what a hostile tester found
