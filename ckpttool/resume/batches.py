@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..bounded_json import parse
-from ..errors import Corrupt, Unsafe, UsageError
+from ..errors import Corrupt, Unsafe, UsageError, argument
 
 __all__ = ["Rows", "digest", "digest_and_marks", "marks_of", "micro_batches", "of_user", "open_data"]
 
@@ -220,7 +220,13 @@ def of_user(data: Any) -> Rows:
     import numpy as np
 
     def row(index: int) -> dict[str, Any]:
-        sample = data(index) if callable(data) else data[index % len(data)]
+        try:
+            sample = data(index) if callable(data) else data[index % len(data)]
+        except IndexError as e:
+            raise UsageError(
+                f"the data of build() has no sample {index} ({e}). Step n of the training reads the samples from (n - 1) x "
+                f"{argument('global_batch')} on: let the function go on, as data[index % len(data)] does, or take fewer {argument('steps')}."
+            ) from None
         if not isinstance(sample, dict):
             sample = {"input_ids": sample}
         return {k: np.asarray(v) for k, v in sample.items()}

@@ -406,6 +406,13 @@ def test_an_environment_that_makes_no_sense_is_refused(tmp_path: Path, words: di
         launch.resume_verify(tmp_path / "x.pt", device="cpu")
 
 
+def test_data_that_ends_says_which_samples_a_step_reads() -> None:
+    rows = batches.of_user(lambda index: [[1, 2], [3, 4]][index])
+    assert rows(1)["input_ids"].tolist() == [3, 4]
+    with pytest.raises(UsageError, match=r"has no sample 2 \(list index out of range\)\. Step n .*index % len"):
+        rows(2)
+
+
 def test_an_error_of_a_rank_keeps_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "_end", lambda status: None)
     worker._fail(str(tmp_path), 1, Truncated("__1_0.distcp ends early."))
