@@ -36,7 +36,7 @@ from contextlib import contextmanager
 __all__ = [
     "EXIT_CODES", "CkpttoolError", "ContinuityFailed", "Corrupt", "DestinationExists", "Differs", "DoesNotFit", "GateFailed",
     "IncompleteWeights", "Interrupted", "Locked", "MissingPackage", "NoSpace", "NotRecognised", "RankLost", "RemoteError", "SourceChanged", "Unreadable", "Unsafe",
-    "Unsupported", "UsageError", "argument", "as_flags", "kind_of",
+    "Unsupported", "UsageError", "argument", "as_flags", "flags_are_named", "kind_of",
 ]  # fmt: skip
 
 
@@ -210,6 +210,11 @@ def as_flags() -> Iterator[None]:
         yield
     finally:
         _flags = before
+
+
+def flags_are_named() -> bool:
+    """Whether `as_flags` is in effect, for those who start processes whose messages are shown too."""
+    return _flags
 
 
 def argument(name: str, value: object = None, of: str | None = None) -> str:

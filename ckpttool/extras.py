@@ -14,7 +14,7 @@ __all__ = ["installed", "missing", "need"]
 #: The extra of ckpttool that brings a package, by the name that it is imported by.
 _EXTRA = {
     "torch": "torch", "transformers": "torch", "jinja2": "torch", "model_signing": "audit", "pyrage": "audit", "s3fs": "s3",
-    "gcsfs": "gcs", "distributed": "dask", "ray": "ray", "mpi4py": "mpi",
+    "gcsfs": "gcs", "distributed": "dask", "ray": "ray", "mpi4py": "mpi", "peft": "peft",
 }  # fmt: skip
 
 

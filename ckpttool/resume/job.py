@@ -3,7 +3,7 @@
 Two ways to a job:
 
     --config    a Hugging Face folder. The model is transformers' AutoModelForCausalLM; parameters have the dtypes of the
-                checkpoint; those that no param group lists do not train. The class of the optimizer follows from the
+                checkpoint; those that no param group lists do not train. LoRA layers of the checkpoint are PEFT's. The class of the optimizer follows from the
                 slots that the checkpoint has, its options from the checkpoint's param groups.
     --job       module.py:build. The user's function gives (model, optimizer, scheduler, data) or fewer, or a dict of
                 those, and "loss" if the model has another one. It may ask for `mesh` and `device` by the names of its
@@ -28,6 +28,7 @@ from typing import Any
 from ..errors import Unsupported, UsageError, argument
 from ..index.checkpoint import Checkpoint
 from ..live.live_job import OWN_FLAGS
+from .adapted import adapted
 from .live_facts import dropouts, named_parameters
 from .recipe import built
 from .settings import Settings
@@ -79,6 +80,8 @@ def start(settings: Settings, ckpt: Checkpoint) -> Job:
         vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     else:
         model, dropout_off = _from_config(settings)
+        with _parameters_on_meta():
+            model = adapted(model, settings, ckpt)
         model = _below(model, settings)
         _like_checkpoint(model, ckpt, notes)
         optimizer = None

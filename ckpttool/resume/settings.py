@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 
 from ..engine.opening import OpenOptions
-from ..errors import UsageError
+from ..errors import UsageError, flags_are_named
 
 __all__ = ["Settings", "Status", "mesh_of", "read_settings", "write_settings"]
 
@@ -28,7 +28,7 @@ class Settings:
     `module_prefix` is what the names of the checkpoint begin with and those of the job's model do not.
     `scratch` is a folder for the save of the round trip, that of rank 0 where they differ; None for none. `timeout` is for how
     many seconds a rank may make no progress. `dtypes` are those in which every tensor gets a fingerprint as well, since the
-    other side may have rounded it.
+    other side may have rounded it. `flags` is whether messages name options as the command line does.
     """
 
     source: str
@@ -59,6 +59,7 @@ class Settings:
     scratch: str | None = None
     timeout: float = 600.0
     dtypes: list[str] = field(default_factory=list)
+    flags: bool = field(default_factory=flags_are_named)
 
     def __post_init__(self) -> None:
         if self.dtype not in ("fp32", "bf16"):

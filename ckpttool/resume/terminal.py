@@ -54,7 +54,8 @@ class _Screen:
         if numbers := speed(report):
             yield Text()
             yield Text("   ".join(f"{what} {value}" for what, value in numbers), overflow="fold")
-        for note in [*report.candidate.notes, *(report.reference.notes if report.reference is not None else [])]:
+        notes = [*report.candidate.notes, *(report.reference.notes if report.reference is not None else [])]
+        for note in dict.fromkeys(notes):
             yield Text.assemble(("note ", "blue"), clean(note, max(20, width - 10)), overflow="fold")
         if report.causes and report.exit_code:
             yield Text()

@@ -202,6 +202,8 @@ def live(animal: Animal, folder: Path) -> None:
             recorder.state(step)
     if dist.get_rank() == 0:
         model.config.save_pretrained(folder / "config")
+        if animal.lora:
+            model.peft_config["default"].save_pretrained(folder / "config")
 
 
 def main() -> None:

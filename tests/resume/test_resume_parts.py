@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 
 import ckpttool
 from ckpttool.engine.opening import OpenOptions
-from ckpttool.errors import Corrupt, MissingPackage, UsageError
+from ckpttool.errors import Corrupt, MissingPackage, Unsupported, UsageError
 from ckpttool.formats.pickles import Truncated
 from ckpttool.resume import batches, fingerprint, launch, live_facts, ranks, worker
+from ckpttool.resume.adapted import adapted
 from ckpttool.resume.first_step import step_of
 from ckpttool.resume.settings import Settings, mesh_of, read_settings, write_settings
 from ckpttool.resume.trace import Step, Trace, line, read_reference, read_trace, to_json
@@ -404,6 +406,41 @@ def test_an_environment_that_makes_no_sense_is_refused(tmp_path: Path, words: di
     torch.save({"model": {"w": torch.ones(2)}, "step": 3}, tmp_path / "x.pt")
     with pytest.raises(UsageError, match="make no sense"):
         launch.resume_verify(tmp_path / "x.pt", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("names", "config", "says"),
+    [
+        (["default"], None, "holds LoRA layers, and adapter_config.json, which describes them, is neither in"),
+        (["default"], {"peft_type": "LOHA"}, "adapter_config.json is of LOHA, not of LORA"),
+        (["a", "b"], {"peft_type": "LORA"}, r"holds several adapters \(a, b\)"),
+    ],
+)
+def test_lora_layers_that_cannot_be_made_are_refused(tmp_path: Path, names: list[str], config: Any, says: str) -> None:
+    torch.save({"model": {f"q.lora_A.{n}.weight": torch.ones(2, 3) for n in names}}, tmp_path / "x.pt")
+    (tmp_path / "of_model").mkdir()
+    if config is not None:
+        (tmp_path / "of_model" / "adapter_config.json").write_text(json.dumps(config))
+    settings = Settings(source=str(tmp_path / "x.pt"), config=str(tmp_path / "of_model"))
+    with ckpttool.open(tmp_path / "x.pt") as opened, pytest.raises(Unsupported, match=says):
+        adapted(torch.nn.Linear(3, 3), settings, opened.checkpoint)
+
+
+def test_only_fields_that_say_which_layers_there_are_are_taken_from_an_adapter_config(tmp_path: Path) -> None:
+    torch.save({"model": {"q.lora_A.x.weight": torch.ones(2, 3)}}, tmp_path / "x.pt")
+    config = {
+        "peft_type": "LORA",
+        "r": 2,
+        "target_modules": ["q"],
+        "megatron_config": {},
+        "megatron_core": "antigravity",
+    }
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with ckpttool.open(tmp_path / "x.pt") as opened:
+        model = torch.nn.ModuleDict({"q": torch.nn.Linear(3, 3), "k": torch.nn.Linear(3, 3)})
+        made = adapted(model, Settings(source=str(tmp_path / "x.pt"), config=str(tmp_path)), opened.checkpoint)
+    assert {n for n, _ in made.named_parameters() if "lora" in n} == {"q.lora_A.x.weight", "q.lora_B.x.weight"}
+    assert "antigravity" not in sys.modules
 
 
 def test_data_that_ends_says_which_samples_a_step_reads() -> None:
