@@ -271,6 +271,7 @@ def resume_verify(
 ) -> None:
     """Load a checkpoint into a live FSDP2 job and check that training continues as before; exit 10 if not, 12 if it does not fit."""
     from ..resume import report as reports
+    from ..resume.joined import leave
     from ..resume.launch import resume_verify as run
     from ..resume.terminal import screen
 
@@ -306,13 +307,15 @@ def resume_verify(
     finally:
         telling.close()
     if found is None:  # a rank other than the first of a job that was started from outside
-        return
+        leave(0)
     if not as_json:
         draw(screen(found))
         sys.stdout.flush()
     reports.write(found, folder=report, junit_file=junit, metrics_file=metrics)
     if as_json:
         print_json(found.to_json())
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        leave(found.exit_code)
     if found.exit_code:
         raise typer.Exit(found.exit_code)
 

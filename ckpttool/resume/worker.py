@@ -32,7 +32,7 @@ from ..live.values import lossless
 from . import batches, fingerprint, misfit
 from .beside import taken
 from .job import Job, start
-from .joined import joined_job, lost_peer
+from .joined import joined_job, leave, lost_peer
 from .live_facts import (  # fmt: skip
     config_of,
     device_of,
@@ -317,7 +317,7 @@ def main(folder: str) -> None:
                     _fail(folder, rank, e)  # before the job is left, which may wait for a rank that is gone
         except BaseException as e:
             _fail(folder, rank, e)
-    _end(0)
+    leave(0)
 
 
 def _fail(folder: str, rank: int, e: BaseException) -> NoReturn:
@@ -329,14 +329,7 @@ def _fail(folder: str, rank: int, e: BaseException) -> NoReturn:
         "time": time.time(), "traceback": traceback.format_exc(),
     }  # fmt: skip
     _write(folder, f"error-{rank}.json", json.dumps(word))
-    _end(1)
-
-
-def _end(status: int) -> NoReturn:
-    """End this process. On the usual way out, threads of gloo now and then outlive what owns them, and the process aborts."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    leave(1)
 
 
 def _write(folder: str, name: str, text: str) -> None:

@@ -40,7 +40,7 @@ class Case(NamedTuple):
 CASES = (
     Case("titan-llama3", "torchtitan-llama3", "torchtitan-llama3", 5e-7),
     Case("titan-llama3-fused", "torchtitan-llama3", "torchtitan-llama3-fused", 5e-7),
-    Case("titan-qwen3-fused", "torchtitan-qwen3", "torchtitan-qwen3-fused", 0.0),
+    Case("titan-qwen3-fused", "torchtitan-qwen3", "torchtitan-qwen3-fused", 5e-7),
     Case("titan-qwen3-moe", "torchtitan-qwen3", "torchtitan-qwen3", 5e-7),
     Case("titan-deepseek-v3", "torchtitan-deepseek-v3", "torchtitan-deepseek-v3", 5e-7),
     Case("tune-llama3", "torchtune-llama3", "torchtune-llama3", 5e-7),

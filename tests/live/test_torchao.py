@@ -48,6 +48,11 @@ def uninterrupted(case: str) -> tuple[list[float], dict[str, torch.Tensor], dict
     return losses, load_file(folder / "truth.safetensors"), load_file(folder / "next.safetensors")
 
 
+def near(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Whether weights after three steps are those of the fixture; another type of CPU may round their last digit otherwise (6e-8)."""
+    return a.keys() == b.keys() and all((a[n] - t).abs().max() <= 2e-7 for n, t in b.items())
+
+
 def test_two_ranks_go_on_as_if_they_had_never_stopped(tmp_path: Path) -> None:
     cases = ["adamw8bit_w2", "adamwfp8_w2", "adamw8bit_mixed_w2"]
     words: list[object] = []
@@ -63,7 +68,7 @@ def test_two_ranks_go_on_as_if_they_had_never_stopped(tmp_path: Path) -> None:
         losses, kinds, loaded, final = outcome(tmp_path / f"{case}-out")
         expected, truth, end = uninterrupted(case)
         assert kinds["embed.weight.exp_avg"].startswith("OptimState") and kinds["small.weight.exp_avg"] == "Tensor"
-        assert difference(loaded, truth) == [] and losses == expected and difference(final, end) == []
+        assert difference(loaded, truth) == [] and losses == expected and near(final, end)
 
 
 def test_one_process_goes_on_from_one_file_and_from_a_folder(tmp_path: Path) -> None:
@@ -78,7 +83,7 @@ def test_one_process_goes_on_from_one_file_and_from_a_folder(tmp_path: Path) -> 
     for path in ("same.pt", "same"):
         losses, kinds, loaded, final = outcome(tmp_path / f"{path}-out")
         assert kinds["embed.weight.exp_avg"] == "OptimState4bit"
-        assert difference(loaded, truth) == [] and losses == expected and difference(final, end) == []
+        assert difference(loaded, truth) == [] and losses == expected and near(final, end)
     losses, kinds, loaded, _ = outcome(tmp_path / "joined.pt-out")
     expected, truth, _ = uninterrupted("adamw8bit_w2")
     assert kinds["embed.weight.exp_avg"] == "OptimState8bit" and difference(loaded, truth) == []

@@ -46,7 +46,9 @@ def of(job: str) -> list[str]:
 def processes(folder: Path) -> list[int]:
     """The processes that work in a folder, stopped ones included."""
     found = []
-    for link in Path("/proc").glob("[0-9]*/cwd"):
+    for link in Path("/proc").glob(
+        "[0-9]*/task/[0-9]*/cwd"
+    ):  # of each thread: they do not end at once, and share the open files
         try:
             if os.readlink(link) == str(folder):
                 found.append(int(link.parts[2]))

@@ -451,7 +451,7 @@ def test_data_that_ends_says_which_samples_a_step_reads() -> None:
 
 
 def test_an_error_of_a_rank_keeps_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_end", lambda status: None)
+    monkeypatch.setattr(worker, "leave", lambda status: None)
     worker._fail(str(tmp_path), 1, Truncated("__1_0.distcp ends early."))
     with pytest.raises(Corrupt, match=r"__1_0\.distcp ends early") as raised:
         ranks.raise_error_of(str(tmp_path), {1: 1})
