@@ -45,16 +45,15 @@ def of(job: str) -> list[str]:
 
 def processes(folder: Path) -> list[int]:
     """The processes that work in a folder, stopped ones included."""
-    found = []
-    for link in Path("/proc").glob(
-        "[0-9]*/task/[0-9]*/cwd"
-    ):  # of each thread: they do not end at once, and share the open files
+    found = set()
+    # of each thread: they do not end at once, and share the open files
+    for link in Path("/proc").glob("[0-9]*/task/[0-9]*/cwd"):
         try:
             if os.readlink(link) == str(folder):
-                found.append(int(link.parts[2]))
+                found.add(int(link.parts[2]))
         except OSError:
             continue
-    return found
+    return sorted(found)
 
 
 def none_left(folder: Path) -> bool:
@@ -240,11 +239,13 @@ def test_the_ranks_of_a_killed_torchrun_end_also_a_stopped_one(tmp_path: Path) -
         )  # fmt: skip
         with torchrun:
             assert torchrun.stderr is not None
-            assert any("step 2 of" in line for line in torchrun.stderr)
-            ranks = [pid for pid in processes(tmp_path) if pid != torchrun.pid]
-            assert len(ranks) == 2
-            os.kill(ranks[0], signal.SIGSTOP)
-            torchrun.kill()
+            try:
+                assert any("step 2 of" in line for line in torchrun.stderr)
+                ranks = [pid for pid in processes(tmp_path) if pid != torchrun.pid]
+                assert len(ranks) == 2
+                os.kill(ranks[0], signal.SIGSTOP)
+            finally:
+                torchrun.kill()
             torchrun.stderr.read()
         assert none_left(tmp_path)
 
