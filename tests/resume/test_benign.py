@@ -106,7 +106,7 @@ def runs() -> Iterator[Run]:
             continue
         worlds = (1, 2, 3, 4)
         if animal.lora:
-            yield from (Run(job, w, build=b) for w in worlds for b in ("lora", ""))
+            yield from (Run(job, w, build="lora") for w in worlds)
             continue
         yield from (Run(job, w) for w in worlds)
         if job != "llama bf16 held":
