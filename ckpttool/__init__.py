@@ -18,11 +18,13 @@ from ._version import __version__
 if TYPE_CHECKING:
     from .audit.export import Exported, export, restore
     from .audit.options import ArchiveOptions
-    from .converters._deepspeed_write import ZeroOptions  # type: ignore[import-not-found,unused-ignore]
-    from .converters._fsdp1_plan import Fsdp1Options  # type: ignore[import-not-found,unused-ignore]
-    from .converters._hf_options import HfOptions  # type: ignore[import-not-found,unused-ignore]
-    from .converters._parts_write import DirectoryOptions  # type: ignore[import-not-found,unused-ignore]
-    from .converters.universal import UniversalOptions  # type: ignore[import-not-found,unused-ignore]
+    from .converters._options import (  # type: ignore[import-not-found,unused-ignore]
+        DirectoryOptions,
+        Fsdp1Options,
+        HfOptions,
+        UniversalOptions,
+        ZeroOptions,
+    )
     from .engine.adapter import adapter_extract, adapter_merge
     from .engine.conversion import ConvertResult, convert
     from .engine.detection import newest
@@ -53,10 +55,10 @@ _WHERE = {
     "Diagnosis": "engine.doctor",
     "Difference": "engine.diff",
     "DigestResult": "engine.verification",
-    "DirectoryOptions": "converters._parts_write",
+    "DirectoryOptions": "converters._options",
     "Exported": "audit.export",
-    "Fsdp1Options": "converters._fsdp1_plan",
-    "HfOptions": "converters._hf_options",
+    "Fsdp1Options": "converters._options",
+    "HfOptions": "converters._options",
     "Loaded": "live.load",
     "OpenCheckpoint": "engine.opening",
     "Plan": "engine.planning",
@@ -66,9 +68,9 @@ _WHERE = {
     "Report": "resume.verdict",
     "Summary": "engine.inspect",
     "TensorHandle": "engine.handle",
-    "UniversalOptions": "converters.universal",
+    "UniversalOptions": "converters._options",
     "VerifyResult": "engine.verification",
-    "ZeroOptions": "converters._deepspeed_write",
+    "ZeroOptions": "converters._options",
     "adapter_extract": "engine.adapter",
     "adapter_merge": "engine.adapter",
     "clean": "storage.partial",

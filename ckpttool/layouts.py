@@ -31,7 +31,7 @@ from .storage.source import Source
 
 __all__ = [
     "Layout", "LayoutWarning", "ModelHints", "Place", "ReadOptions", "ReferenceModel", "Saves", "WriteOptions", "checkpoint_of", "detect", "find",
-    "flags_of", "known_orders", "layouts", "option", "options_of", "place", "target_of", "tree_of",
+    "flags_of", "known_orders", "late", "layouts", "option", "options_of", "place", "target_of", "tree_of",
 ]  # fmt: skip
 
 _MODULES = "dcp full hf zero universal fsdp1 audit trainers torchsnapshot megatron torch_checkpointing nanotron"
@@ -233,6 +233,15 @@ class Layout:
     saves: Saves | None = None
     spreads_tensors: bool = False
     check_replaceable: Callable[[str], None] = lambda path: None
+
+
+def late(where: str) -> Callable[..., Any]:
+    """A function that is imported when it is called. `where` is written like an entry point: "package.module:function".
+
+    What writes a layout is named so: a command that reads one checkpoint loads the modules of all layouts, to detect its own.
+    """
+    module, _, name = where.partition(":")
+    return lambda *args, **options: getattr(import_module(module), name)(*args, **options)
 
 
 def checkpoint_of(

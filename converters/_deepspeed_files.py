@@ -34,6 +34,7 @@ __all__ = [
     "SAVES",
     "SCALERS",
     "STAGE",
+    "UNIVERSAL",
     "Cut",
     "File",
     "Save",
@@ -62,6 +63,9 @@ SAVES = Saves(frozenset(("latest", "latest_universal")), "global_step")
 MODEL3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 OPTIM = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+
+#: In a save, of a Universal Checkpoint.
+UNIVERSAL = "zero/optimizer_state.pt"
 
 STAGE = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
 SCALERS = "deepspeed.runtime.fp16.loss_scaler"

@@ -11,7 +11,7 @@ described in _deepspeed.py, zero.py and universal.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isfinite
 from typing import Any
 
@@ -22,9 +22,10 @@ from ckpttool.formats.stored_tensors import Inline, number_in
 from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, floating_dtype, joined
-from ckpttool.layouts import WriteOptions, option
+from ckpttool.layouts import WriteOptions
 
 from ._deepspeed_files import MAYBE, OWN, SCALERS, STAGE, Cut, from_cuts, setting
+from ._options import ZeroOptions
 
 __all__ = ["DS_VERSION", "Models", "Plan", "Tree", "fragment", "size", "stage_enum"]
 
@@ -76,21 +77,6 @@ class Tree:
         if isinstance(x, list):
             return [self.value(v) for v in x]
         return x
-
-
-@dataclass(frozen=True)
-class ZeroOptions:
-    """The configuration of the DeepSpeed engine that will load the save; None: as in the source, or DeepSpeed's default."""
-
-    sub_group_size: int | None = option(
-        None, "sub_group_size in the config of the engine that will load it; DeepSpeed's default is 1e9 elements."
-    )
-    precision: str | None = option(None, "Precision of the job that will load it: bf16, fp16 or fp32.")
-    write_tag: str | None = option(None, "Name of the save to write, instead of global_step<N>.")
-
-    def __post_init__(self) -> None:
-        if self.sub_group_size is not None and self.sub_group_size < 1:
-            raise UsageError(f"sub_group_size is {self.sub_group_size}; it must be at least 1.")
 
 
 class Plan:

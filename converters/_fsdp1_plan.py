@@ -12,17 +12,11 @@ from ckpttool.engine.training import Training
 from ckpttool.errors import Unsupported, argument
 from ckpttool.huggingface import model_names
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, TensorEntry, floating_dtype
-from ckpttool.layouts import WriteOptions, option
+from ckpttool.layouts import WriteOptions
 
-__all__ = ["Fsdp1Options", "Plan", "plan_flats"]
+from ._options import Fsdp1Options
 
-
-@dataclass(frozen=True)
-class Fsdp1Options:
-    """The arguments of FSDP1 in the job that will load the files."""
-
-    use_orig_params: bool = option(False, "For a job that calls FSDP(use_orig_params=True).")
-    precision: str | None = option(None, "Precision of the job that will load it: bf16, fp16 or fp32.")
+__all__ = ["Plan", "plan_flats"]
 
 
 @dataclass

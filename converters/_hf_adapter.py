@@ -12,8 +12,8 @@ from ckpttool.index.draft import Draft, DraftFile
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
-from ._hf_options import HfOptions
 from ._hf_shards import refuse_dtypes, shard
+from ._options import HfOptions
 
 __all__ = ["ADAPTER", "adapter_config", "refuse_adapter", "write_adapter"]
 

@@ -1,4 +1,4 @@
-"""Files of weights for hf: which tensors go into which shard, and the header of each."""
+"""Files of weights for hf: their names, which tensors go into which shard, and the header of each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from ckpttool.formats import safetensors_header
 from ckpttool.index.checkpoint import Chunks, TensorEntry
 from ckpttool.index.draft import DraftFile
 
-__all__ = ["refuse_dtypes", "shard", "split"]
+__all__ = ["INDEX", "SALVAGE", "WHOLE", "refuse_dtypes", "shard", "split"]
+
+INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+#: Key of the metadata of one file in which `ckpttool.json` has no place: {name: "exact", "rebuilt: how", "missing: why"} as JSON.
+SALVAGE = "ckpttool_salvage"
 
 
 def shard(

@@ -21,22 +21,11 @@ from ckpttool.storage.source import Source
 from . import _training_state as training_state
 from ._hf_adapter import adapter_config, refuse_adapter, write_adapter
 from ._hf_names import asks_transformers, crop, ties
-from ._hf_options import HfOptions
-from ._hf_shards import refuse_dtypes, shard, split
+from ._hf_shards import INDEX, SALVAGE, WHOLE, refuse_dtypes, shard, split
 from ._hf_subclasses import flat_names, metadata
+from ._options import HfOptions
 
-__all__ = ["INDEX", "SALVAGE", "WHOLE", "holds", "prepare", "write", "write_file"]
-
-
-INDEX = "model.safetensors.index.json"
-WHOLE = "model.safetensors"
-#: Key of the metadata of one file in which `ckpttool.json` has no place: {name: "exact", "rebuilt: how", "missing: why"} as JSON.
-SALVAGE = "ckpttool_salvage"
-
-
-def holds(own: object) -> frozenset[str]:
-    """The components that it can hold: weights, or everything with the optimizer."""
-    return frozenset() if isinstance(own, HfOptions) and own.include_optimizer else frozenset({"model"})
+__all__ = ["prepare", "write", "write_file"]
 
 
 def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:

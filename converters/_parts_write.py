@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from ckpttool import layouts
-from ckpttool.errors import Unsupported, UsageError, argument
+from ckpttool.errors import Unsupported, argument
 from ckpttool.formats.subclasses import put_together
 from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
@@ -24,33 +24,19 @@ from ckpttool.index.checkpoint import Checkpoint, Chunks, Number, Path, TensorEn
 from ckpttool.index.composites import Composite, collapsed
 from ckpttool.index.draft import Draft, DraftFile, Written
 from ckpttool.index.trees import nest
-from ckpttool.layouts import WriteOptions, option
+from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
+from ._options import DirectoryOptions
 from ._parts import LEFT_OVER, live_name
 
 __all__ = [
-    "DirectoryOptions",
     "SmallFile",
     "data_files",
     "joined_drafts",
     "left_over",
     "state_drafts",
 ]
-
-
-@dataclass(frozen=True)
-class DirectoryOptions:
-    """How a trainer's directory is laid out."""
-
-    state_dict_type: str = option(
-        "sharded", "What the FSDP plugin of the job asks for: sharded (SHARDED_STATE_DICT) or full (FULL_STATE_DICT); ddp for a "
-        "job without FSDP, on one GPU or more.", metavar="sharded|full|ddp",
-    )  # fmt: skip
-
-    def __post_init__(self) -> None:
-        if self.state_dict_type not in ("sharded", "full", "ddp"):
-            raise UsageError(f"{argument('state_dict_type', self.state_dict_type)}: choose sharded, full or ddp.")
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from ckpttool.errors import Corrupt
 from ckpttool.storage.source import Source
 
 from ._parts import DATA, Part
-from ._trainers_write import RNG_KEYS
 
 __all__ = [
     "RANDOM_STATES",
+    "RNG_KEYS",
     "RNG_STATE",
     "models_in",
     "numbered",
@@ -22,6 +22,14 @@ __all__ = [
     "rest_in",
     "state_in",
 ]
+
+#: {what Accelerate calls a part of a rank's RNG state: its canonical name, which is Trainer's}
+RNG_KEYS = {
+    "random_state": "python",
+    "numpy_random_seed": "numpy",
+    "torch_manual_seed": "cpu",
+    "torch_cuda_manual_seed": "cuda",
+}
 
 
 def numbered(names: Sequence[str], pattern: str) -> Iterator[tuple[str, int]]:

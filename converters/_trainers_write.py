@@ -18,16 +18,10 @@ from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
 from ._parts_write import SmallFile, data_files, joined_drafts, left_over, state_drafts
+from ._trainer_files import RNG_KEYS
 
-__all__ = ["RNG_KEYS", "write_accelerate", "write_lightning", "write_titan", "write_trainer"]
+__all__ = ["write_accelerate", "write_lightning", "write_titan", "write_trainer"]
 
-#: {what Accelerate calls a part of a rank's RNG state: its canonical name, which is Trainer's}
-RNG_KEYS = {
-    "random_state": "python",
-    "numpy_random_seed": "numpy",
-    "torch_manual_seed": "cpu",
-    "torch_cuda_manual_seed": "cuda",
-}
 #: {state dict type: names of the model and of the optimizer}; Trainer has another one for the optimizer of a job without FSDP
 _NAMES = {
     "sharded": ("pytorch_model_fsdp_0", "optimizer_0"),

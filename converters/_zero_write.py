@@ -17,6 +17,7 @@ from ckpttool.storage.source import Source
 from . import _deepspeed_files as ds
 from . import _deepspeed_write as dw
 from ._deepspeed_files import Cut
+from ._options import ZeroOptions
 from ._zero_geometry import Groups, concatenated, part_of, partitioned, subgroups
 
 __all__ = ["write_stage"]
@@ -31,7 +32,7 @@ def write_stage(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: 
     world = options.ranks(ckpt)
     state = split_training_state(ckpt, source, options.like and options.like.optimizer)
     tensors = {n: replace(t, dtype=options.cast(f"model.{n}", t.dtype)) for n, t in state.tensors.items()}
-    plan = dw.Plan(state, tensors, stage, options, options.of(dw.ZeroOptions), ckpt)
+    plan = dw.Plan(state, tensors, stage, options, options.of(ZeroOptions), ckpt)
     named = [{n: tensors[n].shape for n in g.params} for g in state.groups]
     if stage == 3:
         split = [subgroups(g, world, plan.sub_group_size) for g in named]

@@ -44,14 +44,13 @@ from ckpttool.index.checkpoint import (
 )
 from ckpttool.index.composites import shape_of
 from ckpttool.index.names import canonical
-from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_orders
+from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_orders, late
 from ckpttool.storage.patched import Lost
 from ckpttool.storage.source import Source
 
 from ._dcp_items import Items, SubclassFound
 from ._dcp_metadata import Index, read_index
 from ._dcp_subclasses import are_short, ends, joined_parts
-from ._dcp_write import write
 
 __all__ = ["LAYOUTS"]
 
@@ -310,7 +309,8 @@ def _refuse_shared(ckpt: Checkpoint, tensors: dict[str, TensorEntry]) -> None:
 
 LAYOUTS = (
     Layout(
-        name="dcp", title="torch.distributed.checkpoint folder", detect=detect, read=read, write=write, locate=locate,
+        name="dcp", title="torch.distributed.checkpoint folder", detect=detect, read=read, locate=locate,
+        write=late("ckpttool.converters._dcp_write:write"),
         aliases=("distcp", "fsdp", "fsdp2", "torch-dcp"), own_keys=True, reader_uses=("config", "like"), writer_uses=("world_size",), spreads_tensors=True,
         keeps_subclasses=True,
     ),

@@ -41,14 +41,13 @@ from ckpttool.index.checkpoint import Checkpoint, Path, Salvage, TensorEntry, sa
 from ckpttool.index.composites import shape_of
 from ckpttool.index.fqns import strip_wrappers
 from ckpttool.index.names import canonical, with_canonical_keys
-from ckpttool.layouts import Layout, ModelHints, Place, ReadOptions, checkpoint_of
+from ckpttool.layouts import Layout, ModelHints, Place, ReadOptions, checkpoint_of, late
 from ckpttool.storage.source import Source
 
 from . import _fairscale
 from ._fsdp1_flat import ModelInfo, RankSlices, Spans, layout_of, model_names_of
 from ._fsdp1_optimizer import read_optimizer
-from ._fsdp1_plan import Fsdp1Options
-from ._fsdp1_write import write
+from ._options import Fsdp1Options
 from ._ranks import (
     SIDE,
     Files,
@@ -236,7 +235,7 @@ LAYOUTS = (
         title="FSDP1: one torch.save file a rank",
         detect=detect,
         read=read,
-        write=write,
+        write=late("ckpttool.converters._fsdp1_write:write"),
         options=Fsdp1Options,
         aliases=("local", "local_state_dict"),
         reader_uses=("config", "like", "flat_layout", "wrap"),

@@ -38,15 +38,15 @@ from ckpttool.index.checkpoint import Checkpoint, Chunk, Chunks, Extent, Path, S
 from ckpttool.index.fqns import strip_wrappers
 from ckpttool.index.names import CanonicalState
 from ckpttool.index.vocabulary import is_vocabulary
-from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of
+from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, late
 from ckpttool.storage.source import Source
 
 from . import _training_state as training_state
 from ._hf_adapter import ADAPTER
 from ._hf_names import in_memory
-from ._hf_options import HfOptions
+from ._hf_shards import INDEX, SALVAGE, WHOLE
 from ._hf_subclasses import put_together
-from ._hf_write import INDEX, SALVAGE, WHOLE, holds, prepare, write, write_file
+from ._options import HfOptions
 
 __all__ = ["LAYOUTS"]
 
@@ -280,10 +280,21 @@ def _sharded(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], 
     return out, files
 
 
+def _holds(own: object) -> frozenset[str]:
+    """The components that it can hold: weights, or everything with the optimizer."""
+    return frozenset() if isinstance(own, HfOptions) and own.include_optimizer else frozenset({"model"})
+
+
 _FOLDER = Layout(
-    name="hf", title="Hugging Face safetensors", detect=detect, read=read, write=write, locate=locate, options=HfOptions, keeps_subclasses=True,
-    prepare=prepare, holds=holds, aliases=("huggingface", "safetensors", "transformers"), keeps_config=True,
+    name="hf", title="Hugging Face safetensors", detect=detect, read=read, locate=locate, options=HfOptions, keeps_subclasses=True,
+    write=late("ckpttool.converters._hf_write:write"), prepare=late("ckpttool.converters._hf_write:prepare"), holds=_holds, aliases=("huggingface", "safetensors", "transformers"), keeps_config=True,
     reader_uses=("config",), writer_uses=("config",),
 )  # fmt: skip
-_FILE = replace(_FOLDER, write=write_file, is_file=True, suffixes=(".safetensors",), keeps_config=False)
+_FILE = replace(
+    _FOLDER,
+    write=late("ckpttool.converters._hf_write:write_file"),
+    is_file=True,
+    suffixes=(".safetensors",),
+    keeps_config=False,
+)
 LAYOUTS = (replace(_FOLDER, as_file=_FILE),)

@@ -44,7 +44,7 @@ from ckpttool.formats.pickles import short
 from ckpttool.index.checkpoint import Checkpoint, Path, Record, Salvage, TensorEntry, Value, joined
 from ckpttool.index.names import COMPONENTS, CanonicalState, original
 from ckpttool.index.trees import nest
-from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of
+from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, late
 from ckpttool.storage import remote
 from ckpttool.storage.patched import Lost
 from ckpttool.storage.siblings import parent_of
@@ -53,7 +53,6 @@ from ckpttool.storage.source import Source
 from ._dcp_metadata import read_index
 from ._megatron_boxes import flat_ranges, layer
 from ._megatron_state import BUCKETS, Key, common_tree, key_of, model_file, name_groups, path_of_object
-from ._megatron_write import prepare, write
 
 __all__ = ["LAYOUTS"]
 
@@ -461,6 +460,6 @@ LAYOUTS = (
     Layout(
         name="megatron", title="directory of Megatron-Core", detect=detect, read=read, locate=locate,
         aliases=("torch_dist", "mcore", "megatron-core", "nemo"), of_trainer=True, reader_uses=(), spreads_tensors=True,
-        write=write, prepare=prepare, writer_uses=("world_size",), synthesizes_values=True, needs_named_optimizer=True,
+        write=late("ckpttool.converters._megatron_write:write"), prepare=late("ckpttool.converters._megatron_write:prepare"), writer_uses=("world_size",), synthesizes_values=True, needs_named_optimizer=True,
     ),
 )  # fmt: skip

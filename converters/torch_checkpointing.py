@@ -36,11 +36,10 @@ from ckpttool.index import boxes
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, joined, same_bytes
 from ckpttool.index.composites import class_of, shape_of
 from ckpttool.index.names import ROLES, canonical
-from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_orders
+from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_orders, late
 from ckpttool.storage.source import Source
 
 from ._checkpointing_metadata import METADATA, Item, Placed, read_metadata
-from ._checkpointing_write import write
 from ._ranks import Files, Rank, assembled, compare_replicas, load, rest_of
 
 __all__ = ["LAYOUTS"]
@@ -374,7 +373,7 @@ def _inside(x: Any) -> list[Any]:
 
 LAYOUTS = (
     Layout(
-        name="torch_checkpointing", title="folder of torch_checkpointing's CheckpointManager", detect=detect, read=read, write=write,
+        name="torch_checkpointing", title="folder of torch_checkpointing's CheckpointManager", detect=detect, read=read, write=late("ckpttool.converters._checkpointing_write:write"),
         aliases=("torch-checkpointing", "checkpointing"), own_keys=True, reader_uses=("config", "like"), writer_uses=("world_size",),
         needs_named_optimizer=True,
     ),

@@ -56,8 +56,8 @@ from ckpttool.storage.source import Source
 
 from ._deepspeed_files import SAVES
 from ._olmo import OLMO
+from ._options import DirectoryOptions
 from ._parts import DATA, LEFT_OVER, TREE, Dialect, Part, of_one_model
-from ._parts_write import DirectoryOptions
 from ._scripts import SCRIPT
 from ._torchtune import TORCHTUNE
 from ._trainer_files import (
@@ -70,7 +70,6 @@ from ._trainer_files import (
     rest_in,
     state_in,
 )
-from ._trainers_write import write_accelerate, write_lightning, write_titan, write_trainer
 from ._two_folders import AUTOMODEL, TRANSFORMERS
 from ._veomni import VEOMNI
 
@@ -136,12 +135,12 @@ def _parts_of(rng: str, source: Source) -> list[Part]:
 
 
 ACCELERATE = Dialect(
-    name="accelerate", title="Accelerate", detect=_is_accelerate, write=write_accelerate, options=DirectoryOptions,
+    name="accelerate", title="Accelerate", detect=_is_accelerate, write=layouts.late("ckpttool.converters._trainers_write:write_accelerate"), options=DirectoryOptions,
     parts=partial(_parts_of, RANDOM_STATES), world_size=partial(_ranks, RANDOM_STATES),
     saves=SAVES,
 )  # fmt: skip
 TRAINER = Dialect(
-    name="trainer", title="Hugging Face Trainer", detect=_is_trainer, write=write_trainer, options=DirectoryOptions,
+    name="trainer", title="Hugging Face Trainer", detect=_is_trainer, write=layouts.late("ckpttool.converters._trainers_write:write_trainer"), options=DirectoryOptions,
     parts=partial(_parts_of, RNG_STATE), world_size=partial(_ranks, RNG_STATE), aliases=("hf-trainer", "trl"),
     saves=SAVES,
 )  # fmt: skip
@@ -155,7 +154,7 @@ def _is_lightning(source: Source) -> tuple[bool, str]:
 
 
 LIGHTNING = Dialect(
-    name="lightning", title="Lightning", suffixes=(".ckpt",), detect=_is_lightning, own_keys=True, write=write_lightning,
+    name="lightning", title="Lightning", suffixes=(".ckpt",), detect=_is_lightning, own_keys=True, write=layouts.late("ckpttool.converters._trainers_write:write_lightning"),
     parts=lambda source: [Part("", "dcp", "model"), Part("meta.pt", TREE, "trainer")],
 )  # fmt: skip
 
@@ -204,7 +203,7 @@ def _of_dcp(what: str) -> Any:
 
 TORCHTITAN = layouts.Layout(
     name="torchtitan", title="step folder of torchtitan, for its CheckpointManager", read=_of_dcp("read"), locate=_of_dcp("locate"),
-    detect=lambda where: (False, "is read as dcp"), write=write_titan, prepare=lambda ckpt, source, options: of_one_model(ckpt), aliases=("titan",), reader_uses=("config", "like"),
+    detect=lambda where: (False, "is read as dcp"), write=layouts.late("ckpttool.converters._trainers_write:write_titan"), prepare=lambda ckpt, source, options: of_one_model(ckpt), aliases=("titan",), reader_uses=("config", "like"),
     writer_uses=("world_size",), needs_named_optimizer=True, of_trainer=True, keeps_subclasses=True,
 )  # fmt: skip
 LAYOUTS = (

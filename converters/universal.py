@@ -10,7 +10,7 @@ What is not trained is only in the model files, so they are needed for buffers a
 DeepSpeed's own loader does not restore from here; nor does it, at stage 3, restore the hyperparameters of other param
 groups than the first, or slots other than exp_avg and exp_avg_sq. zero3 has none of these problems: write that if the number of ranks is known.
 
-Written: for --zero-stage 1, 2 or 3, the model file of one rank.
+Written (_universal_write.py): for --zero-stage 1, 2 or 3, the model file of one rank.
 
 Sources: deepspeed 0.19.8, checkpoint/ds_to_universal.py, runtime/zero/stage3.py
 (load_hp_checkpoint_state_from_checkpoint_dir_stage3), runtime/base_optimizer.py, checkpoint/universal_checkpoint.py.
@@ -18,33 +18,25 @@ Sources: deepspeed 0.19.8, checkpoint/ds_to_universal.py, runtime/zero/stage3.py
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
-from ckpttool.engine.training import shared_scalars, split_training_state
-from ckpttool.errors import Corrupt, Unsupported, UsageError
+from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.formats.pickles import short
 from ckpttool.formats.stored_tensors import StoredTensor
-from ckpttool.formats.torch_pickles import TensorRef
-from ckpttool.formats.torch_zip_writer import TorchFiles
-from ckpttool.index.checkpoint import Checkpoint, Chunks, Path, TensorEntry, Value, joined
-from ckpttool.index.draft import Draft, Dropped
-from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, option
-from ckpttool.storage.source import Source
+from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, Value
+from ckpttool.layouts import Layout, Place, ReadOptions, late
 
 from . import _deepspeed_files as ds
-from . import _deepspeed_write as dw
 from ._deepspeed import Reading
 from ._deepspeed_files import Cut
+from ._options import UniversalOptions
 
 __all__ = ["LAYOUTS"]
 
-_STATE = "zero/optimizer_state.pt"
 _BY_GROUP = "max_exp_avg_sq"
-_RESTORED = {"exp_avg", "exp_avg_sq"}  # by DeepSpeed at stage 3
 
 
 def detect(where: Place) -> tuple[bool, str]:
@@ -54,18 +46,15 @@ def detect(where: Place) -> tuple[bool, str]:
         yes = file == "latest_universal"
         return yes, "is a latest_universal" if yes else "a folder, or its latest_universal; this is another file"
     names = source.list()
-    if source.exists(_STATE) and ds.is_save(names):
-        return True, f"has {_STATE}"
+    if source.exists(ds.UNIVERSAL) and ds.is_save(names):
+        return True, f"has {ds.UNIVERSAL}"
     if "latest_universal" in names and "latest" not in names:
         return True, "has latest_universal"
     if "latest" not in names:
         for tag, inside in ds.saves(source).items():
             if "zero" in inside:
-                return True, f"has {tag}/{_STATE}"
+                return True, f"has {tag}/{ds.UNIVERSAL}"
     return False, "no latest_universal" + (" without a latest" if "latest_universal" in names else "")
-
-
-# --------------------------------------------------------------------------------------------------------- reading
 
 
 def read(where: Place, options: ReadOptions) -> Checkpoint:
@@ -85,7 +74,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
             f"{reading.where}: made from a save with round_robin_gradients, of which ds_to_universal.py puts the wrong "
             "bytes under most names, without a word. Convert that save itself."
         )
-    state = reading.file(_STATE)
+    state = reading.file(ds.UNIVERSAL)
     slots: dict[str, dict[str, Any]] = {}
     for group in shapes:
         for name, shape in group.items():
@@ -180,133 +169,9 @@ def _parameter(reading: Reading, name: str, shape: tuple[int, ...]) -> dict[str,
     return out
 
 
-# --------------------------------------------------------------------------------------------------------- writing
-
-
-@dataclass(frozen=True)
-class UniversalOptions(dw.ZeroOptions):
-    """As `ZeroOptions`, and the stage: files of stage 3 differ from those of 1 and 2."""
-
-    stage: int | None = option(
-        None, "ZeRO stage of the engine that will load it: 1, 2 or 3; that of the source, or 3.", flag="--zero-stage"
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.stage not in (None, 1, 2, 3):
-            raise UsageError(f"The ZeRO stage is {self.stage}; it must be 1, 2 or 3.")
-
-
-def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """A folder that an engine of any number of ranks loads with {"checkpoint": {"load_universal": true}}."""
-    state = split_training_state(ckpt, source, options.like and options.like.optimizer)
-    tensors = {n: replace(t, dtype=options.cast(f"model.{n}", t.dtype)) for n, t in state.tensors.items()}
-    asked = options.of(UniversalOptions)
-    stage = asked.stage or _stage_of(ckpt)
-    plan = dw.Plan(state, tensors, stage, options, asked, ckpt)
-    plan.tag += "" if asked.write_tag else "_universal"
-    groups = [{n: tensors[n].shape for n in g.params} for g in state.groups]
-    ids = [[k] if g else [] for k, g in zip(_numbered(groups), groups, strict=True)]
-    groups = [g for g in groups if g]
-    files = TorchFiles()
-    models = dw.Models(plan, groups, 1)
-    models.add(files, each_rank=False)
-    placed, sources = dict(models.tensors), dict(models.sources)
-    dropped: list[Dropped] = list(state.dropped)
-    scalars: list[dict[str, Any]] = []
-    for group in groups:
-        shared, lost = shared_scalars(
-            state, group, "a universal checkpoint of stage 3 keeps one for a whole param group"
-        )
-        scalars.append(shared)
-        dropped += lost if stage == 3 else []
-        slots = plan.slots_of(group)
-        for n, shape in group.items():
-            if set(n) & set("/\\\0") or n in ("", ".", "..", "optimizer_state.pt") or len(os.fsencode(n)) > 255:
-                raise Unsupported(
-                    f"A universal checkpoint keeps each parameter in a folder of its name, and {n[:300]!a} cannot name one. "
-                    "Write another layout, or rename the parameter in the source."
-                )
-            entries: dict[str, tuple[TensorEntry, TensorEntry | None]] = {"fp32": (tensors[n], state.tensors[n])}
-            if n in state.fresh:  # zeros
-                entries.update({s: (replace(tensors[n], dtype="float32"), None) for s in slots})
-            else:
-                entries.update({s: (plan.slot(n, s), t) for s, t in state.slots.get(n, {}).items()})
-            for slot, (t, origin) in entries.items():
-                ref = TensorRef(t.dtype, (t.numel,) if stage == 3 else shape, "0", t.numel)
-                tree = ref if stage == 3 else {"cat_dim": 0, "param": ref}
-                f = files.add(f"{plan.tag}/zero/{n}/{slot}.pt", tree, {"0": t.nbytes})
-                if origin is None:
-                    continue
-                path: Path = ("model", n) if slot == "fp32" else ("optim", "state", n, slot)
-                chunks = Chunks.whole(shape, f, files.offset(f, "0"), t.nbytes)
-                placed[joined(path)] = TensorEntry(t.dtype, shape, path, chunks)
-                sources[joined(path)] = origin
-            own = shared if n in state.fresh else state.scalars.get(n, {})
-            for slot, x in own.items() if stage < 3 else ():
-                files.add(f"{plan.tag}/zero/{n}/{slot}.pt", x, {})
-    found = plan.scaler_keys()
-    found["zero_stage"] = dw.stage_enum(stage)
-    param_groups = [{**g.options, "params": own} for g, own in zip(state.groups, ids, strict=True)]
-    if stage == 3:
-        found["partition_count"] = 1
-        found["optimizer_state_dict"] = {"state": dict(enumerate(scalars)), "param_groups": param_groups}
-    else:
-        found["ds_version"] = dw.DS_VERSION
-    files.add(f"{plan.tag}/{_STATE}", {**found, "param_groups": param_groups}, {})
-    files.literal("latest_universal", plan.tag.encode())
-    out = Checkpoint("universal", options.target, None, [], [], placed, ckpt.values)
-    added = plan.added(groups)
-    return files.draft(
-        out, sources, dropped=dropped, aliases=models.same, notes=plan.notes + _lost(plan), synthesized_tensors=added,
-        synthesized_values=plan.made(),
-    )  # fmt: skip
-
-
-def _stage_of(ckpt: Checkpoint) -> int:
-    """The stage of the engine that wrote the source; 3 if it was not DeepSpeed."""
-    if ckpt.layout in ("zero1", "zero2", "zero3"):
-        return int(ckpt.layout[-1])
-    found = ckpt.values.get("extra.ds_config.zero_optimization.stage")
-    return found.data if found is not None and found.data in (1, 2, 3) else 3
-
-
-def _numbered(groups: list[dict[str, Any]]) -> list[int]:
-    """The number of every group among those that have parameters."""
-    out, k = [], 0
-    for g in groups:
-        out.append(k)
-        k += bool(g)
-    return out
-
-
-def _lost(plan: dw.Plan) -> list[str]:
-    """What DeepSpeed's own loader will not restore from the files."""
-    state, stage, out = plan.state, plan.stage, []
-    names = [*state.buffers, *state.frozen]
-    if names:
-        out.append(
-            f"DeepSpeed does not restore buffers and frozen parameters from a universal checkpoint ({len(names)} here, "
-            f"first {names[0]}): load them yourself, or write zero{stage}"
-        )
-    if stage == 3 and any(g.options != state.groups[0].options for g in state.groups):
-        out.append(
-            "DeepSpeed gives all param groups the hyperparameters of the first; set them after loading, or write zero3"
-        )
-    slots = {n: set(state.slots.get(n, {})) for g in state.groups for n in g.params}
-    others = [n for n, found in slots.items() if found - _RESTORED]
-    if stage == 3 and others:
-        out.append(
-            f"a DeepSpeed engine of stage 3 restores only exp_avg and exp_avg_sq from a universal checkpoint; {len(others)} of "
-            f"{len(slots)} parameters, first {others[0]}, also have {', '.join(sorted(slots[others[0]] - _RESTORED))}, without which "
-            "its first step fails or is another. Write zero3, or for an engine of stage 1 or 2"
-        )
-    return out
-
-
 LAYOUTS = (
     Layout(
-        name="universal", title="DeepSpeed Universal Checkpoint", detect=detect, read=read, write=write,
+        name="universal", title="DeepSpeed Universal Checkpoint", detect=detect, read=read, write=late("ckpttool.converters._universal_write:write"),
         options=UniversalOptions, aliases=("deepspeed-universal", "ucp"), synthesizes_values=True, needs_named_optimizer=True, reader_uses=("tag",), writer_uses=("like",), saves=ds.SAVES,
     ),
 )  # fmt: skip

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -41,17 +42,14 @@ from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.formats.pickles import short
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Path, Salvage, TensorEntry, Value
-from ckpttool.index.draft import Draft
 from ckpttool.index.schedulers import with_whole_scheduler
-from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions
-from ckpttool.storage.source import Source
+from ckpttool.layouts import Layout, Place, ReadOptions, late
 
 from . import _deepspeed_files as ds
-from . import _deepspeed_write as dw
 from ._deepspeed import DERIVED, Reading
 from ._deepspeed_files import Cut, File
+from ._options import ZeroOptions
 from ._zero_geometry import Flat, Groups, concatenated, part_of, partitioned
-from ._zero_write import write_stage
 
 __all__ = ["LAYOUTS"]
 
@@ -409,13 +407,10 @@ def _replace_masters(out: Checkpoint, reading: Reading, model: File, masters: An
 
 
 def _layout(stage: int, title: str, detect: Any) -> Layout:
-    def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-        return write_stage(ckpt, source, options, stage)
-
     aliases = ("deepspeed", "zero") if stage == 3 else ()
     return Layout(
-        name=f"zero{stage}", title=title, detect=detect, read=_read, write=write,
-        prepare=lambda ckpt, source, options: with_whole_scheduler(ckpt), options=dw.ZeroOptions, aliases=aliases,
+        name=f"zero{stage}", title=title, detect=detect, read=_read, write=partial(late("ckpttool.converters._zero_write:write_stage"), stage=stage),
+        prepare=lambda ckpt, source, options: with_whole_scheduler(ckpt), options=ZeroOptions, aliases=aliases,
         synthesizes_values=True, needs_named_optimizer=True, saves=ds.SAVES, reader_uses=("tag",), writer_uses=("like", "world_size"),
     )  # fmt: skip
 

@@ -13,10 +13,9 @@ import struct
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..formats.crc import crc32
 from ..index.draft import EarlierFile
@@ -33,6 +32,9 @@ from .frame_format import (
     u32_bytes,
     u32_columns,
 )
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 __all__ = ["Cut", "FrameWriter", "Member"]
 
@@ -125,6 +127,8 @@ class FrameWriter:
         self.members = sorted(members, key=lambda m: m.start)
         self.most = 2 * jobs + 2
         self._compress = _Compress(level)
+        from concurrent.futures import ThreadPoolExecutor
+
         self._pool = ThreadPoolExecutor(jobs, "ckpttool-zstd")
         self._hash_pool = ThreadPoolExecutor(1, "ckpttool-sha256")
         self._free: list[memoryview] = []

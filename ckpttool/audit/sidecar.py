@@ -23,15 +23,17 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
 from ..bounded_json import parse
-from ..engine.fill import Progress
 from ..errors import CkpttoolError, Corrupt, NoSpace, RemoteError, UsageError
-from ..storage import upload, urls
+from ..storage import urls
 from ..storage.source import Source
+
+if TYPE_CHECKING:
+    from ..engine.fill import Progress
 
 __all__ = ["BLOCK", "HOLD", "ciphertext", "encode", "encode_holds", "hold_name", "holds", "name", "put", "read"]
 
@@ -151,6 +153,8 @@ def put(folder: str, name: str, data: bytes) -> None:
         CkpttoolError: it cannot be written.
     """
     if urls.is_url(folder):
+        from ..storage import upload
+
         up = upload.Upload(f"{folder}/{name}", force=True)
         up.append(data)
         up.commit()

@@ -16,7 +16,7 @@ from ..storage.destination import Destination, write_error
 from ..storage.local_destination import LocalDestination, refuse_full, refuse_target
 from ..storage.object_destinations import ObjectDestination, PrefixDestination
 from ..storage.objects import s3_object
-from ..storage.upload_folder import NOTE
+from ..storage.urls import UNFINISHED
 from .opening import CheckpointPath, shown_path
 from .planning import Plan
 from .recorded import RECORD
@@ -74,7 +74,7 @@ def check_destination(src: CheckpointPath, dst: str | os.PathLike[str], planned:
 def sharable(dst: str, is_file: bool, draft: Draft) -> bool:
     """Whether several processes can fill a destination (`Destination.sharable`), which is not opened."""
     return not urls.is_url(dst) or (
-        not draft.object_lock and s3_object(dst if is_file else f"{dst}/{NOTE}") is not None
+        not draft.object_lock and s3_object(dst if is_file else f"{dst}/{UNFINISHED}") is not None
     )
 
 
@@ -113,7 +113,7 @@ def _refuse_foreign(target: str) -> None:
             names = os.listdir(target) if os.path.isdir(target) else [target] if os.path.getsize(target) else []
         except FileNotFoundError:
             return
-    if not names or RECORD in names or NOTE in names:
+    if not names or RECORD in names or UNFINISHED in names:
         return
     try:
         there = layouts.place(target)

@@ -115,7 +115,7 @@ def detect(where: Place) -> Layout:
     """
     if where.file is not None:
         _refuse_piece(where.source, where.file)
-    elif _OF_MEGATRON.fullmatch(_name(where.source)) and (whole := _folder_of(where.source)) is not None:
+    elif re.fullmatch(_OF_MEGATRON, _name(where.source)) and (whole := _folder_of(where.source)) is not None:
         raise _piece(where, *whole)
     try:
         return layouts.detect(where)
@@ -146,43 +146,41 @@ def _count(found: Checkpoints) -> str:
     return "1 checkpoint is" if n == 1 else f"{n} checkpoints are"
 
 
-_OF_DCP = re.compile(r"(__\d+)?\.metadata(\.tmp)?|.*\.distcp", re.DOTALL)
-_OF_DEEPSPEED = re.compile(r"(bf16_)?zero_pp_rank_\d+.*\.pt|mp_rank_\d+_model_states\.pt|layer_\d+-model_.*\.pt")
-_RANK = re.compile(
-    r"(?P<head>.*?(?:rank|shard)[_-]?)(?P<number>\d{1,6})(?P<tail>(?:[._-].*)?\.(?:pt|pth|bin|ckpt|tar))"
-)
-_SHARD = re.compile(r"(?P<head>.+)-(?P<number>\d{5})-of-(?P<of>\d{5})(?P<tail>\.(?:safetensors|bin))")
-_SHARD_OF_RANK = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+_OF_DCP = r"(?s)(__\d+)?\.metadata(\.tmp)?|.*\.distcp"
+_OF_DEEPSPEED = r"(bf16_)?zero_pp_rank_\d+.*\.pt|mp_rank_\d+_model_states\.pt|layer_\d+-model_.*\.pt"
+_RANK = r"(?P<head>.*?(?:rank|shard)[_-]?)(?P<number>\d{1,6})(?P<tail>(?:[._-].*)?\.(?:pt|pth|bin|ckpt|tar))"
+_SHARD = r"(?P<head>.+)-(?P<number>\d{5})-of-(?P<of>\d{5})(?P<tail>\.(?:safetensors|bin))"
+_SHARD_OF_RANK = r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors"
 #: The folder of a model-parallel rank of Megatron-LM.
-_OF_MEGATRON = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
+_OF_MEGATRON = r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?"
 _MEGATRON_FILES = frozenset(("model_optim_rng.pt", "model_rng.pt", "distrib_optim.pt", "optim.pt"))
 #: The file of an item and a rank of torch_checkpointing.
-_ITEM_OF_RANK = re.compile(r"[A-Za-z0-9_-]+_\d{1,7}\.(pt|safetensors|json)|metadata\.pkl")
+_ITEM_OF_RANK = r"[A-Za-z0-9_-]+_\d{1,7}\.(pt|safetensors|json)|metadata\.pkl"
 #: Folders of dcp that are one half of a trainer's directory, and names that those and others have.
-_HALF = re.compile(r"pytorch_model_fsdp_\d+|optimizer_\d+")
-_MAYBE_HALF = re.compile(r"model|weights|optim(izer)?|model_and_optim|train")
+_HALF = r"pytorch_model_fsdp_\d+|optimizer_\d+"
+_MAYBE_HALF = r"model|weights|optim(izer)?|model_and_optim|train"
 
 
 def _is_piece(source: Source, name: str) -> bool:
     """Whether a file holds a part of a checkpoint, and by itself is none, although a layout may take it for one."""
-    if _OF_DCP.fullmatch(name) or _OF_DEEPSPEED.fullmatch(name):
+    if re.fullmatch(_OF_DCP, name) or re.fullmatch(_OF_DEEPSPEED, name):
         return True
-    if name in _MEGATRON_FILES and _OF_MEGATRON.fullmatch(_name(source)):
+    if name in _MEGATRON_FILES and re.fullmatch(_OF_MEGATRON, _name(source)):
         return True
     if source.root.startswith("http"):  # a server may have no listing of the folder
         return False
-    if _ITEM_OF_RANK.fullmatch(name) and "metadata.pkl" in source.list():
+    if re.fullmatch(_ITEM_OF_RANK, name) and "metadata.pkl" in source.list():
         return True
-    if _SHARD_OF_RANK.fullmatch(name):
-        return sum(1 for n in source.list() if _SHARD_OF_RANK.fullmatch(n)) > 1
-    if m := _SHARD.fullmatch(name):
+    if re.fullmatch(_SHARD_OF_RANK, name):
+        return sum(1 for n in source.list() if re.fullmatch(_SHARD_OF_RANK, n)) > 1
+    if m := re.fullmatch(_SHARD, name):
         names = source.list()
         shards = sum(_same(_SHARD, n, m, "of") for n in names)  # of an incomplete copy each may be read alone
         return m["of"] != "00001" and (shards == int(m["of"]) or any(n.endswith(".index.json") for n in names))
     kind = kind_of(name)
     if kind is not None and kind[1] in ("scheduler", "rng", "scaler", "dataloader", "trainer"):
         return True
-    m = _RANK.fullmatch(name)
+    m = re.fullmatch(_RANK, name)
     return m is not None and any(n != name and _same(_RANK, n, m) for n in source.list())
 
 
@@ -190,8 +188,8 @@ def _name(source: Source) -> str:
     return source.root.rstrip("/").rpartition("/")[2]
 
 
-def _same(pattern: re.Pattern[str], name: str, m: re.Match[str], *more: str) -> bool:
-    other = pattern.fullmatch(name)
+def _same(pattern: str, name: str, m: re.Match[str], *more: str) -> bool:
+    other = re.fullmatch(pattern, name)
     return other is not None and all(other[k] == m[k] for k in ("head", "tail", *more))
 
 
@@ -201,7 +199,7 @@ def _refuse_piece(source: Source, name: str) -> None:
         return
     if (folder := _folder_of(source)) is not None:
         raise _piece(Place(source, name), *folder)
-    if _OF_DCP.fullmatch(name):
+    if re.fullmatch(_OF_DCP, name):
         why = layouts.find("dcp").detect(Place(source, None))[1]
         raise NotRecognised(
             f"{_shown(source, name)} is one file of a dcp checkpoint, and its folder cannot be read either: {why}."
@@ -211,7 +209,7 @@ def _refuse_piece(source: Source, name: str) -> None:
 def _folder_of(source: Source) -> tuple[str, Layout] | None:
     """(path, layout) of the checkpoint whose folder this is: the folder, or that of the trainer that it is a half of."""
     parent, _, name = source.root.rpartition("/")
-    if _HALF.fullmatch(name) or _MAYBE_HALF.fullmatch(name) or _OF_MEGATRON.fullmatch(name):
+    if re.fullmatch(_HALF, name) or re.fullmatch(_MAYBE_HALF, name) or re.fullmatch(_OF_MEGATRON, name):
         try:
             with remote.open_source(parent) as above:
                 layout = layouts.detect(Place(above, None))
@@ -238,14 +236,14 @@ def _shown(source: Source, name: str) -> str:
 # ----------------------------------------------------------------------------------------------------- many places
 
 #: Folders that are part of a checkpoint, or none at all, whatever lies in them.
-_NO_CHECKPOINT = re.compile(
-    r"\..*|optimizer_\d+|recipe_state|sharded|zero|runs|logs|wandb|tensorboard|lightning_logs|__pycache__", re.DOTALL
+_NO_CHECKPOINT = (
+    r"(?s)\..*|optimizer_\d+|recipe_state|sharded|zero|runs|logs|wandb|tensorboard|lightning_logs|__pycache__"
 )
-_FILE = re.compile(r".*\.(pt|pth|ckpt|bin|tar\.zst(\.age)?)", re.DOTALL)
-_TEMPORARY = re.compile(r"tmp[-_.].*|.*[-_.](tmp|incomplete|partial)", re.DOTALL)
-_STEP = re.compile(r"(?:step|checkpoint|ckpt|iter|iteration|batch)s?[-_=]?(\d{1,15})(?!\d)", re.IGNORECASE)
-_NAMED_STEP = re.compile(r"steps?[-_=]?(\d{1,15})(?!\d)", re.IGNORECASE)
-_EPOCH = re.compile(r"(?:epoch|(?<![a-z])ep)[-_=]?(\d{1,9})(?!\d)", re.IGNORECASE)
+_FILE = r"(?s).*\.(pt|pth|ckpt|bin|tar\.zst(\.age)?)"
+_TEMPORARY = r"(?s)tmp[-_.].*|.*[-_.](tmp|incomplete|partial)"
+_STEP = r"(?i)(?:step|checkpoint|ckpt|iter|iteration|batch)s?[-_=]?(\d{1,15})(?!\d)"
+_NAMED_STEP = r"(?i)steps?[-_=]?(\d{1,15})(?!\d)"
+_EPOCH = r"(?i)(?:epoch|(?<![a-z])ep)[-_=]?(\d{1,9})(?!\d)"
 
 
 def below(source: Source) -> Checkpoints:
@@ -298,7 +296,7 @@ def _run(c: Found) -> tuple[str, str]:
 
 def _numbers(name: str) -> tuple[int | None, int | None]:
     """(step, epoch) in a name."""
-    steps, epochs = _NAMED_STEP.findall(name) or _STEP.findall(name), _EPOCH.findall(name)
+    steps, epochs = re.findall(_NAMED_STEP, name) or re.findall(_STEP, name), re.findall(_EPOCH, name)
     return (int(steps[-1]) if steps else None), (int(epochs[-1]) if epochs else None)
 
 
@@ -322,7 +320,7 @@ class _Walk:
                 if name == "data.pt" and "actor" in names:  # the data loader of verl
                     continue
                 out += self._file(folder, path, name, names)
-            elif not _NO_CHECKPOINT.fullmatch(name) and not (name == "train" and "model_and_optim" in names):
+            elif not re.fullmatch(_NO_CHECKPOINT, name) and not (name == "train" and "model_and_optim" in names):
                 if self.listings <= 0:
                     self.left_out += 1
                     continue
@@ -362,9 +360,14 @@ class _Walk:
     def _file(self, folder: str, path: str, name: str, names: Iterable[str]) -> Iterator[Found]:
         """A checkpoint in one file, unless names say that it is a part of one or no state of a model."""
         kind = kind_of(name)
-        if not _FILE.fullmatch(name) or name.startswith(".") or _SHARD.fullmatch(name) or _RANK.fullmatch(name):
+        if (
+            not re.fullmatch(_FILE, name)
+            or name.startswith(".")
+            or re.fullmatch(_SHARD, name)
+            or re.fullmatch(_RANK, name)
+        ):
             return
-        if _OF_DEEPSPEED.fullmatch(name) or (kind is not None and not kind[0].startswith("weights")):
+        if re.fullmatch(_OF_DEEPSPEED, name) or (kind is not None and not kind[0].startswith("weights")):
             return
         layout: str | None = "audit" if ".tar.zst" in name else "full"
         if not self.source.is_remote:
@@ -375,7 +378,7 @@ class _Walk:
             size = self.source.glance(path)[1] or 0
             lacks = "" if size else "the file is empty"
             yield self._found(
-                path, layout, None, lacks or (_STILL_WRITTEN if _TEMPORARY.fullmatch(name) else ""), 1, size
+                path, layout, None, lacks or (_STILL_WRITTEN if re.fullmatch(_TEMPORARY, name) else ""), 1, size
             )
 
     def _found(self, path: str, layout: str, of: Layout | None, lacks: str, files: int, size: int) -> Found:
@@ -425,7 +428,7 @@ _STILL_WRITTEN = "its name is that of a save that has not ended"
 
 def _lacks(inside: Source, names: list[str], name: str, layout: Layout | None) -> Iterator[str]:
     """What a folder lacks of a complete checkpoint, the most telling first; nothing for a folder that is none."""
-    halves = [n for n in names if _HALF.fullmatch(n)]
+    halves = [n for n in names if re.fullmatch(_HALF, n)]
     for folder in ["", *halves]:
         here = inside.list(folder) if folder else names
         head = f"{folder}/" if folder else ""
@@ -442,19 +445,21 @@ def _lacks(inside: Source, names: list[str], name: str, layout: Layout | None) -
     if "model_and_optim" in names and ".metadata.json" not in names:
         yield "no .metadata.json, which OLMo-core writes last"
     if layout is None:
-        if _TEMPORARY.fullmatch(name) and any(_ITEM_OF_RANK.fullmatch(n) for n in names):
+        if re.fullmatch(_TEMPORARY, name) and any(re.fullmatch(_ITEM_OF_RANK, n) for n in names):
             yield _STILL_WRITTEN
         return
-    if _TEMPORARY.fullmatch(name) or ".incomplete" in names:  # the latter of NeMo AutoModel
-        yield _STILL_WRITTEN if _TEMPORARY.fullmatch(name) else "has .incomplete: the save has not ended"
+    if re.fullmatch(_TEMPORARY, name) or ".incomplete" in names:  # the latter of NeMo AutoModel
+        yield _STILL_WRITTEN if re.fullmatch(_TEMPORARY, name) else "has .incomplete: the save has not ended"
     if layout.name == "veomni" and "model" in names and "checkpoint_manifest.json" not in names:
         yield "no checkpoint_manifest.json, which VeOmni writes last"
     if layout.name == "megatron":
         yield from _megatron_gaps(inside, names)
     pointers = layout.saves.pointers if layout.saves else frozenset[str]()
     tags = [""]
-    if pointers and not any(_OF_DEEPSPEED.fullmatch(n) for n in names):
-        saves = [n for n in names if inside.glance(n)[0] and any(_OF_DEEPSPEED.fullmatch(x) for x in inside.list(n))]
+    if pointers and not any(re.fullmatch(_OF_DEEPSPEED, n) for n in names):
+        saves = [
+            n for n in names if inside.glance(n)[0] and any(re.fullmatch(_OF_DEEPSPEED, x) for x in inside.list(n))
+        ]
         tags = saves or tags
         if saves and not pointers & set(names):
             yield "no latest, which DeepSpeed writes last"
@@ -469,12 +474,12 @@ def _lacks(inside: Source, names: list[str], name: str, layout: Layout | None) -
 
 def _megatron_gaps(inside: Source, names: Iterable[str]) -> Iterator[str]:
     """Folders of model-parallel ranks that should be there by the numbers of the others, and files that the others have."""
-    folders = {n: set(inside.list(n)) - {"optim.pt"} for n in names if _OF_MEGATRON.fullmatch(n)}
+    folders = {n: set(inside.list(n)) - {"optim.pt"} for n in names if re.fullmatch(_OF_MEGATRON, n)}
     files: set[str] = set().union(*folders.values())
     of: dict[int, set[tuple[int, ...]]] = {}  # {tensor-parallel rank: the other numbers}
     for name, has in folders.items():
         if has:
-            m = _OF_MEGATRON.fullmatch(name)
+            m = re.fullmatch(_OF_MEGATRON, name)
             assert m is not None
             of.setdefault(int(m[1]), set()).add(tuple(int(n) for n in m.groups()[1:] if n is not None))
             yield from (f"no {name}/{file}" for file in sorted(files - has))
@@ -490,9 +495,9 @@ def _gaps(names: Iterable[str]) -> Iterator[str]:
     ranks: dict[str, dict[str, set[int]]] = {}
     shards: dict[tuple[str, str, str], set[int]] = {}
     for name in names:
-        if m := _SHARD.fullmatch(name):
+        if m := re.fullmatch(_SHARD, name):
             shards.setdefault((m["head"], m["of"], m["tail"]), set()).add(int(m["number"]))
-        elif m := _RANK.fullmatch(name):
+        elif m := re.fullmatch(_RANK, name):
             ranks.setdefault(m["head"], {}).setdefault(m["tail"], set()).add(int(m["number"]))
     for (head, of, tail), have in shards.items():
         for i in range(1, int(of) + 1):

@@ -281,7 +281,6 @@ def screen(s: Summary) -> RenderableType:
     """The summary as a person likes to read it."""
     from rich import box
     from rich.console import Group
-    from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
 
@@ -339,10 +338,10 @@ def screen(s: Summary) -> RenderableType:
             )
             parts.append(Text(f"  group {i}: {g.get('parameters', '?')} parameters, {shown}"))
     for text in s.missing:
-        parts.append(Text.from_markup(f"[yellow]-[/] {escape(text)}"))
+        parts.append(Text.assemble(("-", "yellow"), " ", text))
     for text in s.notes:
-        parts.append(Text.from_markup(f"[blue]note[/] {escape(text)}"))
-    parts.append(Text.from_markup(f"[green]next[/] {escape(s.next)}"))
+        parts.append(Text.assemble(("note", "blue"), " ", text))
+    parts.append(Text.assemble(("next", "green"), " ", s.next))
     return Group(*parts)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, KeysView
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import layouts
 from ..errors import Corrupt, Unsupported, UsageError, argument
@@ -17,11 +17,13 @@ from ..index.param_groups import groups_of
 from ..storage.patched import PatchedSource
 from ..storage.siblings import siblings_in
 from ..storage.source import Source, raise_file_limit
-from ..storage.upload_folder import NOTE
-from . import detection, mixups, salvage, unread_files
-from .handle import TensorHandle, handle
+from ..storage.urls import UNFINISHED
+from . import detection, unread_files
 from .recorded import RECORD, Recorded, missing, of_folder
-from .stream import small
+
+if TYPE_CHECKING:
+    from . import salvage
+    from .handle import TensorHandle
 
 __all__ = [
     "CheckpointPath",
@@ -180,10 +182,14 @@ class OpenCheckpoint:
 
     def locate(self) -> Checkpoint:
         """The index with raw byte ranges, checked again; every item's framing has been looked into."""
+        from . import mixups
+
         if not self.located:
             if self.layout.locate is not None:
                 self.checkpoint = self.layout.locate(self.checkpoint, self.source)
                 if isinstance(self.source, PatchedSource):
+                    from . import salvage
+
                     self.checkpoint = salvage.leave_out(self.checkpoint, self.source)
                 check(self.checkpoint)
             if not self.allow_equal_ranks:
@@ -195,6 +201,8 @@ class OpenCheckpoint:
 
     def read(self, name: str) -> bytes:
         """The row-major bytes of one small tensor, checked against the CRC32 that the source carries."""
+        from .stream import small
+
         return small(self.locate(), self.source, [name])[name]
 
     def _names(self) -> Checkpoint:
@@ -210,6 +218,8 @@ class OpenCheckpoint:
         Raises:
             UnknownTensor: a KeyError that suggests similar names.
         """
+        from .handle import handle
+
         self._names()
         return handle(self, name)
 
@@ -290,9 +300,11 @@ def open_with(
     folder = where.file is None
     damaged: list[salvage.Problem] = []
     if options.salvage:
+        from . import salvage
+
         where, damaged = salvage.patched(where)
     try:
-        if folder and where.source.is_remote and NOTE in where.source.list():
+        if folder and where.source.is_remote and UNFINISHED in where.source.list():
             raise Corrupt(
                 f"{where.source.root}: a conversion to this place was interrupted while its files became visible. Run it "
                 "again, or remove what lies there."
@@ -313,6 +325,8 @@ def open_with(
             ),
         )  # fmt: skip
         if isinstance(where.source, PatchedSource):
+            from . import salvage
+
             ckpt = salvage.leave_out(ckpt, where.source, damaged)
         opened = OpenCheckpoint(
             ckpt, where.source, found, folder, False, options.allow_equal_ranks, options.allow_mixed_steps, only=only

@@ -73,30 +73,29 @@ _NAMES = (
         "weights in another form", "",
     ),
 )  # fmt: skip
-_NAMED = re.compile("|".join(f"(?P<k{i}>{k.pattern})" for i, k in enumerate(_NAMES)))
+_NAMED = "|".join(f"(?P<k{i}>{k.pattern})" for i, k in enumerate(_NAMES))
 #: What a name that no trainer is known to write suggests, in the checkpoint's own folder.
 _WORDS = (
     ("optim", "optimizer", "optim"), ("sched", "scheduler", "scheduler"), ("rng", "RNG", "rng"), ("scaler", "scaler", "scaler"),
     ("sampler", "data loader", "dataloader"), ("dataloader", "data loader", "dataloader"), ("train", "training state", "trainer"),
     ("", "unknown", "extra"),
 )  # fmt: skip
-_STATE = re.compile(r".*\.(bin|pt|pth|ckpt|pkl|pickle|distcp|safetensors|npz|npy|tar)", re.IGNORECASE | re.DOTALL)
+_STATE = r"(?is).*\.(bin|pt|pth|ckpt|pkl|pickle|distcp|safetensors|npz|npy|tar)"
 #: Names that need no word: indices, programs, logs, texts, pictures; what ckpttool and torch write besides.
-_PLAIN = re.compile(
-    r"ckpttool\.json|flat_layout\.json|latest|latest_universal|.*\.index\.json|metadata\.json|.*\.(md|txt|py|sh|log|html|csv|"
+_PLAIN = (
+    r"(?is)ckpttool\.json|flat_layout\.json|latest|latest_universal|.*\.index\.json|metadata\.json|.*\.(md|txt|py|sh|log|html|csv|"
     r"ya?ml|toml|png|jpe?g|gif|svg|pdf|ipynb)|(LICEN[CS]E|NOTICE|USE_POLICY).*|events\.out\..*|(all|train|eval)_results\.json|"
-    r"preprocessor_config\.json|config_.*\.json|(runs|logs|wandb|tensorboard|lightning_logs|huggingface|hf)/",
-    re.IGNORECASE | re.DOTALL,
+    r"preprocessor_config\.json|config_.*\.json|(runs|logs|wandb|tensorboard|lightning_logs|huggingface|hf)/"
 )
 #: Folders that are saves of their own, of other steps.
-_SAVES = re.compile(r"(checkpoint|ckpt|step|epoch|iter|tag)[-_=]?\d.*/")
+_SAVES = r"(checkpoint|ckpt|step|epoch|iter|tag)[-_=]?\d.*/"
 #: {name of a checkpoint's folder: names in the folder above that belong to it}; None for those of `_NAMES`.
 _NEXT_TO = (
-    (re.compile(r"pytorch_model_fsdp_\d+|optimizer_\d+"), None),
-    (re.compile(r"model_and_optim"), _Kind(r"train/", "training progress and RNG", "trainer")),
-    (re.compile(r"(epoch|step)_\d+"), _Kind(r"recipe_state\.pt|recipe_state/", "optimizer and training progress", "optim")),
-    (re.compile(r"model|weights"), _Kind(r"optim(izer)?/", "optimizer", "optim")),
-    (re.compile(r"actor|critic"), _Kind(r"data\.pt", "data loader", "dataloader")),
+    (r"pytorch_model_fsdp_\d+|optimizer_\d+", None),
+    (r"model_and_optim", _Kind(r"train/", "training progress and RNG", "trainer")),
+    (r"(epoch|step)_\d+", _Kind(r"recipe_state\.pt|recipe_state/", "optimizer and training progress", "optim")),
+    (r"model|weights", _Kind(r"optim(izer)?/", "optimizer", "optim")),
+    (r"actor|critic", _Kind(r"data\.pt", "data loader", "dataloader")),
 )  # fmt: skip
 _ORDER = ("optim", "scheduler", "scaler", "rng", "dataloader", "trainer", "extra", "adapter", "")
 _MOST = 1000  # rows; those beyond are one more
@@ -191,7 +190,7 @@ def _inside(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unr
                 continue  # another save, whatever its tag is called
             if kind is not None:
                 yield _row(name + "/", _within(source, name), *kind, held)
-            elif not folder and not _SAVES.fullmatch(entry + "/") and not _PLAIN.fullmatch(entry + "/"):
+            elif not folder and not re.fullmatch(_SAVES, entry + "/") and not re.fullmatch(_PLAIN, entry + "/"):
                 yield _row(name + "/", None, "folder", "", held)
 
 
@@ -204,7 +203,7 @@ def _around(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unr
 def _above(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unread]:
     """State in the folder above, where a trainer spreads one checkpoint over several folders."""
     parent, name = parent_of(source)
-    halves = [kind for pattern, kind in _NEXT_TO if pattern.fullmatch(name)]
+    halves = [kind for pattern, kind in _NEXT_TO if re.fullmatch(pattern, name)]
     if not parent or not (halves or saves):
         return
     with remote.open_source(parent) as above:
@@ -244,8 +243,8 @@ def _kind(name: str) -> tuple[str, str] | None:
         return known
     if name.startswith((".", "tokenizer")):
         return None
-    if not _STATE.fullmatch(name):
-        return None if _PLAIN.fullmatch(name) or model_files.understood(name) else ("unknown", "")
+    if not re.fullmatch(_STATE, name):
+        return None if re.fullmatch(_PLAIN, name) or model_files.understood(name) else ("unknown", "")
     if name.endswith(".distcp"):
         return "left over from another save: .metadata does not name it", ""
     return next((what, component) for word, what, component in _WORDS if word in name.lower())
@@ -253,7 +252,7 @@ def _kind(name: str) -> tuple[str, str] | None:
 
 def kind_of(name: str) -> tuple[str, str] | None:
     """(what, component) of a name that trainers use; of a folder with "/"."""
-    m = _NAMED.fullmatch(name)
+    m = re.fullmatch(_NAMED, name)
     return None if m is None else next(k[1:] for i, k in enumerate(_NAMES) if m[f"k{i}"] is not None)
 
 

@@ -14,19 +14,16 @@ from .objects import get_with_token, hide, put_if_unchanged, s3_object
 from .remote import filesystem_for
 from .retries import NotFound, with_retries
 from .upload import FileUpload, PartsUpload, SharedUpload, UploadPool, part_bytes
-from .urls import redact_url
+from .urls import UNFINISHED, redact_url
 
-__all__ = ["NOTE", "UploadFolder"]
-
-#: An object that is in a folder while its files become visible, and stays there if that is interrupted.
-NOTE = ".ckpttool-partial"
+__all__ = ["UploadFolder"]
 
 
 class UploadFolder:
     """Objects below one URL that together are a checkpoint; readers never see a partial one.
 
     Every object is uploaded as `Upload` does. `commit` makes them visible one after the other, the marker (the last of
-    `names`) last; what it replaces loses its marker first. Meanwhile an object `NOTE` lists the names and
+    `names`) last; what it replaces loses its marker first. Meanwhile an object `UNFINISHED` lists the names and
     identifies the run. If it is found later, the folder was never complete, and the next run replaces it. Of two runs, one has
     the note and the other stops; without `force` nothing is overwritten that was not there, as a part of an interrupted
     run, at the beginning. A store without conditional requests (all but S3) is looked at again instead.
@@ -40,13 +37,13 @@ class UploadFolder:
     def __init__(self, url: str, names: Sequence[str], *, force: bool, open_at_once: int, largest: int) -> None:
         self.url, self.names, self.force = url.rstrip("/"), list(names), force
         self._fs, self._path, _ = filesystem_for(self.url)
-        self._note, self._mine = f"{self.url}/{NOTE}", b""
+        self._note, self._mine = f"{self.url}/{UNFINISHED}", b""
         self._far = far = s3_object(self._note)
         self._old, self._token = self._look()
         #: (name, key, id) of uploads that an earlier run left
         self._left: list[tuple[str, str, str]] = []
         if far:  # objects of the folder itself, and what lies deeper only where this run will write it, too
-            prefix = far.key.removesuffix(NOTE)
+            prefix = far.key.removesuffix(UNFINISHED)
             left = far.unfinished(
                 prefix, lambda key: "/" not in key.removeprefix(prefix) or key.removeprefix(prefix) in self.names
             )
@@ -64,10 +61,10 @@ class UploadFolder:
     def _look(self) -> tuple[list[str], str | None]:
         """(names of the objects that will be replaced, token of the note that was found)."""
         found, token, ours = self._below(), None, set[str]()
-        if NOTE in found:
+        if UNFINISHED in found:
             data, token = get_with_token(self._note)
             try:
-                ours = {NOTE, *parse(data, NOTE)["names"]}
+                ours = {UNFINISHED, *parse(data, UNFINISHED)["names"]}
             except (Corrupt, Unsafe, TypeError, KeyError):
                 pass  # not a note of ours
         if found and not self.force and not set(found) <= ours:
@@ -159,7 +156,7 @@ class UploadFolder:
         self.showing = True
         marker = self.names[-1]
         for name in self._old:
-            if name == marker or (name not in self._uploads and name != NOTE):
+            if name == marker or (name not in self._uploads and name != UNFINISHED):
                 hide(f"{self.url}/{name}")
         for name, one in self._uploads.items():
             one.force = name in self._old and name != marker
@@ -185,10 +182,10 @@ class UploadFolder:
             ):
                 raise self._other_run()
         except Unsupported:
-            note = self._begin(NOTE)
+            note = self._begin(UNFINISHED)
             note.append(self._mine)
             note.commit()
-        new = sorted(set(self._below()) - {*self._old, NOTE})
+        new = sorted(set(self._below()) - {*self._old, UNFINISHED})
         if new and not self.force:
             hide(self._note)
             raise DestinationExists(

@@ -6,7 +6,10 @@ import os
 import re
 from urllib.parse import unquote
 
-__all__ = ["display_path", "is_url", "lower_scheme", "redact_url", "scheme_of", "split"]
+__all__ = ["UNFINISHED", "display_path", "is_url", "lower_scheme", "redact_url", "scheme_of", "split"]
+
+#: An object that is in a folder while its files become visible, and stays there if that is interrupted.
+UNFINISHED = ".ckpttool-partial"
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 

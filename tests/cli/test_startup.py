@@ -46,3 +46,23 @@ def test_a_command_starts_in_little_more_than_its_libraries(arguments: tuple[str
         if n >= 2 and min(own) <= limit * min(base):
             return
     pytest.fail(f"{min(own):.3f} s, {min(own) / min(base):.2f} times {' '.join(BASE)}; at most {limit}")
+
+
+def test_inspect_loads_nothing_that_writes_or_repairs() -> None:
+    code = "import sys; from ckpttool.cli.main import main\ntry: main()\nexcept SystemExit: print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "inspect", FIXTURES / "fsdp2_w3" / "ckpt"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded = set(done.stderr.split())
+    assert {"ckpttool.engine.opening", "ckpttool.converters.nanotron"} < loaded
+    idle = {
+        "ckpttool.engine.fill",
+        "ckpttool.engine.salvage",
+        "ckpttool.engine.stream",
+        "ckpttool.storage.upload",
+        "hashlib",
+    }
+    assert not loaded & idle and not [m for m in loaded if m.startswith("ckpttool.") and m.endswith("_write")]

@@ -21,7 +21,7 @@ from ckpttool.engine.opening import open as open_checkpoint
 from ckpttool.engine.planning import plan
 from ckpttool.engine.verification import verify
 from ckpttool.errors import Corrupt, DestinationExists, Interrupted, NoSpace, RemoteError, SourceChanged, UsageError
-from ckpttool.storage import object_destinations, objects, retries, upload, upload_folder
+from ckpttool.storage import object_destinations, objects, retries, upload, upload_folder, urls
 from ckpttool.storage.prefetch import FetchSizes
 from ckpttool.storage.remote import RemoteSource
 from ckpttool.storage.upload import UploadSizes
@@ -66,7 +66,7 @@ def test_there_and_back(s3: Moto, bucket: str, tmp_path: Path, to: str, ranks: i
     url = f"{bucket}/run 1/ü" + (".pt" if to == "full" else "")
     sent = convert(DCP, url, to=to, world_size=ranks)
     assert sent.verified and sent.destination == url
-    assert not unfinished(s3, bucket) and not [k for k in keys(s3, bucket) if k.endswith(upload_folder.NOTE)]
+    assert not unfinished(s3, bucket) and not [k for k in keys(s3, bucket) if k.endswith(urls.UNFINISHED)]
     back = convert(url, tmp_path / "back", to="dcp", world_size=3)
     assert back.digest == sent.digest
     assert diff(DCP, str(tmp_path / "back"), only=["model"] if to == "hf" else None).equal
@@ -80,7 +80,7 @@ def test_the_marker_is_seen_last(s3: Moto, bucket: str, proxied: Flaky) -> None:
     url = f"{bucket}/a"
     convert(DCP, url, to="dcp", world_size=3, verify=False)
     seen = done(proxied)
-    assert seen[0] == f"+ {upload_folder.NOTE}" and seen[-2:] == ["+ .metadata", f"- {upload_folder.NOTE}"]
+    assert seen[0] == f"+ {urls.UNFINISHED}" and seen[-2:] == ["+ .metadata", f"- {urls.UNFINISHED}"]
     assert sorted(seen[1:-2]) == ["+ __0_0.distcp", "+ __1_0.distcp", "+ __2_0.distcp", "+ ckpttool.json"]
 
 
@@ -92,8 +92,8 @@ def test_what_is_replaced_loses_its_marker_first(s3: Moto, bucket: str, proxied:
     proxied.seen.clear()
     convert(DCP, url, to="dcp", world_size=2, force=True)
     seen = done(proxied)
-    assert seen[:3] == [f"+ {upload_folder.NOTE}", "- .metadata", "- __2_0.distcp"]
-    assert seen[-2:] == ["+ .metadata", f"- {upload_folder.NOTE}"]
+    assert seen[:3] == [f"+ {urls.UNFINISHED}", "- .metadata", "- __2_0.distcp"]
+    assert seen[-2:] == ["+ .metadata", f"- {urls.UNFINISHED}"]
     assert keys(s3, bucket) == [f"a/{n}" for n in (".metadata", "__0_0.distcp", "__1_0.distcp", "ckpttool.json")]
     assert verify(url, against=DCP).against["verdict"] == "equal"
 
@@ -126,7 +126,7 @@ def test_a_store_that_fails_while_objects_become_visible(s3: Moto, bucket: str, 
     proxied.rule = lambda method, path: 500 if method == "PUT" and path.endswith(which) else None
     with pytest.raises(RemoteError, match="no answer in 5 tries"):
         convert(DCP, url, to="dcp", world_size=3)
-    assert f"a/{upload_folder.NOTE}" in keys(s3, bucket) and "a/.metadata" not in keys(s3, bucket)
+    assert f"a/{urls.UNFINISHED}" in keys(s3, bucket) and "a/.metadata" not in keys(s3, bucket)
     with pytest.raises(Corrupt, match="interrupted while its files became visible"):
         open_checkpoint(url)
     proxied.rule = lambda method, path: None
@@ -139,7 +139,7 @@ def test_a_note_is_no_leave_to_remove_other_things(s3: Moto, bucket: str) -> Non
     put = s3.client().put_object
     put(Bucket=bucket[5:], Key="a/thesis.tex", Body=b"x")
     for note in (b'{"names": ["other"]}', b"[]", b"{", b""):
-        put(Bucket=bucket[5:], Key=f"a/{upload_folder.NOTE}", Body=note)
+        put(Bucket=bucket[5:], Key=f"a/{urls.UNFINISHED}", Body=note)
         with pytest.raises(DestinationExists):
             convert(DCP, f"{bucket}/a", to="dcp")
     assert "a/thesis.tex" in keys(s3, bucket)
@@ -405,17 +405,15 @@ def test_what_another_run_finished_meanwhile_is_not_touched(
     with pytest.raises(DestinationExists, match="appeared there during the upload; nothing was replaced"):
         convert(DCP, url, to="dcp", world_size=3)
     assert verify(url, against=OTHER).against["verdict"] == "equal"
-    assert not [k for k in keys(s3, bucket) if k.endswith(upload_folder.NOTE)] and not unfinished(s3, bucket)
+    assert not [k for k in keys(s3, bucket) if k.endswith(urls.UNFINISHED)] and not unfinished(s3, bucket)
 
 
 def test_a_run_that_finds_the_note_of_another_stops(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     url, put = f"{bucket}/a", s3.client().put_object
-    during(
-        monkeypatch, "commit", lambda: put(Bucket=bucket[5:], Key=f"a/{upload_folder.NOTE}", Body=b'{"names": ["x"]}')
-    )
+    during(monkeypatch, "commit", lambda: put(Bucket=bucket[5:], Key=f"a/{urls.UNFINISHED}", Body=b'{"names": ["x"]}'))
     with pytest.raises(DestinationExists, match="another run"):
         convert(DCP, url, to="dcp", world_size=3)
-    assert keys(s3, bucket) == [f"a/{upload_folder.NOTE}"] and not unfinished(s3, bucket)
+    assert keys(s3, bucket) == [f"a/{urls.UNFINISHED}"] and not unfinished(s3, bucket)
 
 
 def test_a_run_whose_note_was_taken_over_puts_no_marker(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,7 +421,7 @@ def test_a_run_whose_note_was_taken_over_puts_no_marker(s3: Moto, bucket: str, m
     url, real = f"{bucket}/a", objects.get_with_token
 
     def replaced(at: str) -> Any:
-        s3.client().put_object(Bucket=bucket[5:], Key=f"a/{upload_folder.NOTE}", Body=b'{"names": ["x"]}')
+        s3.client().put_object(Bucket=bucket[5:], Key=f"a/{urls.UNFINISHED}", Body=b'{"names": ["x"]}')
         return real(at)
 
     monkeypatch.setattr(upload_folder, "get_with_token", replaced)

@@ -1,4 +1,4 @@
-"""`HfOptions`: what an hf folder shall hold, as the user asks for it."""
+"""What a user may ask of the layouts that are written: `Layout.options`, without the modules that write."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ckpttool.errors import UsageError, argument
 from ckpttool.layouts import option
 
-__all__ = ["HfOptions"]
+__all__ = ["DirectoryOptions", "Fsdp1Options", "HfOptions", "UniversalOptions", "ZeroOptions"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,6 @@ class HfOptions:
     allow_name_mismatch: bool = option(
         False, "Write weights that the model of the config does not have, or has in other shapes."
     )
-
     untie: bool = option(
         False, "Write both of the weights that config.json ties, and set tie_word_embeddings to false."
     )
@@ -66,3 +65,54 @@ class HfOptions:
             raise UsageError(f"{argument('lora_alpha', self.lora_alpha)}: it must be a number above 0.")
         if self.max_shard_bytes < 1:
             raise UsageError(f"{argument('max_shard_bytes', self.max_shard_bytes)}: it must be at least 1.")
+
+
+@dataclass(frozen=True)
+class ZeroOptions:
+    """The configuration of the DeepSpeed engine that will load the save; None: as in the source, or DeepSpeed's default."""
+
+    sub_group_size: int | None = option(
+        None, "sub_group_size in the config of the engine that will load it; DeepSpeed's default is 1e9 elements."
+    )
+    precision: str | None = option(None, "Precision of the job that will load it: bf16, fp16 or fp32.")
+    write_tag: str | None = option(None, "Name of the save to write, instead of global_step<N>.")
+
+    def __post_init__(self) -> None:
+        if self.sub_group_size is not None and self.sub_group_size < 1:
+            raise UsageError(f"sub_group_size is {self.sub_group_size}; it must be at least 1.")
+
+
+@dataclass(frozen=True)
+class UniversalOptions(ZeroOptions):
+    """As `ZeroOptions`, and the stage: files of stage 3 differ from those of 1 and 2."""
+
+    stage: int | None = option(
+        None, "ZeRO stage of the engine that will load it: 1, 2 or 3; that of the source, or 3.", flag="--zero-stage"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stage not in (None, 1, 2, 3):
+            raise UsageError(f"The ZeRO stage is {self.stage}; it must be 1, 2 or 3.")
+
+
+@dataclass(frozen=True)
+class Fsdp1Options:
+    """The arguments of FSDP1 in the job that will load the files."""
+
+    use_orig_params: bool = option(False, "For a job that calls FSDP(use_orig_params=True).")
+    precision: str | None = option(None, "Precision of the job that will load it: bf16, fp16 or fp32.")
+
+
+@dataclass(frozen=True)
+class DirectoryOptions:
+    """How a trainer's directory is laid out."""
+
+    state_dict_type: str = option(
+        "sharded", "What the FSDP plugin of the job asks for: sharded (SHARDED_STATE_DICT) or full (FULL_STATE_DICT); ddp for a "
+        "job without FSDP, on one GPU or more.", metavar="sharded|full|ddp",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if self.state_dict_type not in ("sharded", "full", "ddp"):
+            raise UsageError(f"{argument('state_dict_type', self.state_dict_type)}: choose sharded, full or ddp.")
