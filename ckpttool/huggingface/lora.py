@@ -20,7 +20,7 @@ from ..errors import Corrupt, Unsupported, argument
 from ..index.checkpoint import Checkpoint, joined
 
 __all__ = [
-    "ROOT", "AdapterShape", "Change", "Update", "changes", "encoded", "made_config", "of_tensors", "refuse_unmergeable", "scaling",
+    "KNOWN", "REFUSED", "ROOT", "AdapterShape", "Change", "Update", "changes", "encoded", "made_config", "of_tensors", "refuse_unmergeable", "scaling",
     "seen",
 ]  # fmt: skip
 
@@ -33,7 +33,7 @@ _KINDS = {
     "lora_magnitude_vector": "magnitude",
 }  # fmt: skip
 #: Fields of adapter_config.json that change what a merge is, and why each is refused.
-_REFUSED = {
+REFUSED = {
     "trainable_token_indices": "some rows of the embedding are trained besides",
     "target_parameters": "it adapts parameters that are not the weight of a linear layer or an embedding",
     "layer_replication": "it copies layers of the base model",
@@ -46,12 +46,12 @@ _REFUSED = {
     "kasa_config": "it truncates the weights of the base model (KaSA)",
 }
 #: Fields that a merge uses, or that say how the adapter was made or trained.
-_KNOWN = frozenset({
+KNOWN = frozenset({
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "r",
     "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "bias", "use_rslora",
     "modules_to_save", "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
     "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "use_dora",
-    "qalora_group_size", "runtime_config", "lora_bias", "ensure_weight_tying", *_REFUSED,
+    "qalora_group_size", "runtime_config", "lora_bias", "ensure_weight_tying", *REFUSED,
 })  # fmt: skip
 #: Values of init_lora_weights that take a part of the base weights into the adapter before training begins.
 _CHANGES_BASE = re.compile(r"pissa(_niter_\d+)?|corda|olora|loftq|lora_ga|mica", re.IGNORECASE)
@@ -147,10 +147,10 @@ def refuse_unmergeable(config: Mapping[str, Any], *, base_is_given: bool) -> Non
         raise Unsupported(
             f"adapter_config.json describes a {str(kind)[:40]!r} adapter; ckpttool merges only LORA. {_PEFT}"
         )
-    for name, why in _REFUSED.items():
+    for name, why in REFUSED.items():
         if config.get(name):
             raise Unsupported(f"the adapter has {name} in adapter_config.json: {why}. {_PEFT}")
-    if unknown := sorted(str(k) for k, v in config.items() if k not in _KNOWN and v):
+    if unknown := sorted(str(k) for k, v in config.items() if k not in KNOWN and v):
         raise Unsupported(
             f"adapter_config.json sets {unknown[0][:60]!r}, which ckpttool does not know; it may change what the merged weights are. {_PEFT}"
         )

@@ -7,7 +7,8 @@ import os
 import re
 
 from ..engine.opening import OpenCheckpoint
-from ..index.checkpoint import Value
+from ..engine.stream import small
+from ..formats.stored_tensors import number_in
 from ..index.names import step_count
 
 __all__ = ["step_of"]
@@ -24,28 +25,21 @@ def step_of(opened: OpenCheckpoint) -> int:
     ckpt = opened.checkpoint
     if (step := step_count(ckpt.value)) is not None:
         return step
-    found = {int(v.data) for v in ckpt.values.values() if _counts(v) and isinstance(v.data, (int, float))}
+    found = {
+        int(v.data)
+        for v in ckpt.values.values()
+        if v.path[:2] == ("optim", "state") and v.path[-1] == "step" and isinstance(v.data, (int, float))
+    }
     if not found:
         names = [
             n
             for n, t in ckpt.tensors.items()
             if t.path[-1] == "step" and t.path[0] in ("optim", "trainer") and t.numel == 1
         ]
-        found = {_number(ckpt.tensors[n].dtype, opened.read(n)) for n in names[:: 1 + len(names) // _MOST]}
-    named = re.search(r"(\d{1,15})$", os.path.basename(opened.source.root.rstrip("/")))
+        raw = small(opened.locate(), opened.source, names[:: 1 + len(names) // _MOST]) if names else {}
+        numbers = (number_in(ckpt.tensors[n].dtype, data) for n, data in raw.items())
+        found = {int(x) for x in numbers if x is not None and math.isfinite(x)}
+    named = re.search(r"(\d{1,15})$", os.path.basename(opened.source.root))
     if named is not None and int(named[1]) in found:
         return int(named[1])
     return max(found, default=0)
-
-
-def _counts(v: Value) -> bool:
-    return v.path[:2] == ("optim", "state") and v.path[-1] == "step"
-
-
-def _number(dtype: str, data: bytes) -> int:
-    import numpy as np
-
-    from ..engine.dtypes import numpy_dtype
-
-    value = float(np.frombuffer(data, dtype=numpy_dtype(dtype))[0])
-    return int(value) if math.isfinite(value) else 0

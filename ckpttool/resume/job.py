@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ..engine.opening import OpenCheckpoint
 from ..errors import Unsupported, UsageError, argument
 from ..index.checkpoint import Checkpoint
 from ..live.live_job import OWN_FLAGS
@@ -60,7 +61,7 @@ class Job:
     own_loss: Any = None
 
 
-def start(settings: Settings, ckpt: Checkpoint) -> Job:
+def start(settings: Settings, opened: OpenCheckpoint) -> Job:
     """The job that the settings describe, on this rank, before anything is loaded. A collective.
 
     Raises:
@@ -81,9 +82,9 @@ def start(settings: Settings, ckpt: Checkpoint) -> Job:
     else:
         model, dropout_off = _from_config(settings)
         with _parameters_on_meta():
-            model = adapted(model, settings, ckpt)
+            model = adapted(model, settings, opened)
         model = _below(model, settings)
-        _like_checkpoint(model, ckpt, notes)
+        _like_checkpoint(model, opened.checkpoint, notes)
         optimizer = None
         vocabulary = model.config.vocab_size
     if not settings.keep_dropout:
@@ -96,7 +97,7 @@ def start(settings: Settings, ckpt: Checkpoint) -> Job:
         _shard(model, mesh, settings)
     _materialise(model, settings)
     if settings.job is None:
-        optimizer = _optimizer(model, ckpt, notes)
+        optimizer = _optimizer(model, opened.checkpoint, notes)
     elif callable(optimizer) and not hasattr(optimizer, "param_groups"):
         optimizer = optimizer(model)
     elif optimizer is not None:

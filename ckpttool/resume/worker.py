@@ -78,7 +78,7 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
         ckpt = opened.checkpoint
         status("building the model")
         at("building the model")
-        job = start(settings, ckpt)
+        job = start(settings, opened)
         out = Trace(
             source=settings.source, layout=opened.layout.name, start=settings.start, world_size=dist.get_world_size(),
             mesh=settings.mesh, device=settings.device, dtype=settings.dtype, seed=settings.seed, data=settings.data,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -414,6 +415,18 @@ def test_an_environment_that_makes_no_sense_is_refused(tmp_path: Path, words: di
         (["default"], None, "holds LoRA layers, and adapter_config.json, which describes them, is neither in"),
         (["default"], {"peft_type": "LOHA"}, "adapter_config.json is of LOHA, not of LORA"),
         (["a", "b"], {"peft_type": "LORA"}, r"holds several adapters \(a, b\)"),
+        (
+            ["x"],
+            {"peft_type": "LORA", "use_qalora": True},
+            r"sets 'use_qalora': its inputs are pooled in groups \(QALoRA\)\. Give the job",
+        ),
+        (["x"], {"peft_type": "LORA", "tomorrow": 1}, "sets 'tomorrow': ckpttool does not know what that changes"),
+        (
+            ["x"],
+            {"peft_type": "LORA", "r": 2, "target_modules": ["zzz"]},
+            "PEFT does not make the layers .*Target modules .*not found",
+        ),
+        (["x"], {"peft_type": "LORA", "r": "two", "target_modules": ["q"]}, "PEFT does not make the layers"),
     ],
 )
 def test_lora_layers_that_cannot_be_made_are_refused(tmp_path: Path, names: list[str], config: Any, says: str) -> None:
@@ -422,8 +435,33 @@ def test_lora_layers_that_cannot_be_made_are_refused(tmp_path: Path, names: list
     if config is not None:
         (tmp_path / "of_model" / "adapter_config.json").write_text(json.dumps(config))
     settings = Settings(source=str(tmp_path / "x.pt"), config=str(tmp_path / "of_model"))
+    model = torch.nn.ModuleDict({"q": torch.nn.Linear(3, 3)})
     with ckpttool.open(tmp_path / "x.pt") as opened, pytest.raises(Unsupported, match=says):
-        adapted(torch.nn.Linear(3, 3), settings, opened.checkpoint)
+        adapted(model, settings, opened)
+
+
+def test_an_adapter_config_is_found_beside_the_checkpoint_and_needs_a_peft_that_knows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"model": {"q.lora_A.weight": torch.ones(2, 3)}}, tmp_path / "x.pt")
+    (tmp_path / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "r": 2, "target_modules": ["q"], "use_dora": true}'
+    )
+    (tmp_path / "of_model").mkdir()
+    settings = Settings(source=str(tmp_path / "x.pt"), config=str(tmp_path / "of_model"))
+    with ckpttool.open(tmp_path / "x.pt") as opened:
+        made = adapted(torch.nn.ModuleDict({"q": torch.nn.Linear(3, 3)}), settings, opened)
+        assert "q.lora_magnitude_vector.default.weight" in dict(made.named_parameters())
+
+        @dataclass
+        class Old:
+            r: int = 8
+
+        monkeypatch.setattr("peft.LoraConfig", Old)
+        with pytest.raises(
+            Unsupported, match=r"sets 'target_modules', which PEFT .* here does not have\. Install a newer"
+        ):
+            adapted(made, settings, opened)
 
 
 def test_only_fields_that_say_which_layers_there_are_are_taken_from_an_adapter_config(tmp_path: Path) -> None:
@@ -438,7 +476,7 @@ def test_only_fields_that_say_which_layers_there_are_are_taken_from_an_adapter_c
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with ckpttool.open(tmp_path / "x.pt") as opened:
         model = torch.nn.ModuleDict({"q": torch.nn.Linear(3, 3), "k": torch.nn.Linear(3, 3)})
-        made = adapted(model, Settings(source=str(tmp_path / "x.pt"), config=str(tmp_path)), opened.checkpoint)
+        made = adapted(model, Settings(source=str(tmp_path / "x.pt"), config=str(tmp_path)), opened)
     assert {n for n, _ in made.named_parameters() if "lora" in n} == {"q.lora_A.x.weight", "q.lora_B.x.weight"}
     assert "antigravity" not in sys.modules
 
