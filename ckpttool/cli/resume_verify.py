@@ -271,7 +271,7 @@ def resume_verify(
 ) -> None:
     """Load a checkpoint into a live FSDP2 job and check that training continues as before; exit 10 if not, 12 if it does not fit."""
     from ..resume import report as reports
-    from ..resume.joined import leave
+    from ..resume.joined import in_job, lasting_job, leave_together
     from ..resume.launch import resume_verify as run
     from ..resume.terminal import screen
 
@@ -291,32 +291,32 @@ def resume_verify(
         end_with(os.getppid())  # however torchrun ends
     src = newest_of(src, latest, quiet or as_json)
     telling = _Telling(quiet)
-    try:
-        found = run(
-            src, against=against, reference=reference, config=config, job=job,
-            world_size=world_size, mesh=mesh,
-            against_world_size=against_world_size, steps=steps, start_step=start_step, data=data, seed=seed,
-            sequence=sequence, global_batch=global_batch, micro_batch=micro_batch, dtype=dtype, device=device, clip=clip,
-            profile=profile, calibrate=calibrate, keep_dropout=keep_dropout,
-            activation_checkpointing=activation_checkpointing, compile=compile_, cpu_offload=cpu_offload, module_prefix=module_prefix,
-            deterministic=deterministic, reread=reread, round_trip=round_trip, scratch=scratch, timeout=timeout, peak_tflops=peak_tflops,
-            min_mfu=min_mfu, max_reserved_gib=max_reserved_gib, max_step_seconds=max_step_seconds,
-            max_load_seconds=max_load_seconds, source_layout=from_, like=like, flat_layout=flat_layout, wrap=comma(wrap),
-            tag=tag, allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps, status=telling,
-        )  # fmt: skip
-    finally:
-        telling.close()
-    if found is None:  # a rank other than the first of a job that was started from outside
-        leave(0)
-    if not as_json:
-        draw(screen(found))
-        sys.stdout.flush()
-    reports.write(found, folder=report, junit_file=junit, metrics_file=metrics)
-    if as_json:
-        print_json(found.to_json())
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        leave(found.exit_code)
-    if found.exit_code:
+    with lasting_job():
+        try:
+            found = run(
+                src, against=against, reference=reference, config=config, job=job,
+                world_size=world_size, mesh=mesh,
+                against_world_size=against_world_size, steps=steps, start_step=start_step, data=data, seed=seed,
+                sequence=sequence, global_batch=global_batch, micro_batch=micro_batch, dtype=dtype, device=device, clip=clip,
+                profile=profile, calibrate=calibrate, keep_dropout=keep_dropout,
+                activation_checkpointing=activation_checkpointing, compile=compile_, cpu_offload=cpu_offload, module_prefix=module_prefix,
+                deterministic=deterministic, reread=reread, round_trip=round_trip, scratch=scratch, timeout=timeout, peak_tflops=peak_tflops,
+                min_mfu=min_mfu, max_reserved_gib=max_reserved_gib, max_step_seconds=max_step_seconds,
+                max_load_seconds=max_load_seconds, source_layout=from_, like=like, flat_layout=flat_layout, wrap=comma(wrap),
+                tag=tag, allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps, status=telling,
+            )  # fmt: skip
+        finally:
+            telling.close()
+        if found is not None:  # None on other ranks than the first of a job that was started from outside
+            if not as_json:
+                draw(screen(found))
+                sys.stdout.flush()
+            reports.write(found, folder=report, junit_file=junit, metrics_file=metrics)
+            if as_json:
+                print_json(found.to_json())
+        if in_job():
+            leave_together(0 if found is None else found.exit_code)
+    if found is not None and found.exit_code:
         raise typer.Exit(found.exit_code)
 
 

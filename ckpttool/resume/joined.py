@@ -3,11 +3,14 @@
 There no process sees all ranks, so they publish their beats in the store of the job, through a connection of its own. Rank 0 looks
 at them, and rank 1 where rank 0 is silent. The one that finds a stall prints it, and every rank ends its process: what waits in a
 collective cannot be interrupted, and NCCL's own watchdog does the same.
+
+The command keeps its job (`lasting_job`) while rank 0 judges, so that all ranks end with the exit code of its verdict.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -16,13 +19,21 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 from ..errors import CkpttoolError, RankLost, UsageError, argument
+from ..live.collectives import gathered
 from .settings import Status
 from .watch import Beat, Watch, at, beating, parsed, period_of, written
 
-__all__ = ["joined_job", "leave", "lost_peer", "watched_job"]
+__all__ = ["in_job", "joined_job", "lasting_job", "leave", "leave_together", "lost_peer", "watched_job"]
 
 #: Seconds that collectives wait longer than the watch, which says more about what is wrong.
 _LONGER = 60.0
+#: How long ranks wait for rank 0, which judges and writes the reports.
+_JUDGING = timedelta(hours=1)
+
+
+def in_job() -> bool:
+    """Whether this process is a rank of a job that torchrun or srun started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def leave(status: int) -> NoReturn:
@@ -30,6 +41,52 @@ def leave(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+class _Lasting:
+    """The job of this process: whether it lasts, and the group of its ranks that then ends it."""
+
+    wanted, group = False, None
+
+
+@contextmanager
+def lasting_job() -> Iterator[None]:
+    """A job that is joined in this block lasts until `leave_together`, or until the block fails."""
+    _Lasting.wanted = True
+    try:
+        yield
+    except BaseException:
+        if _Lasting.group is not None:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()  # the ranks that wait for this one learn that it is gone
+        raise
+    finally:
+        _Lasting.wanted, _Lasting.group = False, None
+
+
+def leave_together(status: int) -> NoReturn:
+    """End this process with the status of rank 0, as soon as that has one. A collective, in the block of `lasting_job`.
+
+    A torchrun whose ranks have ended with 0 waits for those on other nodes, for 300 s if these end with another status.
+
+    Raises:
+        RankLost: rank 0 has ended, or has judged for more than an hour.
+    """
+    import torch.distributed as dist
+
+    sys.stdout.flush()
+    # Python would see it only after rank 0 has ended; and torchrun, which sends it when the first rank ends, must not change
+    # the status of a rank 0 that has written its reports
+    signal.signal(signal.SIGTERM, signal.SIG_DFL if dist.get_rank() else signal.SIG_IGN)
+    try:
+        statuses = gathered(status, _Lasting.group)
+    except RuntimeError:  # gloo's errors are of this class
+        raise RankLost(
+            f"rank {dist.get_rank()} waited for the verdict of rank 0, but a rank ended before all had it. That rank's own message, or "
+            "the table of torchrun, has the cause."
+        ) from None
+    leave(statuses[0])
 
 
 @contextmanager
@@ -74,9 +131,14 @@ def joined_job(device: str, deterministic: bool, timeout: float, meeting: str | 
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     try:
         yield
-    finally:
+    except BaseException:
         if ours:
             dist.destroy_process_group()
+        raise
+    if ours and _Lasting.wanted:
+        _Lasting.group = dist.new_group(backend="gloo", timeout=_JUDGING)
+    elif ours:
+        dist.destroy_process_group()
 
 
 def _not_joined(e: Exception) -> CkpttoolError:

@@ -24,6 +24,7 @@ from ..errors import CkpttoolError, RankLost, UsageError, argument
 from ..extras import need
 from .bounds import PROFILES
 from .first_step import step_of
+from .joined import in_job
 from .ranks import launch_runs
 from .recipe import looked_over
 from .settings import Settings, Status, mesh_of
@@ -146,9 +147,9 @@ def resume_verify(
         raise UsageError(f"{argument('scratch', os.fspath(scratch))}: this folder does not exist.")
     if job is not None:
         looked_over(job)
-    in_job = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    as_rank = in_job()
     device, gpus = _device(device)
-    dims = _mesh(world_size, mesh, in_job, device, gpus)
+    dims = _mesh(world_size, mesh, as_rank, device, gpus)
     reading = OpenOptions(
         source_layout=source_layout, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
         allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
@@ -175,7 +176,7 @@ def resume_verify(
                 begin = _begin_of(recorded, begin, reference)
             known = recorded or Trace()
             model_config = found_config if config is None and job is None else config
-            shared = None if in_job else folder
+            shared = None if as_rank else folder
             if scratch is not None and round_trip:
                 shared = stack.enter_context(workspace(os.fspath(scratch)))
             settings = Settings(
@@ -224,7 +225,7 @@ def resume_verify(
         def unsure(traces: Mapping[str, Trace]) -> bool:
             return not calibrate and _later_numbers_alone(traces, recorded, profile)
 
-        if in_job:
+        if as_rank:
             of_rank = _run_here(planned, (device, deterministic, timeout), unsure, folder, status)
             if of_rank is None:
                 return None
@@ -317,13 +318,13 @@ def _device(wanted: str) -> tuple[str, int]:
     return ("cuda", count) if count else ("cpu", 0)
 
 
-def _mesh(world_size: int | None, mesh: str | None, in_job: bool, device: str, gpus: int) -> dict[str, int]:
+def _mesh(world_size: int | None, mesh: str | None, as_rank: bool, device: str, gpus: int) -> dict[str, int]:
     """The dimensions of the job: of the one that this process is a rank of, or of the one to be launched.
 
     Raises:
         UsageError: they contradict each other, or the machine.
     """
-    if in_job:
+    if as_rank:
         ranks = _world_size_of_job()
         if world_size is not None and world_size != ranks:
             raise UsageError(f"{argument('world_size', world_size)}, but this job was started with {ranks} ranks.")
@@ -332,7 +333,7 @@ def _mesh(world_size: int | None, mesh: str | None, in_job: bool, device: str, g
     dims = mesh_of(mesh, ranks)
     if (size := math.prod(dims.values())) != ranks:
         raise UsageError(f"{argument('mesh', mesh)} has {size} ranks, but there are {ranks}.")
-    if device == "cuda" and not in_job and ranks > gpus:
+    if device == "cuda" and not as_rank and ranks > gpus:
         raise UsageError(
             f"{ranks} ranks, but this machine has {gpus} GPUs. To use several nodes, start ckpttool with torchrun or srun."
         )

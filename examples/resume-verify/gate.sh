@@ -1,7 +1,7 @@
 #!/bin/sh
 # gate.sh REPORT STATUS: ends with the exit code of a resume-verify whose report is in the folder REPORT.
 #
-# torchrun and srun turn every failure into 1, so that STATUS, theirs, tells a verdict from a crash only together with the report.
+# torchrun turns every failure into 1, so that STATUS, its own, tells a verdict from a crash only together with the report.
 report=$1/report.json
 status=$2
 if [ ! -s "$report" ]; then

@@ -230,6 +230,19 @@ def test_in_a_job_that_others_started_the_ranks_watch_each_other(tmp_path: Path)
     assert "is stopped (state T;" in error and "Of the others, rank 0 is waiting in " in error
 
 
+def test_a_report_that_cannot_be_written_ends_the_ranks_that_wait_for_the_verdict(tmp_path: Path) -> None:
+    (tmp_path / "report.html").mkdir()
+    words = [*of("healthy"), "--steps", "1", "--no-round-trip", "--report", str(tmp_path)]
+    with one_at_a_time():
+        statuses = NURSERIES.launch(
+            2, ["-m", "ckpttool", *words], tmp_path / "log", **ENVIRONMENT, PYTHONPATH=str(REPOSITORY)
+        )
+    said = (tmp_path / "log").read_text()
+    assert statuses == [2, 13], said
+    assert "report.html: there is something that is not a regular file" in said
+    assert "error: rank 1 waited for the verdict of rank 0, but a rank ended before all had it." in said
+
+
 def test_the_ranks_of_a_killed_torchrun_end_also_a_stopped_one(tmp_path: Path) -> None:
     words = ["--standalone", "--nproc-per-node=2", "-m", "ckpttool", *of("healthy"), "--steps", "1000000"]
     with one_at_a_time():
