@@ -23,8 +23,7 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-from ckpttool.engine.fill import silent
-from ckpttool.engine.tensor_digests import tensor_digests
+from ckpttool.engine.tensor_digests import proof_digests
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, joined
@@ -159,7 +158,7 @@ def _find_runs(
     for n in wanted:
         for local in sizes[n]:
             jobs[_called(local)] = _of_weight(weights[local.weight], local)
-    digests = tensor_digests(jobs, source, ckpt.files, ckpt.records, silent, dtypes=dtypes)
+    digests = proof_digests(jobs, ckpt, source, dtypes)
     by_digest: dict[tuple[str, str], list[Local]] = {}
     for n in wanted:
         for local in sizes[n]:
@@ -354,7 +353,7 @@ def entries(
                 place(entry.chunks, run.chosen, t, run)
                 out[path] = entry
     several = {f"{k}:{i}": t for k, some in enumerate(copies.values()) if len(some) > 1 for i, t in enumerate(some)}
-    digests = tensor_digests(several, source, ckpt.files, ckpt.records, silent)
+    digests = proof_digests(several, ckpt, source)
     for k, (local, slot) in enumerate(copies):
         if len({digests[n] for n in (f"{k}:{i}" for i in range(len(copies[local, slot]))) if n in digests}) > 1:
             notes.append(

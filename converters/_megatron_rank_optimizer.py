@@ -23,8 +23,7 @@ from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.engine.fill import silent
-from ckpttool.engine.tensor_digests import tensor_digests
+from ckpttool.engine.tensor_digests import announce_proof, proof_digests
 from ckpttool.errors import Corrupt, Unsupported, argument
 from ckpttool.formats.pickles import Global, short
 from ckpttool.formats.stored_tensors import StoredTensor
@@ -39,6 +38,7 @@ __all__ = ["named", "unnamed"]
 
 _SLOTS = ("param", "exp_avg", "exp_avg_sq")
 _HALF = ("bfloat16", "float16")
+_TRIED = 8  # parameters that are compared at once where a bucket begins
 
 
 class _Buffer(NamedTuple):
@@ -82,15 +82,20 @@ def named(ranks: Ranks, ckpt: Checkpoint) -> tuple[dict[Path, Any], list[str]]:
     """
     source, notes = ranks.files.source, list[str]()
     jobs = {_called(r, p): p.entry for r in ranks.ranks for p in r.parameters}
-    weights = tensor_digests(jobs, source, ckpt.files, ckpt.records, silent)
+    parts = [(r, list(_buffers(ranks, r)), list(_states(ranks, r))) for r in ranks.ranks]
+    copies = sum(b.bucket.param.nbytes for _, buffers, _ in parts for b in buffers)
+    copies += sum(
+        len(_HALF) * s.bucket.param.nbytes for _, _, states in parts for s in states if "param" in s.bucket.slots
+    )
+    announce_proof(sum(t.nbytes for t in jobs.values()) + copies)
+    weights = proof_digests(jobs, ckpt, source)
     found: list[Bucket] = []
     steps: dict[str, Any] = {}
-    for r in ranks.ranks:
+    for r, buffers, states in parts:
         taken: set[str] = set()
-        for buffer in _buffers(ranks, r):
+        for buffer in buffers:
             _cut(buffer, r, weights, ranks, ckpt, taken)
             found.append(buffer.bucket)
-        states = list(_states(ranks, r))
         if states:
             of = (
                 _by_value(states, r, weights, ranks, ckpt)
@@ -253,12 +258,14 @@ def _cut(
 def _starts(
     buffer: _Buffer, some: list[Parameter], weights: list[str], ranks: Ranks, ckpt: Checkpoint
 ) -> tuple[list[int] | None, int]:  # fmt: skip
-    """(where each parameter begins in a buffer, how many are proved). Where one is not at the next multiple of 64, a bucket ends."""
+    """(where each parameter begins in a buffer, how many are proved). Where one is not at the next multiple of 64, a bucket ends.
+    What lies behind the end of a bucket is read again, so no more than twice of what the bucket had so far is tried at once."""
     t, size = buffer.bucket.param, buffer.bucket.param.shape[0]
     starts: list[int] = []
     bucket = end = 0  # where the bucket begins, and where the parameters so far end
+    window = _TRIED
     while len(starts) < len(some):
-        rest, trial = some[len(starts) :], list[int]()
+        rest, trial, before = some[len(starts) : len(starts) + window], list[int](), end
         for p in rest:
             trial.append(bucket + -(-(end - bucket) // ALIGNED) * ALIGNED)
             end = trial[-1] + p.entry.numel
@@ -267,14 +274,16 @@ def _starts(
             for k, (a, p) in enumerate(zip(trial, rest, strict=True))
             if a + p.entry.numel <= size
         }
-        digests = tensor_digests(
-            jobs, ranks.files.source, ckpt.files, ckpt.records, silent, dtypes=dict.fromkeys(jobs, buffer.dtype)
-        )
+        digests = proof_digests(jobs, ckpt, ranks.files.source, dict.fromkeys(jobs, buffer.dtype))
         proved = next((k for k in range(len(rest)) if digests.get(str(k)) != weights[len(starts) + k]), len(rest))
-        if not proved:
+        if not proved and bucket == before:
             return None, len(starts)
         starts += trial[:proved]
-        bucket = end = starts[-1] + some[len(starts) - 1].entry.numel
+        end = starts[-1] + some[len(starts) - 1].entry.numel
+        if proved < len(rest):
+            bucket, window = end, _TRIED
+        else:
+            window *= 2
     return (starts, len(starts)) if end == size else (None, len(starts))
 
 
@@ -338,9 +347,7 @@ def _by_value(
 ) -> list[Parameter]:  # fmt: skip
     """The parameter of each state: the one to which its fp32 copy rounds; of equal ones, those of one group in the order of the model."""
     jobs = {f"{k}:{d}": s.bucket.slots["param"] for k, s in enumerate(states) for d in _HALF}
-    rounded = tensor_digests(
-        jobs, ranks.files.source, ckpt.files, ckpt.records, silent, dtypes={n: n.partition(":")[2] for n in jobs}
-    )
+    rounded = proof_digests(jobs, ckpt, ranks.files.source, {n: n.partition(":")[2] for n in jobs})
     fits: dict[tuple[str, tuple[int, ...]], list[Parameter]] = {}
     for p in r.parameters:
         if p.entry.dtype in _HALF:

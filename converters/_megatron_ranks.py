@@ -23,8 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from ckpttool.engine.fill import silent
-from ckpttool.engine.tensor_digests import tensor_digests
+from ckpttool.engine.tensor_digests import proof_digests
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.formats import stored_tensors
 from ckpttool.formats.pickles import short
@@ -459,7 +458,7 @@ def proved(ranks: Ranks, names: Iterable[str], ckpt: Checkpoint) -> None:
     several = [(local, some) for local, some in ranks.copies.items() if len(some) > 1 and local.weight in wanted]
     for k, (_, some) in enumerate(several):
         jobs |= {f"{k}:{i}": replace(entry, path=("copy", k, i)) for i, (_, entry) in enumerate(some)}
-    digests = tensor_digests(jobs, ranks.files.source, ckpt.files, ckpt.records, silent)
+    digests = proof_digests(jobs, ckpt, ranks.files.source)
     for k, (local, some) in enumerate(several):
         odd = next((i for i in range(len(some)) if digests[f"{k}:{i}"] != digests[f"{k}:0"]), None)
         if odd is None:

@@ -217,7 +217,10 @@ def convert(
         workers=workers, progress=meter,
     )  # fmt: skip
     if dry_run:
-        found = dry_run_with(src, dst, reading, writing, running)
+        try:
+            found = dry_run_with(src, dst, reading, writing, running)
+        finally:
+            meter.close()
         if as_json:
             print_json(found.to_json())
         else:

@@ -16,6 +16,7 @@ from .terminal import (  # fmt: skip
     Json,
     Latest,
     Like,
+    Meter,
     NameMap,
     Only,
     Src,
@@ -67,6 +68,7 @@ def inspect(
     from ..engine import inspect as look
     from ..engine.detection import Checkpoints
     from ..engine.opening import OpenOptions, open_with
+    from ..engine.tensor_digests import reporting
 
     path = newest_of(path, latest, as_json)
     try:
@@ -84,13 +86,20 @@ def inspect(
             print(_folder(e.below))
         return
     with found as opened:
+        if name_map is not None or tensor is not None:
+            meter = Meter(as_json)
+            try:
+                with reporting(meter):
+                    opened.locate()
+            finally:
+                meter.close()
         if name_map is not None:
             from ..engine.map_choice import kept_text, under_other_names
 
-            mapped = under_other_names(opened.locate(), opened.source, kept_text(name_map), config)
+            mapped = under_other_names(opened.checkpoint, opened.source, kept_text(name_map), config)
             opened.checkpoint, opened.source = mapped
         if tensor is not None:
-            ckpt = opened.locate()
+            ckpt = opened.checkpoint
             names = [n for n in ckpt.tensors if fnmatch.fnmatchcase(n, tensor)]
             if not names:
                 raise UsageError(_no_match(tensor, ckpt.tensors))

@@ -97,6 +97,7 @@ def push(
 
     from ..engine.opening import OpenOptions
     from ..engine.planning import WriteRequest
+    from ..engine.tensor_digests import reporting
     from ..hub.push import Push
     from ..layouts import find, options_of
 
@@ -112,17 +113,20 @@ def push(
     meter = Meter(quiet)
     began = time.monotonic()
     try:
-        with Push(
-            src,
-            target,
-            reading,
-            writing,
-            revision=revision,
-            public=public,
-            pull_request=pr,
-            message=message,
-            threads=jobs,
-        ) as run:
+        with (
+            reporting(meter),
+            Push(
+                src,
+                target,
+                reading,
+                writing,
+                revision=revision,
+                public=public,
+                pull_request=pr,
+                message=message,
+                threads=jobs,
+            ) as run,
+        ):
             done = run.preview() if dry_run else run.push(stage, meter)
     finally:
         meter.close()

@@ -283,7 +283,7 @@ class Meter:
                 self._start(what, total)
         if self.bar is not None:
             if now - self.said > 0.1 or done == total:
-                self.bar.update(self.task, completed=done, memory=peak())
+                self.bar.update(self.task, completed=done, total=max(1, total), memory=peak())
                 self.said = now
         elif now - self.said >= 10:
             rate = done / (now - self.began)

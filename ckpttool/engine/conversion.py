@@ -29,6 +29,7 @@ from .parallel_fill import fill_with_workers, why_one_process
 from .part_requests import absolute, job_of
 from .planning import WriteRequest, plan_id, plan_with
 from .recorded import RECORD, encoded, record
+from .tensor_digests import reporting
 from .verification import read_back, settled
 
 __all__ = ["PYTHON_BYTES", "ConvertResult", "RunOptions", "convert", "convert_with", "io_budget", "most_memory_bytes"]
@@ -214,7 +215,7 @@ def _convert(
 ) -> ConvertResult:
     """`convert`, after the destination was looked at; what is worth knowing is added to `said`, also where it raises."""
     force, verify, progress = running.force, running.verify, running.progress
-    with plan_with(src, dst, reading, writing) as planned:
+    with reporting(progress), plan_with(src, dst, reading, writing) as planned:
         opened, draft, target = planned.opened, planned.draft, planned.target
         if force:
             target.check_replaceable(dst)

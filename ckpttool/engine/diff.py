@@ -22,6 +22,7 @@ from .map_choice import kept_text, under_other_names
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, refuse_unused
 from .parallel_digests import digests_of, for_reading
 from .stream import Block, Reader, StreamJob
+from .tensor_digests import reporting
 
 __all__ = ["Difference", "TensorDifference", "diff"]
 
@@ -95,7 +96,7 @@ def diff(
         config, like, flat_layout, wrap: as `open`, for those of the two whose layout uses them.
         map: a name map, as `convert` takes it, that `a` goes through first. One process compares then.
         workers: who computes digests of both first, as in `convert`; only tensors with other digests are compared then.
-        progress: called with ("diff", bytes done, bytes in all).
+        progress: called with ("diff", bytes done, bytes in all), and before with "prove" if tensors have no names until they are read.
 
     Raises:
         CkpttoolError: one of the two cannot be read.
@@ -107,7 +108,8 @@ def diff(
     with open_with(a, options, check_hints=False) as x, open_with(b, options, check_hints=False) as y:
         used = {*x.layout.reader_uses, *y.layout.reader_uses, *(["config"] if map is not None else [])}
         refuse_unused(options, f"{x.layout.name} | {y.layout.name}", used)
-        left, right = x.locate(), y.locate()
+        with reporting(progress):
+            left, right = x.locate(), y.locate()
         if map is not None:
             left, x.source = under_other_names(left, x.source, kept_text(os.fspath(map)), config)
             x.checkpoint = left

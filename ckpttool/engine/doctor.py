@@ -21,7 +21,7 @@ from . import checks_names, checks_numbers, checks_optimizer, detection, salvage
 from .fill import Progress, silent
 from .findings import DAMAGE, MISMATCH, NOTE, Examined, Finding, copy_command
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, shown_path
-from .tensor_digests import tensor_digests
+from .tensor_digests import reporting, tensor_digests
 from .verification import salvaged
 
 #: What is looked at in every checkpoint that opens.
@@ -82,7 +82,7 @@ def doctor(
         read_data: also read every byte of the tensors that seem whole, and compare it with the CRC32s that the files carry.
         like: a checkpoint of the job that refuses to load this one; its param groups are compared with those here. It also says
             what this one does not about its parameters, as in `open`, where nothing else does.
-        progress: called with ("read", bytes done, bytes in all).
+        progress: called with ("read", bytes done, bytes in all), and before with "prove" if tensors have no names until they are read.
         (the others): as `open`.
 
     Raises:
@@ -102,7 +102,7 @@ def doctor(
     asked = _Asked(name, read_data, config, None if like is None else os.fspath(like), progress, _given(usual))
     refused: CkpttoolError | None = None
     try:
-        with open_with(path, usual, check_hints=False) as opened:
+        with reporting(progress), open_with(path, usual, check_hints=False) as opened:
             _look_at(opened, out, asked)
     except (UsageError, RemoteError):
         raise

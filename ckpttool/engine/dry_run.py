@@ -14,6 +14,7 @@ from .opening import CheckpointPath, OpenOptions
 from .parallel_fill import why_one_process
 from .part_requests import job_of
 from .planning import Plan, WriteRequest, plan_with
+from .tensor_digests import reporting
 
 __all__ = ["ASSUMED_BYTES_PER_SECOND", "DryRun", "dry_run_with"]
 
@@ -66,7 +67,7 @@ def dry_run_with(
     Raises:
         CkpttoolError: whatever `convert` would refuse before it begins to copy.
     """
-    with plan_with(src, dst, reading, writing) as planned:
+    with reporting(running.progress), plan_with(src, dst, reading, writing) as planned:
         opened, draft = planned.opened, planned.draft
         free = check_destination(src, dst, planned, running.force)
         budget = io_budget(running.max_memory_bytes, running.threads, opened.source)

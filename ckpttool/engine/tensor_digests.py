@@ -1,20 +1,74 @@
-"""Digests of tensors that are read and not written."""
+"""Digests of tensors that are read and not written; those that a layout needs before it can name its tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from blake3 import blake3
 
 from ..formats.stored_tensors import Inline
-from ..index.checkpoint import TensorEntry, Value, joined
+from ..index.checkpoint import Checkpoint, TensorEntry, Value, joined
 from ..storage.buffers import DEFAULT_BUDGET, IOBudget
 from ..storage.source import Source
 from .fill import Progress, silent
 from .stream import Block, Reader, StreamJob
 
-__all__ = ["digests_in_values", "tensor_digests", "tensor_digests_and_crcs"]
+__all__ = [
+    "announce_proof",
+    "digests_in_values",
+    "proof_digests",
+    "reporting",
+    "tensor_digests",
+    "tensor_digests_and_crcs",
+]
+
+
+@dataclass
+class _Report:
+    """Bytes that were read by `proof_digests`, and those that were announced."""
+
+    progress: Progress
+    passed: int = 0
+    announced: int = 0
+
+
+#: `Layout.locate` has no progress among its arguments: of all layouts, few read tensors there.
+_REPORT: ContextVar[_Report | None] = ContextVar("report", default=None)
+
+
+@contextmanager
+def reporting(progress: Progress) -> Iterator[None]:
+    """In this block, `proof_digests` calls `progress` with ("prove", bytes done, bytes in all)."""
+    token = _REPORT.set(_Report(progress))
+    try:
+        yield
+    finally:
+        _REPORT.reset(token)
+
+
+def announce_proof(nbytes: int) -> None:
+    """Say how many bytes the calls of `proof_digests` that follow are going to read together, where those are several."""
+    if (report := _REPORT.get()) is not None:
+        report.announced = report.passed + nbytes
+
+
+def proof_digests(
+    tensors: dict[str, TensorEntry], ckpt: Checkpoint, source: Source, dtypes: dict[str, str] | None = None
+) -> dict[str, str]:
+    """`tensor_digests` of what a layout has to read before it can say what its tensors are: segments without names, copies that
+    ranks have of one tensor. Progress goes to whoever asked for it with `reporting`."""
+    report = _REPORT.get() or _Report(silent)
+    before = report.passed
+
+    def progress(what: str, done: int, total: int) -> None:
+        report.passed = before + done
+        report.progress(what, report.passed, max(report.announced, before + total))
+
+    return tensor_digests(tensors, source, ckpt.files, ckpt.records, progress, "prove", dtypes)
 
 
 def tensor_digests(

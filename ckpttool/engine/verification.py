@@ -24,7 +24,7 @@ from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, sho
 from .parallel_digests import digests_of, for_reading
 from .planning import WriteRequest, caster
 from .recorded import RECORD, other_digests
-from .tensor_digests import digests_in_values, tensor_digests
+from .tensor_digests import digests_in_values, reporting, tensor_digests
 
 __all__ = ["DigestResult", "VerifyResult", "digest", "read_back", "salvaged", "settled", "verify"]
 
@@ -58,7 +58,7 @@ def digest(
 
     Args:
         workers: who reads, as in `convert`.
-        progress: called with ("digest", bytes done, bytes in all).
+        progress: called with ("digest", bytes done, bytes in all), and before with "prove" if tensors have no names until they are read.
         (the others): as `open`.
     """
     options = OpenOptions(
@@ -66,7 +66,8 @@ def digest(
         allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
     )  # fmt: skip
     with open_with(path, options) as opened, for_reading(workers, path, opened.checkpoint.nbytes) as crew:
-        ckpt = opened.locate()
+        with reporting(progress):
+            ckpt = opened.locate()
         found = digests_of(opened, path, options, crew, progress, "digest")
         opened.source.assert_unchanged()
         return DigestResult(roots(ckpt.tensors, found), found, [r.to_json() for r in ckpt.unread])
@@ -123,7 +124,7 @@ def verify(
         read_data: also read every byte, and compare it with the CRC32s and with the digests recorded beside it.
         against: also compare every tensor with another checkpoint, in any layout.
         workers: who reads the data, as in `convert`.
-        progress: called with ("read", bytes done, bytes in all).
+        progress: called with ("read", bytes done, bytes in all), and before with "prove" if tensors have no names until they are read.
         (the others): as `open`.
 
     Raises:
@@ -133,7 +134,7 @@ def verify(
         source_layout=source_layout, only=only, config=config, like=like, flat_layout=flat_layout, wrap=wrap, tag=tag,
         allow_equal_ranks=allow_equal_ranks, allow_mixed_steps=allow_mixed_steps,
     )  # fmt: skip
-    with open_with(path, options) as opened:
+    with reporting(progress), open_with(path, options) as opened:
         ckpt = opened.locate()
         out = VerifyResult(
             urls.display_path(shown_path(path)), ckpt.layout, len(ckpt.tensors), ckpt.nbytes, "ok",
@@ -156,7 +157,8 @@ def verify(
     if against is not None:
         likewise = OpenOptions(allow_equal_ranks=True, allow_mixed_steps=True)
         with open_with(against, likewise) as other, for_reading(workers, against, other.checkpoint.nbytes) as crew:
-            second = other.locate()
+            with reporting(progress):
+                second = other.locate()
             digests = digests_of(other, against, likewise, crew, progress, "read")
             shared = {str(t.path[0]) for t in ckpt.tensors.values()} & {str(t.path[0]) for t in second.tensors.values()}
         mine = {n: d for n, d in found.items() if ckpt.component(n) in shared}

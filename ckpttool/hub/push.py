@@ -30,6 +30,7 @@ from ..engine.fill import Progress, silent
 from ..engine.opening import OpenOptions
 from ..engine.planning import WriteRequest
 from ..engine.recorded import MOST_RECORD_BYTES, RECORD
+from ..engine.tensor_digests import reporting
 from ..errors import Corrupt, DestinationExists, Interrupted, RemoteError, Unsafe, UsageError, argument
 from ..index.names import step_count
 from ..storage.buffers import IOBudget
@@ -122,7 +123,7 @@ def push(
     writing = WriteRequest(
         options=options, dtype=dtype, cast=cast, drop=drop, ignore_recorded_digests=ignore_recorded_digests
     )
-    with Push(
+    with reporting(progress), Push(
         os.fspath(src), target, reading, writing, revision=revision, public=public, pull_request=pull_request,
         message=message, threads=threads,
     ) as run:  # fmt: skip

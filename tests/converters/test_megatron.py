@@ -7,6 +7,7 @@ import argparse
 import io
 import json
 import pickle
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -472,3 +473,39 @@ def test_a_common_state_that_is_an_item_is_that_of_common_pt(case: str, tmp_path
         pickle.dump(stored, f)
     found = ckpttool.diff(folder(case), tmp_path / "a")
     assert found.equal, found
+
+
+def proving(said: list[tuple[str, int, int]]) -> list[tuple[int, int]]:
+    """(bytes done, bytes in all) of what was read before the conversion."""
+    stages = list(dict.fromkeys(what for what, _, _ in said))
+    assert stages[0] == "prove", stages
+    return [(done, total) for what, done, total in said if what == "prove"]
+
+
+def test_the_proof_of_segments_reports_its_bytes(tmp_path: Path) -> None:
+    said: list[tuple[str, int, int]] = []
+    ckpttool.convert(folder("buckets_tp2"), tmp_path / "a.pt", progress=lambda *row: said.append(row))
+    rows = proving(said)
+    assert rows == sorted(rows) and rows[-1][0] == rows[-1][1]
+    with ckpttool.open(folder("buckets_tp2")) as opened:
+        held = opened.checkpoint.tensors.values()
+        assert rows[-1][1] >= sum(t.nbytes for t in held if t.path[-1] == "param" or t.path[0] == "model")
+    said.clear()
+    ckpttool.convert(folder("tp2_pp2"), tmp_path / "b.pt", progress=lambda *row: said.append(row))
+    assert not any(what == "prove" for what, _, _ in said)  # whose tensors have names
+
+
+def test_a_long_proof_is_seen_on_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 1 << 30, 11))  # every block takes 11 s
+    monkeypatch.setattr("ckpttool.cli.terminal.time.monotonic", lambda: next(clock))
+    for words in (
+        ["convert", "--to", "full"],
+        ["convert", "--dry-run", "--to", "full"],
+        ["digest"],
+        ["inspect", "--tensor", "*"],
+    ):
+        out = [str(tmp_path / f"{len(words)}.pt")] if words[0] == "convert" else []
+        done = ckpttool_here(*words, str(folder("buckets_tp2")), *out)
+        assert done.returncode == 0, done.stderr
+        lines = [line for line in done.stderr.splitlines() if line.startswith("prove ")]
+        assert lines and all(re.search(r"of [\d.]+ GB, [\d.]+ GB/s, \d+ s left", line) for line in lines), words

@@ -485,3 +485,29 @@ def test_of_jobs_of_2023_the_weights_are_read_and_the_shards_of_the_optimizer_ar
     with pytest.raises(Unsupported, match=r"mp_rank_00_000/optim\.pt"):
         ckpttool.open(source)
     assert len(weights_alone(source, tmp_path / "weights.pt")) == 15
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_proof_of_the_optimizer_reports_bytes_of_a_known_total(
+    case: str, unpacked: Callable[[str], Path], tmp_path: Path
+) -> None:
+    said: list[tuple[int, int]] = []
+
+    def progress(what: str, done: int, total: int) -> None:
+        if what == "prove":
+            said.append((done, total))
+
+    ckpttool.convert(unpacked(case) / "legacy" / ITERATION, tmp_path / "a.pt", progress=progress)
+    assert said and said == sorted(said)
+    done, total = said[-1]
+    known = [t for _, t in said if t > said[0][1]] or [total]  # after the copies of the model were compared
+    assert done <= total <= 2 * known[0], (done, total, known[0])
+
+
+@pytest.mark.parametrize("tried", [1, 2, 1000])
+def test_the_end_of_a_bucket_is_found_wherever_it_is_among_those_that_are_tried(
+    tried: int, unpacked: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpttool.converters._megatron_rank_optimizer._TRIED", tried)
+    found = ckpttool.diff(unpacked("dp2_buckets") / "ckpt" / ITERATION, unpacked("dp2_buckets") / "legacy" / ITERATION)
+    assert found.only_in_a == [] and found.data == [] and found.shapes == {}
