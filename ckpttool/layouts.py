@@ -203,8 +203,6 @@ class Layout:
         keeps_subclasses: it holds objects of tensor subclasses (index/composites.py), as such or as what they are made of; the others
             are refused where there are any.
         saves: how one folder can contain several saves; None if a folder is one save.
-        spreads_tensors: ranks divide all tensors among their files, so a file may hold whole tensors, and the steps of some
-            parameters. If False, every rank's file holds its own part of each tensor.
         check_replaceable: raises if what is at a destination must not be replaced.
     """
 
@@ -231,7 +229,6 @@ class Layout:
     of_trainer: bool = False
     keeps_subclasses: bool = False
     saves: Saves | None = None
-    spreads_tensors: bool = False
     check_replaceable: Callable[[str], None] = lambda path: None
 
 

@@ -450,6 +450,7 @@ def _add(out: Checkpoint, found: Checkpoint, part: Part) -> None:
         out.values[joined(path)] = Value(path, v.data)
     out.records += [r.moved(by) for r in found.records]
     out.ranks |= {file + by: rank for file, rank in found.ranks.items()}
+    out.spreads_tensors |= found.spreads_tensors
     out.notes += found.notes
     if found.salvage is not None:
         out.salvage = out.salvage or Salvage()

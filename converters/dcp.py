@@ -139,7 +139,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     ranks = {i: int(m[1]) for i, f in enumerate(index.files) if (m := re.match(r"__(\d+)_", f))}
     named.notes.extend(notes)
     out = checkpoint_of(named, "dcp", source.root, max(ranks.values(), default=0) + 1, index.files, source)
-    out.records, out.ranks = records, ranks
+    out.records, out.ranks, out.spreads_tensors = records, ranks, True
     out.salvage = Salvage(missing=lost) if lost else None
     return out
 
@@ -311,7 +311,7 @@ LAYOUTS = (
     Layout(
         name="dcp", title="torch.distributed.checkpoint folder", detect=detect, read=read, locate=locate,
         write=late("ckpttool.converters._dcp_write:write"),
-        aliases=("distcp", "fsdp", "fsdp2", "torch-dcp"), own_keys=True, reader_uses=("config", "like"), writer_uses=("world_size",), spreads_tensors=True,
+        aliases=("distcp", "fsdp", "fsdp2", "torch-dcp"), own_keys=True, reader_uses=("config", "like"), writer_uses=("world_size",),
         keeps_subclasses=True,
     ),
 )  # fmt: skip

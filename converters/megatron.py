@@ -239,7 +239,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     _take_objects(leaves, objects)
     name_groups(leaves, notes)
     out = checkpoint_of(CanonicalState(leaves, {}, TRAINER, notes), "megatron", source.root, world, files, source)
-    out.records, out.ranks = records, ranks
+    out.records, out.ranks, out.spreads_tensors = records, ranks, True
     out.salvage = Salvage(missing=lost) if lost else None
     return out
 
@@ -257,7 +257,7 @@ def _read_fsdp(where: Place, options: ReadOptions) -> Checkpoint:
             "linear_fc1 is stored as two tensors, _w and _v, and is one tensor here, as in Megatron-Core's other formats"
         )
     out = checkpoint_of(named, "megatron", found.root, found.world_size, found.files, where.source)
-    out.records, out.ranks, out.salvage = found.records, found.ranks, found.salvage
+    out.records, out.ranks, out.salvage, out.spreads_tensors = found.records, found.ranks, found.salvage, True
     return out
 
 
@@ -459,7 +459,7 @@ def _put_named(out: Checkpoint, named: Mapping[Path, Any], notes: list[str], ask
 LAYOUTS = (
     Layout(
         name="megatron", title="directory of Megatron-Core", detect=detect, read=read, locate=locate,
-        aliases=("torch_dist", "mcore", "megatron-core", "nemo"), of_trainer=True, reader_uses=(), spreads_tensors=True,
+        aliases=("torch_dist", "mcore", "megatron-core", "nemo"), of_trainer=True, reader_uses=(),
         write=late("ckpttool.converters._megatron_write:write"), prepare=late("ckpttool.converters._megatron_write:prepare"), writer_uses=("world_size",), synthesizes_values=True, needs_named_optimizer=True,
     ),
 )  # fmt: skip

@@ -118,6 +118,7 @@ class _Reading:
     parts: dict[tuple[str, int, int], _Part] = field(default_factory=dict)  # (name, pp, tp) of parameters that are cut
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     world: int | None = None
+    ranks: dict[int, int] = field(default_factory=dict)  # {number of a file: its rank}
 
     def number(self, name: str) -> int:
         """The number of a file in the index."""
@@ -130,7 +131,7 @@ class _Reading:
             "nanotron", self.source.root, self.world, self.files, [self.source.size(f) for f in self.files], self.tensors,
             self.values, trainer="nanotron",
         )  # fmt: skip
-        out.records, out.notes = self.records, self.notes
+        out.records, out.ranks, out.notes = self.records, self.ranks, self.notes
         return out
 
     def model(self) -> None:
@@ -235,7 +236,7 @@ class _Reading:
                 "the expert. Save with expert_parallel_size=1."
             )
         ranges = config.get("configs", {}).get("param_name_to_dp_rank_offsets", {})
-        self._complete(names, sizes, bool(ranges))
+        _, dps, tps = self._complete(names, sizes, bool(ranges))
         state: dict[tuple[str, str], list[_Held]] = {}
         dtypes: dict[tuple[str, str], str] = {}
         steps: dict[tuple[str, str], tuple[Any, Any]] = {}
@@ -245,6 +246,7 @@ class _Reading:
             m = _OPTIMIZER.fullmatch(file)
             assert m is not None
             number, tree = self._tree(f"optimizer/{file}")
+            self.ranks[number] = (int(m["pp"]) * dps + int(m["dp"] or 0)) * tps + int(m["tp"])
             try:
                 called = {k: self._called(str(n)) for k, n in tree["names"].items()}
                 rows = [(called[k], slot, x) for k, slots in tree["state"].items() for slot, x in slots.items()]
@@ -316,8 +318,8 @@ class _Reading:
                 return found
         raise ValueError(f"the optimizer has {name}, which the model has not")
 
-    def _complete(self, names: list[str], sizes: Mapping[str, str], zero: bool) -> None:
-        """All ranks have a file.
+    def _complete(self, names: list[str], sizes: Mapping[str, str], zero: bool) -> list[int]:
+        """How many pipeline, data and tensor parallel ranks there are; all have a file.
 
         Raises:
             Corrupt: one is missing.
@@ -331,6 +333,7 @@ class _Reading:
                     f"{self.source.root}/optimizer has no file of pp {pp}, dp {dp}, tp {tp}, and optimizer_config.json says that the job had "
                     f"{many[0]}, {many[1]} and {many[2]} of them. The copy is incomplete; fetch the folder again."
                 )
+        return many
 
     def _once(self, steps: dict[tuple[str, str], tuple[Any, Any]], name: str, slot: str, number: int, x: Any) -> None:
         """A number that all ranks have: the step.

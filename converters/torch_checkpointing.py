@@ -102,7 +102,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     if described:
         files.number(METADATA)
     out = checkpoint_of(named, "torch_checkpointing", source.root, world, files.names, source)
-    out.records = list(files.records.values())
+    out.records, out.ranks = list(files.records.values()), reading.ranks
     out.notes += files.notes
     if files.unlike:
         out.notes.append(
@@ -169,6 +169,7 @@ class _Reading:
     world: int
     options: ReadOptions
     files: Files
+    ranks: dict[int, int] = field(default_factory=dict)  # {number of a file: its rank}
     _names: dict[int, dict[str, tuple[str, ...]]] = field(default_factory=dict)
 
     def item(self, name: str, item: Item, taken: Mapping[Path, Any]) -> dict[Path, Any]:
@@ -177,6 +178,7 @@ class _Reading:
             Rank(self.files.number(file), rank, self._tree(file, kind))
             for rank, (file, kind) in sorted(item.files.items())
         ]
+        self.ranks |= {r.file: r.rank for r in ranks}
         flat = [stored_tensors.flattened(r.tree) for r in ranks]
         self._refuse_subclasses(name, ranks, flat)
         in_one = any(kind == "safetensors" for _, kind in item.files.values())  # paths are joined by dots

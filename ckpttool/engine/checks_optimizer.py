@@ -85,7 +85,7 @@ def per_rank_state(at: Examined) -> list[Finding]:
 def mixed_ranks(at: Examined) -> list[Finding]:
     """Files of ranks of which some are of another step."""
     try:
-        mixups.refuse_mixed_steps(at.ckpt, at.source, at.opened.layout)
+        mixups.refuse_mixed_steps(at.ckpt, at.source)
     except Corrupt as e:
         text = str(e)
         by_step: dict[float, list[str]] = {}

@@ -4,7 +4,7 @@ Every such file is sound by itself, and the trainer would load the wrong numbers
 
     equal ranks   every rank holds a part of its own of the weights and of the optimizer. If all the records that a file holds
                   have the CRC32s of records in another rank's, the file is a copy. Parts that are one number over and over
-                  (zeros, the ones of a norm) prove nothing. Where files may hold whole tensors (`Layout.spreads_tensors`),
+                  (zeros, the ones of a norm) prove nothing. Where files may hold whole tensors (`Checkpoint.spreads_tensors`),
                   only tensors of which both ranks hold a part count, since whole ones may be equal: tied weights, a second
                   copy of the model.
     mixed steps   such a layout also spreads the `step` of each parameter over the files. Parameters may have different
@@ -27,7 +27,6 @@ from ..errors import Corrupt, argument
 from ..formats.crc import crc32, crc32_combine
 from ..formats.stored_tensors import number_in
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Record, TensorEntry
-from ..layouts import Layout
 from ..storage.buffers import IOBudget
 from ..storage.source import Source
 from .stream import Reader, StreamJob, small
@@ -44,7 +43,7 @@ _PROBES, _PROBE_BYTES, _STEP_BYTES = 8, 256, 4 << 20
 # ------------------------------------------------------------------------------------------------------ equal ranks
 
 
-def refuse_equal_ranks(ckpt: Checkpoint, source: Source, layout: Layout) -> None:
+def refuse_equal_ranks(ckpt: Checkpoint, source: Source) -> None:
     """Refuse a checkpoint in which one rank's file is a copy of another's.
 
     Raises:
@@ -57,14 +56,14 @@ def refuse_equal_ranks(ckpt: Checkpoint, source: Source, layout: Layout) -> None
     for name, t in ckpt.tensors.items():
         if t.path[0] not in ("model", "optim") or t.numel < 2:
             continue
-        if layout.spreads_tensors and len({ckpt.ranks.get(f) for f in set(t.chunks.file)}) < 2:
+        if ckpt.spreads_tensors and len({ckpt.ranks.get(f) for f in set(t.chunks.file)}) < 2:
             continue
         for k, file in enumerate(t.chunks.file):
             if file in ckpt.ranks and prod(t.chunks.shape_of(k)) > 1:
                 pieces.setdefault(file, {})[name, k] = find(t, k)
     summed = {f: found for f, found in pieces.items() if None not in found.values()}
     for a, b in [*_equal_sums(ckpt, summed), *_equal_files(ckpt, source, [f for f in pieces if f not in summed])]:
-        proof = _proof(ckpt, source, pieces[a], pieces[b], in_both=layout.spreads_tensors)
+        proof = _proof(ckpt, source, pieces[a], pieces[b], in_both=ckpt.spreads_tensors)
         if proof is not None:
             raise Corrupt(
                 f"{ckpt.root}: {ckpt.files[a]} of rank {ckpt.ranks[a]} and {ckpt.files[b]} of rank {ckpt.ranks[b]} hold the same "
@@ -153,9 +152,11 @@ def _proof(
     since they repeat themselves."""
     pieces = list(a)
     if in_both:
-        there = {name: s for (name, _), s in b.items()}
+        there: dict[str, set[Sum | None]] = {}
+        for (name, _), found in b.items():
+            there.setdefault(name, set()).add(found)
         pieces = [p for p in a if p[0] in there]
-        if any(a[p] != there[p[0]] for p in pieces):
+        if any(a[p] not in there[p[0]] for p in pieces):
             return None
     pieces = [p for p in pieces if ckpt.tensors[p[0]].dtype not in _REPETITIVE]
     pieces.sort(key=lambda p: -ckpt.tensors[p[0]].nbytes)
@@ -180,7 +181,7 @@ def _varied(ckpt: Checkpoint, source: Source, name: str, row: int) -> bool:
 # ------------------------------------------------------------------------------------------------------ mixed steps
 
 
-def refuse_mixed_steps(ckpt: Checkpoint, source: Source, layout: Layout) -> None:
+def refuse_mixed_steps(ckpt: Checkpoint, source: Source) -> None:
     """Refuse a folder (of a layout that spreads tensors over files) in which the steps of parameters differ exactly along the lines of files, or of ranks.
 
     Param groups are judged one by one, since they may have been trained for different numbers of steps. A file counts only
@@ -195,7 +196,7 @@ def refuse_mixed_steps(ckpt: Checkpoint, source: Source, layout: Layout) -> None
         if t.path[:2] == ("optim", "state") and t.path[-1] == "step" and t.numel == 1 and t.chunks.file[0] in ckpt.ranks
     ]
     file = {n: ckpt.tensors[n].chunks.file[0] for n in names}
-    if not layout.spreads_tensors or len(set(file.values())) < 2:
+    if not ckpt.spreads_tensors or len(set(file.values())) < 2:
         return
     find = _records_of(ckpt)
     sums = {(ckpt.tensors[n].dtype, find(ckpt.tensors[n], 0)) for n in names}

@@ -193,9 +193,9 @@ class OpenCheckpoint:
                     self.checkpoint = salvage.leave_out(self.checkpoint, self.source)
                 check(self.checkpoint)
             if not self.allow_equal_ranks:
-                mixups.refuse_equal_ranks(self.checkpoint, self.source, self.layout)
+                mixups.refuse_equal_ranks(self.checkpoint, self.source)
             if not self.allow_mixed_steps:
-                mixups.refuse_mixed_steps(self.checkpoint, self.source, self.layout)
+                mixups.refuse_mixed_steps(self.checkpoint, self.source)
             self.located = True
         return self.checkpoint
 

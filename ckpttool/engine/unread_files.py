@@ -176,7 +176,7 @@ def _inside(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unr
     """Files in the folder, and in the folders in it from which the layout read."""
     read = {n for n in source.identities() if not n.startswith("../")}
     used = {n[:i] for n in read for i, c in enumerate(n) if c == "/"}
-    for folder in ("", *sorted(f for f in used if "/" not in f)):
+    for folder in ("", *sorted(used)):
         for entry in source.list(folder):
             name = f"{folder}/{entry}" if folder else entry
             if name in read or name in used or (kind := _kind(entry)) is None:

@@ -336,6 +336,9 @@ class Checkpoint:
     trainer: str | None = None
     config: dict[str, Any] | None = None  # the config.json of the model, if there is one next to the weights
     ranks: dict[int, int] = field(default_factory=dict)  # {file: rank} of files that one rank wrote for itself
+    #: Ranks divide all tensors among their files, so a file may hold whole tensors, and the steps of some parameters. If False,
+    #: every rank's file holds its own part of each tensor.
+    spreads_tensors: bool = False
     recorded: dict[str, str] = field(default_factory=dict)  # {tensor: digest} stored in the checkpoint itself
     notes: list[str] = field(default_factory=list)
     unread: list[Unread] = field(default_factory=list)  # files that belong to it but that its layout does not read

@@ -65,7 +65,7 @@ def _looked_at(
         if framed and not opened.allow_mixed_steps:
             ckpt = opened.checkpoint
             some = {n: t for n, t in ckpt.tensors.items() if t.path[:2] == ("optim", "state") and t.path[-1] == "step"}
-            mixups.refuse_mixed_steps(located(opened, some), opened.source, opened.layout)
+            mixups.refuse_mixed_steps(located(opened, some), opened.source)
     except CkpttoolError as e:
         return opened, e
     except BaseException:

@@ -135,3 +135,9 @@ def test_what_does_not_fit_together_is_refused(harm: Any, error: Any, says: str,
     harm(folder)
     with pytest.raises(error, match=says):
         ckpttool.open(folder)
+
+
+def test_a_file_deep_in_the_folders_of_the_model_that_is_not_read_is_listed(tmp_path: Path) -> None:
+    source = copied("zero1", tmp_path)
+    (source / "model" / "model" / "embed" / "extra_state.pt").write_bytes(b"x")
+    assert [row["name"] for row in ckpttool.inspect(source).not_read] == ["model/model/embed/extra_state.pt"]
