@@ -81,6 +81,8 @@ class _Mapping:
         self.values: dict[str, Value] = {}
         self.recorded: dict[str, str] = {}
         self.ways = self._ways()
+        way = self.ways["optim"]
+        self.state: list[Group] = [] if way is None else matched(self._state_names(), found, "optim", way)[0]
         self.of_weight: dict[str, list[str]] = {}  # {a weight: what it becomes, or becomes part of}
         self.renamed: dict[str, tuple[str, ...]] = {}  # {first name of a group of the optimizer: its new names}
 
@@ -140,6 +142,7 @@ class _Mapping:
             raise Unsupported(
                 "what was salvaged of a damaged checkpoint keeps its names. Salvage it first, then map the copy."
             )
+        self._refuse_split_groups()  # before rows of padding are read
         self._model()
         self._zeros()
         self._masters()
@@ -290,12 +293,9 @@ class _Mapping:
         for leaf in leaves:
             if leaf.path[:2] == ("optim", "state") and len(leaf.path) > 3:
                 slots.setdefault(str(leaf.path[2]), {})[leaf.path[3:]] = leaf
-        way = self.ways["optim"]
-        self.state: list[Group] = []
-        if way is None:
+        if self.ways["optim"] is None:
             self._keep("optim")
             return
-        self.state = matched(self._state_names(), self.map, "optim", way)[0]
         for group in self.state:
             have = {key: slots[n] for key, n in group.names.items() if n in slots}
             if not have:
@@ -367,30 +367,36 @@ class _Mapping:
                     f'"{first}" and "{name}" differ, and the map joins their parameters to one, which has one of them.'
                 )
 
-    def _groups(self) -> None:
-        """The lists of names in the param groups.
+    def _lists_names(self, v: Value) -> bool:
+        """Whether a value is the list of a param group's parameters, some by name."""
+        in_group = v.path[:2] == ("optim", "param_groups") and v.path[3:] in _NAME_LISTS
+        return bool(self.state) and in_group and isinstance(v.data, list)
 
-        Raises:
-            Unsupported: the map joins parameters of several groups.
-        """
+    def _refuse_split_groups(self) -> None:
+        """Raises:
+        Unsupported: the map joins parameters of several param groups."""
+        together = {n: group for group in self.state for n in group.names.values()}
+        for v in self.ckpt.values.values():
+            if not self._lists_names(v):
+                continue
+            here = set(map(str, v.data))
+            for n in v.data:
+                if isinstance(n, str) and (apart := [o for o in together[n].names.values() if o not in here]):
+                    raise Unsupported(
+                        f'"{n}" and "{apart[0]}" are in different param groups, and the map joins them to one parameter.'
+                    )
+
+    def _groups(self) -> None:
+        """The lists of names in the param groups."""
         to: dict[str, tuple[str, ...]] = {}  # {name: what stands at its place}
-        together: dict[str, Group] = {}
         for group in self.state:
             names = self.renamed.get(group.first) or self._new_names(group)
             for k, n in enumerate(group.names.values()):
                 to[n] = names if k == 0 else ()
-                together[n] = group
         for name, v in self.ckpt.values.items():
             if v.path[0] == "model" or (v.path[:2] == ("optim", "state") and len(v.path) > 3):
                 continue
-            lists_names = v.path[:2] == ("optim", "param_groups") and v.path[3:] in _NAME_LISTS
-            if self.state and lists_names and isinstance(v.data, list):
-                here = set(map(str, v.data))
-                for n in v.data:
-                    if isinstance(n, str) and (apart := [o for o in together[n].names.values() if o not in here]):
-                        raise Unsupported(
-                            f'"{n}" and "{apart[0]}" are in different param groups, and the map joins them to one parameter.'
-                        )
+            if self._lists_names(v):
                 done: list[Any] = []
                 for n in v.data:
                     done += to[n] if isinstance(n, str) else [n]

@@ -244,6 +244,32 @@ def test_rows_of_padding_are_cut_and_said(tmp_path: Path, rows: str, moments: st
         assert torch.equal(got["optim"]["state"]["wte.weight"]["exp_avg"], tree["optim"]["state"]["emb"]["exp_avg"][:7])
 
 
+def test_param_groups_that_the_map_would_join_are_refused_before_padding_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckpttool.engine import mapping
+
+    looked: list[str] = []
+    odd_rows = mapping.odd_rows
+
+    def counted(*args: Any) -> Any:
+        looked.append("rows")
+        return odd_rows(*args)
+
+    monkeypatch.setattr(mapping, "odd_rows", counted)
+    text = PADDED + "q [f x] + v [f x] = qv [((1+1) f) x]\n"
+    model = {"emb": torch.randn(10, 3), "q": torch.randn(2, 3), "v": torch.randn(2, 3)}
+    config = '{"model_type": "x", "vocab_size": 7}'
+    src, name_map = written(tmp_path, state(model, [["emb"], ["q", "v"]]), text, config)
+    ckpttool.convert(src, tmp_path / "o.pt", map=name_map, config=str(tmp_path))
+    assert looked
+    looked.clear()
+    src, name_map = written(tmp_path, state(model, [["emb", "q"], ["v"]]), text, config)
+    with pytest.raises(Unsupported, match=r'"q" and "v" are in different param groups'):
+        ckpttool.convert(src, tmp_path / "p.pt", map=name_map, config=str(tmp_path))
+    assert looked == []
+
+
 def test_padding_is_kept_where_nothing_tells_the_size_of_the_vocabulary_or_it_was_asked_for(tmp_path: Path) -> None:
     weight = torch.randn(10, 3)
     src, name_map = written(tmp_path, {"model": {"emb": weight}}, PADDED, '{"model_type": "x"}')
