@@ -85,7 +85,7 @@ def marks_of(ranks: Sequence[str]) -> list[list[str]]:
 def open_data(
     data: str, *, seed: int, sequence: int | None, vocabulary: int | None, tokenizer: str | None = None
 ) -> tuple[Rows, int]:
-    """(rows, their length) of --data.
+    """(rows, their length) of `data`.
 
     Raises:
         UsageError: there is no such file, it holds something else, or tokens lie outside the vocabulary.
@@ -93,17 +93,17 @@ def open_data(
     if data == "synthetic":
         if vocabulary is None:
             raise UsageError(
-                "--data synthetic needs a model with a vocabulary; give --data a file, or data from build()."
+                f"{argument('data', data)} needs a model with a vocabulary. Give {argument('data')} a file, or return data from build()."
             )
         return _synthetic(seed, sequence or 512, vocabulary), sequence or 512
     if not os.path.exists(data):
-        raise UsageError(f"--data {data}: no such file, and not the word synthetic.")
+        raise UsageError(f"{argument('data', data)}: no such file, and not the word synthetic.")
     if data.endswith(".npy"):
         matrix = _matrix(data, sequence)
         return _checked(lambda i: {"input_ids": matrix(i)}, data, vocabulary), len(matrix(0))
     if data.endswith((".jsonl", ".json")):
         return _lines(data, sequence, vocabulary, tokenizer)
-    raise UsageError(f"--data {data}: give a .npy or .jsonl file, or the word synthetic.")
+    raise UsageError(f"{argument('data', data)}: give a .npy or .jsonl file, or the word synthetic.")
 
 
 def _synthetic(seed: int, sequence: int, vocabulary: int) -> Rows:
@@ -123,18 +123,22 @@ def _matrix(path: str, sequence: int | None) -> Callable[[int], Any]:
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as e:
-        raise UsageError(f"--data {path}: not a plain .npy file ({e}).") from None
+        raise UsageError(f"{argument('data', path)}: not a plain .npy file ({e}).") from None
     if tokens.dtype.kind not in "iu" or tokens.ndim not in (1, 2) or not tokens.size:
         raise UsageError(
-            f"--data {path}: {tokens.dtype} {tokens.shape}; token rows are a matrix of integers, or one row."
+            f"{argument('data', path)}: {tokens.dtype} {tokens.shape}; token rows are a matrix of integers, or one row."
         )
     if tokens.ndim == 1:
         length = sequence or 512
         if len(tokens) < length:
-            raise UsageError(f"--data {path}: {len(tokens)} tokens, fewer than one row of {length} (--sequence).")
+            raise UsageError(
+                f"{argument('data', path)}: {len(tokens)} tokens, fewer than one row of {length} ({argument('sequence')})."
+            )
         tokens = tokens[: len(tokens) // length * length].reshape(-1, length)
     elif sequence and sequence > tokens.shape[1]:
-        raise UsageError(f"--data {path}: rows of {tokens.shape[1]} tokens, but --sequence is {sequence}.")
+        raise UsageError(
+            f"{argument('data', path)}: rows of {tokens.shape[1]} tokens, but {argument('sequence')} is {sequence}."
+        )
     return lambda i: np.array(tokens[i % len(tokens)][:sequence], dtype=np.int64)
 
 
@@ -147,7 +151,7 @@ def _lines(path: str, sequence: int | None, vocabulary: int | None, tokenizer: s
             where.append(where[-1] + len(text))
     count = len(where) - 1
     if not count:
-        raise UsageError(f"--data {path}: no lines.")
+        raise UsageError(f"{argument('data', path)}: no lines.")
     encode = _tokenizer(tokenizer)
 
     def record(index: int) -> dict[str, list[int]]:
@@ -163,7 +167,7 @@ def _lines(path: str, sequence: int | None, vocabulary: int | None, tokenizer: s
             raise
         except (Corrupt, Unsafe, ValueError, KeyError, TypeError, AttributeError):
             raise UsageError(
-                f'--data {path}, line {k + 1}: not an object with "input_ids" or "text", as every line must be.'
+                f'{argument("data", path)}, line {k + 1}: not an object with "input_ids" or "text", as every line must be.'
             ) from None
 
     length = sequence or len(record(0)["input_ids"])
@@ -186,7 +190,7 @@ def _tokenizer(folder: str | None) -> Callable[[str], list[int]]:
         if not loaded:
             if folder is None:
                 raise UsageError(
-                    "lines of text need the tokenizer of a Hugging Face folder (--config); no folder was given."
+                    f"lines of text need the tokenizer of a Hugging Face folder ({argument('config')}); no folder was given."
                 )
             from transformers import AutoTokenizer
 
@@ -194,7 +198,7 @@ def _tokenizer(folder: str | None) -> Callable[[str], list[int]]:
                 loaded.append(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
             except (OSError, ValueError) as e:
                 raise UsageError(
-                    f"--config {folder}: no tokenizer for lines of text ({str(e).splitlines()[0]})."
+                    f"{argument('config', folder)}: no tokenizer for lines of text ({str(e).splitlines()[0]})."
                 ) from None
         return list(loaded[0](text)["input_ids"])
 
@@ -207,7 +211,7 @@ def _checked(rows: Rows, path: str, vocabulary: int | None) -> Rows:
         ids = out["input_ids"]
         if vocabulary is not None and len(ids) and (int(ids.max()) >= vocabulary or int(ids.min()) < 0):
             raise UsageError(
-                f"--data {path}: sample {index} has tokens {int(ids.min())}..{int(ids.max())}, but the vocabulary of the "
+                f"{argument('data', path)}: sample {index} has tokens {int(ids.min())}..{int(ids.max())}, but the vocabulary of the "
                 f"model has {vocabulary}: another tokenizer?"
             )
         return out

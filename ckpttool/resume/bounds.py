@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..errors import UsageError
+from ..errors import UsageError, argument
 from .trace import Trace
 
 __all__ = [
@@ -161,7 +161,7 @@ def column(profile: str, reference: Trace, got: Trace) -> str:
         UsageError: there is no such profile.
     """
     if profile not in PROFILES:
-        raise UsageError(f"--profile {profile}: one of {', '.join(PROFILES)}.")
+        raise UsageError(f"{argument('profile', profile)}: choose one of {', '.join(PROFILES)}.")
     if profile == "relaxed":
         return "relaxed"
     kind = precision(reference, got)

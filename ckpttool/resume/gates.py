@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping
 from statistics import median
 
+from ..errors import argument
 from .bounds import precision
 from .trace import Trace
 from .verdict import Check
@@ -157,10 +158,10 @@ def _missing(trace: Trace, key: str) -> str:
     if key == "load_seconds":
         return "the run did not time the load"
     if not any(s.seconds for s in trace.steps[1:]):
-        return "the first step warms up; run at least two steps (--steps 2)"
+        return f"the first step warms up; run at least two steps ({argument('steps', 2)})"
     if not _tokens(trace):
-        return "the run does not say how many tokens a step has; give --global-batch and --sequence"
+        return f"the run does not say how many tokens a step has; give {argument('global_batch')} and {argument('sequence')}"
     if not trace.parameters or not trace.world_size:
         return "the run does not say how many parameters and ranks it has"
     device = _name(trace) or "no device"
-    return f"the peak of {device} in {trace.dtype or 'an unknown dtype'} is not in the list; give --peak-tflops"
+    return f"the peak of {device} in {trace.dtype or 'an unknown dtype'} is not in the list; give {argument('peak_tflops')}"

@@ -164,11 +164,13 @@ def _from_config(settings: Settings) -> tuple[Any, float]:
 
     folder = settings.config
     if folder is None:
-        raise UsageError("--config (a Hugging Face folder) or --job (module.py:build) is needed to know the model.")
+        raise UsageError(
+            f"{argument('config')} (a Hugging Face folder) or {argument('job')} (module.py:build) is needed to know the model."
+        )
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as e:
-        raise UsageError(f"--config {folder}: no model configuration ({str(e).splitlines()[0]}).") from None
+        raise UsageError(f"{argument('config', folder)}: no model configuration ({str(e).splitlines()[0]}).") from None
     dropout_off = 0.0
     if not settings.keep_dropout:
         for key, value in config.to_dict().items():
@@ -181,8 +183,8 @@ def _from_config(settings: Settings) -> tuple[Any, float]:
             model = build(config, dtype=torch.float32, trust_remote_code=False)
     except ValueError as e:
         raise UsageError(
-            f"--config {folder}: {config.model_type} is not a causal language model of transformers "
-            f"({str(e).splitlines()[0]}). Give the job with --job."
+            f"{argument('config', folder)}: {config.model_type} is not a causal language model of transformers "
+            f"({str(e).splitlines()[0]}). Give the job with {argument('job')}."
         ) from None
     model.tie_weights()  # no_init_weights leaves it out
     return model, dropout_off
@@ -309,12 +311,14 @@ def _tensor_parallel(model: Any, mesh: Any) -> None:
     for pattern, style in (getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}).items():
         plan.setdefault(f"{base}.{pattern}" if base else pattern, style)
     if not plan:
-        raise Unsupported(f"{type(model).__name__} has no tensor-parallel plan; apply one in build() of --job.")
+        raise Unsupported(
+            f"{type(model).__name__} has no tensor-parallel plan; apply one in build() of {argument('job')}."
+        )
     odd = sorted(set(plan.values()) - styles.keys())
     if odd:
         raise Unsupported(
             f"the tensor-parallel plan of {type(model).__name__} has {', '.join(odd)}, which ckpttool does not apply; apply it in "
-            "build() of --job."
+            f"build() of {argument('job')}."
         )
     chosen = {}
     for name, _ in model.named_modules():
@@ -402,7 +406,7 @@ def _optimizer(model: Any, ckpt: Checkpoint, notes: list[str]) -> Any:
     else:
         raise Unsupported(
             f"the optimizer has slots {', '.join(sorted(slots)) or 'none'} and options {', '.join(sorted(options))}; which "
-            "identify no optimizer class of torch. Build the job yourself, with --job."
+            f"identify no optimizer class of torch. Build the job yourself, with {argument('job')}."
         )
     params = {n: p for n, p in model.named_parameters()}
     if not groups:

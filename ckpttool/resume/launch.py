@@ -14,22 +14,24 @@ import glob
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 from ..engine.opening import OpenCheckpoint, OpenOptions, open_with, usable
 from ..errors import CkpttoolError, RankLost, UsageError, argument
 from ..extras import need
 from .bounds import PROFILES
 from .first_step import step_of
-from .joined import in_job
+from .joined import in_job, joined_job, lost_peer, watched_job
 from .ranks import launch_runs
 from .recipe import looked_over
 from .settings import Settings, Status, mesh_of
 from .trace import Trace, read_reference
-from .verdict import Cause, Report
+from .verdict import Cause, Check, Report
+from .watch import at, stage
 from .workspace import workspace
 
 __all__ = ["resume_verify"]
@@ -222,45 +224,70 @@ def resume_verify(
                 plan["candidate"] = replace(settings, dtypes=[] if reread else dtypes)
             return plan, again
 
-        def unsure(traces: Mapping[str, Trace]) -> bool:
-            return not calibrate and _later_numbers_alone(traces, recorded, profile)
+        def judged(traces: Mapping[str, Trace]) -> Judged:
+            return _judged(traces, recorded, profile)
 
         if as_rank:
-            of_rank = _run_here(planned, (device, deterministic, timeout), unsure, folder, status)
+            of_rank = _run_here(planned, (device, deterministic, timeout), judged, folder, status)
             if of_rank is None:
                 return None
-            plan, traces = of_rank
+            plan, traces, found = of_rank
         else:
             plan, again = planned()
             traces = launch_runs(plan, folder, status)
-            if again and unsure(traces):
+            found = judged(traces)
+            if again and found.unsure:
                 status(_MEASURING)
                 os.mkdir(second := os.path.join(folder, "again"))
                 traces |= launch_runs(again, second, status)
+                found = judged(traces)
         limits = {
             "min_mfu": min_mfu, "max_reserved_gib": max_reserved_gib, "max_step_seconds": max_step_seconds,
             "max_load_seconds": max_load_seconds,
         }  # fmt: skip
-        return _judge(plan, traces, recorded, profile, peak_tflops, limits)
+        return _report(plan, traces, recorded, found, profile, peak_tflops, limits)
 
 
 #: Said before a run that nobody asked for.
 _MEASURING = "nothing but numbers of later steps fails, so the noise of this job is measured"
 
 
-def _later_numbers_alone(traces: Mapping[str, Trace], recorded: Trace | None, profile: str) -> bool:
-    """Whether nothing fails but numbers of later steps, as they also do in a job that amplifies every rounding."""
-    from .judge import judge
+class Judged(NamedTuple):
+    """What `judge` gave, with the noise if that was measured."""
 
-    checks, _ = judge(traces.get("reference") or recorded, traces["candidate"], profile)
-    failed = [c for c in checks if c.verdict == "fail"]
-    return bool(failed) and all(c.stage == "steps" and c.source in ("measured", "given") for c in failed)
+    checks: list[Check]
+    envelope: dict[str, list[float]]
+    calibration: dict[str, float] | None
+
+    @property
+    def failed(self) -> list[Check]:
+        return [c for c in self.checks if c.verdict == "fail"]
+
+    @property
+    def unsure(self) -> bool:
+        """Whether nothing fails but numbers of later steps, as they also do in a job that amplifies every rounding."""
+        return (
+            self.calibration is None
+            and bool(self.failed)
+            and all(c.stage == "steps" and c.source in ("measured", "given") for c in self.failed)
+        )
 
 
-def _judge(
+def _judged(traces: Mapping[str, Trace], recorded: Trace | None, profile: str) -> Judged:
+    from .judge import judge, noise
+
+    got, reference = traces["candidate"], traces.get("reference") or recorded
+    calibration: dict[str, float] | None = None
+    if "noise" in traces:
+        calibration = noise(got if recorded is not None else traces.get("reference", got), traces["noise"])
+    return Judged(*judge(reference, got, profile, calibration), calibration)
+
+
+def _report(
     plan: Mapping[str, Settings],
     traces: Mapping[str, Trace],
     recorded: Trace | None,
+    judged: Judged,
     profile: str,
     peak_tflops: float | None,
     limits: Mapping[str, float | None],
@@ -270,23 +297,18 @@ def _judge(
     from .diagnosis import causes
     from .differences import in_stored_dtypes
     from .gates import gates, metrics
-    from .judge import judge, noise
     from .misfit import advice, does_not_fit
     from .unverified import unverified
 
     got, reference = traces["candidate"], traces.get("reference") or recorded
-    calibration: dict[str, float] | None = None
-    if "noise" in traces:
-        calibration = noise(got if recorded is not None else traces.get("reference", got), traces["noise"])
-    checks, envelope = judge(reference, got, profile, calibration)
+    checks, envelope, calibration = judged
     sides = (reference, got) if reference is None or profile != "relaxed" else in_stored_dtypes(reference, got)
-    failed = any(c.verdict == "fail" for c in checks)
     opened: list[OpenCheckpoint] = []
     try:
-        if failed and "reference" in plan:
+        if judged.failed and "reference" in plan:
             for settings in (plan["reference"], plan["candidate"]):
                 opened.append(open_with(settings.source, settings.reading))
-        found = causes(*sides, checks, (opened[0], opened[1]) if opened else None) if failed else []
+        found = causes(*sides, checks, (opened[0], opened[1]) if opened else None) if judged.failed else []
     finally:
         for one in opened:
             one.source.close()
@@ -398,28 +420,19 @@ def _dtypes(path: str | os.PathLike[str], reading: OpenOptions) -> list[str]:
 Plans = tuple[dict[str, Settings], dict[str, Settings]]
 
 
-def _run_here(
-    planned: Callable[[], Plans],
-    joining: tuple[str, bool, float],
-    unsure: Callable[[Mapping[str, Trace]], bool],
-    folder: str,
-    status: Status,
-) -> tuple[dict[str, Settings], dict[str, Trace]] | None:
-    """(the runs that rank 0 has `planned`, their traces and perhaps those of the second plan) in the job that this process is
-    a rank of, which it enters with these arguments of `joined_job`; None on other ranks than 0.
+@contextmanager
+def _failures_named() -> Iterator[None]:
+    """What this rank raises names it. The traceback is printed.
 
     Raises:
-        RankLost: another rank is gone. CkpttoolError: anything else that the job raised. The traceback is printed.
+        RankLost: another rank is gone. CkpttoolError: anything else that the job raised.
     """
     try:
-        return _run_as_rank(planned, joining, unsure, folder, status)
+        yield
     except CkpttoolError:
         raise
     except Exception as e:
         import traceback
-
-        from .joined import lost_peer
-        from .watch import stage
 
         traceback.print_exc()
         text = " ".join(str(e).split()).rstrip(".")
@@ -431,25 +444,30 @@ def _run_here(
         raise CkpttoolError(f"rank {os.environ['RANK']} failed in {stage()!r}: {type(e).__name__}: {text}.") from None
 
 
-def _run_as_rank(
+def _run_here(
     planned: Callable[[], Plans],
     joining: tuple[str, bool, float],
-    unsure: Callable[[Mapping[str, Trace]], bool],
+    judged: Callable[[Mapping[str, Trace]], Judged],
     folder: str,
     status: Status,
-) -> tuple[dict[str, Settings], dict[str, Trace]] | None:
+) -> tuple[dict[str, Settings], dict[str, Trace], Judged] | None:
+    """(the runs that rank 0 has `planned`, their traces and perhaps those of the second plan, what is `judged` of them) in the job
+    that this process is a rank of, which it enters with these arguments of `joined_job`; None on other ranks than 0.
+
+    Raises:
+        RankLost: another rank is gone. CkpttoolError: anything else that the job raised.
+    """
     from ..live.collectives import gathered, of_first_rank
     from . import worker
-    from .joined import joined_job, watched_job
-    from .watch import at
 
-    with joined_job(*joining), watched_job(joining[2], status):
+    with _failures_named(), joined_job(*joining), watched_job(joining[2], status):
         import torch.distributed as dist
 
         at("reading the indices")
         plan, again = of_first_rank(planned)
         out: dict[str, Trace] = {}
-        mine = status if dist.get_rank() == 0 else _silent
+        first = dist.get_rank() == 0
+        mine = status if first else _silent
 
         def run(label: str, settings: Settings) -> None:
             if settings.world_size != dist.get_world_size():
@@ -463,8 +481,10 @@ def _run_as_rank(
 
         for label, settings in plan.items():
             run(label, settings)
-        if gathered(dist.get_rank() == 0 and bool(again) and unsure(out))[0]:
+        found = judged(out) if first else None
+        if gathered(found is not None and bool(again) and found.unsure)[0]:
             mine(_MEASURING)
             for label, settings in again.items():
                 run(label, settings)
-        return None if dist.get_rank() else (plan, out)
+            found = judged(out) if first else None
+        return None if found is None else (plan, out, found)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 
 from ..engine.opening import OpenOptions
-from ..errors import UsageError, flags_are_named
+from ..errors import UsageError, argument, flags_are_named
 
 __all__ = ["Settings", "Status", "mesh_of", "read_settings", "write_settings"]
 
@@ -63,10 +63,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.dtype not in ("fp32", "bf16"):
-            raise UsageError(f"--dtype {self.dtype}: choose fp32 or bf16.")
+            raise UsageError(f"{argument('dtype', self.dtype)}: choose fp32 or bf16.")
         if self.global_batch < 1 or self.micro_batch < 1 or self.global_batch % self.micro_batch:
             raise UsageError(
-                f"--global-batch {self.global_batch} is not a multiple of --micro-batch {self.micro_batch} rows."
+                f"{argument('global_batch', self.global_batch)} is not a multiple of {argument('micro_batch', self.micro_batch)} rows."
             )
 
     @property
@@ -94,7 +94,7 @@ def mesh_of(text: str | None, world_size: int) -> dict[str, int]:
             or name in out
         ):
             raise UsageError(
-                f"--mesh {text}: write dp_replicate=R,dp_shard=S,tp=T, each at most once, with numbers from 1."
+                f"{argument('mesh', text)}: write dp_replicate=R,dp_shard=S,tp=T, each at most once, with numbers from 1."
             )
         out[name] = int(size)
     return {"dp_shard": 1, **out} if "dp_shard" not in out else out

@@ -113,14 +113,14 @@ def test_a_limit_whose_number_cannot_be_known_fails_and_says_what_to_give() -> N
         assert (check.verdict, check.number) == ("fail", None)
         return check.text
 
-    assert "the peak of Tesla T4 in bf16 is not in the list; give --peak-tflops" in text(
+    assert "the peak of Tesla T4 in bf16 is not in the list; give peak_tflops" in text(
         run(environment={"gpu": "Tesla T4"}), min_mfu=0.4
     )
-    assert "--steps 2" in text(run(steps=[]), min_mfu=0.4)
-    assert "--steps 2" in text(run(steps=[Step(1, 2.0, seconds=1.0)]), max_step_seconds=1.0)
+    assert "steps=2" in text(run(steps=[]), min_mfu=0.4)
+    assert "steps=2" in text(run(steps=[Step(1, 2.0, seconds=1.0)]), max_step_seconds=1.0)
     assert "run on GPUs" in text(run(memory=[]), max_reserved_gib=1.0)
     assert "did not time the load" in text(run(load_seconds=None), max_load_seconds=1.0)
-    assert "--global-batch" in text(run(global_batch=None), min_mfu=0.4)
+    assert "global_batch" in text(run(global_batch=None), min_mfu=0.4)
     assert "how many parameters" in text(run(parameters=None), min_mfu=0.4)
 
 

@@ -877,7 +877,7 @@ def test_profiles_widen_bounds_from_strict_to_relaxed_and_others_do_not_exist() 
         "relaxed",
     }
     assert each[2]["steps.loss"].at(2.0) == pytest.approx(7.5e-3 + 5e-3)
-    with pytest.raises(UsageError, match="--profile loose: one of strict, standard, relaxed"):
+    with pytest.raises(UsageError, match="profile='loose': choose one of strict, standard, relaxed"):
         judge(a, b, "loose")
 
 
