@@ -54,13 +54,11 @@ def _notes(source: Source) -> list[str]:
         )
     ranks = {rank for _, rank in _ranks(source)}
     if lost := sorted(set(range(max(ranks, default=0))) - ranks):
-        out.append(
-            f"no {_TRAIN}/rank{lost[0]}.pt: OLMo-core gives that rank the counters of rank 0, and its RNG state is lost"
-        )
+        out.append(f"no {_TRAIN}/rank{lost[0]}.pt: OLMo-core gives that rank the counters of rank 0")
     return out
 
 
 OLMO = Dialect(
     name="olmo", title="OLMo-core", detect=_is_olmo, parts=_parts, notes=_notes, aliases=("olmo-core",),
-    world_size=lambda source: len(_ranks(source)) or None,
+    world_size=lambda source: max((rank + 1 for _, rank in _ranks(source)), default=None),
 )  # fmt: skip

@@ -95,7 +95,8 @@ def _automodel_notes(source: Source) -> Sequence[str]:
 
 
 def _automodel_ranks(source: Source) -> int | None:
-    return sum(1 for n in source.list("rng") if _RANK.fullmatch(n)) or None
+    found = [m for n in source.list("rng") if (m := _RANK.fullmatch(n))]
+    return max((int(m["rank"] or 0) + 1 for m in found), default=None)
 
 
 AUTOMODEL = Dialect(

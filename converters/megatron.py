@@ -38,7 +38,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpttool import bounded_json, layouts
-from ckpttool.errors import CkpttoolError, Corrupt, Unsupported
+from ckpttool.errors import CkpttoolError, Corrupt, Unsupported, argument
 from ckpttool.formats import stored_tensors, torch_zip
 from ckpttool.formats.pickles import short
 from ckpttool.index.checkpoint import Checkpoint, Path, Record, Salvage, TensorEntry, Value, joined
@@ -59,6 +59,7 @@ __all__ = ["LAYOUTS"]
 TRAINER = "Megatron-Core"
 _VERL = ("model", "optimizer", "extra")
 _MOST_JSON = 1 << 20
+_COMMON = "common_state/"  # the item that newer versions have instead of common.pt
 _TRACKER = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_\d{7}|release")
 
@@ -236,6 +237,15 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
             name = f"{folder}/common.pt" if folder else "common.pt"
             _take_common(leaves, source, name, len(files), records)
             files.append(name)
+        elif not any(k.startswith(_COMMON) for k in section.objects) and (
+            options.only is None or options.only - {"model"}
+        ):
+            gone = f"{section.source.root} has no common.pt, in which Megatron-Core keeps param groups, scheduler, iteration and arguments"
+            if not options.salvage:
+                raise Corrupt(
+                    f"{gone}. The copy is incomplete: fetch that file; {argument('only', ['model'])} reads the weights alone."
+                )
+            notes.append(f"{gone}: these are lost")
     _take_objects(leaves, objects)
     name_groups(leaves, notes)
     out = checkpoint_of(CanonicalState(leaves, {}, TRAINER, notes), "megatron", source.root, world, files, source)
@@ -353,7 +363,7 @@ def _take_objects(leaves: dict[Path, Any], objects: Mapping[str, Mapping[Path, A
     groups: dict[str, tuple[Any, int]] = {}
     for key, inside in objects.items():
         path, chained = path_of_object(key)
-        if key.startswith("common_state/"):
+        if key.startswith(_COMMON):
             leaves |= stored_tensors.leaves(common_tree(_one(inside, key, True), key), (), 0, _no_bytes, key)[0]
         elif chained is None:
             for p, x in inside.items():

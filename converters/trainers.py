@@ -123,7 +123,7 @@ def _is_trainer(source: Source) -> tuple[bool, str]:
 def _ranks(pattern: str, source: Source) -> int | None:
     """The ranks that saved their RNG state; None where the engine's own files tell."""
     names = source.list()
-    return None if "latest" in names else sum(1 for _ in numbered(names, pattern)) or None
+    return None if "latest" in names else max((i + 1 for _, i in numbered(names, pattern)), default=None)
 
 
 def _parts_of(rng: str, source: Source) -> list[Part]:

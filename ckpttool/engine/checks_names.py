@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from ..errors import CkpttoolError
 from ..formats import safetensors_header
 from ..huggingface import model_names
+from ..index.checkpoint import without_random_states
 from ..index.fqns import WRAPPERS
 from ..index.vocabulary import embedding_and_head, vocabulary_of
 from ..storage.source import Source
@@ -19,7 +19,6 @@ from .findings import DAMAGE, NOTE, Examined, Finding
 
 __all__ = ["empty_weights", "lost_random_states", "tied_weights", "vocabulary_rows", "wrapper_prefixes"]
 
-_RANDOM = re.compile(r"(random_states_|rng_state_)(\d{1,6})(\.pkl|\.pth)")
 #: Which wrapper has put a prefix there.
 _WRAPPER = {
     "_orig_mod": "torch.compile", "module": "DistributedDataParallel", "_fsdp_wrapped_module": "FSDP",
@@ -68,19 +67,14 @@ def wrapper_prefixes(at: Examined) -> list[Finding]:
 
 
 def lost_random_states(at: Examined) -> list[Finding]:
-    """Files with the random states of ranks, of which some are missing before the last one."""
-    if at.opened.layout.name not in ("trainer", "accelerate"):
-        return []
-    found = [m for n in at.source.list() if (m := _RANDOM.fullmatch(n)) is not None]
-    there = {int(m[2]) for m in found}
-    gone = [f"{found[0][1]}{i}{found[0][3]}" for i in range(min(max(there, default=0), 1 << 16)) if i not in there]
-    if not gone:
+    """Ranks without random states, where others have some."""
+    if not (ranks := without_random_states(at.ckpt)):
         return []
     text = (
-        f"{len(gone):,} ranks have no random states, first {gone[0]}: the trainer stops, or goes on with other random "
+        f"{len(ranks):,} ranks have no random states, first rank {ranks[0]}: the trainer stops, or goes on with other random "
         "numbers on these ranks"
     )
-    return [Finding("random-states", NOTE, gone[0], (), text)]
+    return [Finding("random-states", NOTE, None, (), text)]
 
 
 # ---------------------------------------------------------------------------------------------------------- empty weights

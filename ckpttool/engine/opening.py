@@ -11,7 +11,7 @@ from .. import layouts
 from ..errors import Corrupt, Unsupported, UsageError, argument
 from ..formats.pickles import Refused, children
 from ..index.check import check
-from ..index.checkpoint import Checkpoint, Salvage, joined, tied_weights
+from ..index.checkpoint import Checkpoint, Salvage, joined, tied_weights, without_random_states
 from ..index.draft import Dropped
 from ..index.param_groups import groups_of
 from ..storage.patched import PatchedSource
@@ -340,7 +340,7 @@ def open_with(
             lost = where.source.patches if isinstance(where.source, PatchedSource) else {}
             ckpt.unread += [r for r in beside if r.name not in lost]
             ckpt.notes = [*ckpt.notes, *unread_files.note(ckpt.unread)]
-        ckpt.notes += unused
+        ckpt.notes = [*ckpt.notes, *_random_states(ckpt), *unused]
         if only is not None:
             opened.checkpoint = _only(ckpt, only)
         _refuse_unsupported(opened.checkpoint)
@@ -349,6 +349,15 @@ def open_with(
         where.source.close()
         raise
     return opened
+
+
+def _random_states(ckpt: Checkpoint) -> list[str]:
+    if not (ranks := without_random_states(ckpt)):
+        return []
+    first = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8:,} more" if len(ranks) > 8 else "")
+    return [
+        f"rank{'s' * (len(ranks) > 1)} {first}: no random states, which other ranks have. A resumed job draws other random numbers there"
+    ]
 
 
 def _refuse_unsupported(ckpt: Checkpoint) -> None:

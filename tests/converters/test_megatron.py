@@ -509,3 +509,17 @@ def test_a_long_proof_is_seen_on_stderr(tmp_path: Path, monkeypatch: pytest.Monk
         assert done.returncode == 0, done.stderr
         lines = [line for line in done.stderr.splitlines() if line.startswith("prove ")]
         assert lines and all(re.search(r"of [\d.]+ GB, [\d.]+ GB/s, \d+ s left", line) for line in lines), words
+
+
+def test_a_folder_without_common_pt_is_incomplete_but_for_its_weights(tmp_path: Path) -> None:
+    source = next((FIXTURES / "megatron" / "tp2_pp2" / "ckpt").glob("iter_*"))
+    shutil.copytree(source, tmp_path / source.name)
+    (tmp_path / source.name / "common.pt").unlink()
+    with pytest.raises(
+        Corrupt, match=r"no common\.pt, in which .* param groups, scheduler, iteration and arguments.*only=\['model'\]"
+    ):
+        ckpttool.open(tmp_path / source.name)
+    with ckpttool.open(tmp_path / source.name, only=["model"]) as opened:
+        assert len(opened) == 15
+    done = ckpttool.convert(tmp_path / source.name, tmp_path / "x.pt", to="full", salvage=True)
+    assert any("no common.pt" in note and note.endswith("these are lost") for note in done.notes)

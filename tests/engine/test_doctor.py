@@ -299,7 +299,8 @@ TRAINERS += [peers.FIXTURES / "trainers" / name for name in ("lightning_w2", "ti
 @pytest.mark.parametrize("path", TRAINERS, ids=lambda p: str(p.relative_to(peers.FIXTURES)))
 def test_sound_directories_of_trainers_are_sound(path: Path) -> None:
     found = doctor(path, read_data=True)
-    assert found.sound and found.exact and not found.findings, found
+    known = ["random-states"] if path.parent.name == "accelerate_deepspeed_z3" else []  # rank 1 saved none
+    assert found.sound and found.exact and [f.kind for f in found.findings] == known, found
 
 
 @pytest.mark.parametrize("original", [o for o in peers.FLAT if o.case.startswith("fsdp1")], ids=lambda o: o.label)

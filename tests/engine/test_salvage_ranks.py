@@ -265,7 +265,7 @@ def test_random_states_of_some_ranks(tmp_path: Path) -> None:
     assert not doctor(tmp_path / "a").findings
     (tmp_path / "a" / "random_states_0.pkl").unlink()
     (one,) = doctor(tmp_path / "a").findings
-    assert (one.kind, one.severity, one.file) == ("random-states", "note", "random_states_0.pkl")
+    assert (one.kind, one.severity) == ("random-states", "note") and "rank 0" in one.text
 
 
 def test_a_damaged_checkpoint_in_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

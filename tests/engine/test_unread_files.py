@@ -411,3 +411,20 @@ def test_very_many_files_are_quick_and_a_short_list(tmp_path: Path) -> None:
         assert len(opened.checkpoint.notes[-1]) < 400
     assert took < 2
     assert len(unread_files.listed(opened.checkpoint.unread)) < 400
+
+
+@pytest.mark.parametrize(
+    ("folder", "file", "rank"),
+    [
+        ("nanotron/zero1/3", "random/tp-1-of-2_dp-1-of-2_pp-0-of-1.pt", 3), ("checkpointing/fsdp/ckpt", "rng_2.pt", 2),
+        ("trainers/olmo_core_w3/step3", "train/rank2.pt", 2), ("trainers/automodel_w2/epoch_0_step_3", "rng/rng_dp_rank_1.pt", 1),
+        ("trainers/trainer_ddp/ckpt/checkpoint-3", "rng_state_0.pth", 0),
+    ],
+)  # fmt: skip
+def test_a_rank_without_random_states_is_named(tmp_path: Path, folder: str, file: str, rank: int) -> None:
+    shutil.copytree(FIXTURES / folder, source := tmp_path / Path(folder).name)
+    said = f"rank {rank}: no random states, which other ranks have"
+    assert not any(said in note for note in inspect(source).notes)
+    (source / file).unlink()
+    assert any(said in note for note in inspect(source).notes)
+    assert any(said in note for note in conversion.convert(source, tmp_path / "x.pt", to="full").notes)

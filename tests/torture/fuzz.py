@@ -7,9 +7,12 @@ seconds and an audit hook that sees what is executed, imported, started, connect
 from __future__ import annotations
 
 import gc
+import importlib
+import importlib.metadata
 import itertools
 import json
 import os
+import pkgutil
 import random
 import resource
 import shutil
@@ -334,6 +337,10 @@ def _state(folder: Path) -> list[tuple[Any, ...]]:
 def warm(seeds: dict[str, Path], work: Path, targets: Iterable[str] = TARGETS) -> None:
     """Import whatever a conversion imports, before anything is forked or watched."""
     oracle.restrict()
+    for part in ("audit", "converters", "engine", "formats", "huggingface", "index", "storage"):
+        package = importlib.import_module(f"ckpttool.{part}")
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
     name = "full-numbered"
     work.mkdir(parents=True, exist_ok=True)
     for suffix, reader, options in (TARGETS[t] for t in targets):
@@ -344,8 +351,6 @@ def warm(seeds: dict[str, Path], work: Path, targets: Iterable[str] = TARGETS) -
             oracle.theirs(reader, out)
         ckpttool.verify(out, read_data=True)
         _removed(out)
-    import importlib.metadata
-
     importlib.metadata.entry_points = lambda **_: ()  # type: ignore[assignment]  # no third-party layouts; it is slow
 
 
