@@ -21,13 +21,25 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ckpttool.errors import Unsupported
+from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.formats.pickles import short
 
 from ._megatron_buckets import Local
 
-__all__ = ["LAYER", "Geometry", "Part", "classic", "is_classic", "is_expert", "local_experts", "part_of", "renamed"]
+__all__ = [
+    "LAYER",
+    "Geometry",
+    "Part",
+    "classic",
+    "flat",
+    "is_classic",
+    "is_expert",
+    "local_experts",
+    "part_of",
+    "renamed",
+]
 
-LAYER = re.compile(r"(?P<head>(?:.*\.)?layers)\.(?P<i>\d+)\.(?P<rest>.+)", re.DOTALL)
+LAYER = re.compile(r"(?P<head>(?:.*\.)?layers)\.(?P<i>\d{1,9})\.(?P<rest>.+)", re.DOTALL)
 _OLDER = "language_model."
 _OLDER_NAMES = tuple((re.compile(a), b) for a, b in (
     (r"^language_model\.embedding\.", "embedding."),
@@ -42,9 +54,9 @@ _OLDER_NAMES = tuple((re.compile(a), b) for a, b in (
     (r"\.post_attention_(?:layer)?norm\.", ".mlp.linear_fc1.layer_norm_"),
     (r"^decoder\.final_(?:layer)?norm\.", "decoder.final_layernorm."),
 ))  # fmt: skip
-_LOCAL_EXPERT = re.compile(r"(?P<head>.*\.experts)\.local_experts\.(?P<e>\d+)\.(?P<rest>.+)", re.DOTALL)
+_LOCAL_EXPERT = re.compile(r"(?P<head>.*\.experts)\.local_experts\.(?P<e>\d{1,9})\.(?P<rest>.+)", re.DOTALL)
 _GROUPED_EXPERT = re.compile(
-    r"(?P<head>.*\.experts)\.(?P<rest>linear_fc[12]\.(?:weight|bias|_extra_state))(?P<e>\d+)", re.DOTALL
+    r"(?P<head>.*\.experts)\.(?P<rest>linear_fc[12]\.(?:weight|bias|_extra_state))(?P<e>\d{1,9})", re.DOTALL
 )
 _COLUMN = frozenset((
     "linear_qkv", "linear_q", "linear_kv", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_fc1", "eh_proj",
@@ -79,6 +91,19 @@ class Part(NamedTuple):
     local: Local
     shape: tuple[int, ...]
     known: bool = True
+
+
+def flat(tree: Mapping[Any, Any], what: str, prefix: str = "") -> dict[str, Any]:
+    """{dotted name: leaf} of a state dict, which in older jobs is dicts in dicts."""
+    out: dict[str, Any] = {}
+    for k, x in tree.items():
+        found = flat(x, what, f"{prefix}{k}.") if isinstance(x, dict) else {f"{prefix}{k}": x}
+        if not isinstance(k, str) or found.keys() & out.keys():
+            raise Corrupt(
+                f"{what}: in its model, the key {short(k)} is not text, or makes a name that another key makes."
+            )
+        out |= found
+    return out
 
 
 def is_classic(names: Iterable[str]) -> bool:
@@ -122,19 +147,27 @@ def renamed(name: str, offset: int, fused: bool) -> tuple[str, int | None]:
     return name, None
 
 
-def part_of(name: str, shape: tuple[int, ...], geometry: Geometry, rank: int, expert: int | None, experts: int) -> Part:
+def part_of(
+    name: str, shape: tuple[int, ...], geometry: Geometry, rank: int, expert: int | None, experts: int, columns: int | None = None
+) -> Part:  # fmt: skip
     """What a rank has of a parameter that has `shape` there.
 
     Args:
         name: its name in the whole model.
         rank: the tensor-parallel one.
         expert: the number of the expert in the model, of `experts`; None for what is not of one.
+        columns: of the linear_fc2 behind this linear_fc1 on the rank, which tell whether it is gated.
 
     Raises:
+        Corrupt: it lacks the axis along which ranks have parts.
         Unsupported: it is cut in a way that names and arguments do not tell.
     """
     size = geometry.tensor if expert is None else geometry.expert_tensor
     axis, known = _axis(name, shape, geometry, size) if size > 1 else (None, True)
+    if axis is not None and axis >= len(shape):
+        raise Corrupt(
+            f'"{name}" has the shape {list(shape)} on a rank, and Megatron-Core cuts it along axis {axis}. The file is not as Megatron-LM wrote it.'
+        )
     rank %= size
     boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]
     whole = list(shape)
@@ -144,9 +177,11 @@ def part_of(name: str, shape: tuple[int, ...], geometry: Geometry, rank: int, ex
         n = shape[axis]
         whole[axis] = n * size
         halves = 2 if axis == 0 and ".linear_fc1." in name and geometry.gated else 1
-        if n % halves:
+        if n % halves or (columns is not None and axis == 0 and n != halves * columns):
             raise Unsupported(
-                f'"{name}" has {n} rows on a rank, which are not a gate and a matrix as the arguments say.'
+                f'"{name}" has {n} rows on a rank{"" if columns is None else f" and linear_fc2 {columns} columns"}, which are not '
+                f"{'a gate and a matrix' if halves == 2 else 'one matrix without a gate'} as the arguments say (swiglu, quick_geglu). Load it in the "
+                "Megatron-LM that wrote it, and save it with its options ckpt-convert-format torch_dist and ckpt-convert-save DIR."
             )
         k = n // halves
         boxes = []
@@ -171,6 +206,8 @@ def _axis(name: str, shape: tuple[int, ...], geometry: Geometry, size: int) -> t
     if leaf == "bias" and module in _ROW:
         return None, True
     if leaf == "weight" and module in _DOWN:
+        if not shape:
+            return 0, True
         rows = [geometry.args.get(k) for k in _DOWN[module]]
         total = sum(n for n in rows if isinstance(n, int)) if all(isinstance(n, int) for n in rows) else None
         if total not in (shape[0], shape[0] * size):

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.engine.tensor_digests import announce_proof, proof_digests
 from ckpttool.errors import Corrupt, Unsupported, argument
+from ckpttool.formats.crc import crc32
 from ckpttool.formats.pickles import Global, short
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index import boxes
@@ -143,12 +144,11 @@ def named(ranks: Ranks, ckpt: Checkpoint) -> tuple[dict[Path, Any], list[str]]:
 
 def _number(step: Any, ranks: Ranks) -> Any:
     """What tells two steps apart: a number, or the CRC32 of a tensor of one, which is as good for so few bytes."""
-    if not isinstance(step, TensorEntry):
-        return step
-    record = (
-        ranks.files.records.get((step.chunks[0].extent.file, step.chunks[0].extent.offset)) if step.numel == 1 else None
-    )
-    return record.crc32 if record is not None else None
+    if not isinstance(step, TensorEntry) or step.numel != 1:
+        return None if isinstance(step, TensorEntry) else step
+    file, offset, length = step.chunks[0].extent
+    record = ranks.files.records.get((file, offset))
+    return crc32(ranks.files.reader(file)(offset, length)) if record is None else record.crc32
 
 
 def _called(r: RankFile, p: Parameter) -> str:
@@ -209,6 +209,13 @@ def _buffers(ranks: Ranks, r: RankFile) -> Iterator[_Buffer]:
                 kind = dtypes[0] if isinstance(dtypes, tuple) and dtypes else dtypes
                 found = [slots.get(s) for s in _SLOTS] if isinstance(slots, dict) else []
                 tensors = [t for t in found if isinstance(t, StoredTensor) and len(t.shape) == 1 and t.contiguous]
+                others = (
+                    [s for s, x in slots.items() if s not in _SLOTS and isinstance(x, StoredTensor)] if tensors else []
+                )
+                if others:
+                    raise Unsupported(
+                        f"{what}: its buffer {i} has {short(others)} besides {', '.join(_SLOTS)}, which only the job that wrote it can place. {_way_out()}"
+                    )
                 if not isinstance(kind, Global) or len(tensors) != len(_SLOTS) or len({t.shape for t in tensors}) > 1:
                     raise Corrupt(f"{what}: its buffer {i} is {short(slots)}, not three flat tensors of equal lengths.")
                 entry = {s: ranks.files.entry(number, t) for s, t in zip(_SLOTS, tensors, strict=True)}
@@ -305,13 +312,27 @@ def _states(ranks: Ranks, r: RankFile) -> Iterator[_State]:
     """What the optimizers of a rank hold by number, in the order of the param groups; "param" is the fp32 copy."""
     groups = 0
     for k, (one, inner) in enumerate(optimizers(r.tree, ranks.files.path(r.number))):
-        state, copies = inner.get("state"), one.get("fp32_from_fp16_params", one.get("fp32_from_fp16"))
-        if not isinstance(state, dict) or not state:
+        state, copies = inner.get("state") or {}, one.get("fp32_from_fp16_params", one.get("fp32_from_fp16"))
+        if not isinstance(state, dict) or (not state and copies is None):
             groups += len(inner.get("param_groups", ()))
             continue
+        grouped = {n for group in inner.get("param_groups", ()) for n in group.get("params", ())} | {"common_step"}
+        if state.keys() - grouped:
+            raise Corrupt(
+                f"{ranks.files.path(r.number)}: its optimizer has the state of {short(sorted(map(str, state.keys() - grouped)))}, which are in none of its "
+                "param groups."
+            )
+        if copies is not None and (
+            not isinstance(copies, list)
+            or len(copies) != len(inner.get("param_groups", ()))
+            or not all(isinstance(of, list) and all(isinstance(x, StoredTensor) for x in of) for of in copies)
+        ):
+            raise Corrupt(
+                f"{ranks.files.path(r.number)}: the fp32 copies in its optimizer are {short(copies)}, not a list of tensors for each param group."
+            )
         for i, group in enumerate(inner.get("param_groups", ())):
             numbers = group.get("params", ())
-            of = copies[i] if isinstance(copies, list) and i < len(copies) else None
+            of = None if copies is None else copies[i]
             if of is not None and len(of) != len(numbers):
                 raise Unsupported(
                     f"{ranks.files.path(r.number)}: param group {i} has {len(numbers)} parameters, of which {len(of)} have fp32 copies; nothing tells "
@@ -326,12 +347,12 @@ def _states(ranks: Ranks, r: RankFile) -> Iterator[_State]:
                 tensors = {s: x for s, x in slots.items() if isinstance(x, StoredTensor) and s != "step"}
                 if of is not None:
                     tensors = {"param": of[j], **tensors}
-                shapes = {x.shape for x in tensors.values() if isinstance(x, StoredTensor) and x.contiguous}
-                if len(shapes) != 1 or any(
+                shapes = {x.shape for x in tensors.values()}
+                if len(shapes) != 1 or not all(x.contiguous for x in tensors.values()) or any(
                     s not in tensors and s != "step" and x is not None for s, x in slots.items()
-                ):
+                ):  # fmt: skip
                     raise Unsupported(
-                        f"{ranks.files.path(r.number)}: the optimizer's state of parameter {n} is {short(slots)}, not tensors of one shape. {_way_out()}"
+                        f"{ranks.files.path(r.number)}: the optimizer's state of parameter {n} is {short(slots)}, not contiguous tensors of one shape. {_way_out()}"
                     )
                 flat = {s: _flat(ranks.files.entry(r.number, x)) for s, x in tensors.items()}
                 step = slots.get("step")

@@ -19,8 +19,9 @@ Source: megatron/training/checkpointing.py of Megatron-LM, commit d98e8a6 (gener
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 from ckpttool.engine.tensor_digests import proof_digests
@@ -33,14 +34,14 @@ from ckpttool.index.checkpoint import Checkpoint, Chunks, Path, Record, TensorEn
 from ckpttool.storage.source import Source
 
 from ._megatron_buckets import Local, Run, place
-from ._megatron_cuts import LAYER, Geometry, classic, is_classic, is_expert, local_experts, part_of, renamed
+from ._megatron_cuts import LAYER, Geometry, classic, flat, is_classic, is_expert, local_experts, part_of, renamed
 from ._megatron_state import RANK, common_tree, data_of_args, model_file
 from ._ranks import Files, load
 
 __all__ = ["OPTIMIZER_FILE", "Parameter", "RankFile", "Ranks", "optimizers", "proved", "ranks_of"]
 
 OPTIMIZER_FILE = "distrib_optim.pt"
-_CHUNK = re.compile(r"model\d*")
+_CHUNK = re.compile(r"model\d{0,4}")
 _RNG = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
 _BUFFERS = (".router.expert_bias", ".router.local_tokens_per_expert")  # of the model, and of no optimizer
 _TIED = "embedding.word_embeddings.weight"
@@ -203,6 +204,8 @@ def ranks_of(source: Source, optimizer: bool = True) -> Ranks:
                     f"{files.path(r.number)}: the {what} here: {short(a)}; in {ranks[0].folder}: {short(b)}. The files are of different saves; "
                     "fetch those of one."
                 )
+    _refuse_exchanged(ranks, geometry, source.root)
+    for r in ranks:
         if optimizer and OPTIMIZER_FILE in source.list(r.folder):
             name = f"{r.folder}/{OPTIMIZER_FILE}"
             tree = load(files, name)
@@ -291,19 +294,43 @@ def _refuse_missing(ranks: list[RankFile], geometry: Geometry, root: str) -> Non
             f"{root}: experts are cut among {geometry.expert_tensor} tensor-parallel ranks and all else among {geometry.tensor}; names of folders "
             "tell only one of them."
         )
-    missing = []
-    for p in range(geometry.pipeline):
-        for t in range(geometry.tensor):
-            for e in range(geometry.expert):
-                there = (t, p, e) in have if same else any((t, p, x) in have for x in range(geometry.expert))
-                there &= same or any((x, p, e) in have for x in range(geometry.tensor))
-                if not there:
-                    missing.append(_folder(t, p, e, geometry))
-    if missing:
-        shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+    if not same:  # a rank's folder has the numbers of two cuts, and each has to be whole
+        have = {(t, p, e) for t, p, _ in have for _, q, e in have if p == q}
+    tensor, pipeline, expert = geometry[:3]
+    if lost := pipeline * tensor * expert - len(have):
+        every = ((t, p, e) for p in range(pipeline) for t in range(tensor) for e in range(expert))
+        some = [_folder(*rank, geometry) for rank in islice((r for r in every if r not in have), 8)]
+        shown = ", ".join(some) + (f" and {lost - len(some)} more" if lost > len(some) else "")
         raise Corrupt(
-            f"{root}: a job of {_sizes(geometry)} wrote it, and {len(missing)} of its folders are missing: {shown}. Fetch the files of all ranks."
+            f"{root}: a job of {_sizes(geometry)} wrote it, and {lost} of its folders are missing: {shown}. Fetch the files of all ranks."
         )
+
+
+def _refuse_exchanged(ranks: list[RankFile], geometry: Geometry, root: str) -> None:
+    """Refuse folders that are not in the order of the ranks in their arguments, which grow along every parallel dimension.
+
+    Where all folders have one rank, a tool wrote them from one process, and it tells nothing.
+
+    Raises:
+    Corrupt: with two folders."""
+    args = {r.folder: data_of_args(r.tree.get("args")) for r in ranks}
+    wrote = {folder: a["rank"] for folder, a in args.items() if isinstance(a, dict) and type(a.get("rank")) is int}
+    if len(wrote) < len(ranks) or len(set(wrote.values())) == 1:
+        return
+    lines: dict[Any, list[RankFile]] = {}
+    for r in ranks:
+        lines.setdefault((0, r.pipeline, r.expert), []).append(r)
+        lines.setdefault((1, r.tensor, r.expert), []).append(r)
+        if geometry.args.get("context_parallel_size", 1) == 1:  # else several processes write one folder
+            lines.setdefault((2, r.tensor, r.pipeline), []).append(r)
+        lines.setdefault(wrote[r.folder], []).append(r)
+    for line in lines.values():
+        for a, b in pairwise(sorted(line, key=lambda r: (r.tensor, r.pipeline, r.expert))):
+            if wrote[a.folder] >= wrote[b.folder]:
+                raise Corrupt(
+                    f"{root}: by the arguments in the files, rank {wrote[a.folder]} of the job wrote {a.folder}, and rank {wrote[b.folder]} wrote "
+                    f"{b.folder}. Megatron-LM numbers ranks the other way round, so folders were exchanged or copied over others; fetch them again."
+                )
 
 
 def _folder(t: int, p: int, e: int, geometry: Geometry) -> str:
@@ -314,15 +341,6 @@ def _folder(t: int, p: int, e: int, geometry: Geometry) -> str:
 # ---------------------------------------------------------------------------------------------------------- models
 
 
-def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, leaf) of a state dict, which in older jobs is dicts in dicts."""
-    for k, x in tree.items():
-        if isinstance(x, dict):
-            yield from _flat(x, f"{prefix}{k}.")
-        else:
-            yield f"{prefix}{k}", x
-
-
 def _take_models(out: Ranks) -> None:
     """The parameters of every rank, with the place that they have in the model."""
     models: dict[int, list[dict[str, Any]]] = {}
@@ -330,7 +348,7 @@ def _take_models(out: Ranks) -> None:
         chunks = sorted((k for k in r.tree if _CHUNK.fullmatch(k)), key=lambda k: int(k[5:] or 0))
         if not all(isinstance(r.tree[k], dict) for k in chunks):
             raise Corrupt(f"{out.files.path(r.number)}: its model is no state dict.")
-        models[r.number] = [dict(_flat(r.tree[k])) for k in chunks]
+        models[r.number] = [flat(r.tree[k], out.files.path(r.number)) for k in chunks]
         if len(chunks) != len(models[out.ranks[0].number]):
             raise Corrupt(
                 f"{out.files.path(r.number)}: has {len(chunks)} chunks of a model, and others have another number."
@@ -406,7 +424,13 @@ def _take_chunk(
             _take_object(out, r, whole, x, number, experts)
         elif isinstance(x, StoredTensor):
             _refuse_odd(out, name)
-            part = part_of(whole, x.shape, out.geometry, r.tensor, number, experts)
+            behind = (
+                model.get(name.replace(".linear_fc1.weight", ".linear_fc2.weight"))
+                if ".linear_fc1.weight" in name
+                else None
+            )
+            columns = behind.shape[1] if isinstance(behind, StoredTensor) and len(behind.shape) == 2 else None
+            part = part_of(whole, x.shape, out.geometry, r.tensor, number, experts, columns)
             entry = out.files.entry(r.number, x)
             if out.shapes.setdefault(whole, part.shape) != part.shape:
                 raise Corrupt(

@@ -199,7 +199,10 @@ def _take_optimizer(x: Any, out: dict[str, Any], extra: dict[str, Any], what: st
         inner = one.get("optimizer", one)
         if not isinstance(inner, dict):
             raise Corrupt(f"{what}: its optimizer holds {short(inner)}.")
-        step = (inner.get("state") or {}).get("common_step")
+        state = inner.get("state") or {}
+        if not isinstance(state, dict):
+            raise Corrupt(f"{what}: the state of its optimizer is {short(state)}.")
+        step = state.get("common_step")
         for group in inner.get("param_groups", ()):
             if not isinstance(group, dict):
                 raise Corrupt(f"{what}: a param group of its optimizer is {short(group)}.")

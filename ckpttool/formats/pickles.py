@@ -198,9 +198,13 @@ _NEVER = frozenset((
 ))  # fmt: skip
 
 
+#: Bytes in memory, in which Transformer Engine before 1.14 keeps the state of its modules.
+_BUFFER = frozenset((Global("_io", "BytesIO"), Global("io", "BytesIO")))
+
+
 def acts(cls: Global) -> bool:
     """Whether objects of a class act when they are created, or represent calls."""
-    return cls.module.partition(".")[0] in _NEVER
+    return cls.module.partition(".")[0] in _NEVER and cls not in _BUFFER
 
 
 def _bytearray(raw: Any) -> bytearray:

@@ -49,6 +49,9 @@ class StoredTensor(NamedTuple):
     at: int
     wrapper: str = ""
 
+    def __repr__(self) -> str:
+        return f"<{self.dtype} tensor {list(self.shape)}>"
+
     @property
     def contiguous(self) -> bool:
         """Whether the elements lie row-major without gaps."""

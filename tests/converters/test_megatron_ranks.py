@@ -378,8 +378,8 @@ def odd(where: list[Any], x: Any) -> Callable[[Any], None]:
         (odd(["optimizer", "param_groups", 0, "params", 1], [7]), "the parameters of a param group are"),
         (odd(["optimizer", "param_groups", 0, "lr"], 0.5), "the param groups here"),
         (odd(["optimizer", "state", 2], [1]), "state of parameter 2 is"),
-        (odd(["optimizer", "state", 2, "exp_avg"], "x"), "not tensors of one shape"),
-        (odd(["optimizer", "state", 2, "exp_avg"], lambda t: t[:3]), "not tensors of one shape"),
+        (odd(["optimizer", "state", 2, "exp_avg"], "x"), "not contiguous tensors of one shape"),
+        (odd(["optimizer", "state", 2, "exp_avg"], lambda t: t[:3]), "not contiguous tensors of one shape"),
         (
             odd(["optimizer", "state", 2, "exp_avg"], lambda t: t.half()),
             "is float16 on some ranks, and float32 on others",
