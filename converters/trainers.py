@@ -123,7 +123,19 @@ def _is_trainer(source: Source) -> tuple[bool, str]:
 def _ranks(pattern: str, source: Source) -> int | None:
     """The ranks that saved their RNG state; None where the engine's own files tell."""
     names = source.list()
-    return None if "latest" in names else max((i + 1 for _, i in numbered(names, pattern)), default=None)
+    if "latest" in names:
+        return None
+    several = any(n.startswith("rng_state_") for n in names)  # Trainer numbers the file of a rank that is not alone
+    return max((max(i + 1, 1 + several) for _, i in numbered(names, pattern)), default=None)
+
+
+def _notes_of_trainer(source: Source) -> list[str]:
+    names = source.list()
+    if "latest" in names or "scheduler.pt" in names or not optimizers_in(names):
+        return []
+    return [
+        "no scheduler.pt, which Trainer writes with the optimizer: without it, it resumes neither of the two and says nothing"
+    ]
 
 
 def _parts_of(rng: str, source: Source) -> list[Part]:
@@ -141,7 +153,7 @@ ACCELERATE = Dialect(
 )  # fmt: skip
 TRAINER = Dialect(
     name="trainer", title="Hugging Face Trainer", detect=_is_trainer, write=layouts.late("ckpttool.converters._trainers_write:write_trainer"), options=DirectoryOptions,
-    parts=partial(_parts_of, RNG_STATE), world_size=partial(_ranks, RNG_STATE), aliases=("hf-trainer", "trl"),
+    parts=partial(_parts_of, RNG_STATE), world_size=partial(_ranks, RNG_STATE), notes=_notes_of_trainer, aliases=("hf-trainer", "trl"),
     saves=SAVES,
 )  # fmt: skip
 

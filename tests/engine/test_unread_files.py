@@ -418,7 +418,7 @@ def test_very_many_files_are_quick_and_a_short_list(tmp_path: Path) -> None:
     [
         ("nanotron/zero1/3", "random/tp-1-of-2_dp-1-of-2_pp-0-of-1.pt", 3), ("checkpointing/fsdp/ckpt", "rng_2.pt", 2),
         ("trainers/olmo_core_w3/step3", "train/rank2.pt", 2), ("trainers/automodel_w2/epoch_0_step_3", "rng/rng_dp_rank_1.pt", 1),
-        ("trainers/trainer_ddp/ckpt/checkpoint-3", "rng_state_0.pth", 0),
+        ("trainers/trainer_ddp/ckpt/checkpoint-3", "rng_state_0.pth", 0), ("trainers/trainer_ddp/ckpt/checkpoint-3", "rng_state_1.pth", 1),
     ],
 )  # fmt: skip
 def test_a_rank_without_random_states_is_named(tmp_path: Path, folder: str, file: str, rank: int) -> None:
@@ -428,3 +428,12 @@ def test_a_rank_without_random_states_is_named(tmp_path: Path, folder: str, file
     (source / file).unlink()
     assert any(said in note for note in inspect(source).notes)
     assert any(said in note for note in conversion.convert(source, tmp_path / "x.pt", to="full").notes)
+
+
+def test_a_directory_of_trainer_that_has_lost_its_scheduler_says_what_trainer_does_with_it(tmp_path: Path) -> None:
+    shutil.copytree(
+        FIXTURES / "trainers" / "trainer_ddp" / "ckpt" / "checkpoint-3", source := tmp_path / "checkpoint-3"
+    )
+    assert not any("scheduler.pt" in note for note in inspect(source).notes)
+    (source / "scheduler.pt").unlink()
+    assert any("no scheduler.pt" in note and "resumes neither" in note for note in inspect(source).notes)
