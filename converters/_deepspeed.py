@@ -103,6 +103,7 @@ class Reading:
         self.notes: list[str] = []
         self.masters: dict[str, TensorEntry] = {}  # trainable parameters, wherever their weights lie
         self.model: dict[str, TensorEntry] = {}
+        self.rounded: dict[str, TensorEntry] = {}  # what the engine computes with, of weights that have masters
         self.optim: dict[Path, Any] = {}
         self.rest: dict[Path, Any] = {}
 
@@ -239,6 +240,9 @@ class Reading:
                     )
                 if t.dtype != self.masters[name].dtype:
                     low.add(t.dtype)
+                    if t.numel and t.contiguous:
+                        chunks = Chunks.whole(t.shape, first.number, *t.extent)
+                        self.rounded[name] = TensorEntry(t.dtype, t.shape, ("model", name), chunks)
             elif name in aliases:
                 continue
             elif name in frozen:
@@ -387,4 +391,5 @@ class Reading:
         out.ranks = {i: r for i, n in enumerate(self.names) if (r := rank_of(n.rpartition("/")[2])) is not None}
         out.notes = self.notes + out.notes
         out.trainer = out.trainer or "DeepSpeed"
+        out.rounded = {f"model.{clean.get(n, n)}": t for n, t in self.rounded.items()}
         return out

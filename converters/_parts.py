@@ -466,6 +466,7 @@ def _add(out: Checkpoint, found: Checkpoint, part: Part) -> None:
         out.world_size = max(out.world_size or 0, found.world_size)
     if not part.under:
         out.recorded |= found.recorded
+        out.rounded |= {n: replace(t, chunks=t.chunks.moved(by)) for n, t in found.rounded.items()}
 
 
 def _free(out: Checkpoint, path: Path, part: Part) -> None:

@@ -399,6 +399,7 @@ def _replace_masters(out: Checkpoint, reading: Reading, model: File, masters: An
             if old is None or not isinstance(t, StoredTensor) or t.shape != old.shape:
                 raise Corrupt(f'{model.what}: the master of "{name}" in fp32_groups has another shape than its weight.')
             out.tensors[f"model.{name}"] = reading.whole(model, t, old.path)
+            out.rounded[f"model.{name}"] = old
     for alias, owner in ds.tied([model]).items():
         if f"model.{owner}" in out.tensors:
             out.tensors[f"model.{alias}"] = replace(out.tensors[f"model.{owner}"], path=("model", alias))

@@ -10,7 +10,7 @@ from .dtypes import bits_dtype
 from .findings import DAMAGE, NOTE, Finding
 from .stream import Block
 
-__all__ = ["Numbers"]
+__all__ = ["Numbers", "where"]
 
 #: {dtype: (bits of the exponent, all set in NaN and infinity; bit of the sign)}.
 _EXPONENT = {
@@ -112,25 +112,26 @@ class Numbers:
         name, (n, first) = next(iter(found.items()))
         t = self.ckpt.tensors[name]
         text = (
-            f'{len(found):,} tensors {what}. "{name}": {n:,} of {t.numel:,} elements, the first {self._where(t, first)}. {why}; '
+            f'{len(found):,} tensors {what}. "{name}": {n:,} of {t.numel:,} elements, the first {where(self.ckpt, t, first)}. {why}; '
             "nothing in the checkpoint says what the numbers were. Take an earlier step"
         )
         return Finding(kind, DAMAGE, None, tuple(found), text)
 
-    def _where(self, t: TensorEntry, flat: int) -> str:
-        """The index of an element, and the file and rank that it is from."""
-        index = []
-        for k in reversed(t.shape):
-            index.append(flat % k)
-            flat //= k
-        index.reverse()
-        for (start, shape), file in zip(t.chunks.boxes(), t.chunks.file, strict=True):
-            if all(a <= i < a + k for i, a, k in zip(index, start, shape, strict=True)):
-                name = self.ckpt.files[file]
-                m = _RANK_FILE.fullmatch(name)
-                rank = self.ckpt.ranks.get(file, int(m[1]) if m else None)
-                return f"at {index}, in {name}" + (f" of rank {rank}" if rank is not None else "")
-        return f"at {index}"
+
+def where(ckpt: Checkpoint, t: TensorEntry, flat: int) -> str:
+    """The index of an element, and the file and rank that it is from."""
+    index = []
+    for k in reversed(t.shape):
+        index.append(flat % k)
+        flat //= k
+    index.reverse()
+    for (start, shape), file in zip(t.chunks.boxes(), t.chunks.file, strict=True):
+        if all(a <= i < a + k for i, a, k in zip(index, start, shape, strict=True)):
+            name = ckpt.files[file]
+            m = _RANK_FILE.fullmatch(name)
+            rank = ckpt.ranks.get(file, int(m[1]) if m else None)
+            return f"at {index}, in {name}" + (f" of rank {rank}" if rank is not None else "")
+    return f"at {index}"
 
 
 def _is_matrix(name: str, t: TensorEntry) -> bool:

@@ -14,14 +14,14 @@ from typing import Any
 
 from ..huggingface import lora
 from ..index import boxes
-from ..index.checkpoint import ITEMSIZE, TensorEntry
+from ..index.checkpoint import TensorEntry
 from .dtypes import numpy_dtype
 from .executors import WorkersSpec
 from .fill import Progress, silent
 from .map_choice import kept_text, under_other_names
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, refuse_unused
 from .parallel_digests import digests_of, for_reading
-from .stream import Block, Reader, StreamJob
+from .stream import Block, Reader, StreamJob, side_by_side
 from .tensor_digests import reporting
 
 __all__ = ["Difference", "TensorDifference", "diff"]
@@ -195,7 +195,7 @@ def _data(
         s, t = left.tensors[name], right.tensors[name]
         found = TensorDifference(name, s.numel)
         close = True
-        for first, p, q in _side_by_side(streams, s, t):
+        for first, p, q in side_by_side(streams, s, t):
             passed += len(p)
             if s.dtype == t.dtype and _equal(p, q):
                 continue
@@ -217,28 +217,6 @@ def _stream(opened: OpenCheckpoint, names: list[str]) -> Iterator[Block]:
     ckpt = opened.checkpoint
     jobs = (StreamJob(n, ckpt.tensors[n]) for n in names)
     return Reader(opened.source, ckpt.files, ckpt.records).blocks(jobs)
-
-
-def _side_by_side(
-    streams: list[Iterator[Block]], s: TensorEntry, t: TensorEntry
-) -> Iterator[tuple[int, memoryview, memoryview]]:
-    """The next tensor of both streams, as (first element, bytes here, bytes there) of the same elements."""
-    items = (ITEMSIZE[s.dtype], ITEMSIZE[t.dtype])
-    blocks = [next(stream) for stream in streams]
-    at = 0
-    while True:
-        ends = [b.first + b.count for b in blocks]
-        end = min(ends)
-        views = [b.data[(at - b.first) * i : (end - b.first) * i] for b, i in zip(blocks, items, strict=True)]
-        if end > at:
-            yield at, views[0], views[1]
-        del views
-        at = end
-        if all(b.last and e == at for b, e in zip(blocks, ends, strict=True)):
-            return
-        for k in range(2):
-            if ends[k] == at and not blocks[k].last:
-                blocks[k] = next(streams[k])
 
 
 def _measure(

@@ -38,7 +38,7 @@ from .zstd_frames import Decoder
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["Block", "Reader", "StreamJob", "small"]
+__all__ = ["Block", "Reader", "StreamJob", "side_by_side", "small"]
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
@@ -450,3 +450,25 @@ def small(ckpt: Checkpoint, source: Source, names: Iterable[str]) -> dict[str, b
         out[block.name] += block.data
     reader.finish()
     return {n: bytes(b) for n, b in out.items()}
+
+
+def side_by_side(
+    streams: list[Iterator[Block]], s: TensorEntry, t: TensorEntry
+) -> Iterator[tuple[int, memoryview, memoryview]]:
+    """The next tensor of both streams, as (first element, bytes here, bytes there) of the same elements."""
+    items = (ITEMSIZE[s.dtype], ITEMSIZE[t.dtype])
+    blocks = [next(stream) for stream in streams]
+    at = 0
+    while True:
+        ends = [b.first + b.count for b in blocks]
+        end = min(ends)
+        views = [b.data[(at - b.first) * i : (end - b.first) * i] for b, i in zip(blocks, items, strict=True)]
+        if end > at:
+            yield at, views[0], views[1]
+        del views
+        at = end
+        if all(b.last and e == at for b, e in zip(blocks, ends, strict=True)):
+            return
+        for k in range(2):
+            if ends[k] == at and not blocks[k].last:
+                blocks[k] = next(streams[k])

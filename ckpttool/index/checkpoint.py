@@ -347,6 +347,8 @@ class Checkpoint:
         None  # the adapter that was merged into it: {"adapter", "names", "scaling": {module: factor}}
     )
     salvage: Salvage | None = None  # of what is left of a damaged checkpoint, or of a copy of what was left
+    #: {name of a weight: what the model computes with}, where `tensors` has the fp32 master as the weight; nothing carries it
+    rounded: dict[str, TensorEntry] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
