@@ -68,7 +68,6 @@ def inspect(
     from ..engine import inspect as look
     from ..engine.detection import Checkpoints
     from ..engine.opening import OpenOptions, open_with
-    from ..engine.tensor_digests import reporting
 
     path = newest_of(path, latest, as_json)
     try:
@@ -87,6 +86,8 @@ def inspect(
         return
     with found as opened:
         if name_map is not None or tensor is not None:
+            from ..engine.tensor_digests import reporting
+
             meter = Meter(as_json)
             try:
                 with reporting(meter):
