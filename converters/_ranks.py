@@ -331,11 +331,21 @@ def assembled(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> 
 
 
 def compare_replicas(files: Files, name: str, a: tuple[int, StoredTensor], b: tuple[int, StoredTensor]) -> None:
-    """Note two copies of one part of which the CRC32s differ; `a` and `b` are (file, tensor)."""
+    """Note two copies of one part of which the CRC32s differ; `a` and `b` are (file, tensor).
+
+    Raises:
+        Corrupt: they are the steps of a parameter.
+    """
     one, two = a[1].storage.crc32, b[1].storage.crc32
     whole = all(t.storage.length == t.span for t in (a[1], b[1]))
-    if one is not None and two is not None and whole and one != two:
-        files.unlike.append(name)
+    if one is None or two is None or not whole or one == two:
+        return
+    if name.endswith(".step") and a[1].numel == b[1].numel == 1:
+        raise Corrupt(
+            f'{files.path(b[0])}: "{name}" is {shown(scalar(files, *b))}, in {files.names[a[0]]} it is {shown(scalar(files, *a))}. The files are of '
+            "different steps; fetch those of one save."
+        )
+    files.unlike.append(name)
 
 
 def replicated(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> TensorEntry | Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -305,3 +306,20 @@ def test_a_tensor_on_one_rank_and_a_number_on_another_is_refused(tmp_path: Path)
         torch.save({"step": 3}, tmp_path / f"train_state_{rank}.pt")
     with pytest.raises(Corrupt, match="is 1 there, and a tensor on other ranks"):
         ckpttool.open(tmp_path)
+
+
+def test_a_rank_of_another_step_is_refused(tmp_path: Path) -> None:
+    """Only the steps of its optimizer show it: nothing else that ranks share is in two files."""
+    shutil.copytree(FIXTURES / "checkpointing" / "fsdp" / "ckpt", source := tmp_path / "in")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tree = torch.load(source / "optimizer_1.pt", weights_only=False)
+    for slots in tree["state"].values():
+        slots["step"] += 1
+    torch.save(tree, source / "optimizer_1.pt")
+    with pytest.raises(
+        Corrupt, match=r'optimizer_1\.pt: "optimizer\.state\.emb\.weight\.step" is 4, in optimizer_0\.pt it is 3'
+    ):
+        ckpttool.open(source)
+    with ckpttool.open(source, only=["model"]) as opened:
+        assert opened["model.emb.weight"].shape == (131, 6)
