@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,16 @@ def test_elements_that_do_not_round_are_counted_and_the_first_is_named(
         in one.text
     )
     assert "2 of 3 fp32 masters" in one.text
+
+
+def test_a_save_that_megatron_core_itself_gets_wrong_is_found(tmp_path: Path) -> None:
+    with tarfile.open(FIXTURES / "megatron" / "wrong" / "buckets.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    (one,) = masters(tmp_path / "ckpt" / "iter_0000003")
+    ckpttool.convert(tmp_path / "ckpt" / "iter_0000003", tmp_path / "a.pt")
+    tree = torch.load(tmp_path / "a.pt", weights_only=False)
+    wrong = [n for n, t in tree["extra"]["master"].items() if not torch.equal(t.bfloat16(), tree["model"][n])]
+    assert len(wrong) == 10 and set(one.tensors) == {f"model.{n}" for n in wrong}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
