@@ -2,6 +2,8 @@
 
     BENIGN=all pytest tests/resume/test_benign.py -s        all of them (10 minutes), and the largest deviations by column
 
+    BENIGN=lora pytest ...                                  those of CI, and those with this in their names
+
 Without the variable those of `OF_CI` run. The jobs are tests/live/zoo.py and the models of tests/live/herd.py, trained and
 saved by real FSDP2 at 2, 3 and 4 ranks. Each run is judged against the recording of its job, and against a run of the same
 checkpoint on 2 ranks. The bounds for parameters of bf16 and for rounded weights (`ckpttool.resume.bounds`) come from what
@@ -40,7 +42,8 @@ from ckpttool.resume.trace import Trace, read_reference
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
 
-EVERY = os.environ.get("BENIGN") == "all"
+MORE = os.environ.get("BENIGN", "-")
+EVERY = MORE == "all"
 STEPS = 4
 LOW = "qwen2, bf16 parameters"
 CHAOTIC = "qwen2 narrow, bf16 parameters"
@@ -107,7 +110,6 @@ def runs() -> Iterator[Run]:
         worlds = (1, 2, 3, 4)
         if animal.lora:
             yield from (Run(job, w, build="lora") for w in worlds)
-            continue
         yield from (Run(job, w) for w in worlds)
         if job != "llama bf16 held":
             yield from (Run(job, 1, layout) for layout in ("zero3", "full", "universal"))
@@ -125,7 +127,7 @@ OF_CI = {
     *(f"{LOW}: W={w}" for w in (1, 2)), f"{LOW}: W=1, as zero3", f"{LOW}: W=1, micro_batch 2", "llama groups: W=1",
     "llama groups: W=1, as universal",
 }  # fmt: skip
-CHOSEN = {r.name: r for r in runs() if EVERY or r.name in OF_CI}
+CHOSEN = {r.name: r for r in runs() if EVERY or r.name in OF_CI or MORE in r.name}
 
 # ------------------------------------------------------------------------------------------------------ what is run
 
