@@ -134,7 +134,7 @@ def _random_states(reference: Trace, ours: dict[str, Any], every: bool) -> Besid
             right = [n for n in names if named[n] in (ranks if rank is None else [ranks[rank]])]
             if not right:
                 out.found[names[0]] = (ranks[rank or 0], named[names[0]])
-            out.compared += len(right)
+            out.compared += max(1, len(right))
             for n in right if kind == "numpy" else []:
                 at = n.removesuffix("1") + "2" if n.endswith(".1") else n.removesuffix("key") + "pos"
                 drawn = reference.generators[ranks.index(named[n])].get("numpy_position")

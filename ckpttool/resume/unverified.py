@@ -32,7 +32,8 @@ def unverified(reference: Trace | None, got: Trace, checks: Sequence[Check]) -> 
     """
     if got.failed is not None:
         return ["everything after loading: the checkpoint could not be loaded", *_unread(got)]
-    out = [*_job(reference, got), *_switched_off(got), *_scheduler(reference, got), *_not_used(reference, got)]
+    out = [*_job(reference, got), *_switched_off(got), *_scheduler(reference, got)]
+    out += [*_perhaps_lost(reference, got, checks), *_not_used(reference, got)]
     out += [*_unread(got), *_partly(reference, got), *_not_compared(checks)]
     if reference is not None:
         seen = " ".join(c.text for c in checks)
@@ -64,6 +65,19 @@ def _scheduler(reference: Trace | None, got: Trace) -> Iterator[str]:
             "the later learning rates are the reference's" if recorded else "the learning rate stays the checkpoint's"
         )
         yield f"the scheduler at work: the job has none, so {rates}"
+
+
+def _perhaps_lost(reference: Trace | None, got: Trace, checks: Sequence[Check]) -> Iterator[str]:
+    """What the checkpoint holds none of, where a recording does not tell whether the checkpoint of its job did."""
+    if reference is None or not is_recording(reference):
+        return
+    if reference.generators and not holds(got, "rng"):
+        yield from (_aside(c.name, c.text) for c in checks if c.name == "config.rng" and c.verdict == "not comparable")
+    if not holds(got, "trainer") and not beside_differences(reference, got, "trainer").missing:
+        yield (
+            "counters of the trainer, such as step and epoch: the checkpoint holds none (HF Trainer keeps them in trainer_state.json), "
+            "and the reference did not record those of its step"
+        )
 
 
 def _not_used(reference: Trace | None, got: Trace) -> Iterator[str]:
@@ -114,4 +128,8 @@ def _not_compared(checks: Sequence[Check]) -> Iterator[str]:
         if c.verdict == "not comparable":
             by.setdefault(c.text, []).append(c.name)
     for why, names in by.items():
-        yield f"{clean(listed(names))}: {clean(why, 80)}"
+        yield _aside(listed(names), why)
+
+
+def _aside(names: str, why: str) -> str:
+    return f"{clean(names)}: {clean(why, 80)}"

@@ -270,6 +270,11 @@ def test_random_states_of_another_step_fail_and_a_checkpoint_without_any_is_not_
         numbers = list(state["numpy"])
         numbers[2] += 2
         assert list(rng_of({"rng": {str(rank): {"numpy": tuple(numbers)}}}, reference).found) == [f"rng.{rank}.numpy.2"]
+    alone = taken(named({"rng_state": torch.get_rng_state()}))
+    checks = {
+        c.name: c for c in state_checks.configuration(reference, Trace(start=3, layout="dcp", others=alone.others))
+    }
+    assert checks["config.rng"].verdict == "fail" and "has other contents" in checks["config.rng"].text
     checks = {c.name: c for c in state_checks.configuration(reference, Trace(start=3, layout="dcp"))}
     assert checks["config.rng"].verdict == "not comparable" and "no random states" in checks["config.rng"].text
 

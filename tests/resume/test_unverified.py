@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
+from peers import FIXTURES
+from rich.console import Console
 
+import ckpttool
+from ckpttool.resume.beside import taken
 from ckpttool.resume.judge import judge
 from ckpttool.resume.misfit import advice, compared, does_not_fit
+from ckpttool.resume.page import page
+from ckpttool.resume.terminal import screen
 from ckpttool.resume.trace import Trace
 from ckpttool.resume.unverified import unverified
 from ckpttool.resume.verdict import Report
@@ -19,7 +28,7 @@ def run(**more: Any) -> Trace:
     """A run of ours on a checkpoint."""
     known: dict[str, Any] = {
         "layout": "dcp", "recipe": "job.py:build", "scheduler": "LambdaLR", "state": {"model.w": MARK}, "stored": {"model.w": "ab"},
-        "environment": {"torch": "2.13.0"},
+        "environment": {"torch": "2.13.0"}, "values": {"trainer.step": 3},
     }  # fmt: skip
     return Trace(**{**known, **more})
 
@@ -43,7 +52,7 @@ def test_two_runs_of_one_recipe_see_no_fault_of_it() -> None:
     [
         ({"dropout_off": 0.1}, "dropout (probability up to 0.1): it was switched off"),
         (
-            {"scheduler": None, "values": {"scheduler.last_epoch": 3}},
+            {"scheduler": None, "values": {"scheduler.last_epoch": 3, "trainer.step": 3}},
             "the scheduler at work: the job has none, so the later learning rates are the reference's",
         ),
         ({"others": {"rng.0.torch": MARK}}, "not used by this job, and compared with nothing: random states"),
@@ -68,6 +77,34 @@ def test_what_is_stored_and_not_used_is_listed_and_random_states_that_were_resto
     ]
     found = lines(run(**held), run(**held, environment={"rng_restored": True}))[1:]
     assert found == ["compared as stored, but not used by this job: dataloader, grad scaler, other values"]
+
+
+def test_what_a_recording_does_not_tell_to_be_lost_is_in_every_form_of_the_report(tmp_path: Path) -> None:
+    """HF Trainer goes on without these files: from step 0, and with other random numbers."""
+    saved = FIXTURES / "trainers" / "trainer_fsdp2_sharded" / "ckpt" / "checkpoint-3"
+    folder = tmp_path / "checkpoint-3"
+    shutil.copytree(saved, folder, ignore=shutil.ignore_patterns("rng_state_*.pth", "trainer_state.json"))
+    recorded = Trace(generators=[{"torch": ("uint8", (5056,), "ab")} for rank in range(2)])
+    random, counters = (
+        "config.rng: the checkpoint holds no random states",
+        "counters of the trainer, such as step and epoch",
+    )
+    found = {}
+    for path in (saved, folder):
+        with ckpttool.open(path) as opened:
+            beside = taken({v.path: v.data for v in opened.checkpoint.values.values() if v.path[0] != "optim"})
+            others = {n: (t.dtype, t.shape, "ab") for n, t in opened.checkpoint.tensors.items() if t.path[0] == "rng"}
+            got = run(values=beside.values, others=beside.others | others, layout=opened.layout.name)
+        checks, _ = judge(recorded, got)
+        found[path] = Report(got, recorded, "strict", checks, not_verified=unverified(recorded, got, checks))
+    assert [line for line in found[saved].not_verified if line.startswith((random, counters))] == []
+    report = found[folder]
+    lines = [line for line in report.not_verified[:5] if line.startswith((random, counters))]
+    assert len(lines) == 2, report.not_verified
+    out = io.StringIO()
+    Console(file=out, width=200).print(screen(report))
+    assert all(f"- {line}" in out.getvalue() and line in page(report) for line in lines)
+    assert lines == [line for line in report.to_json()["not_verified"] if line in lines]
 
 
 def test_what_one_side_alone_has_and_objects_of_unknown_classes_are_listed() -> None:
