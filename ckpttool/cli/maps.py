@@ -40,11 +40,12 @@ def maps(
     """List the name maps of `convert --map`, or print one."""
     from ..huggingface import maps as known
 
-    if name is not None:
-        print(known.text_of(name), end="")
-        return
-    found = [known.load(n) for n in known.names()]
+    found = [known.load(n) for n in (known.names() if name is None else [name])]
     rows = [MapRow(m.name, *m.sides, list(m.models), m.about) for m in found]
+    if name is not None:
+        text = known.text_of(name)
+        print_json({**asdict(rows[0]), "text": text}) if as_json else print(text, end="")
+        return
     if as_json:
         print_json([asdict(r) for r in rows])
         return

@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 from ..errors import Unsupported, UsageError, argument
+from ..huggingface import maps
 from ..index.axes import PAD, AxesError, UnknownSize, link, placed
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, Value, joined
 from ..index.line_groups import Group, Resolved, ignored, matched, resolved, views
@@ -132,8 +133,12 @@ class _Mapping:
         total = sum(map(len, names.values()))
         raise Unsupported(
             f"the map {self.map.name} is between {self.map.sides[0]} and {self.map.sides[1]}, and {len(unmatched):,} of {total:,} names are "
-            f"not names of {self.map.sides[not forward]}: {shown}{more}. Write a map with lines for them; `ckpttool maps {self.map.name}` "
-            "prints this one to start from."
+            f"not names of {self.map.sides[not forward]}: {shown}{more}. "
+            + (
+                f"Write a map with lines for them; `ckpttool maps {self.map.name}` prints this one to start from."
+                if self.map.name in maps.names()
+                else "Add lines for them."
+            )
         )
 
     def run(self) -> Checkpoint:
@@ -214,25 +219,31 @@ class _Mapping:
         for row in self.map.ignored:
             if row.along is None or row.dtype is None:
                 continue
+            before = len(made)
             for t in list(self.tensors.values()):
                 m = row.along.pattern.fullmatch(joined(t.path[1:])) if t.path[0] == "model" else None
                 if m is None:
                     continue
-                sizes: dict[str, int] = {}
                 assert row.tensor.axes is not None and row.along.axes is not None
+                sizes = {a: n for a, n in self.sizes.items() if a in row.along.axes.atoms}
                 try:
                     row.along.axes.solve(t.shape, sizes)
                     shape = row.tensor.axes.shape(sizes)
                 except (AxesError, UnknownSize) as e:
+                    why = (
+                        e if isinstance(e, AxesError) else f"the size of {e} does not follow; add a line size {e} = ..."
+                    )
                     raise Unsupported(
-                        f'"{joined(t.path[1:])}" is {list(t.shape)}, and the map {self.map.name} says {row.along}: {e}.'
+                        f'"{joined(t.path[1:])}" is {list(t.shape)}, and the map {self.map.name} says {row.along}: {why}.'
                     ) from None
                 path = ("model", row.tensor.named({v: int(n) for v, n in m.groupdict().items()}))
                 chunks = Chunks(len(shape))
                 chunks.add((0,) * len(shape), shape, len(self.ckpt.files), 0, prod(shape) * ITEMSIZE[row.dtype])
+                if joined(path) in self.tensors or joined(path) in made:
+                    raise Unsupported(f'the map {self.map.name} makes two tensors of the name "{joined(path)}".')
                 made[joined(path)] = TensorEntry(row.dtype, shape, path, chunks)
-            if made:
-                self.notes.append(f'{len(made)} tensors of zeros were added, first "{next(iter(made))}": {row.why}')
+            if new := list(made)[before:]:
+                self.notes.append(f'{len(new)} tensors of zeros were added, first "{new[0]}": {row.why}')
         if made:
             self.tensors |= made
             self.ckpt = replace(self.ckpt, files=[*self.ckpt.files, ZEROS], sizes=[*self.ckpt.sizes, ENDLESS])

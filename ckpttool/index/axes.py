@@ -25,6 +25,7 @@ __all__ = ["PAD", "Axes", "AxesError", "Compressed", "Link", "UnknownSize", "lin
 
 #: The term of a sum that is padding: rows that no part holds.
 PAD = "_"
+_DEEPEST = 50
 
 Term = tuple[str, ...]  # atoms whose product is a size; () is 1
 Factor = tuple[Term, ...]  # a sum of terms; an atom is a sum of one term of one atom
@@ -67,7 +68,7 @@ class Axes:
 
         def bad(what: str) -> UsageError:
             return UsageError(
-                f"[{text}]: {what}. Axes are names, products (a b) and sums (a+b), such as (g (n+1+1) h) x."
+                f"[{text if len(text) < 200 else text[:200] + '...'}]: {what}. Axes are names, products (a b) and sums (a+b), such as (g (n+1+1) h) x."
             )
 
         def atom(token: str) -> Term:
@@ -78,6 +79,8 @@ class Axes:
         def group(depth: int) -> Dim:
             """What is inside parentheses: a product of factors, or a sum of products of atoms."""
             terms: list[list[Factor]] = [[]]
+            if depth > _DEEPEST:
+                raise bad(f"parentheses are nested deeper than {_DEEPEST}")
             while True:
                 if not tokens:
                     raise bad("a parenthesis is not closed")
@@ -103,6 +106,8 @@ class Axes:
         found = cls(tuple(dims))
         if len(found.sums) > 1:
             raise bad("only one sum is possible")
+        if any(PAD in t for d in dims for f in d if len(f) == 1 for t in f):
+            raise bad("_ is a term of a sum, such as (v+_)")
         for k in range(len(found.sums[0]) if found.sums else 1):
             names = [a for d in found.term(k).dims for f in d for t in f for a in t]
             if twice := next((a for a in names if names.count(a) > 1), None):

@@ -32,7 +32,7 @@ from .checkpoint import ITEMSIZE
 
 __all__ = ["Ignored", "Line", "NameMap", "Tensor", "parse", "size_of"]
 
-_VARIABLE = re.compile(r"\{(\.?)([A-Za-z]\w*)\}")
+_VARIABLE = re.compile(r"\{(\.?)([A-Za-z]\w*)\}", re.ASCII)
 _TENSOR = re.compile(r"\s*([^\s\[\]=+]+)\s*(?:\[([^\]]*)\])?\s*")
 _COMPONENTS = ("model", "optim")
 
@@ -153,6 +153,8 @@ def parse(text: str, name: str, included: Callable[[str], str]) -> NameMap:
             models += rest.split()
         elif word == "size":
             axis, _, expression = (s.strip() for s in rest.partition("="))
+            if not axis.isidentifier():
+                raise UsageError(f"{where}: write size NAME = EXPRESSION, where NAME is an axis.")
             sizes[axis] = expression
             _checked(expression, where)
         elif word == "include":
@@ -178,6 +180,10 @@ def parse(text: str, name: str, included: Callable[[str], str]) -> NameMap:
     )
 
 
+def _cut(text: str) -> str:
+    return repr(text if len(text) < 200 else text[:200] + "...")
+
+
 def _rows(text: str) -> list[tuple[int, str]]:
     """(line number, text) of statements: without comments, with the indented lines that continue them."""
     out: list[tuple[int, str]] = []
@@ -192,23 +198,43 @@ def _rows(text: str) -> list[tuple[int, str]]:
     return out
 
 
+def _tensor(name: str, axes: str | None, where: str) -> Tensor:
+    """A tensor of a line, of which one number has one place in a name."""
+    try:
+        t = Tensor(name, None if axes is None else Axes.parse(axes))
+    except UsageError as e:
+        raise UsageError(f"{where}: {e}") from None
+    if len(set(t.variables)) < len(t.variables):
+        raise UsageError(f"{where}: {name} has a variable twice.")
+    between = _VARIABLE.split(name)[3:-1:3]
+    if any(m[1] for m in _VARIABLE.finditer(name)) or any(not text or text.isdecimal() for text in between):
+        raise UsageError(
+            f"{where}: {name}: numbers in a name need other text than digits between them, and {{.i}} is for equations."
+        )
+    return t
+
+
 def _ignored(rest: str, zero: bool, where: str) -> Ignored:
     """NAME : WHY, or NAME [axes] DTYPE with OTHER [axes] : WHY."""
     what, _, why = (s.strip() for s in rest.partition(":"))
     why = why or "the other side has none"
     name, wanted, other = what.partition(" with ")
     if not wanted:
-        return Ignored(Tensor(what, None), why, zero)
+        if len(what.split()) != 1:
+            raise UsageError(
+                f"{where}: {_cut(what)} is not the name of a tensor, or NAME [axes] DTYPE with OTHER [axes]."
+            )
+        return Ignored(_tensor(what, None, where), why, zero)
     name, _, dtype = name.strip().rpartition(" ")
     problem = UsageError(
-        f"{where}: {what!r} is not NAME [axes] DTYPE with OTHER [axes], of ignore-zero, with the same variables and no axis that OTHER has not."
+        f"{where}: {_cut(what)} is not NAME [axes] DTYPE with OTHER [axes], of ignore-zero, with the same variables and no axis that OTHER has not."
     )
     if not zero or dtype not in ITEMSIZE:
         raise problem
     tensors = [t for text in (name, other) for t in _tensors(text, where)]
     if len(tensors) != 2 or any(axes is None for _, axes in tensors):
         raise problem
-    made, along = (Tensor(n, Axes.parse(axes or "")) for n, axes in tensors)
+    made, along = (_tensor(n, axes or "", where) for n, axes in tensors)
     assert made.axes is not None and along.axes is not None
     if made.axes.sums or along.axes.sums or not made.axes.atoms <= along.axes.atoms:
         raise problem
@@ -221,7 +247,7 @@ def _equations(row: str, component: str | None, where: str) -> list[Line]:
     """The line of a statement; two where a variable is written {.i}: one with it in the name, one with it as the first axis."""
     left, equals, right = row.partition("=")
     if not equals or "=" in right:
-        raise UsageError(f"{where}: {row!r} is not NAME = NAME.")
+        raise UsageError(f"{where}: {_cut(row)} is not NAME = NAME.")
     sides = [_tensors(left, where), _tensors(right, where)]
     optional = {m[2] for side in sides for t, _ in side for m in _VARIABLE.finditer(t) if m[1]}
     if not optional:
@@ -246,7 +272,7 @@ def _tensors(text: str, where: str) -> list[tuple[str, str | None]]:
     while at < len(text):
         m = _TENSOR.match(text, at)
         if m is None or (m.end() < len(text) and text[m.end()] != "+"):
-            raise UsageError(f"{where}: {text[at:].strip()!r} is not NAME or NAME [axes], joined by +.")
+            raise UsageError(f"{where}: {_cut(text[at:].strip())} is not NAME or NAME [axes], joined by +.")
         out.append((m[1], m[2]))
         at = m.end() + 1
     if not out:
@@ -255,16 +281,10 @@ def _tensors(text: str, where: str) -> list[tuple[str, str | None]]:
 
 
 def _equation(sides: list[list[tuple[str, str | None]]], component: str | None, where: str) -> Line:
-    try:
-        left, right = ([Tensor(n, None if a is None else Axes.parse(a)) for n, a in side] for side in sides)
-    except UsageError as e:
-        raise UsageError(f"{where}: {e}") from None
+    left, right = ([_tensor(n, a, where) for n, a in side] for side in sides)
     every = [*left, *right]
     if len({t.axes is None for t in every}) > 1:
         raise UsageError(f"{where}: either all tensors of a line have axes, or none.")
-    for t in every:
-        if len(set(t.variables)) < len(t.variables):
-            raise UsageError(f"{where}: {t.name} has a variable twice.")
 
     def is_whole(side: list[Tensor], others: list[Tensor]) -> bool:
         extra = set(others[0].variables) - set(side[0].variables)
@@ -330,7 +350,7 @@ def _checked(expression: str, where: str) -> _Tree:
                 if tokens.pop(0) == ")":
                     return inside
             elif token and token not in "+-*/|)":
-                return int(token) if token.isdigit() else token
+                return int(token) if token.isdecimal() else token
             raise IndexError
         tree = level(k + 1)
         while tokens[0] and tokens[0] in _LEVELS[k]:
@@ -370,6 +390,8 @@ def size_of(expression: str, config: Mapping[str, Any]) -> int | None:
             if b == 0 or a % b:
                 raise UsageError(f"config.json makes {expression} {a} / {b}, which is not a whole number.")
             return a // b
+        if operator == "-" and a < b:
+            raise UsageError(f"config.json makes {expression} {a} - {b}, which is less than 0.")
         return a + b if operator == "+" else a - b if operator == "-" else a * b
 
     return value(_checked(expression, "size"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +323,18 @@ def test_zeros_that_the_other_side_has_not_are_made_again(tmp_path: Path) -> Non
         assert '2 tensors of zeros were added, first "model.bias.0": there is no bias there' in done.notes
         assert ckpttool.diff(src, tmp_path / out, only=["model"]).equal
     assert ckpttool.diff(tmp_path / "there.pt", src, map=name_map, only=["model"]).equal
+    for line, why in (
+        ("gate.{i} [e x] float32 with gate.{i} [e x]", 'makes two tensors of the name "model.gate.0"'),
+        ("bias.{i} [e] float32 with gate.{i} [(e x)]", r"is \[3, 2\], and the map .*: it has 2 dimensions"),
+        ("bias.{i} [e] float32 with gate.{i} [(e y) x]", "the size of e does not follow"),
+    ):
+        with pytest.raises(Unsupported, match=why):
+            through(
+                tmp_path, {"model": {"g.0": torch.randn(3, 2)}}, HEAD + f"gate.{{i}} = g.{{i}}\nignore-zero {line}\n"
+            )
+    unused = "ignore-zero z [e] float32 with zz [e] : unused\n"
+    src, name_map = written(tmp_path, {"model": {"g.0": torch.randn(3, 2)}}, text + unused)
+    assert not any("unused" in n for n in ckpttool.convert(src, tmp_path / "once.pt", map=name_map).notes)
     for line in (
         "[e] float3 with gate.{i} [e x]",
         "[k] float32 with gate.{i} [e x]",
@@ -391,12 +404,28 @@ def test_recorded_digests_of_renamed_tensors_are_compared(tmp_path: Path) -> Non
         (HEAD + "a [(_+f) x] = b [f x]\n", "_ comes last"), (HEAD + "a + b = c + d\n", "only one side"),
         (HEAD + "size v = __import__('os')\na = b\n", "a size is made of numbers"), (HEAD + "a{.i} = b.{i}\n", "need their axes"),
         (HEAD + "a.{i}.{i} = b\n", "variable twice"), (HEAD + "include nowhere\n", "include nowhere: no such map"),
-        (HEAD + "a [x (v+_)] = b [x v]\n", "only rows can be padding"),
+        (HEAD + "a [x (v+_)] = b [x v]\n", "only rows can be padding"), (HEAD + "a [_ x] = b [_ x]\n", "line 2: .*_ is a term of a sum"),
+        (HEAD + f"a [{'(' * 4000}x] = b [x]\n", "nested deeper than 50"), (HEAD + "a{i}{j}.x = b{i}{j}.x\n", "other text than digits between"),
+        (HEAD + "a.{i}1{j} = b.{i}.{j}\n", "other text than digits between"), (HEAD + "size = 3\na = b\n", "write size NAME"),
+        (HEAD + "ignore a.{i}.{i} : why\n", "line 2: .* variable twice"), (HEAD + "ignore a{.i} : why\n", r"\{\.i\} is for equations"),
+        (HEAD + "ignore : why\n", "is not the name of a tensor"), (HEAD + "ignore-zero a [x] float32 with : why\n", "is not the name of a tensor"),
+        (HEAD + "ignore-zero a [x x] float32 with b [x] : why\n", "line 2: .* stands for two axes"), (HEAD + "a" * 5000 + "\n", r"a\.\.\.' is not NAME"),
     ],
 )  # fmt: skip
 def test_a_map_that_makes_no_sense_is_refused_with_its_line(text: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         maps.load(text)
+
+
+def test_a_file_that_is_no_map_is_refused(tmp_path: Path) -> None:
+    src, name_map = written(tmp_path, {"model": {"a": torch.ones(2)}}, HEAD + "a = b\n# " + "x" * (1 << 20))
+    with pytest.raises(UsageError, match="more than 1,048,576 characters"):
+        ckpttool.convert(src, tmp_path / "o.pt", map=name_map)
+    with pytest.raises(UsageError, match="not a regular file"):
+        ckpttool.convert(src, tmp_path / "o.pt", map=tmp_path)
+    name_map.write_text(HEAD + "a = b\n", encoding="utf-8-sig")
+    ckpttool.convert(src, tmp_path / "o.pt", map=name_map, canonical_keys=True)
+    assert set(torch.load(tmp_path / "o.pt")["model"]) == {"b"}
 
 
 def test_sizes_are_expressions_over_the_config() -> None:
@@ -413,6 +442,8 @@ def test_no_map_and_no_such_map(tmp_path: Path) -> None:
     src, _ = written(tmp_path, {"model": fused()})
     with pytest.raises(UsageError, match="no such file, and no such map"):
         ckpttool.convert(src, tmp_path / "o.pt", map="nonsense")
+    row = json.loads(ckpttool_here("maps", "meta-llama", "--json").stdout)
+    assert row["right"] == "transformers" and row["text"] == ckpttool_here("maps", "meta-llama").stdout
     ckpttool.convert(src, tmp_path / "o.pt", map="none", canonical_keys=True)
     assert set(torch.load(tmp_path / "o.pt")["model"]) == set(fused())
 
@@ -420,7 +451,7 @@ def test_no_map_and_no_such_map(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("expression", "value"),
     [("a", 6), ("7", 7), ("a / 2 | b", 3), ("c | a", 6), ("c | c", None), ("a - 2 - 1", 3), ("a - (2 - 1)", 5), ("2 + a * 2", 14), ("(2+a)*2", 16),
-     ("a / 2 / 3", 1), ("d / 2 | e / f / 2", 4), ("c + 1", None)],
+     ("a / 2 / 3", 1), ("d / 2 | e / f / 2", 4), ("c + 1", None), ("²", None)],
 )  # fmt: skip
 def test_sizes_are_expressions_of_the_config(expression: str, value: int | None) -> None:
     assert size_of(expression, {"a": 6, "b": 1, "e": 16, "f": 2}) == value
@@ -439,3 +470,5 @@ def test_a_size_must_be_whole() -> None:
     for expression in ("a / 4", "a / 0"):
         with pytest.raises(UsageError, match="not a whole number"):
             size_of(expression, {"a": 6})
+    with pytest.raises(UsageError, match="5 - 6, which is less than 0"):
+        size_of("5 - a", {"a": 6})

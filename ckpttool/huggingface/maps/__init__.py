@@ -12,6 +12,7 @@ from ...index.name_maps import NameMap, parse
 __all__ = ["load", "names", "text_of"]
 
 _SUFFIX = ".map"
+_MOST = 1 << 20
 
 
 def names() -> list[str]:
@@ -36,10 +37,15 @@ def text_of(asked: str) -> str:
         return resources.files(__name__).joinpath(asked + _SUFFIX).read_text("utf-8")
     if os.path.isfile(asked):
         try:
-            with open(asked, encoding="utf-8") as f:
-                return f.read(1 << 20) + "\n"
+            with open(asked, encoding="utf-8-sig") as f:
+                text = f.read(_MOST + 1)
         except (OSError, UnicodeDecodeError) as e:
             raise UsageError(f"{argument('map', asked)}: it cannot be read as text ({e}).") from None
+        if len(text) > _MOST:
+            raise UsageError(f"{argument('map', asked)}: it has more than {_MOST:,} characters, which no name map has.")
+        return text + "\n"
+    if os.path.exists(asked):
+        raise UsageError(f"{argument('map', asked)}: it is not a regular file. Give the file of a name map.")
     raise UsageError(f"{argument('map', asked)}: no such file, and no such map. Maps: {', '.join(names())}.")
 
 
