@@ -22,6 +22,7 @@ from typing import Any
 from ckpttool import bounded_json, layouts
 from ckpttool.errors import Corrupt, IncompleteWeights, Unsafe, Unsupported, UsageError, argument
 from ckpttool.formats import stored_tensors, torch_zip
+from ckpttool.formats.pickles import short
 from ckpttool.huggingface import model_files, model_names
 from ckpttool.index.checkpoint import (
     Checkpoint,
@@ -179,7 +180,7 @@ def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
             continue  # the scheduler that DeepSpeed's engine steps is in its own files
         is_state = part.layout not in (DATA, TREE, FOREIGN, _OURS)
         try:
-            found = _state(source, part, options, out) if is_state else _data(source, part, out)
+            found = _state(source, part, options, out) if is_state else _data(source, part, options, out)
             if part.layout == _OURS:  # what the source had, where a file has what its trainer needs instead
                 out.values = {n: v for n, v in out.values.items() if n not in found.values}
             _add(out, found, part)
@@ -356,7 +357,7 @@ def _orders(
     return ({n: model[n] for n in order} for order in possible_orders(model))
 
 
-def _data(source: Source, part: Part, whole: Checkpoint) -> Checkpoint:
+def _data(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) -> Checkpoint:
     """The index of a part that is plain data; its tensors stay where they are."""
     what = f"{source.root}/{part.name}"
     out = Checkpoint(DATA, source.root, None, [part.name], [source.size(part.name)], {}, {})
@@ -365,6 +366,13 @@ def _data(source: Source, part: Part, whole: Checkpoint) -> Checkpoint:
         leaves: dict[Path, Any] = {(str(k),): v for k, v in tree.items()} if isinstance(tree, dict) else {(): tree}
     else:
         read_at = source.reader_of(part.name)
+        if (first := torch_zip.saved_for_another(read_at, out.sizes[0], part.name)) is not None:
+            why = f"saved under the name {short(first)}, by another rank, and copied over the file of this rank or exchanged with it"
+            if not options.allow_equal_ranks:
+                raise Corrupt(
+                    f"it was {why}; fetch the files again. If files are renamed on purpose, use {argument('allow_equal_ranks', True)}"
+                )
+            out.notes.append(f"{part.name} was {why}")
         tree = torch_zip.read(read_at, 0, source.size(part.name), what)
         leaves, out.records = stored_tensors.leaves(tree, (), 0, read_at, what)
     if part.layout == _OURS:

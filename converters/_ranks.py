@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.errors import Corrupt, Unsupported, argument
 from ckpttool.formats import stored_tensors, torch_zip
 from ckpttool.formats.pickles import Opaque, short
 from ckpttool.formats.sharded import Shards, is_sharded, shards_of, stand_ins
@@ -41,6 +41,7 @@ SIDE = re.compile(r"(rng|random|scheduler|dataloader|extra|sampler|scaler)", re.
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 _OPTIM_KEYS = ("optim", "optimizer", "optimizer_state_dict", "last_optimizer_state")
 _KNOWN = frozenset(("lr_scheduler", "rng_state", "rng_states", *_MODEL_KEYS, *_OPTIM_KEYS, *COMPONENTS))
+_MOST_COMPARED = 64 << 20  # bytes of a file
 _COUNTERS = ("step", "global_step", "iteration", "epoch")
 
 
@@ -132,7 +133,7 @@ def load(files: Files, name: str) -> Any:
 
 
 def parts_of(
-    files: Files, source: Source, groups: list[Group], lost: list[str] | None = None
+    files: Files, source: Source, groups: list[Group], lost: list[str] | None = None, allow_equal_ranks: bool = False
 ) -> tuple[dict[str, Any], int]:
     """{"model": [Rank], "optim": [[Rank]], "rest": {group: [Rank]}}, and the world size.
 
@@ -166,7 +167,7 @@ def parts_of(
     world = _world(files, models[0][1]["model"] if models else [], [g for g, by in found if by["model"] or by["optim"]])
     out: dict[str, Any] = {"model": [], "optim": [], "rest": {}}
     for group, by in found:
-        _refuse_exchanged(files, group)
+        _refuse_exchanged(files, group, allow_equal_ranks)
         for role in ("model", "optim"):
             if not by[role]:
                 continue
@@ -192,9 +193,10 @@ def parts_of(
     return out, world
 
 
-def _refuse_exchanged(files: Files, group: Group) -> None:
+def _refuse_exchanged(files: Files, group: Group, allow_equal_ranks: bool) -> None:
     """torch.save writes a file's name into it. Where the ranks in those names are these ranks in another order, files were
-    exchanged; where they are not, the job saved under other names, and that tells nothing.
+    exchanged; where some are, or two files are equal byte by byte, one was copied over another; else the job saved under other names, and that
+    tells nothing.
 
     Raises:
         Corrupt: with the first file that is in another's place.
@@ -211,6 +213,16 @@ def _refuse_exchanged(files: Files, group: Group) -> None:
         raise Corrupt(
             f"{files.source.root}/{group.ranks[wrong]} was saved as the file of rank {stated[wrong]}, and that of rank {wrong} "
             "lies under another name. Files of ranks were exchanged or renamed; put them back."
+        )
+    if wrong is None or allow_equal_ranks or stated[wrong] not in group.ranks:
+        return
+    one, two = group.ranks[stated[wrong]], group.ranks[wrong]
+    size = files.source.size(one)
+    small = size == files.source.size(two) and size <= _MOST_COMPARED  # larger ones by their CRC32s, engine/mixups.py
+    if len(set(stated.values())) > 1 or (small and files.source.read(one, 0, size) == files.source.read(two, 0, size)):
+        raise Corrupt(
+            f"{files.source.root}/{two} was saved as the file of rank {stated[wrong]}: {one} was copied over it. Fetch the files again. If files are "
+            f"renamed on purpose, use {argument('allow_equal_ranks', True)}."
         )
 
 

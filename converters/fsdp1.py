@@ -104,7 +104,9 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 def _read(source: Source, options: ReadOptions) -> Checkpoint:
     files = Files(source)
     lost: list[str] = []
-    parts, world = parts_of(files, source, groups_of(source.list()), lost if options.salvage else None)
+    parts, world = parts_of(
+        files, source, groups_of(source.list()), lost if options.salvage else None, options.allow_equal_ranks
+    )
     config = model_names.config_of(options.config) if options.config is not None else _own_config(source)
     model: dict[str, Any] = {}
     known = ModelInfo(None, {}, {}, RankSlices([], {}))

@@ -26,9 +26,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool import bounded_json
-from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.errors import Corrupt, Unsupported, argument
 from ckpttool.formats import safetensors_header, stored_tensors, torch_zip
-from ckpttool.formats.pickles import Opaque
+from ckpttool.formats.pickles import Opaque, short
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Extent, Path, Record, TensorEntry, Value, joined
@@ -87,7 +87,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     Raises:
         Corrupt: a part is missing, or parts overlap. Unsupported: experts on ranks of their own.
     """
-    reading = _Reading(where.source)
+    reading = _Reading(where.source, options.allow_equal_ranks)
     reading.model()
     if options.only is None or options.only - {"model"}:
         reading.rest()
@@ -110,6 +110,7 @@ def _walk(source: Source, folder: str, depth: int = 0) -> Iterator[str]:
 @dataclass
 class _Reading:
     source: Source
+    allow_equal_ranks: bool
     files: list[str] = field(default_factory=list)
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     values: dict[str, Value] = field(default_factory=dict)
@@ -374,8 +375,15 @@ class _Reading:
                 self._leaves(("rng", str(rank)), number, _as_dicts(tree))
 
     def _tree(self, file: str) -> tuple[int, Any]:
-        what = f"{self.source.root}/{file}"
-        return self.number(file), torch_zip.read(self.source.reader_of(file), 0, self.source.size(file), what)
+        what, read_at, size = f"{self.source.root}/{file}", self.source.reader_of(file), self.source.size(file)
+        if (first := torch_zip.saved_for_another(read_at, size, file)) is not None:
+            why = f"saved under the name {short(first)}, by another rank, and copied over the file of this rank or exchanged with it"
+            if not self.allow_equal_ranks:
+                raise Corrupt(
+                    f"{what} was {why}; fetch the files again. If files are renamed on purpose, use {argument('allow_equal_ranks', True)}."
+                )
+            self.notes.append(f"{file} was {why}")
+        return self.number(file), torch_zip.read(read_at, 0, size, what)
 
     def _json(self, file: str) -> dict[str, Any]:
         found = bounded_json.parse(self.source.read_all(file, _MOST_JSON), f"{self.source.root}/{file}")

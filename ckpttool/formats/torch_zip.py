@@ -11,6 +11,7 @@ Sources: torch/serialization.py, torch/_utils.py (`_rebuild_*`), caffe2/serializ
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable
 from math import prod
@@ -26,7 +27,16 @@ from .stored_tensors import Storage, StoredTensor, map_tensors
 from .subclasses import REBUILD, WRAPPER, dense_inside
 from .zip_bytes import first_name, is_zip, zip_records
 
-__all__ = ["MAX_PICKLE_BYTES", "STORAGE_NAMES", "from_type", "read", "saved_as", "storages_of", "with_attributes"]
+__all__ = [
+    "MAX_PICKLE_BYTES",
+    "STORAGE_NAMES",
+    "from_type",
+    "read",
+    "saved_as",
+    "saved_for_another",
+    "storages_of",
+    "with_attributes",
+]
 
 #: torch's storage classes by dtype (torch/storage.py, _dtype_to_storage_type_map); newer dtypes have none and are
 #: pickled as UntypedStorage with `_rebuild_tensor_v3`.
@@ -57,6 +67,14 @@ def saved_as(read_at: ReadAt, length: int) -> str | None:
         return None
     root = first_name(head).partition("/")[0]
     return None if root == "archive" else root
+
+
+def saved_for_another(read_at: ReadAt, length: int, name: str) -> str | None:
+    """The name under which torch.save wrote a file, if it differs from the file's own name in its numbers only: rng_state_1 in
+    rng_state_0.pth. Then it is the file of another rank."""
+    first, stem = saved_as(read_at, length), name.rpartition("/")[2].rpartition(".")[0]
+    alike = first is not None and re.sub(r"\d+", "0", first) == re.sub(r"\d+", "0", stem)
+    return first if alike and first != stem else None
 
 
 def read(

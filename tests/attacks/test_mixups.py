@@ -17,7 +17,7 @@ from attacks.test_numbers import with_right_crcs
 import ckpttool
 from ckpttool.engine import mixups, opening
 from ckpttool.engine.stream import small
-from ckpttool.errors import Corrupt
+from ckpttool.errors import Corrupt, Unsupported
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
@@ -75,6 +75,9 @@ def test_a_file_of_another_layout_that_is_a_copy_of_another_rank_s(
     else:
         shutil.copytree(FIXTURES / name, folder := tmp_path / "in")
     ckpttool.verify(folder)
+    for path in (next(folder.glob(one)), next(folder.glob(other))):
+        if path.suffix == ".pt":
+            anonymous(path)
     shutil.copy(next(folder.glob(one)), next(folder.glob(other)))
     assert "hold the same numbers" in refusal(folder, tmp_path / "out.pt")
     assert ckpttool.verify(folder, allow_equal_ranks=True)
@@ -125,7 +128,8 @@ def test_a_raw_optimizer_file_of_fsdp1_that_is_a_copy(legacy: bool, tmp_path: Pa
     files = sorted(folder.glob("*optim*rank*"))
     shutil.copy(files[0], files[1])
     said = refusal(folder, tmp_path / "out.pt")
-    assert files[0].name in said and files[1].name in said and "hold the same numbers" in said
+    assert files[0].name in said and files[1].name in said
+    assert ("hold the same numbers" if legacy else "was saved as the file of rank 0") in said
 
 
 def test_raw_optimizer_files_of_fsdp1_that_were_exchanged(tmp_path: Path) -> None:
@@ -200,6 +204,27 @@ def test_crc32s_of_zeros() -> None:
     assert [mixups._zeros(n) for n in (0, 1, 2, 3, 7, 4096, 1000003)] == [
         zlib.crc32(bytes(n)) for n in (0, 1, 2, 3, 7, 4096, 1000003)
     ]
+
+
+STATES = [
+    ("trainers/accelerate_fsdp1_sharded/ckpt", "random_states_{}.pkl", None), ("trainers/trainer_ddp/ckpt/checkpoint-3", "rng_state_{}.pth", None),
+    ("trainers/automodel_w2/epoch_0_step_3", "dataloader/dataloader_dp_rank_{}.pt", None), ("trainers/olmo_core_w3/step3", "train/rank{}.pt", None),
+    ("nanotron/zero1/3", "random/tp-0-of-2_dp-{}-of-2_pp-0-of-1.pt", Corrupt), ("trainers/verl_fsdp2_w3/ckpt", "extra_state_world_size_3_rank_{}.pt", Corrupt),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("folder", "file", "error"), STATES)
+def test_random_states_and_the_like_under_another_ranks_name_are_not_taken_for_its_own(
+    folder: str, file: str, error: type[Corrupt] | None, tmp_path: Path
+) -> None:
+    shutil.copytree(FIXTURES / folder, source := tmp_path / Path(folder).name)
+    shutil.copy(source / file.format(0), source / file.format(1))
+    with pytest.raises(error or Unsupported, match=r"was saved (under the name|as the file of rank)"):
+        ckpttool.convert(source, tmp_path / "x.pt", to="full")
+    done = ckpttool.convert(source, tmp_path / "x.pt", to="full", allow_equal_ranks=True)
+    assert done.verified and not done.dropped
+    if error is None:
+        assert any("by another rank" in note for note in ckpttool.inspect(source).notes)
 
 
 # ------------------------------------------------------------------------------------------------------ mixed steps
