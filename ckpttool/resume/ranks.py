@@ -212,7 +212,8 @@ def _with_log(e: CkpttoolError, folder: str, more: str = "") -> CkpttoolError:
     with open(kept, "a", encoding="utf-8") as f:
         for rank, beat in sorted(_beats(folder).items()):
             f.write(
-                f"\nrank {rank} in {beat.what!r}, innermost first:\n" + "\n".join(f"  {frame}" for frame in beat.stack)
+                f"\nrank {rank} in {beat.what!r}; where it was last seen, innermost first:\n"
+                + "\n".join(f"  {frame}" for frame in beat.stack)
             )
             with suppress(OSError), open(os.path.join(folder, f"stack-{rank}"), encoding="utf-8") as stack:
                 f.write("\n" + stack.read())

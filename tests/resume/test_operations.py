@@ -92,7 +92,7 @@ class Command:
 
     def left(self) -> list[str]:
         """What is in the folder for temporary files."""
-        return [name for name in os.listdir(self.folder / "tmp") if name.startswith("ckpttool-resume")]
+        return [name for name in os.listdir(self.folder / "tmp") if name.startswith("ckpttool")]
 
 
 @pytest.fixture
@@ -142,11 +142,20 @@ def test_the_rank_that_failed_is_named_with_what_ended_it(job: str, begin: Calla
     assert command.ended() == code, command.said()
     error = command.said().splitlines()[-1]
     assert text in error and "\\n" not in error, command.said()
-    assert none_left(command.folder) and not command.left()
-    if kept := re.search(r"The log is (\S+)\.$", error):
+    assert none_left(command.folder)
+    kept = re.search(r"The log is (\S+)\.$", error)
+    assert command.left() == ([Path(kept[1]).parent.name] if kept else [])
+    if kept:
+        assert "last seen" in Path(kept[1]).read_text()
         assert {"fails": "another vocabulary", "leaves": "sys.exit(3)", "crashes": "Fatal Python error: Aborted"}.get(
             job, "rank 1 in '"
         ) in Path(kept[1]).read_text()
+
+
+def test_a_verdict_leaves_nothing_since_the_report_has_everything(begin: Callable[..., Command]) -> None:
+    command = begin("healthy", "--steps", "1", "--min-mfu", "0.9", "--peak-tflops", "1000")
+    assert command.ended() == 11, command.said()
+    assert none_left(command.folder) and command.left() == []
 
 
 SILENT = {
@@ -174,9 +183,9 @@ def test_the_silent_rank_is_named_and_not_the_one_that_waits_for_it(job: str, be
     error = next(line for line in command.said().splitlines() if line.startswith("error:"))
     assert f"error: {who} has made no progress for " in error, error
     assert where in error and how in error and f"Of the others, {other}" in error, error
-    assert none_left(command.folder) and not command.left()
+    assert none_left(command.folder)
     kept = re.search(r"The log is (\S+)\.$", error)
-    assert kept is not None
+    assert kept is not None and command.left() == [Path(kept[1]).parent.name]
     log = Path(kept[1]).read_text()
     assert "rank 0 in " in log and "rank 1 in " in log
     assert {"hung_in_native_code": "in call\n", "hung_in_python": "in slow_row\n", "stopped": ""}[job] in log, log
