@@ -173,9 +173,10 @@ def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
     out = Checkpoint(dialect.name, source.root, None, [], [], {}, {}, trainer=dialect.title, config=config)
     parts = [*dialect.parts(source), *([Part(LEFT_OVER, _OURS, "extra")] if source.exists(LEFT_OVER) else [])]
     of_engine = False
+    if options.only is not None:
+        parts = [p for p in parts if _asked_for(p, options.only)]
+    source.prefetch_ends(p.name for p in parts if p.layout in (DATA, TREE))
     for part in parts:
-        if options.only is not None and not _asked_for(part, options.only):
-            continue
         if part.component == "scheduler" and part.layout == DATA and of_engine:
             continue  # the scheduler that DeepSpeed's engine steps is in its own files
         is_state = part.layout not in (DATA, TREE, FOREIGN, _OURS)

@@ -368,11 +368,12 @@ class _Reading:
         if self.source.exists("lr_scheduler/lr_scheduler.pt"):
             number, tree = self._tree("lr_scheduler/lr_scheduler.pt")
             self._leaves(("scheduler",), number, tree)
-        for file in sorted(self.source.list("random")):
-            if m := _RANDOM.fullmatch(file):
-                number, tree = self._tree(f"random/{file}")
-                rank = (int(m["pp"]) * int(m["D"]) + int(m["dp"])) * int(m["T"]) + int(m["tp"])
-                self._leaves(("rng", str(rank)), number, _as_dicts(tree))
+        files = [m for n in sorted(self.source.list("random")) if (m := _RANDOM.fullmatch(n))]
+        self.source.prefetch_ends(f"random/{m[0]}" for m in files)
+        for m in files:
+            number, tree = self._tree(f"random/{m[0]}")
+            rank = (int(m["pp"]) * int(m["D"]) + int(m["dp"])) * int(m["T"]) + int(m["tp"])
+            self._leaves(("rng", str(rank)), number, _as_dicts(tree))
 
     def _tree(self, file: str) -> tuple[int, Any]:
         what, read_at, size = f"{self.source.root}/{file}", self.source.reader_of(file), self.source.size(file)
