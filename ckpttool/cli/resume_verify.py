@@ -284,6 +284,9 @@ def resume_verify(
         raise UsageError(
             f"--metrics {metrics}: this folder does not exist: {os.path.dirname(os.path.abspath(metrics))}."
         )
+    for option, file in (("--junit", junit), ("--metrics", metrics)):
+        if file is not None and os.path.exists(file) and not os.path.isfile(file):
+            raise UsageError(f"{option} {file}: there is something that is not a regular file.")
     gc.enable()  # a training job makes cycles
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from ..engine.local_worker import end_with

@@ -27,7 +27,7 @@ from typing import Any
 from ..bounded_json import parse
 from ..errors import Corrupt, Unsafe, UsageError, argument
 
-__all__ = ["Rows", "digest", "digest_and_marks", "marks_of", "micro_batches", "of_user", "open_data"]
+__all__ = ["Rows", "digest", "digest_and_marks", "marks_of", "micro_batches", "of_user", "open_data", "refuse_missing"]
 
 #: sample index -> {"input_ids": int64 row, ...}; numpy arrays of one shape for every index.
 Rows = Callable[[int], dict[str, Any]]
@@ -82,6 +82,13 @@ def marks_of(ranks: Sequence[str]) -> list[list[str]]:
     return [[marks[i : i + _MARK] for i in range(0, len(marks), _MARK)] for marks in ranks]
 
 
+def refuse_missing(data: str) -> None:
+    """Raises:
+    UsageError: there is no such file."""
+    if data != "synthetic" and not os.path.exists(data):
+        raise UsageError(f"{argument('data', data)}: no such file, and not the word synthetic.")
+
+
 def open_data(
     data: str, *, seed: int, sequence: int | None, vocabulary: int | None, tokenizer: str | None = None
 ) -> tuple[Rows, int]:
@@ -96,8 +103,7 @@ def open_data(
                 f"{argument('data', data)} needs a model with a vocabulary. Give {argument('data')} a file, or return data from build()."
             )
         return _synthetic(seed, sequence or 512, vocabulary), sequence or 512
-    if not os.path.exists(data):
-        raise UsageError(f"{argument('data', data)}: no such file, and not the word synthetic.")
+    refuse_missing(data)
     if data.endswith(".npy"):
         matrix = _matrix(data, sequence)
         return _checked(lambda i: {"input_ids": matrix(i)}, data, vocabulary), len(matrix(0))

@@ -156,6 +156,14 @@ def _below(model: Any, settings: Settings) -> Any:
     return model
 
 
+#: What transformers raises of a config.json whose numbers make no model.
+_ILL = (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, RuntimeError)
+
+
+def _cannot(folder: str, e: Exception) -> str:
+    return f"{argument('config', folder)}: transformers cannot build the model that it describes ({type(e).__name__}: {e})."
+
+
 def _from_config(settings: Settings) -> tuple[Any, float]:
     """(the model, the largest probability of a dropout that was switched off)"""
     import torch
@@ -171,6 +179,8 @@ def _from_config(settings: Settings) -> tuple[Any, float]:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as e:
         raise UsageError(f"{argument('config', folder)}: no model configuration ({str(e).splitlines()[0]}).") from None
+    except _ILL as e:
+        raise UsageError(_cannot(folder, e)) from e
     dropout_off = 0.0
     if not settings.keep_dropout:
         for key, value in config.to_dict().items():
@@ -186,6 +196,8 @@ def _from_config(settings: Settings) -> tuple[Any, float]:
             f"{argument('config', folder)}: {config.model_type} is not a causal language model of transformers "
             f"({str(e).splitlines()[0]}). Give the job with {argument('job')}."
         ) from None
+    except _ILL as e:
+        raise UsageError(_cannot(folder, e)) from e
     model.tie_weights()  # no_init_weights leaves it out
     return model, dropout_off
 

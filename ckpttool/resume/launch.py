@@ -23,11 +23,12 @@ from typing import NamedTuple
 from ..engine.opening import OpenCheckpoint, OpenOptions, open_with, usable
 from ..errors import CkpttoolError, RankLost, UsageError, argument
 from ..extras import need
+from .batches import refuse_missing
 from .bounds import PROFILES
 from .first_step import step_of
 from .joined import in_job, joined_job, lost_peer, watched_job
 from .ranks import launch_runs
-from .recipe import looked_over
+from .recipe import looked_over, refuse_no_config
 from .settings import Settings, Status, mesh_of
 from .trace import Trace, read_reference
 from .verdict import Cause, Check, Report
@@ -149,6 +150,9 @@ def resume_verify(
         raise UsageError(f"{argument('scratch', os.fspath(scratch))}: this folder does not exist.")
     if job is not None:
         looked_over(job)
+    refuse_missing(data)
+    if config is not None:
+        refuse_no_config(config)
     as_rank = in_job()
     device, gpus = _device(device)
     dims = _mesh(world_size, mesh, as_rank, device, gpus)

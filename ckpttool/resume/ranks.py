@@ -47,7 +47,16 @@ def launch_runs(plan: Mapping[str, Settings], folder: str, status: Status) -> di
         status(f"starting {world} rank{'s' if world > 1 else ''}: {', '.join(label for label, _ in together)}")
         run_ranks(inner, world, together[0][1], status)
         for i, (label, _) in enumerate(together):
-            out[label] = read_trace(os.path.join(inner, f"trace-{i}.json"))
+            trace = os.path.join(inner, f"trace-{i}.json")
+            if not os.path.exists(trace):
+                where = _beats(inner).get(0, Beat(0)).what
+                raise _with_log(
+                    CkpttoolError(
+                        f"rank 0 ended with status 0 in {where!r}, before the end of the run: the job must not end its process."
+                    ),
+                    inner,
+                )
+            out[label] = read_trace(trace)
     return out
 
 

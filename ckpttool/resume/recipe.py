@@ -21,7 +21,7 @@ from .batches import Rows
 from .probing import refused
 from .settings import Settings
 
-__all__ = ["built", "fitting", "looked_over"]
+__all__ = ["built", "fitting", "looked_over", "refuse_no_config"]
 
 #: What build() may ask for.
 _OFFERED = ("mesh", "device")
@@ -31,6 +31,24 @@ def _parts(job: str) -> tuple[str, str]:
     """(file or module, function)"""
     where, _, name = job.rpartition(":")
     return (where, name) if where else (name, "build")
+
+
+def refuse_no_config(config: str) -> None:
+    """Refuse a path without a config.json, before processes are started; an id of the Hub is looked up later.
+
+    Raises:
+        UsageError: no such folder, or it has none."""
+    if os.path.isdir(config):
+        if not os.path.isfile(os.path.join(config, "config.json")):
+            raise UsageError(
+                f"{argument('config', config)}: this folder has no config.json, which describes the model."
+            )
+    elif (
+        not os.path.exists(config)
+        and "://" not in config
+        and (config.startswith((".", "/", "~")) or config.count("/") > 1)
+    ):
+        raise UsageError(f"{argument('config', config)}: no such folder.")
 
 
 def looked_over(job: str) -> None:

@@ -288,3 +288,31 @@ def test_a_model_that_nothing_describes_is_told_before_anything_starts() -> None
     done = ckpttool_here("resume-verify", SOURCE)
     assert done.returncode == 2 and "Pass --config" in done.stderr and "--job" in done.stderr
     assert "starting" not in done.stderr and time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--config", "/nowhere/model"], "--config /nowhere/model: no such folder."),
+        (["--config", "{empty}"], "this folder has no config.json"),
+        (["--job", f"{LIVE}/operations_job.py:healthy", "--data", "/nowhere.npy"], "--data /nowhere.npy: no such file"),
+        (["--job", f"{LIVE}/operations_job.py:healthy", "--junit", "{empty}"], "not a regular file"),
+    ],
+)
+def test_what_is_not_there_is_told_before_anything_starts(words: list[str], why: str, tmp_path: Path) -> None:
+    done = ckpttool_here("resume-verify", SOURCE, *(word.format(empty=tmp_path) for word in words))
+    assert done.returncode == 2 and why in done.stderr and "starting" not in done.stderr
+
+
+def test_a_job_that_ends_its_process_is_named(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("import os\n\ndef build():\n    os._exit(0)\n")
+    done = ckpttool_here("resume-verify", SOURCE, "--job", f"{tmp_path}/job.py:build", "--world-size", 1)
+    assert done.returncode == 1
+    assert "rank 0 ended with status 0 in 'building the model', before the end of the run" in done.stderr
+
+
+def test_a_config_that_transformers_cannot_build_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_attention_heads": 0}')
+    done = ckpttool_here("resume-verify", SOURCE, "--config", tmp_path, "--world-size", 1)
+    assert done.returncode == 2
+    assert "transformers cannot build the model that it describes (ZeroDivisionError" in done.stderr
