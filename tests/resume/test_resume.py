@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -175,6 +176,7 @@ def test_a_job_that_cannot_be_built_ends_with_a_sentence(job: str, code: int, sa
     if code == 1:
         log = Path(report["error"]["message"].rpartition(" ")[2].rstrip("."))
         assert "Traceback" in log.read_text() and "not mounted" in log.read_text()
+        shutil.rmtree(log.parent)
 
 
 def test_a_checkpoint_of_another_model_does_not_fit_and_what_is_missing_is_named(config: Path) -> None:
