@@ -66,13 +66,14 @@ def _asked(function: str, argument: str, text: bytes, out: str) -> bytes:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    assert child.stdin is not None
+    assert child.stdin is not None and child.stdout is not None
     child.stdin.close()
     try:
         child.wait(10)
     except subprocess.TimeoutExpired:  # a fork of this process has kept the pipe
         child.kill()
         child.wait()
+    child.stdout.close()
 
 
 def _answer(function: str, argument: str, text: str, out: str) -> None:
