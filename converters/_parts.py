@@ -189,7 +189,8 @@ def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
             if is_state and part.component in ("model", "optim") and not part.optional:
                 raise
             # it may be left out, with --drop
-            out.unread.append(Unread(part.name, source.glance(part.name)[1], f"cannot be read: {e}", part.component))
+            size, damaged = source.glance(part.name)[1], isinstance(e, Corrupt)
+            out.unread.append(Unread(part.name, size, f"cannot be read: {e}", part.component, damaged))
             continue
         of_engine = of_engine or (
             part.layout == _DEEPSPEED and any(v.path[0] == "scheduler" for v in found.values.values())

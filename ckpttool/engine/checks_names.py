@@ -71,8 +71,8 @@ def lost_random_states(at: Examined) -> list[Finding]:
     if not (ranks := without_random_states(at.ckpt)):
         return []
     text = (
-        f"{len(ranks):,} ranks have no random states, first rank {ranks[0]}: the trainer stops, or goes on with other random "
-        "numbers on these ranks"
+        f"{len(ranks):,} rank{'s have' if len(ranks) > 1 else ' has'} no random states that can be read, first rank {ranks[0]}: the trainer stops there, "
+        "or goes on with other random numbers"
     )
     return [Finding("random-states", NOTE, None, (), text)]
 

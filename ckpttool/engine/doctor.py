@@ -158,6 +158,12 @@ def _look_at(opened: OpenCheckpoint, out: Diagnosis, asked: _Asked) -> None:
     at = Examined(opened, asked.path, asked.config, asked.given)
     for look in CHECKS if isinstance(opened.source, PatchedSource) else (*CHECKS, *CHECKS_OF_WHOLE):
         out.findings += look(at)
+    known = {f.file for f in out.findings}
+    out.findings += [
+        Finding("unreadable", DAMAGE, r.name, (), f"{r.name} {r.what}")
+        for r in ckpt.unread
+        if r.damaged and r.name not in known
+    ]
     if asked.like is not None:
         with open_with(asked.like, OpenOptions(allow_equal_ranks=True, allow_mixed_steps=True)) as other:
             out.findings += checks_optimizer.param_groups(at, other.checkpoint, asked.like)

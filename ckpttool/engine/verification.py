@@ -141,6 +141,12 @@ def verify(
             sum(r.extent.length for r in ckpt.records), [r.to_json() for r in ckpt.unread],
         )  # fmt: skip
         out.salvage = salvaged(opened)
+        if damaged := [r for r in ckpt.unread if r.damaged]:
+            raise Corrupt(
+                f"{out.path}: {damaged[0].name} {damaged[0].what.rstrip('.')}"
+                + (f"; and {len(damaged) - 1:,} more such files" if len(damaged) > 1 else "")
+                + ". The index of everything else is sound."
+            )
         if not read_data and against is None:
             if workers is not None:
                 raise UsageError(

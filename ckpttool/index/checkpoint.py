@@ -274,16 +274,17 @@ class Unread(NamedTuple):
     """A file next to a checkpoint that its layout does not read, or a folder of such files ("optimizer_0/").
 
     `name` is relative, `bytes` None if unknown; `what` it contains, judging by its name; `component` that a resume would
-    lack, or "".
+    lack, or ""; `damaged` whether the layout does read such a file, and this one is damaged or of another rank.
     """
 
     name: str
     bytes: int | None
     what: str
     component: str
+    damaged: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: {"name", "bytes", "what", "component"}."""
+        """Plain data: {"name", "bytes", "what", "component", "damaged"}."""
         return self._asdict()
 
 

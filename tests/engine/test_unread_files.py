@@ -19,7 +19,7 @@ import ckpttool
 from ckpttool.cli.main import app
 from ckpttool.engine import conversion, opening, unread_files, verification
 from ckpttool.engine.inspect import inspect
-from ckpttool.errors import Unsupported
+from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.hub.push import push
 
 DCP = FIXTURES / "fsdp2_w2_groups" / "ckpt"
@@ -112,7 +112,13 @@ def test_what_only_and_hf_ask_for_is_not_stopped(tmp_path: Path) -> None:
 def test_inspect_names_them_and_never_says_that_there_is_no_optimizer(tmp_path: Path) -> None:
     source = trainer(tmp_path / "checkpoint-3", "optimizer.bin")
     found = inspect(source)
-    assert {"name": "optimizer.bin", "bytes": 9, "what": "optimizer", "component": "optim"} in found.not_read
+    assert {
+        "name": "optimizer.bin",
+        "bytes": 9,
+        "what": "optimizer",
+        "component": "optim",
+        "damaged": False,
+    } in found.not_read
     assert any("optimizer.bin" in text for text in found.missing)
     assert not any("no optimizer state" in text for text in found.missing)
     (source / "optimizer.bin").rename(source / "state.pt")
@@ -437,3 +443,17 @@ def test_a_directory_of_trainer_that_has_lost_its_scheduler_says_what_trainer_do
     assert not any("scheduler.pt" in note for note in inspect(source).notes)
     (source / "scheduler.pt").unlink()
     assert any("no scheduler.pt" in note and "resumes neither" in note for note in inspect(source).notes)
+
+
+def test_a_scheduler_that_was_cut_is_damage_to_verify_and_doctor_and_is_not_carried(tmp_path: Path) -> None:
+    shutil.copytree(
+        FIXTURES / "trainers" / "trainer_ddp" / "ckpt" / "checkpoint-3", source := tmp_path / "checkpoint-3"
+    )
+    (source / "scheduler.pt").write_bytes((source / "scheduler.pt").read_bytes()[:700])
+    assert [r["name"] for r in inspect(source).not_read if r["damaged"]] == ["scheduler.pt"]
+    with pytest.raises(Corrupt, match=r"scheduler\.pt cannot be read: .* The index of everything else is sound"):
+        ckpttool.verify(source)
+    assert ckpttool.verify(source, only=["model", "optim"]).structure == "ok"
+    assert not ckpttool.doctor(source).sound
+    with pytest.raises(Unsupported, match=r"scheduler\.pt .*drop"):
+        conversion.convert(source, tmp_path / "x.pt", to="full")
