@@ -131,10 +131,7 @@ class Ranks:
                 rest = {k: x for k, x in rest.items() if k not in tree or tree[k] != x}
                 if rest:
                     self._add(out, rest, ("extra", r.folder), r)
-            if (
-                r.tensor,
-                r.pipeline,
-            ) in seen:  # of a group that has the same random states, as dist_checkpointing takes it
+            if (r.tensor, r.pipeline) in seen:  # dist_checkpointing, too, takes one of these
                 continue
             seen.add((r.tensor, r.pipeline))
             states = r.tree.get("rng_state", [{k: r.tree[k] for k in _RNG if k in r.tree}])
@@ -319,11 +316,19 @@ def _refuse_exchanged(ranks: list[RankFile], geometry: Geometry, root: str) -> N
         return
     lines: dict[Any, list[RankFile]] = {}
     for r in ranks:
+        n = wrote[r.folder]
+        if geometry.expert_tensor < geometry.tensor and (n % geometry.tensor, n % geometry.expert) != (
+            r.tensor,
+            r.expert,
+        ):
+            raise Corrupt(
+                f"{root}: by the arguments in the files, rank {n} of the job wrote {r.folder}, the folder of another. Folders were exchanged; fetch them again."
+            )
         lines.setdefault((0, r.pipeline, r.expert), []).append(r)
         lines.setdefault((1, r.tensor, r.expert), []).append(r)
         if geometry.args.get("context_parallel_size", 1) == 1:  # else several processes write one folder
             lines.setdefault((2, r.tensor, r.pipeline), []).append(r)
-        lines.setdefault(wrote[r.folder], []).append(r)
+        lines.setdefault(n, []).append(r)
     for line in lines.values():
         for a, b in pairwise(sorted(line, key=lambda r: (r.tensor, r.pipeline, r.expert))):
             if wrote[a.folder] >= wrote[b.folder]:

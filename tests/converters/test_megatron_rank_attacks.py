@@ -52,6 +52,7 @@ def weight(name: str, x: Any) -> Callable[[Any], None]:
         ("tp2_pp2", ["00_000", "00_001", "01_000", "01_001"]),
         ("vpp2", ["00_000", "00_001"]),
         ("ep2", ["00_000", "00_001"]),
+        ("tp2_ep2_etp1", ["00_000", "01_001"]),
     ],
 )
 def test_exchanged_folders_are_refused(case: str, pairs: list[str], unpacked: Unpack, tmp_path: Path) -> None:
@@ -60,7 +61,7 @@ def test_exchanged_folders_are_refused(case: str, pairs: list[str], unpacked: Un
         (source / f"mp_rank_{a}").rename(source / "aside")
         (source / f"mp_rank_{b}").rename(source / f"mp_rank_{a}")
         (source / "aside").rename(source / f"mp_rank_{b}")
-    with pytest.raises(Corrupt, match=rf"rank [123] of the job wrote mp_rank_{pairs[0]}, and rank .* exchanged"):
+    with pytest.raises(Corrupt, match=rf"rank [123] of the job wrote mp_rank_{pairs[0]}, .* exchanged"):
         ckpttool.open(source)
     everywhere(source, argument("rank", 0))  # a tool that writes all folders from one process
     ckpttool.open(source)
