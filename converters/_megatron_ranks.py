@@ -21,7 +21,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 from ckpttool.engine.tensor_digests import proof_digests
@@ -35,7 +34,8 @@ from ckpttool.storage.source import Source
 
 from ._megatron_buckets import Local, Run, place
 from ._megatron_cuts import LAYER, Geometry, classic, flat, is_classic, is_expert, local_experts, part_of, renamed
-from ._megatron_state import RANK, common_tree, data_of_args, model_file
+from ._megatron_folders import geometry_of, numbers_of, refuse_exchanged, refuse_missing
+from ._megatron_state import common_tree, data_of_args, model_file
 from ._ranks import Files, load
 
 __all__ = ["OPTIMIZER_FILE", "Parameter", "RankFile", "Ranks", "optimizers", "proved", "ranks_of"]
@@ -183,17 +183,16 @@ def ranks_of(source: Source, optimizer: bool = True) -> Ranks:
         if len(trees) > 1 or first != "mp_rank_00":
             raise Unsupported(f"{source.root}/{first}: has no args, which tell how the files of the ranks go together.")
         args = {}
-    geometry = _geometry(args)
-    ranks = [
-        RankFile(name, number, *_numbers(name, geometry, source.root), tree) for name, (number, tree) in trees.items()
-    ]
+    geometry = geometry_of(args)
+    folders = {name: numbers_of(name, geometry, source.root) for name in trees}
+    ranks = [RankFile(name, number, *folders[name], tree) for name, (number, tree) in trees.items()]
     ranks.sort(key=lambda r: (r.pipeline, r.expert, r.tensor))
-    _refuse_missing(ranks, geometry, source.root)
+    refuse_missing(folders, geometry, source.root)
     for r in ranks:
         theirs = data_of_args(r.tree.get("args"))
         for what, a, b in (
             ("iteration", r.tree.get("iteration"), ranks[0].tree.get("iteration")),
-            ("parallel sizes", _geometry(theirs)[:4] if isinstance(theirs, dict) else None, geometry[:4] if args else None),
+            ("parallel sizes", geometry_of(theirs)[:4] if isinstance(theirs, dict) else None, geometry[:4] if args else None),
             ("param groups", *(_hyperparameters(x.tree, files.path(x.number)) for x in (r, ranks[0]))),
         ):  # fmt: skip
             if a != b:
@@ -201,7 +200,8 @@ def ranks_of(source: Source, optimizer: bool = True) -> Ranks:
                     f"{files.path(r.number)}: the {what} here: {short(a)}; in {ranks[0].folder}: {short(b)}. The files are of different saves; "
                     "fetch those of one."
                 )
-    _refuse_exchanged(ranks, geometry, source.root)
+    arguments = {name: data_of_args(tree.get("args")) for name, (_, tree) in trees.items()}
+    refuse_exchanged(folders, arguments, geometry, source.root)
     for r in ranks:
         if optimizer and OPTIMIZER_FILE in source.list(r.folder):
             name = f"{r.folder}/{OPTIMIZER_FILE}"
@@ -246,101 +246,6 @@ def _hyperparameters(tree: Mapping[str, Any], what: str) -> Any:
         [{k: v for k, v in g.items() if k != "params"} for g in inner.get("param_groups", [])]
         for _, inner in optimizers(tree, what)
     ]
-
-
-def _geometry(args: Mapping[str, Any]) -> Geometry:
-    def size(key: str, otherwise: int) -> int:
-        n = args.get(key)
-        return n if isinstance(n, int) and n > 0 else otherwise
-
-    tensor = size("tensor_model_parallel_size", size("model_parallel_size", 1))
-    return Geometry(
-        tensor, size("pipeline_model_parallel_size", 1), size("expert_model_parallel_size", 1),
-        size("expert_tensor_parallel_size", tensor), args,
-    )  # fmt: skip
-
-
-def _numbers(folder: str, geometry: Geometry, root: str) -> tuple[int, int, int]:
-    """(tensor, pipeline, expert rank) of a folder by its name, whose second number is of the pipeline where there is one."""
-    m = RANK.fullmatch(folder)
-    assert m is not None
-    rest = [int(n) for n in m.groups()[1:] if n is not None]
-    wanted = [n for n in (geometry.pipeline, geometry.expert) if n > 1]
-    found = dict(zip((k for k in ("pipeline", "expert") if getattr(geometry, k) > 1), rest, strict=False))
-    out = int(m[1]), found.get("pipeline", 0), found.get("expert", 0)
-    if len(rest) < len(wanted) or any(rest[len(wanted) :]) or any(
-        n >= k for n, k in zip((out[0], *rest), (geometry.tensor, *wanted), strict=False)
-    ):  # fmt: skip
-        raise Corrupt(f"{root}/{folder}: is of no rank of a job of {_sizes(geometry)}, which its arguments say.")
-    return out
-
-
-def _sizes(geometry: Geometry) -> str:
-    return f"{geometry.tensor} tensor-, {geometry.pipeline} pipeline- and {geometry.expert} expert-parallel ranks"
-
-
-def _refuse_missing(ranks: list[RankFile], geometry: Geometry, root: str) -> None:
-    """Raises:
-    Corrupt: not every part of the model has a file, with the folders that are missing."""
-    have = {(r.tensor, r.pipeline, r.expert) for r in ranks}
-    if len(have) != len(ranks):
-        raise Corrupt(f"{root}: two folders are of one rank.")
-    same = geometry.expert_tensor == geometry.tensor
-    if geometry.expert_tensor not in (1, geometry.tensor):
-        raise Unsupported(
-            f"{root}: experts are cut among {geometry.expert_tensor} tensor-parallel ranks and all else among {geometry.tensor}; names of folders "
-            "tell only one of them."
-        )
-    if not same:  # a rank's folder has the numbers of two cuts, and each has to be whole
-        have = {(t, p, e) for t, p, _ in have for _, q, e in have if p == q}
-    tensor, pipeline, expert = geometry[:3]
-    if lost := pipeline * tensor * expert - len(have):
-        every = ((t, p, e) for p in range(pipeline) for t in range(tensor) for e in range(expert))
-        some = [_folder(*rank, geometry) for rank in islice((r for r in every if r not in have), 8)]
-        shown = ", ".join(some) + (f" and {lost - len(some)} more" if lost > len(some) else "")
-        raise Corrupt(
-            f"{root}: a job of {_sizes(geometry)} wrote it, and {lost} of its folders are missing: {shown}. Fetch the files of all ranks."
-        )
-
-
-def _refuse_exchanged(ranks: list[RankFile], geometry: Geometry, root: str) -> None:
-    """Refuse folders that are not in the order of the ranks in their arguments, which grow along every parallel dimension.
-
-    Where all folders have one rank, a tool wrote them from one process, and it tells nothing.
-
-    Raises:
-    Corrupt: with two folders."""
-    args = {r.folder: data_of_args(r.tree.get("args")) for r in ranks}
-    wrote = {folder: a["rank"] for folder, a in args.items() if isinstance(a, dict) and type(a.get("rank")) is int}
-    if len(wrote) < len(ranks) or len(set(wrote.values())) == 1:
-        return
-    lines: dict[Any, list[RankFile]] = {}
-    for r in ranks:
-        n = wrote[r.folder]
-        if geometry.expert_tensor < geometry.tensor and (n % geometry.tensor, n % geometry.expert) != (
-            r.tensor,
-            r.expert,
-        ):
-            raise Corrupt(
-                f"{root}: by the arguments in the files, rank {n} of the job wrote {r.folder}, the folder of another. Folders were exchanged; fetch them again."
-            )
-        lines.setdefault((0, r.pipeline, r.expert), []).append(r)
-        lines.setdefault((1, r.tensor, r.expert), []).append(r)
-        if geometry.args.get("context_parallel_size", 1) == 1:  # else several processes write one folder
-            lines.setdefault((2, r.tensor, r.pipeline), []).append(r)
-        lines.setdefault(n, []).append(r)
-    for line in lines.values():
-        for a, b in pairwise(sorted(line, key=lambda r: (r.tensor, r.pipeline, r.expert))):
-            if wrote[a.folder] >= wrote[b.folder]:
-                raise Corrupt(
-                    f"{root}: by the arguments in the files, rank {wrote[a.folder]} of the job wrote {a.folder}, and rank {wrote[b.folder]} wrote "
-                    f"{b.folder}. Megatron-LM numbers ranks the other way round, so folders were exchanged or copied over others; fetch them again."
-                )
-
-
-def _folder(t: int, p: int, e: int, geometry: Geometry) -> str:
-    name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if geometry.pipeline > 1 else "")
-    return name + (f"_{e:03d}" if geometry.expert > 1 else "")
 
 
 # ---------------------------------------------------------------------------------------------------------- models
