@@ -22,7 +22,6 @@ from typing import Any
 from ckpttool import bounded_json, layouts
 from ckpttool.errors import Corrupt, IncompleteWeights, Unsafe, Unsupported, UsageError, argument
 from ckpttool.formats import stored_tensors, torch_zip
-from ckpttool.formats.pickles import short
 from ckpttool.huggingface import model_files, model_names
 from ckpttool.index.checkpoint import (
     Checkpoint,
@@ -368,8 +367,7 @@ def _data(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) -
         leaves: dict[Path, Any] = {(str(k),): v for k, v in tree.items()} if isinstance(tree, dict) else {(): tree}
     else:
         read_at = source.reader_of(part.name)
-        if (first := torch_zip.saved_for_another(read_at, out.sizes[0], part.name)) is not None:
-            why = f"saved under the name {short(first)}, by another rank, and copied over the file of this rank or exchanged with it"
+        if (why := torch_zip.saved_for_another(read_at, out.sizes[0], part.name)) is not None:
             if not options.allow_equal_ranks:
                 raise Corrupt(
                     f"it was {why}; fetch the files again. If files are renamed on purpose, use {argument('allow_equal_ranks', True)}"

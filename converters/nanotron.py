@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from ckpttool import bounded_json
 from ckpttool.errors import Corrupt, Unsupported, argument
 from ckpttool.formats import safetensors_header, stored_tensors, torch_zip
-from ckpttool.formats.pickles import Opaque, short
+from ckpttool.formats.pickles import Opaque
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Extent, Path, Record, TensorEntry, Value, joined
@@ -377,8 +377,7 @@ class _Reading:
 
     def _tree(self, file: str) -> tuple[int, Any]:
         what, read_at, size = f"{self.source.root}/{file}", self.source.reader_of(file), self.source.size(file)
-        if (first := torch_zip.saved_for_another(read_at, size, file)) is not None:
-            why = f"saved under the name {short(first)}, by another rank, and copied over the file of this rank or exchanged with it"
+        if (why := torch_zip.saved_for_another(read_at, size, file)) is not None:
             if not self.allow_equal_ranks:
                 raise Corrupt(
                     f"{what} was {why}; fetch the files again. If files are renamed on purpose, use {argument('allow_equal_ranks', True)}."

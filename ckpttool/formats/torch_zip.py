@@ -70,11 +70,13 @@ def saved_as(read_at: ReadAt, length: int) -> str | None:
 
 
 def saved_for_another(read_at: ReadAt, length: int, name: str) -> str | None:
-    """The name under which torch.save wrote a file, if it differs from the file's own name in its numbers only: rng_state_1 in
-    rng_state_0.pth. Then it is the file of another rank."""
+    """What is wrong with the file of a rank, if the name under which torch.save wrote it differs from its own in the numbers only:
+    rng_state_1 in rng_state_0.pth."""
     first, stem = saved_as(read_at, length), name.rpartition("/")[2].rpartition(".")[0]
     alike = first is not None and re.sub(r"\d+", "0", first) == re.sub(r"\d+", "0", stem)
-    return first if alike and first != stem else None
+    if not alike or first == stem:
+        return None
+    return f"saved under the name {short(first)}, by another rank, and copied over the file of this rank or exchanged with it"
 
 
 def read(
