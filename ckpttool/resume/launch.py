@@ -150,9 +150,9 @@ def resume_verify(
         raise UsageError(f"{argument('scratch', os.fspath(scratch))}: this folder does not exist.")
     if job is not None:
         looked_over(job)
-    refuse_missing(data)
-    if config is not None:
+    elif config is not None:  # with a job it may be the folder of a tokenizer alone
         refuse_no_config(config)
+    refuse_missing(data)
     as_rank = in_job()
     device, gpus = _device(device)
     dims = _mesh(world_size, mesh, as_rank, device, gpus)

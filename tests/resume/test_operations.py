@@ -295,7 +295,10 @@ def test_a_model_that_nothing_describes_is_told_before_anything_starts() -> None
     [
         (["--config", "/nowhere/model"], "--config /nowhere/model: no such folder."),
         (["--config", "{empty}"], "this folder has no config.json"),
-        (["--job", f"{LIVE}/operations_job.py:healthy", "--data", "/nowhere.npy"], "--data /nowhere.npy: no such file"),
+        (  # with a job, the folder may have a tokenizer alone
+            ["--job", f"{LIVE}/operations_job.py:healthy", "--config", "{empty}", "--data", "/nowhere.npy"],
+            "--data /nowhere.npy: no such file",
+        ),
         (["--job", f"{LIVE}/operations_job.py:healthy", "--junit", "{empty}"], "not a regular file"),
     ],
 )
