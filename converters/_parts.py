@@ -195,9 +195,8 @@ def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
             part.layout == _DEEPSPEED and any(v.path[0] == "scheduler" for v in found.values.values())
         )
     _refuse_cut_weights(out)
-    out.world_size = (
-        max(dialect.world_size(source) or 0, out.world_size or 0) or None
-    )  # a rank may lack a file in a part
+    # a part may lack the file of a rank
+    out.world_size = max(dialect.world_size(source) or 0, out.world_size or 0) or None
     out.notes += dialect.notes(source)
     if not dialect.own_keys:
         out.origin = {}
