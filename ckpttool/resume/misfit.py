@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..errors import argument
+from ..huggingface import lora
 from .beside_differences import holds, is_recording
 from .differences import missing_and_extra, shape_differences
 from .text import listed, plural
@@ -31,7 +32,8 @@ def compared(stored: Shapes, live: Shapes, tied: Sequence[Sequence[str]]) -> dic
         tied: the names of each parameter of the job that has several.
 
     `prefix` is what all names of the checkpoint begin with, if without it they and their shapes are those of the job;
-    `job_prefix` the same the other way round. `rows` is [found, wanted] if that many rows are all that differs.
+    `job_prefix` the same the other way round. `rows` is [found, wanted] if that many rows are all that differs. `adapter` says what LoRA the
+    checkpoint holds, if it holds no other weights.
     """
     missing = [n for n in live if n not in stored]
     surplus = [n for n in stored if n not in live]
@@ -43,6 +45,8 @@ def compared(stored: Shapes, live: Shapes, tied: Sequence[Sequence[str]]) -> dic
     rows = {(a[0], b[0]) for a, b in shapes.values() if a and b and a[1:] == b[1:]}
     if shapes and not surplus and len(rows) == 1 and all(a[1:] == b[1:] and a for a, b in shapes.values()):
         out["rows"] = list(rows.pop())
+    if missing and (held := lora.of_tensors(stored)) is not None and held.alone:
+        out["adapter"] = str(held)
     return out
 
 
@@ -84,6 +88,11 @@ def does_not_fit(reference: Trace | None, got: Trace) -> bool:
 def advice(got: Trace) -> str:
     """What does not fit, and what would make it fit."""
     how = got.misfit or {}
+    if adapter := how.get("adapter"):
+        return (
+            f"the checkpoint holds an adapter ({adapter}) and none of the {plural(len(how['missing']), 'tensor')} of the base model. Merge it into that "
+            "with `ckpttool adapter merge BASE ADAPTER DST`, and verify the result, or give a checkpoint that holds both"
+        )
     if prefix := how.get("prefix"):
         return (
             f'every name of the checkpoint begins with "{prefix}", and is otherwise that of the job. Pass '

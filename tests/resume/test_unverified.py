@@ -172,6 +172,13 @@ def test_the_advice_names_what_makes_it_fit() -> None:
     assert text.startswith(
         "the checkpoint lacks 2 tensors of the job, first block.w; it has 1 tensor that the job lacks, first x; 1 tensor"
     )
+    base = {"q.base_layer.weight": (8, 8)}
+    adapter = {"q.lora_A.default.weight": (2, 8), "q.lora_B.default.weight": (8, 2)}
+    text = advice(Trace(misfit=compared(adapter, {**base, **adapter}, [])))
+    assert "an adapter (r=2, 1 module) and none of the 1 tensor of the base model" in text and "adapter merge" in text
+    assert "an adapter" not in advice(
+        Trace(misfit=compared({**base, **adapter}, {**base, **adapter, "k.weight": (8, 8)}, []))
+    )
     assert "the optimizer or the scheduler does not" in advice(Trace(misfit=compared(JOB, JOB, [])))
     why = "c does not fit the job: the state of the job's LambdaLR has base_lrs. Leave the scheduler out."
     assert advice(Trace(failed=why, misfit=compared(JOB, JOB, []))).endswith(
