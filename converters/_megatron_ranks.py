@@ -36,7 +36,7 @@ from ._megatron_buckets import Local, Run, place
 from ._megatron_cuts import LAYER, Geometry, classic, flat, is_classic, is_expert, local_experts, part_of, renamed
 from ._megatron_folders import geometry_of, numbers_of, refuse_exchanged, refuse_missing
 from ._megatron_state import common_tree, data_of_args, model_file
-from ._ranks import Files, load
+from ._ranks import Files, load, shown
 
 __all__ = ["OPTIMIZER_FILE", "Parameter", "RankFile", "Ranks", "optimizers", "proved", "ranks_of"]
 
@@ -191,13 +191,13 @@ def ranks_of(source: Source, optimizer: bool = True) -> Ranks:
     for r in ranks:
         theirs = data_of_args(r.tree.get("args"))
         for what, a, b in (
-            ("iteration", r.tree.get("iteration"), ranks[0].tree.get("iteration")),
+            ("iteration", *(_inlined(files, x, x.tree.get("iteration")) for x in (r, ranks[0]))),
             ("parallel sizes", geometry_of(theirs)[:4] if isinstance(theirs, dict) else None, geometry[:4] if args else None),
-            ("param groups", *(_hyperparameters(x.tree, files.path(x.number)) for x in (r, ranks[0]))),
+            ("param groups", *(_inlined(files, x, _hyperparameters(x.tree, files.path(x.number))) for x in (r, ranks[0]))),
         ):  # fmt: skip
             if a != b:
                 raise Corrupt(
-                    f"{files.path(r.number)}: the {what} here: {short(a)}; in {ranks[0].folder}: {short(b)}. The files are of different saves; "
+                    f"{files.path(r.number)}: the {what} here: {shown(a)}; in {ranks[0].folder}: {shown(b)}. The files are of different saves; "
                     "fetch those of one."
                 )
     arguments = {name: data_of_args(tree.get("args")) for name, (_, tree) in trees.items()}
@@ -238,6 +238,11 @@ def optimizers(tree: Mapping[str, Any], what: str) -> list[tuple[dict[str, Any],
                 raise Corrupt(f"{what}: the parameters of a param group are {short(numbers)}, not numbers.")
         out.append((one, inner))
     return out
+
+
+def _inlined(files: Files, rank: RankFile, x: Any) -> Any:
+    """Plain data of a rank, with the values of tensors in it: a capturable optimizer has its learning rate in one."""
+    return stored_tensors.inlined(x, files.reader(rank.number), files.path(rank.number))
 
 
 def _hyperparameters(tree: Mapping[str, Any], what: str) -> Any:

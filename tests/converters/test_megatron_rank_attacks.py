@@ -191,3 +191,19 @@ def test_states_of_transformer_engine_before_1_14_are_carried(unpacked: Unpack, 
     assert found.only_in_a == [] and found.values == {}
     (kept,) = load_dcp(tmp_path / "out")[f"{name}/shard_0_1"]
     assert type(kept) is io.BytesIO and kept.getvalue() == state
+
+
+def test_ranks_may_have_the_learning_rate_in_a_tensor(unpacked: Unpack, tmp_path: Path) -> None:
+    def change(tree: Any) -> None:
+        for group in tree["optimizer"]["optimizer"]["param_groups"]:
+            group["lr"] = torch.tensor(group["lr"])
+        tree["iteration"] = torch.tensor(tree["iteration"])
+
+    source = everywhere(changed(unpacked, "tp2_plain", tmp_path), change)
+    done = ckpttool.convert(source, tmp_path / "x.pt", to="full")
+    assert done.verified and not done.dropped
+    tree = load_full(tmp_path / "x.pt")
+    assert all(float(g["lr"]) > 0 for g in tree["optim"]["param_groups"])
+    rewrite(source / "mp_rank_01" / MODEL, lambda tree: tree.update(iteration=torch.tensor(4)))
+    with pytest.raises(Corrupt, match="the iteration here: 4; in mp_rank_00: 3"):
+        ckpttool.open(source)
