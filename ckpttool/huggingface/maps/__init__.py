@@ -6,7 +6,7 @@ import os
 from functools import lru_cache
 from importlib import resources
 
-from ...errors import UsageError, argument
+from ...errors import UsageError
 from ...index.name_maps import NameMap, parse
 
 __all__ = ["load", "names", "text_of"]
@@ -40,13 +40,13 @@ def text_of(asked: str) -> str:
             with open(asked, encoding="utf-8-sig") as f:
                 text = f.read(_MOST + 1)
         except (OSError, UnicodeDecodeError) as e:
-            raise UsageError(f"{argument('map', asked)}: it cannot be read as text ({e}).") from None
+            raise UsageError(f"name map {asked!r:.200}: it cannot be read as text ({e}).") from None
         if len(text) > _MOST:
-            raise UsageError(f"{argument('map', asked)}: it has more than {_MOST:,} characters, which no name map has.")
+            raise UsageError(f"name map {asked!r:.200}: it has more than {_MOST:,} characters, which no name map has.")
         return text + "\n"
     if os.path.exists(asked):
-        raise UsageError(f"{argument('map', asked)}: it is not a regular file. Give the file of a name map.")
-    raise UsageError(f"{argument('map', asked)}: no such file, and no such map. Maps: {', '.join(names())}.")
+        raise UsageError(f"name map {asked!r:.200}: it is not a regular file. Give the file of a name map.")
+    raise UsageError(f"name map {asked!r:.200}: no such file, and no such map. Maps: {', '.join(names())}.")
 
 
 @lru_cache(64)
