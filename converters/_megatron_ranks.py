@@ -188,19 +188,15 @@ def ranks_of(source: Source, optimizer: bool = True) -> Ranks:
     ranks = [RankFile(name, number, *folders[name], tree) for name, (number, tree) in trees.items()]
     ranks.sort(key=lambda r: (r.pipeline, r.expert, r.tensor))
     refuse_missing(folders, geometry, source.root)
-    for r in ranks:
-        theirs = data_of_args(r.tree.get("args"))
-        for what, a, b in (
-            ("iteration", *(_inlined(files, x, x.tree.get("iteration")) for x in (r, ranks[0]))),
-            ("parallel sizes", geometry_of(theirs)[:4] if isinstance(theirs, dict) else None, geometry[:4] if args else None),
-            ("param groups", *(_inlined(files, x, _hyperparameters(x.tree, files.path(x.number))) for x in (r, ranks[0]))),
-        ):  # fmt: skip
-            if a != b:
+    arguments = {name: data_of_args(tree.get("args")) for name, (_, tree) in trees.items()}
+    same = _of_all_ranks(files, ranks[0], arguments)
+    for r in ranks[1:]:
+        for what, here in _of_all_ranks(files, r, arguments).items():
+            if here != same[what]:
                 raise Corrupt(
-                    f"{files.path(r.number)}: the {what} here: {shown(a)}; in {ranks[0].folder}: {shown(b)}. The files are of different saves; "
+                    f"{files.path(r.number)}: the {what} here: {shown(here)}; in {ranks[0].folder}: {shown(same[what])}. The files are of different saves; "
                     "fetch those of one."
                 )
-    arguments = {name: data_of_args(tree.get("args")) for name, (_, tree) in trees.items()}
     refuse_exchanged(folders, arguments, geometry, source.root)
     for r in ranks:
         if optimizer and OPTIMIZER_FILE in source.list(r.folder):
@@ -240,9 +236,16 @@ def optimizers(tree: Mapping[str, Any], what: str) -> list[tuple[dict[str, Any],
     return out
 
 
-def _inlined(files: Files, rank: RankFile, x: Any) -> Any:
-    """Plain data of a rank, with the values of tensors in it: a capturable optimizer has its learning rate in one."""
-    return stored_tensors.inlined(x, files.reader(rank.number), files.path(rank.number))
+def _of_all_ranks(files: Files, rank: RankFile, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What the files of one save agree on, with the values of tensors in it: a capturable optimizer has its learning rate in one."""
+    args, what = arguments[rank.folder], files.path(rank.number)
+    found = {
+        "iteration": rank.tree.get("iteration"),
+        "parallel sizes": geometry_of(args)[:4] if isinstance(args, dict) else None,
+        "param groups": _hyperparameters(rank.tree, what),
+    }
+    read_at = files.reader(rank.number)
+    return {k: stored_tensors.inlined(x, read_at, what) for k, x in found.items()}
 
 
 def _hyperparameters(tree: Mapping[str, Any], what: str) -> Any:

@@ -146,6 +146,7 @@ def _count(found: Checkpoints) -> str:
     return "1 checkpoint is" if n == 1 else f"{n} checkpoints are"
 
 
+# Patterns are text here: re compiles each at its first use and keeps it, and most commands need few of them.
 _OF_DCP = r"(?s)(__\d+)?\.metadata(\.tmp)?|.*\.distcp"
 _OF_DEEPSPEED = r"(bf16_)?zero_pp_rank_\d+.*\.pt|mp_rank_\d+_model_states\.pt|layer_\d+-model_.*\.pt"
 _RANK = r"(?P<head>.*?(?:rank|shard)[_-]?)(?P<number>\d{1,6})(?P<tail>(?:[._-].*)?\.(?:pt|pth|bin|ckpt|tar))"
