@@ -35,7 +35,7 @@ def _is_olmo(source: Source) -> tuple[bool, str]:
 
 
 def _ranks(source: Source) -> list[tuple[str, int]]:
-    return list(numbered(source.list(_TRAIN), r"rank(\d+)\.pt"))
+    return list(numbered(source.list(_TRAIN), r"rank(\d{1,6})\.pt"))
 
 
 def _parts(source: Source) -> list[Part]:

@@ -98,8 +98,8 @@ def rest_in(names: Sequence[str], rng: str) -> list[Part]:
     return out
 
 
-RANDOM_STATES = r"random_states_(\d+)\.pkl"
-RNG_STATE = r"rng_state(?:_(\d+))?\.pth"
+RANDOM_STATES = r"random_states_(\d{1,6})\.pkl"
+RNG_STATE = r"rng_state(?:_(\d{1,6}))?\.pth"
 
 
 def refuse_missing_shards(source: Source) -> None:

@@ -409,12 +409,17 @@ def orphaned_optimizer_state(ckpt: Checkpoint) -> list[str]:
     return sorted(map(str, state - model)) if model else []
 
 
+_MOST_RANKS = 1 << 16  # a file may claim any world size
+
+
 def without_random_states(ckpt: Checkpoint) -> list[int]:
     """The ranks that have no random states, if others have."""
     leaves: list[TensorEntry | Value] = [*ckpt.tensors.values(), *ckpt.values.values()]
     keys = {str(leaf.path[1]) for leaf in leaves if leaf.path[0] == "rng" and len(leaf.path) > 1}
     have = {int(k) for k in keys if k.isdecimal() and len(k) < 7}
-    return [r for r in range(max(ckpt.world_size or 0, *(r + 1 for r in have))) if r not in have] if have else []
+    if not have:
+        return []
+    return [r for r in range(min(max(ckpt.world_size or 0, max(have) + 1), _MOST_RANKS)) if r not in have]
 
 
 def unnamed_optimizer_state(ckpt: Checkpoint) -> list[str]:
