@@ -337,10 +337,13 @@ def open_with(
             if found.of_trainer and saves is not None and not saves.pointers & set(where.source.list()):
                 saves = None  # a trainer's directory without DeepSpeed inside
             beside = unread_files.unread(where.source, where.file, ckpt, saves)
-            lost = where.source.patches if isinstance(where.source, PatchedSource) else {}
-            ckpt.unread += [r for r in beside if r.name not in lost]
+            known = {r.name for r in ckpt.unread}
+            known |= where.source.patches.keys() if isinstance(where.source, PatchedSource) else set()
+            ckpt.unread += [r for r in beside if r.name not in known]
             ckpt.notes = [*ckpt.notes, *unread_files.note(ckpt.unread)]
-        ckpt.notes = [*ckpt.notes, *_random_states(ckpt), *unused]
+        if only is None or "rng" in only:
+            ckpt.notes = [*ckpt.notes, *_random_states(ckpt)]
+        ckpt.notes += unused
         if only is not None:
             opened.checkpoint = _only(ckpt, only)
         _refuse_unsupported(opened.checkpoint)

@@ -21,6 +21,7 @@ from ckpttool.engine import conversion, opening, unread_files, verification
 from ckpttool.engine.inspect import inspect
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.hub.push import push
+from ckpttool.index.checkpoint import Checkpoint, Value, without_random_states
 
 DCP = FIXTURES / "fsdp2_w2_groups" / "ckpt"
 ZERO3 = FIXTURES / "zero3_w3_groups" / "ckpt"
@@ -433,6 +434,7 @@ def test_a_rank_without_random_states_is_named(tmp_path: Path, folder: str, file
     assert not any(said in note for note in inspect(source).notes)
     (source / file).unlink()
     assert any(said in note for note in inspect(source).notes)
+    assert not any(said in note for note in inspect(source, only=["model"]).notes)
     assert any(said in note for note in conversion.convert(source, tmp_path / "x.pt", to="full").notes)
 
 
@@ -457,3 +459,19 @@ def test_a_scheduler_that_was_cut_is_damage_to_verify_and_doctor_and_is_not_carr
     assert not ckpttool.doctor(source).sound
     with pytest.raises(Unsupported, match=r"scheduler\.pt .*drop"):
         conversion.convert(source, tmp_path / "x.pt", to="full")
+
+
+def test_a_world_size_that_no_job_has_is_not_counted_through() -> None:
+    rng = {"rng.1.cpu": Value(("rng", "1", "cpu"), 3)}
+    found = without_random_states(Checkpoint("full", "x", 10**15, [], [], {}, rng))
+    assert found[:2] == [0, 2] and len(found) < 1 << 16
+
+
+def test_a_link_to_nothing_is_listed_once(tmp_path: Path) -> None:
+    shutil.copytree(
+        FIXTURES / "trainers" / "trainer_ddp" / "ckpt" / "checkpoint-3", source := tmp_path / "checkpoint-3"
+    )
+    (source / "scheduler.pt").unlink()
+    (source / "scheduler.pt").symlink_to(tmp_path / "nowhere")
+    rows = [r for r in inspect(source).not_read if r["name"] == "scheduler.pt"]
+    assert [r["damaged"] for r in rows] == [True]
