@@ -1,5 +1,6 @@
 """The original job of test_resume_gpu: FSDP2 under NCCL, bfloat16, synthetic rows; saved after two steps, recorded after."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -59,3 +60,5 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(0)  # threads of torch.distributed now and then abort the process on the usual way out
