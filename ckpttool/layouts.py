@@ -19,6 +19,7 @@ from importlib.machinery import PathFinder
 from typing import Any, NamedTuple, TypeVar
 
 from .errors import Corrupt, NotRecognised, Unsupported, UsageError, argument
+from .formats import other_files
 from .huggingface import model_names
 from .index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 from .index.composites import Composite, place_composite
@@ -472,5 +473,17 @@ def detect(where: Place) -> Layout:
     if yes:
         matches = "; ".join(f"{layout.name}: {why}" for layout, why in yes)
         raise Unsupported(f"{path} matches more than one layout ({matches}). Choose with {argument('source_layout')}.")
-    reasons = "\n".join(f"  {layout.name:10s} {why}" for layout, _, why in answers)
-    raise NotRecognised(f"{path} is not a checkpoint ckpttool knows. Looked for:\n{reasons}")
+    if where.file:
+        head = where.source.read(where.file, 0, min(where.source.size(where.file), other_files.HEAD_BYTES))
+        other_files.refuse_format(head, path)
+    raise NotRecognised(f"{path} is not a checkpoint that ckpttool knows. It looked for:\n{_reasons(answers)}")
+
+
+def _reasons(answers: Iterable[tuple[Layout, bool, str]]) -> str:
+    """A line for each reason, with the layouts that have it; those that several have come last."""
+    names: dict[str, list[str]] = {}
+    for layout, _, why in answers:
+        names.setdefault(why, []).append(layout.name)
+    width = max(len(n[0]) for n in names.values() if len(n) == 1)
+    own = [f"  {n[0]:{width}s} {why}" for why, n in names.items() if len(n) == 1]
+    return "\n".join(own + [f"  {', '.join(n)}: {why}" for why, n in names.items() if len(n) > 1])

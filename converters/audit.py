@@ -44,7 +44,7 @@ def detect(where: Place) -> tuple[bool, str]:
     """A zstd file with the name of an archive, or an encrypted one."""
     source, file = where
     if file is None:
-        return False, "no file"
+        return False, f"one {SUFFIX} file; this is a folder"
     if not file.endswith((SUFFIX, ENCRYPTED)):
         return False, f"not named {SUFFIX} or {ENCRYPTED}"
     magic = source.read(file, 0, min(len(_AGE), source.size(file)))

@@ -85,6 +85,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     tree = torch_zip.read(read_at, 0, source.size(name), what, later=True)
     if not isinstance(tree, dict):
         kind = f"an instance of {tree.cls}" if isinstance(tree, Opaque) else f"a {type(tree).__name__}"
+        if isinstance(tree, stored_tensors.StoredTensor):
+            kind = "a single tensor"
         raise Unsupported(f"{what} holds {kind}, not a state dict. Save model.state_dict() instead.")
     entries, records = stored_tensors.leaves(tree, (), 0, read_at, what)
     if not any(shape_of(x) is not None for x in entries.values()):

@@ -10,6 +10,7 @@ import os
 
 from .. import layouts
 from ..errors import CkpttoolError, DestinationExists, NotRecognised, UsageError, argument
+from ..formats import other_files
 from ..index.draft import Draft
 from ..storage import partial, urls
 from ..storage.destination import Destination, write_error
@@ -120,7 +121,7 @@ def _refuse_foreign(target: str) -> None:
         with there.source as source:
             layouts.detect(there)
             head = source.read(there.file, 0, min(source.size(there.file), 64)) if there.file else b"\0"
-            if all(9 <= c <= 13 or 32 <= c < 127 for c in head):
+            if other_files.is_text(head):
                 raise NotRecognised("a text file, whatever its name says")
     except CkpttoolError as e:
         if e.keeps_work:  # it says nothing of what is there

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from ..bounded_json import parse
 from ..errors import CkpttoolError, Corrupt, Unreadable, Unsupported
-from ..formats import cut_files, safetensors_header, zip_bytes
+from ..formats import cut_files, other_files, safetensors_header, zip_bytes
 from ..huggingface import model_files
 from ..index.checkpoint import Checkpoint, Chunks, Salvage, TensorEntry
 from ..index.vocabulary import embedding_and_head
@@ -35,7 +35,6 @@ _NUMBERED = re.compile(r"(?!shard-\d+-model-)(.*-)(\d{5})-of-(\d{5})\.safetensor
 _OF_MODEL = re.compile(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|zero")  # a universal one has the folder zero/
 _MOST_METADATA = 1 << 29
 _MOST_FILES = 200_000
-_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 @dataclass(frozen=True)
@@ -184,9 +183,9 @@ def _look(source: Source, name: str) -> Problem | None:
     if not (torch or safetensors or distcp) and (size is None or not 0 < size < 1024):
         return None
     size = source.size(name)
-    head = source.read(name, 0, min(size, 512))
+    head = source.read(name, 0, min(size, other_files.HEAD_BYTES))
     base = os.path.basename(name)
-    if head.startswith(_POINTER):
+    if head.startswith(other_files.LFS_POINTER):
         true = re.search(rb"\nsize (\d{1,19})\n", head + b"\n")
         of = f" of {int(true[1]):,} bytes" if true else ""
         return Problem(
@@ -199,13 +198,12 @@ def _look(source: Source, name: str) -> Problem | None:
         if distcp and not _is_indexed(source, name):
             return None  # of a rank that had nothing to save
         return Problem(name, "empty", "is empty: the save or the copy was interrupted before its first byte")
-    text = head.lstrip()
-    if text[:1] == b"<" and size < 64 << 20:
+    if other_files.is_web_page(head) and size < 64 << 20:
         return Problem(
             name, "web-page", f"is a web page, not {base}: the download failed, or it needs a login",
             shlex.join(["hf", "download", "REPOSITORY", name]),
         )  # fmt: skip
-    if size < 1 << 16 and len(head) > 1 and all(9 <= c <= 13 or 32 <= c < 127 for c in head):
+    if 1 < size < 1 << 16 and other_files.is_text(head):
         return Problem(
             name,
             "text",

@@ -21,6 +21,7 @@ from ..bounded_json import parse
 from ..errors import Corrupt, Unsafe, Unsupported
 from ..index.checkpoint import ITEMSIZE, MAX_NUMEL
 from ..storage.source import Source
+from . import other_files
 
 __all__ = ["CODES", "Slot", "header", "open_with_library", "prefetch", "slots", "sort_key"]
 
@@ -51,7 +52,7 @@ def read_header(source: Source, file: str) -> tuple[dict[str, Slot], dict[str, s
     """(slots in the order of their bytes, __metadata__) of a file.
 
     Raises:
-        Corrupt: not a whole safetensors file. Unsafe: readers would differ on it.
+        Corrupt: not a whole safetensors file. Unsafe: readers would differ on it. Unsupported: another format under that name.
     """
     what = f"{source.root}/{file}"
     size = source.size(file)
@@ -59,6 +60,7 @@ def read_header(source: Source, file: str) -> tuple[dict[str, Slot], dict[str, s
         raise Corrupt(f"{what} has {size} bytes; the copy is incomplete.")
     n = struct.unpack("<Q", source.read(file, 0, 8))[0]
     if n > MAX_HEADER_BYTES:
+        other_files.refuse(source.read(file, 0, min(other_files.HEAD_BYTES, size)), what)
         raise Unsafe(f"{what}: a header of {n} bytes; safetensors allows {MAX_HEADER_BYTES}.")
     if 8 + n > size:
         raise Corrupt(f"{what}: the header needs {n} bytes but the file has {size}. The copy is incomplete.")

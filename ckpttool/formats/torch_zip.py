@@ -21,11 +21,12 @@ from ..errors import Corrupt, Unsafe, Unsupported
 from ..index.checkpoint import ITEMSIZE, MAX_NUMEL, Path, joined
 from ..storage.patched import Lost
 from ..storage.source import ReadAt
+from . import other_files
 from .crc import crc32
 from .pickles import Global, Opaque, Refused, Truncated, acts, load, short
 from .stored_tensors import Storage, StoredTensor, map_tensors
 from .subclasses import REBUILD, WRAPPER, dense_inside
-from .zip_bytes import first_name, is_zip, zip_records
+from .zip_bytes import first_name, is_zip, torchscript, zip_records
 
 __all__ = [
     "MAX_PICKLE_BYTES",
@@ -95,14 +96,13 @@ def read(
     Raises:
         Corrupt: incomplete or damaged. Unsafe: it would run code. Unsupported: TorchScript.
     """
-    head = read_at(base, min(4, length))
+    head = read_at(base, min(other_files.HEAD_BYTES, length))
     if not is_zip(head):
         return _read_legacy(read_at, base, length, what, stand_ins or {}, later)
+    other_files.refuse(head, what)
     records = zip_records(read_at, base, length, what)
-    if "constants.pkl" in records or any(k.startswith("code/") for k in records):
-        raise Unsupported(
-            f"{what}: this is a TorchScript archive, which is a program. Save model.state_dict() instead."
-        )
+    if "constants.pkl" in records:
+        raise torchscript(what)
     if "data.pkl" not in records:
         raise Corrupt(f"{what}: this zip has no data.pkl, so torch.save did not write it.")
     order = records.get("byteorder")
@@ -403,6 +403,11 @@ def _read_legacy(
         # a bare pickle: look at it, so that one that runs code is named for what it is
         if head[:1] in (b"\x80", b"c", b"("):
             load(read_at(base, min(length, MAX_PICKLE_BYTES)), what=what)
+            raise Unsupported(
+                f"{what} is a plain pickle, which torch.save does not write. Load it where it was made, and save its state dict with "
+                "torch.save."
+            )
+        other_files.refuse(read_at(base, min(other_files.HEAD_BYTES, length)), what)
         raise _malformed(what, "it is neither a zip nor a legacy torch.save file")
     for window in (4 << 20, 32 << 20, MAX_PICKLE_BYTES):  # the pickles come first and are small, the storages are not
         try:

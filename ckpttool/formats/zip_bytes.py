@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from ..errors import Corrupt, Unsafe
+from ..errors import Corrupt, Unsafe, Unsupported
 from ..storage.source import FileBytes, ReadAt
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "first_name",
     "is_zip",
     "local_header",
+    "torchscript",
     "zip_records",
 ]
 
@@ -40,6 +41,11 @@ def first_name(head: bytes) -> str:
     """The name of the first record of a zip, whose local header is in `head`."""
     n: int = _LOCAL.unpack(head[:30])[9]
     return head[30 : 30 + n].decode("utf-8", "replace")
+
+
+def torchscript(what: str) -> Unsupported:
+    """The error for an archive of torch.jit.save."""
+    return Unsupported(f"{what}: this is a TorchScript archive, which is a program. Save model.state_dict() instead.")
 
 
 class ZipRecord(NamedTuple):
@@ -62,6 +68,7 @@ def zip_records(read_at: ReadAt, base: int, length: int, what: str) -> dict[str,
     Raises:
         Corrupt: not a whole zip.
         Unsafe: one that different readers would read differently.
+        Unsupported: TorchScript.
     """
     tail_length = min(length, 22 + 20 + 56)
     tail = read_at(base + length - tail_length, tail_length)
@@ -103,6 +110,9 @@ def zip_records(read_at: ReadAt, base: int, length: int, what: str) -> dict[str,
             name = raw_name.decode("utf-8")
         except UnicodeDecodeError:
             raise Unsafe(f"{what}: a record name is not UTF-8.") from None
+        folder, _, short = name.partition("/")
+        if short.startswith("code/"):
+            raise torchscript(what)
         if method != 0 or packed != size:
             raise Unsafe(
                 f"{what}: record {name!r} is compressed ({packed} -> {size} bytes). torch never does that; refused, "
@@ -110,7 +120,6 @@ def zip_records(read_at: ReadAt, base: int, length: int, what: str) -> dict[str,
             )
         if flags & 0x2041:
             raise Unsafe(f"{what}: record {name!r} is encrypted.")
-        folder, _, short = name.partition("/")
         root = root if root is not None else folder
         if folder != root or not short or ".." in short.split("/") or "\\" in name or "\0" in name:
             raise Unsafe(f"{what}: record {name!r} is outside the folder {root!r} of the archive.")

@@ -183,7 +183,7 @@ PT: dict[str, Case] = {
     "NaN and infinities": Case(pt(lambda c: saved({"w": torch.tensor([torch.nan, torch.inf, -0.0])})), None),
     "a pickle made by hand": Case(pt(lambda c: VIEW), None),
     "empty": Case(pt(lambda c: b""), Corrupt, "the file is empty"),
-    "garbage": Case(pt(lambda c: b"garbage" * 9), Corrupt, "neither a zip nor a legacy"),
+    "garbage": Case(pt(lambda c: b"\xffgarbage" * 9), Corrupt, "neither a zip nor a legacy"),
     "a zip cut off": Case(pt(lambda c: saved(STATE)[:-100]), Corrupt, "no end record"),
     "runs code": Case(pt(lambda c: saved({"w": torch.ones(1), "x": runs(c)})), Unsafe, "calls __builtin__.exec"),
     "runs code deep inside": Case(pt(lambda c: saved({"model": {"w": torch.ones(1)}, "x": [(1, {"y": runs(c)})]})), Unsafe, ".exec("),

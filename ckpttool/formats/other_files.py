@@ -1,0 +1,80 @@
+"""What a file is whose name or place says tensors, and whose first bytes say something else: a git-lfs pointer, a web page, a GGUF
+file, an archive. The readers of tensors call `refuse` before they call such a file damaged.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ..errors import Corrupt, Unsupported
+from .zip_bytes import first_name, is_zip
+
+__all__ = ["HEAD_BYTES", "LFS_POINTER", "is_text", "is_web_page", "refuse", "refuse_format"]
+
+#: As much of the beginning of a file as `refuse` looks at.
+HEAD_BYTES = 512
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+_UNPACK = "Unpack it and give the file or folder inside"
+#: {first bytes: (what the file is, what to do)}
+_FORMATS = {
+    b"GGUF": ("a GGUF file of llama.cpp", "Give the checkpoint that it was converted from"),
+    b"\x89HDF\r\n\x1a\n": ("an HDF5 file", "Save the weights with torch.save or safetensors where they can be loaded"),
+    b"\x93NUMPY": ("one numpy array", "Save the state dict with torch.save or safetensors"),
+    b"\x1f\x8b": ("compressed with gzip", _UNPACK),
+    b"BZh": ("compressed with bzip2", _UNPACK),
+    b"\xfd7zXZ\0": ("compressed with xz", _UNPACK),
+    b"7z\xbc\xaf\x27\x1c": ("a 7z archive", _UNPACK),
+}
+_TAR = slice(257, 262)
+_SAFETENSORS = re.compile(rb'(?s)....[\0-\x05]\0\0\0\{[\s]*"')  # a header of at most 100 MB
+
+
+def is_text(head: bytes) -> bool:
+    """Whether the first bytes of a file are plain text."""
+    return bool(head) and all(9 <= c <= 13 or 32 <= c < 127 for c in head)
+
+
+def is_web_page(head: bytes) -> bool:
+    """Whether a file begins like HTML or XML."""
+    return head.lstrip()[:1] == b"<"
+
+
+def refuse(head: bytes, what: str) -> None:
+    """Refuse a file of another kind, and say which. `head` is its first `HEAD_BYTES` bytes, `what` names it in messages.
+
+    Raises:
+        Corrupt: a pointer, a page or a text stands where the file should be. Unsupported: it is a file of another format.
+    """
+    if head.startswith(LFS_POINTER):
+        raise Corrupt(
+            f"{what} is a git-lfs pointer: the file itself was never downloaded. Run `git lfs pull` in its repository, or download "
+            "it with `hf download`."
+        )
+    if is_web_page(head):
+        raise Corrupt(f"{what} is a web page: the download failed, or it needs a login. Download the file again.")
+    if is_text(head):
+        raise Corrupt(
+            f"{what} is text ({head[:60].decode()!r}), not tensors: the download failed. Download the file again."
+        )
+    refuse_format(head, what)
+
+
+def refuse_format(head: bytes, what: str) -> None:
+    """Refuse a file of a known format that ckpttool does not read.
+
+    Raises:
+        Unsupported: it is one.
+    """
+    for magic, (kind, advice) in _FORMATS.items():
+        if head.startswith(magic):
+            raise Unsupported(f"{what} is {kind}, which ckpttool does not read. {advice}.")
+    if head[_TAR] == b"ustar":
+        raise Unsupported(f"{what} is a tar archive, which ckpttool does not read. {_UNPACK}.")
+    if _SAFETENSORS.match(head):
+        raise Unsupported(f"{what} holds safetensors, but is not named so. Give it a name that ends in .safetensors.")
+    if len(head) >= 30 and is_zip(head) and "/" not in (name := first_name(head)):
+        kind, advice = (
+            ("a numpy .npz file", _FORMATS[b"\x93NUMPY"][1]) if name.endswith(".npy") else ("a zip archive", _UNPACK)
+        )
+        raise Unsupported(f"{what} is {kind}, which torch.save did not write. {advice}.")
