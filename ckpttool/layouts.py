@@ -16,6 +16,7 @@ from dataclasses import Field, dataclass, field, fields, replace
 from functools import cache
 from importlib import import_module
 from importlib.machinery import PathFinder
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 from .errors import Corrupt, NotRecognised, Unsupported, UsageError, argument
@@ -32,7 +33,7 @@ from .storage.source import Source
 
 __all__ = [
     "Layout", "LayoutWarning", "ModelHints", "Place", "ReadOptions", "ReferenceModel", "Saves", "WriteOptions", "checkpoint_of", "detect", "find",
-    "flags_of", "known_orders", "late", "layouts", "option", "options_of", "place", "target_of", "tree_of",
+    "flags_of", "known_orders", "late", "layouts", "option", "options_of", "place", "target_of", "tree_of", "written",
 ]  # fmt: skip
 
 _MODULES = "dcp full hf zero universal fsdp1 audit trainers torchsnapshot megatron torch_checkpointing nanotron"
@@ -362,9 +363,7 @@ def target_of(to: str | None, dst: str | os.PathLike[str]) -> Layout:
     if to is None:
         if of_suffix := [x for x in files if x.suffixes and text.endswith(x.suffixes)]:
             return of_suffix[0]
-        raise UsageError(
-            f"Cannot infer the layout from {text!r}. Pass {argument('to')}: {', '.join(x.name for x in known)}."
-        )
+        raise UsageError(f"Cannot infer the layout from {text!r}. Pass {argument('to')}: {', '.join(written())}.")
     target = find(to)
     if target.as_file is not None and text.endswith(target.as_file.suffixes):
         return target.as_file
@@ -373,6 +372,11 @@ def target_of(to: str | None, dst: str | os.PathLike[str]) -> Layout:
             f"{target.name} writes a folder, but the destination {text!r} has the name of a file. Give the name of a folder."
         )
     return target
+
+
+def written() -> list[str]:
+    """The names of the layouts that can be written."""
+    return [name for name, layout in layouts().items() if layout.write is not None]
 
 
 def flags_of(layout: Layout) -> dict[str, Field[Any]]:
@@ -407,6 +411,11 @@ def place(path: str | os.PathLike[str]) -> Place:
         raise UsageError("The path is empty: an empty string names no file or folder.")
     if urls.is_url(path):
         url = urls.lower_scheme(os.fspath(path))
+        if page := _HUB_PAGE.fullmatch(url):
+            repository = f"hf://{page[1]}@{page[2]}" if page[2] else f"hf://{page[1]}"
+            raise NotRecognised(
+                f"{urls.redact_url(url)} is the page of a repository on the Hub; its files are at {repository}."
+            )
         # a web server also answers requests for a folder, whose URL ends with a slash
         folder = url.lower().startswith("http") and url.partition("?")[0].endswith("/")
         return _remote_place(url.rstrip("/"), folder)
@@ -415,11 +424,34 @@ def place(path: str | os.PathLike[str]) -> Place:
         return Place(Source(text), None)
     if os.path.exists(text):
         return Place(Source(os.path.dirname(text)), os.path.basename(text))
-    hint = " The URL of a store has two slashes, as in s3://bucket/folder." if _NO_URL.match(os.fspath(path)) else ""
-    raise NotRecognised(f"{os.fspath(path)}: no such file or folder.{hint}")
+    raise NotRecognised(f"{os.fspath(path)}: no such file or folder.{_missing_hint(os.fspath(path))}")
 
 
 _NO_URL = re.compile(r"(s3a?|gc?s|hf|https?):/*", re.IGNORECASE)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_PAGE = re.compile(r"(?i)https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/tree/([^?#]+?))?/?(?:[?#].*)?")
+_MOST_LISTED = 10_000
+
+
+def _missing_hint(path: str) -> str:
+    """What else somebody may mean by a path at which nothing is."""
+    if _NO_URL.match(path):
+        return " The URL of a store has two slashes, as in s3://bucket/folder."
+    if path == "-":
+        return " A checkpoint cannot be read from standard input; give its path."
+    if path.startswith("~"):
+        return " The shell replaces ~ by the home folder only outside quotes."
+    if os.path.islink(path):
+        return f" It is a link to {os.readlink(path)}, where nothing is."
+    folder, name = os.path.split(path.rstrip("/"))
+    if _HUB_ID.fullmatch(path) and not os.path.exists(folder):
+        return f" A repository on the Hugging Face Hub is hf://{path}."
+    from difflib import get_close_matches
+
+    with suppress(OSError), os.scandir(folder or ".") as entries:
+        if close := get_close_matches(name, [e.name for e in islice(entries, _MOST_LISTED)], 1, 0.75):
+            return f" Did you mean {os.path.join(folder, close[0])}?"
+    return ""
 
 
 def _remote_place(url: str, is_folder: bool) -> Place:

@@ -202,7 +202,8 @@ def _plain(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], li
         for name, slot in safetensors_header.slots(source, file).items():
             if name in out:
                 raise Corrupt(
-                    f'"{name}" is in {file} and in {files[out[name].chunks[0].extent.file]}, and no index says which counts.'
+                    f'"{name}" is in {file} and in {files[out[name].chunks[0].extent.file]}, and no index says which counts. '
+                    "Give the file that you want, or remove the other."
                 )
             out[name] = _entry(name, slot, i)
     return out, files

@@ -40,7 +40,8 @@ def layouts(as_json: Json = False) -> None:
     if as_json:
         print_json([asdict(r) for r in rows])
         return
+    name, title = (max(len(text) for text in column) for column in zip(*((r.name, r.title) for r in rows), strict=True))
     for r in rows:
         verbs = "read, write" if r.writes else "read"
         holds = r.holds if isinstance(r.holds, str) else ", ".join(r.holds)
-        print(f"{r.name:10s} {r.title:44s} {verbs:12s} holds {holds}")
+        print(f"{r.name:{name}s}  {r.title:{title}s}  {verbs:11s}  holds {holds}")

@@ -36,8 +36,10 @@ __all__ = [
 def normal_destination(dst: str | os.PathLike[str]) -> str:
     """The destination as it was given, if it can be one at all."""
     text = os.fspath(dst)
+    if text == "-":
+        raise UsageError("A checkpoint cannot be written to standard output. Give the path of a file or folder.")
     if not text or "\0" in text:
-        raise UsageError(f"{text!r} cannot be a destination. Give the path that the new checkpoint shall have.")
+        raise UsageError(f"{text!r} cannot be a destination. Give the path of the new checkpoint.")
     return urls.lower_scheme(text) if urls.is_url(text) else text
 
 
@@ -86,10 +88,15 @@ def refuse_source(src: CheckpointPath, dst: str | os.PathLike[str]) -> None:
         return
     a, b = (urls.redact_url(os.fspath(p)) if urls.is_url(p) else os.path.realpath(p) for p in (src, dst))
     a, b = a.rstrip("/") + "/", b.rstrip("/") + "/"
-    if a == b or (b.startswith(a) and (urls.is_url(src) or os.path.isdir(a))) or a.startswith(b):
-        raise UsageError(
-            f"the destination {dst} is, holds or lies in the source {src}, which is never touched; write elsewhere."
-        )
+    relation = ""
+    if a == b:
+        relation = f"is the source {src}"
+    elif b.startswith(a) and (urls.is_url(src) or os.path.isdir(a)):
+        relation = f"is inside the source {src}"
+    elif a.startswith(b):
+        relation = f"contains the source {src}"
+    if relation:
+        raise UsageError(f"The destination {dst} {relation}, which must not change. Choose a destination elsewhere.")
 
 
 def _refuse_store(url: str) -> None:

@@ -146,7 +146,9 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
     """`plan`."""
     target = layouts.target_of(writing.to, dst)
     if target.write is None:
-        raise Unsupported(f"ckpttool reads {target.name}, but does not write it.")
+        raise Unsupported(
+            f"ckpttool reads {target.name}, but does not write it. Choose one of: {', '.join(layouts.written())}."
+        )
     if writing.options is not None and type(writing.options) is not target.options:
         kind, wanted = type(writing.options).__name__, target.options.__name__ if target.options else "no options"
         raise UsageError(f"options={kind}(...) does not apply to {target.name}, which takes {wanted}.")

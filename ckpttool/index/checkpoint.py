@@ -71,7 +71,9 @@ def floating_dtype(name: str) -> str:
     """
     full = _SHORT.get(name, name.removeprefix("torch."))
     if full not in ITEMSIZE or "float" not in full or full.startswith("float4"):
-        raise UsageError(f"Cannot cast to {name!r}: it is not a floating-point dtype. Use bf16, fp16, fp32 or fp64.")
+        raise UsageError(
+            f"Cannot cast to {name!r}: it is not a floating-point dtype of torch. Use bf16, fp16, fp32 or fp64."
+        )
     return full
 
 

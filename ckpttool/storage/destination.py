@@ -170,5 +170,7 @@ def write_error(e: OSError, path: str, outcome: str = "The destination is untouc
             "used."
         )
     if (what := short_of(e)) is not None:
-        return NoSpace(f"{path}: {e.strerror}: {what}. {outcome} Then run the same command again.")
+        return NoSpace(
+            f"{path}: {e.strerror}: {what}. {outcome} Fix that or write elsewhere, then run the same command again."
+        )
     return CkpttoolError(f"{path}: {e.strerror} (errno {e.errno}). {outcome}")

@@ -364,8 +364,12 @@ def refuse_target(target: str, is_file: bool, force: bool) -> None:
     Raises:
         DestinationExists: something is there that is not to be replaced. UsageError: its folder is missing.
     """
-    if not os.path.isdir(os.path.dirname(target)):
-        raise UsageError(f"{os.path.dirname(target)} is not a folder; create it first.")
+    folder = os.path.dirname(target)
+    if not os.path.isdir(folder):
+        if os.path.lexists(folder):
+            raise UsageError(f"{folder} is not a folder, so nothing can be written in it. Choose another destination.")
+        hint = " The shell replaces ~ by the home folder only outside quotes." if "/~/" in f"{target}/" else ""
+        raise UsageError(f"The folder {folder} does not exist.{hint} Create it first, or choose another destination.")
     try:
         mode = os.lstat(target).st_mode
     except FileNotFoundError:

@@ -58,7 +58,7 @@ def short_of(e: OSError) -> str | None:
 def read_error(e: OSError, path: str) -> CkpttoolError:
     """The error for a failed system call on a file that is being read."""
     if (what := short_of(e)) is not None:
-        return NoSpace(f"{path} cannot be read: {what}. Then run the same command again.")
+        return NoSpace(f"{path} cannot be read: {what}. Fix that, then run the same command again.")
     return Unreadable(f"{path} cannot be read: {e.strerror}.")
 
 

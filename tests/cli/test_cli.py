@@ -214,6 +214,16 @@ def test_an_error_is_json_too_where_json_was_asked_for(tmp_path: Path) -> None:
         ),
         (["inspect", W3, "--tensor", "model.lm_hed.weight"], "did you mean 'model.lm_head.weight'?"),
         (["convert", W3, "OUT", "--to", "hf", "--max-shard-size", "5"], "'5' would be 5 bytes; write 5GB or 5MB"),
+        (["convert", W3, "-", "--to", "full"], "cannot be written to standard output"),
+        (["convert", W3, "~/out.pt"], "The shell replaces ~ by the home folder only outside quotes"),
+        (
+            ["convert", W3, LLAMA / "config.json" / "out.pt"],
+            "config.json is not a folder, so nothing can be written in it",
+        ),
+        (["convert", W3, "OUT/none/x.pt"], "does not exist. Create it first"),
+        (["convert", W3, W3, "--to", "hf"], "is the source"),
+        (["convert", W3, W3 / "out", "--to", "hf"], "is inside the source"),
+        (["convert", W3, W3.parent, "--to", "hf"], "contains the source"),
         (["inspect"], "PATH"),
         (["nonsense"], "nonsense"),
     ],
@@ -235,7 +245,29 @@ def test_3_is_what_no_layout_knows_with_what_each_looked_for_and_what_lies_below
     assert "step 3  step-3  dcp" in said and f"The newest complete one is {tmp_path / 'runs' / 'step-3'}" in said
     (tmp_path / "x.txt").write_text("x")
     assert "neither a zip nor a legacy torch.save file" in fails(3, "inspect", tmp_path / "x.txt")
-    assert "no such file or folder" in fails(3, "inspect", tmp_path / "nowhere")
+    assert fails(3, "inspect", tmp_path / "nowhere").endswith("no such file or folder.\n")
+    assert f"Did you mean {tmp_path / 'runs'}?" in fails(3, "inspect", tmp_path / "rums")
+    (tmp_path / "link").symlink_to("/nonexistent")
+    assert "It is a link to /nonexistent, where nothing is" in fails(3, "inspect", tmp_path / "link")
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("org/llama-3", "A repository on the Hugging Face Hub is hf://org/llama-3."),
+        ("https://huggingface.co/org/llama-3", "its files are at hf://org/llama-3."),
+        ("https://huggingface.co/org/llama-3/tree/bf16", "its files are at hf://org/llama-3@bf16."),
+        ("~/run", "outside quotes"),
+        ("-", "standard input"),
+    ],
+)
+def test_3_is_a_path_that_means_something_else_and_the_error_says_what(path: str, words: str) -> None:
+    assert words in fails(3, "inspect", path)
+
+
+def test_a_layout_that_is_only_read_is_refused_with_those_that_are_written(tmp_path: Path) -> None:
+    said = fails(3, "convert", W3, tmp_path / "out", "--to", "verl")
+    assert "reads verl, but does not write it. Choose one of: dcp, full" in said and "olmo" not in said
 
 
 def test_3_is_an_interrupted_save_and_a_file_that_holds_no_state_dict(tmp_path: Path) -> None:
