@@ -90,7 +90,7 @@ def _places(ranks: tuple[int, ...]) -> dict[int, int]:
 def _ints(x: Any) -> tuple[int, ...]:
     if isinstance(x, (list, tuple)) and len(x) <= _MOST_RANKS and all(type(n) is int and n >= 0 for n in x):
         return tuple(x)
-    raise ValueError(f"{pickles.short(x)} are no sizes")
+    raise ValueError(f"{pickles.short(x)} are not sizes")
 
 
 @dataclass

@@ -171,7 +171,9 @@ class Reading:
                 f"rank {missing[0]}" + (f" (named like {example})" if example else "") + ". Fetch them."
             )
         if more := [names[0] for r, names in found.items() if r >= world]:
-            raise Corrupt(f"{self.where}: the save is of {world} ranks, but {more[0]} is there. It is of another save.")
+            raise Corrupt(
+                f"{self.where}: the save is of {world} ranks, but {more[0]} is there. It is from another save."
+            )
         return [found[r][0] for r in range(world)]
 
     def models3(self) -> list[File]:

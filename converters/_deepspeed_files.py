@@ -300,7 +300,7 @@ def refuse_mixed(files: Sequence[File]) -> None:
             if a != b:
                 shown = f"{short(b)}, rank 0 says {short(a)}" if key != "param_shapes" else "other than rank 0's"
                 raise Corrupt(
-                    f"{f.what}: {key} is {shown}. The files are of different saves; fetch all of one save again."
+                    f"{f.what}: {key} is {shown}. The files are from different saves; fetch all of one save again."
                 )
 
 

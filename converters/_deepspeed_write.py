@@ -196,7 +196,7 @@ class Plan:
             steps = [_as_number(s.get("step")) for s in self.state.scalars.values()]
             found = max((int(n) for n in steps if n is not None and isfinite(n)), default=0)
             self.notes.append(
-                f"global_steps is {found}, the largest step of the optimizer: the checkpoint says no other"
+                f"global_steps is {found}, the largest step of the optimizer: the checkpoint does not give it"
             )
         return found
 

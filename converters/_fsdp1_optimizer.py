@@ -104,7 +104,7 @@ def _param_groups(files: Files, ranks: list[Rank]) -> list[dict[Any, Any]]:
             )
             raise Corrupt(
                 f'{files.path(r.file)}: its param groups differ from those in {files.names[ranks[0].file]}, first in "{key}". '
-                "The files are of different saves; fetch those of one."
+                "The files are from different saves; fetch the files of one save."
             )
     return out
 
@@ -135,7 +135,7 @@ def _slots(ranks: list[Rank]) -> dict[tuple[Any, Any], list[Any]]:
                     raise Corrupt(
                         f'The optimizer state of parameter {name} has a slot "{odd[0]}" in the file of rank '
                         f"{(r if odd[0] in map(str, slots) else other).rank} and not in that of rank "
-                        f"{(other if odd[0] in map(str, slots) else r).rank}. The files are of different jobs, or one was changed."
+                        f"{(other if odd[0] in map(str, slots) else r).rank}. The files are from different jobs, or one was changed."
                     )
                 for slot, x in slots.items():
                     out.setdefault((name, slot), [None] * len(ranks))[i] = x
@@ -146,7 +146,7 @@ def _same_save(files: Files, a: list[Rank], b: list[Rank]) -> None:
     """Compare the two forms of one optimizer: hyperparameters and steps.
 
     Raises:
-        Corrupt: they are of different saves.
+        Corrupt: they are from different saves.
     """
 
     def summary(ranks: list[Rank]) -> tuple[Any, Any]:
@@ -162,7 +162,7 @@ def _same_save(files: Files, a: list[Rank], b: list[Rank]) -> None:
     if one[1] and two[1] and one[1].isdisjoint(two[1]):
         raise Corrupt(
             f"{files.path(a[0].file)} is of step {', '.join(sorted(one[1]))}, {files.names[b[0].file]} of step "
-            f"{', '.join(sorted(two[1]))}. They are of different saves; fetch those of one."
+            f"{', '.join(sorted(two[1]))}. They are from different saves; fetch the files of one save."
         )
     if one[0] != two[0]:
         raise Corrupt(
@@ -268,7 +268,7 @@ def _lengths(files: Files, ranks: list[Rank], columns: dict[tuple[Any, Any], lis
             (a, most), (b, odd) = sorted(kinds.items(), key=lambda kv: -len(kv[1]))[:2]
             raise Corrupt(
                 f'{files.path(odd[0].file)}: "{slot}" of parameter {x} is {b}, in {files.names[most[0].file]} it is {a}. '
-                "The files are of different runs, or one was changed."
+                "The files are from different runs, or one was changed."
             )
     return out
 

@@ -90,6 +90,6 @@ def refuse_adapter(ckpt: Checkpoint, notes: list[str]) -> None:
         )
     if found is not None and found.alone:
         raise Unsupported(
-            f"{ckpt.root} holds an adapter only ({found}), which is no model for from_pretrained. For PEFT: ckpttool adapter extract "
+            f"{ckpt.root} holds an adapter only ({found}), which from_pretrained cannot load alone. For PEFT: ckpttool adapter extract "
             f"{ckpt.root} DST (or {argument('adapter', True, 'HfOptions')}). Merged into its base model: ckpttool adapter merge BASE {ckpt.root} DST."
         )

@@ -97,7 +97,9 @@ def _fuse(tensors: dict[str, TensorEntry], relation: hub_names.Relation) -> dict
             continue
         whole = relation.shapes[view.of]
         if t.shape != view.shape:
-            raise Corrupt(f'"{name}" is {t.shape}; config.json makes it {view.shape}. They are not of the same model.')
+            raise Corrupt(
+                f'"{name}" is {t.shape}; config.json makes it {view.shape}. They do not belong to the same model.'
+            )
         start, shape, strides = _box_of(view, whole, name)
         columns = chunks.setdefault(view.of, Chunks(len(whole)))
         dtypes.setdefault(view.of, t.dtype)

@@ -216,7 +216,9 @@ def _composite(
         if cls == "MXTensor" and packed:
             about["stride"] = list(boxes.strides(qdata.shape))
     except (KeyError, AttributeError, TypeError, ValueError, IndexError) as e:
-        raise Corrupt(f'{what}: "{name}" is described otherwise than torchao does ({type(e).__name__}: {e}).') from None
+        raise Corrupt(
+            f'{what}: "{name}" is described differently from how torchao does it ({type(e).__name__}: {e}).'
+        ) from None
     return Composite(("model", name), about, {k: replace(t, path=("model", name, k)) for k, t in ordered.items()})
 
 

@@ -44,7 +44,7 @@ def flat_ranges(t: TensorEntry, whole: tuple[int, ...], what: str) -> TensorEntr
     """
     grid, n = t.shape[:-1], t.shape[-1] if t.shape else 0
     if len(grid) != len(whole) or not all(grid) or any(a % b for a, b in zip(whole, grid, strict=True)):
-        raise Corrupt(f"{what}: {list(whole)} is no grid of {list(grid)} boxes.")
+        raise Corrupt(f"{what}: {list(whole)} is not a grid of {list(grid)} boxes.")
     box = tuple(a // b for a, b in zip(whole, grid, strict=True))
     if prod(box) != n:
         raise Corrupt(f"{what}: boxes of {list(box)} have {prod(box)} elements, and {n} are stored of each.")

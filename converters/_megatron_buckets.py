@@ -175,7 +175,7 @@ def _find_runs(
                         runs.append(Run(at, last, fits))
             if len(runs) != 1:
                 why = (
-                    "is no weight of the model: its fp32 values do not round to those of any"
+                    "is not a weight of the model: its fp32 values do not round to those of any"
                     if not runs
                     else "could end at several places"
                 )

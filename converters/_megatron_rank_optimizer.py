@@ -111,7 +111,7 @@ def named(ranks: Ranks, ckpt: Checkpoint) -> tuple[dict[Path, Any], list[str]]:
                     state.step, ranks
                 ):
                     raise Corrupt(
-                        f'{ranks.files.path(r.number)}: "{name}" is at another step than on other ranks. The files are of different saves.'
+                        f'{ranks.files.path(r.number)}: "{name}" is at another step than on other ranks. The files are from different saves.'
                     )
     there = {run.chosen for b in found for run in b.runs}
     without = next((p for r in ranks.ranks if r.distributed for p in r.parameters if p.local not in there), None)

@@ -113,7 +113,7 @@ class Ranks:
         for name, t in out.items():
             if (why := boxes.cover(t.shape, t.chunks.boxes())) is not None:
                 raise Corrupt(
-                    f'{self.files.source.root}: "{name}" {list(t.shape)}: {why}. Ranks are missing or of other saves.'
+                    f'{self.files.source.root}: "{name}" {list(t.shape)}: {why}. Ranks are missing or from other saves.'
                 )
         return out
 
@@ -170,7 +170,7 @@ def ranks_of(source: Source, optimizer: bool = True) -> Ranks:
     """The files of all ranks below a folder; without `optimizer`, what distrib_optim.pt holds is left out.
 
     Raises:
-        Corrupt: ranks are missing, or their files are of different saves.
+        Corrupt: ranks are missing, or their files are from different saves.
         Unsupported: names and arguments do not tell how a parameter is cut.
     """
     names = {n: f"{n}/{file}" for n in sorted(source.list()) if (file := model_file(source, n))}
@@ -194,8 +194,8 @@ def ranks_of(source: Source, optimizer: bool = True) -> Ranks:
         for what, here in _of_all_ranks(files, r, arguments).items():
             if here != same[what]:
                 raise Corrupt(
-                    f"{files.path(r.number)}: the {what} here: {shown(here)}; in {ranks[0].folder}: {shown(same[what])}. The files are of different saves; "
-                    "fetch those of one."
+                    f"{files.path(r.number)}: the {what} here: {shown(here)}; in {ranks[0].folder}: {shown(same[what])}. The files are from different saves; "
+                    "fetch the files of one save."
                 )
     refuse_exchanged(folders, arguments, geometry, source.root)
     for r in ranks:
@@ -265,7 +265,7 @@ def _take_models(out: Ranks) -> None:
     for r in out.ranks:
         chunks = sorted((k for k in r.tree if _CHUNK.fullmatch(k)), key=lambda k: int(k[5:] or 0))
         if not all(isinstance(r.tree[k], dict) for k in chunks):
-            raise Corrupt(f"{out.files.path(r.number)}: its model is no state dict.")
+            raise Corrupt(f"{out.files.path(r.number)}: its model is not a state dict.")
         models[r.number] = [flat(r.tree[k], out.files.path(r.number)) for k in chunks]
         if len(chunks) != len(models[out.ranks[0].number]):
             raise Corrupt(
@@ -317,7 +317,7 @@ def _offsets(out: Ranks, models: Mapping[int, list[dict[str, Any]]]) -> dict[tup
         and total["decoder.layers"] != stated
     ):
         raise Corrupt(
-            f"{out.files.source.root}: its arguments say {stated} layers, and the ranks have {total['decoder.layers']}. Files are of other saves."
+            f"{out.files.source.root}: its arguments say {stated} layers, and the ranks have {total['decoder.layers']}. Files are from other saves."
         )
     return offsets
 

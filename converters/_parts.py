@@ -418,7 +418,7 @@ def _with_foreign_optimizer(
     stem = part.name.rpartition("/")[2].partition(".")[0]
     called = f'"{next(iter(named))}"' if named else "names of its own"
     notes.append(
-        f"the optimizer calls the parameters otherwise than the weights ({called}), so it is carried as data, under extra.{stem}.optimizer; "
+        f"the optimizer names the parameters differently from the weights ({called}), so it is carried as data, under extra.{stem}.optimizer; "
         "no other trainer finds its moments there"
     )
     return {("extra", stem, *p) if p[0] == "optimizer" else p: leaf for p, leaf in leaves.items()}

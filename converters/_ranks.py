@@ -120,7 +120,7 @@ def groups_of(names: Iterable[str]) -> list[Group]:
         rank = int(m["rank"])
         if rank in group.ranks:
             raise Corrupt(
-                f'"{group.ranks[rank]}" and "{name}" are both of rank {rank}. Remove the one that is not of this save.'
+                f'"{group.ranks[rank]}" and "{name}" both belong to rank {rank}. Remove the one that is not of this save.'
             )
         group.ranks[rank] = name
     return [Group(g.pattern, dict(sorted(g.ranks.items()))) for g in found.values()]
@@ -281,7 +281,7 @@ def _world(files: Files, model: list[Rank], groups: list[Group]) -> int:
     world = next(iter(stated), max(max(g.ranks) for g in groups) + 1)
     over = [g.ranks[max(g.ranks)] for g in groups if max(g.ranks) >= world]
     if over:
-        raise Corrupt(f"{files.source.root}: {over[0]} is of no rank of a job of {world}. It is of another save.")
+        raise Corrupt(f"{files.source.root}: {over[0]} is of no rank of a job of {world}. It is from another save.")
     return world
 
 
@@ -295,7 +295,7 @@ def column_of(files: Files, ranks: list[Rank], key: Any) -> list[Any]:
     if missing:
         raise Corrupt(
             f'{files.path(missing[0].file)} has no "{key}", which {files.names[ranks[0].file]} and others have. The files '
-            "are of different saves; fetch those of one."
+            "are from different saves; fetch the files of one save."
         )
     return [r.tree[key] for r in ranks]
 
@@ -326,7 +326,7 @@ def assembled(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> 
         elif (s.shape, s.dtype) != (shape, dtype):
             raise Corrupt(
                 f'{files.path(r.file)}: "{name}" is {s.dtype} {s.shape}, in {files.names[first.file]} it is {dtype} {shape}. '
-                "The files are of different saves; fetch those of one."
+                "The files are from different saves; fetch the files of one save."
             )
         for start, tensor in s.pieces:
             old = found.setdefault((start, tensor.shape), (r.file, tensor))
@@ -338,7 +338,7 @@ def assembled(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> 
         chunks.add(start, size, file, *tensor.extent, None if tensor.contiguous else tensor.strides)
     why = boxes.cover(shape, chunks.boxes())
     if why is not None:
-        raise Corrupt(f'{files.source.root}: "{name}" {shape}: {why}. Files of ranks are missing or of other saves.')
+        raise Corrupt(f'{files.source.root}: "{name}" {shape}: {why}. Files of ranks are missing or from other saves.')
     return TensorEntry(dtype, shape, (name,), chunks)
 
 
@@ -355,7 +355,7 @@ def compare_replicas(files: Files, name: str, a: tuple[int, StoredTensor], b: tu
     if name.endswith(".step") and a[1].numel == b[1].numel == 1:
         raise Corrupt(
             f'{files.path(b[0])}: "{name}" is {shown(scalar(files, *b))}, in {files.names[a[0]]} it is {shown(scalar(files, *a))}. The files are of '
-            "different steps; fetch those of one save."
+            "different steps; fetch the files of one save."
         )
     files.unlike.append(name)
 
@@ -370,7 +370,7 @@ def replicated(files: Files, ranks: list[Rank], name: str, column: list[Any]) ->
             kind = f"{x.dtype} {x.shape}" if isinstance(x, StoredTensor) else short(x)
             raise Corrupt(
                 f'{files.path(r.file)}: "{name}" is {kind}, in {files.names[ranks[0].file]} it is {first.dtype} {first.shape}. '
-                "The files are of different saves; fetch those of one."
+                "The files are from different saves; fetch the files of one save."
             )
         compare_replicas(files, name, (ranks[0].file, first), (r.file, x))
     return files.entry(ranks[0].file, first)
@@ -394,7 +394,7 @@ def slot_of(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> An
         if value != stated[0]:
             raise Corrupt(
                 f'{files.path(r.file)}: "{name}" is {shown(value)}, in {files.names[there[0][0].file]} it is '
-                f"{shown(stated[0])}. The files are of different steps; fetch those of one save."
+                f"{shown(stated[0])}. The files are from different steps; fetch the files of one save."
             )
     return files.entry(there[0][0].file, first) if isinstance(first, StoredTensor) else first
 
@@ -438,7 +438,7 @@ def rest_of(files: Files, groups: dict[str, list[Rank]], taken: Mapping[Path, An
                 k = next(i for i, p in enumerate(parts) if not _alike(files, parts[0], p))
                 raise Corrupt(
                     f'{files.path(ranks[k].file)}: "{top}" is {_only(parts[k])}, in {files.names[ranks[0].file]} it is '
-                    f"{_only(parts[0])}. The files are of different steps; fetch those of one save."
+                    f"{_only(parts[0])}. The files are from different steps; fetch the files of one save."
                 )
             for r, part in zip(ranks, parts, strict=True):
                 out.update({(*head, str(r.rank), *p[1:]): x for p, x in part.items()})

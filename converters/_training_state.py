@@ -258,7 +258,7 @@ def _tensors(rows: Any, files: list[str], source: Source, first: int, what: str)
     if odd := found.keys() ^ rows.keys():
         name = min(odd)
         where = "the files, but not in index.json" if name in found else "index.json, but in no file"
-        raise Corrupt(f'{source.root}/{FOLDER}: "{name}" is in {where}. They are not of one save.')
+        raise Corrupt(f'{source.root}/{FOLDER}: "{name}" is in {where}. They are not from one save.')
     out: dict[str, TensorEntry] = {}
     for name, row in rows.items():
         i, slot = found[name]
@@ -274,7 +274,7 @@ def _tensors(rows: Any, files: list[str], source: Source, first: int, what: str)
         if (slot.dtype, slot.shape) != _stored(dtype, tuple(shape)):
             raise Corrupt(
                 f'{what} says "{name}" is {dtype} {shape}; it is {slot.dtype} {list(slot.shape)} in {files[i]}. They are '
-                "not of one save."
+                "not from one save."
             )
         chunks = Chunks.whole(shape, first + i, slot.offset, slot.length)
         out[name] = TensorEntry(dtype, tuple(shape), path, chunks)
@@ -292,7 +292,7 @@ def _held(index: dict[str, Any], source: Source) -> dict[str, Value]:
     found = values.decode(data, what)
     order = index["values"]
     if not _texts(order) or sorted(order) != sorted(found):
-        raise Corrupt(f"{what} holds other values than index.json lists; they are not of one save.")
+        raise Corrupt(f"{what} holds other values than index.json lists; they are not from one save.")
     return {n: found[n] for n in order}
 
 

@@ -236,7 +236,7 @@ def _indexed(source: Source, notes: list[str]) -> tuple[dict[str, TensorEntry], 
         i = at[file]
         if name not in slots[i]:
             raise Corrupt(
-                f'{what} says "{name}" is in {file}, which does not hold it. The shards are not of one model.'
+                f'{what} says "{name}" is in {file}, which does not hold it. The shards do not belong to one model.'
             )
         out[name] = _entry(name, slots[i][name], i)
     extra = [(n, i) for i, s in enumerate(slots) for n in s if weights.get(n) != files[i]]

@@ -169,7 +169,7 @@ class _Reading:
             shape, dtype = rows[0][2].shape, rows[0][1].dtype
             if any((part.shape, slot.dtype) != (shape, dtype) for _, slot, part in rows):
                 raise Corrupt(
-                    f'{self.source.root}: the parts of "{name}" are of different shapes or dtypes. They are of different saves.'
+                    f'{self.source.root}: the parts of "{name}" are of different shapes or dtypes. They are from different saves.'
                 )
             self.shapes[name] = shape
             self._put(("model", name), dtype, shape, [
@@ -218,7 +218,7 @@ class _Reading:
         why = boxes.cover(shape, chunks.boxes())
         if why is not None:
             raise Corrupt(
-                f'{self.source.root}: "{joined(path)}" {shape}: {why}. Files of ranks are missing or of other saves.'
+                f'{self.source.root}: "{joined(path)}" {shape}: {why}. Files of ranks are missing or from other saves.'
             )
         self.tensors[joined(path)] = TensorEntry(dtype, shape, path, chunks)
 
@@ -317,7 +317,7 @@ class _Reading:
         for found in (name, name.removeprefix("module.")):
             if found in self.shapes:
                 return found
-        raise ValueError(f"the optimizer has {name}, which the model has not")
+        raise ValueError(f"the optimizer has {name}, which the model does not have")
 
     def _complete(self, names: list[str], sizes: Mapping[str, str], zero: bool) -> list[int]:
         """How many pipeline, data and tensor parallel ranks there are; all have a file.
@@ -352,7 +352,7 @@ class _Reading:
         first, _ = steps.setdefault((name, slot), (found, leaf))
         if first != found:
             raise Corrupt(
-                f'{what}: "{name}" has another {slot} than in the files of other ranks. They are of different steps; fetch those of one save.'
+                f'{what}: "{name}" has another {slot} than in the files of other ranks. They are from different steps; fetch the files of one save.'
             )
 
     # -------------------------------------------------------------------------------------------------------- the rest

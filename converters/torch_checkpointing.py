@@ -136,7 +136,7 @@ def _items(
         other = item.files.setdefault(int(m["rank"]), (name, kind))
         if other[0] != name:
             raise Corrupt(
-                f"{source.root}: {other[0]} and {name} are both of rank {m['rank']}. Remove the one that is not of this save."
+                f"{source.root}: {other[0]} and {name} both belong to rank {m['rank']}. Remove the one that is not of this save."
             )
     for name, item in list(out.items()):
         if not _asked_for(name, only):
@@ -263,7 +263,7 @@ class _Reading:
                 if rank not in found:
                     if any(all(p.shape) for p in pieces):
                         raise Corrupt(
-                            f'{self.source.root}: the file of rank {rank} has no "{name}", which {METADATA} lists. They are of different saves.'
+                            f'{self.source.root}: the file of rank {rank} has no "{name}", which {METADATA} lists. They are from different saves.'
                         )
                     continue
                 r, x = found[rank]
@@ -273,7 +273,7 @@ class _Reading:
                 ):
                     raise Corrupt(
                         f'{self.files.path(r.file)}: "{name}" is {tensor.dtype} {tensor.shape} there, and {METADATA} leaves this rank {dtype} '
-                        f"{local} of {shape}. The file and its metadata are of different saves."
+                        f"{local} of {shape}. The file and its metadata are from different saves."
                     )
                 for piece in pieces:
                     self._add(chunks, seen, name, r, tensor, piece)
@@ -281,7 +281,9 @@ class _Reading:
             raise Corrupt(f'{self.source.root}: no rank has "{name}".')
         why = boxes.cover(shape, chunks.boxes())
         if why is not None:
-            raise Corrupt(f'{self.source.root}: "{name}" {shape}: {why}. Files of ranks are missing or of other saves.')
+            raise Corrupt(
+                f'{self.source.root}: "{name}" {shape}: {why}. Files of ranks are missing or from other saves.'
+            )
         return TensorEntry(dtype, shape, path, chunks)
 
     def _local(self, name: str, r: Rank, x: Any, shape: tuple[int, ...], starts: list[tuple[int, ...]]) -> StoredTensor:
@@ -291,12 +293,12 @@ class _Reading:
             if stated.shape != shape or (stated.rank is not None and stated.rank != r.rank):
                 raise Corrupt(
                     f'{self.files.path(r.file)}: "{name}" is of rank {stated.rank} and of shape {stated.shape}; {METADATA} says {r.rank} and '
-                    f"{shape}. Files of ranks were exchanged, or are of different saves."
+                    f"{shape}. Files of ranks were exchanged, or are from different saves."
                 )
             if [start for start, _ in stated.pieces] != starts:
                 raise Corrupt(
                     f'{self.files.path(r.file)}: "{name}" begins at {[list(s) for s, _ in stated.pieces]} there, and {METADATA} says '
-                    f"{[list(s) for s in starts]}. The file and its metadata are of different saves."
+                    f"{[list(s) for s in starts]}. The file and its metadata are from different saves."
                 )
             x = local_tensor(x)
         if not isinstance(x, StoredTensor):

@@ -72,7 +72,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     if reading.save.files(ds.MODEL, 1) and ds.setting(models[0].tree.get("ds_config"), "round_robin_gradients"):
         raise Corrupt(
             f"{reading.where}: made from a save with round_robin_gradients, of which ds_to_universal.py puts the wrong "
-            "bytes under most names, without a word. Convert that save itself."
+            "bytes under most names and does not report it. Convert that save itself."
         )
     state = reading.file(ds.UNIVERSAL)
     slots: dict[str, dict[str, Any]] = {}
@@ -136,7 +136,7 @@ def _refuse_others(reading: Reading, model: ds.File, params: Iterable[str]) -> N
         if name not in known and reading.source.list(f"{reading.save.folder}zero/{name}"):
             raise Corrupt(
                 f"{reading.where}zero/{name}: the folder of a parameter that neither param_shapes nor module lists, so nothing "
-                "would read it. The files are of different saves, or one was changed."
+                "would read it. The files are from different saves, or one was changed."
             )
 
 

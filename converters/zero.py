@@ -121,7 +121,7 @@ def _optims(reading: Reading, world: int, flats: str, base: str, count: int) -> 
         if len(masters) != count or not all(_is_flat(t) for t in masters):
             raise Corrupt(f"{f.what}: {flats} are not {count} flat tensors, as param_shapes says.")
         if out and [t.dtype for t in masters] != [t.dtype for t in out[0].masters]:
-            raise Corrupt(f"{f.what}: {flats} have other dtypes than rank 0's. The files are of different saves.")
+            raise Corrupt(f"{f.what}: {flats} have other dtypes than rank 0's. The files are from different saves.")
         found = f.get(base, (dict, list), whole)
         if isinstance(found, list):  # elastic_checkpoint: the state of each group, no param_groups
             state, groups = dict(enumerate(found)), None
@@ -138,7 +138,7 @@ def _optims(reading: Reading, world: int, flats: str, base: str, count: int) -> 
         out.append(_Optim(f, whole, masters, state, groups))
         if not ds.alike(out[0].groups, groups) or _slots(out[0].state) != _slots(state):
             what = "param_groups" if _slots(out[0].state) == _slots(state) else "the slots of the optimizer"
-            raise Corrupt(f"{f.what}: {what} differ from rank 0's. The files are of different saves.")
+            raise Corrupt(f"{f.what}: {what} differ from rank 0's. The files are from different saves.")
     reading.rest.update(ds.scaler(out[0].whole))
     return out
 
@@ -224,7 +224,7 @@ def _shared(reading: Reading, files: list[File], values: list[Any], what: str) -
     for f, value in zip(files, seen, strict=True):
         if value != seen[0]:
             raise Corrupt(
-                f"{f.what}: {what} is {short(value)}, rank 0 has {short(seen[0])}. The files are of different saves; "
+                f"{f.what}: {what} is {short(value)}, rank 0 has {short(seen[0])}. The files are from different saves; "
                 "fetch all of one save again."
             )
     return reading.whole(files[0], first, ()) if isinstance(first, StoredTensor) else first
@@ -277,7 +277,7 @@ def _read_stage12(reading: Reading, model: File) -> Checkpoint:
                 raise Corrupt(
                     f"{o.file.what}: flat tensor {g} has {t.shape[0]} elements; the {len(shapes[g])} parameters that "
                     f"param_shapes puts into it leave {' or '.join(map(str, sorted(lengths(rank, g))))} for rank {rank} "
-                    f"of {world}. The files are of different saves."
+                    f"of {world}. The files are from different saves."
                 )
     _masters(reading, optims, flats)
     reading.take_module([model])
@@ -336,7 +336,7 @@ def _parts(optims: list[_Optim], shapes: Groups) -> tuple[list[int], list[list[i
     key = "param_alignment_paddings"
     stated = whole.get(key) or [[0] * len(s) for s in shapes]
     if any(o.whole.get(key) != whole.get(key) for o in optims):
-        raise Corrupt(f"{optims[0].file.what}: {key} differs between ranks. The files are of different saves.")
+        raise Corrupt(f"{optims[0].file.what}: {key} differs between ranks. The files are from different saves.")
     if not isinstance(stated, list) or not all(isinstance(p, list) and all(type(k) is int for k in p) for p in stated):
         raise Corrupt(f"{optims[0].file.what}: param_alignment_paddings is {short(stated)}.")
     if [len(p) for p in stated] != [len(s) for s in shapes] or any(k < 0 for p in stated for k in p):
@@ -349,7 +349,7 @@ def _parts(optims: list[_Optim], shapes: Groups) -> tuple[list[int], list[list[i
         if have > part:
             raise Corrupt(
                 f"{optims[0].file.what}: a rank holds {have} elements of flat tensor {g}, but the {len(group)} parameters "
-                f"that param_shapes puts into it are {raw}, {part} a rank. The files are of different saves."
+                f"that param_shapes puts into it are {raw}, {part} a rank. The files are from different saves."
             )
         parts.append(part)
     return parts, stated

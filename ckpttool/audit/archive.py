@@ -244,7 +244,7 @@ class Archive(Source):
             end = e.start + e.length
             hit = [n for n, p in self.plan.places.items() if p.at < end and e.start < p.at + p.nbytes]
             more = f" and {len(hit) - 1} more" if len(hit) > 1 else ""
-            raise Corrupt(f"{e} In these bytes lies {tarball.short(hit[0])}{more}." if hit else str(e)) from None
+            raise Corrupt(f"{e} These bytes belong to {tarball.short(hit[0])}{more}." if hit else str(e)) from None
 
     def identities(self) -> dict[str, Identity]:
         """Of the archive."""
@@ -370,7 +370,7 @@ def _sealed_facts(source: Source, file: str) -> Facts:
     parsed = sidecar.read(source, file)["archive"]
     kinds = {f.name: str(f.type) for f in fields(Facts)}
     if parsed.keys() != kinds.keys() or not all(_FITS[kind](parsed[name]) for name, kind in kinds.items()):
-        raise Corrupt(f"{source.root}/{sidecar.name(file)} is damaged: it does not say what a sidecar says.")
+        raise Corrupt(f"{source.root}/{sidecar.name(file)} is damaged: it is not what ckpttool writes.")
     return Facts(
         **{
             **parsed,

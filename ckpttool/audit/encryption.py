@@ -148,7 +148,7 @@ class Encryptor:
 
     def _refuse_failed(self) -> None:
         if self._closed:
-            raise CkpttoolError("encryption was given up; the file that was written is incomplete.")
+            raise CkpttoolError("encryption was abandoned; the file that was written is incomplete.")
         if self._error is not None:
             raise CkpttoolError(f"encryption failed ({self._error}); the file that was written is incomplete.")
 

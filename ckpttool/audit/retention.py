@@ -61,7 +61,7 @@ def until(text: str, start: datetime) -> datetime:
             end = (end.replace(tzinfo=UTC) if end.tzinfo is None else end).astimezone(UTC)
     except (ValueError, OverflowError):
         raise UsageError(
-            f"{text!r} is not a retention; give 7y, 18m (months), 2w, 90d or a date like 2033-01-01."
+            f"{text!r} is not a retention period; give 7y, 18m (months), 2w, 90d or a date like 2033-01-01."
         ) from None
     if end <= start:
         raise UsageError(f"The retention ends at {stamp(end)}, which has passed; it is {stamp(start)}.")

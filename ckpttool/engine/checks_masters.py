@@ -80,7 +80,7 @@ def masters(at: Examined, progress: Progress) -> list[Finding]:
     more = f"; and {len(found) - _SHOWN:,} more" if len(found) > _SHOWN else ""
     text = (
         f"{len(found):,} of {len(pairs):,} fp32 masters do not round to the weights beside them. {'; '.join(rows)}{more}. The model computes with the "
-        "weights, and training goes on from the masters, so they are of different steps, or one of the two was changed or restored in part. Take "
+        "weights, and training goes on from the masters, so they are from different steps, or one of the two was changed or restored in part. Take "
         "another copy of this step, or an earlier step"
     )
     return [Finding("masters", DAMAGE, None, tuple(found), text)]

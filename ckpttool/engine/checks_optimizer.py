@@ -46,7 +46,7 @@ def param_groups(at: Examined, other: Checkpoint, like: str) -> list[Finding]:
     texts = differences(here, there)
     if without := [n for n in _without_state(at.ckpt, here) if n in _with_state(other)]:
         texts.append(
-            f"{len(without):,} parameters have no optimizer state here but have some there, first {without[0]}"
+            f"{len(without):,} parameters have no optimizer state here, but have some there, first {without[0]}"
         )
     if not texts:
         return []
@@ -140,7 +140,9 @@ def mixed_steps(at: Examined) -> list[Finding]:
     together = [name for name, step in known if step == most]
     text = ", ".join(f"{name} has step {step:,}" for name, step in known)
     renamed = not ahead and optimizer in (None, counter)
-    text += ": the folder was renamed, or they are of different saves" if renamed else ": they are of different saves"
+    text += (
+        ": the folder was renamed, or they are from different saves" if renamed else ": they are from different saves"
+    )
     if votes > 1:
         text += f"; {' and '.join(together)} are of step {most:,}"
     return [Finding("mixed-steps", NOTE if renamed else DAMAGE, None, (), text)]

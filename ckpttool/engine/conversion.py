@@ -264,8 +264,10 @@ def _convert(
             raise
         notes = [*ckpt.notes, *draft.notes, *said]
         if not source.has_versions():
-            notes.append("the server tells no version of its files: a change while they were read would not be noticed")
-        read_again = "" if verify or built is None else "; the result was read back, as always then"
+            notes.append(
+                "the server gives no versions of its files: a change while they were read would not be noticed"
+            )
+        read_again = "" if verify or built is None else "; so the result was read back"
         if again:
             notes.append(f"continued an interrupted run: {again} parts were filled{read_again}")
         elif done:

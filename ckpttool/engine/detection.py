@@ -424,7 +424,7 @@ def _files(inside: Source, names: Iterable[str]) -> Iterator[tuple[str, int]]:
 
 
 _NO_TRAINER_STATE = "no trainer_state.json, which Trainer writes last"
-_STILL_WRITTEN = "its name is that of a save that has not ended"
+_STILL_WRITTEN = "its name is that of an unfinished save"
 
 
 def _lacks(inside: Source, names: list[str], name: str, layout: Layout | None) -> Iterator[str]:
@@ -450,7 +450,7 @@ def _lacks(inside: Source, names: list[str], name: str, layout: Layout | None) -
             yield _STILL_WRITTEN
         return
     if re.fullmatch(_TEMPORARY, name) or ".incomplete" in names:  # the latter of NeMo AutoModel
-        yield _STILL_WRITTEN if re.fullmatch(_TEMPORARY, name) else "has .incomplete: the save has not ended"
+        yield _STILL_WRITTEN if re.fullmatch(_TEMPORARY, name) else "has .incomplete: the save did not finish"
     if layout.name == "veomni" and "model" in names and "checkpoint_manifest.json" not in names:
         yield "no checkpoint_manifest.json, which VeOmni writes last"
     if layout.name == "megatron":

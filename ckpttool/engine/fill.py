@@ -118,7 +118,7 @@ def fill(
         except Altered:
             destination.begin_anew()
             destination.messages.append(
-                f"what an interrupted run left in {destination.place} was not what it had written; it was made anew"
+                f"what an interrupted run left in {destination.place} was not what it had written; it was written again"
             )
         finally:
             run.close()

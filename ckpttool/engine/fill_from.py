@@ -37,12 +37,12 @@ def filled(opened: OpenCheckpoint, path: str, only: tuple[str, ...] | None) -> N
             of = theirs.tensors.get(name)
             if of is not None and of.shape != t.shape:
                 raise Unsupported(
-                    f'{argument("fill_from", path)} is not of the same run: "{name}" is {list(of.shape)} there and {list(t.shape)} '
+                    f'{argument("fill_from", path)} is not from the same run: "{name}" is {list(of.shape)} there and {list(t.shape)} '
                     "here. Give another step of this run."
                 )
         if not ckpt.tensors.keys() & theirs.tensors.keys():
             raise Unsupported(
-                f"{argument('fill_from', path)} is not of the same run: it has no tensor of this checkpoint. Give another step of this run."
+                f"{argument('fill_from', path)} is not from the same run: it has no tensor of this checkpoint. Give another step of this run."
             )
     except BaseException:
         other.source.close()

@@ -252,10 +252,10 @@ def _without_optimizer(ckpt: Checkpoint) -> str:
         return f"no optimizer state in the files that were read; not looked into: {listed(aside)}"
     if data := unnamed_optimizer_state(ckpt):
         return (
-            f"the optimizer calls the parameters otherwise than the weights, so its {len(data)} tensors are carried as data: its own trainer "
-            "resumes with them, other engines start the optimizer anew"
+            f"the optimizer names the parameters differently from the weights, so its {len(data)} tensors are carried as data: its own trainer "
+            "resumes with them, other engines start with a new optimizer"
         )
-    return "no optimizer state: training from here starts the optimizer anew"
+    return "no optimizer state: training from here starts with a new optimizer"
 
 
 def tensor_rows(ckpt: Checkpoint, names: Iterable[str]) -> list[dict[str, Any]]:

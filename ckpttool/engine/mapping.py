@@ -195,7 +195,7 @@ class _Mapping:
         groups, others = matched(self.plain, self.map, "model", way)
         for group in groups:
             if group.line.whole.axes is not None:
-                raise Unsupported(f'"{group.first}" is no tensor, and the map {self.map.name} says {group.line}.')
+                raise Unsupported(f'"{group.first}" is not a tensor, and the map {self.map.name} says {group.line}.')
             path = ("model", next(iter(resolved(group, {}, self.sizes, self.map).names.values())))
             self.values[joined(path)] = Value(path, self.plain[group.first].data)
         left: dict[str, list[str]] = {}

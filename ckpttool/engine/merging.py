@@ -229,7 +229,7 @@ def _adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool) -> dic
     own = adapters.own_component(ckpt)
     if not given and any(t.path[:2] == ("extra", "adapter") for t in ckpt.tensors.values()) and lora.seen(ckpt) is None:
         raise Unsupported(
-            f"{_shown(theirs)} holds an adapter beside weights that it is in already, as torchtune saves them. Write the weights with "
+            f"{_shown(theirs)} holds an adapter and weights that it is already merged into, as torchtune saves them. Write the weights with "
             "ckpttool convert, or merge the adapter into the base model that training began with: ckpttool adapter merge BASE "
             f"{_shown(theirs)} DST."
         )

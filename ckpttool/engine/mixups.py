@@ -218,12 +218,12 @@ def refuse_mixed_steps(ckpt: Checkpoint, source: Source) -> None:
         )
         if sure:
             raise Corrupt(
-                f"{ckpt.root}: {text}, and no file holds two different steps. The files are of different saves; fetch those of "
+                f"{ckpt.root}: {text}, and no file holds two different steps. The files are from different saves; fetch those of "
                 "one. If the parameters in one file were really trained for fewer steps, use "
                 f"{argument('allow_mixed_steps', True)}."
             )
     if text:
-        ckpt.notes.append(f"{text}: it was trained for fewer steps, or the file is of another save")
+        ckpt.notes.append(f"{text}: it was trained for fewer steps, or the file is from another save")
 
 
 def _said(step: float | int | None) -> str:

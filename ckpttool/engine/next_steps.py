@@ -29,7 +29,7 @@ def next_step(ckpt: Checkpoint, path: str) -> str:
             if ckpt.layout == "dcp" and "optim" in parts
             else ""
         )
-        return f"holds no weights: give the directory of the trainer that they lie in, if there is one{both}"
+        return f"holds no weights: give the directory of the trainer that they are in, if there is one{both}"
     if ckpt.layout in _OF_TRAINER:
         return _OF_TRAINER[ckpt.layout](ckpt, out, "optim" in parts)
     found = lora.seen(ckpt)
@@ -102,7 +102,7 @@ def _directory(name: str, trainer: str) -> Callable[[Checkpoint, str, bool], str
         if any(_OF_DEEPSPEED.fullmatch(n) for n in ckpt.files):
             return f"resumes in {trainer} with DeepSpeed at {_ranks(ckpt)}; at another world size: {out} --for deepspeed -n RANKS"
         if not optimizer:
-            return f"{trainer} starts the optimizer anew from these weights; {_for_hf(ckpt, out)}"
+            return f"{trainer} starts with a new optimizer from these weights; {_for_hf(ckpt, out)}"
         if has(r"pytorch_model_fsdp_rank\d+\.bin"):
             return f"resumes in {trainer} at {_ranks(ckpt)}; at another world size: {out} --for {name} -n RANKS"
         if has(r"pytorch_model_fsdp_\d+/"):
@@ -126,7 +126,7 @@ _OF_FSDP1 = {
 
 def _lightning(ckpt: Checkpoint, out: str, optimizer: bool) -> str:
     if not optimizer:
-        return f"Lightning starts the optimizer anew from these weights; {_for_hf(ckpt, out, ' --config MODEL')}"
+        return f"Lightning starts with a new optimizer from these weights; {_for_hf(ckpt, out, ' --config MODEL')}"
     return f"resumes at any world size in Lightning; nothing to convert ({_for_hf(ckpt, out, ' --config MODEL')})"
 
 
@@ -141,7 +141,7 @@ def _torchtitan(ckpt: Checkpoint) -> str:
 
 def _torchtune(ckpt: Checkpoint, out: str, optimizer: bool) -> str:
     if not any("recipe_state.pt" in n for n in ckpt.files):
-        return f"torchtune starts the optimizer anew from these weights; for transformers: {out} --to hf"
+        return f"torchtune starts with a new optimizer from these weights; for transformers: {out} --to hf"
     return f"resumes in torchtune with should_load_recipe_state=True; for transformers: {out} --to hf"
 
 

@@ -155,7 +155,7 @@ class OpenCheckpoint:
             ckpt.salvage = Salvage(lost.problems, before.missing | lost.missing, {**before.rebuilt, **lost.rebuilt})
         if not found.about(ckpt):
             ckpt.notes.append(
-                f"the digests in {RECORD} were not compared: it is about other files than {ckpt.files[0]}, which this "
+                f"the digests in {RECORD} were not compared: it describes other files than {ckpt.files[0]}, which this "
                 "checkpoint lies in"
             )
             return
@@ -307,7 +307,7 @@ def open_with(
         if folder and where.source.is_remote and UNFINISHED in where.source.list():
             raise Corrupt(
                 f"{where.source.root}: a conversion to this place was interrupted while its files became visible. Run it "
-                "again, or remove what lies there."
+                "again, or remove what is there."
             )
         found = layouts.find(options.source_layout) if options.source_layout else detection.detect(where)
         unused = refuse_unused(options, found.name, found.reader_uses) if check_hints else []

@@ -74,7 +74,7 @@ def send_rest(
             sent[name].pop(number, None)
         again += len(lost)
     raise RemoteError(
-        f"{destination.place}: parts that were sent are replaced by others, or are lost. Another run sends to the same place; run the "
+        f"{destination.place}: parts that were sent have been replaced or lost. Another run sends to the same place; run the "
         "command again when it has ended."
     )
 

@@ -139,8 +139,8 @@ def _plan(job: str) -> Plan:
     mine = plan_id(planned.opened.source, planned.draft, planned.target, reading, replace(writing, drop=False))
     if mine != said["plan"]:
         raise CkpttoolError(
-            f"this worker plans the conversion of {src} otherwise than the process that asked: another version of ckpttool, or files that "
-            "differ between the machines. Install the same version everywhere, on a file system that all of them see."
+            f"this worker plans the conversion of {src} differently from the process that asked: it has another version of ckpttool, or "
+            "sees other files. Install the same version everywhere, on a file system that all of them see."
         )
     return planned
 

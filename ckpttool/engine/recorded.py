@@ -113,7 +113,7 @@ def other_digests(ckpt: Checkpoint, names: list[str], total: int) -> Corrupt:
     chunks = ckpt.tensors[names[0]].chunks
     where = f" in {ckpt.files[chunks.file[0]]}" if len(chunks) else ""
     return Corrupt(
-        f"{ckpt.root}: {len(names)} of {total} tensors do not have the digest that was recorded of them, first "
+        f"{ckpt.root}: {len(names)} of {total} tensors do not have the digest that was recorded for them, first "
         f'"{names[0]}"{where}. They were damaged or changed after the record was written. Take another copy. If they were '
         f"changed on purpose, use {argument('ignore_recorded_digests', True)}, or remove the {RECORD} beside them."
     )

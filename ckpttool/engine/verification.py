@@ -207,7 +207,7 @@ def _verify_recorded(opened: OpenCheckpoint, found: Mapping[str, str], out: Veri
         return
     elif not record.about(ckpt):
         out.recorded = "other files"
-        out.notes = [f"digests were not compared: {RECORD} is about other files than {ckpt.files[0]}"]
+        out.notes = [f"digests were not compared: {RECORD} describes other files than {ckpt.files[0]}"]
         return
     else:
         expected = record.expected(ckpt, opened.only)

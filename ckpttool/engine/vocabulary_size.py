@@ -159,7 +159,7 @@ def _refuse_learned(ckpt: Checkpoint, source: Source, fqn: str, names: list[str]
     )
     raise Unsupported(
         f'{argument("vocab_size", size)}: of the last {total:,} rows of "{fqn}", {len(unlike):,} are not equal to the first of them, '
-        f"first row {size + unlike[0]:,}{also}. They were trained, so they are no padding, and cutting them would lose what was "
+        f"first row {size + unlike[0]:,}{also}. They were trained, so they are not padding, and cutting them would lose what was "
         "learned. Give the number of rows that the tokenizer needs."
     )
 

@@ -223,13 +223,13 @@ def _value(x: Any, depth: int) -> Any:
     if tag is None:
         return {k: _value(v, depth + 1) for k, v in x.items()}
     if len(x) != 1 or tag not in _TAGS:
-        raise ValueError(f"an object with the key {_shown(tag)!r}, which stands for nothing")
+        raise ValueError(f"an object with the unknown key {_shown(tag)!r}")
     return _TAGS[tag](x[tag], depth + 1)
 
 
 def _list(x: Any, depth: int) -> list[Any]:
     if type(x) is not list:
-        raise ValueError("something else where a list is due")
+        raise ValueError("something other than a list")
     return [_value(v, depth) for v in x]
 
 
@@ -244,13 +244,13 @@ def _dict(x: Any, depth: int) -> dict[Any, Any]:
 
 def _pairs(x: Any, depth: int) -> list[tuple[Any, Any]]:
     if type(x) is not list:
-        raise ValueError("something else where pairs are due")
+        raise ValueError("something other than pairs")
     return [_pair(row, depth) for row in x]
 
 
 def _string(x: Any) -> str:
     if type(x) is not str:
-        raise ValueError("something else where text is due")
+        raise ValueError("something other than text")
     return x
 
 
@@ -268,7 +268,7 @@ def _float(x: Any) -> float:
 def _complex(x: Any, depth: int) -> complex:
     real, imaginary = _list(x, depth)
     if type(real) is not float or type(imaginary) is not float:
-        raise ValueError("a complex number of something else than floats")
+        raise ValueError("a complex number that is not made of floats")
     return complex(real, imaginary)
 
 

@@ -110,7 +110,7 @@ def pull_with(
     if set(result.digest) == {"all", "model"} and not aside:
         notes.append("the repository contains only weights: training from it starts with a new optimizer")
     if expected and not result.compared:
-        notes.append(f"{RECORD} in the repository is of other weights than these, so there were no digests to compare")
+        notes.append(f"{RECORD} in the repository belongs to other weights, so there were no digests to compare")
     return Pulled(hub.url, state.commit, result.compared, notes, result)
 
 
@@ -128,7 +128,7 @@ def _expected(hub: Repository, state: RepositoryState, notes: list[str]) -> dict
         return {}
     if other is not None:
         notes.append(
-            f"{other} is not the file that {RECORD} speaks of: it was changed after the push. Digests were not compared"
+            f"{other} is not the file that {RECORD} describes: it was changed after the push. Digests were not compared"
         )
         return {}
     return tensors

@@ -183,7 +183,7 @@ class Push:
         """Everything that is known without reading tensors or uploading anything."""
         state = self.target.allowed(self.repository.look())
         if state is not None and self.target.needs_branch():
-            self.notes.append(f"the branch {self.revision} would be made")
+            self.notes.append(f"the branch {self.revision} would be created")
         elif state is not None and self.revision:
             state = self.repository.look(self.revision)
         if state is not None:

@@ -150,7 +150,7 @@ def base_names(names: Mapping[str, str]) -> dict[str, str]:
     for module in adapted:
         if f"{module}.weight" in names or f"{_ROOT}{module}.weight" in names:
             raise Unsupported(
-                f'"{module}.weight" lies beside the adapter of that module, and not as its base_layer: the adapter may be in it already. '
+                f'"{module}.weight" is stored next to the adapter of that module, not as its base_layer: the adapter may be merged into it already. '
                 "Give base model and adapter: ckpttool adapter merge BASE ADAPTER DST."
             )
     for name, stored in names.items():

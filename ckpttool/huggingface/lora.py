@@ -176,11 +176,11 @@ def scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
     alpha = _by_pattern(config, "alpha_pattern", module, config.get("lora_alpha"))
     if type(alpha) not in (int, float) or not math.isfinite(alpha):
         raise Corrupt(
-            f"adapter_config.json has no number as lora_alpha, but {str(alpha)[:40]!r}. It is not of this adapter, or damaged."
+            f"adapter_config.json has no number as lora_alpha, but {str(alpha)[:40]!r}. It does not belong to this adapter, or damaged."
         )
     if r != rank:
         raise Corrupt(
-            f'adapter_config.json gives "{module}" the rank {str(r)[:40]}, but its lora_A has {rank} rows. It is not of this adapter.'
+            f'adapter_config.json gives "{module}" the rank {str(r)[:40]}, but its lora_A has {rank} rows. It does not belong to this adapter.'
         )
     return float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
 
@@ -343,7 +343,7 @@ def _update(
     product, embedding = (b[0], a[1]), kinds["a"].endswith("lora_embedding_A")
     if a[0] != b[1]:
         raise Corrupt(
-            f'"{module}": lora_A {list(a)} and lora_B {list(b)} cannot be multiplied. They are not of one adapter.'
+            f'"{module}": lora_A {list(a)} and lora_B {list(b)} cannot be multiplied. They do not belong to one adapter.'
         )
     if embedding:
         transposed = True
@@ -353,12 +353,12 @@ def _update(
         transposed = target == product[::-1]
     if target != (product[::-1] if transposed else product):
         raise Corrupt(
-            f'"{module}": lora_B @ lora_A is {list(product)}, but the weight of the base model is {list(target)}. They are not of one model.'
+            f'"{module}": lora_B @ lora_A is {list(product)}, but the weight of the base model is {list(target)}. They do not belong to one model.'
         )
     if bool(config.get("use_dora")) != ("magnitude" in kinds):
         raise Corrupt(
             f'adapter_config.json has use_dora={bool(config.get("use_dora"))}, but "{module}" has {"a" if "magnitude" in kinds else "no"} '
-            "lora_magnitude_vector. It is not of this adapter."
+            "lora_magnitude_vector. It does not belong to this adapter."
         )
     return Update(
         adapter, module, kinds["a"], kinds["b"], kinds.get("magnitude"), scaling(config, module, a[0]), a[0], embedding, transposed

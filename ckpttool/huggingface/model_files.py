@@ -64,7 +64,7 @@ def _of_folder(source: Source, notes: list[str]) -> tuple[dict[str, Any] | None,
     files = {n: source.read_all(n, _MOST_BYTES) for n in names}
     packed = [n for n, data in files.items() if data.startswith(PACKED)]
     if packed:
-        notes.append(f"not taken along, being archives or arrays, which no tokenizer needs: {', '.join(packed)}")
+        notes.append(f"not copied: archives or arrays, which no tokenizer needs: {', '.join(packed)}")
     return found, {n: files[n] for n in names if n not in packed}
 
 

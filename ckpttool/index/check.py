@@ -50,7 +50,7 @@ def check_chunk(name: str, dtype: str, chunk: Chunk, file: str, file_bytes: int)
     if chunk.zstd is None and length != needed:
         raise Corrupt(
             f'{file}: a chunk of "{name}" is {length} bytes long, but {dtype} {list(chunk.shape)} needs {needed}. The file '
-            "and its index are not of the same checkpoint."
+            "and its index do not belong to the same checkpoint."
         )
 
 
@@ -82,7 +82,7 @@ def _check_tensor(ckpt: Checkpoint, name: str, t: TensorEntry) -> None:
         if (length != n and k not in c.zstd) if t.coding == "raw" else (length < n and t.coding == "torch.save"):
             raise Corrupt(
                 f'{ckpt.files[c.file[k]]}: a chunk of "{name}" is {length} bytes long, but {t.dtype} '
-                f"{c[k].shape} needs {n}. The file and its index are not of the same checkpoint."
+                f"{c[k].shape} needs {n}. The file and its index do not belong to the same checkpoint."
             )
 
 

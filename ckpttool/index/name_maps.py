@@ -227,7 +227,7 @@ def _ignored(rest: str, zero: bool, where: str) -> Ignored:
         return Ignored(_tensor(what, None, where), why, zero)
     name, _, dtype = name.strip().rpartition(" ")
     problem = UsageError(
-        f"{where}: {_cut(what)} is not NAME [axes] DTYPE with OTHER [axes], of ignore-zero, with the same variables and no axis that OTHER has not."
+        f"{where}: {_cut(what)} is not NAME [axes] DTYPE with OTHER [axes], of ignore-zero, with the same variables and no axis that OTHER lacks."
     )
     if not zero or dtype not in ITEMSIZE:
         raise problem
@@ -305,7 +305,7 @@ def _equation(sides: list[list[tuple[str, str | None]]], component: str | None, 
             raise UsageError(f"{where}: a tensor that is made of several needs axes.")
         return line
     if not stacked <= whole.axes.atoms:
-        raise UsageError(f"{where}: {', '.join(sorted(stacked - whole.axes.atoms))} is no axis of {whole.name}.")
+        raise UsageError(f"{where}: {', '.join(sorted(stacked - whole.axes.atoms))} is not an axis of {whole.name}.")
     sums = whole.axes.sums
     terms = [t for t in sums[0] if t != ("_",)] if sums else [()]
     if len(terms) != len(parts) or (sums and sums[0][: len(terms)] != tuple(terms)):

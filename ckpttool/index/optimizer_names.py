@@ -189,7 +189,7 @@ def _resolve_ids(
                 if ways
                 else f"no order of the {tensors} tensors of the model fits their shapes"
                 if tensors
-                else "nothing here tells the order of the parameters"
+                else "nothing here shows the order of the parameters"
             )
             + f". Give {argument('config')} the folder or id of the model, {argument('like')} a checkpoint of the same model whose "
             f"optimizer has names, or use {argument('only', ['model'])}."

@@ -172,7 +172,7 @@ class LocalDestination:
             return self.outcome
         earlier = partial.earlier_run(partial.read_journal(self.folder), self.plan)
         if (earlier is None or not earlier.done) and not self.filled:
-            return f"{self.target} is untouched. Too little was copied to be kept: the same command begins anew."
+            return f"{self.target} is untouched. Too little was copied to be kept: the same command starts over."
         return f"{self.target} is untouched. Run the same command again to continue, or remove {self.folder}."
 
     def explain(self, e: CkpttoolError) -> None:

@@ -77,7 +77,7 @@ class _Uploaded:
                 f"{self.place} is untouched. Run the same command again to continue: the store keeps the parts that were sent (and bills "
                 "them), until then or until a lifecycle rule of the bucket removes them."
             )
-        return f"{self.place} is untouched. Run the same command again; it begins anew, and removes the parts that were sent."
+        return f"{self.place} is untouched. Run the same command again; it starts over, and removes the parts that were sent."
 
     def explain(self, e: CkpttoolError) -> None:
         """Say that the new checkpoint is in place although its read-back failed, or how to continue."""
@@ -155,7 +155,7 @@ class ObjectDestination(_Uploaded):
         self.upload = Upload(url, force=force, lock=lock, expect_bytes=need_bytes, keep_parts=True)
         if lock and not self.upload.locked:
             self.messages.append(
-                "the bucket has no object lock, so retention and legal hold stand in the archive and in the ledger alone"
+                "the bucket has no object lock, so retention and legal hold are recorded only in the archive and the ledger"
             )
 
         self.sharable = self.upload.sharable
@@ -216,8 +216,8 @@ class PrefixDestination(_Uploaded):
         if self.in_place or not self.upload.showing:
             return super().again
         return (
-            f"Some objects below {self.place} are visible already, and what they replace is gone; ckpttool takes them for no "
-            "checkpoint. Run the same command again, which replaces them."
+            f"Some objects below {self.place} are visible already, and what they replace is gone; they are not a "
+            "checkpoint yet. Run the same command again, which replaces them."
         )
 
     def open_file(self, name: str, pool: WriterPool, existing: bool) -> ObjectFile:

@@ -89,7 +89,7 @@ class Cells:
         at = s3_object(url)
         if at is None:
             raise RemoteError(
-                f"{redact_url(url)}: this machine takes it for no S3 store; configure fsspec everywhere alike."
+                f"{redact_url(url)}: this machine does not take it for an S3 store; configure fsspec the same way everywhere."
             )
         self.at: S3Object = at
         self.upload, self.shared, self.size = upload, shared, shared.part_bytes

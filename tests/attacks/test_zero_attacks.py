@@ -48,7 +48,7 @@ from ckpttool.errors import CkpttoolError, Corrupt, Unsafe, Unsupported
 STATE = ("optimizer_state_dict", "state")
 GROUPS = ("optimizer_state_dict", "param_groups")
 FRAGMENT = ("frozen_param_fragments", "f")
-OTHER = "The files are of different saves"
+OTHER = "The files are from different saves"
 
 
 def masters(change: Any, *ranks: int) -> Any:
@@ -150,13 +150,13 @@ MISSING: dict[str, Case] = {
     "half a file": Case(z3(lambda t: os.truncate(t / OPTIM.format(1), 900)), Corrupt, "cut off or overwritten"),
     "a file of a rank that is not": Case(z3(lambda t: [copied(n.format(1), n.format(2))(t) for n in (MODEL3, OPTIM)]), Corrupt, "the save is of 2 ranks, but"),
     "an optimizer file of rank 7": Case(z3(copied(OPTIM.format(1), OPTIM.format(7))), Corrupt, "zero_pp_rank_7_mp_rank_00_optim_states.pt is there"),
-    "an optimizer file of rank 7 at stage 2": Case(z2(copied(OPTIM.format(1), OPTIM.format(7))), Corrupt, "is of another save"),
+    "an optimizer file of rank 7 at stage 2": Case(z2(copied(OPTIM.format(1), OPTIM.format(7))), Corrupt, "is from another save"),
     "both prefixes for one rank": Case(z3(copied(OPTIM.format(1), "bf16_" + OPTIM.format(1))), Corrupt, "both the optimizer file of rank 1"),
     "another prefix for one rank": Case(z3(renamed(OPTIM.format(1), "bf16_" + OPTIM.format(1))), Corrupt, "bf16_"),
     "both spellings of one rank": Case(z3(copied(OPTIM.format(1), "zero_pp_rank_1_mp_rank_00optim_states.pt")), Corrupt, "both the optimizer file of rank 1"),
     "rank 1 and rank 01": Case(z3(copied(OPTIM.format(1), OPTIM.format("01"))), Corrupt, "both the optimizer file of rank 1"),
     "rank 1 in Arabic digits too": Case(z3(copied(OPTIM.format(1), OPTIM.format("\u0661"))), Corrupt, ""),
-    "a rank of 200 digits": Case(z3(touched(OPTIM.format("1" + "0" * 200))), Corrupt, "is of another save"),
+    "a rank of 200 digits": Case(z3(touched(OPTIM.format("1" + "0" * 200))), Corrupt, "is from another save"),
     "a rank that is a folder": Case(z3(lambda t: (os.unlink(t / OPTIM.format(1)), os.mkdir(t / OPTIM.format(1)))), Unsafe, "is not a regular file"),
     "a rank that is a pipe": Case(z3(lambda t: (os.unlink(t / OPTIM.format(1)), os.mkfifo(t / OPTIM.format(1)))), Unsafe, "is not a regular file"),
     "a model file of tensor parallel rank 1": Case(z3(copied(MODEL3.format(1), "zero_pp_rank_1_mp_rank_01_model_states.pt")), Unsupported, "model parallel rank 1"),

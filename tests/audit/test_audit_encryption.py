@@ -418,7 +418,7 @@ def test_close_in_the_middle(key: Key, amount: int) -> None:
     encryptor = Encryptor(out.append, [key.public])
     encryptor.append(bytes(amount))
     encryptor.close()
-    with pytest.raises(CkpttoolError, match="given up"):
+    with pytest.raises(CkpttoolError, match="abandoned"):
         encryptor.append(b"x")
 
 

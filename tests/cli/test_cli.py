@@ -590,7 +590,7 @@ def test_an_interruption_before_anything_was_kept_does_not_promise_to_continue(t
         raise KeyboardInterrupt
 
     with pytest.raises(
-        Interrupted, match=r"is untouched\. Too little was copied to be kept: the same command begins anew"
+        Interrupted, match=r"is untouched\. Too little was copied to be kept: the same command starts over"
     ):
         ckpttool.convert(W3, tmp_path / "out", to="dcp", progress=stop)
     assert not (tmp_path / "out").exists()

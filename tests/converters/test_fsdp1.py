@@ -305,7 +305,7 @@ def test_exchanged_ranks_are_found_out(good: tuple[Path, str], tmp_path: Path) -
 def test_a_rank_there_twice_is_named(good: tuple[Path, str], tmp_path: Path) -> None:
     path, other = copied(good, tmp_path)
     shutil.copy(path / "local_rank1.pt", path / "local_rank_1.pt")
-    with pytest.raises(Corrupt, match="both of rank 1"):
+    with pytest.raises(Corrupt, match="both belong to rank 1"):
         opening.open(path, like=other)
 
 

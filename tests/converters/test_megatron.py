@@ -197,7 +197,7 @@ def test_a_segment_that_rounds_to_no_weight_is_refused(tmp_path: Path) -> None:
         return t
 
     source = altered("buckets_dp3", tmp_path / "source", {PARAM: one_more})
-    with pytest.raises(Unsupported, match="is no weight of the model") as e:
+    with pytest.raises(Unsupported, match="is not a weight of the model") as e:
         ckpttool.convert(source, tmp_path / "out.pt", to="full")
     assert PARAM.removesuffix(".param") in str(e.value) and "fully_reshardable" in str(e.value)
     ckpttool.convert(source, tmp_path / "out.pt", to="full", only=["model"])

@@ -491,7 +491,7 @@ def test_metadata_that_does_not_fit_is_damage(tmp_path: Path) -> None:
     for old, new in ((b'\\"KernelPreference\\"', b'\\"KernelPreferencf\\"'), (b'\\"scale\\"]', b'\\"scalf\\"]')):
         assert old in raw
         (tmp_path / "b.safetensors").write_bytes(raw.replace(old, new))
-        with pytest.raises(Corrupt, match=r"described otherwise than torchao does|is missing, a part of the"):
+        with pytest.raises(Corrupt, match=r"described differently from how torchao does it|is missing, a part of the"):
             ckpttool.inspect(tmp_path / "b.safetensors")
 
 

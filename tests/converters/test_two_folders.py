@@ -141,7 +141,7 @@ def test_automodel_s_adapter_becomes_one_of_peft(tmp_path: Path) -> None:
     optim = {"state": state, "param_groups": [{"lr": 0.1, "params": list(weights)}]}
     dcp.save({"optim": optim}, checkpoint_id=str(source / "optim"), no_dist=True)
     with pytest.raises(
-        Unsupported, match=r"holds an adapter only \(r=2, 1 module\), which is no model for from_pretrained"
+        Unsupported, match=r"holds an adapter only \(r=2, 1 module\), which from_pretrained cannot load alone"
     ):
         ckpttool.convert(source, tmp_path / "hf", to="hf")
     ckpttool.convert(source, tmp_path / "peft", to="hf", options=ckpttool.HfOptions(adapter=True))

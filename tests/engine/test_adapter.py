@@ -632,7 +632,7 @@ def test_options_about_an_adapter_that_make_no_sense_are_refused(tmp_path: Path)
 def test_weights_that_may_hold_the_adapter_already_are_not_merged_again(tmp_path: Path) -> None:
     state = {n.replace(".base_layer", ""): t for n, t in live_state(["default"]).items()}
     torch.save(state, tmp_path / "x.pt")
-    with pytest.raises(Unsupported, match="not as its base_layer: the adapter may be in it already"):
+    with pytest.raises(Unsupported, match="not as its base_layer: the adapter may be merged into it already"):
         ckpttool.adapter_merge(tmp_path / "x.pt", tmp_path / "out", lora_alpha=4)
 
 
@@ -695,7 +695,7 @@ def test_an_adapter_of_torchtune_is_taken_out_and_not_merged_into_weights_that_h
     for file in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "adapter" / file).read_bytes() == (epoch / file).read_bytes()
     with pytest.raises(
-        Unsupported, match="holds an adapter beside weights that it is in already, as torchtune saves them"
+        Unsupported, match="holds an adapter and weights that it is already merged into, as torchtune saves them"
     ):
         ckpttool.adapter_merge(epoch, tmp_path / "out")
     ckpttool.convert(epoch, tmp_path / "base", to="hf")  # any model of these shapes

@@ -77,7 +77,7 @@ def test_an_adapter_without_an_optimizer_is_offered_to_peft_and_not_to_transform
     for name in ("trainer_state.json", "adapter_model.safetensors", "adapter_config.json"):
         (tmp_path / name).write_bytes((source / name).read_bytes())
     assert ckpttool.inspect(tmp_path).next == (
-        f"Trainer starts the optimizer anew from these weights; for PEFT: ckpttool adapter extract {tmp_path} OUT"
+        f"Trainer starts with a new optimizer from these weights; for PEFT: ckpttool adapter extract {tmp_path} OUT"
     )
 
 

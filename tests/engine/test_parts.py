@@ -306,7 +306,7 @@ def test_a_worker_refuses_to_fill_what_it_would_plan_otherwise(tmp_path: Path) -
         request["fill"]["job"]["plan"] = "0" * 64
         return part_worker.run(json.dumps(request))
 
-    with pytest.raises(CkpttoolError, match=r"plans the conversion of .* otherwise than the process that asked"):
+    with pytest.raises(CkpttoolError, match=r"plans the conversion of .* differently from the process that asked"):
         convert(FSDP2, tmp_path / "out", "hf", workers=Workers(another))
 
 

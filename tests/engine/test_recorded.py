@@ -191,7 +191,7 @@ def test_a_save_of_a_later_step_in_the_same_folder_is_not_the_one_of_the_record(
     shutil.copytree(tmp_path / "later" / "global_step9", src / "global_step9")
     (src / "latest").write_text("global_step9")
     done = ckpttool.convert(src, tmp_path / "out", to="dcp", world_size=1)
-    assert any("is about other files than global_step9/" in n for n in done.notes) and not done.compared
+    assert any("describes other files than global_step9/" in n for n in done.notes) and not done.compared
     assert ckpttool.verify(src, read_data=True).recorded == "other files"
 
 

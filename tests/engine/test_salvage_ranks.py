@@ -176,7 +176,7 @@ def test_fill_from_refuses_another_model_and_a_checkpoint_that_is_whole(tmp_path
     assert ckpttool_here(*words, tmp_path / "step-3").returncode == 2  # without --salvage
     torch.save({"model": {"0.weight": torch.zeros(2, 2), "x": torch.zeros(3)}}, tmp_path / "other.pt")
     done = ckpttool_here(*words, tmp_path / "other.pt", "--salvage")
-    assert done.returncode == 3 and "not of the same run" in done.stderr
+    assert done.returncode == 3 and "not from the same run" in done.stderr
     torch.save({"model": {"x": torch.zeros(3)}}, tmp_path / "other.pt")
     assert "no tensor of this checkpoint" in ckpttool_here(*words, tmp_path / "other.pt", "--salvage").stderr
     assert not (tmp_path / "new").exists()

@@ -116,7 +116,7 @@ def test_weights_that_somebody_changed_later_are_not_compared(hub: Hub, tmp_path
     hub.commit("org/name", {"model.safetensors": other(hub.bytes_at("org/name", "model.safetensors"))})
     done = pull(URL, tmp_path / "b", world_size=1)
     assert not done.compared and any(
-        "model.safetensors is not the file that ckpttool.json speaks of" in n for n in done.notes
+        "model.safetensors is not the file that ckpttool.json describes" in n for n in done.notes
     )
     assert done.result.digest != digest(LLAMA)
     hub.repos.clear()
@@ -129,7 +129,7 @@ def test_weights_that_somebody_changed_later_are_not_compared(hub: Hub, tmp_path
     record["files"] = {}
     hub.commit("org/name", {"ckpttool.json": json.dumps(record).encode()})
     done = pull(URL, tmp_path / "g", world_size=1)
-    assert not done.compared and any("is of other weights than these" in n for n in done.notes)
+    assert not done.compared and any("belongs to other weights" in n for n in done.notes)
     hub.commit("org/name", {"ckpttool.json": b"[]"})
     assert any("is not what a push writes" in n for n in pull(URL, tmp_path / "c", world_size=1).notes)
     hub.commit("org/name", {"ckpttool.json": b"[" * 100_000})

@@ -685,7 +685,7 @@ def test_dry_run_sends_nothing(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert not hub.repos and not (tmp_path / "cache").exists()
     hub.commit("org/name", {"config.json": (Path(CONFIG) / "config.json").read_bytes()})
     second = push(str(DCP), URL, config=CONFIG, revision="new", dry_run=True)
-    assert not second.created and any("branch new would be made" in n for n in second.notes)
+    assert not second.created and any("branch new would be created" in n for n in second.notes)
     assert {m for m, *_ in hub.seen} == {"GET"} and list(hub.repos["org/name"].refs) == ["main"]
     monkeypatch.undo()
 
@@ -992,7 +992,7 @@ def test_a_folder_with_a_secret_or_a_pickle_is_not_pushed(hub: Hub, tmp_path: Pa
     for name in ("tokenizer.pkl.gz", "tokenizer.npy"):
         (tmp_path / "src" / name).write_bytes(gzip.compress(pickle.dumps({})))
     done = push(str(tmp_path / "src"), URL)
-    assert any("not taken along" in n and "tokenizer.npy, tokenizer.pkl.gz" in n for n in done.notes)
+    assert any("not copied" in n and "tokenizer.npy, tokenizer.pkl.gz" in n for n in done.notes)
     assert not any(n.startswith("tokenizer.") for n in head(hub))
 
 

@@ -250,7 +250,7 @@ def test_literal_bytes_that_are_others_and_files_that_are_shorter_are_made_anew(
                 with open(file, "r+b") as f:
                     harm(f)
         done = ckpttool.convert(src, dst, **how)
-        assert "was made anew" in said(done) and "continued" not in said(done)
+        assert "was written again" in said(done) and "continued" not in said(done)
         assert contents(dst) == want and beside(dst) == []
         partial.shutil.rmtree(dst) if dst.is_dir() else dst.unlink()
 
@@ -309,7 +309,7 @@ def test_a_source_that_is_far_away_is_not_read_twice(src: Path, dst: Path, monke
         data[3000] ^= 1
         file.write_bytes(data)
     done = ckpttool.convert(src, dst, **HOW)
-    assert "was made anew" in said(done) and same(src, dst)
+    assert "was written again" in said(done) and same(src, dst)
 
 
 def test_frames_of_an_archive_are_unfolded_and_compared(src: Path, dst: Path) -> None:
@@ -328,7 +328,7 @@ def test_frames_of_an_archive_are_unfolded_and_compared(src: Path, dst: Path) ->
         if harm:
             harm(left)
         notes = "\n".join(export(src, str(archive), how, in_ledger=False, verify=False).result.notes)
-        assert ("made anew" in notes) == (harm is spoil_frame)
+        assert ("written again" in notes) == (harm is spoil_frame)
         assert ("continued" in notes) == (harm is not spoil_frame)
         assert archive.read_bytes() == want.read_bytes() and beside(archive) == []
         archive.unlink()

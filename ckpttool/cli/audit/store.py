@@ -73,7 +73,7 @@ def _short(signer: str) -> str:
 
 @about(
     (
-        "What would go? Nothing is deleted",
+        "What would be deleted? Deletes nothing",
         "ckpttool audit prune store --keep-last 2 --keep-within 90d --keep-every 1000 --dry-run",
     ),
     ("Keep the newest two of every run", "ckpttool audit prune store --keep-last 2"),
