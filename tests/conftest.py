@@ -18,6 +18,7 @@ from ckpttool.huggingface import hub_names, model_names
 # A job in the background of a shell has SIGINT ignored, and hands that on to every child that a test interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored, in the same way
 
 # The same examples in every run; `pytest --hypothesis-profile=long` throws dice, and more of them.
 settings.register_profile(

@@ -136,6 +136,9 @@ def test_beats_say_the_stage_the_stack_and_how_long_nothing_moved(tmp_path: Path
     assert falls >= 2, [b.quiet for b in published]
     assert watch.with_stage(Beat(3), str(tmp_path / "stage")).what == "a stage"
     assert watch.parsed(watch.written(last)) == last
+    ends = time.monotonic() + 30  # `beating` waits two periods, here 0.2 s, less than a busy machine may take
+    while "ckpttool-pulse" in {t.name for t in threading.enumerate()} and time.monotonic() < ends:
+        time.sleep(0.01)
     assert "ckpttool-pulse" not in {t.name for t in threading.enumerate()}
 
 
