@@ -55,13 +55,15 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         if ckpt.origin:
             notes = ["the keys are model, optimizer, ...: those of the source cannot be names of files"]
         tree = {(_ITEMS.get(str(p[0]), p[0]), *p[1:]): leaf for p, leaf in ckpt.leaves().items()}
-    may_share = {n: t for n, t in ckpt.tensors.items() if t.path[0] != "optim"}
     cast = {n: options.cast(n, t.dtype) for n, t in ckpt.tensors.items()}
-    same = {n: o for n, o in tied_weights(may_share).items() if cast[n] == cast[o]}
-    out = _Writing(ckpt, world, cast, same)
     items: dict[str, dict[Path, Any]] = {}
     for path, leaf in tree.items():
         items.setdefault(str(path[0]), {})[path[1:]] = leaf
+    same: dict[str, str] = {}
+    for leaves in items.values():  # an item is a file, and files share no storage
+        held = {joined(x.path): x for x in leaves.values() if isinstance(x, TensorEntry) and x.path[0] != "optim"}
+        same |= {n: o for n, o in tied_weights(held).items() if cast[n] == cast[o]}
+    out = _Writing(ckpt, world, cast, same)
     for name, leaves in items.items():
         if ROLES.get(name) in ("model", "optim"):
             out.cut(name, leaves)
@@ -134,7 +136,7 @@ class _Writing:
         keys: list[dict[str, str]] = []  # {name: its storage} in the file of each rank
         for rank in range(self.world):
             tree: dict[Path, Any] = {p: x for p, x in leaves.items() if p not in held}
-            here = [n for n in owners if self._bytes(n, rows[n], rank)]
+            here = [n for n in owners if self._bytes(n, rows[n], rank) or (not rank and not self.ckpt.tensors[n].numel)]
             keys.append({n: str(k) for k, n in enumerate(here)})
             sizes = {keys[rank][n]: self._bytes(n, rows[n], rank) for n in here}
             for path, name in held.items():
@@ -152,12 +154,10 @@ class _Writing:
             for rank in range(self.world):
                 n = self._bytes(name, rows[name], rank)
                 shape = (rows[name][rank], *t.shape[1:]) if rows[name] else t.shape
-                if n:
+                if name in keys[rank]:
                     start = (at, *[0] * (len(t.shape) - 1)) if rows[name] else (0,) * len(t.shape)
                     chunks.add(start, shape, numbers[rank], self.files.offset(numbers[rank], keys[rank][name]), n)
                     at += shape[0] if rows[name] else 0
-            if not t.numel:  # no bytes, but a place
-                chunks.add((0,) * len(t.shape), t.shape, numbers[0], self.files.end_of_head(numbers[0]), 0)
             self._placed(name, name, chunks)
         for name in (n for n in held.values() if n in self.same):
             self._placed(name, name, self.tensors[self.same[name]].chunks)
@@ -165,33 +165,26 @@ class _Writing:
     def put(self, item: str, rank: int, leaves: Mapping[Path, Any], first: bool) -> None:
         """The file of an item on one rank, with whole tensors; of later ranks they are copies."""
         tree: dict[Path, Any] = {}
+        keys: dict[str, str] = {}  # {name: its storage}
         sizes: dict[str, int] = {}
-        names: list[str] = []
+        tied: list[str] = []
         for path, x in leaves.items():
             if isinstance(x, TensorEntry):
                 name = joined(x.path)
                 dtype = self.cast[name]
-                if not x.numel:
-                    tree[path] = Inline(dtype, x.shape, b"")
-                    if first:
-                        names.append(name)
-                    continue
-                key = str(len(sizes))
-                sizes[key] = x.numel * ITEMSIZE[dtype]
-                tree[path] = TensorRef(dtype, x.shape, key, x.numel)
-                names.append(name)
+                if name in self.same:
+                    tied.append(name)
+                else:
+                    sizes[keys.setdefault(name, str(len(sizes)))] = x.numel * ITEMSIZE[dtype]
+                tree[path] = TensorRef(dtype, x.shape, keys[self.same.get(name, name)], x.numel)
             else:
                 tree[path] = x
         number = self.files.add(f"{item}_{rank}.pt", tree[()] if list(tree) == [()] else nest(tree), sizes)
-        keys = iter(sizes)
-        for name in names:
-            t = self.ckpt.tensors[name]
-            if t.numel:
-                key = next(keys)
-                chunks = Chunks.whole(t.shape, number, self.files.offset(number, key), sizes[key])
-            else:
-                chunks = Chunks.whole(t.shape, number, self.files.end_of_head(number), 0)
+        for name, key in keys.items():
+            chunks = Chunks.whole(self.ckpt.tensors[name].shape, number, self.files.offset(number, key), sizes[key])
             self._placed(name if first else f"replica.{rank}.{name}", name, chunks)
+        for name in tied if first else ():
+            self._placed(name, name, self.tensors[self.same[name]].chunks)
 
     def _placed(self, name: str, of: str, chunks: Chunks) -> None:
         t = self.ckpt.tensors[of]

@@ -15,6 +15,7 @@ from ckpttool.index.checkpoint import Checkpoint, TensorEntry, joined, tied_weig
 from ckpttool.index.composites import MARK, Composite, class_of, composites
 from ckpttool.index.draft import Draft, DraftFile, Dropped
 from ckpttool.index.fqns import without_prefix
+from ckpttool.index.names import without_weights
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
@@ -182,8 +183,8 @@ def write_file(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft
     config, extra = _config_files(ckpt, source, options, [])
     if config is None:
         notes.append(
-            "no config.json next to the source: names are written as they are in memory, and tied weights twice; give "
-            f"{argument('config')} a folder or a model id"
+            "no config.json next to the source: names are written as they are in memory, and tied weights twice unless they "
+            f"share bytes in the source; give {argument('config')} a folder or a model id"
         )
     else:
         notes.append(
@@ -235,7 +236,7 @@ def _weights(
     objects = {joined(c.path[1:]): c for c in composites(ckpt).values() if c.path[0] == "model"}
     model = _shown(ckpt, objects)
     if not model:
-        raise Unsupported("the checkpoint holds no model weights, and hf holds nothing else.")
+        raise Unsupported(f"the checkpoint holds no model weights, and hf holds nothing else.{without_weights(ckpt)}")
     if objects and options.of(HfOptions).include_optimizer:
         raise Unsupported(
             f'"{next(iter(objects))}" is a {class_of(next(iter(objects.values())).about)}: hf holds quantised weights without the optimizer. Leave '

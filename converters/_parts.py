@@ -31,6 +31,7 @@ from ckpttool.index.checkpoint import (
     Unread,
     Value,
     joined,
+    same_value,
 )
 from ckpttool.index.composites import Composite, place_composite, shape_of
 from ckpttool.index.draft import Draft
@@ -384,7 +385,7 @@ def _data(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) -
     for path, leaf in leaves.items():
         if part.layout == DATA:
             path = _place(part, path)
-            if part.rank and (known := whole.values.get(joined(path))) is not None and known.data == leaf:
+            if part.rank and (known := whole.values.get(joined(path))) is not None and same_value(known.data, leaf):
                 continue
             if part.rank and (joined(path) in whole.tensors or joined(path) in whole.values):
                 path = ("extra", "per_rank", part.rank, *path)

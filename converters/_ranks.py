@@ -23,7 +23,7 @@ from ckpttool.formats.pickles import Opaque, short
 from ckpttool.formats.sharded import Shards, is_sharded, shards_of, stand_ins
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index import boxes
-from ckpttool.index.checkpoint import Chunks, Extent, Path, Record, TensorEntry
+from ckpttool.index.checkpoint import Chunks, Extent, Path, Record, TensorEntry, same_value
 from ckpttool.index.names import COMPONENTS
 from ckpttool.storage.source import ReadAt, Source
 
@@ -391,7 +391,7 @@ def slot_of(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> An
         return replicated(files, [r for r, _ in there], name, [x for _, x in there])
     stated = [scalar(files, r.file, x) for r, x in there]
     for (r, _), value in zip(there, stated, strict=True):
-        if value != stated[0]:
+        if not same_value(value, stated[0]):
             raise Corrupt(
                 f'{files.path(r.file)}: "{name}" is {shown(value)}, in {files.names[there[0][0].file]} it is '
                 f"{shown(stated[0])}. The files are from different steps; fetch the files of one save."
@@ -458,7 +458,7 @@ def _alike(files: Files, a: dict[Path, Any], b: dict[Path, Any]) -> bool:
         if isinstance(x, TensorEntry) and isinstance(y, TensorEntry):
             if (x.dtype, x.shape) != (y.dtype, y.shape) or _bytes(files, x) != _bytes(files, y):
                 return False
-        elif isinstance(x, TensorEntry) or isinstance(y, TensorEntry) or x != y:
+        elif isinstance(x, TensorEntry) or isinstance(y, TensorEntry) or not same_value(x, y):
             return False
     return True
 

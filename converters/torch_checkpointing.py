@@ -33,7 +33,7 @@ from ckpttool.formats.sharded import is_sharded, local_tensor
 from ckpttool.formats.stored_tensors import Storage, StoredTensor
 from ckpttool.formats.subclasses import is_subclass, taken_apart
 from ckpttool.index import boxes
-from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, joined, same_bytes
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, joined, same_bytes, same_value
 from ckpttool.index.composites import class_of, shape_of
 from ckpttool.index.names import ROLES, canonical
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_orders, late
@@ -355,7 +355,7 @@ class _Reading:
                 )
             data.append((r.rank, stored_tensors.inlined(x, self.files.reader(r.file), self.files.path(r.file))))
         out = {path: data[0][1]}
-        differ = [(rank, x) for rank, x in data[1:] if x != data[0][1]]
+        differ = [(rank, x) for rank, x in data[1:] if not same_value(x, data[0][1])]
         if differ:
             self.files.notes.append(
                 f"ranks differ in {joined(path)}: the first rank's is kept under its name, the others' as extra.per_rank.<rank>"

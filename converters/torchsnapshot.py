@@ -51,6 +51,7 @@ from ckpttool.index.checkpoint import (
     TensorEntry,
     joined,
     same_bytes,
+    same_value,
 )
 from ckpttool.index.composites import shape_of
 from ckpttool.index.names import ROLES, canonical, with_canonical_keys
@@ -351,7 +352,7 @@ class _Reading:
                     or self._raw(x) != self._raw(y)
                 ):
                     return False
-            elif type(x) is not type(y) or x != y:
+            elif type(x) is not type(y) or not same_value(x, y):
                 return False
         return True
 

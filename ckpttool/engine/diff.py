@@ -14,7 +14,7 @@ from typing import Any
 
 from ..huggingface import lora
 from ..index import boxes
-from ..index.checkpoint import TensorEntry
+from ..index.checkpoint import TensorEntry, same_value
 from .dtypes import numpy_dtype
 from .executors import WorkersSpec
 from .fill import Progress, silent
@@ -122,7 +122,7 @@ def diff(
         adapters = [lora.seen(ckpt) for ckpt in (left, right)]
         out.adapter_a, out.adapter_b = (str(found) if found and found.alone else None for found in adapters)
         for n in left.values.keys() & right.values.keys():
-            if not _same_value(left.values[n].data, right.values[n].data):
+            if not same_value(left.values[n].data, right.values[n].data):
                 out.values[n] = (_text(left.values[n].data), _text(right.values[n].data))
         common: list[str] = []
         for n in left.tensors:
@@ -168,14 +168,6 @@ def _unequal(
             digests.append(digests_of(opened, path, options, workers, progress, "digest"))
     left, right = (opened.checkpoint.tensors for _, opened in (a, b))
     return [n for n in names if left[n].dtype != right[n].dtype or digests[0][n] != digests[1][n]]
-
-
-def _same_value(a: Any, b: Any) -> bool:
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):  # DCP turns tuples into lists in some places
-        return len(a) == len(b) and all(map(_same_value, a, b))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same_value(a[k], b[k]) for k in a)
-    return bool(a == b) or (a != a and b != b)
 
 
 def _text(x: Any) -> str:

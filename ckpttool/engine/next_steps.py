@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from ..huggingface import lora
 from ..index.checkpoint import Checkpoint
+from ..index.names import without_weights
 
 __all__ = ["next_step"]
 
@@ -29,6 +30,8 @@ def next_step(ckpt: Checkpoint, path: str) -> str:
             if ckpt.layout == "dcp" and "optim" in parts
             else ""
         )
+        if instead := without_weights(ckpt):
+            return f"holds no model that ckpttool knows.{instead}"
         return f"holds no weights: give the directory of the trainer that they are in, if there is one{both}"
     if ckpt.layout in _OF_TRAINER:
         return _OF_TRAINER[ckpt.layout](ckpt, out, "optim" in parts)

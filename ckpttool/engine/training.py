@@ -27,7 +27,7 @@ from ..errors import Corrupt, Unsupported
 from ..formats.stored_tensors import Inline
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, joined, tied_weights
 from ..index.draft import Dropped
-from ..index.names import original
+from ..index.names import original, without_weights
 from ..index.trees import nest
 from ..storage.buffers import IOBudget
 from ..storage.source import Source
@@ -82,7 +82,9 @@ def split_training_state(ckpt: Checkpoint, source: Source, trained: Iterable[str
     """
     model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
     if not model:
-        raise Unsupported("the checkpoint holds no model weights; an engine cannot start from the rest alone.")
+        raise Unsupported(
+            f"the checkpoint holds no model weights; an engine cannot start from the rest alone.{without_weights(ckpt)}"
+        )
     out = Training(model, [], [], [], {}, {}, {})
     _take_optimizer(ckpt, source, out)
     _take_rest(ckpt, out)
@@ -154,6 +156,13 @@ def _take_rest(ckpt: Checkpoint, out: Training) -> None:
     out.scheduler = nest(scheduler) if scheduler else None
     if leaves:
         out.rest = nest(leaves)
+    others = dict.fromkeys(
+        joined(p[1 : p.index("param_groups")]) for p in ckpt.leaves() if p[0] == "extra" and "param_groups" in p
+    )
+    if others:
+        out.notes.append(
+            f"optimizers that are not that of the model are kept, and no engine loads them: {_first(list(others))}"
+        )
 
 
 def _classify(ckpt: Checkpoint, source: Source, out: Training, told: frozenset[str]) -> None:
@@ -313,7 +322,13 @@ def shared_scalars(training: Training, params: Iterable[str], what: str) -> tupl
         none = [n for n in names if slot not in training.scalars.get(n, {})]
         for n in names:
             if n not in none:
+                if not isinstance(training.scalars[n][slot], (int, float, Inline)):
+                    why = "neither a tensor nor a number, which is what an engine keeps for a flat tensor"
+                    dropped.append(Dropped(f"optim.state.{n}.{slot}", 0, why))
+                    continue
                 counts.setdefault(repr(training.scalars[n][slot]), []).append(n)
+        if not counts:
+            continue
         most = max(counts.values(), key=len)
         out[slot] = training.scalars[most[0]][slot]
         for others in (*counts.values(), none):

@@ -101,11 +101,6 @@ class TorchFiles:
         assert isinstance(f, _File)
         return f.places[key]
 
-    def end_of_head(self, file: int) -> int:
-        """Where the bytes that are known end in a file: the place of a tensor without elements."""
-        f = self.files[file]
-        return len(f) if isinstance(f, bytes) else len(f.head)
-
     def sizes(self) -> list[int]:
         """Bytes of every file; of those with records to come, a bound."""
         out = []

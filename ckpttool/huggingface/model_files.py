@@ -131,7 +131,8 @@ def beside(source: Source, given: str | None, notes: list[str]) -> tuple[dict[st
             return config, files
     notes.append(
         "no config.json beside the source: from_pretrained needs one, and without it names are written as they are in "
-        f"memory and tied weights twice; give {argument('config')} a folder or a model id"
+        "memory, and tied weights twice unless they share bytes in the source; give "
+        f"{argument('config')} a folder or a model id"
     )
     return None, {}
 

@@ -40,6 +40,7 @@ __all__ = [
     "joined",
     "orphaned_optimizer_state",
     "same_bytes",
+    "same_value",
     "tied_weights",
     "unnamed_optimizer_state",
 ]
@@ -392,6 +393,15 @@ def tied_weights(tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
             if first.setdefault(place, name) != name:
                 out[name] = first[place]
     return out
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two plain values are equal; NaN equals NaN, and a list the tuple with the same elements, which DCP makes of some."""
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(same_value, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same_value(a[k], b[k]) for k in a)
+    return bool(a == b) or (a != a and b != b)
 
 
 def same_bytes(a: TensorEntry, b: TensorEntry) -> bool:

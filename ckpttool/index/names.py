@@ -20,7 +20,8 @@ checkpoint needs no mapping. Shapes known: {"model", "optim"}; {"model_state_dic
 {"state_dict", "optimizer_states": [..]} (Lightning); {"app": {"model", "optim"}}; a bare state dict; an optimizer's own
 {"state", "param_groups"}; Composer's {"state": {"model", "optimizers", ...}, "rng"}; model keys at the root beside the optimizer (torchtitan); an optimizer flattened to "state.<fqn>.<slot>" and
 "param_groups.<fqn>.<key>" (StateDictOptions(flatten_optimizer_state_dict=True)); integer optimizer ids
-(`optimizer.state_dict()`), whose names are found by `name_order`.
+(`optimizer.state_dict()`), whose names are found by `name_order`. Under other keys, what lies there says what it is, if only
+one key has it: {"net": {"conv.weight": ...}, "opt": {"state", "param_groups"}}.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ __all__ = [
     "refuse_surrogates",
     "step_count",
     "with_canonical_keys",
+    "without_weights",
 ]
 
 COMPONENTS = ("model", "optim", "scheduler", "scaler", "rng", "dataloader", "trainer", "extra")
@@ -131,6 +133,11 @@ def canonical(
             notes.append(f'everything is under the key "{outer[0]}"; dcp and full keep it, other layouts do not')
             found = {p[1:]: v for p, v in found.items()}
     model_key, optim_key = _containers(found)
+    seen_model, seen_optim = _by_contents(found, shape_of, model_key, optim_key)
+    if seen_model != model_key:
+        notes.append(f'"{seen_model}" is taken for the model: it holds weights, and no other key does')
+    guessed = seen_optim != optim_key
+    model_key, optim_key = seen_model, seen_optim
     bare = tops == {"state", "param_groups"} and any(shape_of(leaf) is not None for leaf in found.values())
     out: dict[Path, Any] = {}
     raw_model: dict[str, Any] = {}
@@ -191,6 +198,14 @@ def canonical(
                 out.update((("extra", *p), leaf) for p, leaf in raw_optim.items())
                 origin = {("extra",): ()}
                 notes.append(f"the optimizer keeps its numbers, under extra: {e}")
+            elif guessed:
+                out.update((("extra", *p), leaf) for p, leaf in found.items() if p[0] == optim_key)
+                origin = {q: p for q, p in origin.items() if q[0] != "optim"} | {
+                    ("extra", optim_key): (*outer, optim_key)
+                }
+                notes.append(
+                    f'"{optim_key}" holds an optimizer that cannot be read as one, and is kept as it is, under extra: {e}'
+                )
             elif only is None or "optim" in only:
                 raise
     at_root = model_key is None and optim_key is not None
@@ -206,6 +221,47 @@ def _containers(found: Mapping[Path, Any]) -> tuple[Any, Any]:
         if role == "optim" and optim is None:
             optim = p[0]
     return model, optim
+
+
+def _by_contents(found: Mapping[Path, Any], shape_of: Any, model: Any, optim: Any) -> tuple[Any, Any]:
+    """The keys of model and optimizer, where only what lies under a key of the user's own says that it is one."""
+    inside: dict[Any, list[Path]] = {}
+    at_root = False
+    for p, leaf in found.items():
+        if not _is_known(str(p[0])) and p[0] not in COMPONENTS:
+            inside.setdefault(p[0], []).append(p[1:] if shape_of(leaf) is not None else (*p[1:], ""))
+            at_root = at_root or (len(p) == 1 and shape_of(leaf) is not None)
+    if model is None and not at_root:
+        models = [k for k, of in inside.items() if _are_weights(of)]
+        model = models[0] if len(models) == 1 else None
+    if optim is None and (model is not None or at_root):
+        optims = [k for k, of in inside.items() if _are_optimizer(of)]
+        optim = optims[0] if len(optims) == 1 else None
+    return model, optim
+
+
+def _are_weights(paths: Sequence[Path]) -> bool:
+    return all(len(p) == 1 for p in paths) and any(str(p[0]).endswith(".weight") for p in paths)
+
+
+def _are_optimizer(paths: Sequence[Path]) -> bool:
+    """Whether these are an optimizer's state and param groups, or those of the one in a list."""
+    if all(p and p[0] == 0 for p in paths):
+        paths = [p[1:] for p in paths]
+    return {p[0] for p in paths if p} | {"state"} == {"state", "param_groups"} and all(len(p) > 1 for p in paths)
+
+
+def without_weights(ckpt: Checkpoint) -> str:
+    """What a checkpoint without a model has instead: the user's own keys under which weights lie; "" if there are none."""
+    keys = dict.fromkeys(
+        joined(t.path[1:-1])
+        for t in ckpt.tensors.values()
+        if _are_weights([t.path[-1:]]) and len(t.path) > 2 and t.path[0] == "extra"
+    )
+    if not keys:
+        return ""
+    shown = ", ".join(f'"{k}"' for k in list(keys)[:4]) + (", ..." if len(keys) > 4 else "")
+    return f' Weights lie under {shown}; save those of the one model under "model", and its optimizer under "optim".'
 
 
 def _own(path: Path) -> int:

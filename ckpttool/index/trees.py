@@ -43,4 +43,18 @@ def _plain(x: Any) -> Any:
         if min(x) < 0 or last > 2 * len(x) + 64:
             raise Corrupt(f"a list with {len(x)} elements has one at position {last}.")
         return [_plain(x.get(k)) for k in range(last + 1)]  # DCP forgets an empty dict, which leaves a hole
-    return {int(k) if type(k) is Number else k: _plain(v) for k, v in x.items()}
+    out = {int(k) if type(k) is Number else k: _plain(v) for k, v in x.items()}
+    if out.keys() == {"state", "param_groups"} and isinstance(out["state"], dict):
+        out["state"] = _numbered(out["state"], out["param_groups"])
+    return out
+
+
+def _numbered(state: dict[Any, Any], groups: Any) -> dict[Any, Any]:
+    """The state of an optimizer whose groups number parameters, by those numbers: DCP and JSON have made text of them, and
+    `load_state_dict` passes over a key that no group lists."""
+    if not isinstance(groups, list) or not all(
+        isinstance(g, dict) and isinstance(g.get("params"), (list, tuple)) for g in groups
+    ):
+        return state
+    ids = {str(i): i for g in groups for i in g["params"] if type(i) is int}
+    return {ids[k] if type(k) is str and k in ids else k: v for k, v in state.items()}

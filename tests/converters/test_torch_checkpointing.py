@@ -77,6 +77,25 @@ def test_a_folder_of_dcp_becomes_one_with_items_and_comes_back(case: str, tmp_pa
     ckpttool.verify(tmp_path / "out", read_data=True)
 
 
+def test_items_besides_the_model_have_empty_tensors_ties_and_nan(tmp_path: Path) -> None:
+    none = torch.zeros(0, 4)
+    model = {"first": torch.ones(3), "between": none, "a": torch.ones(4, 2), "end": none}
+    model["tied"] = model["a"]
+    ema = {n: t + 1 for n, t in model.items()} | {"b": torch.zeros(2)}
+    ema["tied"] = ema["b"]
+    saved = {"model": model, "ema": ema, "shared": dict(model), "best": float("nan")}
+    torch.save(saved, tmp_path / "a.pt")
+    ckpttool.convert(tmp_path / "a.pt", tmp_path / "out", to="torch_checkpointing", world_size=3)
+    ckpttool.convert(tmp_path / "out", tmp_path / "back.pt", to="full")
+    back = load_full(tmp_path / "back.pt")
+    assert back.keys() == saved.keys() and back["best"] != back["best"]
+    for item in ("model", "ema", "shared"):
+        assert difference(back[item], saved[item]) == []
+        shared = torch.load(tmp_path / "out" / f"{item}_0.pt", weights_only=True)
+        owner = shared["b" if item == "ema" else "a"]
+        assert shared["tied"].untyped_storage().data_ptr() == owner.untyped_storage().data_ptr()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_to_hf_has_the_weights(case: str, tmp_path: Path) -> None:
     ckpttool.convert(JOBS / case / "ckpt", tmp_path / "out", to="hf")

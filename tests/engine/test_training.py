@@ -307,6 +307,51 @@ def test_two_steps_in_one_group_stop_a_conversion_unless_one_is_dropped(to: str,
     assert all(torch.equal(back[n]["exp_avg"], MODEL[n] * 2) for n in MODEL)
 
 
+@pytest.mark.parametrize("to", ["zero3", "zero2"])
+def test_state_that_is_neither_tensor_nor_number_stops_a_conversion_unless_dropped(to: str, tmp_path: Path) -> None:
+    state = optimizer(MODEL, list(MODEL))
+    for n in MODEL:
+        state["state"][n] |= {"GG": [[]], "kind": "soap"}
+    torch.save({"model": MODEL, "optim": state}, tmp_path / "in.pt")
+    with pytest.raises(Unsupported, match=r"cannot hold 6 of .*neither a tensor nor a number"):
+        ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, world_size=2)
+    done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, world_size=2, drop=True)
+    assert {name for name, *_ in done.dropped} == {f"optim.state.{n}.{s}" for n in MODEL for s in ("GG", "kind")}
+
+
+def test_a_model_and_an_optimizer_under_keys_of_the_user_s_own_reach_an_engine(tmp_path: Path) -> None:
+    state = {"state": {}, "param_groups": [{"lr": 0.1, "params": [0, 1, 2]}]}
+    state["state"] = {i: moments(t) for i, t in enumerate(MODEL.values())}
+    torch.save({"net": MODEL, "opt": state, "best": 0.5}, tmp_path / "in.pt")
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="zero3", world_size=2)
+    ckpttool.convert(tmp_path / "out", tmp_path / "back.pt", to="full")
+    back = load_full(tmp_path / "back.pt")
+    for i, n in enumerate(MODEL):
+        assert back["optim"]["state"][n]["exp_avg"].equal(state["state"][i]["exp_avg"]) and back["model"][n].equal(
+            MODEL[n]
+        )
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "again.pt", to="full")
+    again = load_full(tmp_path / "again.pt")
+    assert list(again) == ["net", "opt", "best"] and list(again["opt"]["state"]) == [0, 1, 2]
+
+
+def test_optimizers_that_no_engine_loads_are_named(tmp_path: Path) -> None:
+    state = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    found = parts(tmp_path, model=MODEL, optimizers=[state, state])
+    assert any("no engine loads them: optimizers.0, optimizers.1" in n for n in found.notes)
+
+
+@pytest.mark.parametrize("to", ["dcp", "audit", "hf"])
+def test_such_optimizers_have_their_numbers_after_any_way_round(to: str, tmp_path: Path) -> None:
+    state = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    torch.save({"model": MODEL, "optimizers": [state, state]}, tmp_path / "in.pt")
+    more = {"audit": {}, "dcp": {"world_size": 2}, "hf": {"options": ckpttool.HfOptions(include_optimizer=True)}}[to]
+    out = tmp_path / ("out.tar.zst" if to == "audit" else "out")
+    ckpttool.convert(tmp_path / "in.pt", out, to=to, **more)
+    ckpttool.convert(out, tmp_path / "back.pt", to="full")
+    assert [list(o["state"]) for o in load_full(tmp_path / "back.pt")["optimizers"]] == [[0], [0]]
+
+
 def test_two_steps_in_two_groups_are_kept(tmp_path: Path) -> None:
     state = optimizer(MODEL, ["a.weight"], ["a.bias", "b.weight"])
     state["state"]["a.weight"]["step"] = torch.tensor(9.0)

@@ -112,6 +112,34 @@ def test_a_bare_state_dict_is_a_model() -> None:
     assert names({"state_dict": MODEL}) == {"model.fc.weight": W, "model.fc.bias": B}
 
 
+def test_keys_of_the_user_s_own_are_known_by_what_lies_there() -> None:
+    usual = names({"model": MODEL, "optim": BY_NAME, "ema_decay": 0.9})
+    for tree in (
+        {"net": MODEL, "opt": BY_NAME},
+        {"net": MODEL, "solver": [BY_NAME]},
+        {"state_dict": MODEL, "opt": BY_NAME},
+    ):
+        assert names({**tree, "ema_decay": 0.9}) == usual
+    found = canonical(leaves({"net": MODEL, "opt": BY_NAME}), shape_of)
+    assert found.origin["model",] == ("net",) and found.origin["optim",] == ("opt",)
+    assert found.notes == ['"net" is taken for the model: it holds weights, and no other key does']
+
+
+def test_of_two_keys_with_weights_or_two_optimizers_none_is_taken() -> None:
+    two = {"critic": MODEL, "generator": MODEL, "opt": BY_NAME}
+    assert {n.split(".")[0] for n in names(two)} == {"extra"}
+    assert {n.split(".")[0] for n in names({"model": MODEL, "opt_a": BY_NAME, "opt_b": BY_NAME})} == {"model", "extra"}
+
+
+def test_an_optimizer_by_its_contents_whose_numbers_say_nothing_stays_what_it_was() -> None:
+    tree = {"net": {"a.weight": W, "b.weight": W}, "opt": {"state": {"0": ADAM}, "param_groups": [{"params": [0]}]}}
+    found = canonical(leaves(tree), shape_of)
+    assert {joined(p) for p in found.leaves if p[0] == "extra"} == {
+        "extra.opt.state.0.step", "extra.opt.state.0.exp_avg", "extra.opt.state.0.exp_avg_sq", "extra.opt.param_groups.0.params",
+    }  # fmt: skip
+    assert '"opt" holds an optimizer that cannot be read as one' in found.notes[-1]
+
+
 def test_an_optimizer_flattened_by_torch_is_put_together_again() -> None:
     flat: dict[str, Any] = {}
     for n, slots in (("fc.weight", ADAM), ("fc.bias", ADAM_B)):
@@ -540,6 +568,14 @@ def test_nest_builds_dicts_of_text_and_lists_of_numbers() -> None:
 )  # fmt: skip
 def test_a_tree_is_nested_again_from_its_leaves(tree: Any) -> None:
     assert nest(leaves(tree)) == tree
+
+
+def test_the_state_of_an_optimizer_that_numbers_parameters_has_numbers_again() -> None:
+    groups = [{"params": [0, 2], "lr": 0.1}]
+    by_text = {("a", "state", "0", "step"): 1, ("a", "state", "2", "step"): 2, ("a", "param_groups"): groups}
+    assert nest(by_text) == {"a": {"state": {0: {"step": 1}, 2: {"step": 2}}, "param_groups": groups}}
+    named = [{"params": ["0", "2"]}]
+    assert nest({**by_text, ("a", "param_groups"): named})["a"]["state"].keys() == {"0", "2"}
 
 
 def test_a_path_inside_a_leaf_is_an_error() -> None:
