@@ -27,7 +27,7 @@ from math import prod
 from typing import Any
 
 from ckpttool.bounded_json import parse
-from ckpttool.errors import Corrupt, Unsafe, Unsupported, argument
+from ckpttool.errors import Corrupt, Unsafe, Unsupported
 from ckpttool.formats import stored_tensors, torch_zip
 from ckpttool.formats.pickles import short
 from ckpttool.formats.stored_tensors import StoredTensor
@@ -111,17 +111,8 @@ class Reading:
         """Unpickle a file of the save."""
         self.names.append(self.save.folder + name)
         out = File(self.source, self.names[-1], len(self.names) - 1, dict_only)
-        first = torch_zip.saved_as(out.read_at, self.source.size(out.name))
-        if (
-            first is not None
-            and not self.options.allow_equal_ranks
-            and rank_of(f"{first}.pt") not in (None, rank_of(name))
-        ):
-            raise Corrupt(
-                f"{out.what}: the file was saved under the name {short(first)}, by another rank. It was copied over the file of "
-                "this rank, or exchanged with it; fetch the files again. If files are renamed on purpose, use "
-                f"{argument('allow_equal_ranks', True)}."
-            )
+        allowed = self.options.allow_equal_ranks
+        self.notes += torch_zip.refuse_other_rank(out.read_at, self.source.size(out.name), out.what, allowed)
         return out
 
     def seen(self, file: File, t: StoredTensor) -> StoredTensor:

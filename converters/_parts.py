@@ -367,12 +367,7 @@ def _data(source: Source, part: Part, options: ReadOptions, whole: Checkpoint) -
         leaves: dict[Path, Any] = {(str(k),): v for k, v in tree.items()} if isinstance(tree, dict) else {(): tree}
     else:
         read_at = source.reader_of(part.name)
-        if (why := torch_zip.saved_for_another(read_at, out.sizes[0], part.name)) is not None:
-            if not options.allow_equal_ranks:
-                raise Corrupt(
-                    f"it was {why}; fetch the files again. If files are renamed on purpose, use {argument('allow_equal_ranks', True)}"
-                )
-            out.notes.append(f"{part.name} was {why}")
+        out.notes += torch_zip.refuse_other_rank(read_at, out.sizes[0], what, options.allow_equal_ranks)
         tree = torch_zip.read(read_at, 0, source.size(part.name), what)
         leaves, out.records = stored_tensors.leaves(tree, (), 0, read_at, what)
     if part.layout == _OURS:

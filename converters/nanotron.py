@@ -26,7 +26,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool import bounded_json
-from ckpttool.errors import Corrupt, Unsupported, argument
+from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.formats import safetensors_header, stored_tensors, torch_zip
 from ckpttool.formats.pickles import Opaque
 from ckpttool.formats.stored_tensors import StoredTensor
@@ -377,12 +377,7 @@ class _Reading:
 
     def _tree(self, file: str) -> tuple[int, Any]:
         what, read_at, size = f"{self.source.root}/{file}", self.source.reader_of(file), self.source.size(file)
-        if (why := torch_zip.saved_for_another(read_at, size, file)) is not None:
-            if not self.allow_equal_ranks:
-                raise Corrupt(
-                    f"{what} was {why}; fetch the files again. If files are renamed on purpose, use {argument('allow_equal_ranks', True)}."
-                )
-            self.notes.append(f"{file} was {why}")
+        self.notes += torch_zip.refuse_other_rank(read_at, size, what, self.allow_equal_ranks)
         return self.number(file), torch_zip.read(read_at, 0, size, what)
 
     def _json(self, file: str) -> dict[str, Any]:

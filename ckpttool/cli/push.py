@@ -97,8 +97,7 @@ def push(
 
     from ..engine.opening import OpenOptions
     from ..engine.planning import WriteRequest
-    from ..engine.tensor_digests import reporting
-    from ..hub.push import Push
+    from ..hub.push import push_with
     from ..layouts import find, options_of
 
     reading = OpenOptions(
@@ -113,21 +112,10 @@ def push(
     meter = Meter(quiet)
     began = time.monotonic()
     try:
-        with (
-            reporting(meter),
-            Push(
-                src,
-                target,
-                reading,
-                writing,
-                revision=revision,
-                public=public,
-                pull_request=pr,
-                message=message,
-                threads=jobs,
-            ) as run,
-        ):
-            done = run.preview() if dry_run else run.push(stage, meter)
+        done = push_with(
+            src, target, reading, writing, revision=revision, public=public, pull_request=pr, message=message, stage=stage,
+            threads=jobs, dry_run=dry_run, progress=meter,
+        )  # fmt: skip
     finally:
         meter.close()
     seconds = time.monotonic() - began

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
-from ..errors import Corrupt, Unsafe, Unsupported
+from ..errors import Corrupt, Unsafe, Unsupported, argument
 from ..index.checkpoint import ITEMSIZE, MAX_NUMEL, Path, joined
 from ..storage.patched import Lost
 from ..storage.source import ReadAt
@@ -33,8 +33,8 @@ __all__ = [
     "STORAGE_NAMES",
     "from_type",
     "read",
+    "refuse_other_rank",
     "saved_as",
-    "saved_for_another",
     "storages_of",
     "with_attributes",
 ]
@@ -70,14 +70,22 @@ def saved_as(read_at: ReadAt, length: int) -> str | None:
     return None if root == "archive" else root
 
 
-def saved_for_another(read_at: ReadAt, length: int, name: str) -> str | None:
-    """What is wrong with the file of a rank, if the name under which torch.save wrote it differs from its own in the numbers only:
-    rng_state_1 in rng_state_0.pth."""
-    first, stem = saved_as(read_at, length), name.rpartition("/")[2].rpartition(".")[0]
-    alike = first is not None and re.sub(r"\d+", "0", first) == re.sub(r"\d+", "0", stem)
-    if not alike or first == stem:
-        return None
-    return f"saved under the name {short(first)}, by another rank, and copied over the file of this rank or exchanged with it"
+def refuse_other_rank(read_at: ReadAt, length: int, what: str, allow_equal_ranks: bool) -> list[str]:
+    """Refuse the file of a rank if the name under which torch.save wrote it differs from its own in the numbers only: rng_state_1 in
+    rng_state_0.pth. `what` is its path. Returns the notes on it, which are none unless such files are allowed.
+
+    Raises:
+        Corrupt: another rank wrote it.
+    """
+    first, stem = saved_as(read_at, length), what.rpartition("/")[2].rpartition(".")[0]
+    if first is None or first == stem or re.sub(r"\d+", "0", first) != re.sub(r"\d+", "0", stem):
+        return []
+    found = f"{what} was saved under the name {short(first)}, by another rank, and copied over the file of this rank or exchanged with it"
+    if not allow_equal_ranks:
+        raise Corrupt(
+            f"{found}; fetch the files again. If files are renamed on purpose, use {argument('allow_equal_ranks', True)}."
+        )
+    return [found]
 
 
 def read(

@@ -42,7 +42,7 @@ from .push_file import PushFile
 from .push_target import PushTarget
 from .virtual import Content, VirtualFile, contents
 
-__all__ = ["Push", "Pushed", "push"]
+__all__ = ["Push", "Pushed", "push", "push_with"]
 
 T = TypeVar("T")
 
@@ -123,9 +123,20 @@ def push(
     writing = WriteRequest(
         options=options, dtype=dtype, cast=cast, drop=drop, ignore_recorded_digests=ignore_recorded_digests
     )
-    with reporting(progress), Push(
+    return push_with(
         os.fspath(src), target, reading, writing, revision=revision, public=public, pull_request=pull_request,
-        message=message, threads=threads,
+        message=message, stage=stage, threads=threads, dry_run=dry_run, progress=progress,
+    )  # fmt: skip
+
+
+def push_with(
+    src: str, target: str, reading: OpenOptions, writing: WriteRequest, *, revision: str | None, public: bool,
+    pull_request: bool, message: str | None, stage: str | None, threads: int, dry_run: bool, progress: Progress,
+) -> Pushed:  # fmt: skip
+    """`push`."""
+    with reporting(progress), Push(
+        src, target, reading, writing, revision=revision, public=public, pull_request=pull_request, message=message,
+        threads=threads,
     ) as run:  # fmt: skip
         return run.preview() if dry_run else run.push(stage, progress)
 
