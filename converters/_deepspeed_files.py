@@ -247,17 +247,17 @@ def from_cuts(shape: tuple[int, ...], dtype: str, path: Path, cuts: Iterable[Cut
     return TensorEntry(dtype, shape, path, chunks)
 
 
-def shapes_of(file: File, key: str = "param_shapes") -> list[dict[str, tuple[int, ...]]]:
+def shapes_of(file: File) -> list[dict[str, tuple[int, ...]]]:
     """param_shapes, checked."""
-    found = file.get(key, (list, dict))
+    found = file.get("param_shapes", (list, dict))
     found = [found] if isinstance(found, dict) else found  # before 0.4: one group
     for group in found:
         if not isinstance(group, dict) or not all(isinstance(k, str) and is_shape(v) for k, v in group.items()):
-            raise Corrupt(f"{file.what}: {key} is not a list of names and shapes.")
+            raise Corrupt(f"{file.what}: param_shapes is not a list of names and shapes.")
     names = [n for g in found for n in g]
     if len(set(names)) != len(names):
         twice = next(n for n in names if names.count(n) > 1)
-        raise Corrupt(f'{file.what}: {key} lists "{twice}" twice.')
+        raise Corrupt(f'{file.what}: param_shapes lists "{twice}" twice.')
     groups: list[dict[str, tuple[int, ...]]] = found
     return groups
 

@@ -41,15 +41,15 @@ _MOST_BYTES = 256 << 20
 _MOST_TRAINING_BYTES = 4 << 20
 
 
-def read_config(source: Source, name: str = "config.json") -> dict[str, Any]:
+def read_config(source: Source) -> dict[str, Any]:
     """config.json of a folder.
 
     Raises:
         Corrupt, Unsafe: it is not a JSON object.
     """
-    data = bounded_json.parse(source.read_all(name, 16 << 20), f"{source.root}/{name}")
+    data = bounded_json.parse(source.read_all("config.json", 16 << 20), f"{source.root}/config.json")
     if not isinstance(data, dict):
-        raise Corrupt(f"{source.root}/{name} is not a JSON object.")
+        raise Corrupt(f"{source.root}/config.json is not a JSON object.")
     return data
 
 

@@ -71,13 +71,16 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
     import torch
     import torch.distributed as dist
 
+    def stage(text: str) -> None:
+        status(text)
+        at(text)
+
     torch.manual_seed(settings.seed)
     at(f"reading the index of {settings.source}")
     opened, problem = look_together(settings.source, settings.reading)
     with opened:
         ckpt = opened.checkpoint
-        status("building the model")
-        at("building the model")
+        stage("building the model")
         job = start(settings, opened)
         out = Trace(
             source=settings.source, layout=opened.layout.name, start=settings.start, world_size=dist.get_world_size(),
@@ -105,19 +108,16 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
             aside = any(r.component == "optim" for r in ckpt.unread)
             lacks = "what was read has no optimizer state" if aside else "the checkpoint has no optimizer state"
             out.notes.append(f"{lacks}; the optimizer of the job starts from zero")
-        status(f"loading {settings.source}")
-        at(f"loading {settings.source}")
+        stage(f"loading {settings.source}")
         failed = _load(settings, job, opened, problem, trained, out, status)
         if failed is not None:
             out.failed = failed
             out.state = {n: (t.dtype, t.shape, "") for n, t in ckpt.tensors.items() if t.path[0] in _IN_JOB}
             return out if dist.get_rank() == 0 else None
-        status("comparing what the job holds with the files")
-        at("comparing what the job holds with the files")
+        stage("comparing what the job holds with the files")
         _state(job, trained, opened, settings, out, status)
         _restore_rng(settings, opened, out)
-    status("probing")
-    at("probing")
+    stage("probing")
     probe(job, rows, settings, probe_file, out)
     probe_as_recorded(job, settings, out)
     for k in range(settings.steps):
