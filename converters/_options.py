@@ -16,11 +16,11 @@ class HfOptions:
     """The content of an hf folder."""
 
     max_shard_bytes: int = option(
-        5_000_000_000, "Largest file of tensors, in bytes.", flag="--max-shard-size", size=True
+        5_000_000_000, "Maximum size of a file of weights.", flag="--max-shard-size", size=True
     )
     adapter: bool = option(False, "Write only the adapter, as PEFT saves it.")
     adapter_name: str | None = option(
-        None, "Which adapter, where there are several; default where not given.", metavar="NAME"
+        None, "Which adapter, if there are several; by default the one named default.", metavar="NAME"
     )
     adapter_config: str | None = option(
         None, "Folder with the adapter's adapter_config.json, if it is not that of --config.", metavar="DIR"
@@ -34,7 +34,7 @@ class HfOptions:
     )
     include_optimizer: bool = option(False, "Write the optimizer and all other state, too.")
     strip_prefix: str | None = option(
-        None, "Modules that names of weights begin with, to leave out; other names stay.", metavar="PREFIX"
+        None, "Prefix to remove from the names of weights; names without it stay as they are.", metavar="PREFIX"
     )
     allow_name_mismatch: bool = option(
         False, "Write weights that the model of the config does not have, or has in other shapes."

@@ -26,8 +26,10 @@ from .terminal import (  # fmt: skip
     Json,
     Latest,
     Like,
+    MaxMemory,
     Meter,
     NameMap,
+    NoVerify,
     Only,
     Quiet,
     Src,
@@ -153,15 +155,13 @@ def convert(
         list[str] | None,
         typer.Option(
             "--dequantize",
-            help="Write quantised tensors (torchao's 8-bit, 4-bit and fp8 optimizers) with such names as float32, the exact value of "
-            "each code; repeatable. For those who move to plain AdamW: 'optim.*'.",
+            help="Write quantised tensors (torchao's 8-bit, 4-bit and fp8 optimizers) whose names match as float32, the exact value of "
+            "each code; may be repeated. To move to plain AdamW: 'optim.*'.",
             metavar="GLOB",
         ),
     ] = None,
     name_map: NameMap = None,
-    max_memory: Annotated[
-        str | None, typer.Option("--max-memory", help="Memory budget for Python and the buffers, of each worker.")
-    ] = None,
+    max_memory: MaxMemory = None,
     jobs: Threads = 2,
     workers: Workers = None,
     drop: Drop = False,
@@ -186,7 +186,7 @@ def convert(
             help="Print bytes to read and write, free space, memory and time; write nothing.",
         ),
     ] = False,
-    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not read the result back from disk.")] = False,
+    no_verify: NoVerify = False,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,

@@ -17,7 +17,6 @@ from .terminal import (
     Quiet,
     Src,
     Tag,
-    Verbose,
     Wrap,
     comma,
     newest_of,
@@ -65,9 +64,11 @@ def doctor(
     latest: Latest = False,
     as_json: Json = False,
     quiet: Quiet = False,
-    verbose: Verbose = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Name every tensor that is lost or rebuilt.")
+    ] = False,
 ) -> None:
-    """Find out what is wrong with a checkpoint, what of it is whole, and what to type next."""
+    """Find out what is wrong with a checkpoint, what is still whole, and what to type next."""
     from ..engine.doctor import doctor as look
 
     path = newest_of(path, latest, quiet or as_json)

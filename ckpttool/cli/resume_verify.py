@@ -56,7 +56,10 @@ def resume_verify(
     against: Annotated[
         str | None,
         typer.Option(
-            "--against", help="The original checkpoint, in any layout: the reference.", rich_help_panel="Reference"
+            "--against",
+            help="The original checkpoint, in any layout: the reference.",
+            metavar="PATH",
+            rich_help_panel="Reference",
         ),
     ] = None,
     reference: Annotated[
@@ -107,7 +110,7 @@ def resume_verify(
     start_step: Annotated[
         int | None,
         typer.Option(
-            "--start-step", min=0, help="Step of the checkpoint, if the files do not tell.", rich_help_panel="Batches"
+            "--start-step", min=0, help="Step of the checkpoint, if the files do not say.", rich_help_panel="Batches"
         ),
     ] = None,
     data: Annotated[
@@ -188,7 +191,7 @@ def resume_verify(
         str | None,
         typer.Option(
             "--module-prefix",
-            help="What names of the checkpoint begin with and those of the job's model do not, such as net. of a LightningModule.",
+            help="Prefix that the names of the checkpoint have and those of the job's model do not, such as net. of a LightningModule.",
             metavar="NAME.",
             rich_help_panel="Job",
         ),

@@ -31,8 +31,10 @@ __all__ = [
     "Json",
     "Latest",
     "Like",
+    "MaxMemory",
     "Meter",
     "NameMap",
+    "NoVerify",
     "Only",
     "OutputLost",
     "Quiet",
@@ -82,6 +84,7 @@ To = Annotated[
         "--to",
         help="Layout to write: dcp, full, hf, zero3, zero2, zero1, universal, fsdp1, torch_checkpointing, audit, accelerate, trainer, lightning, torchtitan or megatron.",
         autocompletion=_layout_names,
+        metavar="LAYOUT",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
@@ -94,6 +97,7 @@ From = Annotated[
         "--from",
         help="Layout of the source, if it cannot be detected.",
         autocompletion=_layout_names,
+        metavar="LAYOUT",
     ),
 ]
 CanonicalKeys = Annotated[
@@ -105,18 +109,24 @@ CanonicalKeys = Annotated[
 Config = Annotated[
     str | None,
     typer.Option(
-        "--config", help="Hugging Face model of the same architecture: a folder with config.json, or a model id."
+        "--config",
+        help="Hugging Face model of the same architecture: a folder with config.json, or a model id.",
+        metavar="DIR|HF_ID",
     ),
 ]
 Like = Annotated[
     str | None,
     typer.Option(
-        "--like", help="Another checkpoint of the same model: says what the source does not about its parameters."
+        "--like",
+        help="Another checkpoint of the same model, for what the source does not say about its parameters.",
+        metavar="PATH",
     ),
 ]
 FlatLayout = Annotated[
     str | None,
-    typer.Option("--flat-layout", help="JSON file with the result of ckpttool.describe_fsdp1(model) in the job."),
+    typer.Option(
+        "--flat-layout", help="JSON file with the result of ckpttool.describe_fsdp1(model) in the job.", metavar="FILE"
+    ),
 ]
 Wrap = Annotated[
     str | None,
@@ -132,16 +142,27 @@ NameMap = Annotated[
         metavar="NAME|FILE",
     ),
 ]
-Tag = Annotated[str | None, typer.Option("--tag", help="DeepSpeed save to read, if a folder holds several.")]
+Tag = Annotated[
+    str | None, typer.Option("--tag", help="DeepSpeed save to read, if a folder holds several.", metavar="TAG")
+]
 AllowEqualRanks = Annotated[
-    bool, typer.Option("--allow-equal-ranks", help="Read it although one rank's file looks like a copy of another's.")
+    bool, typer.Option("--allow-equal-ranks", help="Read it even if one rank's file looks like a copy of another's.")
 ]
 AllowMixedSteps = Annotated[
-    bool, typer.Option("--allow-mixed-steps", help="Read it although one rank's file seems to come from another step.")
+    bool, typer.Option("--allow-mixed-steps", help="Read it even if one rank's file seems to come from another step.")
 ]
-WorldSize = Annotated[int | None, typer.Option("--world-size", "-n", min=1, help="Ranks of the job that will load it.")]
+WorldSize = Annotated[
+    int | None,
+    typer.Option(
+        "--world-size",
+        "-n",
+        min=1,
+        help="Ranks of the job that will load it; by default those of the source, if it has any.",
+    ),
+]
 Dtype = Annotated[
-    str | None, typer.Option("--dtype", help="dtype of floating-point weights: bf16, fp16, fp32 or keep.")
+    str | None,
+    typer.Option("--dtype", help="dtype of floating-point weights: bf16, fp16, fp32 or keep.", metavar="DTYPE"),
 ]
 Cast = Annotated[
     list[str] | None,
@@ -191,8 +212,18 @@ Latest = Annotated[
         help="Take the newest complete checkpoint below this folder, two levels down, from which a job can resume.",
     ),
 ]
+MaxMemory = Annotated[
+    str | None,
+    typer.Option("--max-memory", help="Memory budget of each process, for Python and the buffers.", metavar="SIZE"),
+]
+NoVerify = Annotated[bool, typer.Option("--no-verify", help="Do not read the result back from disk.")]
 Only = Annotated[
-    str | None, typer.Option("--only", help="Components to use, such as model,optim.", metavar="model,optim,...")
+    str | None,
+    typer.Option(
+        "--only",
+        help="Components to use: model, optim, scheduler, scaler, rng, dataloader, trainer, extra.",
+        metavar="model,optim,...",
+    ),
 ]
 
 

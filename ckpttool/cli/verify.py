@@ -48,7 +48,7 @@ def verify(
         bool, typer.Option("--read-data", help="Read every byte and compare CRC32s and recorded digests.")
     ] = False,
     against: Annotated[
-        str | None, typer.Option("--against", help="A checkpoint that must contain the same state.")
+        str | None, typer.Option("--against", help="A checkpoint that must contain the same state.", metavar="PATH")
     ] = None,
     from_: From = None,
     config: Config = None,

@@ -13,7 +13,7 @@ from ..terminal import Meter, left_behind, note, peak, print_json, ranks
 if TYPE_CHECKING:
     from ...engine.conversion import ConvertResult
 
-__all__ = ["AdapterConfig", "LoraAlpha", "MaxMemory", "NoVerify", "Rslora", "run"]
+__all__ = ["AdapterConfig", "LoraAlpha", "Rslora", "run"]
 
 AdapterConfig = Annotated[
     str | None,
@@ -30,8 +30,6 @@ LoraAlpha = Annotated[
 Rslora = Annotated[
     bool, typer.Option("--rslora", help="With --lora-alpha: the LoraConfig had use_rslora (alpha / sqrt(r)).")
 ]
-MaxMemory = Annotated[str | None, typer.Option("--max-memory", help="Memory budget for Python and the buffers.")]
-NoVerify = Annotated[bool, typer.Option("--no-verify", help="Do not read the result back from disk.")]
 
 
 def run(call: Callable[[Meter], ConvertResult], *, as_json: bool, quiet: bool, verbose: bool) -> None:

@@ -19,6 +19,8 @@ from ..terminal import (  # fmt: skip
     Json,
     Latest,
     Like,
+    MaxMemory,
+    NoVerify,
     Quiet,
     Src,
     Tag,
@@ -29,7 +31,7 @@ from ..terminal import (  # fmt: skip
     comma,
     newest_of,
 )
-from .arguments import AdapterConfig, LoraAlpha, MaxMemory, NoVerify, Rslora, run
+from .arguments import AdapterConfig, LoraAlpha, Rslora, run
 
 __all__ = ["extract"]
 
@@ -54,7 +56,7 @@ def extract(
         typer.Option(
             "--adapter-name",
             "--adapter",
-            help="Which adapter, where there are several; default where not given.",
+            help="Which adapter, if there are several; by default the one named default.",
             metavar="NAME",
         ),
     ] = None,
@@ -68,9 +70,7 @@ def extract(
     ] = None,
     strip_prefix: Annotated[
         str | None,
-        typer.Option(
-            "--strip-prefix", help="Modules that names of weights begin with, to leave out.", metavar="PREFIX"
-        ),
+        typer.Option("--strip-prefix", help="Prefix to remove from the names of weights.", metavar="PREFIX"),
     ] = None,
     dtype: Dtype = None,
     from_: From = None,

@@ -22,6 +22,8 @@ from ..terminal import (  # fmt: skip
     IgnoreRecorded,
     Json,
     Like,
+    MaxMemory,
+    NoVerify,
     Only,
     Quiet,
     Tag,
@@ -34,7 +36,7 @@ from ..terminal import (  # fmt: skip
     cast_rules,
     comma,
 )
-from .arguments import AdapterConfig, LoraAlpha, MaxMemory, NoVerify, Rslora, run
+from .arguments import AdapterConfig, LoraAlpha, Rslora, run
 
 __all__ = ["MergeCommand", "merge"]
 

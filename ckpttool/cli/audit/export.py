@@ -23,6 +23,7 @@ from ..terminal import (  # fmt: skip
     Json,
     Latest,
     Like,
+    MaxMemory,
     Meter,
     Only,
     Quiet,
@@ -136,9 +137,7 @@ def export(
     allow_mixed_steps: AllowMixedSteps = False,
     dtype: Dtype = None,
     ignore_recorded_digests: IgnoreRecorded = False,
-    max_memory: Annotated[
-        str | None, typer.Option("--max-memory", help="Memory budget for Python and the buffers.")
-    ] = None,
+    max_memory: MaxMemory = None,
     jobs: Jobs = None,
     drop: Drop = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing archive.")] = False,

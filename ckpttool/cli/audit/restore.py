@@ -17,7 +17,9 @@ from ..terminal import (  # fmt: skip
     Force,
     Json,
     Like,
+    MaxMemory,
     Meter,
+    NoVerify,
     Only,
     Quiet,
     To,
@@ -59,13 +61,11 @@ def restore(
     wrap: Wrap = None,
     identity: Identity = None,
     scratch: Scratch = None,
-    max_memory: Annotated[
-        str | None, typer.Option("--max-memory", help="Memory budget for Python and the buffers.")
-    ] = None,
+    max_memory: MaxMemory = None,
     jobs: Jobs = None,
     drop: Drop = False,
     force: Force = False,
-    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not read the result back from disk.")] = False,
+    no_verify: NoVerify = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
