@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 
 from ckpttool.errors import UsageError, argument
@@ -44,6 +45,8 @@ class HfOptions:
     )
 
     def __post_init__(self) -> None:
+        if self.adapter_config and os.path.lexists(self.adapter_config):  # workers may be in another folder
+            object.__setattr__(self, "adapter_config", os.path.abspath(self.adapter_config))
         if self.adapter and self.include_optimizer:
             raise UsageError(
                 f"{argument('adapter', True)} writes the adapter alone; it cannot be combined with {argument('include_optimizer', True)}."

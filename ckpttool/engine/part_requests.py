@@ -58,7 +58,6 @@ def job_of(src: object, dst: str, reading: OpenOptions, writing: WriteRequest, p
         return None
     asked = {f.name: getattr(writing, f.name) for f in fields(writing)}
     options = asked.pop("options")
-    asked |= {name: dict(asked[name]) for name in ("cast", "expected") if asked[name] is not None}
     return {
         "src": absolute_path(os.fspath(src)), "dst": absolute_path(dst), "plan": plan, "reading": asdict(reading),
         "writing": {**asked, "options": None if options is None else asdict(options)},

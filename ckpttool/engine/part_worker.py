@@ -61,9 +61,9 @@ def prepare(request: str) -> str:
     """Plan or open what a request is about, for all workers that are made as copies of this process."""
     ((what, asked),) = json.loads(request).items()
     if what == "fill":
-        _planned(json.dumps(asked["job"], sort_keys=True))
+        _planned(json.dumps(asked["job"]))
     else:
-        _opened(json.dumps(asked["open"], sort_keys=True))
+        _opened(json.dumps(asked["open"]))
     return ""
 
 
@@ -78,7 +78,7 @@ def run(request: str) -> str:
 
 def _fill(asked: dict[str, Any]) -> dict[str, Any]:
     """One part of a conversion."""
-    planned = _planned(json.dumps(asked["job"], sort_keys=True))
+    planned = _planned(json.dumps(asked["job"]))
     ckpt = planned.opened.checkpoint
     return fill_part(
         planned.draft, planned.opened.source, ckpt.files, ckpt.records, Part(*asked["part"]),
@@ -89,7 +89,7 @@ def _fill(asked: dict[str, Any]) -> dict[str, Any]:
 
 def _cells(asked: dict[str, Any]) -> dict[str, Any]:
     """Some cells of the objects of a conversion."""
-    planned = _planned(json.dumps(asked["job"], sort_keys=True))
+    planned = _planned(json.dumps(asked["job"]))
     return send_cells(
         planned.draft, planned.opened.source, planned.opened.checkpoint.files, asked["cells"], SharedObjects(asked["tree"]),
         IOBudget(asked["threads"], asked["buffer_bytes"]),
@@ -98,7 +98,7 @@ def _cells(asked: dict[str, Any]) -> dict[str, Any]:
 
 def _digest(asked: dict[str, Any]) -> dict[str, Any]:
     """The digests of some tensors of a checkpoint."""
-    opened = _opened(json.dumps(asked["open"], sort_keys=True))
+    opened = _opened(json.dumps(asked["open"]))
     ckpt = opened.checkpoint
     names = list(ckpt.tensors)[asked["first"] : asked["stop"]]
     return tensor_digests_and_crcs(

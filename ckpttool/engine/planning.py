@@ -16,6 +16,7 @@ from .._version import __version__
 from ..errors import Corrupt, IncompleteWeights, Unsupported, UsageError, argument
 from ..index.checkpoint import (
     Checkpoint,
+    TensorEntry,
     Unread,
     floating_dtype,
     joined,
@@ -71,8 +72,9 @@ class WriteRequest:
         if isinstance(self.dequantize, str):
             raise UsageError(f"dequantize={self.dequantize!r} is a string; give a list, such as [{self.dequantize!r}].")
         object.__setattr__(self, "dequantize", tuple(self.dequantize) if self.dequantize else None)
-        if not self.cast:  # one way to say so, since plan_id compares requests
-            object.__setattr__(self, "cast", None)
+        # one way to say so, since plan_id compares requests
+        object.__setattr__(self, "cast", dict(self.cast) if self.cast else None)
+        object.__setattr__(self, "expected", None if self.expected is None else dict(self.expected))
 
 
 @dataclass
@@ -402,7 +404,8 @@ def caster(
 
 def plan_id(source: Source, draft: Draft, target: layouts.Layout, *asked: object) -> str:
     """Digest of everything that decides the bytes of the destination: source, draft, and the dataclasses `asked`. Machines that see
-    the same files agree on it.
+    the same files agree on it. The draft says where every byte comes from, so it also tells what files besides the source decided, such as
+    a config.json that names the sizes of heads.
 
     If the source has no version ids, a random salt is mixed in, so that the id never matches an earlier run."""
     h = blake3(b"" if source.has_versions() else os.urandom(32))
@@ -414,4 +417,16 @@ def plan_id(source: Source, draft: Draft, target: layouts.Layout, *asked: object
         h.update(os.fsencode(f"{f.name} {f.size}\n"))
         if not callable(f.head):
             h.update(f.head)
+    for name, entry in draft.checkpoint.tensors.items():
+        h.update(os.fsencode(f"{name} {draft.aliases.get(name)}\n"))
+        for t in (entry, draft.sources.get(name)):
+            if t is not None:
+                h.update(_place_of(t))
     return h.hexdigest()
+
+
+def _place_of(t: TensorEntry) -> bytes:
+    """Dtype, shape and chunks of a tensor, as bytes."""
+    c = t.chunks
+    said = f"{t.dtype} {t.shape} {len(c)} {c.strides or ''} {c.zstd or ''}\n"
+    return b"".join((said.encode(), c.file, c.offset, c.length, c.start, c.shape))

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from itertools import pairwise
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peers import FIXTURES
 
 import ckpttool
@@ -334,6 +336,51 @@ def test_digests_by_workers_are_those_of_one_pass(source: Path) -> None:
         opened.locate()
         many = digests_of(opened, source, OpenOptions(), crew(workers), fill.silent, "read")
     assert many == one and len(workers.requests) > 2
+
+
+def test_casts_count_in_their_order_for_workers_too(tmp_path: Path) -> None:
+    cast = OrderedDict([("optim.*", "bf16"), ("model.*", "fp16"), ("*norm*", "fp32")])  # not sorted by name
+    convert(FSDP2, tmp_path / "one", "dcp", cast=cast)
+    workers = Workers()
+    convert(FSDP2, tmp_path / "many", "dcp", cast=cast, workers=workers)
+    assert len(workers.fills) > 3 and contents(tmp_path / "one") == contents(tmp_path / "many")
+
+
+def test_relative_paths_mean_the_same_to_workers_in_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = {f"layers.{i}.lora_{x}.weight": torch.ones(8, 8) for i in range(20) for x in "AB"}
+    torch.save({"model": weights}, tmp_path / "source.pt")
+    (tmp_path / "beside").mkdir()
+    said = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": [str(i) for i in range(20)]}
+    (tmp_path / "beside" / "adapter_config.json").write_text(json.dumps(said))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    workers = Workers(lambda i, request: os.chdir(tmp_path / "elsewhere"))
+    options = ckpttool.HfOptions(adapter=True, adapter_config="beside")
+    convert(Path("source.pt"), Path("out"), "hf", options=options, workers=workers)
+    assert workers.fills and (tmp_path / "out" / "adapter_config.json").exists()
+
+
+def test_a_config_that_was_corrected_after_an_interrupted_run_begins_anew(tmp_path: Path) -> None:
+    """It says which rows of a fused tensor are whose; shapes, names and files are the same either way."""
+    source, name_map = FIXTURES / "maps" / "titan-llama3" / "ckpt", "torchtitan-llama3"
+    config = json.loads((source.parent / "config.json").read_text())
+
+    def die(i: int, request: dict[str, Any]) -> None:
+        if i == 3:
+            raise KeyboardInterrupt
+
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "head_dim": 2, "num_attention_heads": 12, "num_key_value_heads": 4})
+    )
+    more = {"map": name_map, "config": str(tmp_path)}
+    with pytest.raises(Interrupted):
+        convert(source, tmp_path / "out", "dcp", workers=Workers(die), **more)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    convert(source, tmp_path / "out", "dcp", workers=Workers(), **more)
+    convert(source, tmp_path / "one", "dcp", **more)
+    assert contents(tmp_path / "one") == contents(tmp_path / "out")
 
 
 def test_a_source_without_versions_is_converted_by_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
