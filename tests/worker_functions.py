@@ -13,6 +13,10 @@ from pathlib import Path
 from ckpttool.errors import Corrupt
 
 
+def no_cluster() -> None:
+    raise OSError("no nodes")
+
+
 def pid(text: str) -> str:
     return str(os.getpid())
 

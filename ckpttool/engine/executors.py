@@ -223,8 +223,10 @@ def _factory(module: str, name: str) -> Iterator[Workers]:
         made = getattr(import_module(module), name)()
     except ModuleNotFoundError as e:
         raise UsageError(f"{said}: {e}. Install it next to ckpttool, or put its folder on PYTHONPATH.") from e
-    except Exception as e:
+    except (AttributeError, TypeError) as e:
         raise UsageError(f"{said}: {type(e).__name__}: {e}. It must be a function without arguments.") from e
+    except Exception as e:
+        raise UsageError(f"{said} failed: {type(e).__name__}: {e}. Nothing was begun.") from e
     if not isinstance(made, Executor):
         raise UsageError(f"{said} returned {type(made).__name__}, not a concurrent.futures.Executor.")
     try:

@@ -23,6 +23,7 @@ from ..errors import CkpttoolError, DestinationExists, NoSpace, RemoteError, Unr
 from . import partial
 from .destination import write_error
 from .local_file import LocalFile, WriterPool
+from .lock import keep_ours, take_lock, unlock
 from .shared_tree import filled_parts, is_coherent
 
 __all__ = ["LocalDestination", "refuse_full", "refuse_target"]
@@ -56,7 +57,7 @@ class LocalDestination:
         self.messages: list[str] = []
         refuse_target(self.target, is_file, force)
         try:
-            self._lock = partial.take_lock(beside)
+            self._lock = take_lock(beside)
             if old := partial.put_back(beside):
                 self.messages.append(partial.told(self.target, old))
             refuse_target(self.target, is_file, force)
@@ -120,10 +121,10 @@ class LocalDestination:
         self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         if not os.path.isdir(self.tree):
             os.mkdir(self.tree)
-            partial.keep_ours(self.tree, 0o700)
+            keep_ours(self.tree, 0o700)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         self._journal = os.open(self.journal_path, flags, 0o600)
-        partial.keep_ours(self._journal, 0o600)
+        keep_ours(self._journal, 0o600)
         with open(self.journal_path, "rb") as f:
             os.ftruncate(self._journal, f.read().rfind(b"\n") + 1)  # a line that was cut off
 
@@ -194,11 +195,11 @@ class LocalDestination:
         parts = os.path.join(self.folder, "parts")
         if not os.path.isdir(parts):
             os.mkdir(parts)
-            partial.keep_ours(parts, 0o700)
+            keep_ours(parts, 0o700)
         for name, size in files.items():
             fd = os.open(self.path(name), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             try:
-                partial.keep_ours(fd, 0o600)
+                keep_ours(fd, 0o600)
                 if os.fstat(fd).st_size < size:
                     os.ftruncate(fd, size)
             finally:
@@ -230,7 +231,7 @@ class LocalDestination:
     def put(self, name: str, data: bytes) -> None:
         """A file that is no part of the draft, made durable."""
         with open(self.path(name), "wb") as f:
-            partial.keep_ours(f.fileno(), 0o600)
+            keep_ours(f.fileno(), 0o600)
             f.write(data)
             f.flush()
             os.fsync(f.fileno())
@@ -242,7 +243,7 @@ class LocalDestination:
         if folder != self.tree and not os.path.isdir(folder):
             self.path(os.path.relpath(folder, self.tree))
             os.mkdir(folder)
-            partial.keep_ours(folder, 0o700)
+            keep_ours(folder, 0o700)
         return path
 
     def commit(self) -> None:
@@ -330,7 +331,7 @@ class LocalDestination:
         """Stop writing but keep what was built, for the next run; give up the lock."""
         self._close()
         if self._lock >= 0:
-            partial.unlock(self.beside, self._lock)
+            unlock(self.beside, self._lock)
         self._lock = -1
 
     def _close(self) -> None:

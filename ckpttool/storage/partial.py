@@ -22,17 +22,17 @@ import re
 import shlex
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..errors import CkpttoolError, DestinationExists, Locked, UsageError
+from .lock import keep_ours, open_lock, our_uid, take_lock, try_lock, unlock, user
 
 __all__ = [
-    "Beside", "Cleaned", "Earlier", "clean", "command", "continuable", "earlier_run", "foreign", "keep_ours", "make",
-    "put_back", "read_journal", "recover", "remove", "rename2", "take_lock", "told", "unlock",
+    "Beside", "Cleaned", "Earlier", "clean", "command", "continuable", "earlier_run", "foreign", "make", "put_back",
+    "read_journal", "recover", "remove", "rename2", "told",
 ]  # fmt: skip
 
 _ID = 12  # hex digits of the plan's digest
@@ -101,8 +101,8 @@ def foreign(path: str) -> str | None:
         return "is a link"
     if not stat.S_ISDIR(st.st_mode):
         return "is not a folder"
-    if not _our_uid(st.st_uid, os.path.dirname(path)):
-        return f"belongs to {_user(st.st_uid)}"
+    if not our_uid(st.st_uid, os.path.dirname(path)):
+        return f"belongs to {user(st.st_uid)}"
     if st.st_mode & 0o022:
         return f"can be changed by other users (mode {st.st_mode & 0o7777:04o})"
     try:
@@ -126,7 +126,7 @@ def continuable(folder: str) -> bool:
     while todo:
         path = todo.pop()
         st = os.lstat(path)
-        if not _our_uid(st.st_uid, folder):
+        if not our_uid(st.st_uid, folder):
             return False
         if stat.S_ISDIR(st.st_mode):
             todo += [os.path.join(path, name) for name in os.listdir(path)]
@@ -135,134 +135,10 @@ def continuable(folder: str) -> bool:
     return True
 
 
-def _our_uid(uid: int, where: str) -> bool:
-    """Whether files of this owner are ours: on some file systems (NFS that squashes root, SMB) what we create belongs to
-    another number than our own."""
-    if uid == os.geteuid():
-        return True
-    try:
-        with tempfile.TemporaryFile(dir=where) as probe:
-            return os.fstat(probe.fileno()).st_uid == uid
-    except OSError:
-        return False
-
-
-def _user(uid: int) -> str:
-    import pwd
-
-    try:
-        return f"user {pwd.getpwuid(uid).pw_name}"
-    except KeyError:
-        return f"user {uid}"
-
-
 def make(folder: str) -> None:
     """Create a folder that nobody else can enter, whatever the umask is."""
     os.mkdir(folder, 0o700)
     keep_ours(folder, 0o700)
-
-
-def keep_ours(path: str | int, owner: int) -> None:
-    """Give the owner the permissions `owner` for what was just created, where the umask has taken them away."""
-    mode = os.stat(path).st_mode
-    if mode & owner != owner:
-        os.chmod(path, stat.S_IMODE(mode) | owner)
-
-
-# -------------------------------------------------------------------------------------------------------------- lock
-
-
-def take_lock(beside: Beside) -> int:
-    """A descriptor of the locked lock file.
-
-    Raises:
-        Locked: another run holds it, or the lock file is not ours.
-    """
-    while True:
-        fd = _open_lock(beside, os.O_CREAT)
-        _flock(beside, fd)
-        try:
-            if os.stat(beside.lock).st_ino == os.fstat(fd).st_ino:
-                break
-        except FileNotFoundError:
-            pass
-        os.close(fd)  # the holder before us removed it in between
-    try:
-        os.ftruncate(fd, 0)
-        os.write(fd, f"process {os.getpid()} on {os.uname().nodename}\n".encode())
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _flock(beside: Beside, fd: int) -> None:
-    """Lock it, or close it."""
-    import fcntl
-
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as e:
-        holder = os.read(fd, 200).decode(errors="replace").strip() or "another process"
-        os.close(fd)
-        if e.errno not in (errno.EAGAIN, errno.EACCES):
-            raise
-        raise Locked(f"{beside.target} is being written by {holder}. Wait for it, or stop it first.") from None
-
-
-def _open_lock(beside: Beside, create: int) -> int:
-    """A descriptor of the lock file, which is ours; with O_CREAT it is made where it is missing.
-
-    Raises:
-        FileNotFoundError: it is missing.
-    """
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    while True:
-        try:
-            _refuse_lock(beside, os.lstat(beside.lock))
-            fd = os.open(beside.lock, flags)
-        except FileNotFoundError:
-            if not create:
-                raise
-            try:
-                # for the owner alone: whoever can open a file can lock it
-                fd = os.open(beside.lock, flags | os.O_CREAT | os.O_EXCL, 0o600)
-            except FileExistsError:
-                continue
-            try:
-                keep_ours(fd, 0o600)
-            except OSError:
-                os.close(fd)
-                raise
-            return fd
-        try:
-            _refuse_lock(beside, os.fstat(fd))
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
-
-
-def _refuse_lock(beside: Beside, st: os.stat_result) -> None:
-    why = None
-    if not stat.S_ISREG(st.st_mode) or st.st_nlink > 1:
-        why = "is not a lock that ckpttool made (a link or a special file)"
-    elif not _our_uid(st.st_uid, beside.parent):
-        why = f"belongs to {_user(st.st_uid)}, who may be writing the same destination"
-    if why:
-        raise Locked(f"{beside.lock} {why}. Ask its owner, remove it, or write elsewhere.")
-
-
-def unlock(beside: Beside, fd: int) -> None:
-    """Remove the lock file and let go of it."""
-    try:
-        os.unlink(beside.lock)
-    except OSError:
-        pass  # an empty file stays, which holds nobody up; the lock itself goes with the descriptor
-    try:
-        os.close(fd)
-    except OSError:
-        pass
 
 
 @contextmanager
@@ -272,8 +148,8 @@ def _locked(beside: Beside, look_only: bool = False) -> Iterator[None]:
     if not look_only:
         fd = take_lock(beside)
     elif os.path.lexists(beside.lock):
-        fd = _open_lock(beside, 0)
-        _flock(beside, fd)
+        fd = open_lock(beside, 0)
+        try_lock(beside, fd)
     try:
         yield
     finally:

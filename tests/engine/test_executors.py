@@ -51,6 +51,7 @@ def test_a_factory_makes_an_executor_that_ends_with_the_run(monkeypatch: pytest.
         ),
         ("worker_functions:nonsense", "AttributeError: .*It must be a function without arguments"),
         ("worker_functions:pid", "TypeError: .*It must be a function without arguments"),
+        ("worker_functions:no_cluster", r"failed: OSError: no nodes\. Nothing was begun"),
         ("os:getcwd", "returned str, not a concurrent.futures.Executor"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -34,7 +35,7 @@ from ckpttool.errors import (
     Unreadable,
     UsageError,
 )
-from ckpttool.storage import buffers, local_destination, partial, source
+from ckpttool.storage import buffers, local_destination, lock, partial, source
 
 NOBODY = 65534
 ROOT = os.geteuid() == 0
@@ -172,6 +173,34 @@ def test_a_rerun_finds_what_it_left_under_another_name(src: Path, dst: Path) -> 
     assert beside(dst) == [left, Path(f"{left}-1")]
     assert "continued" in said(ckpttool.convert(src, dst, **HOW))
     assert same(src, dst) and beside(dst) == [left]
+
+
+def test_a_child_of_a_killed_run_does_not_keep_its_lock(dst: Path) -> None:
+    """Workers of a ProcessPoolExecutor are forked, and outlive a coordinator that is killed."""
+    code = """
+import os, sys, time
+from ckpttool.storage import lock, partial
+fd = lock.take_lock(beside := partial.Beside(sys.argv[1]))
+if os.fork() == 0:
+    lock.unlock(beside, fd)  # not its own
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+time.sleep(60)
+"""
+    run = subprocess.Popen([sys.executable, "-c", code, dst], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    child = int(run.stdout.readline())
+    try:
+        with pytest.raises(Locked, match=f"is being written by process {run.pid} on"):
+            lock.take_lock(partial.Beside(str(dst)))
+        run.kill()
+        run.wait()
+        lock.unlock(beside := partial.Beside(str(dst)), lock.take_lock(beside))
+        assert not os.path.exists(beside.lock)
+    finally:
+        run.kill()
+        os.kill(child, signal.SIGKILL)
+        run.stdout.close()
 
 
 @pytest.mark.parametrize("kind", ["owner", "link", "fifo", "hard link"])

@@ -1,0 +1,160 @@
+"""The lock of a destination, and whose files are: others may create entries in the same folder.
+
+The lock is one of flock. A child that is forked shares it, so it is told to let go.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import tempfile
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from ..errors import Locked
+
+if TYPE_CHECKING:
+    from .partial import Beside
+
+__all__ = ["keep_ours", "open_lock", "our_uid", "take_lock", "try_lock", "unlock", "user"]
+
+
+def our_uid(uid: int, where: str) -> bool:
+    """Whether files of this owner are ours: on some file systems (NFS that squashes root, SMB) what we create belongs to
+    another number than our own."""
+    if uid == os.geteuid():
+        return True
+    try:
+        with tempfile.TemporaryFile(dir=where) as probe:
+            return os.fstat(probe.fileno()).st_uid == uid
+    except OSError:
+        return False
+
+
+def user(uid: int) -> str:
+    """A user, in words."""
+    import pwd
+
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name}"
+    except KeyError:
+        return f"user {uid}"
+
+
+def keep_ours(path: str | int, owner: int) -> None:
+    """Give the owner the permissions `owner` for what was just created, where the umask has taken them away."""
+    mode = os.stat(path).st_mode
+    if mode & owner != owner:
+        os.chmod(path, stat.S_IMODE(mode) | owner)
+
+
+def take_lock(beside: Beside) -> int:
+    """A descriptor of the locked lock file.
+
+    Raises:
+        Locked: another run holds it, or the lock file is not ours.
+    """
+    while True:
+        fd = open_lock(beside, os.O_CREAT)
+        try_lock(beside, fd)
+        try:
+            if os.stat(beside.lock).st_ino == os.fstat(fd).st_ino:
+                break
+        except FileNotFoundError:
+            pass
+        os.close(fd)  # the holder before us removed it in between
+    try:
+        os.ftruncate(fd, 0)
+        os.write(fd, f"process {os.getpid()} on {os.uname().nodename}\n".encode())
+    except OSError:
+        os.close(fd)
+        raise
+    _held.add(fd)
+    return fd
+
+
+#: Descriptors of the locks that this process holds.
+_held: set[int] = set()
+
+
+def _leave_to_parent() -> None:
+    """A child that was forked shares the lock, and would keep it after the death of its parent, as workers of a ProcessPoolExecutor do."""
+    while _held:
+        with suppress(OSError):
+            os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def try_lock(beside: Beside, fd: int) -> None:
+    """Lock it, or close it."""
+    import fcntl
+
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        holder = os.read(fd, 200).decode(errors="replace").strip() or "another process"
+        os.close(fd)
+        if e.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        raise Locked(f"{beside.target} is being written by {holder}. Wait for it, or stop it first.") from None
+
+
+def open_lock(beside: Beside, create: int) -> int:
+    """A descriptor of the lock file, which is ours; with O_CREAT it is made where it is missing.
+
+    Raises:
+        FileNotFoundError: it is missing.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    while True:
+        try:
+            _refuse_lock(beside, os.lstat(beside.lock))
+            fd = os.open(beside.lock, flags)
+        except FileNotFoundError:
+            if not create:
+                raise
+            try:
+                # for the owner alone: whoever can open a file can lock it
+                fd = os.open(beside.lock, flags | os.O_CREAT | os.O_EXCL, 0o600)
+            except FileExistsError:
+                continue
+            try:
+                keep_ours(fd, 0o600)
+            except OSError:
+                os.close(fd)
+                raise
+            return fd
+        try:
+            _refuse_lock(beside, os.fstat(fd))
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+
+def _refuse_lock(beside: Beside, st: os.stat_result) -> None:
+    why = None
+    if not stat.S_ISREG(st.st_mode) or st.st_nlink > 1:
+        why = "is not a lock that ckpttool made (a link or a special file)"
+    elif not our_uid(st.st_uid, beside.parent):
+        why = f"belongs to {user(st.st_uid)}, who may be writing the same destination"
+    if why:
+        raise Locked(f"{beside.lock} {why}. Ask its owner, remove it, or write elsewhere.")
+
+
+def unlock(beside: Beside, fd: int) -> None:
+    """Remove the lock file and let go of it; nothing in a child that was forked."""
+    if fd not in _held:
+        return
+    _held.remove(fd)
+    try:
+        os.unlink(beside.lock)
+    except OSError:
+        pass  # an empty file stays, which holds nobody up; the lock itself goes with the descriptor
+    try:
+        os.close(fd)
+    except OSError:
+        pass
