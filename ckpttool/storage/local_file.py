@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from .buffers import ALIGN, BufferPool, IOBudget
 from .destination import Altered, DestinationFile, write_error
-from .partial import keep_ours
+from .lock import keep_ours
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
