@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from .. import layouts
 from ..errors import CkpttoolError, Unsupported
-from ..huggingface import model_files
+from ..huggingface import lora, model_files
 from ..index.checkpoint import Checkpoint, Unread
 from ..layouts import Saves
 from ..storage import remote
@@ -136,6 +136,7 @@ def unread(source: Source, file: str | None, ckpt: Checkpoint, saves: Saves | No
             ckpt.notes.append(f"the folder could not be listed for files that belong to the checkpoint: {e}")
     if file is None and source.local:
         rows = [r._replace(what=_COPY, component="") if _is_whole(source, r, ckpt) else r for r in rows]
+        rows = [r._replace(what=_OF_PEFT, component="") if _is_its_adapter(source, r, ckpt) else r for r in rows]
     rows.sort(key=lambda r: (_ORDER.index(r.component), r.what, r.name))
     if len(rows) > _MOST:
         rest = rows[_MOST:]
@@ -144,6 +145,7 @@ def unread(source: Source, file: str | None, ckpt: Checkpoint, saves: Saves | No
 
 
 _COPY = "another checkpoint of the same model"
+_OF_PEFT = "its adapter once more, by names and shapes, as PEFT saves it"
 
 
 def _is_whole(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
@@ -170,6 +172,25 @@ def _is_whole(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
             return False
     optimizer = numbered or any(t.path[0] == "optim" for t in found.tensors.values())
     return optimizer and model == {n: t.shape for n, t in found.tensors.items() if t.path[0] == "model"}
+
+
+def _is_its_adapter(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
+    """Whether a file is PEFT's copy of an adapter that the checkpoint holds: Trainer writes it next to the weights of DeepSpeed and of FSDP's
+    FULL_STATE_DICT, in which the adapter's name stands in the names."""
+    seen = lora.seen(ckpt) if row.component == "adapter" else None
+    if seen is None:
+        return False
+    left_out = {"modules_to_save", *seen.names}
+    model = {n: t.shape for n, t in ckpt.tensors.items() if t.path[0] == "model"}
+    held = {".".join(k for k in n.split(".") if k not in left_out): shape for n, shape in model.items()}
+    layout = layouts.find("hf" if row.name.endswith(".safetensors") else "full")
+    with Source(source.root) as again:
+        try:
+            found = layout.read(layouts.Place(again, row.name), layouts.ReadOptions())
+        except CkpttoolError:
+            return False
+    saved = {n: t.shape for n, t in found.tensors.items()}
+    return bool(saved) and all(held.get(n) == shape for n, shape in saved.items())
 
 
 def _inside(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unread]:

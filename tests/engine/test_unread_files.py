@@ -123,9 +123,9 @@ def test_inspect_names_them_and_never_says_that_there_is_no_optimizer(tmp_path: 
     assert any("optimizer.bin" in text for text in found.missing)
     assert not any("no optimizer state" in text for text in found.missing)
     (source / "optimizer.bin").rename(source / "state.pt")
-    assert not any("anew" in text for text in inspect(source).missing)
+    assert not any("a new optimizer" in text for text in inspect(source).missing)
     os.unlink(source / "state.pt")
-    assert any("anew" in text for text in inspect(source).missing), "now there is none"
+    assert any("a new optimizer" in text for text in inspect(source).missing), "now there is none"
 
 
 def test_the_real_folder_of_a_trainer_with_an_adapter(tmp_path: Path) -> None:
@@ -135,6 +135,36 @@ def test_the_real_folder_of_a_trainer_with_an_adapter(tmp_path: Path) -> None:
     assert "optimizer.pt (16.2 kB, optimizer)" in stops(LORA, tmp_path, source_layout="hf")
     done = conversion.convert(LORA, tmp_path / "hf", to="hf", options=ckpttool.HfOptions(adapter=True))
     assert done.tensors == 8 and not done.dropped
+
+
+@pytest.mark.parametrize("harm", [False, True])
+def test_peft_s_copy_of_an_adapter_stops_nothing_where_the_weights_have_it(harm: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-3"
+    folder.mkdir()
+    q, head = "base_model.model.q_proj", "base_model.model.lm_head"
+    adapter = {
+        f"{q}.lora_A.weight": torch.ones(2, 6),
+        f"{q}.lora_B.weight": torch.zeros(5, 2),
+        f"{head}.weight": torch.ones(7, 6),
+    }
+    live = {f"{q}.lora_A.default.weight": torch.ones(2, 6), f"{q}.lora_B.default.weight": torch.zeros(5, 2)}
+    live |= {f"{head}.modules_to_save.default.weight": torch.ones(7, 6), f"{q}.base_layer.weight": torch.ones(5, 6)}
+    torch.save(live, folder / "pytorch_model_fsdp.bin")
+    trained = list(live)[:3]
+    moments = {n: {"exp_avg": live[n] * 2} for n in trained}
+    torch.save({"state": moments, "param_groups": [{"lr": 0.1, "params": trained}]}, folder / "optimizer.bin")
+    (folder / "trainer_state.json").write_text('{"global_step": 3}')
+    (folder / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}'
+    )
+    if harm:
+        adapter[f"{q}.lora_B.weight"] = torch.zeros(5, 3)
+    save_file(adapter, folder / "adapter_model.safetensors")
+    assert rows(folder)["adapter_model.safetensors"][2] == ("adapter" if harm else "")
+    if harm:
+        assert "adapter_model.safetensors" in stops(folder, tmp_path)
+    else:
+        assert conversion.convert(folder, tmp_path / "out", to="dcp", world_size=2).tensors == 7
 
 
 def test_commands_print_them(tmp_path: Path) -> None:
