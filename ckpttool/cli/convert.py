@@ -62,6 +62,7 @@ TRAINERS = {
     "torchtitan": ("torchtitan", False), "deepspeed": ("zero3", False), "torch": ("dcp", True),
 }  # fmt: skip
 
+_MEANT = {"trainer": "Hugging Face Trainer, TRL", "torch": "a loop of your own, with dcp.load"}
 
 #: {a trainer that --for does not write for: why, and what to do}
 _NOT_WRITTEN = {
@@ -82,7 +83,8 @@ def _of_trainer(name: str, to: str | None) -> tuple[str, bool]:
     if why := _NOT_WRITTEN.get(name.lower()):
         raise UsageError(f"ckpttool reads checkpoints of {name}, but does not write them: {why}")
     if found is None:
-        raise UsageError(f"Unknown trainer {name!r}. Choose one of: {', '.join(TRAINERS)}.")
+        known = ", ".join(n + (f" ({_MEANT[n]})" if n in _MEANT else "") for n in TRAINERS)
+        raise UsageError(f"Unknown trainer {name!r}. Choose one of: {known}.")
     if to is not None:
         raise UsageError(f"--for {name} chooses the layout {found[0]}; leave --to {to} out, or --for.")
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 import os
@@ -409,14 +410,28 @@ class Stderr:
         return getattr(self._file, name)
 
 
+#: Characters of ours for a terminal or a file that is not UTF-8.
+_IN_ASCII = str.maketrans("█─│├└·→≤≥…’", "#-||`-><>.'")
+
+
+def _encodable(e: UnicodeError) -> tuple[str | bytes, int]:
+    """An error handler of codecs: ours in ASCII, and other characters, as in names of files, as escapes."""
+    if not isinstance(e, UnicodeEncodeError):
+        raise e
+    text = e.object[e.start : e.end].translate(_IN_ASCII)
+    return text.encode("ascii", "backslashreplace").decode("ascii"), e.end
+
+
 def streams() -> None:
     """Make stdin, stdout and stderr usable even if the caller closed them, so that no file of a checkpoint gets their
     descriptors."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
+    codecs.register_error("ckpttool", _encodable)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="ckpttool")
     sys.stdout = cast("TextIO", Stdout(sys.stdout or open(os.devnull, "w")))  # noqa: SIM115
     sys.stderr = cast("TextIO", Stderr(sys.stderr or open(os.devnull, "w")))  # noqa: SIM115
 

@@ -214,6 +214,10 @@ def test_an_error_is_json_too_where_json_was_asked_for(tmp_path: Path) -> None:
         ),
         (["inspect", W3, "--tensor", "model.lm_hed.weight"], "did you mean 'model.lm_head.weight'?"),
         (["convert", W3, "OUT", "--to", "hf", "--max-shard-size", "5"], "'5' would be 5 bytes; write 5GB or 5MB"),
+        (
+            ["convert", W3, "OUT", "--for", "hf"],
+            "Unknown trainer 'hf'. Choose one of: accelerate, trainer (Hugging Face Trainer, TRL)",
+        ),
         (["convert", W3, "-", "--to", "full"], "cannot be written to standard output"),
         (["convert", W3, "~/out.pt"], "The shell replaces ~ by the home folder only outside quotes"),
         (

@@ -58,6 +58,15 @@ def test_a_conversion_with_all_streams_closed_writes_the_whole_destination(small
     assert difference(tensors_of(load_dcp(small / "closed")), tensors_of(load_full(small / "in.pt"))) == []
 
 
+def test_a_locale_without_our_characters_gets_ascii_and_escapes_of_names(small: Path) -> None:
+    (small / "wéß.pt").write_bytes((small / "in.pt").read_bytes())
+    done = shell(f"PYTHONIOENCODING=ascii {CKPTTOOL} inspect wéß.pt --tree", small)
+    assert done.returncode == 0 and b"####" in done.stdout and b"full checkpoint - 8 tensors" in done.stdout
+    assert b"\\u" not in done.stdout
+    done = shell(f"PYTHONIOENCODING=ascii {CKPTTOOL} inspect wéß", small)
+    assert b"w\\xe9\\xdf: no such file or folder." in done.stderr
+
+
 def test_a_full_stderr_does_not_end_a_conversion(small: Path) -> None:
     done = shell(f"{CKPTTOOL} convert in.pt logfull --to dcp -n 1 2>/dev/full", small)
     assert done.returncode == 0
