@@ -73,9 +73,9 @@ def run(request: str) -> str:
     """What a worker calls: read some frames; an error of ours is an answer, too."""
     asked = json.loads(request)
     try:
-        archive = _opened(json.dumps([asked["path"], asked["archive"]]))
-        found = Reading(archive.base, archive.file, archive).run_part(asked["first"], asked["stop"], asked["jobs"])
-        archive.assert_unchanged()
+        with _opened.of(json.dumps([asked["path"], asked["archive"]])) as archive:
+            found = Reading(archive.base, archive.file, archive).run_part(asked["first"], asked["stop"], asked["jobs"])
+            archive.assert_unchanged()
         return json.dumps(found, separators=(",", ":"))
     except CkpttoolError as e:
         return encoded_error(e)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from ..errors import CkpttoolError
@@ -28,26 +28,52 @@ T = TypeVar("T", bound=AbstractContextManager[Any])
 
 
 class Last(Generic[T]):
-    """What was made for the last question, open: a worker fills many parts of one plan. What was made before is closed."""
+    """What was made for the last question, open: a worker fills many parts of one plan. What was made before is closed when nobody uses it:
+    an engine may run several threads in a process, for several conversions."""
 
     def __init__(self, make: Callable[[str], T]) -> None:
         self.make: Callable[[str], T] = make
-        self.question = ""
-        self.made: T | None = None
-        self.lock = threading.Lock()  # an engine may run several threads in a process
+        self.kept: _Kept[T] | None = None
+        self.lock = threading.Lock()
 
-    def __call__(self, question: str) -> T:
+    @contextmanager
+    def of(self, question: str) -> Iterator[T]:
+        """The answer to a question, which stays open as long as it is used."""
         with self.lock:
-            if self.made is None or question != self.question:
-                self.close()
-                self.made, self.question = self.make(question), question
-            return self.made
+            if self.kept is None or question != self.kept.question:
+                self._let_go()
+                self.kept = _Kept(question, self.make(question))
+            kept = self.kept
+            kept.users += 1
+        try:
+            yield kept.made
+        finally:
+            with self.lock:
+                kept.users -= 1
+                if kept is not self.kept:
+                    kept.close()
 
     def close(self) -> None:
         """Forget it."""
-        made, self.made = self.made, None
-        if made is not None:
-            with made:
+        with self.lock:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        kept, self.kept = self.kept, None
+        if kept is not None:
+            kept.close()
+
+
+@dataclass
+class _Kept(Generic[T]):
+    question: str
+    made: T
+    users: int = 0
+
+    def close(self) -> None:
+        """Close it, unless somebody uses it."""
+        if not self.users:
+            with self.made:
                 pass
 
 
@@ -60,11 +86,8 @@ def forget() -> None:
 def prepare(request: str) -> str:
     """Plan or open what a request is about, for all workers that are made as copies of this process."""
     ((what, asked),) = json.loads(request).items()
-    if what == "fill":
-        _planned(json.dumps(asked["job"]))
-    else:
-        _opened(json.dumps(asked["open"]))
-    return ""
+    with _planned.of(json.dumps(asked["job"])) if what == "fill" else _opened.of(json.dumps(asked["open"])):
+        return ""
 
 
 def run(request: str) -> str:
@@ -78,36 +101,36 @@ def run(request: str) -> str:
 
 def _fill(asked: dict[str, Any]) -> dict[str, Any]:
     """One part of a conversion."""
-    planned = _planned(json.dumps(asked["job"]))
-    ckpt = planned.opened.checkpoint
-    return fill_part(
-        planned.draft, planned.opened.source, ckpt.files, ckpt.records, Part(*asked["part"]),
-        SharedObjects(asked["tree"]) if "objects" in asked["tree"] else SharedTree(asked["tree"]),
-        IOBudget(asked["threads"], asked["buffer_bytes"]), there=asked["there"],
-    )  # fmt: skip
+    with _planned.of(json.dumps(asked["job"])) as planned:
+        ckpt = planned.opened.checkpoint
+        return fill_part(
+            planned.draft, planned.opened.source, ckpt.files, ckpt.records, Part(*asked["part"]),
+            SharedObjects(asked["tree"]) if "objects" in asked["tree"] else SharedTree(asked["tree"]),
+            IOBudget(asked["threads"], asked["buffer_bytes"]), there=asked["there"],
+        )  # fmt: skip
 
 
 def _cells(asked: dict[str, Any]) -> dict[str, Any]:
     """Some cells of the objects of a conversion."""
-    planned = _planned(json.dumps(asked["job"]))
-    return send_cells(
-        planned.draft, planned.opened.source, planned.opened.checkpoint.files, asked["cells"], SharedObjects(asked["tree"]),
-        IOBudget(asked["threads"], asked["buffer_bytes"]),
-    )  # fmt: skip
+    with _planned.of(json.dumps(asked["job"])) as planned:
+        return send_cells(
+            planned.draft, planned.opened.source, planned.opened.checkpoint.files, asked["cells"], SharedObjects(asked["tree"]),
+            IOBudget(asked["threads"], asked["buffer_bytes"]),
+        )  # fmt: skip
 
 
 def _digest(asked: dict[str, Any]) -> dict[str, Any]:
     """The digests of some tensors of a checkpoint."""
-    opened = _opened(json.dumps(asked["open"]))
-    ckpt = opened.checkpoint
-    names = list(ckpt.tensors)[asked["first"] : asked["stop"]]
-    return tensor_digests_and_crcs(
-        {n: ckpt.tensors[n] for n in names},
-        opened.source,
-        ckpt.files,
-        ckpt.records,
-        IOBudget(asked["threads"], asked["buffer_bytes"]),
-    )
+    with _opened.of(json.dumps(asked["open"])) as opened:
+        ckpt = opened.checkpoint
+        names = list(ckpt.tensors)[asked["first"] : asked["stop"]]
+        return tensor_digests_and_crcs(
+            {n: ckpt.tensors[n] for n in names},
+            opened.source,
+            ckpt.files,
+            ckpt.records,
+            IOBudget(asked["threads"], asked["buffer_bytes"]),
+        )
 
 
 def _open(asked: str) -> OpenCheckpoint:

@@ -16,6 +16,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from threading import get_ident
 from typing import Any
 
 from ..errors import CkpttoolError
@@ -70,7 +71,7 @@ class SharedTree:
     def note_part(self, number: int, result: Mapping[str, Any]) -> None:
         """Say durably that a part is filled; its bytes must be durable already."""
         path = os.path.join(self.folder, "parts", f"{number}.json")
-        mine = f"{path}.{os.uname().nodename}.{os.getpid()}"
+        mine = f"{path}.{os.uname().nodename}.{os.getpid()}.{get_ident()}"  # two threads of a worker may fill it
         try:
             fd = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             with open(fd, "w", encoding="utf-8") as f:

@@ -11,7 +11,7 @@ import shutil
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,12 @@ import ckpttool
 from ckpttool.engine import dispatch, executors, fill, part_worker, parts
 from ckpttool.engine.opening import OpenOptions
 from ckpttool.engine.parallel_digests import digests_of
+from ckpttool.engine.planning import Plan
 from ckpttool.errors import CkpttoolError, Corrupt, Interrupted, NoSpace, SourceChanged, Unreadable, UsageError
 from ckpttool.layouts import layouts
 from ckpttool.storage import local_destination
 from ckpttool.storage.shared_tree import is_coherent
+from ckpttool.storage.source import Source
 
 FSDP2, ZERO3, FULL = (
     FIXTURES / "fsdp2_w3" / "ckpt",
@@ -336,6 +338,42 @@ def test_digests_by_workers_are_those_of_one_pass(source: Path) -> None:
         opened.locate()
         many = digests_of(opened, source, OpenOptions(), crew(workers), fill.silent, "read")
     assert many == one and len(workers.requests) > 2
+
+
+def test_threads_of_one_process_may_work_for_two_conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """dask's workers have a thread for each core: a plan stays open until the last of them has done with it."""
+    made = list[Plan]()
+    planned = part_worker._plan
+    monkeypatch.setattr(part_worker._planned, "make", lambda job: made.append(planned(job)) or made[-1])
+    used: dict[int, int] = {}
+    early = list[str]()
+    fill_part = part_worker.fill_part
+
+    def closed_late(draft: Any, source: Any, *more: Any, **how: Any) -> Any:
+        used[id(source)] = used.get(id(source), 0) + 1
+        try:
+            return fill_part(draft, source, *more, **how)
+        finally:
+            used[id(source)] -= 1
+
+    def close(self: Source) -> None:
+        early.extend([self.root] * used.get(id(self), 0))
+        closing(self)
+
+    closing = Source.close
+    monkeypatch.setattr(part_worker, "fill_part", closed_late)
+    monkeypatch.setattr(Source, "close", close)
+    for name in "ab":
+        convert(FSDP2, tmp_path / f"one_{name}", "dcp" if name == "a" else "hf")
+    with ThreadPoolExecutor(4) as executor, ThreadPoolExecutor(2) as runs:
+        done = [
+            runs.submit(convert, FSDP2, tmp_path / name, to, workers=executor)
+            for name, to in (("a", "dcp"), ("b", "hf"))
+        ]
+        assert all(d.result().digest for d in done)
+    assert len(made) > 2 and not early
+    for name in "ab":
+        assert contents(tmp_path / name) == contents(tmp_path / f"one_{name}")
 
 
 def test_casts_count_in_their_order_for_workers_too(tmp_path: Path) -> None:
