@@ -51,13 +51,16 @@ class Nurseries:
         self._tell(child, arguments=arguments, environment={**os.environ, **more}, folder=str(folder), log=str(log))
         return int(self._said(child)), lambda: int(self._said(child))
 
-    def launch(self, world: int, arguments: Sequence[str], log: Path, patience: float = 30, **more: str) -> list[int]:
+    def launch(
+        self, world: int, arguments: Sequence[str], log: Path, patience: float = 30, store: Any = None, **more: str
+    ) -> list[int]:
         """The exit statuses of so many ranks, which are told what torchrun tells them; `more` is environment.
 
-        Where a rank has failed, the others have `patience` seconds to end as well.
+        Where a rank has failed, the others have `patience` seconds to end as well. With the store of an earlier launch, this one is
+        what --max-restarts makes of it.
         """
         self._open(world)
-        store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
+        store = store or self.store(world)
         common = {
             **os.environ, **more, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "GROUP_RANK": "0",
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_RESTART_COUNT": "0",
@@ -84,6 +87,11 @@ class Nurseries:
             elif deadline is None and any(statuses.values()):
                 deadline = time.monotonic() + patience
         return [statuses[rank] for rank in range(world)]
+
+    @staticmethod
+    def store(world: int) -> Any:
+        """The store of a job, as torchrun has one."""
+        return dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
 
     def close(self) -> None:
         """End them."""

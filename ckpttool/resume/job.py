@@ -20,6 +20,7 @@ global batch, so that no number depends on how many ranks there are.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,6 +60,14 @@ class Job:
     notes: list[str]
     dropout_off: float = 0.0
     own_loss: Any = None
+
+    @property
+    def scheduler_waits(self) -> bool:
+        """Whether the scheduler's step() needs more than this runner has: a metric, as ReduceLROnPlateau, or an epoch."""
+        if self.scheduler is None:
+            return False
+        needed = inspect.signature(self.scheduler.step).parameters.values()
+        return any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed)
 
 
 def start(settings: Settings, opened: OpenCheckpoint) -> Job:
@@ -267,7 +276,10 @@ def _blocks(model: Any) -> list[Any]:
     if not found:
         found = [m for group in model.modules() if isinstance(group, nn.ModuleList) for m in group]
     inside = {id(inner) for m in found for inner in m.modules() if inner is not m}
-    return [m for m in found if id(m) not in inside and any(True for _ in m.parameters())]
+    outer = [m for m in found if id(m) not in inside and any(True for _ in m.parameters())]
+    # FSDP2 has each parameter in one group; what several blocks share is left to the root, with those blocks
+    held = Counter(id(p) for m in outer for p in m.parameters())
+    return [m for m in outer if all(held[id(p)] == 1 for p in m.parameters())]
 
 
 def _shard(model: Any, mesh: Any, settings: Settings) -> None:

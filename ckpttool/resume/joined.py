@@ -4,7 +4,11 @@ There no process sees all ranks, so they publish their beats in the store of the
 at them, and rank 1 where rank 0 is silent. The one that finds a stall prints it, and every rank ends its process: what waits in a
 collective cannot be interrupted, and NCCL's own watchdog does the same.
 
-The command keeps its job (`lasting_job`) while rank 0 judges, so that all ranks end with the exit code of its verdict.
+The command keeps its job and its watch (`lasting_job`) while rank 0 judges, so that all ranks end with the exit code of its verdict,
+or learn that it hangs.
+
+torchrun keeps one store for all attempts of --max-restarts, and with it what the ranks of an earlier attempt have left there: addresses that
+nobody listens on, and the word that the job has stalled. So every attempt uses keys of its own (`_keys_of_this_attempt`).
 """
 
 from __future__ import annotations
@@ -13,8 +17,9 @@ import os
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -27,8 +32,8 @@ __all__ = ["in_job", "joined_job", "lasting_job", "leave", "leave_together", "lo
 
 #: Seconds that collectives wait longer than the watch, which says more about what is wrong.
 _LONGER = 60.0
-#: How long ranks wait for rank 0, which judges and writes the reports.
-_JUDGING = timedelta(hours=1)
+#: How long ranks wait for rank 0, which judges and writes the reports. The watch ends them long before if that hangs.
+_JUDGING = timedelta(days=1)
 
 
 def in_job() -> bool:
@@ -44,9 +49,10 @@ def leave(status: int) -> NoReturn:
 
 
 class _Lasting:
-    """The job of this process: whether it lasts, and the group of its ranks that then ends it."""
+    """The job of this process: whether it lasts, the group of its ranks that then ends it, and the watch over them."""
 
     wanted, group = False, None
+    watch = ExitStack()
 
 
 @contextmanager
@@ -62,6 +68,7 @@ def lasting_job() -> Iterator[None]:
             dist.destroy_process_group()  # the ranks that wait for this one learn that it is gone
         raise
     finally:
+        _Lasting.watch.close()
         _Lasting.wanted, _Lasting.group = False, None
 
 
@@ -71,7 +78,7 @@ def leave_together(status: int) -> NoReturn:
     A torchrun whose ranks have ended with 0 waits for those on other nodes, for 300 s if these end with another status.
 
     Raises:
-        RankLost: rank 0 has ended, or has judged for more than an hour.
+        RankLost: rank 0 has ended.
     """
     import torch.distributed as dist
 
@@ -120,7 +127,9 @@ def joined_job(device: str, deterministic: bool, timeout: float, meeting: str | 
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
         else:
             try:
-                dist.init_process_group(backend, timeout=patience)
+                store, rank, world = next(dist.rendezvous("env://", timeout=patience))  # type: ignore[attr-defined]
+                store = _keys_of_this_attempt(store, rank, world, patience)
+                dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
             except dist.DistError as e:
                 raise _not_joined(e) from None
     if deterministic:
@@ -139,6 +148,37 @@ def joined_job(device: str, deterministic: bool, timeout: float, meeting: str | 
         _Lasting.group = dist.new_group(backend="gloo", timeout=_JUDGING)
     elif ours:
         dist.destroy_process_group()
+
+
+def _keys_of_this_attempt(store: Any, rank: int, world: int, patience: timedelta) -> Any:
+    """The store with a prefix that its ranks agree on and no earlier attempt has used. A collective.
+
+    Restarts are counted by each machine for itself, so the count is no such prefix. Rank 0 answers whoever asks, until all have
+    heard the answer of this rank 0: some of the questions may be an earlier attempt's.
+
+    Raises:
+        DistStoreError: a rank did not come in time.
+    """
+    import torch.distributed as dist
+
+    mine = uuid.uuid4().hex
+    chosen = mine
+    if rank:
+        store.set(f"ckpttool-asks-{rank}", mine)
+        chosen = store.get(f"ckpttool-answer-{mine}").decode()
+        store.add(f"ckpttool-heard-{chosen}", 1)
+    elif world > 1:
+        keys = [f"ckpttool-asks-{r}" for r in range(1, world)]
+        store.wait(keys, patience)
+        deadline, answered = time.monotonic() + patience.total_seconds(), set[bytes]()
+        while (heard := store.add(f"ckpttool-heard-{mine}", 0)) < world - 1:
+            for asked in {*store.multi_get(keys)} - answered:
+                store.set(f"ckpttool-answer-{asked.decode()}", mine)
+                answered.add(asked)
+            if time.monotonic() > deadline:
+                raise dist.DistStoreError(f"of {world} ranks, {world - 1 - heard} did not come")
+            time.sleep(0.02)
+    return dist.PrefixStore(chosen, store)  # type: ignore[attr-defined]
 
 
 def _not_joined(e: Exception) -> CkpttoolError:
@@ -165,13 +205,14 @@ def lost_peer(e: BaseException) -> bool:
 
 @contextmanager
 def watched_job(timeout: float, status: Status) -> Iterator[None]:
-    """Watch the ranks of the job that torchrun or srun started, while the block runs.
+    """Watch the ranks of the job that torchrun or srun started, while the block runs, and in that of `lasting_job` to its end.
 
     A silent job ends: its ranks print which one holds it up, and end with the exit code of `RankLost`.
     """
     import torch.distributed as dist
 
     period = period_of(timeout)
+    attempt = gathered(uuid.uuid4().hex)[0]
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         patience = timedelta(seconds=max(5.0, 2 * period))
@@ -183,8 +224,12 @@ def watched_job(timeout: float, status: Status) -> Iterator[None]:
         )
         yield
         return
-    with beating(dist.get_rank(), timeout, _Observer(store, timeout), 2):
+    with ExitStack() as watch:
+        observer = _Observer(dist.PrefixStore(attempt, store), timeout)  # type: ignore[attr-defined]
+        watch.enter_context(beating(dist.get_rank(), timeout, observer, 2))
         yield
+        if _Lasting.wanted:
+            _Lasting.watch = watch.pop_all()
 
 
 class _Observer:

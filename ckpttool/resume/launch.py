@@ -483,12 +483,16 @@ def _run_here(
             if trace is not None:
                 out[label] = trace
 
+        def verdict() -> Judged | None:
+            at("judging the run" if first else "waiting for the verdict of rank 0", computes=first)
+            return judged(out) if first else None
+
         for label, settings in plan.items():
             run(label, settings)
-        found = judged(out) if first else None
+        found = verdict()
         if gathered(found is not None and bool(again) and found.unsure)[0]:
             mine(_MEASURING)
             for label, settings in again.items():
                 run(label, settings)
-            found = judged(out) if first else None
+            found = verdict()
         return None if found is None else (plan, out, found)

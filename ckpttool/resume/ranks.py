@@ -120,7 +120,7 @@ class _Ranks:
     def ended(self) -> bool:
         """Whether all have ended, or one has failed and the others have had the time to say why."""
         for rank, child in self.children.items():
-            if rank not in self.statuses and (status := child.poll()) is not None:
+            if rank not in self.statuses and (status := _status(child.pid)) is not None:
                 self.statuses[rank] = status
         if self._failed is None and (any(self.statuses.values()) or _error_files(self.folder)):
             self._failed = time.monotonic()
@@ -128,15 +128,23 @@ class _Ranks:
         return late or len(self.statuses) == len(self.children)
 
     def end(self) -> None:
-        """Kill what still runs, with its own children."""
+        """Kill what still runs, and what a rank has started, also one that has ended: loaders of data outlive it."""
         for child in self.children.values():
             with suppress(ProcessLookupError):
-                if child.poll() is None:
-                    os.killpg(child.pid, signal.SIGKILL)
+                os.killpg(child.pid, signal.SIGKILL)
         deadline = time.monotonic() + _PATIENCE
         for child in self.children.values():
             with suppress(subprocess.TimeoutExpired):  # it is in the kernel, and ends when that lets it go
                 child.wait(max(0.1, deadline - time.monotonic()))
+
+
+def _status(pid: int) -> int | None:
+    """The exit status of a child, or minus the signal that killed it; None while it runs. The child keeps its number, which its
+    process group has, too."""
+    found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
 
 def pass_on_status(folder: str, seen: int, status: Status) -> int:

@@ -126,7 +126,7 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: Settings) -> S
     if settings.clip is not None:
         _clip(job.model, settings.clip, norm)
     job.optimizer.step()
-    if job.scheduler is not None:
+    if job.scheduler is not None and not job.scheduler_waits:
         job.scheduler.step()
     job.optimizer.zero_grad()
     _wait(settings)
@@ -166,10 +166,11 @@ def _count(data: list[tuple[dict[str, Any], bool]], settings: Settings) -> tuple
 
 
 def _rates(job: Job, step: int, settings: Settings) -> list[float]:
-    """The learning rates of a step; from the second step on those of the reference, if the job has no scheduler."""
+    """The learning rates of a step; from the second step on those of the reference, if no scheduler sets them."""
     given = settings.rates.get(step)
     groups = job.optimizer.param_groups
-    if job.scheduler is None and given is not None and step > settings.start + 1 and len(given) == len(groups):
+    idle = job.scheduler is None or job.scheduler_waits
+    if idle and given is not None and step > settings.start + 1 and len(given) == len(groups):
         for group, rate in zip(groups, given, strict=True):
             group["lr"] = rate
     return [float(g["lr"]) for g in groups]

@@ -59,12 +59,14 @@ def _switched_off(got: Trace) -> Iterator[str]:
 
 
 def _scheduler(reference: Trace | None, got: Trace) -> Iterator[str]:
-    if got.scheduler is None and any(holds(t, "scheduler") for t in (got, reference) if t is not None):
+    waits = bool(got.environment.get("scheduler_waits"))
+    if waits or (got.scheduler is None and any(holds(t, "scheduler") for t in (got, reference) if t is not None)):
         recorded = reference is not None and is_recording(reference)
         rates = (
             "the later learning rates are the reference's" if recorded else "the learning rate stays the checkpoint's"
         )
-        yield f"the scheduler at work: the job has none, so {rates}"
+        why = f"{clean(got.scheduler, 40)} needs a metric for a step" if waits else "the job has none"
+        yield f"the scheduler at work: {why}, so {rates}"
 
 
 def _perhaps_lost(reference: Trace | None, got: Trace, checks: Sequence[Check]) -> Iterator[str]:

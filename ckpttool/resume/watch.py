@@ -29,6 +29,7 @@ __all__ = [
 
 _FRAMES = 12  # of a stack, innermost first
 _MOVED_BYTES = 1 << 20  # a rank that read or wrote so many bytes since the last beat is not silent
+_BUSY = 0.05  # of the time between two beats, on a CPU, is a computation
 _LINE = 240  # bytes of a stage in its file
 _MISSED = 3  # beats, after which threads do not run
 
@@ -80,7 +81,7 @@ class _Here:
     """Where this rank is."""
 
     def __init__(self) -> None:
-        self.position, self.moves, self.what = 0, 0, Beat.what
+        self.position, self.moves, self.what, self.computes = 0, 0, Beat.what, False
         self.file: int | None = None
         self.wake = threading.Event()
 
@@ -88,9 +89,13 @@ class _Here:
 _here = _Here()
 
 
-def at(what: str) -> None:
-    """This rank begins a stage: the same stages in the same order on every rank."""
-    _here.what = what
+def at(what: str, computes: bool = False) -> None:
+    """This rank begins a stage: the same stages in the same order on every rank.
+
+    `computes`: alone and on the CPU, so that its main thread makes progress while it uses that. Elsewhere it may wait for others by
+    asking again and again.
+    """
+    _here.what, _here.computes = what, computes
     _here.position += 1
     if _here.file is not None:
         os.pwrite(_here.file, f"{_here.position} {what}".encode()[:_LINE].ljust(_LINE), 0)
@@ -137,12 +142,13 @@ class _Pulse(threading.Thread):
         self.main = threading.main_thread().ident
 
     def run(self) -> None:
-        count, quiet, before, bytes_before = 0, 0.0, (0, 0), 0
+        count, quiet, before, bytes_before, used_before = 0, 0.0, (0, 0), 0, 0.0
         while True:
-            done, now = _bytes_moved(), (_here.position, _here.moves)
-            still = now == before and done - bytes_before < _MOVED_BYTES
+            done, used, now = _bytes_moved(), _cpu_seconds(), (_here.position, _here.moves)
+            computed = _here.computes and used - used_before >= _BUSY * self.period
+            still = now == before and done - bytes_before < _MOVED_BYTES and not computed
             quiet = quiet + self.period if still and count else 0.0
-            before, bytes_before, count = now, done, count + 1
+            before, bytes_before, used_before, count = now, done, used, count + 1
             waits, stack = _stack_of(sys._current_frames().get(self.main or 0))
             # a rank whose native code holds Python's lock does not come here in time, and its stack is written without it
             if not isinstance(self.stacks, int):
@@ -180,6 +186,16 @@ def _bytes_moved() -> int:
         return sum(int(numbers[k]) for k in ("rchar", "wchar", "read_bytes"))
     except (OSError, ValueError, KeyError):
         return 0
+
+
+def _cpu_seconds() -> float:
+    """How long the main thread of this process has used a CPU."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/stat", encoding="ascii", errors="replace") as f:
+            user, system = f.read().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):
+        return 0.0
 
 
 def _stack_of(frame: Any) -> tuple[str, list[str]]:

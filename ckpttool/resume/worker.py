@@ -90,6 +90,7 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
             tied=tied_names(job.model), config=config_of(job.model), notes=[*ckpt.notes, *job.notes],
             environment=environment() | {
                 "deterministic": settings.deterministic, "compile": settings.compile,
+                "scheduler_waits": job.scheduler_waits,
                 "dropout_probabilities": sorted({p for _, _, p in dropouts(job.model) if p > 0}),
             },
             dropout_off=job.dropout_off, recipe=settings.job or settings.config,

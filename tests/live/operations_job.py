@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -40,6 +41,12 @@ def healthy() -> Any:
     return job()
 
 
+def helped() -> Any:
+    """Each rank starts a process that outlives it, as a loader of data may."""
+    subprocess.Popen(["sleep", "1000"])
+    return job()
+
+
 def killed() -> Any:
     """Rank 1 is killed in the probe, as by the kernel when memory runs out."""
     return job(lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -68,6 +75,14 @@ def hung_in_python() -> Any:
         return sample(index)
 
     return job(data=slow_row)
+
+
+def hung_judge() -> Any:
+    """Rank 0 trains, and never comes back from what judges the run: a stand-in for a file system that hangs only then."""
+    from ckpttool.resume import judge
+
+    judge.judge = lambda *_: time.sleep(1000)  # type: ignore[assignment,func-returns-value]
+    return job()
 
 
 def fails() -> Any:

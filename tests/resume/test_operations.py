@@ -152,8 +152,10 @@ def test_the_rank_that_failed_is_named_with_what_ended_it(job: str, begin: Calla
         ) in Path(kept[1]).read_text()
 
 
-def test_a_verdict_leaves_nothing_since_the_report_has_everything(begin: Callable[..., Command]) -> None:
-    command = begin("healthy", "--steps", "1", "--min-mfu", "0.9", "--peak-tflops", "1000")
+def test_a_verdict_leaves_no_folder_since_the_report_has_everything_and_no_process_that_a_rank_has_started(
+    begin: Callable[..., Command],
+) -> None:
+    command = begin("helped", "--steps", "1", "--min-mfu", "0.9", "--peak-tflops", "1000")
     assert command.ended() == 11, command.said()
     assert none_left(command.folder) and command.left() == []
 
@@ -237,6 +239,27 @@ def test_in_a_job_that_others_started_the_ranks_watch_each_other(tmp_path: Path)
     (error,) = [line for line in log.read_text().splitlines() if line.startswith("error:")]
     assert error.startswith("error: rank 0 of 2 says: rank 1 has made no progress for ")
     assert "is stopped (state T;" in error and "Of the others, rank 0 is waiting in " in error
+
+
+def test_a_rank_0_that_hangs_while_it_judges_is_named_and_the_next_attempt_of_torchrun_has_a_verdict(
+    tmp_path: Path,
+) -> None:
+    store = NURSERIES.store(2)
+
+    def attempt(job: str) -> tuple[list[int], str]:
+        log = tmp_path / job
+        words = ["-m", "ckpttool", *of(job), "--steps", "1", "--timeout", "3", "--no-round-trip"]
+        statuses = NURSERIES.launch(2, words, log, store=store, **ENVIRONMENT, PYTHONPATH=str(REPOSITORY))
+        return statuses, log.read_text()
+
+    with one_at_a_time():
+        (statuses, said), (again, verdict) = attempt("hung_judge"), attempt("healthy")
+    assert statuses == [13, 13], said
+    (error,) = [line for line in said.splitlines() if line.startswith("error: rank 0 of 2 says: ")]
+    assert "rank 0 has made no progress for " in error, error
+    assert "in 'judging the run': it is at operations_job.py" in error, error
+    assert "rank 1 is waiting in all_gather_object ('waiting for the verdict of rank 0')" in error, error
+    assert again == [0, 0], verdict
 
 
 def test_a_report_that_cannot_be_written_ends_the_ranks_that_wait_for_the_verdict(tmp_path: Path) -> None:

@@ -13,14 +13,17 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from ckpttool.errors import RankLost
 from ckpttool.resume import watch
+from ckpttool.resume.joined import _keys_of_this_attempt
 from ckpttool.resume.watch import Beat, Stall, Watch
 from ckpttool.resume.workspace import workspace
 
@@ -184,3 +187,45 @@ def test_on_a_file_system_without_locks_a_run_works_and_removes_no_other(
         with workspace(str(tmp_path)) as two:
             assert sorted(os.listdir(tmp_path)) == sorted(map(os.path.basename, (one, two)))
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_a_judge_that_uses_its_cpu_is_not_silent_and_a_rank_that_may_only_poll_is(computes: bool) -> None:
+    seen: list[Beat] = []
+    watch.at("judging the run", computes=computes)
+    with watch.beating(0, 2.0, seen.append, 2):
+        began = time.process_time()
+        while time.process_time() - began < 0.9:
+            pass
+    watch.at("nothing")
+    assert len(seen) > 3
+    assert any(beat.quiet for beat in seen) != computes
+
+
+def test_an_attempt_of_torchrun_meets_under_keys_that_no_earlier_one_has_used() -> None:
+    store = dist.HashStore()
+    patience = timedelta(seconds=20)
+    store.set("ckpttool-asks-1", "of a rank that was killed before it had an answer")
+    store.set("0/address", "where nobody listens")
+    for world in (3, 1, 3):  # the ranks of the last attempt find all that the first has left
+        found: dict[int, Any] = {}
+
+        def join(rank: int, world: int = world, found: dict[int, Any] = found) -> None:
+            time.sleep(0.1 * (rank == 1))
+            found[rank] = _keys_of_this_attempt(store, rank, world, patience)
+
+        threads = [threading.Thread(target=join, args=(rank,)) for rank in range(world)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not found[0].check(["0/address"])
+        found[0].set("0/address", "here")
+        assert [found[rank].get("0/address") for rank in range(world)] == [b"here"] * world
+
+
+def test_a_rank_that_does_not_come_is_counted() -> None:
+    store = dist.HashStore()
+    store.set("ckpttool-asks-1", "of an earlier attempt")
+    with pytest.raises(dist.DistStoreError, match="of 2 ranks, 1 did not come"):
+        _keys_of_this_attempt(store, 0, 2, timedelta(seconds=0.1))
