@@ -316,7 +316,7 @@ class LiveJob:
         for key, value in _options(stored).items():
             held = group.get(key)
             if isinstance(held, torch.Tensor):  # a learning rate that a compiled step reads
-                held.fill_(value if not isinstance(value, torch.Tensor) else value.item())
+                held.copy_(torch.as_tensor(value).reshape(held.shape))
             elif isinstance(held, tuple) and isinstance(value, list):
                 group[key] = tuple(value)
             elif isinstance(value, torch.Tensor) and isinstance(held, (int, float)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import io
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -202,7 +203,7 @@ class AnyLayoutReader(StorageReader):
         live = live if isinstance(live, dict) else {}
         wanted: list[Wanted] = []
         commit: list[tuple[ReadItem, Tensor]] = []
-        later: list[tuple[ReadItem, Tensor, Any]] = []
+        later: list[tuple[ReadItem, Any, Any]] = []
         for item in items:
             name, entry = self._open.entry(item.storage_index.fqn)
             if item.type != LoadItemType.BYTE_IO:
@@ -234,6 +235,8 @@ class AnyLayoutReader(StorageReader):
                     target.fill_(entry.data)
                 else:
                     wanted.append(Wanted(name, (), (), target))
+            elif isinstance(entry, Value) and type(held) in (bool, int, float):
+                later.append((item, entry.data, held))  # float32 would round it
             else:
                 number = torch.empty((), dtype=torch_dtype(getattr(entry, "dtype", "float32")))
                 if isinstance(entry, TensorEntry):
@@ -267,9 +270,9 @@ def _saved(x: Any) -> io.BytesIO:
     return out
 
 
-def _like_held(number: Tensor, held: Any) -> Any:
-    """A number of an optimizer's state as the job keeps it: a plain one where it does, else a 0-dim tensor."""
-    if type(held) not in (int, float):
+def _like_held(number: Any, held: Any) -> Any:
+    """A number of an optimizer's state, plain or a 0-dim tensor, as the job keeps it: a plain one where it does, else as it is."""
+    if type(held) not in (bool, int, float):
         return number
-    x = number.item()
-    return int(x) if type(held) is int and x == int(x) else x
+    x = number.item() if isinstance(number, torch.Tensor) else number
+    return type(held)(x) if math.isfinite(x) and x == type(held)(x) else x

@@ -19,6 +19,7 @@ __all__ = ["Beside", "Marked", "beside_differences", "holds", "is_recording", "t
 _TRANSIENT = frozenset(("_get_lr_called_within_step", "_is_initial", "verbose"))
 #: Layouts of trainers that save the random states of every rank.
 _EVERY_RANK = frozenset(("trainer", "accelerate"))
+_FEW = 8  # values of a list that are shown
 #: How DeepSpeed cut the state, in its own configuration: a conversion to another stage changes it.
 _CUTS = "extra.ds_config.zero_optimization."
 
@@ -47,10 +48,21 @@ class Beside:
     @property
     def problems(self) -> list[str]:
         """What is wrong, by name; the missing ones last."""
-        return [*(_changed(n, *two) for n, two in self.found.items()), *(f"{n} is missing" for n in self.missing)]
+        return [*self.changes, *(f"{n} is missing" for n in self.missing)]
+
+    @property
+    def changes(self) -> list[str]:
+        """How the found ones differ, by name."""
+        return [_changed(n, *two) for n, two in self.found.items()]
 
 
 def _changed(name: str, expected: Any, found: Any) -> str:
+    if type(expected) is type(found) is list and max(len(expected), len(found)) > _FEW:
+        if len(expected) != len(found):
+            return f"{name} has {len(found)} values and had {len(expected)}"
+        wrong = [k for k, (a, b) in enumerate(zip(expected, found, strict=True)) if not alike(a, b)]
+        more = f", and {len(wrong) - 1} more of its {len(found)} values differ" if len(wrong) > 1 else ""
+        return f"{name}[{wrong[0]}] is {found[wrong[0]]!r} and was {expected[wrong[0]]!r}{more}"
     if not isinstance(expected, Marked) and not isinstance(found, Marked):
         return f"{name} is {found!r} and was {expected!r}"
     if isinstance(expected, Marked) and isinstance(found, Marked) and expected[:2] == found[:2]:

@@ -72,11 +72,20 @@ def _other_data(reference: Trace, got: Trace) -> str | None:
 
 def _random(reference: Trace, got: Trace) -> str | None:
     """Why random numbers differ, or None."""
-    if not (reference.dropout or got.dropout):
+    dropout, drawn = reference.dropout or got.dropout, got.environment.get("random")
+    if not dropout and not drawn:
         return None
     restored = got.environment.get("rng_restored") is True
     if restored and got.world_size is not None and got.world_size == reference.world_size:
         return None
+    if not dropout:
+        same = (reference.seed, reference.micro_batch) == (got.seed, got.micro_batch)
+        if drawn == "seeded" == reference.environment.get("random") and same:
+            return None
+        return (
+            "the forward pass draws random numbers, such as noise or a dropout that is no module, and they are not those of the "
+            "reference: switch them off in both, or restore the random states at the same world size"
+        )
     return (
         "dropout is on, and the random states are not those of the reference: switch dropout off in both, or restore the "
         "states at the same world size"

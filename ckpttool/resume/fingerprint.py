@@ -18,8 +18,9 @@ from math import prod
 from typing import Any
 
 from ..index.boxes import box_is_flat, flat_start, strides
+from ..live.collectives import gathered
 
-__all__ = ["combine", "flat", "has_bits", "in_files", "in_memory", "local", "norms", "owned", "quantum"]
+__all__ = ["combine", "flat", "has_bits", "in_files", "in_memory", "local", "norms", "of_each_rank", "owned", "quantum"]
 
 _BLOCK = 1 << 20
 _A, _B, _C = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of splitmix64 (Steele, Lea, Flood 2014)
@@ -169,6 +170,17 @@ def in_memory(tensors: Mapping[str, Any], device: Any, dtype: Any = None) -> tup
         if total[k] * (world // _distinct(tensor)) % (1 << 64) != total[len(tensors) + k]:
             apart.append(name)
     return out, apart
+
+
+def of_each_rank(tensors: Mapping[str, Any]) -> dict[str, list[tuple[str, tuple[int, ...], str]]]:
+    """{name: (dtype, shape, fingerprint) of what each rank holds} of tensors that every rank has whole; those of shards are left out. A
+    collective."""
+    whole = {n: t for n, t in tensors.items() if not hasattr(t, "_local_tensor")}
+    every = gathered([f"{_piece(t.detach(), (0,) * t.dim(), tuple(t.shape)):016x}" for t in whole.values()])
+    return {
+        n: [(str(t.dtype).removeprefix("torch."), tuple(t.shape), prints[k]) for prints in every]
+        for k, (n, t) in enumerate(whole.items())
+    }
 
 
 def _distinct(tensor: Any) -> int:

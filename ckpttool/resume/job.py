@@ -60,6 +60,7 @@ class Job:
     notes: list[str]
     dropout_off: float = 0.0
     own_loss: Any = None
+    random: bool = False
 
     @property
     def scheduler_waits(self) -> bool:

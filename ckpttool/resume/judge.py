@@ -51,7 +51,7 @@ def judge(
     Raises:
         UsageError: there is no such profile.
     """
-    made = [state_checks.loaded(got, profile), state_checks.plausible(got)]
+    made = [state_checks.loaded(got, profile), state_checks.plausible(got, reference)]
     envelope: dict[str, list[float]] = {}
     if reference is not None:
         if profile == "relaxed":

@@ -5,7 +5,8 @@ On one node it starts the ranks itself, once for each world size, and judges the
 already exists, and rank 0 judges.
 
 The reference (`against`) runs first, since the candidate may need its learning rates; then the run that measures the noise
-(`calibrate`), then the candidate. Where nothing but numbers of later steps fails, the noise is measured unasked.
+(`calibrate`), then the candidate. Where nothing but updates and numbers of later steps fails, the noise is measured
+unasked.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import NamedTuple
 
 from ..engine.opening import OpenCheckpoint, OpenOptions, open_with, usable
 from ..errors import CkpttoolError, RankLost, UsageError, argument
@@ -27,11 +27,12 @@ from .batches import refuse_missing
 from .bounds import PROFILES
 from .first_step import step_of
 from .joined import in_job, joined_job, lost_peer, watched_job
+from .judging import MEASURING, Judged, judged_runs
 from .ranks import launch_runs
 from .recipe import looked_over, refuse_no_config
 from .settings import Settings, Status, mesh_of
 from .trace import Trace, read_reference
-from .verdict import Cause, Check, Report
+from .verdict import Cause, Report
 from .watch import at, stage
 from .workspace import workspace
 
@@ -229,7 +230,7 @@ def resume_verify(
             return plan, again
 
         def judged(traces: Mapping[str, Trace]) -> Judged:
-            return _judged(traces, recorded, profile)
+            return judged_runs(traces, recorded, profile)
 
         if as_rank:
             of_rank = _run_here(planned, (device, deterministic, timeout), judged, folder, status)
@@ -241,7 +242,7 @@ def resume_verify(
             traces = launch_runs(plan, folder, status)
             found = judged(traces)
             if again and found.unsure:
-                status(_MEASURING)
+                status(MEASURING)
                 os.mkdir(second := os.path.join(folder, "again"))
                 traces |= launch_runs(again, second, status)
                 found = judged(traces)
@@ -250,41 +251,6 @@ def resume_verify(
             "max_load_seconds": max_load_seconds,
         }  # fmt: skip
         return _report(plan, traces, recorded, found, profile, peak_tflops, limits)
-
-
-#: Said before a run that nobody asked for.
-_MEASURING = "nothing but numbers of later steps fails, so the noise of this job is measured"
-
-
-class Judged(NamedTuple):
-    """What `judge` gave, with the noise if that was measured."""
-
-    checks: list[Check]
-    envelope: dict[str, list[float]]
-    calibration: dict[str, float] | None
-
-    @property
-    def failed(self) -> list[Check]:
-        return [c for c in self.checks if c.verdict == "fail"]
-
-    @property
-    def unsure(self) -> bool:
-        """Whether nothing fails but numbers of later steps, as they also do in a job that amplifies every rounding."""
-        return (
-            self.calibration is None
-            and bool(self.failed)
-            and all(c.stage == "steps" and c.source in ("measured", "given") for c in self.failed)
-        )
-
-
-def _judged(traces: Mapping[str, Trace], recorded: Trace | None, profile: str) -> Judged:
-    from .judge import judge, noise
-
-    got, reference = traces["candidate"], traces.get("reference") or recorded
-    calibration: dict[str, float] | None = None
-    if "noise" in traces:
-        calibration = noise(got if recorded is not None else traces.get("reference", got), traces["noise"])
-    return Judged(*judge(reference, got, profile, calibration), calibration)
 
 
 def _report(
@@ -305,7 +271,7 @@ def _report(
     from .unverified import unverified
 
     got, reference = traces["candidate"], traces.get("reference") or recorded
-    checks, envelope, calibration = judged
+    checks, envelope, calibration, _ = judged
     sides = (reference, got) if reference is None or profile != "relaxed" else in_stored_dtypes(reference, got)
     opened: list[OpenCheckpoint] = []
     try:
@@ -491,7 +457,7 @@ def _run_here(
             run(label, settings)
         found = verdict()
         if gathered(found is not None and bool(again) and found.unsure)[0]:
-            mine(_MEASURING)
+            mine(MEASURING)
             for label, settings in again.items():
                 run(label, settings)
             found = verdict()

@@ -12,11 +12,12 @@ from typing import Any
 
 from ..live.collectives import gathered
 from ..live.live_job import OWN_FLAGS
+from .beside import mark
 from .fingerprint import combine, local, owned
 
 __all__ = [
     "Measure", "config_of", "device_of", "dropouts", "dtype_of", "environment", "has_dropout", "named_parameters",
-    "named_state", "number", "plain_groups", "root_of_squares", "same_everywhere", "scalars_of", "tied_names",
+    "named_state", "number", "numbers_of", "plain_groups", "root_of_squares", "same_everywhere", "scalars_of", "tied_names",
 ]  # fmt: skip
 
 
@@ -140,9 +141,11 @@ def plain_groups(model: Any, optimizer: Any) -> list[dict[str, Any]]:
 
 def _plain(x: Any) -> Any:
     if hasattr(x, "element_size"):
-        return number(x) if x.numel() == 1 else "tensor"
+        return number(x) if x.numel() == 1 else " ".join(map(str, mark(x)))
     if isinstance(x, (list, tuple)):
         return [_plain(v) for v in x]
+    if isinstance(x, dict):
+        return {str(k): _plain(v) for k, v in x.items()}
     return x if isinstance(x, (int, float, str, bool, type(None))) else type(x).__name__
 
 
@@ -174,6 +177,17 @@ def scalars_of(tensors: Mapping[str, Any]) -> dict[str, float]:
         n: float(t.item())
         for n, t in tensors.items()
         if t.numel() == 1 and not hasattr(t, "_local_tensor") and not t.is_complex()
+    }
+
+
+def numbers_of(model: Any, optimizer: Any) -> dict[str, float]:
+    """The numbers in the optimizer's state that are not tensors, under the names that tensors would have: some optimizers count steps
+    so."""
+    return {
+        f"optim.state.{fqn}.{slot}": float(x)
+        for fqn, p in named_parameters(model).items()
+        for slot, x in optimizer.state.get(p, {}).items()
+        if isinstance(x, (bool, int, float))
     }
 
 

@@ -101,7 +101,8 @@ def _refuse_others(job: str, name: str, others: list[str]) -> None:
 
 
 def _defined(tree: ast.AST) -> Iterator[tuple[str, ast.AST | None]]:
-    """(name, its definition) at the top of a module, also where it is inside an if, a try or a with; "*" for `from x import *`."""
+    """(name, its definition) at the top of a module, also where it is inside an if, a try or a with; "*" for `from x import *`
+    and for what may define any name."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name, node
@@ -109,6 +110,8 @@ def _defined(tree: ast.AST) -> Iterator[tuple[str, ast.AST | None]]:
             yield from ((a.asname or a.name.partition(".")[0], None) for a in node.names)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id, None
+        elif isinstance(node, ast.Name) and node.id in ("globals", "exec", "setattr"):
+            yield "*", None
         elif not isinstance(node, ast.Lambda):
             yield from _defined(node)
 

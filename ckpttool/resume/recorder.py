@@ -25,7 +25,7 @@ from typing import Any
 from ..errors import UsageError, argument
 from ..live.collectives import gathered
 from .batches import digest_and_marks
-from .fingerprint import has_bits, in_memory
+from .fingerprint import has_bits, in_memory, of_each_rank
 from .live_facts import (
     Measure,
     config_of,
@@ -35,6 +35,7 @@ from .live_facts import (
     has_dropout,
     named_state,
     number,
+    numbers_of,
     plain_groups,
     root_of_squares,
     same_everywhere,
@@ -139,6 +140,7 @@ class Recorder:
                     lacks |= _not_given(key)
             lacks |= found.pop("unrecorded")
             tensors: dict[str, Any] = {}
+            numbers: dict[str, float] = {}
             if model is None:
                 lacks |= _not_given("model")
             elif any(hasattr(p, "ds_tensor") for p in model.parameters()):
@@ -147,7 +149,9 @@ class Recorder:
                 tensors, why = self._tensors(lacks)
                 if why is not None:
                     lacks["model"] = why
-                prints, _ = in_memory(tensors, device)
+                prints, apart = in_memory(tensors, device)
+                found["variants"] |= of_each_rank({n: tensors[n] for n in apart})
+                numbers = {} if optimizer is None or why is not None else numbers_of(model, optimizer)
             if optimizer is None:
                 lacks |= _not_given("optimizer")
             probe, why = self._probed(device)
@@ -158,7 +162,7 @@ class Recorder:
             self._write(
                 "state", step=step,
                 state={n: (dtype_of(t), tuple(t.shape), prints[n]) for n, t in tensors.items()},
-                scalars=scalars_of(tensors), **found, probe=probe, unrecorded=lacks,
+                scalars=scalars_of(tensors) | numbers, **found, probe=probe, unrecorded=lacks,
                 groups=[] if model is None or optimizer is None else plain_groups(model, optimizer),
             )  # fmt: skip
 

@@ -74,6 +74,9 @@ def _sketched(reference: Trace, got: Trace) -> tuple[float, None, None] | str:
     if why := other_job(reference, got):
         return why
     theirs = reference.probe
+    for n in reference.variants.keys() & reference.state.keys() & got.state.keys():
+        if got.state[n][2] != reference.state[n][2]:
+            return f"the ranks of the recorded job held different copies of {n}, and the checkpoint has that of another rank than the probe"
     if list(theirs["shape"]) != list(ours["shape"]):
         return f"the logits have shape {ours['shape']}, those of the reference {theirs['shape']}"
     if theirs["not_finite"] != ours["not_finite"]:

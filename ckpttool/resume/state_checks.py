@@ -55,15 +55,25 @@ def loaded(got: Trace, profile: str) -> Check:
     )
 
 
-def plausible(got: Trace) -> Check:
-    """Faults that a state shows without a reference. Parameters that never got a gradient have no optimizer state, and
-    those that got fewer gradients have smaller steps, so only what no training produces counts as a fault."""
+def plausible(got: Trace, reference: Trace | None = None) -> Check:
+    """Faults that a state shows by itself. What the reference holds as well, at the same step, is none: parts of a module may have been
+    frozen for some steps."""
     name = "state.plausible"
     if got.failed is not None or (not got.state and not got.scalars):
         return Check.unknown(name, "the run did not record what the job held")
-    problems = [
-        f"{n} is {v}" for n, v in got.scalars.items() if math.isnan(v) or (math.isinf(v) and n.startswith("optim."))
-    ]
+    problems = _implausible(got)
+    if problems and reference is not None and reference.failed is None and reference.start == got.start:
+        theirs = set(_implausible(reference))
+        problems = [p for p in problems if p not in theirs]
+    return Check.exact(
+        name, problems, "optimizer steps, moments and scalars are plausible", "no training produces this"
+    )
+
+
+def _implausible(got: Trace) -> list[str]:
+    """What no training produces. Parameters that never got a gradient have no optimizer state, and those that got fewer gradients have
+    smaller steps."""
+    problems = [f"{n} is {v}" for n, v in got.scalars.items() if n.startswith("optim.") and not math.isfinite(v)]
     trained = _trained(got)
     steps = {n: v for n, v in steps_of(got).items() if math.isfinite(v)}
     if trained > 0:
@@ -88,9 +98,7 @@ def plausible(got: Trace) -> Check:
         problems += [
             f"{n} has only one of exp_avg and exp_avg_sq" for n in sorted(slots["exp_avg"] ^ slots["exp_avg_sq"])
         ]
-    return Check.exact(
-        name, problems, "optimizer steps, moments and scalars are plausible", "no training produces this"
-    )
+    return problems
 
 
 def _trained(trace: Trace) -> int:
@@ -221,7 +229,7 @@ def _scheduler(reference: Trace, got: Trace) -> Check:
         return Check.of(name, False, "the checkpoint has no scheduler state, but the reference has", 1, 0, "exact")
     if not found.compared and not found.missing:
         return Check.unknown(name, _absent(reference, got, "scheduler", "a scheduler's state"))
-    problems = changed(found.found)
+    problems = found.changes
     if problems or not found.missing:
         return _with_rest(Check.exact(name, problems, "the same scheduler state", "the scheduler state differs"), found)
     text = f"the scheduler's {listed(found.missing)} is missing"
@@ -266,7 +274,7 @@ def _with_rest(check: Check, found: Beside) -> Check:
 def _values(reference: Trace, got: Trace) -> Check:
     name = "config.values"
     problems, extra, compared = list[str](), list[str](), 0
-    for component in ("trainer", "extra", "model"):
+    for component in ("trainer", "extra", "model", "optim"):
         found = beside_differences(reference, got, component)
         problems += found.problems
         extra += found.extra

@@ -6,6 +6,7 @@ Every function is collective: all ranks of the job call it with the same argumen
 from __future__ import annotations
 
 import os
+import random
 import time
 from typing import Any
 
@@ -99,9 +100,14 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: Settings) -> S
     _wait(settings)
     began = time.perf_counter()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
-    for i, (batch, counts) in enumerate(data):
+    first = step == settings.start + 1
+    for i, ((row, _, _), (batch, counts)) in enumerate(zip(parts, data, strict=True)):
         at(f"{where}, micro-batch {i + 1} of {len(data)}")
+        if not settings.keep_dropout:
+            _seed(settings.seed, row)
+        before = _generators(settings) if first else None
         loss, count, _ = job.loss(job.model, batch)
+        job.random = job.random or (first and before != _generators(settings))
         if counts:
             total += torch.stack([loss.detach().double(), count.detach().double().to(device)])
         # a pass that does not count still takes part in the collectives; nan * 0 would be nan
@@ -139,6 +145,28 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: Settings) -> S
         step, float(mine.item()), norm, root_of_squares(measure.updates), rates, seen, round(counted), seconds,
         [float(e.item()) for e in every], measure.grads, measure.updates, marks,
     )  # fmt: skip
+
+
+def _seed(seed: int, row: int) -> None:
+    """Random numbers that depend on the first row of a micro-batch, and not on the rank that has it: at any world size the forward pass
+    draws the same."""
+    import numpy as np
+    import torch
+
+    number = (seed * 1_000_003 + row) % (1 << 32)
+    torch.manual_seed(number)
+    np.random.seed(number)
+    random.seed(number)
+
+
+def _generators(settings: Settings) -> Any:
+    """The states of all generators that a forward pass may use, to be compared."""
+    import numpy as np
+    import torch
+
+    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if settings.device == "cuda" else [])]
+    _, key, position, *rest = np.random.get_state(legacy=True)
+    return [s.numpy().tobytes() for s in states], key.tobytes(), position, rest, random.getstate()  # type: ignore[union-attr]
 
 
 def _count(data: list[tuple[dict[str, Any], bool]], settings: Settings) -> tuple[int, str | None, list[str]]:

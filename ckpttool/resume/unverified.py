@@ -20,7 +20,7 @@ __all__ = ["unverified"]
 #: Components beside model and optimizer, in words.
 _BESIDE = {
     "rng": "random states", "dataloader": "dataloader", "scaler": "grad scaler", "extra": "other values",
-    "model": "extra states of modules",
+    "model": "extra states of modules", "optim": "optimizer state of parameters that this job does not train",
 }  # fmt: skip
 
 
@@ -56,6 +56,8 @@ def _job(reference: Trace | None, got: Trace) -> Iterator[str]:
 def _switched_off(got: Trace) -> Iterator[str]:
     if got.dropout_off:
         yield f"dropout (probability up to {got.dropout_off:g}): it was switched off"
+    if got.environment.get("random") == "seeded":
+        yield "the random numbers that the forward pass draws: they were seeded, and not continued from the checkpoint's"
 
 
 def _scheduler(reference: Trace | None, got: Trace) -> Iterator[str]:

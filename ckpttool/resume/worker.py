@@ -42,6 +42,7 @@ from .live_facts import (  # fmt: skip
     has_dropout,
     named_parameters,
     named_state,
+    numbers_of,
     plain_groups,
     scalars_of,
     tied_names,
@@ -50,7 +51,7 @@ from .load_cost import LoadCost
 from .recipe import fitting
 from .round_trip import round_trip
 from .settings import Settings, Status, read_settings
-from .text import plural
+from .text import fqn_of, plural
 from .trace import OF_BUILD, Trace, to_json
 from .training import measure_memory, probe, probe_as_recorded, train_step
 from .watch import Beat, at, beating, moved, write_stages_to, written
@@ -127,6 +128,8 @@ def run(settings: Settings, probe_file: str, status: Status) -> Trace | None:
         status(f"step {k + 1} of {settings.steps}: loss {out.steps[-1].loss:.6g}")
         if k == 0:
             round_trip(job, settings, out, status)
+    if any(gathered(job.random)):
+        out.environment["random"] = "restored" if settings.keep_dropout else "seeded"
     out.memory = measure_memory(settings)
     del job
     gc.collect()
@@ -231,14 +234,19 @@ def _state(job: Job, trained: bool, opened: OpenCheckpoint, settings: Settings, 
     tensors = named_state(job.model, job.optimizer if trained else None)
     prints, apart = fingerprint.in_memory(tensors, device)
     out.state = {n: (dtype_of(t), tuple(t.shape), prints[n]) for n, t in tensors.items()}
-    out.scalars = scalars_of(tensors)
+    out.scalars = scalars_of(tensors) | (numbers_of(job.model, job.optimizer) if trained else {})
     low = {n: p for n, p in named_parameters(job.model).items() if p.is_floating_point() and p.element_size() == 2}
     out.quanta = fingerprint.norms(low, device, fingerprint.quantum)
     out.groups = [] if job.optimizer is None else plain_groups(job.model, job.optimizer)
     if apart:
         out.notes.append(f"copies on several ranks are not equal, of {plural(len(apart), 'tensor')}, first {apart[0]}")
         out.environment["copies_differ"] = apart
-    rest = [n for n, t in opened.locate().tensors.items() if t.path[0] not in _IN_JOB]
+    tied = {n for group in out.tied for n in group}
+    used = _IN_JOB if trained else ("model",)
+    rest = [
+        n for n, t in opened.locate().tensors.items()
+        if t.path[0] not in _IN_JOB or (t.path[0] in used and n not in tensors and fqn_of(n) not in tied)
+    ]  # fmt: skip
     ranks = dist.get_rank(), dist.get_world_size()
     marks = fingerprint.in_files(opened, rest, *ranks, device)
     out.others |= {n: (opened.checkpoint.tensors[n].dtype, opened.checkpoint.tensors[n].shape, marks[n]) for n in rest}

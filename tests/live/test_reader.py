@@ -1073,3 +1073,35 @@ def test_what_the_job_ties_must_be_equal_in_the_checkpoint(tmp_path: Path, layou
             with pytest.raises(Unsupported, match=r'"a\.weight" and "b\.weight" are one tied parameter'):
                 ckpttool.load(live, None, place)
             assert torch.equal(live["a"].weight, before), "nothing was changed"
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts steps and a factor as numbers of Python."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.5, "sizes": torch.tensor([1.0, 2.0])})
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state["step"] = state.get("step", 20_000_000) + 1
+            state["factor"] = state.get("factor", 0.96) * 1.1
+            state["on"] = True
+
+
+def test_numbers_of_an_optimizer_that_are_no_tensors_come_back_as_they_were(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer = Counting(model.parameters())
+    optimizer.step()
+    optimizer.param_groups[0]["sizes"] = torch.tensor([3.0, 4.0])
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    weights, optim = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": optim}, checkpoint_id=tmp_path / "c", no_dist=True)
+    other = torch.nn.Linear(2, 1, bias=False)
+    fresh = Counting(other.parameters())
+    ckpttool.load(other, fresh, tmp_path / "c")
+    state = fresh.state[other.weight]
+    assert state == {"step": 20_000_001, "factor": 0.96 * 1.1, "on": True}
+    assert {k: type(v) for k, v in state.items()} == {"step": int, "factor": float, "on": bool}
+    assert fresh.param_groups[0]["sizes"].tolist() == [3.0, 4.0]

@@ -219,6 +219,17 @@ def build(**changed: Any) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "scheduler": scheduler_of(optimizer), "data": row}
 
 
+def noisy() -> dict[str, Any]:
+    """While it trains, the model adds noise to its embeddings, which no module of dropout shows."""
+    out = build()
+
+    def hook(module: nn.Module, inputs: Any, found: torch.Tensor) -> torch.Tensor:
+        return found + 0.05 * torch.randn_like(found) if module.training else found
+
+    out["model"].emb.register_forward_hook(hook)
+    return out
+
+
 def tied() -> dict[str, Any]:
     """The tied model."""
     return build(tied=True)

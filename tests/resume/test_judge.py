@@ -28,6 +28,7 @@ from ckpttool.resume.differences import (
     rates_by_group,
 )
 from ckpttool.resume.judge import ORDER, judge, noise
+from ckpttool.resume.judging import judged_runs
 from ckpttool.resume.text import changed
 from ckpttool.resume.trace import Step, Trace, to_json
 from ckpttool.resume.verdict import Check, Report
@@ -988,3 +989,118 @@ def test_an_update_of_16_bits_is_judged_by_its_quanta() -> None:
     assert found(trace(1, 0.02, 0.05), trace(2, 0.1, 0.05)).verdict == "fail"
     assert found(trace(1, 2.0), trace(2, 1.5)).verdict == "fail"
     assert found(trace(1, 2.0), trace(2, 0.0)).number == 1.0
+
+
+def test_what_the_reference_holds_as_well_is_plausible() -> None:
+    late = {n: 4.0 for n in job().scalars if "layers.1.self_attn.q_proj" in n}  # frozen until four steps ago
+
+    def of(trace: Trace) -> Trace:
+        return replace(trace, scalars=trace.scalars | late)
+
+    assert verdict_of("state.plausible", None, of(job())) == "fail"
+    assert verdict_of("state.plausible", of(job()), of(job())) == "pass"
+    assert verdict_of("state.plausible", of(job(first=302)), of(job())) == "pass"
+    assert verdict_of("state.plausible", job(), of(job())) == "fail"
+    assert verdict_of("state.plausible", of(job(299)), of(job())) == "fail", "of another step"
+
+
+def verdict_of(name: str, reference: Trace | None, got: Trace, profile: str = "strict") -> str:
+    return next(c.verdict for c in judge(reference, got, profile)[0] if c.name == name)
+
+
+def test_a_buffer_may_hold_nan_and_a_number_of_the_optimizer_may_not() -> None:
+    buffer, counter = {"model.best_loss": math.nan}, {"optim.state.lm_head.weight.gain": math.nan}
+    assert verdict_of("state.plausible", None, job(scalars=job().scalars | buffer)) == "pass"
+    assert verdict_of("state.plausible", None, job(scalars=job().scalars | counter)) == "fail"
+
+
+def test_random_numbers_of_the_forward_pass_are_compared_where_both_runs_draw_the_same() -> None:
+    seeded = {"random": "seeded"}
+    a, b = job(environment=seeded), job(environment=seeded, world_size=3)
+    assert verdict_of("step1.loss", a, b) == "pass"
+    for other in (replace(a, seed=1), replace(a, micro_batch=3), job(layout=None)):
+        assert verdict_of("step1.loss", other, b) == "not comparable"
+    restored = {"random": "restored", "rng_restored": True}
+    assert verdict_of("step1.loss", job(layout=None), job(environment=restored)) == "pass"
+    assert verdict_of("step1.loss", job(layout=None), job(environment=restored, world_size=3)) == "not comparable"
+
+
+def test_a_buffer_that_ranks_hold_differently_is_one_of_theirs_and_the_probe_is_of_the_first() -> None:
+    n, sketch = "model.bn.running_mean", {"sketch": [[1.0]], "shape": [2, 1], "not_finite": 0}
+    copies = [("float32", (2,), "a"), ("float32", (2,), "b")]
+
+    def of(mark: str, **more: Any) -> Trace:
+        out = job(state=job().state | {n: ("float32", (2,), mark)}, **more)
+        return replace(out, stored=out.stored | {n: mark})
+
+    reference = of("a", layout=None, variants={n: copies}, probe={"rows": {"input_ids": [[1]]}, **sketch})
+    for mark, digests, logits in (
+        ("a", "pass", "pass"),
+        ("b", "pass", "not comparable"),
+        ("c", "fail", "not comparable"),
+    ):
+        got = of(mark, probe={"recorded": sketch, "agree": True})
+        assert verdict_of("state.digests", reference, got) == digests
+        assert verdict_of("probe.logits", reference, got) == logits
+
+
+def test_a_dict_among_the_options_is_compared_but_for_what_an_earlier_recorder_wrote_of_it() -> None:
+    def of(value: Any) -> Trace:
+        return job(groups=[{**g, "plan": value} for g in job().groups])
+
+    assert verdict_of("config.groups", of({"warm": 3}), of({"warm": 3})) == "pass"
+    assert verdict_of("config.groups", of({"warm": 3}), of({"warm": 4})) == "fail"
+    assert verdict_of("config.groups", of("dict"), of({"warm": 4})) == "pass"
+
+
+def test_of_a_long_list_the_element_that_differs_is_shown() -> None:
+    def of(values: list[int]) -> Trace:
+        return job(values=job().values | {"extra.merges": values})
+
+    (check,) = [
+        c for c in judge(of([*range(99)]), of([*range(50), 0, *range(51, 98), 0]))[0] if c.name == "config.values"
+    ]
+    assert "extra.merges[50] is 0 and was 50, and 1 more of its 99 values differ" in check.text
+    (check,) = [c for c in judge(of([*range(99)]), of([*range(98)]))[0] if c.name == "config.values"]
+    assert "extra.merges has 98 values and had 99" in check.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "unsure"),
+    [
+        ({"update_norm": 1 + 1e-4}, True),
+        ({"update_norm": 1 + 1e-4, "loss": 1 + 1e-4}, False),
+        ({}, False),
+    ],
+)
+def test_a_first_update_that_deviates_alone_is_measured_unless_the_job_is_random(
+    changes: dict[str, float], unsure: bool
+) -> None:
+    got = job()
+    got.steps[0] = replace(got.steps[0], **{k: getattr(got.steps[0], k) * f for k, f in changes.items()})
+    assert judged_runs({"reference": job(), "candidate": got}, None, "strict").unsure == unsure
+    seeded = {"environment": {"random": "seeded"}}
+    runs = {"reference": job(**seeded), "candidate": replace(got, **seeded)}
+    assert not judged_runs(runs, None, "strict").unsure
+    assert not judged_runs({"reference": job(), "candidate": got, "noise": job()}, None, "strict").unsure
+
+
+def test_noise_counts_double_against_a_recording_and_that_of_later_steps_for_the_first_update() -> None:
+    noise = {"step1.update_norm": 1e-7, "steps.update_norm": 1e-5, "step1.loss": 1e-6, "steps.loss": 1e-4}
+    ours = bounds("strict", job(), job(), noise)
+    theirs = bounds("strict", job(layout=None), job(), noise)
+    found = [b[f"step1.{s}"].relative for b in (ours, theirs) for s in ("update_norm", "loss")]
+    assert found == pytest.approx([1e-6, 5e-6, 1e-4, 1e-5])
+    chaos = bounds("strict", job(layout=None), job(), {"steps.loss": 2e-3})["steps.loss"].obstacle()
+    assert chaos is not None and "differ by 0.002, and a bound of 10 times that" in chaos
+
+
+def test_updates_of_muon_deviate_at_another_world_size_and_at_the_same_they_do_not() -> None:
+    def of(**more: Any) -> Trace:
+        return job(groups=[{**g, "ns_steps": 5} for g in job().groups], **more)
+
+    got = of(world_size=3)
+    got.steps[0] = replace(got.steps[0], update_norm=(got.steps[0].update_norm or 0) * 1.002)
+    assert verdict_of("step1.update_norm", of(), got) == "pass"
+    assert verdict_of("step1.update_norm", of(world_size=3), got) == "fail"
+    assert verdict_of("step1.update_norm", job(), replace(got, groups=job().groups)) == "fail"

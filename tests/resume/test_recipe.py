@@ -11,6 +11,8 @@ import torch
 
 from ckpttool.errors import UsageError
 from ckpttool.resume import batches, launch
+from ckpttool.resume.job import Job, _blocks
+from ckpttool.resume.live_facts import numbers_of, plain_groups
 from ckpttool.resume.recipe import fitting, looked_over
 
 GOOD = "def build(mesh, *, device='cpu'):\n    pass\n"
@@ -20,6 +22,7 @@ GOOD = "def build(mesh, *, device='cpu'):\n    pass\n"
     "text",
     [GOOD, "from other import build\n", "from other import *\n", "build = make(3)\n", "def build(tokenizer=None): pass\n", "class build: pass\n",
      "if True:\n    def build(): pass\n", "try:\n    import x\nexcept ImportError:\n    pass\nelse:\n    build = x.build\n",
+     "for name in ('build', 'other'):\n    globals()[name] = print\n",
      "@lru_cache\ndef build(anything): pass\n", "def __getattr__(name): pass\n", "def build(*a, **k): pass\n"],
 )  # fmt: skip
 def test_a_recipe_that_may_work_is_not_refused_and_never_runs(tmp_path: Path, text: str) -> None:
@@ -112,3 +115,34 @@ def test_data_that_fits_is_taken_and_a_loss_of_the_user_takes_any() -> None:
     fitting(Tokens(), lambda model, batch: (0, 1), batches.of_user([{"pixels": np.zeros((3, 3))}]), 31)
     with pytest.raises(UsageError, match=r"called as loss\(model, batch\), but has \(batch\)"):
         fitting(Tokens(), lambda batch: (0, 1), batches.of_user([row()]), 31)
+
+
+def test_a_scheduler_takes_steps_by_itself_unless_they_need_a_metric() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+
+    def waits(scheduler: Any) -> bool:
+        return Job(None, optimizer, scheduler, None, lambda: None, 0, 1, 1.0, None, []).scheduler_waits
+
+    assert waits(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+    assert not waits(torch.optim.lr_scheduler.StepLR(optimizer, 1)) and not waits(None)
+
+
+def test_blocks_that_share_a_parameter_are_left_to_the_root() -> None:
+    model = torch.nn.Sequential(torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(4)))
+    layers = list(model[0])  # type: ignore[arg-type]
+    assert _blocks(model) == layers
+    layers[3].weight = layers[1].weight
+    assert _blocks(model) == [layers[0], layers[2]]
+
+
+def test_numbers_in_the_state_of_an_optimizer_are_known_and_tensors_among_its_options_are_compared() -> None:
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight] = {"step": 7, "gain": 0.5, "on": True, "buffer": torch.ones(1), "kind": "a"}
+    optimizer.param_groups[0] |= {"plan": {"warm": (1, 2)}, "sizes": torch.tensor([1.0, 2.0])}
+    names = {"step": 7.0, "gain": 0.5, "on": 1.0}
+    assert numbers_of(model, optimizer) == {f"optim.state.weight.{k}": v for k, v in names.items()}
+    (group,) = plain_groups(model, optimizer)
+    assert group["plan"] == {"warm": [1, 2]} and group["sizes"].startswith("float32 (2,) ")
+    optimizer.param_groups[0]["sizes"] = torch.tensor([2.0, 1.0])
+    assert plain_groups(model, optimizer)[0]["sizes"] != group["sizes"]

@@ -52,6 +52,8 @@ def test_a_recording_has_the_state_of_every_rank_and_nothing_is_lost(jobs: Any, 
     assert trace.values["dataloader.rank_0.at"] == 10 and trace.values["dataloader.rank_1.at"] == 11
     assert trace.variants["dataloader.position"] == [0, 1] and "dataloader.epoch" not in trace.variants
     assert len(trace.variants["dataloader.order"]) == 2
+    of_each = trace.variants["model.norm.running_mean"]
+    assert len({v[2] for v in of_each}) == 2 and trace.state["model.norm.running_mean"][2] == of_each[0][2]
     assert trace.values["trainer.epoch"] == 2 and trace.others["extra.ema.w"][:2] == ("float32", (31, 8))
     one, two = trace.generators
     assert one.keys() >= {"torch", "numpy", "python", "numpy_position"} and all(

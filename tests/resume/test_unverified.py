@@ -55,6 +55,18 @@ def test_two_runs_of_one_recipe_see_no_fault_of_it() -> None:
             {"scheduler": None, "values": {"scheduler.last_epoch": 3, "trainer.step": 3}},
             "the scheduler at work: the job has none, so the later learning rates are the reference's",
         ),
+        (
+            {"scheduler": "ReduceLROnPlateau", "environment": {"torch": "2.13.0", "scheduler_waits": True}},
+            "the scheduler at work: ReduceLROnPlateau needs a metric for a step, so the later learning rates are the reference's",
+        ),
+        (
+            {"environment": {"torch": "2.13.0", "random": "seeded"}},
+            "the random numbers that the forward pass draws: they were seeded, and not continued from the checkpoint's",
+        ),
+        (
+            {"others": {"optim.state.frozen.exp_avg": MARK}},
+            "not used by this job, and compared with nothing: optimizer state of parameters that this job does not train",
+        ),
         ({"others": {"rng.0.torch": MARK}}, "not used by this job, and compared with nothing: random states"),
         ({"unread": [("optimizer_0/", "optim")]}, "files beside the checkpoint that were not read: optimizer_0/ (optim)"),
         (
