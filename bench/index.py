@@ -82,11 +82,10 @@ CODE = """
 import sys, time, json, resource
 began = time.monotonic()
 from ckpttool.engine import opening
-from ckpttool.converters import dcp
-from ckpttool.layouts import WriteOptions
+from ckpttool.layouts import WriteOptions, find
 opened = opening.open(sys.argv[1])
 read = time.monotonic()
-draft = dcp.write(opened.checkpoint, opened.source, WriteOptions("out", 384))
+draft = find("dcp").write(opened.checkpoint, opened.source, WriteOptions("out", 384))
 planned = time.monotonic()
 meta = draft.files[-1].first_bytes()
 done = time.monotonic()

@@ -108,12 +108,11 @@ PHASES = """
 import gc, json, resource, sys, time
 gc.disable()
 began = time.process_time()
-from ckpttool.converters import dcp
 from ckpttool.engine import opening
-from ckpttool.layouts import WriteOptions
+from ckpttool.layouts import WriteOptions, find
 opened = opening.open(sys.argv[1])
 read = time.process_time()
-dcp.write(opened.checkpoint, opened.source, WriteOptions("out", 384))
+find("dcp").write(opened.checkpoint, opened.source, WriteOptions("out", 384))
 planned = time.process_time()
 located = opened.locate()
 end = time.process_time()
