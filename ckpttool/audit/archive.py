@@ -356,13 +356,14 @@ def facts_of(
     origin = provenance.get("source") or {}
     hold = (kept or {}).get("legal_hold") or {}
     return Facts(
-        file, nbytes, str(provenance.get("created") or ""), found.step, str(origin.get("layout") or ""),
-        origin.get("trainer"), origin.get("world_size"), len(found.tensors),
-        sum(t.nbytes for t in found.tensors.values()),
-        tuple(sorted({str(t.path[0]) for t in found.tensors.values()}, key=COMPONENTS.index)), found.merkle_root,
-        manifest_sha256, {str(k): str(v) for k, v in (provenance.get("meta") or {}).items()},
-        (kept or {}).get("retain_until"), hold.get("reason"), signature is not None, encrypted, sums_sha256,
-        signing.describe(signature) if signature is not None else "",
+        name=file, bytes=nbytes, created=str(provenance.get("created") or ""), step=found.step,
+        layout=str(origin.get("layout") or ""), trainer=origin.get("trainer"), world_size=origin.get("world_size"),
+        tensors=len(found.tensors), tensor_bytes=sum(t.nbytes for t in found.tensors.values()),
+        components=tuple(sorted({str(t.path[0]) for t in found.tensors.values()}, key=COMPONENTS.index)),
+        merkle_root=found.merkle_root, manifest_sha256=manifest_sha256,
+        meta={str(k): str(v) for k, v in (provenance.get("meta") or {}).items()},
+        retain_until=(kept or {}).get("retain_until"), legal_hold=hold.get("reason"), signed=signature is not None,
+        encrypted=encrypted, sums_sha256=sums_sha256, signed_by=signing.describe(signature) if signature is not None else "",
     )  # fmt: skip
 
 

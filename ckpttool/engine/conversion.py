@@ -276,10 +276,11 @@ def _convert(
                 f"again{read_again}"
             )
         return ConvertResult(
-            source.root, where, opened.layout.name, target.name, draft.checkpoint.world_size,
-            len(wanted), ckpt.nbytes, draft.nbytes, root, verify or (built is not None and (done > 0 or again > 0)),
-            [(d.name, d.nbytes, d.why) for d in draft.dropped], notes, draft.summary, len(wanted.keys() & ckpt.recorded.keys()),
-            [r.to_json() for r in ckpt.unread], facts,
+            source=source.root, destination=where, layout_from=opened.layout.name, layout_to=target.name,
+            world_size=draft.checkpoint.world_size, tensors=len(wanted), source_bytes=ckpt.nbytes, written_bytes=draft.nbytes,
+            digest=root, verified=verify or (built is not None and (done > 0 or again > 0)),
+            dropped=[(d.name, d.nbytes, d.why) for d in draft.dropped], notes=notes, about=draft.summary,
+            compared=len(wanted.keys() & ckpt.recorded.keys()), not_read=[r.to_json() for r in ckpt.unread], workers=facts,
         )  # fmt: skip
 
 

@@ -147,18 +147,7 @@ def plan(
 def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOptions, writing: WriteRequest) -> Plan:
     """`plan`."""
     target = layouts.target_of(writing.to, dst)
-    if target.write is None:
-        raise Unsupported(
-            f"ckpttool reads {target.name}, but does not write it. Choose one of: {', '.join(layouts.written())}."
-        )
-    if writing.options is not None and type(writing.options) is not target.options:
-        kind, wanted = type(writing.options).__name__, target.options.__name__ if target.options else "no options"
-        raise UsageError(f"options={kind}(...) does not apply to {target.name}, which takes {wanted}.")
-    if writing.canonical_keys and not target.own_keys:
-        keep = ", ".join(x.name for x in layouts.layouts().values() if x.own_keys)
-        raise UsageError(f"{argument('canonical_keys')} applies to {keep}; {target.name} has keys of its own.")
-    if writing.world_size is not None:
-        _refuse_world_size(target, writing.world_size)
+    _refuse_request(target, writing)
     holds, drop = target.holds(writing.options), writing.drop
     model = model_of(reading)
     opened = _opened(src, reading, model)
@@ -172,66 +161,23 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
         aside = unread_files.lost(opened.checkpoint, holds, opened.only)
         if aside and not drop:
             raise Unsupported(_not_carried(opened, target, aside))
-        ckpt = opened.locate()
-        if reading.fill_from is not None:
-            filled(opened, reading.fill_from, None if reading.only is None else tuple(reading.only))
-            ckpt = opened.checkpoint
-        if writing.expected is None:
-            opened.expect_recorded(writing.ignore_recorded_digests)
-        else:
-            ckpt.recorded = {**ckpt.recorded, **writing.expected}
-        if writing.dequantize:
-            inside = {n: t for n, t in ckpt.tensors.items() if n in ckpt.recorded}
-            plain, computed = dequantized((ckpt, opened.source), writing.dequantize)
-            inputs = replace(ckpt, tensors={n: t for n, t in inside.items() if n not in plain.tensors})
-            opened.inputs = (*opened.inputs, replace(opened, checkpoint=inputs))
-            ckpt = opened.checkpoint = plain
-            opened.source = computed
-        if writing.canonical_keys:
-            ckpt.origin = {}
-            ckpt = with_whole_scheduler(ckpt)
-        elif writing.strip_wrappers:
-            ckpt = opened.checkpoint = wrappers_stripped(ckpt)
-        before_map = ckpt
-        ckpt, opened.source = under_other_names(
-            ckpt, opened.source, writing.map, model.config, vocab_size=writing.vocab_size, to_hub=target.name == "hf"
-        )
-        opened.checkpoint = ckpt
-        cut = {t.shape[0] for t in vocabulary_of(ckpt).values()} if ckpt is not before_map else set()
-        if writing.vocab_size is not None and cut != {writing.vocab_size}:
-            ckpt, opened.source = resized((ckpt, opened.source), writing.vocab_size)
-            opened.checkpoint = ckpt
-        objects = composites(ckpt)
-        cast = caster(
-            writing.dtype,
-            writing.cast or {},
-            {joined(t.path): n for n, c in objects.items() for t in c.tensors.values()},
-        )
-        unplaced: list[Dropped] = []
-        if writing.regroup:
-            ckpt = opened.checkpoint = _regrouped(ckpt, model.like, unplaced)
+        _change(opened, reading, writing, model.config, to_hub=target.name == "hf")
+        objects = composites(opened.checkpoint)
+        parts = {joined(t.path): n for n, c in objects.items() for t in c.tensors.values()}
         options = layouts.WriteOptions(
             config=model.config, like=model.like, flat_layout=model.flat_layout, wrap=model.wrap,
             target=os.path.basename(os.path.abspath(dst)), world_size=writing.world_size,
-            cast=cast, own=writing.options, vocab_size=writing.vocab_size,
+            cast=caster(writing.dtype, writing.cast or {}, parts), own=writing.options, vocab_size=writing.vocab_size,
         )  # fmt: skip
-        ckpt = opened.checkpoint = target.prepare(ckpt, opened.source, options)
+        unplaced: list[Dropped] = []
+        if writing.regroup:
+            opened.checkpoint = _regrouped(opened.checkpoint, model.like, unplaced)
+        ckpt = opened.checkpoint = target.prepare(opened.checkpoint, opened.source, options)
         _refuse_subclasses(target, {n: c for n, c in objects.items() if not holds or c.path[0] in holds})
-        if target.needs_named_optimizer and not drop and (unnamed := unnamed_optimizer_state(ckpt)):
-            raise Unsupported(
-                f"{target.name} needs the optimizer under the names of the weights, and {len(unnamed)} of its tensors have names of its own, "
-                f'first "{unnamed[0]}". {argument("only", ["model"])} converts the weights alone, {argument("drop", True)} keeps those '
-                "tensors as data that no engine looks at; dcp and full carry everything."
-            )
-        if odd := orphaned_optimizer_state(ckpt):
-            ckpt.notes.append(
-                f"the optimizer has state for {len(odd)} parameters that the model does not have, first "
-                f'"{odd[0]}": are the two of one training run?'
-            )
+        _check_optimizer(ckpt, target, drop)
         ckpt.notes += unwrapped_note(ckpt.tensors.values())
-        if lost_slots := per_rank_slots(ckpt):
-            ckpt.notes.append(lost_at_save(ckpt, lost_slots))
         refuse_surrogates(ckpt.tensors)  # every record lists them by name
+        assert target.write is not None
         draft = target.write(ckpt, opened.source, options)
         _refuse_casts(draft)
         theirs = target.own_keys and any(p[0] in ("model", "optim") for p in ckpt.origin)
@@ -240,16 +186,8 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
                 f"model and optimizer keep the keys of the source; {argument('canonical_keys', True)} writes model and optim"
             )
         draft.dropped += unplaced
-        behind = [d for d in opened.left_behind if d.name.partition(".")[0] != "model"]
-        if behind and not drop and (not holds or any(d.name.partition(".")[0] in holds for d in behind)):
-            raise Unsupported(_training_state(behind))
-        lost = [d for d in draft.dropped if not holds or d.name.partition(".")[0] in holds]
-        if lost and not drop:
-            raise Unsupported(
-                f"{target.name} cannot hold {len(lost)} of the {len(ckpt.tensors) + len(ckpt.values)} entries, first "
-                f'"{lost[0].name}" ({lost[0].why}). '
-                f"Use {argument('drop', True)} to go on without them, or another layout."
-            )
+        if not drop:
+            _refuse_loss(opened, draft, target, holds)
         draft.dropped += opened.left_behind
         draft.dropped += [Dropped(r.name, r.bytes or 0, f"{r.what}, {unread_files.NOT_READ}") for r in aside]
         for pattern in writing.cast or {}:
@@ -261,6 +199,100 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
         opened.source.close()
         raise
     return Plan(opened, draft, target)
+
+
+def _refuse_request(target: layouts.Layout, writing: WriteRequest) -> None:
+    """Refuse arguments that do not go with a layout, before anything is opened.
+
+    Raises:
+        Unsupported: the layout is only read. UsageError: an argument is for other layouts.
+    """
+    if target.write is None:
+        raise Unsupported(
+            f"ckpttool reads {target.name}, but does not write it. Choose one of: {', '.join(layouts.written())}."
+        )
+    if writing.options is not None and type(writing.options) is not target.options:
+        kind, wanted = type(writing.options).__name__, target.options.__name__ if target.options else "no options"
+        raise UsageError(f"options={kind}(...) does not apply to {target.name}, which takes {wanted}.")
+    if writing.canonical_keys and not target.own_keys:
+        keep = ", ".join(x.name for x in layouts.layouts().values() if x.own_keys)
+        raise UsageError(f"{argument('canonical_keys')} applies to {keep}; {target.name} has keys of its own.")
+    if writing.world_size is not None:
+        _refuse_world_size(target, writing.world_size)
+
+
+def _change(
+    opened: OpenCheckpoint, reading: OpenOptions, writing: WriteRequest, config: str | None, *, to_hub: bool
+) -> None:
+    """Make `opened` the state as it was asked for, whatever the layout: filled from another step, dequantized, under other
+    names, with more or fewer rows of the vocabulary."""
+    ckpt = opened.locate()
+    if reading.fill_from is not None:
+        filled(opened, reading.fill_from, None if reading.only is None else tuple(reading.only))
+        ckpt = opened.checkpoint
+    if writing.expected is None:
+        opened.expect_recorded(writing.ignore_recorded_digests)
+    else:
+        ckpt.recorded = {**ckpt.recorded, **writing.expected}
+    if writing.dequantize:
+        inside = {n: t for n, t in ckpt.tensors.items() if n in ckpt.recorded}
+        plain, computed = dequantized((ckpt, opened.source), writing.dequantize)
+        inputs = replace(ckpt, tensors={n: t for n, t in inside.items() if n not in plain.tensors})
+        opened.inputs = (*opened.inputs, replace(opened, checkpoint=inputs))
+        ckpt = opened.checkpoint = plain
+        opened.source = computed
+    if writing.canonical_keys:
+        ckpt.origin = {}
+        ckpt = with_whole_scheduler(ckpt)
+    elif writing.strip_wrappers:
+        ckpt = opened.checkpoint = wrappers_stripped(ckpt)
+    before_map = ckpt
+    ckpt, opened.source = under_other_names(
+        ckpt, opened.source, writing.map, config, vocab_size=writing.vocab_size, to_hub=to_hub
+    )
+    opened.checkpoint = ckpt
+    cut = {t.shape[0] for t in vocabulary_of(ckpt).values()} if ckpt is not before_map else set()
+    if writing.vocab_size is not None and cut != {writing.vocab_size}:
+        opened.checkpoint, opened.source = resized((ckpt, opened.source), writing.vocab_size)
+
+
+def _check_optimizer(ckpt: Checkpoint, target: layouts.Layout, drop: bool) -> None:
+    """Note what is odd about the state of an optimizer.
+
+    Raises:
+        Unsupported: it has no names, and what resumes from the layout finds it by them.
+    """
+    if target.needs_named_optimizer and not drop and (unnamed := unnamed_optimizer_state(ckpt)):
+        raise Unsupported(
+            f"{target.name} needs the optimizer under the names of the weights, and {len(unnamed)} of its tensors have names of its own, "
+            f'first "{unnamed[0]}". {argument("only", ["model"])} converts the weights alone, {argument("drop", True)} keeps those '
+            "tensors as data that no engine looks at; dcp and full carry everything."
+        )
+    if odd := orphaned_optimizer_state(ckpt):
+        ckpt.notes.append(
+            f"the optimizer has state for {len(odd)} parameters that the model does not have, first "
+            f'"{odd[0]}": are the two of one training run?'
+        )
+    if lost_slots := per_rank_slots(ckpt):
+        ckpt.notes.append(lost_at_save(ckpt, lost_slots))
+
+
+def _refuse_loss(opened: OpenCheckpoint, draft: Draft, target: layouts.Layout, holds: frozenset[str]) -> None:
+    """Refuse to lose state of components that the layout can hold.
+
+    Raises:
+        Unsupported: with the first entry that would be lost.
+    """
+    behind = [d for d in opened.left_behind if d.name.partition(".")[0] != "model"]
+    if behind and (not holds or any(d.name.partition(".")[0] in holds for d in behind)):
+        raise Unsupported(_training_state(behind))
+    lost = [d for d in draft.dropped if not holds or d.name.partition(".")[0] in holds]
+    if lost:
+        count = len(opened.checkpoint.tensors) + len(opened.checkpoint.values)
+        raise Unsupported(
+            f'{target.name} cannot hold {len(lost)} of the {count} entries, first "{lost[0].name}" ({lost[0].why}). '
+            f"Use {argument('drop', True)} to go on without them, or another layout."
+        )
 
 
 def _opened(src: CheckpointPath, reading: OpenOptions, model: layouts.ModelHints) -> OpenCheckpoint:

@@ -428,10 +428,11 @@ class Push:
         cast = any(tensors[n].dtype != t.dtype for n, t in self.draft.sources.items() if n in tensors)
         configs = {c.name: _object(c.head) for c in self.files if c.name in ("config.json", "adapter_config.json")}
         facts = card.Facts(
-            self.repo_id, __version__, ckpt.layout, ckpt.world_size, ckpt.trainer, step_count(ckpt.value), dtypes,
-            record["digest"], bool(getattr(self.writing.options, "include_optimizer", False)), cast or self.adapter, configs.get("config.json", {}),
-            configs.get("adapter_config.json", {}) if self.adapter else {},
-            None if self.revision in (None, "main") or str(self.revision).startswith("refs/") else self.revision,
+            repo_id=self.repo_id, version=__version__, layout=ckpt.layout, world_size=ckpt.world_size, trainer=ckpt.trainer,
+            step=step_count(ckpt.value), dtypes=dtypes, digest=record["digest"],
+            training=bool(getattr(self.writing.options, "include_optimizer", False)), changed=cast or self.adapter,
+            config=configs.get("config.json", {}), adapter=configs.get("adapter_config.json", {}) if self.adapter else {},
+            branch=None if self.revision in (None, "main") or str(self.revision).startswith("refs/") else self.revision,
         )  # fmt: skip
         return card.merged(old, facts)
 
