@@ -440,7 +440,7 @@ def _missing_hint(path: str) -> str:
     if path == "-":
         return " A checkpoint cannot be read from standard input; give its path."
     if path.startswith("~"):
-        return " The shell replaces ~ by the home folder only outside quotes."
+        return " A ~ in quotes is not expanded; give the whole path."
     if os.path.islink(path):
         return f" It is a link to {os.readlink(path)}, where nothing is."
     folder, name = os.path.split(path.rstrip("/"))

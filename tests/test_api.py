@@ -164,7 +164,11 @@ def test_a_difference_is_true_and_a_summary_draws_itself(tmp_path: Path) -> None
     found = ckpttool.inspect(DCP)
     assert "dcp checkpoint" in str(found) and "<pre" in found._repr_html_()
     with ckpttool.open(DCP) as opened:
-        assert len(repr(opened)) < 300
+        assert (
+            len(repr(opened)) < 300 and "84 tensors" in repr(opened.checkpoint) and len(repr(opened.checkpoint)) < 300
+        )
+    with ckpttool.plan(DCP, tmp_path / "dcp", to="dcp") as planned:
+        assert "<Draft dcp: 84 tensors, " in repr(planned) and len(repr(planned.draft)) < 300
 
 
 #: Modules whose messages name whole commands of the program, or that only the program calls.

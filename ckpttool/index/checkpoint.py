@@ -354,6 +354,11 @@ class Checkpoint:
     #: {name of a weight: what the model computes with}, where `tensors` has the fp32 master as the weight; nothing carries it
     rounded: dict[str, TensorEntry] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__} {self.layout} {self.root}: {len(self.tensors):,} tensors, {self.nbytes:,} bytes>"
+        )
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""

@@ -107,6 +107,12 @@ class Draft:
     object_lock: dict[str, Any] = field(default_factory=dict)  # S3's arguments of an object lock; {} for none
     summary: dict[str, Any] = field(default_factory=dict)  # facts about the destination, known after its last byte
 
+    def __repr__(self) -> str:
+        tensors = len(self.checkpoint.tensors)
+        return (
+            f"<Draft {self.checkpoint.layout}: {tensors:,} tensors, {len(self.files):,} files, {self.nbytes:,} bytes>"
+        )
+
     @property
     def nbytes(self) -> int:
         """Bytes of all files."""

@@ -369,7 +369,7 @@ def refuse_target(target: str, is_file: bool, force: bool) -> None:
     if not os.path.isdir(folder):
         if os.path.lexists(folder):
             raise UsageError(f"{folder} is not a folder, so nothing can be written in it. Choose another destination.")
-        hint = " The shell replaces ~ by the home folder only outside quotes." if "/~/" in f"{target}/" else ""
+        hint = " A ~ in quotes is not expanded; give the whole path." if "/~/" in f"{target}/" else ""
         raise UsageError(f"The folder {folder} does not exist.{hint} Create it first, or choose another destination.")
     try:
         mode = os.lstat(target).st_mode

@@ -219,7 +219,7 @@ def test_an_error_is_json_too_where_json_was_asked_for(tmp_path: Path) -> None:
             "Unknown trainer 'hf'. Choose one of: accelerate, trainer (Hugging Face Trainer, TRL)",
         ),
         (["convert", W3, "-", "--to", "full"], "cannot be written to standard output"),
-        (["convert", W3, "~/out.pt"], "The shell replaces ~ by the home folder only outside quotes"),
+        (["convert", W3, "~/out.pt"], "A ~ in quotes is not expanded"),
         (
             ["convert", W3, LLAMA / "config.json" / "out.pt"],
             "config.json is not a folder, so nothing can be written in it",
@@ -261,7 +261,7 @@ def test_3_is_what_no_layout_knows_with_what_each_looked_for_and_what_lies_below
         ("org/llama-3", "A repository on the Hugging Face Hub is hf://org/llama-3."),
         ("https://huggingface.co/org/llama-3", "its files are at hf://org/llama-3."),
         ("https://huggingface.co/org/llama-3/tree/bf16", "its files are at hf://org/llama-3@bf16."),
-        ("~/run", "outside quotes"),
+        ("~/run", "A ~ in quotes is not expanded"),
         ("-", "standard input"),
     ],
 )
