@@ -61,6 +61,7 @@ def causes(
             rule(context, reference)
     diagnosis_numbers.plausible(context)
     diagnosis_numbers.finite(context)
+    diagnosis_numbers.ranks_of_probe(context)
     if reference is not None:
         diagnosis_numbers.gradients_summed(context, reference)
         diagnosis_numbers.steps(context, reference)

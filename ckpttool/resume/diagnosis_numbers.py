@@ -17,7 +17,7 @@ from .differences import deviation, first_pair, not_finite, options, steps_of, t
 from .text import fqn_of, listed, plural, scope, spoken
 from .trace import Step, Trace
 
-__all__ = ["finite", "gradients_summed", "plausible", "ranks", "round_trip", "run", "steps"]
+__all__ = ["finite", "gradients_summed", "plausible", "ranks", "ranks_of_probe", "round_trip", "run", "steps"]
 
 
 #: A deviation of the loss up to so many times that of the logits follows from it.
@@ -290,8 +290,18 @@ def _far(context: Context, reference: Trace, a: Step, b: Step, updates: bool) ->
     return sorted(far, key=lambda n: -far[n] if far[n] == far[n] else -math.inf)
 
 
+def ranks_of_probe(context: Context) -> None:
+    """Ranks that compute other logits, from which all other numbers follow."""
+    if "probe.ranks" in context.failed and "weights" not in context.explained:
+        odd = context.got.probe.get("odd") or []
+        who = f"rank {odd[0]} computes" if len(odd) == 1 else f"ranks {listed(map(str, odd), 8)} compute"
+        text = f"{who} other logits than the others" if odd else "ranks compute different logits"
+        text += " from one batch: another model there, other buffers or kernels, or no eval mode"
+        context.add("rank-disagrees", text, context.seen("probe.ranks"), explains=("weights", "gradients"))
+
+
 def ranks(context: Context) -> None:
-    """Ranks that do not agree."""
+    """Ranks that do not agree on the loss."""
     if "run.ranks" in context.failed:
         step = next(s for s in context.got.steps if s.losses and any(x != s.losses[0] for x in s.losses))
         losses = [repr(x) for x in step.losses or []]
@@ -303,9 +313,6 @@ def ranks(context: Context) -> None:
         else:
             text = f"ranks disagree on the loss, from step {step.step} on: it is not reduced over all of them"
         context.add("rank-disagrees", text, context.seen("run.ranks"))
-    if "probe.ranks" in context.failed and "run.ranks" not in context.failed and "weights" not in context.explained:
-        text = "ranks compute different logits from one batch: other weights on some, or no eval mode"
-        context.add("rank-disagrees", text, context.seen("probe.ranks"))
 
 
 def run(context: Context) -> None:

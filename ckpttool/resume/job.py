@@ -65,9 +65,7 @@ class Job:
     @property
     def scheduler_waits(self) -> bool:
         """Whether the scheduler's step() needs more than this runner has: a metric, as ReduceLROnPlateau, or an epoch."""
-        if self.scheduler is None:
-            return False
-        needed = inspect.signature(self.scheduler.step).parameters.values()
+        needed = () if self.scheduler is None else inspect.signature(self.scheduler.step).parameters.values()
         return any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed)
 
 
@@ -104,6 +102,10 @@ def start(settings: Settings, opened: OpenCheckpoint) -> Job:
                 dropout_off = max(dropout_off, p)
     names = {id(p): n for n, p in named_parameters(model).items()}
     if not _is_sharded(model):
+        hooked = [n for n, p in named_parameters(model).items() if p._backward_hooks]
+        notes += [
+            f"sharding drops gradient hooks, first of {n}; shard the model in build() to keep them" for n in hooked[:1]
+        ]
         _shard(model, mesh, settings)
     _materialise(model, settings)
     if settings.job is None:

@@ -88,7 +88,8 @@ class Trace:
     `recipe` is what the job was built from: module.py:build, or the folder of a configuration. `scheduler` is the class of
     the scheduler that ran. `dropout_off` is the largest probability of a dropout that was switched off.
     `unread` lists state beside the checkpoint that its layout does not read: (file, component).
-    `probe` {"file": npy of logits (rows, vocabulary) float32, "agree": whether every rank has the same, "batch": digest
+    `probe` {"file": npy of logits (rows, vocabulary) float32, "agree": whether every rank has the same, "odd": the ranks that
+    differ from most, "batch": digest
     of the rows that were given}, or {"skipped": why}; of a recording {"rows": {"input_ids": [...]}, "sketch", "shape",
     "not_finite"} (`probing.sketch`), and of a run that had such a reference the sketch for the recorded rows as "recorded".
     `roundtrip` {"save_seconds", "load_seconds", "bytes", "differing": [names]} of the save after the first step, or

@@ -354,6 +354,15 @@ def test_a_rank_that_disagrees_is_named() -> None:
     assert "not reduced over all of them" in first(None, b).text
 
 
+def test_a_rank_with_another_model_is_named_before_the_loss_that_follows() -> None:
+    got = scaled(job(probe={"agree": False, "odd": [1]}), loss=1e-3, grad=1e-3)
+    found = blamed(job(), got)
+    assert [c.kind for c in found] == ["rank-disagrees"]
+    assert found[0].text.startswith("rank 1 computes other logits than the others from one batch: another model there")
+    got.probe = {"agree": False}
+    assert first(job(), got).text.startswith("ranks compute different logits from one batch")
+
+
 @pytest.mark.parametrize(("factor", "words"), [(4, "4 times"), (8, "8 times"), (1 / 2, "1/2 of those")])
 def test_gradients_that_are_summed_or_divided_twice(factor: float, words: str) -> None:
     found = first(job(), scaled(job(), grad=factor - 1))
