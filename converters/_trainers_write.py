@@ -10,6 +10,7 @@ from typing import Any
 
 from ckpttool import layouts
 from ckpttool.engine.stream import small
+from ckpttool.errors import Unsupported, argument
 from ckpttool.formats.stored_tensors import number_in
 from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 from ckpttool.index.draft import Draft
@@ -29,6 +30,23 @@ _NAMES = {
     "ddp": ("pytorch_model.bin", "optimizer.bin"),
 }
 _NAMES_OF_TRAINER = {**_NAMES, "ddp": ("pytorch_model.bin", "optimizer.pt")}
+
+
+def _world(ckpt: Checkpoint, options: WriteOptions, trainer: str) -> int:
+    """The ranks of the next job.
+
+    Raises:
+        Unsupported: there are several optimizers. UsageError: no world size was given and the source has none.
+    """
+    others = dict.fromkeys(
+        f'"{joined(p[:2])}"' for p in ckpt.leaves() if p[0] == "optim" and p[1] not in ("state", "param_groups")
+    )
+    if others:
+        raise Unsupported(
+            f"the checkpoint has several optimizers, {', '.join(others)}, and {trainer} is written with the one that trains the whole model. Leave "
+            f"them out with {argument('only', ['model'])}, or write dcp or full, which keep them as they are."
+        )
+    return options.ranks(ckpt)
 
 
 def _leaves(ckpt: Checkpoint, *head: str | int) -> dict[Path, Any]:
@@ -98,7 +116,7 @@ def _written(
 
 def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """What `accelerator.load_state` of a job with FSDP reads."""
-    world = options.ranks(ckpt)
+    world = _world(ckpt, options, "Accelerate")
     placed: set[Path] = set()
     small = []
     for i, (paths, state) in enumerate(_schedulers(ckpt)):
@@ -126,7 +144,7 @@ def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) ->
 
 def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """What `Trainer.train(resume_from_checkpoint=...)` of a job with FSDP reads."""
-    world = options.ranks(ckpt)
+    world = _world(ckpt, options, "Trainer")
     placed: set[Path] = set()
     small, notes = [], []
     for paths, state in _schedulers(ckpt)[:1]:
@@ -198,7 +216,7 @@ _LIGHTNING_VERSION = "2.6.0"
 
 def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """What `trainer.fit(ckpt_path=...)` of a job with FSDPStrategy or ModelParallelStrategy reads."""
-    world = options.ranks(ckpt)
+    world = _world(ckpt, options, "Lightning")
     placed: set[Path] = set()
     notes: list[str] = []
     step = _step_of(ckpt, source)
@@ -294,7 +312,7 @@ def _titan_tree(leaves: dict[Path, Any]) -> dict[Path, Any]:
 
 def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """What torchtitan's CheckpointManager asks for."""
-    world = options.ranks(ckpt)
+    world = _world(ckpt, options, "torchtitan")
     step = _step_of(ckpt, source)
     made: dict[Path, Any] = {}
     if ckpt.value("trainer.step") is None:

@@ -212,3 +212,17 @@ def test_only_the_weights_of_verl_do_not_need_the_optimizer(tmp_path: Path) -> N
     with pytest.raises(Unsupported, match=r"data\.pt \(7 B, cannot be read"):
         ckpttool.convert(tmp_path / "global_step_1" / "actor", tmp_path / "out", to="dcp", world_size=2)
     ckpttool.convert(tmp_path / "global_step_1" / "actor", tmp_path / "out", to="dcp", world_size=2, only=["model"])
+
+
+@pytest.mark.parametrize("to", ["accelerate", "trainer", "lightning", "torchtitan"])
+def test_two_optimizers_of_lightning_are_refused_by_folders_that_have_one(to: str, tmp_path: Path) -> None:
+    one = {"state": {0: {"exp_avg": torch.ones(2, 3)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    model = {"a.weight": torch.ones(2, 3), "b.weight": torch.zeros(2, 3)}
+    tree = {"state_dict": model, "optimizer_states": [one, one], "global_step": 3}
+    torch.save(tree, tmp_path / "in.pt")
+    with pytest.raises(Unsupported, match=r'several optimizers, "optim\.0", "optim\.1"'):
+        ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, world_size=2)
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, world_size=2, only=["model"])
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "dcp", to="dcp", world_size=2)
+    ckpttool.convert(tmp_path / "dcp", tmp_path / "back.pt", to="full")
+    assert same_value(load_full(tmp_path / "back.pt"), tree)
