@@ -165,7 +165,9 @@ def state(reference: Trace, got: Trace, profile: str) -> list[Check]:
             good += f"; {len(rounded)} of them are exactly the reference's rounded to {got.state[rounded[0]][0]}"
         if unknown:
             good += f"; {len(unknown)} of another dtype are not compared, since a recording has no rounded ones"
-        bad = f"{len(wrong)} of {plural(len(compared), 'tensor')} have different bytes"
+        bad = (
+            f"{len(wrong)} of {plural(len(compared), 'tensor')} {'has' if len(wrong) == 1 else 'have'} different bytes"
+        )
         out.append(Check.exact(names[2], wrong, good, bad))
     else:
         out.append(Check.unknown(names[2], "no tensor has a fingerprint on both sides"))
