@@ -214,6 +214,7 @@ def _unflattened(
     by_number: dict[Any, list[tuple[str, list[Any]]]] = {}
     for (x, slot), column in columns.items():
         by_number.setdefault(x, []).append((str(slot), column))
+    place = {n: k for k, n in enumerate(layout.names or ())}
     out: dict[Path, Any] = {}
     for i, (numbers, names) in enumerate(zip(ids, resolved, strict=True)):
         fqns: list[str] = []
@@ -223,7 +224,6 @@ def _unflattened(
             for slot, column in by_number.get(x, ()):
                 whole = _elements(column) != lengths.get(x)
                 out.update(_parted(files, ranks, own, layout, parts, slot, f"{name}.{slot}", column, whole))
-        place = {n: k for k, n in enumerate(layout.names or ())}
         fqns = [n for n in fqns if n not in copies]
         out["optim", "param_groups", i, "params"] = sorted(fqns, key=lambda n: place.get(n, len(place)))
     return {path: leaf for path, leaf in out.items() if path[1] != "state" or path[2] not in copies}

@@ -79,12 +79,17 @@ def plan_flats(ckpt: Checkpoint, state: Training, options: WriteOptions, world: 
         )
     listed: list[tuple[list[str], dict[str, Any]]] | None = None
     if any(path[0] == "optim" for path in (x.path for c in (ckpt.tensors, ckpt.values) for x in c.values())):
-        listed = []
-        for i, (_, hyper) in enumerate(groups):
-            inside = [n for n in names if n in in_flats and group_of.get(dict(copies).get(n, n)) == i]
-            if not uop:
-                inside = [f.key for f in flats if any(p.name in set(inside) for p in f.parts)]
-            listed.append((inside, hyper))
+        owners = dict(copies)
+        group = {n: group_of.get(owners.get(n, n)) for n in names if n in in_flats}
+        inside: dict[int | None, list[str]] = {}
+        if uop:
+            for n, i in group.items():
+                inside.setdefault(i, []).append(n)
+        else:
+            for f in flats:
+                for i in dict.fromkeys(group[p.name] for p in f.parts if p.name in group):
+                    inside.setdefault(i, []).append(f.key)
+        listed = [(inside.get(i, []), hyper) for i, (_, hyper) in enumerate(groups)]
         if given is not None and given.optimizer is not None:
             listed = _as_given(given.optimizer, listed, notes)
     optimizer = None if listed is None else tuple(tuple(g) for g, _ in listed)

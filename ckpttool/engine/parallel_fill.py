@@ -28,7 +28,7 @@ from .executors import Workers
 from .fill import Progress
 from .parallel_cells import note_sent, objects_of, send_rest
 from .part_fill import between, framed_alone
-from .parts import Part, cut
+from .parts import cut
 from .planning import Plan
 from .stream import Reader
 
@@ -58,7 +58,8 @@ def fill_with_workers(
     draft, source = planned.draft, planned.opened.source
     cells = destination.part_bytes
     parts = cut(draft, cells)
-    touched = [_files_of(draft, part) for part in parts]
+    names = list(draft.checkpoint.tensors)
+    touched = [_files_of(draft, names[part.first : part.stop]) for part in parts]
     shared = set[str]().union(*touched) if cells else {f.name for f in draft.files}
     tree = destination.share({f.name: f.size for f in draft.files if f.name in shared})
     results = {k: found for k, found in destination.filled.items() if k < len(parts)}
@@ -126,10 +127,10 @@ def why_one_process(draft: Draft, job: dict[str, Any] | None, sharable: bool, in
     return why_not(draft) if in_store else None
 
 
-def _files_of(draft: Draft, part: Part) -> set[str]:
-    """The files that a part writes to."""
-    names = [n for n in list(draft.checkpoint.tensors)[part.first : part.stop] if n not in draft.aliases]
-    numbers = set[int]().union(*(draft.checkpoint.tensors[n].chunks.file for n in names))
+def _files_of(draft: Draft, names: Sequence[str]) -> set[str]:
+    """The files that some tensors are written to."""
+    tensors = draft.checkpoint.tensors
+    numbers = set[int]().union(*(tensors[n].chunks.file for n in names if n not in draft.aliases))
     return {draft.files[i].name for i in numbers}
 
 
