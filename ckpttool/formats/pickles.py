@@ -317,7 +317,8 @@ def _run(
         if isinstance(f, Global) or not callable(f):
             raise Unsafe(
                 f"{what}: the pickle calls {f if isinstance(f, Global) else short(f)}{short(args)}. ckpttool never runs what a checkpoint asks for; "
-                "ask its author for a copy without code."
+                "ask its author for a copy without that object. If it is your own, load it with torch, replace the object (an enum by its value, a generator by its "
+                "state) and save it again."
             )
         return f(*args)
 
