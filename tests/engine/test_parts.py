@@ -124,6 +124,31 @@ def test_parts_have_the_bytes_of_one_pass(source: Path, to: str, tmp_path: Path)
     assert contents(tmp_path / "one" / name) == contents(tmp_path / "many" / name)
 
 
+@pytest.mark.parametrize(
+    ("source", "to", "how"),
+    [
+        ("fsdp2_w3", "dcp", {"only": ["optim"], "cast": {"optim.*": "bf16"}}),
+        ("fsdp2_w3", "dcp", {"canonical_keys": True, "dtype": "fp16"}),
+        ("torchao/adamw8bit_w2", "dcp", {"dequantize": ["optim.*"]}),
+        ("fsdp2_w3", "hf", {"options": ckpttool.HfOptions(include_optimizer=True, max_shard_bytes=60_000)}),
+        ("maps/titan-llama3", "hf", {"map": "torchtitan-llama3", "config": str(FIXTURES / "maps" / "titan-llama3")}),
+        ("fsdp2_w3", "universal", {"options": ckpttool.UniversalOptions(stage=1)}),
+        ("fsdp2_w3", "zero3", {"options": ckpttool.ZeroOptions(precision="bf16", sub_group_size=5000)}),
+        ("fsdp2_w3", "accelerate", {"options": ckpttool.DirectoryOptions(state_dict_type="ddp")}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "+".join(x),
+)
+def test_options_give_workers_the_bytes_of_one_pass(source: str, to: str, how: dict[str, Any], tmp_path: Path) -> None:
+    found = FIXTURES / source / "ckpt"
+    for folder in ("one", "many"):
+        (tmp_path / folder).mkdir()
+    one = convert(found, tmp_path / "one" / "out", to, **how)
+    workers = Workers()
+    many = convert(found, tmp_path / "many" / "out", to, workers=workers, **how)
+    assert one.digest == many.digest and len(workers.fills) > 2
+    assert contents(tmp_path / "one" / "out") == contents(tmp_path / "many" / "out")
+
+
 @pytest.mark.parametrize("to", ["dcp", "full", "hf", "zero3"])
 def test_on_a_network_file_system_the_coordinator_writes_shared_pages(
     to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
