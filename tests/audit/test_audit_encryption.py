@@ -283,7 +283,7 @@ def test_identities_that_are_none(tmp_path: Path, key: Key, ssh: Path) -> None:
     for file, reason in (
         (ssh / "locked", "it has a password; take a copy without"), (ssh / "ec", "neither an age identity nor an ssh"),
         (empty, "empty holds no identity"), (public, "neither an age identity"), (itself, "is encrypted itself"),
-        (tmp_path / "nowhere", "the identity file '.*nowhere' cannot be read: No such file"),
+        (tmp_path / "nowhere", "the identity file '.*' cannot be read: No such file"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=reason):
             parse_identities([str(file)])
