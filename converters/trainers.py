@@ -50,6 +50,7 @@ from functools import partial
 from typing import Any
 
 from ckpttool import layouts
+from ckpttool.engine.recorded import RECORD
 from ckpttool.storage import remote
 from ckpttool.storage.siblings import parent_of, siblings_in
 from ckpttool.storage.source import Source
@@ -101,7 +102,8 @@ def _is_accelerate(source: Source) -> tuple[bool, str]:
             return True, f"has {ranks[0]} and a save of DeepSpeed"
         return False, "latest, but no random_states_0.pkl beside it"
     parts = any(n.startswith("pytorch_model_fsdp") for n in names)
-    if models_in(names) and (ranks or (parts and (optimizers_in(names) or LEFT_OVER in names))):
+    others = optimizers_in(names) or LEFT_OVER in names or RECORD in names
+    if models_in(names) and (ranks or (parts and others)):
         return True, f"has {ranks[0] if ranks else models_in(names)[0].name} and {models_in(names)[0].name}"
     return False, "no random_states_0.pkl beside a model"
 

@@ -483,6 +483,17 @@ def test_an_adapter_is_refused_where_the_trainer_would_not_look_for_it(tmp_path:
             ckpttool.convert(folder("trainer_fsdp2_sharded_lora"), tmp_path / "out", to=to, **how)
 
 
+@pytest.mark.parametrize("to", ["accelerate", "trainer", "lightning", "torchtitan"])
+def test_weights_alone_become_a_directory_that_is_read_again(to: str, tmp_path: Path) -> None:
+    """Without files of an optimizer and of random states, ckpttool.json tells what wrote the folder."""
+    source = FIXTURES / "hf_llama" / "ckpt"
+    ckpttool.convert(source, tmp_path / "out", to=to, world_size=2)
+    with ckpttool.open(tmp_path / "out") as opened:
+        assert opened.checkpoint.layout == {"torchtitan": "dcp"}.get(to, to)
+    found = ckpttool.diff(source, tmp_path / "out")
+    assert found.tensors and not (found.only_in_a or found.data or found.dtypes or found.shapes)
+
+
 def test_what_a_trainer_has_no_file_for_is_kept(tmp_path: Path) -> None:
     """Counters of Trainer in a directory of Accelerate, and ranks that the new job does not have."""
     source = folder("trainer_fsdp2_sharded")
