@@ -411,7 +411,7 @@ def place(path: str | os.PathLike[str]) -> Place:
         raise UsageError("The path is empty: an empty string names no file or folder.")
     if urls.is_url(path):
         url = urls.lower_scheme(os.fspath(path))
-        if page := _HUB_PAGE.fullmatch(url):
+        if page := re.fullmatch(_HUB_PAGE, url):
             repository = f"hf://{page[1]}@{page[2]}" if page[2] else f"hf://{page[1]}"
             raise NotRecognised(
                 f"{urls.redact_url(url)} is the page of a repository on the Hub; its files are at {repository}."
@@ -428,8 +428,9 @@ def place(path: str | os.PathLike[str]) -> Place:
 
 
 _NO_URL = re.compile(r"(s3a?|gc?s|hf|https?):/*", re.IGNORECASE)
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_HUB_PAGE = re.compile(r"(?i)https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/tree/([^?#]+?))?/?(?:[?#].*)?")
+# text, since re compiles a pattern at its first use, and few commands need these
+_HUB_ID = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
+_HUB_PAGE = r"(?i)https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/tree/([^?#]+?))?/?(?:[?#].*)?"
 _MOST_LISTED = 10_000
 
 
@@ -444,7 +445,7 @@ def _missing_hint(path: str) -> str:
     if os.path.islink(path):
         return f" It is a link to {os.readlink(path)}, where nothing is."
     folder, name = os.path.split(path.rstrip("/"))
-    if _HUB_ID.fullmatch(path) and not os.path.exists(folder):
+    if re.fullmatch(_HUB_ID, path) and not os.path.exists(folder):
         return f" A repository on the Hugging Face Hub is hf://{path}."
     from difflib import get_close_matches
 
@@ -516,6 +517,6 @@ def _reasons(answers: Iterable[tuple[Layout, bool, str]]) -> str:
     names: dict[str, list[str]] = {}
     for layout, _, why in answers:
         names.setdefault(why, []).append(layout.name)
-    width = max(len(n[0]) for n in names.values() if len(n) == 1)
+    width = max((len(n[0]) for n in names.values() if len(n) == 1), default=0)
     own = [f"  {n[0]:{width}s} {why}" for why, n in names.items() if len(n) == 1]
     return "\n".join(own + [f"  {', '.join(n)}: {why}" for why, n in names.items() if len(n) > 1])

@@ -143,6 +143,7 @@ def _take_optimizer(ckpt: Checkpoint, source: Source, out: Training) -> None:
 def _take_rest(ckpt: Checkpoint, out: Training) -> None:
     leaves: dict[Any, Any] = {}
     scheduler: dict[Any, Any] = {}
+    others: dict[str, None] = {}
     entries: list[tuple[Path, Any]] = [(t.path, t) for t in ckpt.tensors.values()]
     for path, data in [*entries, *((v.path, v.data) for v in ckpt.values.values())]:
         if path[0] in ("model", "optim"):
@@ -153,12 +154,11 @@ def _take_rest(ckpt: Checkpoint, out: Training) -> None:
             out.scaler[str(path[1])] = data
         else:
             leaves[original(path, ckpt.origin)] = data
+            if path[0] == "extra" and "param_groups" in path:
+                others[joined(path[1 : path.index("param_groups")])] = None
     out.scheduler = nest(scheduler) if scheduler else None
     if leaves:
         out.rest = nest(leaves)
-    others = dict.fromkeys(
-        joined(p[1 : p.index("param_groups")]) for p in ckpt.leaves() if p[0] == "extra" and "param_groups" in p
-    )
     if others:
         out.notes.append(
             f"optimizers that are not that of the model are kept, and no engine loads them: {_first(list(others))}"

@@ -27,7 +27,7 @@ _FORMATS = {
     b"7z\xbc\xaf\x27\x1c": ("a 7z archive", _UNPACK),
 }
 _TAR = slice(257, 262)
-_SAFETENSORS = re.compile(rb'(?s)....[\0-\x05]\0\0\0\{[\s]*"')  # a header of at most 100 MB
+_SAFETENSORS = rb'(?s)....[\0-\x05]\0\0\0\{[\s]*"'  # a header of at most 100 MB
 
 
 def is_text(head: bytes) -> bool:
@@ -71,7 +71,7 @@ def refuse_format(head: bytes, what: str) -> None:
             raise Unsupported(f"{what} is {kind}, which ckpttool does not read. {advice}.")
     if head[_TAR] == b"ustar":
         raise Unsupported(f"{what} is a tar archive, which ckpttool does not read. {_UNPACK}.")
-    if _SAFETENSORS.match(head):
+    if re.match(_SAFETENSORS, head):
         raise Unsupported(f"{what} holds safetensors, but is not named so. Give it a name that ends in .safetensors.")
     if len(head) >= 30 and is_zip(head) and "/" not in (name := first_name(head)):
         kind, advice = (

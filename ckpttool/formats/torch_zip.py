@@ -107,7 +107,7 @@ def read(
     head = read_at(base, min(other_files.HEAD_BYTES, length))
     if not is_zip(head):
         return _read_legacy(read_at, base, length, what, stand_ins or {}, later)
-    other_files.refuse(head, what)
+    other_files.refuse_format(head, what)
     records = zip_records(read_at, base, length, what)
     if "constants.pkl" in records:
         raise torchscript(what)

@@ -225,6 +225,8 @@ def _containers(found: Mapping[Path, Any]) -> tuple[Any, Any]:
 
 def _by_contents(found: Mapping[Path, Any], shape_of: Any, model: Any, optim: Any) -> tuple[Any, Any]:
     """The keys of model and optimizer, where only what lies under a key of the user's own says that it is one."""
+    if model is not None and optim is not None:
+        return model, optim
     inside: dict[Any, list[Path]] = {}
     at_root = False
     for p, leaf in found.items():
