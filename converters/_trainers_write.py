@@ -32,11 +32,11 @@ _NAMES = {
 _NAMES_OF_TRAINER = {**_NAMES, "ddp": ("pytorch_model.bin", "optimizer.pt")}
 
 
-def _world(ckpt: Checkpoint, options: WriteOptions, trainer: str) -> int:
-    """The ranks of the next job.
+def _refuse_several_optimizers(ckpt: Checkpoint, trainer: str) -> None:
+    """Refuse what a trainer would not find in its folder.
 
     Raises:
-        Unsupported: there are several optimizers. UsageError: no world size was given and the source has none.
+        Unsupported: there are several optimizers.
     """
     others = dict.fromkeys(
         f'"{joined(p[:2])}"' for p in ckpt.leaves() if p[0] == "optim" and p[1] not in ("state", "param_groups")
@@ -46,7 +46,6 @@ def _world(ckpt: Checkpoint, options: WriteOptions, trainer: str) -> int:
             f"the checkpoint has several optimizers, {', '.join(others)}, and {trainer} is written with the one that trains the whole model. Leave "
             f"them out with {argument('only', ['model'])}, or write dcp or full, which keep them as they are."
         )
-    return options.ranks(ckpt)
 
 
 def _leaves(ckpt: Checkpoint, *head: str | int) -> dict[Path, Any]:
@@ -116,7 +115,8 @@ def _written(
 
 def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """What `accelerator.load_state` of a job with FSDP reads."""
-    world = _world(ckpt, options, "Accelerate")
+    _refuse_several_optimizers(ckpt, "Accelerate")
+    world = options.ranks(ckpt)
     placed: set[Path] = set()
     small = []
     for i, (paths, state) in enumerate(_schedulers(ckpt)):
@@ -144,7 +144,8 @@ def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) ->
 
 def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """What `Trainer.train(resume_from_checkpoint=...)` of a job with FSDP reads."""
-    world = _world(ckpt, options, "Trainer")
+    _refuse_several_optimizers(ckpt, "Trainer")
+    world = options.ranks(ckpt)
     placed: set[Path] = set()
     small, notes = [], []
     for paths, state in _schedulers(ckpt)[:1]:
@@ -216,7 +217,8 @@ _LIGHTNING_VERSION = "2.6.0"
 
 def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """What `trainer.fit(ckpt_path=...)` of a job with FSDPStrategy or ModelParallelStrategy reads."""
-    world = _world(ckpt, options, "Lightning")
+    _refuse_several_optimizers(ckpt, "Lightning")
+    world = options.ranks(ckpt)
     placed: set[Path] = set()
     notes: list[str] = []
     step = _step_of(ckpt, source)
@@ -312,7 +314,8 @@ def _titan_tree(leaves: dict[Path, Any]) -> dict[Path, Any]:
 
 def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """What torchtitan's CheckpointManager asks for."""
-    world = _world(ckpt, options, "torchtitan")
+    _refuse_several_optimizers(ckpt, "torchtitan")
+    world = options.ranks(ckpt)
     step = _step_of(ckpt, source)
     made: dict[Path, Any] = {}
     if ckpt.value("trainer.step") is None:
