@@ -267,12 +267,12 @@ def _convert(
             notes.append(
                 "the server gives no versions of its files: a change while they were read would not be noticed"
             )
-        read_again = "" if verify or built is None else "; so the result was read back"
+        read_again = "" if verify or built is None else ", so the result was read back"
         if again:
             notes.append(f"continued an interrupted run: {again} parts were filled{read_again}")
         elif done:
             notes.append(
-                f"continued an interrupted run: {done} of {len(draft.checkpoint.tensors)} tensors were done, and read "
+                f"continued an interrupted run: {done} of {len(draft.checkpoint.tensors)} tensors were done and were read "
                 f"again{read_again}"
             )
         return ConvertResult(

@@ -176,7 +176,7 @@ def scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
     alpha = _by_pattern(config, "alpha_pattern", module, config.get("lora_alpha"))
     if type(alpha) not in (int, float) or not math.isfinite(alpha):
         raise Corrupt(
-            f"adapter_config.json has no number as lora_alpha, but {str(alpha)[:40]!r}. It does not belong to this adapter, or damaged."
+            f"adapter_config.json has no number as lora_alpha, but {str(alpha)[:40]!r}. It does not belong to this adapter, or is damaged."
         )
     if r != rank:
         raise Corrupt(

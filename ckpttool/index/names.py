@@ -20,8 +20,8 @@ checkpoint needs no mapping. Shapes known: {"model", "optim"}; {"model_state_dic
 {"state_dict", "optimizer_states": [..]} (Lightning); {"app": {"model", "optim"}}; a bare state dict; an optimizer's own
 {"state", "param_groups"}; Composer's {"state": {"model", "optimizers", ...}, "rng"}; model keys at the root beside the optimizer (torchtitan); an optimizer flattened to "state.<fqn>.<slot>" and
 "param_groups.<fqn>.<key>" (StateDictOptions(flatten_optimizer_state_dict=True)); integer optimizer ids
-(`optimizer.state_dict()`), whose names are found by `name_order`. Under other keys, what lies there says what it is, if only
-one key has it: {"net": {"conv.weight": ...}, "opt": {"state", "param_groups"}}.
+(`optimizer.state_dict()`), whose names are found by `name_order`. Model and optimizer under other keys are recognised by
+their contents, if only one key fits: {"net": {"conv.weight": ...}, "opt": {"state", "param_groups"}}.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def _containers(found: Mapping[Path, Any]) -> tuple[Any, Any]:
 
 
 def _by_contents(found: Mapping[Path, Any], shape_of: Any, model: Any, optim: Any) -> tuple[Any, Any]:
-    """The keys of model and optimizer, where only what lies under a key of the user's own says that it is one."""
+    """The keys of model and optimizer, where a key of the user's own is recognised only by its contents."""
     if model is not None and optim is not None:
         return model, optim
     inside: dict[Any, list[Path]] = {}
@@ -254,7 +254,7 @@ def _are_optimizer(paths: Sequence[Path]) -> bool:
 
 
 def without_weights(ckpt: Checkpoint) -> str:
-    """What a checkpoint without a model has instead: the user's own keys under which weights lie; "" if there are none."""
+    """What a checkpoint without a model has instead: the user's own keys that weights are under; "" if there are none."""
     keys = dict.fromkeys(
         joined(t.path[1:-1])
         for t in ckpt.tensors.values()
@@ -263,7 +263,7 @@ def without_weights(ckpt: Checkpoint) -> str:
     if not keys:
         return ""
     shown = ", ".join(f'"{k}"' for k in list(keys)[:4]) + (", ..." if len(keys) > 4 else "")
-    return f' Weights lie under {shown}; save those of the one model under "model", and its optimizer under "optim".'
+    return f' Weights are under {shown}; save those of the one model under "model", and its optimizer under "optim".'
 
 
 def _own(path: Path) -> int:

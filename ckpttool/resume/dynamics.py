@@ -83,7 +83,7 @@ def _random(reference: Trace, got: Trace) -> str | None:
         if drawn == "seeded" == reference.environment.get("random") and same:
             return None
         return (
-            "the forward pass draws random numbers, such as noise or a dropout that is no module, and they are not those of the "
+            "the forward pass draws random numbers, such as noise or a dropout that is not a module, and they are not those of the "
             "reference: switch them off in both, or restore the random states at the same world size"
         )
     return (

@@ -153,7 +153,7 @@ def joined_job(device: str, deterministic: bool, timeout: float, meeting: str | 
 def _keys_of_this_attempt(store: Any, rank: int, world: int, patience: timedelta) -> Any:
     """The store with a prefix that its ranks agree on and no earlier attempt has used. A collective.
 
-    Restarts are counted by each machine for itself, so the count is no such prefix. Rank 0 answers whoever asks, until all have
+    Restarts are counted by each machine for itself, so the count cannot be that prefix. Rank 0 answers whoever asks, until all have
     heard the answer of this rank 0: some of the questions may be an earlier attempt's.
 
     Raises:

@@ -1,6 +1,6 @@
-"""The lock of a destination, and whose files are: others may create entries in the same folder.
+"""The lock of a destination, and the owner of its files: other users may create entries in the same folder.
 
-The lock is one of flock. A child that is forked shares it, so it is told to let go.
+The lock is one of flock. A forked child shares it, so the child closes its copy.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _held: set[int] = set()
 
 
 def _leave_to_parent() -> None:
-    """A child that was forked shares the lock, and would keep it after the death of its parent, as workers of a ProcessPoolExecutor do."""
+    """A forked child shares the lock, and would keep it after the death of its parent, as workers of a ProcessPoolExecutor do."""
     while _held:
         with suppress(OSError):
             os.close(_held.pop())
@@ -146,7 +146,7 @@ def _refuse_lock(beside: Beside, st: os.stat_result) -> None:
 
 
 def unlock(beside: Beside, fd: int) -> None:
-    """Remove the lock file and let go of it; nothing in a child that was forked."""
+    """Remove the lock file and let go of it. In a forked child this does nothing."""
     if fd not in _held:
         return
     _held.remove(fd)
