@@ -197,7 +197,6 @@ class Layout:
         own_keys: it keeps the keys of the trainer that wrote the source, unless canonical ones are asked for.
         reader_uses: those of READ_HINTS that `read` looks at; the others are refused where no writer looks at them either.
         writer_uses: those of WRITE_HINTS that `prepare` and `write` look at.
-        synthesizes_values: it must write values that are not part of the state. They are listed in ckpttool.json, and reading drops them.
         keeps_config: what it writes can be read again without `ModelHints.config`.
         needs_named_optimizer: an engine or a trainer resumes from it, and finds the optimizer's state by the names or the order of the
             parameters; a state whose optimizer could not be named is refused.
@@ -225,7 +224,6 @@ class Layout:
     own_keys: bool = False
     reader_uses: tuple[str, ...] = READ_HINTS
     writer_uses: tuple[str, ...] = WRITE_HINTS
-    synthesizes_values: bool = False
     keeps_config: bool = False
     needs_named_optimizer: bool = False
     of_trainer: bool = False

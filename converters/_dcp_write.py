@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 from ckpttool.formats import torch_pickles, zip_bytes
+from ckpttool.formats.stored_tensors import as_dcp_flattens
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import (
     ITEMSIZE,
@@ -57,9 +58,10 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         if isinstance(leaf, Whole):
             wholes |= dict.fromkeys((joined(t.path) for t in leaf.tensors()), (path, leaf))
             continue
-        item = torch_pickles.small_zip(leaf)
-        values.append((path, len(head), len(item)))
-        head += item
+        for at_path, data in as_dcp_flattens(leaf, path).items():
+            item = torch_pickles.small_zip(data)
+            values.append((at_path, len(head), len(item)))
+            head += item
     files = [f"__{r}_0.distcp" for r in range(world)]
     at = [len(head)] + [0] * (world - 1)
     tensors: dict[str, TensorEntry] = {}
@@ -100,7 +102,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     def after(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
         return parts.after(name, t.chunks.file[row], written) if name in parts.inside else _after(name, t, row, written)
 
-    return Draft(out, sources, draft_files, before=before, after=after, notes=notes)
+    apart = {n: v for n, v in ckpt.values.items() if list(as_dcp_flattens(v.data, v.path)) != [v.path]}
+    return Draft(out, sources, draft_files, before=before, after=after, notes=notes, taken_apart=apart)
 
 
 def _sharded_origin(ckpt: Checkpoint) -> dict[Path, Path]:

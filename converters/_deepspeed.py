@@ -41,7 +41,7 @@ from ckpttool.index.checkpoint import (
     same_bytes,
 )
 from ckpttool.index.composites import shape_of
-from ckpttool.index.fqns import strip_wrappers
+from ckpttool.index.fqns import EXTRA_STATE, strip_wrappers
 from ckpttool.index.names import canonical, with_canonical_keys
 from ckpttool.layouts import Place, ReadOptions, checkpoint_of
 from ckpttool.storage.source import Source
@@ -220,10 +220,13 @@ class Reading:
             if alias in self.masters or alias in frozen or alias in buffers:
                 raise Corrupt(f'{first.what}: "{alias}" is in shared_params, but has weights of its own as well.')
         for name, t in module.items():
+            if isinstance(name, str) and name.rpartition(".")[2] == EXTRA_STATE and name not in buffers:
+                self._take_extra_state(name, t, models)
+                continue
             if not isinstance(name, str) or not isinstance(t, StoredTensor):
                 raise Unsupported(
-                    f"{first.what}: module holds {short(t)} under {short(name)}, which is not a tensor (extra state of a "
-                    "module); ckpttool does not carry it."
+                    f"{first.what}: module holds {short(t)} under {short(name)}, which is neither a tensor nor the extra state of a "
+                    "module."
                 )
             if name in self.masters:
                 self.model[name] = self.masters[name]
@@ -278,6 +281,17 @@ class Reading:
                 "they must come from elsewhere"
             )
         self.take_beside(models)
+
+    def _take_extra_state(self, name: str, value: Any, models: list[File]) -> None:
+        """What `get_extra_state()` of a module gave; that of rank 0, where ranks have others."""
+        first = models[0]
+        self.take(("model", name), value, first)
+        if any(
+            not alike(value, f.tree["module"].get(name), first, f)
+            for f in models[1:]
+            if isinstance(f.tree.get("module"), dict)
+        ):
+            self.notes.append(f'ranks differ in "{name}", the extra state of a module; rank 0\'s is taken')
 
     def take_beside(self, files: list[File]) -> None:
         """Everything except module and optimizer; values on which ranks agree are kept once."""

@@ -10,18 +10,19 @@ described in _deepspeed.py, zero.py and universal.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from math import isfinite
 from typing import Any
 
-from ckpttool.engine.training import Training
+from ckpttool.engine.conservation import changed_values
+from ckpttool.engine.training import TRAINED_ALONE, Training, group_values, tensors_of
 from ckpttool.errors import Unsupported, UsageError, argument
 from ckpttool.formats.pickles import Global, Opaque
-from ckpttool.formats.stored_tensors import Inline, number_in
+from ckpttool.formats.stored_tensors import Inline, flattened, number_in
 from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
-from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, floating_dtype, joined
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, Value, floating_dtype, joined
 from ckpttool.layouts import WriteOptions
 
 from ._deepspeed_files import MAYBE, OWN, SCALERS, STAGE, Cut, from_cuts, setting
@@ -92,7 +93,7 @@ class Plan:
         ckpt: Checkpoint,
     ) -> None:
         self.state, self.tensors, self.stage, self.source_world = state, tensors, stage, ckpt.world_size
-        self.held = [*ckpt.values, *ckpt.tensors]
+        self.ckpt = ckpt
         self.notes = list(state.notes)
         if stage < 3 and (idle := [i for i, g in enumerate(state.groups) if not g.params]):
             state.groups = [g for g in state.groups if g.params]
@@ -101,12 +102,17 @@ class Plan:
                 "not start with such a group"
             )
         self.rest = dict(state.rest)
+        inner = self.rest.get("trainer")
+        if isinstance(inner, dict):  # DeepSpeed's own counters, which other layouts keep under one key
+            counters = {k: x for k, x in inner.items() if k in _COUNTERS and k not in self.rest}
+            others = {k: x for k, x in inner.items() if k not in counters}
+            self.rest = {**{k: x for k, x in self.rest.items() if k != "trainer"}, **counters} | (
+                {"trainer": others} if others else {}
+            )
         config = self.rest.pop("ds_config", None)
         self.ds_config: dict[str, Any] = config if isinstance(config, dict) else {}
         for key, x in (("ds_config", {} if config is None else config), *((k, self.rest.get(k, 0)) for k in _COUNTERS)):
-            if not isinstance(x, dict if key == "ds_config" else int) or any(
-                isinstance(leaf, TensorEntry) for leaf in _leaves_of(x)
-            ):
+            if not isinstance(x, dict if key == "ds_config" else int) or any(tensors_of(x)):
                 raise Unsupported(
                     f'the checkpoint has an entry "{key}" that is not what DeepSpeed keeps under that name. Leave it out: '
                     f"{argument('only', ['model', 'optim', 'scheduler'])}."
@@ -143,7 +149,26 @@ class Plan:
             "trainer.global_steps": self.steps, "trainer.skipped_steps": 0,
             "extra.buffer_names": list(self.state.buffers), "extra.ds_config": self.ds_config,
         }  # fmt: skip
-        return {n: x for n, x in ours.items() if not any(k == n or k.startswith(n + ".") for k in self.held)}
+        held = [*self.ckpt.values, *self.ckpt.tensors]
+        made = {n: x for n, x in ours.items() if not any(k == n or k.startswith(n + ".") for k in held)}
+        if not any(n.startswith("optim.") for n in held):
+            made |= {n: v.data for n, v in group_values(self.state.groups).items()}
+        return made
+
+    def values(self) -> tuple[dict[str, Value], dict[str, str]]:
+        """(the values that a reader of the files finds, {those that are not as in the source: how})."""
+        config = {joined(p): Value(p, x) for p, x in flattened(self.ds_config, ("extra", "ds_config")).items()}
+        changed: dict[str, str] = {}
+        out = dict(self.ckpt.values)
+        for head, after, how in (
+            ("extra.ds_config.", config, f"for an engine of ZeRO stage {self.stage}"),
+            ("optim.param_groups.", group_values(self.state.groups), TRAINED_ALONE),
+        ):
+            if before := {n: v for n, v in out.items() if n.startswith(head)}:
+                after = {n: v for n, v in after.items() if n not in self.state.inlined}
+                changed |= changed_values(before, after, how)
+                out = {n: v for n, v in out.items() if n not in before} | after
+        return out | self.state.inlined, changed
 
     def _precision(self) -> str:
         for name, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
@@ -351,7 +376,7 @@ class Models:
         frozen = {n: size(plan.tensors[n].shape) for n in state.frozen}
         fragments: Any = {n: module[n] for n in frozen}
         out = {
-            "module": {n: module[n] for n in plan.tensors},
+            "module": {**{n: module[n] for n in plan.tensors}, **tree.value(state.extra_states)},
             "buffer_names": list(state.buffers),
             "optimizer": None,
             "param_shapes": [{n: size(s) for n, s in g.items()} for g in self.groups],
@@ -365,14 +390,6 @@ class Models:
                 t = plan.tensors[n]
                 fragments[n] = tree.hole(f"frozen {n}", t.dtype, -(-t.numel // self.world))
         return out
-
-
-def _leaves_of(x: Any) -> Iterator[Any]:
-    if isinstance(x, (dict, list)):
-        for v in x.values() if isinstance(x, dict) else x:
-            yield from _leaves_of(v)
-    else:
-        yield x
 
 
 def _number(text: str) -> int:

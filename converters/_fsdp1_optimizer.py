@@ -214,18 +214,14 @@ def _unflattened(
     by_number: dict[Any, list[tuple[str, list[Any]]]] = {}
     for (x, slot), column in columns.items():
         by_number.setdefault(x, []).append((str(slot), column))
-    place = {n: k for k, n in enumerate(layout.names or ())}
     out: dict[Path, Any] = {}
     for i, (numbers, names) in enumerate(zip(ids, resolved, strict=True)):
-        fqns: list[str] = []
         for x, name in zip(numbers, names, strict=True):
             parts = [by_name[name]] if layout.use_orig_params else [(by_key[name], p) for p in by_key[name].parts]
-            fqns.extend(p.name for _, p in parts)
             for slot, column in by_number.get(x, ()):
                 whole = _elements(column) != lengths.get(x)
                 out.update(_parted(files, ranks, own, layout, parts, slot, f"{name}.{slot}", column, whole))
-        fqns = [n for n in fqns if n not in copies]
-        out["optim", "param_groups", i, "params"] = sorted(fqns, key=lambda n: place.get(n, len(place)))
+        out["optim", "param_groups", i, "params"] = flat_layout.members(layout, names)
     return {path: leaf for path, leaf in out.items() if path[1] != "state" or path[2] not in copies}
 
 

@@ -20,14 +20,15 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool.engine import flat_layout
+from ckpttool.engine.conservation import changed_values
 from ckpttool.engine.flat_layout import Flat, FlatLayout, Part
-from ckpttool.engine.training import Training, split_training_state
+from ckpttool.engine.training import TRAINED_ALONE, Group, Training, group_values, split_training_state, tensors_of
 from ckpttool.errors import UsageError, argument
 from ckpttool.formats.sharded import Table, sharded_tensor
 from ckpttool.formats.stored_tensors import Inline
 from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
-from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, joined
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, Value, joined
 from ckpttool.index.draft import Draft
 from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions
@@ -60,13 +61,21 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     record = json.dumps(flat_layout.as_json(plan.layout), indent=1, ensure_ascii=False) + "\n"
     out.files.literal(flat_layout.RECORD, record.encode())
     gone = {d.name for d in state.dropped}
-    kept = {n: v for n, v in ckpt.values.items() if n not in gone}
+    after = {n: v for n, v in _groups_to_be(plan).items() if n not in state.inlined}
+    before = {n: v for n, v in ckpt.values.items() if v.path[:2] == ("optim", "param_groups")}
+    kept = {n: v for n, v in ckpt.values.items() if n not in before and n not in gone} | after | state.inlined
     draft = out.files.draft(
         Checkpoint("fsdp1", options.target, world, [], [], out.tensors, kept), out.sources,
-        dropped=state.dropped, aliases=out.same,
+        dropped=state.dropped, aliases=out.same, changed=changed_values(before, after, TRAINED_ALONE) if before else {},
         notes=[n for n in (*state.notes, *plan.notes) if plan.groups is not None or "param group" not in n],
     )  # fmt: skip
     return draft
+
+
+def _groups_to_be(plan: Plan) -> dict[str, Value]:
+    """The param groups as a reader finds them: parameters instead of flat parameters."""
+    listed = plan.groups or ()
+    return group_values([Group(tuple(flat_layout.members(plan.layout, names)), hyper) for names, hyper in listed])
 
 
 @dataclass
@@ -115,7 +124,10 @@ def _write_rest(out: _Writing, tensors: dict[Path, TensorEntry], values: dict[Pa
 def _write_model(out: _Writing, state: Training) -> None:
     layout, world = out.layout, out.layout.shards
     flattened = {n for f in layout.flats for n in (*(p.name for p in f.parts), *(a for a, _ in f.shared))}
-    buffers = [n for n in state.tensors if n not in flattened]
+    # tensors that every rank has whole: buffers, and those inside extra states of modules
+    whole = {n: t for n, t in state.tensors.items() if n not in flattened}
+    replicated = {**whole, **{joined(t.path[1:]): t for t in tensors_of(state.extra_states)}}
+    buffers = list(replicated)
     numbers: list[int] = []
     places: list[list[int]] = []  # by flat parameter, where each rank's slice begins in its file
     cut = [out.slices(f) for f in layout.flats]
@@ -137,20 +149,30 @@ def _write_model(out: _Writing, state: Training) -> None:
                     sizes[key] = (b - a) * ITEMSIZE[dtype]
                 for p in flat.parts:
                     x, y = max(a, p.first), min(b, p.first + p.numel)
-                    whole = TensorRef(dtype, (y - x,), key, b - a, x - a) if x < y else Inline(dtype, (0,), b"")
-                    views[p.name] = whole
+                    part = TensorRef(dtype, (y - x,), key, b - a, x - a) if x < y else Inline(dtype, (0,), b"")
+                    views[p.name] = part
                 own = TensorRef(dtype, (b - a,), key, b - a) if a < b else None
                 tree[flat.key] = sharded_tensor(out.table, tuple(bounds), r, own, dtype)
             views.update((alias, views[owner]) for alias, owner in flat.shared)
         for n in buffers:
-            key, t, dtype = str(len(sizes)), state.tensors[n], out.dtype(f"model.{n}")
+            key, t, dtype = str(len(sizes)), replicated[n], out.dtype(f"model.{n}")
             views[n] = TensorRef(dtype, t.shape, key, t.numel)
             sizes[key] = t.numel * ITEMSIZE[dtype]
-        listed = state.tensors if layout.use_orig_params or world == 1 else buffers
+        listed = state.tensors if layout.use_orig_params or world == 1 else whole
         tree = {**{n: views[n] for n in layout.names or listed if n in listed and n in views}, **tree}
+        tree |= {n: _with_views(x, views) for n, x in state.extra_states.items()}
         numbers.append(out.files.add(f"local_rank{r}.pt", tree, sizes))
         places.append([out.files.offset(numbers[r], k) for k in sizes])
     _place_model(out, buffers, numbers, places, cut)
+
+
+def _with_views(tree: Any, views: dict[str, Any]) -> Any:
+    """The same tree with what the file has for its tensors."""
+    if isinstance(tree, TensorEntry):
+        return views[joined(tree.path[1:])]
+    if isinstance(tree, dict):
+        return {k: _with_views(x, views) for k, x in tree.items()}
+    return [_with_views(x, views) for x in tree] if isinstance(tree, list) else tree
 
 
 def _place_model(

@@ -11,7 +11,7 @@ from ckpttool import bounded_json
 from ckpttool.engine.tensor_digests import tensor_digests
 from ckpttool.errors import MissingPackage, Unsupported, UsageError, argument
 from ckpttool.huggingface import adapters, hub_names, lora, model_files
-from ckpttool.index.checkpoint import Checkpoint, TensorEntry, joined, tied_weights
+from ckpttool.index.checkpoint import Checkpoint, TensorEntry, Value, joined, tied_weights
 from ckpttool.index.composites import MARK, Composite, class_of, composites
 from ckpttool.index.draft import Draft, DraftFile, Dropped
 from ckpttool.index.fqns import without_prefix
@@ -127,7 +127,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         text = (json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
         draft_files.append(DraftFile(INDEX, len(text), text))
     names_of_files = [f.name for f in draft_files]
-    held_values = dict(ckpt.values) if own.include_optimizer else {}
+    held_values = dict(ckpt.values) if own.include_optimizer else weights.marks
     out = Checkpoint("hf", options.target, None, names_of_files, [f.size for f in draft_files], tensors, held_values)
     return Draft(
         out, sources, draft_files, dropped=dropped, aliases=tied, notes=notes, synthesized_tensors=weights.added
@@ -198,7 +198,7 @@ def write_file(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft
     metadata = weights.metadata | ({SALVAGE: json.dumps(states, separators=(",", ":"))} if states else {})
     file = shard(options.target, 0, list(weights.model), weights.model, tensors, metadata)
     sources = {"model." + k: t for k, t in weights.stored.items()}
-    out = Checkpoint("hf", options.target, None, [file.name], [file.size], tensors, {})
+    out = Checkpoint("hf", options.target, None, [file.name], [file.size], tensors, weights.marks)
     out.config = config
     return Draft(
         out,
@@ -223,6 +223,7 @@ class _Weights(NamedTuple):
     dropped: list[Dropped]
     shown: dict[str, TensorEntry]  # the model with quantised weights as the tensors that they show
     metadata: dict[str, str]  # of every file
+    marks: dict[str, Value]  # what the quantised weights are: values that `metadata` holds
 
 
 def _weights(
@@ -244,11 +245,8 @@ def _weights(
         )
     rest = {n: replace(t, dtype=options.cast(n, t.dtype)) for n, t in ckpt.tensors.items() if t.path[0] != "model"}
     dropped = [Dropped(n, t.nbytes, "hf holds weights only") for n, t in rest.items()]
-    dropped += [
-        Dropped(n, 0, "hf holds weights only")
-        for n, v in ckpt.values.items()
-        if v.path[:1] + v.path[-1:] != ("model", MARK)
-    ]
+    marks = {n: v for n, v in ckpt.values.items() if v.path[:1] + v.path[-1:] == ("model", MARK)}
+    dropped += [Dropped(n, 0, "hf holds weights only") for n in ckpt.values if n not in marks]
     relation = None if config is None else _judged(ckpt, config, model, options, notes)
     untie = options.of(HfOptions).untie
     stored, tied, together = _hub_tensors(ckpt, model, config, relation, source, notes, untie)
@@ -257,7 +255,7 @@ def _weights(
     stored, model = _made_of(stored, shown, objects, relation, notes, config)
     refuse_dtypes(model)
     listed = {n: c for n, c in objects.items() if n in shown}
-    return _Weights(stored, model, rest, tied, together, added, dropped, shown, metadata(listed, shown))
+    return _Weights(stored, model, rest, tied, together, added, dropped, shown, metadata(listed, shown), marks)
 
 
 def _shown(ckpt: Checkpoint, objects: dict[str, Composite]) -> dict[str, TensorEntry]:

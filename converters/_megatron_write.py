@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ckpttool.engine.conservation import changed_values
 from ckpttool.engine.stream import small
 from ckpttool.errors import Unsupported
 from ckpttool.formats import torch_pickles
-from ckpttool.formats.stored_tensors import Inline, number_in
+from ckpttool.formats.stored_tensors import Inline, flattened, number_in
 from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 from ckpttool.index.draft import Draft, DraftFile, Dropped
 from ckpttool.index.names import step_count
@@ -25,7 +26,7 @@ from ckpttool.storage.source import Source
 
 from . import _dcp_write
 from ._dcp_subclasses import Whole
-from ._megatron_state import args_of_data, is_bare
+from ._megatron_state import args_of_data, common_tree, is_bare, name_groups
 
 __all__ = ["prepare", "write"]
 
@@ -104,6 +105,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     out.notes += notes
     out.synthesized_tensors += copies
     out.synthesized_values |= made
+    out.checkpoint.values, out.changed = _values_to_be(ckpt, common, out.dropped)
     if not any(n.startswith(("model.decoder.", "model.embedding.", "model.encoder.")) for n in ckpt.tensors):
         out.notes.append(
             "the weights keep their names, and none is one of Megatron-Core's (decoder.layers.0...): its modules will not find them"
@@ -113,6 +115,23 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
             f"{len(copies)} weights are written twice, since Megatron-Core's optimizer loads fp32 copies of its own"
         )
     return out
+
+
+def _values_to_be(
+    ckpt: Checkpoint, common: dict[str, Any], dropped: list[Dropped]
+) -> tuple[dict[str, Value], dict[str, str]]:
+    """(the values that a reader of the folder finds, {those that are not as in the source: how}): param groups are those that
+    Megatron-Core makes, and each has the step of its parameters."""
+    gone = {d.name for d in dropped}
+    leaves: dict[Path, Any] = {}
+    if "optimizer" in common:
+        leaves |= flattened(common_tree({"optimizer": common["optimizer"]}, "common.pt"))
+    leaves |= {t.path: t for t in ckpt.tensors.values() if joined(t.path) not in gone}
+    name_groups(leaves, [])
+    read = {joined(p): Value(p, x) for p, x in leaves.items() if p[0] == "optim" and not isinstance(x, TensorEntry)}
+    before = {n: v for n, v in ckpt.values.items() if v.path[0] == "optim" and n not in gone}
+    rest = {n: v for n, v in ckpt.values.items() if v.path[0] != "optim"}
+    return {**rest, **read}, changed_values(before, read, "in the param groups that Megatron-Core makes")
 
 
 def _key(t: TensorEntry, ckpt: Checkpoint) -> str | None:

@@ -139,7 +139,7 @@ class Dialect:
             name=self.name, title=f"directory of {self.title}", detect=self._detect, mount=self._mount, read=partial(read, self), locate=locate,
             write=self.write, prepare=lambda ckpt, source, options: as_saved(with_whole_scheduler(of_one_model(ckpt))), options=self.options, suffixes=self.suffixes,
             aliases=self.aliases, of_trainer=True, keeps_subclasses=True,
-            reader_uses=("config", "like", "flat_layout", "wrap", "tag"), writer_uses=("config", "like", "world_size"), synthesizes_values=True, needs_named_optimizer=True,
+            reader_uses=("config", "like", "flat_layout", "wrap", "tag"), writer_uses=("config", "like", "world_size"), needs_named_optimizer=True,
             saves=self.saves,
         )  # fmt: skip
 

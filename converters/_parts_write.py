@@ -20,7 +20,7 @@ from ckpttool.formats.subclasses import put_together
 from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.huggingface import model_names
-from ckpttool.index.checkpoint import Checkpoint, Chunks, Number, Path, TensorEntry, joined
+from ckpttool.index.checkpoint import Checkpoint, Chunks, Number, Path, TensorEntry, Value, joined
 from ckpttool.index.composites import Composite, collapsed
 from ckpttool.index.draft import Draft, DraftFile, Written
 from ckpttool.index.trees import nest
@@ -77,8 +77,26 @@ def state_drafts(
         assert layout.write is not None
         tree = partial(_own_tree, (key,) if sharded else (), numbers)  # the state dict alone in a file
         draft = layout.write(part, source, replace(options, target=name, own=None, tree=tree))
+        if numbers and component == "optim":
+            _declare_order(draft, numbers)
         out.append((f"{name}/" if sharded else "", draft))
     return out
+
+
+def _declare_order(draft: Draft, numbers: Mapping[str, int]) -> None:
+    """Say of a draft that its param groups list the parameters by number, and have their names in `param_names`."""
+    for n, v in list(draft.checkpoint.values.items()):
+        if v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("params",):
+            listed = sorted(v.data, key=lambda fqn: numbers[fqn])
+            if listed != v.data:
+                draft.checkpoint.values[n] = Value(v.path, listed)
+                draft.changed[n] = "in the order of the modules"
+            names = f"{joined(v.path[:3])}.param_names"
+            if names not in draft.checkpoint.values:
+                draft.synthesized_values[names] = [live_name(fqn) for fqn in listed]
+            elif draft.checkpoint.values[names].data != (own := [live_name(fqn) for fqn in listed]):
+                draft.checkpoint.values[names] = Value((*v.path[:3], "param_names"), own)
+                draft.changed[names] = "in the order of the modules"
 
 
 def numbered_parameters(ckpt: Checkpoint, options: WriteOptions) -> dict[str, int]:
@@ -196,6 +214,9 @@ def joined_drafts(
         out.sources |= part.sources
         out.aliases |= part.aliases
         out.synthesized_values |= part.synthesized_values
+        out.taken_apart |= part.taken_apart
+        out.changed |= part.changed
+        out.checkpoint.values |= {n: part.checkpoint.values[n] for n in part.changed}
         out.dropped += part.dropped
         out.synthesized_tensors += part.synthesized_tensors
         out.notes += [n for n in part.notes if n not in out.notes]

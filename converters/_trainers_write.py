@@ -6,15 +6,18 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from ckpttool import layouts
+from ckpttool.engine.conservation import changed_values
 from ckpttool.engine.stream import small
 from ckpttool.errors import Unsupported, argument
-from ckpttool.formats.stored_tensors import number_in
+from ckpttool.formats.stored_tensors import flattened, number_in
 from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
+from ckpttool.index.composites import shape_of
 from ckpttool.index.draft import Draft
-from ckpttool.index.names import step_count
+from ckpttool.index.names import canonical, step_count
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
@@ -103,13 +106,14 @@ def _rng_note(files: Sequence[SmallFile], world: int) -> list[str]:
 
 def _written(
     name: str, ckpt: Checkpoint, source: Source, options: WriteOptions, small: list[SmallFile], placed: set[Path], world: int,
-    notes: list[str],
+    notes: list[str], made: Mapping[Path, Any] = MappingProxyType({}),
 ) -> Draft:  # fmt: skip
     parts = state_drafts(ckpt, source, options, _NAMES_OF_TRAINER if name == "trainer" else _NAMES)
     rest, kept = left_over(ckpt, placed)
     parts.append(("", data_files(ckpt, [*rest, *small], options)))
     out = joined_drafts(name, ckpt, parts, options, world)
     out.notes += [*notes, *kept]
+    out.synthesized_values |= {joined(p): data for p, data in made.items()}
     return out
 
 
@@ -162,6 +166,7 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         if len(path) == 2 and path[1] in _TRAINER_STATE and _is_json(data):
             counters[path[1:]] = data
             placed.add(path)
+    held = set(counters)
     if ("global_step",) not in counters:
         step = counters["global_step",] = _step_of(ckpt, source)
         notes.append(f"trainer_state.json has global_step {step}, which the source counts or its optimizer has made")
@@ -175,7 +180,7 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         )
     return _written(
         "trainer", ckpt, source, options, [*small, *rng, SmallFile("trainer_state.json", counters)], placed, world,
-        notes + _rng_note(rng, world),
+        notes + _rng_note(rng, world), {("trainer", *p): x for p, x in counters.items() if p not in held},
     )  # fmt: skip
 
 
@@ -228,10 +233,12 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     }  # fmt: skip
     written = {("trainer", *path): data for path, data in meta.items()}
     placed |= {path for path, data in written.items() if ckpt.value(joined(path)) == data}
+    made = {path: data for path, data in written.items() if joined(path) not in ckpt.values}
     for key in _LIGHTNING_EXTRA:
         found = _leaves(ckpt, "extra", key)
         placed |= set(found)
         meta |= _below(found, 1)
+    held = set(meta)
     if ("pytorch-lightning_version",) not in meta:
         meta["pytorch-lightning_version",] = _LIGHTNING_VERSION
     if not any(p[0] == "callbacks" for p in meta):
@@ -242,12 +249,18 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
             f"the loops of Lightning go on at batch {step} of epoch 0, since the source counts {step} steps; the data loader of the "
             "script decides which rows those are"
         )
+    made |= {
+        p: x for path, data in meta.items() if path not in held for p, x in flattened(data, ("extra", *path)).items()
+    }
     for i, (paths, scheduler) in enumerate(_schedulers(ckpt)):
         placed |= paths
         meta |= {("lr_schedulers", i, *p): leaf for p, leaf in scheduler.items()}
     if not any(p[0] == "lr_schedulers" for p in meta):
         meta["lr_schedulers",] = []
-        placed |= {("scheduler",)} if ckpt.value("scheduler") == [] else set()  # what reading gives for it
+        if ckpt.value("scheduler") == []:  # what reading gives for it
+            placed.add(("scheduler",))
+        elif "scheduler" not in ckpt.values:
+            made["scheduler",] = []
     dcp = layouts.find("dcp")
     assert dcp.write is not None
     state = replace(ckpt.only(["model", "optim"]), origin={}, ranks={}, notes=[])
@@ -263,6 +276,7 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     ]  # fmt: skip
     out = joined_drafts("lightning", ckpt, parts, options, world)
     out.notes += [*notes, *kept]
+    out.synthesized_values |= {joined(p): data for p, data in made.items()}
     return out
 
 
@@ -315,6 +329,11 @@ def _titan_tree(leaves: dict[Path, Any]) -> dict[Path, Any]:
 def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """What torchtitan's CheckpointManager asks for."""
     _refuse_several_optimizers(ckpt, "torchtitan")
+    if shared := next((n for n, t in ckpt.tensors.items() if t.path[:2] == ("optim", "param_groups")), None):
+        raise Unsupported(
+            f'"{shared}" is a tensor, one for all parameters of a group, and torchtitan keeps options by parameter. Write dcp or full, or save the '
+            "option as a number."
+        )
     world = options.ranks(ckpt)
     step = _step_of(ckpt, source)
     made: dict[Path, Any] = {}
@@ -330,7 +349,16 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
     draft = dcp.write(
         replace(ckpt, values=values, origin={}, notes=[]), source, replace(options, own=None, tree=_titan_tree)
     )
+    draft.taken_apart = {n: v for n, v in draft.taken_apart.items() if v.path[0] != "optim"}
     draft.checkpoint.layout = "torchtitan"
+    draft.synthesized_values |= {joined(p): data for p, data in made.items()}
+    # each parameter has the options of its group, and a reader makes groups of those with equal ones
+    groups = {n: v for n, v in ckpt.values.items() if v.path[:2] == ("optim", "param_groups")}
+    optim = {p: leaf for p, leaf in _titan_tree(ckpt.leaves()).items() if p[0] == "optimizer" or len(p) == 1}
+    read = canonical(optim, shape_of, None, None).leaves if groups else {}
+    after = {joined(p): Value(p, x) for p, x in read.items() if p[:2] == ("optim", "param_groups")}
+    draft.changed |= changed_values(groups, after, "torchtitan keeps options by parameter")
+    draft.checkpoint.values = {n: v for n, v in draft.checkpoint.values.items() if n not in groups} | after
     if made:
         draft.notes.append(
             f"{', '.join(map(joined, made))} are not in the source: {', '.join(map(str, made.values()))} was written"

@@ -82,11 +82,12 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         found["ds_version"] = dw.DS_VERSION
     files.add(f"{plan.tag}/{ds.UNIVERSAL}", {**found, "param_groups": param_groups}, {})
     files.literal("latest_universal", plan.tag.encode())
-    out = Checkpoint("universal", options.target, None, [], [], placed, ckpt.values)
+    values, changed = plan.values()
+    out = Checkpoint("universal", options.target, None, [], [], placed, values)
     added = plan.added(groups)
     return files.draft(
         out, sources, dropped=dropped, aliases=models.same, notes=plan.notes + _lost(plan), synthesized_tensors=added,
-        synthesized_values=plan.made(),
+        synthesized_values=plan.made(), changed=changed,
     )  # fmt: skip
 
 
@@ -110,10 +111,10 @@ def _numbered(groups: list[dict[str, Any]]) -> list[int]:
 def _lost(plan: dw.Plan) -> list[str]:
     """What DeepSpeed's own loader will not restore from the files."""
     state, stage, out = plan.state, plan.stage, []
-    names = [*state.buffers, *state.frozen]
+    names = [*state.buffers, *state.frozen, *state.extra_states]
     if names:
         out.append(
-            f"DeepSpeed does not restore buffers and frozen parameters from a universal checkpoint ({len(names)} here, "
+            f"DeepSpeed does not restore buffers, frozen parameters and extra states of modules from a universal checkpoint ({len(names)} here, "
             f"first {names[0]}): load them yourself, or write zero{stage}"
         )
     if stage == 3 and any(g.options != state.groups[0].options for g in state.groups):

@@ -48,12 +48,13 @@ def write_stage(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: 
     out.add(files, ids)
     placed, sources = {**out.tensors, **models.tensors}, {**out.sources, **models.sources}
     files.literal("latest", plan.tag.encode())
-    checkpoint = Checkpoint(f"zero{stage}", options.target, world, [], [], placed, ckpt.values)
+    values, changed = plan.values()
+    checkpoint = Checkpoint(f"zero{stage}", options.target, world, [], [], placed, values)
     added = plan.added(groups)
     dropped = [*state.dropped, *out.dropped]
     return files.draft(
         checkpoint, sources, dropped=dropped, aliases=models.same, notes=plan.notes, synthesized_tensors=added,
-        synthesized_values=plan.made(),
+        synthesized_values=plan.made(), changed=changed,
     )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from typing import Any
 
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.formats import safetensors_header, stored_tensors, torch_zip
+from ckpttool.formats.pickles import Global, Opaque
 from ckpttool.index.checkpoint import (
     Checkpoint,
     Chunk,
@@ -141,7 +142,24 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     out = checkpoint_of(named, "dcp", source.root, max(ranks.values(), default=0) + 1, index.files, source)
     out.records, out.ranks, out.spreads_tensors = records, ranks, True
     out.salvage = Salvage(missing=lost) if lost else None
+    _count_milestones(out)
     return out
+
+
+def _count_milestones(ckpt: Checkpoint) -> None:
+    """Make milestones of schedulers the Counter again that torch's MultiStepLR looks its steps up in (torch/optim/lr_scheduler.py):
+    DCP has an entry for each, scheduler.milestones.30, whose key is text."""
+    found: dict[Path, dict[int, int]] = {}
+    for v in ckpt.values.values():
+        *head, key = v.path
+        if v.path[0] == "scheduler" and head[-1] == "milestones" and str(key).isdecimal() and type(v.data) is int:
+            found.setdefault(tuple(head), {})[int(key)] = v.data
+    for path, counts in found.items():
+        names = {joined((*path, str(k))) for k in counts}
+        if names == {n for n, v in ckpt.values.items() if v.path[: len(path)] == path}:
+            ckpt.values = {n: v for n, v in ckpt.values.items() if n not in names}
+            counter = Opaque(Global("collections", "Counter"), (dict(sorted(counts.items())),), call=True)
+            ckpt.values[joined(path)] = Value(path, counter)
 
 
 def _refuse_lost(source: Source, index: Index) -> None:

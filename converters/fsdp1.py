@@ -33,13 +33,14 @@ from typing import Any
 from ckpttool.bounded_json import parse
 from ckpttool.engine.flat_layout import FLAT
 from ckpttool.errors import Corrupt, UsageError
+from ckpttool.formats import stored_tensors
 from ckpttool.formats.sharded import is_sharded
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.huggingface import model_names
 from ckpttool.huggingface.model_names import ModelNames
 from ckpttool.index.checkpoint import Checkpoint, Path, Salvage, TensorEntry, same_bytes, tied_weights
 from ckpttool.index.composites import shape_of
-from ckpttool.index.fqns import strip_wrappers
+from ckpttool.index.fqns import EXTRA_STATE, strip_wrappers
 from ckpttool.index.names import canonical, with_canonical_keys
 from ckpttool.layouts import Layout, ModelHints, Place, ReadOptions, checkpoint_of, late
 from ckpttool.storage.source import Source
@@ -117,6 +118,9 @@ def _read(source: Source, options: ReadOptions) -> Checkpoint:
             files, parts["model"], lambda: model_names_of(files, options, config, parts["optim"]), options
         )
     leaves: dict[Path, Any] = {("model", name): leaf for name, leaf in model.items()}
+    if parts["model"]:
+        extra_states = _extra_states(files, parts["model"][0])
+        leaves = {p: leaf for p, leaf in leaves.items() if p not in {q[:2] for q in extra_states}} | extra_states
     if parts["optim"] and (options.only is None or "optim" in options.only):
         leaves.update(read_optimizer(files, parts["optim"], known, options, config))
     leaves.update(rest_of(files, parts["rest"], leaves))
@@ -135,6 +139,21 @@ def _read(source: Source, options: ReadOptions) -> Checkpoint:
             f'ranks that should have the same have not, in {len(files.unlike)} tensors, first "{files.unlike[0]}"; that of the '
             "lowest rank is taken"
         )
+    return out
+
+
+def _extra_states(files: Files, rank: Rank) -> dict[Path, Any]:
+    """What `get_extra_state()` of modules gave, taken apart; one that is a tensor is read like a buffer."""
+    out: dict[Path, Any] = {}
+    clean = strip_wrappers(str(k) for k in rank.tree)
+    for key, x in rank.tree.items():
+        name = clean[str(key)]
+        if name.rpartition(".")[2] == EXTRA_STATE and not isinstance(x, StoredTensor):
+            found, records = stored_tensors.leaves(
+                x, ("model", name), rank.file, files.reader(rank.file), files.path(rank.file)
+            )
+            out |= found
+            files.records.update(((rank.file, r.extent.offset), r) for r in records)
     return out
 
 

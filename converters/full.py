@@ -24,6 +24,7 @@ from typing import Any
 
 from ckpttool.bounded_json import parse
 from ckpttool.engine.recorded import MOST_RECORD_BYTES
+from ckpttool.engine.value_digests import recorded_values
 from ckpttool.errors import Corrupt, Unreadable, Unsafe, Unsupported
 from ckpttool.formats import stored_tensors, torch_pickles, torch_zip, zip_bytes
 from ckpttool.formats.numpy_values import as_torch
@@ -103,6 +104,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     out.records = records
     try:
         out.recorded = _noted(read_at, source.size(name), what, "ckpttool.json")
+        out.recorded_values = _noted(read_at, source.size(name), what, "ckpttool-values.json")
         if states := _noted(read_at, source.size(name), what, "ckpttool-salvage.json"):
             out.salvage = Salvage.of_states(states)
     except Unreadable:
@@ -176,8 +178,10 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         dropped=dropped,
         aliases=same,
         notes=notes,
+        changed=dict.fromkeys(arrays, "numpy arrays became torch tensors"),
         recorded=True,
         salvage=ckpt.salvage.states(wanted) if ckpt.salvage is not None else None,
+        values=recorded_values(values),
     )
 
 

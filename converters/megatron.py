@@ -470,6 +470,6 @@ LAYOUTS = (
     Layout(
         name="megatron", title="directory of Megatron-Core", detect=detect, read=read, locate=locate,
         aliases=("torch_dist", "mcore", "megatron-core", "nemo"), of_trainer=True, reader_uses=(),
-        write=late("ckpttool.converters._megatron_write:write"), prepare=late("ckpttool.converters._megatron_write:prepare"), writer_uses=("world_size",), synthesizes_values=True, needs_named_optimizer=True,
+        write=late("ckpttool.converters._megatron_write:write"), prepare=late("ckpttool.converters._megatron_write:prepare"), writer_uses=("world_size",), needs_named_optimizer=True,
     ),
 )  # fmt: skip

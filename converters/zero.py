@@ -412,7 +412,7 @@ def _layout(stage: int, title: str, detect: Any) -> Layout:
     return Layout(
         name=f"zero{stage}", title=title, detect=detect, read=_read, write=partial(late("ckpttool.converters._zero_write:write_stage"), stage=stage),
         prepare=lambda ckpt, source, options: with_whole_scheduler(ckpt), options=ZeroOptions, aliases=aliases,
-        synthesizes_values=True, needs_named_optimizer=True, saves=ds.SAVES, reader_uses=("tag",), writer_uses=("like", "world_size"),
+        needs_named_optimizer=True, saves=ds.SAVES, reader_uses=("tag",), writer_uses=("like", "world_size"),
     )  # fmt: skip
 
 

@@ -48,6 +48,7 @@ from .terminal import (  # fmt: skip
     note,
     peak,
     print_json,
+    printable,
     ranks,
 )
 
@@ -239,6 +240,7 @@ def convert(
         return
     for text in done.notes:
         note(f"note: {text}", quiet)
+    _print_changed(done.changed, quiet, verbose)
     left_behind(done.dropped, quiet, verbose)
     from ..engine.inspect import human
 
@@ -258,6 +260,18 @@ def convert(
     )
     for component, root in done.digest.items():
         print(f"digest {component:10s} blake3:{root}")
+
+
+def _print_changed(changed: dict[str, str], quiet: bool, verbose: bool) -> None:
+    """Print a line for each way in which entries were changed; with `verbose`, every name."""
+    of: dict[str, list[str]] = {}
+    for name, how in changed.items():
+        of.setdefault(how, []).append(name)
+    for how, names in of.items():
+        entries = "1 entry" if len(names) == 1 else f"{len(names):,} entries"
+        note(f"changed: {entries}, first {printable(names[0])}: {how}", quiet)
+        for name in names if verbose else ():
+            note(f"  {printable(name)}", quiet)
 
 
 def _print_plan(found: DryRun, verbose: bool) -> None:

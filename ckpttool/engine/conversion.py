@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..errors import CkpttoolError, Interrupted, UsageError, argument
-from ..index.digests import roots
 from ..index.draft import Draft
 from ..storage import urls
 from ..storage.buffers import IOBudget
 from ..storage.destination import Destination, write_error
 from ..storage.source import Source
 from . import part_worker
+from .conservation import written_values
 from .destination import normal_destination, open_destination, recovered, refuse_destination, refuse_source
 from .executors import Workers, WorkersSpec, default_count, serve_if_worker, workers_of
 from .fill import Progress, fill, silent
@@ -30,6 +30,7 @@ from .part_requests import absolute, job_of
 from .planning import WriteRequest, plan_id, plan_with
 from .recorded import RECORD, encoded, record
 from .tensor_digests import reporting
+from .value_digests import state_roots
 from .verification import read_back, settled
 
 __all__ = ["PYTHON_BYTES", "ConvertResult", "RunOptions", "convert", "convert_with", "io_budget", "most_memory_bytes"]
@@ -37,7 +38,11 @@ __all__ = ["PYTHON_BYTES", "ConvertResult", "RunOptions", "convert", "convert_wi
 
 @dataclass
 class ConvertResult:
-    """What a conversion did. Sizes are in bytes; `dropped` are (name, bytes, why)."""
+    """What a conversion did. Sizes are in bytes.
+
+    Every tensor and value of the source is in `kept`, `changed` {name: how} or `dropped` (name, bytes, why); `added` are entries of the
+    destination that the source does not have. `dropped` also lists files beside the checkpoint that were not read.
+    """
 
     source: str
     destination: str
@@ -50,6 +55,9 @@ class ConvertResult:
     digest: dict[str, str]
     verified: bool
     dropped: list[tuple[str, int, str]] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    changed: dict[str, str] = field(default_factory=dict)
+    added: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)  # what the layout says of the destination: Facts of an archive
     compared: int = 0  # tensors whose digest was expected, and is that
@@ -57,9 +65,10 @@ class ConvertResult:
     workers: dict[str, Any] | None = None  # of a run with several workers: parallel_fill.fill_with_workers
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; what was dropped is {"name", "bytes", "why"}, as in a dry run."""
-        rows = [{"name": name, "bytes": nbytes, "why": why} for name, nbytes, why in self.dropped]
-        return {**asdict(self), "dropped": rows}
+        """Plain data; what was dropped is {"name", "bytes", "why"}, as in a dry run, and what was changed {"name", "how"}."""
+        dropped = [{"name": name, "bytes": nbytes, "why": why} for name, nbytes, why in self.dropped]
+        changed = [{"name": name, "how": how} for name, how in self.changed.items()]
+        return {**asdict(self), "dropped": dropped, "changed": changed}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,9 +247,10 @@ def _convert(
                 done = destination.earlier.done
                 wanted, digests = settled(opened, draft, digests, writing, progress, budget)
                 rebuilt = ckpt.salvage.rebuilt if ckpt.salvage else {}
-                root = roots({n: t for n, t in wanted.items() if n not in rebuilt}, digests)
+                exact = {n: t for n, t in wanted.items() if n not in rebuilt}
+                root = state_roots(replace(ckpt, tensors=exact, values=written_values(draft, wanted)), digests)
                 if not target.is_file:
-                    destination.put(RECORD, encoded(record(ckpt, draft, wanted, digests, source.commit)))
+                    destination.put(RECORD, encoded(record(planned, wanted, digests)))
                 built = destination.readable
                 if built is not None and (verify or done or again):
                     read_back(built, target, draft, digests, reading.config, progress, budget, workers)
@@ -279,7 +289,8 @@ def _convert(
             source=source.root, destination=where, layout_from=opened.layout.name, layout_to=target.name,
             world_size=draft.checkpoint.world_size, tensors=len(wanted), source_bytes=ckpt.nbytes, written_bytes=draft.nbytes,
             digest=root, verified=verify or (built is not None and (done > 0 or again > 0)),
-            dropped=[(d.name, d.nbytes, d.why) for d in draft.dropped], notes=notes, about=draft.summary,
+            dropped=[(d.name, d.nbytes, d.why) for d in planned.account.dropped], kept=planned.account.kept,
+            changed=planned.account.changed, added=planned.account.added, notes=notes, about=draft.summary,
             compared=len(wanted.keys() & ckpt.recorded.keys()), not_read=[r.to_json() for r in ckpt.unread], workers=facts,
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..huggingface import lora
 from ..index import boxes
-from ..index.checkpoint import TensorEntry, same_value
+from ..index.checkpoint import TensorEntry
 from .dtypes import numpy_dtype
 from .executors import WorkersSpec
 from .fill import Progress, silent
@@ -23,6 +23,7 @@ from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, ref
 from .parallel_digests import digests_of, for_reading
 from .stream import Block, Reader, StreamJob, side_by_side
 from .tensor_digests import reporting
+from .value_digests import equal_values
 
 __all__ = ["Difference", "TensorDifference", "diff"]
 
@@ -87,7 +88,7 @@ def diff(
     """Compare two checkpoints by names, dtypes, shapes and values.
 
     Two elements are close when |x - y| <= atol + rtol * |y|; without tolerances bytes must be equal, so that NaN equals
-    NaN of the same bits and 0.0 is not -0.0. Components that only one of the two holds are listed by name.
+    NaN of the same bits and 0.0 is not -0.0. Values are equal if their types, their bits and the keys of their dicts are. Components that only one of the two holds are listed by name.
 
     Args:
         a, b: two folders, files or URLs.
@@ -122,7 +123,7 @@ def diff(
         adapters = [lora.seen(ckpt) for ckpt in (left, right)]
         out.adapter_a, out.adapter_b = (str(found) if found and found.alone else None for found in adapters)
         for n in left.values.keys() & right.values.keys():
-            if not same_value(left.values[n].data, right.values[n].data):
+            if not equal_values(left.values[n], right.values[n]):
                 out.values[n] = (_text(left.values[n].data), _text(right.values[n].data))
         common: list[str] = []
         for n in left.tensors:

@@ -107,6 +107,16 @@ class FlatLayout(NamedTuple):
     copies: tuple[tuple[str, str], ...] = ()
 
 
+def members(layout: FlatLayout, listed: Iterable[str]) -> list[str]:
+    """FQNs of the parameters that an optimizer trains whose param group has `listed` (keys of flat parameters, or FQNs with
+    use_orig_params), in the order of the model."""
+    parts = {f.key: [p.name for p in f.parts] for f in layout.flats}
+    copies = dict(layout.copies)
+    place = {n: k for k, n in enumerate(layout.names or ())}
+    fqns = [n for name in listed for n in parts.get(name, [name]) if n not in copies]
+    return sorted(fqns, key=lambda n: place.get(n, len(place)))
+
+
 def flat_key(module: str) -> str:
     """flat_key("model.layers.0") == "model.layers.0._flat_param"; the root's is "_flat_param"."""
     return f"{module}.{FLAT}" if module else FLAT

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from .. import layouts
 from ..errors import Corrupt, Unsupported, UsageError, argument
 from ..formats.pickles import Refused, children
+from ..formats.stored_tensors import as_dcp_flattens
 from ..index.check import check
-from ..index.checkpoint import Checkpoint, Salvage, joined, tied_weights, without_random_states
+from ..index.checkpoint import Checkpoint, Salvage, Value, joined, tied_weights, without_random_states
 from ..index.draft import Dropped
 from ..index.param_groups import groups_of
 from ..storage.patched import PatchedSource
@@ -20,6 +21,7 @@ from ..storage.source import Source, raise_file_limit
 from ..storage.urls import UNFINISHED
 from . import detection, unread_files
 from .recorded import RECORD, Recorded, missing, of_folder
+from .value_digests import equal_values, value_digests
 
 if TYPE_CHECKING:
     from . import salvage
@@ -121,6 +123,8 @@ class OpenCheckpoint:
     # where tensors are computed from others: those, as far as digests were recorded of them, and what is not in the result
     inputs: tuple[OpenCheckpoint, ...] = ()
     left_behind: list[Dropped] = field(default_factory=list)
+    # values that ckpttool had to add when it wrote the files, and that are no part of the state
+    of_layout: set[str] = field(default_factory=set)
     _record: list[Recorded | None] = field(default_factory=list)
 
     def recorded(self) -> Recorded | None:
@@ -142,9 +146,10 @@ class OpenCheckpoint:
                 ckpt.notes.append(
                     f"the digests that were recorded of it were not compared: {argument('ignore_recorded_digests', True)}"
                 )
-                ckpt.recorded, ckpt.ignored_digests = {}, True
+                ckpt.recorded, ckpt.recorded_values, ckpt.ignored_digests = {}, {}, True
             return
         if found is None:
+            self._compare_values()
             return
         if found.problem is not None:
             ckpt.notes.append(f"the digests in {RECORD} were not compared, since it is damaged: {found.problem}")
@@ -179,6 +184,25 @@ class OpenCheckpoint:
                 f'{len(new)} tensors are not listed in {RECORD}, first "{new[0]}", so no digest of them was compared'
             )
         ckpt.recorded = {n: digest for n, (_, _, digest) in expected.items()}
+        if found.values is not None and ckpt.salvage is None:
+            ckpt.recorded_values = found.values_of(self.only)
+        self._compare_values()
+
+    def _compare_values(self) -> None:
+        """Compare the values with the digests that were recorded of them.
+
+        Raises:
+            Corrupt: with the first value that is not there, or is another.
+        """
+        ckpt = self.checkpoint
+        found = value_digests(ckpt.values) if ckpt.recorded_values else {}
+        for name, digest in ckpt.recorded_values.items():
+            if found.get(name) != digest:
+                what = "is not there, as it was" if name not in found else "is not what it was"
+                raise Corrupt(
+                    f'{ckpt.root}: the value "{name}" {what} when {RECORD} was written. It was damaged or changed afterwards. Take another '
+                    f"copy. If it was changed on purpose, use {argument('ignore_recorded_digests', True)}, or remove {RECORD}."
+                )
 
     def locate(self) -> Checkpoint:
         """The index with raw byte ranges, checked again; every item's framing has been looked into."""
@@ -331,7 +355,7 @@ def open_with(
         opened = OpenCheckpoint(
             ckpt, where.source, found, folder, False, options.allow_equal_ranks, options.allow_mixed_steps, only=only
         )
-        _drop_synthesized_values(opened)
+        _undo_values_of_layout(opened)
         if where == given or siblings_in(where.source):  # an archive holds nothing besides
             saves = found.saves
             if found.of_trainer and saves is not None and not saves.pointers & set(where.source.list()):
@@ -414,14 +438,26 @@ def usable(path: CheckpointPath, options: OpenOptions) -> OpenOptions:
     return replace(options, **unused)
 
 
-def _drop_synthesized_values(opened: OpenCheckpoint) -> None:
-    """Remove the values that ckpttool itself had to write into the checkpoint (`Layout.synthesizes_values`), if they are
-    unchanged: they are not part of the state."""
-    ckpt = opened.checkpoint
-    if opened.layout.synthesizes_values and (found := opened.recorded()) is not None:
-        for name, data in found.made.items():
-            if ckpt.value(name) == data:
-                ckpt.values.pop(name, None)
+def _undo_values_of_layout(opened: OpenCheckpoint) -> None:
+    """Remove the values that ckpttool had to add for the layout, and put together those that the layout holds in pieces, as
+    ckpttool.json says, where the files still have what was written."""
+    ckpt, found = opened.checkpoint, opened.recorded()
+    if found is None:
+        return
+    for name, data in found.made.items():
+        if name in ckpt.values and equal_values(Value((), ckpt.values[name].data), Value((), data)):
+            del ckpt.values[name]
+            opened.of_layout.add(name)
+    for name, value in found.whole.items():
+        pieces = _pieces(value)
+        held = _pieces(ckpt.values[name]) if name in ckpt.values else ckpt.values
+        if all(n in held and equal_values(held[n], piece) for n, piece in pieces.items()):
+            ckpt.values = {n: v for n, v in ckpt.values.items() if n not in pieces} | {name: value}
+
+
+def _pieces(value: Value) -> dict[str, Value]:
+    """The entries that DCP makes of a value."""
+    return {joined(p): Value(p, x) for p, x in as_dcp_flattens(value.data, value.path).items()}
 
 
 def _only(ckpt: Checkpoint, only: Iterable[str]) -> Checkpoint:

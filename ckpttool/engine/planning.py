@@ -33,11 +33,13 @@ from ..index.schedulers import with_whole_scheduler
 from ..index.vocabulary import vocabulary_of
 from ..storage.source import Source
 from . import unread_files
+from .conservation import Account
 from .dequantizing import dequantized
 from .fill_from import filled
 from .map_choice import kept_text, under_other_names
 from .merging import open_merged
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, model_of, open_with, refuse_unused
+from .value_digests import value_digest
 from .vocabulary_size import resized
 
 __all__ = ["Plan", "WriteRequest", "caster", "plan", "plan_id", "plan_with"]
@@ -79,11 +81,13 @@ class WriteRequest:
 
 @dataclass
 class Plan:
-    """A conversion that has not begun: the open source, the draft of the destination, and its layout. Close it, or use `with`."""
+    """A conversion that has not begun: the open source, the draft of the destination, its layout, and what becomes of every entry.
+    Close it, or use `with`."""
 
     opened: OpenCheckpoint
     draft: Draft
     target: layouts.Layout
+    account: Account
 
     def __enter__(self) -> Plan:
         return self
@@ -161,7 +165,9 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
         aside = unread_files.lost(opened.checkpoint, holds, opened.only)
         if aside and not drop:
             raise Unsupported(_not_carried(opened, target, aside))
-        _change(opened, reading, writing, model.config, to_hub=target.name == "hf")
+        account = Account()
+        source = opened.locate()
+        _change(opened, reading, writing, model.config, account, to_hub=target.name == "hf")
         objects = composites(opened.checkpoint)
         parts = {joined(t.path): n for n, c in objects.items() for t in c.tensors.values()}
         options = layouts.WriteOptions(
@@ -171,14 +177,23 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
         )  # fmt: skip
         unplaced: list[Dropped] = []
         if writing.regroup:
-            opened.checkpoint = _regrouped(opened.checkpoint, model.like, unplaced)
-        ckpt = opened.checkpoint = target.prepare(opened.checkpoint, opened.source, options)
+            regrouped_state = _regrouped(opened.checkpoint, model.like, unplaced)
+            account.add_step("in other param groups", opened.checkpoint, regrouped_state)
+            opened.checkpoint = regrouped_state
+        ckpt = target.prepare(opened.checkpoint, opened.source, options)
+        account.add_step(f"prepared for {target.name}", opened.checkpoint, ckpt)
+        opened.checkpoint = ckpt
         _refuse_subclasses(target, {n: c for n, c in objects.items() if not holds or c.path[0] in holds})
         _check_optimizer(ckpt, target, drop)
         ckpt.notes += unwrapped_note(ckpt.tensors.values())
         refuse_surrogates(ckpt.tensors)  # every record lists them by name
         assert target.write is not None
-        draft = target.write(ckpt, opened.source, options)
+        # The writer gets dicts of its own: what it takes out of them or alters in them is still in ours.
+        digests = {n: value_digest(v) for n, v in ckpt.values.items()}
+        draft = target.write(
+            replace(ckpt, tensors=dict(ckpt.tensors), values=dict(ckpt.values)), opened.source, options
+        )
+        account.add_draft(ckpt, digests, draft)
         _refuse_casts(draft)
         theirs = target.own_keys and any(p[0] in ("model", "optim") for p in ckpt.origin)
         if theirs and CANONICAL_KEYS_NOTE not in draft.notes:
@@ -190,6 +205,7 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
             _refuse_loss(opened, draft, target, holds)
         draft.dropped += opened.left_behind
         draft.dropped += [Dropped(r.name, r.bytes or 0, f"{r.what}, {unread_files.NOT_READ}") for r in aside]
+        account.close(source, draft)
         for pattern in writing.cast or {}:
             if not fnmatch.filter([*ckpt.tensors, *draft.checkpoint.tensors], pattern):
                 raise UsageError(
@@ -198,7 +214,7 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
     except BaseException:
         opened.source.close()
         raise
-    return Plan(opened, draft, target)
+    return Plan(opened, draft, target, account)
 
 
 def _refuse_request(target: layouts.Layout, writing: WriteRequest) -> None:
@@ -222,13 +238,20 @@ def _refuse_request(target: layouts.Layout, writing: WriteRequest) -> None:
 
 
 def _change(
-    opened: OpenCheckpoint, reading: OpenOptions, writing: WriteRequest, config: str | None, *, to_hub: bool
+    opened: OpenCheckpoint,
+    reading: OpenOptions,
+    writing: WriteRequest,
+    config: str | None,
+    account: Account,
+    *,
+    to_hub: bool,
 ) -> None:
     """Make `opened` the state as it was asked for, whatever the layout: filled from another step, dequantized, under other
     names, with more or fewer rows of the vocabulary."""
-    ckpt = opened.locate()
+    ckpt = opened.checkpoint
     if reading.fill_from is not None:
         filled(opened, reading.fill_from, None if reading.only is None else tuple(reading.only))
+        account.add_step(f"filled from {reading.fill_from}", ckpt, opened.checkpoint)
         ckpt = opened.checkpoint
     if writing.expected is None:
         opened.expect_recorded(writing.ignore_recorded_digests)
@@ -239,21 +262,26 @@ def _change(
         plain, computed = dequantized((ckpt, opened.source), writing.dequantize)
         inputs = replace(ckpt, tensors={n: t for n, t in inside.items() if n not in plain.tensors})
         opened.inputs = (*opened.inputs, replace(opened, checkpoint=inputs))
+        account.add_step("dequantised", ckpt, plain, computed=True)
         ckpt = opened.checkpoint = plain
         opened.source = computed
     if writing.canonical_keys:
         ckpt.origin = {}
-        ckpt = with_whole_scheduler(ckpt)
+        whole = with_whole_scheduler(ckpt)
+        account.add_step("with all that LambdaLR saves", ckpt, whole)
+        ckpt = whole
     elif writing.strip_wrappers:
         ckpt = opened.checkpoint = wrappers_stripped(ckpt)
     before_map = ckpt
     ckpt, opened.source = under_other_names(
         ckpt, opened.source, writing.map, config, vocab_size=writing.vocab_size, to_hub=to_hub
     )
+    account.add_step(f"under the names of {'the Hub' if to_hub else writing.map}", before_map, ckpt)
     opened.checkpoint = ckpt
     cut = {t.shape[0] for t in vocabulary_of(ckpt).values()} if ckpt is not before_map else set()
     if writing.vocab_size is not None and cut != {writing.vocab_size}:
         opened.checkpoint, opened.source = resized((ckpt, opened.source), writing.vocab_size)
+        account.add_step(f"a vocabulary of {writing.vocab_size:,} rows", ckpt, opened.checkpoint)
 
 
 def _check_optimizer(ckpt: Checkpoint, target: layouts.Layout, drop: bool) -> None:

@@ -10,18 +10,22 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .._version import __version__
 from ..bounded_json import parse
 from ..errors import Corrupt, SourceChanged, Unreadable, Unsafe, argument
-from ..index.checkpoint import Checkpoint, TensorEntry
-from ..index.digests import roots
-from ..index.draft import Draft
+from ..formats import values
+from ..index.checkpoint import Checkpoint, TensorEntry, Value
 from ..storage.source import Source
 from . import unread_files
+from .conservation import written_values
+from .value_digests import recorded_values, state_roots
+
+if TYPE_CHECKING:
+    from .planning import Plan
 
 __all__ = [
     "MOST_RECORD_BYTES", "RECORD", "Recorded", "encoded", "missing", "of_folder", "other_digests", "record",
@@ -39,6 +43,9 @@ class Recorded:
     `tied`      those names
     `added`     names that the layout added, which were not in the source of the conversion
     `made`      {name: data} of values likewise
+    `values`    {name: value_digests.value_digest}; None in a record of before they were recorded
+    `whole`     values that the files hold as several entries: torch's DCP makes text of the keys of a dict, and an entry of each
+    `changed`   names of entries that the conversion changed, as its user or the layout asked for
     `files`     the files that were written; None where the record does not say
     `salvage`   {name: "exact", "rebuilt: how" or "missing: why"} of a copy of what was left of a damaged checkpoint
     `problem`   why it cannot be used; None where it can
@@ -48,6 +55,9 @@ class Recorded:
     tied: frozenset[str] = frozenset()
     added: frozenset[str] = frozenset()
     made: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, str] | None = None
+    whole: Mapping[str, Value] = field(default_factory=dict)
+    changed: frozenset[str] = frozenset()
     files: frozenset[str] | None = None
     salvage: Mapping[str, str] = field(default_factory=dict)
     problem: str | None = None
@@ -63,6 +73,11 @@ class Recorded:
             if (n in ckpt.tensors or n not in self.tied) and (kept is None or n.partition(".")[0] in kept)
         }
 
+    def values_of(self, only: Iterable[str] | None) -> dict[str, str]:
+        """Those of `values` that are of some components (None: all)."""
+        kept = None if only is None else set(only)
+        return {n: d for n, d in (self.values or {}).items() if kept is None or n.partition(".")[0] in kept}
+
     def about(self, ckpt: Checkpoint) -> bool:
         """Whether it is about the files that the checkpoint lies in, as far as it says: a DeepSpeed folder may hold the save
         that ckpttool wrote, and later ones."""
@@ -76,12 +91,18 @@ def of_folder(source: Source) -> Recorded | None:
     try:
         found = parse(source.read_all(RECORD, MOST_RECORD_BYTES), RECORD)
         files = found.get("files")
+        digests = found.get("values")
         return Recorded(
             {n: _tensor(*t) for n, t in found["tensors"].items()},
-            frozenset(found["tied"]), frozenset(map(str, found.get("added", ()))), dict(found.get("made", {})),
-            frozenset(files) if files else None,
-            {str(n): str(state) for n, state in found.get("salvage", {}).get("tensors", {}).items()},
-        )  # fmt: skip
+            tied=frozenset(found["tied"]),
+            added=frozenset(map(str, found.get("added", ()))),
+            made=found.get("made") or {n: v.data for n, v in values.of_json(found.get("added_values", {})).items()},
+            values=None if digests is None else {str(n): str(d) for n, d in digests.items()},
+            whole=values.of_json(found.get("whole_values", {})),
+            changed=frozenset(found.get("changed", ())),
+            files=frozenset(files) if files else None,
+            salvage={str(n): str(state) for n, state in found.get("salvage", {}).get("tensors", {}).items()},
+        )
     except (SourceChanged, Unreadable):
         raise
     except (Corrupt, Unsafe) as e:
@@ -119,15 +140,11 @@ def other_digests(ckpt: Checkpoint, names: list[str], total: int) -> Corrupt:
     )
 
 
-def record(
-    ckpt: Checkpoint,
-    draft: Draft,
-    wanted: Mapping[str, TensorEntry],
-    digests: Mapping[str, str],
-    commit: str | None = None,
-) -> dict[str, Any]:
-    """What ckpttool.json says of a destination: where it came from (on the Hub: from which commit), and the digest of every
-    tensor."""
+def record(planned: Plan, wanted: Mapping[str, TensorEntry], digests: Mapping[str, str]) -> dict[str, Any]:
+    """What ckpttool.json says of a destination: where it came from (on the Hub: from which commit), the digest of every tensor
+    and value, and what of the source was changed or dropped."""
+    ckpt, draft, account = planned.opened.checkpoint, planned.draft, planned.account
+    commit, held = planned.opened.source.commit, written_values(draft, wanted)
     rebuilt = ckpt.salvage.rebuilt if ckpt.salvage else {}
     digests = {n: d for n, d in digests.items() if n not in rebuilt}  # of what is exact
     return {
@@ -145,7 +162,9 @@ def record(
             **({"recorded_digests": "ignored"} if ckpt.ignored_digests else {}),
         },
         **({"merged": ckpt.merged} if ckpt.merged else {}),
-        "digest": roots({n: t for n, t in wanted.items() if n not in rebuilt}, digests),
+        "digest": state_roots(
+            replace(ckpt, tensors={n: t for n, t in wanted.items() if n not in rebuilt}, values=held), digests
+        ),
         **(
             {"salvage": {"problems": ckpt.salvage.problems, "tensors": ckpt.salvage.states(wanted)}}
             if ckpt.salvage and (ckpt.salvage.missing or rebuilt)
@@ -158,8 +177,12 @@ def record(
         ),
         "tied": draft.aliases,
         "added": draft.synthesized_tensors,
-        "made": draft.synthesized_values,
+        "added_values": values.as_json({n: Value((n,), x) for n, x in draft.synthesized_values.items()}),
+        "whole_values": values.as_json(draft.taken_apart),
+        "changed": {**draft.changed, **account.changed},
+        "dropped": account.dropped,
         "files": {f.name: {"bytes": f.size} for f in draft.files},
+        "values": recorded_values(held),
         "tensors": {n: [wanted[n].dtype, list(wanted[n].shape), d] for n, d in digests.items()},
     }
 

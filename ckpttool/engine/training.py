@@ -5,6 +5,7 @@ dict does not say outright.
     frozen    parameters that are not trained        buffers   tensors that are no parameters
     tied      {alias: owner}                         slots     {FQN: {"exp_avg": tensor of the parameter's shape}}
     scalars   {FQN: {"step": number or 0-dim tensor}}
+    extra_states   {FQN: what the module's get_extra_state() gave}
     rest      everything else as one tree under its own keys, the scheduler and the loss scaler apart
 
 What is a parameter: what the param groups list. A listed parameter without state, where others have some, was frozen
@@ -19,14 +20,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..errors import Corrupt, Unsupported
-from ..formats.stored_tensors import Inline
-from ..index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, joined, tied_weights
+from ..formats.stored_tensors import Inline, flattened
+from ..index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, Value, joined, tied_weights
 from ..index.draft import Dropped
+from ..index.fqns import EXTRA_STATE, split_extra_state
 from ..index.names import original, without_weights
 from ..index.trees import nest
 from ..storage.buffers import IOBudget
@@ -34,7 +36,15 @@ from ..storage.source import Source
 from .stream import Reader, StreamJob, small
 from .tensor_digests import tensor_digests
 
-__all__ = ["Group", "Training", "shared_scalars", "split_training_state"]
+__all__ = [
+    "TRAINED_ALONE",
+    "Group",
+    "Training",
+    "group_values",
+    "shared_scalars",
+    "split_training_state",
+    "tensors_of",
+]
 
 
 class Group(NamedTuple):
@@ -56,6 +66,10 @@ class Training:
     slots: dict[str, dict[str, TensorEntry]]
     scalars: dict[str, dict[str, Any]]
     fresh: list[str] = field(default_factory=list)  # trained, without state although others have some
+    extra_states: dict[str, Any] = field(default_factory=dict)  # leaves: plain data or TensorEntry
+    inlined: dict[str, Value] = field(
+        default_factory=dict
+    )  # tensors of one element that pickles hold as they are, by canonical name
     scheduler: Any = None  # a dict or a list, None where there is none
     scaler: dict[str, Any] = field(default_factory=dict)
     rest: dict[str, Any] = field(default_factory=dict)  # leaves: plain data or TensorEntry
@@ -71,6 +85,17 @@ class Training:
         return None
 
 
+#: How param groups change that are written for an engine.
+TRAINED_ALONE = "param groups list the parameters that an engine trains, and no names besides"
+
+
+def group_values(groups: Iterable[Group]) -> dict[str, Value]:
+    """Param groups as the values that a reader finds."""
+    trees = [{**g.options, "params": list(g.params)} for g in groups]
+    found = flattened(trees, ("optim", "param_groups")) if trees else {}
+    return {joined(p): Value(p, x) for p, x in found.items()}
+
+
 def split_training_state(ckpt: Checkpoint, source: Source, trained: Iterable[str] | None = None) -> Training:
     """The parts of a state.
 
@@ -81,15 +106,44 @@ def split_training_state(ckpt: Checkpoint, source: Source, trained: Iterable[str
         Unsupported: there are no weights, or the optimizer has parameters that the model lacks.
     """
     model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
+    extra_states = _extra_states(ckpt)
+    model = {n: t for n, t in model.items() if (split_extra_state(n) or (n, ""))[1] == ""}
     if not model:
         raise Unsupported(
             f"the checkpoint holds no model weights; an engine cannot start from the rest alone.{without_weights(ckpt)}"
         )
-    out = Training(model, [], [], [], {}, {}, {})
+    out = Training(model, [], [], [], {}, {}, {}, extra_states=extra_states)
     _take_optimizer(ckpt, source, out)
     _take_rest(ckpt, out)
     _classify(ckpt, source, out, frozenset(trained or ()))
     return out
+
+
+def _extra_states(ckpt: Checkpoint) -> dict[str, Any]:
+    """{FQN of the extra state of a module: its tree}. One that is a single tensor is in the model like a buffer."""
+    found: dict[str, dict[Path, Any]] = {}
+    entries: list[tuple[Path, Any]] = [(t.path, t) for t in ckpt.tensors.values()]
+    for path, leaf in [*entries, *((v.path, v.data) for v in ckpt.values.values())]:
+        split = split_extra_state(joined(path[1:])) if path[0] == "model" else None
+        if split is None or (not split[1] and isinstance(leaf, TensorEntry)):
+            continue
+        fqn, rest = split
+        at = original(
+            path, ckpt.origin
+        )  # with the keys that are dicts and lists in the state dict, where the source told
+        place = next((k for k, key in enumerate(at) if str(key).endswith(EXTRA_STATE)), None)
+        inside = at[place + 1 :] if place is not None else tuple(rest.split(".") if rest else ())
+        found.setdefault(fqn, {})[inside] = leaf
+    return {fqn: leaves[()] if () in leaves else nest(leaves) for fqn, leaves in found.items()}
+
+
+def tensors_of(tree: Any) -> Iterator[TensorEntry]:
+    """The entries in a tree of plain data."""
+    if isinstance(tree, TensorEntry):
+        yield tree
+    elif isinstance(tree, (dict, list)):
+        for x in tree.values() if isinstance(tree, dict) else tree:
+            yield from tensors_of(x)
 
 
 def _take_optimizer(ckpt: Checkpoint, source: Source, out: Training) -> None:
@@ -112,9 +166,9 @@ def _take_optimizer(ckpt: Checkpoint, source: Source, out: Training) -> None:
         if t.path[0] != "optim":
             continue
         if t.path[1] == "param_groups" and len(t.path) > 3 and t.numel == 1:  # a learning rate may be a tensor
-            groups.setdefault(int(t.path[2]), {})[t.path[3:]] = Inline(
-                t.dtype, t.shape, small(ckpt, source, [name])[name]
-            )
+            option = Inline(t.dtype, t.shape, small(ckpt, source, [name])[name])
+            groups.setdefault(int(t.path[2]), {})[t.path[3:]] = option
+            out.inlined[name] = Value(t.path, option)
             continue
         if t.path[1] != "state" or len(t.path) != 4:
             out.dropped.append(Dropped(name, t.nbytes, "neither state of a parameter nor a param group"))
@@ -130,7 +184,9 @@ def _take_optimizer(ckpt: Checkpoint, source: Source, out: Training) -> None:
             )
     for name, data in small(ckpt, source, scalars).items():
         t = ckpt.tensors[name]
-        out.scalars.setdefault(str(t.path[2]), {})[str(t.path[3])] = Inline(t.dtype, (), data)
+        scalar = Inline(t.dtype, (), data)
+        out.scalars.setdefault(str(t.path[2]), {})[str(t.path[3])] = scalar
+        out.inlined[name] = Value(t.path, scalar)
     if groups or params:
         count = max([*groups, *params]) + 1
         out.groups = [Group(tuple(params.get(i, ())), nest(groups.get(i, {}))) for i in range(count)]

@@ -14,10 +14,10 @@ from .. import layouts
 from ..errors import Corrupt, Differs, Unreadable, UsageError, argument
 from ..formats import safetensors_header
 from ..index.checkpoint import Checkpoint, TensorEntry
-from ..index.digests import roots
 from ..index.draft import Draft
 from ..storage import urls
 from ..storage.buffers import IOBudget
+from .conservation import other_values
 from .executors import Workers, WorkersSpec
 from .fill import Progress, silent
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, shown_path
@@ -25,6 +25,7 @@ from .parallel_digests import digests_of, for_reading
 from .planning import WriteRequest, caster
 from .recorded import RECORD, other_digests
 from .tensor_digests import digests_in_values, reporting, tensor_digests
+from .value_digests import recorded_values, state_roots
 
 __all__ = ["DigestResult", "VerifyResult", "digest", "read_back", "salvaged", "settled", "verify"]
 
@@ -70,7 +71,7 @@ def digest(
             ckpt = opened.locate()
         found = digests_of(opened, path, options, crew, progress, "digest")
         opened.source.assert_unchanged()
-        return DigestResult(roots(ckpt.tensors, found), found, [r.to_json() for r in ckpt.unread])
+        return DigestResult(state_roots(ckpt, found), found, [r.to_json() for r in ckpt.unread])
 
 
 @dataclass
@@ -158,7 +159,7 @@ def verify(
             found = digests_of(opened, path, options, crew, progress, "read")
         opened.source.assert_unchanged()
         out.data = "ok"
-        out.digest = roots(ckpt.tensors, found)
+        out.digest = state_roots(ckpt, found)
         _verify_recorded(opened, found, out)
     if against is not None:
         likewise = OpenOptions(allow_equal_ranks=True, allow_mixed_steps=True)
@@ -166,13 +167,33 @@ def verify(
             with reporting(progress):
                 second = other.locate()
             digests = digests_of(other, against, likewise, crew, progress, "read")
-            shared = {str(t.path[0]) for t in ckpt.tensors.values()} & {str(t.path[0]) for t in second.tensors.values()}
-        mine = {n: d for n, d in found.items() if ckpt.component(n) in shared}
-        yours = {n: d for n, d in digests.items() if second.component(n) in shared}
+            shared = _components(ckpt) & _components(second)
+            excused = {*_changed(opened), *_changed(other)}
+        mine, yours = (
+            {
+                n: d
+                for n, d in {**read, **digests_in_values(held.values), **recorded_values(held.values)}.items()
+                if n not in excused and held.component(n) in shared
+            }
+            for held, read in ((ckpt, found), (second, digests))
+        )
         name = shown_path(against)
         _compare(mine, yours, name)
+        if apart := sorted((_components(ckpt) ^ _components(second)) - shared):
+            out.notes.append(f"not compared, since only one of the two has it: {', '.join(apart)}")
         out.against = {"path": urls.display_path(name), "components": sorted(shared), "verdict": "equal"}
     return out
+
+
+def _components(ckpt: Checkpoint) -> set[str]:
+    """The components that a checkpoint has tensors or values of."""
+    return {ckpt.component(n) for n in (*ckpt.tensors, *ckpt.values)}
+
+
+def _changed(opened: OpenCheckpoint) -> set[str]:
+    """The values that the conversion which wrote a checkpoint changed, as its ckpttool.json says; they are not compared."""
+    record = opened.recorded()
+    return set() if record is None else {n for n in record.changed if n not in opened.checkpoint.tensors}
 
 
 def salvaged(opened: OpenCheckpoint) -> dict[str, Any] | None:
@@ -198,8 +219,10 @@ def _verify_recorded(opened: OpenCheckpoint, found: Mapping[str, str], out: Veri
         Differs: they are not equal.
     """
     ckpt, record = opened.checkpoint, opened.recorded()
+    held = recorded_values(ckpt.values)
     if ckpt.recorded:
-        _compare(found, ckpt.recorded, "the digests it carries itself")
+        here = {**found, **{n: d for n, d in held.items() if n in ckpt.recorded_values}}
+        _compare(here, {**ckpt.recorded, **ckpt.recorded_values}, "the digests it carries itself")
     elif record is None:
         return
     elif record.problem is not None:
@@ -210,14 +233,17 @@ def _verify_recorded(opened: OpenCheckpoint, found: Mapping[str, str], out: Veri
         out.notes = [f"digests were not compared: {RECORD} describes other files than {ckpt.files[0]}"]
         return
     else:
-        expected = record.expected(ckpt, opened.only)
+        expected: dict[str, Any] = {**record.expected(ckpt, opened.only)}
         if not expected and record.salvage:
             return  # all of it was rebuilt
-        mine = {
+        mine: dict[str, Any] = {
             n: (ckpt.tensors[n].dtype, ckpt.tensors[n].shape, d)
             for n, d in found.items()
             if n not in record.added and not record.salvage.get(n, "").startswith("rebuilt")
         }
+        if record.values is not None and not record.salvage:
+            mine |= {n: d for n, d in held.items() if n not in expected}
+            expected |= record.values_of(opened.only)
         _compare(mine, expected, f"the digests in {RECORD}")
     out.recorded = "equal"
 
@@ -228,8 +254,8 @@ def _compare(mine: Mapping[str, Any], theirs: Mapping[str, Any], what: str) -> N
     if wrong or missing or extra:
         first = (wrong or missing or extra)[0]
         raise Differs(
-            f"not equal to {what}: {len(wrong)} tensors have other bytes, {len(missing)} are missing, {len(extra)} are "
-            f'new; first "{first}". `ckpttool diff` shows the values.'
+            f"not equal to {what}: {len(wrong)} tensors or values are others, {len(missing)} are missing, {len(extra)} are "
+            f'new; first "{first}". `ckpttool diff` shows how.'
         )
 
 
@@ -274,12 +300,11 @@ def _compare_input(part: OpenCheckpoint, progress: Progress, budget: IOBudget) -
 def _wanted(ckpt: Checkpoint, draft: Draft, cast: layouts.Cast) -> dict[str, TensorEntry]:
     """The source's tensors that the destination holds, under whatever name, with the dtype they have there."""
     there = draft.checkpoint.tensors
-    kept = {t.path[0] for t in there.values()}
     gone = {d.name for d in draft.dropped}
     return {
         n: replace(t, dtype=there[n].dtype if n in there else cast(n, t.dtype))
         for n, t in ckpt.tensors.items()
-        if t.path[0] in kept and n not in gone
+        if n not in gone
     }
 
 
@@ -353,6 +378,7 @@ def read_back(
                 workers = None  # who would not know it
             back.locate()
             found = digests_of(back, path, options, workers, progress, "verify", budget)
+            values = other_values(back.checkpoint, back.of_layout, draft, found)
     except Unreadable as e:  # what was written there would fail the next run too
         raise Corrupt(f"the destination cannot be read back: {e}") from e
     inside = digests_in_values(draft.checkpoint.values)
@@ -360,8 +386,8 @@ def read_back(
     missing = sorted(set(digests) - set(found) - set(draft.aliases))
     extra = sorted(set(found) - set(digests) - {d.name for d in draft.dropped} - set(draft.synthesized_tensors))
     wrong = sorted(n for n in digests if n in found and found[n] != digests[n])
-    if missing or extra or wrong:
-        first = (wrong or missing or extra)[0]
+    if missing or extra or wrong or values:
+        first = f'"{(wrong or missing or extra)[0]}"' if wrong or missing or extra else values[0]
         left = f"Remove {urls.redact_url(path)}." if urls.is_url(path) else "Nothing was left there."
         cause = (
             "The disk may be failing; if it is not, please report this."
@@ -370,5 +396,5 @@ def read_back(
         )
         raise Differs(
             f"the destination, read back, differs from the source: {len(wrong)} tensors have other bytes, "
-            f'{len(missing)} are missing, {len(extra)} are new; first "{first}". {left} {cause}'
+            f"{len(missing)} are missing, {len(extra)} are new, {len(values)} values differ; first {first}. {left} {cause}"
         )

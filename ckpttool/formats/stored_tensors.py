@@ -13,17 +13,19 @@ from ..index.checkpoint import ITEMSIZE, Chunks, Extent, Number, Path, Record, T
 from ..index.composites import Composite
 from ..storage.source import ReadAt
 from .crc import crc32
-from .pickles import Opaque
+from .pickles import Global, Opaque, children
 from .subclasses import is_subclass, taken_apart
 
 __all__ = [
     "Inline",
     "Storage",
     "StoredTensor",
+    "as_dcp_flattens",
     "flattened",
     "inlined",
     "leaves",
     "map_tensors",
+    "mapping_items",
     "number_in",
     "tensors_in",
 ]
@@ -158,13 +160,77 @@ def _flatten(path: Path, x: Any, out: dict[Path, Any]) -> bool:
         for k, v in x.items():
             _flatten((*path, Number(str(k))), v, out)
         return True
-    if isinstance(x, list) and any(isinstance(v, (dict, list, StoredTensor)) or is_subclass(v) for v in x):
-        apart = [_flatten((*path, i), v, out) or isinstance(v, StoredTensor) or is_subclass(v) for i, v in enumerate(x)]
+    if isinstance(x, list) and any(isinstance(v, (dict, list, StoredTensor, Inline)) or is_subclass(v) for v in x):
+        apart = [
+            _flatten((*path, i), v, out) or isinstance(v, (StoredTensor, Inline)) or is_subclass(v)
+            for i, v in enumerate(x)
+        ]
         if any(apart):
             return True
         for i in range(len(x)):
             del out[(*path, i)]
     out[path] = x
+    return False
+
+
+def mapping_items(x: Any) -> list[tuple[Any, Any]] | None:
+    """The items of a dict, or of an instance of one of the dicts of `collections`; None of anything else."""
+    if type(x) is dict:
+        return list(x.items())
+    if isinstance(x, Opaque) and x.cls in _DICTS:
+        first = x.args[0] if x.args and x.cls.name != "defaultdict" else ()
+        return [*(first.items() if isinstance(first, dict) else first), *x.dict_items]
+    return None
+
+
+#: Classes that torch's DCP takes apart like a dict.
+_DICTS = frozenset(Global("collections", name) for name in ("Counter", "OrderedDict", "defaultdict"))
+
+
+def as_dcp_flattens(x: Any, path: Path) -> dict[Path, Any]:
+    """The entries that torch makes of a dict with keys that are not text when it saves and loads a state dict with DCP: one for each
+    key, which becomes text, and of a list in it one for each element where a dict is inside. Any other value, and one with arrays
+    inside, is one entry.
+
+    Source: traverse_state_dict of torch/distributed/checkpoint/_traverse.py (2.13).
+    """
+    whole = mapping_items(x) is None or not _has_other_keys(x) or _holds_array(x)
+    found = [] if whole else list(_flattened_as_dcp(x, path))
+    unambiguous = len({joined(p) for p, _ in found}) == len(found)  # {1: ..., "1": ...} has two entries of one name
+    return dict(found) if found and unambiguous else {path: x}
+
+
+def _flattened_as_dcp(x: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    items = mapping_items(x)
+    if items is not None:
+        for k, v in items:
+            yield from _flattened_as_dcp(v, (*path, str(k)))
+    elif isinstance(x, list) and _holds_mapping(x):
+        for i, v in enumerate(x):
+            yield from _flattened_as_dcp(v, (*path, i))
+    else:
+        yield path, x
+
+
+def _has_other_keys(x: Any) -> bool:
+    """Whether a dict, or one inside it, has a key that is not text, or is of a class of its own."""
+    items = mapping_items(x)
+    if items is None:
+        return isinstance(x, list) and any(map(_has_other_keys, x))
+    return type(x) is not dict or any(type(k) is not str or _has_other_keys(v) for k, v in items)
+
+
+def _holds_mapping(x: list[Any]) -> bool:
+    return any(mapping_items(v) is not None or (isinstance(v, list) and _holds_mapping(v)) for v in x)
+
+
+def _holds_array(x: Any) -> bool:
+    todo = [x]
+    while todo:
+        v = todo.pop()
+        if isinstance(v, Inline):
+            return True
+        todo.extend(children(v))
     return False
 
 

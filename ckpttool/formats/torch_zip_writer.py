@@ -122,15 +122,18 @@ class TorchFiles:
         notes: list[str] | None = None,
         recorded: bool = False,
         salvage: Mapping[str, str] | None = None,
+        values: Mapping[str, str] | None = None,
         synthesized_tensors: list[str] | None = None,
         synthesized_values: dict[str, Any] | None = None,
+        changed: dict[str, str] | None = None,
     ) -> Draft:
         """The draft of a checkpoint whose chunks are in these files; sets its `files` and `sizes`.
 
         Args:
             recorded: end every file with a record `ckpttool.json` of the digests.
             salvage: {name: "exact", "rebuilt: how", "missing: why"}, a record `ckpttool-salvage.json`; what was rebuilt has no digest.
-            dropped, aliases, notes, synthesized_tensors, synthesized_values: those of `Draft`.
+            values: {value: its digest}, a record `ckpttool-values.json`.
+            dropped, aliases, notes, synthesized_tensors, synthesized_values, changed: those of `Draft`.
         """
         checkpoint.files, checkpoint.sizes = self.names, self.sizes()
 
@@ -164,6 +167,8 @@ class TorchFiles:
                 }
             if salvage:
                 notes_of["ckpttool-salvage.json"] = dict(salvage)
+            if values:
+                notes_of["ckpttool-values.json"] = dict(values)
             for record, data in notes_of.items():
                 name = f.records[0][0].partition("/")[0] + "/" + record
                 note = json.dumps(data, indent=1, ensure_ascii=False).encode()
@@ -180,6 +185,7 @@ class TorchFiles:
         return Draft(
             checkpoint, sources, files, dropped=dropped or [], aliases=aliases or {}, before=before, tail=tail,
             notes=notes or [], synthesized_tensors=synthesized_tensors or [], synthesized_values=synthesized_values or {},
+            changed=changed or {},
         )  # fmt: skip
 
     def _between(self, checkpoint: Checkpoint, f: _File, a: int, b: int, written: Sequence[Written]) -> bytes:

@@ -37,11 +37,11 @@ from typing import Any
 
 from .. import bounded_json
 from ..errors import Corrupt, Unsupported
-from ..index.checkpoint import ITEMSIZE, Value, joined
+from ..index.checkpoint import ITEMSIZE, Path, Value, joined
 from .pickles import MAX_DEPTH, Global, Opaque
 from .stored_tensors import Inline
 
-__all__ = ["decode", "encode"]
+__all__ = ["as_json", "decode", "encode", "encode_one", "of_json"]
 
 _PLAIN_INT_BITS = 2048
 _DEEPEST = MAX_DEPTH + 2  # the file is a dict of dicts itself
@@ -61,8 +61,24 @@ def encode(values: Mapping[str, Value]) -> bytes:
         path, data = values[name]
         if name != joined(path):
             raise AssertionError(f"{name!a} has the path {path!a}")
-        rows[name] = {"path": list(path), "data": data}
+        rows[name] = {"path": _plain(path), "data": data}
     return (_Writer().pairs(rows, "\n", ",\n") + "\n").encode()
+
+
+def encode_one(value: Value) -> bytes:
+    """Path and data of one value, spelled as in a line of values.json.
+
+    Raises:
+        Unsupported: as `encode`.
+    """
+    writer = _Writer()
+    writer.name = joined(value.path)
+    return writer.pairs({"path": _plain(value.path), "data": value.data}).encode()
+
+
+def _plain(path: Path) -> list[str | int]:
+    """A path as JSON has it. The number of a parameter becomes text, as in DCP; the param groups list it as a number (index/trees.py)."""
+    return [p if type(p) is int else str(p) for p in path]
 
 
 class _Writer:
@@ -182,6 +198,24 @@ _LEAVES: dict[type, Callable[[Any], str]] = {
 # --------------------------------------------------------------------------------------------------------- reading
 
 
+def as_json(held: Mapping[str, Value]) -> dict[str, Any]:
+    """The content of values.json as a tree of JSON, to be a part of another file."""
+    tree: dict[str, Any] = json.loads(encode(held))
+    return tree
+
+
+def of_json(tree: Any) -> dict[str, Value]:
+    """What `as_json` gave.
+
+    Raises:
+        ValueError, TypeError: it is something else.
+    """
+    found = _value(tree, 0)
+    if type(found) is not dict:
+        raise ValueError("it is not an object of values")
+    return {name: _row(name, row) for name, row in found.items()}
+
+
 def decode(data: bytes, what: str) -> dict[str, Value]:
     """The values of a values.json, which is not trusted.
 
@@ -190,10 +224,7 @@ def decode(data: bytes, what: str) -> dict[str, Value]:
     """
     tree = bounded_json.parse(data, what)
     try:
-        found = _value(tree, 0)
-        if type(found) is not dict:
-            raise ValueError("it is not an object of values")
-        out = {name: _row(name, row) for name, row in found.items()}
+        out = of_json(tree)
         same = encode(out) == data
     except (ValueError, TypeError, Unsupported) as e:
         raise Corrupt(f"{what}: damaged, or not written by ckpttool ({e}).") from None

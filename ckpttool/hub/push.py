@@ -158,7 +158,7 @@ class Push:
         self.src, self.repo_id, self.revision = src, repo_id, revision or named
         self.public, self.pull, self.message, self.jobs = public, pull_request, message, threads
         self.reading, self.writing = reading, replace(writing, to="hf")
-        planned = planning.plan_with(src, f"{repo_id}/", reading, self.writing)
+        self.planned = planned = planning.plan_with(src, f"{repo_id}/", reading, self.writing)
         self.opened, self.draft, self.layout = planned.opened, planned.draft, planned.target
         try:
             self.files = contents(self.opened, self.draft, IOBudget(1))
@@ -275,7 +275,7 @@ class Push:
             found |= {name: found[other] for name, other in self.draft.aliases.items()}
             budget = IOBudget(self.jobs)
             wanted, digests = verification.settled(self.opened, self.draft, found, self.writing, progress, budget)
-            record = recorded.record(self.opened.checkpoint, self.draft, wanted, digests, self.opened.source.commit)
+            record = recorded.record(self.planned, wanted, digests)
             journal.settled(record)
         else:
             self.opened.source.assert_unchanged()

@@ -344,6 +344,7 @@ class Checkpoint:
     #: every rank's file holds its own part of each tensor.
     spreads_tensors: bool = False
     recorded: dict[str, str] = field(default_factory=dict)  # {tensor: digest} stored in the checkpoint itself
+    recorded_values: dict[str, str] = field(default_factory=dict)  # {value: digest} likewise
     notes: list[str] = field(default_factory=list)
     unread: list[Unread] = field(default_factory=list)  # files that belong to it but that its layout does not read
     ignored_digests: bool = False  # there were digests, but the user disabled the comparison

@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from .checkpoint import TensorEntry
 
-__all__ = ["merkle_root", "roots"]
+__all__ = ["merkle_root", "roots", "value_root"]
 
 
 #: What json.dumps(..., separators=(",", ":")) does, without making an encoder for each leaf.
@@ -51,3 +51,11 @@ def roots(tensors: Mapping[str, TensorEntry], digests: Mapping[str, str]) -> dic
         leaves.append(leaf)
         parts.setdefault(str(t.path[0]), []).append(leaf)
     return {"all": _root(leaves), **{k: _root(v) for k, v in sorted(parts.items())}}
+
+
+def value_root(digests: Mapping[str, str]) -> str:
+    """Root of {name of a value: its digest}, sorted by name; hex.
+
+    A leaf is BLAKE3(0x02 | JSON of [name, digest]), so no value can pass for a tensor.
+    """
+    return _root([blake3(b"\x02" + _json([n, d]).encode()).digest() for n, d in sorted(digests.items())])

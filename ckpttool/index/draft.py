@@ -1,7 +1,7 @@
 """`Draft`: the index of a destination whose bytes are still missing.
 
 `checkpoint.tensors` says where every chunk will be, `sources` which tensor of the source (or which part of one) fills it,
-`files` what else each file contains. The draft is the plan: `--dry-run` prints it.
+`files` what else each file contains. The draft is the plan: `--dry-run` prints it. `checkpoint.values` are those that a reader will find.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from .checkpoint import Checkpoint, TensorEntry
+from .checkpoint import Checkpoint, TensorEntry, Value
 
 __all__ = ["Draft", "DraftFile", "Dropped", "EarlierFile", "Framing", "Sink", "Written"]
 
@@ -104,6 +104,12 @@ class Draft:
     # tensors and values that the layout needs but the source lacks: zeros, counters
     synthesized_tensors: list[str] = field(default_factory=list)
     synthesized_values: dict[str, Any] = field(default_factory=dict)
+    changed: dict[str, str] = field(
+        default_factory=dict
+    )  # {value that `checkpoint` has otherwise than the source: how}
+    taken_apart: dict[str, Value] = field(
+        default_factory=dict
+    )  # values that the files hold as several; the record has them whole
     object_lock: dict[str, Any] = field(default_factory=dict)  # S3's arguments of an object lock; {} for none
     summary: dict[str, Any] = field(default_factory=dict)  # facts about the destination, known after its last byte
 

@@ -8,10 +8,35 @@ from dataclasses import replace
 from ..errors import Corrupt, UsageError, argument
 from .checkpoint import Checkpoint, Path, Value, joined
 
-__all__ = ["WRAPPERS", "strip_wrappers", "without_prefix", "without_wrappers", "wrappers_stripped"]
+__all__ = [
+    "EXTRA_STATE",
+    "WRAPPERS",
+    "split_extra_state",
+    "strip_wrappers",
+    "without_prefix",
+    "without_wrappers",
+    "wrappers_stripped",
+]
 
 #: Wrapper modules that put themselves into the FQN: FSDP1, torch.compile, activation checkpointing, Lightning.
 WRAPPERS = frozenset(("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"))
+
+
+#: The last part of the key under which `Module.state_dict()` has what `get_extra_state()` returns (torch/nn/modules/module.py).
+EXTRA_STATE = "_extra_state"
+
+
+def split_extra_state(name: str) -> tuple[str, str] | None:
+    """(FQN of the extra state of a module, what follows it) of the name of an entry of the model; None of any other entry.
+
+    >>> split_extra_state("layers.0._extra_state.amax.0")
+    ('layers.0._extra_state', 'amax.0')
+    """
+    parts = name.split(".")
+    if EXTRA_STATE not in parts:
+        return None
+    cut = parts.index(EXTRA_STATE) + 1
+    return ".".join(parts[:cut]), ".".join(parts[cut:])
 
 
 def strip_wrappers(fqns: Iterable[str]) -> dict[str, str]:

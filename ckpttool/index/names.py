@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from ..errors import CkpttoolError, Corrupt, Unsupported
 from .checkpoint import Checkpoint, Number, Path, joined, same_bytes
 from .composites import shape_of
-from .fqns import strip_wrappers
+from .fqns import split_extra_state, strip_wrappers
 from .optimizer_names import FLAT_GROUPS, FLAT_STATE, Orders, canonical_optimizer
 from .trainers import of_composer, trainer_of
 from .trees import nest
@@ -155,9 +155,11 @@ def canonical(
             raw_model[name] = leaf
         elif optim_key is not None and top == optim_key and len(p) > 1:
             raw_optim[p[1:]] = leaf
-        elif model_key is None and len(p) == 1 and shape_of(leaf) is not None and not _is_known(str(top)):
-            places[str(top)] = p
-            raw_model[str(top)] = leaf
+        elif model_key is None and (
+            (len(p) == 1 and shape_of(leaf) is not None and not _is_known(str(top))) or split_extra_state(str(top))
+        ):
+            places[joined(p)] = p
+            raw_model[joined(p)] = leaf
         else:
             rest[p] = leaf
     if model_key is not None and (*outer, model_key) != ("model",):

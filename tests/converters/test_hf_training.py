@@ -142,7 +142,7 @@ def test_inspect_verify_and_only_know_of_all_components(folder: Path, tmp_path: 
         assert opened.checkpoint.world_size == 2
     found = ckpttool.verify(folder, read_data=True, against=GROUPS)
     assert found.against is not None and (found.recorded, found.against["verdict"]) == ("equal", "equal")
-    assert found.against["components"] == ["extra", "model", "optim", "rng"]
+    assert found.against["components"] == ["extra", "model", "optim", "rng", "scheduler", "trainer"]
     for only in (["optim"], ["trainer", "scheduler"], ["model"]):
         assert ckpttool.diff(folder, GROUPS, only=only).equal
     ckpttool.convert(

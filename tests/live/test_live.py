@@ -18,6 +18,7 @@ import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import extra_states
 import pytest
 import torch
 from peers import FIXTURES, REPOSITORY, difference, load_dcp, tensors_of
@@ -337,6 +338,24 @@ def test_a_save_with_one_metadata_a_rank_is_the_same_state_and_what_differs_betw
     result = ckpttool.convert(each, tmp_path / "three", to="dcp", world_size=3)
     assert result.digest == ckpttool.digest(one).digest
     assert [n for n in result.notes if '"rank" differs between ranks' in n]
+
+
+def test_extra_states_of_modules_come_back_in_every_engine_and_its_losses_go_on(tmp_path: Path) -> None:
+    losses = extra_states.save(tmp_path)
+    for to in ("zero3", "zero1", "universal", "fsdp1"):
+        done = ckpttool.convert(
+            tmp_path / "source.pt", tmp_path / to, to=to, world_size=None if to == "universal" else 2
+        )
+        assert not done.dropped and "model.1._extra_state.recipe" in done.kept
+        assert any("extra states of modules" in n for n in done.notes) == (to == "universal")
+        assert ckpttool.diff(tmp_path / "source.pt", tmp_path / to, only=["model"]).equal
+    said = torchrun(2, "extra_states.py", str(tmp_path))
+    assert (tmp_path / "found.json").exists(), said[-4000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    wanted = {"recipe": "delayed", "scale": 0.25, "amax": {"history": ["1.0", "-0.0", "2.5"]}}
+    for to in ("zero3", "zero1", "fsdp1"):
+        assert found[to] == {"extra": wanted, "losses": losses}, to
+    assert found["universal"]["extra"]["recipe"] == "none"  # DeepSpeed does not look at the model's file
 
 
 def test_the_demo_of_the_readme_comes_to_its_end(tmp_path: Path) -> None:

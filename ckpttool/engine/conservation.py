@@ -1,0 +1,264 @@
+"""The law of a conversion: every entry of the source is kept, changed as declared, or dropped with a reason.
+
+Writers declare, the engine judges. `Account.add_step` compares the index before and after each change that the engine makes to a state
+(a name map, a cast); `Account.add_draft` compares it with what the writer has planned, before a byte is written; `other_values`
+compares the plan with what a reader finds in the result (verification.read_back does that for the bytes of tensors).
+
+    kept      same name; same shape, dtype and source bytes, or an equal value
+    changed   another name, dtype, shape or value, for a stated reason
+    dropped   not in the result, with the reason
+    added     in the result, and not in the source: zeros for new parameters, counters that a trainer asks for
+
+An entry in none of these is a fault of the layout that was written, and an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import Differs
+from ..index.checkpoint import Checkpoint, TensorEntry, Value
+from ..index.draft import Draft, Dropped
+from .value_digests import equal_values, taken_apart, value_digest
+
+__all__ = ["Account", "changed_values", "other_values", "written_values"]
+
+_SHOWN = 3
+
+
+@dataclass
+class Account:
+    """What becomes of every entry of a source; names are those of the source, but for `added`."""
+
+    kept: list[str] = field(default_factory=list)
+    changed: dict[str, str] = field(default_factory=dict)  # {name: how}
+    dropped: list[Dropped] = field(default_factory=list)
+    added: list[str] = field(default_factory=list)
+
+    def add_step(self, how: str, before: Checkpoint, after: Checkpoint, computed: bool = False) -> None:
+        """Compare a state before and after one change to all of it, such as a name map.
+
+        An entry that the result has under no name is dropped, with `how` as the reason, unless its bytes, or its data, are there
+        under another name, or the entries of the result are `computed` from those that are gone.
+        """
+        if after is before:
+            return
+        gone = [n for n in (*before.tensors, *before.values) if n not in after.tensors and n not in after.values]
+        new = [n for n in (*after.tensors, *after.values) if n not in before.tensors and n not in before.values]
+        held = _ByteRanges(after.tensors[n] for n in new if n in after.tensors)
+        moved_values = [after.values[n].data for n in new if n in after.values]
+        for n in gone:
+            t = before.tensors.get(n)
+            if computed or (held.hold(t) if t is not None else before.values[n].data in moved_values):
+                self.changed[n] = how
+            else:
+                self.dropped.append(Dropped(n, t.nbytes if t is not None else 0, how))
+        for n, t in before.tensors.items():
+            if n in after.tensors and not _same_entry(t, after.tensors[n]):
+                self.changed[n] = how
+        for n, v in before.values.items():
+            if n in after.tensors or (n in after.values and not _same_value(v, after.values[n])):
+                self.changed[n] = how
+        old = _ByteRanges(before.tensors[n] for n in gone if n in before.tensors)
+        old_values = [before.values[n].data for n in gone if n in before.values]
+        for n in new:
+            t = after.tensors.get(n)
+            if not (computed or (old.hold(t) if t is not None else after.values[n].data in old_values)):
+                self.added.append(n)
+
+    def add_draft(self, ckpt: Checkpoint, digests: Mapping[str, str], draft: Draft) -> None:
+        """Compare a state with the draft that a layout made of it.
+
+        Args:
+            digests: {value: `value_digest`} of the state, of before the layout saw it.
+
+        Raises:
+            Differs: an entry is lost, altered or invented, and the draft does not say so.
+        """
+        layout = draft.checkpoint.layout
+        faults = _Faults(layout)
+        dropped = {d.name for d in draft.dropped}
+        there = draft.checkpoint
+        sources = _ByteRanges(draft.sources.values())
+        for n, t in ckpt.tensors.items():
+            if n in dropped or n in draft.aliases:
+                continue
+            if (entry := there.tensors.get(n)) is not None:
+                if entry.shape != t.shape:
+                    faults.add(n, f"has the shape {list(t.shape)}, and {list(entry.shape)} there")
+                elif entry.dtype != t.dtype:
+                    self.changed[n] = f"{t.dtype} became {entry.dtype}"
+            elif n in there.values:  # a number inside a pickle; the read-back compares its bytes
+                continue
+            elif sources.hold(t):
+                self.changed[n] = f"stored under names of {layout}"
+            else:
+                faults.add(n, "is neither stored nor listed as dropped")
+        for n in ckpt.values:
+            if n in dropped:
+                continue
+            if n in there.values:
+                if value_digest(there.values[n]) != digests[n]:
+                    if n in draft.changed:
+                        self.changed[n] = draft.changed[n]
+                    else:
+                        faults.add(n, "has another value there")
+            elif n in draft.changed:
+                self.changed[n] = draft.changed[n]
+            elif n not in there.tensors:
+                faults.add(n, "is neither stored nor listed as dropped")
+        for n in draft.synthesized_values:
+            if n in ckpt.values:
+                faults.add(n, "is called new, and the source has it")
+        for n in there.values:
+            if n in ckpt.values or n in ckpt.tensors or n in draft.synthesized_values:
+                continue
+            if n in draft.changed:
+                self.added.append(n)
+            else:
+                faults.add(n, "is not in the source")
+        faults.refuse()
+        self.added += [*draft.synthesized_tensors, *draft.synthesized_values]
+
+    def close(self, source: Checkpoint, draft: Draft) -> None:
+        """Take over all that the draft drops, and list as kept what is neither changed nor dropped."""
+        self.dropped = list({d.name: d for d in (*self.dropped, *draft.dropped)}.values())
+        gone = {d.name for d in self.dropped}
+        self.changed = {n: how for n, how in self.changed.items() if n not in gone}
+        self.kept = [n for n in (*source.tensors, *source.values) if n not in gone and n not in self.changed]
+
+
+class _Faults:
+    """Entries for which nobody has accounted."""
+
+    def __init__(self, layout: str) -> None:
+        self.layout = layout
+        self.rows: list[str] = []
+
+    def add(self, name: str, what: str) -> None:
+        self.rows.append(f'"{name}" {what}')
+
+    def refuse(self) -> None:
+        """Raises:
+        Differs: there are any."""
+        if self.rows:
+            more = f"; and {len(self.rows) - _SHOWN:,} more" if len(self.rows) > _SHOWN else ""
+            raise Differs(
+                f"what {self.layout} would write is not what the source holds: {'; '.join(self.rows[:_SHOWN])}{more}. Nothing was written. This is a "
+                "fault of the layout: please report it."
+            )
+
+
+class _ByteRanges:
+    """The byte ranges of files that some tensors consist of, merged."""
+
+    def __init__(self, tensors: Iterable[TensorEntry]) -> None:
+        self._tensors: Iterable[TensorEntry] | None = tensors
+        self._merged: dict[int, tuple[Any, Any]] = {}
+
+    def hold(self, t: TensorEntry) -> bool:
+        """Whether all bytes of a tensor are in the ranges."""
+        import numpy as np
+
+        if self._tensors is not None:
+            self._merge(self._tensors)
+            self._tensors = None
+        files, first, last = _columns([t])
+        for file in np.unique(files):
+            if int(file) not in self._merged:
+                return False
+            starts, ends = self._merged[int(file)]
+            here = files == file
+            k = np.searchsorted(starts, first[here], side="right") - 1
+            if (k < 0).any() or (ends[k] < last[here]).any():
+                return False
+        return True
+
+    def _merge(self, tensors: Iterable[TensorEntry]) -> None:
+        import numpy as np
+
+        files, first, last = _columns(tensors)
+        for file in np.unique(files):
+            here = files == file
+            order = np.argsort(first[here], kind="stable")
+            starts, ends = first[here][order], np.maximum.accumulate(last[here][order])
+            apart = np.flatnonzero(np.append(True, starts[1:] > ends[:-1]))
+            self._merged[int(file)] = starts[apart], ends[np.append(apart[1:] - 1, len(ends) - 1)]
+
+
+def _columns(tensors: Iterable[TensorEntry]) -> tuple[Any, Any, Any]:
+    """(file, first byte, end) of every chunk that has bytes."""
+    import numpy as np
+
+    chunks = [t.chunks for t in tensors if t.numel]
+    if not chunks:
+        return (np.empty(0, "i8"),) * 3
+    file, first, length = (
+        np.concatenate([np.frombuffer(getattr(c, k), "i8") for c in chunks]) for k in ("file", "offset", "length")
+    )
+    held = length > 0
+    return file[held], first[held], (first + length)[held]
+
+
+def _same_entry(a: TensorEntry, b: TensorEntry) -> bool:
+    """Whether two entries have equal dtypes and shapes, and are the same bytes."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    x, y = a.chunks, b.chunks
+    return x is y or all(getattr(x, k) == getattr(y, k) for k in x.__slots__)
+
+
+def _same_value(a: Value, b: Value) -> bool:
+    return a is b or equal_values(a, b)
+
+
+def changed_values(before: Mapping[str, Value], after: Mapping[str, Value], how: str) -> dict[str, str]:
+    """{value that only one of two states has, or that differs in them: how}, as `Draft.changed` has it."""
+    return {
+        n: how for n in {**before, **after} if n not in before or n not in after or not _same_value(before[n], after[n])
+    }
+
+
+def written_values(draft: Draft, tensors: Container[str] = ()) -> dict[str, Value]:
+    """The values of a state that its destination holds, without those that the layout had to add and those that are `tensors` of
+    one element in the state."""
+    gone = {d.name for d in draft.dropped} | draft.synthesized_values.keys()
+    return {n: v for n, v in draft.checkpoint.values.items() if n not in gone and n not in tensors}
+
+
+def other_values(found: Checkpoint, of_layout: Container[str], draft: Draft, digests: Mapping[str, str]) -> list[str]:
+    """Compare the values that a reader finds in a destination with those of its draft: types, bits of numbers, keys and order.
+
+    Args:
+        of_layout: values that the layout added, that the reader found as they were written, and that are not in `found`.
+        digests: {tensor: BLAKE3 in hex} of all tensors in `found`; an array in a value may be a tensor of its own there.
+
+    Returns:
+        Sentences about those that differ; none where all are equal.
+    """
+    faults: list[str] = []
+    expected: set[str] = set()
+    for n, v in written_values(draft).items():
+        parts = {n: v} if n in found.values else taken_apart({n: v})
+        expected |= parts.keys()
+        for name, part in parts.items():
+            if (other := found.values.get(name)) is not None:
+                if not _same_value(part, other):
+                    faults.append(f'"{name}" is {_short(other.data)} instead of {_short(part.data)}')
+            elif name not in digests:  # whether it is that tensor, the digests tell
+                faults.append(f'"{name}" is missing')
+    for n, v in found.values.items():
+        if n in draft.synthesized_values:
+            if not _same_value(v, Value(v.path, draft.synthesized_values[n])):
+                faults.append(f'"{n}" is {_short(v.data)} instead of {_short(draft.synthesized_values[n])}')
+        elif n not in expected:
+            faults.append(f'"{n}" is new')
+    faults += [f'"{n}" is missing' for n in draft.synthesized_values if n not in of_layout and n not in found.values]
+    return faults
+
+
+def _short(x: Any) -> str:
+    text = repr(x)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,61 @@
+"""Digests of values: what the digest of a tensor is for tensors, for all that a state holds besides them.
+
+The digest of a value is BLAKE3 of its path and data, spelled as a line of values.json spells them (formats/values.py): exact in types,
+bits of floats, integers of any size, types of keys and order. The digest of all values is a Merkle root over those digests,
+sorted by name; its leaves begin with another byte than those of tensors (index/digests.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from blake3 import blake3
+
+from ..formats import values
+from ..formats.stored_tensors import Inline, flattened
+from ..index.checkpoint import Checkpoint, Value, joined
+from ..index.digests import roots, value_root
+
+__all__ = ["equal_values", "recorded_values", "state_roots", "taken_apart", "value_digest", "value_digests"]
+
+#: The key of the digest of values beside those of components; no component has this name.
+VALUES = "values"
+
+
+def value_digest(value: Value) -> str:
+    """BLAKE3, in hex, of a value and its path.
+
+    Raises:
+        Unsupported: the value is of no kind that values.json can spell.
+    """
+    return blake3(values.encode_one(value)).hexdigest()
+
+
+def taken_apart(held: Mapping[str, Value]) -> dict[str, Value]:
+    """Values as readers of state dicts take them apart; those of JSON files are whole trees."""
+    return {joined(p): Value(p, x) for v in held.values() for p, x in flattened(v.data, v.path).items()}
+
+
+def value_digests(held: Mapping[str, Value]) -> dict[str, str]:
+    """{name: `value_digest`} of values, taken apart."""
+    return {name: value_digest(value) for name, value in taken_apart(held).items()}
+
+
+def recorded_values(held: Mapping[str, Value]) -> dict[str, str]:
+    """`value_digests` without arrays, which a reader may find as tensors."""
+    return {n: value_digest(v) for n, v in taken_apart(held).items() if not isinstance(v.data, Inline)}
+
+
+def equal_values(a: Value, b: Value) -> bool:
+    """Whether two values have equal paths and equal data, of equal types."""
+    return values.encode_one(a) == values.encode_one(b)
+
+
+def state_roots(ckpt: Checkpoint, digests: Mapping[str, str]) -> dict[str, str]:
+    """{"all": root over all tensors, "model": ..., ..., "values": root over all values, where there are any}.
+
+    Args:
+        digests: {tensor: BLAKE3 in hex} of all tensors of `ckpt`.
+    """
+    out = roots(ckpt.tensors, digests)
+    return out | {VALUES: value_root(value_digests(ckpt.values))} if ckpt.values else out
