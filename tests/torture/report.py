@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from . import fuzz
 
-WANTED = {"mutants": 20_000, "faults": 2_000, "kills": 500}
+WANTED = {"mutants": 20_000, "faults": 2_000, "kills": 500, "conserved": 10_000}
 
 
 #: Why a real reader refuses what we accept, as it says itself: what it wants beyond the numbers, or cannot hold.
@@ -65,7 +65,7 @@ def of_mutants(done: list[dict[str, Any]]) -> list[Row]:
 def of_others(done: list[dict[str, Any]]) -> list[Row]:
     """Rows of faults, kills and races."""
     of: dict[str, list[dict[str, Any]]] = {
-        k: [r for r in done if r["id"].startswith(k)] for k in ("fault", "kill", "race")
+        k: [r for r in done if r["id"].startswith(k)] for k in ("fault", "kill", "race", "conserved")
     }
     codes = Counter(r["code"] for r in of["fault"])
     killed = [r for r in of["kill"] if r["killed"]]
@@ -74,6 +74,9 @@ def of_others(done: list[dict[str, Any]]) -> list[Row]:
         Row("- bad: half-written, hang, traceback, a message that is not so, a rerun that fails", sum(r["bad"] for r in of["fault"]), bad=True),
         Row("conversions killed, each with a rerun", len(killed), f"{len(of['kill']) - len(killed)} more ended before the kill"),
         Row("- bad: half-written, a rerun that fails, something left behind", sum(r["bad"] for r in of["kill"]), bad=True),
+        Row("generated states through two layouts, every entry accounted for", len(of["conserved"]),
+            f"{sum(r['status'] == 'refused' for r in of['conserved'])} refused"),
+        Row("- bad: an entry lost, altered or in no list", sum(r["bad"] for r in of["conserved"]), bad=True),
     ]  # fmt: skip
     for name in dict.fromkeys(r["said"] for r in of["race"]):
         mine = [r for r in of["race"] if r["said"] == name]
@@ -87,6 +90,7 @@ def short_of(mutants: list[dict[str, Any]], others: list[dict[str, Any]]) -> str
     have = {
         "mutants": len(mutants), "faults": sum(r["id"].startswith("fault") for r in others),
         "kills": sum(r["id"].startswith("kill") and r["killed"] for r in others),
+        "conserved": sum(r["id"].startswith("conserved") for r in others),
     }  # fmt: skip
     return ", ".join(f"{have[k]:,} {k} of {n:,}" for k, n in WANTED.items() if have[k] < n)
 
