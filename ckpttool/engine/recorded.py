@@ -156,6 +156,7 @@ def record(
             if (aside := [d for d in draft.dropped if d.why.endswith(unread_files.NOT_READ)])
             else {}
         ),
+        **({"lost": draft.lost} if draft.lost else {}),
         "tied": draft.aliases,
         "added": draft.synthesized_tensors,
         "made": draft.synthesized_values,
