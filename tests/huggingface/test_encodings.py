@@ -344,3 +344,18 @@ def test_recognition_takes_time_in_proportion_to_the_number_of_tensors() -> None
         return best
 
     assert seconds(16_000) < 16 * seconds(2_000)
+
+
+def test_storage_reader_does_not_cast_codes_into_a_job(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    source = folder(tmp_path / "in", PLAIN | SCHEMES["fp8-dynamic"][1])
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        same = {f"{Q}.weight": torch.zeros(64, 128, dtype=F8), "model.norm.weight": torch.zeros(128)}
+        dcp.load({"model": same}, storage_reader=ckpttool.storage_reader(source))
+        assert torch.equal(same[f"{Q}.weight"].view(U8), SCHEMES["fp8-dynamic"][1][f"{Q}.weight"].view(U8))
+        for name, shape in ((f"{Q}.weight", (64, 128)), (f"{Q}.weight_scale", (64, 1))):
+            with pytest.raises(
+                BaseException, match=rf'"model\.{Q}\.[a-z_]+" (is codes|belongs to the codes).* in the job'
+            ):
+                dcp.load({"model": {name: torch.zeros(shape)}}, storage_reader=ckpttool.storage_reader(source))
