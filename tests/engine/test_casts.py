@@ -11,11 +11,13 @@ import pytest
 import torch
 
 import ckpttool
+from ckpttool.engine import fill
 from ckpttool.engine.dtypes import NOTHING, Lost, cast, numpy_dtype
 from ckpttool.engine.stream import Reader, StreamJob
+from ckpttool.errors import Interrupted
 from ckpttool.index.checkpoint import ITEMSIZE
+from ckpttool.storage import source
 from ckpttool.storage.buffers import IOBudget
-from ckpttool.storage.source import Source
 
 FLOATS = [d for d in ITEMSIZE if "float" in d and not d.startswith("float4")]
 SMALL = [d for d in FLOATS if ITEMSIZE[d] <= 2]
@@ -131,6 +133,29 @@ def test_numbers_that_became_infinite_are_a_note_and_in_the_record(
     assert json.loads((tmp_path / "out" / "ckpttool.json").read_text())["lost"] == LOST
 
 
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_run_that_goes_on_counts_what_the_interrupted_one_has_written(
+    large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool
+) -> None:
+    monkeypatch.setattr(fill, "_JOURNAL_BYTES", 1)
+    monkeypatch.setattr(
+        source.Source, "is_remote", remote
+    )  # finished tensors are read from the disk, where they are cast already
+    seen = 0
+
+    def stop(what: str, done: int, total: int) -> None:
+        nonlocal seen
+        seen += what == "copy"
+        if seen == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        ckpttool.convert(large, tmp_path / "out", to="dcp", world_size=1, dtype="fp16", progress=stop)
+    done = ckpttool.convert(large, tmp_path / "out", to="dcp", world_size=1, dtype="fp16")
+    assert NOTE in done.notes and any("continued an interrupted run: 1 of 3" in n for n in done.notes)
+    assert json.loads((tmp_path / "out" / "ckpttool.json").read_text())["lost"] == LOST
+
+
 def test_a_cast_that_loses_nothing_says_nothing(large: Path, tmp_path: Path) -> None:
     done = ckpttool.convert(large, tmp_path / "out", to="dcp", world_size=1, cast={"model.ok": "fp16"})
     assert not [n for n in done.notes if "became" in n]
@@ -147,7 +172,7 @@ def test_other_dtypes_say_what_became_of_the_numbers(large: Path, tmp_path: Path
 def test_a_block_of_a_stream_says_what_its_cast_lost(large: Path) -> None:
     with ckpttool.open(large) as opened:
         ckpt = opened.locate()
-        reader = Reader(Source(large.parent), ckpt.files, (), IOBudget(1, 64 << 10))
+        reader = Reader(source.Source(large.parent), ckpt.files, (), IOBudget(1, 64 << 10))
         blocks = [
             (b.first, b.count, b.lost) for b in reader.blocks([StreamJob("w", ckpt.tensors["model.w"], "float16")])
         ]
