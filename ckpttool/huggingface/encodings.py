@@ -215,13 +215,14 @@ def find(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any] | None = 
     config = config or {}
     method = str(config.get("quant_method") or "of no name") if config else None
     quantised = method is not None and method not in _AT_LOAD
+    said = _of_config(config)
     weights: dict[str, Encoded] = {}
     belongs: dict[str, str] = {}
     misfits: dict[str, str] = {}
     unfit: set[str] = set()
     for name in (n for n in tensors if n.endswith(_SCALES)):
         for pair, codes in _pairs_of(name, tensors):
-            found = _scheme(pair, codes, name, tensors, config)
+            found = _scheme(pair, codes, name, tensors, said)
             if found is not None:
                 weights[codes] = Encoded(found[0], name, name[: -len(pair.scale)] + pair.leaf, found[1])
                 belongs |= dict.fromkeys(_companions(codes, name, pair, tensors), codes)
@@ -234,8 +235,8 @@ def find(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any] | None = 
         belongs |= {n: n for n in tensors if n.rpartition(".")[2] in _OF_CACHE and n not in belongs}
     lonely: dict[tuple[str, bool], list[str]] = {}
     for name, t in tensors.items():
-        if name not in belongs and name not in unfit and (said := _lonely(name, t, tensors, quantised)):
-            lonely.setdefault(said, []).append(name)
+        if name not in belongs and name not in unfit and (what := _lonely(name, t, tensors, quantised)):
+            lonely.setdefault(what, []).append(name)
     faults = [
         Fault(tuple(names), f'{_count(names)} {text}, first "{names[0]}"', sure)
         for (text, sure), names in lonely.items()
@@ -289,18 +290,26 @@ def _companions(codes: str, scale: str, pair: _Pair, tensors: Mapping[str, Tenso
 _Scheme = tuple[str, _Shape | None]  # its name, and the shape of the parameter
 
 
-def _of_config(config: Mapping[str, Any], key: str) -> set[Any]:
-    """What a config says of its weights, by the name that compressed-tensors has for it."""
+class _Stated(NamedTuple):
+    """What a config says of all its weights: the sizes of blocks with a scale each, and bits of a number; None where it has no one answer."""
+
+    block: tuple[int, int] | None
+    bits: int | None
+
+
+def _of_config(config: Mapping[str, Any]) -> _Stated:
     groups = config.get("config_groups")
     listed = [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
-    found = [w.get(key) for w in listed if isinstance(w, dict)]
-    found.append(config.get({"block_structure": "weight_block_size", "num_bits": "bits"}[key]))
-    return {tuple(x) if isinstance(x, list) else x for x in found if isinstance(x, (int, list))}
+    rows = [w for w in listed if isinstance(w, dict)]
+    sizes = [config.get("weight_block_size"), *(w.get("block_structure") for w in rows)]
+    blocks = {
+        tuple(size) for size in sizes if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
+    }  # fmt: skip
+    bits = {n for n in (config.get("bits"), *(w.get("num_bits") for w in rows)) if type(n) is int}
+    return _Stated(blocks.pop() if len(blocks) == 1 else None, bits.pop() if len(bits) == 1 else None)
 
 
-def _scheme(
-    pair: _Pair, codes: str, scale: str, tensors: Mapping[str, TensorEntry], config: Mapping[str, Any]
-) -> _Scheme | None:
+def _scheme(pair: _Pair, codes: str, scale: str, tensors: Mapping[str, TensorEntry], said: _Stated) -> _Scheme | None:
     """What codes and a scale are together; None where the scale's shape or dtype does not fit."""
     c, s = tensors[codes], tensors[scale]
     if pair.scale == ".absmax":
@@ -313,11 +322,10 @@ def _scheme(
         # transformers' parameter is transposed
         return ("mxfp4 (groups of 32)", (*c.shape[:-3], c.shape[-2] * 32, c.shape[-3])) if fits else None
     if c.dtype == "int32":
-        return _packed(pair, c.shape, s, config)
+        return _packed(pair, c.shape, s, said)
     if c.dtype in _TWO_IN_A_BYTE and (fp4 := _fp4(c, s)) is not None:
         return fp4, (*c.shape[:-1], 2 * c.shape[-1])
-    blocks = _of_config(config, "block_structure")
-    how = _granularity(c.shape, s.shape, blocks.pop() if len(blocks) == 1 else None)
+    how = _granularity(c.shape, s.shape, said.block)
     if how is None or s.dtype not in _WIDE | _EXPONENTS or (pair.codes == "_packed"):
         return None
     if c.dtype in _FLOAT8:
@@ -327,10 +335,9 @@ def _scheme(
     return (f"packed codes ({c.dtype}, {how})", None) if how == "one scale each" or c.dtype != "uint8" else None
 
 
-def _packed(pair: _Pair, codes: _Shape, s: TensorEntry, config: Mapping[str, Any]) -> _Scheme | None:
+def _packed(pair: _Pair, codes: _Shape, s: TensorEntry, said: _Stated) -> _Scheme | None:
     """Integers in int32. GPTQ packs the rows, AWQ the columns of the transposed weight, whose scales are [groups, columns]."""
-    bits = _of_config(config, "num_bits")
-    text = f"int{bits.pop()} packed in int32" if len(bits) == 1 else "integers packed in int32"
+    text = f"int{said.bits} packed in int32" if said.bits is not None else "integers packed in int32"
     if s.dtype not in _WIDE or not codes or not codes[-1]:
         return None
     if pair.codes == "_packed":

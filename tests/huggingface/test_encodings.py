@@ -224,6 +224,31 @@ def test_a_config_says_more_than_names(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "hf_quant_config.json").read_bytes() == (source / "hf_quant_config.json").read_bytes()
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": {"a": 1}}, {"weight_block_size": [0, 0]}, {"weight_block_size": [[1], 2]}, {"weight_block_size": 7},
+        {"config_groups": {"g": {"weights": {"block_structure": [1, 2, 3], "num_bits": [4]}}, "h": 3}}, {"config_groups": [1]},
+        {"bits": True, "weight_block_size": [True, True]},
+    ],
+)  # fmt: skip
+def test_a_config_that_makes_no_sense_decides_nothing(config: dict[str, Any]) -> None:
+    called, tensors = SCHEMES["deepseek"]
+    assert [e.scheme for e in encodings.find(entries(tensors), config).weights.values()] == [called]
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 4), (3, 0), (1, 1, 1, 1)])
+@pytest.mark.parametrize("of_scale", [(), (0,), (3, 0), (0, 0, 0)])
+def test_no_shapes_are_too_odd_to_look_at(shape: tuple[int, ...], of_scale: tuple[int, ...]) -> None:
+    for _, tensors in SCHEMES.values():
+        odd = {
+            n: x.new_zeros(of_scale if "scale" in n or "absmax" in n or "SCB" in n else shape) if x.dim() else x
+            for n, x in tensors.items()
+        }
+        found = encodings.find(entries(odd))
+        assert found.of <= len(odd) and found.described()
+
+
 def test_weights_that_are_no_codes_beside_a_config_that_says_so_are_a_finding(tmp_path: Path) -> None:
     source = folder(tmp_path / "in", PLAIN, QUANTISED)
     (found,) = (f for f in ckpttool.doctor(source).findings if f.kind == "encoding")
