@@ -269,12 +269,27 @@ def test_inspect_and_doctor_say_what_weights_are(tmp_path: Path) -> None:
     assert done.returncode == 3 and f'--dtype bf16: {line}; first "model.{Q}.weight_packed"' in done.stderr
 
 
-@pytest.mark.parametrize("to", ["zero1", "zero3", "fsdp1"])
+@pytest.mark.parametrize("to", ["zero1", "zero3", "fsdp1", "universal"])
 def test_engines_that_train_in_float32_are_refused_by_name(to: str, tmp_path: Path) -> None:
     source = folder(tmp_path / "in", PLAIN | SCHEMES["deepseek"][1])
+    world = {} if to == "universal" else {"world_size": 2}
     with pytest.raises(Unsupported, match=rf'"[^"]*{Q}\.weight[^"]*" (is codes|belongs to).*trains.*Dequantise') as e:
-        ckpttool.convert(source, tmp_path / "out", to=to, world_size=2)
+        ckpttool.convert(source, tmp_path / "out", to=to, **world)
     assert "cast" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "to", ["accelerate", "trainer", "lightning", "torchtitan", "megatron", "torch_checkpointing", "dcp", "audit"]
+)
+def test_layouts_that_keep_dtypes_keep_codes_and_scales(to: str, tmp_path: Path) -> None:
+    tensors = SCHEMES["nvfp4"][1] | {n.replace("q_proj", "k_proj"): x for n, x in SCHEMES["deepseek"][1].items()}
+    source, out = folder(tmp_path / "in", PLAIN | tensors), tmp_path / ("out.tar.zst" if to == "audit" else "out")
+    ckpttool.convert(source, out, to=to, **({} if to == "audit" else {"world_size": 2}))
+    with ckpttool.open(out) as opened, ckpttool.open(source) as before:
+        assert set(encodings.of_checkpoint(opened.locate(), None).belongs) == {f"model.{n}" for n in tensors}
+        for name in tensors:
+            assert opened[f"model.{name}"].dtype == before[f"model.{name}"].dtype
+            assert opened.read(f"model.{name}") == before.read(f"model.{name}")
 
 
 def test_to_hf_everything_stays_and_config_says_no_dtype_of_codes(tmp_path: Path) -> None:
