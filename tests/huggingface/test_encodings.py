@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from peers import FIXTURES
 from safetensors.torch import load_file, save_file
 
 import ckpttool
+from ckpttool import layouts
+from ckpttool.engine import planning
 from ckpttool.errors import Unsupported
 from ckpttool.huggingface import encodings
 from ckpttool.index.checkpoint import Chunks, TensorEntry
@@ -276,6 +279,26 @@ def test_engines_that_train_in_float32_are_refused_by_name(to: str, tmp_path: Pa
     with pytest.raises(Unsupported, match=rf'"[^"]*{Q}\.weight[^"]*" (is codes|belongs to).*trains.*Dequantise') as e:
         ckpttool.convert(source, tmp_path / "out", to=to, **world)
     assert "cast" not in str(e.value)
+
+
+@pytest.mark.parametrize("name", [f"{Q}.weight", f"{Q}.weight_scale_inv"])
+def test_a_writer_that_casts_by_itself_is_refused_by_the_engine(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layout of another package need not know of codes: its draft is looked at."""
+    dcp = layouts.find("dcp")
+
+    def write(*args: Any) -> Any:
+        assert dcp.write is not None
+        draft = dcp.write(*args)
+        tensors = draft.checkpoint.tensors
+        tensors[f"model.{name}"] = replace(tensors[f"model.{name}"], dtype="bfloat16")
+        return draft
+
+    source = folder(tmp_path / "in", PLAIN | SCHEMES["deepseek"][1])
+    monkeypatch.setattr(planning.layouts, "target_of", lambda *_: replace(dcp, write=write))
+    with pytest.raises(Unsupported, match=rf'"model\.{name}" (is codes|belongs to).*dcp keeps it as bfloat16'):
+        ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=1)
 
 
 @pytest.mark.parametrize(
