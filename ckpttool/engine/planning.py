@@ -262,7 +262,8 @@ def _change(
         codes = encodings.of_checkpoint(ckpt, None)
         if said := next(filter(None, (codes.said_of(f"model.{n}") for n in vocabulary_of(ckpt))), ""):
             raise Unsupported(
-                f"{argument('vocab_size', writing.vocab_size)}: {said}, with scales for the rows that there are. {encodings.ADVICE}"
+                f"{argument('vocab_size', writing.vocab_size)}: {said}, with scales for the rows that there are. Dequantise the weights with the program "
+                "that quantised them first."
             )
         opened.checkpoint, opened.source = resized((ckpt, opened.source), writing.vocab_size)
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 import ckpttool
 from ckpttool import layouts
 from ckpttool.engine import planning
-from ckpttool.errors import Unsupported
+from ckpttool.errors import Unsupported, UsageError
 from ckpttool.huggingface import encodings
 from ckpttool.index.checkpoint import Chunks, TensorEntry
 
@@ -279,6 +279,12 @@ def test_engines_that_train_in_float32_are_refused_by_name(to: str, tmp_path: Pa
     with pytest.raises(Unsupported, match=rf'"[^"]*{Q}\.weight[^"]*" (is codes|belongs to).*trains.*Dequantise') as e:
         ckpttool.convert(source, tmp_path / "out", to=to, **world)
     assert "cast" not in str(e.value)
+
+
+def test_dequantize_says_that_it_is_not_for_these(tmp_path: Path) -> None:
+    source = folder(tmp_path / "in", PLAIN | SCHEMES["mxfp8"][1])
+    with pytest.raises(UsageError, match=r"1 of 4 weights are codes: mxfp8 .*; ckpttool does not dequantise those"):
+        ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=1, dequantize=["*"])
 
 
 @pytest.mark.parametrize("name", [f"{Q}.weight", f"{Q}.weight_scale_inv"])
