@@ -22,6 +22,7 @@ from ckpttool.formats.pickles import Global, Opaque
 from ckpttool.formats.stored_tensors import Inline, flattened, number_in
 from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
+from ckpttool.huggingface import encodings
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, Value, floating_dtype, joined
 from ckpttool.layouts import WriteOptions
 
@@ -94,6 +95,9 @@ class Plan:
     ) -> None:
         self.state, self.tensors, self.stage, self.source_world = state, tensors, stage, ckpt.world_size
         self.ckpt = ckpt
+        codes = encodings.find(state.tensors)
+        if said := next(filter(None, (codes.said_of(n) for g in state.groups for n in g.params)), ""):
+            raise Unsupported(f"{said}, and DeepSpeed trains the parameters of a group in float32. {encodings.ADVICE}")
         self.notes = list(state.notes)
         if stage < 3 and (idle := [i for i, g in enumerate(state.groups) if not g.params]):
             state.groups = [g for g in state.groups if g.params]

@@ -10,7 +10,7 @@ from ckpttool.engine import flat_layout
 from ckpttool.engine.flat_layout import Flat, FlatLayout
 from ckpttool.engine.training import Training
 from ckpttool.errors import Unsupported, argument
-from ckpttool.huggingface import model_names
+from ckpttool.huggingface import encodings, model_names
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, TensorEntry, floating_dtype
 from ckpttool.layouts import WriteOptions
 
@@ -199,6 +199,9 @@ def _flats(
         kinds = {options.cast(f"model.{n}", state.tensors[n].dtype): n for n in owners}
         if len(kinds) > 1:
             (a, one), (b, two) = list(kinds.items())[:2]
+            codes = encodings.find(state.tensors)
+            if said := codes.said_of(one) or codes.said_of(two):
+                raise Unsupported(f"{said}, and FSDP1 flattens numbers that it trains, not codes. {encodings.ADVICE}")
             raise Unsupported(
                 f'"{one}" is {a} and "{two}" is {b}, and FSDP1 flattens parameters of one dtype only; both lie in module '
                 f'"{module}". Wrap them apart with {argument("wrap")}, or cast one with {argument("cast")}.'

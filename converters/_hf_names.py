@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpttool.errors import Corrupt, MissingPackage, Unsupported
-from ckpttool.huggingface import hub_names
+from ckpttool.huggingface import encodings, hub_names
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import ITEMSIZE, Chunks, TensorEntry
 
@@ -28,8 +28,8 @@ _EMBEDDINGS = (
 
 
 def in_memory(tensors: dict[str, TensorEntry], config: dict[str, Any], notes: list[str]) -> dict[str, TensorEntry]:
-    """The same tensors under their names in memory, tied ones under both."""
-    relation = _relation(config, tensors, notes)
+    """The same tensors under their names in memory, tied ones under both; codes keep their names, which those of their scales go with."""
+    relation = None if encodings.find(tensors, config.get("quantization_config")) else _relation(config, tensors, notes)
     if (
         relation is not None
         and set(relation.views) - set(relation.tied) <= set(tensors)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ckpttool import bounded_json
 from ckpttool.engine.tensor_digests import tensor_digests
 from ckpttool.errors import MissingPackage, Unsupported, UsageError, argument
-from ckpttool.huggingface import adapters, hub_names, lora, model_files
+from ckpttool.huggingface import adapters, encodings, hub_names, lora, model_files
 from ckpttool.index.checkpoint import Checkpoint, TensorEntry, Value, joined, tied_weights
 from ckpttool.index.composites import MARK, Composite, class_of, composites
 from ckpttool.index.draft import Draft, DraftFile, Dropped
@@ -96,6 +96,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         refuse_adapter(ckpt, notes)
     config, extra = _config_files(ckpt, source, options, notes)
     weights = _weights(ckpt, source, options, config, notes)
+    if config is not None and not own.allow_name_mismatch:
+        _refuse_unstated(weights.shown, config, extra)
     model, rest, tied = weights.model, weights.rest, weights.tied
     groups = split(model, own.max_shard_bytes, weights.together)
     n = len(groups)
@@ -320,8 +322,14 @@ def _relation(
     asks = asks_transformers(config, model)
     if not isinstance(config.get("model_type"), str) or not (asks or options.config):
         return None
+    shapes = encodings.parameters(model, config.get("quantization_config"))
+    if shapes is None:
+        notes.append(
+            "names were not compared with those of the model of config.json: packed codes do not tell their shapes"
+        )
+        return None
     try:
-        return hub_names.relate(config, {k: t.shape for k, t in model.items()}, judge=True)
+        return hub_names.relate(config, shapes, judge=True)
     except MissingPackage as e:
         if asks and not options.of(HfOptions).allow_name_mismatch:
             raise MissingPackage(
@@ -355,7 +363,7 @@ def _judged(
         if not options.of(HfOptions).allow_name_mismatch:
             raise Unsupported(text)
         notes.append(text.partition(" from_pretrained would")[0])
-    return relation if asks_transformers(config, model) else None
+    return relation if asks_transformers(config, model) and not encodings.find(model) else None
 
 
 def _mismatch(ckpt: Checkpoint, model: dict[str, TensorEntry], found: hub_names.Verdict) -> str:
@@ -427,14 +435,31 @@ def _hub_tensors(
     return out, gone, together
 
 
+def _refuse_unstated(model: dict[str, TensorEntry], config: dict[str, Any], files: dict[str, bytes]) -> None:
+    """Refuse codes beside a config.json that does not say what they are: from_pretrained would load the codes as numbers.
+
+    Raises:
+        Unsupported: with the first codes.
+    """
+    if "quantization_config" in config or not encodings.OWN_CONFIGS.isdisjoint(files):
+        return
+    if (found := encodings.find(model)).weights:
+        raise Unsupported(
+            f'{found.described()}; first "{next(iter(found.weights))}". config.json has no quantization_config, so that from_pretrained would take '
+            f"the codes for the weights. Give {argument('config')} the folder of the quantised model. To write them as they are, for code that "
+            f"knows them, use {argument('allow_name_mismatch', True, 'HfOptions')}."
+        )
+
+
 def _with_dtype(name: str, data: bytes, model: dict[str, TensorEntry]) -> bytes:
-    """config.json with the dtype of the weights, as save_pretrained writes it."""
+    """config.json with the dtype of the weights, as save_pretrained writes it; codes and their scales have other ones."""
     if name != "config.json":
         return data
     config = bounded_json.parse(data, name)
     sizes: dict[str, int] = {}
-    for t in model.values():
-        if "float" in t.dtype:
+    codes = encodings.find(model, config.get("quantization_config")).belongs
+    for n, t in model.items():
+        if "float" in t.dtype and n not in codes:
             sizes[t.dtype] = sizes.get(t.dtype, 0) + prod(t.shape)
     main = max(sizes, key=lambda k: sizes[k]) if sizes else None
     key = "torch_dtype" if "torch_dtype" in config else "dtype"

@@ -1,4 +1,5 @@
-"""Checks of files that ranks have left out, and of the names and shapes of weights: prefixes of wrappers, weights without elements, tied weights, rows of the vocabulary."""
+"""Checks of files that ranks have left out, and of the names and shapes of weights: prefixes of wrappers, weights without elements, tied weights, rows of
+the vocabulary, codes and their scales."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 
 from ..errors import CkpttoolError
 from ..formats import safetensors_header
-from ..huggingface import model_names
+from ..huggingface import encodings, model_names
 from ..index.checkpoint import without_random_states
 from ..index.fqns import WRAPPERS
 from ..index.vocabulary import embedding_and_head, vocabulary_of
@@ -17,7 +18,14 @@ from ..storage.source import Source
 from . import detection
 from .findings import DAMAGE, NOTE, Examined, Finding
 
-__all__ = ["empty_weights", "lost_random_states", "tied_weights", "vocabulary_rows", "wrapper_prefixes"]
+__all__ = [
+    "empty_weights",
+    "encoded_weights",
+    "lost_random_states",
+    "tied_weights",
+    "vocabulary_rows",
+    "wrapper_prefixes",
+]
 
 #: Which wrapper has put a prefix there.
 _WRAPPER = {
@@ -75,6 +83,28 @@ def lost_random_states(at: Examined) -> list[Finding]:
         "or goes on with other random numbers"
     )
     return [Finding("random-states", NOTE, None, (), text)]
+
+
+def encoded_weights(at: Examined) -> list[Finding]:
+    """Weights that are codes with scales, those of which a part is not there, and a config that says what the weights are not."""
+    config = encodings.stated(at.ckpt, at.source if at.opened.folder else None)
+    found = encodings.of_checkpoint(at.ckpt, config)
+    out = [
+        Finding(
+            "encoding",
+            DAMAGE if fault.sure else NOTE,
+            None,
+            fault.tensors,
+            f"{fault.text}: the weights cannot be computed from that",
+        )
+        for fault in found.faults
+    ]
+    if found.weights:
+        out.append(Finding("encoding", NOTE, None, (), found.described()))
+    if found.contradicted:
+        text = f"config.json says that the weights are quantised ({found.method}), and none is: loaders take them for codes. Remove its quantization_config"
+        out.append(Finding("encoding", NOTE, None, (), text))
+    return out
 
 
 # ---------------------------------------------------------------------------------------------------------- empty weights

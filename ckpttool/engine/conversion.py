@@ -22,7 +22,7 @@ from . import part_worker
 from .conservation import written_values
 from .destination import normal_destination, open_destination, recovered, refuse_destination, refuse_source
 from .executors import Workers, WorkersSpec, default_count, serve_if_worker, workers_of
-from .fill import Progress, fill, silent
+from .fill import Progress, fill, lost_notes, silent
 from .opening import CheckpointPath, OpenOptions
 from .parallel_digests import for_reading
 from .parallel_fill import fill_with_workers, why_one_process
@@ -272,7 +272,7 @@ def _convert(
             if isinstance(e, OSError) and not isinstance(e, BrokenPipeError):
                 raise write_error(e, e.filename or destination.place, destination.outcome) from e
             raise
-        notes = [*ckpt.notes, *draft.notes, *said]
+        notes = [*ckpt.notes, *draft.notes, *lost_notes(draft.lost), *said]
         if not source.has_versions():
             notes.append(
                 "the server gives no versions of its files: a change while they were read would not be noticed"

@@ -17,6 +17,7 @@ from math import prod
 from typing import Any
 
 from ..errors import Unsupported, UsageError, argument
+from ..huggingface import encodings
 from ..index.checkpoint import Checkpoint, Chunk, Chunks, Extent, TensorEntry, joined
 from ..index.composites import MARK, PLAIN, Composite, Uncut, class_of, composites, object_of, rows_of
 from ..storage.computed import ComputedSource
@@ -37,7 +38,9 @@ def dequantized(opened: tuple[Checkpoint, Source], patterns: Iterable[str]) -> t
     wanted, objects = list(patterns), composites(ckpt)
     for pattern in wanted:
         if not fnmatch.filter(objects, pattern):
-            first = f" The first is {next(iter(objects))}." if objects else " The checkpoint holds none."
+            codes = encodings.of_checkpoint(ckpt, None)
+            others = f" {codes.described()}; ckpttool does not dequantise those." if codes.weights else ""
+            first = f" The first is {next(iter(objects))}." if objects else f" The checkpoint holds none.{others}"
             raise UsageError(f"{argument('dequantize')} {pattern!r}: no quantised tensor has such a name.{first}")
     chosen = {n: c for n, c in objects.items() if any(fnmatch.fnmatchcase(n, pattern) for pattern in wanted)}
     names = {path: n for n, c in chosen.items() for path in c.leaves()}

@@ -1,28 +1,129 @@
-"""numpy dtypes of torch's, and casts between them that round as torch does."""
+"""numpy dtypes of torch's, and casts between them that round as torch does, with a count of what a cast could not hold."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
 
-__all__ = ["bits_dtype", "cast", "numpy_dtype"]
+__all__ = ["NOTHING", "Lost", "bits_dtype", "cast", "numpy_dtype"]
+
+_PIECE = 64 << 10  # elements that stay in the processor's cache
 
 
-def cast(data: memoryview, dtype: str, out: memoryview, to: str) -> None:
-    """Convert elements, rounding to nearest even as torch does; NaN stays NaN.
+class Lost(NamedTuple):
+    """How many numbers a cast could not hold: finite ones that became infinite, others that became NaN, and those that became the largest
+    number of a dtype without infinities (float8_e4m3fn: 448)."""
 
-    In pieces of 64 Ki elements, which stay in the processor's cache.
+    infinite: int = 0
+    nan: int = 0
+    cut: int = 0
+
+    def plus(self, other: Lost) -> Lost:
+        """Both together."""
+        return Lost(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+#: What a cast to a dtype that holds all numbers loses.
+NOTHING = Lost()
+
+
+def cast(data: memoryview, dtype: str, out: memoryview, to: str) -> Lost:
+    """Convert elements, rounding to nearest even as torch does, and count what `to` could not hold.
+
+    All numbers are torch's, bit for bit. NaN stays NaN; its sign and payload are ours, since torch gives other ones to the elements that
+    its vectorised loops handle than to the rest. float8_e8m0fnu has neither sign nor zero: as in torch, a negative number becomes its
+    magnitude, and what is below 2**-127 becomes that.
+
+    Returns:
+        counts of elements; a cast between equal ranges counts nothing.
     """
     import numpy as np
 
     src, dst = np.frombuffer(data, dtype=numpy_dtype(dtype)), np.frombuffer(out, dtype=numpy_dtype(to))
-    for a in range(0, len(src), 64 << 10):
-        piece = src[a : a + (64 << 10)]
-        with np.errstate(over="ignore", invalid="ignore"):
-            if to == "float8_e4m3fn":  # has no infinity: torch gives its largest number for all that is beyond
-                piece = np.clip(piece, -448, 448)
-            dst[a : a + (64 << 10)] = piece
-            if to == "bfloat16" and np.isnan(piece.max()):  # torch has one NaN, ml_dtypes keeps the sign
-                dst.view("u2")[a : a + (64 << 10)][np.isnan(piece)] = 0x7FC0
+    convert = _converter(dtype, to)
+    overflowed: list[int] = []
+    lost = NOTHING
+    with np.errstate(over="call", call=lambda *_: overflowed.append(1), invalid="ignore"):
+        for a in range(0, len(src), _PIECE):
+            piece, part = src[a : a + _PIECE], dst[a : a + _PIECE]
+            convert(piece, part)
+            if overflowed or _at_the_end(part, dtype, to):
+                lost = lost.plus(_counted(piece, part, to))
+                overflowed.clear()
+                if to == "bfloat16":  # one NaN, whatever the sign was
+                    part.view("u2")[np.isnan(piece)] = 0x7FC0
+    return lost
+
+
+def _converter(dtype: str, to: str) -> Callable[[Any, Any], None]:
+    """What writes elements of one dtype as those of another: of a byte each by a table, others by numpy, with the steps that torch takes."""
+    import numpy as np
+
+    if dtype.startswith("float8"):
+        table = _table(dtype, to)
+        return lambda piece, part: np.take(table, piece.view("u1"), out=part, mode="clip")
+    if to == "float8_e8m0fnu":
+        return lambda piece, part: _to_exponents(piece, part)
+
+    def convert(piece: Any, part: Any) -> None:
+        if to == "float8_e4m3fn":  # has no infinity: torch gives its largest number for all that is beyond
+            piece = np.clip(piece, -448, 448)
+        elif (dtype, to) == ("float64", "float16"):  # torch has no other way, and rounds twice
+            piece = piece.astype("f4")
+        part[...] = piece
+
+    return convert
+
+
+@lru_cache(128)
+def _table(dtype: str, to: str) -> Any:
+    """The numbers of all 256 bytes of a dtype, in another."""
+    import numpy as np
+
+    numbers = np.arange(256, dtype="u1").view(numpy_dtype(dtype)).astype("f4")
+    out = np.empty(256, numpy_dtype(to))
+    with np.errstate(all="ignore"):
+        _converter("float32", to)(numbers, out)
+    return out
+
+
+def _to_exponents(piece: Any, part: Any) -> None:
+    """Numbers as float8_e8m0fnu: the exponent of the float32, rounded to nearest, and up where two are equally near, but for 2**-127.
+
+    Source: torch/headeronly/util/Float8_e8m0fnu.h, fp8e8m0fnu_from_fp32_value.
+    """
+    import numpy as np
+
+    bits = piece.astype("f4").view("u4")
+    exponent, rest = (bits >> 23) & 0xFF, bits & 0x7FFFFF
+    up = (rest > 0x400000) | ((rest == 0x400000) & (exponent > 0))
+    part.view("u1")[...] = np.where(exponent == 0xFF, 0xFF, exponent + up)
+
+
+#: The smallest bits, without the sign, of what a number that `cast` cannot hold becomes.
+_ENDS = {"float16": 0x7C00, "bfloat16": 0x7F80, "float8_e5m2": 0x7C, "float8_e4m3fn": 0x7E}
+
+
+def _at_the_end(part: Any, dtype: str, to: str) -> bool:
+    """Whether any element is infinite, NaN or the largest that there is. Casts between numpy's own dtypes are not looked at: numpy itself
+    reports that a number overflows."""
+    if to in _ENDS and not (to == "float16" and dtype in ("float64", "float32")):
+        end, item = _ENDS[to], part.itemsize
+        return bool(part.view(f"i{item}").max() >= end or part.view(f"u{item}").max() >= end + (1 << 8 * item - 1))
+    if to == "float8_e8m0fnu":
+        return bool(part.view("u1").max() == 0xFF)
+    return to.endswith("fnuz") and bool(part.view("i1").min() == -128)
+
+
+def _counted(piece: Any, part: Any, to: str) -> Lost:
+    """What the elements of `part` lost of those of `piece`."""
+    import numpy as np
+
+    x, y = piece.astype("f8"), part.astype("f8")
+    cut = np.abs(x) > 464 if to == "float8_e4m3fn" else np.zeros(1, bool)  # where 480 would be nearer than 448
+    found = (np.isinf(y) & np.isfinite(x), np.isnan(y) & ~np.isnan(x), cut)
+    return Lost(*(int(np.count_nonzero(mask)) for mask in found))
 
 
 def bits_dtype(item: int) -> str:

@@ -31,16 +31,16 @@ from blake3 import blake3
 from ..errors import Corrupt
 from ..formats.crc import crc32, crc32_combine
 from ..index import boxes
-from ..index.checkpoint import ITEMSIZE, TensorEntry
+from ..index.checkpoint import ITEMSIZE, TensorEntry, joined
 from ..index.draft import Draft, EarlierFile, Sink, Written
 from ..storage.buffers import DEFAULT_BUDGET, IOBudget
 from ..storage.destination import Altered, Destination, DestinationFile
 from ..storage.local_file import WriterPool
 from ..storage.source import Source
-from .dtypes import bits_dtype
+from .dtypes import NOTHING, Lost, bits_dtype
 from .stream import Block, Reader, StreamJob
 
-__all__ = ["ChunkRow", "Progress", "Scatter", "fill", "silent"]
+__all__ = ["ChunkRow", "Progress", "Scatter", "fill", "lost_notes", "note_lost", "silent"]
 
 #: Called with (what is being done, bytes done, bytes in all).
 Progress = Callable[[str, int, int], None]
@@ -114,7 +114,9 @@ def fill(
     while True:
         run = _Filling(draft, source, files, records, destination, budget)
         try:
-            return run.run(progress)
+            digests = run.run(progress)
+            note_lost(draft, run.lost)
+            return digests
         except Altered:
             destination.begin_anew()
             destination.messages.append(
@@ -124,15 +126,49 @@ def fill(
             run.close()
 
 
+def note_lost(draft: Draft, lost: Mapping[str, Iterable[int]]) -> None:
+    """Put into a draft what casts could not hold, {tensor: `Lost`}, under the names of the source; of several copies of a tensor, the
+    one that lost most."""
+    for name, counts in lost.items():
+        of, row = joined(draft.sources[name].path), Lost(*counts)._asdict()
+        before = draft.lost.get(of)
+        if before is None or sum(before[kind] for kind in row) < sum(row.values()):
+            draft.lost[of] = {"dtype": draft.checkpoint.tensors[name].dtype, **row}
+
+
+_BECAME = {
+    "infinite": "became infinite in {}",
+    "nan": "became NaN in {}",
+    "cut": "were cut to 448, the largest number of {}",
+}
+
+
+def lost_notes(lost: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What to say of `Draft.lost`: one sentence for each dtype and what became of the numbers."""
+    out = []
+    for kind, became in _BECAME.items():
+        for dtype in dict.fromkeys(row["dtype"] for row in lost.values()):
+            counts = {n: row[kind] for n, row in lost.items() if row["dtype"] == dtype and row[kind]}
+            if counts:
+                numbers, tensors = sum(counts.values()), len(counts)
+                out.append(
+                    f"{numbers:,} number{'s' * (numbers > 1)} of {tensors:,} tensor{'s' * (tensors > 1)} {became.format(dtype)}, first in "
+                    f"{next(iter(counts))}"
+                )
+    return out
+
+
 class Scatter:
     """Digests tensors of a draft and hands their bytes on, chunk by chunk; what happens to them there is up to subclasses.
 
-    `digests` {tensor: BLAKE3 in hex} of those that are done; `crcs` {file: chunks written to it, in order}.
+    `digests` {tensor: BLAKE3 in hex} of those that are done; `crcs` {file: chunks written to it, in order}; `lost` {tensor: what its cast
+    could not hold}, of those that lost something.
     """
 
     def __init__(self, draft: Draft) -> None:
         self.draft = draft
         self.digests: dict[str, str] = {}
+        self.lost: dict[str, Lost] = {}
         self.crcs: dict[int, list[Written]] = {}
         self.needs_crcs = draft.after is not None or draft.tail is not None
 
@@ -168,6 +204,8 @@ class Scatter:
                 for piece, _ in block.pieces(0, len(block.data)):
                     hasher.update(piece)
                 self._scatter(name, tensors[name], plan, block)
+            if block.lost != NOTHING:
+                self.lost[name] = self.lost.get(name, NOTHING).plus(block.lost)
             if block.last:
                 self.digests[name] = hasher.hexdigest()
                 hasher = None
@@ -317,6 +355,7 @@ class _Filling(Scatter):
                 progress("reread", passed, total)
                 if here and block.last and self.digests[block.name] != self.earlier.digests.get(block.name):
                     raise Altered(self.destination.place)
+            self.lost |= {n: Lost(*counts) for n, counts in self.earlier.lost.items() if here}
         except Corrupt:
             if here:
                 raise Altered(self.destination.place) from None
@@ -369,6 +408,7 @@ class _Filling(Scatter):
         entry: dict[str, Any] = {"done": done}
         if self.source.is_remote:
             entry["digests"] = self.fresh_digests
+            entry["lost"] = {n: self.lost[n] for n in self.fresh_digests if n in self.lost}
         if sinks := {i: o.sink.state() for i, o in self.outs.items() if isinstance(o, _Coded)}:
             entry["sinks"] = sinks
         self.destination.note(entry)

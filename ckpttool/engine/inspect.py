@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CkpttoolError
-from ..huggingface import lora, model_files
+from ..huggingface import encodings, lora, model_files
 from ..index.checkpoint import Checkpoint, TensorEntry, orphaned_optimizer_state, unnamed_optimizer_state
 from ..index.composites import composites, described, unwrapped_note
 from ..index.names import step_count
@@ -46,7 +46,8 @@ class Summary:
     "values"}, ...}; `optimizer` {"kind", "kinds": {name: parameters}, "slots": {slot: {"parameters", "bytes"}}, "groups"}, None without one; `missing`
     sentences about what a resume would need and is not there; `not_read` files that the layout does not read, as
     `Unread.to_json` has them; `adapter` {"only": whether no base model is there, "ranks", "modules", "names", "base_model"} of LoRA, None
-    without one; `next` one line: whether its trainer resumes from it as it is, and the command for what it does not.
+    without one; `encoding` {"weights": how many are codes with scales, "of": of how many, "schemes": {scheme: weights}, "faults": sentences about what is not
+    whole, "method": the quant_method of config.json, None without one}, None where no weight is codes; `next` one line: whether its trainer resumes from it as it is, and the command for what it does not.
     """
 
     path: str
@@ -65,6 +66,7 @@ class Summary:
     not_read: list[dict[str, Any]]
     next: str
     adapter: dict[str, Any] | None = None
+    encoding: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -133,8 +135,16 @@ def summarise(
         components={k: components[k] for k in order if k in components}, optimizer=_optimizer(ckpt), missing=_missing(ckpt) if only is None else [],
         notes=[*ckpt.notes, *_notes(ckpt), *([f"only {', '.join(only)} was looked at"] if only is not None else [])], not_read=[r.to_json() for r in ckpt.unread],
         next=next_step(ckpt, urls.redact_url(os.fspath(path)) if urls.is_url(path) else os.fspath(path)),
-        adapter=_adapter(ckpt, source),
+        adapter=_adapter(ckpt, source), encoding=_encoding(ckpt, source),
     )  # fmt: skip
+
+
+def _encoding(ckpt: Checkpoint, source: Source | None) -> dict[str, Any] | None:
+    found = encodings.of_checkpoint(ckpt, encodings.stated(ckpt, source))
+    faults = [fault.text for fault in found.faults]
+    return {
+        "weights": len(found.weights), "of": found.of, "schemes": found.schemes(), "faults": faults, "method": found.method,
+    } if found else None  # fmt: skip
 
 
 def _adapter(ckpt: Checkpoint, source: Source | None) -> dict[str, Any] | None:
@@ -309,6 +319,11 @@ def screen(s: Summary) -> RenderableType:
             line.append(f", called {', '.join(a['names'])}", style="default")
         line.append(f", base model {a['base_model']}" if a["base_model"] else "", style="default")
         parts.append(line)
+    if s.encoding:
+        e = s.encoding
+        if e["weights"]:
+            parts.append(Text.assemble(("encoded ", "bold"), encodings.line(e["weights"], e["of"], e["schemes"])))
+        parts += [Text.assemble(("-", "yellow"), " ", text) for text in e["faults"]]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for title, right in (("", False), ("tensors", True), ("elements", True), ("bytes", True), ("dtypes", False)):
         table.add_column(title, justify="right" if right else "left")

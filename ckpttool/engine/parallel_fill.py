@@ -25,7 +25,7 @@ from . import part_worker
 from .cell_fill import why_not
 from .dispatch import run_all
 from .executors import Workers
-from .fill import Progress
+from .fill import Progress, note_lost
 from .parallel_cells import note_sent, objects_of, send_rest
 from .part_fill import between, framed_alone
 from .parts import cut
@@ -88,6 +88,7 @@ def fill_with_workers(
     for part in parts:
         found = results[part.number]
         digests |= found["digests"]
+        note_lost(draft, found.get("lost", {}))
         for file, pieces in found["fringes"].items():
             fringes.setdefault(int(file), []).extend(pieces)
         for file, rows in found["crcs"].items():

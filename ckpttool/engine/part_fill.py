@@ -102,7 +102,7 @@ def fill_part(
     out = {
         "digests": run.digests, "crcs": {str(file): rows for file, rows in run.crcs.items()}, "seen": reader.crcs.seen(),
         "fringes": {str(file): [(at, b64encode(data).decode()) for at, data in out.fringes or ()] for file, out in run.outs.items()},
-        "bytes": part.nbytes, "seconds": round(time.monotonic() - began, 3), "node": os.uname().nodename, **sent,
+        "lost": run.lost, "bytes": part.nbytes, "seconds": round(time.monotonic() - began, 3), "node": os.uname().nodename, **sent,
     }  # fmt: skip
     tree.note_part(part.number, out)
     return out

@@ -14,6 +14,8 @@ from blake3 import blake3
 from .. import layouts
 from .._version import __version__
 from ..errors import Corrupt, IncompleteWeights, Unsupported, UsageError, argument
+from ..huggingface import encodings
+from ..huggingface.encodings import Encodings
 from ..index.checkpoint import (
     Checkpoint,
     TensorEntry,
@@ -170,10 +172,12 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
         _change(opened, reading, writing, model.config, account, to_hub=target.name == "hf")
         objects = composites(opened.checkpoint)
         parts = {joined(t.path): n for n, c in objects.items() for t in c.tensors.values()}
+        quantization = encodings.stated(opened.checkpoint, opened.source if opened.folder else None)
+        _refuse_dtype(writing.dtype, encodings.of_checkpoint(opened.checkpoint, quantization))
         options = layouts.WriteOptions(
             config=model.config, like=model.like, flat_layout=model.flat_layout, wrap=model.wrap,
             target=os.path.basename(os.path.abspath(dst)), world_size=writing.world_size,
-            cast=caster(writing.dtype, writing.cast or {}, parts), own=writing.options, vocab_size=writing.vocab_size,
+            own=writing.options, vocab_size=writing.vocab_size,
         )  # fmt: skip
         unplaced: list[Dropped] = []
         if writing.regroup:
@@ -183,6 +187,8 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
         ckpt = target.prepare(opened.checkpoint, opened.source, options)
         account.add_step(f"prepared for {target.name}", opened.checkpoint, ckpt)
         opened.checkpoint = ckpt
+        codes = encodings.of_checkpoint(ckpt, quantization)  # under the names that are written
+        options = replace(options, cast=caster(writing.dtype, writing.cast or {}, parts, codes))
         _refuse_subclasses(target, {n: c for n, c in objects.items() if not holds or c.path[0] in holds})
         _check_optimizer(ckpt, target, drop)
         ckpt.notes += unwrapped_note(ckpt.tensors.values())
@@ -194,7 +200,7 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
             replace(ckpt, tensors=dict(ckpt.tensors), values=dict(ckpt.values)), opened.source, options
         )
         account.add_draft(ckpt, digests, draft)
-        _refuse_casts(draft)
+        _refuse_casts(draft, target, codes)
         theirs = target.own_keys and any(p[0] in ("model", "optim") for p in ckpt.origin)
         if theirs and CANONICAL_KEYS_NOTE not in draft.notes:
             draft.notes.append(
@@ -280,6 +286,12 @@ def _change(
     opened.checkpoint = ckpt
     cut = {t.shape[0] for t in vocabulary_of(ckpt).values()} if ckpt is not before_map else set()
     if writing.vocab_size is not None and cut != {writing.vocab_size}:
+        codes = encodings.of_checkpoint(ckpt, None)
+        if said := next(filter(None, (codes.said_of(f"model.{n}") for n in vocabulary_of(ckpt))), ""):
+            raise Unsupported(
+                f"{argument('vocab_size', writing.vocab_size)}: {said}, with scales for the rows that there are. Dequantise the weights with the program "
+                "that quantised them first."
+            )
         opened.checkpoint, opened.source = resized((ckpt, opened.source), writing.vocab_size)
         account.add_step(f"a vocabulary of {writing.vocab_size:,} rows", ckpt, opened.checkpoint)
 
@@ -382,14 +394,38 @@ def _refuse_world_size(target: layouts.Layout, world_size: int) -> None:
         )
 
 
-def _refuse_casts(draft: Draft) -> None:
-    """Refuse a layout's own choice of dtype (masters of ZeRO are float32) where numpy cannot convert the source's.
+def _refuse_dtype(dtype: str | None, found: Encodings) -> None:
+    """Refuse a dtype for all weights where some are codes: nobody asks for bf16 to get fp8.
+
+    Raises:
+        Unsupported: with the first codes and their scale, or with what is not whole.
+    """
+    if dtype in (None, "keep") or not found:
+        return
+    what = [f.text for f in found.faults]
+    if found.weights:
+        codes, first = next(iter(found.weights.items()))
+        what.insert(0, f'{found.described()}; first "{codes}" with "{first.scale}"')
+    raise Unsupported(
+        f"{argument('dtype', dtype)}: {'; '.join(what)}. A cast would round codes and scales and multiply nothing, and make a model of other "
+        f"weights. Without {argument('dtype')}, codes and scales are copied bit for bit; for weights in {dtype}, dequantise with the program "
+        f"that quantised them, and convert what it saves. {argument('cast')} changes tensors that are no codes."
+    )
+
+
+def _refuse_casts(draft: Draft, target: layouts.Layout, codes: Encodings) -> None:
+    """Refuse a layout's own choice of dtype (masters of ZeRO are float32) where numpy cannot convert the source's, or where that is
+    codes or their scales.
 
     Raises:
         Unsupported: with the first such tensor.
     """
     for name, t in draft.checkpoint.tensors.items():
         of = draft.sources.get(name)
+        if of is not None and of.dtype != t.dtype and (said := codes.said_of(joined(of.path))):
+            raise Unsupported(
+                f"{said}, and {target.name} keeps it as {t.dtype}: its engine trains numbers, not codes. {encodings.ADVICE}"
+            )
         if of is not None and of.dtype != t.dtype and "float4_e2m1fn_x2" in (of.dtype, t.dtype):
             raise Unsupported(
                 f'"{joined(of.path)}" is {of.dtype}, two numbers in a byte, and the destination keeps it as {t.dtype}. ckpttool moves '
@@ -430,12 +466,16 @@ def _not_carried(opened: OpenCheckpoint, target: layouts.Layout, rows: list[Unre
 
 
 def caster(
-    dtype: str | None, cast: Mapping[str, str], inside: Mapping[str, str] = MappingProxyType({})
+    dtype: str | None,
+    cast: Mapping[str, str],
+    inside: Mapping[str, str] = MappingProxyType({}),
+    codes: Encodings = Encodings(),  # noqa: B008
 ) -> layouts.Cast:
     """The dtype that a tensor gets, by its name and its stored dtype: `dtype` for floating-point weights, `cast` for names.
 
     Args:
         inside: {tensor: the object of a subclass that is made of it}; those stay as they are.
+        codes: weights that are codes; they and their scales stay as they are.
 
     Raises (when it is called):
         Unsupported: one of those is named by `cast`.
@@ -449,6 +489,13 @@ def caster(
                 raise Unsupported(
                     f'{argument("cast")}: "{name}" is a part of the quantised tensor "{inside[name]}", whose numbers only mean something '
                     "together. Leave it out of the pattern."
+                )
+            return stored
+        if said := codes.said_of(name):
+            if any(fnmatch.fnmatchcase(name, pattern) and to != stored for pattern, to in rules):
+                raise Unsupported(
+                    f"{argument('cast')}: {said}. A cast would change the codes or their scales, and not give the numbers of the weight. Leave it out "
+                    "of the pattern, or dequantise with the program that quantised it."
                 )
             return stored
         if "float" not in stored or stored.startswith("float4"):

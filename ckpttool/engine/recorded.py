@@ -175,6 +175,7 @@ def record(planned: Plan, wanted: Mapping[str, TensorEntry], digests: Mapping[st
             if (aside := [d for d in draft.dropped if d.why.endswith(unread_files.NOT_READ)])
             else {}
         ),
+        **({"lost": draft.lost} if draft.lost else {}),
         "tied": draft.aliases,
         "added": draft.synthesized_tensors,
         "added_values": values.as_json({n: Value((n,), x) for n, x in draft.synthesized_values.items()}),

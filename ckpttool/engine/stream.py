@@ -31,7 +31,7 @@ from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Record, TensorEntry
 from ..storage.buffers import ALIGN, DEFAULT_BUDGET, BufferPool, IOBudget, Lease
 from ..storage.source import Source, read_error
 from .block_plans import BlockPlan, StreamJob, plans
-from .dtypes import bits_dtype, cast
+from .dtypes import NOTHING, Lost, bits_dtype, cast
 from .record_crcs import CrcVerifier, Mismatch
 from .zstd_frames import Decoder
 
@@ -68,6 +68,7 @@ class Block:
     source_bytes: int
     _lease: Lease
     _unchecked: tuple[Reader, int, int] | None = None  # (reader, file, offset) of bytes whose CRC is still to be taken
+    lost: Lost = NOTHING  # what the cast of these elements could not hold
 
     def pieces(self, begin: int, end: int) -> Iterator[tuple[memoryview, int | None]]:
         """data[begin:end] in pieces that stay in the cache, each with its CRC32 where the source carries one to compare.
@@ -230,7 +231,7 @@ class Reader:
         e = plan.job.entry
         item = ITEMSIZE[e.dtype]
         n = plan.count * item
-        crc = None
+        crc, lost = None, NOTHING
         if plan.one:
             buffer = self._pool.free.get()
             file, offset, _ = self._where(plan)
@@ -248,11 +249,12 @@ class Reader:
         if plan.job.dtype != e.dtype and n:
             other = self._pool.free.get()
             size = plan.count * ITEMSIZE[plan.job.dtype]
-            cast(data, e.dtype, other[:size], plan.job.dtype)
+            lost = cast(data, e.dtype, other[:size], plan.job.dtype)
             self._pool.free.put(buffer)
             buffer, data, crc = other, other[:size], None
         lease = Lease(self._pool, buffer, 1)
-        return Block(plan.job.name, plan.first, plan.count, plan.start, plan.shape, data, crc, plan.last, n, lease)
+        where = (plan.first, plan.count, plan.start, plan.shape)
+        return Block(plan.job.name, *where, data, crc, plan.last, n, lease, lost=lost)
 
     def _place(
         self,

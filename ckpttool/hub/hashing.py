@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
+from ..engine.dtypes import NOTHING, Lost
 from ..engine.fill import Progress
 from ..engine.opening import OpenCheckpoint
 from ..engine.record_crcs import CrcVerifier
@@ -28,10 +29,11 @@ _LARGE = 64 << 10  # a block of fewer bytes is hashed faster than handed to anot
 
 
 class Hashed(NamedTuple):
-    """The hashes of a file: its SHA-256, and the BLAKE3 of every tensor in it, in hex."""
+    """The hashes of a file: its SHA-256, and the BLAKE3 of every tensor in it, in hex; and {tensor: what its cast could not hold}."""
 
     sha256: str
     tensors: dict[str, str]
+    lost: dict[str, Lost]
 
 
 def git_oid(data: bytes) -> str:
@@ -84,6 +86,7 @@ def hash_contents(
 
 def _hash(content: Content, crcs: CrcVerifier, count: Callable[[int], None]) -> Hashed:
     whole, tensors = sha256(content.head), {}
+    lost: dict[str, Lost] = {}
     part: Any = None
     with ThreadPoolExecutor(1, "ckpttool-sha256") as helper:
         for block in content.blocks(crcs=crcs) if content.jobs else ():
@@ -95,12 +98,14 @@ def _hash(content: Content, crcs: CrcVerifier, count: Callable[[int], None]) -> 
             else:
                 whole.update(block.data)
                 part.update(block.data)
+            if block.lost != NOTHING:
+                lost[block.name] = lost.get(block.name, NOTHING).plus(block.lost)
             if block.last:
                 tensors[block.name] = part.hexdigest()
                 part = None
             n = block.source_bytes
             count(n)
-    return Hashed(whole.hexdigest(), tensors)
+    return Hashed(whole.hexdigest(), tensors, lost)
 
 
 def hash_paths(paths: dict[str, str], jobs: int, progress: Progress) -> dict[str, str]:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from hashlib import sha256
 from typing import Any
 
+from ..engine.dtypes import Lost
 from .hashing import Hashed
 
 __all__ = ["Journal"]
@@ -53,7 +54,8 @@ class Journal:
 
     def _take(self, line: dict[str, Any]) -> None:
         if "file" in line:
-            self.files[line["file"]] = Hashed(line["sha256"], line["tensors"])
+            lost = {n: Lost(*counts) for n, counts in line.get("lost", {}).items()}
+            self.files[line["file"]] = Hashed(line["sha256"], line["tensors"], lost)
         elif "record" in line:
             self.record = line["record"]
         elif "staged" in line:
@@ -67,7 +69,7 @@ class Journal:
 
     def hashed(self, name: str, done: Hashed) -> None:
         """Note a hashed file."""
-        self._add({"file": name, "sha256": done.sha256, "tensors": done.tensors})
+        self._add({"file": name, "sha256": done.sha256, "tensors": done.tensors, "lost": done.lost})
 
     def settled(self, record: dict[str, Any]) -> None:
         """Note that all files were hashed, and the content of ckpttool.json."""

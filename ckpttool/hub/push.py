@@ -26,7 +26,7 @@ from .._version import __version__
 from ..bounded_json import parse
 from ..engine import conversion, planning, recorded, verification
 from ..engine.conversion import RunOptions
-from ..engine.fill import Progress, silent
+from ..engine.fill import Progress, lost_notes, note_lost, silent
 from ..engine.opening import OpenOptions
 from ..engine.planning import WriteRequest
 from ..engine.recorded import MOST_RECORD_BYTES, RECORD
@@ -204,7 +204,7 @@ class Push:
         journal = self.journal()
         for c in self.files:
             known = state.files.get(c.name) if state else None
-            hashed = journal.files.get(c.name) if c.jobs else Hashed(sha256(c.head).hexdigest(), {})
+            hashed = journal.files.get(c.name) if c.jobs else Hashed(sha256(c.head).hexdigest(), {}, {})
             if hashed and PushFile(c.name, c.size, hashed.sha256, content=c).same(known):
                 out.there.append(c.name)
             else:
@@ -232,6 +232,7 @@ class Push:
             self.target.card_there(state)
         try:
             weights, record = self.staged(stage, progress) if stage is not None else self.hashed(progress)
+            self.notes += lost_notes(record.get("lost", {}))
             return self.rounds(weights, record, created, progress)
         except KeyboardInterrupt:
             if self.made is not None:
@@ -272,6 +273,7 @@ class Push:
             found: dict[str, str] = {}
             for c in self.files:
                 found |= journal.files[c.name].tensors
+                note_lost(self.draft, journal.files[c.name].lost)
             found |= {name: found[other] for name, other in self.draft.aliases.items()}
             budget = IOBudget(self.jobs)
             wanted, digests = verification.settled(self.opened, self.draft, found, self.writing, progress, budget)

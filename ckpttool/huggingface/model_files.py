@@ -21,7 +21,7 @@ __all__ = [
 ADAPTER_CONFIG = "adapter_config.json"
 
 _MODEL = re.compile(
-    r"config\.json|generation_config\.json|tokenizer[^/]*|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|"
+    r"config\.json|generation_config\.json|hf_quant_config\.json|quant(ize)?_config\.json|tokenizer[^/]*|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|"
     r"merges\.txt|[^/]*\.(model|tiktoken|jinja)|(pre)?processor_config\.json|chat_template[^/]*|adapter_config\.json|"
     r"video_preprocessor_config\.json"
 )

@@ -112,6 +112,8 @@ class Draft:
     )  # values that the files hold as several; the record has them whole
     object_lock: dict[str, Any] = field(default_factory=dict)  # S3's arguments of an object lock; {} for none
     summary: dict[str, Any] = field(default_factory=dict)  # facts about the destination, known after its last byte
+    # known after its last byte, too: {tensor: {"dtype", "infinite", "nan", "cut"}}, the numbers that a cast to that dtype could not hold
+    lost: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         tensors = len(self.checkpoint.tensors)

@@ -18,6 +18,7 @@ from ..engine.recorded import other_digests
 from ..engine.tensor_digests import tensor_digests
 from ..engine.zstd_frames import Decoder
 from ..errors import Unsupported
+from ..huggingface import encodings
 from ..index import boxes
 from ..index.check import check_chunk
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, TensorEntry, Value
@@ -140,10 +141,12 @@ class LiveReader:
                 hashed in memory; `check_recorded` reads the others again.
 
         Raises:
-            Corrupt, SourceChanged: bytes are missing, damaged, or changed meanwhile.
+            Corrupt, SourceChanged: bytes are missing, damaged, or changed meanwhile. Unsupported: codes, or their scales, would be cast to
+                the dtype of a target.
         """
         import torch
 
+        self._refuse_codes(wanted)
         self.prepare((w.name, w.start, w.shape) for w in wanted)
         tuning = self.tuning
         if any(w.target.device.type == "cuda" for w in wanted):  # pinned memory, two buffers for each thread
@@ -192,6 +195,21 @@ class LiveReader:
                 f'"{first}" is {a} in the checkpoint and {b} in the job.',
                 stacklevel=2,
             )
+
+    def _refuse_codes(self, wanted: Sequence[Wanted]) -> None:
+        """Refuse to cast encoded weights.
+
+        Raises:
+            Unsupported: with the first tensor.
+        """
+        cast = [w for w in wanted if str(w.target.dtype) != f"torch.{self.ckpt.tensors[w.name].dtype}"]
+        codes = encodings.of_checkpoint(self.ckpt, self.ckpt.config) if cast else encodings.Encodings()
+        for w in cast:
+            if said := codes.said_of(w.name):
+                raise Unsupported(
+                    f"{self.path}: {said}, and {str(w.target.dtype).removeprefix('torch.')} in the job: a cast would not give the numbers of the weight. "
+                    "Load weights that the program that quantised them has dequantised."
+                )
 
     def _compare_whole(self, wanted: Sequence[Wanted], names: Container[str]) -> None:
         """Hash the targets that hold all bytes of a tensor."""

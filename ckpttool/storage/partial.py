@@ -165,13 +165,14 @@ def _locked(beside: Beside, look_only: bool = False) -> Iterator[None]:
 class Earlier(NamedTuple):
     """What an earlier run left: tensors done, and what it says of them.
 
-    `digests` {tensor: BLAKE3} of those that are done, only where their source is far away; `sinks` {number of a file: state
-    of what its bytes went through}.
+    `digests` {tensor: BLAKE3} of those that are done, only where their source is far away, and `lost` {tensor: counts of numbers that
+    its cast could not hold} likewise; `sinks` {number of a file: state of what its bytes went through}.
     """
 
     done: int = 0
     digests: dict[str, str] = {}  # noqa: RUF012
     sinks: dict[int, dict[str, Any]] = {}  # noqa: RUF012
+    lost: dict[str, tuple[int, int, int]] = {}  # noqa: RUF012
 
 
 def read_journal(folder: str) -> list[dict[str, Any]]:
@@ -193,16 +194,19 @@ def earlier_run(entries: list[dict[str, Any]], plan: str) -> Earlier | None:
     if not entries or entries[0]["plan"] != plan or "committed" in entries[-1]:
         return None
     done, digests, sinks = 0, dict[str, str](), dict[int, dict[str, Any]]()
+    lost: dict[str, tuple[int, int, int]] = {}
     try:
         for e in entries[1:]:
             if type(e["done"]) is not int or e["done"] < done:
                 return None
             done = e["done"]
             digests |= {str(n): str(d) for n, d in e.get("digests", {}).items()}
+            for name, (infinite, nan, cut) in e.get("lost", {}).items():
+                lost[str(name)] = int(infinite), int(nan), int(cut)
             sinks = {int(file): dict(state) for file, state in e.get("sinks", {}).items()}
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
-    return Earlier(done, digests, sinks)
+    return Earlier(done, digests, sinks, lost)
 
 
 # -------------------------------------------------------------------------------------- putting back, and removing

@@ -191,6 +191,20 @@ def test_dtype_message_and_json_of_the_command(hub: Hub, tmp_path: Path) -> None
     assert "entries: optim (" in again.stderr and "--include-optimizer" in again.stderr
 
 
+def test_numbers_that_a_cast_made_infinite_are_a_note_also_of_a_push_that_goes_on(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"a.weight": torch.tensor([1.0, 7e4, -1e9]), "b.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    note = "2 numbers of 1 tensor became infinite in float16, first in model.a.weight"
+    with monkeypatch.context() as m:
+        m.setattr(pushing.Push, "rounds", lambda *_: (_ for _ in ()).throw(RemoteError("gone")))
+        with pytest.raises(RemoteError):
+            push(str(tmp_path), "hf://org/cast", dtype="fp16")
+    assert note in push(str(tmp_path), "hf://org/cast", dtype="fp16").notes  # hashed before, by the journal
+    lost = json.loads(hub.bytes_at("org/cast", "ckpttool.json"))["lost"]
+    assert lost == {"model.a.weight": {"dtype": "float16", "infinite": 2, "nan": 0, "cut": 0}}
+
+
 def test_no_optimizer_unless_asked_for(hub: Hub) -> None:
     done = push(str(DCP), URL, config=CONFIG)
     assert not any("training_state" in n for n in head(hub))

@@ -1,0 +1,414 @@
+"""Weights whose bytes are codes: which tensors are codes, which are their scales, and in which scheme.
+
+A number of such a weight is its code times a scale that another tensor holds, so neither means anything without the other, and a cast
+of either makes other weights. They are known by their names, dtypes and shapes, in any layout:
+
+    codes                     scale               scheme
+    w            float8       w_scale_inv         fp8 of DeepSeek and transformers: blocks of 128 x 128
+    w            float8, int8 w_scale             fp8, int8, mxfp8 (scales uint8 or e8m0) of compressed-tensors, ModelOpt, FBGEMM
+    w            uint8        w_scale             nvfp4 of ModelOpt, with w_scale_2; two codes a byte
+    w_packed     int32        w_scale             integers of 4 or 8 bits of compressed-tensors, with w_shape, w_zero_point, w_g_idx
+    w_packed     uint8        w_scale             nvfp4 (with w_global_scale) and mxfp4 of compressed-tensors; two codes a byte
+    w_blocks     uint8        w_scales            mxfp4 of gpt-oss: [..., groups, 16]
+    m.qweight    int32        m.scales            GPTQ, AWQ, with m.qzeros, m.g_idx
+    m.weight     float8, int8 m.scale             DeepSeek's own files
+    m.weight     int8         m.SCB               bitsandbytes, 8 bits
+    w            any          w.absmax            bitsandbytes, 4 bits, with w.quant_map, w.quant_state.*
+
+`w` is the name of a parameter, "model.layers.0.mlp.up_proj.weight", and `m` of its module. A pair counts if the scale has a shape that fits the codes.
+What config.json says (`stated`) decides where names alone do not: a plain float8 weight, or a parameter that is called "scale", is no code.
+
+Sources: compressed_tensors/compressors 0.20; transformers/quantizers and integrations 5.23 (finegrained_fp8, mxfp4, bitsandbytes, awq);
+modelopt/torch/export/quant_utils.py; DeepSeek-V3 inference/fp8_cast_bf16.py; OCP Microscaling Formats 1.0 (groups of 32).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
+
+from .. import bounded_json
+from ..errors import CkpttoolError
+from ..index.checkpoint import Checkpoint, TensorEntry, joined
+from ..index.composites import composites
+from ..storage.source import Source
+
+__all__ = [
+    "ADVICE",
+    "OWN_CONFIGS",
+    "Encoded",
+    "Encodings",
+    "Fault",
+    "find",
+    "line",
+    "of_checkpoint",
+    "parameters",
+    "stated",
+]
+
+_Shape = tuple[int, ...]
+
+_FLOAT8 = frozenset(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"))
+_WIDE = frozenset(("float64", "float32", "float16", "bfloat16"))
+_EXPONENTS = frozenset(("uint8", "float8_e8m0fnu"))
+_TWO_IN_A_BYTE = frozenset(("uint8", "int8", "float4_e2m1fn_x2"))
+_CODES = _FLOAT8 | _TWO_IN_A_BYTE
+
+
+class _Pair(NamedTuple):
+    """How names and dtypes of codes and their scale go together. Where `sure`, no other tensors have such names."""
+
+    scale: str
+    codes: str
+    dtypes: frozenset[str]
+    sure: bool = True
+
+    @property
+    def leaf(self) -> str:
+        """What the name of the parameter has in the place of `scale`."""
+        return ".weight" if self.codes in (".weight", ".qweight") else ""
+
+
+_PAIRS = (
+    _Pair("_scale_inv", "", _CODES),
+    _Pair("_scale", "_packed", frozenset(("int32", "uint8"))),
+    _Pair("_scale", "", _CODES, sure=False),
+    _Pair("_scales", "_blocks", frozenset(("uint8",)), sure=False),
+    _Pair(".scales", ".qweight", frozenset(("int32",))),
+    _Pair(".scale", ".weight", _FLOAT8 | {"int8", "float4_e2m1fn_x2"}, sure=False),
+    _Pair(".SCB", ".weight", frozenset(("int8",))),
+    _Pair(".absmax", "", _CODES | _WIDE, sure=False),
+)
+_SCALES = tuple(pair.scale for pair in _PAIRS)
+#: What else belongs to codes: after the name of the weight, and in its module.
+_WITH_WEIGHT = (
+    "_scale_2", "_global_scale", "_zero_point", "_shape", "_g_idx", "_format", ".quant_map", ".nested_absmax", ".nested_quant_map",
+    ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4",
+)  # fmt: skip
+_WITH_MODULE = (
+    "qzeros", "g_idx", "zero_point", "weight_format", "input_scale", "input_zero_point", "input_global_scale", "output_scale",
+    "output_zero_point", "activation_scale", "pre_quant_scale",
+)  # fmt: skip
+#: Scales of the cache of keys and values, beside weights that may be no codes.
+_OF_CACHE = ("k_scale", "v_scale", "q_scale", "kv_scale")
+#: Methods that may stand in the config of plain weights: they quantise when a model is loaded, or make tensor subclasses.
+_AT_LOAD = frozenset(("bitsandbytes", "torchao", "quanto", "hqq", "eetq", "higgs", "metal"))
+
+
+#: Files beside config.json in which programs say how they have quantised: ModelOpt, AutoGPTQ, AutoAWQ.
+OWN_CONFIGS = frozenset(("hf_quant_config.json", "quantize_config.json", "quant_config.json"))
+#: What to do where a layout cannot hold codes.
+ADVICE = "Dequantise the weights with the program that quantised them first, or choose a layout that keeps dtypes, such as dcp or hf."
+
+
+class Encoded(NamedTuple):
+    """One weight: its scheme, the tensor with its scales, and the name and shape of the parameter that it is (None: not known)."""
+
+    scheme: str
+    scale: str
+    weight: str
+    shape: _Shape | None
+
+
+class Fault(NamedTuple):
+    """Tensors of an encoding that is not whole, what is wrong, and whether that is `sure`: no other tensors have such names."""
+
+    tensors: tuple[str, ...]
+    text: str
+    sure: bool
+
+
+@dataclass(frozen=True)
+class Encodings:
+    """The encoded weights of a checkpoint.
+
+    `weights` {codes: what they are}; `belongs` {tensor: the codes that it belongs to}, the codes themselves included; `faults` what belongs to
+    no whole encoding; `method` the quant_method of the config, None without one; `of` the number of weights, encoded or not.
+    """
+
+    weights: Mapping[str, Encoded] = field(default_factory=dict)
+    belongs: Mapping[str, str] = field(default_factory=dict)
+    faults: Sequence[Fault] = ()
+    method: str | None = None
+    of: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.weights or self.faults)
+
+    @property
+    def contradicted(self) -> bool:
+        """Whether the config says that the weights are codes, and none is."""
+        return self.method is not None and self.method not in _AT_LOAD and not self and self.of > 0
+
+    @cached_property
+    def _faulty(self) -> dict[str, str]:
+        return {n: fault.text for fault in self.faults for n in fault.tensors}
+
+    def said_of(self, name: str) -> str:
+        """What a tensor is in an encoding; "" where it is in none."""
+        of = self.belongs.get(name)
+        if of is None:
+            return f'"{name}" belongs to no whole encoding ({self._faulty[name]})' if name in self._faulty else ""
+        if of not in self.weights:
+            return f'"{name}" is a scale of encoded numbers'
+        return f'"{name}" {"is codes" if name == of else f"belongs to the codes {of},"} in {self.weights[of].scheme}'
+
+    def schemes(self) -> dict[str, int]:
+        """{scheme, with the ending of its scales' names: weights}."""
+        out: dict[str, int] = {}
+        for found in self.weights.values():
+            text = f"{found.scheme}, scales in {found.scale.rpartition('.')[2]}"
+            out[text] = out.get(text, 0) + 1
+        return out
+
+    def described(self) -> str:
+        """One line: how many weights are codes, and in which scheme."""
+        return line(len(self.weights), self.of, self.schemes())
+
+
+def line(weights: int, of: int, schemes: Mapping[str, int]) -> str:
+    """What to say of so many weights that are codes, of so many in all; `schemes` as `Encodings.schemes` has them."""
+    several = len(schemes) > 1
+    listed = "; ".join(text + (f" ({n:,})" if several else "") for text, n in schemes.items())
+    return f"{weights:,} of {of:,} weights are codes: {listed}"
+
+
+def stated(ckpt: Checkpoint, source: Source | None) -> Mapping[str, Any] | None:
+    """What the config beside a checkpoint says of its quantisation: the `quantization_config` of config.json, or ModelOpt's hf_quant_config.json.
+
+    Args:
+        source: the folder that belongs to the checkpoint; None where it is a file among others.
+    """
+    configs = [ckpt.config or {}]
+    for name in ("config.json", "hf_quant_config.json") if source is not None else ():
+        try:
+            if source is not None and name in source.list():
+                configs.append(bounded_json.parse(source.read_all(name, 16 << 20), name))
+        except CkpttoolError:  # damaged, or it cannot be listed: names and shapes tell most
+            continue
+    for config in configs:
+        for inner in (config, config.get("text_config")) if isinstance(config, dict) else ():
+            found = inner.get("quantization_config") if isinstance(inner, dict) else None
+            if isinstance(found, dict):
+                return found
+        if isinstance(config, dict) and isinstance(config.get("quantization"), dict):
+            return {"quant_method": "modelopt", **config["quantization"]}
+    return None
+
+
+def of_checkpoint(ckpt: Checkpoint, config: Mapping[str, Any] | None) -> Encodings:
+    """The encoded weights of a checkpoint, by canonical name; parts of tensor subclasses and of optimizers are none.
+
+    Args:
+        config: what `stated` gave.
+    """
+    inside = {joined(t.path) for c in composites(ckpt).values() for t in c.tensors.values()}
+    tensors = {n: t for n, t in ckpt.tensors.items() if t.path[0] != "optim" and n not in inside}
+    return find(tensors, config)
+
+
+def find(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any] | None = None) -> Encodings:
+    """The encoded weights among tensors, {name: tensor}; linear in their number."""
+    config = config or {}
+    method = str(config.get("quant_method") or "of no name") if config else None
+    quantised = method is not None and method not in _AT_LOAD
+    said = _of_config(config)
+    weights: dict[str, Encoded] = {}
+    belongs: dict[str, str] = {}
+    misfits: dict[str, str] = {}
+    unfit: set[str] = set()
+    for name in (n for n in tensors if n.endswith(_SCALES)):
+        for pair, codes in _pairs_of(name, tensors):
+            found = _scheme(pair, codes, name, tensors, said)
+            if found is not None:
+                weights[codes] = Encoded(found[0], name, name[: -len(pair.scale)] + pair.leaf, found[1])
+                belongs |= dict.fromkeys(_companions(codes, name, pair, tensors), codes)
+            elif pair.sure or quantised or (tensors[codes].dtype in _FLOAT8 and pair.scale == "_scale"):
+                shapes = f"{list(tensors[name].shape)} for codes of {list(tensors[codes].shape)}"
+                unfit |= {name, codes}
+                misfits[name] = f'"{name}" {tensors[name].dtype} {shapes}'
+            break
+    if quantised:
+        belongs |= {n: n for n in tensors if n.rpartition(".")[2] in _OF_CACHE and n not in belongs}
+    lonely: dict[tuple[str, bool], list[str]] = {}
+    for name, t in tensors.items():
+        if name not in belongs and name not in unfit and (what := _lonely(name, t, tensors, quantised)):
+            lonely.setdefault(what, []).append(name)
+    faults = [
+        Fault(tuple(names), f'{_count(names)} {text}, first "{names[0]}"', sure)
+        for (text, sure), names in lonely.items()
+    ]
+    if misfits:
+        text = f"{_count(list(misfits))} scales that do not fit their codes, first {next(iter(misfits.values()))}"
+        faults.insert(0, Fault(tuple(sorted(unfit)), text, sure=False))
+    scales = {*misfits, *(n for (text, _), names in lonely.items() if text.startswith("scales") for n in names)}
+    of = sum(n not in scales and (n not in belongs or n in weights) for n in tensors)
+    return Encodings(weights, belongs, faults, method, of)
+
+
+def _count(names: Sequence[str]) -> str:
+    """How a sentence about some tensors begins."""
+    return "1 tensor holds" if len(names) == 1 else f"{len(names):,} tensors hold"
+
+
+def parameters(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any] | None = None) -> dict[str, _Shape] | None:
+    """{name: shape} of the parameters that some tensors stand for; None where the codes of one do not tell."""
+    found = find(tensors, config)
+    out: dict[str, _Shape] = {}
+    for name, t in tensors.items():
+        if name in found.weights:
+            weight = found.weights[name]
+            if weight.shape is None:
+                return None
+            out[weight.weight] = weight.shape
+        elif name not in found.belongs:
+            out[name] = t.shape
+    return out
+
+
+def _pairs_of(name: str, tensors: Mapping[str, TensorEntry]) -> Iterator[tuple[_Pair, str]]:
+    """The codes that a tensor may be the scale of, by its name and their dtype."""
+    for pair in _PAIRS:
+        if name.endswith(pair.scale):
+            codes = name[: -len(pair.scale)] + pair.codes
+            if codes in tensors and tensors[codes].dtype in pair.dtypes:
+                yield pair, codes
+
+
+def _companions(codes: str, scale: str, pair: _Pair, tensors: Mapping[str, TensorEntry]) -> list[str]:
+    """The tensors that belong to some codes."""
+    stem, module = scale[: -len(pair.scale)], codes.rpartition(".")[0]
+    others = [stem + end for end in _WITH_WEIGHT] + [f"{module}.{leaf}" for leaf in _WITH_MODULE]
+    return [codes, scale, *(n for n in others if n in tensors)]
+
+
+# --------------------------------------------------------------------------------------------------------- schemes
+
+_Scheme = tuple[str, _Shape | None]  # its name, and the shape of the parameter
+
+
+class _Stated(NamedTuple):
+    """What a config says of all its weights: the sizes of blocks with a scale each, and bits of a number; None where it has no one answer."""
+
+    block: tuple[int, int] | None
+    bits: int | None
+
+
+def _of_config(config: Mapping[str, Any]) -> _Stated:
+    groups = config.get("config_groups")
+    listed = [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
+    rows = [w for w in listed if isinstance(w, dict)]
+    sizes = [config.get("weight_block_size"), *(w.get("block_structure") for w in rows)]
+    blocks = {
+        tuple(size) for size in sizes if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
+    }  # fmt: skip
+    bits = {n for n in (config.get("bits"), *(w.get("num_bits") for w in rows)) if type(n) is int}
+    return _Stated(blocks.pop() if len(blocks) == 1 else None, bits.pop() if len(bits) == 1 else None)
+
+
+def _scheme(pair: _Pair, codes: str, scale: str, tensors: Mapping[str, TensorEntry], said: _Stated) -> _Scheme | None:
+    """What codes and a scale are together; None where the scale's shape or dtype does not fit."""
+    c, s = tensors[codes], tensors[scale]
+    if pair.scale == ".absmax":
+        kind = next((k for k in ("nf4", "fp4") if f"{codes}.quant_state.bitsandbytes__{k}" in tensors), "4 bits")
+        return (f"bitsandbytes {kind}", None) if f"{codes}.quant_map" in tensors and len(s.shape) == 1 else None
+    if pair.scale == ".SCB":
+        return ("bitsandbytes int8 (one scale a row)", c.shape) if s.shape == c.shape[:1] else None
+    if pair.codes == "_blocks":
+        fits = len(c.shape) > 2 and s.shape == c.shape[:-1] and c.shape[-1] == 16 and s.dtype == "uint8"
+        # transformers' parameter is transposed
+        return ("mxfp4 (groups of 32)", (*c.shape[:-3], c.shape[-2] * 32, c.shape[-3])) if fits else None
+    if c.dtype == "int32":
+        return _packed(pair, c.shape, s, said)
+    if c.dtype in _TWO_IN_A_BYTE and (fp4 := _fp4(c, s)) is not None:
+        return fp4, (*c.shape[:-1], 2 * c.shape[-1])
+    how = _granularity(c.shape, s.shape, said.block)
+    if how is None or s.dtype not in _WIDE | _EXPONENTS or (pair.codes == "_packed"):
+        return None
+    if c.dtype in _FLOAT8:
+        return f"{'mxfp8' if s.dtype in _EXPONENTS and how == 'groups of 32' else 'fp8'} ({c.dtype}, {how})", c.shape
+    if c.dtype == "int8":
+        return f"int8 ({how})", c.shape
+    return (f"packed codes ({c.dtype}, {how})", None) if how == "one scale each" or c.dtype != "uint8" else None
+
+
+def _packed(pair: _Pair, codes: _Shape, s: TensorEntry, said: _Stated) -> _Scheme | None:
+    """Integers in int32. GPTQ packs the rows, AWQ the columns of the transposed weight, whose scales are [groups, columns]."""
+    text = f"int{said.bits} packed in int32" if said.bits is not None else "integers packed in int32"
+    if s.dtype not in _WIDE or not codes or not codes[-1]:
+        return None
+    if pair.codes == "_packed":
+        fits = prod(s.shape) == 1 or (s.shape[:-1] == codes[:-1] and 0 < s.shape[-1] <= 16 * codes[-1])
+        return (text, None) if fits else None
+    if len(codes) != 2 or len(s.shape) != 2:
+        return None
+    kinds = {codes[1]: "gptq", 8 * codes[1]: "awq", 4 * codes[1]: "awq"}
+    return (f"{kinds[s.shape[1]]} ({text})", None) if s.shape[1] in kinds else None
+
+
+def _fp4(c: TensorEntry, s: TensorEntry) -> str | None:
+    """The name of fp4 with two codes in a byte, whose scales are for groups of 16 or 32 codes."""
+    if not c.shape or not s.shape or s.shape[:-1] != c.shape[:-1]:
+        return None
+    for kind, dtypes, group in (("nvfp4", _FLOAT8, 16), ("mxfp4", _EXPONENTS, 32)):
+        if s.dtype in dtypes and s.shape[-1] == -(-2 * c.shape[-1] // group):
+            return f"{kind} (groups of {group})"
+    return None
+
+
+def _granularity(shape: _Shape, scale: _Shape, block: _Shape | None) -> str | None:
+    """Which codes share a scale; None where the shapes do not fit. `block` is what the config says of the last two dimensions."""
+    alike = len(scale) == len(shape) >= 2
+    if (
+        block is not None
+        and alike
+        and scale == (*shape[:-2], *(-(-n // b) for n, b in zip(shape[-2:], block, strict=True)))
+    ):
+        return f"blocks of {block[0]}x{block[1]}"
+    if prod(scale) == 1 or scale in (shape[:-2], (*shape[:-2], 1, 1)):
+        return "one scale each"
+    if scale in (shape[:-1], (*shape[:-1], 1)):
+        return "one scale a row"
+    if block is not None or not alike or scale[:-2] != shape[:-2]:
+        return None
+    rows, columns = (_size_of(n, k) for n, k in zip(shape[-2:], scale[-2:], strict=True))
+    if not rows or not columns:
+        return None
+    return f"groups of {columns}" if rows == 1 else f"blocks of {rows}x{columns}"
+
+
+def _size_of(n: int, scales: int) -> int:
+    """How many of `n` codes in a row share one of so many scales; 0 where no usual number does."""
+    if n == scales:
+        return 1
+    usual = next((b for b in (128, 32, 16, 64, 256, 512, 1024) if scales == -(-n // b)), 0)
+    return usual or (n // scales if scales and n % scales == 0 else 0)
+
+
+# ---------------------------------------------------------------------------------------------------------- faults
+
+
+def _lonely(name: str, t: TensorEntry, tensors: Mapping[str, TensorEntry], quantised: bool) -> tuple[str, bool] | None:
+    """(what a tensor is that should belong to a whole encoding and does not, whether its name alone says so); None where it need not."""
+    leaf = name.rpartition(".")[2]
+    if not leaf.startswith(("weight", "qweight")) and not leaf.endswith("_scale_inv"):
+        return None
+    stem = name.removesuffix("_scale_inv")
+    if leaf in ("weight_packed", "qweight") and t.dtype in ("int32", "uint8") and len(t.shape) == 2:
+        return f"packed codes ({t.dtype}) without a scale", True
+    if quantised and leaf == "weight" and len(t.shape) > 1 and t.dtype in _CODES:
+        return f"codes ({t.dtype}) without a scale", False
+    if stem != name and stem in tensors:
+        return (
+            f"scales of weights that are {tensors[stem].dtype}: a cast has rounded the codes and not applied the scales",
+            True,
+        )
+    of_weight = leaf.startswith("weight_") and leaf.removeprefix("weight") in (*_WITH_WEIGHT, "_scale")
+    return (
+        ("scales without codes", stem != name)
+        if stem != name or (quantised and of_weight and t.dtype in _WIDE)
+        else None
+    )
