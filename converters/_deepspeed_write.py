@@ -155,6 +155,8 @@ class Plan:
         }  # fmt: skip
         held = [*self.ckpt.values, *self.ckpt.tensors]
         made = {n: x for n, x in ours.items() if not any(k == n or k.startswith(n + ".") for k in held)}
+        if self.scaler and not self.state.scaler:
+            made |= {f"scaler.{k}": x for k, x in {**self.scaler, "overflow": False}.items()}
         if not any(n.startswith("optim.") for n in held):
             made |= {n: v.data for n, v in group_values(self.state.groups).items()}
         return made
