@@ -27,7 +27,7 @@ from .verification import salvaged
 #: What is looked at in every checkpoint that opens.
 CHECKS = (
     checks_names.wrapper_prefixes, checks_names.empty_weights, checks_names.vocabulary_rows, checks_names.lost_random_states, checks_optimizer.per_rank_state,
-    checks_optimizer.mixed_ranks, checks_optimizer.mixed_steps,
+    checks_optimizer.other_copies, checks_optimizer.mixed_ranks, checks_optimizer.mixed_steps,
 )  # fmt: skip
 #: And in one that is whole.
 CHECKS_OF_WHOLE = (checks_optimizer.orphaned_state, checks_optimizer.leftover_files)

@@ -1,4 +1,5 @@
-"""Files of ranks that do not belong together: one rank's file copied over another's, one rank's file from another step.
+"""Files of ranks that do not belong together: one rank's file copied over another's, one rank's file from another step, or of another part
+of the model.
 
 Every such file is sound by itself, and the trainer would load the wrong numbers silently. Two things show it:
 
@@ -7,6 +8,8 @@ Every such file is sound by itself, and the trainer would load the wrong numbers
                   (zeros, the ones of a norm) prove nothing. Where files may hold whole tensors (`Checkpoint.spreads_tensors`),
                   only tensors of which both ranks hold a part count, since whole ones may be equal: tied weights, a second
                   copy of the model.
+    other copies  what several ranks have whole (all of it without sharding; the replicas of HYBRID_SHARD) is kept once. Weights and
+                  the optimizer's state have to be equal there. Statistics and counters of modules may be each rank's own.
     mixed steps   such a layout also spreads the `step` of each parameter over the files. Parameters may have different
                   steps (unfrozen later, experts that were not used), but not exactly along the lines of files.
 
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -26,12 +29,22 @@ from typing import Any
 from ..errors import Corrupt, argument
 from ..formats.crc import crc32, crc32_combine
 from ..formats.stored_tensors import number_in
-from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Record, TensorEntry
+from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, OtherCopy, Record, TensorEntry, joined
+from ..index.draft import Dropped
+from ..index.param_groups import groups_of
 from ..storage.buffers import IOBudget
 from ..storage.source import Source
 from .stream import Reader, StreamJob, small
 
-__all__ = ["refuse_equal_ranks", "refuse_mixed_steps"]
+__all__ = [
+    "left_out",
+    "note_of_left_out",
+    "other_weights",
+    "refuse_equal_ranks",
+    "refuse_mixed_steps",
+    "refuse_other_weights",
+    "said_of",
+]
 
 #: (tensor, row of its chunks), and of the record that it lies in: length, CRC32, the piece's first byte.
 Piece = tuple[str, int]
@@ -176,6 +189,78 @@ def _varied(ckpt: Checkpoint, source: Source, name: str, row: int) -> bool:
         first = first or bytes(data[:item])
         found = found or data[:item] != first or data[item:] != data[: len(data) - item]
     return found
+
+
+# ----------------------------------------------------------------------------------------------------- other copies
+
+#: Buffers that torch's norms update from the rows of their own rank.
+_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
+
+
+def refuse_other_weights(ckpt: Checkpoint) -> None:
+    """Refuse a checkpoint whose ranks have other weights, or another optimizer, than the rank of which they are kept.
+
+    Raises:
+        Corrupt: with the first tensor, the ranks, and how many there are.
+    """
+    if rows := other_weights(ckpt):
+        raise Corrupt(
+            f"{ckpt.root}: {said_of(ckpt, rows)}. To keep those of one rank, use {argument('allow_mixed_steps', True)}."
+        )
+
+
+def said_of(ckpt: Checkpoint, rows: Sequence[OtherCopy]) -> str:
+    """What other weights mean, for people."""
+    names = list(dict.fromkeys(o.name for o in rows))
+    ranks = sorted({o.rank for o in rows if o.name == names[0]})
+    more = f" and {len(ranks) - 8:,} more" if len(ranks) > 8 else ""
+    return (
+        f"the ranks' copies of {len(names):,} of {len(ckpt.tensors):,} tensors differ, and only the lowest rank's would be kept. The first is "
+        f'"{names[0]}", of which rank{"s" * (len(ranks) > 1)} {", ".join(map(str, ranks[:8]))}{more} {"have" if len(ranks) > 1 else "has"} other '
+        "numbers. Either the ranks are stages of a pipeline that number their layers from 0, so that each file is another part of the model: save them under "
+        "the names of the whole model. Or replicas diverged, or a file is of another step: fetch the files of one save"
+    )
+
+
+def other_weights(ckpt: Checkpoint) -> list[OtherCopy]:
+    """The copies that should be equal to the kept ones: of weights and of the optimizer, but not of a module's statistics and counters.
+
+    A tensor of the model that every rank has whole is a buffer if the weights are sharded and the optimizer does not know it.
+    """
+    kept = {o.name: t for o in ckpt.others if (t := ckpt.tensors.get(o.name)) is not None}
+    if not kept:
+        return []
+    trained = {n for group in groups_of(ckpt) or () for n in group}
+    trained |= {str(t.path[2]) for t in ckpt.tensors.values() if t.path[:2] == ("optim", "state") and len(t.path) > 3}
+    sharded = any(len(set(t.chunks.file)) > 1 for t in ckpt.tensors.values() if t.path[0] == "model")
+
+    def is_own(t: TensorEntry) -> bool:
+        fqn = joined(t.path[1:])
+        if t.path[0] != "model" or "float" not in t.dtype or fqn.rpartition(".")[2] in _STATISTICS:
+            return t.path[0] != "optim"
+        return sharded and len(t.chunks) == 1 and fqn not in trained
+
+    return [o for o in ckpt.others if o.name in kept and not is_own(kept[o.name])]
+
+
+def left_out(ckpt: Checkpoint) -> list[Dropped]:
+    """What other ranks have and the index does not, entry by entry, under the names that ckpttool gives to what each rank has for itself."""
+    weights = set(other_weights(ckpt))
+    why = (
+        "each rank has its own, and the lowest rank's is kept",
+        "ranks should have the same, and the lowest rank's is kept",
+    )
+    return [Dropped(f"extra.per_rank.{o.rank}.{o.name}", o.nbytes, why[o in weights]) for o in ckpt.others]
+
+
+def note_of_left_out(ckpt: Checkpoint) -> str:
+    """The sentence for the notes of a checkpoint with `others`."""
+    names = dict.fromkeys(o.name for o in ckpt.others)
+    ranks = len({o.rank for o in ckpt.others})
+    return (
+        f"{ranks:,} rank{'s have' if ranks > 1 else ' has'} other numbers in {len(names):,} entries of which the lowest rank's are read, "
+        f'first "{next(iter(names))}"; a conversion lists the others as left behind'
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ mixed steps

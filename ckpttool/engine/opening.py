@@ -195,6 +195,7 @@ class OpenCheckpoint:
             if not self.allow_equal_ranks:
                 mixups.refuse_equal_ranks(self.checkpoint, self.source)
             if not self.allow_mixed_steps:
+                mixups.refuse_other_weights(self.checkpoint)
                 mixups.refuse_mixed_steps(self.checkpoint, self.source)
             self.located = True
         return self.checkpoint
@@ -274,7 +275,7 @@ def open(
         wrap: patterns of the modules that FSDP1 wrapped, ["**.layers.*"].
         tag: which save, where a DeepSpeed folder holds several; the one that `latest` names where None.
         allow_equal_ranks: read it although one rank's file looks like a copy of another's.
-        allow_mixed_steps: read it although one rank's file looks like one of another step.
+        allow_mixed_steps: read it although its files look like those of different steps.
 
     Raises:
         NotRecognised, Unsupported, Corrupt, Unsafe: as errors.py tells them apart. Two files of ranks that do not belong
@@ -341,6 +342,10 @@ def open_with(
             known |= where.source.patches.keys() if isinstance(where.source, PatchedSource) else set()
             ckpt.unread += [r for r in beside if r.name not in known]
             ckpt.notes = [*ckpt.notes, *unread_files.note(ckpt.unread)]
+        if ckpt.others:
+            from .mixups import note_of_left_out
+
+            ckpt.notes = [*ckpt.notes, note_of_left_out(ckpt)]
         if only is None or "rng" in only:
             ckpt.notes = [*ckpt.notes, *_random_states(ckpt)]
         ckpt.notes += unused

@@ -32,7 +32,7 @@ from ..index.param_groups import groups_of, regrouped
 from ..index.schedulers import with_whole_scheduler
 from ..index.vocabulary import vocabulary_of
 from ..storage.source import Source
-from . import unread_files
+from . import mixups, unread_files
 from .dequantizing import dequantized
 from .fill_from import filled
 from .map_choice import kept_text, under_other_names
@@ -159,6 +159,7 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
         }
         opened.checkpoint.notes += refuse_unused(reading, f"{opened.layout.name} -> {target.name}", used)
         aside = unread_files.lost(opened.checkpoint, holds, opened.only)
+        of_ranks = mixups.left_out(opened.checkpoint)
         if aside and not drop:
             raise Unsupported(_not_carried(opened, target, aside))
         _change(opened, reading, writing, model.config, to_hub=target.name == "hf")
@@ -189,6 +190,7 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
         if not drop:
             _refuse_loss(opened, draft, target, holds)
         draft.dropped += opened.left_behind
+        draft.dropped += of_ranks
         draft.dropped += [Dropped(r.name, r.bytes or 0, f"{r.what}, {unread_files.NOT_READ}") for r in aside]
         for pattern in writing.cast or {}:
             if not fnmatch.filter([*ckpt.tensors, *draft.checkpoint.tensors], pattern):

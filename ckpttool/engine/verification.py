@@ -20,6 +20,7 @@ from ..storage import urls
 from ..storage.buffers import IOBudget
 from .executors import Workers, WorkersSpec
 from .fill import Progress, silent
+from .mixups import note_of_left_out
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, shown_path
 from .parallel_digests import digests_of, for_reading
 from .planning import WriteRequest, caster
@@ -141,6 +142,8 @@ def verify(
             sum(r.extent.length for r in ckpt.records), [r.to_json() for r in ckpt.unread],
         )  # fmt: skip
         out.salvage = salvaged(opened)
+        if ckpt.others:
+            out.notes.append(note_of_left_out(ckpt))
         if damaged := [r for r in ckpt.unread if r.damaged]:
             raise Corrupt(
                 f"{out.path}: {damaged[0].name} {damaged[0].what.rstrip('.')}"
@@ -203,11 +206,12 @@ def _verify_recorded(opened: OpenCheckpoint, found: Mapping[str, str], out: Veri
     elif record is None:
         return
     elif record.problem is not None:
-        out.recorded, out.notes = "damaged", [f"digests were not compared: {record.problem}"]
+        out.recorded = "damaged"
+        out.notes.append(f"digests were not compared: {record.problem}")
         return
     elif not record.about(ckpt):
         out.recorded = "other files"
-        out.notes = [f"digests were not compared: {RECORD} describes other files than {ckpt.files[0]}"]
+        out.notes.append(f"digests were not compared: {RECORD} describes other files than {ckpt.files[0]}")
         return
     else:
         expected = record.expected(ckpt, opened.only)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import struct
 import tarfile
@@ -16,6 +17,8 @@ from attacks.test_numbers import with_right_crcs
 
 import ckpttool
 from ckpttool.engine import mixups, opening
+from ckpttool.engine.doctor import doctor
+from ckpttool.engine.inspect import inspect
 from ckpttool.engine.stream import small
 from ckpttool.errors import Corrupt, Unsupported
 
@@ -81,6 +84,91 @@ def test_a_file_of_another_layout_that_is_a_copy_of_another_rank_s(
     shutil.copy(next(folder.glob(one)), next(folder.glob(other)))
     assert "hold the same numbers" in refusal(folder, tmp_path / "out.pt")
     assert ckpttool.verify(folder, allow_equal_ranks=True)
+
+
+def of_ranks(folder: Path, pattern: str, trees: list[Any]) -> Path:
+    """One file a rank."""
+    folder.mkdir()
+    for rank, tree in enumerate(trees):
+        torch.save(tree, folder / pattern.format(rank))
+    return folder
+
+
+def stages(n: int = 3) -> list[dict[str, torch.Tensor]]:
+    """The state dicts of stages that number their layers from 0."""
+    return [{f"layers.{i}.weight": torch.randn(5, 3) for i in range(2)} for _ in range(n)]
+
+
+@pytest.mark.parametrize("pattern", ["model_world_size_3_rank_{}.pt", "local_rank{}.pt", "checkpoint_rank{}.pt"])
+def test_stages_of_a_pipeline_with_the_same_names_are_no_model(pattern: str, tmp_path: Path) -> None:
+    trees: list[Any] = stages()
+    if pattern.startswith("checkpoint"):
+        trees = [{"model": tree, "step": 3} for tree in trees]
+    folder = of_ranks(tmp_path / "in", pattern, trees)
+    said = refusal(folder, tmp_path / "out.pt")
+    for part in ("2 of 2 tensors", '"model.layers.0.weight"', "ranks 1, 2", "pipeline", "allow_mixed_steps=True"):
+        assert part in said
+    with pytest.raises(Corrupt):
+        ckpttool.verify(folder, read_data=True)
+    sick = doctor(folder, read_data=True)
+    assert not sick.sound and [f.kind for f in sick.findings] == ["other-weights"]
+    assert any("2 entries" in n and "2 ranks have other numbers" in n for n in inspect(folder).notes)
+    done = ckpttool.convert(folder, tmp_path / "out.pt", allow_mixed_steps=True)
+    names = [(f"extra.per_rank.{r}.model.layers.{i}.weight", 60) for i in range(2) for r in (1, 2)]
+    assert sorted((name, nbytes) for name, nbytes, _ in done.dropped) == sorted(names)
+    assert all("should have the same" in why for *_, why in done.dropped)
+
+
+def test_a_legacy_file_of_a_stage_has_no_crc32_and_is_compared(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for rank, tree in enumerate(stages()):
+        torch.save(tree, folder / f"local_rank{rank}.pt", _use_new_zipfile_serialization=False)
+    assert "2 of 2 tensors" in refusal(folder, tmp_path / "out.pt")
+
+
+def replicas(change: Callable[[dict[str, Any]], None]) -> list[Any]:
+    """What two ranks of a DDP job save, of which the second has been changed."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    model(torch.randn(4, 5)).square().sum().backward()
+    optimizer.step()
+    trees: list[Any] = [copy.deepcopy({"model": model.state_dict(), "optim": optimizer.state_dict()}) for _ in range(2)]
+    change(trees[1])
+    return trees
+
+
+def test_statistics_that_each_rank_has_for_itself_are_listed(tmp_path: Path) -> None:
+    def change(tree: dict[str, Any]) -> None:
+        tree["model"]["1.running_mean"] += 1
+        tree["model"]["1.num_batches_tracked"] += 1
+
+    folder = of_ranks(tmp_path / "in", "checkpoint_rank{}.pt", replicas(change))
+    done = ckpttool.convert(folder, tmp_path / "out.pt")
+    names = ("1.running_mean", "1.num_batches_tracked")
+    assert {(name, nbytes) for name, nbytes, _ in done.dropped} == {
+        (f"extra.per_rank.1.model.{n}", b) for n, b in zip(names, (12, 8), strict=True)
+    }
+    assert all("its own" in why for *_, why in done.dropped)
+    assert any("2 entries" in n for n in ckpttool.verify(folder).notes)
+    found = doctor(folder)
+    assert found.sound and [f.tensors for f in found.findings if f.kind == "own-copies"] == [
+        tuple(f"model.{n}" for n in names)
+    ]
+    kept = torch.load(tmp_path / "out.pt")["model"]
+    assert torch.equal(kept["1.running_mean"], torch.load(folder / "checkpoint_rank0.pt")["model"]["1.running_mean"])
+
+
+@pytest.mark.parametrize("slot", ["exp_avg", "exp_avg_sq"])
+def test_replicas_of_an_optimizer_that_diverged_are_refused(slot: str, tmp_path: Path) -> None:
+    def change(tree: dict[str, Any]) -> None:
+        tree["optim"]["state"][0][slot] += 1
+
+    folder = of_ranks(tmp_path / "in", "checkpoint_rank{}.pt", replicas(change))
+    assert f'"optim.state.0.weight.{slot}", of which rank 1 has other' in refusal(folder, tmp_path / "out.pt")
+    done = ckpttool.convert(folder, tmp_path / "out.pt", only=["model"])
+    assert done.dropped == []
 
 
 SAVES = ["zero3_w4", "zero3_w3_groups", "zero3_w3_subgroup", "zero2_w3_bf16", "zero1_w2"]
