@@ -100,6 +100,8 @@ def verify(
         print(f"data ok: every byte read{told}")
         if found.recorded == "equal":
             print("equal to the digests that were recorded when it was written")
+        if found.numbers == "ok":
+            print("numbers ok: masters are those of the weights, and no average of squares is below 0")
         for component, root in (found.digest or {}).items():
             print(f"digest {component:10s} blake3:{root}")
     if found.against is not None:

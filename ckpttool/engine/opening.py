@@ -182,7 +182,7 @@ class OpenCheckpoint:
 
     def locate(self) -> Checkpoint:
         """The index with raw byte ranges, checked again; every item's framing has been looked into."""
-        from . import mixups
+        from . import masters, mixups
 
         if not self.located:
             if self.layout.locate is not None:
@@ -197,6 +197,8 @@ class OpenCheckpoint:
             if not self.allow_mixed_steps:
                 mixups.refuse_other_weights(self.checkpoint)
                 mixups.refuse_mixed_steps(self.checkpoint, self.source)
+                if not isinstance(self.source, PatchedSource):
+                    masters.refuse_other_masters(self.checkpoint, self.source)
             self.located = True
         return self.checkpoint
 

@@ -33,6 +33,7 @@ from ..index.schedulers import with_whole_scheduler
 from ..index.vocabulary import vocabulary_of
 from ..storage.source import Source
 from . import mixups, unread_files
+from .averages import averages_of
 from .dequantizing import dequantized
 from .fill_from import filled
 from .map_choice import kept_text, under_other_names
@@ -191,6 +192,7 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
             _refuse_loss(opened, draft, target, holds)
         draft.dropped += opened.left_behind
         draft.dropped += of_ranks
+        draft.averages = frozenset() if reading.allow_mixed_steps else averages_of(draft.sources)
         draft.dropped += [Dropped(r.name, r.bytes or 0, f"{r.what}, {unread_files.NOT_READ}") for r in aside]
         for pattern in writing.cast or {}:
             if not fnmatch.filter([*ckpt.tensors, *draft.checkpoint.tensors], pattern):

@@ -18,6 +18,8 @@ from ..index.digests import roots
 from ..index.draft import Draft
 from ..storage import urls
 from ..storage.buffers import IOBudget
+from . import masters
+from .averages import Averages, averages_of, said_of
 from .executors import Workers, WorkersSpec
 from .fill import Progress, silent
 from .mixups import note_of_left_out
@@ -25,6 +27,7 @@ from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, sho
 from .parallel_digests import digests_of, for_reading
 from .planning import WriteRequest, caster
 from .recorded import RECORD, other_digests
+from .stream import Block, Reader, StreamJob
 from .tensor_digests import digests_in_values, reporting, tensor_digests
 
 __all__ = ["DigestResult", "VerifyResult", "digest", "read_back", "salvaged", "settled", "verify"]
@@ -79,7 +82,7 @@ class VerifyResult:
     """What `verify` found; sizes in bytes. What was not asked for is None.
 
     `crc32_covered_bytes` are those that CRC32s in the files themselves cover. `recorded` is "equal", "damaged" (the record
-    cannot be read) or "other files" (it is about others); `against` {"path", "components", "verdict"}. `salvage` {"exact": how many
+    cannot be read) or "other files" (it is about others); `numbers` "ok" or "contradict": masters and weights, averages of squares; `against` {"path", "components", "verdict"}. `salvage` {"exact": how many
     tensors, "rebuilt": {name: how}, "missing": {name: why}} of a copy of what was left of a damaged checkpoint.
     """
 
@@ -93,6 +96,7 @@ class VerifyResult:
     data: str | None = None
     digest: dict[str, str] | None = None
     recorded: str | None = None
+    numbers: str | None = None
     notes: list[str] = field(default_factory=list)
     against: dict[str, Any] | None = None
     salvage: dict[str, Any] | None = None
@@ -157,12 +161,23 @@ def verify(
                     f"{argument('read_data', True)} too, or leave it out."
                 )
             return out
+        averages = Averages(averages_of(ckpt.tensors))
+
+        def seen(block: Block) -> None:
+            averages.add(block.name, ckpt.tensors[block.name].dtype, block.first, block.data)
+
         with for_reading(workers, path, opened.checkpoint.nbytes) as crew:
-            found = digests_of(opened, path, options, crew, progress, "read")
+            found = digests_of(opened, path, options, crew, progress, "read", seen=seen)
+        if crew is not None:  # who have read them
+            for block in Reader(opened.source, ckpt.files).blocks(
+                StreamJob(n, ckpt.tensors[n]) for n in averages.names
+            ):
+                seen(block)
         opened.source.assert_unchanged()
         out.data = "ok"
         out.digest = roots(ckpt.tensors, found)
         _verify_recorded(opened, found, out)
+        _verify_numbers(opened, averages, progress, out)
     if against is not None:
         likewise = OpenOptions(allow_equal_ranks=True, allow_mixed_steps=True)
         with open_with(against, likewise) as other, for_reading(workers, against, other.checkpoint.nbytes) as crew:
@@ -192,6 +207,22 @@ def salvaged(opened: OpenCheckpoint) -> dict[str, Any] | None:
         kind, _, why = state.partition(": ")
         of.setdefault(kind, {})[name] = why
     return {"exact": len(of["exact"]), "rebuilt": of["rebuilt"], "missing": of["missing"]}
+
+
+def _verify_numbers(opened: OpenCheckpoint, averages: Averages, progress: Progress, out: VerifyResult) -> None:
+    """Compare all masters with the weights beside them, and say in `out` what came of it and of the averages of squares.
+
+    Raises:
+        Corrupt: the numbers contradict each other, and that was not allowed.
+    """
+    ckpt = opened.checkpoint
+    texts = [said_of(averages.found, ckpt.tensors)] if averages.found else []
+    if odd := masters.differing(ckpt, opened.source, progress):
+        texts.append(masters.said_of(ckpt, odd))
+    if texts and not opened.allow_mixed_steps:
+        raise Corrupt(f"{out.path}: {'. '.join(texts)}. To pass over it, use {argument('allow_mixed_steps', True)}.")
+    out.numbers = "contradict" if texts else "ok"
+    out.notes += texts
 
 
 def _verify_recorded(opened: OpenCheckpoint, found: Mapping[str, str], out: VerifyResult) -> None:
