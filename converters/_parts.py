@@ -456,6 +456,7 @@ def _add(out: Checkpoint, found: Checkpoint, part: Part) -> None:
     out.records += [r.moved(by) for r in found.records]
     out.ranks |= {file + by: rank for file, rank in found.ranks.items()}
     out.spreads_tensors |= found.spreads_tensors
+    out.tails |= {file + by: n for file, n in found.tails.items()}
     out.notes += found.notes
     for other in found.others:
         entry = found.tensors.get(other.name) or found.values.get(other.name)

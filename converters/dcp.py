@@ -141,9 +141,35 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     out = checkpoint_of(named, "dcp", source.root, max(ranks.values(), default=0) + 1, index.files, source)
     out.records, out.ranks, out.spreads_tensors = records, ranks, True
     out.salvage = Salvage(missing=lost) if lost else None
+    if not options.salvage:
+        out.tails, notes = _uncovered(source, index, sizes)
+        out.notes = [*out.notes, *notes]
     ends_of = {item: _end(source, index, item) for pair in index.copies for item in pair}
     keep_first([Unlike("", b.file, a) for a, b in index.copies if ends_of[a] != ends_of[b]], out)
     return out
+
+
+def _uncovered(source: Source, index: Index, sizes: list[int]) -> tuple[dict[int, int], list[str]]:
+    """({file: bytes behind its last item}, notes on bytes between items). The writers of torch and of Megatron-Core open a file anew and write
+    items back to back (filesystem.py, _write_files_from_queue), but for files of safetensors, in which offsets mean nothing."""
+    last, covered = [0] * len(sizes), [0] * len(sizes)
+    items = [
+        *(row for _, _, _, c in index.tensors for row in zip(c.file, c.offset, c.length, strict=True)),
+        *(v[1:4] for v in index.values),
+    ]
+    for file, offset, length in [*items, *(copy for _, copy in index.copies)]:
+        last[file] = max(last[file], offset + length)
+        covered[file] += length
+    odd = [f for f, size in enumerate(sizes) if covered[f] < size and not _is_safetensors(source, index.files[f])]
+    between = [f for f in odd if covered[f] < last[f]]
+    notes = (
+        [
+            f"{len(between):,} files have bytes between their items that .metadata does not name, first {index.files[between[0]]}"
+        ]
+        if between
+        else []
+    )
+    return {f: sizes[f] - last[f] for f in odd if last[f] < sizes[f]}, notes
 
 
 def _end(source: Source, index: Index, item: Extent) -> bytes:

@@ -8,6 +8,8 @@ Every such file is sound by itself, and the trainer would load the wrong numbers
                   (zeros, the ones of a norm) prove nothing. Where files may hold whole tensors (`Checkpoint.spreads_tensors`),
                   only tensors of which both ranks hold a part count, since whole ones may be equal: tied weights, a second
                   copy of the model.
+    equal files   of one rank, as far as a rank writes several: a file is a copy of another if it goes on behind the last item that the index
+                  names, and all its items there have the CRC32s of the other's; or if two or more of them are of other layers.
     other copies  what several ranks have whole (all of it without sharding; the replicas of HYBRID_SHARD) is kept once. Weights and
                   the optimizer's state have to be equal there. Statistics and counters of modules may be each rank's own.
     mixed steps   such a layout also spreads the `step` of each parameter over the files. Parameters may have different
@@ -19,6 +21,7 @@ those are equal.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,6 +45,7 @@ __all__ = [
     "other_weights",
     "refuse_equal_ranks",
     "refuse_mixed_steps",
+    "refuse_other_files",
     "refuse_other_weights",
     "said_of",
 ]
@@ -83,6 +87,63 @@ def refuse_equal_ranks(ckpt: Checkpoint, source: Source) -> None:
                 f'numbers, those of "{proof}" among them, although every rank has a part of its own. One file was copied over the '
                 f"other; fetch both again. If the two ranks really are equal, use {argument('allow_equal_ranks', True)}."
             )
+
+
+def refuse_other_files(ckpt: Checkpoint, source: Source) -> None:
+    """Refuse a checkpoint of which a file is a copy of another file of the same rank, or goes on behind the last item that the index names.
+    Zeros there are padding.
+
+    Raises:
+        Corrupt: with the file, and the other one where there is one.
+    """
+    longer = {
+        f for f, n in ckpt.tails.items() if any(source.read(ckpt.files[f], ckpt.sizes[f] - n, min(n, _STEP_BYTES)))
+    }
+    of_rank = Counter(ckpt.ranks.values())
+    several = {f for f, rank in ckpt.ranks.items() if of_rank[rank] > 1} if ckpt.spreads_tensors else set[int]()
+    named: dict[int, dict[tuple[int, int], list[Piece]]] = {}
+    find = _records_of(ckpt) if longer or several else None
+    for name, t in ckpt.tensors.items() if find is not None else ():
+        for k, file in enumerate(t.chunks.file):
+            if file in several and "float" in t.dtype and prod(t.chunks.shape_of(k)) > 1 and find is not None:
+                found = find(t, k)
+                if found is not None and found[1] != _zeros(found[0]):
+                    named.setdefault(file, {}).setdefault(found[:2], []).append((name, k))
+    for one, other in _copies(ckpt, named):
+        unlike = (rows for key, rows in named[one].items() if _of_other_layers(rows, named[other][key]))
+        if one in longer or sum(_varied(ckpt, source, *rows[0]) for rows in unlike) > 1:
+            raise Corrupt(
+                f"{ckpt.root}: {ckpt.files[one]} holds the same numbers as {ckpt.files[other]}, under other names: those of "
+                f'"{next(iter(named[one].values()))[0][0]}" are among them. One file was copied over the other; fetch both again. If they really are equal, use '
+                f"{argument('allow_equal_ranks', True)}."
+            )
+    for file in sorted(longer):
+        n, size = ckpt.tails[file], ckpt.sizes[file]
+        raise Corrupt(
+            f"{ckpt.root}: {ckpt.files[file]} has {size:,} bytes, and the last item that .metadata names ends at {size - n:,}. No writer leaves bytes "
+            "behind it, so the file is another one's, or of another save; fetch it again. If your writer does, use "
+            f"{argument('allow_equal_ranks', True)}."
+        )
+
+
+def _copies(ckpt: Checkpoint, named: Mapping[int, Mapping[tuple[int, int], Any]]) -> Iterator[tuple[int, int]]:
+    """Pairs of files of one rank of which the first has no record that the second has not."""
+    owners: dict[tuple[int, tuple[int, int]], set[int]] = {}
+    for file, sums in named.items():
+        for key in sums:
+            owners.setdefault((ckpt.ranks[file], key), set()).add(file)
+    for file, sums in named.items():
+        others = set.intersection(*(owners[ckpt.ranks[file], key] for key in sums)) - {file}
+        if others:
+            yield file, min(others)
+
+
+def _of_other_layers(rows: Sequence[Piece], others: Sequence[Piece]) -> bool:
+    """Whether equal numbers have names that differ in more than words: of layers 0 and 5, say. A weight and its master, an average of it,
+    a tied one differ in words."""
+
+    one, two = ({tuple(re.findall(r"\d+", name)) for name, _ in of} for of in (rows, others))
+    return not one & two
 
 
 @lru_cache(4096)

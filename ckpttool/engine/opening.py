@@ -194,6 +194,7 @@ class OpenCheckpoint:
                 check(self.checkpoint)
             if not self.allow_equal_ranks:
                 mixups.refuse_equal_ranks(self.checkpoint, self.source)
+                mixups.refuse_other_files(self.checkpoint, self.source)
             if not self.allow_mixed_steps:
                 mixups.refuse_other_weights(self.checkpoint)
                 mixups.refuse_mixed_steps(self.checkpoint, self.source)

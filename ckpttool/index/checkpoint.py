@@ -355,6 +355,8 @@ class Checkpoint:
     #: Ranks divide all tensors among their files, so a file may hold whole tensors, and the steps of some parameters. If False,
     #: every rank's file holds its own part of each tensor.
     spreads_tensors: bool = False
+    #: {file: bytes behind the last item that the index names}: the file is not the one that the index was written for, or not its whole content
+    tails: dict[int, int] = field(default_factory=dict)
     recorded: dict[str, str] = field(default_factory=dict)  # {tensor: digest} stored in the checkpoint itself
     notes: list[str] = field(default_factory=list)
     others: list[OtherCopy] = field(default_factory=list)  # what other ranks have where one rank's is kept
