@@ -161,23 +161,7 @@ def verify(
                     f"{argument('read_data', True)} too, or leave it out."
                 )
             return out
-        averages = Averages(averages_of(ckpt.tensors))
-
-        def seen(block: Block) -> None:
-            averages.add(block.name, ckpt.tensors[block.name].dtype, block.first, block.data)
-
-        with for_reading(workers, path, opened.checkpoint.nbytes) as crew:
-            found = digests_of(opened, path, options, crew, progress, "read", seen=seen)
-        if crew is not None:  # who have read them
-            for block in Reader(opened.source, ckpt.files).blocks(
-                StreamJob(n, ckpt.tensors[n]) for n in averages.names
-            ):
-                seen(block)
-        opened.source.assert_unchanged()
-        out.data = "ok"
-        out.digest = roots(ckpt.tensors, found)
-        _verify_recorded(opened, found, out)
-        _verify_numbers(opened, averages, progress, out)
+        found = _read_data(opened, path, options, workers, progress, out)
     if against is not None:
         likewise = OpenOptions(allow_equal_ranks=True, allow_mixed_steps=True)
         with open_with(against, likewise) as other, for_reading(workers, against, other.checkpoint.nbytes) as crew:
@@ -209,6 +193,40 @@ def salvaged(opened: OpenCheckpoint) -> dict[str, Any] | None:
     return {"exact": len(of["exact"]), "rebuilt": of["rebuilt"], "missing": of["missing"]}
 
 
+def _read_data(
+    opened: OpenCheckpoint,
+    path: CheckpointPath,
+    options: OpenOptions,
+    workers: WorkersSpec,
+    progress: Progress,
+    out: VerifyResult,
+) -> dict[str, str]:
+    """Read every byte and say in `out` what came of it; the digests of the tensors.
+
+    Raises:
+        Corrupt: it is damaged, or its numbers contradict each other. Differs: it is not what was recorded.
+    """
+    ckpt = opened.checkpoint
+    averages = Averages(averages_of(ckpt.tensors))
+
+    def seen(block: Block) -> None:
+        averages.add(block.name, ckpt.tensors[block.name].dtype, block.first, block.data)
+
+    with for_reading(workers, path, opened.checkpoint.nbytes) as crew:
+        found = digests_of(opened, path, options, crew, progress, "read", seen=seen)
+    if crew is not None:  # who have read them
+        for block in Reader(opened.source, ckpt.files).blocks(
+            StreamJob(n, t) for n, t in ckpt.tensors.items() if n in averages.names
+        ):
+            seen(block)
+    opened.source.assert_unchanged()
+    out.data = "ok"
+    out.digest = roots(ckpt.tensors, found)
+    _verify_recorded(opened, found, out)
+    _verify_numbers(opened, averages, progress, out)
+    return found
+
+
 def _verify_numbers(opened: OpenCheckpoint, averages: Averages, progress: Progress, out: VerifyResult) -> None:
     """Compare all masters with the weights beside them, and say in `out` what came of it and of the averages of squares.
 
@@ -216,7 +234,10 @@ def _verify_numbers(opened: OpenCheckpoint, averages: Averages, progress: Progre
         Corrupt: the numbers contradict each other, and that was not allowed.
     """
     ckpt = opened.checkpoint
-    texts = [said_of(averages.found, ckpt.tensors)] if averages.found else []
+    texts = []
+    if averages.found:
+        name, (_, first) = next(iter(averages.found.items()))
+        texts.append(said_of(averages.found, ckpt.tensors, masters.where(ckpt, ckpt.tensors[name], first)))
     if odd := masters.differing(ckpt, opened.source, progress):
         texts.append(masters.said_of(ckpt, odd))
     if texts and not opened.allow_mixed_steps:
