@@ -150,7 +150,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
 
 def _uncovered(source: Source, index: Index, sizes: list[int]) -> tuple[dict[int, int], list[str]]:
-    """({file: bytes behind its last item}, notes on bytes between items). The writers of torch and of Megatron-Core open a file anew and write
+    """({file: bytes behind its last item}, notes on bytes between items). The writers of torch and of Megatron-Core truncate a file and write
     items back to back (filesystem.py, _write_files_from_queue), but for files of safetensors, in which offsets mean nothing."""
     last, covered = [0] * len(sizes), [0] * len(sizes)
     items = [

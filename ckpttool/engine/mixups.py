@@ -8,7 +8,7 @@ Every such file is sound by itself, and the trainer would load the wrong numbers
                   (zeros, the ones of a norm) prove nothing. Where files may hold whole tensors (`Checkpoint.spreads_tensors`),
                   only tensors of which both ranks hold a part count, since whole ones may be equal: tied weights, a second
                   copy of the model.
-    equal files   of one rank, as far as a rank writes several: a file is a copy of another if it goes on behind the last item that the index
+    equal files   of one rank, as far as a rank writes several: a file is a copy of another if it has bytes behind the last item that the index
                   names, and all its items there have the CRC32s of the other's; or if two or more of them are of other layers.
     other copies  what several ranks have whole (all of it without sharding; the replicas of HYBRID_SHARD) is kept once. Weights and
                   the optimizer's state have to be equal there. Statistics and counters of modules may be each rank's own.
@@ -90,7 +90,7 @@ def refuse_equal_ranks(ckpt: Checkpoint, source: Source) -> None:
 
 
 def refuse_other_files(ckpt: Checkpoint, source: Source) -> None:
-    """Refuse a checkpoint of which a file is a copy of another file of the same rank, or goes on behind the last item that the index names.
+    """Refuse a checkpoint of which a file is a copy of another file of the same rank, or has bytes behind the last item that the index names.
     Zeros there are padding.
 
     Raises:
