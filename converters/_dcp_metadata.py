@@ -20,6 +20,7 @@ from ckpttool.formats.sandbox import in_child
 from ckpttool.index.checkpoint import (
     ITEMSIZE,
     Chunks,
+    Extent,
     joined,
 )
 from ckpttool.storage.source import Source
@@ -260,6 +261,7 @@ class Index:
     """The content of .metadata, in columns: `tensors` (flat key, dtype, shape, chunks); chunk k of a tensor is item k.
 
     `paths` {flat key: path}; `values` (flat key, file, offset, length, transforms); `zstd` and `files` by index.
+    `copies` (kept item, item) of one part of a tensor, as (file, offset, length): per-rank metadata list what is replicated again.
     `whole` {flat key: shape} of tensors that Megatron-Core before 0.14 cut into boxes and those into flat ranges.
     """
 
@@ -269,6 +271,7 @@ class Index:
         self.values: list[tuple[str, int, int, int, list[str]]] = []
         self.paths: dict[str, list[str | int]] = {}
         self.transforms: dict[int, list[str]] = {}  # file -> what its items went through
+        self.copies: list[tuple[Extent, Extent]] = []
         self.whole: dict[str, list[int]] = {}
 
     def to_bytes(self) -> bytes:
@@ -412,10 +415,12 @@ def _columns(tops: list[tuple[Any, _Collector]], what: str) -> Index:
             dtype, size, chunks = _joined(key, meta.state, collector, stored, numbers, what)
             if key in tensors:  # per-rank metadata: each lists its own chunks, and what is replicated again
                 known = tensors[key][2]
-                places = set(known.boxes())
+                places = {box: k for k, box in enumerate(known.boxes())}
                 for c in chunks:
-                    if (c.start, c.shape) not in places:
+                    if (same := places.get((c.start, c.shape))) is None:
                         known.add(c.start, c.shape, *c.extent)
+                    else:
+                        out.copies.append((known[same].extent, c.extent))
             else:
                 tensors[key] = dtype, size, chunks
     order = [k for k in out.paths if k in tensors] + [k for k in tensors if k not in out.paths]

@@ -24,6 +24,7 @@ from ._fsdp1_flat import ModelInfo, RankSlices, Spans, given_layout
 from ._ranks import (
     Files,
     Rank,
+    compare_replicas,
     scalar,
     shown,
     slot_of,
@@ -401,6 +402,11 @@ def _parted(
     if whole:
         leaf = slot_of(files, ranks, name, column)
         return {("optim", "state", p.name, slot): leaf for _, p in parts}
+    kept = {own.places[i][0]: i for i in own.firsts()}
+    for i, t in enumerate(column):
+        k = kept[own.places[i][0]]
+        if i != k and isinstance(t, StoredTensor) and isinstance(column[k], StoredTensor):  # of HYBRID_SHARD
+            compare_replicas(files, name, (ranks[k].file, column[k]), (ranks[i].file, t))
     flat, first = parts[0]
     at = first.first if layout.use_orig_params else 0
     found = [(ranks[i], column[i], own.places[i][0]) for i in own.firsts() if isinstance(column[i], StoredTensor)]

@@ -456,7 +456,12 @@ def _add(out: Checkpoint, found: Checkpoint, part: Part) -> None:
     out.records += [r.moved(by) for r in found.records]
     out.ranks |= {file + by: rank for file, rank in found.ranks.items()}
     out.spreads_tensors |= found.spreads_tensors
+    out.tails |= {file + by: n for file, n in found.tails.items()}
     out.notes += found.notes
+    for other in found.others:
+        entry = found.tensors.get(other.name) or found.values.get(other.name)
+        path = (entry.path[0], *part.under, *entry.path[1:]) if entry is not None else (other.name,)
+        out.others.append(other._replace(name=joined(path)))
     if found.salvage is not None:
         out.salvage = out.salvage or Salvage()
         out.salvage.problems += found.salvage.problems

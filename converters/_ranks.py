@@ -5,30 +5,31 @@
     assembled(files, ranks, ...)  a ShardedTensor or DTensor of which every rank has a part, or a tensor that all have
     slot_of(...), rest_of(...)       the same for a slot of the optimizer, and for what is neither
 
-Where ranks have the same part (replicas of HYBRID_SHARD, buffers) that of the first is taken; when the CRC32s say that
-replicas differ, that is noted. Numbers that all ranks must share (the step) are compared.
+Where ranks have the same part (replicas of HYBRID_SHARD, buffers) that of the first is kept, and those that differ from it are listed
+(`keep_first`); engine/mixups.py judges them. Numbers that all ranks must share (the step) are compared.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.errors import Corrupt, Unsupported, argument
+from ckpttool.errors import CkpttoolError, Corrupt, Unsupported, argument
 from ckpttool.formats import stored_tensors, torch_zip
 from ckpttool.formats.pickles import Opaque, short
 from ckpttool.formats.sharded import Shards, is_sharded, shards_of, stand_ins
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index import boxes
-from ckpttool.index.checkpoint import Chunks, Extent, Path, Record, TensorEntry, same_value
+from ckpttool.index.checkpoint import Checkpoint, Chunks, Extent, OtherCopy, Path, Record, TensorEntry, same_value
 from ckpttool.index.names import COMPONENTS
 from ckpttool.storage.source import ReadAt, Source
 
 __all__ = [
-    "SIDE", "Files", "Group", "Rank", "assembled", "column_of", "compare_replicas", "groups_of", "load", "parts_of", "replicated", "rest_of", "scalar",
+    "SIDE", "Files", "Group", "Rank", "Unlike", "assembled", "column_of", "compare_replicas", "groups_of", "hold_a_state", "keep_first", "load", "parts_of", "replicated", "rest_of", "scalar",
     "shown", "slot_of",
 ]  # fmt: skip
 
@@ -42,6 +43,7 @@ _MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 _OPTIM_KEYS = ("optim", "optimizer", "optimizer_state_dict", "last_optimizer_state")
 _KNOWN = frozenset(("lr_scheduler", "rng_state", "rng_states", *_MODEL_KEYS, *_OPTIM_KEYS, *COMPONENTS))
 _MOST_COMPARED = 64 << 20  # bytes of a file
+_COMPARED = 64 << 10  # first bytes of two copies without CRC32s
 _COUNTERS = ("step", "global_step", "iteration", "epoch")
 
 
@@ -52,6 +54,14 @@ class Group(NamedTuple):
     ranks: dict[int, str]
 
 
+class Unlike(NamedTuple):
+    """A copy in `file` that differs from the kept one, which is a value of this name, or at (file, offset, bytes) `kept`."""
+
+    name: str
+    file: int
+    kept: Extent | None
+
+
 @dataclass
 class Files:
     """The files read, and what they told on the way."""
@@ -60,7 +70,7 @@ class Files:
     names: list[str] = field(default_factory=list)
     records: dict[tuple[int, int], Record] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    unlike: list[str] = field(default_factory=list)  # names of which replicas differ
+    unlike: list[Unlike] = field(default_factory=list)  # copies that differ from the one that is kept
     known: dict[int, tuple[Opaque, Shards]] = field(default_factory=dict)  # by identity
 
     def number(self, name: str) -> int:
@@ -240,9 +250,22 @@ def _roles(tree: dict[Any, Any], side: bool) -> dict[str, Any]:
             out["optim"] = tree[optims[0]]
         rest = {k: v for k, v in tree.items() if k not in (*models[:1], *optims[:1], "shard_metadata")}
         return {**out, "rest": rest} if rest else out
-    if not side and any(isinstance(v, StoredTensor) or is_sharded(v) for v in tree.values()):
-        return {"model": tree}
+    if not side and any(is_sharded(v) or (isinstance(v, StoredTensor) and "float" in v.dtype) for v in tree.values()):
+        return {"model": tree}  # random states are bytes
     return {"rest": tree}
+
+
+def hold_a_state(source: Source, groups: list[Group]) -> bool:
+    """Whether files of ranks hold a model or an optimizer, judging by the lowest rank's of each group: any program may write rank_0.pt."""
+    for group in groups:
+        files, name = Files(source), next(iter(group.ranks.values()))
+        try:
+            tree = load(files, name)
+        except CkpttoolError:
+            return True  # what is wrong with it is not for detection to say
+        if isinstance(tree, dict) and {"model", "optim"} & _roles(tree, side=False).keys():
+            return True
+    return False
 
 
 def _flat_or_sharded(tree: dict[Any, Any]) -> bool:
@@ -343,28 +366,38 @@ def assembled(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> 
 
 
 def compare_replicas(files: Files, name: str, a: tuple[int, StoredTensor], b: tuple[int, StoredTensor]) -> None:
-    """Note two copies of one part of which the CRC32s differ; `a` and `b` are (file, tensor).
+    """Add `b` to `files.unlike` if it is another copy than `a`; both are (file, tensor). CRC32s tell, and where there are none for
+    just these bytes, the first bytes.
 
     Raises:
         Corrupt: they are the steps of a parameter.
     """
     one, two = a[1].storage.crc32, b[1].storage.crc32
-    whole = all(t.storage.length == t.span for t in (a[1], b[1]))
-    if one is None or two is None or not whole or one == two:
+    if one is not None and two is not None and all(t.storage.length == t.span for t in (a[1], b[1])):
+        equal = one == two
+    else:
+        first, second = (files.reader(file)(t.extent[0], min(t.span, _COMPARED)) for file, t in (a, b))
+        equal = first == second
+    if equal:
         return
     if name.endswith(".step") and a[1].numel == b[1].numel == 1:
         raise Corrupt(
             f'{files.path(b[0])}: "{name}" is {shown(scalar(files, *b))}, in {files.names[a[0]]} it is {shown(scalar(files, *a))}. The files are of '
             "different steps; fetch the files of one save."
         )
-    files.unlike.append(name)
+    files.unlike.append(Unlike(name, b[0], Extent(a[0], *a[1].extent)))
 
 
 def replicated(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> TensorEntry | Any:
-    """A tensor, or plain value, that all ranks have whole; that of the first is taken."""
+    """A tensor, or plain value, that all ranks have whole; that of the first is kept."""
     first = column[0]
     if not isinstance(first, StoredTensor):
-        return stored_tensors.inlined(first, files.reader(ranks[0].file), name)
+        kept, *others = (
+            stored_tensors.inlined(x, files.reader(r.file), name) for r, x in zip(ranks, column, strict=True)
+        )
+        unlike = (r for r, x in zip(ranks[1:], others, strict=True) if not same_value(x, kept))
+        files.unlike += [Unlike(name, r.file, None) for r in unlike]
+        return kept
     for r, x in zip(ranks[1:], column[1:], strict=True):
         if not isinstance(x, StoredTensor) or (x.dtype, x.shape) != (first.dtype, first.shape):
             kind = f"{x.dtype} {x.shape}" if isinstance(x, StoredTensor) else short(x)
@@ -374,6 +407,28 @@ def replicated(files: Files, ranks: list[Rank], name: str, column: list[Any]) ->
             )
         compare_replicas(files, name, (ranks[0].file, first), (r.file, x))
     return files.entry(ranks[0].file, first)
+
+
+def keep_first(unlike: Sequence[Unlike], ckpt: Checkpoint) -> None:
+    """Put copies into an index, under the names that it has for those that it keeps; one of what it lacks is no loss of its own."""
+    places: dict[int, list[tuple[int, str]]] = {}
+    for name, t in ckpt.tensors.items() if unlike else ():
+        for file, offset in zip(t.chunks.file, t.chunks.offset, strict=True):
+            places.setdefault(file, []).append((offset, name))
+    for rows in places.values():
+        rows.sort()
+    found: dict[OtherCopy, None] = {}
+    for name, file, kept in unlike:
+        rank = ckpt.ranks[file]
+        if kept is None:
+            values = (f"{head}.{name}" for head in ("model", "optim.state"))
+            found.update((OtherCopy(n, rank, 0), None) for n in values if n in ckpt.values)
+            continue
+        rows = places.get(kept.file, [])
+        first, last = (bisect_left(rows, (at, "")) for at in (kept.offset, kept.offset + max(1, kept.length)))
+        for _, n in rows[first:last]:
+            found[OtherCopy(n, rank, ckpt.tensors[n].nbytes if len(ckpt.tensors[n].chunks) == 1 else 0)] = None
+    ckpt.others = list(found)
 
 
 def slot_of(files: Files, ranks: list[Rank], name: str, column: list[Any]) -> Any:

@@ -3,8 +3,10 @@
     model.pt  weights.pth  pytorch_model.bin  model.safetensors  model/        one of them; a folder is one of dcp
     optimizer.pt  optim.bin  optimizer_state_dict.pth  optimizer/              one of them
     scheduler.pt  scaler.pt  rng_state.pt  dataloader.pt  train_state.pt       and others that say by their name what they hold
+    rng_state/rank_{r}.pt  dataloader/rank_{r}.pt                              the same of each rank
+    metadata.json  CHECKPOINT_COMPLETE                                         of LLaMA-Factory v1: counters; the last file that it writes
 
-No trainer writes such a folder, so everything goes by names that scripts use. Where there are two files of weights or of an
+Everything goes by names that scripts use. Where there are two files of weights or of an
 optimizer, which of them belong together nobody knows, and it is no checkpoint. An optimizer that numbers its parameters where
 nothing tells their order is listed as a file that was not read.
 """
@@ -35,6 +37,10 @@ _REST = (
     (re.compile(rf"(?:train|trainer|training){_END}(?:{_FILE}|\.json)|(?:step|progress){_FILE}"), "trainer"),
     (re.compile(rf"extra{_END}{_FILE}"), "extra"),
 )
+_OF_RANKS = {"rng_state": "rng", "rng_states": "rng", "dataloader": "dataloader", "dataloaders": "dataloader"}
+_OF_RANK = r"rank_?(\d{1,6})\.(?:pt|pth|bin)"
+#: What LLaMA-Factory v1 writes last; its folders have the names of Trainer's.
+_COMPLETE = "CHECKPOINT_COMPLETE"
 
 
 def _weights(source: Source, names: Sequence[str]) -> list[Part]:
@@ -64,8 +70,8 @@ def _detect(source: Source) -> tuple[bool, str]:
     )
     if other is not None:
         return False, f"has {other}, of another layout"
-    if re.fullmatch(r"checkpoint-\d+", source.root.rstrip("/").rpartition("/")[2]):
-        return False, "named as those of Trainer, and has no trainer_state.json"
+    if re.fullmatch(r"checkpoint-\d+", source.root.rstrip("/").rpartition("/")[2]) and _COMPLETE not in names:
+        return False, f"named as those of Trainer, and has neither trainer_state.json nor {_COMPLETE} of LLaMA-Factory"
     weights, optimizers = _weights(source, names), _optimizers(source, names)
     if weights and optimizers and (AUTOMODEL.detect(source)[0] or TRANSFORMERS.detect(source)[0]):
         return False, "of another trainer"
@@ -85,6 +91,11 @@ def _parts(source: Source) -> list[Part]:
     out = [*_weights(source, names), *_optimizers(source, names)]
     ranks = [n for n, _ in numbered(names, RNG_STATE) if re.search(r"\d", n)]
     out += [Part(n, DATA, "rng", (re.sub(r"\D", "", n),)) for n in ranks]
+    for folder, component in _OF_RANKS.items():
+        of_ranks = numbered(source.list(folder), _OF_RANK) if folder in names and source.glance(folder)[0] else ()
+        out += [Part(f"{folder}/{n}", DATA, component, (str(rank),)) for n, rank in of_ranks]
+    if _COMPLETE in names and "metadata.json" in names:
+        out.append(Part("metadata.json", DATA, "trainer"))
     for pattern, component in _REST:
         found = [n for n in names if pattern.fullmatch(n) and n not in ranks]
         for name in found:

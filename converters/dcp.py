@@ -42,6 +42,7 @@ from ckpttool.index.checkpoint import (
     TensorEntry,
     Value,
     joined,
+    same_value,
 )
 from ckpttool.index.composites import shape_of
 from ckpttool.index.names import canonical
@@ -52,11 +53,13 @@ from ckpttool.storage.source import Source
 from ._dcp_items import Items, SubclassFound
 from ._dcp_metadata import Index, read_index
 from ._dcp_subclasses import are_short, ends, joined_parts
+from ._ranks import Unlike, keep_first
 
 __all__ = ["LAYOUTS"]
 
 _VALUE_BYTES, _VALUE_HEAD = 256 << 20, 1 << 20
 _NAMED = 6  # names in a message
+_END = 1 << 10  # last bytes of an item
 
 
 def detect(where: Place) -> tuple[bool, str]:
@@ -109,8 +112,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
             lost[joined(path)] = f"a part of it is in the lost bytes of {of}"
             continue
         _put(leaves, keys, path, key, of_subclass or entry)
-    notes: list[str] = []
-    seen: dict[str, dict[Path, Any]] = {}
+    seen: dict[str, tuple[dict[Path, Any], list[Record]]] = {}
+    ranks = {i: int(m[1]) for i, f in enumerate(index.files) if (m := re.match(r"__(\d+)_", f))}
     source.prefetch((index.files[f], at, min(n, _VALUE_HEAD)) for _, f, at, n, _ in index.values)
     for key, file, offset, length, transforms in index.values:
         _coding({tuple(transforms)}, key)
@@ -119,16 +122,15 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         except Lost:  # only of a damaged checkpoint that is salvaged
             lost[joined(_path(index, key))] = f"it is in the lost bytes of {index.files[file]}"
             continue
+        head: Path = ()
         if key in seen:  # per-rank metadata: every rank stores its own
-            if found != seen[key]:
-                notes.append(
-                    f'"{key}" differs between ranks; that of the first is kept, not that in {index.files[file]}'
-                )
-            continue
-        seen[key] = found
+            if _alike((found, sums), seen[key]):
+                continue
+            head = ("extra", "per_rank", str(ranks.get(file, file)))
+        seen.setdefault(key, (found, sums))
         records.extend(sums)
         for path, leaf in found.items():
-            _put(leaves, keys, path, key, leaf)
+            _put(leaves, keys, (*head, *path), key, leaf)
     named = canonical(
         leaves,
         shape_of,
@@ -137,13 +139,52 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         options.only,
         known_orders(options),
     )
-    ranks = {i: int(m[1]) for i, f in enumerate(index.files) if (m := re.match(r"__(\d+)_", f))}
-    named.notes.extend(notes)
     out = checkpoint_of(named, "dcp", source.root, max(ranks.values(), default=0) + 1, index.files, source)
     out.records, out.ranks, out.spreads_tensors = records, ranks, True
     out.salvage = Salvage(missing=lost) if lost else None
+    if not options.salvage:
+        out.tails, notes = _uncovered(source, index, sizes)
+        out.notes = [*out.notes, *notes]
+    ends_of = {item: _end(source, index, item) for pair in index.copies for item in pair}
+    keep_first([Unlike("", b.file, a) for a, b in index.copies if ends_of[a] != ends_of[b]], out)
     _count_milestones(out)
     return out
+
+
+def _uncovered(source: Source, index: Index, sizes: list[int]) -> tuple[dict[int, int], list[str]]:
+    """({file: bytes behind its last item}, notes on bytes between items). The writers of torch and of Megatron-Core truncate a file and write
+    items back to back (filesystem.py, _write_files_from_queue), but for files of safetensors, in which offsets mean nothing."""
+    last, covered = [0] * len(sizes), [0] * len(sizes)
+    items = [
+        *(row for _, _, _, c in index.tensors for row in zip(c.file, c.offset, c.length, strict=True)),
+        *(v[1:4] for v in index.values),
+    ]
+    for file, offset, length in [*items, *(copy for _, copy in index.copies)]:
+        last[file] = max(last[file], offset + length)
+        covered[file] += length
+    odd = [f for f, size in enumerate(sizes) if covered[f] < size and not _is_safetensors(source, index.files[f])]
+    between = [f for f in odd if covered[f] < last[f]]
+    notes = (
+        [
+            f"{len(between):,} files have bytes between their items that .metadata does not name, first {index.files[between[0]]}"
+        ]
+        if between
+        else []
+    )
+    return {f: sizes[f] - last[f] for f in odd if last[f] < sizes[f]}, notes
+
+
+def _end(source: Source, index: Index, item: Extent) -> bytes:
+    """The last bytes of an item: of torch.save's, they hold the CRC32s of its records."""
+    n = min(item.length, _END)
+    return source.read(index.files[item.file], item.offset + item.length - n, n)
+
+
+def _alike(a: tuple[dict[Path, Any], list[Record]], b: tuple[dict[Path, Any], list[Record]]) -> bool:
+    """Whether two ranks have the same value under a key; tensors in it by their CRC32s, in order."""
+    plain = [{p: x for p, x in leaves.items() if not isinstance(x, TensorEntry)} for leaves, _ in (a, b)]
+    sums = [[(r.extent.length, r.crc32) for r in records] for _, records in (a, b)]
+    return a[0].keys() == b[0].keys() and same_value(*plain) and sums[0] == sums[1]
 
 
 def _count_milestones(ckpt: Checkpoint) -> None:

@@ -56,6 +56,8 @@ from ._ranks import (
     assembled,
     column_of,
     groups_of,
+    hold_a_state,
+    keep_first,
     parts_of,
     replicated,
     rest_of,
@@ -78,6 +80,8 @@ def detect(where: Place) -> tuple[bool, str]:
         return True, "has files of ranks"
     if not groups:
         return False, "no torch.save files of ranks (local_rank0.pt, model_world_size_2_rank_0.pt, ...)"
+    if not hold_a_state(source, groups):
+        return False, f"has {groups[0].pattern}, which hold neither weights nor an optimizer"
     return True, f"has {groups[0].pattern} of {len(groups[0].ranks)} ranks"
 
 
@@ -134,11 +138,7 @@ def _read(source: Source, options: ReadOptions) -> Checkpoint:
     out.notes = [*out.notes, *dict.fromkeys(files.notes)]
     if lost:
         out.salvage = Salvage([f"{name} is missing; other ranks have copies of all its parts" for name in lost])
-    if files.unlike:
-        out.notes.append(
-            f'ranks that should have the same have not, in {len(files.unlike)} tensors, first "{files.unlike[0]}"; that of the '
-            "lowest rank is taken"
-        )
+    keep_first(files.unlike, out)
     return out
 
 

@@ -206,6 +206,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     files: list[str] = []
     records: list[Record] = []
     ranks: dict[int, int] = {}
+    tails: dict[int, int] = {}
     lost: dict[str, str] = {}
     objects: dict[str, dict[Path, Any]] = {}
     world = 0
@@ -229,6 +230,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         files += [f"{folder}/{f}" if folder else f for f in section.ckpt.files]
         records += [r.moved(by) for r in section.ckpt.records]
         ranks |= {f + by: r for f, r in section.ckpt.ranks.items()}
+        tails |= {f + by: n for f, n in section.ckpt.tails.items()}
         notes += [n for n in section.ckpt.notes if n not in notes]
         lost |= section.ckpt.salvage.missing if section.ckpt.salvage else {}
         lost |= {joined(p): why for k, why in section.lost.items() for p in _paths_of(section, k)}
@@ -249,7 +251,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     _take_objects(leaves, objects)
     name_groups(leaves, notes)
     out = checkpoint_of(CanonicalState(leaves, {}, TRAINER, notes), "megatron", source.root, world, files, source)
-    out.records, out.ranks, out.spreads_tensors = records, ranks, True
+    out.records, out.ranks, out.spreads_tensors, out.tails = records, ranks, True, tails
     out.salvage = Salvage(missing=lost) if lost else None
     return out
 
@@ -268,6 +270,7 @@ def _read_fsdp(where: Place, options: ReadOptions) -> Checkpoint:
         )
     out = checkpoint_of(named, "megatron", found.root, found.world_size, found.files, where.source)
     out.records, out.ranks, out.salvage, out.spreads_tensors = found.records, found.ranks, found.salvage, True
+    out.tails = found.tails
     return out
 
 

@@ -40,7 +40,7 @@ from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_or
 from ckpttool.storage.source import Source
 
 from ._checkpointing_metadata import METADATA, Item, Placed, read_metadata
-from ._ranks import Files, Rank, assembled, compare_replicas, load, rest_of
+from ._ranks import Files, Rank, assembled, compare_replicas, keep_first, load, rest_of
 
 __all__ = ["LAYOUTS"]
 
@@ -104,10 +104,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     out = checkpoint_of(named, "torch_checkpointing", source.root, world, files.names, source)
     out.records, out.ranks = list(files.records.values()), reading.ranks
     out.notes += files.notes
-    if files.unlike:
-        out.notes.append(
-            f"ranks have copies of {files.unlike[0]} (and {len(files.unlike) - 1} more) that differ: those of the first rank are taken"
-        )
+    keep_first(files.unlike, out)
     return out
 
 

@@ -133,7 +133,8 @@ class Job:
 
     def slot(self, name: str, slot: str) -> Tensor:
         """Optimizer state of a parameter."""
-        return numbers(f"{slot} {name}", tuple(self.weights[name].shape))
+        found = numbers(f"{slot} {name}", tuple(self.weights[name].shape))
+        return found.abs() if slot.endswith("_sq") else found  # averages of squares
 
     def option(self, g: int) -> dict[str, Any]:
         """Hyperparameters of a group."""

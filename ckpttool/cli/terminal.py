@@ -150,7 +150,7 @@ AllowEqualRanks = Annotated[
     bool, typer.Option("--allow-equal-ranks", help="Read it even if one rank's file looks like a copy of another's.")
 ]
 AllowMixedSteps = Annotated[
-    bool, typer.Option("--allow-mixed-steps", help="Read it even if one rank's file seems to come from another step.")
+    bool, typer.Option("--allow-mixed-steps", help="Read it even if its files seem to come from different steps.")
 ]
 WorldSize = Annotated[
     int | None,

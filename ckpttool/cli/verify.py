@@ -84,6 +84,8 @@ def verify(
 
     not_read(found.not_read, quiet)
     print(f"{found.layout}: {found.tensors:,} tensors, {human(found.bytes)}: structure ok")
+    for text in found.notes:
+        note(f"note: {text}", quiet)
     if found.salvage is not None:
         lost, made = found.salvage["missing"], found.salvage["rebuilt"]
         print(f"salvaged: {found.salvage['exact']:,} tensors are exact, {len(made):,} rebuilt, {len(lost):,} missing")
@@ -98,8 +100,8 @@ def verify(
         print(f"data ok: every byte read{told}")
         if found.recorded == "equal":
             print("equal to the digests that were recorded when it was written")
-        for text in found.notes:
-            note(f"note: {text}", quiet)
+        if found.numbers == "ok":
+            print("numbers ok: masters are those of the weights, and no average of squares is below 0")
         for component, root in (found.digest or {}).items():
             print(f"digest {component:10s} blake3:{root}")
     if found.against is not None:

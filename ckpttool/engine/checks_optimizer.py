@@ -18,7 +18,15 @@ from . import mixups
 from .findings import DAMAGE, MISMATCH, NOTE, Examined, Finding
 from .stream import small
 
-__all__ = ["leftover_files", "mixed_ranks", "mixed_steps", "orphaned_state", "param_groups", "per_rank_state"]
+__all__ = [
+    "leftover_files",
+    "mixed_ranks",
+    "mixed_steps",
+    "orphaned_state",
+    "other_copies",
+    "param_groups",
+    "per_rank_state",
+]
 
 _MOST_STEPS = 4096  # steps that are read
 _IN_NAME = re.compile(r"(checkpoint|global_step|step)s?[-_=]?(\d{1,15})", re.IGNORECASE)
@@ -99,6 +107,22 @@ def mixed_ranks(at: Examined) -> list[Finding]:
             text += f" Of step {best:g}: {', '.join(files[:8])}{', ...' if len(files) > 8 else ''}."
         return [Finding("mixed-steps", DAMAGE, None, (), text)]
     return []
+
+
+def other_copies(at: Examined) -> list[Finding]:
+    """Weights of which ranks should have equal copies and have not, and buffers of which each rank has its own."""
+    out = []
+    if weights := mixups.other_weights(at.ckpt):
+        names = tuple(dict.fromkeys(o.name for o in weights))
+        out.append(Finding("other-weights", DAMAGE, None, names, mixups.said_of(at.ckpt, weights)))
+    if own := [o for o in at.ckpt.others if o not in set(weights)]:
+        names = tuple(dict.fromkeys(o.name for o in own))
+        text = (
+            f'each rank has its own numbers in {len(names):,} buffers or values, first "{names[0]}"; those of the lowest rank are read, and a '
+            "conversion lists the others as left behind"
+        )
+        out.append(Finding("own-copies", NOTE, None, names, text))
+    return out
 
 
 def _steps(at: Examined) -> dict[str, float]:

@@ -438,7 +438,8 @@ def _lacks(inside: Source, names: list[str], name: str, layout: Layout | None) -
             folder and not has_index
         ):
             yield f"no {head}.metadata, which is written last"
-    is_trainer = re.fullmatch(r"checkpoint-\d+", name) and "trainer_state.json" not in names
+    is_script = layout is not None and layout.name == "script"  # LLaMA-Factory names its folders so, too
+    is_trainer = re.fullmatch(r"checkpoint-\d+", name) and "trainer_state.json" not in names and not is_script
     if is_trainer and (halves or any((kind_of(n) or ("", ""))[1] in ("optim", "scheduler", "rng") for n in names)):
         yield _NO_TRAINER_STATE
     if layout is None and "optimizer" in names and "optimizer_config.json" in inside.list("optimizer"):

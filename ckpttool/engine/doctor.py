@@ -17,7 +17,7 @@ from ..errors import CkpttoolError, IncompleteWeights, NotRecognised, RemoteErro
 from ..storage import urls
 from ..storage.patched import PatchedSource
 from ..storage.source import Source
-from . import checks_masters, checks_names, checks_numbers, checks_optimizer, detection, salvage
+from . import checks_names, checks_numbers, checks_optimizer, detection, salvage
 from .fill import Progress, silent
 from .findings import DAMAGE, MISMATCH, NOTE, Examined, Finding, copy_command
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, shown_path
@@ -27,7 +27,7 @@ from .verification import salvaged
 #: What is looked at in every checkpoint that opens.
 CHECKS = (
     checks_names.wrapper_prefixes, checks_names.empty_weights, checks_names.vocabulary_rows, checks_names.lost_random_states, checks_names.encoded_weights, checks_optimizer.per_rank_state,
-    checks_optimizer.mixed_ranks, checks_optimizer.mixed_steps,
+    checks_optimizer.other_copies, checks_optimizer.mixed_ranks, checks_optimizer.mixed_steps,
 )  # fmt: skip
 #: And in one that is whole.
 CHECKS_OF_WHOLE = (checks_optimizer.orphaned_state, checks_optimizer.leftover_files)
@@ -175,7 +175,7 @@ def _look_at(opened: OpenCheckpoint, out: Diagnosis, asked: _Asked) -> None:
         )
         opened.source.assert_unchanged()
         out.findings += numbers.findings()
-        out.findings += checks_masters.masters(at, asked.progress)
+        out.findings += checks_numbers.other_masters(at, asked.progress)
     out.findings += checks_names.tied_weights(at, digests)
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from ..errors import Corrupt
+from ..errors import Corrupt, argument
 from ..formats.crc import crc32, crc32_combine
 from ..index import boxes
 from ..index.checkpoint import ITEMSIZE, TensorEntry, joined
@@ -37,6 +37,7 @@ from ..storage.buffers import DEFAULT_BUDGET, IOBudget
 from ..storage.destination import Altered, Destination, DestinationFile
 from ..storage.local_file import WriterPool
 from ..storage.source import Source
+from .averages import Averages, said_of
 from .dtypes import NOTHING, Lost, bits_dtype
 from .stream import Block, Reader, StreamJob
 
@@ -171,6 +172,7 @@ class Scatter:
         self.lost: dict[str, Lost] = {}
         self.crcs: dict[int, list[Written]] = {}
         self.needs_crcs = draft.after is not None or draft.tail is not None
+        self.averages = Averages(draft.averages)
 
     def done_with(self, name: str) -> None:
         """The last block of a tensor was handed on."""
@@ -206,6 +208,10 @@ class Scatter:
                 self._scatter(name, tensors[name], plan, block)
             if block.lost != NOTHING:
                 self.lost[name] = self.lost.get(name, NOTHING).plus(block.lost)
+            if self.averages.add(name, tensors[name].dtype, block.first, block.data):
+                raise Corrupt(
+                    f"{said_of(self.averages.found, sources)}, or use {argument('allow_mixed_steps', True)} to copy it as it is."
+                )
             if block.last:
                 self.digests[name] = hasher.hexdigest()
                 hasher = None

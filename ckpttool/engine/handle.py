@@ -10,7 +10,7 @@ What `locate` finds for a whole checkpoint (the framing of DCP items) is looked 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from types import EllipsisType
@@ -37,6 +37,7 @@ __all__ = ["TensorHandle", "UnknownTensor", "cut_to", "handle"]
 _Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 _Box = tuple[tuple[int, ...], tuple[int, ...]]  # start, shape
 
+_FEW = 16  # chunks that are looked at one by one
 _LARGE = 8 << 20  # bytes from which two threads and large buffers are worth their set-up
 _SUGGEST_AMONG = 20_000  # names that difflib compares; it takes a second for each 100,000
 
@@ -280,7 +281,7 @@ def cut_to(entry: TensorEntry, box: _Box) -> Chunks:
     item = ITEMSIZE[entry.dtype]
     out = Chunks(len(box[1]))
     chunk: Chunk
-    for chunk in entry.chunks:
+    for chunk in _meeting(entry.chunks, box):
         both = boxes.meet((chunk.start, chunk.shape), box)
         if both is None:
             continue
@@ -293,6 +294,18 @@ def cut_to(entry: TensorEntry, box: _Box) -> Chunks:
         home = tuple(map(operator.sub, start, box[0]))
         out.add(home, shape, chunk.extent.file, offset, length, None if flat else tuple(steps))
     return out
+
+
+def _meeting(chunks: Chunks, box: _Box) -> Iterable[Chunk]:
+    """The chunks that may meet a box; of many, the others are left out by whole columns."""
+    if len(chunks) < _FEW or not chunks.ndim:
+        return chunks
+    import numpy as np
+
+    start, size = (np.frombuffer(column, np.int64).reshape(-1, chunks.ndim) for column in (chunks.start, chunks.shape))
+    first = np.array(box[0], np.int64)
+    meets = ((start < first + np.array(box[1], np.int64)) & (start + size > first)).all(axis=1)
+    return [chunks[k] for k in np.flatnonzero(meets).tolist()]
 
 
 def _slices(box: _Box, origin: Sequence[int]) -> tuple[slice, ...]:

@@ -1,4 +1,5 @@
-"""Files of ranks that do not belong together: one rank's file copied over another's, one rank's file from another step.
+"""Files of ranks that do not belong together: one rank's file copied over another's, one rank's file from another step, or of another part
+of the model.
 
 Every such file is sound by itself, and the trainer would load the wrong numbers silently. Two things show it:
 
@@ -7,6 +8,10 @@ Every such file is sound by itself, and the trainer would load the wrong numbers
                   (zeros, the ones of a norm) prove nothing. Where files may hold whole tensors (`Checkpoint.spreads_tensors`),
                   only tensors of which both ranks hold a part count, since whole ones may be equal: tied weights, a second
                   copy of the model.
+    equal files   of one rank, as far as a rank writes several: a file is a copy of another if it has bytes behind the last item that the index
+                  names, and all its items there have the CRC32s of the other's; or if two or more of them are of other layers.
+    other copies  what several ranks have whole (all of it without sharding; the replicas of HYBRID_SHARD) is kept once. Weights and
+                  the optimizer's state have to be equal there. Statistics and counters of modules may be each rank's own.
     mixed steps   such a layout also spreads the `step` of each parameter over the files. Parameters may have different
                   steps (unfrozen later, experts that were not used), but not exactly along the lines of files.
 
@@ -16,9 +21,10 @@ those are equal.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -26,12 +32,23 @@ from typing import Any
 from ..errors import Corrupt, argument
 from ..formats.crc import crc32, crc32_combine
 from ..formats.stored_tensors import number_in
-from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Record, TensorEntry
+from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, OtherCopy, Record, TensorEntry, joined
+from ..index.draft import Dropped
+from ..index.param_groups import groups_of
 from ..storage.buffers import IOBudget
 from ..storage.source import Source
 from .stream import Reader, StreamJob, small
 
-__all__ = ["refuse_equal_ranks", "refuse_mixed_steps"]
+__all__ = [
+    "left_out",
+    "note_of_left_out",
+    "other_weights",
+    "refuse_equal_ranks",
+    "refuse_mixed_steps",
+    "refuse_other_files",
+    "refuse_other_weights",
+    "said_of",
+]
 
 #: (tensor, row of its chunks), and of the record that it lies in: length, CRC32, the piece's first byte.
 Piece = tuple[str, int]
@@ -70,6 +87,63 @@ def refuse_equal_ranks(ckpt: Checkpoint, source: Source) -> None:
                 f'numbers, those of "{proof}" among them, although every rank has a part of its own. One file was copied over the '
                 f"other; fetch both again. If the two ranks really are equal, use {argument('allow_equal_ranks', True)}."
             )
+
+
+def refuse_other_files(ckpt: Checkpoint, source: Source) -> None:
+    """Refuse a checkpoint of which a file is a copy of another file of the same rank, or has bytes behind the last item that the index names.
+    Zeros there are padding.
+
+    Raises:
+        Corrupt: with the file, and the other one where there is one.
+    """
+    longer = {
+        f for f, n in ckpt.tails.items() if any(source.read(ckpt.files[f], ckpt.sizes[f] - n, min(n, _STEP_BYTES)))
+    }
+    of_rank = Counter(ckpt.ranks.values())
+    several = {f for f, rank in ckpt.ranks.items() if of_rank[rank] > 1} if ckpt.spreads_tensors else set[int]()
+    named: dict[int, dict[tuple[int, int], list[Piece]]] = {}
+    find = _records_of(ckpt) if longer or several else None
+    for name, t in ckpt.tensors.items() if find is not None else ():
+        for k, file in enumerate(t.chunks.file):
+            if file in several and "float" in t.dtype and prod(t.chunks.shape_of(k)) > 1 and find is not None:
+                found = find(t, k)
+                if found is not None and found[1] != _zeros(found[0]):
+                    named.setdefault(file, {}).setdefault(found[:2], []).append((name, k))
+    for one, other in _copies(ckpt, named):
+        unlike = (rows for key, rows in named[one].items() if _of_other_layers(rows, named[other][key]))
+        if one in longer or sum(_varied(ckpt, source, *rows[0]) for rows in unlike) > 1:
+            raise Corrupt(
+                f"{ckpt.root}: {ckpt.files[one]} holds the same numbers as {ckpt.files[other]}, under other names: those of "
+                f'"{next(iter(named[one].values()))[0][0]}" are among them. One file was copied over the other; fetch both again. If they really are equal, use '
+                f"{argument('allow_equal_ranks', True)}."
+            )
+    for file in sorted(longer):
+        n, size = ckpt.tails[file], ckpt.sizes[file]
+        raise Corrupt(
+            f"{ckpt.root}: {ckpt.files[file]} has {size:,} bytes, and the last item that .metadata names ends at {size - n:,}. No writer leaves bytes "
+            "behind it, so the file is another one's, or of another save; fetch it again. If your writer does, use "
+            f"{argument('allow_equal_ranks', True)}."
+        )
+
+
+def _copies(ckpt: Checkpoint, named: Mapping[int, Mapping[tuple[int, int], Any]]) -> Iterator[tuple[int, int]]:
+    """Pairs of files of one rank of which the first has no record that the second has not."""
+    owners: dict[tuple[int, tuple[int, int]], set[int]] = {}
+    for file, sums in named.items():
+        for key in sums:
+            owners.setdefault((ckpt.ranks[file], key), set()).add(file)
+    for file, sums in named.items():
+        others = set.intersection(*(owners[ckpt.ranks[file], key] for key in sums)) - {file}
+        if others:
+            yield file, min(others)
+
+
+def _of_other_layers(rows: Sequence[Piece], others: Sequence[Piece]) -> bool:
+    """Whether equal numbers have names that differ in more than words: of layers 0 and 5, say. A weight and its master, an average of it,
+    a tied one differ in words."""
+
+    one, two = ({tuple(re.findall(r"\d+", name)) for name, _ in of} for of in (rows, others))
+    return not one & two
 
 
 @lru_cache(4096)
@@ -176,6 +250,78 @@ def _varied(ckpt: Checkpoint, source: Source, name: str, row: int) -> bool:
         first = first or bytes(data[:item])
         found = found or data[:item] != first or data[item:] != data[: len(data) - item]
     return found
+
+
+# ----------------------------------------------------------------------------------------------------- other copies
+
+#: Buffers that torch's norms update from the rows of their own rank.
+_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
+
+
+def refuse_other_weights(ckpt: Checkpoint) -> None:
+    """Refuse a checkpoint whose ranks have other weights, or another optimizer, than the rank of which they are kept.
+
+    Raises:
+        Corrupt: with the first tensor, the ranks, and how many there are.
+    """
+    if rows := other_weights(ckpt):
+        raise Corrupt(
+            f"{ckpt.root}: {said_of(ckpt, rows)}. To keep those of one rank, use {argument('allow_mixed_steps', True)}."
+        )
+
+
+def said_of(ckpt: Checkpoint, rows: Sequence[OtherCopy]) -> str:
+    """What other weights mean, for people."""
+    names = list(dict.fromkeys(o.name for o in rows))
+    ranks = sorted({o.rank for o in rows if o.name == names[0]})
+    more = f" and {len(ranks) - 8:,} more" if len(ranks) > 8 else ""
+    return (
+        f"the ranks' copies of {len(names):,} of {len(ckpt.tensors):,} tensors differ, and only the lowest rank's would be kept. The first is "
+        f'"{names[0]}", of which rank{"s" * (len(ranks) > 1)} {", ".join(map(str, ranks[:8]))}{more} {"have" if len(ranks) > 1 else "has"} other '
+        "numbers. Either the ranks are stages of a pipeline that number their layers from 0, so that each file is another part of the model: save them under "
+        "the names of the whole model. Or replicas diverged, or a file is of another step: fetch the files of one save"
+    )
+
+
+def other_weights(ckpt: Checkpoint) -> list[OtherCopy]:
+    """The copies that should be equal to the kept ones: of weights and of the optimizer, but not of a module's statistics and counters.
+
+    A tensor of the model that every rank has whole is a buffer if the weights are sharded and the optimizer does not know it.
+    """
+    kept = {o.name: t for o in ckpt.others if (t := ckpt.tensors.get(o.name)) is not None}
+    if not kept:
+        return []
+    trained = {n for group in groups_of(ckpt) or () for n in group}
+    trained |= {str(t.path[2]) for t in ckpt.tensors.values() if t.path[:2] == ("optim", "state") and len(t.path) > 3}
+    sharded = any(len(set(t.chunks.file)) > 1 for t in ckpt.tensors.values() if t.path[0] == "model")
+
+    def is_own(t: TensorEntry) -> bool:
+        fqn = joined(t.path[1:])
+        if t.path[0] != "model" or "float" not in t.dtype or fqn.rpartition(".")[2] in _STATISTICS:
+            return t.path[0] != "optim"
+        return sharded and len(t.chunks) == 1 and fqn not in trained
+
+    return [o for o in ckpt.others if o.name in kept and not is_own(kept[o.name])]
+
+
+def left_out(ckpt: Checkpoint) -> list[Dropped]:
+    """What other ranks have and the index does not, entry by entry, under the names that ckpttool gives to what each rank has for itself."""
+    weights = set(other_weights(ckpt))
+    why = (
+        "each rank has its own, and the lowest rank's is kept",
+        "ranks should have the same, and the lowest rank's is kept",
+    )
+    return [Dropped(f"extra.per_rank.{o.rank}.{o.name}", o.nbytes, why[o in weights]) for o in ckpt.others]
+
+
+def note_of_left_out(ckpt: Checkpoint) -> str:
+    """The sentence for the notes of a checkpoint with `others`."""
+    names = dict.fromkeys(o.name for o in ckpt.others)
+    ranks = len({o.rank for o in ckpt.others})
+    return (
+        f"{ranks:,} rank{'s have' if ranks > 1 else ' has'} other numbers in {len(names):,} entries of which the lowest rank's are read, "
+        f'first "{next(iter(names))}"; a conversion lists the others as left behind'
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ mixed steps

@@ -206,7 +206,7 @@ class OpenCheckpoint:
 
     def locate(self) -> Checkpoint:
         """The index with raw byte ranges, checked again; every item's framing has been looked into."""
-        from . import mixups
+        from . import masters, mixups
 
         if not self.located:
             if self.layout.locate is not None:
@@ -218,8 +218,12 @@ class OpenCheckpoint:
                 check(self.checkpoint)
             if not self.allow_equal_ranks:
                 mixups.refuse_equal_ranks(self.checkpoint, self.source)
+                mixups.refuse_other_files(self.checkpoint, self.source)
             if not self.allow_mixed_steps:
+                mixups.refuse_other_weights(self.checkpoint)
                 mixups.refuse_mixed_steps(self.checkpoint, self.source)
+                if not isinstance(self.source, PatchedSource):
+                    masters.refuse_other_masters(self.checkpoint, self.source)
             self.located = True
         return self.checkpoint
 
@@ -298,7 +302,7 @@ def open(
         wrap: patterns of the modules that FSDP1 wrapped, ["**.layers.*"].
         tag: which save, where a DeepSpeed folder holds several; the one that `latest` names where None.
         allow_equal_ranks: read it although one rank's file looks like a copy of another's.
-        allow_mixed_steps: read it although one rank's file looks like one of another step.
+        allow_mixed_steps: read it although its files look like those of different steps.
 
     Raises:
         NotRecognised, Unsupported, Corrupt, Unsafe: as errors.py tells them apart. Two files of ranks that do not belong
@@ -365,6 +369,10 @@ def open_with(
             known |= where.source.patches.keys() if isinstance(where.source, PatchedSource) else set()
             ckpt.unread += [r for r in beside if r.name not in known]
             ckpt.notes = [*ckpt.notes, *unread_files.note(ckpt.unread)]
+        if ckpt.others:
+            from .mixups import note_of_left_out
+
+            ckpt.notes = [*ckpt.notes, note_of_left_out(ckpt)]
         if only is None or "rng" in only:
             ckpt.notes = [*ckpt.notes, *_random_states(ckpt)]
         ckpt.notes += unused

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -17,7 +17,7 @@ from .fill import Progress
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions
 from .part_requests import absolute, absolute_path, index_id
 from .parts import cut_tensors
-from .stream import Reader
+from .stream import Block, Reader
 from .tensor_digests import tensor_digests
 
 __all__ = ["digests_of", "for_reading"]
@@ -41,10 +41,12 @@ def digests_of(
     progress: Progress,
     what: str,
     budget: IOBudget = DEFAULT_BUDGET,
+    seen: Callable[[Block], None] | None = None,
 ) -> dict[str, str]:
     """{tensor: BLAKE3 hex digest of its canonical bytes}, reading everything and checking the CRCs.
 
     Args:
+        seen: called with every block, if this process reads them.
         path, options: what `opened` was opened with; it was located. Workers open it again.
 
     Raises:
@@ -53,7 +55,7 @@ def digests_of(
     """
     ckpt = opened.checkpoint
     if workers is None or not isinstance(path, (str, os.PathLike)):
-        return tensor_digests(ckpt.tensors, opened.source, ckpt.files, ckpt.records, progress, what, None, budget)
+        return tensor_digests(ckpt.tensors, opened.source, ckpt.files, ckpt.records, progress, what, None, budget, seen)
     parts = cut_tensors(ckpt.tensors)
     same = {
         "open": {"path": absolute_path(os.fspath(path)), "options": asdict(absolute(options)), "index": index_id(ckpt, opened.source)}, "threads": budget.threads,

@@ -34,7 +34,8 @@ from ..index.param_groups import groups_of, regrouped
 from ..index.schedulers import with_whole_scheduler
 from ..index.vocabulary import vocabulary_of
 from ..storage.source import Source
-from . import unread_files
+from . import mixups, unread_files
+from .averages import averages_of
 from .conservation import Account
 from .dequantizing import dequantized
 from .fill_from import filled
@@ -165,6 +166,7 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
         }
         opened.checkpoint.notes += refuse_unused(reading, f"{opened.layout.name} -> {target.name}", used)
         aside = unread_files.lost(opened.checkpoint, holds, opened.only)
+        of_ranks = mixups.left_out(opened.checkpoint)
         if aside and not drop:
             raise Unsupported(_not_carried(opened, target, aside))
         account = Account()
@@ -210,6 +212,8 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
         if not drop:
             _refuse_loss(opened, draft, target, holds)
         draft.dropped += opened.left_behind
+        draft.dropped += of_ranks
+        draft.averages = frozenset() if reading.allow_mixed_steps else averages_of(draft.sources)
         draft.dropped += [Dropped(r.name, r.bytes or 0, f"{r.what}, {unread_files.NOT_READ}") for r in aside]
         account.close(source, draft)
         for pattern in writing.cast or {}:

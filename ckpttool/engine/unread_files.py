@@ -65,6 +65,10 @@ _NAMES = (
     _Kind(r"trainer_state\.json", "counters of the trainer", "trainer"),
     _Kind(r"custom_checkpoint_\d+\.pkl", "registered objects", "extra"),
     _Kind(r"adapter_model\.(safetensors|bin|pt)", "adapter", "adapter"),
+    _Kind(r"optim(izer)?s?(_states?)?/", "optimizer", "optim"),
+    _Kind(r"(lr_)?schedulers?/", "scheduler", "scheduler"),
+    _Kind(r"(rng|random)(_states?)?/", "RNG", "rng"),
+    _Kind(r"(data_?loaders?|samplers?)(_states?)?/", "data loader", "dataloader"),
     _Kind(rf"(training_args|args|hparams){_TORCH}", "arguments", ""),
     _Kind(
         r"(pytorch_model|pytorch_model_fsdp|model|consolidated|diffusion_pytorch_model|openvino_model|tf_model|flax_model|"
@@ -83,7 +87,7 @@ _WORDS = (
 _STATE = r"(?is).*\.(bin|pt|pth|ckpt|pkl|pickle|distcp|safetensors|npz|npy|tar)"
 #: Names that need no word: indices, programs, logs, texts, pictures; what ckpttool and torch write besides.
 _PLAIN = (
-    r"(?is)ckpttool\.json|flat_layout\.json|latest|latest_universal|.*\.index\.json|metadata\.json|.*\.(md|txt|py|sh|log|html|csv|"
+    r"(?is)ckpttool\.json|flat_layout\.json|CHECKPOINT_COMPLETE|latest|latest_universal|.*\.index\.json|metadata\.json|.*\.(md|txt|py|sh|log|html|csv|"
     r"ya?ml|toml|png|jpe?g|gif|svg|pdf|ipynb)|(LICEN[CS]E|NOTICE|USE_POLICY).*|events\.out\..*|(all|train|eval)_results\.json|"
     r"preprocessor_config\.json|config_.*\.json|(runs|logs|wandb|tensorboard|lightning_logs|huggingface|hf)/"
 )
@@ -94,7 +98,7 @@ _NEXT_TO = (
     (r"pytorch_model_fsdp_\d+|optimizer_\d+", None),
     (r"model_and_optim", _Kind(r"train/", "training progress and RNG", "trainer")),
     (r"(epoch|step)_\d+", _Kind(r"recipe_state\.pt|recipe_state/", "optimizer and training progress", "optim")),
-    (r"model|weights", _Kind(r"optim(izer)?/", "optimizer", "optim")),
+    (r"model|weights", None),
     (r"actor|critic", _Kind(r"data\.pt", "data loader", "dataloader")),
 )  # fmt: skip
 _ORDER = ("optim", "scheduler", "scaler", "rng", "dataloader", "trainer", "extra", "adapter", "")
@@ -209,7 +213,7 @@ def _inside(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unr
             kind = kind_of(entry + "/")
             if saves is not None and (kind is None or saves.folder in entry):
                 continue  # another save, whatever its tag is called
-            if kind is not None:
+            if kind is not None and _holds_state(source, name, kind):
                 yield _row(name + "/", _within(source, name), *kind, held)
             elif not folder and not re.fullmatch(_SAVES, entry + "/") and not re.fullmatch(_PLAIN, entry + "/"):
                 yield _row(name + "/", None, "folder", "", held)
@@ -229,6 +233,8 @@ def _above(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unre
         return
     with remote.open_source(parent) as above:
         names = above.list()
+        if name in ("model", "weights") and not {"optim", "optimizer"} & set(names):
+            return  # halves of nothing
         if not halves and (saves is None or not saves.pointers & set(names)):
             return
         stem = re.sub(r"\d+", "", name)
@@ -250,8 +256,13 @@ def _siblings(source: Source, skip: set[str], held: set[str], above: str, kind: 
             if found is None or found[1] in ("", "adapter") or found[1] in held:
                 continue
             is_folder, size = source.glance(entry)
-            if is_folder == name.endswith("/"):
+            if is_folder == name.endswith("/") and (not is_folder or _holds_state(source, entry, found)):
                 yield Unread(_shown(above + name), _within(source, entry) if is_folder else size, *found)
+
+
+def _holds_state(source: Source, folder: str, kind: tuple[str, str]) -> bool:
+    """Whether a folder with such a name holds files of state; a folder of programs may be called dataloader, too."""
+    return not kind[1] or any(n == ".metadata" or re.fullmatch(_STATE, n) for n in source.list(folder))
 
 
 def _number(name: str) -> int:

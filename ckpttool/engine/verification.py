@@ -17,13 +17,17 @@ from ..index.checkpoint import Checkpoint, TensorEntry
 from ..index.draft import Draft
 from ..storage import urls
 from ..storage.buffers import IOBudget
+from . import masters
+from .averages import Averages, averages_of, said_of
 from .conservation import other_values
 from .executors import Workers, WorkersSpec
 from .fill import Progress, silent
+from .mixups import note_of_left_out
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_with, shown_path
 from .parallel_digests import digests_of, for_reading
 from .planning import WriteRequest, caster
 from .recorded import RECORD, other_digests
+from .stream import Block, Reader, StreamJob
 from .tensor_digests import digests_in_values, reporting, tensor_digests
 from .value_digests import recorded_values, state_roots
 
@@ -79,7 +83,7 @@ class VerifyResult:
     """What `verify` found; sizes in bytes. What was not asked for is None.
 
     `crc32_covered_bytes` are those that CRC32s in the files themselves cover. `recorded` is "equal", "damaged" (the record
-    cannot be read) or "other files" (it is about others); `against` {"path", "components", "verdict"}. `salvage` {"exact": how many
+    cannot be read) or "other files" (it is about others); `numbers` "ok" or "contradict": masters and weights, averages of squares; `against` {"path", "components", "verdict"}. `salvage` {"exact": how many
     tensors, "rebuilt": {name: how}, "missing": {name: why}} of a copy of what was left of a damaged checkpoint.
     """
 
@@ -93,6 +97,7 @@ class VerifyResult:
     data: str | None = None
     digest: dict[str, str] | None = None
     recorded: str | None = None
+    numbers: str | None = None
     notes: list[str] = field(default_factory=list)
     against: dict[str, Any] | None = None
     salvage: dict[str, Any] | None = None
@@ -142,6 +147,8 @@ def verify(
             sum(r.extent.length for r in ckpt.records), [r.to_json() for r in ckpt.unread],
         )  # fmt: skip
         out.salvage = salvaged(opened)
+        if ckpt.others:
+            out.notes.append(note_of_left_out(ckpt))
         if damaged := [r for r in ckpt.unread if r.damaged]:
             raise Corrupt(
                 f"{out.path}: {damaged[0].name} {damaged[0].what.rstrip('.')}"
@@ -155,12 +162,7 @@ def verify(
                     f"{argument('read_data', True)} too, or leave it out."
                 )
             return out
-        with for_reading(workers, path, opened.checkpoint.nbytes) as crew:
-            found = digests_of(opened, path, options, crew, progress, "read")
-        opened.source.assert_unchanged()
-        out.data = "ok"
-        out.digest = state_roots(ckpt, found)
-        _verify_recorded(opened, found, out)
+        found = _read_data(opened, path, options, workers, progress, out)
     if against is not None:
         likewise = OpenOptions(allow_equal_ranks=True, allow_mixed_steps=True)
         with open_with(against, likewise) as other, for_reading(workers, against, other.checkpoint.nbytes) as crew:
@@ -212,6 +214,59 @@ def salvaged(opened: OpenCheckpoint) -> dict[str, Any] | None:
     return {"exact": len(of["exact"]), "rebuilt": of["rebuilt"], "missing": of["missing"]}
 
 
+def _read_data(
+    opened: OpenCheckpoint,
+    path: CheckpointPath,
+    options: OpenOptions,
+    workers: WorkersSpec,
+    progress: Progress,
+    out: VerifyResult,
+) -> dict[str, str]:
+    """Read every byte and say in `out` what came of it; the digests of the tensors.
+
+    Raises:
+        Corrupt: it is damaged, or its numbers contradict each other. Differs: it is not what was recorded.
+    """
+    ckpt = opened.checkpoint
+    averages = Averages(averages_of(ckpt.tensors))
+
+    def seen(block: Block) -> None:
+        averages.add(block.name, ckpt.tensors[block.name].dtype, block.first, block.data)
+
+    with for_reading(workers, path, opened.checkpoint.nbytes) as crew:
+        found = digests_of(opened, path, options, crew, progress, "read", seen=seen)
+    if crew is not None:  # who have read them
+        for block in Reader(opened.source, ckpt.files).blocks(
+            StreamJob(n, t) for n, t in ckpt.tensors.items() if n in averages.names
+        ):
+            seen(block)
+    opened.source.assert_unchanged()
+    out.data = "ok"
+    out.digest = state_roots(ckpt, found)
+    _verify_recorded(opened, found, out)
+    _verify_numbers(opened, averages, progress, out)
+    return found
+
+
+def _verify_numbers(opened: OpenCheckpoint, averages: Averages, progress: Progress, out: VerifyResult) -> None:
+    """Compare all masters with the weights beside them, and say in `out` what came of it and of the averages of squares.
+
+    Raises:
+        Corrupt: the numbers contradict each other, and that was not allowed.
+    """
+    ckpt = opened.checkpoint
+    texts = []
+    if averages.found:
+        name, (_, first) = next(iter(averages.found.items()))
+        texts.append(said_of(averages.found, ckpt.tensors, masters.where(ckpt, ckpt.tensors[name], first)))
+    if odd := masters.differing(ckpt, opened.source, progress):
+        texts.append(masters.said_of(ckpt, odd))
+    if texts and not opened.allow_mixed_steps:
+        raise Corrupt(f"{out.path}: {'. '.join(texts)}. To pass over it, use {argument('allow_mixed_steps', True)}.")
+    out.numbers = "contradict" if texts else "ok"
+    out.notes += texts
+
+
 def _verify_recorded(opened: OpenCheckpoint, found: Mapping[str, str], out: VerifyResult) -> None:
     """Compare digests with those that were recorded, and say in `out` what came of it.
 
@@ -226,11 +281,12 @@ def _verify_recorded(opened: OpenCheckpoint, found: Mapping[str, str], out: Veri
     elif record is None:
         return
     elif record.problem is not None:
-        out.recorded, out.notes = "damaged", [f"digests were not compared: {record.problem}"]
+        out.recorded = "damaged"
+        out.notes.append(f"digests were not compared: {record.problem}")
         return
     elif not record.about(ckpt):
         out.recorded = "other files"
-        out.notes = [f"digests were not compared: {RECORD} describes other files than {ckpt.files[0]}"]
+        out.notes.append(f"digests were not compared: {RECORD} describes other files than {ckpt.files[0]}")
         return
     else:
         expected: dict[str, Any] = {**record.expected(ckpt, opened.only)}

@@ -31,6 +31,7 @@ __all__ = [
     "Chunks",
     "Extent",
     "Number",
+    "OtherCopy",
     "Record",
     "Salvage",
     "TensorEntry",
@@ -291,6 +292,17 @@ class Unread(NamedTuple):
         return self._asdict()
 
 
+class OtherCopy(NamedTuple):
+    """What another rank has under the name of an entry of which one rank's is in the index, where the two differ.
+
+    `nbytes` is 0 if it is a value, or a sharded tensor of which it is a part.
+    """
+
+    name: str
+    rank: int
+    nbytes: int
+
+
 @dataclass
 class Salvage:
     """What is left of a damaged checkpoint. Every tensor of it that is neither missing nor rebuilt is exact.
@@ -343,9 +355,12 @@ class Checkpoint:
     #: Ranks divide all tensors among their files, so a file may hold whole tensors, and the steps of some parameters. If False,
     #: every rank's file holds its own part of each tensor.
     spreads_tensors: bool = False
+    #: {file: bytes behind the last item that the index names}: the file is not the one that the index was written for, or not its whole content
+    tails: dict[int, int] = field(default_factory=dict)
     recorded: dict[str, str] = field(default_factory=dict)  # {tensor: digest} stored in the checkpoint itself
     recorded_values: dict[str, str] = field(default_factory=dict)  # {value: digest} likewise
     notes: list[str] = field(default_factory=list)
+    others: list[OtherCopy] = field(default_factory=list)  # what other ranks have where one rank's is kept
     unread: list[Unread] = field(default_factory=list)  # files that belong to it but that its layout does not read
     ignored_digests: bool = False  # there were digests, but the user disabled the comparison
     merged: dict[str, Any] | None = (
@@ -386,6 +401,7 @@ class Checkpoint:
             self,
             tensors={k: v for k, v in self.tensors.items() if v.path[0] in keep},
             values={k: v for k, v in self.values.items() if v.path[0] in keep},
+            others=[o for o in self.others if o.name.partition(".")[0] in keep],
         )
 
 

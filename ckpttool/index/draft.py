@@ -101,6 +101,7 @@ class Draft:
     after: Framing | None = None
     tail: Callable[[int, Sequence[Written], dict[str, Any]], bytes] | None = None
     notes: list[str] = field(default_factory=list)
+    averages: frozenset[str] = frozenset()  # tensors that are averages of squares: `fill` refuses numbers below 0
     # tensors and values that the layout needs but the source lacks: zeros, counters
     synthesized_tensors: list[str] = field(default_factory=list)
     synthesized_values: dict[str, Any] = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import struct
 import tarfile
@@ -12,12 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
 from attacks.test_numbers import with_right_crcs
+from torch.distributed.checkpoint._extension import ZStandard
 
 import ckpttool
 from ckpttool.engine import mixups, opening
+from ckpttool.engine.doctor import doctor
+from ckpttool.engine.inspect import inspect
 from ckpttool.engine.stream import small
 from ckpttool.errors import Corrupt, Unsupported
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
@@ -80,7 +87,174 @@ def test_a_file_of_another_layout_that_is_a_copy_of_another_rank_s(
             anonymous(path)
     shutil.copy(next(folder.glob(one)), next(folder.glob(other)))
     assert "hold the same numbers" in refusal(folder, tmp_path / "out.pt")
+    assert ckpttool.verify(folder, allow_equal_ranks=True, allow_mixed_steps=True)
+
+
+def of_ranks(folder: Path, pattern: str, trees: list[Any]) -> Path:
+    """One file a rank."""
+    folder.mkdir()
+    for rank, tree in enumerate(trees):
+        torch.save(tree, folder / pattern.format(rank))
+    return folder
+
+
+def stages(n: int = 3) -> list[dict[str, torch.Tensor]]:
+    """The state dicts of stages that number their layers from 0."""
+    return [{f"layers.{i}.weight": torch.randn(5, 3) for i in range(2)} for _ in range(n)]
+
+
+@pytest.mark.parametrize("pattern", ["model_world_size_3_rank_{}.pt", "local_rank{}.pt", "checkpoint_rank{}.pt"])
+def test_stages_of_a_pipeline_with_the_same_names_are_no_model(pattern: str, tmp_path: Path) -> None:
+    trees: list[Any] = stages()
+    if pattern.startswith("checkpoint"):
+        trees = [{"model": tree, "step": 3} for tree in trees]
+    folder = of_ranks(tmp_path / "in", pattern, trees)
+    said = refusal(folder, tmp_path / "out.pt")
+    for part in ("2 of 2 tensors", '"model.layers.0.weight"', "ranks 1, 2", "pipeline", "allow_mixed_steps=True"):
+        assert part in said
+    with pytest.raises(Corrupt):
+        ckpttool.verify(folder, read_data=True)
+    sick = doctor(folder, read_data=True)
+    assert not sick.sound and [f.kind for f in sick.findings] == ["other-weights"]
+    assert any("2 entries" in n and "2 ranks have other numbers" in n for n in inspect(folder).notes)
+    done = ckpttool.convert(folder, tmp_path / "out.pt", allow_mixed_steps=True)
+    names = [(f"extra.per_rank.{r}.model.layers.{i}.weight", 60) for i in range(2) for r in (1, 2)]
+    assert sorted((name, nbytes) for name, nbytes, _ in done.dropped) == sorted(names)
+    assert all("should have the same" in why for *_, why in done.dropped)
+
+
+def test_a_legacy_file_of_a_stage_has_no_crc32_and_is_compared(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for rank, tree in enumerate(stages()):
+        torch.save(tree, folder / f"local_rank{rank}.pt", _use_new_zipfile_serialization=False)
+    assert "2 of 2 tensors" in refusal(folder, tmp_path / "out.pt")
+
+
+def replicas(change: Callable[[dict[str, Any]], None]) -> list[Any]:
+    """What two ranks of a DDP job save, of which the second has been changed."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    model(torch.randn(4, 5)).square().sum().backward()
+    optimizer.step()
+    trees: list[Any] = [copy.deepcopy({"model": model.state_dict(), "optim": optimizer.state_dict()}) for _ in range(2)]
+    change(trees[1])
+    return trees
+
+
+def test_statistics_that_each_rank_has_for_itself_are_listed(tmp_path: Path) -> None:
+    def change(tree: dict[str, Any]) -> None:
+        tree["model"]["1.running_mean"] += 1
+        tree["model"]["1.num_batches_tracked"] += 1
+
+    folder = of_ranks(tmp_path / "in", "checkpoint_rank{}.pt", replicas(change))
+    done = ckpttool.convert(folder, tmp_path / "out.pt")
+    names = ("1.running_mean", "1.num_batches_tracked")
+    assert {(name, nbytes) for name, nbytes, _ in done.dropped} == {
+        (f"extra.per_rank.1.model.{n}", b) for n, b in zip(names, (12, 8), strict=True)
+    }
+    assert all("its own" in why for *_, why in done.dropped)
+    assert any("2 entries" in n for n in ckpttool.verify(folder).notes)
+    found = doctor(folder)
+    assert found.sound and [f.tensors for f in found.findings if f.kind == "own-copies"] == [
+        tuple(f"model.{n}" for n in names)
+    ]
+    kept = torch.load(tmp_path / "out.pt")["model"]
+    assert torch.equal(kept["1.running_mean"], torch.load(folder / "checkpoint_rank0.pt")["model"]["1.running_mean"])
+
+
+@pytest.mark.parametrize("slot", ["exp_avg", "exp_avg_sq"])
+def test_replicas_of_an_optimizer_that_diverged_are_refused(slot: str, tmp_path: Path) -> None:
+    def change(tree: dict[str, Any]) -> None:
+        tree["optim"]["state"][0][slot] += 1
+
+    folder = of_ranks(tmp_path / "in", "checkpoint_rank{}.pt", replicas(change))
+    assert f'"optim.state.0.weight.{slot}", of which rank 1 has other' in refusal(folder, tmp_path / "out.pt")
+    done = ckpttool.convert(folder, tmp_path / "out.pt", only=["model"])
+    assert done.dropped == []
+
+
+OF_ONE_RANK = [
+    ("trainers/olmo_core_w3/step3", "model_and_optim/__2_0.distcp", "model_and_optim/__2_5.distcp"),  # of another size
+    ("fsdp2_w2_threads/ckpt", "__1_1.distcp", "__1_0.distcp"),
+    ("megatron/stacked_pp2_bf16/ckpt/iter_0000003", "__0_1.distcp", "__0_0.distcp"),
+]
+
+
+@pytest.mark.parametrize(("case", "one", "other"), OF_ONE_RANK)
+def test_a_file_that_is_a_copy_of_another_one_of_its_rank(case: str, one: str, other: str, tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / case, folder := tmp_path / "in")
+    ckpttool.verify(folder)
+    (folder / other).unlink()
+    shutil.copy(folder / one, folder / other)
+    with pytest.raises(Corrupt):
+        ckpttool.convert(folder, tmp_path / "out.pt", drop=True)
+    if "olmo" in case:
+        assert f"{other} holds the same numbers as {one}" in refusal(folder, tmp_path / "out.pt")
+
+
+def dcp_of_files(folder: Path, state: dict[str, Any], files: int) -> Path:
+    """A save of one rank into several files."""
+    writer = torch_dcp.FileSystemWriter(folder, thread_count=files)
+    torch_dcp.save(state, storage_writer=writer, no_dist=True)
+    return folder
+
+
+def test_equal_files_of_one_rank_need_more_than_the_same_numbers(tmp_path: Path) -> None:
+    """A weight and its master or its average are equal, tied weights are, and moments of AMSGrad after one step; layers are not."""
+    torch.manual_seed(0)
+    layers = {f"layers.{i}.w": torch.randn(40, 10 + i) for i in range(4)}
+    state = {"model": layers, "extra": {"master": {n: t.clone() for n, t in layers.items()}}}
+    folder = dcp_of_files(tmp_path / "masters", state, 2)
+    names = [
+        {
+            k.fqn.partition(".")[0]
+            for k, v in torch_dcp.FileSystemReader(folder).read_metadata().storage_data.items()
+            if v.relative_path == f"__0_{i}.distcp"
+        }
+        for i in range(2)
+    ]
+    assert names == [{"model"}, {"extra"}] or names == [{"extra"}, {"model"}], "the premise: one file has the masters"
+    ckpttool.verify(folder)
+    same = [torch.randn(40, 10), torch.randn(40, 11)]
+    folder = dcp_of_files(tmp_path / "copied", {"model": {f"layers.{i}.w": same[i // 2].clone() for i in range(4)}}, 2)
+    assert "holds the same numbers as" in refusal(folder, tmp_path / "out.pt")
     assert ckpttool.verify(folder, allow_equal_ranks=True)
+    ones = [torch.ones(40, 10), torch.ones(40, 11)]
+    ckpttool.verify(
+        dcp_of_files(tmp_path / "ones", {"model": {f"layers.{i}.w": ones[i // 2].clone() for i in range(4)}}, 2)
+    )
+
+
+def test_bytes_behind_the_last_item_of_a_file(tmp_path: Path) -> None:
+    state = {"model": {"a": torch.randn(30), "b": torch.randn(7, 5)}, "step": 3}
+    torch_dcp.save(state, checkpoint_id=tmp_path / "in", no_dist=True)
+    file = tmp_path / "in" / "__0_0.distcp"
+    whole = file.read_bytes()
+    file.write_bytes(whole + bytes(4096))  # padding
+    ckpttool.verify(tmp_path / "in")
+    file.write_bytes(whole + bytes(40) + b"PK")
+    said = refusal(tmp_path / "in", tmp_path / "out.pt")
+    assert (
+        f"__0_0.distcp has {len(whole) + 42:,} bytes, and the last item that .metadata names ends at {len(whole):,}"
+        in said
+    )
+    assert not doctor(tmp_path / "in").sound
+    assert ckpttool.convert(tmp_path / "in", tmp_path / "out.pt", allow_equal_ranks=True).verified
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"single_file_per_rank": False}, {"thread_count": 3}, {"_extensions": [ZStandard()]}, {"sync_files": False}],
+    ids=str,
+)
+def test_no_writer_of_torch_leaves_bytes_that_no_item_names(how: dict[str, Any], tmp_path: Path) -> None:
+    state = {"model": {f"w{i}": torch.randn(30, i) for i in range(5)}, "step": 3, "text": "x" * 5000}
+    torch_dcp.save(state, storage_writer=torch_dcp.FileSystemWriter(tmp_path / "in", **how), no_dist=True)
+    with ckpttool.open(tmp_path / "in") as opened:
+        assert opened.checkpoint.tails == {} and not [n for n in opened.checkpoint.notes if "between" in n]
+        opened.locate()
 
 
 SAVES = ["zero3_w4", "zero3_w3_groups", "zero3_w3_subgroup", "zero2_w3_bf16", "zero1_w2"]
@@ -99,7 +273,9 @@ def test_an_optimizer_file_of_zero_that_is_a_copy_of_another_rank_s(name: str, n
         said = refusal(folder, tmp_path / "out.pt")
         assert f"rank_{b}_" in said and "allow_equal_ranks=True" in said
         assert ("was saved under the name" if named else "hold the same numbers") in said
-    assert ckpttool.convert(folder, tmp_path / "out.pt", drop=True, allow_equal_ranks=True).verified
+    assert ckpttool.convert(
+        folder, tmp_path / "out.pt", drop=True, allow_equal_ranks=True, allow_mixed_steps=True
+    ).verified
 
 
 def test_a_model_file_of_zero_that_is_a_copy_or_exchanged_is_named(tmp_path: Path) -> None:
@@ -146,7 +322,8 @@ def dcp(tmp_path: Path, make: Callable[[tuple[int, ...]], torch.Tensor]) -> Path
     """A DCP folder of three ranks whose second and third files have the same places."""
     model = {"a.weight": make((6, 4)), "a.bias": make((6,)), "b.weight": make((9, 5)), "norm.weight": torch.ones(12)}
     state = {
-        n: {"step": torch.tensor(3.0), "exp_avg": torch.zeros_like(t), "exp_avg_sq": t * 2} for n, t in model.items()
+        n: {"step": torch.tensor(3.0), "exp_avg": torch.zeros_like(t), "exp_avg_sq": t.abs() * 2}
+        for n, t in model.items()
     }
     tree = {"model": model, "optim": {"state": state, "param_groups": [{"lr": 0.1, "params": list(model)}]}}
     torch.save(tree, tmp_path / "in.pt")

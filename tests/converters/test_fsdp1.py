@@ -466,7 +466,7 @@ def test_tensor_parallelism_cuts_first(tmp_path: Path) -> None:
     assert not difference(whole(tmp_path / "ckpt"), {"w": full})
 
 
-def test_replicas_that_differ_are_noted(tmp_path: Path) -> None:
+def test_replicas_that_differ_are_refused_and_listed_where_that_is_allowed(tmp_path: Path) -> None:
     from torch.distributed.tensor import Replicate, Shard
 
     def change(rank: int, tree: Any) -> Any:
@@ -476,8 +476,24 @@ def test_replicas_that_differ_are_noted(tmp_path: Path) -> None:
 
     path = meshed(tmp_path / "ckpt", (2, 2), [Replicate(), Shard(0)], SOME, change)
     with opening.open(path) as opened:
-        assert any('first "w"' in n for n in opened.checkpoint.notes)
-    assert torch.equal(whole(path)["w"], SOME["w"])
+        assert any('first "model.w"' in n for n in opened.checkpoint.notes)
+    with pytest.raises(Corrupt, match=r'copies of 1 of \d tensors differ.*"model.w", of which rank 3 has other'):
+        ckpttool.convert(path, tmp_path / "out.pt")
+    done = ckpttool.convert(path, tmp_path / "out.pt", allow_mixed_steps=True)
+    assert [name for name, *_ in done.dropped] == ["extra.per_rank.3.model.w"]
+    assert torch.equal(torch.load(tmp_path / "out.pt")["model"]["w"], SOME["w"])
+
+
+def test_a_buffer_beside_sharded_weights_may_be_each_rank_s_own(tmp_path: Path) -> None:
+    from torch.distributed.tensor import Shard
+
+    def change(rank: int, tree: Any) -> Any:
+        return {**tree, "table": torch.arange(7.0) + rank}
+
+    path = meshed(tmp_path / "ckpt", (3,), [Shard(0)], SOME, change)
+    done = ckpttool.convert(path, tmp_path / "out.pt")
+    assert [name for name, *_ in done.dropped] == [f"extra.per_rank.{r}.model.table" for r in (1, 2)]
+    assert torch.equal(torch.load(tmp_path / "out.pt")["model"]["table"], torch.arange(7.0))
 
 
 def test_meshes_of_exchanged_or_missing_ranks_are_found_out(tmp_path: Path) -> None:

@@ -14,16 +14,17 @@ from peers import FIXTURES
 from torch import Tensor
 
 import ckpttool
-from ckpttool.engine import checks_masters
+from ckpttool.engine import masters as compared
 from ckpttool.engine.doctor import doctor
 from ckpttool.engine.findings import Finding
 from ckpttool.engine.stream import Reader
+from ckpttool.errors import Corrupt
 
 #: {checkpoint that a trainer wrote: how many of its weights have an fp32 master}
 SOUND = {
     **{f"megatron/{case}/ckpt/iter_0000003": 15 for case in (
         "stacked_pp2_bf16", "flat_ranges", "buckets_tp2", "buckets_dp3", "buckets_ones", "buckets_pp2_stacked", "plain_optimizer", "verl")},
-    "nanotron/zero1/3": 6, "zero2_w3_bf16/ckpt": 16, "megatron/tp2_pp2/ckpt/iter_0000003": 0, "zero2_w2_roundrobin/ckpt": 0, "zero3_w2_fp16/ckpt": 0,
+    "nanotron/zero1/3": 6, "zero2_w3_bf16/ckpt": 16, "megatron/tp2_pp2/ckpt/iter_0000003": 15, "zero2_w2_roundrobin/ckpt": 0, "zero3_w2_fp16/ckpt": 0,
 }  # fmt: skip
 
 
@@ -36,7 +37,7 @@ def test_masters_of_every_trainer_round_to_their_weights(case: str) -> None:
     assert masters(FIXTURES / case) == []
     with ckpttool.open(FIXTURES / case) as opened:
         opened.locate()
-        assert len(checks_masters._pairs(opened.checkpoint)) == SOUND[case]
+        assert len(compared.pairs(opened.checkpoint)) == SOUND[case]
 
 
 def state(dtype: torch.dtype) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def state(dtype: torch.dtype) -> dict[str, Any]:
     }
     model = {n: t.to(dtype) for n, t in masters.items()}
     model |= {"frozen": torch.randn(7).to(dtype), "norm": torch.ones(5)}
-    masters["norm"] = torch.full((5,), 1 + 2.0**-20)  # beside a float32 weight, which is no rounded one
+    masters["norm"] = torch.full((5,), 1 + 2.0**-20)  # beside a float32 weight that was bfloat16 once
     return {"model": model, "extra": {"master": masters}}
 
 
@@ -82,14 +83,19 @@ def test_elements_that_do_not_round_are_counted_and_the_first_is_named(
         f"rounds to {copies['a.weight'].to(dtype)[at].item():.9g}, and the weight is {tree['model']['a.weight'][at].item():.9g}"
         in one.text
     )
-    assert "2 of 3 fp32 masters" in one.text
+    assert "2 of 4 fp32 masters" in one.text
 
 
 def test_a_save_that_megatron_core_itself_gets_wrong_is_found(tmp_path: Path) -> None:
     with tarfile.open(FIXTURES / "megatron" / "wrong" / "buckets.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     (one,) = masters(tmp_path / "ckpt" / "iter_0000003")
-    ckpttool.convert(tmp_path / "ckpt" / "iter_0000003", tmp_path / "a.pt")
+    source = tmp_path / "ckpt" / "iter_0000003"
+    for command in (lambda: ckpttool.convert(source, tmp_path / "a.pt"), lambda: ckpttool.verify(source)):
+        with pytest.raises(Corrupt, match=r"10 of 15 fp32 masters.*fully_reshardable.*allow_mixed_steps"):
+            command()
+    assert not (tmp_path / "a.pt").exists()
+    ckpttool.convert(source, tmp_path / "a.pt", allow_mixed_steps=True)
     tree = torch.load(tmp_path / "a.pt", weights_only=False)
     wrong = [n for n, t in tree["extra"]["master"].items() if not torch.equal(t.bfloat16(), tree["model"][n])]
     assert len(wrong) == 10 and set(one.tensors) == {f"model.{n}" for n in wrong}
@@ -114,6 +120,74 @@ def test_numbers_that_round_as_torch_does_are_no_finding(dtype: torch.dtype, tmp
     torch.save({"model": {"w": weight}, "extra": {"master": {"w": wide}}}, tmp_path / "a.pt")
     (one,) = masters(tmp_path / "a.pt")
     assert f"1 of {wide.numel():,} elements" in one.text
+
+
+def test_a_master_is_equal_to_a_weight_in_float32(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    master = torch.randn(70, 30)
+    for weight in (master, master.bfloat16().float(), master.half().float(), master.clone().fill_(torch.nan)):
+        wide = weight if weight.isnan().all() else master
+        torch.save({"model": {"w": weight}, "extra": {"master": {"w": wide}}}, tmp_path / "a.pt")
+        assert masters(tmp_path / "a.pt") == []
+        assert ckpttool.convert(tmp_path / "a.pt", tmp_path / "out.pt", force=True)
+    weight = master.clone()
+    weight[69] += 2.0**-20
+    torch.save({"model": {"w": weight}, "extra": {"master": {"w": master}}}, tmp_path / "a.pt")
+    (one,) = masters(tmp_path / "a.pt")
+    changed = int((weight != master).sum())
+    assert f"{changed} of 2,100 elements, the first at [69, 0]" in one.text
+    assert f"the master is {master[69, 0].item():.9g}, and the weight is {weight[69, 0].item():.9g}" in one.text
+
+
+@pytest.mark.parametrize("shape", [(300, 700), (100000,), (3, 40, 2000), (1, 50000, 3)])
+def test_a_conversion_looks_at_a_sample_and_verify_at_all(shape: tuple[int, ...], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    master, path = torch.randn(shape), tmp_path / "a.pt"
+
+    def saved(first: int, last: int) -> Tensor:
+        weight = master.bfloat16().reshape(-1)
+        weight[first:last] += 1
+        torch.save({"model": {"w": weight.reshape(shape)}, "extra": {"master": {"w": master}}}, path)
+        return weight
+
+    saved(0, 0)
+    assert ckpttool.verify(path, read_data=True).numbers == "ok"
+    saved(0, master.numel())
+    with pytest.raises(Corrupt, match=r"that were looked at, the first at \[0"):
+        ckpttool.convert(path, tmp_path / "out.pt")
+    for first in (master.numel() - 1, 0):  # both ends are looked at
+        saved(first, first + 1)
+        with pytest.raises(Corrupt, match="1 of "):
+            ckpttool.convert(path, tmp_path / "out.pt")
+
+
+def test_verify_reads_what_the_sample_does_not(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    master, path = torch.randn(1000, 500), tmp_path / "a.pt"
+    weight = master.bfloat16()
+    weight[17, 23] += 1
+    tree = {"model": {"w": weight}, "extra": {"master": {"w": master}}}
+    torch.save(tree, path)
+    assert ckpttool.verify(path).numbers is None
+    for how in ({}, {"workers": 2}):
+        with pytest.raises(Corrupt, match=r"1 of 500,000 elements, the first at \[17, 23\]"):
+            ckpttool.verify(path, read_data=True, **how)
+    found = ckpttool.verify(path, read_data=True, allow_mixed_steps=True)
+    assert found.numbers == "contradict" and any("[17, 23]" in n for n in found.notes)
+
+
+def test_a_sample_of_a_tensor_of_many_chunks_is_that_of_one(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    master = torch.randn(600, 40)
+    weight = master.bfloat16()
+    weight[599] += 1
+    torch.save({"model": {"w": weight}, "extra": {"master": {"w": master}}}, tmp_path / "a.pt")
+    ckpttool.convert(tmp_path / "a.pt", tmp_path / "many", to="dcp", world_size=40, allow_mixed_steps=True)
+    with pytest.raises(
+        Corrupt,
+        match=r"40 of 16,\d+ elements that were looked at, the first at \[599, 0\], in __39_0\.distcp of rank 39",
+    ):
+        ckpttool.verify(tmp_path / "many")
 
 
 def test_weights_that_were_cast_to_the_other_half_are_no_finding(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from ckpttool.engine import checks_numbers
 from ckpttool.engine.doctor import Diagnosis, doctor
 from ckpttool.engine.findings import Finding
 from ckpttool.engine.stream import Reader
+from ckpttool.errors import Corrupt
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn, torch.float8_e4m3fnuz,
@@ -117,3 +118,35 @@ def test_second_moments_below_zero_and_weights_of_one_number(tmp_path: Path) -> 
     assert only(found, "all-zero").tensors == ("model.0.weight",) and only(found, "all-zero").severity == "note"
     assert only(found, "constant").tensors == ("model.2.weight",)
     assert not found.sound
+
+
+@pytest.mark.parametrize("to", ["full", "dcp", "zero1", "zero3", "universal", "fsdp1", "torch_checkpointing"])
+@pytest.mark.parametrize("workers", [None, 2])
+def test_a_conversion_stops_at_an_average_of_squares_below_zero(to: str, workers: int | None, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(70, 30)
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    model(torch.randn(4, 70)).square().sum().backward()
+    optimizer.step()
+    names = dict(enumerate(n for n, _ in model.named_parameters()))
+    optim = {
+        "state": {names[i]: s for i, s in optimizer.state_dict()["state"].items()},
+        "param_groups": optimizer.state_dict()["param_groups"],
+    }
+    optim["param_groups"][0]["params"] = list(names.values())
+    tree: dict[str, Any] = {"model": model.state_dict(), "optim": optim}
+    path, ranks = tmp_path / "a.pt", {} if to in ("full", "universal") else {"world_size": 2}
+    moment = tree["optim"]["state"]["weight"]["exp_avg_sq"]
+    moment[0, 0], moment[1, 1], moment[2, 2] = -0.0, torch.nan, torch.inf
+    torch.save(tree, path)
+    assert ckpttool.convert(path, tmp_path / "out", to=to, workers=workers, drop=True, **ranks).verified
+    moment[13, 7] = -1e-30
+    torch.save(tree, path)
+    with pytest.raises(Corrupt, match=r'"optim\.state\.weight\.exp_avg_sq": .*allow_mixed_steps'):
+        ckpttool.convert(path, tmp_path / "two", to=to, workers=workers, drop=True, **ranks)
+    assert not (tmp_path / "two").exists()
+    with pytest.raises(Corrupt, match=r"1 of 2,100 elements, the first at \[13, 7\]"):
+        ckpttool.verify(path, read_data=True, workers=workers)
+    assert ckpttool.convert(
+        path, tmp_path / "two", to=to, workers=workers, drop=True, allow_mixed_steps=True, **ranks
+    ).verified

@@ -1,7 +1,7 @@
 """torchrun script: `per_rank_metadata.py DIR` saves one state twice, with one .metadata and with one a rank.
 
 DIR/one is an ordinary save; DIR/each is written with use_collectives=False, where every rank lists its own chunks, and
-what is replicated is listed and stored by every rank.
+what is replicated is listed and stored by every rank. DIR/own, too, with a buffer of each rank's own.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ def main() -> None:
     state = {"model": weights, "optim": moments, "step": 2, "rank": dist.get_rank(), "ids": torch.arange(4)}
     dcp.save(state, checkpoint_id=os.path.join(sys.argv[1], "one"))
     dcp.save(state, checkpoint_id=os.path.join(sys.argv[1], "each"), use_collectives=False)
+    own = {"w": torch.ones(3), "norm.running_mean": torch.full((3,), float(dist.get_rank()))}
+    dcp.save({"model": own}, checkpoint_id=os.path.join(sys.argv[1], "own"), use_collectives=False)
     dist.barrier()
     os._exit(0)  # gloo's threads now and then abort the process on the usual way out
 
