@@ -118,10 +118,10 @@ def load_opened(
         together(prepare)
         assert job is not None
         job.share_small()
-        anywhere = of_all_ranks(set(job.live))
+        anywhere = of_all_ranks({*job.live, *job.extra})
         together(match)
         _dcp_load(job.wanted, reader)
-        job.finish()
+        together(job.finish)
         return Loaded(job.step, job.rest, job.notes, reader.bytes_read, time.monotonic() - started)
     except BaseException:
         if job is not None:

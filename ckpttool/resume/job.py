@@ -29,7 +29,7 @@ from typing import Any
 from ..engine.opening import OpenCheckpoint
 from ..errors import Unsupported, UsageError, argument
 from ..index.checkpoint import Checkpoint
-from ..live.live_job import OWN_FLAGS
+from ..live.optimizers import OWN_FLAGS
 from .adapted import adapted
 from .live_facts import dropouts, named_parameters
 from .recipe import built

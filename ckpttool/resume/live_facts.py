@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..live.collectives import gathered
-from ..live.live_job import OWN_FLAGS
+from ..live.optimizers import OWN_FLAGS
 from .beside import mark
 from .fingerprint import combine, local, owned
 
