@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Iterator, KeysView
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from .. import layouts
 from ..errors import Corrupt, Unsupported, UsageError, argument
 from ..formats.pickles import Refused, children
 from ..index.check import check
-from ..index.checkpoint import Checkpoint, Salvage, joined, tied_weights, without_random_states
+from ..index.checkpoint import Checkpoint, Record, Salvage, joined, tied_weights, without_random_states
 from ..index.draft import Dropped
 from ..index.param_groups import groups_of
 from ..storage.patched import PatchedSource
@@ -122,6 +123,8 @@ class OpenCheckpoint:
     inputs: tuple[OpenCheckpoint, ...] = ()
     left_behind: list[Dropped] = field(default_factory=list)
     _record: list[Recorded | None] = field(default_factory=list)
+    _by_file: tuple[list[Record], dict[int, list[Record]]] | None = None
+    _locating: Any = field(default_factory=threading.RLock)
 
     def recorded(self) -> Recorded | None:
         """What the ckpttool.json in the folder says; None where there is none. Read once."""
@@ -181,23 +184,41 @@ class OpenCheckpoint:
         ckpt.recorded = {n: digest for n, (_, _, digest) in expected.items()}
 
     def locate(self) -> Checkpoint:
-        """The index with raw byte ranges, checked again; every item's framing has been looked into."""
+        """The index with raw byte ranges, checked again; every item's framing has been looked into, once.
+
+        Everything that reads bytes of tensors begins here: verify, convert, the handles of this mapping, and live loads.
+
+        Raises:
+            Corrupt: an item is damaged, or files of ranks do not belong together.
+        """
         from . import mixups
 
-        if not self.located:
-            if self.layout.locate is not None:
-                self.checkpoint = self.layout.locate(self.checkpoint, self.source)
-                if isinstance(self.source, PatchedSource):
-                    from . import salvage
+        with self._locating:
+            if not self.located:
+                if self.layout.locate is not None:
+                    self.checkpoint = self.layout.locate(self.checkpoint, self.source)
+                    if isinstance(self.source, PatchedSource):
+                        from . import salvage
 
-                    self.checkpoint = salvage.leave_out(self.checkpoint, self.source)
-                check(self.checkpoint)
-            if not self.allow_equal_ranks:
-                mixups.refuse_equal_ranks(self.checkpoint, self.source)
-            if not self.allow_mixed_steps:
-                mixups.refuse_mixed_steps(self.checkpoint, self.source)
-            self.located = True
-        return self.checkpoint
+                        self.checkpoint = salvage.leave_out(self.checkpoint, self.source)
+                    check(self.checkpoint)
+                if not self.allow_equal_ranks:
+                    mixups.refuse_equal_ranks(self.checkpoint, self.source)
+                if not self.allow_mixed_steps:
+                    mixups.refuse_mixed_steps(self.checkpoint, self.source)
+                self.located = True
+            return self.checkpoint
+
+    def records_in(self, files: Iterable[int]) -> list[Record]:
+        """The records of some files; a search of all of them for every tensor would be quadratic."""
+        records = self.locate().records
+        with self._locating:
+            if self._by_file is None or self._by_file[0] is not records:
+                found: dict[int, list[Record]] = {}
+                for r in records:
+                    found.setdefault(r.extent.file, []).append(r)
+                self._by_file = records, found
+            return [r for f in files for r in self._by_file[1].get(f, ())]
 
     def read(self, name: str) -> bytes:
         """The row-major bytes of one small tensor, checked against the CRC32 that the source carries."""
@@ -214,6 +235,8 @@ class OpenCheckpoint:
 
     def __getitem__(self, name: str) -> TensorHandle:
         """A tensor by its canonical name, "model.embed.weight"; its bytes are read when the handle is indexed.
+
+        The first read of a checkpoint locates all of it, so that files of ranks that do not belong together are refused.
 
         Raises:
             UnknownTensor: a KeyError that suggests similar names.
@@ -278,7 +301,7 @@ def open(
 
     Raises:
         NotRecognised, Unsupported, Corrupt, Unsafe: as errors.py tells them apart. Two files of ranks that do not belong
-            together are Corrupt when the checkpoint is located, not here.
+            together are Corrupt when the checkpoint is located, not here: by the first read of a tensor at the latest.
         UsageError: an argument makes no sense.
     """
     options = OpenOptions(

@@ -20,7 +20,7 @@ from ..errors import CkpttoolError
 from ..extras import need
 from .collectives import of_all_ranks, together
 from .live_job import LiveJob
-from .shared_index import open_together
+from .shared_index import locate_together, open_together
 from .storage_reader import storage_reader
 
 __all__ = ["Loaded", "load", "load_opened", "storage_reader"]
@@ -103,6 +103,7 @@ def load_opened(
     """`load`, of a checkpoint that is open on every rank (shared_index.py). A collective."""
     from .torch_reader import AnyLayoutReader
 
+    locate_together(opened)
     reader = AnyLayoutReader(path, opened, progress)
     job: LiveJob | None = None
 

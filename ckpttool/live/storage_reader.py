@@ -68,6 +68,9 @@ def storage_reader(
     collective of all ranks of the job. Each rank then reads the bytes of its own shards. Names are understood as
     `Names` says; one that is not in the checkpoint is missing in torch's eyes too (allow_partial_load, or its error).
 
+    Files of ranks that do not belong together are refused, as `verify` does: here, if this process is alone or `shared` is given,
+    otherwise by the coordinator of dcp.load, on all ranks. With `shared`, the ranks divide that work among them.
+
     Raises:
         NotRecognised, Unsupported, Corrupt, Unsafe: as errors.py tells them apart. What goes wrong inside dcp.load
             comes in torch's CheckpointException.

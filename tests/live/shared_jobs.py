@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 import ckpttool
 from ckpttool.engine.opening import OpenOptions
 from ckpttool.index.checkpoint import Checkpoint
-from ckpttool.live.shared_index import locate_together, open_alone, open_together
+from ckpttool.live.shared_index import locate_together, look_together, open_alone
 from ckpttool.storage.source import Source
 
 CALLS: Counter[str] = Counter()
@@ -55,7 +55,7 @@ def same_index(path: str, how: dict[str, Any]) -> list[str]:
     options = OpenOptions(**how)
     with open_alone(path, options) as alone:
         CALLS.clear()
-        with open_together(path, options) as shared:
+        with look_together(path, options)[0] as shared:
             work = {k: CALLS[k] for k in ("list", "_open_file", "run") if CALLS[k]}
             a, b = parts(alone.checkpoint), parts(shared.checkpoint)
             out = [f"opened: {k}" for k in a if a[k] != b[k]]
@@ -101,6 +101,12 @@ def loaded(path: str | Path) -> dict[str, Any]:
             "step": done.step}  # fmt: skip
 
 
+def by_torch(path: str | Path, **how: Any) -> None:
+    """torch's load, where no rank has read the index for the others."""
+    model, _ = job()
+    dcp.load({"model": model.state_dict()}, storage_reader=ckpttool.storage_reader(path, **how))
+
+
 def main(words: str, out: str) -> None:
     """Everything, in one launch."""
     asked = json.loads(Path(words).read_text())
@@ -120,6 +126,10 @@ def main(words: str, out: str) -> None:
     mine["other on rank 1"] = said(lambda: loaded(two if rank == 1 else one))
     mine["nothing on rank 1"] = said(lambda: loaded(scratch / "nothing" if rank == 1 else one))
     mine["damaged"] = said(lambda: loaded(scratch / "damaged"))
+    mixed = scratch / "mixed"
+    mine["mixed"] = [said(lambda: loaded(mixed)), said(lambda: ckpttool.storage_reader(mixed, shared=True))]
+    mine["mixed"].append(said(lambda: by_torch(mixed)))
+    mine["mixed, allowed"] = said(lambda: by_torch(mixed, allow_equal_ranks=True))
 
     def touched() -> None:
         reader = ckpttool.storage_reader(scratch / "touched", shared=True)
