@@ -26,9 +26,8 @@ def each(optimizer: Any) -> tuple[Any, ...]:
     """
     if optimizer is None:
         return ()
-    if hasattr(optimizer, "param_groups") and hasattr(optimizer, "state"):
-        return (optimizer,)
-    found = tuple(optimizer) if isinstance(optimizer, Iterable) else ()
+    several = isinstance(optimizer, (list, tuple)) or not hasattr(optimizer, "param_groups")
+    found = (optimizer,) if not several else tuple(optimizer) if isinstance(optimizer, Iterable) else ()
     if not found or not all(hasattr(o, "param_groups") and hasattr(o, "state") for o in found):
         raise UsageError(
             f"optimizer is a {type(optimizer).__name__}; give an optimizer, a list of optimizers, or None for the weights only."
