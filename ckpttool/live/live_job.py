@@ -1,7 +1,7 @@
 """`LiveJob`: a model, an optimizer and a scheduler of a running job, compared with a checkpoint by name and shape.
 
-It makes a state dict of the job's own tensors, which torch's planner then fills in place. All that can be compared is
-compared before a byte is written. Options of a param group come from the group of the checkpoint that lists its
+It makes a state dict of the job's own tensors, which torch's planner then fills in place. Names, shapes and kinds are
+compared before a byte is written; at the end, what the job would save is compared with what is in the files. Options of a param group come from the group of the checkpoint that lists its
 parameters; what is not state (`foreach`, `fused`) is not touched.
 
 It does not go through set_optimizer_state_dict (torch/distributed/checkpoint/state_dict.py, 2.13), which cannot load a

@@ -164,7 +164,10 @@ def first_difference(live: Any, want: Any, name: str = "") -> str | None:
 
 
 def _differs(name: str, live: Any, want: Any) -> str:
-    return f'"{name}" is {_shown(want)} in the checkpoint and {_shown(live)} in the job'
+    a, b = _shown(want), _shown(live)
+    if a == b:
+        return f'"{name}" ({a}) has other numbers in the job than in the checkpoint'
+    return f'"{name}" is {a} in the checkpoint and {b} in the job'
 
 
 def _below(name: str, key: Any) -> str:
@@ -199,7 +202,7 @@ def _same(a: Any, b: Any) -> bool:
 
 def _shown(x: Any) -> str:
     """A value in a message."""
-    if hasattr(x, "element_size"):
+    if hasattr(x, "element_size") and x.numel() > 1:
         return f"a tensor {str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
     text = repr(x)
     return text if len(text) < 80 else f"{text[:76]} ..."

@@ -14,6 +14,8 @@ reads what it needs and little more (scatter.py).
     torch_reader.py  torch's StorageReader on top of it; the only module here that imports torch when it is loaded
     load.py          a whole job: model, optimizer, param groups, scheduler and step
     live_job.py      compares that job with the checkpoint, and makes the state dict to fill
+    live_values.py   values in the form that a live object has for them; differences
+    optimizers.py    several optimizers, the step that creates state, options of param groups
     collectives.py   what all ranks do together
     fsdp1.py         describe_fsdp1
 

@@ -77,6 +77,20 @@ def job() -> tuple[Any, Any]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.5)
 
 
+def forgetful(really: bool) -> tuple[Any, Any]:
+    """The same, whose optimizer saves another number of steps than it holds."""
+
+    class Forgetful(torch.optim.AdamW):
+        def state_dict(self) -> Any:
+            out = super().state_dict()
+            if really:
+                out["state"] = {k: {**s, "step": s["step"] + 1} for k, s in out["state"].items()}
+            return out
+
+    model, _ = job()
+    return model, Forgetful(model.parameters(), lr=0.5)
+
+
 def said(act: Any) -> str:
     """What it raises."""
     try:
@@ -130,6 +144,8 @@ def main(words: str, out: str) -> None:
     mine["mixed"] = [said(lambda: loaded(mixed)), said(lambda: ckpttool.storage_reader(mixed, shared=True))]
     mine["mixed"].append(said(lambda: by_torch(mixed)))
     mine["mixed, allowed"] = said(lambda: by_torch(mixed, allow_equal_ranks=True))
+
+    mine["forgets on rank 1"] = said(lambda: ckpttool.load(*forgetful(rank == 1), one))
 
     def touched() -> None:
         reader = ckpttool.storage_reader(scratch / "touched", shared=True)

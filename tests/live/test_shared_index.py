@@ -108,6 +108,16 @@ def test_what_one_rank_cannot_open_none_loads(found: Any, case: str, rank: int |
         assert re.search(text, mine[case], re.DOTALL), (k, mine[case])
 
 
+def test_where_one_rank_does_not_hold_what_is_in_the_files_all_raise(found: Any) -> None:
+    ranks, _ = found
+    for k, mine in enumerate(ranks):
+        text = mine["forgets on rank 1"]
+        assert text.startswith(
+            "Differs: " if k == 1 else "Differs: rank 1 does not hold what is in the files, so no rank goes on"
+        )
+        assert '"optim.state.0.weight.step" is tensor(2.) in the checkpoint and tensor(3.) in the job' in text
+
+
 def test_no_rank_loads_a_folder_in_which_a_ranks_file_is_a_copy(found: Any) -> None:
     ranks, _ = found
     for mine in ranks:
