@@ -445,7 +445,7 @@ class LiveJob:
                 f"in the checkpoint has {_listed(sorted(map(str, tree)))}: they are of different kinds. Leave the scheduler out, and set it up from the step that is loaded."
             ]
         for key, x in live.items():
-            if _holds_states(x) and len(x) != len(tree[key]):
+            if _holds_states(x) and isinstance(tree.get(key), (list, tuple)) and len(x) != len(tree[key]):
                 return [
                     f'"{key}" of the job\'s {type(self.scheduler).__name__} has {len(x)} schedulers, and that in the checkpoint '
                     f"has {len(tree[key])}. Build the scheduler as the job did that saved the checkpoint."

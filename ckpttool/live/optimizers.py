@@ -112,9 +112,10 @@ def set_options(group: dict[str, Any], stored: Mapping[str, Any]) -> dict[str, A
 def create_state(optimizer: Any, wanted: Sequence[Any], plans: Plans) -> None:
     """Let an optimizer create the state of some parameters by a step that changes nothing else.
 
-    Gradients are zero and so is the learning rate, as in torch's own _init_optim_state; weights stay what they are. Param groups
-    are put back afterwards, since some optimizers count their steps there (schedule-free, Prodigy). If the step fails with the
-    options of the job, it is tried with those of the checkpoint: some divide by what they have added up there.
+    Gradients are zero and so is the learning rate, as in torch's own _init_optim_state; weights stay what they are. The step is made
+    with the options of the checkpoint, on which it depends what state there is (amsgrad, momentum). If it fails with these, as that of
+    a schedule-free optimizer that was saved in evaluation mode, it is made with those of the job. Param groups are put back
+    afterwards, since some optimizers count their steps there.
 
     Raises:
         Unsupported: the step fails.
@@ -136,11 +137,11 @@ def create_state(optimizer: Any, wanted: Sequence[Any], plans: Plans) -> None:
         for p, _ in gradients:
             p.grad = torch.zeros_like(p) if id(p) in chosen else None
         try:
+            for group, stored in plans:
+                set_options(group, stored)
             step()
         except Exception:
             restore()
-            for group, stored in plans:
-                set_options(group, stored)
             step()
     except Exception as e:
         raise Unsupported(

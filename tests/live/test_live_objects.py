@@ -163,12 +163,16 @@ class ScheduleFree(torch.optim.Optimizer):
 
     def __init__(self, params: Any, lr: float = 0.02, zero: bool = True) -> None:
         own = {"k": 0, "weight_sum": 0.0, "lr_max": -1.0}
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "warmup": 3, "history": [], **own})
+        super().__init__(
+            params, {"lr": lr, "betas": (0.9, 0.99), "warmup": 3, "history": [], "train_mode": True, **own}
+        )
         self.zero = zero
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for g in self.param_groups:
+            if not g["train_mode"]:
+                raise RuntimeError("the optimizer is not in train mode")
             lr, (b1, b2) = g["lr"] * min(1.0, (g["k"] + 1) / g["warmup"]), g["betas"]
             g["lr_max"] = max(lr, g["lr_max"])
             g["weight_sum"] += g["lr_max"] ** 2
@@ -259,14 +263,24 @@ def test_the_next_update_is_that_of_torchs_own_load(kind: Any, where: str, tmp_p
         assert first_difference(job[1].state_dict(), trained[1].state_dict()) is None
 
 
-def test_an_optimizer_whose_first_step_fails_with_its_own_options_takes_that_step_with_the_stored_ones(
-    tmp_path: Path,
+@pytest.mark.parametrize("zero", [True, False])
+def test_the_step_that_creates_state_works_with_the_stored_options_or_with_those_of_the_job(
+    zero: bool, tmp_path: Path
 ) -> None:
-    trained, ours = ((m := small(seed), ScheduleFree(m.parameters(), zero=False)) for seed in (0, 1))
+    """The stored ones say that it was saved in evaluation mode, or its own make it divide by zero."""
+    trained, ours = ((m := small(seed), ScheduleFree(m.parameters(), zero=zero)) for seed in (0, 1))
     update(*trained, 1)
+    trained[1].param_groups[0]["train_mode"] = not zero
     ckpttool.load(*ours, save("dcp", tmp_path, *trained))
     assert first_difference(ours[1].state_dict(), trained[1].state_dict()) is None
     assert ours[1].param_groups[0]["k"] == 1 and len(ours[1].param_groups[0]["history"]) == 1
+
+
+def test_the_stored_options_decide_which_state_there_is(tmp_path: Path) -> None:
+    trained, ours = ((m := small(seed), torch.optim.AdamW(m.parameters(), amsgrad=seed == 1)) for seed in (0, 1))
+    update(*trained, 1)
+    ckpttool.load(*ours, save("dcp", tmp_path, *trained))
+    assert first_difference(ours[1].state_dict(), trained[1].state_dict()) is None
 
 
 def test_an_optimizer_with_other_lists_is_refused(tmp_path: Path) -> None:
