@@ -40,6 +40,7 @@ LAUNCHING = (
     "test_zoo.py",
     "test_benign.py",
     "test_reader.py",
+    "test_resumed_objects.py",
     "test_live.py",
     "test_resume.py",
     "test_operations.py",

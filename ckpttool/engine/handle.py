@@ -4,7 +4,7 @@ A handle knows dtype and shape from the index and reads bytes only when it is in
 each chunk that meets it is cut to the part that is needed, and `stream.Reader` reads that. Chunks that are zstd frames
 cannot be cut; they are decompressed from their beginning to the last row that is needed.
 
-What `locate` finds for a whole checkpoint (the framing of DCP items) is looked up here for the chunks of one tensor.
+The first read locates the whole checkpoint, which refuses files of ranks that do not belong together.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..errors import Unsupported, UsageError
 from ..extras import need
 from ..index import boxes
 from ..index.check import check_chunk
-from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, TensorEntry
+from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, Record, TensorEntry
 from ..layouts import Layout
 from ..storage.buffers import IOBudget
 from ..storage.source import Source
@@ -58,6 +58,8 @@ class _Opened(Protocol):
     def source(self) -> Source: ...
     @property
     def layout(self) -> Layout: ...
+    def locate(self) -> Checkpoint: ...
+    def records_in(self, files: Iterable[int]) -> list[Record]: ...
 
 
 def handle(opened: _Opened, name: str) -> TensorHandle:
@@ -258,18 +260,19 @@ class TensorHandle:
 
     def _located(self, start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Checkpoint, TensorEntry]:
         """The tensor with those of its chunks that meet a box, as raw byte ranges, and the checkpoint with their records."""
-        ckpt, layout, source = self._opened.checkpoint, self._opened.layout, self._opened.source
-        meeting = [c for c in self._entry.chunks if boxes.meet((c.start, c.shape), (start, shape)) is not None]
-        entry = replace(self._entry, chunks=Chunks.of(self.ndim, meeting))
-        if entry.coding != "raw":
+        ckpt, layout, source = self._opened.locate(), self._opened.layout, self._opened.source
+        found = ckpt.tensors.get(self.name, self._entry)
+        meeting = [c for c in found.chunks if boxes.meet((c.start, c.shape), (start, shape)) is not None]
+        entry = replace(found, chunks=Chunks.of(self.ndim, meeting))
+        if entry.coding != "raw":  # an item that turned out to be an object of several entries
             assert layout.locate is not None  # only such a layout frames its items
             ckpt = layout.locate(replace(ckpt, tensors={self.name: entry}, records=[]), source)
             entry = ckpt.tensors[self.name]
             for chunk in entry.chunks:
                 file = ckpt.files[chunk.extent.file]
                 check_chunk(self.name, entry.dtype, chunk, file, source.size(file))
-        files = set(entry.chunks.file)
-        return replace(ckpt, records=[r for r in ckpt.records if r.extent.file in files]), entry
+            return ckpt, entry
+        return replace(ckpt, records=self._opened.records_in(set(entry.chunks.file))), entry
 
 
 def _budget(nbytes: int) -> IOBudget:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Iterator, KeysView
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from ..errors import Corrupt, Unsupported, UsageError, argument
 from ..formats.pickles import Refused, children
 from ..formats.stored_tensors import as_dcp_flattens
 from ..index.check import check
-from ..index.checkpoint import Checkpoint, Salvage, Value, joined, tied_weights, without_random_states
+from ..index.checkpoint import Checkpoint, Record, Salvage, Value, joined, tied_weights, without_random_states
 from ..index.draft import Dropped
 from ..index.param_groups import groups_of
 from ..storage.patched import PatchedSource
@@ -126,6 +127,8 @@ class OpenCheckpoint:
     # values that ckpttool had to add when it wrote the files, and that are no part of the state
     of_layout: set[str] = field(default_factory=set)
     _record: list[Recorded | None] = field(default_factory=list)
+    _by_file: tuple[list[Record], dict[int, list[Record]]] | None = None
+    _locating: Any = field(default_factory=threading.RLock)
 
     def recorded(self) -> Recorded | None:
         """What the ckpttool.json in the folder says; None where there is none. Read once."""
@@ -205,27 +208,53 @@ class OpenCheckpoint:
                 )
 
     def locate(self) -> Checkpoint:
-        """The index with raw byte ranges, checked again; every item's framing has been looked into."""
+        """The index with raw byte ranges, checked again; every item's framing has been looked into, once.
+
+        Everything that reads bytes of tensors begins here: verify, convert, the handles of this mapping, and live loads.
+
+        Raises:
+            Corrupt: an item is damaged, or files of ranks do not belong together.
+        """
+        with self._locating:
+            if not self.located:
+                if self.layout.locate is not None:
+                    self.checkpoint = self.layout.locate(self.checkpoint, self.source)
+                    if isinstance(self.source, PatchedSource):
+                        from . import salvage
+
+                        self.checkpoint = salvage.leave_out(self.checkpoint, self.source)
+                    check(self.checkpoint)
+                self._refuse_mixtures()
+                self.located = True
+            return self.checkpoint
+
+    def _refuse_mixtures(self) -> None:
+        """Refuse files of ranks that do not belong together, as far as that was not allowed.
+
+        Raises:
+            Corrupt: with the files, and what shows it.
+        """
         from . import masters, mixups
 
-        if not self.located:
-            if self.layout.locate is not None:
-                self.checkpoint = self.layout.locate(self.checkpoint, self.source)
-                if isinstance(self.source, PatchedSource):
-                    from . import salvage
+        if not self.allow_equal_ranks:
+            mixups.refuse_equal_ranks(self.checkpoint, self.source)
+            mixups.refuse_other_files(self.checkpoint, self.source)
+        if not self.allow_mixed_steps:
+            mixups.refuse_other_weights(self.checkpoint)
+            mixups.refuse_mixed_steps(self.checkpoint, self.source)
+            if not isinstance(self.source, PatchedSource):
+                masters.refuse_other_masters(self.checkpoint, self.source)
 
-                    self.checkpoint = salvage.leave_out(self.checkpoint, self.source)
-                check(self.checkpoint)
-            if not self.allow_equal_ranks:
-                mixups.refuse_equal_ranks(self.checkpoint, self.source)
-                mixups.refuse_other_files(self.checkpoint, self.source)
-            if not self.allow_mixed_steps:
-                mixups.refuse_other_weights(self.checkpoint)
-                mixups.refuse_mixed_steps(self.checkpoint, self.source)
-                if not isinstance(self.source, PatchedSource):
-                    masters.refuse_other_masters(self.checkpoint, self.source)
-            self.located = True
-        return self.checkpoint
+    def records_in(self, files: Iterable[int]) -> list[Record]:
+        """The records of some files; a search of all of them for every tensor would be quadratic."""
+        records = self.locate().records
+        with self._locating:
+            if self._by_file is None or self._by_file[0] is not records:
+                found: dict[int, list[Record]] = {}
+                for r in records:
+                    found.setdefault(r.extent.file, []).append(r)
+                self._by_file = records, found
+            return [r for f in files for r in self._by_file[1].get(f, ())]
 
     def read(self, name: str) -> bytes:
         """The row-major bytes of one small tensor, checked against the CRC32 that the source carries."""
@@ -242,6 +271,8 @@ class OpenCheckpoint:
 
     def __getitem__(self, name: str) -> TensorHandle:
         """A tensor by its canonical name, "model.embed.weight"; its bytes are read when the handle is indexed.
+
+        The first read of a checkpoint locates all of it, so that files of ranks that do not belong together are refused.
 
         Raises:
             UnknownTensor: a KeyError that suggests similar names.
@@ -306,7 +337,7 @@ def open(
 
     Raises:
         NotRecognised, Unsupported, Corrupt, Unsafe: as errors.py tells them apart. Two files of ranks that do not belong
-            together are Corrupt when the checkpoint is located, not here.
+            together are Corrupt when the checkpoint is located, not here: by the first read of a tensor at the latest.
         UsageError: an argument makes no sense.
     """
     options = OpenOptions(

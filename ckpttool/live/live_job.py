@@ -1,7 +1,7 @@
 """`LiveJob`: a model, an optimizer and a scheduler of a running job, compared with a checkpoint by name and shape.
 
-It makes a state dict of the job's own tensors, which torch's planner then fills in place. All that can be compared is
-compared before a byte is written. Options of a param group come from the group of the checkpoint that lists its
+It makes a state dict of the job's own tensors, which torch's planner then fills in place. Names, shapes and kinds are
+compared before a byte is written; at the end, what the job would save is compared with what is in the files. Options of a param group come from the group of the checkpoint that lists its
 parameters; what is not state (`foreach`, `fused`) is not touched.
 
 It does not go through set_optimizer_state_dict (torch/distributed/checkpoint/state_dict.py, 2.13), which cannot load a
@@ -13,23 +13,27 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
-from ..errors import DoesNotFit, Unsupported, UsageError, argument
+from ..errors import Differs, DoesNotFit, Unsupported, UsageError, argument
 from ..formats.pickles import short
 from ..index.checkpoint import TensorEntry, Value, joined, same_bytes
 from ..index.fqns import strip_wrappers
 from ..index.trees import nest
+from . import optimizers
 from .collectives import broadcast, rank_and_world, together
+from .live_values import Keys, first_difference, fitted, is_hollow, leaves, put
 from .reader import LiveReader, Wanted
 from .values import torch_dtype
 
-__all__ = ["OWN_FLAGS", "LiveJob"]
+__all__ = ["LiveJob"]
 
 _SMALL_TENSOR = 1 << 20  # `Loaded.values` holds tensors up to this size
-#: Options that choose an implementation of the optimizer and not its result: never loaded, never compared.
-OWN_FLAGS = frozenset(("foreach", "fused", "capturable", "differentiable"))
+#: What a module's get_extra_state() returns has this name (torch/nn/modules/module.py), and its leaves begin with it.
+_EXTRA_STATE = re.compile(r"(?:.*?\.)?_extra_state(?=\.|$)", re.DOTALL)
 
 
 class LiveJob:
@@ -39,7 +43,6 @@ class LiveJob:
     """
 
     def __init__(self, model: Any, optimizer: Any, scheduler: Any, opened: LiveReader) -> None:
-        import torch
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
         from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -48,23 +51,42 @@ class LiveJob:
                 "the model is wrapped by FSDP1, whose flat parameters can be loaded only from its own checkpoints. Convert "
                 f"the checkpoint with {argument('to', 'fsdp1')}, or use fully_shard for the model."
             )
-        self.model, self.optimizer, self.scheduler, self.opened = model, optimizer, scheduler, opened
+        self.model, self.scheduler, self.opened = model, scheduler, opened
+        self.optimizers = optimizers.each(optimizer)
+        self._owner = optimizers.owners(self.optimizers)
         ckpt = self.ckpt = opened.ckpt
         self.entries: dict[str, TensorEntry | Value] = {**ckpt.tensors, **ckpt.values}
         self.notes = list(ckpt.notes)
         state = get_model_state_dict(model)
-        self.live: dict[str, Any] = {n: t for n, t in state.items() if isinstance(t, torch.Tensor)}
+        self.extra = {n: x for n, x in state.items() if _is_extra(n)}  # what get_extra_state() of modules returns
+        self.live: dict[str, Any] = {n: t for n, t in state.items() if _is_tensor(t) and n not in self.extra}
         if any(t.is_meta for t in self.live.values()):
             raise Unsupported(
                 "the model is on the meta device, where tensors have no memory. Call model.to_empty(device=...) first."
             )
-        self.other = {n for n in state if n not in self.live}  # get_extra_state() of modules
-        self.stored = {joined(t.path[1:]): n for n, t in ckpt.tensors.items() if t.path[0] == "model"}
+        self.other = state.keys() - self.live.keys() - self.extra.keys()
+        self.stored: dict[str, str] = {}
+        self._stored_extra: dict[
+            str, dict[str, str]
+        ] = {}  # FQN of an extra state -> name of a leaf of it -> canonical name
+        for n, e in self.entries.items():
+            text = joined(e.path[1:])
+            owner = None if e.path[0] != "model" else _EXTRA_STATE.match(text)
+            if owner and (isinstance(e, Value) or owner[0] in self.extra):
+                self._stored_extra.setdefault(owner[0], {})[text] = n
+            elif e.path[0] == "model" and isinstance(e, TensorEntry):
+                self.stored[text] = n
         self.wanted: dict[str, Any] = {}
         self.rest: dict[str, Any] = {}
         self.step: int | None = None
         self._scheduler_state: Any = None
+        self._extra_state: dict[str, Any] = {}  # FQN -> what set_extra_state() gets
         self._trained: list[tuple[Any, str]] = []  # (parameter, FQN that has its state)
+        self._leaves: dict[
+            str, dict[str, tuple[Keys, Any]]
+        ] = {}  # FQN -> leaf of the live state -> (path, what is there)
+        self._data: dict[tuple[str, str], Any] = {}  # (FQN, leaf): what was stored, of leaves that are no tensors
+        self._options: list[tuple[dict[str, Any], dict[str, Any]]] = []  # (live param group, options that it must have)
         self._undo: list[Callable[[], None]] = []
 
     def share_small(self) -> None:
@@ -91,7 +113,8 @@ class LiveJob:
         if e.path[:2] == ("optim", "state"):
             return "trainer.step" not in self.entries and e.path[-1] == "step" and self.opened.is_scalar_state(e)
         if e.path[0] in ("model", "optim"):
-            return self.optimizer is not None and e.path[:2] == ("optim", "param_groups")
+            in_groups = bool(self.optimizers) and e.path[:2] == ("optim", "param_groups")
+            return in_groups or (e.path[0] == "model" and _EXTRA_STATE.match(joined(e.path[1:])) is not None)
         return e.nbytes <= _SMALL_TENSOR
 
     # ------------------------------------------------------------------------------------------------------- matching
@@ -103,7 +126,7 @@ class LiveJob:
         """
         problems = self._model(anywhere)
         contents = [] if problems else self._ties(self._tied())
-        if self.optimizer is not None:
+        if self.optimizers:
             problems += self._optimizer()
         if self.scheduler is not None:
             problems += self._schedule()
@@ -144,11 +167,43 @@ class LiveJob:
         if self.other:
             held = [n for n in self.other if f"model.{n}" in self.ckpt.values]
             self.notes.append(
-                f"{_listed(sorted(self.other))} of the model is not a tensor (get_extra_state) and was left as it is"
+                f"{_listed(sorted(self.other))} of the model is not a tensor and was left as it is"
                 + (f", though the checkpoint has {_listed(held)}" if held else "")
             )
+        self._extra(anywhere)
         self.wanted["model"] = model
         return problems
+
+    def _extra(self, anywhere: set[str]) -> None:
+        """Read what modules get through set_extra_state(), in the form in which they return it."""
+        own: list[str] = []
+        surplus = [n for fqn, names in self._stored_extra.items() if fqn not in anywhere for n in names]
+        for fqn, live in self.extra.items():
+            names = self._stored_extra.get(fqn, {})
+            found = self._read({n: self.entries[n] for n in names.values()})
+            tree = {fqn: deepcopy(live)}
+            if names and _is_nothing(live):  # nothing says which keys are no text
+                tree = nest(
+                    {tuple(name.removeprefix(fqn).split(".")): found[n] for name, n in names.items() if n in found}
+                )
+                self._extra_state[fqn] = tree.get("", tree) if isinstance(tree, dict) else tree
+                continue
+            known = set()
+            for name, path, x in list(leaves(tree, names)):
+                if names.get(name) in found:
+                    known.add(name)
+                    put(tree, path, fitted(found[names[name]], x))
+                elif not is_hollow(x):
+                    own.append(name)
+            surplus += names.keys() - known
+            if known:
+                self._extra_state[fqn] = tree[fqn]
+        if own:
+            self.notes.append(f"{_listed(own)} of the model is as it was; the checkpoint has none that can be loaded")
+        if surplus:
+            self.notes.append(
+                f"{_listed(sorted(surplus))} of the checkpoint was not loaded; the model has no such extra state"
+            )
 
     def _ties(self, tied: Mapping[str, Sequence[str]]) -> list[str]:
         """Tied parameters of the job that the checkpoint has more than once must be equal there, in the part of this rank.
@@ -210,7 +265,7 @@ class LiveJob:
                 f"{self.opened.path} has no optimizer state. Pass optimizer=None to load only the weights."
             )
         names = self._fqns()
-        state: dict[str, dict[str, str]] = {}  # FQN -> slot -> canonical name
+        state: dict[str, dict[str, str]] = {}  # FQN -> name of a leaf of its state -> canonical name
         for n, e in self.entries.items():
             if e.path[:2] == ("optim", "state") and len(e.path) > 3:
                 state.setdefault(str(e.path[2]), {})[joined(e.path[3:])] = n
@@ -220,7 +275,7 @@ class LiveJob:
         without: list[str] = []
         used: set[str] = set()
         plans: list[tuple[Any, int | None]] = []
-        for k, group in enumerate(self.optimizer.param_groups):
+        for k, group in enumerate(g for o in self.optimizers for g in o.param_groups):
             found: dict[int, str] = {}
             for p in group["params"]:
                 if id(p) not in names:
@@ -237,7 +292,7 @@ class LiveJob:
                     used.add(fqn)
                     self._trained.append((p, fqn))
             plans.append((group, next(iter(found), None)))
-            distinct = {i: _options(groups[i]) for i in found}
+            distinct = {i: optimizers.options(groups[i]) for i in found}
             if len(found) > 1 and any(o != distinct[next(iter(found))] for o in distinct.values()):
                 problems.append(
                     f"param group {k} of the job has parameters that lie in different groups of the checkpoint: "
@@ -256,15 +311,23 @@ class LiveJob:
             )
         if problems:
             return problems
-        for group, i in plans:
-            if i is not None:
-                self._set_options(group, groups[i])
-            elif group["params"]:
+        every = [g for g, _ in plans]
+        self._undo.append(optimizers.kept(every))
+        chosen = [(g, groups[i]) for g, i in plans if i is not None]
+        problems = self._slots(state, chosen)
+        # after the step that creates state, which counts in the param groups of some optimizers
+        self._options = [] if problems else [(g, optimizers.set_options(g, stored)) for g, stored in chosen]
+        for k, (group, i) in enumerate(plans):
+            if i is None and group["params"]:
                 self.notes.append(
                     f'the checkpoint has no param group with "{names[id(group["params"][0])][0]}"; the options of that '
                     "group are those of the job"
                 )
-        return self._slots(state)
+            elif i is not None and (own := sorted(optimizers.options(group).keys() - groups[i].keys())):
+                self.notes.append(
+                    f"param group {i} of the checkpoint has no {_listed(own)}; those of param group {k} are the job's own"
+                )
+        return problems
 
     def _groups(self) -> dict[int, dict[str, Any]]:
         """The checkpoint's param groups."""
@@ -298,105 +361,68 @@ class LiveJob:
             self.opened.fill(wanted)
         return out
 
-    def _set_options(self, group: dict[str, Any], stored: dict[str, Any]) -> None:
-        import torch
+    def _slots(self, state: dict[str, dict[str, str]], plans: optimizers.Plans) -> list[str]:
+        """Make the optimizers' state for every parameter that has one in the checkpoint, and add its leaves to `wanted`.
 
-        before = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
-
-        def back() -> None:
-            for k in [k for k in group if k != "params" and k not in before]:
-                del group[k]
-            for k, v in before.items():
-                if isinstance(group.get(k), torch.Tensor) and isinstance(v, torch.Tensor):
-                    group[k].copy_(v)
-                else:
-                    group[k] = v
-
-        self._undo.append(back)
-        for key, value in _options(stored).items():
-            held = group.get(key)
-            if isinstance(held, torch.Tensor):  # a learning rate that a compiled step reads
-                held.copy_(torch.as_tensor(value).reshape(held.shape))
-            elif isinstance(held, tuple) and isinstance(value, list):
-                group[key] = tuple(value)
-            elif isinstance(value, torch.Tensor) and isinstance(held, (int, float)):
-                group[key] = value.item()
-            else:
-                group[key] = value
-
-    def _slots(self, state: dict[str, dict[str, str]]) -> list[str]:
-        """Make the optimizer's state for every parameter that has one in the checkpoint, and add its slots to `wanted`."""
-        import torch
-
-        optimizer = self.optimizer
-        before = dict(optimizer.state)
+        The planner gets them flat, by the names that flattened checkpoints have ("GG.0" of a list of tensors).
+        """
+        before = [(o, dict(o.state)) for o in self.optimizers]
 
         def back() -> None:
-            optimizer.state.clear()
-            optimizer.state.update(before)
+            for optimizer, old in before:
+                optimizer.state.clear()
+                optimizer.state.update(old)
 
         self._undo.append(back)
-        if any(p not in optimizer.state or not optimizer.state[p] for p, _ in self._trained):
-            self._invent(self._trained)
-        keep = {id(p) for p, _ in self._trained}
-        for p in list(optimizer.state):
-            if id(p) not in keep:
+        wanted = {id(p) for p, _ in self._trained}
+        for optimizer in self.optimizers:
+            mine = [p for p, _ in self._trained if self._owner[id(p)] is optimizer]
+            if not all(optimizer.state.get(p) for p in mine):
+                theirs = [(g, stored) for g, stored in plans if any(g is x for x in optimizer.param_groups)]
+                optimizers.create_state(optimizer, mine, theirs)
+            for p in [p for p in optimizer.state if id(p) not in wanted]:
                 del optimizer.state[p]
-        problems = []
+        problems: list[str] = []
         slots: dict[str, dict[str, Any]] = {}
         for p, fqn in self._trained:
-            live = {k: v for k, v in optimizer.state[p].items() if v is not None}
-            stored = {
-                k for k, n in state[fqn].items() if n in self.ckpt.tensors or self.ckpt.values[n].data is not None
-            }
-            if live.keys() != stored:
-                problems.append(
-                    f'the optimizer\'s state of "{fqn}" is {_listed(sorted(stored))} in the checkpoint and '
-                    f"{_listed(sorted(live))} in the job: these are different optimizers."
-                )
-                if len(problems) == 4:
-                    break
-                continue
-            for slot, value in live.items():
-                entry = self.ckpt.tensors.get(state[fqn][slot])
-                if entry is not None and isinstance(value, torch.Tensor) and entry.shape != tuple(value.shape):
-                    problems.append(
-                        f'"{slot}" of "{fqn}" has shape {list(entry.shape)} in the checkpoint and '
-                        f"{list(value.shape)} in the job."
-                    )
-            slots[fqn] = live
+            found = leaves(self._owner[id(p)].state[p], state[fqn])
+            self._leaves[fqn] = {name: (path, x) for name, path, x in found}
+            slots[fqn] = {}
+            for name, (_, x) in self._leaves[fqn].items():
+                entry = self.entries.get(state[fqn].get(name, ""))
+                if isinstance(entry, TensorEntry) or (entry is not None and self.opened.is_scalar_state(entry)):
+                    slots[fqn][name] = x
+                elif entry is not None:
+                    self._data[fqn, name] = self.opened.value(state[fqn][name])
+            problems += self._misfits(fqn, state[fqn])
+            if len(problems) > 3:
+                break
         self.wanted["optim"] = {"state": slots}
         return problems
 
-    def _invent(self, trained: list[tuple[Any, str]]) -> None:
-        """Let the optimizer create the state of these parameters by a step that changes nothing.
-
-        Gradients are zero and so is the learning rate, as in torch's own _init_optim_state; weights stay what they are.
-        """
+    def _misfits(self, fqn: str, names: Mapping[str, str]) -> list[str]:
+        """How the state of a parameter in the job and in the checkpoint do not fit."""
         import torch
 
-        optimizer = self.optimizer
-        wanted = {id(p) for p, _ in trained}
-        gradients = [(p, p.grad) for g in optimizer.param_groups for p in g["params"]]
-        rates = [(g, g["lr"]) for g in optimizer.param_groups if "lr" in g]
-        try:
-            for p, _ in gradients:
-                p.grad = torch.zeros_like(p) if id(p) in wanted else None
-            for g, rate in rates:
-                g["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-            optimizer.state.clear()
-            try:
-                type(optimizer).step(optimizer)
-            except Exception as e:
-                raise Unsupported(
-                    f"{type(optimizer).__name__} creates no state in a step with zero gradients ({e}). Use dcp.load "
-                    "with storage_reader and your own state dict."
-                ) from e
-        finally:
-            for p, gradient in gradients:
-                p.grad = gradient
-            for g, rate in rates:
-                g["lr"] = rate
+        live = {name: x for name, (_, x) in self._leaves[fqn].items()}
+        full = {k for k, n in names.items() if n in self.ckpt.tensors or not _is_nothing(self.ckpt.values[n].data)}
+        if full - live.keys() or any(not is_hollow(x) for k, x in live.items() if k not in names):
+            return [
+                f'the optimizer\'s state of "{fqn}" is {_listed(sorted(full))} in the checkpoint and '
+                f"{_listed(sorted(live))} in the job: these are different optimizers."
+            ]
+        problems = []
+        for name, x in live.items():
+            entry = self.ckpt.tensors.get(names.get(name, ""))
+            if (fqn, name) in self._data and _shapes(x) != _shapes(fitted(self._data[fqn, name], x)):
+                problems.append(f'"{name}" of "{fqn}" has tensors of other shapes in the checkpoint than in the job.')
+            if entry is None or entry.shape == tuple(getattr(x, "shape", ())):
+                continue
+            here = list(x.shape) if isinstance(x, torch.Tensor) else f"none, as a {type(x).__name__},"
+            problems.append(
+                f'"{name}" of "{fqn}" has shape {list(entry.shape)} in the checkpoint and {here} in the job.'
+            )
+        return problems
 
     # ------------------------------------------------------------------------------------------------------- the rest
 
@@ -410,13 +436,21 @@ class LiveJob:
         tree = nest({entries[n].path[1:]: x for n, x in self._read(entries).items()})
         if isinstance(tree, list) and len(tree) == 1:  # Lightning's list of schedulers, of one
             tree = tree[0]
-        lacks = sorted(set(self.scheduler.state_dict()) - set(tree)) if isinstance(tree, dict) else ["its keys"]
+        live = self.scheduler.state_dict()
+        filled = {k for k, x in live.items() if not is_hollow(x)}
+        lacks = sorted(filled - set(tree)) if isinstance(tree, dict) else ["its keys"]
         if lacks:
             return [
                 f"the state of the job's {type(self.scheduler).__name__} has {_listed(lacks)}, that of the scheduler "
                 f"in the checkpoint has {_listed(sorted(map(str, tree)))}: they are of different kinds. Leave the scheduler out, and set it up from the step that is loaded."
             ]
-        self._scheduler_state = tree
+        for key, x in live.items():
+            if _holds_states(x) and isinstance(tree.get(key), (list, tuple)) and len(x) != len(tree[key]):
+                return [
+                    f'"{key}" of the job\'s {type(self.scheduler).__name__} has {len(x)} schedulers, and that in the checkpoint '
+                    f"has {len(tree[key])}. Build the scheduler as the job did that saved the checkpoint."
+                ]
+        self._scheduler_state = fitted(tree, live)
         return []
 
     def _values(self) -> None:
@@ -449,24 +483,114 @@ class LiveJob:
             self._undo.pop()()
 
     def finish(self) -> None:
-        """Copy into the job what torch's planner put into the state dict and not into a tensor of the job."""
+        """Put into the job what torch's planner did not put there, and compare what the job then holds with the files.
+
+        Raises:
+            Differs: with the first difference. The job is loaded in part, then.
+        """
         import torch
 
         for p, fqn in self._trained:
-            for slot, value in self.wanted["optim"]["state"].get(fqn, {}).items():
-                if not isinstance(self.optimizer.state[p][slot], torch.Tensor):
-                    self.optimizer.state[p][slot] = value
+            state, filled = self._owner[id(p)].state[p], self.wanted["optim"]["state"][fqn]
+            for name, (path, live) in self._leaves[fqn].items():
+                want = filled.get(name, self._data.get((fqn, name)))
+                if want is live or (name not in filled and (fqn, name) not in self._data):
+                    continue
+                want = fitted(want, live)
+                if isinstance(live, torch.Tensor):
+                    live.copy_(want)
+                else:
+                    put(state, path, want)
         self._strays()
         if self._scheduler_state is not None:
             self.scheduler.load_state_dict(self._scheduler_state)
+        if (text := next(filter(None, self._differences()), None)) is not None:
+            raise Differs(
+                f"{self.opened.path} was loaded, but the job does not hold what is in the files: {text}. The job is loaded in "
+                "part now; do not train it. Look at the load_state_dict, the hooks and the set_extra_state of its classes."
+            )
 
     def _strays(self) -> None:
-        """Call load_state_dict for modules whose state dict has copies, made by a hook, of their tensors."""
+        """Let modules load what is not filled in place: extra states, and tensors of which a hook put copies into the state dict."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
         homes = {_address(t) for t in (*self.model.parameters(), *self.model.buffers())}
-        if any(_address(t) not in homes for t in self.wanted["model"].values() if t.numel()):
-            set_model_state_dict(self.model, dict(self.wanted["model"]), options=StateDictOptions(strict=False))
+        stray = any(_address(t) not in homes for t in self.wanted["model"].values() if t.numel())
+        state = {**(self.wanted["model"] if stray else {}), **self._extra_state}
+        if state:
+            set_model_state_dict(self.model, state, options=StateDictOptions(strict=False))
+
+    def _differences(self) -> Iterator[str | None]:
+        """The first difference of each part of the job: what it would save now against what is in the files.
+
+        Bytes that the planner read straight into a tensor of the job are not read again: `LiveReader` compares their digests where
+        there are recorded ones, and a tensor whose memory is still the one that was filled holds what was read, in the job's dtype. All
+        else is compared whole, by value: tensors whose state dict has a copy, numbers, options, the scheduler, extra states.
+        """
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        saved = get_model_state_dict(self.model)
+        for fqn, want in {**self.wanted["model"], **self._extra_state}.items():
+            if not (_is_extra(fqn) and _is_encoded(want)):
+                yield first_difference(saved.get(fqn), want, f"model.{fqn}")
+        for optimizer in self.optimizers:
+            groups, states = optimizers.would_save(optimizer)
+            for p, fqn in self._trained:
+                if self._owner[id(p)] is optimizer:
+                    yield from self._state_differences(fqn, states.get(id(p), {}))
+            for group, now in zip(optimizer.param_groups, groups, strict=True):
+                options = next((x for g, x in self._options if g is group), {})
+                yield first_difference({k: now[k] for k in options if k in now}, options, "optim.param_groups")
+        if self._scheduler_state is not None:
+            yield first_difference(self.scheduler.state_dict(), self._scheduler_state, "scheduler")
+
+    def _state_differences(self, fqn: str, saved: Any) -> Iterator[str | None]:
+        """The same for the optimizer's state of one parameter."""
+        import torch
+
+        filled = self.wanted["optim"]["state"][fqn]
+        now = {name: x for name, _, x in leaves(saved, self._leaves[fqn])}
+        for name, (_, live) in self._leaves[fqn].items():
+            want = filled.get(name, self._data.get((fqn, name)))
+            entry = self.ckpt.values.get(f"optim.state.{fqn}.{name}")
+            if (
+                name in filled and entry is not None and isinstance(live, torch.Tensor)
+            ):  # a number that the planner put there
+                want = entry.data
+            if want is not None:
+                yield first_difference(now.get(name), fitted(want, live), f"optim.state.{fqn}.{name}")
+
+
+def _is_extra(name: str) -> bool:
+    """Whether it is the FQN of what a module's get_extra_state() returns."""
+    return _EXTRA_STATE.fullmatch(name) is not None
+
+
+def _is_tensor(x: Any) -> bool:
+    import torch
+
+    return isinstance(x, torch.Tensor)
+
+
+def _is_encoded(x: Any) -> bool:
+    """Whether an extra state is bytes of the module's own making, which may write the same state otherwise (a pickle)."""
+    import torch
+
+    return isinstance(x, bytes) or (isinstance(x, torch.Tensor) and x.dtype == torch.uint8 and x.dim() == 1)
+
+
+def _is_nothing(x: Any) -> bool:
+    return x is None or is_hollow(x)
+
+
+def _shapes(x: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors inside a value."""
+    return {name: tuple(t.shape) for name, _, t in leaves({"": x}, ()) if _is_tensor(t)}
+
+
+def _holds_states(x: Any) -> bool:
+    """Whether it is a list of the states of schedulers, as SequentialLR has it."""
+    return isinstance(x, (list, tuple)) and any(isinstance(y, Mapping) and y for y in x)
 
 
 def _uint8() -> Any:
@@ -478,10 +602,6 @@ def _uint8() -> Any:
 def _address(t: Any) -> int:
     local = t.to_local() if hasattr(t, "to_local") else t
     return int(local.data_ptr())
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in group.items() if k not in OWN_FLAGS and k not in ("params", "param_names")}
 
 
 def _differing(options: Mapping[str, Any], every: Mapping[int, Mapping[str, Any]]) -> str:

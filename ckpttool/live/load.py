@@ -2,7 +2,8 @@
 
     done = ckpttool.load(model, optimizer, "runs/zero3", scheduler=scheduler)            # done.step, done.values
 
-Checkpoint and job are compared on every rank before a byte is written (live_job.py); when one rank cannot go on, none does.
+Checkpoint and job are compared on every rank before a byte is written (live_job.py), and again when all is loaded; when one rank
+cannot go on, none does.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..errors import CkpttoolError
 from ..extras import need
 from .collectives import of_all_ranks, together
 from .live_job import LiveJob
-from .shared_index import open_together
+from .shared_index import locate_together, open_together
 from .storage_reader import storage_reader
 
 __all__ = ["Loaded", "load", "load_opened", "storage_reader"]
@@ -70,15 +71,20 @@ def load(
     Parameters and persistent buffers are matched by FQN, and so is the optimizer's state. Options of a param group are
     those of the checkpoint's group that lists its parameters; `foreach`, `fused`, `capturable` and `differentiable`
     stay those of the job. A parameter without state in the checkpoint has none afterwards. Gradients are left alone.
+    Modules get their extra state through `set_extra_state`.
+
+    Keys, containers and kinds of numbers are those of the live objects: milestones of a MultiStepLR are integers in a Counter again, of
+    which DCP has made text. When all is loaded, what the job would save (its state dicts) is compared with the files.
 
     Args:
         model: the module, sharded or not.
-        optimizer: the optimizer over its parameters; None for the weights only.
+        optimizer: the optimizer over its parameters, or a list of several as in get_state_dict; None for the weights only.
         path: the checkpoint; it and the arguments after `scheduler` are those of `storage_reader`.
         scheduler: anything with `load_state_dict` and `state_dict`.
 
     Raises:
         Unsupported: checkpoint and job do not fit; all differences are in the message, and nothing was changed.
+        Differs: the job does not hold what was loaded; the first difference is in the message, and the job is loaded in part.
         NotRecognised, Corrupt, Unsafe: see errors.py.
     """
     need("loading into a live job", "torch")
@@ -103,6 +109,7 @@ def load_opened(
     """`load`, of a checkpoint that is open on every rank (shared_index.py). A collective."""
     from .torch_reader import AnyLayoutReader
 
+    locate_together(opened)
     reader = AnyLayoutReader(path, opened, progress)
     job: LiveJob | None = None
 
@@ -118,10 +125,10 @@ def load_opened(
         together(prepare)
         assert job is not None
         job.share_small()
-        anywhere = of_all_ranks(set(job.live))
+        anywhere = of_all_ranks({*job.live, *job.extra})
         together(match)
         _dcp_load(job.wanted, reader)
-        job.finish()
+        together(job.finish, "does not hold what is in the files, so no rank goes on")
         return Loaded(job.step, job.rest, job.notes, reader.bytes_read, time.monotonic() - started)
     except BaseException:
         if job is not None:

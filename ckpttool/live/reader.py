@@ -50,7 +50,7 @@ class LiveReader:
     tuning = Tuning()
 
     def __init__(self, path: str | os.PathLike[str], opened: OpenCheckpoint, progress: Progress | None = None) -> None:
-        self.progress = progress
+        self.progress, self._opened = progress, opened
         self.path = os.fspath(path)
         self.source: Source = opened.source
         self.layout: Layout = opened.layout
@@ -85,6 +85,14 @@ class LiveReader:
         return type(entry.data) in (int, float)
 
     # ---------------------------------------------------------------------------------------------------- where it is
+
+    def locate(self) -> None:
+        """Look into all items, and refuse files of ranks that do not belong together (`OpenCheckpoint.locate`)."""
+        found = self._opened.locate()
+        if (
+            found.tensors.keys() == self.ckpt.tensors.keys()
+        ):  # otherwise items turned out to be objects of several entries
+            self.ckpt = found
 
     def rows(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> list[int]:
         """The chunks of a tensor that have elements of a box."""

@@ -1,7 +1,7 @@
 """One rank reads the index of a checkpoint, and gives it to the others.
 
-    open_alone(path, options) -> OpenCheckpoint       in one process
-    open_together(path, options) -> OpenCheckpoint    a collective
+    open_alone(path, options) -> OpenCheckpoint       in one process; located, if it is alone
+    open_together(path, options) -> OpenCheckpoint    a collective; located
     look_together(path, options) -> (OpenCheckpoint, why it must not be loaded)    a collective
     locate_together(opened)                           a collective: every item's framing, each file read by one rank
 
@@ -21,12 +21,12 @@ import pickle
 import warnings
 import zlib
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .. import layouts
-from ..engine import mixups, opening
+from ..engine import opening
 from ..errors import CkpttoolError, Corrupt
 from ..index.checkpoint import Checkpoint, Chunks, Extent, Record, TensorEntry
 from ..storage import urls
@@ -41,11 +41,12 @@ _COLUMNS = ("start", "shape", "file", "offset", "length")
 def open_alone(
     path: str | os.PathLike[str], options: opening.OpenOptions, ignore_recorded_digests: bool = False
 ) -> opening.OpenCheckpoint:
-    """A checkpoint that is ready to be read from: its names and recorded digests are known, its ranks' files are no mixture.
+    """A checkpoint whose names and recorded digests are known, and which is located if this process is alone.
 
-    Framed items are not parsed, except for the optimizer's steps.
+    Among several ranks framed items are not parsed here: `dcp.load` lets the coordinator locate it (torch_reader.py).
     """
-    return _sound(*_looked_at(path, options, ignore_recorded_digests))
+    opened = _sound(*_looked_at(path, options, ignore_recorded_digests))
+    return _closed_if_not(opened, opened.locate) if rank_and_world()[1] == 1 else opened
 
 
 def _looked_at(
@@ -54,18 +55,13 @@ def _looked_at(
     """The checkpoint, and why it must not be loaded."""
     opened = opening.open_with(path, options)
     try:
-        framed = is_framed(opened.checkpoint)
-        if not framed:
+        if not is_framed(opened.checkpoint):
             opened.locate()  # such a layout finds the names there, and has nothing to parse
         before = len(opened.checkpoint.notes)
         opened.expect_recorded(ignore_recorded_digests)
         if not ignore_recorded_digests:
             for text in opened.checkpoint.notes[before:]:
                 warnings.warn(f"{os.fspath(path)}: {text}", stacklevel=2)
-        if framed and not opened.allow_mixed_steps:
-            ckpt = opened.checkpoint
-            some = {n: t for n, t in ckpt.tensors.items() if t.path[:2] == ("optim", "state") and t.path[-1] == "step"}
-            mixups.refuse_mixed_steps(located(opened, some), opened.source)
     except CkpttoolError as e:
         return opened, e
     except BaseException:
@@ -78,6 +74,16 @@ def _sound(opened: opening.OpenCheckpoint, problem: CkpttoolError | None) -> ope
     if problem is not None:
         opened.source.close()
         raise problem
+    return opened
+
+
+def _closed_if_not(opened: opening.OpenCheckpoint, act: Callable[[], object]) -> opening.OpenCheckpoint:
+    """The checkpoint, after an act that closes its files if it fails."""
+    try:
+        act()
+    except BaseException:
+        opened.source.close()
+        raise
     return opened
 
 
@@ -109,12 +115,14 @@ class _Shared:
 def open_together(
     path: str | os.PathLike[str], options: opening.OpenOptions, ignore_recorded_digests: bool = False
 ) -> opening.OpenCheckpoint:
-    """`open_alone`, once for all ranks that see one place under the path. A collective.
+    """A checkpoint that is ready to be read from, opened once for all ranks that see one place under the path. A collective.
 
     Raises:
-        CkpttoolError: on all ranks, where one of them cannot open it. Corrupt: two ranks see two checkpoints.
+        CkpttoolError: on all ranks, where one of them cannot open it, or where files of ranks do not belong together.
+            Corrupt: two ranks see two checkpoints.
     """
-    return _sound(*look_together(path, options, ignore_recorded_digests))
+    opened = _sound(*look_together(path, options, ignore_recorded_digests))
+    return _closed_if_not(opened, lambda: locate_together(opened))
 
 
 def look_together(

@@ -14,6 +14,8 @@ reads what it needs and little more (scatter.py).
     torch_reader.py  torch's StorageReader on top of it; the only module here that imports torch when it is loaded
     load.py          a whole job: model, optimizer, param groups, scheduler and step
     live_job.py      compares that job with the checkpoint, and makes the state dict to fill
+    live_values.py   values in the form that a live object has for them; differences
+    optimizers.py    several optimizers, the step that creates state, options of param groups
     collectives.py   what all ranks do together
     fsdp1.py         describe_fsdp1
 
@@ -67,6 +69,9 @@ def storage_reader(
     The index is read here: on every rank or, with `shared`, on one, which sends it to the others; this call is then a
     collective of all ranks of the job. Each rank then reads the bytes of its own shards. Names are understood as
     `Names` says; one that is not in the checkpoint is missing in torch's eyes too (allow_partial_load, or its error).
+
+    Files of ranks that do not belong together are refused, as `verify` does: here, if this process is alone or `shared` is given,
+    otherwise by the coordinator of dcp.load, on all ranks. With `shared`, the ranks divide that work among them.
 
     Raises:
         NotRecognised, Unsupported, Corrupt, Unsafe: as errors.py tells them apart. What goes wrong inside dcp.load

@@ -134,7 +134,9 @@ class AnyLayoutReader(StorageReader):
         return Metadata(state_dict_metadata=entries, planner_data=paths)
 
     def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
+        """Let one rank refuse what verify refuses, if it has not been done: where it fails here, dcp.load fails on all."""
+        if is_coordinator:
+            self._open.locate()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         self._check(plan.items)

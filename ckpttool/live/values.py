@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict, deque
 from math import prod
 from typing import Any
 
@@ -62,6 +63,8 @@ def _known_class(x: Opaque, name: str) -> Any:
 
     cls, args = x.cls, x.args
     try:
+        if cls.module == "collections":
+            return _collection(x, name)
         if cls.module == "numpy" and cls.name == "dtype":
             return _numpy_dtype(x)
         if cls.module in ("numpy.core.multiarray", "numpy._core.multiarray") and cls.name == "scalar":
@@ -77,9 +80,26 @@ def _known_class(x: Opaque, name: str) -> Any:
             import torch
 
             return torch.Size(map(_natural, args[0])) if cls.name == "Size" else torch.device(*map(_word, args))
-    except (TypeError, ValueError, IndexError, RuntimeError):
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError):
         pass
     raise _foreign(cls, name)
+
+
+_FACTORIES = {"int": int, "long": int, "float": float, "list": list, "dict": dict, "set": set, "str": str, "bool": bool}
+
+
+def _collection(x: Opaque, name: str) -> Any:
+    """A Counter, a deque, or a defaultdict of plain values."""
+    items = {plain(k, name): plain(v, name) for k, v in x.dict_items}
+    if x.cls.name == "Counter":
+        return Counter(plain(x.args[0], name) if x.args else {})
+    if x.cls.name == "deque":
+        return deque(
+            x.list_items and map(lambda v: plain(v, name), x.list_items), x.args[1] if len(x.args) > 1 else None
+        )
+    if x.cls.name == "defaultdict" and (not x.args or x.args[0].module in ("builtins", "__builtin__")):
+        return defaultdict(_FACTORIES[x.args[0].name] if x.args else None, items)
+    raise ValueError
 
 
 def _numpy_dtype(x: Any) -> Any:

@@ -331,5 +331,5 @@ def round_trip(context: Context) -> None:
     """Saving and loading again."""
     if "roundtrip.state" in context.failed:
         names = [str(n) for n in context.got.roundtrip.get("differing", [])]
-        text = f"saving and loading again changes {plural(len(names), 'tensor')}, first {spoken(names[0])}"
+        text = f"saving and loading again changes {listed([spoken(n) for n in names], 1)}"
         context.add("save-or-load", text, context.seen("roundtrip.state"), names)

@@ -29,7 +29,7 @@ from typing import Any
 from ..engine.opening import OpenCheckpoint
 from ..errors import Unsupported, UsageError, argument
 from ..index.checkpoint import Checkpoint
-from ..live.live_job import OWN_FLAGS
+from ..live.optimizers import OWN_FLAGS, each
 from .adapted import adapted
 from .live_facts import dropouts, named_parameters
 from .recipe import built
@@ -67,6 +67,31 @@ class Job:
         """Whether the scheduler's step() needs more than this runner has: a metric, as ReduceLROnPlateau, or an epoch."""
         needed = () if self.scheduler is None else inspect.signature(self.scheduler.step).parameters.values()
         return any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed)
+
+
+class Several(list[Any]):
+    """Several optimizers, each over its own parameters (Muon beside AdamW), which step together. torch's get_state_dict and
+    ckpttool.load take it as the list that it is."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all of them, in order; so get_state_dict numbers them."""
+        return [group for optimizer in self for group in optimizer.param_groups]
+
+    @property
+    def state(self) -> Mapping[Any, Any]:
+        """The state of every parameter, whichever optimizer has it."""
+        return {p: state for optimizer in self for p, state in optimizer.state.items()}
+
+    def step(self) -> None:
+        """A step of each."""
+        for optimizer in self:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of all."""
+        for optimizer in self:
+            optimizer.zero_grad()
 
 
 def start(settings: Settings, opened: OpenCheckpoint) -> Job:
@@ -108,14 +133,22 @@ def start(settings: Settings, opened: OpenCheckpoint) -> Job:
         ]
         _shard(model, mesh, settings)
     _materialise(model, settings)
+    follows = optimizer is not None and (hasattr(optimizer, "param_groups") or not callable(optimizer))
     if settings.job is None:
         optimizer = _optimizer(model, opened.checkpoint, notes)
-    elif callable(optimizer) and not hasattr(optimizer, "param_groups"):
+    elif optimizer is not None and not follows:
         optimizer = optimizer(model)
-    elif optimizer is not None:
+    if isinstance(optimizer, (list, tuple)):
+        optimizer = Several(each(optimizer))
+    if follows:
         _follow(optimizer, names, named_parameters(model))
     if callable(scheduler) and not hasattr(scheduler, "state_dict"):
         scheduler = scheduler(optimizer)
+    if scheduler is not None and not hasattr(scheduler, "state_dict"):
+        raise UsageError(
+            f"{argument('job', settings.job)}: the scheduler is a {type(scheduler).__name__}; return one object with step, state_dict and "
+            "load_state_dict, which may hold several."
+        )
     scale = _sum_gradients(model, settings.world_size // settings.mesh.get("tp", 1))
     tp = settings.mesh.get("tp", 1)
     import torch.distributed as dist

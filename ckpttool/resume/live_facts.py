@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..live.collectives import gathered
-from ..live.live_job import OWN_FLAGS
+from ..live.live_values import leaves
+from ..live.optimizers import OWN_FLAGS
 from .beside import mark
 from .fingerprint import combine, local, owned
 
@@ -114,7 +115,7 @@ def named_state(model: Any, optimizer: Any = None) -> dict[str, Any]:
     out = {f"model.{clean[n]}": t for n, t in found.items()}
     if optimizer is not None:
         for fqn, p in named_parameters(model).items():
-            for slot, t in optimizer.state.get(p, {}).items():
+            for slot, _, t in leaves(optimizer.state.get(p, {}), ()):
                 if hasattr(t, "element_size"):
                     out[f"optim.state.{fqn}.{slot}"] = t
     return out
@@ -186,7 +187,7 @@ def numbers_of(model: Any, optimizer: Any) -> dict[str, float]:
     return {
         f"optim.state.{fqn}.{slot}": float(x)
         for fqn, p in named_parameters(model).items()
-        for slot, x in optimizer.state.get(p, {}).items()
+        for slot, _, x in leaves(optimizer.state.get(p, {}), ())
         if isinstance(x, (bool, int, float))
     }
 

@@ -97,6 +97,11 @@ class Recorder:
         **about: Any,
     ) -> None:
         optimizer = _unwrapped(optimizer)
+        if isinstance(optimizer, (list, tuple)):
+            raise UsageError(
+                f"{argument('optimizer')} is a {type(optimizer).__name__}; a recorder follows the steps of one optimizer. Pass the one "
+                "with the most parameters; the state of the others is not recorded."
+            )
         self._path, self._model, self._optimizer, self._group, self._rows = path, model, optimizer, group, rows
         self._sources = sources(scheduler=scheduler, scaler=scaler, dataloader=dataloader, extra=extra)
         if probe is not None and model is None:

@@ -208,5 +208,7 @@ def round_trip(got: Trace) -> Check:
     if "differing" not in got.roundtrip:
         return Check.unknown(name, f"no save and load: {got.roundtrip.get('skipped', 'it was not requested')}")
     wrong = [str(n) for n in got.roundtrip["differing"]]
-    bad = f"{plural(len(wrong), 'tensor')} changed by a save and a load"
+    options = sum(n.startswith("optim.param_groups.") for n in wrong)
+    kinds = (("tensor", len(wrong) - options), ("option", options))
+    bad = f"{' and '.join(plural(n, kind) for kind, n in kinds if n)} changed by a save and a load"
     return Check.exact(name, wrong, "what was saved was loaded again, bit for bit", bad)

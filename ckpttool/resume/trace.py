@@ -92,8 +92,8 @@ class Trace:
     differ from most, "batch": digest
     of the rows that were given}, or {"skipped": why}; of a recording {"rows": {"input_ids": [...]}, "sketch", "shape",
     "not_finite"} (`probing.sketch`), and of a run that had such a reference the sketch for the recorded rows as "recorded".
-    `roundtrip` {"save_seconds", "load_seconds", "bytes", "differing": [names]} of the save after the first step, or
-    {"skipped": why}.
+    `roundtrip` {"save_seconds", "load_seconds", "bytes", "differing": [names], "apart": [names of tensors of which every rank has a copy
+    of its own]} of the save after the first step, or {"skipped": why}.
     `load_seconds` is that of the slowest rank, `load_bytes` of all ranks. `loads` has {"rank", "seconds", "bytes",
     "host_bytes", "device_bytes"}: peaks of resident memory, and of the device's, which is None on CPU.
     `memory` has {"rank", "allocated_bytes", "reserved_bytes", "total_bytes"} peaks, of the device.

@@ -32,7 +32,7 @@ def unverified(reference: Trace | None, got: Trace, checks: Sequence[Check]) -> 
     """
     if got.failed is not None:
         return ["everything after loading: the checkpoint could not be loaded", *_unread(got)]
-    out = [*_job(reference, got), *_switched_off(got), *_scheduler(reference, got)]
+    out = [*_job(reference, got), *_switched_off(got), *_apart(got), *_scheduler(reference, got)]
     out += [*_perhaps_lost(reference, got, checks), *_not_used(reference, got)]
     out += [*_unread(got), *_partly(reference, got), *_not_compared(checks)]
     if reference is not None:
@@ -58,6 +58,13 @@ def _switched_off(got: Trace) -> Iterator[str]:
         yield f"dropout (probability up to {got.dropout_off:g}): it was switched off"
     if got.environment.get("random") == "seeded":
         yield "the random numbers that the forward pass draws: they were seeded, and not continued from the checkpoint's"
+
+
+def _apart(got: Trace) -> Iterator[str]:
+    if apart := got.roundtrip.get("apart"):
+        yield (
+            f"whether a save keeps every rank's own copy of {plural(len(apart), 'tensor')}, first {clean(apart[0])}: torch saves one copy"
+        )
 
 
 def _scheduler(reference: Trace | None, got: Trace) -> Iterator[str]:

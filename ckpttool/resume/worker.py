@@ -27,7 +27,7 @@ from ..errors import CkpttoolError, DoesNotFit, as_flags, kind_of
 from ..index.checkpoint import joined
 from ..live.collectives import gathered
 from ..live.load import load_opened
-from ..live.shared_index import locate_together, look_together
+from ..live.shared_index import look_together
 from ..live.values import lossless
 from . import batches, fingerprint, misfit
 from .beside import taken
@@ -198,7 +198,6 @@ def _load(
     cost = LoadCost(settings.device)
     if problem is None:
         try:
-            locate_together(opened)
             optimizer, scheduler = (job.optimizer, job.scheduler) if trained else (None, None)
             loaded = load_opened(
                 opened, settings.source, job.model, optimizer, scheduler, _Rate(status), time.monotonic()

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 import ckpttool
 from ckpttool.engine.opening import OpenOptions
 from ckpttool.index.checkpoint import Checkpoint
-from ckpttool.live.shared_index import locate_together, open_alone, open_together
+from ckpttool.live.shared_index import locate_together, look_together, open_alone
 from ckpttool.storage.source import Source
 
 CALLS: Counter[str] = Counter()
@@ -55,7 +55,7 @@ def same_index(path: str, how: dict[str, Any]) -> list[str]:
     options = OpenOptions(**how)
     with open_alone(path, options) as alone:
         CALLS.clear()
-        with open_together(path, options) as shared:
+        with look_together(path, options)[0] as shared:
             work = {k: CALLS[k] for k in ("list", "_open_file", "run") if CALLS[k]}
             a, b = parts(alone.checkpoint), parts(shared.checkpoint)
             out = [f"opened: {k}" for k in a if a[k] != b[k]]
@@ -75,6 +75,20 @@ def job() -> tuple[Any, Any]:
     model = torch.nn.Sequential(torch.nn.Linear(8, 7), torch.nn.Linear(7, 5))
     fully_shard(model)
     return model, torch.optim.AdamW(model.parameters(), lr=0.5)
+
+
+def forgetful(really: bool) -> tuple[Any, Any]:
+    """The same, whose optimizer saves another number of steps than it holds."""
+
+    class Forgetful(torch.optim.AdamW):
+        def state_dict(self) -> Any:
+            out = super().state_dict()
+            if really:
+                out["state"] = {k: {**s, "step": s["step"] + 1} for k, s in out["state"].items()}
+            return out
+
+    model, _ = job()
+    return model, Forgetful(model.parameters(), lr=0.5)
 
 
 def said(act: Any) -> str:
@@ -101,6 +115,12 @@ def loaded(path: str | Path) -> dict[str, Any]:
             "step": done.step}  # fmt: skip
 
 
+def by_torch(path: str | Path, **how: Any) -> None:
+    """torch's load, where no rank has read the index for the others."""
+    model, _ = job()
+    dcp.load({"model": model.state_dict()}, storage_reader=ckpttool.storage_reader(path, **how))
+
+
 def main(words: str, out: str) -> None:
     """Everything, in one launch."""
     asked = json.loads(Path(words).read_text())
@@ -120,6 +140,12 @@ def main(words: str, out: str) -> None:
     mine["other on rank 1"] = said(lambda: loaded(two if rank == 1 else one))
     mine["nothing on rank 1"] = said(lambda: loaded(scratch / "nothing" if rank == 1 else one))
     mine["damaged"] = said(lambda: loaded(scratch / "damaged"))
+    mixed = scratch / "mixed"
+    mine["mixed"] = [said(lambda: loaded(mixed)), said(lambda: ckpttool.storage_reader(mixed, shared=True))]
+    mine["mixed"].append(said(lambda: by_torch(mixed)))
+    mine["mixed, allowed"] = said(lambda: by_torch(mixed, allow_equal_ranks=True))
+
+    mine["forgets on rank 1"] = said(lambda: ckpttool.load(*forgetful(rank == 1), one))
 
     def touched() -> None:
         reader = ckpttool.storage_reader(scratch / "touched", shared=True)

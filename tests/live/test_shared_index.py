@@ -51,10 +51,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]
     save(scratch / "one", 1)
     save(scratch / "two", 2)
     ckpttool.convert(scratch / "one", scratch / "archive.tar.zst", to="audit")
-    for name in ("copy", "damaged"):
+    for name in ("copy", "damaged", "mixed"):
         shutil.copytree(scratch / "one", scratch / name)
     index = scratch / "damaged" / ".metadata"
     index.write_bytes(index.read_bytes()[:-40])
+    shutil.copy(scratch / "mixed" / "__1_0.distcp", scratch / "mixed" / "__2_0.distcp")
+    (scratch / "mixed" / "ckpttool.json").unlink()
     words = scratch / "words.json"
     every = [*checkpoints(), (str(scratch / "archive.tar.zst"), {})]
     words.write_text(json.dumps({"checkpoints": every, "scratch": str(scratch)}))
@@ -104,6 +106,24 @@ def test_what_one_rank_cannot_open_none_loads(found: Any, case: str, rank: int |
     for k, mine in enumerate(ranks):
         text = its if rank is None or k == rank else others
         assert re.search(text, mine[case], re.DOTALL), (k, mine[case])
+
+
+def test_where_one_rank_does_not_hold_what_is_in_the_files_all_raise(found: Any) -> None:
+    ranks, _ = found
+    for k, mine in enumerate(ranks):
+        text = mine["forgets on rank 1"]
+        assert text.startswith(
+            "Differs: " if k == 1 else "Differs: rank 1 does not hold what is in the files, so no rank goes on"
+        )
+        assert '"optim.state.0.weight.step" is tensor(2.) in the checkpoint and tensor(3.) in the job' in text
+
+
+def test_no_rank_loads_a_folder_in_which_a_ranks_file_is_a_copy(found: Any) -> None:
+    ranks, _ = found
+    for mine in ranks:
+        for text in mine["mixed"]:
+            assert "__1_0.distcp of rank 1 and __2_0.distcp of rank 2 hold the same numbers" in text
+        assert mine["mixed, allowed"] == ""
 
 
 def test_a_file_that_changed_after_the_index_was_read_is_refused_by_every_rank(found: Any) -> None:

@@ -99,6 +99,8 @@ def test_what_a_recorder_cannot_use_is_refused_before_the_training_starts(
 ) -> None:
     with pytest.raises(UsageError, match=said):
         ckpttool.Recorder(tmp_path / "r.jsonl", *little(), **given)
+    with pytest.raises(UsageError, match="follows the steps of one optimizer"):
+        ckpttool.Recorder(tmp_path / "r.jsonl", little()[0], [little()[1]])
     assert not (tmp_path / "r.jsonl").exists()
 
 

@@ -1,0 +1,208 @@
+"""Values of a checkpoint in the form that a live object has for them, and the first difference between the two.
+
+DCP makes text of every key (torch/distributed/checkpoint/_traverse.py: `path + (str(k),)`), and a dict of every mapping.
+The live object knows better: `MultiStepLR` holds its milestones as a Counter with integers for keys.
+
+    fitted(stored, live)           what was stored, with the keys, containers and kinds of numbers of the live object
+    leaves(live, names)            the live object's leaves, each with the name that a flattened checkpoint has for it
+    put(tree, path, value)         set one of them
+    first_difference(live, want)   where the live object is not what it should be
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter, deque
+from collections.abc import Container, Iterator, Mapping, MutableMapping
+from copy import copy
+from typing import Any
+
+from ..index.checkpoint import joined
+
+__all__ = ["Keys", "first_difference", "fitted", "is_hollow", "leaves", "put"]
+
+#: A path in a live object, of its own keys.
+Keys = tuple[Any, ...]
+
+
+def is_hollow(x: Any) -> bool:
+    """Whether it is a container in which there is no leaf; flattened checkpoints do not have such ones."""
+    if isinstance(x, Mapping):
+        return all(map(is_hollow, x.values()))
+    return isinstance(x, (list, tuple)) and all(map(is_hollow, x))
+
+
+def fitted(stored: Any, live: Any) -> Any:
+    """What was stored, in the form that a live object has for it.
+
+    A stored key of text is the live key with that text. If the live object has no such key (a schedule with other milestones), it
+    becomes one of the type that all live keys have. Containers get the live object's types. A tensor and a number stand for each
+    other; tensors go to the live tensor's dtype and device. Whatever the live object has no counterpart of stays as it was stored.
+    """
+    import torch
+
+    if isinstance(live, Mapping) and isinstance(stored, Mapping):
+        keys = _keys(stored, live)
+        found = {keys[k]: fitted(x, live.get(keys[k])) for k, x in stored.items()}
+        return _of_type(live, found | {k: copy(x) for k, x in live.items() if k not in found and is_hollow(x)})
+    if isinstance(live, (list, tuple, deque)) and isinstance(stored, (list, tuple, deque)):
+        pairs = zip(stored, [*live, *[None] * len(stored)], strict=False)
+        rest = live if len(live) == len(stored) else ()
+        # DCP has nothing of an empty dict in a list, which leaves a hole there
+        items = [copy(y) if x is None and rest and is_hollow(y) else fitted(x, y) for x, y in pairs]
+        return _of_type(live, items)
+    if isinstance(live, torch.Tensor):
+        if isinstance(stored, (bool, int, float)) or (isinstance(stored, torch.Tensor) and stored.numel() == 1):
+            number: Any = torch.as_tensor(stored, dtype=live.dtype, device=live.device)
+            return number.reshape(live.shape) if live.numel() == 1 else number
+        return _placed(stored, live) if isinstance(stored, torch.Tensor) else stored
+    if isinstance(stored, torch.Tensor) and type(live) in (bool, int, float) and stored.numel() == 1:
+        return stored.item()
+    return stored
+
+
+def _placed(stored: Any, live: Any) -> Any:
+    """A whole tensor where the live one is; sharded, if that one is."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    stored = stored.to(live.device)
+    if not isinstance(live, DTensor) or isinstance(stored, DTensor):
+        return stored
+    return distribute_tensor(stored, live.device_mesh, live.placements, src_data_rank=None)
+
+
+def _keys(stored: Mapping[Any, Any], live: Mapping[Any, Any]) -> dict[Any, Any]:
+    """{stored key: the live object's key for it}."""
+    texts = Counter(map(str, live))
+    by_text = {str(k): k for k in live if texts[str(k)] == 1}
+    kinds = {type(k) for k in live} or ({int} if isinstance(live, Counter) else set())
+    kind = kinds.pop() if len(kinds) == 1 else str
+    out = {}
+    for k in stored:
+        out[k] = k if k in live else by_text.get(k, _as(kind, k)) if type(k) is str else k
+    return out if len(set(out.values())) == len(out) else {k: k for k in stored}
+
+
+def _as(kind: type, text: str) -> Any:
+    """The key of that type that has this text, or the text."""
+    if kind not in (int, float):
+        return text
+    try:
+        key = kind(text)
+    except ValueError:
+        return text
+    return key if str(key) == text else text
+
+
+def _of_type(live: Any, items: Any) -> Any:
+    """These items in a container of the live object's class."""
+    if isinstance(live, MutableMapping):
+        out = copy(live)  # keeps the default factory of a defaultdict
+        out.clear()
+        out.update(items)
+        return out
+    if isinstance(live, deque):
+        return deque(items, live.maxlen)
+    if isinstance(live, tuple):
+        return type(live)(*items) if hasattr(live, "_fields") else type(live)(items)
+    return items
+
+
+# ------------------------------------------------------------------------------------------------------------- leaves
+
+
+def leaves(live: Any, names: Container[str], path: Keys = ()) -> Iterator[tuple[str, Keys, Any]]:
+    """(its name, its path, what is there) of every leaf of a live object, None left out.
+
+    The name is the path joined by dots, as flattened checkpoints have it. A container whose own name is among `names` is a leaf: DCP
+    stores lists of numbers whole, and any tuple; files of torch.save are read so where keys are no text.
+    """
+    name = joined(path)
+    if path and (name in names or not isinstance(live, (Mapping, list, tuple)) or not live):
+        if live is not None:
+            yield name, path, live
+        return
+    parts = live.items() if isinstance(live, Mapping) else enumerate(live)
+    for key, x in parts:
+        yield from leaves(x, names, (*path, key))
+
+
+def put(tree: Any, path: Keys, value: Any) -> Any:
+    """The tree with a value at a path; whatever can be changed is changed in place."""
+    key, *rest = path
+    if rest:
+        value = put(tree[key], tuple(rest), value)
+    if isinstance(tree, tuple):
+        return _of_type(tree, [value if k == key else x for k, x in enumerate(tree)])
+    tree[key] = value
+    return tree
+
+
+# --------------------------------------------------------------------------------------------------------- comparison
+
+
+def first_difference(live: Any, want: Any, name: str = "") -> str | None:
+    """The first place where a live object is not what it should be, in words: '"milestones.3" is ..., and ... in the job'.
+
+    Exact: types of containers and keys, the type of a number, the bits of a float or a tensor. Keys that only the live object has
+    are not compared. The device of a tensor does not count.
+    """
+    import torch
+
+    if isinstance(want, Mapping) and type(live) is type(want):
+        lacks = [k for k in want if k not in live]
+        if lacks:
+            return f'"{_below(name, lacks[0])}" is {_shown(want[lacks[0]])} in the checkpoint, and the job has none'
+        pairs = [(k, live[k], x) for k, x in want.items()]
+    elif isinstance(want, (list, tuple, deque)) and type(live) is type(want) and len(live) == len(want):
+        pairs = [(k, x, y) for k, (x, y) in enumerate(zip(live, want, strict=True))]
+    elif isinstance(want, torch.Tensor) and isinstance(live, torch.Tensor):
+        return None if _same_tensor(live, want) else _differs(name, live, want)
+    else:
+        return None if _same(live, want) else _differs(name, live, want)
+    return next(filter(None, (first_difference(x, y, _below(name, k)) for k, x, y in pairs)), None)
+
+
+def _differs(name: str, live: Any, want: Any) -> str:
+    a, b = _shown(want), _shown(live)
+    if a == b:
+        return f'"{name}" ({a}) has other numbers in the job than in the checkpoint'
+    return f'"{name}" is {a} in the checkpoint and {b} in the job'
+
+
+def _below(name: str, key: Any) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+def _same_tensor(a: Any, b: Any) -> bool:
+    """Bit for bit; of two sharded ones, the shards of this rank."""
+    import torch
+
+    if a is b:
+        return True
+    a, b = (getattr(t, "_local_tensor", t).detach() for t in (a, b))
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if a.device != b.device:
+        a, b = a.cpu(), b.cpu()
+    if a.numel() and a.device == b.device and a.data_ptr() == b.data_ptr() and a.stride() == b.stride():
+        return True
+    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if type(a) is float:
+        return struct.pack("d", a) == struct.pack("d", b)
+    if hasattr(a, "tobytes") and hasattr(a, "dtype"):  # of numpy
+        return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
+    return bool(a == b)
+
+
+def _shown(x: Any) -> str:
+    """A value in a message."""
+    if hasattr(x, "element_size") and x.numel() > 1:
+        return f"a tensor {str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+    text = repr(x)
+    return text if len(text) < 80 else f"{text[:76]} ..."

@@ -1,0 +1,154 @@
+"""What a load does to the optimizers of a job: lets them create their state, and sets the options of their param groups."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+from ..errors import Unsupported, UsageError
+from .live_values import fitted
+
+__all__ = ["OWN_FLAGS", "Plans", "create_state", "each", "kept", "options", "owners", "set_options", "would_save"]
+
+#: Options that choose an implementation of the optimizer and not its result: never loaded, never compared.
+OWN_FLAGS = frozenset(("foreach", "fused", "capturable", "differentiable"))
+#: [(live param group, the checkpoint's group with its options)]
+Plans = Sequence[tuple[dict[str, Any], dict[str, Any]]]
+
+
+def each(optimizer: Any) -> tuple[Any, ...]:
+    """The optimizers of a job: none, one, or several, as get_state_dict takes them.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    if optimizer is None:
+        return ()
+    several = isinstance(optimizer, (list, tuple)) or not hasattr(optimizer, "param_groups")
+    found = (optimizer,) if not several else tuple(optimizer) if isinstance(optimizer, Iterable) else ()
+    if not found or not all(hasattr(o, "param_groups") and hasattr(o, "state") for o in found):
+        raise UsageError(
+            f"optimizer is a {type(optimizer).__name__}; give an optimizer, a list of optimizers, or None for the weights only."
+        )
+    return found
+
+
+def owners(optimizers: Iterable[Any]) -> dict[int, Any]:
+    """{id of a parameter: its optimizer}.
+
+    Raises:
+        UsageError: a parameter has two.
+    """
+    out: dict[int, Any] = {}
+    for optimizer in optimizers:
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if out.setdefault(id(p), optimizer) is not optimizer:
+                raise UsageError("a parameter is in two of the optimizers, and a checkpoint has one state for it.")
+    return out
+
+
+def options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a param group that are state."""
+    return {k: v for k, v in group.items() if k not in OWN_FLAGS and k not in ("params", "param_names")}
+
+
+def would_save(optimizer: Any) -> tuple[list[Mapping[str, Any]], dict[int, Any]]:
+    """(param groups, {id of a parameter: its state}) of what an optimizer's state_dict() holds; of the optimizer itself where that has a
+    form of its own."""
+    saved, groups = optimizer.state_dict(), optimizer.param_groups
+    try:
+        pairs = [
+            (p, i)
+            for g, q in zip(groups, saved["param_groups"], strict=True)
+            for p, i in zip(g["params"], q["params"], strict=True)
+        ]
+        return saved["param_groups"], {id(p): saved["state"].get(i, {}) for p, i in pairs}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return groups, {id(p): state for p, state in optimizer.state.items()}
+
+
+def kept(groups: Iterable[dict[str, Any]]) -> Callable[[], None]:
+    """A function that gives these param groups the options that they have now. Tensors stay the ones that they are."""
+    import torch
+
+    before = [(g, {k: (v, _copied(v)) for k, v in g.items() if k != "params"}) for g in groups]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for group, old in before:
+            for k in [k for k in group if k != "params" and k not in old]:
+                del group[k]
+            for k, (held, value) in old.items():
+                group[k] = held.copy_(value) if isinstance(held, torch.Tensor) else _copied(value)
+
+    return restore
+
+
+def _copied(x: Any) -> Any:
+    """A copy of what a step may change in place; any other object is the job's own."""
+    if hasattr(x, "copy_"):
+        return x.detach().clone()
+    return deepcopy(x) if isinstance(x, (dict, list, set, deque)) else x
+
+
+def set_options(group: dict[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Set the options of a param group to those of a checkpoint's group; what they must be afterwards."""
+    import torch
+
+    want = {k: fitted(x, group.get(k)) for k, x in options(stored).items()}
+    for k, x in want.items():
+        held = group.get(k)
+        if isinstance(held, torch.Tensor) and isinstance(x, torch.Tensor) and held.shape == x.shape:
+            # such as a learning rate that a compiled step reads
+            with torch.no_grad():
+                held.copy_(x)
+        else:
+            group[k] = _copied(x)
+    return want
+
+
+def create_state(optimizer: Any, wanted: Sequence[Any], plans: Plans) -> None:
+    """Let an optimizer create the state of some parameters by a step that changes nothing else.
+
+    Gradients are zero and so is the learning rate, as in torch's own _init_optim_state; weights stay what they are. The step is made
+    with the options of the checkpoint, on which it depends what state there is (amsgrad, momentum). If it fails with these, as that of
+    a schedule-free optimizer that was saved in evaluation mode, it is made with those of the job. Param groups are put back
+    afterwards, since some optimizers count their steps there.
+
+    Raises:
+        Unsupported: the step fails.
+    """
+    import torch
+
+    chosen = set(map(id, wanted))
+    gradients = [(p, p.grad) for g in optimizer.param_groups for p in g["params"]]
+    restore = kept(optimizer.param_groups)
+
+    def step() -> None:
+        for g in optimizer.param_groups:
+            if "lr" in g:
+                g["lr"] = torch.zeros_like(g["lr"]) if isinstance(g["lr"], torch.Tensor) else 0.0
+        optimizer.state.clear()
+        type(optimizer).step(optimizer)
+
+    try:
+        for p, _ in gradients:
+            p.grad = torch.zeros_like(p) if id(p) in chosen else None
+        try:
+            for group, stored in plans:
+                set_options(group, stored)
+            step()
+        except Exception:
+            restore()
+            step()
+    except Exception as e:
+        raise Unsupported(
+            f"{type(optimizer).__name__} creates no state in a step with zero gradients ({e}). Use dcp.load "
+            "with storage_reader and your own state dict."
+        ) from e
+    finally:
+        for p, gradient in gradients:
+            p.grad = gradient
+        restore()
