@@ -29,9 +29,8 @@ _YAML = re.compile(r"^  (\w+): (\S.*)$", re.MULTILINE)
 
 def job_arguments(ckpt: Checkpoint, source: Source) -> tuple[dict[str, Any], str]:
     """(the arguments of the job that wrote a checkpoint, where they stand); empty where there are none."""
-    args = {v.path[2:]: v.data for v in ckpt.values.values() if v.path[:2] == ("extra", "args") and len(v.path) > 2}
-    if args:
-        found = nest(args)
+    if ckpt.arguments:
+        found = nest(ckpt.arguments)
         if found.get("group_query_attention") is False:  # then Megatron-LM does not look at the number of groups
             found["num_query_groups"] = found.get("num_attention_heads")
         return found, "the job (extra.args)"

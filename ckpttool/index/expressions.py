@@ -135,10 +135,10 @@ def value_of(expression: str, config: Mapping[str, Any]) -> Scalar | None:
             return None
         if operator == "/":
             if b == 0 or a % b:
-                raise UsageError(f"config.json makes {expression} {a} / {b}, which is not a whole number.")
+                raise UsageError(f"the configuration makes {expression} {a} / {b}, which is not a whole number.")
             return a // b
         if operator == "-" and a < b:
-            raise UsageError(f"config.json makes {expression} {a} - {b}, which is less than 0.")
+            raise UsageError(f"the configuration makes {expression} {a} - {b}, which is less than 0.")
         return a + b if operator == "+" else a - b if operator == "-" else a * b
 
     return value(_tree(expression))

@@ -510,6 +510,19 @@ def test_lines_count_where_the_job_s_arguments_say_so(tmp_path: Path) -> None:
     assert torch.equal(got["model"]["query"], tree["model"]["q"])
 
 
+@pytest.mark.parametrize("through_dcp", [False, True])
+def test_the_job_s_arguments_count_where_only_the_model_is_wanted(through_dcp: bool, tmp_path: Path) -> None:
+    tree = rope_state(args={"heads": 6, "turned": True, "centered": True})
+    src, name_map = written(tmp_path, tree, ROPE)
+    if through_dcp:
+        ckpttool.convert(src, tmp_path / "dcp", to="dcp", world_size=2)
+        src = tmp_path / "dcp"
+    ckpttool.convert(src, tmp_path / "o.pt", map=name_map, config=str(tmp_path), canonical_keys=True, only=["model"])
+    got = torch.load(tmp_path / "o.pt")
+    assert list(got) == ["model"] and torch.equal(got["model"]["ln"], tree["model"]["norm"] + 1)
+    assert torch.equal(got["model"]["query"], tree["model"]["q"].view(2, 2, 2, 3).transpose(1, 2).reshape(8, 3))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_norms_that_are_stored_less_one_are_the_sum_that_the_job_multiplies_with(
     dtype: torch.dtype, tmp_path: Path
