@@ -94,7 +94,7 @@ class Plan:
         ckpt: Checkpoint,
     ) -> None:
         self.state, self.tensors, self.stage, self.source_world = state, tensors, stage, ckpt.world_size
-        self.ckpt = ckpt
+        self.ckpt, self.rounded = ckpt, ckpt.rounded
         codes = encodings.find(state.tensors)
         if said := next(filter(None, (codes.said_of(n) for g in state.groups for n in g.params)), ""):
             raise Unsupported(f"{said}, and DeepSpeed trains the parameters of a group in float32. {encodings.ADVICE}")
@@ -129,6 +129,7 @@ class Plan:
         self.prefix = "bf16_" if self.precision == "bfloat16" else ""
         self.sub_group_size = own.sub_group_size or self._sub_group_size()
         self._adjust_config(own.sub_group_size, asked)
+        self._note_scheduler(from_deepspeed=ckpt.layout.startswith(("zero", "universal")))
         self.steps = self._steps()
         self.tag = own.write_tag or (
             "checkpoint" if "pytorch-lightning_version" in self.rest else f"global_step{self.steps}"
@@ -184,7 +185,8 @@ class Plan:
         bytes_of: dict[str, int] = {}
         for g in self.state.groups:
             for n in g.params:
-                bytes_of[self.tensors[n].dtype] = bytes_of.get(self.tensors[n].dtype, 0) + self.tensors[n].nbytes
+                computed = self.rounded.get(f"model.{n}", self.tensors[n])
+                bytes_of[computed.dtype] = bytes_of.get(computed.dtype, 0) + computed.nbytes
         most = max(bytes_of, key=lambda d: bytes_of[d], default="float32")
         found = most if most in ("bfloat16", "float16") else "float32"
         if not self.ds_config:
@@ -217,6 +219,22 @@ class Plan:
                     inner = config.get(name)
                     config[name] = {**(inner if isinstance(inner, dict) else {}), "enabled": dtype == precision}
         self.ds_config = config
+
+    def _note_scheduler(self, *, from_deepspeed: bool) -> None:
+        """A note where the state of the scheduler is not that of one of DeepSpeed's own (runtime/lr_schedules.py), all of which look for
+        `last_batch_iteration`, and the job that loads it may have one."""
+        found, section = self.state.scheduler, self.ds_config.get("scheduler")
+        if found is None or (isinstance(found, dict) and "last_batch_iteration" in found):
+            return
+        named = section.get("type") if isinstance(section, dict) else None
+        if from_deepspeed and not isinstance(named, str):
+            return  # its job had no other scheduler either
+        of_config = f", though ds_config of the source names {named}" if isinstance(named, str) else ""
+        self.notes.append(
+            f"the scheduler's state is not that of one of DeepSpeed's own{of_config}: pass the scheduler that the source had to "
+            "deepspeed.initialize(lr_scheduler=...), or load with load_lr_scheduler_states=False; WarmupLR and the others stop with "
+            "KeyError 'last_batch_iteration'"
+        )
 
     def _steps(self) -> int:
         found = self.state.counter("global_steps", "global_step", "step", "iteration", "steps")

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from ckpttool.engine import flat_layout
 from ckpttool.engine.conservation import changed_values
 from ckpttool.engine.flat_layout import Flat, FlatLayout, Part
+from ckpttool.engine.placed_masters import with_masters_as_weights
 from ckpttool.engine.training import TRAINED_ALONE, Group, Training, group_values, split_training_state, tensors_of
 from ckpttool.errors import UsageError, argument
 from ckpttool.formats.sharded import Table, sharded_tensor
@@ -36,7 +37,16 @@ from ckpttool.storage.source import Source
 
 from ._fsdp1_plan import Plan, plan_flats
 
-__all__ = ["write"]
+__all__ = ["prepare", "write"]
+
+
+def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
+    """The state with fp32 masters as the weights, where the source has both.
+
+    Raises:
+        Unsupported: a master does not round to its weight.
+    """
+    return with_masters_as_weights(ckpt, source)
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:

@@ -56,7 +56,7 @@ def _prefix_of_all(ckpt: Checkpoint, source: Source, options: WriteOptions) -> s
     if options.of(HfOptions).allow_name_mismatch or len({name.partition(".")[0] for name in model}) != 1:
         return None
     config = model_files.beside(source, options.config, [])[0]
-    relation = None if config is None else _relation(config, model, options, [])
+    relation = None if config is None else _relation(config, model, [])
     strip = relation.verdict.strip if relation and relation.verdict and not relation.verdict.good else None
     return strip if strip and all(name.startswith(strip) for name in model) else None
 
@@ -71,7 +71,14 @@ def _config_files(
     Raises:
         Unsupported: it was asked to untie, and there is no config.json.
     """
-    config, files = model_files.beside(source, options.config, notes)
+    said: list[str] = []
+    config, files, where = model_files.beside(source, options.config, said)
+    if where == ".." and config is not None and (why := _of_another_model(ckpt, config, options)) is not None:
+        said = [
+            f"config.json in '..' is of another model and was not taken: {why}; give {argument('config')} the config of this very model"
+        ]
+        config, files = None, {}
+    notes += said
     if options.vocab_size is not None and config is not None:
         config, files = _with(config, files, "vocab_size", options.vocab_size)
     if ckpt.merged is not None:
@@ -79,6 +86,16 @@ def _config_files(
         if config is not None and ckpt.merged["untied"]:
             return _untied(config, files)
     return _untied(config, files) if options.of(HfOptions).untie else (config, files)
+
+
+def _of_another_model(ckpt: Checkpoint, config: dict[str, Any], options: WriteOptions) -> str | None:
+    """Why the weights are not those of the model of a config; None where they are, or nobody can tell."""
+    objects = {joined(c.path[1:]): c for c in composites(ckpt).values() if c.path[0] == "model"}
+    model = _shown(ckpt, objects)
+    relation = _relation(config, model, [])
+    if relation is not None and relation.verdict is not None:
+        return None if relation.verdict.good else _differences(model, relation.verdict)
+    return hub_names.contradiction(config, {n: t.shape for n, t in model.items()})
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
@@ -315,12 +332,14 @@ def _made_of(
 
 
 def _relation(
-    config: dict[str, Any], model: dict[str, TensorEntry], options: WriteOptions, notes: list[str]
+    config: dict[str, Any], model: dict[str, TensorEntry], notes: list[str], *, needed: bool = False
 ) -> hub_names.Relation | None:
-    """What transformers says of the names, with its verdict. That is asked where a config was given, or transformers is asked
-    anyway; a note says where it was and could not answer."""
-    asks = asks_transformers(config, model)
-    if not isinstance(config.get("model_type"), str) or not (asks or options.config):
+    """What transformers says of the names, with its verdict; a note says why it could not answer.
+
+    Raises:
+        MissingPackage: there is no transformers, and its answer is `needed`.
+    """
+    if not isinstance(config.get("model_type"), str):
         return None
     shapes = encodings.parameters(model, config.get("quantization_config"))
     if shapes is None:
@@ -331,7 +350,7 @@ def _relation(
     try:
         return hub_names.relate(config, shapes, judge=True)
     except MissingPackage as e:
-        if asks and not options.of(HfOptions).allow_name_mismatch:
+        if needed:
             raise MissingPackage(
                 f"{e}. Or write the weights under the names they have now: {argument('allow_name_mismatch', True, 'HfOptions')}."
             ) from None
@@ -346,28 +365,39 @@ def _judged(
     ckpt: Checkpoint, config: dict[str, Any], model: dict[str, TensorEntry], options: WriteOptions, notes: list[str]
 ) -> hub_names.Relation | None:
     """What transformers says of the names, where they may differ on the Hub; the model of the config has all of them and no
-    others, with these shapes.
+    others, with these shapes, however the config was found.
 
     Raises:
         Unsupported: it has not.
     """
-    relation = _relation(config, model, options, notes)
-    if relation is None:
-        return None
-    if relation.verdict is None:
-        notes.append(
-            "names were not compared with those of the model of config.json: transformers cannot load it on meta"
+    asks, allowed = asks_transformers(config, model), options.of(HfOptions).allow_name_mismatch
+    odd = hub_names.contradiction(config, {n: t.shape for n, t in model.items()})
+    coded = bool(encodings.find(model))  # scales keep the names of the Hub, so weights do, too
+    if ckpt.layout == "hf" and ckpt.config is not None and options.config is None and not asks and odd is None:
+        return None  # it is the source's own config: from_pretrained loads the one as it loads the other
+    relation = _relation(config, model, notes, needed=asks and not allowed)
+    verdict = None if relation is None else relation.verdict
+    if verdict is not None and not verdict.good:
+        text = (
+            f"config.json describes a {verdict.model}, and the weights are not those of one: {_differences(model, verdict)}. "
+            f"{_remedy(ckpt, model, verdict, options)}"
         )
-    elif not relation.verdict.good:
-        text = _mismatch(ckpt, model, relation.verdict)
-        if not options.of(HfOptions).allow_name_mismatch:
-            raise Unsupported(text)
-        notes.append(text.partition(" from_pretrained would")[0])
-    return relation if asks_transformers(config, model) and not encodings.find(model) else None
+    elif verdict is None and odd is not None:
+        text = f"config.json is of another model than the weights: {odd}. {_remedy(ckpt, model, None, options)}"
+    else:
+        if relation is not None and verdict is None:
+            notes.append(
+                "names were not compared with those of the model of config.json: transformers cannot load it on meta"
+            )
+        return relation if asks and not coded else None
+    if not allowed:
+        raise Unsupported(text)
+    notes.append(text.partition(" from_pretrained would")[0])
+    return relation if asks and not coded else None
 
 
-def _mismatch(ckpt: Checkpoint, model: dict[str, TensorEntry], found: hub_names.Verdict) -> str:
-    """What a verdict that is not good says, and what to do."""
+def _differences(model: dict[str, TensorEntry], found: hub_names.Verdict) -> str:
+    """What a verdict that is not good says."""
     parts = []
     if found.missing:
         parts.append(f'{len(found.missing)} of its {found.parameters} tensors are missing, first "{found.missing[0]}"')
@@ -377,7 +407,14 @@ def _mismatch(ckpt: Checkpoint, model: dict[str, TensorEntry], found: hub_names.
         )
     if found.shapes:
         parts.append(f"{len(found.shapes)} have other shapes, first {found.shapes[0]}")
-    if found.strip:
+    return "; ".join(parts)
+
+
+def _remedy(
+    ckpt: Checkpoint, model: dict[str, TensorEntry], found: hub_names.Verdict | None, options: WriteOptions
+) -> str:
+    """What would happen, and what to do where the weights are not those of the model of config.json."""
+    if found is not None and found.strip:
         hint = f'All names and shapes are right without the prefix "{found.strip}": add {argument("strip_prefix", found.strip[:-1], "HfOptions")}.'
     elif any("lora_" in n for n in model):
         hint = (
@@ -389,10 +426,11 @@ def _mismatch(ckpt: Checkpoint, model: dict[str, TensorEntry], found: hub_names.
             "These are torchtitan's own names, and no name map that comes with ckpttool is for this model: write one (docs, Name maps), or "
             "export with torchtitan's last_save_in_hf."
         )
+    elif options.config is None:
+        hint = f"It was found beside the source: give {argument('config')} the config of this very model, or move that file away."
     else:
         hint = "Give the config of this very model."
     return (
-        f"config.json describes a {found.model}, and the weights are not those of one: {'; '.join(parts)}. "
         f"from_pretrained would fill what is missing with random numbers. {hint} To write the weights as they are, for code "
         f"that loads them by itself, use {argument('allow_name_mismatch', True, 'HfOptions')}."
     )

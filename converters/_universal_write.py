@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
+from ckpttool.engine.placed_masters import with_masters_as_weights
 from ckpttool.engine.training import shared_scalars, split_training_state
 from ckpttool.errors import Unsupported
 from ckpttool.formats.torch_pickles import TensorRef
@@ -19,9 +20,18 @@ from . import _deepspeed_files as ds
 from . import _deepspeed_write as dw
 from ._options import UniversalOptions
 
-__all__ = ["write"]
+__all__ = ["prepare", "write"]
 
 _RESTORED = {"exp_avg", "exp_avg_sq"}  # by DeepSpeed at stage 3
+
+
+def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
+    """The state with fp32 masters as the weights, where the source has both.
+
+    Raises:
+        Unsupported: a master does not round to its weight.
+    """
+    return with_masters_as_weights(ckpt, source)
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:

@@ -6,11 +6,13 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+from ckpttool.engine.placed_masters import with_masters_as_weights
 from ckpttool.engine.training import shared_scalars, split_training_state
 from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, joined
 from ckpttool.index.draft import Draft, Dropped
+from ckpttool.index.schedulers import with_whole_scheduler
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
@@ -20,7 +22,16 @@ from ._deepspeed_files import Cut
 from ._options import ZeroOptions
 from ._zero_geometry import Groups, concatenated, part_of, partitioned, subgroups
 
-__all__ = ["write_stage"]
+__all__ = ["prepare", "write_stage"]
+
+
+def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
+    """The state with fp32 masters as the weights, where the source has both.
+
+    Raises:
+        Unsupported: a master does not round to its weight.
+    """
+    return with_masters_as_weights(with_whole_scheduler(ckpt), source)
 
 
 def write_stage(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: int) -> Draft:

@@ -257,6 +257,7 @@ LAYOUTS = (
         detect=detect,
         read=read,
         write=late("ckpttool.converters._fsdp1_write:write"),
+        prepare=late("ckpttool.converters._fsdp1_write:prepare"),
         options=Fsdp1Options,
         aliases=("local", "local_state_dict"),
         reader_uses=("config", "like", "flat_layout", "wrap"),

@@ -172,6 +172,7 @@ def _parameter(reading: Reading, name: str, shape: tuple[int, ...]) -> dict[str,
 LAYOUTS = (
     Layout(
         name="universal", title="DeepSpeed Universal Checkpoint", detect=detect, read=read, write=late("ckpttool.converters._universal_write:write"),
+        prepare=late("ckpttool.converters._universal_write:prepare"),
         options=UniversalOptions, aliases=("deepspeed-universal", "ucp"), needs_named_optimizer=True, reader_uses=("tag",), writer_uses=("like",), saves=ds.SAVES,
     ),
 )  # fmt: skip

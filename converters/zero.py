@@ -42,7 +42,6 @@ from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.formats.pickles import short
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Path, Salvage, TensorEntry, Value
-from ckpttool.index.schedulers import with_whole_scheduler
 from ckpttool.layouts import Layout, Place, ReadOptions, late
 
 from . import _deepspeed_files as ds
@@ -411,7 +410,7 @@ def _layout(stage: int, title: str, detect: Any) -> Layout:
     aliases = ("deepspeed", "zero") if stage == 3 else ()
     return Layout(
         name=f"zero{stage}", title=title, detect=detect, read=_read, write=partial(late("ckpttool.converters._zero_write:write_stage"), stage=stage),
-        prepare=lambda ckpt, source, options: with_whole_scheduler(ckpt), options=ZeroOptions, aliases=aliases,
+        prepare=late("ckpttool.converters._zero_write:prepare"), options=ZeroOptions, aliases=aliases,
         needs_named_optimizer=True, saves=ds.SAVES, reader_uses=("tag",), writer_uses=("like", "world_size"),
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ An entry in none of these is a fault of the layout that was written, and an erro
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 from ..errors import Differs
 from ..index.checkpoint import Checkpoint, TensorEntry, Value
 from ..index.draft import Draft, Dropped
-from .value_digests import equal_values, taken_apart, value_digest
+from .value_digests import data_digest, equal_values, taken_apart, value_digest
 
 __all__ = ["Account", "changed_values", "other_values", "written_values"]
 
@@ -45,28 +46,43 @@ class Account:
         """
         if after is before:
             return
-        gone = [n for n in (*before.tensors, *before.values) if n not in after.tensors and n not in after.values]
-        new = [n for n in (*after.tensors, *after.values) if n not in before.tensors and n not in before.values]
-        held = _ByteRanges(after.tensors[n] for n in new if n in after.tensors)
-        moved_values = [after.values[n].data for n in new if n in after.values]
-        for n in gone:
-            t = before.tensors.get(n)
-            if computed or (held.hold(t) if t is not None else before.values[n].data in moved_values):
+        new = {n: t for n, t in after.tensors.items() if not _same_entry(t, before.tensors.get(n))}
+        gone = {n: t for n, t in before.tensors.items() if not _same_entry(t, after.tensors.get(n))}
+        here, there = _ByteRanges(gone.values()), _ByteRanges(new.values())
+        # tensors of files that the source does not have are computed from some that are gone, one from each
+        made = Counter((t.dtype, t.numel) for t in new.values() if min(t.chunks.file, default=0) >= len(before.files))
+        for n, t in gone.items():
+            derived = computed or n in after.tensors or n in after.values or there.hold(t)
+            if not derived and made[t.dtype, t.numel]:
+                made[t.dtype, t.numel] -= 1
+                derived = True
+            if derived:
                 self.changed[n] = how
             else:
-                self.dropped.append(Dropped(n, t.nbytes if t is not None else 0, how))
-        for n, t in before.tensors.items():
-            if n in after.tensors and not _same_entry(t, after.tensors[n]):
-                self.changed[n] = how
+                self.dropped.append(Dropped(n, t.nbytes, how))
+        for n, t in new.items():
+            known = computed or n in before.tensors or n in before.values or here.hold(t)
+            if not known and (made[t.dtype, t.numel] or min(t.chunks.file, default=0) < len(before.files)):
+                self.added.append(n)
+        self._add_values(how, before, after)
+
+    def _add_values(self, how: str, before: Checkpoint, after: Checkpoint) -> None:
+        """`add_step` for values: one that is gone is changed where its data are under another name."""
+        moved = {data_digest(v) for n, v in after.values.items() if n not in before.values}
+        left = {data_digest(v) for n, v in before.values.items() if n not in after.values}
         for n, v in before.values.items():
             if n in after.tensors or (n in after.values and not _same_value(v, after.values[n])):
                 self.changed[n] = how
-        old = _ByteRanges(before.tensors[n] for n in gone if n in before.tensors)
-        old_values = [before.values[n].data for n in gone if n in before.values]
-        for n in new:
-            t = after.tensors.get(n)
-            if not (computed or (old.hold(t) if t is not None else after.values[n].data in old_values)):
-                self.added.append(n)
+            elif n not in after.values:
+                if data_digest(v) in moved:
+                    self.changed[n] = how
+                else:
+                    self.dropped.append(Dropped(n, 0, how))
+        self.added += [
+            n
+            for n, v in after.values.items()
+            if n not in before.values and n not in before.tensors and data_digest(v) not in left
+        ]
 
     def add_draft(self, ckpt: Checkpoint, digests: Mapping[str, str], draft: Draft) -> None:
         """Compare a state with the draft that a layout made of it.
@@ -202,9 +218,9 @@ def _columns(tensors: Iterable[TensorEntry]) -> tuple[Any, Any, Any]:
     return file[held], first[held], (first + length)[held]
 
 
-def _same_entry(a: TensorEntry, b: TensorEntry) -> bool:
+def _same_entry(a: TensorEntry, b: TensorEntry | None) -> bool:
     """Whether two entries have equal dtypes and shapes, and are the same bytes."""
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
+    if b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     x, y = a.chunks, b.chunks
     return x is y or all(getattr(x, k) == getattr(y, k) for k in x.__slots__)

@@ -16,13 +16,14 @@ from ..errors import CkpttoolError, Unsupported, argument
 from ..huggingface import maps, model_files
 from ..index.check import check
 from ..index.checkpoint import Checkpoint, joined
+from ..index.expressions import size_of
 from ..index.line_groups import covers
-from ..index.name_maps import NameMap, size_of
-from ..storage.joined import ZEROS, JoinedSource
+from ..index.name_maps import NameMap
 from ..storage.source import Source
 from .fill import silent
 from .mapping import mapped
 from .opening import OpenOptions, open_with
+from .premises import compare, job_arguments
 from .tensor_digests import tensor_digests
 
 __all__ = ["NO_MAP", "kept_text", "under_other_names"]
@@ -62,12 +63,12 @@ def under_other_names(
     found = _of_trainer(ckpt, known) if asked is None else maps.load(asked)
     if found is None:
         return ckpt, source
-    notes: list[str] = []
-    args = {p[2]: v.data for v in ckpt.values.values() for p in [v.path] if p[:2] == ("extra", "args") and len(p) == 3}
-    facts: dict[str, Any] = {
-        **{str(k): v for k, v in args.items()},
-        **(known or {}),
-    }  # Megatron's own arguments tell as much
+    text = (known or {}).get("text_config")
+    known = {**(known or {}), **(text if isinstance(text, dict) else {})}
+    job = job_arguments(ckpt, source)
+    notes = compare(found, job, known, config)
+    found = found.of_job(job[0])
+    facts: dict[str, Any] = {**job[0], **known}
     if (
         any(size_of(e, facts) is None for e in found.sizes.values())
         and (told := _heads(ckpt, source, found)) is not None
@@ -78,14 +79,14 @@ def under_other_names(
     if vocab_size is not None:
         facts["vocab_size"] = vocab_size
     try:
-        out = mapped(ckpt, source, found, facts)
+        out, files = mapped(ckpt, source, found, facts)
     except Unsupported as e:
         if asked is None:
             raise Unsupported(f"{e} {argument('map', NO_MAP)} writes the names as they are.") from None
         raise
     check(out)
     out.notes += notes
-    return out, JoinedSource(source) if ZEROS in out.files[len(ckpt.files) :] else source
+    return out, files
 
 
 def _of_trainer(ckpt: Checkpoint, config: Mapping[str, Any] | None) -> NameMap | None:
@@ -155,7 +156,7 @@ def _fitting(
             continue
         heads = {"head_dim": size, "num_attention_heads": rows[0] // size, "num_key_value_heads": rows[1] // size}
         try:
-            one = mapped(of_layer, source, found, heads)
+            one, _ = mapped(of_layer, source, found, heads)
         except CkpttoolError:
             return None
         if {q, k} <= one.tensors.keys() and tensor_digests(

@@ -1,7 +1,7 @@
 """A checkpoint under the names of another program, by a name map (index/name_maps.py): weights, optimizer state, param groups.
 
 Every tensor of the result is chunks of the source, so nothing is computed and nothing is read, but for rows of padding that are
-cut: those are looked at. The state of a parameter goes through the map of its weight where it has the weight's shape; a number of steps is
+cut, which are looked at, and norms that one side stores less one (added_one.py). The state of a parameter goes through the map of its weight where it has the weight's shape; a number of steps is
 copied to the parts of its parameter, or must be the same in all parts that are joined; a slot of another shape, such as the factors of
 Adafactor, only goes along where its parameter is renamed as it is.
 """
@@ -17,11 +17,14 @@ from ..errors import Unsupported, UsageError, argument
 from ..huggingface import maps
 from ..index.axes import PAD, AxesError, UnknownSize, link, placed
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, Value, joined
+from ..index.expressions import size_of
 from ..index.line_groups import Group, Resolved, ignored, matched, resolved, views
-from ..index.name_maps import NameMap, size_of
-from ..storage.joined import ZEROS
+from ..index.name_maps import NameMap
+from ..storage.computed import ComputedSource
+from ..storage.joined import ZEROS, JoinedSource
 from ..storage.patched import ENDLESS
 from ..storage.source import Source
+from .added_one import FILE, with_one_added
 from .stream import small
 from .vocabulary_size import odd_rows
 
@@ -32,18 +35,24 @@ _MASTER: Path = ("extra", "master")
 _NAME_LISTS: tuple[Path, ...] = (("params",), ("param_names",))
 
 
-def mapped(ckpt: Checkpoint, source: Source, found: NameMap, config: Mapping[str, Any]) -> Checkpoint:
-    """The same state under the names of the other side of a map; which side it has, its names tell. Its tensors may lie in the file
-    `ZEROS`, too.
+def mapped(ckpt: Checkpoint, source: Source, found: NameMap, config: Mapping[str, Any]) -> tuple[Checkpoint, Source]:
+    """The same state under the names of the other side of a map, and its files; which side it has, its names tell.
 
     Args:
-        config: config.json of the model, for the sizes of axes that shapes do not tell.
+        found: the map, with the lines that count for this job (`NameMap.of_job`).
+        config: what config.json says of the text model, for the sizes of axes that shapes do not tell.
 
     Raises:
         Unsupported: names of weights or of the optimizer that the map is not about, a shape is not what it says, a size is not
             known, or a slot of the optimizer cannot be cut as its parameter is.
     """
-    return _Mapping(ckpt, source, found, config).run()
+    of = _Mapping(ckpt, source, found, config)
+    out = of.run()
+    files = JoinedSource(source) if ZEROS in of.made else source
+    if FILE in of.made:
+        data = of.made[FILE]
+        files = ComputedSource(files, {FILE: (len(data), lambda: memoryview(data))}, (), len(data))
+    return out, files
 
 
 def _with_optimizer(ckpt: Checkpoint) -> Checkpoint:
@@ -74,13 +83,12 @@ class _Mapping:
         self.weights = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
         # what is no tensor, such as _extra_state
         self.plain = {joined(v.path[1:]): v for v in ckpt.values.values() if v.path[0] == "model"}
-        text = config.get("text_config")
-        flat = {**config, **text} if isinstance(text, dict) else config
-        self.sizes = {a: n for a, e in found.sizes.items() if (n := size_of(e, flat)) is not None}
+        self.sizes = {a: n for a, e in found.sizes.items() if (n := size_of(e, config)) is not None}
         self.notes: list[str] = []
         self.tensors: dict[str, TensorEntry] = {}
         self.values: dict[str, Value] = {}
         self.recorded: dict[str, str] = {}
+        self.made: dict[str, bytes] = {}  # {file that is not of the source: its bytes, if they are not just zeros}
         self.ways = self._ways()
         way = self.ways["optim"]
         self.state: list[Group] = [] if way is None else matched(self._state_names(), found, "optim", way)[0]
@@ -148,9 +156,18 @@ class _Mapping:
                 "what was salvaged of a damaged checkpoint keeps its names. Salvage it first, then map the copy."
             )
         self._refuse_split_groups()  # before rows of padding are read
+        if self.ways["model"]:  # norms that are stored less one have the left names
+            new = self._with_one_added(self.ckpt.tensors, 1)
+            recorded = {n: d for n, d in self.ckpt.recorded.items() if n not in new}
+            self.ckpt = replace(self.ckpt, tensors={**self.ckpt.tensors, **new}, recorded=recorded)
+            self.weights |= {joined(t.path[1:]): t for t in new.values() if t.path[0] == "model"}
         self._model()
         self._zeros()
         self._masters()
+        if self.ways["model"] is False:
+            new = self._with_one_added(self.tensors, -1)
+            self.tensors |= new
+            self.recorded = {n: d for n, d in self.recorded.items() if n not in new}
         self._optimizer()
         self._groups()
         self._rest()
@@ -167,6 +184,33 @@ class _Mapping:
             ckpt, tensors=self.tensors, values=self.values, recorded=self.recorded, origin={}, trainer=None,
             notes=[*ckpt.notes, said, *dict.fromkeys(self.notes)],
         )  # fmt: skip
+
+    def _with_one_added(self, tensors: Mapping[str, TensorEntry], by: int) -> dict[str, TensorEntry]:
+        """What stands for the norms that the left side stores less one: their tensors and masters plus `by`."""
+        if not self.map.added_one:
+            return {}
+        new, data, note = with_one_added(self.ckpt, self.source, tensors, (a.pattern for a in self.map.added_one), by)
+        if new:
+            self._add_file(FILE, len(data), data)
+            self.notes += [note, *self._decayed({joined(t.path[1:]) for t in new.values() if t.path[0] == "model"})]
+        return new
+
+    def _decayed(self, names: set[str]) -> list[str]:
+        """A note where the optimizer decays parameters that one side stores less one."""
+        for v in self.ckpt.values.values():
+            if v.path[:2] == ("optim", "param_groups") and v.path[3:] in _NAME_LISTS and isinstance(v.data, list):
+                decay = self.ckpt.value(joined((*v.path[:3], "weight_decay")))
+                if decay and (few := names.intersection(n for n in v.data if isinstance(n, str))):
+                    return [
+                        f"{len(few)} of these have a weight decay of {decay}: it draws what {self.map.sides[0]} stores to 0, and so the weight of "
+                        f"{self.map.sides[1]} to 1; the next job would draw its own to 0"
+                    ]
+        return []
+
+    def _add_file(self, name: str, size: int, data: bytes = b"") -> None:
+        """A file of the index that the source does not have."""
+        self.made[name] = data
+        self.ckpt = replace(self.ckpt, files=[*self.ckpt.files, name], sizes=[*self.ckpt.sizes, size])
 
     def _put(self, new: Mapping[str, TensorEntry], result: Resolved, old: Iterable[str]) -> None:
         for name, t in new.items():
@@ -246,7 +290,7 @@ class _Mapping:
                 self.notes.append(f'{len(new)} tensors of zeros were added, first "{new[0]}": {row.why}')
         if made:
             self.tensors |= made
-            self.ckpt = replace(self.ckpt, files=[*self.ckpt.files, ZEROS], sizes=[*self.ckpt.sizes, ENDLESS])
+            self._add_file(ZEROS, ENDLESS)
 
     def _masters(self) -> None:
         """The fp32 copies of weights that Megatron-Core's reader has under extra.master."""

@@ -10,8 +10,8 @@ import re
 import shlex
 from collections.abc import Callable
 
-from ..huggingface import lora
-from ..index.checkpoint import Checkpoint
+from ..huggingface import hub_names, lora
+from ..index.checkpoint import Checkpoint, joined
 from ..index.names import without_weights
 
 __all__ = ["next_step"]
@@ -67,18 +67,30 @@ def next_step(ckpt: Checkpoint, path: str) -> str:
         return f"resumes in its job at {_ranks(ckpt)}; at another world size: {out} --to torch_checkpointing -n RANKS"
     if ckpt.layout == "universal":
         return f"resumes in DeepSpeed with load_universal; without it: {out} --to zero3 -n RANKS"
+    if ckpt.layout == "hf" and (odd := _contradicted(ckpt)) is not None:
+        return (
+            f"config.json is of another model than the weights ({odd}): from_pretrained would fill what is missing with random numbers. With the "
+            f"config of this very model: {out} --to hf --config MODEL"
+        )
     if ckpt.layout == "hf" and any(_SHARD.fullmatch(f.rpartition("/")[2]) for f in ckpt.files) and "optim" not in parts:
         return (
             "from_pretrained reads it; if save_optimizer_distributed wrote an optimizer, move both folders into one and give that; weights alone "
             f"for a training job: {out} --to dcp -n RANKS"
         )
     if ckpt.layout == "hf":
-        return f"from_pretrained reads it; for a training job: {out} --to dcp -n RANKS"
+        reads = "reads it" if ckpt.config is not None else "needs a config.json beside it"
+        return f"from_pretrained {reads}; for a training job: {out} --to dcp -n RANKS"
     if ckpt.layout == "audit":
         return f"{out.replace('convert', 'audit restore', 1)} --to dcp -n RANKS"
     if ckpt.layout == "full":
         return f"for a job of several ranks: {out} --to dcp -n RANKS; for transformers: {out} --to hf --config MODEL"
     return f"for transformers: {out} --to hf --config MODEL"
+
+
+def _contradicted(ckpt: Checkpoint) -> str | None:
+    """What shows that the weights are not of the model of config.json."""
+    shapes = {joined(t.path[1:]): t.shape for t in ckpt.tensors.values() if t.path[0] == "model"}
+    return None if ckpt.config is None else hub_names.contradiction(ckpt.config, shapes)
 
 
 def _for_hf(ckpt: Checkpoint, out: str, more: str = "") -> str:

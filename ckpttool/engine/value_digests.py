@@ -16,7 +16,15 @@ from ..formats.stored_tensors import Inline, flattened
 from ..index.checkpoint import Checkpoint, Value, joined
 from ..index.digests import roots, value_root
 
-__all__ = ["equal_values", "recorded_values", "state_roots", "taken_apart", "value_digest", "value_digests"]
+__all__ = [
+    "data_digest",
+    "equal_values",
+    "recorded_values",
+    "state_roots",
+    "taken_apart",
+    "value_digest",
+    "value_digests",
+]
 
 #: The key of the digest of values beside those of components; no component has this name.
 VALUES = "values"
@@ -29,6 +37,11 @@ def value_digest(value: Value) -> str:
         Unsupported: the value is of no kind that values.json can spell.
     """
     return blake3(values.encode_one(value)).hexdigest()
+
+
+def data_digest(value: Value) -> str:
+    """`value_digest` of the data alone, whatever their path."""
+    return value_digest(Value(("",), value.data))
 
 
 def taken_apart(held: Mapping[str, Value]) -> dict[str, Value]:

@@ -16,7 +16,9 @@ on the meta device, and reports what it misses, does not expect, or finds in ano
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -24,13 +26,16 @@ from ..errors import Corrupt, Unsupported
 from ..extras import need
 from ..formats.sandbox import in_child
 
-__all__ = ["PLAIN", "Relation", "Verdict", "meta_model", "relate"]
+__all__ = ["PLAIN", "Relation", "Verdict", "contradiction", "meta_model", "relate"]
 
 #: model_type of architectures whose parameters have the same names in memory and on the Hub.
 PLAIN = frozenset((
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi", "phi3", "granite", "olmo", "olmo2", "starcoder2",
     "stablelm", "cohere", "smollm3", "gpt2", "opt",
 ))  # fmt: skip
+
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 
 
 class View(NamedTuple):
@@ -91,6 +96,27 @@ def relate(config: dict[str, Any], tensors: dict[str, tuple[int, ...]] | None, j
     verdict = None if answer["verdict"] is None else Verdict(**answer["verdict"])
     shapes = {k: tuple(v) for k, v in answer["shapes"].items()}
     return Relation(views, shapes, answer["tied"], answer["together"], verdict)
+
+
+def contradiction(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """What shows, without asking transformers, that some weights are not of the model of a config; None where nothing does. It looks at
+    the embedding and the number of layers, in architectures of PLAIN."""
+    kind = config.get("model_type")
+    if kind not in PLAIN:
+        return None
+    embedding = "wte.weight" if kind == "gpt2" else "embed_tokens.weight"
+    of = next((n for n in shapes if n.endswith(embedding)), None)
+    if of is None:
+        return f'no weight has the name of its embedding, "...{embedding}"'
+    size, layers = (
+        config.get(a, config.get(b)) for a, b in (("hidden_size", "n_embd"), ("num_hidden_layers", "n_layer"))
+    )
+    if isinstance(size, int) and "word_embed_proj_dim" not in config and shapes[of][-1:] != (size,):
+        return f'"{of}" is {list(shapes[of])}, and a token of the model has {size} numbers'
+    here = 1 + max((int(m[1]) for n in shapes for m in _LAYER.finditer(n)), default=-1)
+    if isinstance(layers, int) and here != layers:
+        return f"the weights have {here} layers, and the model has {layers}"
+    return None
 
 
 @lru_cache(16)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import bounded_json
 from ..errors import CkpttoolError, Corrupt, RemoteError, Unsafe, Unsupported, argument
 from ..storage.source import Source
 
 __all__ = [
-    "ADAPTER_CONFIG", "PACKED", "adapter", "beside", "fetched", "no_adapter_config", "of_model", "read_config",
+    "ADAPTER_CONFIG", "PACKED", "Beside", "adapter", "beside", "fetched", "no_adapter_config", "of_model", "read_config",
     "training_files", "understood",
 ]  # fmt: skip
 
@@ -108,10 +108,18 @@ def of_model(config: str, notes: list[str] | None = None) -> tuple[dict[str, Any
         return _of_folder(source, [] if notes is None else notes)
 
 
-def beside(source: Source, given: str | None, notes: list[str]) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
-    """(config.json, files to copy) of the model given, or found with the source or beside it."""
+class Beside(NamedTuple):
+    """config.json and files to copy; `where` is their folder, from that of the source, and None where it was given or there is none."""
+
+    config: dict[str, Any] | None
+    files: dict[str, bytes]
+    where: str | None
+
+
+def beside(source: Source, given: str | None, notes: list[str]) -> Beside:
+    """What belongs to the model given, or was found with the source or beside it."""
     if given is not None:
-        return of_model(given, notes)
+        return Beside(*of_model(given, notes), None)
     for below in _FOLDERS if source.local_folder else ("",):
         new_notes: list[str] = []
         try:
@@ -128,13 +136,13 @@ def beside(source: Source, given: str | None, notes: list[str]) -> tuple[dict[st
             where = os.path.relpath(os.path.join(source.root, below), source.root)
             notes.append(f"config and tokenizer files taken from {where!r} beside the source")
             notes += new_notes
-            return config, files
+            return Beside(config, files, where)
     notes.append(
         "no config.json beside the source: from_pretrained needs one, and without it names are written as they are in "
         "memory, and tied weights twice unless they share bytes in the source; give "
         f"{argument('config')} a folder or a model id"
     )
-    return None, {}
+    return Beside(None, {}, None)
 
 
 def adapter(

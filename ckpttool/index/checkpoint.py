@@ -369,6 +369,8 @@ class Checkpoint:
     salvage: Salvage | None = None  # of what is left of a damaged checkpoint, or of a copy of what was left
     #: {name of a weight: what the model computes with}, where `tensors` has the fp32 master as the weight; nothing carries it
     rounded: dict[str, TensorEntry] = field(default_factory=dict)
+    #: {path below extra.args: data}: the arguments of the job, where they were left out of `values` with their component
+    left_arguments: dict[Path, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return (
@@ -394,6 +396,14 @@ class Checkpoint:
         out: dict[Path, Any] = {t.path: t for t in self.tensors.values()}
         return out | {v.path: v.data for v in self.values.values()}
 
+    @property
+    def arguments(self) -> dict[Path, Any]:
+        """The arguments of the job that wrote it, {path: data}, whatever components it was cut to."""
+        found = {
+            v.path[2:]: v.data for v in self.values.values() if v.path[:2] == ("extra", "args") and len(v.path) > 2
+        }
+        return found or self.left_arguments
+
     def only(self, components: Iterable[str]) -> Checkpoint:
         """The same checkpoint with nothing but some components ("model", "optim", ...)."""
         keep = set(components)
@@ -402,6 +412,7 @@ class Checkpoint:
             tensors={k: v for k, v in self.tensors.items() if v.path[0] in keep},
             values={k: v for k, v in self.values.items() if v.path[0] in keep},
             others=[o for o in self.others if o.name.partition(".")[0] in keep],
+            left_arguments=self.arguments,
         )
 
 

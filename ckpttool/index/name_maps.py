@@ -22,15 +22,16 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..errors import UsageError
 from .axes import Axes
 from .checkpoint import ITEMSIZE
+from .expressions import checked, keys_of, value_of
 
-__all__ = ["Ignored", "Line", "NameMap", "Tensor", "parse", "size_of"]
+__all__ = ["AddedOne", "Ignored", "Line", "NameMap", "Premise", "Tensor", "parse"]
 
 _VARIABLE = re.compile(r"\{(\.?)([A-Za-z]\w*)\}", re.ASCII)
 _TENSOR = re.compile(r"\s*([^\s\[\]=+]+)\s*(?:\[([^\]]*)\])?\s*")
@@ -70,13 +71,14 @@ class Tensor:
 class Line:
     """An equation: `whole` is made of `parts`, one for each term of its sum, and for each number of `stacked` variables, which
     are axes of the whole. `flipped` where the whole is on the right. `component` is the only one it is about ("model",
-    "optim"), or None."""
+    "optim"), or None. `condition` is an expression over the job's arguments: the line counts where it is true; None where it always does."""
 
     whole: Tensor
     parts: tuple[Tensor, ...]
     stacked: frozenset[str]
     flipped: bool
     component: str | None = None
+    condition: str | None = None
 
     def tensors(self, right: bool) -> tuple[Tensor, ...]:
         """Those of one side."""
@@ -100,11 +102,28 @@ class Ignored(NamedTuple):
     along: Tensor | None = None
 
 
+class Premise(NamedTuple):
+    """What must be true where a map is used: an expression over the job's arguments equals one over config.json, if `condition`, which is
+    about the job's arguments, is None or true."""
+
+    job: str
+    config: str
+    condition: str | None
+
+
+class AddedOne(NamedTuple):
+    """Left names, as a glob, of tensors that are stored less one (a zero-centred gamma) where `condition` is true of the job's arguments."""
+
+    pattern: str
+    condition: str
+
+
 @dataclass(frozen=True)
 class NameMap:
     """A name map. `sides` are what its left and right are called; `trainers` those whose checkpoints have the left names;
     `models` the model types of config.json it is for; `sizes` {axis: expression over config.json}; `ignored` what is left out of
-    the left side; `needed` globs of left names without which the weights are of another model."""
+    the left side; `needed` globs of left names without which the weights are of another model; `premises` what must be true of the job and
+    of config.json; `added_one` tensors that are one less on the left."""
 
     name: str
     about: str
@@ -115,6 +134,24 @@ class NameMap:
     lines: tuple[Line, ...]
     ignored: tuple[Ignored, ...] = ()
     needed: tuple[str, ...] = ()
+    premises: tuple[Premise, ...] = ()
+    added_one: tuple[AddedOne, ...] = ()
+
+    @property
+    def arguments(self) -> list[str]:
+        """The arguments of the job that its lines ask for, each once."""
+        asked = [p.job for p in self.premises] + [line.condition for line in self.lines if line.condition is not None]
+        return list(
+            dict.fromkeys(k for text in (*asked, *(a.condition for a in self.added_one)) for k in keys_of(text))
+        )
+
+    def of_job(self, arguments: Mapping[str, Any]) -> NameMap:
+        """The map with the lines that count for a job with these arguments."""
+        return replace(
+            self,
+            lines=tuple(n for n in self.lines if n.condition is None or value_of(n.condition, arguments) is True),
+            added_one=tuple(a for a in self.added_one if value_of(a.condition, arguments) is True),
+        )
 
     def fits(self, names: Iterable[str]) -> bool:
         """Whether all tensors that the map needs on the left are among some names."""
@@ -136,6 +173,8 @@ def parse(text: str, name: str, included: Callable[[str], str]) -> NameMap:
     lines: list[Line] = []
     ignored: list[Ignored] = []
     needed: list[str] = []
+    premises: list[Premise] = []
+    added_one: list[AddedOne] = []
     for number, row in _rows(text):
         where = f"name map {name}, line {number}"
         word, _, rest = row.partition(" ")
@@ -156,7 +195,7 @@ def parse(text: str, name: str, included: Callable[[str], str]) -> NameMap:
             if not axis.isidentifier():
                 raise UsageError(f"{where}: write size NAME = EXPRESSION, where NAME is an axis.")
             sizes[axis] = expression
-            _checked(expression, where)
+            checked(expression, where, size=True)
         elif word == "include":
             other = parse(included(rest), rest, included)
             sides = sides or other.sides
@@ -164,20 +203,59 @@ def parse(text: str, name: str, included: Callable[[str], str]) -> NameMap:
             lines += other.lines
             ignored += other.ignored
             needed += other.needed
+            premises += other.premises
+            added_one += other.added_one
         elif word in ("ignore", "ignore-zero"):
             ignored.append(_ignored(rest, word == "ignore-zero", where))
         elif word == "needs":
             needed.append(rest)
+        elif word == "premise":
+            premises.append(_premise(rest, where))
+        elif word == "add-one":
+            added_one.append(_added_one(rest, where))
+        elif word == "when":
+            condition, _, line = (s.strip() for s in rest.partition(":"))
+            checked(condition, where)
+            lines += [replace(found, condition=condition) for found in _lines(line, where)]
         else:
-            component = word.removesuffix(":") if word.removesuffix(":") in _COMPONENTS and word.endswith(":") else None
-            lines += _equations(rest if component else row, component, where)
+            lines += _lines(row, where)
     if sides is None:
         raise UsageError(f"name map {name}: the line sides LEFT | RIGHT is missing.")
     if not lines:
         raise UsageError(f"name map {name}: it has no line NAME = NAME.")
     return NameMap(
-        name, about, sides, tuple(trainers), tuple(models), sizes, tuple(lines), tuple(ignored), tuple(needed)
-    )
+        name, about, sides, tuple(trainers), tuple(models), sizes, tuple(lines), tuple(ignored), tuple(needed),
+        tuple(premises), tuple(added_one),
+    )  # fmt: skip
+
+
+def _lines(row: str, where: str) -> list[Line]:
+    """The lines of an equation, which may begin with the component that it is about."""
+    word, _, rest = row.partition(" ")
+    component = word.removesuffix(":") if word.removesuffix(":") in _COMPONENTS and word.endswith(":") else None
+    return _equations(rest.strip() if component else row, component, where)
+
+
+def _premise(rest: str, where: str) -> Premise:
+    """JOB = CONFIG, or JOB = CONFIG if CONDITION."""
+    both, word, condition = rest.partition(" if ")
+    job, equals, config = (s.strip() for s in both.partition("="))
+    if not equals:
+        raise UsageError(
+            f"{where}: write premise JOB = CONFIG: an argument of the job, and what config.json says of the same."
+        )
+    for text in (job, config, *([condition] if word else [])):
+        checked(text, where)
+    return Premise(job, config, condition.strip() if word else None)
+
+
+def _added_one(rest: str, where: str) -> AddedOne:
+    """GLOB if CONDITION."""
+    pattern, word, condition = (s.strip() for s in rest.partition(" if "))
+    if not word or len(pattern.split()) != 1:
+        raise UsageError(f"{where}: write add-one GLOB if CONDITION, where GLOB is for names on the left.")
+    checked(condition, where)
+    return AddedOne(pattern, condition)
 
 
 def _cut(text: str) -> str:
@@ -318,80 +396,3 @@ def _equation(sides: list[list[tuple[str, str | None]]], component: str | None, 
         if t.axes.sums or t.axes.atoms != mine.atoms - stacked:
             raise UsageError(f"{where}: {t} does not have the axes of its part of {whole}.")
     return line
-
-
-# --------------------------------------------------------------------------------------------------------------- sizes
-
-
-#: A number, the name of a key, or a tuple (operator, left, right).
-_Tree = int | str | tuple[str, Any, Any]
-
-_LEVELS = ("|", "+-", "*/")  # operators, those that bind least first
-
-
-def _checked(expression: str, where: str) -> _Tree:
-    """The tree of an expression over whole numbers and keys of a config.
-
-    Raises:
-        UsageError: it is something else.
-    """
-    tokens = re.findall(r"\d+|[^\W\d]\w*|\S", expression)
-    if len(expression) > 300 or any(not re.fullmatch(r"\d+|[^\W\d]\w*|[-+*/|()]", t) for t in tokens):
-        raise UsageError(
-            f"{where}: a size is made of numbers, keys of config.json, + - * / and |, not of {expression[:80]!r}."
-        )
-    tokens.append("")
-
-    def level(k: int) -> _Tree:
-        if k == len(_LEVELS):
-            token = tokens.pop(0)
-            if token == "(":
-                inside = level(0)
-                if tokens.pop(0) == ")":
-                    return inside
-            elif token and token not in "+-*/|)":
-                return int(token) if token.isdecimal() else token
-            raise IndexError
-        tree = level(k + 1)
-        while tokens[0] and tokens[0] in _LEVELS[k]:
-            tree = (tokens.pop(0), tree, level(k + 1))
-        return tree
-
-    try:
-        tree = level(0)
-        if tokens == [""]:
-            return tree
-    except (IndexError, RecursionError):
-        pass
-    raise UsageError(f"{where}: {expression[:80]!r} is not an expression of numbers and keys of config.json.")
-
-
-def size_of(expression: str, config: Mapping[str, Any]) -> int | None:
-    """The value of an expression; None where a key is missing. `a | b` is b where a is missing.
-
-    Raises:
-        UsageError: it divides without an integer result, or by 0.
-    """
-
-    def value(tree: _Tree) -> int | None:
-        if isinstance(tree, int):
-            return tree
-        if isinstance(tree, str):
-            found = config.get(tree)
-            return found if type(found) is int and found >= 0 else None
-        operator, left, right = tree
-        a = value(left)
-        if operator == "|":
-            return value(right) if a is None else a
-        b = value(right)
-        if a is None or b is None:
-            return None
-        if operator == "/":
-            if b == 0 or a % b:
-                raise UsageError(f"config.json makes {expression} {a} / {b}, which is not a whole number.")
-            return a // b
-        if operator == "-" and a < b:
-            raise UsageError(f"config.json makes {expression} {a} - {b}, which is less than 0.")
-        return a + b if operator == "+" else a - b if operator == "-" else a * b
-
-    return value(_checked(expression, "size"))

@@ -235,17 +235,41 @@ def test_equal_weights_that_could_be_exchanged_are_refused_by_name(tmp_path: Pat
     assert "layer_norm_weight" in str(e.value)
 
 
-@pytest.mark.parametrize("to", ["zero3", "fsdp1"])
-def test_engines_with_flat_tensors_take_a_state_by_megatron_s_names(to: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("to", ["zero3", "zero1", "universal", "fsdp1"])
+def test_engines_with_flat_tensors_get_the_masters_as_their_weights(to: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"wrap": ["**.layers.*"]} if to == "fsdp1" else {}
-    ckpttool.convert(folder("stacked_pp2_bf16"), tmp_path / "there", to=to, world_size=3, **options)
+    world = {} if to == "universal" else {"world_size": 3}
+    done = ckpttool.convert(folder("stacked_pp2_bf16"), tmp_path / "there", to=to, **world, **options)
     ckpttool.convert(tmp_path / "there", tmp_path / "back.pt", to="full")
-    wanted = truth("stacked_pp2_bf16")
-    found = named(load_full(tmp_path / "back.pt"))
-    if to == "zero3":  # the engine's weights are fp32
-        wanted = {k: t.float() if k.startswith("model.") else t for k, t in wanted.items()}
-        found = {k: t.float() if k.startswith("model.") else t for k, t in found.items()}
-    assert difference(found, wanted) == []
+    live = truth("stacked_pp2_bf16")
+    wanted = {k: t for k, t in live.items() if k.startswith("optim.")}
+    wanted |= {k.replace("master.", "model.", 1): t for k, t in live.items() if k.startswith("master.")}
+    tree = load_full(tmp_path / "back.pt")
+    assert "master" not in tree["extra"]
+    tree["extra"]["master"] = {}
+    assert difference(named(tree), wanted) == []
+    count = sum(k.startswith("master.") for k in live)
+    said = f"{count} fp32 masters (extra.master) are the weights of the result, as its engine keeps them; the bfloat16 weights"
+    assert any(n.startswith(said) for n in done.notes)
+    if to == "zero1":  # whose files have what the engine computes with, too
+        low = torch.load(next((tmp_path / "there").glob("*/mp_rank_00_model_states.pt")), weights_only=False)["module"]
+        rounded = {k.removeprefix("model."): t for k, t in live.items() if k.startswith("model.")}
+        assert difference({k: t for k, t in low.items()}, rounded) == []
+
+
+@pytest.mark.parametrize("to", ["zero3", "zero1", "universal", "fsdp1"])
+def test_masters_that_do_not_round_to_their_weights_are_not_put_in_their_place(to: str, tmp_path: Path) -> None:
+    def two_more(t: Tensor) -> Tensor:
+        t.view(-1)[[3, 7]] += 1
+        return t
+
+    source = altered("stacked_pp2_bf16", tmp_path / "source", {"decoder.final_layernorm.weight": two_more})
+    world = {} if to == "universal" else {"world_size": 2}
+    said = r'1 of \d+ fp32 masters do not round to the weights beside them: "decoder.final_layernorm.weight" in 2 of 16 elements'
+    with pytest.raises(Unsupported, match=said):
+        ckpttool.convert(source, tmp_path / "there", to=to, **world)
+    assert not (tmp_path / "there").exists()
+    ckpttool.convert(source, tmp_path / "weights", to=to, only=["model"], **world)
 
 
 # ---------------------------------------------------------------------------------------------------------- writing

@@ -14,7 +14,7 @@ import torch
 from ckpttool.converters._zero_geometry import concatenated, partitioned, subgroups
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peers import difference, load_full, ranks_for, same_value, tensors_of
+from peers import FIXTURES, difference, load_full, ranks_for, same_value, tensors_of
 from zero_files import (
     DynamicLossScaler,
     Job,
@@ -793,3 +793,31 @@ def test_a_parameter_without_state_is_frozen_or_gets_zeros_where_like_says_that_
     assert wanted.items() <= found.items()
     assert found.keys() - wanted.keys() == {f"optim.state.idle.{s}" for s in ("step", "exp_avg", "exp_avg_sq")}
     assert ckpttool.verify(tmp_path / "out", read_data=True).recorded == "equal"
+
+
+@pytest.mark.parametrize("to", ["zero3", "zero1", "universal"])
+def test_a_scheduler_that_deepspeed_s_own_do_not_load_is_said_with_what_to_do(to: str, tmp_path: Path) -> None:
+    world = {} if to == "universal" else {"world_size": 2}
+    source = FIXTURES / "fsdp2_w2_groups" / "ckpt"
+    done = ckpttool.convert(source, tmp_path / to, to=to, **world)
+    said = [n for n in done.notes if "KeyError 'last_batch_iteration'" in n]
+    assert (
+        len(said) == 1
+        and "deepspeed.initialize(lr_scheduler=...)" in said[0]
+        and "load_lr_scheduler_states=False" in said[0]
+    )
+    file = next((tmp_path / to).glob("*/*_model_states.pt"))
+    state = torch.load(file, weights_only=False)["lr_scheduler"]
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1.0).load_state_dict(state)  # what the note says to do
+    schedules = pytest.importorskip("deepspeed.runtime.lr_schedules", exc_type=ImportError)
+    with pytest.raises(KeyError, match="last_batch_iteration"):
+        schedules.WarmupLR(optimizer).load_state_dict(state)
+    without = ckpttool.convert(source, tmp_path / "none", to=to, only=["model", "optim"], **world)
+    assert not any("last_batch_iteration" in n for n in without.notes)
+
+
+def test_a_scheduler_of_a_deepspeed_job_is_not_judged_again(tmp_path: Path) -> None:
+    done = ckpttool.convert(FIXTURES / "zero3_w4" / "ckpt", tmp_path / "out", to="zero3", world_size=2)
+    assert not any("last_batch_iteration" in n for n in done.notes)

@@ -13,7 +13,7 @@ from commands import ckpttool_here
 import ckpttool
 from ckpttool.errors import Unsupported, UsageError
 from ckpttool.huggingface import maps
-from ckpttool.index.name_maps import size_of
+from ckpttool.index.expressions import size_of, value_of
 
 HEAD = "sides here | there\n"
 QKV = (
@@ -472,3 +472,153 @@ def test_a_size_must_be_whole() -> None:
             size_of(expression, {"a": 6})
     with pytest.raises(UsageError, match="5 - 6, which is less than 0"):
         size_of("5 - a", {"a": 6})
+
+
+ROPE = (
+    HEAD
+    + """
+models x
+size pair = 2
+size half = head_dim / 2
+premise heads = heads
+premise theta | 10000 = rope.theta | theta
+premise act is 'silu' = act is 'silu' or act is 'swish' if gated
+add-one *norm if centered
+when turned: q [(g half pair) x] = query [(g pair half) x]
+q = query
+norm = ln
+"""
+)
+
+
+def rope_state(dtype: torch.dtype = torch.float32, args: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A state of the left side of ROPE, with masters and the arguments of its job."""
+    seed = torch.Generator().manual_seed(3)
+    model = {"q": torch.randn(8, 3, generator=seed), "norm": torch.randn(500, generator=seed) * 0.3}
+    tree = state({n: w.to(dtype) for n, w in model.items()})
+    return tree | {"extra": {"args": args, "master": model} if args is not None else {}}
+
+
+def test_lines_count_where_the_job_s_arguments_say_so(tmp_path: Path) -> None:
+    tree = rope_state(args={"heads": 6, "turned": True, "centered": False})
+    got = through(tmp_path, tree, ROPE)
+    assert torch.equal(got["model"]["query"], tree["model"]["q"].view(2, 2, 2, 3).transpose(1, 2).reshape(8, 3))
+    moments = tree["optim"]["state"]["q"]["exp_avg"].view(2, 2, 2, 3).transpose(1, 2).reshape(8, 3)
+    assert torch.equal(got["optim"]["state"]["query"]["exp_avg"], moments)
+    assert torch.equal(got["model"]["ln"], tree["model"]["norm"])
+    got = through(tmp_path, rope_state(args={"heads": 6, "turned": False, "centered": False}), ROPE)
+    assert torch.equal(got["model"]["query"], tree["model"]["q"])
+
+
+@pytest.mark.parametrize("through_dcp", [False, True])
+def test_the_job_s_arguments_count_where_only_the_model_is_wanted(through_dcp: bool, tmp_path: Path) -> None:
+    tree = rope_state(args={"heads": 6, "turned": True, "centered": True})
+    src, name_map = written(tmp_path, tree, ROPE)
+    if through_dcp:
+        ckpttool.convert(src, tmp_path / "dcp", to="dcp", world_size=2)
+        src = tmp_path / "dcp"
+    ckpttool.convert(src, tmp_path / "o.pt", map=name_map, config=str(tmp_path), canonical_keys=True, only=["model"])
+    got = torch.load(tmp_path / "o.pt")
+    assert list(got) == ["model"] and torch.equal(got["model"]["ln"], tree["model"]["norm"] + 1)
+    assert torch.equal(got["model"]["query"], tree["model"]["q"].view(2, 2, 2, 3).transpose(1, 2).reshape(8, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_norms_that_are_stored_less_one_are_the_sum_that_the_job_multiplies_with(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    tree = rope_state(dtype, {"heads": 6, "turned": False, "centered": True})
+    src, name_map = written(tmp_path, tree, ROPE)
+    done = ckpttool.convert(src, tmp_path / "o.pt", map=name_map, canonical_keys=True)
+    got = torch.load(tmp_path / "o.pt")
+    old = tree["model"]["norm"]
+    assert torch.equal(got["model"]["ln"], old + 1)
+    rounded = int(((old + 1) - 1 != old).sum())
+    assert any(f"{str(dtype)[6:]} rounds in {rounded:,} of 500 elements" in n for n in done.notes) and rounded > 100
+    master = got["extra"]["master"]["ln"]
+    assert master.dtype == torch.float32 and torch.equal(master.to(dtype), got["model"]["ln"])
+    before = tree["extra"]["master"]["norm"]  # a master is no further from it than its weight was
+    assert ((master.double() - 1 - before.double()).abs() <= (old.double() - before.double()).abs() + 2e-7).all()
+    moments = got["optim"]["state"]["ln"]
+    assert all(torch.equal(t, tree["optim"]["state"]["norm"][s]) for s, t in moments.items())
+    ckpttool.convert(tmp_path / "o.pt", tmp_path / "back.pt", map=name_map, canonical_keys=True, config=str(tmp_path))
+    back = torch.load(tmp_path / "back.pt")
+    assert torch.equal(back["model"]["norm"] + 1, old + 1)  # which is all that the job looks at
+
+
+def test_a_decay_of_norms_that_are_stored_less_one_is_said(tmp_path: Path) -> None:
+    tree = rope_state(args={"heads": 6, "centered": True})
+    for group in tree["optim"]["param_groups"]:
+        group["weight_decay"] = 0.1
+    src, name_map = written(tmp_path, tree, ROPE)
+    done = ckpttool.convert(src, tmp_path / "o.pt", map=name_map)
+    assert any("1 of these have a weight decay of 0.1" in n for n in done.notes)
+
+
+@pytest.mark.parametrize(
+    ("args", "config", "said"),
+    [
+        ({"heads": 3}, {}, r"\(extra.args\) has heads = 3, and config.json beside the source has heads = 6"),
+        ({"heads": 6}, {"rope": {"theta": 5e5}}, "has none of theta, and .* rope.theta = 500000.0"),
+        ({"heads": 6, "gated": True, "act": "silu"}, {"act": "gelu"}, "act = 'silu', and .* act = 'gelu'"),
+        ({"heads": 6}, {"model_type": "y"}, "it is for model_type x, and config.json beside the source says 'y'"),
+    ],
+)
+def test_a_job_that_contradicts_a_premise_is_refused_with_both_values(
+    args: dict[str, Any], config: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    src, name_map = written(tmp_path, rope_state(args=args), ROPE, json.dumps({**json.loads(CONFIG), **config}))
+    with pytest.raises(Unsupported, match=said):
+        ckpttool.convert(src, tmp_path / "o.pt", map=name_map)
+    assert not (tmp_path / "o.pt").exists()
+
+
+def test_premises_that_nothing_tells_are_said_once(tmp_path: Path) -> None:
+    src, name_map = written(tmp_path, rope_state(), ROPE)
+    done = ckpttool.convert(src, tmp_path / "o.pt", map=name_map)
+    said = [n for n in done.notes if "premises" in n]
+    assert (
+        len(said) == 1 and "has no arguments of the job" in said[0] and "heads, theta, act, turned, centered" in said[0]
+    )
+    src, name_map = written(tmp_path, rope_state(args={"heads": 6, "turned": False}), ROPE)
+    done = ckpttool.convert(src, tmp_path / "p.pt", map=name_map)
+    said = [n for n in done.notes if "premises" in n]
+    assert len(said) == 1 and "does not say all" in said[0] and said[0].endswith(": centered")
+    src, name_map = written(tmp_path, rope_state(args={"heads": 6, "turned": False, "centered": False}), ROPE)
+    done = ckpttool.convert(src, tmp_path / "q.pt", map=name_map)
+    assert not any("premises" in n for n in done.notes)
+
+
+def test_the_arguments_are_those_of_nemo_and_of_meta_too(tmp_path: Path) -> None:
+    src, name_map = written(tmp_path, rope_state(), ROPE.replace("heads = heads", "n_heads = heads"))
+    (tmp_path / "params.json").write_text(json.dumps({"dim": 8, "n_layers": 2, "n_heads": 3}))
+    with pytest.raises(Unsupported, match=r"params.json has n_heads = 3, and .* heads = 6"):
+        ckpttool.convert(src, tmp_path / "o.pt", map=name_map)
+    (tmp_path / "context").mkdir()
+    (tmp_path / "context" / "model.yaml").write_text(
+        "_target_: a.Model\nconfig:\n  _target_: a.Config\n  activation:\n    n_heads: 9\n  n_heads: 4\n  kind: 'x'\ndata: 1\n"
+    )
+    with pytest.raises(Unsupported, match=r"model.yaml has n_heads = 4, and .* heads = 6"):
+        ckpttool.convert(src, tmp_path / "o.pt", map=name_map)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("premise a", "write premise JOB = CONFIG"), ("premise a = b c", "is not an expression of"), ("premise a = b if", "is not an expression of"),
+        ("premise a + = b", "is not an expression of"), ("add-one a", "write add-one GLOB if CONDITION"), ("add-one a b if c", "write add-one"),
+        ("add-one a if (", "is not an expression of"), ("when a b: c = d", "is not an expression of"), ("when a: c", "is not NAME = NAME"),
+    ],
+)  # fmt: skip
+def test_premises_that_make_no_sense_are_refused_with_their_line(line: str, why: str) -> None:
+    with pytest.raises(UsageError, match=f"line 2.*{why}"):
+        maps.load(f"{HEAD}{line}\na = b\n")
+
+
+def test_expressions_of_premises() -> None:
+    job = {"a": 6, "on": True, "off": False, "none": None, "kind": "x", "inside": {"b": 2.5}, "row": [7, 0]}
+    for expression, value in {
+        "a": 6, "inside.b": 2.5, "row.0": 7, "row.2": None, "none": None, "none | 'y'": "y", "kind is 'x'": True, "off | true": False,
+        "kind is 'y' or a is 6": True, "none is 1": None, "(none | 0) is 0": True, "a / 2 - 1": 2, "1e-5": 1e-5, "on + 1": None,
+    }.items():  # fmt: skip
+        assert value_of(expression, job) == value, expression

@@ -301,10 +301,7 @@ def test_seeking_reads_nothing_and_going_on_reads_nothing_twice(large: Path, mon
 
 def test_every_byte_of_the_source_is_read_twice_at_most(hub: Hub, large: Path, tmp_path: Path) -> None:
     """Counted by the server of the source, which is a repository too; in many parts."""
-    files = {f"{p.name}": p.read_bytes() for p in large.iterdir()} | {
-        "config.json": (LLAMA / "config.json").read_bytes()
-    }
-    hub.commit("org/source", dict(files))
+    hub.commit("org/source", {f"{p.name}": p.read_bytes() for p in large.iterdir()})
     hub.part = 1 << 20
     done = push("hf://org/source", URL)
     nbytes = sum(t.nbytes for t in torch_tensors(large).values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import ckpttool_here
 from peers import FIXTURES, difference, from_pretrained, load_hf
 from torch import Tensor
 
@@ -209,3 +211,56 @@ def test_a_config_that_transformers_does_not_know_is_no_reason_to_stop(tmp_path:
     given = config(tmp_path, LLAMA, model_type="of_our_own", architectures=["OfOurOwn"])
     done = ckpttool.convert(LLAMA, tmp_path / "out", to="hf", config=given)
     assert any("not compared with those of the model" in n for n in done.notes)
+
+
+def own_model(folder: Path) -> Path:
+    """Weights of nobody's model, in a folder of their own, with a config.json of a Llama above it."""
+    (folder / "run").mkdir()
+    torch.save(
+        {"emb.weight": torch.ones(3, 2), "layers.0.w": torch.ones(2), "head.weight": torch.ones(3, 2)},
+        folder / "run" / "own.pt",
+    )
+    shutil.copy(LLAMA / "config.json", folder)
+    return folder / "run" / "own.pt"
+
+
+def test_a_config_that_lies_beside_weights_of_another_model_is_refused_as_if_it_was_given(tmp_path: Path) -> None:
+    src = own_model(tmp_path)
+    shutil.copy(LLAMA / "config.json", src.parent)
+    for config in (None, str(src.parent)):
+        with pytest.raises(Unsupported, match=r"describes a LlamaForCausalLM.* 21 of its 21 tensors are missing"):
+            ckpttool.convert(src, tmp_path / "out", to="hf", config=config)
+    with pytest.raises(Unsupported, match="was found beside the source: give"):
+        ckpttool.convert(src, tmp_path / "out.safetensors")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_config_above_weights_of_another_model_is_left_there_and_said(tmp_path: Path) -> None:
+    done = ckpttool.convert(own_model(tmp_path), tmp_path / "out", to="hf")
+    assert any(
+        n.startswith("config.json in '..' is of another model and was not taken: 21 of its 21") for n in done.notes
+    )
+    assert not (tmp_path / "out" / "config.json").exists() and not any("taken from" in n for n in done.notes)
+    told = ckpttool_here("inspect", str(tmp_path / "out")).stdout
+    assert "from_pretrained needs a config.json beside it" in " ".join(told.split())
+    shutil.copy(LLAMA / "model.safetensors", tmp_path / "run" / "llama.safetensors")
+    done = ckpttool.convert(tmp_path / "run" / "llama.safetensors", tmp_path / "fits", to="hf")
+    assert any("taken from '..'" in n for n in done.notes) and (tmp_path / "fits" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"num_hidden_layers": 3}, "have 2 layers, and the model has 3"), ({"hidden_size": 48}, "and a token of the model has 48 numbers"),
+     ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "no weight has the name of its embedding")],
+)  # fmt: skip
+def test_inspect_does_not_promise_that_weights_are_loaded_which_are_not_of_the_config(
+    change: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(LLAMA, tmp_path / "hf")
+    kept = json.loads((folder / "config.json").read_text())
+    assert "from_pretrained reads it" in ckpttool_here("inspect", str(folder)).stdout
+    (folder / "config.json").write_text(json.dumps({**kept, **change}))
+    told = " ".join(ckpttool_here("inspect", str(folder)).stdout.split())
+    assert said in told and "from_pretrained reads it" not in told and "random numbers" in told
+    with pytest.raises(Unsupported, match=r"of another model|describes a"):
+        ckpttool.convert(folder, tmp_path / "out", to="hf")

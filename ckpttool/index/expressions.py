@@ -1,0 +1,168 @@
+"""Expressions over the keys of a configuration, as lines of name maps have them.
+
+    head_dim | hidden_size / num_attention_heads        the second where there is no head_dim
+    rope_parameters.rope_type | 'default'               a key inside a key
+    hidden_act is 'silu' or hidden_act is 'swish'
+
+Operators, those that bind least first: `or`; `is`; `|`, whose value is its right side where the left one is missing; `+ -`; `* /`.
+Everything else is a number, 'text', true, false, a key, or such an expression in parentheses. A key without a value, or with null, is missing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from ..errors import UsageError
+
+__all__ = ["Scalar", "checked", "keys_of", "size_of", "value_of"]
+
+Scalar = bool | int | float | str
+
+
+class _Key(NamedTuple):
+    name: str
+
+
+class _Operation(NamedTuple):
+    operator: str
+    left: _Tree
+    right: _Tree
+
+
+_Tree = _Key | _Operation | Scalar
+_LEVELS = (("or",), ("is",), ("|",), ("+", "-"), ("*", "/"))
+_TOKEN = re.compile(r"'[^']*'|\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|[^\W\d]\w*(?:\.\w+)*|\S")
+_MOST = 300
+
+
+def checked(expression: str, where: str, *, size: bool = False) -> None:
+    """Refuse what is no expression; `where` begins the message. A size has whole numbers and keys only.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        _tree(expression)
+        if not (size and re.search(r"['.]|\b(?:is|or|true|false)\b", expression)):
+            return
+    except (IndexError, RecursionError):
+        pass
+    if size:
+        raise UsageError(
+            f"{where}: a size is made of numbers, keys of config.json, + - * / and |, not of {expression[:80]!r}."
+        )
+    raise UsageError(
+        f"{where}: {expression[:80]!r} is not an expression of numbers, keys, 'text', true, false, + - * / | is or."
+    )
+
+
+@lru_cache(1024)
+def _tree(expression: str) -> _Tree:
+    """The tree of an expression.
+
+    Raises:
+        IndexError, RecursionError: it is none.
+    """
+    tokens = [*_TOKEN.findall(expression), ""]
+    if len(expression) > _MOST:
+        raise IndexError
+
+    def level(k: int) -> _Tree:
+        if k == len(_LEVELS):
+            return atom(tokens.pop(0))
+        tree = level(k + 1)
+        while tokens[0] in _LEVELS[k]:
+            tree = _Operation(tokens.pop(0), tree, level(k + 1))
+        return tree
+
+    def atom(token: str) -> _Tree:
+        if token == "(":
+            inside = level(0)
+            if tokens.pop(0) == ")":
+                return inside
+        elif token in ("true", "false"):
+            return token == "true"
+        elif token[:1].isdecimal():
+            return int(token) if token.isdecimal() else float(token)
+        elif len(token) > 1 and token[0] == "'":
+            return token[1:-1]
+        elif re.match(r"[^\W\d]", token) and token not in ("or", "is"):
+            return _Key(token)
+        raise IndexError
+
+    tree = level(0)
+    if tokens != [""]:
+        raise IndexError
+    return tree
+
+
+def keys_of(expression: str) -> list[str]:
+    """The keys that an expression names, in its order."""
+
+    def walk(tree: _Tree) -> list[str]:
+        if isinstance(tree, _Operation):
+            return walk(tree.left) + walk(tree.right)
+        return [tree.name] if isinstance(tree, _Key) else []
+
+    return list(dict.fromkeys(walk(_tree(expression))))
+
+
+def value_of(expression: str, config: Mapping[str, Any]) -> Scalar | None:
+    """The value of an expression; None where a key is missing.
+
+    Raises:
+        UsageError: it divides without a whole result, or by 0, or comes to less than 0.
+    """
+
+    def value(tree: _Tree) -> Scalar | None:
+        if isinstance(tree, _Key):
+            return _found(tree.name, config)
+        if not isinstance(tree, _Operation):
+            return tree
+        operator = tree.operator
+        a = value(tree.left)
+        if operator == "|":
+            return value(tree.right) if a is None else a
+        b = value(tree.right)
+        if operator == "or":
+            return None if a is None and b is None else bool(a) or bool(b)
+        if operator == "is":
+            return None if a is None or b is None else a == b
+        if type(a) is not int or type(b) is not int:
+            return None
+        if operator == "/":
+            if b == 0 or a % b:
+                raise UsageError(f"the configuration makes {expression} {a} / {b}, which is not a whole number.")
+            return a // b
+        if operator == "-" and a < b:
+            raise UsageError(f"the configuration makes {expression} {a} - {b}, which is less than 0.")
+        return a + b if operator == "+" else a - b if operator == "-" else a * b
+
+    return value(_tree(expression))
+
+
+def size_of(expression: str, config: Mapping[str, Any]) -> int | None:
+    """The value of an expression over the whole numbers of a config; None where one is missing.
+
+    Raises:
+        UsageError: it is no expression of sizes, or its value is none.
+    """
+    checked(expression, "size", size=True)
+    found = value_of(expression, {k: v for k in keys_of(expression) if type(v := config.get(k)) is int and v >= 0})
+    return found if type(found) is int else None
+
+
+def _found(name: str, config: Mapping[str, Any]) -> Scalar | None:
+    """The value of a key, "a.b" being b inside a and "a.0" the first of a list; None where it is none, or no scalar."""
+    if name in config:
+        found: Any = config[name]
+    else:
+        head, dot, rest = name.partition(".")
+        inside = config.get(head) if dot else None
+        if isinstance(inside, (list, tuple)):
+            inside = {str(i): x for i, x in enumerate(inside)}
+        found = _found(rest, inside) if isinstance(inside, Mapping) else None
+    return found if isinstance(found, (bool, int, float, str)) else None
