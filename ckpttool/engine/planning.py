@@ -26,7 +26,7 @@ from ..index.checkpoint import (
 from ..index.composites import Composite, class_of, composites, unwrapped_note
 from ..index.draft import Draft, Dropped
 from ..index.fqns import wrappers_stripped
-from ..index.names import CANONICAL_KEYS_NOTE, refuse_surrogates
+from ..index.names import CANONICAL_KEYS_NOTE, KEEPS_NUMBERS, refuse_surrogates
 from ..index.optimizers import lost_at_save, per_rank_slots
 from ..index.param_groups import groups_of, regrouped
 from ..index.schedulers import with_whole_scheduler
@@ -262,7 +262,15 @@ def _check_optimizer(ckpt: Checkpoint, target: layouts.Layout, drop: bool) -> No
     Raises:
         Unsupported: it has no names, and what resumes from the layout finds it by them.
     """
-    if target.needs_named_optimizer and not drop and (unnamed := unnamed_optimizer_state(ckpt)):
+    unnamed = [] if drop else unnamed_optimizer_state(ckpt)
+    numbered = next((n.removeprefix(f"{KEEPS_NUMBERS}: ") for n in ckpt.notes if n.startswith(KEEPS_NUMBERS)), None)
+    by_name = target.needs_named_optimizer or target.name == "dcp"  # a job of ranks asks for names
+    if numbered and not drop and by_name and any(t.path[0] == "model" for t in ckpt.tensors.values()):
+        raise Unsupported(
+            f"{target.name} needs the names of the parameters: {numbered} {argument('drop', True)} keeps the state under its numbers, as data that "
+            "no job looks at; full keeps it as it is."
+        )
+    if target.needs_named_optimizer and unnamed:
         raise Unsupported(
             f"{target.name} needs the optimizer under the names of the weights, and {len(unnamed)} of its tensors have names of its own, "
             f'first "{unnamed[0]}". {argument("only", ["model"])} converts the weights alone, {argument("drop", True)} keeps those '
