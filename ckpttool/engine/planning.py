@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -14,6 +14,7 @@ from blake3 import blake3
 from .. import layouts
 from .._version import __version__
 from ..errors import Corrupt, IncompleteWeights, Unsupported, UsageError, argument
+from ..formats.pickles import unwritable
 from ..index.checkpoint import (
     Checkpoint,
     TensorEntry,
@@ -150,7 +151,8 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
     _refuse_request(target, writing)
     holds, drop = target.holds(writing.options), writing.drop
     model = model_of(reading)
-    opened = _opened(src, reading, model)
+    # an entry that cannot be read stops whoever needs it, and weights are never left out
+    opened = _opened(src, reading, model, lambda part: part == "model" or (not drop and (not holds or part in holds)))
     try:
         used = {
             *opened.layout.reader_uses,
@@ -172,6 +174,8 @@ def plan_with(src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOpt
         unplaced: list[Dropped] = []
         if writing.regroup:
             opened.checkpoint = _regrouped(opened.checkpoint, model.like, unplaced)
+        if not target.keeps_calls:
+            opened.checkpoint = _without_calls(opened.checkpoint, unplaced)
         ckpt = opened.checkpoint = target.prepare(opened.checkpoint, opened.source, options)
         _refuse_subclasses(target, {n: c for n, c in objects.items() if not holds or c.path[0] in holds})
         _check_optimizer(ckpt, target, drop)
@@ -256,6 +260,14 @@ def _change(
         opened.checkpoint, opened.source = resized((ckpt, opened.source), writing.vocab_size)
 
 
+def _without_calls(ckpt: Checkpoint, unplaced: list[Dropped]) -> Checkpoint:
+    """The same state for a layout of pickles, which must not call what a checkpoint names when they are loaded; values with such calls
+    go to `unplaced`."""
+    found = {n: why for n, v in ckpt.values.items() if (why := unwritable(v.data)) is not None}
+    unplaced += [Dropped(n, 0, why) for n, why in found.items()]
+    return replace(ckpt, values={n: v for n, v in ckpt.values.items() if n not in found}) if found else ckpt
+
+
 def _check_optimizer(ckpt: Checkpoint, target: layouts.Layout, drop: bool) -> None:
     """Note what is odd about the state of an optimizer.
 
@@ -303,19 +315,21 @@ def _refuse_loss(opened: OpenCheckpoint, draft: Draft, target: layouts.Layout, h
         )
 
 
-def _opened(src: CheckpointPath, reading: OpenOptions, model: layouts.ModelHints) -> OpenCheckpoint:
+def _opened(
+    src: CheckpointPath, reading: OpenOptions, model: layouts.ModelHints, needed: Callable[[str], bool]
+) -> OpenCheckpoint:
     """The source, merged with an adapter where that was asked; of one whose optimizer is lost and that another checkpoint shall
     fill, the weights."""
     if reading.merge is not None:
         return open_merged(src, replace(reading, merge=None), reading.merge, model)
     try:
-        return open_with(src, reading, model, check_hints=False)
+        return open_with(src, reading, model, check_hints=False, needed=needed)
     except IncompleteWeights:
         raise
     except Corrupt:
         if reading.fill_from is None or reading.only is not None:
             raise
-        return open_with(src, replace(reading, only=("model",)), model, check_hints=False)
+        return open_with(src, replace(reading, only=("model",)), model, check_hints=False, needed=needed)
 
 
 def _regrouped(ckpt: Checkpoint, like: layouts.ReferenceModel | None, unplaced: list[Dropped]) -> Checkpoint:

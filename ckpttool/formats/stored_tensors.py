@@ -13,11 +13,12 @@ from ..index.checkpoint import ITEMSIZE, Chunks, Extent, Number, Path, Record, T
 from ..index.composites import Composite
 from ..storage.source import ReadAt
 from .crc import crc32
-from .pickles import Opaque
+from .pickles import Global, Opaque
 from .subclasses import is_subclass, taken_apart
 
 __all__ = [
     "Inline",
+    "Size",
     "Storage",
     "StoredTensor",
     "flattened",
@@ -81,25 +82,27 @@ class Inline(NamedTuple):
     data: bytes
 
 
-def map_tensors(x: Any, f: Callable[[StoredTensor], Any]) -> Any:
-    """The same tree with every StoredTensor replaced."""
+class Size(tuple[int, ...]):
+    """A torch.Size in a file whose format has sizes of its own; in a value it is the call that torch pickles (`inlined`)."""
+
+    __slots__ = ()
+
+
+def map_tensors(x: Any, f: Callable[[StoredTensor], Any], of_size: Callable[[Size], Any] = lambda size: size) -> Any:
+    """The same tree with every StoredTensor replaced, and every Size."""
+
+    def inside(part: Any) -> Any:
+        return map_tensors(part, f, of_size)
+
     if isinstance(x, StoredTensor):
         return f(x)
     if isinstance(x, dict):
-        return {k: map_tensors(v, f) for k, v in x.items()}
-    if isinstance(x, list):
-        return [map_tensors(v, f) for v in x]
-    if type(x) is tuple:
-        return tuple(map_tensors(v, f) for v in x)
+        return type(x)((k, inside(v)) for k, v in x.items())
+    if type(x) in (list, tuple):
+        return type(x)(map(inside, x))
     if isinstance(x, Opaque):
-        out = Opaque(x.cls, map_tensors(x.args, f), x.call)
-        out.state, out.list_items, out.dict_items = (
-            map_tensors(x.state, f),
-            map_tensors(x.list_items, f),
-            map_tensors(x.dict_items, f),
-        )
-        return out
-    return x
+        return x.mapped(inside)
+    return of_size(x) if type(x) is Size else x
 
 
 def tensors_in(x: Any) -> Iterator[StoredTensor]:
@@ -196,7 +199,7 @@ def inlined(x: Any, read_at: ReadAt, what: str, most: int = 64 << 20) -> Any:
         raw = whole[t.at : t.at + t.span]
         return Inline(t.dtype, t.shape, raw if t.contiguous else gather(raw, t))
 
-    return map_tensors(x, one)
+    return map_tensors(x, one, lambda size: Opaque(Global("torch", "Size"), (tuple(size),), call=True))
 
 
 _NUMBERS = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "int32": "<i"}
